@@ -34,9 +34,9 @@ class Answer:
         return json.loads(self.body)["error"]
 
     def header(self, name: str) -> str | None:
-        found = [v for k, v in self.messages[0]["headers"] if k.lower() == name.encode()]
-        assert len(found) < 2, found
-        return found[0].decode() if found else None
+        values = [v for k, v in self.messages[0]["headers"] if k.lower() == name.encode()]
+        assert len(values) < 2, values
+        return values[0].decode() if values else None
 
 
 def call(

@@ -42,8 +42,8 @@ def complete(**fields: Any) -> CompletionRequest:
     return CompletionRequest.read(json.dumps({"prompt": "hello", **fields}))
 
 
-def respond(given: Any = "hello", **fields: Any) -> ResponsesRequest:
-    return ResponsesRequest.read(json.dumps({"input": given, **fields}))
+def respond(value: Any = "hello", **fields: Any) -> ResponsesRequest:
+    return ResponsesRequest.read(json.dumps({"input": value, **fields}))
 
 
 def refusal(model: type[RequestModel], **fields: Any) -> FieldError:

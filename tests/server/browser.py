@@ -258,12 +258,12 @@ class Page:
         """The names a screen reader says for elements."""
         names: list[str] = []
         for selector in selectors:
-            found = self.call(
+            element = self.call(
                 "Runtime.evaluate", expression=f"document.querySelector({json.dumps(selector)})"
             )
             tree = self.call(
                 "Accessibility.getPartialAXTree",
-                objectId=found["result"]["objectId"],
+                objectId=element["result"]["objectId"],
                 fetchRelatives=False,
             )
             names.append(tree["nodes"][0]["name"]["value"])

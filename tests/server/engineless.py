@@ -20,18 +20,18 @@ from strobe.text.tokenizer import Tokenizer
 START = RequestStart("dflash", None, 0, 0.0, (), frozenset({2}))
 
 
-class Said(EngineClient):
+class RecordingClient(EngineClient):
     """A client of no engine; keeps what the engine would have been told. at_submit: what the engine
     does with a prompt, at once."""
 
     def __init__(self, at_submit: Callable[[Generation], None] = lambda generation: None):
         super().__init__(EngineConfig(), LogSettings())
-        self.said: list[Any] = []
+        self.sent: list[Any] = []
         self.at_submit = at_submit
         self.facts = Ready(2048, 2, 2048, 15, ("dflash", "none"), {}, "float32", "cpu", 100)
 
     def send(self, message: Any) -> None:
-        self.said.append(message)
+        self.sent.append(message)
         if isinstance(message, Submit):
             self.at_submit(self._generations[message.key])
 
@@ -39,7 +39,7 @@ class Said(EngineClient):
 def serving(tokenizer: Tokenizer | None = None, **settings: Any) -> Serving:
     return Serving(
         settings=ServerConfig(**settings),
-        client=Said(),
+        client=RecordingClient(),
         tokenizer=tokenizer or Tokenizer(DEMO_MODELS / "target"),
         names=("m",),
         root="m",
@@ -56,5 +56,5 @@ def event(tokens: Sequence[int], choice: int = 0, **more: Any) -> TokenEvent:
 
 def samples(metrics: ServerMetrics, name: str) -> list[Any]:
     """What /metrics shows of a metric: samples with `labels` and a `value`."""
-    shown = text_string_to_metric_families(metrics.render(None)[0].decode())
-    return [sample for family in shown if family.name == name for sample in family.samples]
+    families = text_string_to_metric_families(metrics.render(None)[0].decode())
+    return [sample for family in families if family.name == name for sample in family.samples]

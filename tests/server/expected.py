@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from outcomes import Outcome, Said
+from outcomes import AnswerResult, Outcome
 
 Check = Callable[[Outcome], None]
 
@@ -17,20 +17,20 @@ def anything(outcome: Outcome) -> None:
     """Nothing more is asked."""
 
 
-def each(check: Callable[[Said], None]) -> Check:
+def each(check: Callable[[AnswerResult], None]) -> Check:
     """A check of every answer."""
 
     def checks(outcome: Outcome) -> None:
-        for said in outcome.choices:
-            check(said)
+        for answer in outcome.choices:
+            check(answer)
 
     return checks
 
 
 def ends(reason: str, stop: Any = None, tokens: int | None = None) -> Check:
-    def check(said: Said) -> None:
-        assert (said.finish_reason, said.stop_reason) == (reason, stop)
-        assert tokens in (None, len(said.token_ids))
+    def check(answer: AnswerResult) -> None:
+        assert (answer.finish_reason, answer.stop_reason) == (reason, stop)
+        assert tokens in (None, len(answer.token_ids))
 
     return each(check)
 
@@ -38,10 +38,10 @@ def ends(reason: str, stop: Any = None, tokens: int | None = None) -> Check:
 def stops_at(*texts: str) -> Check:
     """A stop text ended the answer and is not in it."""
 
-    def check(said: Said) -> None:
-        assert said.finish_reason == "stop"
-        assert said.stop_reason in texts
-        assert not any(text in said.text for text in texts)
+    def check(answer: AnswerResult) -> None:
+        assert answer.finish_reason == "stop"
+        assert answer.stop_reason in texts
+        assert not any(text in answer.text for text in texts)
 
     return each(check)
 
@@ -81,9 +81,9 @@ def fits(value: Any, schema: dict[str, Any]) -> bool:
 
 
 def is_json(schema: dict[str, Any]) -> Check:
-    def check(said: Said) -> None:
-        assert said.finish_reason == "stop"
-        value = json.loads(said.text)
+    def check(answer: AnswerResult) -> None:
+        assert answer.finish_reason == "stop"
+        value = json.loads(answer.text)
         assert isinstance(value, dict)
         assert fits(value, schema), value
 
@@ -91,64 +91,64 @@ def is_json(schema: dict[str, Any]) -> Check:
 
 
 def matches(pattern: str) -> Check:
-    def check(said: Said) -> None:
-        assert said.finish_reason == "stop"
-        assert re.fullmatch(pattern, said.text), said.text
+    def check(answer: AnswerResult) -> None:
+        assert answer.finish_reason == "stop"
+        assert re.fullmatch(pattern, answer.text), answer.text
 
     return each(check)
 
 
-def calls(tools: Sequence[dict[str, Any]], *names: str, most: int = 1) -> Check:
+def calls(tools: Sequence[dict[str, Any]], *names: str, max_calls: int = 1) -> Check:
     """The answer is calls of these functions, with arguments that follow their schemas."""
     schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
 
-    def check(said: Said) -> None:
-        assert said.finish_reason == "tool_calls"
-        assert 1 <= len(said.calls) <= most
-        assert not said.text.strip()
-        for name, arguments in said.calls:
+    def check(answer: AnswerResult) -> None:
+        assert answer.finish_reason == "tool_calls"
+        assert 1 <= len(answer.calls) <= max_calls
+        assert not answer.text.strip()
+        for name, arguments in answer.calls:
             assert name in names
             assert fits(json.loads(arguments), schemas[name]), arguments
 
     return each(check)
 
 
-def without_calls(said: Said) -> None:
-    assert not said.calls
-    assert said.finish_reason in ("stop", "length")
+def without_calls(answer: AnswerResult) -> None:
+    assert not answer.calls
+    assert answer.finish_reason in ("stop", "length")
 
 
 def thinks(then: Check = anything) -> Check:
     """There is reasoning, and what holds for the rest of the answer."""
 
     def check(outcome: Outcome) -> None:
-        for said in outcome.choices:
-            assert said.reasoning
-            assert "think>" not in said.reasoning + said.text
+        for answer in outcome.choices:
+            assert answer.reasoning
+            assert "think>" not in answer.reasoning + answer.text
         then(outcome)
 
     return check
 
 
 def begins(text: str) -> Check:
-    def check(said: Said) -> None:
-        assert said.text.startswith(text)
+    def check(answer: AnswerResult) -> None:
+        assert answer.text.startswith(text)
 
     return each(check)
 
 
-def hides(said: Said) -> None:
-    assert not said.reasoning
-    assert "think>" not in said.text
+def hides(answer: AnswerResult) -> None:
+    assert not answer.reasoning
+    assert "think>" not in answer.text
 
 
 def scored(top: int, *, echoed: bool = False) -> Check:
     """Every token has its log probability and the best ones."""
 
-    def check(said: Said) -> None:
-        prompt = len(said.prompt_ids or ()) if echoed else 0
-        assert len(said.logprobs) == prompt + len(said.token_ids)
-        for place, (token, value, best) in enumerate(said.logprobs):
+    def check(answer: AnswerResult) -> None:
+        prompt = len(answer.prompt_ids or ()) if echoed else 0
+        assert len(answer.logprobs) == prompt + len(answer.token_ids)
+        for place, (token, value, best) in enumerate(answer.logprobs):
             if echoed and place == 0:
                 assert value is None
                 continue
@@ -156,18 +156,20 @@ def scored(top: int, *, echoed: bool = False) -> Check:
             assert value <= 1e-6
             assert top <= len(best) <= top + 1
             assert best.get(token, value) == value
-        for (begin, end), (token, *_) in zip(pairwise(said.offsets), said.logprobs, strict=False):
-            if end <= len(said.text):  # tokens of a stop text are beyond it
-                assert said.text[begin:end] == token
+        for (begin, end), (token, *_) in zip(
+            pairwise(answer.offsets), answer.logprobs, strict=False
+        ):
+            if end <= len(answer.text):  # tokens of a stop text are beyond it
+                assert answer.text[begin:end] == token
 
     return each(check)
 
 
-def prompt_scored(said: Said) -> None:
-    assert said.prompt_ids is not None
-    assert said.prompt_logprobs is not None
-    assert len(said.prompt_logprobs) == len(said.prompt_ids)
-    assert said.prompt_logprobs[0] is None
-    for token, entry in zip(said.prompt_ids[1:], said.prompt_logprobs[1:], strict=True):
+def prompt_scored(answer: AnswerResult) -> None:
+    assert answer.prompt_ids is not None
+    assert answer.prompt_logprobs is not None
+    assert len(answer.prompt_logprobs) == len(answer.prompt_ids)
+    assert answer.prompt_logprobs[0] is None
+    for token, entry in zip(answer.prompt_ids[1:], answer.prompt_logprobs[1:], strict=True):
         assert str(token) in entry
         assert 2 <= len(entry) <= 3

@@ -22,7 +22,7 @@ from expected import (
     thinks,
     without_calls,
 )
-from outcomes import Said
+from outcomes import AnswerResult
 from tokenizers import Tokenizer
 
 from scripts.demo_models.tasks import Example, heldout
@@ -84,8 +84,8 @@ class Cell:
 def prompt_of(task: Example) -> str:
     """A task of one message as the model reads it, told not to think."""
     (message,) = task.messages
-    asked = f"<|im_start|>user\n{message['content']}<|im_end|>\n"
-    return asked + "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    user = f"<|im_start|>user\n{message['content']}<|im_end|>\n"
+    return user + "<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
 def strict_object(**properties: Any) -> dict[str, Any]:
@@ -188,8 +188,8 @@ def _logits(chat: bool) -> list[Cell]:
             return Cell(name, LIST, fields, check, tokens=24)
         return Cell(name, LIST, fields, check, "chat-plain", accepts=accepts)
 
-    def keeps_to(said: Said) -> None:
-        assert set(said.token_ids) <= set(allowed)
+    def keeps_to(answer: AnswerResult) -> None:
+        assert set(answer.token_ids) <= set(allowed)
 
     return [
         *([] if chat else [replace(cell("unsure", {}), unlike=None)]),
@@ -211,13 +211,19 @@ def _logits(chat: bool) -> list[Cell]:
 
 def _structures() -> list[Cell]:
     """Grammars, alone and with others."""
-    usual, other = {"structured_outputs": {"json": USUAL}}, {"guided_json": OTHER}
+    usual, other_schema = {"structured_outputs": {"json": USUAL}}, {"guided_json": OTHER}
     penalties = {"frequency_penalty": 0.5, "repetition_penalty": 1.1, "logit_bias": {"300": 3}}
     return [
         Cell("json", RECORD, usual, is_json(USUAL)),
         Cell("json_odd", RECORD, {"guided_json": ODD}, is_json(ODD), tokens=80, accepts=1),
-        Cell("json_penalties", RECORD, {**other, **penalties}, is_json(OTHER), accepts=1.5),
-        Cell("json_n", RECORD, {**other, "n": 3, "stop": ["never"]}, is_json(OTHER), accepts=1.5),
+        Cell("json_penalties", RECORD, {**other_schema, **penalties}, is_json(OTHER), accepts=1.5),
+        Cell(
+            "json_n",
+            RECORD,
+            {**other_schema, "n": 3, "stop": ["never"]},
+            is_json(OTHER),
+            accepts=1.5,
+        ),
         Cell("regex", SUM, {"structured_outputs": {"regex": STEPS}}, matches(STEPS), tokens=99),
         Cell("choice", LIST, {"guided_choice": CHOICE}, matches("|".join(CHOICE))),
         Cell("grammar", SUM, {"guided_grammar": GRAMMAR}, matches(STEPS), tokens=99),
@@ -233,12 +239,12 @@ def _chats() -> list[Cell]:
     goes_on = {"continue_final_message": True, "add_generation_prompt": False, "echo": True}
     return [
         Cell("tool_auto", CALL, {"tool_choice": "auto"}, calls(tools, "create_timer")),
-        Cell("tool_required", CALL, required, calls(tools, *every, most=9), tokens=99),
+        Cell("tool_required", CALL, required, calls(tools, *every, max_calls=9), tokens=99),
         Cell("tool_named", CALL, named, calls(tools, "check_stock"), "chat-tool_auto", accepts=3),
         Cell("tool_none", CALL, {"tool_choice": "none"}, each(without_calls), accepts=3),
         Cell("tool_single", CALL, {**required, "parallel_tool_calls": False}, calls(tools, *every)),
         Cell("tool_logprobs", CALL, {**required, "n": 2, "logprobs": True},
-             calls(tools, *every, most=9), tokens=99),
+             calls(tools, *every, max_calls=9), tokens=99),
         Cell("echo", replace(SUM, messages=begun), goes_on, begins("Step 1: The plants cost 7")),
         Cell("reasoning", DATE, {}, thinks(), thinking=True, tokens=99),
         Cell("reasoning_hidden", DATE, {"include_reasoning": False}, each(hides), thinking=True,

@@ -50,14 +50,14 @@ def allowed(matcher: LLMatcher) -> np.ndarray:
 
 def vocabulary(*more: str, less: Sequence[str] = (), ends: Sequence[str] = (END,)) -> Vocabulary:
     file = Path(demo_models.__file__).parent / "target" / "tokenizer.json"
-    made = json.loads(file.read_text(encoding="utf-8"))
-    kept = [token for token in made["added_tokens"] if token["content"] not in less]
-    special = dict(kept[0])
-    first = 1 + max(token["id"] for token in kept)
-    kept += [special | {"id": first + i, "content": text} for i, text in enumerate(more)]
-    made["added_tokens"] = kept
-    added = {token["content"]: token["id"] for token in kept}
-    source = json.dumps(made)
+    config = json.loads(file.read_text(encoding="utf-8"))
+    tokens = [token for token in config["added_tokens"] if token["content"] not in less]
+    special = dict(tokens[0])
+    first = 1 + max(token["id"] for token in tokens)
+    tokens += [special | {"id": first + i, "content": text} for i, text in enumerate(more)]
+    config["added_tokens"] = tokens
+    added = {token["content"]: token["id"] for token in tokens}
+    source = json.dumps(config)
     guide = LLTokenizer(source, eos_token=[added[end] for end in ends])
     return Vocabulary(Tokenizer.from_str(source), guide, added)
 
@@ -65,20 +65,22 @@ def vocabulary(*more: str, less: Sequence[str] = (), ends: Sequence[str] = (END,
 def written(name: str, *calls: tuple[str, Any]) -> str:
     """Calls as the family's chat template or, for gpt-oss, the models write them."""
     if name == "hermes":
-        inner = [f'{{"name": "{tool}", "arguments": {dumps(given)}}}' for tool, given in calls]
+        inner = [
+            f'{{"name": "{tool}", "arguments": {dumps(arguments)}}}' for tool, arguments in calls
+        ]
         return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in inner)
     if name == "llama3":
         return "; ".join(
-            f'{{"name": "{tool}", "parameters": {dumps(given)}}}' for tool, given in calls
+            f'{{"name": "{tool}", "parameters": {dumps(arguments)}}}' for tool, arguments in calls
         )
     if name == "gemma4":
         return "".join(
-            f"<|tool_call>call:{tool}{gemma4(given)}<tool_call|>" for tool, given in calls
+            f"<|tool_call>call:{tool}{gemma4(arguments)}<tool_call|>" for tool, arguments in calls
         )
     return "<|start|>assistant".join(
         f"<|channel|>commentary to=functions.{tool} <|constrain|>json"
-        f"<|message|>{dumps(given)}<|call|>"
-        for tool, given in calls
+        f"<|message|>{dumps(arguments)}<|call|>"
+        for tool, arguments in calls
     )
 
 

@@ -63,11 +63,11 @@ def step(
     """A chunk with one step. Without content, thinking and calls, the content is its tokens."""
     if content is None and thinking is None and calls is None:
         content = "".join(piece for piece, _ in tokens)
-    given = {"content": content, "reasoning_content": thinking, "tool_calls": calls}
-    accepted = sum(kept for _, kept in tokens)
+    fields = {"content": content, "reasoning_content": thinking, "tool_calls": calls}
+    accepted = sum(is_draft for _, is_draft in tokens)
     choice: Json = {
         "index": 0,
-        "delta": {name: value for name, value in given.items() if value is not None},
+        "delta": {name: value for name, value in fields.items() if value is not None},
         "finish_reason": finish,
     }
     choice["step"] = {"tokens": [list(t) for t in tokens], "drafted": drafted, "accepted": accepted}

@@ -20,8 +20,8 @@ def until(look: Callable[[], Found], what: str, patience: float = PATIENCE) -> F
     late."""
     deadline = time.monotonic() + patience
     while True:
-        found = look()
-        if found:
-            return found
+        value = look()
+        if value:
+            return value
         assert time.monotonic() < deadline, f"waited {patience:g} s in vain: {what}"
         _PAUSE.wait(0.005)

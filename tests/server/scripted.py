@@ -88,11 +88,11 @@ class Script:
         self, ids: Sequence[int], first: bool, ends: FinishReason | None, logprobs: bool
     ) -> TokenEvent:
         start = RequestStart("dflash", None, 3, 0.0, (), frozenset({END})) if first else None
-        found = [TokenLogprob(token, -0.5, 1, ((token, -0.5), (9, -2.0))) for token in ids]
+        entries = [TokenLogprob(token, -0.5, 1, ((token, -0.5), (9, -2.0))) for token in ids]
         drafted, error = 0 if first else 15, self.error if ends == "error" else None
         accepted = max(0, len(ids) - 1) if drafted else 0
         return TokenEvent(
-            0, 0, list(ids), ends, None, error, drafted, accepted, found if logprobs else [], 10,
+            0, 0, list(ids), ends, None, error, drafted, accepted, entries if logprobs else [], 10,
             start,
         )  # fmt: skip
 

@@ -79,10 +79,10 @@ class Served:
     def metric(self, name: str) -> float:
         """The sum of a metric's samples."""
         page = self.get("/metrics")
-        found = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", page, re.M)
+        samples = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", page, re.M)
         # A counter with labels has no sample before the first event.
-        assert found or f"# TYPE {name} " in page, f"there is no metric {name}"
-        return sum(map(float, found))
+        assert samples or f"# TYPE {name} " in page, f"there is no metric {name}"
+        return sum(map(float, samples))
 
     def stop(self, patience: float = PATIENCE) -> int:
         """End it as a supervisor would; the exit status."""
@@ -92,8 +92,8 @@ class Served:
     def _read(self, stream: IO[str]) -> None:
         for line in stream:
             self.lines.append(line.rstrip())
-            found = re.search(r"(https?://\S+?)/ is a page", line)
-            if found:
-                self.url = found[1]
+            match = re.search(r"(https?://\S+?)/ is a page", line)
+            if match:
+                self.url = match[1]
                 self._ready.set()
         self._ready.set()

@@ -82,14 +82,14 @@ def test_slow_headers_close_the_connection(sent: bytes, monkeypatch: pytest.Monk
 
 def test_idle_keep_alive_connection_is_kept(monkeypatch: pytest.MonkeyPatch):
     async def client(connect: Callable[[], Awaitable[Stream]]) -> None:
-        kept = await connect()
-        kept[1].write(REQUEST)
-        assert await status(kept[0]) == 204
+        connection = await connect()
+        connection[1].write(REQUEST)
+        assert await status(connection[0]) == 204
         monkeypatch.setattr(connections, "HEADER_SECONDS", 0.01)
         slow = await connect()
         assert await status(slow[0]) == 408  # so that time has passed
-        kept[1].write(REQUEST)
-        assert await status(kept[0]) == 204
+        connection[1].write(REQUEST)
+        assert await status(connection[0]) == 204
 
     with_server(client)
 
@@ -341,8 +341,8 @@ def test_reserved_connections_answer_health(path: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(Connection, "most", 2)
 
     async def client(connect: Callable[[], Awaitable[Stream]]) -> None:
-        taken = [await connect(), await connect()]
-        for reader, writer in taken:
+        slots = [await connect(), await connect()]
+        for reader, writer in slots:
             writer.write(REQUEST)
             assert await status(reader) == 204
         for _ in range(40):  # none of them stays
@@ -350,9 +350,9 @@ def test_reserved_connections_answer_health(path: str, monkeypatch: pytest.Monke
             writer.write(f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
             assert await status(reader) == 204
             assert await reader.read() == b""
-        for asked in (REQUEST, REQUEST.replace(b"/", b"/health/no", 1)):
+        for request in (REQUEST, REQUEST.replace(b"/", b"/health/no", 1)):
             reader, writer = await connect()
-            writer.write(asked)
+            writer.write(request)
             assert await status(reader) == 503
             error = json.loads(await reader.read())["error"]
             assert error["code"] == "too_many_connections"
@@ -364,12 +364,12 @@ def limit_of(descriptors: int) -> Callable[[int], tuple[int, int]]:
     return lambda _: (descriptors, 4096)
 
 
-@pytest.mark.parametrize(("descriptors", "most"), [(200, 72), (1024, 896), (10, 1), (-1, 1 << 20)])
+@pytest.mark.parametrize(("descriptors", "limit"), [(200, 72), (1024, 896), (10, 1), (-1, 1 << 20)])
 def test_connections_leave_descriptors_for_the_rest(
-    descriptors: int, most: int, monkeypatch: pytest.MonkeyPatch
+    descriptors: int, limit: int, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(connections.resource, "getrlimit", limit_of(descriptors))
-    assert max_connections() == most
+    assert max_connections() == limit
 
 
 def test_accept_errors_are_logged_once_per_second(

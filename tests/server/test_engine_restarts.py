@@ -29,7 +29,7 @@ def verdicts(*ends: tuple[float, bool], failed: bool = False, restart: bool = Tr
         return client.restarting
 
     async def all_ends() -> list[bool]:
-        return [await end(*one) for one in ends]
+        return [await end(*end_args) for end_args in ends]
 
     return asyncio.run(all_ends())
 

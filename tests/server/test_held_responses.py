@@ -42,8 +42,8 @@ class Session:
             query=query.encode(),
         )  # fmt: skip
 
-    def ask(self, said: Any = "hello", key: str = "", **body: Any) -> Any:
-        answer = self.send("POST", "", {"input": said, **body}, key)
+    def ask(self, value: Any = "hello", key: str = "", **body: Any) -> Any:
+        answer = self.send("POST", "", {"input": value, **body}, key)
         assert answer.status == 200, answer.body
         if body.get("stream"):
             *_, last, _ = answer.body.decode().split("\n\n")
@@ -61,13 +61,13 @@ class Session:
 
 def is_missing(answer: Answer) -> bool:
     error = answer.error
-    said = "held in memory" in error["message"] and "expired" in error["message"]
-    return (answer.status, error["code"], said) == (404, "response_not_found", True)
+    explains = "held in memory" in error["message"] and "expired" in error["message"]
+    return (answer.status, error["code"], explains) == (404, "response_not_found", True)
 
 
 def chat(*messages: tuple[str, str]) -> str:
-    told = [{"role": role, "content": content} for role, content in messages]
-    return tokenizer().chat_text(told)
+    messages_sent = [{"role": role, "content": content} for role, content in messages]
+    return tokenizer().chat_text(messages_sent)
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -102,8 +102,8 @@ def test_conversation_continues_after_previous_response():
 def test_a_call_is_answered_by_its_result_alone():
     session = Session(f"<think>\nHm.\n</think>\n\n{CALL}")
     first = session.ask("go", tools=[TOOL])
-    (made,) = [item for item in first["output"] if item["type"] == "function_call"]
-    result = {"type": "function_call_output", "call_id": made["call_id"], "output": "42"}
+    (call,) = [item for item in first["output"] if item["type"] == "function_call"]
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "42"}
     session.ask([result], previous_response_id=first["id"], tools=[TOOL])
     call_at = session.prompts[-1].rindex('"name": "f"')
     assert session.prompts[-1].rindex("42") > call_at
@@ -112,13 +112,13 @@ def test_a_call_is_answered_by_its_result_alone():
 def test_input_items_are_listed():
     session = Session()
     first = session.ask("one")
-    given = [
+    sent = [
         {"role": "user", "content": [{"type": "input_text", "text": "two"}]},
         {"role": "assistant", "content": "three", "id": "mine"},
         {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "c", "output": "4"},
     ]
-    second = session.ask(given, previous_response_id=first["id"])
+    second = session.ask(sent, previous_response_id=first["id"])
     path = f"/{second['id']}/input_items"
     listed = session.get(path, query="order=asc")
     answers.ItemList.model_validate(listed)
@@ -129,7 +129,7 @@ def test_input_items_are_listed():
     assert items[0]["content"] == [{"type": "input_text", "text": "one"}]
     assert items[1] == first["output"][0]
     assert (items[3]["id"], items[3]["content"][0]["type"]) == ("mine", "output_text")
-    assert items[4] == {**given[2], "id": items[4]["id"]}
+    assert items[4] == {**sent[2], "id": items[4]["id"]}
     ids = [item["id"] for item in items]
     assert len(set(ids)) == 6
     ends = (listed["first_id"], listed["last_id"], listed["has_more"])
@@ -193,8 +193,8 @@ def test_store_false_is_not_stored():
     response = without.ask("one")
     assert (response["store"], "warnings" in response) == (False, False)
     assert is_missing(without.missing(response["id"]))
-    said = without.ask("one", store=True)["warnings"]
-    assert said == ["store has no effect: this server was started with --response-memory 0."]
+    warnings = without.ask("one", store=True)["warnings"]
+    assert warnings == ["store has no effect: this server was started with --response-memory 0."]
 
 
 def test_failed_response_is_not_stored():
@@ -211,9 +211,9 @@ def test_each_key_sees_its_own():
     mine = session.ask("mine", key="k-one", request_id="r1")
     theirs = session.ask("theirs", key="k-two", request_id="r1")
     assert mine["id"] == theirs["id"]
-    for key, said in (("k-one", "mine"), ("k-two", "theirs")):
+    for key, text in (("k-one", "mine"), ("k-two", "theirs")):
         (item,) = session.get(f"/{mine['id']}/input_items", key=key)["data"]
-        assert item["content"][0]["text"] == said
+        assert item["content"][0]["text"] == text
     assert session.missing(mine["id"]).status == 401
     assert session.send("DELETE", f"/{mine['id']}", key="k-one").status == 200
     assert is_missing(session.missing(mine["id"], key="k-one"))

@@ -32,5 +32,7 @@ def test_server_on_the_network_without_a_key_warns(
     monkeypatch.delenv("STROBE_API_KEY", raising=False)
     with pytest.raises(ValueError, match="/nowhere"):
         serve(EngineConfig(target="/nowhere"), ServerConfig(host=host, port=0, **more))
-    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert [("0.0.0.0" in text, "--api-key" in text) for text in said] == [(True, True)] * warns
+    warnings = [
+        record.getMessage() for record in caplog.records if record.levelno == logging.WARNING
+    ]
+    assert [("0.0.0.0" in text, "--api-key" in text) for text in warnings] == [(True, True)] * warns

@@ -79,8 +79,8 @@ def test_plain_records_list_fields_as_name_value(stderr: Callable[[], str]):
     first, forged, access = stderr().splitlines()
     assert first.endswith(" INFO strobe.server: a")
     assert forged.startswith("    ")
-    found = access.partition("strobe.access: ")[2]
-    assert found == 'status=200 path="/a b\\nc" id="x=1" sizes=[1,2]'
+    line = access.partition("strobe.access: ")[2]
+    assert line == 'status=200 path="/a b\\nc" id="x=1" sizes=[1,2]'
 
 
 @pytest.mark.parametrize("as_json", [True, False])

@@ -56,8 +56,8 @@ def post(server: Served, body: Any, path: str = CHAT, **headers: str) -> Talk:
 
 def lines(server: Served) -> list[dict[str, Any]]:
     """The access log so far."""
-    found = [json.loads(line) for line in server.lines if '"strobe.access"' in line]
-    return [line for line in found if line["path"] != "/metrics"]
+    records = [json.loads(line) for line in server.lines if '"strobe.access"' in line]
+    return [line for line in records if line["path"] != "/metrics"]
 
 
 def line_of(server: Served, name: str) -> dict[str, Any]:
@@ -252,9 +252,11 @@ def test_client_text_is_never_logged(server: Served):
     for number, body in enumerate(bodies):
         with post(server, body, **{"X-Request-Id": f"text-{number}"}) as talk:
             assert talk.status < 500
-            said = talk.response.read().decode()
-            if talk.status == 200 and b"{" in said.encode()[:1]:
-                answers += json.loads(said)["choices"][0]["message"].get("reasoning_content") or ""
+            response = talk.response.read().decode()
+            if talk.status == 200 and b"{" in response.encode()[:1]:
+                answers += (
+                    json.loads(response)["choices"][0]["message"].get("reasoning_content") or ""
+                )
         line_of(server, f"text-{number}")
     assert "verify request=" in server.log, "the debug level is on"
     assert MARK not in server.log

@@ -27,7 +27,7 @@ import pytest
 from features import Cell, cells
 from openai.resources.chat.completions import Completions as Chats
 from openai.resources.completions import Completions as Texts
-from outcomes import Outcome, Said, streamed, whole
+from outcomes import AnswerResult, Outcome, streamed, whole
 from served import Served
 
 SPECULATION: dict[str, Any] = {
@@ -143,9 +143,9 @@ class Report:
         methods = "dflash T=0    T=1 ngram T=0    T=1"
         line(f"{'':20}{methods:>35}   {methods:>35}")
         for name in dict.fromkeys(name[5:] for name in self.rows):
-            found = [self.rows.get(place + name, {}).get(column) for place, column in columns]
-            shown = [f"{'' if value is None else f'{value:.1f}':>8}" for value in found]
-            line(f"{name:20}" + "".join(shown[:4]) + "      " + "".join(shown[4:]))
+            values = [self.rows.get(place + name, {}).get(column) for place, column in columns]
+            cells = [f"{'' if value is None else f'{value:.1f}':>8}" for value in values]
+            line(f"{name:20}" + "".join(cells[:4]) + "      " + "".join(cells[4:]))
 
 
 def ways(cell: Cell) -> list[Way]:
@@ -168,20 +168,20 @@ PAIRS = [
 @pytest.mark.parametrize(("cell", "way"), PAIRS)
 def test_answer_is_independent_of_serving_mode(matrix: Matrix, cell: Cell, way: Way):
     base = matrix.outcome(cell, Way("off", "whole", way.mode))
-    found = matrix.outcome(cell, way)
-    assert found.usage == base.usage
-    assert len(found.choices) == len(base.choices)
-    for one, other in zip(found.choices, base.choices, strict=True):
-        assert_close(one.logprobs, other.logprobs)
-        assert_close(one.prompt_logprobs, other.prompt_logprobs)
+    outcome = matrix.outcome(cell, way)
+    assert outcome.usage == base.usage
+    assert len(outcome.choices) == len(base.choices)
+    for answer, expected in zip(outcome.choices, base.choices, strict=True):
+        assert_close(answer.logprobs, expected.logprobs)
+        assert_close(answer.prompt_logprobs, expected.prompt_logprobs)
         left_out: Any = {"logprobs": [], "prompt_logprobs": None, "steps": []}
-        assert replace(one, **left_out) == replace(other, **left_out)
+        assert replace(answer, **left_out) == replace(expected, **left_out)
 
 
 @pytest.mark.parametrize(("cell", "way"), PAIRS)
 def test_reports_and_steps_add_up(matrix: Matrix, cell: Cell, way: Way):
-    found = matrix.outcome(cell, way)
-    report = found.report
+    outcome = matrix.outcome(cell, way)
+    report = outcome.report
     drafts = report["used"]
     assert report["method"] == ("none" if way.speculation == "off" else way.speculation)
     assert drafts == (report["steps"] > 0) == (report["off_reason"] is None)
@@ -191,52 +191,52 @@ def test_reports_and_steps_add_up(matrix: Matrix, cell: Cell, way: Way):
     if way.speculation != "ngram":  # which may find nothing to copy
         assert drafts == (way.speculation == "dflash" and cell.drafts)
     if way.form == "stream":
-        steps = [step for said in found.choices for step in said.steps]
+        steps = [step for answer in outcome.choices for step in answer.steps]
         assert sum(step["drafted"] for step in steps) == report["drafted"]
         assert sum(step["accepted"] for step in steps) == report["accepted"]
         assert sum(step["drafted"] > 0 for step in steps) == report["steps"]
-        for said in found.choices:
-            assert_reported(said, echo=bool(cell.fields.get("echo")))
+        for answer in outcome.choices:
+            assert_reported(answer, echo=bool(cell.fields.get("echo")))
 
 
 @pytest.mark.parametrize("name", ["chat-stop", "chat-stops", "text-stop", "text-stops"])
 def test_stop_text_inside_a_block_drops_later_drafts(matrix: Matrix, name: str):
-    (said,) = matrix.outcome(CELLS[name], Way("dflash", "stream", "greedy")).choices
-    last = said.steps[-1]
+    (answer,) = matrix.outcome(CELLS[name], Way("dflash", "stream", "greedy")).choices
+    last = answer.steps[-1]
     assert last["accepted"] == len(last["tokens"]) <= last["drafted"]
-    assert said.text + str(said.stop_reason) in "".join(
-        t for s in said.steps for t, _ in s["tokens"]
+    assert answer.text + str(answer.stop_reason) in "".join(
+        t for s in answer.steps for t, _ in s["tokens"]
     )
 
 
-def assert_reported(said: Said, *, echo: bool) -> None:
+def assert_reported(answer: AnswerResult, *, echo: bool) -> None:
     """The steps of a stream tell of every token, the accepted drafts in front."""
-    reported = [token for step in said.steps for token in step["tokens"]]
-    assert len(reported) == len(said.token_ids)
-    for step in said.steps:
+    reported = [token for step in answer.steps for token in step["tokens"]]
+    assert len(reported) == len(answer.token_ids)
+    for step in answer.steps:
         flags = [accepted for _, accepted in step["tokens"]]
         assert flags == sorted(flags, reverse=True)
         assert sum(flags) == step["accepted"]
         assert len(flags) - sum(flags) <= 1
     if not echo:
-        assert said.text in "".join(text for text, _ in reported)
+        assert answer.text in "".join(text for text, _ in reported)
 
 
-def assert_close(found: Any, expected: Any) -> None:
+def assert_close(actual: Any, expected: Any) -> None:
     """The same, with numbers within 1e-4; of the best ones, a near tie may name another token."""
     if isinstance(expected, float):
-        assert found == pytest.approx(expected, abs=1e-4)
-    elif isinstance(expected, dict) and isinstance(found, dict):
-        values = [sorted(map(_value, side.values())) for side in (found, expected)]
+        assert actual == pytest.approx(expected, abs=1e-4)
+    elif isinstance(expected, dict) and isinstance(actual, dict):
+        values = [sorted(map(_value, side.values())) for side in (actual, expected)]
         assert_close(*values)
-        for key in found.keys() & expected.keys():
-            assert_close(_value(found[key]), _value(expected[key]))
+        for key in actual.keys() & expected.keys():
+            assert_close(_value(actual[key]), _value(expected[key]))
     elif isinstance(expected, list | tuple):
-        assert len(found) == len(expected)
-        for one, other in zip(found, expected, strict=True):
-            assert_close(one, other)
+        assert len(actual) == len(expected)
+        for left, right in zip(actual, expected, strict=True):
+            assert_close(left, right)
     else:
-        assert found == expected
+        assert actual == expected
 
 
 def _value(entry: Any) -> float:
@@ -246,11 +246,11 @@ def _value(entry: Any) -> float:
 @with_cells(lambda cell: True)
 def test_answer_satisfies_the_request(matrix: Matrix, cell: Cell):
     for way in BASES:
-        found = matrix.outcome(cell, way)
-        cell.check(found)
-        for said in found.choices:
-            assert len(said.token_ids) <= cell.tokens
-            assert said.finish_reason in ("stop", "length", "tool_calls")
+        outcome = matrix.outcome(cell, way)
+        cell.check(outcome)
+        for answer in outcome.choices:
+            assert len(answer.token_ids) <= cell.tokens
+            assert answer.finish_reason in ("stop", "length", "tool_calls")
 
 
 @with_cells(lambda cell: bool(cell.unlike))
@@ -261,7 +261,7 @@ def test_the_field_changes_the_answer(matrix: Matrix, cell: Cell):
 
 @with_cells(lambda cell: cell.siblings)
 def test_siblings_with_one_seed_differ(matrix: Matrix, cell: Cell):
-    greedy, sampled = ([said.text for said in matrix.outcome(cell, w).choices] for w in BASES)
+    greedy, sampled = ([answer.text for answer in matrix.outcome(cell, w).choices] for w in BASES)
     assert len(set(greedy)) == 1
     assert len(set(sampled)) > 1
 

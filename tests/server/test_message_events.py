@@ -31,9 +31,9 @@ def ask(script: Script, **body: Any) -> Answer:
 def message(script: Script, **body: Any) -> dict[str, Any]:
     answer = ask(script, **body)
     assert answer.status == 200, answer.body
-    found = json.loads(answer.body)
-    bodies.Message.model_validate(found)
-    return found
+    body_json = json.loads(answer.body)
+    bodies.Message.model_validate(body_json)
+    return body_json
 
 
 def stream(script: Script, **body: Any) -> list[dict[str, Any]]:
@@ -44,10 +44,10 @@ def stream(script: Script, **body: Any) -> list[dict[str, Any]]:
     assert blocks.pop() == ""
     events: list[dict[str, Any]] = []
     for block in blocks:
-        found = re.fullmatch(r"event: (\S+)\ndata: (\{.*\})", block)
-        assert found, block
-        events.append(json.loads(found[2]))
-        assert events[-1]["type"] == found[1]
+        match = re.fullmatch(r"event: (\S+)\ndata: (\{.*\})", block)
+        assert match, block
+        events.append(json.loads(match[2]))
+        assert events[-1]["type"] == match[1]
     return events
 
 
@@ -95,9 +95,9 @@ def bare(content: list[dict[str, Any]]) -> list[tuple[str, Any]]:
     return [(block["type"], block[names[block["type"]]]) for block in content]
 
 
-def without_ids(found: dict[str, Any]) -> dict[str, Any]:
-    content = [{k: v for k, v in block.items() if k != "id"} for block in found["content"]]
-    return {**found, "content": content, "id": ""}
+def without_ids(message: dict[str, Any]) -> dict[str, Any]:
+    content = [{k: v for k, v in block.items() if k != "id"} for block in message["content"]]
+    return {**message, "content": content, "id": ""}
 
 
 @pytest.mark.parametrize("size", [1, 4, 15])
@@ -195,9 +195,9 @@ def test_warnings_and_speculation_are_reported():
 def test_sampling_reaches_the_engine():
     script = Script("Yes.")
     message(script, max_tokens=7, temperature=0.5, top_k=3, stop_sequences=["x"])
-    (asked,) = script.asked
-    assert (asked.max_tokens, asked.temperature, asked.top_k) == (7, 0.5, 3)
-    assert (asked.stop, asked.top_p) == (("x",), 0.9)  # the latter is the model's own
+    (params,) = script.asked
+    assert (params.max_tokens, params.temperature, params.top_k) == (7, 0.5, 3)
+    assert (params.stop, params.top_p) == (("x",), 0.9)  # the latter is the model's own
 
 
 def test_max_tokens_beyond_the_context_are_cut_with_a_warning():
@@ -237,10 +237,10 @@ def test_thread_is_created_without_effect_and_never_continued(path: str):
 def test_count_tokens_matches_the_prompt():
     body: dict[str, Any] = {"messages": [USER], "system": "be brief", "tools": [TOOL]}
     answer = post("/v1/messages/count_tokens", Script(""), **body, cache_control={})
-    found = json.loads(answer.body)
+    counted = json.loads(answer.body)
     usage = message(Script("Yes."), **body)["usage"]
-    assert found["input_tokens"] == usage["input_tokens"] + usage["cache_read_input_tokens"]
-    assert found["warnings"] == ["cache_control has no effect: the prefix cache works by itself."]
+    assert counted["input_tokens"] == usage["input_tokens"] + usage["cache_read_input_tokens"]
+    assert counted["warnings"] == ["cache_control has no effect: the prefix cache works by itself."]
     long = post("/v1/messages/count_tokens", Script(""), messages=[
         {"role": "user", "content": "hello " * 5000}
     ])  # fmt: skip
@@ -280,8 +280,8 @@ def test_errors_have_anthropics_form(path: str):
         b', "max_tokens": 5', b"")), 404, "not_found_error")  # fmt: skip
     assert is_anthropic(sent(b"", method="GET"), 405, "not_found_error")
     assert is_anthropic(call(served, "/v1/messages/x", body=[b"{}"]), 404, "not_found_error")
-    other = call(served, "/v1/messagesx", body=[b"{}"])
-    assert list(other.error) == ["message", "type", "param", "code"]
+    elsewhere = call(served, "/v1/messagesx", body=[b"{}"])
+    assert list(elsewhere.error) == ["message", "type", "param", "code"]
     settings = MiddlewareSettings(api_keys=(ApiKeyEntry("k"),), max_body_bytes=3)
     guarded = wrap(served, settings)
     assert is_anthropic(call(guarded, path, body=[good]), 401, "authentication_error")
@@ -319,5 +319,5 @@ def test_rejected_constraint_uses_request_field_name():
     form = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
     refused = PromptRejected("structured_outputs has a schema of no use.")
     answer = ask(Script("", ends=refused), output_config=form)
-    said = json.loads(answer.body)["error"]["message"]
-    assert said == "output_config.format has a schema of no use."
+    text = json.loads(answer.body)["error"]["message"]
+    assert text == "output_config.format has a schema of no use."

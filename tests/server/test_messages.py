@@ -20,18 +20,18 @@ def tool(name: str) -> dict[str, Any]:
     fields = {"city": {"type": "string", "maxLength": 12}, "unit": {"enum": ["celsius", "kelvin"]}}
     schema = {"type": "object", "properties": fields, "required": list(fields),
               "additionalProperties": False}  # fmt: skip
-    said = "Use this to know the weather in a city."
-    return {"name": name, "description": said, "input_schema": schema}
+    description = "Use this to know the weather in a city."
+    return {"name": name, "description": description, "input_schema": schema}
 
 
-def body(said: Any, **fields: Any) -> dict[str, Any]:
-    messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
+def body(content: Any, **fields: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
     return {"messages": messages, "max_tokens": 48, "temperature": 0, **fields}
 
 
-def ask(server: Served, said: Any, **fields: Any) -> dict[str, Any]:
+def ask(server: Served, content: Any, **fields: Any) -> dict[str, Any]:
     headers = {"anthropic-version": "2023-06-01"}
-    with Talk(server.url, PATH, body(said, **fields), headers=headers) as talk:
+    with Talk(server.url, PATH, body(content, **fields), headers=headers) as talk:
         assert talk.status == 200, talk.json()
         return talk.json()
 
@@ -48,12 +48,12 @@ def test_a_tool_is_used_and_its_result_read(server: Served):
     assert (thinking["type"], use["type"], use["input"]) == ("thinking", "tool_use", ASKED)
     assert first["stop_reason"] == "tool_use"
     result = {"type": "tool_result", "tool_use_id": use["id"], "content": '{"degrees": 31}'}
-    said = [
+    messages = [
         {"role": "user", "content": WEATHER},
         {"role": "assistant", "content": first["content"]},
         {"role": "user", "content": [result]},
     ]
-    second = ask(server, said, tools=tools, **PLAIN)
+    second = ask(server, messages, tools=tools, **PLAIN)
     assert [block["type"] for block in second["content"]] == ["text"]
     assert "31" in second["content"][0]["text"]
     assert second["stop_reason"] == "end_turn"
@@ -90,8 +90,8 @@ def test_speculation_changes_no_answer(server: Served, name: str):
 
 def test_a_stream_says_the_same(server: Served):
     whole = ask(server, WEATHER, tools=[tool("get_weather")], max_tokens=128)
-    asked = body(WEATHER, tools=[tool("get_weather")], max_tokens=128, stream=True)
-    with Talk(server.url, PATH, asked) as talk:
+    request = body(WEATHER, tools=[tool("get_weather")], max_tokens=128, stream=True)
+    with Talk(server.url, PATH, request) as talk:
         events = list(talk.events())
     assert (events[0]["type"], events[-1]["type"]) == ("message_start", "message_stop")
     deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
@@ -106,16 +106,19 @@ def test_a_stream_says_the_same(server: Served):
 def test_count_tokens_matches_the_message(server: Served):
     prompt = {"system": "Answer the question of the user.", "tools": [tool("get_weather")]}
     usage = ask(server, WEATHER, max_tokens=1, **prompt)["usage"]
-    asked = {"messages": [{"role": "user", "content": WEATHER}], **prompt}
-    with Talk(server.url, f"{PATH}/count_tokens", asked) as talk:
+    request = {"messages": [{"role": "user", "content": WEATHER}], **prompt}
+    with Talk(server.url, f"{PATH}/count_tokens", request) as talk:
         assert talk.json() == {
             "input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]
         }
 
 
 def test_answer_continues_the_assistant_prefix(server: Served):
-    said = [{"role": "user", "content": SUM}, {"role": "assistant", "content": "Step 1: The cups"}]
-    answer = ask(server, said, **PLAIN)["content"][0]["text"]
+    messages = [
+        {"role": "user", "content": SUM},
+        {"role": "assistant", "content": "Step 1: The cups"},
+    ]
+    answer = ask(server, messages, **PLAIN)["content"][0]["text"]
     assert not answer.startswith("Step 1")
     assert answer.endswith("Answer: 11")
 
@@ -123,7 +126,7 @@ def test_answer_continues_the_assistant_prefix(server: Served):
 def test_an_error_is_in_anthropics_form(server: Served):
     with Talk(server.url, PATH, body("hi", max_tokens=-1)) as talk:
         assert talk.status == 400
-        found = talk.json()
-    assert (found["type"], found["error"]["type"]) == ("error", "invalid_request_error")
-    assert "max_tokens is -1" in found["error"]["message"]
-    assert found["request_id"] == talk.response.getheader("request-id")
+        response = talk.json()
+    assert (response["type"], response["error"]["type"]) == ("error", "invalid_request_error")
+    assert "max_tokens is -1" in response["error"]["message"]
+    assert response["request_id"] == talk.response.getheader("request-id")

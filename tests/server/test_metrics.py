@@ -92,13 +92,13 @@ def families(metrics: ServerMetrics) -> list[Any]:
 
 
 def samples(metrics: ServerMetrics) -> Samples:
-    found: Samples = {}
+    values: Samples = {}
     for family in families(metrics):
         for sample in family.samples:
             key = sample.name, frozenset(sample.labels.items())
-            assert key not in found, f"{key} is exposed twice"
-            found[key] = sample.value
-    return found
+            assert key not in values, f"{key} is exposed twice"
+            values[key] = sample.value
+    return values
 
 
 def value(metrics: ServerMetrics, name: str, **labels: str) -> float:
@@ -150,18 +150,18 @@ def test_both_formats_tell_the_same_and_keep_the_colon(busy: ServerMetrics):
     body, content_type = busy.render("application/openmetrics-text; version=1.0.0")
     assert content_type == "application/openmetrics-text; version=1.0.0; charset=utf-8"
     assert body.endswith(b"# EOF\n")
-    found = {
+    types = {
         (sample.name, frozenset(sample.labels.items())): sample.value
         for family in parse_openmetrics(body.decode())
         for sample in family.samples
     }
     moving = "process_"
     fixed = [
-        {k: v for k, v in s.items() if not k[0].startswith(moving)} for s in (found, samples(busy))
+        {k: v for k, v in s.items() if not k[0].startswith(moving)} for s in (types, samples(busy))
     ]
     assert fixed[0] == fixed[1]
-    assert found.keys() == samples(busy).keys()
-    assert all(name.startswith(("vllm:", "strobe:", *PLAIN)) for name, _ in found)
+    assert types.keys() == samples(busy).keys()
+    assert all(name.startswith(("vllm:", "strobe:", *PLAIN)) for name, _ in types)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_each_field_of_a_snapshot_is_shown_under_its_name(metrics: ServerMetrics
     fit = (3, 0, 0.5, -1.0), (3, 1, 0.25, 2.0), (7, 0, 1.0, 0.0)
     others = {"kv_used": 0.25, "accepted_per_position": (9, 4), "confidence": fit}
     metrics.engine(snapshot(**numbers | others))
-    shown = {
+    values = {
         "running": "vllm:num_requests_running",
         "waiting": "vllm:num_requests_waiting",
         "steps": "strobe:engine_steps_total",
@@ -218,10 +218,10 @@ def test_each_field_of_a_snapshot_is_shown_under_its_name(metrics: ServerMetrics
         "drafts_made": "strobe:spec_decode_drafts_made_total",
         "rested_steps": "strobe:spec_decode_rested_steps_total",
     }
-    assert {field: value(metrics, name) for field, name in shown.items()} == {
-        field: numbers[field] for field in shown
+    assert {field: value(metrics, name) for field, name in values.items()} == {
+        field: numbers[field] for field in values
     }
-    assert set(numbers) - set(shown) == others.keys()
+    assert set(numbers) - set(values) == others.keys()
     for drafts, place, slope, intercept in fit:
         where = {"block_drafts": str(drafts), "position": str(place)}
         assert value(metrics, "strobe:spec_decode_confidence_slope", **where) == slope
@@ -329,8 +329,8 @@ def test_a_verify_step_counts_in_its_bucket_and_phase_alone(
         metrics.record_verified(
             num_verified=15, num_accepted=accepted, context_tokens=context, phase=phase
         )
-    found = samples(metrics).items()
-    changed = {key: n for key, n in found if n and not key[0].startswith("process_")}
+    items = samples(metrics).items()
+    changed = {key: n for key, n in items if n and not key[0].startswith("process_")}
     labels = {"context": bucket, "phase": phase, "model_name": MODEL, "engine": "0"}
     assert changed == {
         (f"strobe:spec_decode_{name}_total", frozenset(labels.items())): number
@@ -340,8 +340,8 @@ def test_a_verify_step_counts_in_its_bucket_and_phase_alone(
 
 def test_every_bucket_and_phase_is_there_from_the_start(metrics: ServerMetrics):
     cells = [dict(labels) for name, labels in samples(metrics) if name.endswith("steps_total")]
-    found = {(cell["context"], cell["phase"]) for cell in cells if "phase" in cell}
-    assert found == {(context, phase) for context in CONTEXTS for phase in PHASES}
+    pairs = {(cell["context"], cell["phase"]) for cell in cells if "phase" in cell}
+    assert pairs == {(context, phase) for context in CONTEXTS for phase in PHASES}
 
 
 def test_a_step_without_drafts_is_no_verify_step(metrics: ServerMetrics):
@@ -357,14 +357,14 @@ def test_an_unknown_phase_is_not_counted_elsewhere(metrics: ServerMetrics):
 
 def buckets(metrics: ServerMetrics, name: str) -> dict[str, float]:
     """le -> observations in that bucket alone; empty ones left out."""
-    found, below = dict[str, float](), 0.0
+    counts, below = dict[str, float](), 0.0
     for family in families(metrics):
         for sample in family.samples:
             if sample.name == f"{name}_bucket":
                 if sample.value > below:
-                    found[sample.labels["le"]] = sample.value - below
+                    counts[sample.labels["le"]] = sample.value - below
                 below = sample.value
-    return found
+    return counts
 
 
 def test_token_delivery_is_observed_per_step_and_per_token(metrics: ServerMetrics):
@@ -400,13 +400,13 @@ def test_request_time_splits_into_queue_prefill_and_decode(metrics: ServerMetric
     metrics.record_request(3, None)
     metrics.record_request(1, 90)
     metrics.record_longest(7)
-    found = {
+    sums = {
         name: buckets(metrics, f"vllm:request_{name}")
         for name in ("prefill_time_seconds", "decode_time_seconds", "inference_time_seconds",
                      "time_per_output_token_seconds", "params_n", "params_max_tokens",
                      "max_num_generation_tokens")
     }  # fmt: skip
-    assert found == {
+    assert sums == {
         "prefill_time_seconds": {"0.8": 1},
         "decode_time_seconds": {"1.5": 1},
         "inference_time_seconds": {"2.0": 1},
@@ -423,7 +423,7 @@ def test_http_requests_are_counted_by_known_paths(metrics: ServerMetrics):
     metrics.record_http("/v1/completions", "POST", 503)
     metrics.record_http("/a/secret", "POST", 401)
     metrics.record_http("/a/secret", "BREW", 404)
-    found = {
+    counts = {
         tuple(sorted(labels)): count
         for (name, labels), count in samples(metrics).items()
         if name == "http_requests_total"
@@ -432,7 +432,7 @@ def test_http_requests_are_counted_by_known_paths(metrics: ServerMetrics):
     def key(handler: str, method: str, status: str) -> Any:
         return tuple(sorted({"handler": handler, "method": method, "status": status}.items()))
 
-    assert found == {
+    assert counts == {
         key("/v1/completions", "POST", "2xx"): 1,
         key("/v1/completions", "POST", "5xx"): 1,
         key("none", "POST", "4xx"): 1,
@@ -461,9 +461,9 @@ def test_server_gauges_are_read_at_each_render(metrics: ServerMetrics):
 
     async def main() -> list[float]:
         alone = value(metrics, "strobe:server_tasks")
-        other = asyncio.ensure_future(asyncio.sleep(0))
+        task = asyncio.ensure_future(asyncio.sleep(0))
         both = value(metrics, "strobe:server_tasks")
-        await other
+        await task
         return [alone, both, value(metrics, "strobe:server_tasks")]
 
     assert asyncio.run(main()) == [1, 2, 1]
@@ -486,15 +486,15 @@ def test_buckets_are_cumulative(
     for number, times in observed:
         metrics.record_inter_token(number * times, times)
     every = [number * times / times for number, times in observed for _ in range(times)]
-    shown = {
-        key + dict(labels).get("le", ""): found
-        for (key, labels), found in samples(metrics).items()
+    counts = {
+        key + dict(labels).get("le", ""): value
+        for (key, labels), value in samples(metrics).items()
         if key.startswith(name)
     }
     for bound in TOKEN_BOUNDS:
-        assert shown[f"{name}_bucket{bound!r}"] == sum(number <= bound for number in every)
-    assert shown[f"{name}_bucket+Inf"] == shown[f"{name}_count"] == len(every)
-    assert shown[f"{name}_sum"] == pytest.approx(sum(every))
+        assert counts[f"{name}_bucket{bound!r}"] == sum(number <= bound for number in every)
+    assert counts[f"{name}_bucket+Inf"] == counts[f"{name}_count"] == len(every)
+    assert counts[f"{name}_sum"] == pytest.approx(sum(every))
 
 
 # Docs and dashboard
@@ -525,15 +525,15 @@ def named_in(expression: str) -> tuple[set[str], set[str]]:
 def expressions() -> list[tuple[str, str, str]]:
     """Title, expression and legend of every query of the dashboard, its variables' included."""
     board = dashboard()
-    found = [
+    queries = [
         (panel["title"], target["expr"], target["legendFormat"])
         for panel in board["panels"]
         for target in panel.get("targets", [])
     ]
     for variable in board["templating"]["list"]:
         if variable["type"] == "query":
-            found.append((variable["name"], variable["query"]["query"], ""))
-    return found
+            queries.append((variable["name"], variable["query"]["query"], ""))
+    return queries
 
 
 @pytest.mark.parametrize(
@@ -563,9 +563,9 @@ def test_dashboard_queries_only_exposed_metrics(busy: ServerMetrics):
 
 
 def test_each_metric_has_a_place_on_the_dashboard():
-    asked = set.union(*(named_in(expression)[0] for _, expression, _ in expressions()))
-    shown = {re.sub(r"_(bucket|sum|count)$", "", name) for name in asked}
-    assert shown == {name for name, _ in EXPOSED}
+    names = set.union(*(named_in(expression)[0] for _, expression, _ in expressions()))
+    metrics_shown = {re.sub(r"_(bucket|sum|count)$", "", name) for name in names}
+    assert metrics_shown == {name for name, _ in EXPOSED}
 
 
 def test_the_dashboard_can_be_imported():

@@ -52,21 +52,21 @@ def is_envelope(answer: Answer) -> bool:
 # Request ids
 
 
-@pytest.mark.parametrize("given", ["a", "trace/4f-2:{x}~", "x" * 128])
-def test_well_formed_request_id_is_kept(given: str):
-    answer = call(RequestId(echo), headers=[("X-Request-Id", given)])
-    assert answer.scope["state"]["request_id"] == given == answer.header("x-request-id")
+@pytest.mark.parametrize("request_id", ["a", "trace/4f-2:{x}~", "x" * 128])
+def test_well_formed_request_id_is_kept(request_id: str):
+    answer = call(RequestId(echo), headers=[("X-Request-Id", request_id)])
+    assert answer.scope["state"]["request_id"] == request_id == answer.header("x-request-id")
 
 
-@pytest.mark.parametrize("given", ["", "x" * 129, "two words", "tab\t", "line\n", "caf\u00e9"])
-def test_malformed_request_id_is_replaced(given: str):
-    one = call(RequestId(echo), headers=[("X-Request-Id", given)])
-    two = call(RequestId(echo), headers=[("X-Request-Id", given)])
-    made = one.scope["state"]["request_id"]
-    assert made.startswith("req-")
-    assert len(made) == 36
-    assert made == one.header("x-request-id")
-    assert made != two.header("x-request-id")
+@pytest.mark.parametrize("request_id", ["", "x" * 129, "two words", "tab\t", "line\n", "caf\u00e9"])
+def test_malformed_request_id_is_replaced(request_id: str):
+    answer = call(RequestId(echo), headers=[("X-Request-Id", request_id)])
+    two = call(RequestId(echo), headers=[("X-Request-Id", request_id)])
+    new_id = answer.scope["state"]["request_id"]
+    assert new_id.startswith("req-")
+    assert len(new_id) == 36
+    assert new_id == answer.header("x-request-id")
+    assert new_id != two.header("x-request-id")
 
 
 def test_repeated_request_ids_are_replaced():
@@ -290,9 +290,9 @@ def test_missing_or_wrong_key_is_401(headers: list[tuple[str, str]]):
 def test_every_key_is_compared_in_constant_time_whichever_fits(monkeypatch: pytest.MonkeyPatch):
     pairs: list[tuple[int, int]] = []
 
-    def compare(one: bytes, two: bytes) -> bool:
-        pairs.append((len(one), len(two)))
-        return one == two
+    def compare(first: bytes, second: bytes) -> bool:
+        pairs.append((len(first), len(second)))
+        return first == second
 
     monkeypatch.setattr("strobe.server.guards.hmac.compare_digest", compare)
     for key in ("k-one", "k", "a much longer key than any"):
@@ -338,8 +338,8 @@ def test_a_key_of_so_many_requests_at_once_has_no_more():
     assert "may run 1 request at once" in call(alone, headers=bearer).error["message"]
     assert refused == [(429, "api_key_busy")]
     assert call(app, "/health", method="GET", headers=bearer).status == 200
-    other = [("Authorization", "Bearer schl\u00fcssel two")]
-    assert call(app, headers=other).status == 200
+    other_key = [("Authorization", "Bearer schl\u00fcssel two")]
+    assert call(app, headers=other_key).status == 200
 
 
 def test_the_log_names_the_key_and_never_shows_it(lines: Lines):
@@ -575,16 +575,16 @@ def test_rejection_has_id_log_line_and_cors_headers(lines: Lines):
 
 def test_a_browsers_preflight_is_answered_without_a_key():
     settings = MiddlewareSettings(api_keys=(ApiKeyEntry("k"),), cors_origins=("https://a.example",))
-    asked = [
+    preflight = [
         ("Origin", "https://a.example"),
         ("Access-Control-Request-Method", "POST"),
         ("Access-Control-Request-Headers", "authorization, content-type, x-stainless-os"),
     ]
-    answer = call(wrap(untouched, settings), method="OPTIONS", headers=asked)
+    answer = call(wrap(untouched, settings), method="OPTIONS", headers=preflight)
     assert answer.status == 200
-    assert answer.header("access-control-allow-headers") == asked[2][1]
-    other = [("Origin", "https://b.example"), *asked[1:]]
-    assert call(wrap(untouched, settings), method="OPTIONS", headers=other).status == 400
+    assert answer.header("access-control-allow-headers") == preflight[2][1]
+    other_origin = [("Origin", "https://b.example"), *preflight[1:]]
+    assert call(wrap(untouched, settings), method="OPTIONS", headers=other_origin).status == 400
 
 
 def test_no_options_means_no_key_cors_or_shutdown_checks():

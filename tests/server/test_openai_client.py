@@ -44,11 +44,11 @@ def user(text: str) -> Any:
     return [{"role": "user", "content": text}]
 
 
-def fields(text: str, **given: Any) -> dict[str, Any]:
+def fields(text: str, **more: Any) -> dict[str, Any]:
     """Arguments of a greedy chat without thinking."""
-    extra = {**PLAIN, **given.pop("extra_body", {})}
+    extra = {**PLAIN, **more.pop("extra_body", {})}
     common = {"model": MODEL, "messages": user(text), "temperature": 0, "max_tokens": 64}
-    return {**common, **given, "extra_body": extra}
+    return {**common, **more, "extra_body": extra}
 
 
 @pytest.fixture(scope="module")
@@ -95,9 +95,9 @@ def test_a_stream_is_the_same_text_and_ends_in_its_usage(client: openai.OpenAI):
 
 
 def test_reasoning_is_separate_and_can_be_sent_back(client: openai.OpenAI):
-    asked = fields(SUM, max_tokens=256)
-    asked["extra_body"] = {}
-    message = client.chat.completions.create(**asked).choices[0].message
+    request = fields(SUM, max_tokens=256)
+    request["extra_body"] = {}
+    message = client.chat.completions.create(**request).choices[0].message
     thought: Any = message
     assert "33" in thought.reasoning_content
     assert message.content is not None
@@ -189,8 +189,8 @@ def test_tools_are_called_and_their_results_answered(client: openai.OpenAI):
 
 def test_streamed_calls_are_put_together_and_parsed(client: openai.OpenAI):
     named: Any = {"type": "function", "function": {"name": "get_weather"}}
-    asked = fields(WEATHER, tools=[TOOL], tool_choice=named)
-    with client.chat.completions.stream(**asked) as stream:
+    request = fields(WEATHER, tools=[TOOL], tool_choice=named)
+    with client.chat.completions.stream(**request) as stream:
         events = list(stream)
         message = stream.get_final_completion().choices[0].message
     deltas = [e for e in events if e.type == "tool_calls.function.arguments.delta"]
@@ -205,8 +205,8 @@ def test_streamed_calls_are_put_together_and_parsed(client: openai.OpenAI):
 
 
 def test_a_text_is_completed_whole_and_streamed(client: openai.OpenAI):
-    asked: dict[str, Any] = {"model": MODEL, "prompt": "The list is", "temperature": 0, "seed": 1}
-    whole = client.completions.create(**asked, max_tokens=12, logprobs=1, echo=True)
+    request: dict[str, Any] = {"model": MODEL, "prompt": "The list is", "temperature": 0, "seed": 1}
+    whole = client.completions.create(**request, max_tokens=12, logprobs=1, echo=True)
     (choice,) = whole.choices
     assert (whole.object, choice.finish_reason) == ("text_completion", "length")
     assert choice.text.startswith("The list is")
@@ -214,7 +214,7 @@ def test_a_text_is_completed_whole_and_streamed(client: openai.OpenAI):
     assert choice.logprobs.token_logprobs is not None
     assert choice.logprobs.token_logprobs[0] is None
     assert "".join(choice.logprobs.tokens or []) == choice.text
-    stream = client.completions.create(**asked, max_tokens=12, stream=True)
+    stream = client.completions.create(**request, max_tokens=12, stream=True)
     text = "".join(chunk.choices[0].text for chunk in stream)
     assert f"The list is{text}" == choice.text
 
@@ -223,8 +223,8 @@ def test_models_are_listed_and_retrieved(client: openai.OpenAI):
     (model,) = client.models.list().data
     assert (model.id, model.object, model.owned_by) == (MODEL, "model", "strobe")
     assert client.models.retrieve(MODEL) == model
-    found: Any = model
-    assert found.max_model_len == 2048
+    card: Any = model
+    assert card.max_model_len == 2048
 
 
 # what Strobe adds
@@ -233,8 +233,8 @@ def test_models_are_listed_and_retrieved(client: openai.OpenAI):
 def test_speculation_is_chosen_and_reported(client: openai.OpenAI):
     reports: list[dict[str, Any]] = []
     texts = set[str | None]()
-    for wanted in (False, {"method": "dflash", "num_drafts": 7}, {"method": "ngram"}):
-        extra = {"speculation": wanted, "include_speculation": True}
+    for speculation in (False, {"method": "dflash", "num_drafts": 7}, {"method": "ngram"}):
+        extra = {"speculation": speculation, "include_speculation": True}
         completion: Any = client.chat.completions.create(**fields(SUM, extra_body=extra))
         reports.append(completion.speculation)
         texts.add(completion.choices[0].message.content)
@@ -282,7 +282,7 @@ def test_request_ids_are_returned(client: openai.OpenAI):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("given", "param", "code"),
+    ("field", "param", "code"),
     [
         ({"temperature": 101}, "temperature", "invalid_value"),
         ({"max_tokens": "many"}, "max_tokens", "invalid_type"),
@@ -296,19 +296,19 @@ def test_request_ids_are_returned(client: openai.OpenAI):
     ],
 )
 def test_a_bad_field_is_named(
-    client: openai.OpenAI, given: dict[str, Any], param: str, code: str, stream: bool
+    client: openai.OpenAI, field: dict[str, Any], param: str, code: str, stream: bool
 ):
     with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(**fields(SUM, **given), stream=stream)
+        client.chat.completions.create(**fields(SUM, **field), stream=stream)
     error = caught.value
     assert (error.param, error.code, error.type) == (param, code, "invalid_request_error")
     assert error.body["message"].endswith(".")  # pyright: ignore
 
 
 def test_unknown_path_is_not_found(client: openai.OpenAI):
-    asked = {**fields(SUM), "model": "gpt-4o"}
+    request = {**fields(SUM), "model": "gpt-4o"}
     with pytest.raises(openai.NotFoundError, match="strobe-demo") as caught:
-        client.chat.completions.create(**asked)
+        client.chat.completions.create(**request)
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("gpt-4o")
@@ -328,16 +328,16 @@ def test_key_is_required(tmp_path: Path):
     served = Served(str(pair.target), "--api-key=sesame", "--served-model-name=tiny")
     try:
         url = f"{served.url}/v1"
-        asked: dict[str, Any] = {"model": "tiny", "prompt": "a", "max_tokens": 2}
+        request: dict[str, Any] = {"model": "tiny", "prompt": "a", "max_tokens": 2}
         for key in ("wrong", "sesam", "none"):
             client = openai.OpenAI(base_url=url, api_key=key, max_retries=0)
             with pytest.raises(openai.AuthenticationError):
-                client.completions.create(**asked)
+                client.completions.create(**request)
             with pytest.raises(openai.AuthenticationError):
                 client.models.list()
         client = openai.OpenAI(base_url=url, api_key="sesame", max_retries=0)
         assert client.models.list().data[0].id == "tiny"
-        assert client.completions.create(**asked).usage.completion_tokens == 2  # pyright: ignore
+        assert client.completions.create(**request).usage.completion_tokens == 2  # pyright: ignore
     finally:
         assert served.stop() == 0
     assert "sesam" not in served.log

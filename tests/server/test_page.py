@@ -263,9 +263,9 @@ def test_tool_call_is_readable_and_result_is_sent_back(chat: Page, server: MockS
     assert chat.text("#prompt-label") == "Result of get_weather"
     server.reply(answer(step(("Cold.", False), drafted=0)))
     ask_and_wait(chat, '{"degrees": 3}')
-    asked, result = server.received[1]["messages"][1:]
+    sent_call, result = server.received[1]["messages"][1:]
     called = {"name": "get_weather", "arguments": '{"city": "Oslo"}'}
-    assert asked["tool_calls"] == [{"id": "call_7", "type": "function", "function": called}]
+    assert sent_call["tool_calls"] == [{"id": "call_7", "type": "function", "function": called}]
     assert result["role"] == "tool"
     assert result["tool_call_id"] == "call_7"
     assert result["content"] == '{"degrees": 3}'
@@ -333,21 +333,21 @@ def test_conversation_is_sent_and_new_chat_clears_it(chat: Page, server: MockSer
 
 
 @needs_chromium
-@pytest.mark.parametrize("how", ["button", "Escape", "new chat"])
-def test_stopping_leaves_the_request_on_the_server(how: str, chat: Page, server: MockServer):
+@pytest.mark.parametrize("way", ["button", "Escape", "new chat"])
+def test_stopping_leaves_the_request_on_the_server(way: str, chat: Page, server: MockServer):
     reply = Reply([HELLO, Gate()])
     server.reply(reply, answer(HELLO))
     ask(chat, "long")
     chat.until("document.querySelector('.answer .token')")
-    if how == "Escape":
+    if way == "Escape":
         chat.press("Escape")
     else:
-        chat.click("#stop" if how == "button" else "#new-chat")
+        chat.click("#stop" if way == "button" else "#new-chat")
     assert reply.gone.wait(10)
     chat.until(IDLE)
-    assert chat.texts(".notes .note") == ([] if how == "new chat" else ["Stopped."])
+    assert chat.texts(".notes .note") == ([] if way == "new chat" else ["Stopped."])
     ask_and_wait(chat, "next")
-    before = [] if how == "new chat" else ["long", "Hel"]
+    before = [] if way == "new chat" else ["long", "Hel"]
     assert [m["content"] for m in server.received[1]["messages"]] == [*before, "next"]
     assert chat.problems == []
 
@@ -432,10 +432,10 @@ def test_key_is_prompted_sent_and_kept_per_tab(page: Page, server: MockServer):
 
 def run(*words: str, drafted: int, seconds: float | None = None) -> Reply:
     first, *rest = words
-    kept = [(word, True) for word in rest[:-1]] if drafted else []
+    accepted = [(word, True) for word in rest[:-1]] if drafted else []
     parts = [step((first, False), drafted=0)]
     if drafted:
-        parts.append(step(*kept, (rest[-1], False), drafted=drafted))
+        parts.append(step(*accepted, (rest[-1], False), drafted=drafted))
     else:
         parts += [step((word, False), drafted=0) for word in rest]
     return answer(*parts, seconds=seconds)
@@ -584,7 +584,7 @@ def test_settings_reach_the_request_and_outlive_a_reload(chat: Page, server: Moc
     visit(chat, server.url)
     assert chat.text("#in-effect").startswith("thinking off · speculation off · temperature 0.5")
     ask_and_wait(chat, "set")
-    plain, given = server.received
+    plain, configured = server.received
     common = {
         "model": "strobe-demo",
         "stream": True,
@@ -596,7 +596,7 @@ def test_settings_reach_the_request_and_outlive_a_reload(chat: Page, server: Moc
         "speculation": True,
         "chat_template_kwargs": {"enable_thinking": True},
     }
-    assert given == common | {
+    assert configured == common | {
         "messages": [
             {"role": "system", "content": "Be brief."},
             {"role": "user", "content": "set"},
@@ -774,7 +774,7 @@ def test_the_real_server_answers_the_page(page: Page, page_server: str):
     page.until("document.querySelector('.verdict')")
     assert "The texts are identical." in page.text(".verdict")
     assert page.problems == []
-    assert [other for other in page.requests if not other.startswith(page_server)] == []
+    assert [url for url in page.requests if not url.startswith(page_server)] == []
 
 
 @needs_chromium

@@ -73,10 +73,10 @@ def words() -> Vocabulary:
     st.lists(st.tuples(names, st.dictionaries(names, values, max_size=3)), max_size=3),
     places,
 )
-def test_template_output_is_parsed_back(text: str, made: Any, cuts: list[int]):
-    result = check_cuts(parser, text + written("gemma4", *made), cuts)
+def test_template_output_is_parsed_back(text: str, expected_calls: Any, cuts: list[int]):
+    result = check_cuts(parser, text + written("gemma4", *expected_calls), cuts)
     assert result.content == text
-    assert [(name, json.loads(read)) for name, read in result.calls] == made
+    assert [(name, json.loads(read)) for name, read in result.calls] == expected_calls
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,9 @@ def test_call_variants_parse_alike(text: str):
 def test_values_have_the_types_of_the_schema(value: str, read: Any):
     text = f"<|tool_call>call:get_time{{{value}}}<tool_call|>"
     result = check_cuts(typed, text)
-    assert [(name, json.loads(taken)) for name, taken in result.calls] == [("get_time", read)]
+    assert [(name, json.loads(arguments)) for name, arguments in result.calls] == [
+        ("get_time", read)
+    ]
     assert result.content == ""
 
 
@@ -129,25 +131,25 @@ def test_non_call_is_unchanged_content(text: str):
 @pytest.mark.parametrize("cut", range(1, len("{city:") + len(Q) + len("Rome") + len(Q) + 1))
 def test_truncated_call_stays_open(cut: int):
     text = CALL[: CALL.index("{") + cut]
-    for _, taken in check_cuts(parser, text).calls:
+    for _, arguments in check_cuts(parser, text).calls:
         with pytest.raises(ValueError, match=r"Expecting|Unterminated|delimiter"):
-            json.loads(taken)
+            json.loads(arguments)
 
 
 def test_broken_call_ends_at_closer_and_next_is_parsed():
     text = f"<|tool_call>call:f{{a:[1,b<tool_call|>{CALL}"
-    made = check_cuts(parser, text)
-    assert made.content == ""
-    assert [name for name, _ in made.calls] == ["f", "get_time"]
-    assert made.calls[1] == TIME
+    result = check_cuts(parser, text)
+    assert result.content == ""
+    assert [name for name, _ in result.calls] == ["f", "get_time"]
+    assert result.calls[1] == TIME
 
 
 def test_call_of_unknown_tool_is_content():
     def offered() -> Parser:
         return make_parser("gemma4", None, tools=[Tool("get_time")])
 
-    other = f"<|tool_call>call:other{{a:{Q}{CALL}{Q}}}<tool_call|>"
-    assert check_cuts(offered, other).content.startswith(f"<|tool_call>call:other{{a:{Q}")
+    unknown = f"<|tool_call>call:other{{a:{Q}{CALL}{Q}}}<tool_call|>"
+    assert check_cuts(offered, unknown).content.startswith(f"<|tool_call>call:other{{a:{Q}")
     plain = CALL.replace("get_time", "other")
     assert check_cuts(offered, f"{plain}{CALL}") == ("", plain, [TIME])
 
@@ -219,13 +221,13 @@ def test_schema_violation_is_blocked(words: Vocabulary, bad: Any):
 
 def test_open_schema_allows_any_arguments(words: Vocabulary):
     matcher = words.matcher("gemma4", [ANYTHING])
-    for made in ({}, {"a": [1, {"b": None}], "c": "ü"}, {"a": {}, "b": [], "c": -1.5}):
-        assert words.accepts(matcher, written("gemma4", ("anything", made))), gemma4(made)
+    for arguments in ({}, {"a": [1, {"b": None}], "c": "ü"}, {"a": {}, "b": [], "c": -1.5}):
+        assert words.accepts(matcher, written("gemma4", ("anything", arguments))), gemma4(arguments)
     assert not words.accepts(matcher, "Hi")
 
 
 @pytest.mark.parametrize(
-    ("schema", "said"),
+    ("schema", "message"),
     [
         ({"type": "array"}, "parameters of the function 'f'"),
         ({"anyOf": [{}]}, "has anyOf"),
@@ -236,8 +238,8 @@ def test_open_schema_allows_any_arguments(words: Vocabulary):
         ({"properties": {"a": {"type": "text"}}}, "the type 'text'"),
     ],
 )
-def test_unsupported_schema_is_rejected(words: Vocabulary, schema: Any, said: str):
-    with pytest.raises(ValueError, match=said):
+def test_unsupported_schema_is_rejected(words: Vocabulary, schema: Any, message: str):
+    with pytest.raises(ValueError, match=message):
         words.matcher("gemma4", [Tool("f", schema)])
 
 

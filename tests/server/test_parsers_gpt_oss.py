@@ -27,15 +27,15 @@ prose = st.text(st.characters(codec="utf-8", exclude_characters="<"), min_size=1
 
 @given(prose, prose, names, arguments, places)
 def test_model_output_is_parsed_back(
-    thought: str, said: str, name: str, given: Any, cuts: list[int]
+    thought: str, answer: str, name: str, value: Any, cuts: list[int]
 ):
     text = (
         f"<|channel|>analysis<|message|>{thought}<|end|>"
-        f"{TURN}<|channel|>commentary<|message|>{said}<|end|>"
+        f"{TURN}<|channel|>commentary<|message|>{answer}<|end|>"
         f"{TURN}<|channel|>commentary to=functions.{name} <|constrain|>json"
-        f"<|message|>{dumps(given)}<|call|>"
+        f"<|message|>{dumps(value)}<|call|>"
     )
-    assert check_cuts(parser, text, cuts) == (thought, said, [(name, dumps(given))])
+    assert check_cuts(parser, text, cuts) == (thought, answer, [(name, dumps(value))])
 
 
 @pytest.mark.parametrize(
@@ -114,9 +114,9 @@ def test_malformed_header_is_content(text: str):
 
 
 def test_a_header_without_end_is_not_waited_for():
-    made = parser()
-    assert made.push("<|channel|>" + "long " * 80).content == ""
-    assert made.push("long " * 80).content == "<|channel|>" + "long " * 160
+    channels = parser()
+    assert channels.push("<|channel|>" + "long " * 80).content == ""
+    assert channels.push("long " * 80).content == "<|channel|>" + "long " * 160
 
 
 def test_the_limit_of_a_header_does_not_depend_on_the_cuts():
@@ -134,12 +134,12 @@ def test_several_calls_and_unaddressed_message():
 
 def test_calls_are_content_when_tools_are_off():
     text = f"{THOUGHT}{TURN}{CALL}"
-    shown = CALL.removesuffix("<|call|>")
-    for made in (
+    content = CALL.removesuffix("<|call|>")
+    for make in (
         lambda: make_parser("gpt_oss", "gpt_oss", tools=None),
         lambda: make_parser(None, "gpt_oss"),
     ):
-        assert check_cuts(made, text) == ("Hm.", f"{TURN}{shown}", [])
+        assert check_cuts(make, text) == ("Hm.", f"{TURN}{content}", [])
 
 
 def test_a_prompt_may_open_the_thinking():
@@ -171,11 +171,11 @@ def test_text_is_streamed_and_name_comes_with_header():
 
 
 def test_the_phase_follows_the_messages():
-    made = parser()
+    channels = parser()
     phases: list[str] = []
     for piece in (THOUGHT[:-7], f"<|end|>{TURN}", CALL[:-8], "<|call|>", f"{TURN}{FINAL}"):
-        made.push(piece)
-        phases.append(made.phase)
+        channels.push(piece)
+        phases.append(channels.phase)
     assert phases == ["thinking", "thinking", "tool", "tool", "answer"]
 
 
@@ -202,9 +202,9 @@ def test_call_of_unknown_tool_is_content():
     def offered() -> Parser:
         return make_parser("gpt_oss", "gpt_oss", tools=[Tool("f")])
 
-    other = CALL.replace("functions.f", "functions.other").replace(
+    unknown = CALL.replace("functions.f", "functions.other").replace(
         '{"a": 1}', '{"a": "to=functions.f"}'
     )
-    assert check_cuts(offered, other) == ("", other.removesuffix("<|call|>"), [])
-    made = check_cuts(offered, f"{THOUGHT}{TURN}{other}{TURN}{CALL}")
-    assert made == ("Hm.", TURN + other.removesuffix("<|call|>"), [F])
+    assert check_cuts(offered, unknown) == ("", unknown.removesuffix("<|call|>"), [])
+    result = check_cuts(offered, f"{THOUGHT}{TURN}{unknown}{TURN}{CALL}")
+    assert result == ("Hm.", TURN + unknown.removesuffix("<|call|>"), [F])

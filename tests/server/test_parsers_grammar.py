@@ -138,11 +138,11 @@ def test_parallel_calls_pass_when_allowed(tagged: Vocabulary):
             text = written(name, *calls)
             assert tagged.accepts(tagged.matcher(name, [WEATHER, LIGHT], parallel=True), text)
             assert not tagged.accepts(tagged.matcher(name, [WEATHER, LIGHT]), text)
-            made = parse(make_parser(name, None), [text]).calls
-            assert made == [(tool, dumps(given)) for tool, given in calls]
-        one = tagged.matcher(name, [WEATHER, LIGHT], parallel=True)
-        assert tagged.accepts(one, written(name, ROME))
-        assert not tagged.accepts(one, "")
+            parsed = parse(make_parser(name, None), [text]).calls
+            assert parsed == [(tool, dumps(arguments)) for tool, arguments in calls]
+        matcher = tagged.matcher(name, [WEATHER, LIGHT], parallel=True)
+        assert tagged.accepts(matcher, written(name, ROME))
+        assert not tagged.accepts(matcher, "")
 
 
 def test_parallel_calls_of_gpt_oss_need_call_to_be_no_end_token():
@@ -178,8 +178,10 @@ def test_llama_tag_may_precede_a_single_call(tagged: Vocabulary, harmony: Vocabu
 def test_gpt_oss_may_think_first_and_name_the_recipient_first(harmony: Vocabulary):
     matcher = harmony.matcher("gpt_oss", [WEATHER])
     thought = "<|channel|>analysis<|message|>Hm <b>\n\n{ok}<|end|><|start|>assistant"
-    shown = f" to=functions.{ROME[0]}<|channel|>commentary json<|message|>{dumps(ROME[1])}<|call|>"
-    for text in (thought + written("gpt_oss", ROME), thought * 2 + shown, shown):
+    by_template = (
+        f" to=functions.{ROME[0]}<|channel|>commentary json<|message|>{dumps(ROME[1])}<|call|>"
+    )
+    for text in (thought + written("gpt_oss", ROME), thought * 2 + by_template, by_template):
         assert harmony.accepts(matcher, text), text
         assert parse(make_parser("gpt_oss", "gpt_oss"), [text]).calls == [(ROME[0], dumps(ROME[1]))]
     assert not harmony.accepts(matcher, f"{thought}<|channel|>final<|message|>Hi")
@@ -220,8 +222,8 @@ def test_accepted_text_is_calls_with_valid_arguments(case: Case):
         result = parse(make_parser(name, "gpt_oss" if name == "gpt_oss" else None), list(text))
         assert result.calls, text
         assert result.content == ""
-        for tool, taken in result.calls:
-            read = json.loads(taken)
+        for tool, arguments in result.calls:
+            read = json.loads(arguments)
             if tool == WEATHER.name:
                 assert {"city", "unit"} <= set(read) <= {"city", "unit", "days"}
                 assert read["unit"] in ("celsius", "fahrenheit")

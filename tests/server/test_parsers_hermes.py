@@ -20,17 +20,17 @@ def parser() -> Parser:
     return make_parser("hermes", None)
 
 
-def wrapped(name: str, given: Any) -> str:
+def wrapped(name: str, arguments: Any) -> str:
     """A call as Qwen's chat template writes it."""
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {dumps(given)}}}\n</tool_call>'
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {dumps(arguments)}}}\n</tool_call>'
 
 
 @given(prose, calls, places)
-def test_template_output_is_parsed_back(text: str, made: Any, cuts: list[int]):
-    answer = "\n".join([*([text] if text else []), *(wrapped(*call) for call in made)])
+def test_template_output_is_parsed_back(text: str, expected_calls: Any, cuts: list[int]):
+    answer = "\n".join([*([text] if text else []), *(wrapped(*call) for call in expected_calls)])
     result = check_cuts(parser, answer, cuts)
     assert result.content == text
-    assert result.calls == [(name, dumps(given)) for name, given in made]
+    assert result.calls == [(name, dumps(value)) for name, value in expected_calls]
 
 
 @pytest.mark.parametrize(
@@ -61,9 +61,9 @@ def test_arguments_may_precede_name():
 
 
 def test_the_arguments_are_the_models_own_text():
-    given = '{ "b":1,"a" :"\\u00e9",  "a": 1e2 }'
-    text = f'<tool_call>{{"name": "f", "arguments": {given}}}</tool_call>'
-    assert check_cuts(parser, text).calls == [("f", given)]
+    raw = '{ "b":1,"a" :"\\u00e9",  "a": 1e2 }'
+    text = f'<tool_call>{{"name": "f", "arguments": {raw}}}</tool_call>'
+    assert check_cuts(parser, text).calls == [("f", raw)]
 
 
 def test_the_name_is_decoded_from_json():
@@ -124,7 +124,7 @@ def test_text_after_unclosed_call_is_content():
 
 
 @pytest.mark.parametrize(
-    ("written", "taken"),
+    ("written", "arguments"),
     [
         ('{"a": 1', '{"a": 1\n'),
         ('{"a": "1}', '{"a": "1}}\n'),
@@ -134,35 +134,35 @@ def test_text_after_unclosed_call_is_content():
         ("{a: tru}", "{a: tru}"),
     ],
 )
-def test_broken_arguments_stay_arguments_and_end_with_the_call(written: str, taken: str):
+def test_broken_arguments_stay_arguments_and_end_with_the_call(written: str, arguments: str):
     broken = f'<tool_call>\n{{"name": "f", "arguments": {written}}}\n</tool_call>'
     if written == '{"a": 1':
         broken = broken.replace("1}", "1")
-    assert check_cuts(parser, f"{broken}\n{CALL}") == ("", "", [("f", taken), TIME])
+    assert check_cuts(parser, f"{broken}\n{CALL}") == ("", "", [("f", arguments), TIME])
 
 
 def test_the_end_tag_in_a_string_of_the_arguments_is_text():
-    given = {"a": "one two", "text": "write </tool_call> and <tool_call>"}
-    text = wrapped("f", given)
-    assert check_cuts(parser, text).calls == [("f", dumps(given))]
+    value = {"a": "one two", "text": "write </tool_call> and <tool_call>"}
+    text = wrapped("f", value)
+    assert check_cuts(parser, text).calls == [("f", dumps(value))]
     torn = check_cuts(parser, text.replace("one two", "one\ntwo"))
-    assert torn.calls == [("f", dumps(given).replace("one two", "one\ntwo"))]
+    assert torn.calls == [("f", dumps(value).replace("one two", "one\ntwo"))]
 
 
 @given(names, arguments, st.integers(1, 200), places)
 def test_answer_cut_in_arguments_keeps_partial_arguments(
-    name: str, given: Any, length: int, cuts: list[int]
+    name: str, value: Any, length: int, cuts: list[int]
 ):
-    text = wrapped(name, given)
+    text = wrapped(name, value)
     begin = text.index('"arguments": ') + len('"arguments": ')
-    end = begin + min(length, len(dumps(given)))
+    end = begin + min(length, len(dumps(value)))
     assert check_cuts(parser, text[:end], cuts) == ("", "", [(name, text[begin:end])])
 
 
-@pytest.mark.parametrize("given", ['{"a": "x\\', '{"a": 1\n</tool_c', '{"a": "x\ny</', '{"a": 1 <'])
-def test_held_back_arguments_are_flushed_at_end(given: str):
-    text = f'<tool_call>\n{{"name": "f", "arguments": {given}'
-    assert check_cuts(parser, text) == ("", "", [("f", given)])
+@pytest.mark.parametrize("raw", ['{"a": "x\\', '{"a": 1\n</tool_c', '{"a": "x\ny</', '{"a": 1 <'])
+def test_held_back_arguments_are_flushed_at_end(raw: str):
+    text = f'<tool_call>\n{{"name": "f", "arguments": {raw}'
+    assert check_cuts(parser, text) == ("", "", [("f", raw)])
 
 
 def test_text_is_streamed_unless_it_may_start_a_call():
@@ -190,11 +190,11 @@ def test_name_and_arguments_are_streamed():
 
 
 def test_the_phase_is_tool_from_the_tag_to_its_end():
-    made = parser()
+    call_parser = parser()
     phases: list[tuple[str, str]] = []
     for piece in ("Hi\n", "<tool_call>", '\n{"name": "f", "arguments": {', "}}", "\n</tool_call>"):
-        made.push(piece)
-        phases.append((piece[:4], made.phase))
+        call_parser.push(piece)
+        phases.append((piece[:4], call_parser.phase))
     assert [phase for _, phase in phases] == ["answer", "tool", "tool", "tool", "answer"]
 
 
@@ -248,11 +248,11 @@ def test_call_of_unknown_tool_is_content(text: str):
 
 def test_arguments_of_unknown_tool_are_streamed():
     pieces = ["<tool_call>\n", '{"name": "f"', ', "arguments": ', '{"a": ', '"x', '"}', "}\n", "a"]
-    made = stream(lambda: make_parser("hermes", None, tools=[Tool("g")]), pieces)
+    results = stream(lambda: make_parser("hermes", None, tools=[Tool("g")]), pieces)
     head = "".join(pieces[:4])
-    assert [part.content for part in made] == ["", "", "", head, '"x', '"}', "}", "\na", ""]
+    assert [part.content for part in results] == ["", "", "", head, '"x', '"}', "}", "\na", ""]
 
 
 def test_a_call_of_an_unknown_function_is_a_call():
-    made = check_cuts(parser, wrapped("never_given", {"x": [None]})).calls
-    assert [(name, json.loads(given)) for name, given in made] == [("never_given", {"x": [None]})]
+    parsed = check_cuts(parser, wrapped("never_given", {"x": [None]})).calls
+    assert [(name, json.loads(raw)) for name, raw in parsed] == [("never_given", {"x": [None]})]

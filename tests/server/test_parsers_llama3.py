@@ -20,12 +20,12 @@ def parser() -> Parser:
 
 
 @given(calls, places)
-def test_template_output_is_parsed_back(made: Any, cuts: list[int]):
+def test_template_output_is_parsed_back(expected_calls: Any, cuts: list[int]):
     answer = "; ".join(
-        f'{{"name": "{name}", "parameters": {dumps(given)}}}' for name, given in made
+        f'{{"name": "{name}", "parameters": {dumps(value)}}}' for name, value in expected_calls
     )
     result = check_cuts(parser, answer, cuts)
-    assert result == ("", "", [(name, dumps(given)) for name, given in made])
+    assert result == ("", "", [(name, dumps(value)) for name, value in expected_calls])
 
 
 @pytest.mark.parametrize(

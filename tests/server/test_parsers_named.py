@@ -38,24 +38,24 @@ TOOLS = [
 
 
 def listed(*calls: tuple[str, Any]) -> str:
-    inner = (f'{{"name": "{name}", "arguments": {dumps(given)}}}' for name, given in calls)
+    inner = (f'{{"name": "{name}", "arguments": {dumps(arguments)}}}' for name, arguments in calls)
     return f"[TOOL_CALLS] [{', '.join(inner)}]"
 
 
 def named(*calls: tuple[str, Any]) -> str:
-    return "".join(f"[TOOL_CALLS]{name}[ARGS]{dumps(given)}" for name, given in calls)
+    return "".join(f"[TOOL_CALLS]{name}[ARGS]{dumps(arguments)}" for name, arguments in calls)
 
 
 def v3(*calls: tuple[str, Any]) -> str:
     inner = (
-        f"{CALL}function{SEP}{name}\n```json\n{dumps(given)}\n```{CALL_END}"
-        for name, given in calls
+        f"{CALL}function{SEP}{name}\n```json\n{dumps(arguments)}\n```{CALL_END}"
+        for name, arguments in calls
     )
     return CALLS + "\n".join(inner) + CALLS_END
 
 
 def v31(*calls: tuple[str, Any]) -> str:
-    inner = (f"{CALL}{name}{SEP}{dumps(given)}{CALL_END}" for name, given in calls)
+    inner = (f"{CALL}{name}{SEP}{dumps(arguments)}{CALL_END}" for name, arguments in calls)
     return CALLS + "".join(inner) + CALLS_END
 
 
@@ -74,7 +74,7 @@ def of(name: str, tools: list[Tool] | None = None) -> Callable[[], Parser]:
 
 
 def read(*calls: tuple[str, Any]) -> list[tuple[str, str]]:
-    return [(name, dumps(given)) for name, given in calls]
+    return [(name, dumps(arguments)) for name, arguments in calls]
 
 
 @each
@@ -82,27 +82,27 @@ def read(*calls: tuple[str, Any]) -> list[tuple[str, str]]:
 def test_template_output_is_parsed_back(case: Case, lead: str):
     name, write, _ = case
     for calls in ((ROME,), (OSLO, ROME), (ROME, ROME, OSLO)):
-        made = check_cuts(of(name), lead + write(*calls), [3, 30, 31, 70])
-        assert made == ("", lead, read(*calls))
+        result = check_cuts(of(name), lead + write(*calls), [3, 30, 31, 70])
+        assert result == ("", lead, read(*calls))
 
 
 @each
 def test_truncated_call_stays_open(case: Case):
     name, write, _ = case
     text = write(ROME)
-    given = dumps(ROME[1])
-    begin = text.index(given)
-    for count in range(1, len(given)):
-        made = parse(of(name)(), [text[: begin + count]])
-        assert made == ("", "", [(ROME[0], given[:count])])
+    arguments = dumps(ROME[1])
+    begin = text.index(arguments)
+    for count in range(1, len(arguments)):
+        result = parse(of(name)(), [text[: begin + count]])
+        assert result == ("", "", [(ROME[0], arguments[:count])])
 
 
 @each
 def test_call_of_unknown_tool_is_content(case: Case):
     name, write, _ = case
-    made = check_cuts(of(name, [Tool("other")]), write(ROME))
-    assert made.calls == []
-    assert dumps(ROME[1]) in made.content
+    result = check_cuts(of(name, [Tool("other")]), write(ROME))
+    assert result.calls == []
+    assert dumps(ROME[1]) in result.content
 
 
 @each
@@ -139,34 +139,34 @@ def words() -> dict[str, Vocabulary]:
 def test_forced_calls_hold_to_form_and_schema(case: Case, words: dict[str, Vocabulary]):
     name, write, _ = case
     own = words[write.__name__]
-    one, several = own.matcher(name, TOOLS), own.matcher(name, TOOLS, parallel=True, lead="\n")
-    assert own.accepts(one, write(ROME))
-    assert own.accepts(one, write(OSLO))
-    assert not own.accepts(one, write(ROME, OSLO))
+    single, several = own.matcher(name, TOOLS), own.matcher(name, TOOLS, parallel=True, lead="\n")
+    assert own.accepts(single, write(ROME))
+    assert own.accepts(single, write(OSLO))
+    assert not own.accepts(single, write(ROME, OSLO))
     assert own.accepts(several, "\n" + write(ROME, OSLO))
     bad = [("get_time", {}), ("get_time", {"city": 1}), ("get_time", {"city": "x" * 10}), ("f", {})]
     for wrong in ("Hi", write(ROME)[:-3], *map(write, bad)):
-        assert not own.accepts(one, wrong), wrong
+        assert not own.accepts(single, wrong), wrong
     with pytest.raises(ValueError, match="parameters of the function 'f'"):
         own.matcher(name, [Tool("f", {"type": "string"})])
 
 
 def test_older_and_newer_variants_of_mistrals_calls():
-    one = read(("f", {"a": 1}))
+    expected = read(("f", {"a": 1}))
     for text in (
         '[TOOL_CALLS]f{"a": 1}',
         '[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"a": 1}',
         '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}, "id": "abcdefghi"}]',
         '[TOOL_CALLS] {"name": "f", "arguments": {"a": 1}}',
     ):
-        assert check_cuts(of("mistral"), text) == ("", "", one), text
+        assert check_cuts(of("mistral"), text) == ("", "", expected), text
 
 
 def test_thinking_precedes_calls():
-    made = check_cuts(lambda: make_parser("mistral", "mistral"), "[THINK]Hm.[/THINK]Yes.")
-    assert made == ("Hm.", "Yes.", [])
-    made = check_cuts(
+    result = check_cuts(lambda: make_parser("mistral", "mistral"), "[THINK]Hm.[/THINK]Yes.")
+    assert result == ("Hm.", "Yes.", [])
+    result = check_cuts(
         lambda: make_parser("deepseek_v3", "deepseek_r1", thinking_open=True),
         f"Hm.\n</think>\n\n{v3(ROME)}",
     )
-    assert made == ("Hm.", "", read(ROME))
+    assert result == ("Hm.", "", read(ROME))

@@ -85,11 +85,11 @@ def test_text_is_streamed_unless_it_may_end_thinking():
 
 
 def test_the_phase_follows_the_text():
-    made = make_parser("hermes", "qwen3")
+    chain = make_parser("hermes", "qwen3")
     phases: list[str] = []
     for piece in ("<think>", "a", "</think>", "\n\nHi\n", "<tool_call>", "</tool_call>"):
-        made.push(piece)
-        phases.append(made.phase)
+        chain.push(piece)
+        phases.append(chain.phase)
     assert phases == ["thinking", "thinking", "answer", "answer", "tool", "answer"]
     assert inside().phase == "thinking"
 
@@ -141,6 +141,6 @@ FRAGMENTS = ("<think>", "</think>", "\n", "\n\n", "thought ", "<tool_call>", CAL
 def test_the_result_does_not_depend_on_the_cuts(text: str, opened: bool, cuts: list[int]):
     check_cuts(lambda: make_parser("hermes", "qwen3", thinking_open=opened), text, cuts)
     result = check_cuts(inside if opened else parser, text, cuts)
-    kept = (result.reasoning + result.content).replace("\n", "")
+    output = (result.reasoning + result.content).replace("\n", "")
     framing = len("<think></think>")
-    assert len(text.replace("\n", "").lstrip()) - len(kept) <= framing
+    assert len(text.replace("\n", "").lstrip()) - len(output) <= framing

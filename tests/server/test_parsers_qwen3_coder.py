@@ -58,10 +58,10 @@ def typed() -> Parser:
     return make_parser("qwen3_coder", None, tools=[CITY, LIGHT, ANYTHING])
 
 
-def wrapped(name: str, given: Mapping[str, Any]) -> str:
+def wrapped(name: str, arguments: Mapping[str, Any]) -> str:
     """A call as the chat templates write it."""
     lines = [f"<function={name}>"]
-    for key, value in given.items():
+    for key, value in arguments.items():
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         lines += [f"<parameter={key}>", text, "</parameter>"]
     return "\n".join(("<tool_call>", *lines, "</function>", "</tool_call>"))
@@ -83,16 +83,23 @@ def wrapped(name: str, given: Mapping[str, Any]) -> str:
     ),
     places,
 )
-def test_template_output_is_parsed_back(text: str, made: list[dict[str, Any]], cuts: list[int]):
-    answer = "\n".join([*([text] if text else []), *(wrapped("get_time", one) for one in made)])
+def test_template_output_is_parsed_back(
+    text: str, expected_calls: list[dict[str, Any]], cuts: list[int]
+):
+    answer = "\n".join(
+        [
+            *([text] if text else []),
+            *(wrapped("get_time", call_arguments) for call_arguments in expected_calls),
+        ]
+    )
     result = check_cuts(typed, answer, cuts)
     assert result.content == text
-    assert [name for name, _ in result.calls] == ["get_time"] * len(made)
-    for (_, arguments), one in zip(result.calls, made, strict=True):
-        found = json.loads(arguments)
-        assert found["city"] == one["city"]
-        for key in one.keys() - {"city"}:  # a string that looks like a value is one
-            assert found[key] == one[key] or isinstance(one[key], str)
+    assert [name for name, _ in result.calls] == ["get_time"] * len(expected_calls)
+    for (_, arguments), call_arguments in zip(result.calls, expected_calls, strict=True):
+        parsed = json.loads(arguments)
+        assert parsed["city"] == call_arguments["city"]
+        for key in call_arguments.keys() - {"city"}:  # a string that looks like a value is one
+            assert parsed[key] == call_arguments[key] or isinstance(call_arguments[key], str)
 
 
 @pytest.mark.parametrize(
@@ -153,8 +160,8 @@ def test_call_variants_parse_alike(text: str):
 )
 def test_values_are_of_the_types_of_the_schema(key: str, text: str, value: Any):
     call = f"<tool_call>\n<function=get_time>\n<parameter={key}>\n{text}\n</parameter>\n</function>"
-    (found,) = (parse(typed(), [call]) if len(call) > 9999 else check_cuts(typed, call)).calls
-    assert json.loads(found[1]) == {key: value}
+    (parsed,) = (parse(typed(), [call]) if len(call) > 9999 else check_cuts(typed, call)).calls
+    assert json.loads(parsed[1]) == {key: value}
 
 
 @pytest.mark.parametrize(
@@ -192,19 +199,19 @@ def test_value_takes_a_type_from_the_schema(schema: Any, text: str, value: Any):
         "f", {"properties": {"own": schema}, "$defs": {"Name": name["anyOf"][0], "Loop": loop}}
     )
     call = f"<tool_call>\n<function=f>\n<parameter=own>\n{text}\n</parameter>\n</function>"
-    (found,) = check_cuts(lambda: make_parser("qwen3_coder", None, tools=[tool]), call).calls
-    assert json.loads(found[1]) == {"own": value}
-    assert type(json.loads(found[1])["own"]) in (type(value), float)
+    (parsed,) = check_cuts(lambda: make_parser("qwen3_coder", None, tools=[tool]), call).calls
+    assert json.loads(parsed[1]) == {"own": value}
+    assert type(json.loads(parsed[1])["own"]) in (type(value), float)
 
 
 @pytest.mark.parametrize("schema", [{"properties": []}, {"properties": None}, {"required": 5},
                                     {"$ref": "#"}, {"$ref": "#/no"}, {"type": 5}])  # fmt: skip
 def test_tool_without_schema_accepts_any_type(schema: Any):
     call = CALL.replace("Rome", "7")
-    made = check_cuts(
+    parsed = check_cuts(
         lambda: make_parser("qwen3_coder", None, tools=[Tool("get_time", schema)]), call
     )
-    assert made == ("", "", [("get_time", '{"city": 7}')])
+    assert parsed == ("", "", [("get_time", '{"city": 7}')])
 
 
 @pytest.mark.parametrize(
@@ -224,9 +231,9 @@ def test_tool_without_schema_accepts_any_type(schema: Any):
     ],
 )
 def test_markup_inside_a_value_is_of_the_value(value: str):
-    given = {"city": value, "zone": "utc"}
-    ((_, arguments),) = check_cuts(typed, wrapped("get_time", given)).calls
-    assert json.loads(arguments) == given
+    call_arguments = {"city": value, "zone": "utc"}
+    ((_, arguments),) = check_cuts(typed, wrapped("get_time", call_arguments)).calls
+    assert json.loads(arguments) == call_arguments
 
 
 @pytest.mark.parametrize("tag", ["<parameter=zone>", "</function>", "</tool_call>", "<tool_call>"])
@@ -275,8 +282,8 @@ def test_strings_are_streamed_and_other_values_come_whole():
     head = "<tool_call>\n<function=get_time>\n"
     pieces = [head, "<parameter=city>\n", "Ro", "me\n", "or", "\n</parameter>\n",
               "<parameter=hours>\n", "1", "2\n", "</parameter>\n", "<", "/function>"]  # fmt: skip
-    given = ["".join(arguments for _, arguments in part.calls) for part in stream(typed, pieces)]
-    assert given == [
+    deltas = ["".join(arguments for _, arguments in part.calls) for part in stream(typed, pieces)]
+    assert deltas == [
         "",
         '{"city": "',
         "Ro",
@@ -292,12 +299,12 @@ def test_strings_are_streamed_and_other_values_come_whole():
         "",
     ]
     pieces = [head, "<parameter=either>\n", "nul", "l and", " void", "\n</parameter>\n</function>"]
-    given = ["".join(arguments for _, arguments in part.calls) for part in stream(typed, pieces)]
-    assert given == ["", '{"either": ', "", '"null and', " void", '"}', ""]
+    deltas = ["".join(arguments for _, arguments in part.calls) for part in stream(typed, pieces)]
+    assert deltas == ["", '{"either": ', "", '"null and', " void", '"}', ""]
 
 
 @pytest.mark.parametrize(
-    ("text", "given"),
+    ("text", "arguments"),
     [
         ("", ""),
         ("\n<param", ""),
@@ -316,9 +323,9 @@ def test_strings_are_streamed_and_other_values_come_whole():
         ("\n</function>\n</tool", "{}"),
     ],
 )
-def test_answer_ending_inside_a_call_keeps_partial_call(text: str, given: str):
+def test_answer_ending_inside_a_call_keeps_partial_call(text: str, arguments: str):
     result = check_cuts(typed, f"<tool_call>\n<function=get_time>{text}")
-    assert result == ("", "", [("get_time", given)])
+    assert result == ("", "", [("get_time", arguments)])
 
 
 @given(texts([CALL, "<tool_call>\n", "<function=f>", "<function=get_time>\n", "<parameter=a>\n",
@@ -367,8 +374,8 @@ def test_calls_allowed_by_schema_pass(words: Vocabulary):
     ):
         text = wrapped(name, arguments)
         assert words.accepts(matcher, text), text
-        ((called, given),) = parse(typed(), [text]).calls
-        assert (called, json.loads(given)) == (name, arguments)
+        ((called, parsed),) = parse(typed(), [text]).calls
+        assert (called, json.loads(parsed)) == (name, arguments)
 
 
 def test_calls_violating_schema_are_blocked(words: Vocabulary):
@@ -397,29 +404,40 @@ def tagged() -> Vocabulary:
     return vocabulary()
 
 
-def held(words: Vocabulary, schema: Any, *given: Mapping[str, Any]) -> list[bool]:
+def held(words: Vocabulary, schema: Any, *calls_arguments: Mapping[str, Any]) -> list[bool]:
     """Whether a forced call of a tool with that schema may be given such arguments. What may is
     read back."""
     tools = [Tool("f", schema)]
     matcher = words.matcher("qwen3_coder", tools)
-    found = [words.accepts(matcher, wrapped("f", arguments)) for arguments in given]
-    for arguments, accepted in zip(given, found, strict=True):
-        made = parse(make_parser("qwen3_coder", None, tools=tools), [wrapped("f", arguments)]).calls
-        assert not accepted or [("f", arguments)] == [(n, json.loads(text)) for n, text in made]
-    return found
+    results = [words.accepts(matcher, wrapped("f", arguments)) for arguments in calls_arguments]
+    for arguments, accepted in zip(calls_arguments, results, strict=True):
+        parsed = parse(
+            make_parser("qwen3_coder", None, tools=tools), [wrapped("f", arguments)]
+        ).calls
+        assert not accepted or [("f", arguments)] == [(n, json.loads(text)) for n, text in parsed]
+    return results
 
 
 @pytest.mark.parametrize(
-    ("least", "most"),
+    ("min_length", "max_length"),
     [(0, 1), (0, 40), (0, 200), (0, 1000), (50, 1000), (300, 600), (999, 1000), (1000, None)],
 )
-def test_lengths_of_strings_are_held(tagged: Vocabulary, least: int, most: int | None):
-    lengths = {"minLength": least} if most is None else {"minLength": least, "maxLength": most}
+def test_lengths_of_strings_are_held(tagged: Vocabulary, min_length: int, max_length: int | None):
+    lengths = (
+        {"minLength": min_length}
+        if max_length is None
+        else {"minLength": min_length, "maxLength": max_length}
+    )
     schema = {"properties": {"a": {"type": "string", **lengths}}, "required": ["a"]}
-    top = most or least + 100
-    texts = [("x" * n, ("Wörter, <b>\\n\\n<p>" * n)[:n]) for n in {least, (least + top) // 2, top}]
+    top = max_length or min_length + 100
+    texts = [
+        ("x" * n, ("Wörter, <b>\\n\\n<p>" * n)[:n])
+        for n in {min_length, (min_length + top) // 2, top}
+    ]
     assert all(held(tagged, schema, *({"a": text} for pair in texts for text in pair)))
-    wrong = [{"a": "x" * (top + 1)}] * bool(most) + [{"a": "x" * (least - 1)}] * bool(least)
+    wrong = [{"a": "x" * (top + 1)}] * bool(max_length) + [{"a": "x" * (min_length - 1)}] * bool(
+        min_length
+    )
     assert not any(held(tagged, schema, *wrong))
 
 
@@ -508,7 +526,7 @@ def test_which_arguments_there_are_is_held(tagged: Vocabulary, schema: Any, good
 
 
 @pytest.mark.parametrize(
-    ("schema", "said"),
+    ("schema", "message"),
     [
         ({"required": None}, "function 'f' has the required None; give a list"),
         ({"required": "k"}, "required 'k'"),
@@ -541,8 +559,8 @@ def test_which_arguments_there_are_is_held(tagged: Vocabulary, schema: Any, good
         ({"$ref": "#/$defs/k", "$defs": {"k": {"type": "string"}}}, "have the type 'string'"),
     ],
 )  # fmt: skip
-def test_unsupported_schema_is_rejected(tagged: Vocabulary, schema: Any, said: str):
-    with pytest.raises(ValueError, match=said):
+def test_unsupported_schema_is_rejected(tagged: Vocabulary, schema: Any, message: str):
+    with pytest.raises(ValueError, match=message):
         tagged.matcher("qwen3_coder", [Tool("f", schema)])
 
 
@@ -557,10 +575,10 @@ def test_unknown_names_are_text(tagged: Vocabulary, name: str):
     tool = Tool(name, {"properties": {name: {"type": "integer"}}})
     text = wrapped(name, {name: 5})
     assert tagged.accepts(tagged.matcher("qwen3_coder", [tool]), text)
-    ((called, given),) = check_cuts(
+    ((called, arguments),) = check_cuts(
         lambda: make_parser("qwen3_coder", None, tools=[tool]), text
     ).calls
-    assert (called, json.loads(given)) == (name, {name: 5})
+    assert (called, json.loads(arguments)) == (name, {name: 5})
 
 
 WALKED = Tool(
@@ -604,21 +622,21 @@ def test_accepted_text_parses_to_the_schema(tagged: Vocabulary):
             ids.append(script.pop(0))
             assert matcher.consume_token(ids[-1])
         text = tagged.fast.decode(ids, skip_special_tokens=False)
-        made = parse(make_parser("qwen3_coder", None, tools=[WALKED, free]), [text])
-        assert made.content == "", text
-        assert len(made.calls) == text.count("<tool_call>\n<function=") > 0
-        for name, arguments in made.calls:
-            given = json.loads(arguments)
+        parsed = parse(make_parser("qwen3_coder", None, tools=[WALKED, free]), [text])
+        assert parsed.content == "", text
+        assert len(parsed.calls) == text.count("<tool_call>\n<function=") > 0
+        for name, arguments in parsed.calls:
+            read = json.loads(arguments)
             if name == "free":
-                assert "key" in given
-                assert all(type(value) is int for value in given.values()), text
+                assert "key" in read
+                assert all(type(value) is int for value in read.values()), text
                 continue
             assert (
-                {"text", "short", "long"} <= given.keys() <= WALKED.parameters["properties"].keys()
+                {"text", "short", "long"} <= read.keys() <= WALKED.parameters["properties"].keys()
             )
-            assert isinstance(given["text"], str)
-            assert given["short"] is None or 2 <= len(given["short"]) <= 6, text
-            assert len(given["long"]) <= 40
-            assert type(given.get("number")) in (int, type(None))
-            assert given.get("word") in ("a", "b", None)
-            assert all(isinstance(value, str) for value in given.get("object", {}).values()), text
+            assert isinstance(read["text"], str)
+            assert read["short"] is None or 2 <= len(read["short"]) <= 6, text
+            assert len(read["long"]) <= 40
+            assert type(read.get("number")) in (int, type(None))
+            assert read.get("word") in ("a", "b", None)
+            assert all(isinstance(value, str) for value in read.get("object", {}).values()), text

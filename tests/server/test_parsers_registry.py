@@ -26,7 +26,7 @@ R1 = "{{'<|Assistant|><think>\\n'}}{% set content = content.split('</think>')[-1
 
 
 @pytest.mark.parametrize(
-    ("template", "found"),
+    ("template", "formats"),
     [
         (HERMES, ("hermes", None)),
         (QWEN3, ("hermes", "qwen3")),
@@ -47,9 +47,9 @@ R1 = "{{'<|Assistant|><think>\\n'}}{% set content = content.split('</think>')[-1
     ],
 )
 def test_a_chat_template_tells_the_formats(
-    template: str | None, found: tuple[str | None, str | None]
+    template: str | None, formats: tuple[str | None, str | None]
 ):
-    assert detect(template) == found
+    assert detect(template) == formats
 
 
 def test_the_demo_target_is_recognised():

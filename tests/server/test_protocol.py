@@ -93,8 +93,8 @@ def test_lenient_server_names_unknown_field_path(
     model: type[RequestModel], fields: dict[str, Any], path: str
 ):
     assert refusal(model, **fields).param == path
-    said = model.read({**SMALLEST[model], **fields}, lenient=True).warnings()
-    assert f"{path} has no effect: this server does not know it." in said
+    warnings = model.read({**SMALLEST[model], **fields}, lenient=True).warnings()
+    assert f"{path} has no effect: this server does not know it." in warnings
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_nested_field_is_named_by_its_path():
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "said"),
+    ("field", "value", "message"),
     [
         ("temperature", "hot", '"hot", but must be a number'),
         ("temperature", True, "true, but must be a number"),
@@ -129,10 +129,10 @@ def test_a_nested_field_is_named_by_its_path():
         ("top_p", list(range(5000)), "[0, 1, 2, 3, 4, 5, ...], but must be a number"),
     ],
 )
-def test_a_wrong_type_is_a_sentence_with_the_value(field: str, value: Any, said: str):
+def test_a_wrong_type_is_a_sentence_with_the_value(field: str, value: Any, message: str):
     error = refusal(ChatCompletionRequest, **{field: value})
     assert error.param == field
-    assert str(error).startswith(f"{field} is {said}")
+    assert str(error).startswith(f"{field} is {message}")
 
 
 def test_the_place_in_a_list_is_in_the_path():
@@ -181,8 +181,8 @@ def test_the_error_object_is_openais():
     ("model", "name"), [(m, name) for m in SMALLEST for name in NO_EFFECT[m.schema_key]]
 )
 def test_fields_without_effect_are_named_in_the_warnings(model: type[RequestModel], name: str):
-    (said,) = model.read({**SMALLEST[model], name: "something"}).warnings()
-    assert said.startswith(f"{name} has no effect: ")
+    (warning,) = model.read({**SMALLEST[model], name: "something"}).warnings()
+    assert warning.startswith(f"{name} has no effect: ")
     for value in NO_EFFECT[model.schema_key][name].neutral_values:
         assert model.read({**SMALLEST[model], name: value}).warnings() == []
 
@@ -216,9 +216,9 @@ def test_no_field_is_both_honoured_and_not(model: type[RequestModel]):
 
 def test_repeated_warnings_are_merged():
     marked = {**USER, "cache_control": {"type": "ephemeral"}}
-    said = chat(messages=[marked, marked, marked], user="me").warnings()
-    assert {line.split(" has")[0] for line in said} == {"user", "messages[0].cache_control"}
-    assert len(said) == 2
+    warnings = chat(messages=[marked, marked, marked], user="me").warnings()
+    assert {line.split(" has")[0] for line in warnings} == {"user", "messages[0].cache_control"}
+    assert len(warnings) == 2
 
 
 @pytest.mark.parametrize(

@@ -150,8 +150,8 @@ def test_unread_template_field_is_named():
     request = chat(reasoning_effort="low", chat_template_kwargs={"a": 1, "b": 2})
     assert request.warnings() == []
     assert request.warnings({"a", "b", "reasoning_effort"}) == []
-    said = [line.split(" has")[0] for line in request.warnings({"a"})]
-    assert said == ["chat_template_kwargs.b", "reasoning_effort"]
+    names = [line.split(" has")[0] for line in request.warnings({"a"})]
+    assert names == ["chat_template_kwargs.b", "reasoning_effort"]
     assert chat(reasoning_effort="none").warnings({"enable_thinking"}) == []
     (said_of_response,) = respond(chat_template_kwargs={"a": 1}).warnings(set())
     assert said_of_response.startswith("chat_template_kwargs.a")
@@ -171,7 +171,7 @@ def flattened(choice: Any) -> Any:
     if choice["type"] == "function":
         return {"type": "function", **choice["function"]}
     inner = choice["allowed_tools"]
-    tools = [flattened(one) for one in inner["tools"]]
+    tools = [flattened(entry) for entry in inner["tools"]]
     return {"type": "allowed_tools", "mode": inner["mode"], "tools": tools}
 
 
@@ -181,7 +181,7 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("choice", "expected", "shown"),
+    ("choice", "expected", "names"),
     [
         (None, ToolChoice("auto"), ["add", "sub"]),
         ("auto", ToolChoice("auto"), ["add", "sub"]),
@@ -192,16 +192,16 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
         (allowed("required", "add"), ToolChoice("required"), ["add"]),
     ],
 )
-def test_tool_choice(choice: Any, expected: ToolChoice, shown: list[str]):
+def test_tool_choice(choice: Any, expected: ToolChoice, names: list[str]):
     flat = [{"type": "function", "name": "add"}, {"type": "function", "name": "sub"}]
     for request in (
         chat(tools=[tool("add"), tool("sub")], tool_choice=choice),
         respond(tools=flat, tool_choice=flattened(choice)).to_chat(),
     ):
         assert request.toolbox.choice == expected
-        assert list(request.toolbox.names) == shown
+        assert list(request.toolbox.names) == names
         prompt = request.template_options()["tools"] or []
-        assert [one["function"]["name"] for one in prompt] == shown
+        assert [entry["function"]["name"] for entry in prompt] == names
 
 
 def test_empty_tools_allow_no_choice():
@@ -253,9 +253,9 @@ def test_a_forced_call_has_its_own_form():
 
 def test_strict_applies_to_forced_calls_only():
     strict = tool("f", strict=True)
-    (said,) = chat(tools=[strict]).warnings()
-    assert said.startswith("tools[0].function.strict has no effect")
+    (warning,) = chat(tools=[strict]).warnings()
+    assert warning.startswith("tools[0].function.strict has no effect")
     assert chat(tools=[strict], tool_choice="required").warnings() == []
     assert chat(tools=[strict]).template_options()["tools"] == [tool("f")]
-    (said,) = respond(tools=[{"type": "function", "name": "f", "strict": True}]).warnings()
-    assert said.startswith("tools[0].strict has no effect")
+    (warning,) = respond(tools=[{"type": "function", "name": "f", "strict": True}]).warnings()
+    assert warning.startswith("tools[0].strict has no effect")

@@ -19,8 +19,8 @@ def ask(messages: Any = (USER,), **fields: Any) -> MessagesRequest:
     return MessagesRequest.read(json.dumps(body))
 
 
-def text(said: str, **more: Any) -> dict[str, Any]:
-    return {"type": "text", "text": said, **more}
+def text(content: str, **more: Any) -> dict[str, Any]:
+    return {"type": "text", "text": content, **more}
 
 
 def test_a_message_is_a_chat():
@@ -77,9 +77,9 @@ def test_sampling_is_the_chats():
         metadata={"user_id": "u"}, service_tier="auto",
     )  # fmt: skip
     arguments = request.sampling({"min_p": 0.1})
-    given = {"max_tokens": 7, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "seed": 3,
+    fields = {"max_tokens": 7, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "seed": 3,
              "stop": ("a", "b"), "min_p": 0.1}  # fmt: skip
-    assert given.items() <= arguments.items()
+    assert fields.items() <= arguments.items()
     assert request.warnings() == ["metadata has no effect: nothing is stored."]
     assert ask(stop="x").sampling({})["stop"] == ("x",)
     form = {"format": {"type": "json_schema", "schema": SCHEMA}, "effort": "low"}
@@ -103,8 +103,8 @@ def test_tools_are_the_chats(choice: Any, mode: str, name: str | None, parallel:
     chosen = chat.toolbox.choice
     assert (chosen.mode, chosen.name, chat.parallel_tool_calls) == (mode, name, parallel)
     function = {"name": "add", "description": "adds", "parameters": SCHEMA}
-    shown = [] if mode == "none" else [{"type": "function", "function": function}]
-    assert list(chat.toolbox.tools) == shown
+    expected_tools = [] if mode == "none" else [{"type": "function", "function": function}]
+    assert list(chat.toolbox.tools) == expected_tools
 
 
 @pytest.mark.parametrize(
@@ -112,8 +112,8 @@ def test_tools_are_the_chats(choice: Any, mode: str, name: str | None, parallel:
     [(None, None), ("enabled", True), ("adaptive", True), ("disabled", False)],
 )
 def test_thinking_is_a_variable_of_the_chat_template(thinking: str | None, thinks: bool | None):
-    given = None if thinking is None else {"type": thinking}
-    chat = ask(thinking=given, chat_template_kwargs={"a": 1}).to_chat()
+    field = None if thinking is None else {"type": thinking}
+    chat = ask(thinking=field, chat_template_kwargs={"a": 1}).to_chat()
     assert chat.template_variables().get("enable_thinking") is thinks
     assert chat.template_variables()["a"] == 1
 
@@ -125,7 +125,7 @@ def test_thinking_that_cannot_be_disabled_is_reported():
         "output_config.effort has no effect: the chat template does not read it.",
     ]
     limited = ask(thinking={"type": "enabled", "budget_tokens": 1024, "display": "omitted"})
-    assert [one.split()[0] for one in limited.warnings()] == ["thinking.budget_tokens"]
+    assert [warning.split()[0] for warning in limited.warnings()] == ["thinking.budget_tokens"]
     assert not limited.shows_thinking
 
 
@@ -146,7 +146,7 @@ def test_count_prompt_matches_message_prompt():
 
 
 @pytest.mark.parametrize(
-    ("fields", "param", "said"),
+    ("fields", "param", "message"),
     [
         ({"messages": []}, "messages", "one or more messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "user, assistant"),
@@ -186,7 +186,7 @@ def test_count_prompt_matches_message_prompt():
         ({"temprature": 1}, "temprature", "did you mean temperature"),
     ],
 )  # fmt: skip
-def test_unsupported_field_is_rejected_by_name(fields: dict[str, Any], param: str, said: str):
+def test_unsupported_field_is_rejected_by_name(fields: dict[str, Any], param: str, message: str):
     error = refusal(MessagesRequest, **fields)
     assert error.param == param
-    assert said in str(error)
+    assert message in str(error)

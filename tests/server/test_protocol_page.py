@@ -57,9 +57,9 @@ def test_tables_match_the_models(script: ModuleType, page: str):
 
 def rows(page: str, place: str) -> dict[str, str]:
     """The fields that a table of the page names, and their status."""
-    found = re.search(rf"<!-- table {re.escape(place)} -->\n(.*?)<!-- end -->", page, re.DOTALL)
-    assert found, place
-    cells = [line.strip("| ").split(" | ") for line in found[1].splitlines()[2:]]
+    table = re.search(rf"<!-- table {re.escape(place)} -->\n(.*?)<!-- end -->", page, re.DOTALL)
+    assert table, place
+    cells = [line.strip("| ").split(" | ") for line in table[1].splitlines()[2:]]
     return {row[0].strip("`"): row[-1] for row in cells}
 
 
@@ -100,14 +100,14 @@ def test_the_page_names_every_field_of_every_object(place: str, page: str):
 )  # fmt: skip
 def test_page_names_hand_written_parts(names: Any, page: str):
     words = set(re.findall(r"\w+", page))
-    flat = [one for name in names for one in ([name] if isinstance(name, str) else name)]
+    flat = [path for name in names for path in ([name] if isinstance(name, str) else name)]
     assert flat
     assert not set(flat) - words
 
 
 def test_the_page_names_every_endpoint(page: str):
-    asked = re.findall(r"^\| (.*?) \| ", page.partition("\n\n|")[2].partition("\n\n")[0], re.M)
-    named = {call for cell in asked for call in re.findall(r"`([A-Z]+ /[^`]*)`", cell)}
+    paths = re.findall(r"^\| (.*?) \| ", page.partition("\n\n|")[2].partition("\n\n")[0], re.M)
+    named = {call for cell in paths for call in re.findall(r"`([A-Z]+ /[^`]*)`", cell)}
     routed = app(Script(""))
     while not hasattr(routed, "routes"):  # middleware
         routed = routed.app

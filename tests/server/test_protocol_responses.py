@@ -63,7 +63,7 @@ def test_text_and_calls_are_one_message():
 
 
 @pytest.mark.parametrize(
-    ("given", "param"),
+    ("value", "param"),
     [
         ([], "input"),
         (5, "input"),
@@ -83,8 +83,8 @@ def test_text_and_calls_are_one_message():
          "input[0].namespace"),
     ],
 )  # fmt: skip
-def test_each_wrong_item_is_named(given: Any, param: str):
-    assert refusal(ResponsesRequest, input=given).param == param
+def test_each_wrong_item_is_named(value: Any, param: str):
+    assert refusal(ResponsesRequest, input=value).param == param
 
 
 @pytest.mark.parametrize(
@@ -112,32 +112,32 @@ def test_unsupported_response_field_is_named(fields: dict[str, Any], param: str)
 
 
 def test_a_response_has_its_format_as_a_chat_has_it():
-    given = {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}
-    request = respond(text={"format": given, "verbosity": "medium"})
+    text_format = {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}
+    request = respond(text={"format": text_format, "verbosity": "medium"})
     assert request.sampling({})["structured_outputs"] == {"json": SCHEMA}
-    assert request.text_format == given
+    assert request.text_format == text_format
     assert respond().text_format == {"type": "text"}
     assert respond(text={}).text_format == {"type": "text"}
 
 
 def test_response_reports_unsupported_features():
-    said = respond(reasoning={"summary": "auto"}, max_tool_calls=3).warnings()
-    assert {line.split(" has")[0] for line in said} == {
+    warnings = respond(reasoning={"summary": "auto"}, max_tool_calls=3).warnings()
+    assert {line.split(" has")[0] for line in warnings} == {
         "reasoning.summary",
         "max_tool_calls",
     }
 
 
 def test_a_response_says_it_once():
-    said = respond(min_tokens=2, guided_choice=["a"]).warnings()
-    assert said == ["min_tokens has no effect where guided_choice is at its end."]
+    warnings = respond(min_tokens=2, guided_choice=["a"]).warnings()
+    assert warnings == ["min_tokens has no effect where guided_choice is at its end."]
 
 
 def test_tokenize_takes_a_prompt_or_messages():
     assert TokenizeRequest.read({"prompt": "x"}).adds_special_tokens
     assert not TokenizeRequest.read({"messages": [USER]}).adds_special_tokens
-    asked = TokenizeRequest.read({"messages": [USER], "add_special_tokens": True})
-    assert asked.adds_special_tokens
+    for_messages = TokenizeRequest.read({"messages": [USER], "add_special_tokens": True})
+    assert for_messages.adds_special_tokens
     request = TokenizeRequest.read({"messages": [USER], "tools": [TOOL]})
     assert (request.conversation, request.template_options()["tools"]) == ([USER], [TOOL])
     assert refusal(TokenizeRequest, messages=[USER]).param == "messages"

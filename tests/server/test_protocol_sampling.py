@@ -148,8 +148,10 @@ def test_stream_options_need_a_stream():
     assert options is not None
     assert options.include_usage
     for request in (chat, complete, respond):
-        said = request(stream=True, stream_options={"include_obfuscation": True}).warnings()
-        assert said == ["stream_options.include_obfuscation has no effect: chunks are not padded."]
+        warnings = request(stream=True, stream_options={"include_obfuscation": True}).warnings()
+        assert warnings == [
+            "stream_options.include_obfuscation has no effect: chunks are not padded."
+        ]
     error = refusal(
         ChatCompletionRequest, stream=True, stream_options={"continuous_usage_stats": True}
     )
@@ -157,14 +159,14 @@ def test_stream_options_need_a_stream():
 
 
 @pytest.mark.parametrize(
-    ("given", "prompts"),
+    ("prompt", "prompts"),
     [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]]),
      ("", [""])],
 )  # fmt: skip
-def test_prompt_accepts_four_forms(given: Any, prompts: list[Any]):
-    assert CompletionRequest.read({"prompt": given}).prompts() == prompts
+def test_prompt_accepts_four_forms(prompt: Any, prompts: list[Any]):
+    assert CompletionRequest.read({"prompt": prompt}).prompts() == prompts
     if isinstance(prompts[0], list):
-        assert CompletionRequest.read({"prompt_token_ids": given}).prompts() == prompts
+        assert CompletionRequest.read({"prompt_token_ids": prompt}).prompts() == prompts
 
 
 @pytest.mark.parametrize(
@@ -238,8 +240,8 @@ def test_constraints(model: type[SamplingFields], field: str, value: Any, expect
 
 @pytest.mark.parametrize("model", [ChatCompletionRequest, CompletionRequest])
 def test_response_format(model: type[SamplingFields]):
-    def constraint(given: Any) -> Any:
-        request = model.read({**SMALLEST[model], "response_format": given})
+    def constraint(value: Any) -> Any:
+        request = model.read({**SMALLEST[model], "response_format": value})
         return request.sampling({}).get("structured_outputs")
 
     assert constraint({"type": "text"}) is None
@@ -275,7 +277,7 @@ def test_invalid_constraints(model: type[SamplingFields], fields: dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    ("given", "param"),
+    ("value", "param"),
     [
         ({"type": "structural_tag"}, ".type"),
         ({"type": []}, ".type"),
@@ -290,8 +292,8 @@ def test_invalid_constraints(model: type[SamplingFields], fields: dict[str, Any]
         ({"type": "text", "json_schema": {"schema": SCHEMA}}, ".json_schema"),
     ],
 )  # fmt: skip
-def test_invalid_formats(given: Any, param: str):
-    error = refusal(ChatCompletionRequest, response_format=given)
+def test_invalid_formats(value: Any, param: str):
+    error = refusal(ChatCompletionRequest, response_format=value)
     assert error.param == f"response_format{param}"
 
 

@@ -31,9 +31,9 @@ def server() -> Iterator[Served]:
 
 def block(language: str, holds: str) -> str:
     """The only block of that language in which these words stand."""
-    found = re.findall(rf"^```{language}\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
-    (one,) = [text for text in found if holds in text]
-    return one
+    blocks = re.findall(rf"^```{language}\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
+    (text_block,) = [text for text in blocks if holds in text]
+    return text_block
 
 
 def test_curl_example_sorts_words_and_reports_drafting(server: Served):
@@ -46,20 +46,20 @@ def test_curl_example_sorts_words_and_reports_drafting(server: Served):
         {"Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
-        told: Any = json.loads(answer.read())
-    content = told["choices"][0]["message"]["content"]
+        response: Any = json.loads(answer.read())
+    content = response["choices"][0]["message"]["content"]
     assert content.strip().endswith("Answer: apple, fig, pear")
-    assert told["speculation"]["acceptance_length"] > 2
+    assert response["speculation"]["acceptance_length"] > 2
 
 
 def test_client_example_gets_requested_json(server: Served):
     pytest.importorskip("openai")
     code = block("python", "OpenAI(").replace(URL, server.url)
     for _ in range(3):  # at the model's own temperature
-        shown = io.StringIO()
-        with contextlib.redirect_stdout(shown):
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
             exec(compile(code, "README.md", "exec"), {})
-        assert json.loads(shown.getvalue()) == {
+        assert json.loads(output.getvalue()) == {
             "city": "Oslo",
             "day": "Saturday",
             "temperature": 12,

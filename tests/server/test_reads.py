@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from asgi import call
-from engineless import Said, serving
+from engineless import RecordingClient, serving
 
 from strobe.config import DEMO_MODELS
 from strobe.request import SchedulingOptions
@@ -32,11 +32,11 @@ def read(serving: Serving, path: str, method: str = "GET") -> Any:
 
 def test_the_tokenizers_settings_make_the_same_prompts_elsewhere(tokenizer: Tokenizer):
     """As lm-eval's remote tokenizer reads them; of this machine's paths nothing is told."""
-    told = read(serving(tokenizer), "/tokenizer_info")
-    assert told["chat_template"] == tokenizer.hf.chat_template
-    assert told["tokenizer_class"] == type(tokenizer.hf).__name__
-    assert told["eos_token"] == tokenizer.hf.eos_token
-    assert str(DEMO_MODELS) not in json.dumps(told)
+    info = read(serving(tokenizer), "/tokenizer_info")
+    assert info["chat_template"] == tokenizer.hf.chat_template
+    assert info["tokenizer_class"] == type(tokenizer.hf).__name__
+    assert info["eos_token"] == tokenizer.hf.eos_token
+    assert str(DEMO_MODELS) not in json.dumps(info)
 
 
 def test_active_template_is_reported(tokenizer: Tokenizer):
@@ -46,12 +46,12 @@ def test_active_template_is_reported(tokenizer: Tokenizer):
 
 
 def test_settings_are_reported_without_keys(tokenizer: Tokenizer):
-    told = read(serving(tokenizer, api_key=("secret", "other")), "/server_info")
-    assert told["server"]["api_key"] == 2
-    assert "secret" not in json.dumps(told)
-    assert told["engine"]["max_model_len"] == 2048
-    assert told["config"]["num_drafts"] is None
-    assert told["server"]["max_waiting"] == 256
+    info = read(serving(tokenizer, api_key=("secret", "other")), "/server_info")
+    assert info["server"]["api_key"] == 2
+    assert "secret" not in json.dumps(info)
+    assert info["engine"]["max_model_len"] == 2048
+    assert info["config"]["num_drafts"] is None
+    assert info["server"]["max_waiting"] == 256
 
 
 @pytest.mark.parametrize("path", ["/server_info", "/tokenizer_info", "/load"])
@@ -79,9 +79,9 @@ def test_ping_is_health_and_needs_no_key(tokenizer: Tokenizer, method: str):
 
 def test_prefix_cache_reset_reaches_the_engine(tokenizer: Tokenizer):
     served = serving(tokenizer)
-    assert isinstance(served.client, Said)
+    assert isinstance(served.client, RecordingClient)
     assert call(make_app(served), "/reset_prefix_cache").status == 200
-    assert served.client.said == [Release()]
+    assert served.client.sent == [Release()]
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/rerank", "/v2/rerank", "/v1/audio/speech"])
@@ -112,17 +112,17 @@ def test_ollamas_paths_name_openais(tokenizer: Tokenizer, path: str, root_path: 
 
 
 @pytest.mark.parametrize(
-    ("path", "asked"),
+    ("path", "fields"),
     [
         ("/v1/completions", {"prompt": "hi"}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
         ("/v1/responses", {"input": "hi"}),
     ],
 )
-def test_priority_and_salt_reach_the_engine(tokenizer: Tokenizer, path: str, asked: Any):
+def test_priority_and_salt_reach_the_engine(tokenizer: Tokenizer, path: str, fields: Any):
     served = serving(tokenizer)
-    assert isinstance(served.client, Said)
-    body = json.dumps({**asked, "priority": -3, "cache_salt": "tenant"}).encode()
+    assert isinstance(served.client, RecordingClient)
+    body = json.dumps({**fields, "priority": -3, "cache_salt": "tenant"}).encode()
     call(make_app(served), path, body=[body], gone=True)
-    (submit,) = [message for message in served.client.said if isinstance(message, Submit)]
+    (submit,) = [message for message in served.client.sent if isinstance(message, Submit)]
     assert submit.scheduling == SchedulingOptions(-3, "tenant")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from asgi import Answer, call
-from engineless import START, Said, event, samples, serving
+from engineless import START, RecordingClient, event, samples, serving
 from scripted import Steps
 
 from strobe.config import DEMO_MODELS
@@ -51,33 +51,33 @@ def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[dict[str, Any]]
     caplog.set_level(logging.INFO)
 
     def read() -> list[dict[str, Any]]:
-        found = [record for record in caplog.records if record.name == "strobe.access"]
-        return [json.loads(record.getMessage()) for record in found]
+        records = [record for record in caplog.records if record.name == "strobe.access"]
+        return [json.loads(record.getMessage()) for record in records]
 
     return read
 
 
 def ask(served: Serving, path: str, engine: Engine | None = None, **fields: Any) -> Answer:
     """Post the endpoint's smallest request with these fields."""
-    assert isinstance(served.client, Said)
+    assert isinstance(served.client, RecordingClient)
     if engine is not None:
         served.client.at_submit = engine
     return post(served, path, {**ENDPOINTS[path], **fields})
 
 
-def post(served: Serving, path: str, body: Any, **how: Any) -> Answer:
-    return call(make_app(served), path, headers=JSON, body=[json.dumps(body).encode()], **how)
+def post(served: Serving, path: str, body: Any, **options: Any) -> Answer:
+    return call(make_app(served), path, headers=JSON, body=[json.dumps(body).encode()], **options)
 
 
 def events(answer: Answer) -> list[Any]:
     """What a stream sent; its `[DONE]` is a text."""
-    found = [line[6:] for line in answer.body.decode().split("\n") if line.startswith("data: ")]
-    return [text if text == "[DONE]" else json.loads(text) for text in found]
+    data = [line[6:] for line in answer.body.decode().split("\n") if line.startswith("data: ")]
+    return [text if text == "[DONE]" else json.loads(text) for text in data]
 
 
 def refusals(served: Serving) -> dict[tuple[str, str], float]:
-    found = samples(served.metrics, "strobe:http_requests_refused")
-    return {(s.labels["status"], s.labels["reason"]): s.value for s in found}
+    metric_samples = samples(served.metrics, "strobe:http_requests_refused")
+    return {(s.labels["status"], s.labels["reason"]): s.value for s in metric_samples}
 
 
 def one_token(generation: Generation) -> None:
@@ -92,9 +92,9 @@ def test_a_time_limit_before_the_first_token_is_a_504(tokenizer: Tokenizer, line
         answer = ask(served, path, stream=streams, timeout=0.1)
         assert answer.status == 504
         assert answer.error["code"] == "timeout"
-        assert isinstance(served.client, Said)
+        assert isinstance(served.client, RecordingClient)
         # It may be over before the prompt is ready for the engine.
-        assert [type(message) for message in served.client.said] in ([Submit, Finish], [])
+        assert [type(message) for message in served.client.sent] in ([Submit, Finish], [])
         assert not served.client.num_open
         assert refusals(served) == {("504", "timeout"): 1}
     assert all(line.get("finish_reason", "abort") == "abort" for line in lines())
@@ -115,8 +115,8 @@ def test_a_time_limit_in_a_stream_is_an_error_event(tokenizer: Tokenizer, lines:
     else:
         assert reported[-1] == "[DONE]"
         assert reported[-2]["error"]["code"] == "timeout"
-    assert isinstance(served.client, Said)
-    assert served.client.said[1:] == [Finish(0, None, "abort")]
+    assert isinstance(served.client, RecordingClient)
+    assert served.client.sent[1:] == [Finish(0, None, "abort")]
     assert refusals(served) == {("504", "timeout"): 1}
     *_, line = lines()
     assert (line["status"], line["error"], line["finish_reason"]) == (200, "timeout", "abort")
@@ -125,8 +125,8 @@ def test_a_time_limit_in_a_stream_is_an_error_event(tokenizer: Tokenizer, lines:
 
 def test_the_shorter_of_the_two_time_limits_holds(tokenizer: Tokenizer):
     """Neither test could end if it were the longer one."""
-    for given, own in ((0.01, 600.0), (600.0, 0.01)):
-        served = serving(tokenizer, request_timeout=given)
+    for requested, own in ((0.01, 600.0), (600.0, 0.01)):
+        served = serving(tokenizer, request_timeout=requested)
         assert ask(served, CHAT, timeout=own).status == 504
 
 
@@ -165,7 +165,7 @@ def test_nan_in_an_answer_fails_that_request_alone(tokenizer: Tokenizer, path: s
         assert events(answer)[-1] == "[DONE]"
         assert events(answer)[-2]["error"]["code"] == "internal"
     assert ask(served, path, one_good_answer).status == 200
-    assert isinstance(served.client, Said)
+    assert isinstance(served.client, RecordingClient)
     assert not served.client.num_open
 
 
@@ -202,8 +202,8 @@ def test_disconnect_ends_the_answers(tokenizer: Tokenizer, lines: Any, path: str
     for streams in (False, True):
         served = serving(tokenizer)
         post(served, path, {**ENDPOINTS[path], "stream": streams}, gone=True)
-        assert isinstance(served.client, Said)
-        assert [type(message) for message in served.client.said] == [Submit, Finish]
+        assert isinstance(served.client, RecordingClient)
+        assert [type(message) for message in served.client.sent] == [Submit, Finish]
         assert served.client.num_open == served.handling == 0
         assert (
             'engine="0",finished_reason="abort",model_name="m"} 1.0'
@@ -218,10 +218,10 @@ def test_disconnect_in_body_is_not_a_server_error(
     served = serving(tokenizer)
 
     async def half(scope: Any, receive: Any, send: Any) -> None:
-        given = iter([{"type": "http.request", "body": b'{"mess', "more_body": True}])
+        messages = iter([{"type": "http.request", "body": b'{"mess', "more_body": True}])
 
         async def leaves() -> Any:
-            return next(given, {"type": "http.disconnect"})
+            return next(messages, {"type": "http.disconnect"})
 
         await make_app(served)(scope, leaves, send)
 
@@ -235,10 +235,10 @@ def test_endless_body_is_408_at_time_limit(tokenizer: Tokenizer):
     served = serving(tokenizer, request_timeout=0.01)
 
     async def slow(scope: Any, receive: Any, send: Any) -> None:
-        given = iter([{"type": "http.request", "body": b'{"mess', "more_body": True}])
+        messages = iter([{"type": "http.request", "body": b'{"mess', "more_body": True}])
 
         async def waits() -> Any:
-            return next(given, None) or await asyncio.Event().wait()
+            return next(messages, None) or await asyncio.Event().wait()
 
         await make_app(served)(scope, waits, send)
 
@@ -262,8 +262,8 @@ def test_access_log_reports_answers(tokenizer: Tokenizer, lines: Any, path: str,
     assert line["request_id"] == answer.header("x-request-id")
     assert line["answer_id"] == "mine"
     assert (line["model"], line["stream"], line["status"]) == ("m", streams, 200)
-    assert isinstance(served.client, Said)
-    prompt = len(served.client.said[0].prompt_ids)
+    assert isinstance(served.client, RecordingClient)
+    prompt = len(served.client.sent[0].prompt_ids)
     assert (line["prompt_tokens"], line["completion_tokens"]) == (prompt, 4)
     assert line["total_tokens"] == prompt + 4
     assert (line["finish_reason"], line["speculation"]) == ("stop", "dflash")
@@ -350,18 +350,18 @@ def test_openapi_matches_strictness(tokenizer: Tokenizer, lenient: bool):
 def test_prompt_list_is_admitted_completely_or_not(tokenizer: Tokenizer):
     """Three places: four prompts never fit, three do not beside another one."""
     served = serving(tokenizer, max_waiting=1)
-    assert isinstance(served.client, Said)
+    assert isinstance(served.client, RecordingClient)
     refused = post(served, "/v1/completions", {"prompt": ["a"] * 4})
     assert (refused.status, refused.error["param"]) == (400, "prompt")
     assert "prompt holds 4 prompts" in refused.error["message"]
     served.client._generations[99] = type("Open", (), {"open": {0}})()
     answer = post(served, "/v1/completions", {"prompt": ["a"] * 3})
     assert (answer.status, answer.header("retry-after")) == (429, "1")
-    assert not served.client.said
+    assert not served.client.sent
 
 
 @pytest.mark.parametrize(
-    ("tokens", "limit", "param", "said"),
+    ("tokens", "limit", "param", "message"),
     [
         (1, 3000, "max_tokens", "The prompt has 1 token and max_tokens is 3000, but the context "
          "holds 2048; shorten the prompt or lower max_tokens."),
@@ -374,9 +374,9 @@ def test_prompt_list_is_admitted_completely_or_not(tokenizer: Tokenizer):
     ],
 )  # fmt: skip
 def test_oversized_prompt_error_says_what_to_shorten(
-    tokenizer: Tokenizer, tokens: int, limit: int | None, param: str, said: str
+    tokenizer: Tokenizer, tokens: int, limit: int | None, param: str, message: str
 ):
     with pytest.raises(FieldError) as raised:
         serving(tokenizer).fit([5] * tokens, ("max_tokens", limit), None, "prompt")
-    assert (str(raised.value), raised.value.param) == (said, param)
+    assert (str(raised.value), raised.value.param) == (message, param)
     assert serving(tokenizer).fit([5] * 2000, ("max_tokens", 48), None, "prompt") == [5] * 2000

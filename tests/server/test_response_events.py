@@ -37,10 +37,10 @@ def stream(script: Script, **body: Any) -> list[dict[str, Any]]:
     assert blocks.pop() == ""
     events: list[dict[str, Any]] = []
     for number, block in enumerate(blocks):
-        found = re.fullmatch(r"event: (\S+)\ndata: (\{.*\})", block)
-        assert found, block
-        events.append(json.loads(found[2]))
-        assert events[-1]["type"] == found[1]
+        match = re.fullmatch(r"event: (\S+)\ndata: (\{.*\})", block)
+        assert match, block
+        events.append(json.loads(match[2]))
+        assert events[-1]["type"] == match[1]
         assert events[-1]["sequence_number"] == number
     return events
 
@@ -134,19 +134,19 @@ def test_usage_counts_reasoning_tokens():
 
 @pytest.mark.parametrize("size", [1, 4, 1000])
 def test_logprobs_match_text_tokens(size: int):
-    asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
-    said = "So: hello 1 < 2, <b>"
-    script = Script(f"<think>\nHm.\n</think>\n\n{said}", size)
-    events = stream(script, **asked)
+    fields = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    text = "So: hello 1 < 2, <b>"
+    script = Script(f"<think>\nHm.\n</think>\n\n{text}", size)
+    events = stream(script, **fields)
     part = events[-1]["response"]["output"][1]["content"][0]
-    assert spelt(part["logprobs"]) == part["text"] == said
+    assert spelt(part["logprobs"]) == part["text"] == text
     assert [entry["logprob"] for entry in part["logprobs"]] == [-0.5] * len(part["logprobs"])
     assert script.asked[0].logprobs == 2
     assert {len(entry["top_logprobs"]) for entry in part["logprobs"]} == {2}
     deltas = [event for event in events if event["type"] == f"{TEXT}.delta"]
     assert [entry for event in deltas for entry in event["logprobs"]] == part["logprobs"]
     assert [spelt(event["logprobs"]) for event in deltas] == [e["delta"] for e in deltas]
-    assert respond(script, **asked)["output"][1]["content"][0]["logprobs"] == part["logprobs"]
+    assert respond(script, **fields)["output"][1]["content"][0]["logprobs"] == part["logprobs"]
     assert respond(script)["output"][1]["content"][0]["logprobs"] == []
 
 
@@ -216,12 +216,12 @@ def test_response_repeats_request_fields():
     assert (response["id"], response["object"], response["model"]) == (
         "resp_r1", "response", "scripted"
     )  # fmt: skip
-    asked = {
+    request_fields = {
         "instructions": "be brief", "max_output_tokens": 9, "temperature": 0.5, "tools": [TOOL],
         "tool_choice": "none", "metadata": {"a": "b"}, "text": {"format": {"type": "text"}},
         "reasoning": {"effort": "low", "summary": None}, "previous_response_id": None,
     }  # fmt: skip
-    assert {name: response[name] for name in asked} == asked
+    assert {name: response[name] for name in request_fields} == request_fields
     assert (script.asked[0].temperature, script.asked[0].max_tokens) == (0.5, 9)
     assert response["top_p"] == script.asked[0].top_p == 0.9  # the model's own
     fields = [sentence.split()[0] for sentence in response["warnings"]]
@@ -243,11 +243,11 @@ def test_speculation_is_reported_when_requested_and_at_stream_end():
 def test_failure_in_stream_is_response_failed():
     events = stream(Script("Yes, it", ends=EngineDead("The engine's process ended.")))
     assert kinds(events)[-3:] == ["output_text.delta", "error", "failed"]
-    said, last = events[-2:]
-    assert (said["code"], said["message"]) == ("engine_dead", "The engine's process ended.")
+    error, last = events[-2:]
+    assert (error["code"], error["message"]) == ("engine_dead", "The engine's process ended.")
     response = last["response"]
     assert response["status"] == "failed"
-    assert response["error"] == {"code": "server_error", "message": said["message"]}
+    assert response["error"] == {"code": "server_error", "message": error["message"]}
     assert bare(response["output"]) == [("message", "Yes, it", "incomplete")]
     assert stream(Script("Yes, it", ends="error"))[-1]["type"] == "response.failed"
 
@@ -258,8 +258,8 @@ def test_streams_of_chunks_end_with_done_after_an_error_too():
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]}),
         ("/v1/completions", {"prompt": "hello"}),
     ):
-        *_, said, done, rest = post(path, dead, stream=True, **body).body.split(b"\n\n")
-        assert (json.loads(said[6:])["error"]["code"], done, rest) == (
+        *_, error, done, rest = post(path, dead, stream=True, **body).body.split(b"\n\n")
+        assert (json.loads(error[6:])["error"]["code"], done, rest) == (
             "engine_dead", b"data: [DONE]", b""
         )  # fmt: skip
 
@@ -309,11 +309,11 @@ def test_uncompilable_grammar_names_its_field(body: dict[str, Any], param: str):
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_stuck_grammar_is_a_client_error(path: str, caplog: pytest.LogCaptureFixture):
-    said = 'structured_outputs: the grammar cannot be followed further: at "secret" it ends.'
+    message = 'structured_outputs: the grammar cannot be followed further: at "secret" it ends.'
     fields = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {"prompt": "x"}
-    answer = post(path, Script("x", ends="error", error=said), **fields, guided_regex="x+")
+    answer = post(path, Script("x", ends="error", error=message), **fields, guided_regex="x+")
     assert (answer.status, answer.error["param"]) == (400, "guided_regex")
-    assert answer.error["message"] == said.replace("structured_outputs", "guided_regex")
+    assert answer.error["message"] == message.replace("structured_outputs", "guided_regex")
     (line,) = [r.getMessage() for r in caplog.records if "followed further" in r.getMessage()]
     assert line.endswith(": guided_regex: the grammar cannot be followed further: at ")
     assert post(path, Script("x", ends="error"), **fields).status == 500
@@ -328,10 +328,10 @@ def test_input_tokens_are_those_of_the_response():
     }
     counted = post("/v1/responses/input_tokens", Script(""), input="hello", **body)
     assert counted.status == 200, counted.body
-    found = json.loads(counted.body)
-    answers.InputTokens.model_validate(found)
+    counts = json.loads(counted.body)
+    answers.InputTokens.model_validate(counts)
     whole = respond(Script("Yes."), **body)
-    assert found == {
+    assert counts == {
         "object": "response.input_tokens",
         "input_tokens": whole["usage"]["input_tokens"],
         "warnings": whole["warnings"],

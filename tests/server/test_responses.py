@@ -59,13 +59,13 @@ class Asker:
     def __init__(self, client: openai.OpenAI):
         self.client = client
 
-    def fields(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        extra = {**PLAIN, **given.get("extra_body", {})}
+    def fields(self, more: Mapping[str, Any]) -> dict[str, Any]:
+        extra = {**PLAIN, **more.get("extra_body", {})}
         common = {"model": "strobe-demo", "temperature": 0, "max_output_tokens": 48}
-        return {**common, **given, "extra_body": extra}
+        return {**common, **more, "extra_body": extra}
 
-    def __call__(self, said: Any, /, **given: Any) -> Any:
-        return self.client.responses.create(input=said, **self.fields(given))
+    def __call__(self, value: Any, /, **more: Any) -> Any:
+        return self.client.responses.create(input=value, **self.fields(more))
 
 
 @pytest.fixture(scope="module")
@@ -104,12 +104,12 @@ def test_reasoning_is_an_item_of_its_own_and_can_be_sent_back(ask: Asker):
     assert "<" not in reasoning.content[0].text
     assert 0 < first.usage.output_tokens_details.reasoning_tokens < first.usage.output_tokens
     assert json.loads(call.arguments) == {"city": "Athens", "unit": "celsius"}
-    given = [
+    items = [
         {"role": "user", "content": WEATHER},
         *first.output,
         {"type": "function_call_output", "call_id": call.call_id, "output": '{"degrees": 31}'},
     ]
-    second = ask(given, tools=[tool("get_weather")])
+    second = ask(items, tools=[tool("get_weather")])
     assert [item.type for item in second.output] == ["message"]
     assert "31" in second.output_text
 
@@ -129,9 +129,9 @@ def test_a_stream_ends_in_the_same_response(ask: Asker, speculation: bool):
     assert last.usage.output_tokens == whole.usage.output_tokens
     deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
     assert "".join(deltas) == whole.output_text
-    found = whole.output[0].content[0].logprobs
-    assert "".join(entry.token for entry in found) == whole.output_text
-    assert {len(entry.top_logprobs) for entry in found} == {2}
+    logprobs = whole.output[0].content[0].logprobs
+    assert "".join(entry.token for entry in logprobs) == whole.output_text
+    assert {len(entry.top_logprobs) for entry in logprobs} == {2}
     assert last.speculation["used"] is speculation
     assert not hasattr(whole, "draft_counts")
 
@@ -169,8 +169,8 @@ def test_speculation_changes_no_answer(ask: Asker, name: str):
     answers: list[Any] = []
     for speculation in (True, False):
         extra = {**fields.get("extra_body", {}), "speculation": speculation}
-        given = {**fields, "extra_body": {**extra, "include_speculation": True}}
-        answers.append(ask(text, max_output_tokens=64, **given))
+        request = {**fields, "extra_body": {**extra, "include_speculation": True}}
+        answers.append(ask(text, max_output_tokens=64, **request))
     assert plain(answers[0]) == plain(answers[1])
     assert [answer.speculation["used"] for answer in answers] == [True, False]
     response = answers[0]
@@ -224,8 +224,8 @@ def test_field_without_effect_is_reported(ask: Asker):
 def test_a_response_is_held_followed_and_deleted(ask: Asker):
     first = ask(WEATHER, tools=[tool("get_weather")], tool_choice="required")
     assert first.store is True
-    held = ask.client.responses.retrieve(first.id)
-    assert held.to_dict() == first.to_dict()
+    stored = ask.client.responses.retrieve(first.id)
+    assert stored.to_dict() == first.to_dict()
     (call,) = first.output
     result = {"type": "function_call_output", "call_id": call.call_id, "output": '{"degrees": 31}'}
     tools = [tool("get_weather")]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from engineless import START, Said, event, samples, serving
+from engineless import START, RecordingClient, event, samples, serving
 
 from strobe.config import DEMO_MODELS
 from strobe.sampling_params import SamplingParams
@@ -27,8 +27,8 @@ def tokenizer() -> Tokenizer:
 
 def ended(metrics: ServerMetrics) -> dict[str, float]:
     """How many answers ended, by why."""
-    found = samples(metrics, "vllm:request_success")
-    return {s.labels["finished_reason"]: s.value for s in found if s.value}
+    finished = samples(metrics, "vllm:request_success")
+    return {s.labels["finished_reason"]: s.value for s in finished if s.value}
 
 
 def test_events_after_stop_string_are_dropped(tokenizer: Tokenizer):
@@ -67,12 +67,12 @@ def test_stop_string_ends_only_its_answer(tokenizer: Tokenizer):
         assert not run.abandoned
         generation.add_events([event([9], 1), event([9], 0, start=START, finish_reason="stop")])
         assert [[p.choice.index for p in step] async for step in steps] == [[0]]
-        assert isinstance(served.client, Said)
-        return served.client.said
+        assert isinstance(served.client, RecordingClient)
+        return served.client.sent
 
-    said = asyncio.run(main())
-    assert isinstance(said[0], Submit)
-    assert said[1:] == [Finish(0, 1, "stop")]
+    sent = asyncio.run(main())
+    assert isinstance(sent[0], Submit)
+    assert sent[1:] == [Finish(0, 1, "stop")]
 
 
 def test_close_notifies_engine_once(tokenizer: Tokenizer):
@@ -85,11 +85,11 @@ def test_close_notifies_engine_once(tokenizer: Tokenizer):
         run.close()
         assert await waiting is None
         assert served.client.num_open == 0
-        assert isinstance(served.client, Said)
-        return served.client.said[1:], run
+        assert isinstance(served.client, RecordingClient)
+        return served.client.sent[1:], run
 
-    said, run = asyncio.run(main())
-    assert said == [Finish(0, None, "abort")]
+    sent, run = asyncio.run(main())
+    assert sent == [Finish(0, None, "abort")]
     assert run.abandoned
 
 
@@ -105,8 +105,8 @@ def test_error_reaches_waiting_reader_without_engine_message(
         run._generation.fail(kind("gone"))
         with pytest.raises(kind):
             await waiting
-        assert isinstance(served.client, Said)
-        return served.client.said[1:]
+        assert isinstance(served.client, RecordingClient)
+        return served.client.sent[1:]
 
     assert asyncio.run(main()) == []
 

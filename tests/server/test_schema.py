@@ -93,10 +93,10 @@ def checked(case: Any) -> int:
 def test_every_answer_matches_the_openapi_document(api: Any, path: str, mode: str, examples: int):
     """negative: requests that the document does not allow."""
     operation, statuses = api[path]["POST" if path in BASES else "GET"], Counter[int]()
-    made = operation.as_strategy(generation_mode=schemathesis.GenerationMode(mode))
+    cases = operation.as_strategy(generation_mode=schemathesis.GenerationMode(mode))
 
     @bounded(examples)
-    @given(made)
+    @given(cases)
     def holds(case: Any) -> None:
         if mode == "positive" and path in BASES:  # answers as long as the context take long
             limits = {name: n for name, n in BASES[path].items() if name.startswith("max_")}
@@ -119,10 +119,10 @@ def test_get_endpoints_match_the_openapi_document(api: Any, path: str):
 def test_field_combinations_match_the_openapi_document(api: Any, path: str, examples: int):
     """Requests made from the whole schema nearly all end in some 400; these mostly do not."""
     operation, statuses = api[path]["POST"], Counter[int]()
-    known = operation.as_strategy(generation_mode=schemathesis.GenerationMode.POSITIVE)
+    cases = operation.as_strategy(generation_mode=schemathesis.GenerationMode.POSITIVE)
 
     @bounded(examples)
-    @given(known, st.sets(st.integers(0, 200), min_size=1, max_size=3))
+    @given(cases, st.sets(st.integers(0, 200), min_size=1, max_size=3))
     def holds(case: Any, places: set[int]) -> None:
         fields = [item for item in sorted(case.body.items()) if item[1] is not None]
         chosen = dict(fields[place % len(fields)] for place in places) if fields else {}

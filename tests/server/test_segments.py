@@ -32,24 +32,24 @@ FORMATS = {
 def ordered(formats: tuple[str, str | None], pieces: Iterable[str]) -> list[Segment]:
     """The segments of a text in pieces, those of one kind in a row joined."""
     parser = OrderedParser(make_parser(*formats))
-    found: list[Segment] = []
+    segments: list[Segment] = []
     for piece in pieces:
         parser.push(piece)
-        found += parser.take()
+        segments += parser.take()
     parser.finish()
     joined: list[Segment] = []
-    for one in found + parser.take():
+    for segment in segments + parser.take():
         last = joined[-1] if joined else None
-        if last is not None and (last.kind, last.call) == (one.kind, one.call):
-            assert one.name is None
-            joined[-1] = last._replace(text=last.text + one.text, end=one.end)
+        if last is not None and (last.kind, last.call) == (segment.kind, segment.call):
+            assert segment.name is None
+            joined[-1] = last._replace(text=last.text + segment.text, end=segment.end)
         else:
-            joined.append(one)
+            joined.append(segment)
     return joined
 
 
-def reported(found: Iterable[Segment]) -> list[tuple[str, str]]:
-    return [(one.kind, one.text) for one in found]
+def reported(segments: Iterable[Segment]) -> list[tuple[str, str]]:
+    return [(segment.kind, segment.text) for segment in segments]
 
 
 @pytest.mark.parametrize("formats", FORMATS, ids=lambda formats: formats[0])
@@ -74,9 +74,9 @@ def test_segments_stand_in_their_order(
 ):
     text = data.draw(texts(FORMATS[formats]))
     end = 0
-    for one in ordered(formats, cut(text, cuts)):
-        assert end <= one.start <= one.end <= len(text)
-        end = one.end
+    for segment in ordered(formats, cut(text, cuts)):
+        assert end <= segment.start <= segment.end <= len(text)
+        end = segment.end
 
 
 said = st.text(st.sampled_from("ab{}>\n é"), min_size=1, max_size=12)
@@ -86,25 +86,28 @@ said = st.text(st.sampled_from("ab{}>\n é"), min_size=1, max_size=12)
 def test_segment_position_matches_raw_text(thought: str, parts: list[str], cuts: list[int]):
     text = f"<think>\n{thought}\n</think>\n\n" + f"\n{HERMES}\n".join(parts)
     parser = OrderedParser(make_parser("hermes", "qwen3"))
-    found: list[Segment] = []
+    segments: list[Segment] = []
     for piece in cut(text, cuts):
         parser.push(piece)
-        found += parser.take()
+        segments += parser.take()
     parser.finish()
-    for one in found + parser.take():
-        assert text[one.start : one.end] == one.text
-        inside = one.start < text.index("</think>")
-        assert inside == (one.kind == "reasoning")
+    for segment in segments + parser.take():
+        assert text[segment.start : segment.end] == segment.text
+        inside = segment.start < text.index("</think>")
+        assert inside == (segment.kind == "reasoning")
 
 
 def test_text_around_calls_keeps_its_place():
     text = f"<think>\nHm.\n</think>\n\nFirst.\n{HERMES}\nThen {{}}.\n{HERMES}"
-    found = ordered(("hermes", "qwen3"), [text])
+    segments = ordered(("hermes", "qwen3"), [text])
     call = ("call", '{"a": {}}')
-    assert reported(found) == [
+    assert reported(segments) == [
         ("reasoning", "Hm."), ("content", "First."), call, ("content", "\nThen {}."), call
     ]  # fmt: skip
-    assert [(one.call, one.name) for one in found if one.kind == "call"] == [(0, "f"), (1, "f")]
+    assert [(segment.call, segment.name) for segment in segments if segment.kind == "call"] == [
+        (0, "f"),
+        (1, "f"),
+    ]
 
 
 def delta(pieces: Sequence[str], first: int = 0) -> StreamDelta:
@@ -115,8 +118,8 @@ def delta(pieces: Sequence[str], first: int = 0) -> StreamDelta:
     return StreamDelta("r", 0, "".join(pieces), ids, output, pieces=list(pieces), logprobs=logprobs)
 
 
-def numbers(origins: TokenAttribution, found: Segment) -> list[int]:
-    return [entry.token for entry in origins.tokens_of(found) if entry is not None]
+def numbers(origins: TokenAttribution, segment: Segment) -> list[int]:
+    return [entry.token for entry in origins.tokens_of(segment) if entry is not None]
 
 
 def test_each_token_belongs_to_the_text_it_wrote():
@@ -127,12 +130,12 @@ def test_each_token_belongs_to_the_text_it_wrote():
     ]  # fmt: skip
     starts = [0, *accumulate(map(len, steps))]
     origins, parser = TokenAttribution(), OrderedParser(make_parser("hermes", "qwen3"))
-    found: list[tuple[str, list[int]]] = []
+    attributed: list[tuple[str, list[int]]] = []
     for first, pieces in zip(starts, steps, strict=False):
         origins.add(delta(pieces, first))
         parser.push("".join(pieces))
-        found += [(one.kind, numbers(origins, one)) for one in parser.take()]
-    assert found == [
+        attributed += [(segment.kind, numbers(origins, segment)) for segment in parser.take()]
+    assert attributed == [
         ("reasoning", [2, 3]), ("reasoning", [4]), ("content", [8]), ("content", [9, 10, 11]),
         ("call", [15, 16, 17, 18]), ("content", [19, 20, 21]),
     ]  # fmt: skip

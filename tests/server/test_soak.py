@@ -13,14 +13,14 @@ from served import ENVIRONMENT, ROOT
 GOOD = ("chat", "compl", "resp")
 
 
-def soak(found: Path, *options: str) -> tuple[dict[str, int], int]:
+def soak(path: Path, *options: str) -> tuple[dict[str, int], int]:
     """What became of the requests, by kind, and how many were asked again; there is no fault."""
     run = subprocess.run(
-        [sys.executable, "benchmarks/soak.py", f"--json={found}", *options],
+        [sys.executable, "benchmarks/soak.py", f"--json={path}", *options],
         cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr
-    report = json.loads(found.read_text())
+    report = json.loads(path.read_text())
     assert not report["faults"]
     return report["requests"], report["asked_again_after_429"]
 
@@ -53,15 +53,15 @@ def test_hundreds_of_requests_with_short_queue_leave_server_clean(tmp_path: Path
 def test_hostile_grammars_do_not_disturb_honest_requests(tmp_path: Path):
     """Five of them have forced text without end. How long anybody waits and what the caches take is
     for the long form to say: a test's machine may be busy."""
-    found = tmp_path / "grammars.json"
+    path = tmp_path / "grammars.json"
     run = subprocess.run(
         [sys.executable, "benchmarks/hostile_grammars.py", "--count=40", "--at-once=8",
          "--honest=2", "--alone=0.2", "--most-wait=200",
-         "--most-memory=1000", f"--json={found}"],
+         "--most-memory=1000", f"--json={path}"],
         cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr
-    report = json.loads(found.read_text())
+    report = json.loads(path.read_text())
     assert report["faults"] == []
     assert report["hostile"].keys() == {"200", "400"}
     assert sum(report["hostile"].values()) == 40

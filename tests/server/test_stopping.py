@@ -194,10 +194,10 @@ def test_while_the_engine_starts_server_reports_it():
         with urlopen(f"{url}/version", timeout=PATIENCE) as answer:
             assert answer.status == 200
         os.kill(engine, signal.SIGKILL)
-        _, said = process.communicate(timeout=PATIENCE)
+        _, log = process.communicate(timeout=PATIENCE)
         assert process.returncode == 1
-        assert "ended before it could answer" in said
-        assert "Traceback" not in said
+        assert "ended before it could answer" in log
+        assert "Traceback" not in log
     finally:
         process.kill()
 
@@ -207,10 +207,10 @@ def test_sigterm_during_engine_start_exits_with_0():
     try:
         (engine,) = until(lambda: child_of(process.pid), "the engine's process has begun")
         process.send_signal(signal.SIGTERM)
-        _, said = process.communicate(timeout=PATIENCE)
+        _, log = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0
         assert gone(engine)
-        assert "Traceback" not in said
+        assert "Traceback" not in log
     finally:
         process.kill()
 
@@ -237,9 +237,9 @@ def listens(url: str) -> bool:
 
 
 def test_impossible_start_is_one_sentence_and_status_2(tmp_path: Path):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        wrong = {
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        cases = {
             (
                 "--port=0",
                 str(tmp_path / "no"),
@@ -247,14 +247,14 @@ def test_impossible_start_is_one_sentence_and_status_2(tmp_path: Path):
             (f"--port={port}",): f"port {port}",
             ("--port=0", "--chat-template={{ x"): "chat template",
         }
-        for options, word in wrong.items():
+        for options, word in cases.items():
             process = launched(*options)
             try:
-                _, said = process.communicate(timeout=PATIENCE)
+                _, log = process.communicate(timeout=PATIENCE)
             finally:
                 process.kill()
-            assert process.returncode == 2, said
-            sentence = [line for line in said.splitlines() if line.startswith("strobe: ")]
-            assert len(sentence) == 1, said
+            assert process.returncode == 2, log
+            sentence = [line for line in log.splitlines() if line.startswith("strobe: ")]
+            assert len(sentence) == 1, log
             assert word in sentence[0]
-            assert "Traceback" not in said
+            assert "Traceback" not in log

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from asgi import Answer, call
-from engineless import START, Said, event, serving
+from engineless import START, RecordingClient, event, serving
 from guided import allowed, vocabulary
 from llguidance import LLMatcher
 
@@ -51,9 +51,9 @@ def post(tokenizer: Tokenizer, form: str | None, engine: Engine, path: str, **bo
     served = serving(tokenizer)
     served.formats = Formats(None if form is None else TOOL_FORMATS[form], None)
     client = served.client
-    assert isinstance(client, Said)
+    assert isinstance(client, RecordingClient)
     client.at_submit = lambda generation: generation.add_events(
-        [event(engine(client.said[-1].params), start=START, finish_reason="stop")]
+        [event(engine(client.sent[-1].params), start=START, finish_reason="stop")]
     )
     headers = [("Content-Type", "application/json")]
     return call(make_app(served), path, headers=headers, body=[json.dumps(body).encode()])
@@ -65,9 +65,9 @@ def answer(
     """What /v1/chat/completions makes of a model's answer."""
     body = {"messages": [{"role": "user", "content": "hi"}], "tools": [TOOL], **fields}
     engine = says(tokenizer, text) if isinstance(text, str) else text
-    found = post(tokenizer, form, engine, "/v1/chat/completions", **body)
-    assert found.status == 200, found.body
-    return json.loads(found.body)
+    response = post(tokenizer, form, engine, "/v1/chat/completions", **body)
+    assert response.status == 200, response.body
+    return json.loads(response.body)
 
 
 def hermes(name: str) -> str:
@@ -86,9 +86,9 @@ def test_call_of_known_tool_is_parsed_and_of_unknown_is_text(
     (choice,) = answer(tokenizer, form, f"Well.\n{write('get_weather')}")["choices"]
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["content"] == "Well."
-    (made,) = choice["message"]["tool_calls"]
-    assert made["function"]["name"] == "get_weather"
-    assert json.loads(made["function"]["arguments"]) == {"city": "Rome"}
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "get_weather"
+    assert json.loads(call["function"]["arguments"]) == {"city": "Rome"}
     text = write("weather_lookup")
     (choice,) = answer(tokenizer, form, text)["choices"]
     assert choice["finish_reason"] == "stop"
@@ -99,8 +99,8 @@ def test_call_of_known_tool_is_parsed_and_of_unknown_is_text(
 def test_tools_with_unknown_format_warn(tokenizer: Tokenizer):
     body = answer(tokenizer, None, tags("get_weather"))
     assert body["choices"][0]["message"]["content"] == tags("get_weather")
-    (said,) = body["warnings"]
-    assert "its form of calls is not known" in said
+    (warning,) = body["warnings"]
+    assert "its form of calls is not known" in warning
     assert "warnings" not in answer(tokenizer, "hermes", "Hi")
     assert "warnings" not in answer(tokenizer, None, "Hi", tool_choice="none")
 
@@ -109,9 +109,9 @@ def test_v1_responses_warns_of_them_as_well(tokenizer: Tokenizer):
     tool = {"type": "function", **TOOL["function"]}
     for form, strict in ((None, False), ("hermes", False), (None, True)):
         body = {"input": "hi", "tools": [{**tool, "strict": strict}]}
-        found = post(tokenizer, form, says(tokenizer, "Hi"), "/v1/responses", **body)
-        said = json.loads(found.body).get("warnings", [])
-        assert ["its form of calls is not known" in warning for warning in said] == (
+        response = post(tokenizer, form, says(tokenizer, "Hi"), "/v1/responses", **body)
+        warnings = json.loads(response.body).get("warnings", [])
+        assert ["its form of calls is not known" in warning for warning in warnings] == (
             [False, True] if strict else [True] if form is None else []
         )
 
@@ -157,9 +157,9 @@ def test_unsupported_schema_is_rejected_only_for_forced_calls(
     tool = {"type": "function", "function": {"name": "get_weather", "parameters": parameters}}
     body = {"messages": [{"role": "user", "content": "hi"}], "tools": [tool]}
     engine, path = says(tokenizer, tags("get_weather")), "/v1/chat/completions"
-    found = post(tokenizer, "qwen3_coder", engine, path, **body, tool_choice="required")
-    error = json.loads(found.body)["error"]
-    assert (found.status, error["param"]) == (400, "tools")
+    response = post(tokenizer, "qwen3_coder", engine, path, **body, tool_choice="required")
+    error = json.loads(response.body)["error"]
+    assert (response.status, error["param"]) == (400, "tools")
     assert "'get_weather'" in error["message"]
     (choice,) = answer(tokenizer, "qwen3_coder", tags("get_weather"), tools=[tool])["choices"]
     assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]) == {
@@ -170,10 +170,10 @@ def test_unsupported_schema_is_rejected_only_for_forced_calls(
 def test_a_deep_schema_is_no_fault_of_the_server(tokenizer: Tokenizer):
     parameters = {"properties": {"city": deep_schema(80)}}
     tool = {"type": "function", "function": {"name": "get_weather", "parameters": parameters}}
-    made = answer(
+    choice = answer(
         tokenizer, "qwen3_coder", tags("get_weather"), tools=[tool], tool_choice="required"
     )
-    assert made["choices"][0]["finish_reason"] == "tool_calls"
+    assert choice["choices"][0]["finish_reason"] == "tool_calls"
 
 
 def test_named_forced_call_follows_schema(tokenizer: Tokenizer):
@@ -203,12 +203,12 @@ def test_named_forced_call_follows_schema(tokenizer: Tokenizer):
         (choice,) = body["choices"]
         assert choice["finish_reason"] == "tool_calls"
         assert not choice["message"]["content"]
-        (made,) = choice["message"]["tool_calls"]
-        assert made["function"]["name"] == "plan"
-        given = json.loads(made["function"]["arguments"])
-        assert given.keys() == {"city", "days"}
-        assert 1 <= len(given["city"]) <= 60
-        assert type(given["days"]) in (int, type(None))
+        (call,) = choice["message"]["tool_calls"]
+        assert call["function"]["name"] == "plan"
+        arguments = json.loads(call["function"]["arguments"])
+        assert arguments.keys() == {"city", "days"}
+        assert 1 <= len(arguments["city"]) <= 60
+        assert type(arguments["days"]) in (int, type(None))
 
 
 @pytest.mark.parametrize(

@@ -302,8 +302,8 @@ def test_slow_grammar_blocks_no_other_request(pair: Pair, monkeypatch: pytest.Mo
 
         monkeypatch.setattr(desk.engine, "compile", slow)
         desk.allow(FREE)
-        wanted = structured(choice=["left", "right"])
-        desk.send(Submit(1, PROMPT, wanted, "a"), Submit(2, PROMPT, wanted, "b"))
+        constraint = structured(choice=["left", "right"])
+        desk.send(Submit(1, PROMPT, constraint, "a"), Submit(2, PROMPT, constraint, "b"))
         assert begun.wait(PATIENCE)
         desk.send(Submit(3, PROMPT, SHORT, "c"), Submit(4, PROMPT, SHORT, "d"))
         desk.hear(lambda: desk.reasons(3) and desk.reasons(4), "those without a grammar")
