@@ -35,12 +35,12 @@ from strobe.warmup.costs import adapt
 
 
 class LLM:
-    """A target and, where there is one, its drafter, ready to answer.
+    """A target and, optionally, its drafter, ready to answer.
 
-    target: a directory with a Hugging Face checkpoint, or its name on the hub; without one, the
-    demo models. draft: the same of its DFlash drafter, or "auto". The other options are
-    EngineConfig's fields, or vLLM's names for them (`model`, `speculative_config`, ...). Raises
-    ValueError with a hint, before any weight is read where that is possible.
+    target: a directory with a Hugging Face checkpoint, or its name on the hub; by default the demo
+    models. draft: the same for its DFlash drafter, or "auto". The other options are EngineConfig's
+    fields, or vLLM's names for them (`model`, `speculative_config`, ...). Raises ValueError with a
+    hint, before any weight is read if possible.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class LLM:
         engine: Engine | None = None,
         **options: Any,
     ):
-        """engine: one made elsewhere, in place of the options."""
+        """engine: an existing engine, in place of the options."""
         if engine is None:
             names = {"target": target, "draft": draft}
             paths = {n: str(path) for n, path in names.items() if path is not None}
@@ -67,15 +67,16 @@ class LLM:
         self._numbers = itertools.count()
 
     def get_tokenizer(self) -> Any:
-        """The transformers tokenizer of the target."""
+        """Return the target's transformers tokenizer."""
         return self.tokenizer.hf
 
     def get_metrics(self) -> list[Metric]:
-        """Counters since the start, the speculation ones under vLLM's names."""
+        """Return the counters since the start, under vLLM's names where vLLM has one."""
         return collect_metrics(self.engine.stats)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint's generation_config.json recommends."""
+        """Return the sampling parameters that the checkpoint's generation_config.json
+        recommends."""
         return SamplingParams(**self.engine.resolved.target.sampling)
 
     def generate(
@@ -85,9 +86,10 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answers in the order of the prompts. sampling_params: one for all, or one per prompt.
+        """Return answers in the order of the prompts. sampling_params: one for all, or one per
+        prompt.
 
-        A prompt that cannot run gets finish_reason "error" and the sentence; the others run.
+        A prompt that cannot run gets finish_reason "error" and a sentence; the others run.
         """
         prompt_params = self._pair_params(prompts, sampling_params)
         outputs = [self._output() for _ in prompt_params]
@@ -118,7 +120,7 @@ class LLM:
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answers to one conversation or several, through the checkpoint's chat template."""
+        """Answer one conversation or several, through the checkpoint's chat template."""
         options: dict[str, Any] = {
             "tools": tools,
             "chat_template": chat_template,
@@ -139,7 +141,7 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[StreamDelta]:
-        """The answer to one prompt as it is made; leaving the loop early aborts it.
+        """Yield the answer to one prompt as it is generated; leaving the loop early aborts it.
 
         Raises ValueError for a prompt that cannot run.
         """
@@ -199,7 +201,8 @@ class LLM:
         return RequestOutput(f"request-{next(self._numbers)}", None, [], [])
 
     def _submit(self, output: RequestOutput, prompt: Prompt, params: SamplingParams) -> None:
-        """Queue a prompt's answers; what cannot run comes back finished, with the sentence."""
+        """Queue a prompt's answers; a prompt that cannot run comes back finished, with the
+        sentence."""
         number = output.request_id
         try:
             if not isinstance(params, SamplingParams):
@@ -224,7 +227,7 @@ class LLM:
             ]
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """A prompt's text, where it has one, and its token ids. Raises ValueError."""
+        """Return a prompt's text, if it has one, and its token ids. Raises ValueError."""
         if isinstance(prompt, str):
             return prompt, self.tokenizer.encode(prompt)
         if isinstance(prompt, list | tuple):
@@ -277,7 +280,7 @@ class LLM:
     def _record_prompt(
         self, start: RequestStart, answer: AnswerBuilder, output: RequestOutput
     ) -> None:
-        """What the engine found out about the prompt, once per prompt."""
+        """Record the engine's facts about the prompt, once per prompt."""
         if output.num_cached_tokens is None:
             output.num_cached_tokens = start.num_cached
         if answer.params.prompt_logprobs is not None and not answer.output.index:
@@ -287,7 +290,8 @@ class LLM:
             ]
 
     def _abort(self, outputs: Sequence[RequestOutput]) -> None:
-        """Abort what is still running of these, after an exception or an abandoned stream."""
+        """Abort those of the requests that are still running, after an exception or an abandoned
+        stream."""
         request_ids = {output.request_id for output in outputs}
         for key, (request, answer, _) in list(self._answers.items()):
             if answer.request_id not in request_ids:
@@ -304,14 +308,15 @@ class LLM:
 
 
 def _as_list(value: Any, item_type: type) -> list[Any]:
-    """Several things as a list; what begins with a `item_type` of one, or is no list, is one
-    thing."""
+    """Return a list of things. A list that starts with an `item_type` is one thing, as is anything
+    that is not a list."""
     items: list[Any] = list(value) if isinstance(value, list | tuple) else [value]
     return [value] if items and isinstance(items[0], item_type) else items
 
 
 def _scheduling_of(prompt: Any) -> tuple[Any, SchedulingOptions]:
-    """A prompt without its cache_salt, and how it stands to others by that. Raises ValueError."""
+    """Split a prompt into the prompt itself and its scheduling options (cache_salt). Raises
+    ValueError."""
     if not isinstance(prompt, Mapping) or "cache_salt" not in prompt:
         return prompt, DEFAULT_SCHEDULING
     rest: dict[Any, Any] = dict(prompt)
@@ -324,7 +329,7 @@ def _scheduling_of(prompt: Any) -> tuple[Any, SchedulingOptions]:
 
 
 def _token_ids(ids: Any) -> list[int]:
-    """Whole numbers as a list of int. Raises ValueError for anything else."""
+    """Convert whole numbers to a list of int. Raises ValueError for anything else."""
     if isinstance(ids, str | bytes | Mapping) or not isinstance(ids, Iterable):
         raise ValueError(f"A prompt's token ids are {reprlib.repr(ids)}, but must be a list.")
     items: list[Any] = list(ids)
@@ -339,7 +344,7 @@ def _token_ids(ids: Any) -> list[int]:
 
 @contextmanager
 def _uninterrupted() -> Generator[None]:
-    """Ctrl-C waits for the end of the block, since half a step would leave half a state."""
+    """Delay Ctrl-C to the end of the block, since half a step would leave inconsistent state."""
     default_handler = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if not default_handler or threading.current_thread() is not threading.main_thread():
         yield

@@ -18,13 +18,13 @@ NOT_WORTHWHILE = "drafting promised less than it costs at this load"
 
 @dataclass(frozen=True)
 class SpeculationReport:
-    """How one answer was drafted.
+    """Speculation figures of one answer.
 
-    used: some step verified drafts. steps: verify steps that carried drafts. drafted: drafts
-    verified; drafts_made: those and others. acceptance_length: 1 + accepted / steps, None without
-    a step. accepted_per_position[i]: steps that accepted draft i. rows_verified: of the target in
-    all steps that could have drafts; rested_steps: those that drafted nothing, and rest_reason
-    why, None where there are none. off_reason: why speculation was not used, None where it was.
+    used: whether some step verified drafts. steps: verify steps with drafts. drafts_made, drafted,
+    accepted: drafts proposed, verified and accepted. acceptance_length: 1 + accepted / steps, None
+    without a step. accepted_per_position[i]: steps that accepted draft i. rows_verified: target
+    rows in all steps that could draft; rested_steps: steps among these without drafts; rest_reason:
+    the reason, if there are any. off_reason: reason for no speculation, None if it was used.
     """
 
     used: bool
@@ -41,15 +41,15 @@ class SpeculationReport:
     rest_reason: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Its fields by name."""
+        """Return the fields by name."""
         return dict(vars(self))
 
     @staticmethod
     def from_counts(
         counts: DraftCounts, method: str, off_reason: str | None, num_tokens: int
     ) -> SpeculationReport:
-        """num_tokens: tokens of the answer. off_reason: known from the start, None where it may
-        draft."""
+        """Build the report of an answer with num_tokens tokens. off_reason: known from the start,
+        None if the answer may draft."""
         reason, rest_reason = off_reason, None
         if off_reason is None and counts.skipped_steps:
             rest_reason = NO_MATCH if method == "ngram" else NOT_WORTHWHILE
@@ -89,9 +89,9 @@ class Logprob(NamedTuple):
 
 @dataclass
 class CompletionOutput:
-    """One answer. token_ids hold the end token, text does not. error: the sentence that says what
-    was wrong, where finish_reason is "error". logprobs: where asked for, one entry per token, by
-    token id: the token made and the most probable ones."""
+    """One answer. token_ids include the end token, text does not. error: the sentence for
+    finish_reason "error". logprobs: if requested, one entry per token, keyed by token id: the
+    sampled token and those with the highest log probabilities."""
 
     index: int
     text: str = ""
@@ -106,9 +106,8 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """One prompt and its n answers. num_cached_tokens: positions of the prompt that came from the
-    prefix cache; prompt_logprobs: where asked for, one entry per prompt token, None for the first.
-    """
+    """One prompt and its n answers. num_cached_tokens: prompt positions served from the prefix
+    cache; prompt_logprobs: if requested, one entry per prompt token, None for the first."""
 
     request_id: str
     prompt: str | None
@@ -126,10 +125,9 @@ class RequestOutput:
 class StreamDelta:
     """New output of one answer: text and tokens, and the whole answer so far in `output`.
 
-    pieces: each new token's share of the raw text, also of what is held back yet or cut off at a
-    stop string; logprobs: one per new token where asked for; drafted: drafts verified in this step;
-    accepted: how many of the new tokens, from the first on, were drafts; finished: whether these
-    are the last of it, whatever `output` has grown to since.
+    pieces: each new token's share of the raw text, including text that is held back or cut off at a
+    stop string; logprobs: one per new token, if requested; drafted: drafts verified in this step;
+    accepted: leading new tokens that were drafts; finished: whether this is the last delta.
     """
 
     request_id: str
@@ -149,7 +147,7 @@ Prompt = str | list[int] | dict[str, Any]
 
 
 class AnswerBuilder:
-    """One answer being made from its events; `output` is all of it so far."""
+    """Builds one answer from its events; `output` is the answer so far."""
 
     def __init__(
         self, tokenizer: Tokenizer, params: SamplingParams, *, request_id: str, index: int = 0
@@ -171,8 +169,8 @@ class AnswerBuilder:
         )
 
     def push(self, event: TokenEvent) -> StreamDelta:
-        """Take in one event and make its text. A stop string ends the answer here: the engine does
-        not know of it."""
+        """Add one event and decode its text. A stop string ends the answer here; the engine does
+        not know about it."""
         self._start(event)
         if self._detokenizer is None:
             self._detokenizer = self._make_detokenizer()
@@ -195,8 +193,8 @@ class AnswerBuilder:
         )
 
     def collect(self, event: TokenEvent) -> None:
-        """Take in one event of an answer that nobody streams; all text is made at its end. An
-        answer with stop strings needs `push`, since its text decides where it ends."""
+        """Add one event of an answer that is not streamed; its text is decoded once, at the end.
+        Answers with stop strings need `push`, since their text decides where they end."""
         assert not self.params.stop, "a stop string is found in text"
         self._start(event)
         self._add(event, len(event.tokens), None)
@@ -254,7 +252,8 @@ class AnswerBuilder:
 
 
 def logprobs_by_token(logprob: TokenLogprob, tokenizer: Tokenizer) -> dict[int, Logprob]:
-    """One token's log probabilities as vLLM gives them: by token id, the token itself first."""
+    """Convert one token's log probabilities to vLLM's form: keyed by token id, the token itself
+    first."""
     by_token = {
         token: Logprob(value, rank, tokenizer.token_text(token))
         for rank, (token, value) in enumerate(logprob.top, start=1)
@@ -286,7 +285,7 @@ Metric = Counter | Vector
 
 
 def collect_metrics(stats: EngineStats) -> list[Metric]:
-    """An engine's counters, under vLLM's names where vLLM has one."""
+    """Return an engine's counters, under vLLM's names where vLLM has one."""
     draft_counts = stats.draft_counts
     return [
         Counter("vllm:spec_decode_num_drafts", draft_counts.steps),

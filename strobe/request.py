@@ -16,8 +16,8 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class TokenLogprob(NamedTuple):
-    """What the model itself gave a token: its natural log probability before temperature, penalties
-    and masks, its rank from 1, and the most probable tokens with theirs."""
+    """A token's natural log probability under the model itself, before temperature, penalties and
+    masks; its rank from 1; and the highest log probabilities with their tokens."""
 
     token: int
     logprob: float
@@ -26,8 +26,8 @@ class TokenLogprob(NamedTuple):
 
 
 class SchedulingOptions(NamedTuple):
-    """How a request stands to others. priority: lower ones run first; cache_salt: only requests of
-    the same one find each other's prefixes."""
+    """Scheduling of a request. priority: lower values run first; cache_salt: prefixes are shared
+    only among requests with the same salt."""
 
     priority: int = 0
     cache_salt: str = ""
@@ -37,7 +37,7 @@ DEFAULT_SCHEDULING = SchedulingOptions()
 
 
 class PageKeys(list[bytes]):
-    """Content keys of a sequence's first full pages; root: what the first of them follows."""
+    """Content keys of a sequence's full pages; root: the key before the first one."""
 
     def __init__(self, cache_salt: str = ""):
         digest = hashlib.blake2b(cache_salt.encode(), digest_size=16).digest()
@@ -52,10 +52,10 @@ class Status(enum.Enum):
 
 @dataclass
 class DraftCounts:
-    """Verify steps that carried drafts, and what came of them: drafts verified, those accepted, and
-    the steps that accepted each position of a draft. num_proposed: drafts made, verified or not;
-    rows: of the target in all steps that could have drafts; skipped_steps: those of them for which
-    nothing was drafted."""
+    """Counts of drafting, of one answer or of many. steps: verify steps with drafts. num_proposed:
+    drafts proposed; num_verified, num_accepted: of these verified and accepted;
+    accepted_per_position: steps that accepted the draft at each position. rows: target rows in all
+    steps that could draft; skipped_steps: steps among these without drafts."""
 
     steps: int = 0
     num_verified: int = 0
@@ -66,7 +66,7 @@ class DraftCounts:
     skipped_steps: int = 0
 
     def add(self, num_verified: int, num_accepted: int, num_proposed: int | None = None) -> None:
-        """Count one step that decoded. num_proposed: by default what was verified."""
+        """Count one decode step. num_proposed defaults to num_verified."""
         num_proposed = num_verified if num_proposed is None else num_proposed
         self.num_proposed += num_proposed
         self.rows += 1 + num_verified
@@ -79,7 +79,7 @@ class DraftCounts:
             self.accepted_per_position[position] += 1
 
     def merge(self, counts: DraftCounts) -> None:
-        """Add another's counts."""
+        """Add other counts to these."""
         for name in (
             "steps",
             "num_verified",
@@ -100,7 +100,8 @@ class DraftCounts:
 
 
 class Request:
-    """One answer in the making. The scheduler owns its status; `tokens` is prompt then output."""
+    """One answer in progress. The scheduler owns its status; `tokens` is the prompt, then the
+    output."""
 
     def __init__(
         self,
@@ -117,8 +118,8 @@ class Request:
         key: Hashable = None,
         scheduling: SchedulingOptions = DEFAULT_SCHEDULING,
     ):
-        """sibling: which of a prompt's n answers; key: what the caller names the prompt by. Of its
-        own, `queue_time`: seconds until it ran."""
+        """sibling: index among the prompt's n answers; key: the caller's name for the prompt.
+        queue_time: seconds in the queue."""
         self.id, self.key = request_id, key
         self.tokens = list(prompt_ids)
         self.num_prompt = len(self.tokens)

@@ -1,14 +1,14 @@
-"""The values that cross rooms in one engine step: plain data, which can be pickled, printed, sent
-to another process and run again. Imports no torch.
+"""The values that cross rooms in one engine step: plain data that can be pickled, printed, sent to
+another process and run again. Imports no torch.
 
 A prefill chunk, a decode step and the verification of a draft are one thing, a Span: append tokens
-to a sequence and give logits at its last rows.
+to a sequence and compute logits at its last rows.
 
-    start                              start + num_certain         start + num_rows
-      |  certain: prompt tokens, or the     |  drafts: the host's own,     |
-      |  newest token (TAIL)                |  or made on the device       |
+    start                              start + num_context_rows  start + num_rows
+      |  context: prompt tokens, or the     |  drafts, known to the host   |
+      |  newest token (TAIL)                |  or proposed on the device   |
       +-------------------------------------+------------------------------+
-                                        logits at the last `logits` rows
+                                        logits at the last `num_logits` rows
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ to know it, since results may be one step away."""
 
 
 class Span(NamedTuple):
-    """Append to one sequence.
+    """Rows to append to one sequence.
 
     slot: the request's row in the device's state. start: positions that certainly have K/V when the
-    step runs; `max_start` is the most there can be, which differs while results are on their way.
-    tokens: what the host knows of the rows, TAIL for the newest token. num_drafts: how many of the
-    rows, the last ones, are drafts. method: the proposer on the device that makes them; None where
-    they are the last of `tokens`. num_logits: rows with logits, counted from the end.
-    scored_tokens: the prompt tokens that follow the span's first rows and whose log probabilities
-    are asked for, each with the `top_logprobs` most probable ones."""
+    step runs; max_start: the maximum number, which is larger while results are in flight. tokens:
+    those the host knows, TAIL for the newest one. num_drafts: drafts at the span's end. method: the
+    device's proposer of these drafts; None if they are the last of `tokens`. num_logits: rows with
+    logits, counted from the end. scored_tokens: prompt tokens after the span's first rows whose log
+    probabilities are requested, each with the `top_logprobs` highest ones.
+    """
 
     slot: int
     start: int
@@ -57,7 +57,7 @@ class Span(NamedTuple):
 
 
 def num_rows(spans: Sequence[Span], num_verified: int | None = None) -> int:
-    """Rows of all spans. num_verified: drafts that are verified of those that the device makes."""
+    """Count the rows of all spans. num_verified: device drafts that are verified; None: all."""
     rows, num_proposed = 0, 0
     for span in spans:
         rows += span.num_rows
@@ -74,8 +74,9 @@ class PageWrite(NamedTuple):
 
 
 class Admission(NamedTuple):
-    """A request that takes a slot. length: positions that have K/V already. tokens: those known,
-    the prompt's num_prompt first. stop_ids: tokens that may not come before min_tokens."""
+    """A request that takes a slot. length: positions that have K/V already. tokens: its tokens so
+    far, the first num_prompt of them the prompt. stop_ids: tokens that are banned before
+    min_tokens."""
 
     slot: int
     length: int
@@ -88,11 +89,11 @@ class Admission(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Who runs in a step and how far. pages: page-table entries that the device does not know yet;
-    admitted: requests that are new to it. num_verified: how many of all the drafts that are made on
-    the device are verified, the most promising ones, which the device chooses; None: all.
-    confidence: by the draft's place, slope and intercept of the logistic function that makes its
-    chance to be right, given those before it, of its evidence."""
+    """The requests that run in a step, and how far each one goes. pages: page-table entries that
+    are new to the device; admitted: requests that are new to it. num_verified: number of device
+    drafts to verify, over all spans; the device picks the most likely ones; None: all. confidence:
+    per draft position, slope and intercept of the logistic function from a draft's evidence to the
+    probability that it is accepted if the drafts before it are."""
 
     spans: tuple[Span, ...] = ()
     pages: tuple[PageWrite, ...] = ()
@@ -102,7 +103,7 @@ class Plan(NamedTuple):
 
     @property
     def methods(self) -> dict[str, list[int]]:
-        """Spans whose drafts are made on the device, by method."""
+        """Spans with device drafts, by method."""
         spans_by_method: dict[str, list[int]] = {}
         for i, span in enumerate(self.spans):
             if span.method is not None:
@@ -120,14 +121,13 @@ class Plan(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """What became of a plan's spans, on the host.
+    """The results of a plan's spans, on the host.
 
-    tokens: per span the target's tokens, one more than were accepted; num_accepted: drafts kept.
-    rows: that the target ran, padding included; seconds: what the step took. num_verified: drafts
-    verified, where the device chose their number; margins: of every draft that it made, how far its
-    logit was above the second largest.
-    logprobs, prompt_logprobs: by span, where asked for. errors: by span, a sentence that says why
-    its request cannot go on.
+    tokens: per span, the target's tokens, one more than num_accepted drafts. rows: rows that the
+    target ran, padding included; seconds: duration of the step. num_verified: drafts verified per
+    span, if the device chose the number; margins: for each device draft, its logit minus the second
+    largest one. logprobs, prompt_logprobs: by span, if requested. errors: by span, a sentence that
+    says why its request ends.
     """
 
     tokens: list[list[int]]
@@ -141,8 +141,8 @@ class StepResult(NamedTuple):
     errors: dict[int, str] = {}  # noqa: RUF012
 
     def truncate(self, ends: Mapping[int, int], spans: Sequence[Span]) -> StepResult:
-        """As if no draft had been verified behind the ends of answers. ends: by span, how many of
-        its tokens belong to its answer."""
+        """Count only drafts up to the ends of answers. ends: by span, the number of its tokens that
+        belong to its answer."""
         num_verified = list(self.num_verified or [span.num_drafts for span in spans])
         num_accepted = list(self.num_accepted)
         for i, end in ends.items():
@@ -152,9 +152,9 @@ class StepResult(NamedTuple):
 
 
 class RequestStart(NamedTuple):
-    """What is known of an answer when its first tokens come. queue_time: seconds until it ran;
-    num_cached: positions that came from the prefix cache; off_reason: why it does not speculate;
-    stop_ids: tokens that end it, the model's own among them."""
+    """Facts about an answer that are known with its first tokens. queue_time: seconds in the queue;
+    num_cached: prompt positions served from the prefix cache; off_reason: reason for no
+    speculation; stop_ids: tokens that end the answer, the model's own included."""
 
     method: str
     off_reason: str | None
@@ -165,14 +165,14 @@ class RequestStart(NamedTuple):
 
 
 class TokenEvent(NamedTuple):
-    """What one step made of one answer; it crosses the process border as it is.
+    """The outcome of one step for one answer, as it crosses the process border.
 
-    key: what the caller named the prompt by; sibling: which of its n answers. tokens: made in this
-    step; finish_reason, stop_reason, error: with the last ones. num_verified: drafts verified in
-    this step; num_accepted: how many of `tokens`, from the first on, were drafts; logprobs: one per
-    token where asked for; num_computed_tokens: positions before this step; start: with the answer's
-    first event. num_proposed: drafts made for this step, verified or not; None where it could not
-    have any."""
+    key: the caller's name for the prompt; sibling: index among its n answers. tokens: new tokens;
+    finish_reason, stop_reason, error: set with the last ones. num_proposed: drafts proposed for
+    this step, None if the request could not draft; num_verified: of these verified; num_accepted:
+    leading `tokens` that were drafts. logprobs: one per token, if requested; num_computed_tokens:
+    positions before this step; start: with the answer's first event.
+    """
 
     key: Hashable
     sibling: int

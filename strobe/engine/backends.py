@@ -1,4 +1,4 @@
-"""What runs on which device: backends, kernels and dtypes chosen, or the reason why not."""
+"""Chooses attention backends, kernels and dtypes for a device."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ FP8 = torch.float8_e4m3fn
 
 
 class BackendChoice(NamedTuple):
-    """attention, draft_attention: "triton" or "reference"; kernels: whether triton's run the
+    """attention, draft_attention: "triton" or "reference"; kernels: whether triton kernels run the
     models' operations and sampling; graphs: whether steps are captured; overlap: steps in flight;
-    kv_dtype: of keys and values; fp8: whether linear layers are in FP8."""
+    kv_dtype: dtype of keys and values; fp8: whether linear layers are held in FP8."""
 
     attention: str
     draft_attention: str
@@ -36,7 +36,8 @@ def choose_backends(
     device: torch.device,
     dtype: torch.dtype,
 ) -> BackendChoice:
-    """Raises ValueError where what is asked for cannot run here, in one sentence that says why."""
+    """Choose what runs on the device. Raises ValueError for a setting that cannot run there, with
+    the reason."""
     requested, option = config.attention_backend, "attention_backend"
     attention = _backend(option, requested, target.decoder, device, dtype)
     if draft is not None and config.draft_attention_backend is not None:
@@ -78,7 +79,7 @@ def _backend(
 
 
 def _unsupported(decoder: DecoderConfig, device: torch.device, dtype: torch.dtype) -> str | None:
-    """What stands in the way of triton's kernels, if anything does."""
+    """Return the reason that triton's kernels cannot run, None if they can."""
     if device.type != "cuda":
         return f"the device is {device}, and triton needs a CUDA GPU"
     if find_spec("triton") is None:
@@ -92,7 +93,7 @@ def _unsupported(decoder: DecoderConfig, device: torch.device, dtype: torch.dtyp
 def make_backends(
     choice: BackendChoice, target: TargetConfig, draft: DraftConfig | None, device: torch.device
 ) -> tuple[AttentionBackend, AttentionBackend]:
-    """The target's and the drafter's."""
+    """Make the target's and the drafter's attention backends."""
     if "triton" not in (choice.attention, choice.draft_attention):
         return ReferenceBackend(), ReferenceBackend()
     from strobe.attention.triton import TritonBackend

@@ -1,4 +1,4 @@
-"""From settings to the parts of an engine: checks first, then weights, then memory."""
+"""Builds an engine's parts from its settings: checks first, then weights, then memory."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """What the settings and the checkpoints' configs come to, before any weight is read. drafts: by
-    drafting method; scratch: bytes that steps take on a GPU beside weights and KV cache."""
+    """Settings and checkpoint configs after all checks, before any weight is read. drafts: by
+    drafting method; scratch: GPU bytes of a step besides weights and KV cache."""
 
     config: EngineConfig
     target: TargetConfig
@@ -55,7 +55,7 @@ class ResolvedConfig:
 
     @property
     def draft(self) -> DraftConfig | None:
-        """The drafter's, where one is loaded."""
+        """The drafter's config, None without a drafter."""
         return next(iter(self.drafts.values()), None)
 
 
@@ -75,7 +75,7 @@ class Components:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of that name; "auto" is a CUDA GPU where there is one. Raises ValueError."""
+    """Return the device of that name; "auto" is a CUDA GPU if there is one. Raises ValueError."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, number = name.partition(":")
@@ -133,15 +133,15 @@ def resolve(config: EngineConfig) -> ResolvedConfig:
 def slot_bytes(
     target: TargetConfig, limits: Limits, dtype: torch.dtype, device: torch.device
 ) -> dict[str, int]:
-    """What slots take beside pages, as `plan_pages` names it; on a GPU the tables of sampling are
-    part of scratch."""
+    """Bytes that slots take besides pages, as keyword arguments of `plan_pages`. On a GPU the
+    sampling tables are part of scratch."""
     sampling = SamplingState.num_bytes(limits.max_num_seqs, target.decoder.vocab_size)
     on_cpu = device.type == "cpu"
     return {"states": state_bytes(target, limits, dtype), "sampling": sampling * on_cpu}
 
 
 def state_bytes(target: TargetConfig, limits: Limits, dtype: torch.dtype) -> int:
-    """What the states of recurrent layers take, the spare slot's included."""
+    """Bytes of the recurrent layers' states, the spare slot's included."""
     if target.states is None:
         return 0
     return (limits.max_num_seqs + 1) * target.states.bytes_per_slot(1 + limits.num_drafts, dtype)
@@ -150,7 +150,7 @@ def state_bytes(target: TargetConfig, limits: Limits, dtype: torch.dtype) -> int
 def kv_groups(
     target: TargetConfig, drafts: Mapping[str, DraftConfig], dtype: torch.dtype
 ) -> dict[str, KVSpec]:
-    """What the pages hold: the target's keys and values, and those of each drafting method."""
+    """Return the K/V shapes of the target and of each drafting method, which share page ids."""
     groups: dict[str, KVSpec] = {}
     for name, config in {"target": target, **drafts}.items():
         shapes = map(config.decoder.shape_of, range(len(config.decoder.masks)))

@@ -1,4 +1,4 @@
-"""Engine.step(): who runs, what is proposed, what the target says, what became of it."""
+"""The engine: plan a step, propose drafts, verify them with the target, commit the result."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class Engine:
         draft_policy: DraftPolicy | None = None,
         simulated_acceptance: SimulatedAcceptance | None = None,
     ):
-        """config: settings, or what they were resolved to already. components: made elsewhere
-        (tests swap in a scripted proposer). draft_policy: how many drafts requests verify in a
-        step. simulated_acceptance: what drafting steps shall bring, whatever the target says.
-        Raises ValueError for settings that do not fit."""
+        """config: settings, resolved or not. components: parts built elsewhere (tests swap in a
+        scripted proposer). draft_policy: decides the number of drafts per step.
+        simulated_acceptance: the number of drafts to accept, regardless of the target, to measure
+        speed. Raises ValueError for settings that do not fit."""
         self.resolved = resolve(config) if isinstance(config, EngineConfig) else config
         self.config, self.limits = self.resolved.config, self.resolved.limits
         self.components = components or build(self.resolved)
@@ -73,7 +73,8 @@ class Engine:
         self._last_done = 0.0
 
     def _make_draft_policy(self) -> DraftPolicy:
-        """An adaptive one where something is drafted on the device."""
+        """Make the adaptive policy if there is a device drafter, else one that verifies all
+        drafts."""
         drafter, max_drafts = self.proposers.by_name.get("dflash"), self.limits.num_drafts
         if not (self.config.adaptive and max_drafts and isinstance(drafter, DFlashProposer)):
             return DraftPolicy()
@@ -83,7 +84,7 @@ class Engine:
         return AdaptiveDraftPolicy(*widths, rows, max_mixed, self.limits.max_num_seqs)
 
     def step(self) -> list[TokenEvent]:
-        """Launch the next step, and take in the oldest once `overlap` are in flight."""
+        """Launch the next step; commit the oldest one once `overlap` steps are in flight."""
         plan = self.scheduler.plan()
         launched = not plan.spans
         try:
@@ -103,15 +104,15 @@ class Engine:
             raise
 
     def _save_states(self, plan: Plan) -> None:
-        """Keep the recurrent states of a request that runs alone: if this step of it fails, too,
-        it goes on from them."""
+        """Save the recurrent states of a request that runs alone, to resume from if this step
+        fails, too."""
         self._saved = []
         if self.components.states is not None and self.scheduler.alone is not None:
             self._saved = self.components.states.save(plan.spans[0].slot)
 
     def _cancel(self, plan: Plan, launched: bool, error: str) -> list[TokenEvent]:
-        """Give up a step that failed: a launch by itself; but all steps in flight where a result
-        could not be taken in, or grammars stand where no step has left them."""
+        """Give up a failed step: only this step if its launch failed; all steps in flight if a
+        result could not be committed or grammars are out of step with their requests."""
         if self.components.states is not None:
             self.components.states.restore(self._saved)
         if not launched and all(pending.grammars_advanced is not None for pending in self._pending):
@@ -121,7 +122,7 @@ class Engine:
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> PendingStep:
-        """Run one plan on the device; nothing here waits for a result, unless a grammar must."""
+        """Run one plan on the device. Waits for no result unless a grammar needs one."""
         started = time.perf_counter()
         self._admit(plan)
         self.on_phase("start")
@@ -140,7 +141,8 @@ class Engine:
         return PendingStep(plan, verdict, tops, errors, layout, host_margins, started)
 
     def _admit(self, plan: Plan) -> None:
-        """Take over what is new in a plan. Raises AssertionError for one that cannot be run."""
+        """Apply a plan's admissions and page-table entries. Raises AssertionError for an invalid
+        plan."""
         plan.check(self.limits.max_num_seqs, self.components.pool.num_pages)
         self.state.apply(plan)
         self.sampling.admit(plan.admitted)
@@ -208,8 +210,8 @@ class Engine:
     def _lay_out(
         self, plan: Plan, spans: Sequence[Span], shape: Shape, margins: Tensor | None
     ) -> Layout:
-        """Lay out the plan's spans with the drafts to verify: of the device's, the most promising
-        ones by their margins [S, K]."""
+        """Lay out the plan's spans with the drafts to verify: if the plan limits the device's
+        drafts, the most likely ones by their margins [S, K]."""
         layout = self.runner.lay_out(spans, shape)
         if plan.num_verified is None or not shape.max_drafts:
             return layout
@@ -247,8 +249,9 @@ class Engine:
         return spans, drafts, walk
 
     def _masks(self, walk: GrammarWalk, shape: Shape) -> tuple[Tensor, dict[int, str]]:
-        """The masks [S * W, words] of all rows, and by span why its request cannot go on. A GPU
-        copies them from pinned memory, which torch gives to nobody else until that is done."""
+        """Compute the masks [S * W, words] of all rows, and by span the reason that its grammar
+        cannot be followed further. A GPU copies them from pinned memory, which torch does not reuse
+        before the copy is done."""
         size = shape.spans, shape.max_logits, self.grammars.compiler.words
         pinned = self.state.device.type == "cuda"
         masks = torch.empty(size, dtype=torch.int32, pin_memory=pinned)
@@ -256,7 +259,7 @@ class Engine:
         return masks.to(self.state.device, non_blocking=True).flatten(0, 1), errors
 
     def _result(self, pending: PendingStep) -> StepResult:
-        """Wait for a step, and have grammars follow its tokens, once."""
+        """Wait for a step's result and advance the grammars by its tokens, once."""
         result = pending.result(self._last_done)
         if not pending.grammars_advanced:
             pending.grammars_advanced, self._last_done = None, pending.done_at
@@ -284,8 +287,8 @@ class Engine:
         seed: int | None = None,
         scheduling: SchedulingOptions = DEFAULT_SCHEDULING,
     ) -> list[Request]:
-        """Queue all `n` answers to a prompt. key: what their events call the prompt; request_id: in
-        the log. Raises ValueError, naming the value, for what cannot run."""
+        """Queue all `n` answers to a prompt. key: name of the prompt in events; request_id: name in
+        the log. Raises ValueError, naming the value, for a request that cannot run."""
         add = functools.partial(self.add, prompt_ids, sampling, key=key, scheduling=scheduling)
         requests: list[Request] = []
         for i in range(sampling.n):
@@ -305,9 +308,9 @@ class Engine:
         key: Hashable = None,
         scheduling: SchedulingOptions = DEFAULT_SCHEDULING,
     ) -> Request:
-        """Queue one answer. sibling: which of a prompt's n answers; seed: used where the sampling
-        parameters bring none; key: what its events call the prompt, by default the request's
-        number. Raises ValueError, naming the value, for what cannot run."""
+        """Queue one answer. sibling: index among the prompt's n answers; seed: used if the sampling
+        parameters have none; key: name of the prompt in events, by default the request's number.
+        Raises ValueError, naming the value, for a request that cannot run."""
         check_prompt(prompt_ids, self.resolved)
         check_sampling(sampling, self.resolved)
         asked = Speculation.of(sampling.speculation)
@@ -338,30 +341,29 @@ class Engine:
         return request
 
     def compile(self, sampling: SamplingParams) -> None:
-        """Have a request's grammar compiled before it is added; another thread may do so. Raises
-        ValueError for one that does not compile."""
+        """Compile a request's grammar before it is added, from any thread. Raises ValueError if it
+        does not compile."""
         if isinstance(sampling.structured_outputs, StructuredOutputs):
             self.grammars.compiler.compile(sampling.structured_outputs)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
-        """End a request from outside: its text met a stop string, or nobody waits for it."""
+        """End a request from outside: its text met a stop string, or its client disconnected."""
         self.scheduler.finish(request, reason)
 
     def reset(self) -> None:
-        """Be as if nothing had run: counters, numbers of requests and cached pages. Nothing may be
-        running."""
+        """Clear counters, request numbers and the prefix cache; the engine must be idle."""
         assert not self.has_work, "requests are running"
         self._request_numbers = itertools.count()
         self.scheduler.results.stats = EngineStats()
         self.components.pool.clear_cache()
 
     def check_device(self) -> None:
-        """Raises where a GPU can do nothing more, as after an illegal access."""
+        """Raise if a GPU is unusable, as after an illegal access."""
         if self.resolved.device.type == "cuda":
             torch.cuda.synchronize(self.resolved.device)
 
     def check(self) -> None:
-        """Raises AssertionError where bookkeeping disagrees, also between host and device."""
+        """Raise AssertionError if the bookkeeping of host and device disagrees."""
         self.scheduler.check()
         for record in self.scheduler.running:
             if not record.in_flight:

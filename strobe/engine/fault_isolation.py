@@ -1,4 +1,4 @@
-"""Requests of a failed step run alone until the one at fault is found. Imports no torch."""
+"""After a failed step, requests run alone until the faulty one is identified. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ MAX_FAILURES = 3
 
 
 class FaultIsolation:
-    """steps: how many each has yet to run alone, in the order in which they do."""
+    """Requests of failed steps, in the order in which they run alone, and the steps left for
+    each."""
 
     def __init__(self) -> None:
         self._steps: dict[Request, int] = {}
 
     def solo_request(self) -> Request | None:
-        """The request that runs alone now, if one does."""
+        """Return the request that runs alone now, if any."""
         for request in list(self._steps):
             if request.status is not Status.FINISHED:
                 return request
@@ -52,10 +53,11 @@ class FaultIsolation:
 
 
 class Advice(set[str]):
-    """Parts that only advise and have raised, which costs no token."""
+    """The advisers that have raised. A failing adviser never fails a step."""
 
     def of(self, part: str, ask: Callable[[], T], default: T) -> T:
-        """Return what the part advises, or the default where it raises, which is logged once."""
+        """Return an adviser's result, or the default if it raises; an adviser's first exception is
+        logged."""
         try:
             return ask()
         except Exception:  # whatever it is, advice must cost no token

@@ -1,4 +1,5 @@
-"""What became of a request in a step: tokens, stop rules, counts, the event. Imports no torch."""
+"""Applies a step's result to its requests: tokens, stop rules, counts and events. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class EngineStats:
-    """What was counted of all requests. prefix_queries, prefix_hits: tokens of admitted ones, and
-    those found in cached pages."""
+    """Counters over all requests. prefix_queries, prefix_hits: prompt tokens of admitted requests,
+    and those served from the prefix cache."""
 
     steps: int = 0
     prompt_tokens: int = 0
@@ -42,8 +43,8 @@ class ResultProcessor:
         i: int,
         result: StepResult,
     ) -> TokenEvent:
-        """Append a span's tokens up to the first one that ends the request. num_proposed: drafts,
-        None where there could be none; num_verified: those verified."""
+        """Append a span's tokens up to the request's end. num_proposed: drafts proposed, None if
+        the request could not draft; num_verified: drafts verified."""
         tokens = result.tokens[i]
         request.error = result.errors.get(i)
         failed = request.error is not None
@@ -64,7 +65,7 @@ class ResultProcessor:
         )
 
     def make_event(self, request: Request, tokens: list[int], **fields: Any) -> TokenEvent:
-        """fields: fields of the event that the request does not know."""
+        """Make a request's event. fields: those that the request does not know itself."""
         start = None
         if not request.started:
             request.started = True
@@ -76,7 +77,8 @@ class ResultProcessor:
         return TokenEvent(request.key, request.sibling, tokens, *ending, start=start, **fields)
 
     def _find_stop(self, request: Request, tokens: list[int]) -> tuple[int, FinishReason | None]:
-        """How many of `tokens` the request takes, and why it ends there, if it does."""
+        """Return how many of the tokens belong to the answer, and its finish reason if it ends
+        there."""
         sampling, num_output = request.sampling, request.num_output
         room = self.limits.max_model_len - len(request.tokens)
         if sampling.max_tokens is not None:
@@ -92,7 +94,8 @@ class ResultProcessor:
         return (room, "length") if len(tokens) >= room else (len(tokens), None)
 
     def count(self, request: Request, event: TokenEvent) -> None:
-        """Count what a step made. A stop string, which is found later, takes nothing back."""
+        """Add an event to the counters. A stop string, which is detected later, does not change
+        them."""
         self.stats.generation_tokens += len(event.tokens)
         if event.num_proposed is None:
             return

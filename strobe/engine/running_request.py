@@ -1,4 +1,4 @@
-"""What a running request holds of the engine. Imports no torch."""
+"""A running request's slot, pages and progress. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class RunningRequest:
-    """A running request's hold on the engine.
+    """A running request's slot, pages and progress.
 
-    start: positions that have K/V once the steps in flight are done, at the least. prefill_end: the
-    tokens known when it was admitted; up to there it prefills, from there on it decodes. host,
-    device_method: who drafts for it, on the host and on the device, if anybody does.
+    start: lower bound of the positions with K/V once the steps in flight are done. prefill_end: its
+    tokens at admission; it prefills up to there and then decodes. host_proposer, device_method: its
+    drafter on the host or on the device, if any.
     """
 
     request: Request
@@ -38,7 +38,8 @@ class RunningRequest:
         return self.start >= self.prefill_end
 
     def rewind(self, count: int, started: bool, length: int) -> None:
-        """Be as before a step: with so many tokens, of which `length` positions have K/V."""
+        """Return to the state before a step: `count` tokens, of which `length` positions have
+        K/V."""
         request = self.request
         self.finishing, self.lease.length = False, length
         request.started, request.status = started, Status.RUNNING
@@ -46,13 +47,13 @@ class RunningRequest:
         del request.tokens[count:], request.page_keys[count // self.lease.pool.page_size :]
 
     def page_write(self) -> PageWrite | None:
-        """Return the page-table entries that the device was not yet told of."""
+        """Return the page-table entries that the device does not have yet."""
         first, pages = self.pages_sent, self.lease.pages
         self.pages_sent = len(pages)
         return PageWrite(self.slot, first, tuple(pages[first:])) if first < len(pages) else None
 
     def admission(self, length: int) -> Admission:
-        """Return what the device must know of it. length: positions that have K/V."""
+        """Return what the device needs to know of it. length: positions that have K/V."""
         request = self.request
         sampling = request.num_prompt, request.sampling, request.seed, request.sibling
         return Admission(self.slot, length, tuple(request.tokens), *sampling, request.stop_ids)

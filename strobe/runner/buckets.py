@@ -62,9 +62,9 @@ class Buckets:
 def verified_rows(
     buckets: Buckets | None, count: int, drafting: int, max_drafts: int
 ) -> list[tuple[int, int]]:
-    """The steps of so many requests in which some verify `max_drafts` drafts each at most: the
-    drafts of all together, and the rows; at the end all of them. Without buckets, eighths of
-    them."""
+    """List the steps of `count` requests in which `drafting` of them verify up to `max_drafts`
+    drafts each, as (drafts of all together, rows), ascending. Without buckets, in eighths of all
+    drafts."""
     all_drafts = drafting * max_drafts
     if buckets is None:
         counts = sorted({-(-all_drafts * i // 8) for i in range(1, 9)})

@@ -1,4 +1,4 @@
-"""The device's part of a step, captured once and replayed: the one place that knows CUDA graphs."""
+"""Captures the device's part of a step and replays it: the only module that knows CUDA graphs."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ Body = Callable[..., Any]
 
 
 class CUDACapturer:
-    """CUDA graphs, which share one pool of memory, for they run one after another."""
+    """Captures CUDA graphs that share one memory pool, since they run one after another."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, body: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """How to run the body again, and the tensors it then writes its result to. Garbage is not
-        collected meanwhile: freeing another engine's graph would end the capture. After a capture
-        that failed the pool cannot be used for another, so the next ones get a new pool."""
+        """Capture the body. Returns a function that replays it and the tensors that it writes its
+        result to. Garbage collection is off meanwhile: freeing another engine's graph would end the
+        capture. After a failed capture the pool is unusable, so later captures get a new one."""
         graph, collected = torch.cuda.CUDAGraph(), gc.isenabled()
         gc.disable()
         try:
@@ -39,8 +39,8 @@ class CUDACapturer:
 
 
 class _Graph(NamedTuple):
-    """replay: does the body again; inputs: the tensors it reads; input_sources: whose values they
-    hold; result: the tensors it writes."""
+    """replay: runs the body again; inputs: tensors that it reads; input_sources: the tensors that
+    were copied into them; result: tensors that it writes."""
 
     replay: Callable[[], None]
     inputs: tuple[Tensor | None, ...]
@@ -49,12 +49,11 @@ class _Graph(NamedTuple):
 
 
 class Graphs:
-    """Bodies by key.
+    """Captured bodies by key.
 
-    The first time a body runs as it is, which loads its kernels, and is then captured over inputs
-    of its own; from then on what has changed is copied into those and the graph is replayed. A
-    replay overwrites the result of the one before: whoever needs it longer copies it in the same
-    stream.
+    A body's first run is eager, which loads its kernels; it is then captured over input tensors of
+    its own. Later runs copy changed inputs into these and replay. A replay overwrites the previous
+    result: copy it in the same stream to keep it longer.
     """
 
     def __init__(self, capturer: CUDACapturer):
@@ -66,10 +65,10 @@ class Graphs:
         return len(self._graphs)
 
     def run(self, key: Hashable, body: Body, packed: Tensor, *inputs: Tensor | None) -> Any:
-        """body(packed, *inputs), captured under the key, which also says the inputs' shapes.
+        """Run body(packed, *inputs), captured under the key, which determines the inputs' shapes.
 
-        packed: the layout, of which the same tensor holds the same values as before; the others
-        are new in each step.
+        packed: the layout; the same tensor always holds the same values. The other inputs are new
+        in each step.
         """
         graph = self._graphs.get(key)
         if graph is None:
@@ -87,8 +86,7 @@ class Graphs:
         return graph.result
 
     def _capture(self, key: Hashable, body: Body, inputs: tuple[Tensor | None, ...]) -> None:
-        """Capture the body, which has just run: where there is no memory for that, it goes on
-        running as it is."""
+        """Capture the body after its first run; without memory for that, it stays eager."""
         try:
             graph_inputs = tuple([None if tensor is None else tensor.clone() for tensor in inputs])
             replay, result = self.capturer.capture(lambda: body(*graph_inputs))
@@ -100,7 +98,7 @@ class Graphs:
 
 
 class Eager:
-    """Runs every body as it is."""
+    """Runs every body eagerly."""
 
     def __len__(self) -> int:
         return 0

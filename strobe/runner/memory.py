@@ -1,4 +1,4 @@
-"""Bytes to pages: how much K/V fits, decided before the pool is made."""
+"""Converts a memory budget to pages of K/V, before the pool is made."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def plan_pages(
     sampling: int = 0,
     scratch: int = 0,
 ) -> int:
-    """Pages of all KV groups together, the reserved one included.
+    """Return the number of pages, the same for all KV groups, the reserved one included.
 
-    weights: bytes of weights that are still to be loaded; states: of recurrent layers; sampling: of
-    its tables, where scratch does not hold them; scratch: what a step needs at most beside them.
-    Raises ValueError when what is asked for does not fit, or holds less than one full context.
+    weights: bytes of weights still to be loaded; states: bytes of recurrent states; sampling: bytes
+    of the sampling tables unless they are part of scratch; scratch: maximum bytes of a step besides
+    these. Raises ValueError if a requested size does not fit or holds less than one full context.
     """
     per_page = sum(group.bytes_per_page(limits.page_size) for group in groups)
     max_useful = limits.max_num_seqs * limits.max_pages + 1
@@ -89,8 +89,8 @@ def plan_pages(
 
 
 def _bytes_to_leave_free(share: float, free: int, device: torch.device) -> int:
-    """Bytes of a GPU that stay free when `share` of its memory is in use. free: what the KV cache
-    could have. Raises ValueError where so much is in use already."""
+    """Bytes of a GPU that stay free when `share` of its memory is in use. free: bytes available to
+    the KV cache. Raises ValueError if more is in use already."""
     total = torch.cuda.mem_get_info(device)[1]
     reserved = total - int(share * total)
     if reserved >= free:
@@ -103,13 +103,13 @@ def _bytes_to_leave_free(share: float, free: int, device: torch.device) -> int:
 
 
 def scratch_bytes(limits: Limits, decoder: DecoderConfig, features: int, dtype: torch.dtype) -> int:
-    """What a step's tensors take at most on a GPU, where they come from a pool of their own.
+    """Maximum bytes of a step's tensors on a GPU, where they come from a pool of their own.
 
-    Per row: the residual stream twice and normed once, `features` copies of it, gate, up and their
-    product, or for each expert that it goes through these and three copies of itself; per row with
-    logits these, in dtype and in float32. Once for steps that run as they are and once, for as many
-    rows as are replayed, for those that were captured, whose outputs are kept once more for steps
-    with grammars. And the tables of sampling, per slot.
+    Per row: the residual stream twice and normed once, `features` copies of it, and gate, up and
+    their product, or for each of its experts these and three copies of itself; per row with logits
+    these, in dtype and in float32. Once for eager steps and once, for as many rows as are replayed,
+    for captured ones, whose outputs are copied once more for steps with grammars. Plus the sampling
+    tables, per slot.
     """
     rows = limits.max_num_batched_tokens
     logits_rows = limits.max_num_seqs * (1 + limits.num_drafts)

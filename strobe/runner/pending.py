@@ -1,4 +1,4 @@
-"""A step under way and its result: the only transfer of a step, and the only wait."""
+"""A launched step and its result: the only transfer to the host, and the only wait."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ NAN_ERROR = "The model's logits are NaN; try another dtype, or check the checkpo
 
 
 class VerifyResult(NamedTuple):
-    """What the target decided, on the device: tokens [S, W], of which accepted [S] + 1 count.
+    """The target's decisions, on the device: tokens [S, W], of which num_accepted [S] + 1 count.
 
-    scores: of all rows with logits, where asked for; prompt_scores: of prompt tokens, in the spans'
-    order.
+    scores: log probabilities of all rows with logits, if requested; prompt_scores: those of prompt
+    tokens, in the spans' order.
     """
 
     tokens: Tensor
@@ -32,12 +32,12 @@ class VerifyResult(NamedTuple):
 
 
 class PendingStep:
-    """A plan and its verdict, on the way to the host.
+    """A launched step whose result is on its way to the host.
 
-    top_logprobs: by span, how many of the most probable tokens its request wants named beside each
-    token. errors: by span, why its request cannot go on. margins [S, K]: of the drafts that the
-    device made, on their way to the host already. started_at, done_at: the host's clock in seconds.
-    grammars_advanced: grammars know its tokens; None: some of them may.
+    top_logprobs: by span, the number of alternatives to report per token. errors: by span, why its
+    request ends. margins [S, K]: of the device's drafts, being copied to the host. started_at,
+    done_at: host clock in seconds. grammars_advanced: whether grammars have consumed its tokens;
+    None: some may have.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class PendingStep:
             self._event.record()
 
     def result(self, previous_done_at: float = 0.0) -> StepResult:
-        """Wait for the step, and give what became of it. previous_done_at: when the one before was
+        """Wait for the step and return its result. previous_done_at: when the previous step was
         done."""
         if self._result is None:
             if self._event is not None:
@@ -115,7 +115,7 @@ class _ScoreLists:
         self.ids: list[list[int]] = scores.top_ids.tolist()
 
     def token_logprobs(self, first: int, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
-        """Those of `tokens`, which stand at the rows from `first` on."""
+        """Return the log probabilities of `tokens`, which are at the rows from `first` on."""
         rows = slice(first, first + len(tokens))
         pairs = zip(self.ids[rows], self.best[rows], strict=True)
         tops = [tuple(zip(ids[:top], best[:top], strict=True)) for ids, best in pairs]

@@ -24,14 +24,15 @@ _LAYOUTS = 64
 
 
 class ForwardOutput(NamedTuple):
-    """Of all T rows the residual stream x [T, H] and the captured features hidden [T, n * H]."""
+    """A forward's output for all T rows: the residual stream [T, H] and the captured features [T, n
+    * H]."""
 
     residual: Tensor
     features: Tensor | None
 
 
 class ModelRunner:
-    """Runs one model over one KV store; the device's state is shared with other runners."""
+    """Runs one model over one KV store. Runners share the device's state."""
 
     def __init__(
         self,
@@ -45,8 +46,8 @@ class ModelRunner:
         capture: tuple[int, ...] = (),
         buckets: Buckets | None = None,
     ):
-        """capture: layers whose outputs are kept, as counts of layers done. buckets: what batches
-        are padded to; None: they are as large as their spans."""
+        """capture: layers whose outputs are returned, as numbers of layers done. buckets: shapes
+        that batches are padded to; None: no padding."""
         self.model, self.masks, self.store, self.state = model, masks, store, state
         self.sampling, self.backend = sampling, backend
         self.capture, self.buckets = capture, buckets
@@ -54,14 +55,14 @@ class ModelRunner:
         self.output_buffers: dict[str, Tensor] = {}
 
     def shape_of(self, spans: Sequence[Span], num_verified: int | None = None) -> Shape:
-        """The shape of the spans' layout: their own, or the bucket that they are padded to.
-        num_verified: how many of the drafts that the device makes are verified; None: all."""
+        """Return the shape of the spans' layout: exact, or the bucket that they are padded to.
+        num_verified: number of device drafts to verify; None: all."""
         if self.buckets is not None:
             return self.buckets.shape_of(spans, num_verified)
         return exact_shape(spans)
 
     def lay_out(self, spans: Sequence[Span], shape: Shape) -> Layout:
-        """The spans' layout, kept while the same requests go on decoding."""
+        """Return the spans' layout, cached while the same requests decode."""
         args = spans, self.state.device, shape, self.buckets is not None, self.state.spare_slot
         if any(span.tokens[0] != TAIL for span in spans):
             return lay_out(*args)
@@ -75,7 +76,7 @@ class ModelRunner:
         return layout
 
     def narrow(self, layout: Layout, drafts: Tensor, shape: Shape) -> Layout:
-        """The layout with drafts [S] of its spans only, in that shape, where it is padded."""
+        """Reduce a layout to `drafts` [S] drafts per span; a padded one gets that shape."""
         if layout.padded:
             return layout.narrow(drafts, shape, kernels=self.state.kernels)
         counts = drafts.tolist()
@@ -88,7 +89,7 @@ class ModelRunner:
         return self.lay_out(spans, exact)
 
     def bounds(self, spans: Sequence[Span]) -> list[int]:
-        """Per span, a position that no key of it reaches."""
+        """Per span, an upper bound (exclusive) of its keys' positions."""
         return [min(span.max_start + span.num_rows, self.state.max_positions) for span in spans]
 
     def is_captured(self, layout: Layout) -> bool:
@@ -107,9 +108,9 @@ class ModelRunner:
     def copy_out(
         self, placed: Sequence[Tensor], output: ForwardOutput
     ) -> tuple[list[Tensor], ForwardOutput]:
-        """Copy what a forward leaves to `output_buffers`, one buffer a part for all shapes, where
-        another graph finds it; return it as it is where it has more rows than any step that is
-        captured."""
+        """Copy a forward's results to `output_buffers`, one buffer per part for all shapes, where
+        another graph can read them. Results with more rows than any captured step are returned as
+        they are."""
         rows, buckets = output.residual.shape[0], self.buckets
         if buckets is None or rows > buckets.max_rows:
             return list(placed), output
@@ -133,8 +134,8 @@ class ModelRunner:
         *,
         position_offset: int = 1,
     ) -> Sampled:
-        """Tokens of the rows with logits, [S * W]. masks: of grammars, a bit for every token that
-        may come, [S * W, words]. position_offset: how far behind its row a token will stand."""
+        """Sample the rows with logits: tokens [S * W]. masks: grammar masks [S * W, words], one bit
+        per allowed token. position_offset: position of a sampled token relative to its row's."""
         all_rows, width = layout.logits_for_all_rows, layout.shape.max_logits
 
         def take(x: Tensor) -> Tensor:
@@ -161,7 +162,8 @@ class ModelRunner:
         return sampled.select(layout) if all_rows else sampled
 
     def score_prompt(self, output: ForwardOutput, layout: Layout) -> Scores | None:
-        """Log probabilities of the prompt tokens behind the scored rows, a few rows at a time."""
+        """Log probabilities of the prompt tokens after the scored rows, computed a few rows at a
+        time."""
         if layout.scored is None:
             return None
         following, top = layout.scored.tokens, layout.scored.top

@@ -1,4 +1,4 @@
-"""What the device knows of each running request: the truth that the host learns later."""
+"""The device's record of each running request; the host learns it one step later."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ on average, or [S] drafts of each span."""
 
 
 class DecodeState:
-    """One row per slot: length, newest token and page table. One more slot, the spare one, belongs
-    to no request: padding is its own.
+    """Length, newest token and page table per slot. One extra slot, the spare one, is for padding.
 
-    cursor [N + 1, 2]: positions with K/V, and the newest token, which has none. table [N + 1,
-    columns]: what to add to a position in column position // page_size to get its slot in the KV
-    stores; columns that were never given a page lead into page 0, which is never read. arrays:
-    both as NumPy's, on a CPU.
+    cursor [N + 1, 2]: number of positions with K/V, and the newest token, which has none yet. table
+    [N + 1, columns]: added to a position in column position // page_size to get its slot in the KV
+    stores; columns without a page point to page 0, which no request reads. arrays: both as NumPy
+    arrays, on a CPU.
     """
 
     def __init__(
@@ -41,10 +40,9 @@ class DecodeState:
         spare_page: int = 0,
         kernels: bool = False,
     ):
-        """max_positions: one more than the highest position a row can take. limit: the context's
-        end; drafts beyond it do not count. spare_page: where rows of the spare slot go, whose
-        values mean nothing. kernels: one of triton's kernels in place of several small
-        operations."""
+        """max_positions: one more than the highest position of any row. limit: end of the context;
+        drafts at or after it are not accepted. spare_page: page for the spare slot's rows. kernels:
+        use one triton kernel in place of several small operations."""
         self.kernels, self.limit = kernels, limit
         self.device, self.page_size, self.spare_slot = device, page_size, num_slots
         columns = -(-max_positions // page_size)
@@ -56,7 +54,7 @@ class DecodeState:
         self.arrays: Any = [t.numpy() for t in (self.cursor, self.table) if device.type == "cpu"]
 
     def apply(self, plan: Plan) -> None:
-        """Take over the plan's admissions and page-table entries."""
+        """Apply the plan's admissions and page-table entries."""
         if plan.admitted:
             slots = upload([admission.slot for admission in plan.admitted], self.device)
             ends = upload([(a.length, a.tokens[a.length]) for a in plan.admitted], self.device)
@@ -72,8 +70,8 @@ class DecodeState:
             self.table.view(-1).index_copy_(0, places, entries)
 
     def place(self, layout: Layout, drafts: Tensor | None) -> Sequence[Tensor]:
-        """Read ids, positions and K/V slots [T] of the rows, and starts and draft lengths [S] of
-        the spans, as they stand now. drafts [S, K]: those made on the device."""
+        """Compute the current ids, positions and K/V slots [T] of the rows, and starts and draft
+        lengths [S] of the spans. drafts [S, K]: the device's drafts."""
         if self._in_numpy(layout):
             return self._place_in_numpy(layout, drafts)
         if self.kernels and layout.padded:
@@ -85,7 +83,7 @@ class DecodeState:
     def make_batch(
         self, layout: Layout, placed: Sequence[Tensor], bounds: Sequence[int] = ()
     ) -> Batch:
-        """Make the batch of a layout of what `place` returned."""
+        """Make a layout's batch from the tensors that `place` returned."""
         ids, positions, kv_slots, starts, draft_lengths = placed
         return Batch(
             ids=ids,
@@ -118,9 +116,8 @@ class DecodeState:
         return [ids, positions, kv_slots, starts, torch.minimum(layout.drafts, max_drafts)]
 
     def _in_numpy(self, layout: Layout) -> bool:
-        """Whether NumPy does the work of `place` and `accept`: on a CPU, where a forward has
-        just swept the caches, each of the first small operations takes 20 to 50 us, torch's
-        longest."""
+        """Whether NumPy does the work of `place` and `accept`: on a CPU, right after a forward has
+        swept the caches, each small operation takes 20 to 50 us, and torch's take longest."""
         return self.device.type == "cpu" and not layout.padded
 
     def _place_in_numpy(self, layout: Layout, drafts: Tensor | None) -> list[Tensor]:
@@ -142,12 +139,10 @@ class DecodeState:
     def accept(
         self, layout: Layout, batch: Batch, tokens: Tensor, simulated: SimulatedAcceptance | None
     ) -> Tensor:
-        """tokens [S, W], the target's at every row -> accepted [S]: drafts are kept while they
-        equal the target's own token at their row, and lengths and newest tokens move on by what
-        was kept. Each token is sampled with its position's own noise, so that this is exact
-        rejection sampling for a draft that is a fixed token (Leviathan et al., arXiv 2211.17192,
-        with q one-hot). simulated: instead of that.
-        """
+        """Accept drafts while they equal the target's tokens [S, W] at their rows; return the
+        number accepted [S] and advance lengths and newest tokens. Each token is sampled with its
+        position's own noise, so this is exact rejection sampling for a draft that is a fixed token
+        (Leviathan et al., arXiv 2211.17192, with q one-hot). simulated: accept these instead."""
         if self._in_numpy(layout):
             return self._accept_in_numpy(layout, batch, tokens, simulated)
         if self.kernels and layout.padded and not callable(simulated):
@@ -187,8 +182,8 @@ class DecodeState:
 
 
 def _simulated(layout: Layout, batch: Batch, simulated: SimulatedAcceptance) -> Tensor:
-    """Drafts to keep of each span. Of an average: as many more than its whole part as a
-    low-discrepancy sequence says."""
+    """Return the number of drafts to accept per span. An average is reached by a low-discrepancy
+    sequence."""
     if callable(simulated):
         return simulated(layout, batch)
     base = int(simulated - 1)

@@ -1,4 +1,4 @@
-"""Who proposes: the protocols of a drafting method, and several methods held at once."""
+"""The protocols of a drafting method, and a set of methods."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from strobe.transfer import upload
 
 
 class Drafts(NamedTuple):
-    """tokens [n or more, D] int64, and margins, of the same shape in float32: how far each one's
-    logit was above the second largest; None where that is not known."""
+    """tokens [n or more, D] int64; margins, same shape, float32: each draft's logit minus the
+    second largest one, None if unknown."""
 
     tokens: Tensor | None = None
     margins: Tensor | None = None
@@ -33,31 +33,31 @@ class Drafts(NamedTuple):
 class Proposer(Protocol):
     """Drafts on the device. Only tokens and margins leave it; hidden states stay inside.
 
-    capture: layers of the target whose outputs it reads, as counts of layers done.
+    capture: target layers whose outputs it reads, as numbers of layers done.
     """
 
     capture: tuple[int, ...]
 
     def propose(self, spans: Sequence[Span]) -> Drafts:
-        """Drafts of n spans, for each at least as many as it verifies at most."""
+        """Propose drafts for n spans, for each at least as many as it may verify."""
         ...
 
     def observe(self, batch: Batch, hidden: Tensor | None, verdict: VerifyResult) -> None:
-        """Called after every target forward with the captured features [T, n * H] of all rows, and
-        with what was kept of the drafts."""
+        """Receive the captured features [T, n * H] of all rows after every target forward, and the
+        numbers of accepted drafts."""
         ...
 
 
 class HostProposer(Protocol):
-    """Drafts on the host, where it reads the request's tokens: none may be on their way."""
+    """Drafts on the host from a request's tokens, none of which may be in flight."""
 
     def propose(self, request: Request, count: int) -> DraftChain:
-        """At most `count` draft tokens."""
+        """Propose up to `count` draft tokens."""
         ...
 
 
 class ProposerSet:
-    """Several methods by name; each drafts for the requests that chose it."""
+    """Drafting methods by name; each drafts for the requests that chose it."""
 
     def __init__(self, proposers: Mapping[str, Proposer | HostProposer], device: torch.device):
         self.device, self.by_name = device, dict(proposers)
@@ -70,7 +70,7 @@ class ProposerSet:
         return self.by_name[name]
 
     def propose(self, plan: Plan, shape: Shape) -> Drafts:
-        """The drafts [S, K] of a layout of that shape that are made on the device; none: K is 0."""
+        """Return the device's drafts [S, K] for a layout of that shape; without any, K is 0."""
         if not shape.max_drafts:
             return Drafts()
         size = shape.spans, shape.max_drafts
@@ -93,7 +93,7 @@ class ProposerSet:
         return Drafts(tokens, margins)
 
     def observe(self, batch: Batch, hidden: Tensor | None, verdict: VerifyResult) -> None:
-        """Show the forward to every proposer, whatever each request drafts with."""
+        """Pass a forward to every proposer, whichever method each request uses."""
         for proposer in self.on_device.values():
             features = hidden
             if hidden is not None and proposer.capture != self.capture:

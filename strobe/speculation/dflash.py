@@ -20,17 +20,17 @@ EXTRA_BLOCK_SIZES = 4, 8  # besides the one trained on: they cost less, and see 
 
 
 def block_sizes(config: DraftConfig) -> list[int]:
-    """Rows of the blocks there are, ascending."""
+    """Return the available block sizes in rows, ascending."""
     return [*[width for width in EXTRA_BLOCK_SIZES if width < config.block_size], config.block_size]
 
 
 class DFlashProposer:
-    """Runs the drafter over [newest token, MASK x (B - 1)] at the positions the block will take; D
-    drafts come of it, B - 1 or, where the first row predicts too, B.
+    """Runs the drafter over [newest token, MASK x (B - 1)] at the block's positions, for D drafts:
+    B - 1, or B if the first row predicts too.
 
-    Its context K/V come from the target's features of every token the target ran, on the same
-    pages as the target's own; a block's scratch K/V lie where the next true ones will overwrite
-    them, and no read reaches beyond a span's own end.
+    Its context K/V are computed from the target's features of every token that the target ran, on
+    the same pages as the target's own. A block's scratch K/V go where the next context K/V will
+    overwrite them, and no read goes beyond a span's own end.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class DFlashProposer:
         sampled: bool = False,
         margins: bool = False,
     ):
-        """sampled: drafts are sampled as the request's own tokens are, with the same noise at the
-        same positions, so that drafter and target agree as often as their distributions allow
-        (Daliri, Musco and Suresh, arXiv 2408.07978); else they are the most probable tokens.
-        margins: give those of the drafts, too."""
+        """sampled: sample drafts as the request's own tokens are sampled, with the same noise at
+        the same positions, so that drafter and target agree as often as their distributions allow
+        (Daliri, Musco and Suresh, arXiv 2408.07978); otherwise drafts are argmax tokens. margins:
+        return the drafts' margins, too."""
         self.model, self.runner, self.graphs = model, runner, graphs
         self.sampled, self.margins = sampled, margins
         config = model.config
@@ -54,15 +54,14 @@ class DFlashProposer:
         self.block_sizes = block_sizes(config)
 
     def widths_for(self, max_drafts: int) -> tuple[list[int], list[int]]:
-        """Drafts and rows of the blocks there are for `max_drafts` drafts at most, the longest
-        last."""
+        """Return drafts and rows of the blocks that serve up to `max_drafts` drafts, ascending."""
         unused = len(self.tokens) - self.num_drafts
         rows = [n for n in self.block_sizes if n - unused < min(max_drafts, self.num_drafts)]
         rows.append(self.block_sizes[len(rows)])
         return [min(n - unused, max_drafts) for n in rows], rows
 
     def propose(self, spans: Sequence[Span]) -> Drafts:
-        """As many drafts each as the shortest block brings that has what all spans verify."""
+        """Propose drafts with the smallest block that has as many as any span verifies."""
         runner, max_drafts = self.runner, max([span.num_drafts for span in spans])
         unused = len(self.tokens) - self.num_drafts  # rows that predict nothing: 1, or 0
         needed = min(max_drafts, self.num_drafts) + unused
@@ -90,6 +89,6 @@ class DFlashProposer:
         return self.graphs.run(("draft", mode, shape), draft, layout.packed)
 
     def observe(self, batch: Batch, hidden: Tensor | None, verdict: VerifyResult) -> None:
-        """Write the context K/V of every row, rejected ones included: they are never read."""
+        """Write the context K/V of every row, including rejected ones, which are never read."""
         assert hidden is not None, "the target's runner captures nothing"
         self.model.write_context(hidden, batch.positions, batch.kv_slots, self.runner.store)

@@ -1,5 +1,5 @@
-"""Prompt lookup: propose what followed the last occurrence of the newest tokens (Saxena, 2023).
-Imports no torch."""
+"""Prompt lookup: propose the tokens that followed the last occurrence of the newest tokens (Saxena,
+2023). Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from strobe.speculation.draft_policy import DraftChain
 
 
 class _NgramIndex:
-    """Where each run of n tokens was last followed by another one, kept up as tokens arrive."""
+    """The last position of every n-gram that is followed by another token, updated as tokens
+    arrive."""
 
     def __init__(self, min_tokens: int, max_tokens: int):
         self.sizes = range(min_tokens, max_tokens + 1)
@@ -34,14 +35,14 @@ class _NgramIndex:
 
 
 class NgramProposer:
-    """Longest match first, on the host; the matches and their lengths differ per request."""
+    """Looks for the longest match first, on the host; requests differ in matches and lengths."""
 
     def __init__(self, min_tokens: int, max_tokens: int):
         self.min_tokens, self.max_tokens = min_tokens, max_tokens
         self._indices: WeakKeyDictionary[Request, _NgramIndex] = WeakKeyDictionary()
 
     def propose(self, request: Request, count: int) -> DraftChain:
-        """What followed the longest match, at most `count` tokens; empty where nothing matches."""
+        """Return up to `count` tokens that followed the longest match; none without a match."""
         index = self._indices.get(request)
         if index is None:
             index = self._indices[request] = _NgramIndex(self.min_tokens, self.max_tokens)

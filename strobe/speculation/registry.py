@@ -1,4 +1,4 @@
-"""Drafting methods, one entry each: all that the engine asks of a method."""
+"""The drafting methods, one entry each: everything that the engine asks of a method."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from strobe.speculation.ngram import NgramProposer
 
 @dataclass(frozen=True)
 class ProposerContext:
-    """What a proposer is made with. models, stores: weights and K/V by method, of those that have
-    some."""
+    """Everything that a proposer is made from. models, stores: weights and K/V by method, for
+    methods that have them."""
 
     config: EngineConfig
     state: DecodeState
@@ -46,12 +46,12 @@ MISSING: Any = None
 
 @dataclass(frozen=True)
 class DraftMethod:
-    """read: the config of the method's own checkpoint, checked against the target's; None where the
-    settings name none. check: its module on the meta device, every tensor's header checked, given
-    the checkpoint's directory, that config and `load_format`. load: its module, given directory,
-    config, the target's and how `strobe.models.load` is to hold its weights. make: its proposer, on
-    the device or on the host. Raises TypeError, naming the method, for a part that is left out or
-    cannot be called."""
+    """read: reads the config of the method's checkpoint and checks it against the target's; None if
+    the settings name no checkpoint. check: builds its module on the meta device and checks every
+    tensor's header, from the checkpoint's directory, that config and `load_format`. load: loads its
+    module, from directory, config, the target's module and the options of `strobe.models.load`.
+    make: makes its proposer, on the device or on the host. Raises TypeError, naming the method, for
+    a part that is missing or not callable."""
 
     name: str
     read: Callable[[EngineConfig, TargetConfig], DraftConfig | None] = MISSING
@@ -91,7 +91,7 @@ def _make_dflash(context: ProposerContext) -> Proposer:
 
 
 def no_checkpoint(*args: Any, **kwargs: Any) -> Any:
-    """The part of a method that has no weights."""
+    """Stands in for the checkpoint parts of a method without weights."""
     return None
 
 
