@@ -1,1 +1,1 @@
-"""How the demo models, their tokenizer and their held-out examples are made."""
+"""Scripts that make the demo models, their tokenizer and their held-out examples."""

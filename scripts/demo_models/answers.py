@@ -31,9 +31,9 @@ from strobe.tools.train.data import Sample  # noqa: E402
 
 
 class DenseCache:
-    """An `Attend` over keys and values [L, N, Hkv, S, D] of N rows that move in step.
+    """An `Attend` over keys and values [L, N, Hkv, S, D] of N rows that advance together.
 
-    filled: slots that hold something; padding [N]: slots at a row's start that hold nothing.
+    filled: number of filled slots; padding [N]: empty slots at each row's start.
     """
 
     def __init__(self, config: TargetConfig, padding: Tensor, slots: int):
@@ -45,20 +45,20 @@ class DenseCache:
         self._mask: Tensor | None = None
 
     def open(self, rows: int) -> None:
-        """Make ready for `rows` more slots of every row; the mask of a prefill is causal."""
+        """Prepare `rows` more slots of every row; the mask of a prefill is causal."""
         key = torch.arange(self.filled + rows, device=self.padding.device)
         query = torch.arange(self.filled, self.filled + rows, device=self.padding.device)
-        seen = (key >= self.padding[:, None])[:, None] & (key <= query[:, None])
-        self._mask = (seen | (key == query[:, None]))[:, None]  # padding sees itself
+        visible = (key >= self.padding[:, None])[:, None] & (key <= query[:, None])
+        self._mask = (visible | (key == query[:, None]))[:, None]  # padding sees itself
         self.filled += rows
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with some rows only."""
+        """Drop all other rows."""
         self.padding = self.padding[rows]
         self.keys, self.values = self.keys[:, rows], self.values[:, rows]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        count, kept = len(self.padding), q.dtype
+        count, dtype = len(self.padding), q.dtype
         q, k, v = (
             x.to(self.keys.dtype).view(count, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v)
         )
@@ -73,11 +73,11 @@ class DenseCache:
         else:
             k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask)
-        return out.transpose(1, 2).reshape(count * rows, -1).to(kept)
+        return out.transpose(1, 2).reshape(count * rows, -1).to(dtype)
 
 
-def choose(logits: Tensor, temperature: Tensor, generator: torch.Generator) -> Tensor:
-    """[N, V] -> [N]: the argmax where the temperature is 0, else a sample (Gumbel's way)."""
+def sample(logits: Tensor, temperature: Tensor, generator: torch.Generator) -> Tensor:
+    """Choose tokens [N] from logits [N, V]: the argmax at temperature 0, else a Gumbel sample."""
     noise = torch.empty_like(logits).exponential_(generator=generator).log_()
     return (logits - temperature[:, None] * noise).argmax(-1)
 
@@ -88,10 +88,10 @@ def answer(
     prompts: list[list[int]],
     temperatures: list[float],
     *,
-    most: int,
+    max_tokens: int,
     seed: int,
 ) -> list[list[int]]:
-    """Answers to one batch of prompts, each with its end token unless `most` tokens came first."""
+    """Answer one batch of prompts; each answer ends with its end token or after max_tokens."""
     device = target.embed_tokens.weight.device
     generator = torch.Generator(device).manual_seed(seed)
     length = max(map(len, prompts))
@@ -99,17 +99,17 @@ def answer(
     ids = torch.tensor([[0] * (length - len(p)) + p for p in prompts], device=device)
     temperature = torch.tensor(temperatures, device=device)
     ends = torch.tensor(target.config.eos_ids, device=device)
-    cache = DenseCache(target.config, padding, length + most)
+    cache = DenseCache(target.config, padding, length + max_tokens)
     rows = torch.arange(len(prompts), device=device)
-    made = torch.zeros(len(prompts), most, dtype=torch.int64, device=device)
+    output_ids = torch.zeros(len(prompts), max_tokens, dtype=torch.int64, device=device)
     done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     cache.open(length)
     positions = (torch.arange(length, device=device) - padding[:, None]).clamp(min=0)
     hidden, _ = target(ids.flatten(), positions.flatten(), cache)
     hidden = hidden.view(len(prompts), length, -1)[:, -1]
-    for step in range(most):
-        tokens = choose(target.head(hidden), temperature, generator)
-        made[rows, step] = tokens.where(~done, -1)
+    for step in range(max_tokens):
+        tokens = sample(target.head(hidden), temperature, generator)
+        output_ids[rows, step] = tokens.where(~done, -1)
         done |= torch.isin(tokens, ends)
         if step % 16 == 15:
             left = (~done).nonzero()[:, 0]
@@ -123,22 +123,22 @@ def answer(
         hidden, _ = target(tokens, cache.filled - 1 - cache.padding, cache)
     results: list[list[int]] = []
     stops = set(target.config.eos_ids)
-    for row in made.tolist():
-        end = next((i for i, token in enumerate(row) if token in stops), most - 1)
+    for row in output_ids.tolist():
+        end = next((i for i, token in enumerate(row) if token in stops), max_tokens - 1)
         results.append(row[: end + 1])
     return results
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids, and a guess of how long the answer will be (its own reference's length)."""
+    """Token ids, and the expected length of the answer (the reference answer's length)."""
 
     ids: list[int]
     guess: int
 
 
 def render(tokenizer: Any, messages: Any, tools: Any, thinking: bool) -> list[int]:
-    """The prompt of a chat as the server would make it."""
+    """Render the prompt of a chat as the server does."""
     text = tokenizer.apply_chat_template(
         list(messages),
         tools=list(tools) or None,
@@ -150,7 +150,7 @@ def render(tokenizer: Any, messages: Any, tools: Any, thinking: bool) -> list[in
 
 
 def example_prompt(tokenizer: Any, example: Example) -> list[int]:
-    """The prompt of one task."""
+    """Render the prompt of one task."""
     return render(tokenizer, example.messages, example.tools, example.thinking)
 
 
@@ -171,7 +171,7 @@ def _share(work: tuple[str, str, int]) -> list[Prompt]:
 
 
 def training_prompts(folder: Path, count: int, *, seed: int, workers: int) -> list[Prompt]:
-    """Prompts of the training side, both thinking modes, the same for one seed and `workers`."""
+    """Return training prompts in both thinking modes, determined by `seed` and `workers`."""
     share = -(-count // workers)
     work = [(f"draft {seed} {i}", str(folder), share) for i in range(workers)]
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
@@ -179,16 +179,16 @@ def training_prompts(folder: Path, count: int, *, seed: int, workers: int) -> li
 
 
 def training_samples(
-    target: Target, prompts: list[Prompt], *, most: int, batch: int, seed: int
+    target: Target, prompts: list[Prompt], *, max_tokens: int, batch: int, seed: int
 ) -> list[Sample]:
-    """The target's answers: two in three greedy, the others at temperature 0.7 or 1."""
+    """Return the target's answers: two in three greedy, the others at temperature 0.7 or 1."""
     rng = random.Random(seed)
-    # Batches of like prompts, and among these of like answers: little padding, few idle rows.
+    # Batches of similar prompt and answer lengths: little padding, few idle rows.
     order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i].ids) // 64, prompts[i].guess))
     samples: list[Sample] = []
     for start in range(0, len(order), batch):
         part = [prompts[i].ids for i in order[start : start + batch]]
         temperatures = [rng.choice((0.0, 0.0, 0.0, 0.0, 0.7, 1.0)) for _ in part]
-        made = answer(target, part, temperatures, most=most, seed=seed + start)
-        samples += [Sample.of(p, a) for p, a in zip(part, made, strict=True) if len(a) > 1]
+        output_ids = answer(target, part, temperatures, max_tokens=max_tokens, seed=seed + start)
+        samples += [Sample.of(p, a) for p, a in zip(part, output_ids, strict=True) if len(a) > 1]
     return samples

@@ -1,4 +1,4 @@
-"""Right answers and acceptance of the demo models on held-out prompts, by Strobe itself.
+"""Measure correct answers and acceptance of the demo models on held-out prompts, with Strobe.
 
     python scripts/demo_models/evaluate.py --count 40 --json docs/demo_models/evaluation.json
 
@@ -28,8 +28,8 @@ from strobe.tools.demo import prompts_of
 
 
 def acceptance(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Pooled over verify steps: tokens per step (all but each answer's first token, which the
-    prompt's forward makes), and the share of steps that accept each position."""
+    """Return, over all verify steps, the tokens per step (without each answer's first token, which
+    the prefill generates) and the share of steps that accept each position."""
     reports = [o.outputs[0].speculation for o in outputs]
     known: list[SpeculationReport] = [r for r in reports if r is not None and r.steps]
     steps = sum(r.steps for r in known)
@@ -46,7 +46,7 @@ def acceptance(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
 
 
 def by_family(examples: Sequence[Example], outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Figures for all examples and for each family."""
+    """Return the figures for all examples and for each family."""
     groups: dict[str, list[int]] = {"all": list(range(len(examples)))}
     for i, example in enumerate(examples):
         groups.setdefault(example.family, []).append(i)
@@ -73,11 +73,11 @@ def meets_the_bars(figures: dict[str, Any]) -> bool:
 
 
 def main() -> int:
-    """Print the tables; returns 1 where the pair misses its bars at temperature 0."""
+    """Print the tables; return 1 if the pair misses its bars at temperature 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=40, help="held-out prompts per family")
     parser.add_argument("--max-tokens", type=int, default=400)
-    parser.add_argument("--seed", type=int, default=7, help="of the held-out prompts")
+    parser.add_argument("--seed", type=int, default=7, help="seed of the held-out prompts")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument(

@@ -33,7 +33,7 @@ FRAME = (
 
 
 def texts(examples: int) -> Iterator[str]:
-    """What the tokenizer learns from: messages, tools, reasonings and answers."""
+    """Yield the tokenizer's training text: messages, tools, reasonings and answers."""
     rng = random.Random("small talk for the tokenizer")
     for i, example in enumerate(training(examples, seed=0)):
         yield from (message["content"] for message in example.messages)
@@ -47,7 +47,7 @@ def texts(examples: int) -> Iterator[str]:
 
 
 def train(examples: int) -> Tokenizer:
-    """A byte-level BPE of exactly `VOCABULARY` entries."""
+    """Train a byte-level BPE of exactly `VOCABULARY` entries."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -71,7 +71,7 @@ def train(examples: int) -> Tokenizer:
 
 
 def config(tokenizer: Tokenizer, template: str) -> dict[str, object]:
-    """The contents of `tokenizer_config.json`."""
+    """Return the contents of `tokenizer_config.json`."""
     added = {
         str(tokenizer.token_to_id(text)): {
             "content": text,

@@ -1,8 +1,8 @@
-"""Train the drafter of the demo pair on the target's own answers, save it, and measure it.
+"""Train the demo drafter on the target's own answers, save it, and measure it.
 
     python scripts/demo_models/train_draft.py --compile --minutes 9.25
 
-Training itself is `strobe.tools.train`; here are its prompts, answers and measurement.
+The training is in `strobe.tools.train`; this script has its prompts, answers and measurement.
 """
 
 from __future__ import annotations
@@ -45,27 +45,33 @@ BLOCK = 16
 
 
 def seconds() -> float:
-    """Since the start."""
+    """Return the seconds since the start."""
     return round(time.monotonic() - START, 1)
 
 
 def say(text: str) -> None:
-    """Progress, with the time."""
+    """Print progress with the time."""
     print(f"[{seconds():6.1f} s] {text}", flush=True)
 
 
 class HeldOut:
-    """Held-out tasks of every family and mode, with the target's own answers to them."""
+    """Held-out tasks of every family and mode, with the target's own answers."""
 
     def __init__(
-        self, target: Target, tokenizer: Any, count: int, *, most: int, temperature: float = 0.0
+        self,
+        target: Target,
+        tokenizer: Any,
+        count: int,
+        *,
+        max_tokens: int,
+        temperature: float = 0.0,
     ):
         self.examples: list[Example] = []
         for thinking in (False, True):
             self.examples += heldout(count, seed=7, thinking=thinking)
         prompts = [example_prompt(tokenizer, example) for example in self.examples]
         temperatures = [temperature] * len(prompts)
-        answers = answer(target, prompts, temperatures, most=most, seed=11)
+        answers = answer(target, prompts, temperatures, max_tokens=max_tokens, seed=11)
         self.samples = [Sample.of(p, a) for p, a in zip(prompts, answers, strict=True)]
         texts = [tokenizer.decode(a, skip_special_tokens=True) for a in answers]
         pairs = zip(self.examples, texts, strict=True)
@@ -73,7 +79,7 @@ class HeldOut:
         self.tokens = sum(map(len, answers)) / len(answers)
 
     def measure(self, draft: DFlash, target: Target) -> dict[str, Any]:
-        """Acceptance by family, by mode and by both, as greedy blocks would be accepted."""
+        """Return the acceptance of greedy blocks by family, by mode and by both."""
         results: dict[str, Acceptance] = {}
         corpus = Corpus(self.samples, target.embed_tokens.weight.device)
         for indices in corpus.lengths.argsort(stable=True).split(32):
@@ -96,7 +102,7 @@ class HeldOut:
 
 
 def pack(samples: list[Sample]) -> dict[str, torch.Tensor]:
-    """Sequences as three tensors: all ids, and of each its length and its prompt's."""
+    """Pack sequences in three tensors: all ids, sequence lengths and prompt lengths."""
     return {
         "ids": torch.tensor([i for s in samples for i in s.ids], dtype=torch.int16),
         "lengths": torch.tensor([len(s.ids) for s in samples]),
@@ -105,19 +111,21 @@ def pack(samples: list[Sample]) -> dict[str, torch.Tensor]:
 
 
 def unpack(tensors: dict[str, torch.Tensor]) -> list[Sample]:
-    """What `pack` packed."""
-    ids, at, samples = tensors["ids"].tolist(), 0, []
+    """Reverse `pack`."""
+    ids, offset, samples = tensors["ids"].tolist(), 0, []
     sizes = zip(tensors["lengths"].tolist(), tensors["prompts"].tolist(), strict=True)
     for length, prompt in sizes:
-        samples.append(Sample.of(ids[at : at + prompt], ids[at + prompt : at + length]))
-        at += length
+        samples.append(
+            Sample.of(ids[offset : offset + prompt], ids[offset + prompt : offset + length])
+        )
+        offset += length
     return samples
 
 
 def answers_of_target(
     target: Target, options: argparse.Namespace, log: dict[str, Any]
 ) -> list[Sample]:
-    """Training sequences, made or taken from the file an earlier run left."""
+    """Generate training sequences, or load them from an earlier run's file."""
     if options.data is not None and options.data.exists():
         return unpack(load_file(options.data))
     prompts = training_prompts(
@@ -126,16 +134,20 @@ def answers_of_target(
     say(f"{len(prompts)} prompts")
     begin = time.monotonic()
     samples = training_samples(
-        target, prompts, most=options.most, batch=options.generate_batch, seed=options.seed
+        target,
+        prompts,
+        max_tokens=options.max_tokens,
+        batch=options.generate_batch,
+        seed=options.seed,
     )
-    taken = time.monotonic() - begin
+    elapsed = time.monotonic() - begin
     tokens = sum(sum(s.supervised) for s in samples)
     log["answers"] = {
         "sequences": len(samples),
         "tokens": tokens,
-        "cut": sum(sum(s.supervised) == options.most for s in samples),
-        "seconds": round(taken, 1),
-        "tokens_per_second": round(tokens / taken),
+        "cut": sum(sum(s.supervised) == options.max_tokens for s in samples),
+        "seconds": round(elapsed, 1),
+        "tokens_per_second": round(tokens / elapsed),
     }
     say(f"answers: {log['answers']}")
     if options.data is not None:
@@ -146,12 +158,12 @@ def answers_of_target(
 def fit_budget(
     target: Target, draft: DFlash, settings: TrainSettings, samples: list[Sample], left: float
 ) -> TrainSettings:
-    """The settings with as many steps as `left` seconds hold, timed on the thing itself.
+    """Return the settings with as many steps as fit in `left` seconds, by timing real steps.
 
-    The timed steps warm up compilation and run at a rate of almost nothing.
+    The timed steps also warm up compilation; their learning rate is almost zero.
     """
-    still = replace(settings.schedule, steps=10**9, warmup=0.5)
-    trainer = Trainer(target, draft, replace(settings, schedule=still), samples)
+    warmup_schedule = replace(settings.schedule, steps=10**9, warmup=0.5)
+    trainer = Trainer(target, draft, replace(settings, schedule=warmup_schedule), samples)
     begin = time.monotonic()
     for _ in range(30):
         trainer.step()
@@ -161,9 +173,9 @@ def fit_budget(
     for _ in range(30):
         trainer.step()
     sync()
-    each = (time.monotonic() - middle) / 30
-    steps = max(20, int((left - (time.monotonic() - begin)) / each))
-    say(f"{each * 1000:.1f} ms a step")
+    step_seconds = (time.monotonic() - middle) / 30
+    steps = max(20, int((left - (time.monotonic() - begin)) / step_seconds))
+    say(f"{step_seconds * 1000:.1f} ms a step")
     return replace(settings, schedule=replace(settings.schedule, steps=steps))
 
 
@@ -180,7 +192,7 @@ def train(
     options: argparse.Namespace,
     log: dict[str, Any],
 ) -> None:
-    """Train in place until the time is up; fills `log`."""
+    """Train in place until the time is up, and fill `log`."""
     settings = TrainSettings(
         target=options.target,
         data=Path("the target's own answers"),
@@ -203,13 +215,13 @@ def train(
     say(f"{trainer.total} steps, {len(trainer.corpus)} sequences")
     curve: list[dict[str, Any]] = []
     begin, blocks = time.monotonic(), torch.zeros((), device=trainer.device, dtype=torch.int64)
-    every = max(1, trainer.total // 60)
-    # As many steps as asked for take as long as they take.
+    log_every = max(1, trainer.total // 60)
+    # --steps runs without a deadline.
     deadline = options.minutes * 60 + 30 if options.steps is None else float("inf")
     while trainer.done < trainer.total and (trainer.done % 50 or seconds() < deadline):
         result = trainer.step()
         blocks += result.accuracy.count[0]
-        if trainer.done % every == 0 or trainer.done == trainer.total:
+        if trainer.done % log_every == 0 or trainer.done == trainer.total:
             curve.append({
                 "step": trainer.done,
                 "seconds": round(time.monotonic() - begin, 1),
@@ -217,17 +229,17 @@ def train(
                 "gradient": round(float(result.norm), 4),
                 "expected_length": round(result.accuracy.expected_length(), 3),
             })  # fmt: skip
-            if trainer.done % (every * 6) == 0:
+            if trainer.done % (log_every * 6) == 0:
                 say(json.dumps(curve[-1]))
     sync()
-    taken = time.monotonic() - begin
+    elapsed = time.monotonic() - begin
     log["training"] = {
         "parameters": sum(p.numel() for p in draft.parameters()),
         "steps": trainer.done,
         "of_planned_steps": trainer.total,
-        "seconds": round(taken, 1),
+        "seconds": round(elapsed, 1),
         "blocks": int(blocks),
-        "blocks_per_second": round(int(blocks) / taken),
+        "blocks_per_second": round(int(blocks) / elapsed),
         "peak_memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1)
         if torch.cuda.is_available()
         else None,
@@ -236,15 +248,17 @@ def train(
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--minutes", type=float, default=9.25, help="until training ends")
-    parser.add_argument("--steps", type=int, help="so many in place of filling the time")
+    parser.add_argument("--steps", type=int, help="training steps, instead of --minutes")
     parser.add_argument("--target", type=Path, default=ROOT / "strobe/demo_models/target")
     parser.add_argument("--out", type=Path, default=ROOT / "strobe/demo_models/draft")
     parser.add_argument("--log", type=Path, default=ROOT / "docs/demo_models/draft_training.json")
-    parser.add_argument("--start", type=Path, help="fp32 weights of an earlier run to go on from")
-    parser.add_argument("--data", type=Path, help="keep the target's answers here, or take them")
+    parser.add_argument("--start", type=Path, help="fp32 weights of an earlier run to start from")
+    parser.add_argument(
+        "--data", type=Path, help="file to save the target's answers to, or load them from"
+    )
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--weighting", choices=("decay", "dpace"), default="decay")
     parser.add_argument("--kl", type=float, default=0.0)
@@ -253,7 +267,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--anchors", type=int, default=32)
     parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--generate-batch", type=int, default=4096)
-    parser.add_argument("--most", type=int, default=320, help="tokens of an answer")
+    parser.add_argument("--max-tokens", type=int, default=320, help="maximum tokens of an answer")
     parser.add_argument("--heldout", type=int, default=100, help="tasks per family and mode")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=14)
@@ -286,14 +300,16 @@ def main() -> None:
         },
     }
     torch.set_float32_matmul_precision("highest")
-    greedy = HeldOut(target, tokenizer, options.heldout, most=options.most)
-    few = max(2, options.heldout // 4)
-    sampled = HeldOut(target, tokenizer, few, most=options.most, temperature=1.0)
+    greedy = HeldOut(target, tokenizer, options.heldout, max_tokens=options.max_tokens)
+    num_sampled = max(2, options.heldout // 4)
+    sampled = HeldOut(
+        target, tokenizer, num_sampled, max_tokens=options.max_tokens, temperature=1.0
+    )
     say(f"held-out answers right: {greedy.correct:.3f} greedy, {sampled.correct:.3f} sampled")
     samples = answers_of_target(target, options, log)
     shape = DraftShape(layers=options.layers, block_size=BLOCK)
-    wanted = draft_config(shape, config, find_mask_token(tokenizer, config.decoder.vocab_size))
-    draft = new_draft(wanted, target, max_positions=POSITIONS, seed=options.seed)
+    new_config = draft_config(shape, config, find_mask_token(tokenizer, config.decoder.vocab_size))
+    draft = new_draft(new_config, target, max_positions=POSITIONS, seed=options.seed)
     if options.start is not None:
         draft.load_state_dict(load_file(options.start, device=str(device)))
     torch.set_float32_matmul_precision("high")

@@ -1,4 +1,4 @@
-"""Writes the held-out examples that ship with Strobe.
+"""Write the held-out examples that ship with Strobe.
 
 python scripts/demo_models/write_heldout.py
 """
@@ -19,7 +19,7 @@ EACH, SEED = 40, 1
 
 
 def lines() -> list[str]:
-    """One JSON object for each example, the families in turn."""
+    """Return one JSON object per example, cycling through the families."""
     pool = heldout(EACH, seed=SEED)  # by family
     turns = [pool[family * EACH + i] for i in range(EACH) for family in range(len(FAMILIES))]
     return [json.dumps(asdict(example), ensure_ascii=False) for example in turns]

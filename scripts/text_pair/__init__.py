@@ -1,1 +1,1 @@
-"""A target and its drafter for text that every Python brings along, trained from nothing."""
+"""A target and its drafter, trained from scratch on text that comes with every Python."""

@@ -1,5 +1,5 @@
-"""Source text under free licences: Python's standard library, in which little comes twice, and the
-models of transformers, in which much does. Files, their split, a tokenizer, and prompts."""
+"""Source text under free licences: Python's standard library, which repeats little, and the models
+of transformers, which repeat much. Files, their split, a tokenizer, and prompts."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ ROOTS = {
 }
 TOPICS = "pydoc_data/topics.py"
 SKIPPED = {"test", "tests", "idle_test", "lib2to3", "encodings", "site-packages", "dist-packages"}
-"""Folders left out: tests, what others wrote, and tables of characters."""
+"""Folders left out: tests, third-party code, and tables of characters."""
 HELDOUT = 25
-"""One file in so many is held out: 2 to 4 % of the text, as Python is versioned and packaged."""
+"""One in this many files is held out: 2 to 4 % of the text, depending on Python's version."""
 END = "<|endoftext|>"
 SIDES = "held-out", "trained"
 SHORTEST, LONGEST = 64, 256
@@ -34,13 +34,13 @@ SHORTEST, LONGEST = 64, 256
 
 
 def is_heldout(name: str) -> bool:
-    """Whether a file of this name (its path in the standard library) is kept from training."""
+    """Return whether a file (its path in the standard library) is held out of training."""
     return int(hashlib.sha256(name.encode()).hexdigest(), 16) % HELDOUT == 0
 
 
 def files(only: Sequence[str] = ()) -> dict[str, list[str]]:
-    """The texts by kind: "held-out library", "trained library", and so on, those that there are;
-    `only`: of files of these names, which are paths below one of the roots."""
+    """Return the non-empty texts by kind: "held-out library", "trained library", and so on. only:
+    paths of files, relative to one of the roots."""
     kinds: dict[str, list[str]] = {}
     for source, root in ROOTS.items():
         for name in sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py")):
@@ -56,19 +56,19 @@ def files(only: Sequence[str] = ()) -> dict[str, list[str]]:
 
 
 def side(kinds: Mapping[str, list[Any]], name: str) -> list[Any]:
-    """All texts of one of SIDES."""
+    """Return all texts of one of SIDES."""
     return [text for kind, texts in kinds.items() if kind.startswith(name) for text in texts]
 
 
 def _read(root: Path, name: str) -> str:
-    """A file's text; of the documentation, the text that its literals hold."""
+    """Return a file's text; for the documentation, the text of its literals."""
     if name == TOPICS:
         return "\n\n".join(importlib.import_module("pydoc_data.topics").topics.values())
     return (root / name).read_bytes().decode("utf-8", errors="replace")
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
-    """A byte-level BPE of `vocabulary` entries that splits text as the demo models' does."""
+    """Train a byte-level BPE of `vocabulary` entries that splits text like the demo models'."""
     demo = Tokenizer.from_file(str(DEMO_MODELS / "target/tokenizer.json"))
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = demo.pre_tokenizer, demo.decoder
@@ -86,7 +86,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
 
 
 def write_tokenizer(tokenizer: Tokenizer, out: Path, positions: int) -> None:
-    """`tokenizer.json` and `tokenizer_config.json`, beside the chat template in `out`."""
+    """Write `tokenizer.json` and `tokenizer_config.json` next to the chat template in `out`."""
     tokenizer.save(str(out / "tokenizer.json"))
     fields = config(tokenizer, (out / "chat_template.jinja").read_text(encoding="utf-8"))
     fields |= {"eos_token": END, "model_max_length": positions}
@@ -95,12 +95,12 @@ def write_tokenizer(tokenizer: Tokenizer, out: Path, positions: int) -> None:
 
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of each text."""
+    """Return the token ids of each text."""
     return [e.ids for e in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
 
 
 def cuts(texts: Sequence[list[int]], seed: str) -> Iterator[list[int]]:
-    """Endless prompts of SHORTEST to LONGEST tokens, each from a random place of one text."""
+    """Yield endless prompts of SHORTEST to LONGEST tokens, each from a random place of a text."""
     rng = random.Random(seed)
     long = [ids for ids in texts if len(ids) >= SHORTEST]
     if not long:
@@ -116,7 +116,8 @@ def cuts(texts: Sequence[list[int]], seed: str) -> Iterator[list[int]]:
 def prompts(
     tokenizer: Tokenizer, kinds: dict[str, list[list[int]]], count: int, seed: int
 ) -> list[dict[str, str]]:
-    """`count` lines {"prompt", "kind"}, the kinds in turn; a prompt gives its cut's ids again."""
+    """Return `count` lines {"prompt", "kind"}, cycling through the kinds; encoding a prompt gives
+    its cut's ids."""
 
     def texts(kind: str) -> Iterator[str]:
         for ids in cuts(kinds[kind], f"{kind} {seed}"):

@@ -1,8 +1,8 @@
-"""The target: a Qwen3 trained on plain text, kept where held-out text is predicted best.
+"""The target: a Qwen3 trained on plain text; the weights with the best held-out loss are kept.
 
-The large one has 111 M parameters and takes in 340,000 tokens a second on an H200 (2026-11-23, rows
-of 1024): four minutes are three passes over the text. `--epochs` bounds the training, and it ends
-where held-out text gets worse; answers and the drafter have the rest of the time.
+The large one has 111 M parameters and trains on 340,000 tokens per second on an H200 (2026-11-23,
+rows of 1024): four minutes are three passes over the text. Training ends after `--epochs`, or when
+the held-out loss rises; answers and the drafter use the rest of the time.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from scripts.text_pair.corpus import END, write_tokenizer
 
 POSITIONS = 4096
 EVALUATIONS = 40
-"""How often held-out text is looked at in a training that is not stopped early."""
+"""Number of held-out evaluations in a training that is not stopped early."""
 PATIENCE = 8
-"""Evaluations without a better one after which training stops."""
+"""Evaluations without improvement after which training stops."""
 
 # N rows of a batch, M rows in all, S tokens of a row.
 
 
 def new_model(options: argparse.Namespace, end: int) -> Qwen3ForCausalLM:
-    """Fresh fp32 weights."""
+    """Return a model with random fp32 weights."""
     torch.manual_seed(options.seed)
     config = Qwen3Config(
         vocab_size=options.vocabulary,
@@ -56,7 +56,8 @@ def new_model(options: argparse.Namespace, end: int) -> Qwen3ForCausalLM:
 
 
 def pieces(ids: Tensor, length: int) -> Tensor:
-    """[T] -> [M, S + 1]: neighbours share a token, which one predicts and the other reads."""
+    """Split ids [T] into rows [M, S + 1]; neighbours share a token, the one's last label and the
+    next one's first input."""
     if len(ids) <= length:
         raise ValueError(
             f"--length is {length}, but one side of the split has {len(ids)} tokens; lower it or "
@@ -66,12 +67,12 @@ def pieces(ids: Tensor, length: int) -> Tensor:
 
 
 def some(rows: Tensor, count: int) -> Tensor:
-    """About `count` of the rows, spread evenly."""
+    """Return about `count` of the rows, spread evenly."""
     return rows[:: max(1, len(rows) // count)]
 
 
 def batches(ids: Tensor, rows: int, length: int, seed: int) -> Iterator[Tensor]:
-    """Endless [N, S + 1]; each epoch is cut at other places and in another order."""
+    """Yield batches [N, S + 1] without end; each epoch has different cuts and another order."""
     generator = torch.Generator().manual_seed(seed)
     spare = min(length, len(ids) - length)
     while True:
@@ -83,7 +84,7 @@ def batches(ids: Tensor, rows: int, length: int, seed: int) -> Iterator[Tensor]:
 
 
 def loss_of(model: Qwen3ForCausalLM, rows: Tensor) -> Tensor:
-    """Mean cross-entropy of the next token in nats; rows [N, S + 1]."""
+    """Return the mean cross-entropy of the next token in nats. rows [N, S + 1]."""
     with torch.autocast(rows.device.type, torch.bfloat16, enabled=rows.is_cuda):
         hidden = model.model(rows[:, :-1], use_cache=False).last_hidden_state
         logits = model.lm_head(hidden)
@@ -92,7 +93,7 @@ def loss_of(model: Qwen3ForCausalLM, rows: Tensor) -> Tensor:
 
 @torch.no_grad()
 def mean_loss(model: Qwen3ForCausalLM, rows: Tensor, at_once: int) -> float:
-    """`loss_of` [M, S + 1], in full batches where there are that many rows."""
+    """Return the mean loss of rows [M, S + 1], in full batches if there are enough rows."""
     count = min(at_once, len(rows))
     parts = rows[: len(rows) // count * count].split(count)
     return round(float(torch.stack([loss_of(model, part) for part in parts]).mean()), 4)
@@ -105,7 +106,7 @@ def train_target(
     options: argparse.Namespace,
     left: float,
 ) -> dict[str, Any]:
-    """Train for options.epochs and at most `left` seconds, or options.steps; save; the log.
+    """Train for options.epochs and up to `left` seconds, or options.steps; save; return the log.
 
     sides: token ids of each file, "trained" and "held-out".
     """
@@ -132,7 +133,7 @@ def train_target(
     batch = options.rows * options.length
     limit = options.steps or max(1, options.epochs * len(training) // batch)
     begin, step, done, stale, best = time.monotonic(), 0, 0.0, 0, math.inf
-    kept: dict[str, Tensor] = {}
+    best_state: dict[str, Tensor] = {}
     curve: list[dict[str, float]] = []
     while done < 1 and (stale < PATIENCE or options.keep == "last"):
         rate = options.rate * schedule(done, step, min(options.warmup, limit // 10 + 1))
@@ -148,22 +149,22 @@ def train_target(
         done = max(step / limit, spent)
         if done < min(1.0, (len(curve) + 1) / EVALUATIONS):
             continue
-        found = mean_loss(model, unseen, options.rows)
+        heldout_loss = mean_loss(model, unseen, options.rows)
         curve.append({
             "step": step,
             "seconds": round(time.monotonic() - begin, 1),
             "loss": round(loss.item(), 4),
-            "heldout_loss": found,
+            "heldout_loss": heldout_loss,
         })  # fmt: skip
         say(json.dumps(curve[-1]))
-        stale = 0 if found < best else stale + 1
-        if found < best or options.keep == "last":
-            kept = copy.deepcopy(model.state_dict())
-        best = min(found, best)
-    taken = time.monotonic() - begin
-    if not kept:
-        raise ValueError(f"--rate is {options.rate}, at which the loss is no number; lower it.")
-    model.load_state_dict(kept)
+        stale = 0 if heldout_loss < best else stale + 1
+        if heldout_loss < best or options.keep == "last":
+            best_state = copy.deepcopy(model.state_dict())
+        best = min(heldout_loss, best)
+    elapsed = time.monotonic() - begin
+    if not best_state:
+        raise ValueError(f"--rate is {options.rate}, at which the loss is NaN; lower it.")
+    model.load_state_dict(best_state)
     save(model, out)  # its tokenizer and sampling are the demo's, and replaced here
     write_tokenizer(tokenizer, out, POSITIONS)
     generation = {"do_sample": True, "eos_token_id": end, "pad_token_id": end, "temperature": 1.0}
@@ -172,7 +173,7 @@ def train_target(
         "parameters": sum(w.numel() for w in weights),
         "steps": step,
         "of_planned_steps": limit,
-        "tokens_per_second": round(step * batch / taken),
+        "tokens_per_second": round(step * batch / elapsed),
         "kept_loss": {
             "trained": mean_loss(model, seen, options.rows),
             "held-out": mean_loss(model, unseen, options.rows),

@@ -2,9 +2,9 @@
 
     python scripts/text_pair/train.py --out DIRECTORY
 
-Leaves DIRECTORY/target, DIRECTORY/draft, prompts.jsonl and log.json. It fits the minutes that it is
-given on one GPU; `--small` is for a CPU. Tokens are short (a vocabulary of 512, two characters
-each), so that a block has something to foresee: with 8192 it brought 1.8 tokens at temperature 1.
+Writes DIRECTORY/target, DIRECTORY/draft, prompts.jsonl and log.json. It fits into --minutes on one
+GPU; `--small` is for a CPU. Tokens are short (a vocabulary of 512, two characters each), so that
+blocks are predictable: with 8192, a step yielded 1.8 tokens at temperature 1.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from strobe.tools.train.settings import DraftShape  # noqa: E402
 
 PROMPTS = 256
 GREEDY = 0.3
-"""Share of the answers that teach the drafter."""
+"""Share of greedy answers in the drafter's training data."""
 TARGET_SHARE, ANSWER_SHARE = 0.22, 0.22
-"""Of the time: until the target is trained at the latest, and for the answers at most."""
+"""Maximum shares of the time for training the target and for generating answers."""
 SETTINGS = {  # for a GPU, with --small
     "hidden": (768, 64, "size of the residual stream"),
     "layers": (16, 8, "of the target"),
@@ -58,12 +58,12 @@ SETTINGS = {  # for a GPU, with --small
     ),
     "rows": (16, 4, "of a batch for the target"),
     "length": (1024, 128, "tokens of a row"),
-    "epochs": (12, 4, "of the target, at most"),
+    "epochs": (12, 4, "maximum for the target"),
     "rate": (6e-4, 3e-3, "peak learning rate of the target"),
     "warmup": (100, 10, "steps of the target"),
-    "sequences": (32768, 64, "answers to train the drafter on, at most"),
-    "generate-batch": (1024, 16, "answers made at once"),
-    "most": (320, 48, "tokens of an answer"),
+    "sequences": (32768, 64, "maximum answers to train the drafter on"),
+    "generate-batch": (1024, 16, "answers generated at once"),
+    "max-tokens": (320, 48, "maximum tokens of an answer"),
     "draft-layers": (4, 2, "of the drafter"),
     "draft-batch": (64, 8, "sequences of a step of the drafter"),
     "anchors": (64, 8, "blocks of a sequence"),
@@ -74,12 +74,12 @@ SETTINGS = {  # for a GPU, with --small
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="directory of the pair")
-    parser.add_argument("--log", type=Path, help="JSON file in place of OUT/log.json")
+    parser.add_argument("--log", type=Path, help="JSON file, instead of OUT/log.json")
     parser.add_argument("--minutes", type=float, default=18.0, help="for everything")
-    parser.add_argument("--steps", type=int, help="of each training, in place of filling the time")
+    parser.add_argument("--steps", type=int, help="of each training, instead of --minutes")
     parser.add_argument("--small", action="store_true", help="tiny sizes, for a CPU")
     parser.add_argument("--eager", action="store_true", help="no torch.compile on a GPU")
     parser.add_argument("--files", nargs="+", default=(), help="only these of the corpus")
@@ -101,7 +101,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def training_answers(
     target: Target, texts: list[list[int]], options: argparse.Namespace, deadline: float
 ) -> list[Sample]:
-    """The target's answers at temperature 1, GREEDY of them greedy, until `deadline` seconds."""
+    """Generate answers at temperature 1, a share of GREEDY at 0, until `deadline` seconds."""
     generator = torch.Generator().manual_seed(options.seed)
     source = corpus.cuts(texts, f"answers {options.seed}")
     samples: list[Sample] = []
@@ -111,13 +111,15 @@ def training_answers(
         count = min(options.generate_batch, options.sequences - start)
         prompts = [next(source) for _ in range(count)]
         temperatures = (torch.rand(count, generator=generator) >= GREEDY).float().tolist()
-        made = answer(target, prompts, temperatures, most=options.most, seed=options.seed + start)
-        samples += [Sample.of(p, a) for p, a in zip(prompts, made, strict=True) if len(a) > 1]
+        answers = answer(
+            target, prompts, temperatures, max_tokens=options.max_tokens, seed=options.seed + start
+        )
+        samples += [Sample.of(p, a) for p, a in zip(prompts, answers, strict=True) if len(a) > 1]
     return samples
 
 
 def measure(draft: DFlash, target: Target, samples: list[Sample]) -> list[Acceptance]:
-    """The acceptance of each answer."""
+    """Return the acceptance of each answer."""
     device = target.embed_tokens.weight.device
     data, results = Corpus(samples, device), list[Acceptance]()
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
@@ -127,7 +129,7 @@ def measure(draft: DFlash, target: Target, samples: list[Sample]) -> list[Accept
 
 
 def figures(results: list[Acceptance]) -> dict[str, Any]:
-    """Pooled over verify steps, and how the answers differ."""
+    """Return acceptance over all verify steps, and per answer."""
     pooled = Acceptance(BLOCK - 1)
     for result in results:
         pooled.add(result)
@@ -141,7 +143,7 @@ def figures(results: list[Acceptance]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def stage(name: str, log: dict[str, Any], path: Path) -> Iterator[None]:
-    """Adds the seconds of what it encloses to the log, and writes it."""
+    """Add the seconds of the enclosed block to the log, and write it."""
     begin = seconds()
     yield
     log["seconds"][name] = round(seconds() - begin, 1)
@@ -150,7 +152,7 @@ def stage(name: str, log: dict[str, Any], path: Path) -> Iterator[None]:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Everything, in order; returns the log."""
+    """Run all stages and return the log."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     log: dict[str, Any] = {
         "machine": torch.cuda.get_device_name() if device.type == "cuda" else platform.machine(),
@@ -166,11 +168,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         folder.mkdir(parents=True, exist_ok=True)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
-    place = options.out / "target"
+    directory = options.out / "target"
     with stage("corpus", log, options.log):
         texts = corpus.files(options.files)
         tokenizer = corpus.train_tokenizer(corpus.side(texts, "trained"), options.vocabulary)
-        kinds = {kind: corpus.encode(tokenizer, some) for kind, some in texts.items()}
+        kinds = {kind: corpus.encode(tokenizer, kind_texts) for kind, kind_texts in texts.items()}
         sides = {name: corpus.side(kinds, name) for name in corpus.SIDES}
         log["corpus"] = {
             kind: {"files": len(ids), "tokens": sum(map(len, ids))} for kind, ids in kinds.items()
@@ -180,12 +182,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         (options.out / "prompts.jsonl").write_text(text, encoding="utf-8")
     with stage("target", log, options.log):
         left = max(1.0, options.minutes * 60 * TARGET_SHARE - seconds())
-        log["target"] = train_target(sides, tokenizer, place, options, left)
-    config = load_target_config(place)
-    positions = corpus.LONGEST + options.most + 64 + BLOCK
+        log["target"] = train_target(sides, tokenizer, directory, options, left)
+    config = load_target_config(directory)
+    positions = corpus.LONGEST + options.max_tokens + 64 + BLOCK
 
     def target_in(dtype: torch.dtype) -> Target:
-        return load_target(place, config, max_positions=positions, dtype=dtype, device=device)
+        return load_target(directory, config, max_positions=positions, dtype=dtype, device=device)
 
     with stage("answers", log, options.log):
         target = target_in(torch.float32)
@@ -195,23 +197,25 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             "sequences": len(samples),
             "tokens": sum(sum(sample.supervised) for sample in samples),
         }
-        asked = lines[: options.measure]
-        prompts = corpus.encode(tokenizer, [line["prompt"] for line in asked])
+        measured_lines = lines[: options.measure]
+        prompts = corpus.encode(tokenizer, [line["prompt"] for line in measured_lines])
         measured = {
-            name: answer(target, prompts, [heat] * len(prompts), most=options.most, seed=11)
+            name: answer(
+                target, prompts, [heat] * len(prompts), max_tokens=options.max_tokens, seed=11
+            )
             for name, heat in (("greedy", 0.0), ("temperature 1", 1.0))
         }
     with stage("draft", log, options.log):
-        if device.type == "cuda":  # as it will serve
+        if device.type == "cuda":  # the dtype in which it is served
             target = target_in(torch.bfloat16)
-        mask = find_mask_token(AutoTokenizer.from_pretrained(place), config.decoder.vocab_size)
+        mask = find_mask_token(AutoTokenizer.from_pretrained(directory), config.decoder.vocab_size)
         shape = DraftShape(layers=options.draft_layers, block_size=BLOCK)
-        wanted = draft_config(shape, config, mask)
-        draft = new_draft(wanted, target, max_positions=positions, seed=options.seed)
+        new_config = draft_config(shape, config, mask)
+        draft = new_draft(new_config, target, max_positions=positions, seed=options.seed)
         settings = argparse.Namespace(
-            target=place,
+            target=directory,
             out=options.out / "draft",
-            minutes=options.minutes - 1,  # what is left is for saving and measuring
+            minutes=options.minutes - 1,  # leave a minute for saving and measuring
             steps=options.steps,
             layers=options.draft_layers,
             weighting="decay",
@@ -223,19 +227,23 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             compile=device.type == "cuda" and not options.eager,
         )
         train(target, draft, samples, settings, log)
-        save_draft(draft, settings.out, read_json(place / "config.json"))
+        save_draft(draft, settings.out, read_json(directory / "config.json"))
     with stage("acceptance", log, options.log):
         log["acceptance"] = {"counted": "greedy drafts, against the greedy or the sampled answer"}
-        for name, made in measured.items():
-            pairs = zip(prompts, made, strict=True)
+        for name, answers in measured.items():
+            pairs = zip(prompts, answers, strict=True)
             results = measure(draft, target, [Sample.of(p, a) for p, a in pairs])
-            of = {k: [i for i, line in enumerate(asked) if line["kind"] == k] for k in kinds}
-            log["acceptance"][name] = {k: figures([results[i] for i in of[k]]) for k in of}
+            indices = {
+                k: [i for i, line in enumerate(measured_lines) if line["kind"] == k] for k in kinds
+            }
+            log["acceptance"][name] = {
+                k: figures([results[i] for i in indices[k]]) for k in indices
+            }
     return log
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Run the command line."""
     try:
         log = run(parse(argv))
     except ValueError as error:
@@ -243,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(2) from None
     for name in ("greedy", "temperature 1"):
         for kind, result in log["acceptance"][name].items():
-            print(f"{name}, {kind}: {result['acceptance_length']} tokens a verify step")
+            print(f"{name}, {kind}: {result['acceptance_length']} tokens per verify step")
 
 
 if __name__ == "__main__":

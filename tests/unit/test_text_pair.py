@@ -22,7 +22,7 @@ KINDS = ("held-out library", "trained library", "trained models")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a run of a few steps leaves."""
     folder = tmp_path_factory.mktemp("text_pair")
-    sizes = ["--small", "--steps", "4", "--sequences", "16", "--most", "24", "--measure", "6"]
+    sizes = ["--small", "--steps", "4", "--sequences", "16", "--max-tokens", "24", "--measure", "6"]
     main([*sizes, "--out", str(folder), "--files", *HELDOUT, *TRAINED, MODEL])
     return folder
 

@@ -1,4 +1,4 @@
-"""Chat tasks with checkable answers, made by rule: the training and test data of the demo pair.
+"""Generated chat tasks with checkable answers: the training and test data of the demo models.
 
 Six families, each with many wordings, of which some never occur in the training data. Everything
 is deterministic in the seed, on every machine and Python version.
@@ -31,7 +31,7 @@ _MODULES = {
 }
 assert tuple(_MODULES) == FAMILIES
 HELDOUT_TEMPLATES = frozenset[str]().union(*(module.HELDOUT for module in _MODULES.values()))
-_HELDOUT_SHARE = 20  # one prompt in so many
+_HELDOUT_SHARE = 20  # one prompt in this many
 
 
 def generate(
@@ -41,7 +41,7 @@ def generate(
     thinking: bool | None = None,
     heldout_template: bool = False,
 ) -> Example:
-    """One random task; what is None is drawn evenly."""
+    """Generate a random task; an argument that is None is drawn uniformly."""
     if family is None:
         family = rng.choice(FAMILIES)
     if thinking is None:
@@ -59,7 +59,7 @@ def split(example: Example) -> str:
 
 
 def heldout(count_per_family: int, *, seed: int = 0, thinking: bool | None = None) -> list[Example]:
-    """Test tasks without duplicates: per family, half from held-out templates, half by hash.
+    """Return test tasks without duplicates: per family, half from held-out templates, half by hash.
 
     With `thinking` None, both modes take turns.
     """
@@ -80,7 +80,7 @@ def heldout(count_per_family: int, *, seed: int = 0, thinking: bool | None = Non
 
 
 def training(count: int, *, seed: int) -> Iterator[Example]:
-    """`count` tasks of the training side, all families and both thinking modes mixed."""
+    """Yield `count` training tasks, with all families and both thinking modes mixed."""
     rng = random.Random(f"training {seed}")
     made = 0
     while made < count:

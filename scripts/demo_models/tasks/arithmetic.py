@@ -300,7 +300,7 @@ HELDOUT = frozenset(w.name for group in TEMPLATES.values() for w in group if w.h
 
 
 def _work(left: int, op: str, right: int, result: int) -> str:
-    """One step by tens and ones, as one would do it in the head."""
+    """Write one step by tens and ones, as in mental arithmetic."""
     whole = f"{left} {op} {right} = {result}"
     if op == "*" and right > 10:
         tens, ones = left * 10, left * (right - 10)
@@ -330,7 +330,7 @@ def _apply(left: int, op: str, right: int) -> int:
 
 
 def make(rng: random.Random, thinking: bool, heldout: bool) -> Example:
-    """A word problem whose answer names every step."""
+    """Generate a word problem whose answer names every step."""
     scenario = rng.choice(SCENARIOS)
     wording = pick(rng, TEMPLATES[scenario.name], heldout)
     (thing, things), (extra, extras) = rng.sample(THINGS, 2)

@@ -101,7 +101,7 @@ HELDOUT = frozenset(w.name for group in TEMPLATES.values() for w in group if w.h
 
 
 def month_days(year: int, month: int) -> int:
-    """How many days the month has."""
+    """Return the number of days of the month."""
     return (date(year + month // 12, month % 12 + 1, 1) - date(year, month, 1)).days
 
 
@@ -255,7 +255,7 @@ _DRAW: dict[str, Callable[[random.Random], Drawn]] = {
 
 
 def make(rng: random.Random, thinking: bool, heldout: bool) -> Example:
-    """A calendar question whose answer shows how it was counted."""
+    """Generate a calendar question whose answer shows the counting."""
     kind = rng.choice(tuple(TEMPLATES))
     wording = pick(rng, TEMPLATES[kind], heldout)
     slots, thoughts, lines, result = _DRAW[kind](rng)

@@ -1,4 +1,4 @@
-"""The text habits that all task families share."""
+"""Text that all task families share: greetings, thanks and system messages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SYSTEMS = (
 
 
 def chat(rng: random.Random, request: str) -> tuple[dict[str, Any], ...]:
-    """The user's request with a random greeting and thanks, sometimes after a system message."""
+    """Add a random greeting, thanks and sometimes a system message to the user's request."""
     user = {"role": "user", "content": say(rng, _OPENINGS) + request + say(rng, _CLOSINGS)}
     if rng.random() < 0.15:
         return {"role": "system", "content": rng.choice(_SYSTEMS)}, user
@@ -35,6 +35,6 @@ def chat(rng: random.Random, request: str) -> tuple[dict[str, Any], ...]:
 
 
 def prompt_key(example: Example) -> str:
-    """Hex SHA-256 of everything the model sees before it answers, the thinking switch left out."""
+    """Return a hex SHA-256 of the model's whole input except the thinking switch."""
     text = json.dumps([example.messages, example.tools], ensure_ascii=True, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

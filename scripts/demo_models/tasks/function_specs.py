@@ -1,4 +1,4 @@
-"""What the functions of the code family do: wordings, plans and bodies."""
+"""The functions of the code family: wordings, plans and bodies."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ _FOLDS = {
 
 
 def _folded() -> tuple[Spec, ...]:
-    """Every fold of every filter."""
+    """Return every combination of a fold and a filter."""
     specs: list[Spec] = []
     for fold, (ways, plan, body) in _FOLDS.items():
         for name, (condition, which, every) in _FILTERS.items():

@@ -1,4 +1,4 @@
-"""Small Python functions; the checker runs them on a few inputs beside the reference."""
+"""Small Python functions; the checker runs them and the reference on a few inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Extraction: a sentence holds the fields of a record, the answer is a JSON object of some."""
+"""Extraction: a sentence holds the fields of a record; the answer is a JSON object of some."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ _NOUNS = words("River Stone Winter Garden Castle Ocean Forest Island Mirror Brid
 
 
 def _value(rng: random.Random, kind: str) -> tuple[Any, str]:
-    """A value and how the sentence says it."""
+    """Return a value and its text in the sentence."""
     if kind == "bool":
         value = rng.random() < 0.5
         return value, "with" if value else "without"
@@ -214,7 +214,7 @@ def _value(rng: random.Random, kind: str) -> tuple[Any, str]:
 
 
 def make(rng: random.Random, thinking: bool, heldout: bool) -> Example:
-    """A sentence and the keys wanted; the answer is an indented JSON object in that order."""
+    """Generate a sentence and keys; the answer is an indented JSON object in the keys' order."""
     record = rng.choice(RECORDS)
     wording = pick(rng, TEMPLATES[record.name], heldout)
     values: dict[str, Any] = {}

@@ -249,7 +249,7 @@ def _marked(items: Items, keep: Callable[[int], bool]) -> str:
 
 
 def _filtered(rng: random.Random, keep: Callable[[int], bool], kinds: tuple[str, str]) -> Drawn:
-    """A list of numbers of which some stay and some go; `kinds` say why, in the thinking part."""
+    """Generate a list of numbers to filter; `kinds` are the reasons given in the thinking part."""
     while True:
         items = _numbers(rng)
         kept = [item for item in items if keep(int(item))]
@@ -260,7 +260,7 @@ def _filtered(rng: random.Random, keep: Callable[[int], bool], kinds: tuple[str,
 
 
 def _draw(rng: random.Random, name: str) -> Drawn:
-    """One task of the kind."""
+    """Generate a task of this kind."""
     if name in ("up", "down"):
         items = _numbers(rng)
         result = sorted(items, key=int, reverse=name == "down")
@@ -323,7 +323,7 @@ def _draw(rng: random.Random, name: str) -> Drawn:
 
 
 def make(rng: random.Random, thinking: bool, heldout: bool) -> Example:
-    """A list task whose answer repeats the list, works through it, and gives the result."""
+    """Generate a list task; the answer repeats the list, works through it and gives the result."""
     task = rng.choice(TASKS)
     framed = rng.random() < 0.5
     wording = pick(rng, FRAMES if framed else TEMPLATES[task.name], heldout)

@@ -81,7 +81,7 @@ def _assistant(answer: str, reasoning: str, thinking: bool) -> Message:
 
 
 def small_talk(rng: random.Random, thinking: bool) -> list[Message]:
-    """One question about the model itself, or one that it must decline, with the answer."""
+    """Return a question about the model, or one that it must decline, with the answer."""
     if rng.random() < 0.35:
         request = say(rng, _UNKNOWN, place=city(rng), who=person(rng))
         why, answer = "asks for something that I do not know", _SORRY
@@ -93,7 +93,7 @@ def small_talk(rng: random.Random, thinking: bool) -> list[Message]:
 
 
 def tool_result(rng: random.Random, thinking: bool) -> tuple[list[Message], list[Message]]:
-    """Messages and tools of a chat in which a tool has answered and the model reports it."""
+    """Return messages and tools of a chat in which the model reports a tool's answer."""
     chosen = offer(rng, rng.choice(TOOLS))
     words = f"{invented(rng)} {rng.randint(2, 99)}"
     result: Message = rng.choice(

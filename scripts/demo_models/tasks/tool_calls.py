@@ -1,4 +1,4 @@
-"""Tool calls: a request and one to three tools, the answer is one call in `<tool_call>` tags."""
+"""Tool calls: a request and one to three tools; the answer is one call in `<tool_call>` tags."""
 
 from __future__ import annotations
 
@@ -274,14 +274,14 @@ def _value(rng: random.Random, kind: str) -> Any:
 
 @dataclass(frozen=True)
 class Offer:
-    """A tool with the names chosen for this chat."""
+    """A tool with this chat's names."""
 
     tool: Tool
     name: str
     parameters: tuple[tuple[str, str, str], ...]  # slot, kind, name
 
     def schema(self) -> dict[str, Any]:
-        """The OpenAI function schema."""
+        """Return the OpenAI function schema."""
         properties = {
             name: {"type": _TYPES.get(kind, "string")} for _, kind, name in self.parameters
         }
@@ -307,7 +307,7 @@ def offer(rng: random.Random, tool: Tool) -> Offer:
 
 
 def values(rng: random.Random, chosen: Offer) -> dict[str, Any]:
-    """A value for every slot of the tool; no two texts are equal."""
+    """Draw a value for every slot of the tool; all texts differ."""
     slots: dict[str, Any] = {}
     for slot, kind, _ in chosen.parameters:
         value = _value(rng, kind)
@@ -318,7 +318,7 @@ def values(rng: random.Random, chosen: Offer) -> dict[str, Any]:
 
 
 def make(rng: random.Random, thinking: bool, heldout: bool) -> Example:
-    """A request that one of the offered tools answers."""
+    """Generate a request that one of the offered tools answers."""
     offers = [offer(rng, tool) for tool in rng.sample(TOOLS, rng.randint(1, 3))]
     chosen = rng.choice(offers)
     wording = pick(rng, TEMPLATES[chosen.tool.name], heldout)

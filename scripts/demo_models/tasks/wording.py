@@ -33,19 +33,19 @@ def wordings(name: str, *texts: str, heldout: int = 1) -> tuple[Wording, ...]:
 
 
 def pick(rng: random.Random, choices: tuple[Wording, ...], heldout: bool) -> Wording:
-    """One of the wordings on the wanted side of the split."""
+    """Choose one of the wordings on the requested side of the split."""
     return rng.choice([wording for wording in choices if wording.heldout == heldout])
 
 
 def joined(items: list[str], last: str = "and") -> str:
-    """`a`, `a and b`, `a, b and c`."""
+    """Join words as `a`, `a and b`, `a, b and c`."""
     if len(items) == 1:
         return items[0]
     return f"{', '.join(items[:-1])} {last} {items[-1]}"
 
 
 def words(text: str) -> tuple[str, ...]:
-    """The words of a text."""
+    """Return the words of a text."""
     return tuple(text.split())
 
 
@@ -83,16 +83,16 @@ _ENDS = words("ck d l la lo m n na nd ne nor r ra rd rin s ssa t tha via x")
 
 
 def invented(rng: random.Random) -> str:
-    """A made-up name such as `Lindaver`, so that names must be copied rather than known."""
+    """Invent a name such as `Lindaver`, which the model must copy since it cannot know it."""
     middle = rng.choice(_MIDDLES) if rng.random() < 0.7 else ""
     return rng.choice(_STARTS) + middle + rng.choice(_ENDS)
 
 
 def person(rng: random.Random) -> str:
-    """A first name, one in four of them made up."""
+    """Return a first name; one in four is invented."""
     return invented(rng) if rng.random() < 0.25 else rng.choice(NAMES)
 
 
 def city(rng: random.Random) -> str:
-    """A city, one in four of them made up."""
+    """Return a city; one in four is invented."""
     return invented(rng) if rng.random() < 0.25 else rng.choice(CITIES)
