@@ -1,4 +1,4 @@
-"""Capturing and replaying steps on a CPU, so that what a graph reads and writes can be tested."""
+"""Capture and replay of steps on a CPU, to test what graphs read and write."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from strobe.runner.graphs import Graphs
 
 
 class SlowPlan:
-    """Attention span by span, by what the inputs' tensors hold at the moment of the call."""
+    """Attention span by span, with the inputs' values at the time of the call."""
 
     def __init__(self, batch: Batch, store: KVStore, masks: Sequence[LayerMask]):
         self.batch, self.store, self.masks = batch, store, masks
@@ -38,10 +38,14 @@ class SlowPlan:
             rows, keys = slice(first, first + size), torch.arange(start + size)
             slots = batch.tables[batch.slots[s], keys // batch.page_size] + keys
             seen, values = self.store.gather(layer, slots[None])
-            at = start + torch.arange(size)[:, None]
-            allowed = keys <= at if mask.causal else torch.ones(size, len(keys), dtype=torch.bool)
+            positions = start + torch.arange(size)[:, None]
+            allowed = (
+                keys <= positions if mask.causal else torch.ones(size, len(keys), dtype=torch.bool)
+            )
             if mask.window is not None:
-                allowed = allowed & (at - keys < mask.window) & (keys - at < mask.window)
+                allowed = (
+                    allowed & (positions - keys < mask.window) & (keys - positions < mask.window)
+                )
             part = torch.nn.functional.scaled_dot_product_attention(
                 q[rows].transpose(0, 1)[None], seen, values, allowed, enable_gqa=True
             )
@@ -54,39 +58,39 @@ class SlowBackend:
         return SlowPlan(batch, store, masks)
 
 
-class Double:
-    """Captures by running once and taking all effects back; replays by running again. What other
-    graphs wrote is gone then, as in the memory that they share on a GPU."""
+class FakeGraphs:
+    """Captures by running once and undoing all effects; replays by running again. A replay clears
+    the results of other graphs, which share their memory on a GPU."""
 
     def __init__(self, parts: Components):
         stores = [store.data for store in parts.stores.values()]
         self.state = [parts.state.cursor, parts.sampling.tables.counts, *stores]
         if parts.states is not None:
             self.state += [parts.states.length, *parts.states.tensors]
-        self.kept = parts.runner.output_buffers
+        self.buffers = parts.runner.output_buffers
         self.captured = self.replayed = 0
         self.results: list[list[Tensor]] = []
 
     def capture(self, body: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         self.captured += 1
-        state = [*self.state, *self.kept.values()]
+        state = [*self.state, *self.buffers.values()]
         before = [tensor.clone() for tensor in state]
-        self.state[0].zero_()  # the step has moved on already: from here it may pass the end
+        self.state[0].zero_()  # the step has advanced already and could pass the end otherwise
         result = body()
         for tensor, value in zip(state, before, strict=True):
             tensor.copy_(value)
 
-        kept = [tensor.data_ptr() for tensor in self.kept.values()]  # belongs to no graph
-        written = [t for t in tensors(result) if t.data_ptr() not in kept]
+        shared = [tensor.data_ptr() for tensor in self.buffers.values()]  # belong to no graph
+        written = [t for t in tensors(result) if t.data_ptr() not in shared]
         self.results.append(written)
 
         def replay() -> None:
             self.replayed += 1
-            found = [t for t in tensors(body()) if t.data_ptr() not in kept]
-            for tensor in (tensor for others in self.results for tensor in others):
+            results = [t for t in tensors(body()) if t.data_ptr() not in shared]
+            for tensor in (tensor for result in self.results for tensor in result):
                 tensor.zero_()
-            for own, new in zip(written, found, strict=True):
-                own.copy_(new)
+            for old, new in zip(written, results, strict=True):
+                old.copy_(new)
 
         return replay, result
 
@@ -97,13 +101,13 @@ def tensors(result: Any) -> list[Tensor]:
     return [tensor for part in result for tensor in tensors(part)]
 
 
-def captured(parts: Components, max_spans: int, num_drafts: int) -> Double:
-    """Have an engine's parts pad, capture and replay."""
+def captured(parts: Components, max_spans: int, num_drafts: int) -> FakeGraphs:
+    """Let an engine's components pad, capture and replay."""
     pages, state = parts.pool.num_pages, parts.state
-    for store in parts.stores.values():  # with one page more, where padding is written, as on a GPU
+    for store in parts.stores.values():  # one more page, for padding, as on a GPU
         store.__init__(store.spec, pages + 1, state.page_size, state.device)
     state.table[-1] += pages * state.page_size
-    double = Double(parts)
+    double = FakeGraphs(parts)
     parts.graphs = Graphs(double)
     runners = [parts.runner]
     for proposer in parts.proposers.on_device.values():

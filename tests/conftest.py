@@ -1,4 +1,4 @@
-"""Fixtures shared by the tests: one tiny pair on disk per session, one thread for torch."""
+"""Shared fixtures: one tiny pair on disk per session, and one thread for torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hypothesis import settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is first imported
-# What engines measure is kept from one test to the next, and not in the user's own cache.
+# Engines' measurements persist from test to test, outside the user's own cache.
 if "STROBE_TEST_CACHE" not in os.environ:
     os.environ["STROBE_TEST_CACHE"] = tempfile.mkdtemp(prefix="strobe-tests-")
     atexit.register(shutil.rmtree, os.environ["STROBE_TEST_CACHE"], ignore_errors=True)
@@ -30,7 +30,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-# What runs in the background of a script is started with Ctrl-C ignored, and so are its children.
+# Scripts in the background start with Ctrl-C ignored, and their children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("strobe", deadline=None, derandomize=True, print_blob=True)
@@ -38,14 +38,14 @@ settings.load_profile("strobe")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what `make test` leaves to `make test-all`."""
+    """Mark the tests that only `make test-all` runs."""
     for item in items:
         if is_full(item.nodeid):
             item.add_marker(pytest.mark.full)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """-q hides the header that says how to have the same order again."""
+    """Print how to repeat a random order; -q hides the header that says so."""
     if config.getoption("random_order_enabled", False):
         seed = config.getoption("random_order_seed").removeprefix("default:")
         terminalreporter.write_line(f"in random order: --random-order --random-order-seed={seed}")
@@ -61,7 +61,7 @@ class Target:
 
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
-    """The tiny target that most tests share."""
+    """Return the tiny target that most tests share."""
     from tiny import make_target
 
     path = tmp_path_factory.mktemp("target")
@@ -70,7 +70,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
 
 @pytest.fixture(scope="session", autouse=True)
 def without_gpu() -> Iterator[Callable[[], bool]]:
-    """Tests mean the CPU, on a machine with a GPU too; yields what really asks for one."""
+    """Hide GPUs, so that tests run on the CPU; yield the real check for one."""
     import torch
 
     real = torch.cuda.is_available
@@ -85,22 +85,22 @@ def with_gpu_where_marked(
     monkeypatch: pytest.MonkeyPatch,
     without_gpu: Callable[[], bool],
 ) -> None:
-    """Tests marked `gpu` see the machine as it is."""
+    """Show the GPU to tests marked `gpu`."""
     if request.node.get_closest_marker("gpu") is not None:
         monkeypatch.setattr("torch.cuda.is_available", without_gpu)
 
 
 @pytest.fixture(scope="session")
 def draft(tmp_path_factory: pytest.TempPathFactory, target: Target) -> Callable[..., Path]:
-    """draft(**options of make_draft) -> the directory of such a drafter, made once."""
+    """draft(**options of make_draft) -> the drafter's directory, written once."""
     from tiny import make_draft
 
-    made: dict[str, Path] = {}
+    directories: dict[str, Path] = {}
 
     def get(**options: Any) -> Path:
         key = repr(sorted(options.items(), key=lambda item: item[0]))
-        if key not in made:
-            made[key] = make_draft(tmp_path_factory.mktemp("draft"), **options)
-        return made[key]
+        if key not in directories:
+            directories[key] = make_draft(tmp_path_factory.mktemp("draft"), **options)
+        return directories[key]
 
     return get

@@ -1,4 +1,4 @@
-"""Tiny random targets of every family: how each is written."""
+"""Tiny random targets of every family."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What only `make test-all` runs: by file or by a pattern that the end of a test's id matches.
+"""Tests that only `make test-all` runs, by file and by a pattern for the end of the test's id.
 
-It is what takes long for what it is likely to find: whatever needs a browser or a second
-installation, repetitions in another size or dtype of what `make test` runs once, and servers that
-are started for one rare way of ending. Matrices mark their own combinations (`pytest.mark.full`).
+They are slow for what they are likely to find: tests that need a browser or a second installation,
+repeats in another size or dtype of what `make test` runs once, and servers that start for one rare
+way of ending. Matrices mark their own combinations (`pytest.mark.full`).
 """
 
 from __future__ import annotations

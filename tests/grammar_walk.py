@@ -1,4 +1,4 @@
-"""A walk along drafts with the masks that come of it."""
+"""A walk along drafts and the resulting masks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Walked(NamedTuple):
 
 
 def walk(state: GrammarState, slots: Sequence[int], drafts: Sequence[Sequence[int]]) -> Walked:
-    """Rows that are left alone have -1."""
+    """Walk and fill the masks; rows that no grammar limits are -1."""
     width = 1 + max(map(len, drafts), default=0)
     masks = np.full((len(drafts), width, state.compiler.words), -1, dtype=np.int32)
-    found = state.walk(slots, drafts)
-    return Walked(found.drafts, masks, state.fill(found, masks))
+    step = state.walk(slots, drafts)
+    return Walked(step.drafts, masks, state.fill(step, masks))

@@ -39,8 +39,8 @@ EXPERTS: dict[str, Any] = {
 
 
 def make_hybrid(directory: Path, *, seed: int = 0, **changes: Any) -> Any:
-    """Write a random Qwen3.5 with decisive logits, with experts where the changes name some, which
-    are stored one by one; returns transformers' model of it."""
+    """Write a random Qwen3.5 with widely spread logits; return transformers' model of it. Experts,
+    if the changes name some, are stored one by one."""
     values = {**SHAPE, **RECURRENT, **changes}
     if "num_experts" in changes:
         model: Any = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**values))
@@ -51,7 +51,7 @@ def make_hybrid(directory: Path, *, seed: int = 0, **changes: Any) -> Any:
 
 
 def save_hybrid(model: Any, directory: Path, seed: int) -> Any:
-    """Fill a model of transformers' with random weights and write it."""
+    """Fill one of transformers' models with random weights and write it."""
     model = model.float().eval()
     noise = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
@@ -60,7 +60,7 @@ def save_hybrid(model: Any, directory: Path, seed: int) -> Any:
             parameter.data.normal_(0, scale, generator=noise)
         elif "linear_attn.norm" in name:
             parameter.data.uniform_(0.5, 1.5, generator=noise)
-        elif "norm" in name:  # what is added to 1
+        elif "norm" in name:  # added to 1
             parameter.data.uniform_(-0.5, 0.5, generator=noise)
         else:
             parameter.data.normal_(0, 0.5, generator=noise)

@@ -1,5 +1,5 @@
 """Random batches for the logits processors: slots with settings and histories, spans with drafts,
-rows of logits, and what plain Python makes of them."""
+rows of logits, and the rows that plain Python computes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STRUCTURED = StructuredOutputs(json_object=True)
 
 
 class Admitted(NamedTuple):
-    """What a slot is given."""
+    """An admission as SamplingState reads it."""
 
     slot: int
     tokens: Sequence[int]
@@ -34,7 +34,7 @@ class Admitted(NamedTuple):
 
 
 def words_of(allowed: Sequence[Collection[int]], size: int) -> Tensor:
-    """Sets of token ids as rows of 32-bit words, lowest bit first."""
+    """Return sets of token ids as rows of 32-bit words, lowest bit first."""
     count = -(-size // 32)
     unsigned = [
         [sum(1 << (t - 32 * w) for t in ids if t // 32 == w) for w in range(count)]
@@ -45,18 +45,18 @@ def words_of(allowed: Sequence[Collection[int]], size: int) -> Tensor:
 
 
 class World:
-    """Spans of 1 + K rows over slots of which some ask for nothing."""
+    """Spans of 1 + K rows over slots; some slots use no processor."""
 
     slots = 5
 
-    def __init__(self, seed: int, size: int = 0, most_drafts: int = 3):
+    def __init__(self, seed: int, size: int = 0, max_drafts: int = 3):
         self.rng = rng = random.Random(seed)
         self.size = size or rng.choice([3, 31, 32, 33, 64, 70])
         self.admitted = [self._admitted(slot) for slot in range(self.slots)]
         self.spans = rng.sample(range(self.slots), rng.randint(1, self.slots))
-        self.drafts = [[rng.randrange(self.size) for _ in range(most_drafts)] for _ in self.spans]
+        self.drafts = [[rng.randrange(self.size) for _ in range(max_drafts)] for _ in self.spans]
         self.places = [
-            (span, rank) for span in range(len(self.spans)) for rank in range(most_drafts + 1)
+            (span, rank) for span in range(len(self.spans)) for rank in range(max_drafts + 1)
         ]
         rng.shuffle(self.places)
         self.logits = [
@@ -69,8 +69,8 @@ class World:
     def ids(self) -> range:
         return range(self.size)
 
-    def tokens(self, most: int) -> list[int]:
-        return [self.rng.randrange(self.size) for _ in range(self.rng.randint(0, most))]
+    def tokens(self, max_count: int) -> list[int]:
+        return [self.rng.randrange(self.size) for _ in range(self.rng.randint(0, max_count))]
 
     def _admitted(self, slot: int) -> Admitted:
         rng = self.rng
@@ -85,8 +85,8 @@ class World:
             "min_tokens": rng.choice([0, len(answer) + rng.randint(0, 4)]),
             "structured_outputs": STRUCTURED,
         }
-        given = {name: value for name, value in settings.items() if rng.random() < 0.5}
-        sampling = SamplingParams(max_tokens=None, **given) if slot % 3 else SamplingParams()
+        chosen = {name: value for name, value in settings.items() if rng.random() < 0.5}
+        sampling = SamplingParams(max_tokens=None, **chosen) if slot % 3 else SamplingParams()
         return Admitted(
             slot,
             prompt + answer,
@@ -96,7 +96,7 @@ class World:
         )
 
     def state(self, *, kernels: bool = False, device: torch.device | None = None) -> SamplingState:
-        """A state whose slots held something else before."""
+        """Return a state whose slots held other requests before."""
         state = SamplingState(self.slots, self.size, device or torch.device("cpu"), kernels=kernels)
         before = World.__new__(World)
         before.rng, before.size = random.Random(99), self.size
@@ -108,10 +108,10 @@ class World:
     def rows(self) -> LogitRows:
         span = [s for s, _ in self.places]
         rank = [r for _, r in self.places]
-        at = [self.admitted[self.spans[s]] for s in span]
-        positions = [len(a.tokens) + r for a, r in zip(at, rank, strict=True)]
+        admitted = [self.admitted[self.spans[s]] for s in span]
+        positions = [len(a.tokens) + r for a, r in zip(admitted, rank, strict=True)]
         return LogitRows(
-            slots=torch.tensor([a.slot for a in at]),
+            slots=torch.tensor([a.slot for a in admitted]),
             positions=torch.tensor(positions),
             drafts=torch.tensor(self.drafts, dtype=torch.int64).view(len(self.spans), -1),
             span=torch.tensor(span),
@@ -122,24 +122,25 @@ class World:
     def masks(self) -> Tensor:
         return words_of(self.allowed, self.size)
 
-    def wanted(self) -> list[list[float]]:
-        """Plain Python's rows."""
-        found = []
+    def expected(self) -> list[list[float]]:
+        """Return the rows as plain Python processes them."""
+        rows = []
         for row, (span, rank), allowed in zip(self.logits, self.places, self.allowed, strict=True):
             a = self.admitted[self.spans[span]]
-            made = [*a.tokens[a.num_prompt :], *self.drafts[span][:rank]]
+            output = [*a.tokens[a.num_prompt :], *self.drafts[span][:rank]]
             prompt = a.tokens[: a.num_prompt]
-            changed = slow_processors.processed(row, a.sampling, prompt, made, a.stop_ids)
+            changed = slow_processors.processed(row, a.sampling, prompt, output, a.stop_ids)
             if a.sampling.structured_outputs is not None:
                 changed = slow_processors.within(changed, allowed)
-            found.append(changed)
-        return found
+            rows.append(changed)
+        return rows
 
 
-def normalized(found: Tensor) -> list[list[float]]:
-    """Rows as the oracle writes them: where only what a grammar allows is left, 0, else -inf."""
+def normalized(logits: Tensor) -> list[list[float]]:
+    """Return rows in the oracle's form: where only tokens that a grammar allows are left, 0 for
+    them and -inf for the rest."""
     rows = []
-    for row in found.tolist():
+    for row in logits.tolist():
         alone = max(row) <= FLOOR / 2
         rows.append(
             [x if x > FLOOR / 2 else 0.0 if alone and x > -math.inf else -math.inf for x in row]
@@ -147,9 +148,9 @@ def normalized(found: Tensor) -> list[list[float]]:
     return rows
 
 
-def check(found: Tensor, wanted: Sequence[Sequence[float]], *, abs_tol: float = 1e-4) -> None:
-    assert found.dtype == torch.float32
-    assert found.shape == (len(wanted), len(wanted[0]))
-    for row, other in zip(normalized(found), wanted, strict=True):
-        for x, y in zip(row, other, strict=True):
+def check(logits: Tensor, expected: Sequence[Sequence[float]], *, abs_tol: float = 1e-4) -> None:
+    assert logits.dtype == torch.float32
+    assert logits.shape == (len(expected), len(expected[0]))
+    for row, expected_row in zip(normalized(logits), expected, strict=True):
+        for x, y in zip(row, expected_row, strict=True):
             assert x == y or math.isclose(x, y, rel_tol=1e-5, abs_tol=abs_tol), (x, y)

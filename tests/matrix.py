@@ -1,4 +1,4 @@
-"""The losslessness matrix: what is combined, and how one combination is compared."""
+"""The losslessness matrix: its dimensions, combinations, and the comparison of one combination."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Combination:
 
     @property
     def preempts(self) -> bool:
-        """Whether the pool is so small that requests must make room for each other."""
+        """Whether the pool is so small that requests must preempt each other."""
         return self.pool == "tiny" and self.page_size <= 16 and self.seqs > 1
 
 
@@ -80,7 +80,7 @@ def pairs_of(combination: Combination) -> set[tuple[str, Any, str, Any]]:
 
 
 def all_pairs(proposers: Sequence[str] = ()) -> set[tuple[str, Any, str, Any]]:
-    """proposers: those that count; by default every one."""
+    """Return all pairs of values. proposers: those to include, all by default."""
     dimensions = DIMENSIONS | ({"proposer": tuple(proposers)} if proposers else {})
     return {
         (a, x, b, y)
@@ -91,9 +91,9 @@ def all_pairs(proposers: Sequence[str] = ()) -> set[tuple[str, Any, str, Any]]:
 
 
 def covering(proposers: Sequence[str], *, tries: int, more: int) -> list[Combination]:
-    """Few combinations in which every pair of values occurs: greedily, from a fixed seed, the best
-    of so many `tries` each. Then `more` for each proposer in which requests must make room for each
-    other."""
+    """Return a small set of combinations with every pair of values, chosen greedily with a fixed
+    seed from `tries` candidates at a time; then `more` per proposer in which requests must preempt
+    each other."""
     dimensions = DIMENSIONS | {"proposer": tuple(proposers)}
     rng, missing, chosen = random.Random(5), all_pairs(proposers), list[Combination]()
 
@@ -115,41 +115,42 @@ def covering(proposers: Sequence[str], *, tries: int, more: int) -> list[Combina
 COMBINATIONS = covering(DIMENSIONS["proposer"], tries=40, more=2)
 
 DRAFTERS = ("dflash", *SCRIPTS)
-"""A random drafter, and scripts that are right, wrong, and now and then wrong."""
-OF_FAMILIES = covering(DRAFTERS, tries=400, more=1)
-"""The matrix of families of targets beside the first, with the ways of drafting whose blocks tell
-their forwards apart."""
+"""A random drafter, and scripts that are right, wrong, and sometimes wrong."""
+FURTHER_FAMILIES = covering(DRAFTERS, tries=400, more=1)
+"""The matrix of further target families, with the proposers whose blocks produce different
+forwards."""
 
 
 def _few(combinations: Sequence[Combination], count: int) -> list[Combination]:
-    """Those in which the most values meet first one another's, greedily."""
-    left, chosen, met = list(combinations), list[Combination](), set[Any]()
+    """Choose greedily the combinations with the most pairs of values not chosen yet."""
+    remaining, chosen, seen = list(combinations), list[Combination](), set[Any]()
     for _ in range(count):
-        best = max(left, key=lambda c: (c.preempts and not chosen, len(pairs_of(c) - met)))
-        left.remove(best)
+        best = max(remaining, key=lambda c: (c.preempts and not chosen, len(pairs_of(c) - seen)))
+        remaining.remove(best)
         chosen.append(best)
-        met |= pairs_of(best)
+        seen |= pairs_of(best)
     return chosen
 
 
-FEW = _few(OF_FAMILIES, 6)
+FEW = _few(FURTHER_FAMILIES, 6)
 FAMILY_CASES = [
-    pytest.param(c, id=str(c), marks=[] if c in FEW else [pytest.mark.full]) for c in OF_FAMILIES
+    pytest.param(c, id=str(c), marks=[] if c in FEW else [pytest.mark.full])
+    for c in FURTHER_FAMILIES
 ]
-"""The same as parameters: six are in `make test`, where the first family's matrix has scheduling
-covered, and all in `make test-all`."""
+"""FURTHER_FAMILIES as parameters: `make test` runs six, since the first family's matrix covers
+scheduling, and `make test-all` runs all."""
 
 
 def prompts() -> list[list[int]]:
-    """Eight, some of which begin alike."""
+    """Return eight prompts, some of which share a prefix."""
     noise = torch.Generator().manual_seed(9)
-    made = [torch.randint(0, VOCAB, (n,), generator=noise).tolist() for n in (5, 35, 12, 1, 22)]
-    made += [[*made[1][:32], 3, 1], [*made[1][:17], 8], [4, 9, 2] * 6]
-    return made
+    texts = [torch.randint(0, VOCAB, (n,), generator=noise).tolist() for n in (5, 35, 12, 1, 22)]
+    texts += [[*texts[1][:32], 3, 1], [*texts[1][:17], 8], [4, 9, 2] * 6]
+    return texts
 
 
 def workload(name: str) -> list[tuple[list[int], SamplingParams]]:
-    """Prompts with what is asked of them; sampled ones bring seeds."""
+    """Return prompts with their sampling parameters; sampled ones have seeds."""
     texts = prompts()
     cold = SamplingParams(temperature=0, max_tokens=28, ignore_eos=True)
     stops = SamplingParams(temperature=0, max_tokens=40, stop_token_ids=[12, 33])
@@ -207,7 +208,7 @@ def workload(name: str) -> list[tuple[list[int], SamplingParams]]:
 
 @dataclass(frozen=True)
 class Pair:
-    """A tiny pair on disk, whose heads have `width`, and where it runs."""
+    """A tiny pair on disk, the size of its heads (`width`), and its device."""
 
     target: Path
     draft: Path
@@ -223,27 +224,27 @@ def make_pair(
     width: int = 16,
     **changes: Any,
 ) -> Pair:
-    """Write a random pair. write: makes the target, as `make_target` does, of a config with
-    `changes`."""
+    """Write a random pair. write: writes the target, as `make_target` does, with `changes` of its
+    config."""
     write(root / "target", head_dim=width, **changes)
     return Pair(root / "target", make_draft(root / "draft", width=width), device, width)
 
 
 class PlainAnswers:
-    """plain(workload) -> `plain_answers`, made once."""
+    """plain(workload) -> `plain_answers`, computed once."""
 
     def __init__(self, pair: Pair):
         self.pair = pair
-        self._made: dict[str, list[list[int]]] = {}
+        self._answers: dict[str, list[list[int]]] = {}
 
     def __call__(self, name: str) -> list[list[int]]:
-        if name not in self._made:
-            self._made[name] = plain_answers(self.pair, name)
-        return self._made[name]
+        if name not in self._answers:
+            self._answers[name] = plain_answers(self.pair, name)
+        return self._answers[name]
 
 
 def plain_answers(pair: Pair, name: str) -> list[list[int]]:
-    """Every answer of a workload by plain decoding, one request at a time."""
+    """Return all answers of a workload by plain decoding, one request at a time."""
     config = EngineConfig(
         target=str(pair.target),
         device=pair.device,
@@ -256,18 +257,18 @@ def plain_answers(pair: Pair, name: str) -> list[list[int]]:
 
 
 def speculation(combination: Combination, index: int) -> Any:
-    """What the index-th request asks for."""
+    """Return the speculation options of request `index`."""
     if combination.proposer == "none":
         return None
-    asked: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if combination.proposer == "per request":
         method = (None, "ngram", "none", "dflash", "dflash+ngram")[index % 5]
         if method == "none":
             return False
-        asked["method"] = method
+        options["method"] = method
     if combination.lengths == "by request":
-        asked["num_drafts"] = index % (combination.drafts + 1)
-    return asked
+        options["num_drafts"] = index % (combination.drafts + 1)
+    return options
 
 
 def policy(combination: Combination) -> dict[str, Any]:
@@ -312,7 +313,7 @@ def engine_for(c: Combination, pair: Pair) -> Engine:
 
 
 def check_counts(c: Combination, requests: list[Request]) -> None:
-    """The oracle's drafts are all kept up to the answer's end, the adversary's never."""
+    """The oracle's drafts are all accepted up to the answer's end, the adversary's never."""
     for request in requests:
         counts = request.draft_counts
         assert 0 <= counts.num_accepted <= counts.num_verified
@@ -324,24 +325,24 @@ def check_counts(c: Combination, requests: list[Request]) -> None:
                 assert counts.steps == -(-(request.num_output - 1) // (request.num_drafts + 1))
 
 
-def compare(c: Combination, pair: Pair, wanted: list[list[int]]) -> Engine:
-    """Run the combination's workload twice, the second time over what the first left in the
-    cache; both must give what plain decoding gave. Returns the engine."""
+def compare(c: Combination, pair: Pair, expected: list[list[int]]) -> Engine:
+    """Run the combination's workload twice, the second time with prefixes cached; both runs must
+    give plain decoding's answers. Return the engine."""
     engine = engine_for(c, pair)
     jobs = workload(c.workload)
     for again in (False, True):
         requests: list[Request] = []
         for index, (prompt, sampling) in enumerate(jobs):
-            asked = sampling.clone(speculation=speculation(c, index))
-            requests += engine.add_prompt(prompt, asked)
+            params = sampling.clone(speculation=speculation(c, index))
+            requests += engine.add_prompt(prompt, params)
         if c.proposer in SCRIPTS:
             script: Any = engine.proposers["ngram"]
-            for request, answer in zip(requests, wanted, strict=True):
+            for request, answer in zip(requests, expected, strict=True):
                 script.answers[request] = request.tokens + answer
         if again and c.caching:
             engine.scheduler.waiting.reverse()
         drain(engine, requests)
-        assert [r.output_ids for r in requests] == wanted
+        assert [r.output_ids for r in requests] == expected
         check_counts(c, requests)
     assert (engine.stats.preemptions > 0) >= c.preempts
     if c.proposer not in ("none", "per request") and c.lengths == "full":

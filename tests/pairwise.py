@@ -1,4 +1,4 @@
-"""Few combinations of values in which every pair of values of two dimensions meets."""
+"""Small sets of combinations in which each pair of values of two dimensions occurs."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ def pairs_of(values: Mapping[str, Any]) -> set[Pair]:
 
 
 def covering(dimensions: Dimensions, rng: random.Random, tries: int = 60) -> list[dict[str, Any]]:
-    """Greedily: each next combination is the best of some drawn around a pair that is missing."""
+    """Choose greedily: each combination is the best of several random ones around a missing
+    pair."""
     missing, chosen = all_pairs(dimensions), list[dict[str, Any]]()
     while missing:
-        name, value, other, with_it = rng.choice(sorted(missing, key=repr))
-        fixed = {name: value, other: with_it}
+        name, value, second_name, second_value = rng.choice(sorted(missing, key=repr))
+        fixed = {name: value, second_name: second_value}
         tried = [
             {n: fixed[n] if n in fixed else rng.choice(v) for n, v in dimensions.items()}
             for _ in range(tries)

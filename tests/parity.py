@@ -19,12 +19,12 @@ from strobe.request import Request
 from strobe.sampling_params import SamplingParams
 
 GEOMETRY = [(1, 1), (16, 7), (64, 5), (256, 64), (16, 3)]
-"""(page size, most rows per step)"""
+"""(page size, max rows per step)"""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A tiny target: how its config differs, and what is done to its directory afterwards."""
+    """A tiny target: changes of its config, and a change of its directory afterwards."""
 
     changes: dict[str, Any]
     after: Callable[[Path], None] = lambda path: None
@@ -46,8 +46,8 @@ LLAMA3 = {
 }
 
 
-def check_refused(path: Path, message: str, **changes: Any) -> None:
-    """With its config changed so, the checkpoint is refused, and the message matches."""
+def check_rejected(path: Path, message: str, **changes: Any) -> None:
+    """Change the config; the checkpoint must be rejected with a matching message."""
     edit_json(path / "config.json", **changes)
     with pytest.raises(ValueError, match=message):
         resolve(EngineConfig(target=str(path)))
@@ -55,7 +55,7 @@ def check_refused(path: Path, message: str, **changes: Any) -> None:
 
 @torch.no_grad()
 def layer_outputs(hf: Any, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(residual stream after 0, 1, ... layers [T, N + 1, H], logits [T, V])."""
+    """Return (residual stream after 0, 1, ... layers [T, N + 1, H], logits [T, V])."""
     seen: list[torch.Tensor] = []
     text = getattr(hf.model, "language_model", hf.model)
     hooks = [
@@ -73,7 +73,7 @@ def layer_outputs(hf: Any, tokens: list[int]) -> tuple[torch.Tensor, torch.Tenso
 
 
 def record(engine: Engine) -> dict[tuple[Request, int], torch.Tensor]:
-    """Let the target's runner capture every layer; by request and position, the last row seen."""
+    """Capture every layer of the target; return the last row by request and position."""
     runner = engine.components.runner
     runner.capture = tuple(range(len(runner.model.layers) + 1))
     seen: dict[tuple[Request, int], torch.Tensor] = {}
@@ -83,12 +83,12 @@ def record(engine: Engine) -> dict[tuple[Request, int], torch.Tensor]:
         out = forward(batch)
         running = {record.slot: record.request for record in engine.scheduler.running}
         owners = [running[slot] for slot in batch.slots.tolist()]
-        of_row = [
+        row_owners = [
             owner
             for owner, size in zip(owners, batch.sizes.tolist(), strict=True)
             for _ in range(size)
         ]
-        for i, key in enumerate(zip(of_row, batch.positions.tolist(), strict=True)):
+        for i, key in enumerate(zip(row_owners, batch.positions.tolist(), strict=True)):
             seen[key] = out.features[i]
         return out
 
@@ -97,8 +97,8 @@ def record(engine: Engine) -> dict[tuple[Request, int], torch.Tensor]:
 
 
 def check_layers(hf: Any, path: Path, page_size: int, budget: int, *, atol: float = 1e-4) -> None:
-    """Prompts, cut into steps of `budget` rows, and their answers: every layer's output and the
-    logits are transformers'."""
+    """Run prompts and answers in steps of `budget` rows; compare every layer's output and the
+    logits with transformers."""
     config = EngineConfig(
         target=str(path),
         page_size=page_size,
@@ -117,19 +117,19 @@ def check_layers(hf: Any, path: Path, page_size: int, budget: int, *, atol: floa
     assert len(by_request) == 3
     for request, positions in by_request.items():
         assert sorted(positions) == list(range(len(request.tokens) - 1))
-        wanted, logits = layer_outputs(hf, request.tokens[:-1])
-        found = torch.stack([seen[request, p] for p in range(len(positions))])
-        found = found.view(len(positions), *wanted.shape[1:])
-        torch.testing.assert_close(found, wanted, atol=atol, rtol=1e-5)
-        head = engine.components.runner.model.head(found[:, -1])
+        expected, logits = layer_outputs(hf, request.tokens[:-1])
+        outputs = torch.stack([seen[request, p] for p in range(len(positions))])
+        outputs = outputs.view(len(positions), *expected.shape[1:])
+        torch.testing.assert_close(outputs, expected, atol=atol, rtol=1e-5)
+        head = engine.components.runner.model.head(outputs[:, -1])
         torch.testing.assert_close(head, logits, atol=atol, rtol=1e-5)
 
 
 def check_text(hf: Any, path: Path) -> None:
-    """Greedy answers to prompts run together are what transformers generates."""
+    """Compare the greedy answers to prompts that run together with transformers."""
     texts = prompts([3, 17, 40, 1, 8])
     engine = make_engine(EngineConfig(target=str(path), max_model_len=128, page_size=4))
-    found = run(engine, texts, SamplingParams(temperature=0, max_tokens=40))
-    wanted = [greedy(hf, prompt, 40) for prompt in texts]
-    assert found == wanted
-    assert len({token for out in found for token in out}) > 10, "too uniform to prove much"
+    answers = run(engine, texts, SamplingParams(temperature=0, max_tokens=40))
+    expected = [greedy(hf, prompt, 40) for prompt in texts]
+    assert answers == expected
+    assert len({token for out in answers for token in out}) > 10, "the answers are too uniform"

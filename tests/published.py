@@ -1,4 +1,4 @@
-"""Configs of published drafters, value by value, for tests that read them."""
+"""Configs of published drafters, value by value."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ QWEN36_35B_SPECULATORS: dict[str, Any] = {
 
 
 def written(directory: Path, config: dict[str, Any], name: str = "config.json") -> Path:
-    """Write a config.json, or another file of JSON; the directory."""
+    """Write a config.json, or another JSON file; return the directory."""
     directory.mkdir(exist_ok=True)
     (directory / name).write_text(json.dumps(config))
     return directory

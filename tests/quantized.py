@@ -1,4 +1,4 @@
-"""Checkpoints in FP8 by blocks, made of others by a transcription of the format."""
+"""Checkpoints in block-wise FP8, made from others by a transcription of the format."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from torch import Tensor
 
 Block = tuple[int, int]
 LARGEST = 448.0
-"""Of e4m3's values."""
+"""The largest value of e4m3."""
 
 
 def is_linear(name: str) -> bool:
-    """Of a layer, experts' too: not the router, the embedding or the head."""
+    """Whether a tensor is a layer's or an expert's linear weight; not the router, embedding or
+    head."""
     return name.endswith(("_proj.weight", "_proj"))
 
 
 def expanded(scale: Tensor, rows: int, columns: int, block: Block) -> Tensor:
-    """The scale of each value, looked up. scale [..., blocks of rows, blocks of columns]."""
+    """Look up each value's scale. scale [..., row blocks, column blocks]."""
     i, j = torch.arange(rows) // block[0], torch.arange(columns) // block[1]
     return scale[..., i[:, None], j]
 
 
 def scales(value: Tensor, block: Block) -> Tensor:
-    """The largest value of each block becomes `LARGEST`. value [..., N, K]."""
-    blocks = [some.split(block[1], -1) for some in value.split(block[0], -2)]
+    """Return the scales with which each block's largest value becomes `LARGEST`. value [..., N,
+    K]."""
+    blocks = [rows.split(block[1], -1) for rows in value.split(block[0], -2)]
     largest = [torch.stack([part.abs().amax((-2, -1)) for part in row], -1) for row in blocks]
     return torch.stack(largest, -2) / LARGEST
 
@@ -43,8 +45,8 @@ def quantize(
     dtype: torch.dtype = torch.float32,
     **keys: object,
 ) -> None:
-    """Put the checkpoint in `path` into FP8; `plain` becomes one of the same values without
-    quantization. stored: which tensors are; dtype: of scales; keys: of quantization_config."""
+    """Quantize the checkpoint in `path` to FP8, and write one with the same values unquantized to
+    `plain`. stored: which tensors to quantize; dtype: the scales'; keys: of quantization_config."""
     shutil.copytree(path, plain, dirs_exist_ok=True)
     values = load_file(path / "model.safetensors")
     small, names = dict(values), [name for name in values if stored(name)]

@@ -1,5 +1,5 @@
-"""The logits processors written out in plain Python, for one row at a time: vLLM's formulas, in its
-order (bias and allowed ids, penalties, bans, a grammar's mask)."""
+"""The logits processors in plain Python, one row at a time: vLLM's formulas in vLLM's order (bias
+and allowed ids, penalties, bans, a grammar's mask)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def penalized(
     frequency: float,
     repetition: float,
 ) -> list[float]:
-    """repetition over prompt and output, the others over the output alone."""
+    """Apply penalties: repetition over prompt and output, the others over the output only."""
     changed = list(row)
     for token in range(len(row)):
         if token in prompt or token in output:
@@ -42,7 +42,7 @@ def without(row: Sequence[float], banned: Collection[int]) -> list[float]:
 
 
 def within(row: Sequence[float], allowed: Collection[int]) -> list[float]:
-    """Only what a grammar allows; where that leaves nothing, all of it, equally likely."""
+    """Keep the tokens that a grammar allows; if none is left, all of them, equally likely."""
     changed = [x if token in allowed else -math.inf for token, x in enumerate(row)]
     if max(changed) > -math.inf:
         return changed
@@ -51,19 +51,19 @@ def within(row: Sequence[float], allowed: Collection[int]) -> list[float]:
 
 def processed(
     row: Sequence[float],
-    asked: SamplingParams,
+    sampling: SamplingParams,
     prompt: Sequence[int],
     output: Sequence[int],
     ends: Collection[int] = (),
 ) -> list[float]:
-    """One row of a request's logits, all but its grammar; ends: what min_tokens holds back."""
-    changed = biased(row, asked.logit_bias or {}, asked.allowed_token_ids)
+    """Process one row of a request's logits, without its grammar; ends: banned by min_tokens."""
+    changed = biased(row, sampling.logit_bias or {}, sampling.allowed_token_ids)
     changed = penalized(
         changed,
         prompt,
         output,
-        presence=asked.presence_penalty,
-        frequency=asked.frequency_penalty,
-        repetition=asked.repetition_penalty,
+        presence=sampling.presence_penalty,
+        frequency=sampling.frequency_penalty,
+        repetition=sampling.repetition_penalty,
     )
-    return without(changed, ends) if len(output) < asked.min_tokens else changed
+    return without(changed, ends) if len(output) < sampling.min_tokens else changed

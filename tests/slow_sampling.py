@@ -1,4 +1,4 @@
-"""Sampling written out in plain Python: what the fast code must agree with."""
+"""Sampling in plain Python, the reference for the fast code."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def softmax(logits: Sequence[float], temperature: float) -> list[float]:
 def kept(
     probs: Sequence[float], top_k: int, top_p: float, min_p: float, *, slack: float = 0.0
 ) -> set[int]:
-    """Token ids that pass all three filters, ties at the edge included.
+    """Return the token ids that pass all three filters, ties at the edge included.
 
-    slack > 0 keeps more, and < 0 fewer, where a sum or a product lies just at its border.
+    slack > 0 keeps more tokens and slack < 0 fewer, where a sum or product is close to its limit.
     """
     ordered = sorted(probs, reverse=True)
     inside = ordered[:top_k] if 0 < top_k < len(ordered) else ordered
@@ -47,7 +47,7 @@ def distribution(
     top_p: float = 1.0,
     min_p: float = 0.0,
 ) -> list[float]:
-    """The probabilities that a token is sampled with."""
+    """Return each token's sampling probability."""
     probs = softmax(logits, temperature)
     ids = kept(probs, top_k, top_p, min_p)
     total = sum(probs[i] for i in ids)
@@ -55,7 +55,7 @@ def distribution(
 
 
 def row_word(key: int, position: int) -> int:
-    """SplitMix64 at a counter, with Python's whole numbers."""
+    """SplitMix64 at a counter, with Python's integers."""
     x = (key + position * 0x9E3779B97F4A7C15) % WORD
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) % WORD
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) % WORD
@@ -63,7 +63,7 @@ def row_word(key: int, position: int) -> int:
 
 
 def token_hash(word: int, token: int) -> int:
-    """triple32 with a row's word let in before and behind the first round."""
+    """triple32, with half of a row's word mixed in before and half after the first round."""
     x = token ^ (word % 2**32)
     x = ((x ^ (x >> 17)) * 0xED5AD4BB) % 2**32
     x ^= word >> 32
@@ -73,7 +73,7 @@ def token_hash(word: int, token: int) -> int:
 
 
 def exponential(word: int, token: int) -> float:
-    """E, of which the Gumbel noise is -log(E)."""
+    """Return E; the Gumbel noise is -log(E)."""
     return -math.log1p(-(token_hash(word, token) + 0.5) / 2**32)
 
 
@@ -88,7 +88,7 @@ def params(
     positions: Sequence[int] | int = 0,
     siblings: Sequence[int] | int = 0,
 ) -> RowParams:
-    """RowParams of so many rows; a single value serves all of them. seeds: 0, 1, 2, ..."""
+    """Return RowParams of `count` rows; a single value serves all rows. seeds: 0, 1, 2, ..."""
 
     def many(value: object) -> list:
         return list(value) if isinstance(value, Sequence) else [value] * count
@@ -113,8 +113,8 @@ def race(
     top_p: float = 1.0,
     min_p: float = 0.0,
 ) -> tuple[int, float]:
-    """The token that wins a row's race, and by how much; 0 where a filter's edge is too near to
-    tell what takes part."""
+    """Return the token that wins a row's race and its margin; 0 if a token is too close to a
+    filter's edge to decide."""
     probs = softmax(logits, temperature)
     ids, word = kept(probs, top_k, top_p, min_p), row_word(key, position)
     scores = sorted(

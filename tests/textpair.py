@@ -1,4 +1,4 @@
-"""A tiny pair that reads text: random weights under the tokenizer of the demo models."""
+"""A tiny pair that reads text: random weights with the demo models' tokenizer."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 @dataclass(frozen=True)
 class Pair:
-    """Directories of a target and of a drafter that fits it."""
+    """Directories of a target and of a matching drafter."""
 
     target: Path
     draft: Path
 
     def copied(self, directory: Path) -> Pair:
-        """A copy that a test may damage."""
+        """Return a copy that a test may damage."""
         shutil.copytree(self.target, directory / "target")
         shutil.copytree(self.draft, directory / "draft")
         return Pair(directory / "target", directory / "draft")
 
 
 def make_pair(directory: Path) -> Pair:
-    """Write such a pair."""
+    """Write a tiny pair with the demo models' tokenizer."""
     pair = Pair(directory / "target", directory / "draft")
     make_target(pair.target, vocab_size=VOCAB, eos_token_id=EOS_IDS)
     for name in TEXT_FILES:

@@ -1,4 +1,4 @@
-"""The house rules that a machine can check: who may import whom, and how long things may grow."""
+"""Rules that a machine can check: who may import whom, and the size of files and functions."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ def code_lines(path: Path) -> int:
 
 
 def core_files() -> list[Path]:
-    """Everything from engine/ down, without attention backends, kernels, and what is one more of a
-    kind: target families beyond Qwen3, and how files spell what they say."""
+    """Return all files from engine/ down except attention backends, kernels, target families other
+    than Qwen3, and config readers."""
     files = [path for room in CORE for path in (PACKAGE / room).rglob("*.py")]
     files = [path for path in files if path.parent.name not in KINDS or path.name == FIRST]
     return files + [PACKAGE / name for name in CORE_FILES if (PACKAGE / name).exists()]
 
 
 def loaded_by(statement: str) -> set[str]:
-    """The modules loaded once a statement has run in a fresh interpreter."""
+    """Return the modules that a statement loads in a fresh interpreter."""
     code = f"import sys\n{statement}\nprint('\\n'.join(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True
@@ -71,7 +71,7 @@ def loaded_by(statement: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def graph() -> grimp.ImportGraph:
-    """What imports what when the code runs; a package stands for its own __init__ only."""
+    """Return the import graph of running code; a package stands for its __init__ only."""
     return grimp.build_graph("strobe", exclude_type_checking_imports=True, cache_dir=None)
 
 
@@ -87,7 +87,7 @@ def test_import_contracts_hold():
     assert "0 broken" in done.stdout
 
 
-def test_no_file_is_longer_than_a_reader_can_hold():
+def test_files_stay_below_the_line_limit():
     long = {
         str(path.relative_to(ROOT)): lines(path)
         for path in PACKAGE.rglob("*.py")
@@ -96,7 +96,7 @@ def test_no_file_is_longer_than_a_reader_can_hold():
     assert not long
 
 
-def test_the_core_can_be_read_in_an_afternoon():
+def test_core_stays_below_its_code_limit():
     files = core_files()
     assert len(files) > 20
     assert sum(map(code_lines, files)) <= CORE_CODE_LINES
@@ -149,7 +149,7 @@ def test_engine_does_not_import_outer_packages(graph: grimp.ImportGraph, outside
             assert not reached & around, module
 
 
-def test_the_engine_runs_without_the_rooms_around_it():
+def test_engine_loads_no_outer_packages():
     loaded = loaded_by("import strobe.engine.engine")
     rooms = {name.split(".")[1] for name in loaded if name.startswith("strobe.")}
     assert rooms >= {"engine", "speculation", "runner", "models", "kv", "sampling"}
@@ -158,7 +158,7 @@ def test_the_engine_runs_without_the_rooms_around_it():
 
 
 def test_drafting_methods_are_named_only_in_their_registry():
-    """`if method == "dflash"` elsewhere is how an engine grows a branch per drafter."""
+    """Checks like `if method == "dflash"` elsewhere would add a branch per drafter."""
     chosen = {"config.py", "sampling_params.py", "engine/engine.py"}
     named: set[str] = set()
     for path in core_files():

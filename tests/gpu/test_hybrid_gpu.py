@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hybrid import make_hybrid
-from matrix import OF_FAMILIES, Pair, PlainAnswers, compare, make_pair
+from matrix import FURTHER_FAMILIES, Pair, PlainAnswers, compare, make_pair
 from on_gpu import NEEDS_GPU, ON_GPU, check_against_cpu, check_captured, steady
 from parity import prompts
 from tiny import run
@@ -30,7 +30,7 @@ def plain(pair: Pair) -> PlainAnswers:
     return PlainAnswers(pair)
 
 
-@pytest.mark.parametrize("c", OF_FAMILIES, ids=str)
+@pytest.mark.parametrize("c", FURTHER_FAMILIES, ids=str)
 def test_outputs_equal_plain_decoding(c: Any, pair: Pair, plain: PlainAnswers):
     engine = compare(c, pair, plain(c.workload))
     assert engine.resolved.backends.attention == "triton"

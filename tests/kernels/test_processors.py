@@ -20,7 +20,7 @@ def test_floor_matches_torch_twin() -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_rows_match_torch_twin(device, monkeypatch, seed, drafts, dtype) -> None:
     monkeypatch.setattr(kernel, "BLOCK", 16)
-    world = World(seed, most_drafts=drafts)
+    world = World(seed, max_drafts=drafts)
     state = world.state(kernels=True, device=device)
     rows = LogitRows(*[column.to(device) for column in world.rows])
     wide = torch.tensor(world.logits).repeat(1, 2).to(device, dtype)
@@ -33,13 +33,13 @@ def test_rows_match_torch_twin(device, monkeypatch, seed, drafts, dtype) -> None
             assert torch.allclose(actual, expected, rtol=1e-6, atol=1e-5)
     if dtype == torch.float32:
         actual = kernel.process(logits, state.tables, rows, masks, processed=True)
-        check(actual.cpu(), world.wanted())
+        check(actual.cpu(), world.expected())
 
 
 def test_processors_with_real_vocabulary_size(device) -> None:
     """Rows have many blocks, and the last slot's tables start at cell 1,000,000 or later."""
     size = 151_936
-    world = World(4, size=70, most_drafts=2)
+    world = World(4, size=70, max_drafts=2)
     world.size = size
     state = world.state(device=device)
     rows = LogitRows(*[column.to(device) for column in world.rows])

@@ -1,4 +1,4 @@
-"""DFlash written out once more, from the paper and the checkpoint format, in plain torch.
+"""DFlash once more, transcribed from the paper and the checkpoint format into plain torch.
 
 It reads the checkpoint itself and shares nothing with the engine: no paging, no batching, no fused
 kernels. A target is transformers' model; its features are taken with hooks on layer outputs.
@@ -23,7 +23,7 @@ def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def flattened(config: dict[str, Any]) -> dict[str, Any]:
-    """A config of the speculators library with z-lab's keys; others as they are."""
+    """Give a config of the speculators library z-lab's keys; return others unchanged."""
     if "transformer_layer_config" not in config:
         return config
     config = {"rms_norm_eps": 1e-6, **config, **config["transformer_layer_config"]}
@@ -60,7 +60,7 @@ class Transcription:
 
     @torch.no_grad()
     def run_target(self, tokens: list[int]) -> tuple[Tensor, Tensor]:
-        """(logits [T, V], features [T, n * H]: outputs of the 0-based layers listed)."""
+        """Return (logits [T, V], features [T, n * H], the outputs of the listed 0-based layers)."""
         out: dict[int, Tensor] = {}
 
         def keep(index: int) -> Any:
@@ -81,9 +81,9 @@ class Transcription:
         return y + self.w[f"{name}.bias"] if f"{name}.bias" in self.w else y
 
     def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x [T, heads, D]: pairs as complex numbers, rotated by position, and what belongs to none,
-        rotated by nothing. A pair is (i, i + W / 2) of the W values that turn, or two neighbours;
-        the real parts of all pairs come first, as scores do not depend on the order."""
+        """Rotate x [T, heads, D] by position, pairs as complex numbers; values outside of pairs are
+        kept. A pair is (i, i + W / 2) of the W rotated values, or two neighbours. The real parts of
+        all pairs come first, as scores do not depend on the order."""
         rope = self.config.get("rope_parameters") or self.config
         mimo = self.swa or self.sinks
         width = int(self.width * self.value("partial_rotary_factor", 1.0) if mimo else self.width)
@@ -91,9 +91,9 @@ class Transcription:
         size = 1.0
         if rope.get("rope_type", "default") != "default":
             names = ("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings")
-            given = {name: self.config[name] for name in names}
-            whole = {k: v for k, v in rope.items() if k != "partial_rotary_factor"}
-            config = Qwen3Config(**given, rope_parameters=whole)
+            fields = {name: self.config[name] for name in names}
+            parameters = {k: v for k, v in rope.items() if k != "partial_rotary_factor"}
+            config = Qwen3Config(**fields, rope_parameters=parameters)
             speed, size = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
         angle = positions[:, None].double() * speed.double()
         turn = torch.polar(torch.full_like(angle, size), angle)[:, None]
@@ -104,7 +104,7 @@ class Transcription:
         return torch.cat([z.real, z.imag], -1).float()
 
     def keys_values(self, layer: int, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """x [T, H] -> keys, values [T, Hkv, D]."""
+        """Project x [T, H] to keys and values [T, Hkv, D]."""
         name = f"layers.{layer}.self_attn"
         k = self.linear(x, f"{name}.k_proj").view(-1, self.kv_heads, self.width)
         v = self.linear(x, f"{name}.v_proj").view(-1, self.kv_heads, self.width)
@@ -112,13 +112,14 @@ class Transcription:
         return self.rotated(rms(k, self.w[f"{name}.k_norm.weight"], self.eps), positions), v
 
     def context(self, features: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """features [T, n * H] of positions 0..T-1 -> every layer's context keys and values."""
+        """Return every layer's context keys and values from features [T, n * H] of positions
+        0..T-1."""
         c = rms(features @ self.w["fc.weight"].T, self.w["hidden_norm.weight"], self.eps)
         positions = torch.arange(len(features))
         return [self.keys_values(layer, c, positions) for layer in self.layers]
 
     def visible(self, layer: int, start: int, count: int) -> Tensor:
-        """[count, start + count]: which positions each slot of the block sees."""
+        """Return which positions each slot of the block attends to, [count, start + count]."""
         types = self.config.get("layer_types") or ["full_attention"] * len(self.layers)
         sliding = self.swa or types[layer] == "sliding_attention"
         causal = self.config.get("is_causal", self.nested.get("causal", sliding and not self.swa))
@@ -130,8 +131,9 @@ class Transcription:
 
     @torch.no_grad()
     def draft_logits(self, tail: int, features: Tensor, count: int) -> Tensor:
-        """Logits [count - 1, V] for the positions behind `tail`, whose context are `features`;
-        [count, V] where the first slot predicts too; -inf for what a reduced head does not know."""
+        """Return logits [count - 1, V] of the positions after `tail`, with `features` as its
+        context; [count, V] if the first slot predicts, too. Tokens that a reduced head lacks get
+        -inf."""
         start = len(features)
         context = self.context(features)
         ids = torch.tensor([tail] + [self.value("mask_token_id")] * (count - 1))
@@ -170,7 +172,7 @@ class Transcription:
         return full
 
     def generate(self, prompt: list[int], max_length: int) -> list[list[int]]:
-        """The reference loop, greedy: the tokens produced by the prefill and by each block."""
+        """Run the greedy reference loop; return the tokens of the prefill and of each block."""
         tokens = list(prompt)
         logits, features = self.run_target(tokens)
         tokens.append(int(logits[-1].argmax()))

@@ -1,5 +1,5 @@
-"""An engine whose drafting adapts follows its drafter, and its answers stay what they are. What
-steps cost is given, so that every run chooses alike."""
+"""Adaptive drafting in the engine reacts to the drafter's quality and changes no answer. Step costs
+are fixed, so that every run chooses the same."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftPlan
 from strobe.step import Span
 
 PROMPTS = [[7, 3, 9] * n + [n] for n in (1, 5, 2, 4)]
-PHASES = 80, 280, 490  # tokens of an answer where each ends
+PHASES = 80, 280, 490  # output lengths at which the phases end
 GREEDY = SamplingParams(temperature=0.0, max_tokens=PHASES[-1], ignore_eos=True)
 
 
-class Known(Costs):
-    """Costs that no step's time changes: a draft's row costs what 4 % of a step does."""
+class FixedCosts(Costs):
+    """Costs that ignore measured times: a draft's row costs 4 % of a step."""
 
     def __init__(self) -> None:
         super().__init__({8: 1.0, 64: 1.5}, {1: 10.0, 101: 50.0})
@@ -39,15 +39,15 @@ class Known(Costs):
         pass
 
 
-class Turning(Scripted):
-    """Right in the first phase of an answer and in the third, wrong in the second, with margins
-    that say little: 3 to 6 for right drafts, 2 to 5 for wrong ones."""
+class PhasedDrafter(Scripted):
+    """Right in the first and third phase of an answer, wrong in the second. The margins say little:
+    3 to 6 for right drafts, 2 to 5 for wrong ones."""
 
     def propose(self, spans: Sequence[Span]) -> Drafts:
-        made = super().propose(spans)
-        assert made.tokens is not None
-        least = [[3.0 - (phase_of(request) == 1)] for request in self.requests(spans)]
-        return made._replace(margins=torch.tensor(least) + (made.tokens * 5 % 4))
+        drafts = super().propose(spans)
+        assert drafts.tokens is not None
+        base = [[3.0 - (phase_of(request) == 1)] for request in self.requests(spans)]
+        return drafts._replace(margins=torch.tensor(base) + (drafts.tokens * 5 % 4))
 
 
 def phase_of(request: Request) -> int:
@@ -58,22 +58,22 @@ def mangle(request: Request, start: int, drafts: list[int]) -> list[int]:
     return [(token + 1) % VOCAB for token in drafts] if phase_of(request) == 1 else drafts
 
 
-class Watched(AdaptiveDraftPolicy):
-    """made: by phase, of every step in which all requests are in it, the drafts of all."""
+class RecordingPolicy(AdaptiveDraftPolicy):
+    """num_drafts: by phase, the number of drafts of each step whose requests are all in it."""
 
-    made: dict[int, list[int]]
+    num_drafts: dict[int, list[int]]
 
     def plan(self, candidates: Sequence[Candidate], load: BatchLoad) -> DraftPlan:
-        found = super().plan(candidates, load)
-        phases = {phase_of(one.request) for one in candidates}
+        plan = super().plan(candidates, load)
+        phases = {phase_of(candidate.request) for candidate in candidates}
         if len(phases) == 1:
-            self.made.setdefault(phases.pop(), []).append(sum(found.max_drafts))
-        return found
+            self.num_drafts.setdefault(phases.pop(), []).append(sum(plan.max_drafts))
+        return plan
 
 
 def config(target: Any, drafter: Path | None, **options: Any) -> EngineConfig:
-    given = {"max_model_len": 512, "max_num_seqs": 4, "page_size": 4, **options}
-    return EngineConfig(str(target.path), draft=drafter and str(drafter), **given)
+    fields = {"max_model_len": 512, "max_num_seqs": 4, "page_size": 4, **options}
+    return EngineConfig(str(target.path), draft=drafter and str(drafter), **fields)
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
@@ -85,11 +85,11 @@ def test_drafting_pauses_for_bad_drafts_and_resumes(
     plain = run(make_engine(config(target, None, method="none")), prompts, GREEDY)
     resolved = resolve(config(target, draft(), overlap=overlap))
     parts = build(resolved)
-    script = Turning(parts.state, resolved.limits.num_drafts, mangle)
+    script = PhasedDrafter(parts.state, resolved.limits.num_drafts, mangle)
     put(parts, {"dflash": script})
-    budget = Watched((3, 7), (4, 8), partial(verified_rows, None), 512, 4)
-    budget.made, budget.costs = {}, Known()
-    engine = watched(Engine(resolved, components=parts, draft_policy=budget))
+    policy = RecordingPolicy((3, 7), (4, 8), partial(verified_rows, None), 512, 4)
+    policy.num_drafts, policy.costs = {}, FixedCosts()
+    engine = watched(Engine(resolved, components=parts, draft_policy=policy))
     requests = [engine.add(prompt, GREEDY) for prompt in prompts]
     for request, prompt, answer in zip(requests, prompts, plain, strict=True):
         script.answers[request] = prompt + answer
@@ -97,13 +97,13 @@ def test_drafting_pauses_for_bad_drafts_and_resumes(
         engine.step()
         engine.check()
     assert [request.output_ids for request in requests] == plain
-    first, second, third = budget.made.values()
-    whole = count * resolved.limits.num_drafts
-    assert set(first[count:]) == {whole}
-    rests = [made == 0 for made in second[-50:]]
-    assert 0.7 < sum(rests) / len(rests) < 1.0, "it rests, but for probes"
-    assert whole in third
-    assert sum(third[-5:]) >= 5 * whole / 2
+    first, second, third = policy.num_drafts.values()
+    full = count * resolved.limits.num_drafts
+    assert set(first[count:]) == {full}
+    pauses = [drafts == 0 for drafts in second[-50:]]
+    assert 0.7 < sum(pauses) / len(pauses) < 1.0, "it pauses, except for probes"
+    assert full in third
+    assert sum(third[-5:]) >= 5 * full / 2
     for request in requests:
         assert 40 < request.draft_counts.skipped_steps < PHASES[2]
 
@@ -111,18 +111,20 @@ def test_drafting_pauses_for_bad_drafts_and_resumes(
 @pytest.mark.parametrize("overlap", [1, 2])
 @pytest.mark.parametrize("pages", [20, 60])
 @pytest.mark.parametrize("seed", range(3))
-def test_any_choice_keeps_to_pages_and_context(
+def test_any_plan_respects_pages_and_context(
     seed: int, pages: int, overlap: int, target: Any, draft: Callable[..., Path]
 ):
-    """Answers that end where the context does, in a pool that has room for few of them."""
-    asked = GREEDY.clone(max_tokens=None)
+    """Answers end at the context's end, in a pool that fits only a few of them."""
+    sampling = GREEDY.clone(max_tokens=None)
     options = {"max_model_len": 48, "kv_cache_memory": pool_bytes(pages, 4, drafter_layers=2)}
-    plain = run(make_engine(config(target, None, method="none", max_model_len=48)), PROMPTS, asked)
+    plain = run(
+        make_engine(config(target, None, method="none", max_model_len=48)), PROMPTS, sampling
+    )
     assert [len(p) + len(answer) for p, answer in zip(PROMPTS, plain, strict=True)] == [48] * 4
     engine = make_engine(
         config(target, draft(), overlap=overlap, **options), draft_policy=RandomRows(f"{seed}")
     )
-    requests = [engine.add(prompt, asked) for prompt in PROMPTS]
+    requests = [engine.add(prompt, sampling) for prompt in PROMPTS]
     while engine.has_work:
         engine.step()
         engine.check()

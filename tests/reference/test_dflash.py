@@ -1,4 +1,4 @@
-"""The drafter in the engine against its transcription: drafts and context K/V at every step."""
+"""The drafter in the engine against a transcription of it: drafts and context K/V at each step."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
         "block": 99,
         "top": {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}},
     },
-    "rope by yarn": {
+    "yarn rope": {
         "top": {
             "rope_parameters": {
                 "rope_type": "yarn",
@@ -80,7 +80,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
             }
         },
     },
-    "rope as llama3's": {
+    "llama3 rope": {
         "top": {
             "rope_parameters": {
                 "rope_type": "llama3",
@@ -98,17 +98,17 @@ DRAFTERS: dict[str, dict[str, Any]] = {
             "is_neox_style": False,
         },
     },
-    "neighbours as pairs": {"top": {"is_neox_style": False}},
-    "a part of each head, values scaled, windows both ways": {
+    "interleaved rope": {"top": {"is_neox_style": False}},
+    "partial rotary, scaled values, bidirectional windows": {
         "top": {"partial_rotary_factor": 0.5, "attention_value_scale": 0.612},
         "nested": {"use_swa": True, "swa_window_size": 5},
     },
-    "neighbours in a part of each head, biased": {
+    "interleaved partial rotary, biased": {
         "top": {"partial_rotary_factor": 0.25, "attention_value_scale": 1.7},
         "nested": {"use_swa": True, "swa_window_size": 9, "is_neox_style": False},
         "bias": True,
     },
-    "sinks by the key of sliding layers, a part of each head, values scaled": {
+    "sinks under the sliding layers' key, partial rotary, scaled values": {
         "layer_types": [SLIDING, SLIDING],
         "window": 5,
         "sinks": True,
@@ -134,8 +134,8 @@ SAMPLING = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
 
 
 @dataclass(frozen=True)
-class Scene:
-    """How the engine runs. rounds: how often the same prompts come."""
+class Schedule:
+    """Engine options; rounds: how often the same prompts run."""
 
     options: dict[str, Any] = field(default_factory=dict)
     rounds: int = 1
@@ -143,17 +143,17 @@ class Scene:
     hits: bool = False
 
 
-SCENES = {
-    "at once": Scene({"enable_prefix_caching": False}),
-    "chunks": Scene({"max_num_seqs": 2, "max_num_batched_tokens": 17, "page_size": 4}),
-    "overlap": Scene(
+SCHEDULES = {
+    "at once": Schedule({"enable_prefix_caching": False}),
+    "chunks": Schedule({"max_num_seqs": 2, "max_num_batched_tokens": 17, "page_size": 4}),
+    "overlap": Schedule(
         {"overlap": 2, "page_size": 1, "max_num_seqs": 4, "max_num_batched_tokens": 40}
     ),
-    "prefix hits": Scene({"page_size": 4}, rounds=2, hits=True),
-    "preemption": Scene(
+    "prefix hits": Schedule({"page_size": 4}, rounds=2, hits=True),
+    "preemption": Schedule(
         {"page_size": 4, "kv_cache_memory": pool_bytes(24, 4, drafter_layers=2)}, preempts=True
     ),
-    "preemption, overlap, no cache": Scene(
+    "preemption, overlap, no cache": Schedule(
         {
             "page_size": 1,
             "kv_cache_memory": pool_bytes(96, 1, drafter_layers=2),
@@ -163,8 +163,8 @@ SCENES = {
         rounds=2,
         preempts=True,
     ),
-    "fewer drafts": Scene({"num_drafts": 3, "page_size": 1}, rounds=2),
-    "fewer drafts, overlap": Scene(
+    "fewer drafts": Schedule({"num_drafts": 3, "page_size": 1}, rounds=2),
+    "fewer drafts, overlap": Schedule(
         {
             "num_drafts": 2,
             "page_size": 2,
@@ -180,7 +180,7 @@ SCENES = {
 
 @pytest.fixture(scope="module")
 def texts(target: Any) -> list[tuple[list[int], list[int]]]:
-    """(prompt, answer) of five requests, two of which begin alike."""
+    """Return (prompt, answer) of five requests, two of which share a prefix."""
     noise = torch.Generator().manual_seed(3)
     prompts = [torch.randint(0, VOCAB, (n,), generator=noise).tolist() for n in (5, 33, 12, 1)]
     prompts.append([*prompts[1][:21], 3, 1, 4])
@@ -188,19 +188,19 @@ def texts(target: Any) -> list[tuple[list[int], list[int]]]:
 
 
 class Reference:
-    """The transcription over the whole texts, computed once per drafter."""
+    """The transcription's results for the whole texts, computed once per drafter."""
 
     def __init__(self, path: Path, target: Any, texts: list[tuple[list[int], list[int]]]):
         self.drafter = Transcription(path, target.hf)
         self.features: dict[tuple[int, ...], torch.Tensor] = {}
         for prompt, answer in texts:
-            whole = prompt + answer
-            self.features[tuple(whole)] = self.drafter.run_target(whole)[1]
+            tokens = prompt + answer
+            self.features[tuple(tokens)] = self.drafter.run_target(tokens)[1]
         self.contexts = {k: self.drafter.context(f) for k, f in self.features.items()}
         self._logits: dict[tuple[tuple[int, ...], int, int], torch.Tensor] = {}
 
     def logits(self, tokens: list[int], start: int, drafts: int) -> torch.Tensor:
-        """Of a block that brings so many drafts."""
+        """Return the logits of a block with this number of drafts."""
         key = tuple(tokens), start, drafts
         if key not in self._logits:
             features = self.features[key[0]][:start]
@@ -215,32 +215,34 @@ def reference(request: pytest.FixtureRequest, draft: Any, target: Any, texts: An
     return path, Reference(path, target, texts)
 
 
-def context_checker(engine: Engine, reference: Reference, whole: dict[Request, list[int]]) -> Any:
-    """After a step: the drafter's store holds every running request's committed context."""
+def context_checker(
+    engine: Engine, reference: Reference, sequences: dict[Request, list[int]]
+) -> Any:
+    """Return a check that the drafter's store holds each running request's committed context."""
     store, size = engine.components.stores["dflash"].data, engine.limits.page_size
 
     def check(requests: list[Request]) -> None:
         for record in engine.scheduler.running:
             pages = torch.tensor(record.lease.pages)
-            at = torch.arange(record.lease.length)
-            slots = pages[at // size] * size + at % size
+            positions = torch.arange(record.lease.length)
+            slots = pages[positions // size] * size + positions % size
             for layer, (keys, values) in enumerate(
-                reference.contexts[tuple(whole[record.request])]
+                reference.contexts[tuple(sequences[record.request])]
             ):
-                found = store[layer, slots]
-                torch.testing.assert_close(found[:, 0], keys[at], atol=1e-4, rtol=1e-4)
-                torch.testing.assert_close(found[:, 1], values[at], atol=1e-4, rtol=1e-4)
+                stored = store[layer, slots]
+                torch.testing.assert_close(stored[:, 0], keys[positions], atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(stored[:, 1], values[positions], atol=1e-4, rtol=1e-4)
 
     return check
 
 
 def count_hits(engine: Engine) -> list[int]:
-    """The lengths that admitted requests find in the cache."""
+    """Return a list that receives the cached length of each admitted request."""
     hits: list[int] = []
     apply = engine.state.apply
 
     def applying(plan: Any) -> None:
-        hits.extend(one.length for one in plan.admitted)
+        hits.extend(admission.length for admission in plan.admitted)
         apply(plan)
 
     engine.state.apply = applying
@@ -254,36 +256,36 @@ def play(
     texts: list[tuple[list[int], list[int]]],
     sampling: list[SamplingParams] | None = None,
 ) -> None:
-    """Run all texts once, checking outputs and context K/V at each step."""
+    """Run all texts once and check outputs and context K/V at each step."""
     params = sampling or [SAMPLING] * len(texts)
     requests = [engine.add(p, s) for (p, _), s in zip(texts, params, strict=True)]
-    whole = {r: p + a for r, (p, a) in zip(requests, texts, strict=True)}
-    watched.answers.update(whole)
-    drain(engine, requests, each_step=context_checker(engine, reference, whole))
-    assert [r.tokens for r in requests] == list(whole.values())
+    sequences = {r: p + a for r, (p, a) in zip(requests, texts, strict=True)}
+    watched.answers.update(sequences)
+    drain(engine, requests, each_step=context_checker(engine, reference, sequences))
+    assert [r.tokens for r in requests] == list(sequences.values())
 
 
 def check_drafts(watched: Watched, reference: Reference) -> None:
-    for made in watched.true_drafts():
-        wanted = reference.logits(made.request.tokens, made.start, len(made.logits))
-        torch.testing.assert_close(made.logits, wanted, atol=1e-4, rtol=1e-4)
-        best = wanted.topk(2).values
+    for drafted in watched.true_drafts():
+        expected = reference.logits(drafted.request.tokens, drafted.start, len(drafted.logits))
+        torch.testing.assert_close(drafted.logits, expected, atol=1e-4, rtol=1e-4)
+        best = expected.topk(2).values
         clear = (best[:, 0] - best[:, 1]) > 1e-3
         assert clear.sum() > len(clear) / 2
-        found = torch.tensor(made.tokens)
-        assert torch.equal(found[clear], wanted.argmax(-1)[clear])
+        tokens = torch.tensor(drafted.tokens)
+        assert torch.equal(tokens[clear], expected.argmax(-1)[clear])
 
 
 def config(target: Any, path: Path, **options: Any) -> EngineConfig:
     return EngineConfig(target=str(target.path), draft=str(path), max_model_len=96).with_(**options)
 
 
-@pytest.mark.parametrize("name", SCENES)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_drafts_and_context_match_transcription(
     name: str, reference: tuple[Path, Reference], target: Any, texts: Any
 ):
-    path, wanted = reference
-    scene = SCENES[name]
+    path, transcribed = reference
+    scene = SCHEDULES[name]
     engine = make_engine(
         config(target, path, **scene.options),
         lambda parts, _: Watched(parts, wavering),
@@ -292,13 +294,13 @@ def test_drafts_and_context_match_transcription(
     hits = count_hits(engine)
     watched: Any = engine.proposers["dflash"]
     for _ in range(scene.rounds):
-        play(engine, watched, wanted, texts)
+        play(engine, watched, transcribed, texts)
     assert (engine.stats.preemptions > 0) == scene.preempts
     assert any(hits) >= scene.hits
     accepted = engine.stats.draft_counts.num_accepted
     assert 0 < accepted < engine.stats.draft_counts.num_verified
     assert len(watched.true_drafts()) >= 5 * 3 * scene.rounds
-    check_drafts(watched, wanted)
+    check_drafts(watched, transcribed)
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
@@ -306,44 +308,44 @@ def test_non_drafting_requests_keep_drafter_context(
     overlap: int, draft: Callable[..., Path], target: Any, texts: Any
 ):
     path = draft(**DRAFTERS["sliding and full"])
-    wanted = Reference(path, target, texts)
+    transcribed = Reference(path, target, texts)
     engine = make_engine(
         config(target, path, page_size=4, overlap=overlap),
         lambda parts, _: Watched(parts, wavering),
         names=["dflash"],
-        draft_policy=Lengths(lambda request, most: (len(request.tokens) * 5) % (most + 1)),
+        draft_policy=Lengths(lambda request, limit: (len(request.tokens) * 5) % (limit + 1)),
     )
     watched: Any = engine.proposers["dflash"]
-    asked = [None, False, {"method": "ngram"}, {"num_drafts": 3}, {"method": "dflash"}]
-    play(engine, watched, wanted, texts, [SAMPLING.clone(speculation=s) for s in asked])
+    speculations = [None, False, {"method": "ngram"}, {"num_drafts": 3}, {"method": "dflash"}]
+    play(engine, watched, transcribed, texts, [SAMPLING.clone(speculation=s) for s in speculations])
     assert {d.request.method for d in watched.drafted} == {"dflash"}
-    check_drafts(watched, wanted)
+    check_drafts(watched, transcribed)
     hits = count_hits(engine)
-    play(engine, watched, wanted, texts)
-    assert max(hits) >= 32, "a prefix of a request that did not draft is found"
-    check_drafts(watched, wanted)
+    play(engine, watched, transcribed, texts)
+    assert max(hits) >= 32, "the prefix of a request that did not draft is not cached"
+    check_drafts(watched, transcribed)
 
 
-@pytest.mark.parametrize(("most", "drafts"), [(1, 3), (3, 3), (4, 7), (7, 7), (8, 9)])
-def test_block_is_as_short_as_verified_drafts(
-    most: int, drafts: int, draft: Callable[..., Path], target: Any, texts: Any
+@pytest.mark.parametrize(("num_drafts", "drafts"), [(1, 3), (3, 3), (4, 7), (7, 7), (8, 9)])
+def test_block_covers_only_the_verified_drafts(
+    num_drafts: int, drafts: int, draft: Callable[..., Path], target: Any, texts: Any
 ):
     path = draft(block=10)
-    wanted = Reference(path, target, texts)
+    transcribed = Reference(path, target, texts)
     engine = make_engine(
-        config(target, path, num_drafts=most),
+        config(target, path, num_drafts=num_drafts),
         lambda parts, _: Watched(parts, wavering),
         names=["dflash"],
     )
     watched: Any = engine.proposers["dflash"]
-    play(engine, watched, wanted, texts)
-    assert {len(made.tokens) for made in watched.drafted} == {drafts}
-    check_drafts(watched, wanted)
+    play(engine, watched, transcribed, texts)
+    assert {len(drafted.tokens) for drafted in watched.drafted} == {drafts}
+    check_drafts(watched, transcribed)
 
 
 @pytest.fixture(scope="module")
 def lucky(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, Path]:
-    """A tied pair with six tokens, so that even a random drafter is often right."""
+    """Return a tied pair with six tokens, for which even a random drafter is often right."""
     root = tmp_path_factory.mktemp("lucky")
     changes = {"vocab_size": 6, "tie_word_embeddings": True}
     hf = make_target(root / "target", eos_token_id=None, seed=8, **changes)
@@ -354,21 +356,21 @@ def lucky(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, Path]:
 @pytest.mark.parametrize("prompt", [[1, 2, 3], [4] * 9, [0, 3, 0, 5, 2, 1, 1]])
 def test_steps_match_reference_loop(lucky: tuple[Any, Path, Path], prompt: list[int]):
     hf, target, path = lucky
-    wanted = Transcription(path, hf).generate(prompt, len(prompt) + 70)
+    expected = Transcription(path, hf).generate(prompt, len(prompt) + 70)
     engine = make_engine(EngineConfig(target=str(target), draft=str(path), max_model_len=128))
     request = engine.add(prompt, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
-    found: list[list[int]] = []
+    outputs: list[list[int]] = []
     while engine.has_work:
-        found += [event.tokens for event in engine.step()]
+        outputs += [event.tokens for event in engine.step()]
         engine.check()
-    assert sum(map(len, found)) == 60 == request.num_output
-    assert found[:-1] == wanted[: len(found) - 1]
-    assert wanted[len(found) - 1][: len(found[-1])] == found[-1]
-    assert len({len(tokens) for tokens in found}) > 1, "nothing was ever accepted"
+    assert sum(map(len, outputs)) == 60 == request.num_output
+    assert outputs[:-1] == expected[: len(outputs) - 1]
+    assert expected[len(outputs) - 1][: len(outputs[-1])] == outputs[-1]
+    assert len({len(tokens) for tokens in outputs}) > 1, "nothing was ever accepted"
 
 
-def test_ids_name_the_outputs_of_layers(tmp_path: Path):
-    """In this target layer i adds a constant vector and nothing else."""
+def test_capture_ids_select_layer_outputs(tmp_path: Path):
+    """In this target, layer i only adds a constant vector."""
     hf = make_target(tmp_path / "target", attention_bias=True)
     with torch.no_grad():
         for i, layer in enumerate(hf.model.layers):
@@ -387,13 +389,13 @@ def test_ids_name_the_outputs_of_layers(tmp_path: Path):
     run(engine, [prompt], SamplingParams(temperature=0, max_tokens=1))
     (hidden,) = engine.proposers["dflash"].hidden  # pyright: ignore
     embedded = hf.model.embed_tokens.weight[prompt]
-    for place, i in enumerate(ids):
+    for position, i in enumerate(ids):
         added = sum(10.0 ** (j - 2) for j in range(i + 1))
-        found = hidden[:, place * HIDDEN : (place + 1) * HIDDEN]
-        torch.testing.assert_close(found, embedded + added, atol=1e-4, rtol=1e-5)
+        captured = hidden[:, position * HIDDEN : (position + 1) * HIDDEN]
+        torch.testing.assert_close(captured, embedded + added, atol=1e-4, rtol=1e-5)
 
 
-def test_default_ids_are_the_formats_own(tmp_path: Path, target: Any):
+def test_default_capture_ids_follow_the_format(tmp_path: Path, target: Any):
     path = make_draft(tmp_path, layer_ids=(1, 1), nested={"target_layer_ids": None})
     engine = make_engine(EngineConfig(target=str(target.path), draft=str(path), max_model_len=32))
     assert engine.runner.capture == (2, 3)

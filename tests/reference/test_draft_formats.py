@@ -1,5 +1,5 @@
-"""Drafters in every format run beside the tiny target: the answers stay, and equal content drafts
-equally whatever format it is in."""
+"""Drafters in every format with the tiny target: answers do not change, and the same weights draft
+the same in every format."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ IDS = (0, 1, 3)
 SAMPLING = SamplingParams(temperature=0, max_tokens=18, ignore_eos=True)
 PROMPTS = [[5, 1, 60, 2, 9], [7] * 11]
 KNOWN = list(range(0, VOCAB, 2))
-"""The tokens that a reduced head knows."""
+"""The tokens that a reduced head can draft."""
 
 
 def speculators(path: Path, target: Any, *, reduced: bool = False, **changes: Any) -> Path:
-    """make_draft's drafter written anew in the format of the speculators library."""
+    """Write make_draft's drafter in the speculators library's format."""
     make_draft(path)
     old = json.loads((path / "config.json").read_text())
     names = (
@@ -73,7 +73,7 @@ def speculators(path: Path, target: Any, *, reduced: bool = False, **changes: An
 
 
 def deepspec(path: Path, *, sinks: bool = False) -> Path:
-    """The same in DeepSpec's."""
+    """Write make_draft's drafter in DeepSpec's format."""
     make_draft(path, block=7, sinks=sinks)
     config = json.loads((path / "config.json").read_text())
     config |= config.pop("dflash_config")
@@ -93,13 +93,13 @@ def drafted(target: Any, path: Path, **options: Any) -> tuple[list[list[int]], l
 
 
 def check_drafts(engine: Any, path: Path, target: Any) -> None:
-    """What the engine's drafter drafted is what its transcription does."""
+    """Compare the engine's drafts with the transcription's."""
     watched, drafter = engine.proposers["dflash"], Transcription(path, target.hf)
     assert len(watched.true_drafts()) >= 2 * 3
-    for made in watched.true_drafts():
-        features = drafter.run_target(made.request.tokens)[1][: made.start]
-        wanted = drafter.draft_logits(made.tail, features, drafter.block)
-        torch.testing.assert_close(made.logits, wanted, atol=1e-4, rtol=1e-4)
+    for drafted in watched.true_drafts():
+        features = drafter.run_target(drafted.request.tokens)[1][: drafted.start]
+        expected = drafter.draft_logits(drafted.tail, features, drafter.block)
+        torch.testing.assert_close(drafted.logits, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -108,27 +108,27 @@ def plain(target: Any) -> list[list[int]]:
     return run(engine, PROMPTS, SAMPLING)
 
 
-def test_the_speculators_format_drafts_as_z_labs(
+def test_speculators_format_drafts_like_z_lab(
     tmp_path: Path, target: Any, draft: Callable[..., Path], plain: list[list[int]]
 ):
-    answers, wanted, _ = drafted(target, draft())
+    answers, expected, _ = drafted(target, draft())
     assert answers == plain
-    answers, found, engine = drafted(target, speculators(tmp_path, target))
+    answers, drafts, engine = drafted(target, speculators(tmp_path, target))
     assert answers == plain
-    for a, b in zip(found, wanted, strict=True):
+    for a, b in zip(drafts, expected, strict=True):
         torch.testing.assert_close(a.logits, b.logits, atol=1e-4, rtol=1e-4)
     model = engine.proposers["dflash"].inner.model
-    assert (model.embed_tokens, model.lm_head) == (None, None), "they are the target's"
+    assert (model.embed_tokens, model.lm_head) == (None, None), "the target's are used"
 
 
 def test_reduced_vocabulary_drafts_known_tokens(
     tmp_path: Path, target: Any, draft: Callable[..., Path], plain: list[list[int]]
 ):
-    _, wanted, _ = drafted(target, draft())
-    answers, found, engine = drafted(target, speculators(tmp_path, target, reduced=True))
+    _, expected, _ = drafted(target, draft())
+    answers, drafts, engine = drafted(target, speculators(tmp_path, target, reduced=True))
     assert answers == plain
-    first, other = found[0].logits, wanted[0].logits
-    torch.testing.assert_close(first[:, KNOWN], other[:, KNOWN], atol=1e-4, rtol=1e-4)
+    first, full = drafts[0].logits, expected[0].logits
+    torch.testing.assert_close(first[:, KNOWN], full[:, KNOWN], atol=1e-4, rtol=1e-4)
     check_drafts(engine, tmp_path, target)
     unknown = [t for t in range(VOCAB) if t not in KNOWN]
     assert torch.isneginf(first[:, unknown]).all()
@@ -167,20 +167,20 @@ def test_own_embedding_and_head_override_the_target(
 def test_anchor_first_blocks_have_one_more_draft(
     tmp_path: Path, target: Any, draft: Callable[..., Path], plain: list[list[int]]
 ):
-    """The same drafter with slots 1 on gives the same logits; slot 0 is one row more."""
-    answers, found, engine = drafted(target, deepspec(tmp_path))
+    """Slots 1 and up have the same logits as the plain drafter's; slot 0 adds a row."""
+    answers, drafts, engine = drafted(target, deepspec(tmp_path))
     assert answers == plain
     assert engine.limits.num_drafts == 7
-    assert found[0].logits.shape == (7, VOCAB)
-    _, wanted, _ = drafted(target, draft(block=7))
-    torch.testing.assert_close(found[0].logits[1:], wanted[0].logits, atol=1e-4, rtol=1e-4)
+    assert drafts[0].logits.shape == (7, VOCAB)
+    _, expected, _ = drafted(target, draft(block=7))
+    torch.testing.assert_close(drafts[0].logits[1:], expected[0].logits, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("sinks", [False, True])
 def test_anchor_first_blocks_are_fully_accepted_when_right(
     tmp_path: Path, target: Any, sinks: bool
 ):
-    """A block of 7 gives 7 drafts, and a step 8 tokens."""
+    """A block of 7 gives 7 drafts, and a step commits 8 tokens."""
     path, count = deepspec(tmp_path, sinks=sinks), 1 + 3 * 8
     config = EngineConfig(target=str(target.path), draft=str(path), max_model_len=64)
     engine = make_engine(config, lambda parts, _: Watched(parts, oracle), names=["dflash"])
@@ -202,7 +202,7 @@ def test_anchor_first_blocks_are_fully_accepted_when_right(
 
 
 NARROW = 24
-"""Hidden size of a drafter that is narrower than its target."""
+"""Hidden size of a drafter narrower than its target."""
 
 
 def narrowed(name: str, value: torch.Tensor) -> torch.Tensor:
@@ -212,20 +212,20 @@ def narrowed(name: str, value: torch.Tensor) -> torch.Tensor:
     return (value[:NARROW] if name.endswith(writes) else value[:, :NARROW]).contiguous()
 
 
-def test_a_drafter_may_be_narrower_than_its_target(
+def test_drafter_may_be_narrower_than_its_target(
     tmp_path: Path, target: Any, plain: list[list[int]]
 ):
     path = speculators(tmp_path, target, reduced=True, target_hidden_size=HIDDEN)
     weights = path / "model.safetensors"
     tensors = load_file(weights)
-    whole = {n: v for n, v in tensors.items() if n in ("d2t", "t2d")}
-    save_file({n: narrowed(n, v) for n, v in tensors.items() if n not in whole} | whole, weights)
+    tables = {n: v for n, v in tensors.items() if n in ("d2t", "t2d")}
+    save_file({n: narrowed(n, v) for n, v in tensors.items() if n not in tables} | tables, weights)
     config = json.loads((path / "config.json").read_text())
     config["transformer_layer_config"]["hidden_size"] = NARROW
     (path / "config.json").write_text(json.dumps(config))
-    answers, found, engine = drafted(target, path)
+    answers, drafts, engine = drafted(target, path)
     assert answers == plain
-    assert torch.isfinite(found[0].logits[:, KNOWN]).all()
+    assert torch.isfinite(drafts[0].logits[:, KNOWN]).all()
     check_drafts(engine, path, target)
     model = engine.proposers["dflash"].inner.model
     assert model.embed_tokens.weight.shape == (VOCAB, NARROW), "not the target's"

@@ -1,5 +1,5 @@
-"""A step whose result cannot be taken in: wherever that raises, no token is lost, made twice or
-changed, and what only advises ends no step."""
+"""Steps whose results fail to commit: wherever that raises, no token is lost, repeated or changed,
+and an advisory part that fails ends no step."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ PARAMS = [
 def path(
     request: pytest.FixtureRequest, target: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """A target with a tokenizer, with recurrent layers where the parameter says so."""
-    made = tmp_path_factory.mktemp("target") / "target"
+    """Return a target with a tokenizer, with recurrent layers if the parameter says so."""
+    directory = tmp_path_factory.mktemp("target") / "target"
     if getattr(request, "param", "attention") == "recurrent":
-        made.mkdir()
-        make_hybrid(made)
+        directory.mkdir()
+        make_hybrid(directory)
     else:
-        shutil.copytree(target.path, made)
-    make_tokenizer(made)
-    return made
+        shutil.copytree(target.path, directory)
+    make_tokenizer(directory)
+    return directory
 
 
 def engine_of(path: Path, method: Any, overlap: int, draft: Callable[..., Path]) -> Engine:
@@ -54,7 +54,7 @@ def engine_of(path: Path, method: Any, overlap: int, draft: Callable[..., Path])
 
 
 def finished(engine: Engine, requests: list[Request]) -> int:
-    """Step to the end, whatever a step raises; returns how many did. Events must add up."""
+    """Step to the end and return the number of steps that raised. Events must add up."""
     reported: dict[Any, list[int]] = {request.key: [] for request in requests}
     starts: list[Any] = []
     failures = 0
@@ -76,14 +76,14 @@ def finished(engine: Engine, requests: list[Request]) -> int:
 
 
 class Fault:
-    """Raises at the call-th call of a function of ours within the turn-th call of `function`."""
+    """Raises at our `call`-th function call within the `turn`-th call of `function`."""
 
     def __init__(self, function: Callable[..., Any]):
         self.function = function
         self.turn, self.call = 0, 0
         self.kind: type[BaseException] = MemoryError
         self.calls = 0
-        """Functions that the last call in question called."""
+        """Function calls within the last watched call."""
 
     def __call__(self, *args: Any) -> Any:
         self.turn -= 1
@@ -118,7 +118,7 @@ class Fault:
     indirect=["path"],
 )
 @pytest.mark.parametrize(
-    ("place", "stride"),
+    ("stage", "stride"),
     [
         ("result", 13),
         ("commit", 23),
@@ -126,47 +126,47 @@ class Fault:
         pytest.param("commit", 2, marks=pytest.mark.full),
     ],
 )
-def test_exception_anywhere_in_taking_in_a_result_loses_no_token(
-    place: str, stride: int, method: str, overlap: int, path: Path, draft: Callable[..., Path]
+def test_exception_while_committing_a_result_loses_no_token(
+    stage: str, stride: int, method: str, overlap: int, path: Path, draft: Callable[..., Path]
 ):
     engine = engine_of(path, method, overlap, draft)
-    wanted = run(engine, TEXTS, PARAMS)
-    assert wanted == run(engine_of(path, "none", 1, draft), TEXTS, PARAMS)
-    owner, name = (engine, "_result") if place == "result" else (engine.scheduler, "commit")
+    expected = run(engine, TEXTS, PARAMS)
+    assert expected == run(engine_of(path, "none", 1, draft), TEXTS, PARAMS)
+    owner, name = (engine, "_result") if stage == "result" else (engine.scheduler, "commit")
     fault = Fault(getattr(owner, name))
     setattr(owner, name, fault)
-    failures, most = 0, 1
+    failures, max_calls = 0, 1
     for number in range(1, 400):
-        # All calls of an early step, of one in the middle, and of one in which answers end.
+        # Calls of an early step, of a middle step, and of a step in which answers end.
         fault.turn, fault.call = (2, 6, 13)[number % 3], 1 + number // 3 * stride
-        if fault.call > most + 2 * stride:
+        if fault.call > max_calls + 2 * stride:
             break
         fault.kind = (MemoryError, KeyboardInterrupt)[number % 2]
-        requests = [engine.add(text, asked) for text, asked in zip(TEXTS, PARAMS, strict=True)]
+        requests = [engine.add(text, params) for text, params in zip(TEXTS, PARAMS, strict=True)]
         failures += finished(engine, requests)
-        most = max(most, fault.calls)
-        assert [request.output_ids for request in requests] == wanted, fault.call
+        max_calls = max(max_calls, fault.calls)
+        assert [request.output_ids for request in requests] == expected, fault.call
         scores = requests[2].prompt_logprobs
-        assert [one and one.token for one in scores] == [None, *TEXTS[2][1:]]
+        assert [score and score.token for score in scores] == [None, *TEXTS[2][1:]]
     assert failures > 2
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
 @pytest.mark.parametrize("part", ["observe", "plan", "propose"])
-def test_advice_that_raises_costs_no_token_and_is_logged_once(
+def test_failing_advice_costs_no_token_and_is_logged_once(
     part: str, overlap: int, path: Path, draft: Callable[..., Path],
     caplog: pytest.LogCaptureFixture,
 ):  # fmt: skip
     engine = engine_of(path, "dflash+ngram", overlap, draft)
-    wanted = run(engine, TEXTS, PARAMS)
+    expected = run(engine, TEXTS, PARAMS)
 
     def failing(*args: Any) -> Any:
         raise RuntimeError("no advice")
 
     owner = engine.proposers["ngram"] if part == "propose" else engine.scheduler.draft_policy
     setattr(owner, part, failing)
-    assert run(engine, TEXTS, PARAMS) == wanted
-    (record,) = [one for one in caplog.records if one.levelno == logging.ERROR]
+    assert run(engine, TEXTS, PARAMS) == expected
+    (record,) = [r for r in caplog.records if r.levelno == logging.ERROR]
     subject = "Drafting" if part == "propose" else "The draft policy"
     assert record.getMessage() == f"{subject} failed; steps go on without its advice."
     assert record.exc_info

@@ -1,4 +1,4 @@
-"""Checkpoints in FP8 of each family that reads them, against transformers with the same values."""
+"""FP8 checkpoints of each family that reads them, against transformers with the same values."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from transformers import LlamaForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
 EXPERTS = {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3}
 AS_QWEN3 = {"fmt": "e4m3"}
-"""What stands beside the blocks' size in the published checkpoints."""
+"""The published checkpoints' keys other than the block size."""
 
 
 @dataclass(frozen=True)
 class Case:
     """make: writes a tiny target; block: rows and columns that share a scale; stored, dtype, keys:
-    see `quantize`; after: what is done to the directory at the end; bound: on differences."""
+    see `quantize`; after: a final change of the directory; bound: on differences."""
 
     make: Callable[[Path], Any]
     block: Block
@@ -43,7 +43,7 @@ def random(family: Any, **changes: Any) -> Callable[[Path], Any]:
 
 
 def as_published_qwen3_5(path: Path) -> None:
-    """A model for text and images: quantization_config stands beside text_config."""
+    """Write the multimodal form: quantization_config next to text_config."""
     config = json.loads((path / "config.json").read_text())
     stored = config.pop("quantization_config")
     (name,) = config["architectures"]
@@ -67,23 +67,23 @@ AS_QWEN3_5: dict[str, Any] = {
     "after": as_published_qwen3_5,
     "bound": 1e-3,  # as unquantized; measured 1.4e-4
 }
-KEPT = ["model.layers.0.mlp.experts.3", "model.layers.1.self_attn", "model.layers.4.mlp"]
+UNCONVERTED = ["model.layers.0.mlp.experts.3", "model.layers.1.self_attn", "model.layers.4.mlp"]
 
 
-def not_kept(name: str) -> bool:
-    return is_linear(name) and not name.startswith(tuple(KEPT))
+def converted(name: str) -> bool:
+    return is_linear(name) and not name.startswith(tuple(UNCONVERTED))
 
 
 CASES = {
     "qwen3": Case(random(Qwen3ForCausalLM), (24, 20), keys=AS_QWEN3),
-    "experts, one by one": Case(random(Qwen3MoeForCausalLM, **EXPERTS), (20, 14), keys=AS_QWEN3),
-    "experts, blocks larger than all": Case(random(Qwen3MoeForCausalLM, **EXPERTS), (128, 128)),
+    "experts, separate": Case(random(Qwen3MoeForCausalLM, **EXPERTS), (20, 14), keys=AS_QWEN3),
+    "experts, one block each": Case(random(Qwen3MoeForCausalLM, **EXPERTS), (128, 128)),
     "experts, joined": Case(random(Qwen3MoeForCausalLM, **EXPERTS), (12, 7), after=join_experts),
     "experts, some not converted": Case(
         random(Qwen3MoeForCausalLM, **EXPERTS),
         (16, 16),
-        stored=not_kept,
-        keys={"modules_to_not_convert": ["lm_head", "model.layers.2.mlp.gate", *KEPT]},
+        stored=converted,
+        keys={"modules_to_not_convert": ["lm_head", "model.layers.2.mlp.gate", *UNCONVERTED]},
     ),
     "llama": Case(random(LlamaForCausalLM), (24, 20), dtype=torch.bfloat16),
     "qwen3.5": Case(make_hybrid, (24, 20), **AS_QWEN3_5),
@@ -93,7 +93,7 @@ CASES = {
 
 @pytest.fixture(scope="module", params=CASES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    """(transformers' model of the unquantized values, directory of those in FP8, bound)"""
+    """Return (transformers' model of the unquantized values, directory of the FP8 ones, bound)."""
     case, root = CASES[request.param], tmp_path_factory.mktemp("fp8")
     path, plain = root / "fp8", root / "plain"
     kind = type(case.make(path))
@@ -105,6 +105,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return hf, path, case.bound
 
 
-def test_every_layer_and_the_logits_agree(model: tuple[Any, Path, float]):
+def test_all_layers_and_logits_match_transformers(model: tuple[Any, Path, float]):
     hf, path, bound = model
     check_layers(hf, path, *GEOMETRY[1], atol=bound)

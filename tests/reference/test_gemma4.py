@@ -59,7 +59,7 @@ VISION = {
 
 
 def as_published(path: Path) -> None:
-    """The form of the published checkpoints: what full layers have has keys of its own."""
+    """Write the form of the published checkpoints: separate keys for full-attention layers."""
     edit_json(
         path / "config.json",
         per_layer_config=None,
@@ -69,7 +69,7 @@ def as_published(path: Path) -> None:
 
 
 def one_by_one(path: Path) -> None:
-    """Every expert's layers as tensors of their own, as those who quantize experts leave them."""
+    """Split experts into one tensor each, as tools that quantize experts do."""
     tensors = load_file(path / "model.safetensors")
     for name in [name for name in tensors if ".experts." in name]:
         prefix, leaf = name.rsplit(".", 1)
@@ -91,7 +91,7 @@ ROPES = {
 }
 CASES = {
     "as published": Case({}, as_published),
-    "untied, values of their own, other ropes, no cap": Case(
+    "untied, separate values, other ropes, no cap": Case(
         {
             "tie_word_embeddings": False,
             "attention_k_eq_v": False,
@@ -105,10 +105,10 @@ CASES = {
         lambda path: edit_json(path / "config.json", layer_types=None, rope_parameters=None),
     ),
     "more than ten layers": Case({"num_hidden_layers": 12, "layer_types": None}),
-    "heads alike": Case({"global_head_dim": 16, "num_global_key_value_heads": None}),
+    "equal heads": Case({"global_head_dim": 16, "num_global_key_value_heads": None}),
     "experts, as published": Case(EXPERTS, as_published),
-    "experts one by one, one of them for a row": Case(EXPERTS | {"top_k_experts": 1}, one_by_one),
-    "every one of five odd experts": Case(
+    "separate experts, one per token": Case(EXPERTS | {"top_k_experts": 1}, one_by_one),
+    "all of five experts, odd sizes": Case(
         EXPERTS | {"num_experts": 5, "top_k_experts": 5, "moe_intermediate_size": 15},
         lambda path: edit_json(
             path / "config.json", moe_intermediate_size=None, expert_intermediate_size=15
@@ -122,7 +122,7 @@ BOUND = 3e-4
 
 
 def make_gemma(path: Path, family: Any = Gemma4ForCausalLM, **changes: Any) -> Any:
-    """A tiny one on disk, whose routers choose decidedly; its experts are a plain loop."""
+    """Write a tiny target whose routers choose clearly; run its experts as a plain loop."""
     hf = make_target(path, family, embedding=0.2, **changes)
     for name, parameter in hf.named_parameters():
         if "router" in name:
@@ -161,15 +161,15 @@ def test_text_decoder_is_unchanged_by_towers(tmp_path: Path, caplog: pytest.LogC
 
 
 def test_outer_config_fields_apply_to_text_decoder(tmp_path: Path):
-    """An answer of a chat ends with a token that only the outer config names."""
+    """Chat answers end with a token that only the outer config names."""
     wrapper = {"vision_config": VISION, "audio_config": None}
     make_gemma(tmp_path, Gemma4ForConditionalGeneration, seed=4, wrapper=wrapper, **TINY)
     (tmp_path / "generation_config.json").unlink()
     path = tmp_path / "config.json"
     inner = json.loads(path.read_text())["text_config"]
     edit_json(path, eos_token_id=[1, 6], dtype="float16", text_config={**inner, "dtype": None})
-    found = load_target_config(tmp_path)
-    assert (found.eos_ids, found.dtype) == ((1, 6), "float16")
+    config = load_target_config(tmp_path)
+    assert (config.eos_ids, config.dtype) == ((1, 6), "float16")
     edit_json(path, quantization_config={"quant_method": "fp8"})
     with pytest.raises(ValueError, match="quantized checkpoints are not supp"):
         load_target_config(tmp_path)
@@ -182,12 +182,12 @@ UNIFIED = {key: value for key, value in TINY.items() if "per_layer" not in key}
     "family", [Gemma4UnifiedForCausalLM, Gemma4UnifiedForConditionalGeneration]
 )
 def test_text_decoder_of_12b_is_supported(family: Any, tmp_path: Path):
-    """Its patches and sound frames are embedded beside it, without towers."""
+    """It embeds image patches and sound frames without towers."""
     images = {"mm_embed_dim": 16, "mm_posemb_size": 8, "patch_size": 4, "output_proj_dims": 32}
     wrapper = {"vision_config": images, "audio_config": {"audio_embed_dim": 8}}
-    whole = family is Gemma4UnifiedForConditionalGeneration
+    wrapped = family is Gemma4UnifiedForConditionalGeneration
     hf = make_target(
-        tmp_path, family, seed=3, embedding=0.2, wrapper=wrapper if whole else None, **UNIFIED
+        tmp_path, family, seed=3, embedding=0.2, wrapper=wrapper if wrapped else None, **UNIFIED
     )
     check_layers(hf, tmp_path, 16, 7, atol=BOUND)
     check_text(hf, tmp_path)
@@ -218,7 +218,7 @@ def test_outputs_equal_plain_decoding_with_experts(c: Any, sparse: PlainAnswers)
     compare(c, sparse.pair, sparse(c.workload))
 
 
-def test_the_layers_hold_keys_and_values_of_their_own_shapes(plain: PlainAnswers):
+def test_layers_store_keys_and_values_in_their_own_shapes(plain: PlainAnswers):
     engine = make_engine(EngineConfig(target=str(plain.pair.target), max_model_len=64))
     store = engine.components.stores["target"]
     assert [tuple(layer.shape[2:]) for layer in store.layers] == [
@@ -229,7 +229,7 @@ def test_the_layers_hold_keys_and_values_of_their_own_shapes(plain: PlainAnswers
 
 
 def linear_values(answers: PlainAnswers) -> tuple[TargetConfig, int]:
-    """A target's config, and how many values its linear layers have."""
+    """Return a target's config and the number of values in its linear layers."""
     config = resolve(EngineConfig(target=str(answers.pair.target))).target
     with torch.device("meta"):
         layers = make(config, 1).layers
@@ -237,18 +237,18 @@ def linear_values(answers: PlainAnswers) -> tuple[TargetConfig, int]:
 
 
 def test_bench_counts_match_linear_layers(plain: PlainAnswers):
-    config, held = linear_values(plain)
-    assert floor.linear_values(config.decoder) == held
+    config, num_values = linear_values(plain)
+    assert floor.linear_values(config.decoder) == num_values
     assert floor.kv_values(config.decoder) == 2 * (3 * 2 * 16 + 2 * 32)
     far, near = (floor.attention_operations(config.decoder, 1, n) for n in (100, 99))
     assert far - near == 4 * 4 * 2 * 32  # of full layers only
 
 
 def test_bench_counts_experts_and_mlp(sparse: PlainAnswers):
-    config, held = linear_values(sparse)
-    assert floor.linear_values(config.decoder) == held
+    config, num_values = linear_values(sparse)
+    assert floor.linear_values(config.decoder) == num_values
     chosen = floor.linear_values(config.decoder, floor.active_experts(config.decoder))
-    assert held - chosen == 5 * (8 - 3) * 3 * 24 * 32
+    assert num_values - chosen == 5 * (8 - 3) * 3 * 24 * 32
 
 
 def test_embedding_scale_rounds_like_transformers(tmp_path: Path):
@@ -304,8 +304,8 @@ def test_missing_expert_tensor_is_named(tmp_path: Path, sparse: PlainAnswers, le
     tensors = load_file(path / "model.safetensors")
     del tensors[f"model.layers.1.{leaf}"]
     save_file(tensors, path / "model.safetensors")
-    asked = leaf.replace("down_proj", "0.down_proj.weight")
-    with pytest.raises(ValueError, match=rf"tensor layers\.1\.{asked} is missing"):
+    tensor = leaf.replace("down_proj", "0.down_proj.weight")
+    with pytest.raises(ValueError, match=rf"tensor layers\.1\.{tensor} is missing"):
         resolve(EngineConfig(target=str(path)))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from matrix import FAMILY_CASES, PlainAnswers, compare, make_pair
-from parity import GEOMETRY, Case, check_layers, check_refused, check_text
+from parity import GEOMETRY, Case, check_layers, check_rejected, check_text
 from safetensors.torch import load_file, save_file
 from tiny import LAYERS, edit_json, make_draft, make_engine, make_target
 from transformers import GptOssForCausalLM
@@ -48,7 +48,7 @@ def make(path: Path, *, seed: int = 4, **changes: Any) -> Any:
 
 
 def as_published(path: Path) -> None:
-    """The keys of the published checkpoints."""
+    """Write the keys of the published checkpoints."""
     config = json.loads((path / "config.json").read_text())
     rope = config["rope_parameters"]
     edit_json(
@@ -63,7 +63,7 @@ def as_published(path: Path) -> None:
 
 
 def packed(path: Path, hf: Any) -> None:
-    """Random experts in MXFP4 on disk, and in `hf` what transformers makes of them."""
+    """Write random experts in MXFP4, and set `hf`'s to transformers' values of them."""
     noise = torch.Generator().manual_seed(5)
     tensors = load_file(path / "model.safetensors")
     for i, layer in enumerate(hf.model.layers):
@@ -92,7 +92,7 @@ CASES = {
 
 @pytest.fixture(scope="module", params=CASES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    """(transformers' model, directory)"""
+    """Return (transformers' model, directory)."""
     case, path = CASES[request.param], tmp_path_factory.mktemp("gpt_oss")
     hf = make(path, **case.changes)
     case.after(path)
@@ -125,8 +125,8 @@ def test_outputs_equal_plain_decoding(c: Any, plain: PlainAnswers):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_mxfp4_values_match_the_format(dtype: torch.dtype):
-    """E2M1: a sign, two bits of exponent with a bias of 1, one of mantissa. Against transformers,
-    too, over every pair of values and the scales that weights have."""
+    """E2M1: a sign, two exponent bits with a bias of 1, one mantissa bit. Also compared with
+    transformers, over every pair of values and the usual scales."""
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 4, 4, 16)
     scales = torch.tensor([[118, 127, 120, 130]] * 4, dtype=torch.uint8)[None]
     out = torch.empty(1, 4, 128, dtype=dtype)
@@ -136,17 +136,17 @@ def test_mxfp4_values_match_the_format(dtype: torch.dtype):
         sign, exponent, half = -1 if code & 8 else 1, code >> 1 & 3, code & 1
         return sign * (2 ** (exponent - 1) * (1 + half / 2) if exponent else half / 2)
 
-    wanted = [
+    expected = [
         value(byte >> shift & 15) * 2.0 ** (int(scales[0, 0, byte // 16 % 4]) - 127)
         for byte in range(256)
         for shift in (0, 4)
     ]
-    assert out.flatten().tolist() == wanted
-    theirs = convert_moe_packed_tensors(blocks, scales, dtype=dtype)
-    assert torch.equal(out, theirs.transpose(1, 2).contiguous().view_as(out))
+    assert out.flatten().tolist() == expected
+    reference = convert_moe_packed_tensors(blocks, scales, dtype=dtype)
+    assert torch.equal(out, reference.transpose(1, 2).contiguous().view_as(out))
 
 
-def test_packed_bytes_are_counted_as_held(tmp_path: Path):
+def test_packed_experts_are_counted_in_full(tmp_path: Path):
     make(tmp_path / "whole")
     packed(tmp_path / "packed", make(tmp_path / "packed"))
     sizes: list[int] = []
@@ -187,12 +187,12 @@ BAD = {
 def test_unsupported_field_is_named(tmp_path: Path, key: str):
     make(tmp_path)
     value, message = BAD[key]
-    check_refused(tmp_path, message, **{key: value})
+    check_rejected(tmp_path, message, **{key: value})
 
 
 def test_packed_experts_need_whole_blocks(tmp_path: Path):
     make(tmp_path, intermediate_size=24)
-    check_refused(
+    check_rejected(
         tmp_path,
         "size of 24 does not divide into MXFP4's blocks of 32",
         quantization_config={"quant_method": "mxfp4"},

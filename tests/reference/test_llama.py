@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from matrix import FAMILY_CASES, PlainAnswers, compare, make_pair
-from parity import GEOMETRY, LLAMA3, Case, check_layers, check_refused, check_text
+from parity import GEOMETRY, LLAMA3, Case, check_layers, check_rejected, check_text
 from tiny import edit_json, make_target
 from transformers import LlamaForCausalLM
 
@@ -17,7 +17,7 @@ from strobe.engine.build import resolve
 
 
 def as_published(path: Path) -> None:
-    """The form of the published checkpoints: rope_scaling beside rope_theta, no head_dim."""
+    """Write the form of the published checkpoints: rope_scaling next to rope_theta, no head_dim."""
     parameters = json.loads((path / "config.json").read_text())["rope_parameters"]
     theta = parameters.pop("rope_theta")
     edit_json(
@@ -41,7 +41,7 @@ CASES = {
 
 @pytest.fixture(scope="module", params=CASES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    """(transformers' model, directory)"""
+    """Return (transformers' model, directory)."""
     case, path = CASES[request.param], tmp_path_factory.mktemp("llama")
     hf = make_target(path, LlamaForCausalLM, seed=len(request.param), **case.changes)
     case.after(path)
@@ -70,19 +70,19 @@ def test_outputs_equal_plain_decoding(c: Any, plain: PlainAnswers):
     compare(c, plain.pair, plain(c.workload))
 
 
-def test_it_has_no_query_or_key_norms(plain: PlainAnswers):
-    """Or a checkpoint with some would be computed without them."""
+def test_llama_has_no_query_or_key_norms(plain: PlainAnswers):
+    """Otherwise a checkpoint with norms would run without them."""
     from strobe.models.load import check_target_tensors
 
     resolved = resolve(EngineConfig(target=str(plain.pair.target)))
     own = check_target_tensors(plain.pair.target, resolved.target)
     model = LlamaForCausalLM.from_pretrained(plain.pair.target)
-    held = sum(p.numel() for p in own.parameters())
-    assert held == sum(p.numel() for p in model.parameters())
+    num_values = sum(p.numel() for p in own.parameters())
+    assert num_values == sum(p.numel() for p in model.parameters())
     assert not any("q_norm" in name for name, _ in model.named_parameters())
 
 
 @pytest.mark.parametrize("key", ["query_pre_attn_scalar", "attn_logit_softcapping"])
 def test_unknown_key_is_named(tmp_path: Path, key: str):
     make_target(tmp_path, LlamaForCausalLM)
-    check_refused(tmp_path, f"{key} is 3, which is not known", **{key: 3})
+    check_rejected(tmp_path, f"{key} is 3, which is not known", **{key: 3})

@@ -1,7 +1,7 @@
-"""Speculation changes no token: every way to draft, sample, schedule and store, pair by pair.
+"""Speculation changes no token, for every pair of settings of the matrix.
 
-The measure is plain decoding, one request at a time; plain greedy decoding is measured against
-transformers. Each pair of values of the matrix meets in at least one of the runs.
+The reference is plain decoding, one request at a time; plain greedy decoding is compared with
+transformers. Each pair of values of the matrix occurs in at least one run.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from matrix import (
     COMBINATIONS,
     DIMENSIONS,
     DRAFTERS,
+    FURTHER_FAMILIES,
     LENGTH,
-    OF_FAMILIES,
     Combination,
     Pair,
     PlainAnswers,
@@ -38,9 +38,9 @@ def test_every_pair_of_values_occurs():
     assert {c.proposer for c in COMBINATIONS if c.preempts} == set(DIMENSIONS["proposer"])
 
 
-def test_every_pair_of_values_occurs_where_families_draft():
-    assert set().union(*map(pairs_of, OF_FAMILIES)) == all_pairs(DRAFTERS)
-    assert {c.proposer for c in OF_FAMILIES if c.preempts} == set(DRAFTERS)
+def test_every_pair_of_values_occurs_for_further_families():
+    assert set().union(*map(pairs_of, FURTHER_FAMILIES)) == all_pairs(DRAFTERS)
+    assert {c.proposer for c in FURTHER_FAMILIES if c.preempts} == set(DRAFTERS)
 
 
 @pytest.fixture(scope="module")
@@ -60,32 +60,32 @@ def test_outputs_equal_plain_decoding(c: Combination, pair: Pair, plain: Any):
 
 def test_plain_greedy_decoding_equals_transformers(target: Any, plain: Any):
     for name in ("greedy", "stops"):
-        for (prompt, asked), found in zip(workload(name), plain(name), strict=True):
-            if asked.temperature or asked.min_tokens:
+        for (prompt, sampling), answer in zip(workload(name), plain(name), strict=True):
+            if sampling.temperature or sampling.min_tokens:
                 continue
-            ends = ([] if asked.ignore_eos else EOS_IDS) + list(asked.stop_token_ids)
-            count = asked.max_tokens or LENGTH - len(prompt)
-            assert found == greedy(target.hf, prompt, count, eos_token_id=ends or None)
+            ends = ([] if sampling.ignore_eos else EOS_IDS) + list(sampling.stop_token_ids)
+            count = sampling.max_tokens or LENGTH - len(prompt)
+            assert answer == greedy(target.hf, prompt, count, eos_token_id=ends or None)
 
 
-def test_the_workloads_end_in_every_way_and_vary(plain: Any):
-    """Or the comparisons above would prove little."""
+def test_workloads_finish_in_every_way_and_vary(plain: Any):
+    """Otherwise the comparisons above would prove little."""
     answers = {name: plain(name) for name in DIMENSIONS["workload"]}
-    everything = [answer for made in answers.values() for answer in made]
+    everything = [answer for outputs in answers.values() for answer in outputs]
     assert len({tuple(answer[:4]) for answer in everything}) > 25
     assert len({len(answer) for answer in everything}) > 10
     assert any(answer[-1] in (12, 33) for answer in answers["stops"])
     assert any(answer[-1] in EOS_IDS for answer in answers["sampled"])
     siblings = answers["sampled"][1:4]
     assert len(set(map(tuple, siblings))) == 3
-    for (prompt, asked), answer in zip(workload("greedy"), answers["greedy"], strict=True):
-        if asked.max_tokens is None:
+    for (prompt, sampling), answer in zip(workload("greedy"), answers["greedy"], strict=True):
+        if sampling.max_tokens is None:
             assert len(prompt) + len(answer) == LENGTH
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
 @pytest.mark.parametrize("drafts", [1, 4, 7])
-def test_the_oracle_divides_the_steps_by_its_block(target: Any, drafts: int, overlap: int):
+def test_oracle_divides_steps_by_its_block_size(target: Any, drafts: int, overlap: int):
     prompt = prompts()[0]
     answer = greedy(target.hf, prompt, 41, eos_token_id=None)
     config = EngineConfig(
@@ -112,8 +112,8 @@ def test_the_oracle_divides_the_steps_by_its_block(target: Any, drafts: int, ove
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
-def test_the_end_of_the_context_cuts_a_draft_and_not_the_answer(overlap: int, target: Any):
-    """For every distance of the last block from the end, where drafts beyond it are true too."""
+def test_context_end_limits_drafts_but_not_the_answer(overlap: int, target: Any):
+    """Tests every distance of the last block from the end; drafts past the end are right, too."""
     for length in range(20, 29):
         prompt = prompts()[2]
         answer = greedy(target.hf, prompt, 30, eos_token_id=None)

@@ -1,7 +1,7 @@
-"""Drafters that are wrong in one place: other drafts, the same output.
+"""Drafters with one mistake draft differently, but the output is the same.
 
-The first half shows that the comparisons with the transcription could notice such a mistake, the
-second that no mistake of a drafter reaches the output.
+The first tests show that the comparisons with the transcription detect such a mistake, the others
+that no mistake of a drafter reaches the output.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ MUTANTS: dict[str, dict[str, Any]] = {
 NUM_DRAFTS = 5
 
 
-class Forgetful(Watched):
-    """Writes zeros, or another position's context, in place of the context's keys and values."""
+class WrongContext(Watched):
+    """Stores zeros, another position's context or nothing instead of the context's K/V."""
 
     def __init__(self, parts: Any, mangle: Any, write: str):
         super().__init__(parts, mangle)
@@ -73,7 +73,7 @@ def drafts(
     texts: list[tuple[list[int], list[int]]],
     make: Callable[[Any], Watched] = lambda parts: Watched(parts, wavering),
 ) -> dict[tuple[str, int], list[int]]:
-    """The drafts behind each position, on outputs that are checked against the true ones."""
+    """Return the drafts after each position; outputs are compared with the true ones."""
     config = EngineConfig(
         target=str(target.path), draft=str(path), num_drafts=NUM_DRAFTS, max_model_len=96
     )
@@ -93,41 +93,41 @@ def true_drafts(target: Any, draft: Any, texts: Any) -> dict[tuple[str, int], li
     return drafts(target, draft(**MIXED), texts)
 
 
-def differing(
-    one: dict[tuple[str, int], list[int]], other: dict[tuple[str, int], list[int]]
+def num_differences(
+    a: dict[tuple[str, int], list[int]], b: dict[tuple[str, int], list[int]]
 ) -> int:
-    """Draft tokens that differ; both were asked at the same places."""
-    assert one.keys() == other.keys()
-    return sum(a != b for key in one for a, b in zip(one[key], other[key], strict=True))
+    """Count the draft tokens that differ; both must have drafted at the same positions."""
+    assert a.keys() == b.keys()
+    return sum(x != y for key in a for x, y in zip(a[key], b[key], strict=True))
 
 
-def test_the_same_drafter_drafts_the_same_twice(
-    target: Any, draft: Any, texts: Any, true_drafts: Any
-):
+def test_same_drafter_repeats_its_drafts(target: Any, draft: Any, texts: Any, true_drafts: Any):
     assert len(true_drafts) > 15
-    assert differing(true_drafts, drafts(target, draft(**MIXED), texts)) == 0
+    assert num_differences(true_drafts, drafts(target, draft(**MIXED), texts)) == 0
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_mutant_drafts_otherwise_and_the_output_stays(
+def test_mutant_drafts_differ_but_output_does_not(
     name: str, target: Any, draft: Any, texts: Any, true_drafts: Any
 ):
-    count = differing(true_drafts, drafts(target, draft(**MUTANTS[name]), texts))
-    # Both run 8 rows for 5 drafts, all there are and all but one.
+    count = num_differences(true_drafts, drafts(target, draft(**MUTANTS[name]), texts))
+    # Both run 8 rows for 5 drafts: the whole block of 8, and all but one row of 9.
     assert (count == 0) if name == "a longer block" else (count > 0)
 
 
 @pytest.mark.parametrize("write", ["zeros", "shifted", "nothing"])
-def test_a_spoilt_context_changes_drafts_and_the_output_stays(
+def test_wrong_context_changes_drafts_but_not_output(
     write: str, target: Any, draft: Any, texts: Any, true_drafts: Any
 ):
-    spoilt = drafts(target, draft(**MIXED), texts, lambda parts: Forgetful(parts, wavering, write))
-    assert differing(true_drafts, spoilt) > 0
+    wrong = drafts(
+        target, draft(**MIXED), texts, lambda parts: WrongContext(parts, wavering, write)
+    )
+    assert num_differences(true_drafts, wrong) > 0
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_mutants_own_drafts_leave_sampled_output_alone(name: str, target: Any, draft: Any):
-    """Here the mutant's drafts are what is verified, against plain decoding of the same seeds."""
+def test_mutant_drafts_do_not_change_sampled_output(name: str, target: Any, draft: Any):
+    """The mutant's own drafts are verified, and compared with plain decoding of the same seeds."""
     noise = torch.Generator().manual_seed(22)
     prompts = [torch.randint(0, VOCAB, (n,), generator=noise).tolist() for n in (4, 25)]
     sampling = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=20, seed=1)

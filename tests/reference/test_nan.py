@@ -52,7 +52,7 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine_of(path: Path, **options: Any) -> Engine:
-    """An engine whose target knows no BAD token, and never samples it on its own."""
+    """Return an engine whose target has NaN for the BAD token and never samples it by itself."""
     engine = make_engine(EngineConfig(str(path), max_model_len=64, page_size=4, **options))
     model: Any = engine.runner.model
     model.embed_tokens.weight.data[BAD] = float("nan")
@@ -68,10 +68,10 @@ def add(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> lis
     return [engine.add(prompt, params) for prompt in prompts]
 
 
-def check_failed(request: Request, made: list[int]) -> None:
+def check_failed(request: Request, output: list[int]) -> None:
     assert request.finish_reason == "error"
     assert "logits are NaN" in (request.error or "")
-    assert request.output_ids == made
+    assert request.output_ids == output
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
@@ -80,12 +80,12 @@ def check_failed(request: Request, made: list[int]) -> None:
 def test_nan_request_ends_with_error_and_others_are_unchanged(
     kind: str, sampling: str, method: str, overlap: int, target: Any, hybrid: Path, drafter: Path
 ):
-    """In its prompt, and in its answer; beside others, and in pages and slots used again."""
+    """NaN in the prompt or in the answer; other requests run along and reuse pages and slots."""
     path = target.path if kind == "attention" else hybrid
     params = without_bad(PARAMS[sampling])
     plain = engine_of(path)
-    wanted = add(plain, TEXTS, params)
-    drain(plain, wanted)
+    expected = add(plain, TEXTS, params)
+    drain(plain, expected)
     options: dict[str, Any] = {} if method == "none" else {"num_drafts": 7}
     options |= {"max_num_seqs": 3, "max_num_batched_tokens": 40, "kv_cache_memory": 300_000}
     engine = engine_of(path, draft=str(drafter), method=method, overlap=overlap, **options)
@@ -98,21 +98,21 @@ def test_nan_request_ends_with_error_and_others_are_unchanged(
         check_failed(in_prompt, [])
         check_failed(in_answer, [BAD])
         outputs = [request.output_ids for request in (*first, *rest)]
-        assert outputs == [request.output_ids for request in wanted]
+        assert outputs == [request.output_ids for request in expected]
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
 @pytest.mark.parametrize("kind", ["attention", "recurrent"])
-def test_nan_in_rows_beyond_the_context_changes_no_other_request(
+def test_nan_in_rows_past_the_context_changes_no_other_request(
     kind: str, overlap: int, target: Any, hybrid: Path, drafter: Path
 ):
-    """Drafts beyond the context's end of all requests lie on one page."""
+    """All requests' drafts past the end of the context write to one page."""
     path = target.path if kind == "attention" else hybrid
     params = without_bad(COLD.clone(max_tokens=None))
     prompts = [[(5 * i + n) % 50 for i in range(n)] for n in (60, 58)]
     plain = engine_of(path)
-    wanted = add(plain, prompts, params)
-    drain(plain, wanted)
+    expected = add(plain, prompts, params)
+    drain(plain, expected)
     engine = engine_of(
         path, draft=str(drafter), num_drafts=7, adaptive=False, overlap=overlap, max_num_seqs=3
     )
@@ -120,7 +120,7 @@ def test_nan_in_rows_beyond_the_context_changes_no_other_request(
     bad = engine.add(prompts[0], params.clone(logit_bias={BAD: 100.0}))
     drain(engine, [*requests, bad])
     check_failed(bad, [BAD])
-    assert [r.output_ids for r in requests] == [r.output_ids for r in wanted]
+    assert [r.output_ids for r in requests] == [r.output_ids for r in expected]
     assert all(request.finish_reason == "length" for request in requests)
 
 
@@ -143,12 +143,12 @@ def test_scored_prompt_with_nan_ends_with_error(budget: int, target: Any):
         events += engine.step()
     check_failed(request, [])
     (event,) = events
-    scores = [one for one in event.start.prompt_logprobs if one is not None]
-    assert all(one.logprob == one.logprob for one in scores)
+    scores = [score for score in event.start.prompt_logprobs if score is not None]
+    assert all(score.logprob == score.logprob for score in scores)
 
 
 def test_nan_scores_without_nan_maximum_end_with_error(target: Any):
-    """An infinite logit is a maximum, but no log probability follows from it."""
+    """An infinite logit is a maximum, but gives no log probability."""
     engine = engine_of(target.path)
     forward = engine.runner.model.head
 
@@ -168,8 +168,8 @@ def test_nan_scores_without_nan_maximum_end_with_error(target: Any):
 def test_drafts_of_a_nan_drafter_change_no_token(
     temperature: float, vocabulary: str, target: Any, draft: Callable[..., Path]
 ):
-    way = "probabilistic" if temperature else "greedy"
-    engine = engine_of(target.path, draft=str(draft()), draft_sample_method=way)
+    method = "probabilistic" if temperature else "greedy"
+    engine = engine_of(target.path, draft=str(draft()), draft_sample_method=method)
     proposer: Any = engine.proposers["dflash"]
     proposer.model.norm.weight.data.fill_(float("nan"))
     if vocabulary == "reduced":
@@ -178,7 +178,7 @@ def test_drafts_of_a_nan_drafter_change_no_token(
     requests = add(engine, TEXTS, params)
     drain(engine, requests)
     plain = engine_of(target.path)
-    wanted = add(plain, TEXTS, params)
-    drain(plain, wanted)
-    assert [r.output_ids for r in requests] == [r.output_ids for r in wanted]
+    expected = add(plain, TEXTS, params)
+    drain(plain, expected)
+    assert [r.output_ids for r in requests] == [r.output_ids for r in expected]
     assert sum(r.draft_counts.num_verified for r in requests) > 0

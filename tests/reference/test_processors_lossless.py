@@ -135,7 +135,7 @@ def prompts() -> list[list[int]]:
     return [*texts, [*texts[1][:32], 3], [*texts[1][:17], 8], [4, 9, 2] * 5, [*texts[1][:16], 1, 2]]
 
 
-def asked() -> dict[str, list[SamplingParams]]:
+def sampling_params() -> dict[str, list[SamplingParams]]:
     """Return the sampling parameters of each feature's requests, mixed with plain ones."""
     every = {"presence_penalty": 0.9, "frequency_penalty": 0.7, "repetition_penalty": 1.4}
     allowed = list(range(0, VOCAB, 3))
@@ -215,7 +215,7 @@ def asked() -> dict[str, list[SamplingParams]]:
     return kinds
 
 
-SAMPLING = asked()
+SAMPLING = sampling_params()
 PROMPTS = prompts()
 
 

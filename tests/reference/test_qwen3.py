@@ -36,13 +36,13 @@ YARN = {
 
 
 def legacy_rope(path: Path) -> None:
-    """The form of older checkpoints: rope_theta at the top, no rope_parameters."""
+    """Write the form of older checkpoints: top-level rope_theta, no rope_parameters."""
     theta = json.loads((path / "config.json").read_text())["rope_parameters"]["rope_theta"]
     edit_json(path / "config.json", rope_parameters=None, rope_theta=theta, rope_scaling=None)
 
 
 def legacy_window(path: Path) -> None:
-    """The form of older checkpoints: no layer_types, only the number of full layers."""
+    """Write the form of older checkpoints: no layer_types, only the number of full layers."""
     edit_json(path / "config.json", layer_types=None)
 
 
@@ -82,7 +82,7 @@ CASES = {
 
 @pytest.fixture(scope="module", params=CASES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    """(transformers' model, directory)"""
+    """Return (transformers' model, directory)."""
     case = CASES[request.param]
     path = tmp_path_factory.mktemp("target")
     hf = make_target(path, seed=len(request.param), shards=case.shards, **case.changes)
@@ -102,14 +102,14 @@ def test_greedy_text_matches_transformers(model: tuple[Any, Path]):
     check_text(*model)
 
 
-def test_the_tiny_target_has_no_near_ties(target: Any):
+def test_tiny_target_has_no_near_ties(target: Any):
     for prompt in prompts([3, 17, 40, 1, 8]):
         tokens = prompt + greedy(target.hf, prompt, 40)
         best = layer_outputs(target.hf, tokens)[1][len(prompt) - 1 : -1].topk(2).values
         assert (best[:, 0] - best[:, 1]).min() > 1e-3
 
 
-def test_half_precision_weights_run_in_single_precision_on_a_cpu(tmp_path: Path):
+def test_half_precision_weights_run_in_fp32_on_a_cpu(tmp_path: Path):
     hf = make_target(tmp_path).to(torch.bfloat16)
     hf.save_pretrained(tmp_path)
     engine = make_engine(EngineConfig(target=str(tmp_path), max_model_len=64))
@@ -120,11 +120,11 @@ def test_half_precision_weights_run_in_single_precision_on_a_cpu(tmp_path: Path)
     seen = record(engine)
     (out,) = run(engine, prompts([20]), SamplingParams(temperature=0, max_tokens=10))
     again = type(hf).from_pretrained(tmp_path, dtype=torch.float32).eval()
-    wanted, _ = layer_outputs(again, prompts([20])[0] + out[:-1])
+    expected, _ = layer_outputs(again, prompts([20])[0] + out[:-1])
     request = next(iter(seen))[0]
-    found = torch.stack([seen[request, p] for p in range(len(wanted))]).view(wanted.shape)
-    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-5)
+    outputs = torch.stack([seen[request, p] for p in range(len(expected))]).view(expected.shape)
+    torch.testing.assert_close(outputs, expected, atol=1e-4, rtol=1e-5)
 
 
-def test_the_tiny_target_is_as_deep_as_the_drafters_expect(target: Any):
+def test_tiny_target_depth_matches_the_drafters(target: Any):
     assert len(target.hf.model.layers) == LAYERS

@@ -1,4 +1,4 @@
-"""Qwen3.5, dense and with experts, against transformers, and its speculation, captured or not,
+"""Qwen3.5, dense and with experts, against transformers; its speculation, captured and eager,
 against plain decoding."""
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from strobe.tools.info import describe
 
 COLD = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 BOUND = 1e-3
-"""Measured 4.4e-4, and 2.6e-4 between transformers in single and in double precision: what a young
-state answers is small, and its norm makes it large."""
+"""Measured 4.4e-4, and 2.6e-4 between transformers in single and in double precision: early outputs
+of a state are small, and its norm enlarges them."""
 
 
 def nest(path: Path) -> None:
-    """As the published checkpoints are: the text's config inside one of pictures, the text's
-    tensors beside theirs and those of a head that drafts."""
+    """Write the form of the published checkpoints: the text's config inside a multimodal one, and
+    tensors of the vision tower and of an MTP head."""
     text = json.loads((path / "config.json").read_text())
-    said = {"attn_output_gate": True, "mamba_ssm_dtype": "float32", "full_attention_interval": 4}
-    text = {**said, "mtp_num_hidden_layers": 1, "mlp_only_layers": [], **text}
+    extra = {"attn_output_gate": True, "mamba_ssm_dtype": "float32", "full_attention_interval": 4}
+    text = {**extra, "mtp_num_hidden_layers": 1, "mlp_only_layers": [], **text}
     config = {
         "architectures": [text["architectures"][0].replace("CausalLM", "ConditionalGeneration")],
         "model_type": text["model_type"].removesuffix("_text"),
@@ -67,7 +67,7 @@ def nest(path: Path) -> None:
 
 
 def as_published(path: Path) -> None:
-    """As those with experts are: joined, and no size of an MLP that no layer has."""
+    """Write the published form with experts: joined, and without an MLP size."""
     join_experts(path)
     edit_json(path / "config.json", intermediate_size=None)
     nest(path)
@@ -80,7 +80,7 @@ def by_interval(path: Path) -> None:
 CASES = {
     "untied": Case({}),
     "tied, nested": Case({"tie_word_embeddings": True}, nest),
-    "as many key heads, a short convolution": Case(
+    "equal key heads, a short convolution": Case(
         {"linear_num_key_heads": 4, "linear_conv_kernel_dim": 2, "linear_value_head_dim": 8}
     ),
     "one key-value head, the whole head rotated": Case(
@@ -90,7 +90,7 @@ CASES = {
         {"layer_types": [KINDS[i % 2] for i in range(LAYERS)], "rms_norm_eps": 1e-3}, by_interval
     ),
     "experts, as published": Case(EXPERTS, as_published),
-    "experts one by one, tied": Case({**EXPERTS, "tie_word_embeddings": True}),
+    "separate experts, tied": Case({**EXPERTS, "tie_word_embeddings": True}),
     "experts of odd sizes, all but one chosen": Case(
         {**EXPERTS, "num_experts": 5, "num_experts_per_tok": 4, "moe_intermediate_size": 15}
     ),
@@ -120,14 +120,14 @@ def test_greedy_text_matches_transformers(model: tuple[Any, Path]):
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    """(transformers' model, directory) of the target that the tests below share."""
+    """Return (transformers' model, directory) of the target that the tests below share."""
     path = tmp_path_factory.mktemp("hybrid")
     return make_hybrid(path), path
 
 
 @pytest.fixture(scope="module")
 def sparse(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    """The same with experts."""
+    """Return the same with experts."""
     path = tmp_path_factory.mktemp("sparse")
     return make_hybrid(path, **EXPERTS), path
 
@@ -150,9 +150,9 @@ def test_prompts_near_chunk_length_match_transformers(budget: int, hybrid: tuple
     requests = {request for request, _ in seen}
     assert sorted(request.num_prompt for request in requests) == lengths
     for request in requests:
-        wanted, _ = layer_outputs(hf, request.tokens[:-1])
-        found = torch.stack([seen[request, p] for p in range(len(wanted))]).view(wanted.shape)
-        torch.testing.assert_close(found, wanted, atol=BOUND, rtol=1e-5)
+        expected, _ = layer_outputs(hf, request.tokens[:-1])
+        outputs = torch.stack([seen[request, p] for p in range(len(expected))]).view(expected.shape)
+        torch.testing.assert_close(outputs, expected, atol=BOUND, rtol=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -185,15 +185,15 @@ def test_replayed_steps_match_eager_steps(
     drafter: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """By a drafter that guesses, and by one that is right up to a place that varies."""
+    """With a drafter that guesses, and with one that is right up to a changing position."""
     monkeypatch.setattr("strobe.runner.pending.download", torch.clone)
     path = request.getfixturevalue(target)[1]
     texts, cold = TEXTS[:4], COLD.clone(max_tokens=16)
-    wanted = run(make_engine(config(path)), texts, cold)
+    expected = run(make_engine(config(path)), texts, cold)
     options: dict[str, Any] = {"overlap": overlap, "max_num_batched_tokens": budget}
     for draft, method in ((str(drafter), "dflash"), (None, "ngram")):
-        asked = {"draft": draft, "method": method, "num_drafts": 7}
-        resolved = resolve(config(path, **options, **asked))
+        drafting = {"draft": draft, "method": method, "num_drafts": 7}
+        resolved = resolve(config(path, **options, **drafting))
         parts = build(resolved)
         script = Scripted(parts.state, 7, wavering)
         if method == "ngram":
@@ -201,11 +201,11 @@ def test_replayed_steps_match_eager_steps(
         double = captured(parts, 5, 7)
         engine = watched(Engine(resolved, components=parts))
         requests = [engine.add(prompt, cold) for prompt in texts]
-        script.answers = dict(zip(requests, map(list.__add__, texts, wanted), strict=True))
+        script.answers = dict(zip(requests, map(list.__add__, texts, expected), strict=True))
         while engine.has_work:
             engine.step()
             engine.check()
-        assert [request.output_ids for request in requests] == wanted
+        assert [request.output_ids for request in requests] == expected
         assert double.captured > 1
         assert double.replayed > 1
         if method == "ngram":
@@ -216,32 +216,32 @@ def test_replayed_steps_match_eager_steps(
 @pytest.mark.parametrize(
     "method", ["dflash", *[pytest.param(m, marks=pytest.mark.full) for m in ("none", "ngram")]]
 )
-@pytest.mark.parametrize("place", ["before", "half", "after", "commit"])
-def test_every_second_step_failing_still_ends_every_answer(
-    place: str, method: str, overlap: int, hybrid: tuple[Any, Path], drafter: Path
+@pytest.mark.parametrize("stage", ["before", "half", "after", "commit"])
+def test_answers_finish_when_every_second_step_fails(
+    stage: str, method: str, overlap: int, hybrid: tuple[Any, Path], drafter: Path
 ):
-    """Each chunk and each step that got through is kept, whatever the failed one has written."""
+    """Chunks and steps that succeeded are kept, whatever the failed step wrote."""
     drafts = {} if method == "none" else {"num_drafts": 7}
     options: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 24, **drafts}
     engine = make_engine(
         config(hybrid[1], draft=str(drafter), method=method, overlap=overlap).with_(**options)
     )
     texts = [TEXTS[2], TEXTS[1], prompts([60])[0]]
-    wanted = run(make_engine(config(hybrid[1])), texts, COLD)
+    expected = run(make_engine(config(hybrid[1])), texts, COLD)
     owner: Any = {
         "before": engine.runner, "half": engine.runner.model.layers[2].mlp,
         "after": engine.state, "commit": engine.scheduler,
-    }[place]  # fmt: skip
-    name = {"half": "forward", "before": "forward", "after": "accept", "commit": "_commit"}[place]
+    }[stage]  # fmt: skip
+    name = {"half": "forward", "before": "forward", "after": "accept", "commit": "_commit"}[stage]
     true, calls = getattr(owner, name), 0
 
     def failing(*args: Any, **named: Any) -> Any:
         nonlocal calls
         calls += 1
-        found = None if place == "before" and calls % 2 == 0 else true(*args, **named)
+        result = None if stage == "before" and calls % 2 == 0 else true(*args, **named)
         if calls % 2 == 0:
             raise MemoryError("no memory")
-        return found
+        return result
 
     setattr(owner, name, failing)
     requests = [engine.add(prompt, COLD) for prompt in texts]
@@ -256,31 +256,31 @@ def test_every_second_step_failing_still_ends_every_answer(
         engine.check()
     assert failures > 10
     assert [request.finish_reason for request in requests] == ["length"] * 3
-    assert [request.output_ids for request in requests] == wanted
+    assert [request.output_ids for request in requests] == expected
     assert engine.components.pool.available == engine.components.pool.capacity
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
-@pytest.mark.parametrize("place", ["propose", "forward", "observe"])
+@pytest.mark.parametrize("method", ["propose", "forward", "observe"])
 def test_failed_step_restarts_its_requests(
-    place: str, overlap: int, hybrid: tuple[Any, Path], drafter: Path
+    method: str, overlap: int, hybrid: tuple[Any, Path], drafter: Path
 ):
-    """Whatever the states of the step's requests had taken in by then."""
+    """The failed step may already have changed its requests' states."""
     path = hybrid[1]
     options: dict[str, Any] = {"draft": str(drafter), "overlap": overlap}
     engine = make_engine(config(path, **options, max_num_batched_tokens=40))
-    owner: Any = {"forward": engine.runner}.get(place, engine.proposers)
-    true, calls = getattr(owner, place), 0
+    owner: Any = {"forward": engine.runner}.get(method, engine.proposers)
+    true, calls = getattr(owner, method), 0
 
     def failing(*args: Any, **named: Any) -> Any:
         nonlocal calls
         calls += 1
-        found = true(*args, **named)
+        result = true(*args, **named)
         if calls in (2, 5, 9):
             raise MemoryError("no memory")
-        return found
+        return result
 
-    setattr(owner, place, failing)
+    setattr(owner, method, failing)
     requests = [engine.add(prompt, COLD) for prompt in TEXTS]
     failures = 0
     while engine.has_work:
@@ -302,9 +302,9 @@ def test_pages_hold_attention_layers_without_prefix_lookup(
     assert len(engine.components.stores["target"].layers) == 2
     states = engine.components.states
     assert states is not None
-    held = (*states.tensors, states.length)
+    tensors = (*states.tensors, states.length)
     per_slot = states.spec.bytes_per_slot(states.pending, torch.float32)
-    assert sum(part.nbytes for part in held) == 6 * per_slot
+    assert sum(part.nbytes for part in tensors) == 6 * per_slot
     for _ in range(2):
         run(engine, [TEXTS[2]], COLD)
     assert engine.stats.prefix_hits == 0
@@ -321,7 +321,7 @@ def test_states_beyond_memory_are_rejected(
         resolve(EngineConfig(str(hybrid[1]), max_model_len=64, max_num_seqs=400))
 
 
-def test_info_tells_of_recurrent_layers(hybrid: tuple[Any, Path]):
+def test_info_reports_recurrent_layers(hybrid: tuple[Any, Path]):
     facts = describe(hybrid[1])
     assert facts["layers"] == LAYERS
     assert facts["recurrent_layers"] == 3
@@ -363,8 +363,8 @@ def test_null_in_text_config_falls_back_to_outer_config(tmp_path: Path):
     path = tmp_path / "config.json"
     inner = json.loads(path.read_text())["text_config"] | {"dtype": None, "eos_token_id": None}
     edit_json(path, dtype="float16", eos_token_id=[7, 8], text_config=inner)
-    found = load_target_config(tmp_path)
-    assert (found.eos_ids, found.dtype) == ((7, 8), "float16")
+    config_read = load_target_config(tmp_path)
+    assert (config_read.eos_ids, config_read.dtype) == ((7, 8), "float16")
 
 
 WRONG_EXPERTS: list[tuple[dict[str, Any], str]] = [
@@ -389,5 +389,5 @@ def test_unsupported_expert_field_is_named(changes: dict[str, Any], message: str
         resolve(config(tmp_path))
 
 
-def test_a_target_as_wide_as_its_drafter_expects(hybrid: tuple[Any, Path]):
+def test_hidden_size_matches_the_drafter(hybrid: tuple[Any, Path]):
     assert hybrid[0].config.hidden_size == HIDDEN

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from matrix import FAMILY_CASES, PlainAnswers, compare, make_pair
-from parity import GEOMETRY, Case, check_layers, check_refused, check_text
+from parity import GEOMETRY, Case, check_layers, check_rejected, check_text
 from safetensors.torch import load_file, save_file
 from tiny import edit_json, join_experts, make_target
 from transformers import Qwen3MoeForCausalLM
@@ -30,7 +30,7 @@ SHAPE: dict[str, Any] = {
 
 
 def as_published(path: Path) -> None:
-    """The keys of the published checkpoints."""
+    """Write the keys of the published checkpoints."""
     config = json.loads((path / "config.json").read_text())
     edit_json(
         path / "config.json",
@@ -62,7 +62,7 @@ CASES = {
 
 @pytest.fixture(scope="module", params=CASES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    """(transformers' model, directory)"""
+    """Return (transformers' model, directory)."""
     case, path = CASES[request.param], tmp_path_factory.mktemp("qwen3_moe")
     changes = SHAPE | case.changes
     hf = make_target(path, Qwen3MoeForCausalLM, seed=3, shards=case.shards, **changes)
@@ -116,7 +116,7 @@ BAD = {
 def test_unsupported_field_is_named(tmp_path: Path, key: str):
     make_target(tmp_path, Qwen3MoeForCausalLM, **SHAPE)
     value, message = BAD[key]
-    check_refused(tmp_path, message.replace("[", r"\["), **{key: value})
+    check_rejected(tmp_path, message.replace("[", r"\["), **{key: value})
 
 
 def test_missing_expert_is_named(tmp_path: Path):

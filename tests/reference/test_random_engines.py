@@ -1,4 +1,4 @@
-"""Random engines on a CPU, in short: `make fuzz` goes on for as long as one likes, on a GPU too."""
+"""Random engines on a CPU, briefly; `make fuzz` runs as long as requested, also on a GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from random_engines import TARGETS, EngineFactory, Findings, play_round
 
 FAMILIES = list(TARGETS)
 ROUNDS = 24
-"""`make test` plays those of the first family; a round's family follows from its seed."""
+"""`make test` runs those of the first family; a round's seed determines its family."""
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def factory(tmp_path_factory: pytest.TempPathFactory) -> EngineFactory:
         for seed in range(ROUNDS)
     ],
 )
-def test_random_engine_answers_as_plain_decoding(seed: int, factory: EngineFactory):
+def test_random_engine_answers_like_plain_decoding(seed: int, factory: EngineFactory):
     findings = Findings()
     play_round(factory, seed, findings, FAMILIES)
     assert not findings.faults

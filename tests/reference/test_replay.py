@@ -1,4 +1,4 @@
-"""A plan is data: printed, pickled, and run again on another engine it gives the same step."""
+"""Plans are data: pickled and run on another engine, a plan gives the same step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from strobe import EngineConfig, SamplingParams
 from strobe.step import Plan, StepResult
 
 COLD = SamplingParams(temperature=0.0, max_tokens=18, ignore_eos=True)
-ASKED = [
+SAMPLING = [
     COLD,
     COLD.clone(temperature=1.0, seed=3, top_p=0.9),
     COLD.clone(presence_penalty=0.6, logit_bias={4: 2.0}, logprobs=2),
@@ -25,7 +25,7 @@ ASKED = [
 
 
 @pytest.mark.parametrize("page_size", [4, 16])
-def test_a_plan_run_again_on_another_engine_gives_the_same_step(
+def test_plan_gives_the_same_step_on_another_engine(
     page_size: int, target: Any, draft: Callable[..., Path]
 ):
     config = EngineConfig(
@@ -48,7 +48,9 @@ def test_a_plan_run_again_on_another_engine_gives_the_same_step(
     first.launch = logging
     prompts = [[7, 3, 9] * n + [n] for n in (1, 9, 4, 6, 8, 3)]
     requests = [
-        r for p, asked in zip(prompts, ASKED, strict=True) for r in first.add_prompt(p, asked)
+        r
+        for p, sampling in zip(prompts, SAMPLING, strict=True)
+        for r in first.add_prompt(p, sampling)
     ]
     drain(first, requests)
     assert len(log) > 15

@@ -1,5 +1,5 @@
-"""Drafts that are sampled change no token of the answers, greedy ones or of any seed, however
-requests are run; and the answers follow the target's distribution."""
+"""Sampled drafts change no token of greedy or seeded answers, however requests are scheduled, and
+answers follow the target's distribution."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WARM = SamplingParams(temperature=1.0, max_tokens=TOKENS, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, Path]:
-    """A tied pair with six tokens, so that every answer of a few tokens can be written down."""
+    """Return a tied pair with six tokens, for which all answers of a few tokens can be listed."""
     root = tmp_path_factory.mktemp("small")
     changes = {"vocab_size": 6, "tie_word_embeddings": True}
     hf = make_target(root / "target", eos_token_id=None, seed=8, **changes)
@@ -39,12 +39,12 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, Path]:
 
 
 KNOWN = [0, 2, 5]
-"""The tokens that a reduced head knows."""
+"""The tokens that a reduced head can draft."""
 
 
 @pytest.fixture(scope="module")
 def reduced_draft(small: tuple[Any, Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small pair's drafter with a head of three of the six tokens, as speculators writes it."""
+    """The small pair's drafter with a head of three of the six tokens, in speculators' format."""
     hf, _, draft = small
     path = tmp_path_factory.mktemp("reduced")
     old = json.loads((draft / "config.json").read_text())
@@ -70,48 +70,50 @@ def reduced_draft(small: tuple[Any, Path, Path], tmp_path_factory: pytest.TempPa
 
 
 def answers(
-    engine: Engine, asked: SamplingParams, prompt: Sequence[int]
+    engine: Engine, sampling: SamplingParams, prompt: Sequence[int]
 ) -> Counter[tuple[int, ...]]:
-    """So many siblings' answers, and how often each was given."""
-    requests = engine.add_prompt(prompt, asked.clone(n=ANSWERS), seed=5)
+    """Sample ANSWERS siblings; return how often each answer occurred."""
+    requests = engine.add_prompt(prompt, sampling.clone(n=ANSWERS), seed=5)
     while engine.has_work:
         engine.step()
     return Counter(tuple(request.output_ids) for request in requests)
 
 
-def expected_answers(hf: Any, asked: SamplingParams) -> dict[tuple[int, ...], float]:
-    """Each answer's probability, by transformers' logits and the processors written out."""
-    found: dict[tuple[int, ...], float] = {(): 1.0}
+def expected_answers(hf: Any, sampling: SamplingParams) -> dict[tuple[int, ...], float]:
+    """Return each answer's probability from transformers' logits and the slow processors."""
+    probs: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(TOKENS):
-        begun = list(found)
+        prefixes = list(probs)
         with torch.no_grad():
-            logits = hf(torch.tensor([PROMPT + list(before) for before in begun])).logits[:, -1]
+            logits = hf(torch.tensor([PROMPT + list(prefix) for prefix in prefixes])).logits[:, -1]
         longer: dict[tuple[int, ...], float] = {}
-        for before, row in zip(begun, logits.tolist(), strict=True):
-            row = processed(row, asked, PROMPT, before)
-            chances = distribution(row, asked.temperature, asked.top_k, asked.top_p, asked.min_p)
-            for token, chance in enumerate(chances):
-                if chance > 0:
-                    longer[(*before, token)] = found[before] * chance
-        found = longer
-    return found
+        for prefix, row in zip(prefixes, logits.tolist(), strict=True):
+            row = processed(row, sampling, PROMPT, prefix)
+            row_probs = distribution(
+                row, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
+            )
+            for token, p in enumerate(row_probs):
+                if p > 0:
+                    longer[(*prefix, token)] = probs[prefix] * p
+        probs = longer
+    return probs
 
 
-def check_counts(counts: Counter[tuple[int, ...]], wanted: dict[tuple[int, ...], float]) -> None:
-    """Whole answers, those that are rare together, and each place by itself."""
-    assert set(counts) <= set(wanted), "an answer that the target cannot give"
-    often = [answer for answer, p in wanted.items() if p * ANSWERS >= 6]
+def check_counts(counts: Counter[tuple[int, ...]], probs: dict[tuple[int, ...], float]) -> None:
+    """Compare whole answers, with rare ones summed, and the tokens at each position."""
+    assert set(counts) <= set(probs), "an answer that the target cannot give"
+    often = [answer for answer, p in probs.items() if p * ANSWERS >= 6]
     seen = [counts[answer] for answer in often]
-    expected = [wanted[answer] * ANSWERS for answer in often]
+    expected = [probs[answer] * ANSWERS for answer in often]
     seen.append(ANSWERS - sum(seen))
     expected.append(ANSWERS - sum(expected))
     assert len(often) > 10
     assert stats.chisquare(seen, expected).pvalue > 0.001
-    for place in range(TOKENS):
+    for position in range(TOKENS):
         tokens, chances = Counter[int](), Counter[int]()
-        for answer, p in wanted.items():
-            tokens[answer[place]] += counts[answer]
-            chances[answer[place]] += p * ANSWERS  # pyright: ignore[reportArgumentType]
+        for answer, p in probs.items():
+            tokens[answer[position]] += counts[answer]
+            chances[answer[position]] += p * ANSWERS  # pyright: ignore[reportArgumentType]
         pairs = [(tokens[token], chance) for token, chance in chances.items() if chance > 1]
         scale = sum(n for n, _ in pairs) / sum(c for _, c in pairs)
         fitted = [c * scale for _, c in pairs]
@@ -119,13 +121,13 @@ def check_counts(counts: Counter[tuple[int, ...]], wanted: dict[tuple[int, ...],
 
 
 def config(target: Path, draft: Path | None, **options: Any) -> EngineConfig:
-    given: dict[str, Any] = {"max_model_len": 96, "max_num_seqs": 100, "page_size": 4}
+    fields: dict[str, Any] = {"max_model_len": 96, "max_num_seqs": 100, "page_size": 4}
     if draft is not None:
-        given |= {"draft": str(draft), "draft_sample_method": "probabilistic"}
-    return EngineConfig(str(target), **given | options)
+        fields |= {"draft": str(draft), "draft_sample_method": "probabilistic"}
+    return EngineConfig(str(target), **fields | options)
 
 
-ASKED = {
+SAMPLINGS = {
     "hot": WARM.clone(temperature=3.0),
     "filtered": WARM.clone(temperature=4.0, top_k=4, top_p=0.9, min_p=0.02),
     "ruled": WARM.clone(
@@ -139,7 +141,7 @@ ASKED = {
     ("name", "reduced"),
     [("hot", False), ("filtered", True), ("ruled", False), ("short", True)],
 )
-def test_answers_follow_the_targets_distribution(
+def test_answers_follow_the_target_distribution(
     name: str, reduced: bool, small: tuple[Any, Path, Path], reduced_draft: Path
 ):
     hf, target, draft = small
@@ -147,13 +149,13 @@ def test_answers_follow_the_targets_distribution(
     proposer: Any = engine.proposers["dflash"]
     known = proposer.model.target_ids
     assert (None if known is None else known.tolist()) == (KNOWN if reduced else None)
-    check_counts(answers(engine, ASKED[name], PROMPT), expected_answers(hf, ASKED[name]))
+    check_counts(answers(engine, SAMPLINGS[name], PROMPT), expected_answers(hf, SAMPLINGS[name]))
     stats = engine.stats
     assert 0.1 < stats.draft_counts.num_accepted / stats.draft_counts.num_verified < 0.9
 
 
 HOT = WARM.clone(temperature=3.0)
-SEVERAL = [
+BATCH = [
     HOT.clone(temperature=0.0, max_tokens=20),
     HOT.clone(max_tokens=25, seed=4),
     HOT.clone(max_tokens=30, seed=5, top_p=0.8, top_k=4),
@@ -164,17 +166,17 @@ SEVERAL = [
     HOT.clone(max_tokens=26, seed=10, presence_penalty=0.7, repetition_penalty=1.2, logprobs=2),
     HOT.clone(max_tokens=24, seed=11, top_p=0.9, n=2),
 ]
-"""Requests whose drafts are sampled and others, in one batch."""
-PROMPTS = [[i % 6, (i * 5) % 6, 3] + [4, 1] * (3 * i) for i in range(len(SEVERAL))]
+"""Requests with and without sampled drafts, for one batch."""
+PROMPTS = [[i % 6, (i * 5) % 6, 3] + [4, 1] * (3 * i) for i in range(len(BATCH))]
 
 
-def alone(target: Path, draft: Path, asked: Sequence[SamplingParams] = SEVERAL) -> list[list[int]]:
-    """The answers to the above, one request at a time."""
-    return run(make_engine(config(target, draft, max_num_seqs=1)), PROMPTS, asked)
+def alone(target: Path, draft: Path, params: Sequence[SamplingParams] = BATCH) -> list[list[int]]:
+    """Return the answers to PROMPTS, one request at a time."""
+    return run(make_engine(config(target, draft, max_num_seqs=1)), PROMPTS, params)
 
 
 def plain(target: Path, draft: Path) -> list[list[int]]:
-    return alone(target, draft, [asked.clone(speculation=False) for asked in SEVERAL])
+    return alone(target, draft, [sampling.clone(speculation=False) for sampling in BATCH])
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
@@ -182,14 +184,14 @@ def plain(target: Path, draft: Path) -> list[list[int]]:
 def test_sampled_drafts_change_no_token_of_plain_decoding(
     overlap: int, budget: int | None, small: tuple[Any, Path, Path]
 ):
-    """However requests are run: drafts are sampled with the noise of the target's own tokens."""
+    """Drafts are sampled with the noise of the target's own tokens, in every schedule."""
     _, target, draft = small
-    wanted = plain(target, draft)
-    given = config(target, draft, overlap=overlap, max_num_batched_tokens=budget, max_num_seqs=6)
-    engine = make_engine(given)
-    for _ in range(2):  # the second time over what the first left in the cache
-        assert run(engine, PROMPTS, SEVERAL) == wanted
-    assert run(engine, PROMPTS[::-1], SEVERAL[::-1])[-1] == wanted[0]
+    expected = plain(target, draft)
+    options = config(target, draft, overlap=overlap, max_num_batched_tokens=budget, max_num_seqs=6)
+    engine = make_engine(options)
+    for _ in range(2):  # the second run finds the first one's prefixes cached
+        assert run(engine, PROMPTS, BATCH) == expected
+    assert run(engine, PROMPTS[::-1], BATCH[::-1])[-1] == expected[0]
     assert 0 < engine.stats.draft_counts.num_accepted < engine.stats.draft_counts.num_verified
 
 
@@ -203,18 +205,18 @@ def test_replayed_draws_match_eager_draws(
 ):
     monkeypatch.setattr("strobe.runner.pending.download", torch.clone)
     _, target, draft = small
-    given = config(target, draft, overlap=overlap, max_num_batched_tokens=budget, max_num_seqs=5)
-    resolved = resolve(given)
+    options = config(target, draft, overlap=overlap, max_num_batched_tokens=budget, max_num_seqs=5)
+    resolved = resolve(options)
     parts = build(resolved)
     double = captured(parts, 5, resolved.limits.num_drafts)
     engine = Engine(resolved, components=parts)
-    assert run(engine, PROMPTS, SEVERAL) == plain(target, draft)
+    assert run(engine, PROMPTS, BATCH) == plain(target, draft)
     assert double.captured == len(parts.graphs) > 4
     assert double.replayed > double.captured
 
 
-def test_greedy_answers_are_plain_decodings_in_any_batch(target: Any, draft: Callable[..., Path]):
-    """With a vocabulary of 61, whose random drafter is hardly ever right."""
+def test_greedy_answers_equal_plain_decoding_in_any_batch(target: Any, draft: Callable[..., Path]):
+    """With a vocabulary of 61, for which a random drafter is hardly ever right."""
     cold = WARM.clone(temperature=0.0, max_tokens=30)
     warm = cold.clone(temperature=1.0, seed=1)
     prompts = [[7, 3, 9] * n + [n] for n in (1, 5, 2, 9)]
@@ -224,25 +226,25 @@ def test_greedy_answers_are_plain_decodings_in_any_batch(target: Any, draft: Cal
     assert run(engine, prompts, cold) == plain
 
 
-def test_under_a_grammar_sampled_drafts_change_no_token(
+def test_sampled_drafts_change_no_token_under_a_grammar(
     target: Any, draft: Callable[..., Path], tmp_path: Path
 ):
-    """Whose forced tokens replace drafts that it does not allow."""
+    """The grammar's forced tokens replace illegal drafts."""
     for file in target.path.iterdir():
         (tmp_path / file.name).symlink_to(file)
     make_tokenizer(tmp_path)
-    asked = WARM.clone(
+    sampling = WARM.clone(
         temperature=4.0,
         max_tokens=8,
         ignore_eos=False,
         structured_outputs={"choice": ["yes no", "yes ab", "yno", "no yes", "nob", "ab yes"]},
     )
-    found = [
-        answers(make_engine(config(tmp_path, drafter)), asked, PROMPT)
+    counts = [
+        answers(make_engine(config(tmp_path, drafter)), sampling, PROMPT)
         for drafter in (None, draft())
     ]
-    assert found[0] == found[1]
-    assert len(found[0]) > 4
+    assert counts[0] == counts[1]
+    assert len(counts[0]) > 4
 
 
 def test_warm_up_captures_every_decode_step(small: tuple[Any, Path, Path]):
@@ -257,10 +259,10 @@ def test_warm_up_captures_every_decode_step(small: tuple[Any, Path, Path]):
     assert len(engine.graphs) == before
 
 
-def test_by_default_drafts_are_greedy_and_no_token_changes(small: tuple[Any, Path, Path]):
+def test_default_drafts_are_greedy_and_change_no_token(small: tuple[Any, Path, Path]):
     _, target, draft = small
     engine = make_engine(EngineConfig(str(target), draft=str(draft), max_model_len=96))
-    assert run(engine, PROMPTS, SEVERAL) == plain(target, draft)
+    assert run(engine, PROMPTS, BATCH) == plain(target, draft)
 
 
 def test_probabilistic_drafts_need_a_drafter(small: tuple[Any, Path, Path]):

@@ -1,5 +1,5 @@
-"""Checkpoints that the speculators package wrote load, and draft what that package's own model
-drafts. `scripts/speculators_fixture.py` made them, in an environment with speculators 0.9.0."""
+"""Checkpoints written by the speculators package load, and draft the same tokens as the package's
+own model. `scripts/speculators_fixture.py` wrote them in an environment with speculators 0.9.0."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from strobe.hub.locate import locate_models
 from strobe.models.dflash import DFlash
 from strobe.sampling_params import SamplingParams
 
-MADE = Path(__file__).parent / "data" / "speculators"
+DATA = Path(__file__).parent / "data" / "speculators"
 PROMPT, WINDOW, KNOWN = 8, 20, 23
 FULL, CAUSAL = LayerMask(causal=False), LayerMask(causal=True, window=WINDOW)
 MASKS = {
@@ -36,9 +36,9 @@ MASKS = {
 
 @dataclass(frozen=True)
 class Recorded:
-    """What the package computed. tokens [T], features [T, n * H]: of a text and the target's
-    hidden states of it; for the block at each of anchors [A], logits [A, D, V'] of the slots that
-    predict, and the target's tokens [A, D] of them."""
+    """The package's results: tokens [T] of a text, features [T, n * H], the target's hidden states;
+    for the block at each of anchors [A], logits [A, D, V'] of the predicting slots and the target's
+    tokens [A, D]."""
 
     tokens: list[int]
     features: Tensor
@@ -48,7 +48,7 @@ class Recorded:
 
 
 def recorded(name: str) -> Recorded:
-    values = load_file(MADE / "recorded.safetensors")
+    values = load_file(DATA / "recorded.safetensors")
     first = 0 if name == "first_slot" else 1
     return Recorded(
         values["tokens"].tolist(),
@@ -60,7 +60,7 @@ def recorded(name: str) -> Recorded:
 
 
 def engine_of(name: str, **options: Any) -> Any:
-    config = EngineConfig(str(MADE / "target"), draft=str(MADE / name), page_size=4, **options)
+    config = EngineConfig(str(DATA / "target"), draft=str(DATA / name), page_size=4, **options)
     return make_engine(config, lambda parts, _: Watched(parts), names=["dflash"])
 
 
@@ -68,20 +68,20 @@ def watched(engine: Any) -> Any:
     return engine.proposers["dflash"]
 
 
-def close(found: Tensor, wanted: Tensor) -> bool:
-    """Within 1e-4 of the largest logit of each row."""
-    error = (found - wanted).abs().amax(-1)
-    return bool((error <= 1e-4 * wanted.abs().amax(-1)).all())
+def close(logits: Tensor, expected: Tensor) -> bool:
+    """Whether all logits are within 1e-4 of their row's largest."""
+    error = (logits - expected).abs().amax(-1)
+    return bool((error <= 1e-4 * expected.abs().amax(-1)).all())
 
 
 def known(model: DFlash, logits: Tensor) -> Tensor:
-    """Of logits [R, V] those of the tokens that the head knows, [R, V']."""
+    """Select the columns of logits [R, V] that the head has, [R, V']."""
     return logits if model.target_ids is None else logits[:, model.target_ids]
 
 
 def sees(mask: LayerMask, anchor: int, size: int, *, trained: bool) -> Tensor:
-    """[B, anchor + B]: what each slot sees. A window reaches back from the slot itself, and in
-    training from the block's anchor."""
+    """Return each slot's attention mask, [B, anchor + B]. A window reaches back from the slot
+    itself, in training from the block's anchor."""
     slot, key = torch.arange(anchor, anchor + size)[:, None], torch.arange(anchor + size)[None]
     seen = torch.ones(size, anchor + size, dtype=torch.bool)
     if mask.window is not None:
@@ -91,7 +91,7 @@ def sees(mask: LayerMask, anchor: int, size: int, *, trained: bool) -> Tensor:
 
 @torch.no_grad()
 def block_logits(model: DFlash, about: Recorded, anchor: int, *, trained: bool) -> Tensor:
-    """The module's logits [D, V'] for the block at `anchor`, over the recorded features."""
+    """Return the module's logits [D, V'] for the block at `anchor`, over the recorded features."""
     config = model.config
     keys, values = model.context_kv(about.features[:anchor], torch.arange(anchor))
     positions = torch.arange(anchor, anchor + config.block_size)
@@ -125,69 +125,69 @@ def test_package_export_is_read_completely(name: str):
 
 @pytest.mark.parametrize("name", MASKS)
 def test_logits_and_drafts_match_the_package(name: str):
-    """At every anchor, with windows that begin where the package's begin in training."""
+    """Compares every anchor, with windows that start where the package's start in training."""
     model, about = watched(engine_of(name)).inner.model, recorded(name)
     assert about.anchors == list(range(PROMPT, len(about.tokens) - 5))
     ids = torch.arange(model.config.decoder.vocab_size)
     ids = ids if model.target_ids is None else model.target_ids
-    for anchor, wanted, drafts in zip(about.anchors, about.logits, about.drafts, strict=True):
-        found = block_logits(model, about, anchor, trained=True)
-        assert close(found, wanted)
-        assert torch.equal(ids[found.argmax(-1)], drafts)
+    for anchor, expected, drafts in zip(about.anchors, about.logits, about.drafts, strict=True):
+        logits = block_logits(model, about, anchor, trained=True)
+        assert close(logits, expected)
+        assert torch.equal(ids[logits.argmax(-1)], drafts)
 
 
 @pytest.mark.parametrize("name", MASKS)
 def test_export_drafts_like_the_original_and_keeps_answers(name: str):
-    """Behind Strobe's own features, step by step. Windows are then counted from each slot, as
-    engines do: blocks that the window holds with all before them are the package's to the token,
-    later ones differ by where the window begins and by nothing else."""
+    """Drafts over Strobe's own features, step by step. Windows count from each slot, as in engines:
+    blocks that lie inside the window match the package to the token, later ones differ only by the
+    window's start."""
     about, engine = recorded(name), engine_of(name)
     prompt, answer = about.tokens[:PROMPT], about.tokens[PROMPT:]
-    asked = SamplingParams(temperature=0, max_tokens=len(answer), ignore_eos=True)
-    assert run(engine, [prompt], asked) == [answer], "what transformers generated"
-    model, same, other = watched(engine).inner.model, 0, 0
+    sampling = SamplingParams(temperature=0, max_tokens=len(answer), ignore_eos=True)
+    assert run(engine, [prompt], sampling) == [answer], "what transformers generated"
+    model, num_equal, num_different = watched(engine).inner.model, 0, 0
     slides = any(mask.window is not None for mask in MASKS[name])
-    for made in watched(engine).true_drafts():
-        if made.start not in about.anchors:
+    for drafted in watched(engine).true_drafts():
+        if drafted.start not in about.anchors:
             continue
-        row = about.anchors.index(made.start)
-        found = known(model, made.logits)
-        assert close(found, block_logits(model, about, made.start, trained=False))
-        if slides and made.start + model.config.block_size > WINDOW:
-            other += not close(found, about.logits[row])
+        row = about.anchors.index(drafted.start)
+        logits = known(model, drafted.logits)
+        assert close(logits, block_logits(model, about, drafted.start, trained=False))
+        if slides and drafted.start + model.config.block_size > WINDOW:
+            num_different += not close(logits, about.logits[row])
             continue
-        same += 1
-        assert close(found, about.logits[row])
-        assert made.tokens == about.drafts[row].tolist()
-    assert same > 4
-    assert (other > 4) == slides
+        num_equal += 1
+        assert close(logits, about.logits[row])
+        assert drafted.tokens == about.drafts[row].tolist()
+    assert num_equal > 4
+    assert (num_different > 4) == slides
 
 
 def test_export_names_target_and_num_drafts(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.chdir(MADE)
-    found = locate_models(EngineConfig("first_slot"))
-    assert (found.method, found.num_drafts) == ("dflash", 5)
-    assert Path(found.target).resolve() == MADE / "target"
-    assert found.draft is not None
-    assert Path(found.draft).resolve() == MADE / "first_slot"
+    monkeypatch.chdir(DATA)
+    located = locate_models(EngineConfig("first_slot"))
+    assert (located.method, located.num_drafts) == ("dflash", 5)
+    assert Path(located.target).resolve() == DATA / "target"
+    assert located.draft is not None
+    assert Path(located.draft).resolve() == DATA / "first_slot"
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_served_by_its_own_path_it_answers_as_its_target_alone(
+def test_export_served_by_its_path_answers_like_its_target(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ):
     for part in ("target", name):
-        shutil.copytree(MADE / part, tmp_path / part)
+        shutil.copytree(DATA / part, tmp_path / part)
     make_tokenizer(tmp_path / "target")
     monkeypatch.chdir(tmp_path)
     about = recorded(name)
     prompt: Any = {"prompt_token_ids": about.tokens[:PROMPT]}
     answer = about.tokens[PROMPT:]
-    asked = SamplingParams(temperature=0, max_tokens=len(answer), ignore_eos=True)
+    sampling = SamplingParams(temperature=0, max_tokens=len(answer), ignore_eos=True)
     llm = LLM(name, speculative_config={"num_speculative_tokens": 2}, max_model_len=64)
-    (output,) = llm.generate([prompt], asked)
+    (output,) = llm.generate([prompt], sampling)
     assert output.outputs[0].token_ids == answer
     report = output.outputs[0].speculation
     assert report is not None
@@ -197,15 +197,15 @@ def test_served_by_its_own_path_it_answers_as_its_target_alone(
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    ("fields", "sentence"),
     [
         ({"model": "full"}, "draft is 'full', but causal is a drafter that brings its own; leave"),
         ({"method": "ngram"}, "method is 'ngram', but causal is a drafter that brings its own;"),
     ],
 )
 def test_export_path_rejects_another_drafter(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], sentence: str
+    monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], sentence: str
 ):
-    monkeypatch.chdir(MADE)
+    monkeypatch.chdir(DATA)
     with pytest.raises(ValueError, match=sentence):
-        LLM("causal", speculative_config={**given, "num_speculative_tokens": 2})
+        LLM("causal", speculative_config={**fields, "num_speculative_tokens": 2})

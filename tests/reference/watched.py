@@ -1,4 +1,4 @@
-"""A drafter under watch: what it drafts is recorded, what it proposes may be something else."""
+"""A recorded drafter: its drafts are recorded, and it may propose others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from strobe.step import Span
 
 
 class Drafted(NamedTuple):
-    """One block: the tail token at position `start`, the drafter's logits [B - 1, V] behind it."""
+    """One block: the last token, at position `start`, and the drafter's logits [B - 1, V] after
+    it."""
 
     request: Request
     start: int
@@ -27,8 +28,8 @@ class Drafted(NamedTuple):
 
 
 class Watched(Scripted):
-    """Runs the true drafter on everything. With `mangle` it proposes what a script says instead,
-    so that drafts of a random drafter are not all rejected."""
+    """Runs the true drafter on all spans. With `mangle` it proposes scripted drafts instead, so
+    that a random drafter's drafts are not all rejected."""
 
     def __init__(
         self,
@@ -42,9 +43,9 @@ class Watched(Scripted):
         self.drafted: list[Drafted] = []
         self.hidden: list[Tensor] = []
         self._sample = self.inner.runner.sample
-        self.inner.runner.sample = self._keeping
+        self.inner.runner.sample = self._recording
 
-    def _keeping(self, output: Any, layout: Any, batch: Any, mode: Any, **ahead: int) -> Sampled:
+    def _recording(self, output: Any, layout: Any, batch: Any, mode: Any, **ahead: int) -> Sampled:
         assert mode.greedy, "drafts are the most probable tokens"
         self._last: Tensor = self.inner.model.head(layout.select(output.residual))
         tokens, margins = best_two(self._last)
@@ -55,10 +56,10 @@ class Watched(Scripted):
         cursors = [cursor(self.state, span.slot) for span in spans]
         drafts = self.inner.propose(spans)
         logits = self._last.clone().view(len(spans), -1, self._last.shape[-1])
-        made = drafts.tokens.tolist()
-        asked = zip(self.requests(spans), cursors, logits, made, strict=True)
+        tokens = drafts.tokens.tolist()
+        blocks = zip(self.requests(spans), cursors, logits, tokens, strict=True)
         self.drafted += [
-            Drafted(r, start, tail, row, made) for r, (start, tail), row, made in asked
+            Drafted(request, start, tail, row, ids) for request, (start, tail), row, ids in blocks
         ]
         return super().propose(spans) if self.scripted else drafts
 
@@ -67,8 +68,8 @@ class Watched(Scripted):
         self.inner.observe(batch, hidden, verdict)
 
     def true_drafts(self) -> list[Drafted]:
-        """Those behind tokens that the requests really said (with two steps in flight a drafter
-        also runs for requests that have ended meanwhile)."""
+        """Return the blocks after tokens that the requests really have: with two steps in flight,
+        the drafter also runs for requests that have ended meanwhile."""
         return [
             d
             for d in self.drafted

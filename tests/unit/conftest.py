@@ -1,4 +1,4 @@
-"""Fixtures of the tests that read and write text."""
+"""Fixtures for tests of text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """A random pair that reads text; not to be changed."""
+    """Return a random pair that reads text; tests must not change it."""
     from textpair import make_pair
 
     return make_pair(tmp_path_factory.mktemp("pair"))
@@ -31,7 +31,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(autouse=True)
 def no_progress_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Standard error is the same however slow the machine is."""
+    """Keep standard error the same on slow machines."""
     from strobe import progress
 
     monkeypatch.setattr(progress, "INTERVAL", 1e6)

@@ -1,5 +1,5 @@
-"""Answers put together from the engine's events: text, cut tokens, pieces, log probabilities, and
-how they were drafted."""
+"""Answers assembled from the engine's events: text, stop strings, pieces, log probabilities and the
+speculation report."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ TEXTS = [
 
 
 def scores_of(tokens: Sequence[int], top: int = 2) -> list[TokenLogprob]:
-    """Log probabilities that tell their token: -token / 100, rank by its parity."""
+    """Return log probabilities that identify their token: -token / 100, rank by its parity."""
     best = tuple((n, -0.5 - n) for n in range(top))
     return [TokenLogprob(t, -t / 100, 1 + t % 2, best) for t in tokens]
 
 
 def event(tokens: Sequence[int], reason: str | None = None, **reported: Any) -> TokenEvent:
-    """An answer's first event."""
+    """Return an answer's first event."""
     return TokenEvent("r", 3, tokens, reason, **({"start": START} | reported))
 
 
@@ -44,18 +44,18 @@ def later(tokens: Sequence[int], reason: str | None = None, **reported: Any) -> 
 def events(
     tokens: Sequence[int], rng: random.Random, params: SamplingParams, reason: str = "length"
 ) -> Iterator[TokenEvent]:
-    """The tokens in random steps, the last one with the reason."""
-    place = 0
-    while place < len(tokens):
-        made = list(tokens[place : place + rng.randint(1, 6)])
-        kind = later if place else event
-        place += len(made)
+    """Yield the tokens in steps of random size; the last event carries the reason."""
+    start = 0
+    while start < len(tokens):
+        chunk = list(tokens[start : start + rng.randint(1, 6)])
+        kind = later if start else event
+        start += len(chunk)
         yield kind(
-            made,
-            reason if place == len(tokens) else None,
+            chunk,
+            reason if start == len(tokens) else None,
             num_verified=7,
-            num_accepted=rng.randint(0, len(made)),
-            logprobs=scores_of(made) if params.logprobs is not None else (),
+            num_accepted=rng.randint(0, len(chunk)),
+            logprobs=scores_of(chunk) if params.logprobs is not None else (),
         )
 
 
@@ -66,10 +66,10 @@ def answer_of(tokenizer: Tokenizer, params: SamplingParams) -> AnswerBuilder:
 def play(
     answer: AnswerBuilder, reported: Iterator[TokenEvent]
 ) -> list[tuple[TokenEvent, StreamDelta]]:
-    """What becomes of the events, up to the answer's end."""
+    """Push events until the answer ends; return each with its delta."""
     pairs = []
-    for one in reported:
-        pairs.append((one, answer.push(one)))
+    for event in reported:
+        pairs.append((event, answer.push(event)))
         if answer.output.finish_reason is not None:
             break
     return pairs
@@ -78,13 +78,13 @@ def play(
 def slow(
     tokenizer: Tokenizer, tokens: Sequence[int], params: SamplingParams
 ) -> tuple[str, int, str | None]:
-    """Text, tokens that count and the stop string: by decoding every beginning anew."""
+    """Return (text, num_tokens, stop string), decoding every prefix from scratch."""
     for count in range(1, len(tokens) + 1):
         text = tokenizer.decode(tokens[:count]).rstrip("\ufffd")
-        places = [(text.find(stop), stop) for stop in params.stop if stop in text]
-        if places and count > params.min_tokens:
-            at, stop = min(places)
-            return text[: at + len(stop) * params.include_stop_str_in_output], count, stop
+        matches = [(text.find(stop), stop) for stop in params.stop if stop in text]
+        if matches and count > params.min_tokens:
+            start, stop = min(matches)
+            return text[: start + len(stop) * params.include_stop_str_in_output], count, stop
     return tokenizer.decode(tokens), len(tokens), None
 
 
@@ -121,29 +121,29 @@ def test_stop_string_cuts_everything_for_any_grouping(
     rng, stops = random.Random(text), 0
     for _ in range(60):
         begin = rng.randrange(len(text))
-        given = [text[begin : begin + rng.randint(1, 9)], "never to be found"]
-        params = SamplingParams(stop=given, include_stop_str_in_output=include, logprobs=1)
-        want, count, stop = slow(tokenizer, tokens, params)
+        stop_strings = [text[begin : begin + rng.randint(1, 9)], "never found"]
+        params = SamplingParams(stop=stop_strings, include_stop_str_in_output=include, logprobs=1)
+        expected, count, stop = slow(tokenizer, tokens, params)
         answer = answer_of(tokenizer, params)
         deltas = play(answer, events(tokens, rng, params))
         output, stops = answer.output, stops + (stop is not None)
-        assert (output.text, output.token_ids) == (want, tokens[:count])
-        assert "".join(delta.text for _, delta in deltas) == want
+        assert (output.text, output.token_ids) == (expected, tokens[:count])
+        assert "".join(delta.text for _, delta in deltas) == expected
         assert [t for _, delta in deltas for t in delta.token_ids] == tokens[:count]
         reason = ("stop", stop) if stop is not None else ("length", None)
         assert (output.finish_reason, output.stop_reason) == reason
-        found = [one for _, delta in deltas for one in delta.logprobs]
-        assert found == scores_of(tokens[:count])
-        assert output.logprobs == [logprobs_by_token(one, tokenizer) for one in found]
-        total = sum(one.logprob for one in found)
+        logprobs = [entry for _, delta in deltas for entry in delta.logprobs]
+        assert logprobs == scores_of(tokens[:count])
+        assert output.logprobs == [logprobs_by_token(entry, tokenizer) for entry in logprobs]
+        total = sum(entry.logprob for entry in logprobs)
         assert math.isclose(output.cumulative_logprob or 0.0, total, abs_tol=1e-9)
         assert [delta.finished for _, delta in deltas] == [False] * (len(deltas) - 1) + [True]
     assert stops > 50
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_pieces_are_each_tokens_share_of_the_text(tokenizer: Tokenizer, text: str):
-    """One for each token, the stop string's part included, in whatever steps the tokens come."""
+def test_pieces_are_the_text_of_each_token(tokenizer: Tokenizer, text: str):
+    """One piece per token, also within the stop string, for any grouping of tokens."""
     tokens = tokenizer.encode(text, add_special_tokens=False)
     rng, stops = random.Random(text), 0
     for trial in range(60):
@@ -161,29 +161,29 @@ def test_pieces_are_each_tokens_share_of_the_text(tokenizer: Tokenizer, text: st
     assert stops > 20
 
 
-def test_accepted_never_exceeds_kept_tokens(tokenizer: Tokenizer):
+def test_accepted_never_exceeds_output_tokens(tokenizer: Tokenizer):
     tokens = tokenizer.encode("one two three four five", add_special_tokens=False)
     sizes = set[int]()
     for stop in ("one", "three", "five", "x"):
         params = SamplingParams(stop=stop)
-        kept = slow(tokenizer, tokens, params)[1]
-        sizes.add(kept)
+        num_output = slow(tokenizer, tokens, params)[1]
+        sizes.add(num_output)
         for accepted in range(len(tokens) + 1):
             answer = answer_of(tokenizer, params)
             delta = answer.push(event(tokens, num_verified=20, num_accepted=accepted))
-            assert (delta.drafted, delta.accepted) == (20, min(accepted, kept))
+            assert (delta.drafted, delta.accepted) == (20, min(accepted, num_output))
     assert len(sizes) == 3
 
 
-def test_a_stop_string_before_min_tokens_is_text(tokenizer: Tokenizer):
+def test_stop_string_before_min_tokens_is_text(tokenizer: Tokenizer):
     tokens = tokenizer.encode("one two one two", add_special_tokens=False)
     first = slow(tokenizer, tokens, SamplingParams(stop="two"))[1]
-    for least in range(len(tokens)):
-        params = SamplingParams(stop="two", min_tokens=least)
+    for min_tokens in range(len(tokens)):
+        params = SamplingParams(stop="two", min_tokens=min_tokens)
         answer = answer_of(tokenizer, params)
-        play(answer, events(tokens, random.Random(least), params))
-        assert (answer.output.text == "one ") == (least < first)
-        assert len(answer.output.token_ids) > least
+        play(answer, events(tokens, random.Random(min_tokens), params))
+        assert (answer.output.text == "one ") == (min_tokens < first)
+        assert len(answer.output.token_ids) > min_tokens
 
 
 def test_end_token_is_kept_with_empty_piece(tokenizer: Tokenizer):
@@ -211,8 +211,8 @@ def test_incomplete_bytes_come_with_last_token(tokenizer: Tokenizer):
     assert "".join([*first.pieces, *last.pieces]) == answer.output.text == first.text + last.text
 
 
-@pytest.mark.parametrize(("reason", "error"), [("error", "What was wrong."), ("abort", None)])
-def test_an_end_without_tokens_carries_its_reason(
+@pytest.mark.parametrize(("reason", "error"), [("error", "Something is wrong."), ("abort", None)])
+def test_final_event_without_tokens_sets_the_reason(
     tokenizer: Tokenizer, reason: str, error: str | None
 ):
     tokens = tokenizer.encode("so far", add_special_tokens=False)
@@ -230,11 +230,11 @@ def test_an_end_without_tokens_carries_its_reason(
 def test_error_is_set_only_when_answer_failed(tokenizer: Tokenizer):
     tokens = tokenizer.encode("so far", add_special_tokens=False)
     answer = answer_of(tokenizer, SamplingParams(stop="far"))
-    answer.push(event(tokens, "error", error="What was wrong."))
+    answer.push(event(tokens, "error", error="Something is wrong."))
     assert (answer.output.finish_reason, answer.output.error) == ("stop", None)
 
 
-def test_an_answer_of_no_tokens_is_empty(tokenizer: Tokenizer):
+def test_answer_without_tokens_is_empty(tokenizer: Tokenizer):
     answer = answer_of(tokenizer, SamplingParams(max_tokens=0, logprobs=2))
     delta = answer.push(event([], "length"))
     output = answer.output
@@ -268,33 +268,33 @@ def test_chosen_token_comes_first_with_own_rank(
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 99])
-def test_pieces_do_not_depend_on_the_steps(tokenizer: Tokenizer, size: int):
+def test_pieces_do_not_depend_on_step_sizes(tokenizer: Tokenizer, size: int):
     ids = tokenizer.encode("The words are sorted.", add_special_tokens=False)
     answer = answer_of(tokenizer, SamplingParams(stop="rds are s"))
     pieces: list[str] = []
-    for at in range(0, len(ids), size):
+    for start in range(0, len(ids), size):
         if answer.output.finish_reason is None:
-            pieces += answer.push((later if at else event)(ids[at : at + size])).pieces
+            pieces += answer.push((later if start else event)(ids[start : start + size])).pieces
     assert answer.output.text == "The wo"
     assert pieces == [tokenizer.token_text(token) for token in answer.output.token_ids]
 
 
 def test_drafts_are_counted_up_to_stop_string(tokenizer: Tokenizer):
     tokens = tokenizer.encode("one two three four five", add_special_tokens=False)
-    kept = slow(tokenizer, tokens, SamplingParams(stop="three"))[1]
-    assert 2 < kept < len(tokens)
+    num_output = slow(tokenizer, tokens, SamplingParams(stop="three"))[1]
+    assert 2 < num_output < len(tokens)
     answer = answer_of(tokenizer, SamplingParams(stop="three"))
     answer.push(event(tokens[:1]))
     assert answer.report.used is False
     answer.push(later(tokens[1:2], num_verified=3, num_accepted=0))
     delta = answer.push(later(tokens[2:], num_verified=7, num_accepted=len(tokens) - 2))
-    assert (delta.drafted, delta.accepted) == (7, kept - 2)
+    assert (delta.drafted, delta.accepted) == (7, num_output - 2)
     report = answer.output.speculation
     assert report is not None
     assert (report.method, report.off_reason, report.used) == ("dflash", None, True)
-    assert (report.steps, report.drafted, report.accepted) == (2, 10, kept - 2)
-    assert report.acceptance_length == 1 + (kept - 2) / 2
-    assert report.accepted_per_position == [1] * (kept - 2) + [0] * (7 - kept + 2)
+    assert (report.steps, report.drafted, report.accepted) == (2, 10, num_output - 2)
+    assert report.acceptance_length == 1 + (num_output - 2) / 2
+    assert report.accepted_per_position == [1] * (num_output - 2) + [0] * (7 - num_output + 2)
 
 
 def test_off_reason_comes_with_first_event(tokenizer: Tokenizer):
@@ -317,9 +317,10 @@ def test_answer_without_start_is_rejected(tokenizer: Tokenizer):
 def test_report_counts_skipped_steps_with_reason(tokenizer: Tokenizer):
     answer = AnswerBuilder(tokenizer, SamplingParams(), request_id="r")
     answer.push(event([7], num_proposed=None))
-    for made, drafted, accepted in ((15, 4, 2), (0, 0, 0), (7, 0, 0), (0, 0, 0)):
+    for proposed, drafted, accepted in ((15, 4, 2), (0, 0, 0), (7, 0, 0), (0, 0, 0)):
         tokens = [7] * (1 + accepted)
-        answer.push(later(tokens, num_proposed=made, num_verified=drafted, num_accepted=accepted))
+        counts = {"num_proposed": proposed, "num_verified": drafted, "num_accepted": accepted}
+        answer.push(later(tokens, **counts))
     report = answer.report
     assert (report.steps, report.drafted, report.accepted) == (1, 4, 2)
     assert report.drafts_made == 22

@@ -1,5 +1,5 @@
-"""Whatever a user gets wrong ends in one sentence, the same from the API and the command line, and
-before any weight is read. In a batch, one bad prompt fails alone."""
+"""Wrong input is rejected with one sentence, the same in the API and on the command line, before
+any weight is read. In a batch, one bad prompt fails alone."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ NAN, INF = float("nan"), float("inf")
 
 @pytest.fixture
 def damaged(pair: Pair, tmp_path: Path) -> Pair:
-    """A copy of the pair for a test to damage."""
+    """Return a copy of the pair for a test to damage."""
     return pair.copied(tmp_path)
 
 
 @pytest.fixture
 def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading a tensor fails the test."""
+    """Fail the test if a tensor is read."""
 
     def read(self: Checkpoint, name: str) -> torch.Tensor:
         raise AssertionError(f"{name} was read")
@@ -49,16 +49,16 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """free(bytes): what the machine says it has."""
+    """free(bytes) sets the machine's free memory."""
     return lambda size: monkeypatch.setattr(memory, "free_memory", lambda device: size)
 
 
 @pytest.fixture
-def refused(
+def rejected(
     no_weights: None, free: Callable[[int], None], capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., str]:
-    """refused(target, draft, **options) -> the sentence that API and command line both end in, on
-    a machine with 16 GiB free."""
+    """rejected(target, draft, **options) -> the sentence of the API and of the command line, on a
+    machine with 16 GiB free."""
     free(2**34)
 
     def sentence_of(target: Path, draft: Path | None = None, **options: Any) -> str:
@@ -85,12 +85,12 @@ def says(sentence: str, *parts: object) -> None:
 
 
 @pytest.mark.parametrize("value", [-1, 2048, [2, 5000]])
-def test_bad_end_token_is_rejected_where_another_file_counts(
-    damaged: Pair, refused: Callable[..., str], value: Any
+def test_invalid_eos_token_is_rejected_even_if_overridden(
+    damaged: Pair, rejected: Callable[..., str], value: Any
 ):
     edit_json(damaged.target / "generation_config.json", eos_token_id=2)
     edit_json(damaged.target / "config.json", eos_token_id=value)
-    says(refused(damaged.target), damaged.target / "config.json", f"eos_token_id is {value!r}")
+    says(rejected(damaged.target), damaged.target / "config.json", f"eos_token_id is {value!r}")
 
 
 @pytest.mark.parametrize(
@@ -116,14 +116,14 @@ def test_bad_end_token_is_rejected_where_another_file_counts(
         ("rope_scaling", "default"),
     ],
 )
-def test_a_config_value_of_the_wrong_kind(
-    damaged: Pair, refused: Callable[..., str], key: str, value: Any
+def test_config_value_of_the_wrong_type(
+    damaged: Pair, rejected: Callable[..., str], key: str, value: Any
 ):
     config = damaged.target / "config.json"
     edit_json(config, **({"rope_parameters": None} if key == "rope_scaling" else {}))
     edit_json(config, **({"layer_types": None} if key == "use_sliding_window" else {}))
     edit_json(config, **{key: value})
-    says(refused(damaged.target), config, f"{key} is {value!r}, but must be")
+    says(rejected(damaged.target), config, f"{key} is {value!r}, but must be")
 
 
 @pytest.mark.parametrize(
@@ -187,28 +187,28 @@ def test_a_config_value_of_the_wrong_kind(
     ],
 )
 def test_unsupported_config(
-    damaged: Pair, refused: Callable[..., str], changes: dict[str, Any], parts: list[str]
+    damaged: Pair, rejected: Callable[..., str], changes: dict[str, Any], parts: list[str]
 ):
     config = damaged.target / "config.json"
     edit_json(config, **changes)
-    says(refused(damaged.target), config, *parts)
+    says(rejected(damaged.target), config, *parts)
 
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b"[" * 100_000], ids=range(7)
 )
-def test_non_object_config(damaged: Pair, refused: Callable[..., str], file: str, content: bytes):
+def test_non_object_config(damaged: Pair, rejected: Callable[..., str], file: str, content: bytes):
     (damaged.target / file).write_bytes(content)
-    says(refused(damaged.target), damaged.target / file, "again")
+    says(rejected(damaged.target), damaged.target / file, "again")
 
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
 @pytest.mark.parametrize("value", ["2", -1, 2048, True, [2, None], [[2]], 2.0])
-def test_invalid_eos_token(damaged: Pair, refused: Callable[..., str], file: str, value: Any):
+def test_invalid_eos_token(damaged: Pair, rejected: Callable[..., str], file: str, value: Any):
     edit_json(damaged.target / "generation_config.json", eos_token_id=None)
     edit_json(damaged.target / file, eos_token_id=value)
-    says(refused(damaged.target), damaged.target / file, f"eos_token_id is {value!r}", "0 to 2047")
+    says(rejected(damaged.target), damaged.target / file, f"eos_token_id is {value!r}", "0 to 2047")
 
 
 @pytest.mark.parametrize(
@@ -222,33 +222,33 @@ def test_invalid_eos_token(damaged: Pair, refused: Callable[..., str], file: str
     ],
 )
 def test_invalid_recommended_sampling(
-    damaged: Pair, refused: Callable[..., str], key: str, value: Any
+    damaged: Pair, rejected: Callable[..., str], key: str, value: Any
 ):
     path = damaged.target / "generation_config.json"
     edit_json(path, **{key: value})
-    says(refused(damaged.target), path, f"{key} is {value!r}")
+    says(rejected(damaged.target), path, f"{key} is {value!r}")
 
 
-def test_missing_directory(pair: Pair, refused: Callable[..., str], tmp_path: Path):
+def test_missing_directory(pair: Pair, rejected: Callable[..., str], tmp_path: Path):
     nowhere = tmp_path / "nowhere"
     hint = "name a directory that holds a Hugging Face checkpoint"
-    says(refused(nowhere), f"{nowhere} does not exist", hint)
-    says(refused(pair.target, nowhere), f"{nowhere} does not exist", hint)
-    says(refused(tmp_path), f"{tmp_path / 'config.json'} does not exist", hint)
+    says(rejected(nowhere), f"{nowhere} does not exist", hint)
+    says(rejected(pair.target, nowhere), f"{nowhere} does not exist", hint)
+    says(rejected(tmp_path), f"{tmp_path / 'config.json'} does not exist", hint)
     file = pair.target / "config.json"
-    says(refused(file), f"{file} is not a directory", hint)
+    says(rejected(file), f"{file} is not a directory", hint)
 
 
-def test_drafter_and_target_the_wrong_way_round(pair: Pair, refused: Callable[..., str]):
-    says(refused(pair.draft), pair.draft, "name it as the drafter")
-    says(refused(pair.draft, pair.target), pair.draft, "name it as the drafter")
-    says(refused(pair.target, pair.target), pair.target, "is not a DFlash drafter")
+def test_swapped_drafter_and_target(pair: Pair, rejected: Callable[..., str]):
+    says(rejected(pair.draft), pair.draft, "name it as the drafter")
+    says(rejected(pair.draft, pair.target), pair.draft, "name it as the drafter")
+    says(rejected(pair.target, pair.target), pair.target, "is not a DFlash drafter")
 
 
-def test_a_drafter_of_another_method_as_the_target(damaged: Pair, refused: Callable[..., str]):
+def test_drafter_of_another_method_as_target(damaged: Pair, rejected: Callable[..., str]):
     config = damaged.target / "config.json"
     edit_json(config, architectures=["LlamaForCausalLMEagle3"])
-    says(refused(damaged.target), config, "of a drafter for EAGLE-3, not of a target", "z-lab's")
+    says(rejected(damaged.target), config, "of a drafter for EAGLE-3, not of a target", "z-lab's")
 
 
 def test_neutral_values_are_accepted(damaged: Pair):
@@ -293,11 +293,11 @@ def test_neutral_values_are_accepted(damaged: Pair):
     ],
 )
 def test_mismatched_drafter_config(
-    damaged: Pair, refused: Callable[..., str], changes: dict[str, Any], part: str
+    damaged: Pair, rejected: Callable[..., str], changes: dict[str, Any], part: str
 ):
     config = damaged.draft / "config.json"
     edit_json(config, **changes)
-    says(refused(damaged.target, damaged.draft), config, part)
+    says(rejected(damaged.target, damaged.draft), config, part)
 
 
 @pytest.mark.parametrize(
@@ -318,25 +318,25 @@ def test_mismatched_drafter_config(
     ],
 )
 def test_mismatched_drafter_dflash_values(
-    damaged: Pair, refused: Callable[..., str], changes: dict[str, Any], part: str
+    damaged: Pair, rejected: Callable[..., str], changes: dict[str, Any], part: str
 ):
     config = damaged.draft / "config.json"
     nested = json.loads(config.read_text())["dflash_config"]
     edit_json(config, dflash_config={**nested, **changes})
-    says(refused(damaged.target, damaged.draft), config, part)
+    says(rejected(damaged.target, damaged.draft), config, part)
 
 
-def test_drafter_without_layer_ids(damaged: Pair, refused: Callable[..., str]):
+def test_drafter_without_layer_ids(damaged: Pair, rejected: Callable[..., str]):
     config = damaged.draft / "config.json"
     edit_json(config, dflash_config={"mask_token_id": 3}, num_target_layers=None)
-    says(refused(damaged.target, damaged.draft), config, "target_layer_ids is None")
+    says(rejected(damaged.target, damaged.draft), config, "target_layer_ids is None")
 
 
-def test_drafter_reading_too_few_layers(damaged: Pair, refused: Callable[..., str]):
+def test_drafter_reading_too_few_layers(damaged: Pair, rejected: Callable[..., str]):
     config = damaged.draft / "config.json"
     edit_json(config, dflash_config={"mask_token_id": 3, "target_layer_ids": [0, 1]})
     says(
-        refused(damaged.target, damaged.draft),
+        rejected(damaged.target, damaged.draft),
         damaged.draft,
         "tensor fc.weight reads 96 values per token, but target_layer_ids [0, 1] names 2 layers of "
         "32, which make 64;",
@@ -361,7 +361,7 @@ def test_drafter_reading_too_few_layers(damaged: Pair, refused: Callable[..., st
 )
 def test_mismatched_tensors(
     damaged: Pair,
-    refused: Callable[..., str],
+    rejected: Callable[..., str],
     side: str,
     change: Callable[[dict[str, torch.Tensor], str], Any],
     part: str,
@@ -372,31 +372,31 @@ def test_mismatched_tensors(
     change(tensors, name)
     save_file(tensors, directory / MODEL)
     own = "extra" if "extra" in part else "layers.1.mlp.up_proj.weight"
-    says(refused(damaged.target, damaged.draft), directory, f"tensor {own}", part)
+    says(rejected(damaged.target, damaged.draft), directory, f"tensor {own}", part)
 
 
 @pytest.mark.parametrize("side", ["target", "draft"])
 @pytest.mark.parametrize("keep", [-1, 1000, 7, 0])
-def test_truncated_tensor_file(damaged: Pair, refused: Callable[..., str], side: str, keep: int):
+def test_truncated_tensor_file(damaged: Pair, rejected: Callable[..., str], side: str, keep: int):
     path: Path = getattr(damaged, side) / MODEL
     path.write_bytes(path.read_bytes()[:keep])
-    says(refused(damaged.target, damaged.draft), path, "is damaged or cut short", "again")
+    says(rejected(damaged.target, damaged.draft), path, "is damaged or cut short", "again")
 
 
 @pytest.mark.parametrize("side", ["target", "draft"])
-def test_missing_tensor_file(damaged: Pair, refused: Callable[..., str], side: str):
+def test_missing_tensor_file(damaged: Pair, rejected: Callable[..., str], side: str):
     path: Path = getattr(damaged, side) / MODEL
     path.unlink()
-    says(refused(damaged.target, damaged.draft), f"{path} does not exist", "again")
+    says(rejected(damaged.target, damaged.draft), f"{path} does not exist", "again")
     path.mkdir()
-    says(refused(damaged.target, damaged.draft), f"{path} is damaged", "again")
+    says(rejected(damaged.target, damaged.draft), f"{path} is damaged", "again")
 
 
-def test_head_conflict_between_config_and_tensors(damaged: Pair, refused: Callable[..., str]):
+def test_head_conflict_between_config_and_tensors(damaged: Pair, rejected: Callable[..., str]):
     tensors = load_file(damaged.target / MODEL)
     del tensors["lm_head.weight"]
     save_file(tensors, damaged.target / MODEL)
-    says(refused(damaged.target), "tensor lm_head.weight is missing")
+    says(rejected(damaged.target), "tensor lm_head.weight is missing")
 
 
 @pytest.fixture(scope="module")
@@ -411,37 +411,37 @@ def shards(tmp_path_factory: pytest.TempPathFactory, pair: Pair) -> Path:
 
 @pytest.fixture
 def sharded(shards: Path, tmp_path: Path) -> Path:
-    """A target in several files, for a test to damage."""
+    """Return a target in several files for a test to damage."""
     shutil.copytree(shards, tmp_path / "sharded")
     return tmp_path / "sharded"
 
 
-def test_missing_or_truncated_shard(sharded: Path, refused: Callable[..., str]):
+def test_missing_or_truncated_shard(sharded: Path, rejected: Callable[..., str]):
     shard = sorted(sharded.glob("model-*.safetensors"))[1]
-    whole = shard.read_bytes()
-    shard.write_bytes(whole[: len(whole) // 2])
-    says(refused(sharded), shard, "is damaged or cut short")
+    content = shard.read_bytes()
+    shard.write_bytes(content[: len(content) // 2])
+    says(rejected(sharded), shard, "is damaged or cut short")
     shard.unlink()
-    says(refused(sharded), f"{shard} does not exist")
+    says(rejected(sharded), f"{shard} does not exist")
 
 
 @pytest.mark.parametrize(
     "content", ["", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 5}}']
 )
-def test_damaged_shard_index(sharded: Path, refused: Callable[..., str], content: str):
+def test_damaged_shard_index(sharded: Path, rejected: Callable[..., str], content: str):
     (sharded / INDEX).write_text(content)
-    says(refused(sharded), sharded / INDEX, "again")
+    says(rejected(sharded), sharded / INDEX, "again")
 
 
-def test_index_missing_a_shard_or_repeating_a_tensor(sharded: Path, refused: Callable[..., str]):
+def test_index_missing_a_shard_or_repeating_a_tensor(sharded: Path, rejected: Callable[..., str]):
     index = json.loads((sharded / INDEX).read_text())["weight_map"]
     gone = index["lm_head.weight"]
-    kept = {name: file for name, file in index.items() if file != gone}
-    (sharded / INDEX).write_text(json.dumps({"weight_map": kept}))
-    says(refused(sharded), sharded, "is missing")
+    others = {name: file for name, file in index.items() if file != gone}
+    (sharded / INDEX).write_text(json.dumps({"weight_map": others}))
+    says(rejected(sharded), sharded, "is missing")
     shutil.copy(sharded / gone, sharded / "again.safetensors")
     (sharded / INDEX).write_text(json.dumps({"weight_map": {**index, "x": "again.safetensors"}}))
-    says(refused(sharded), sharded, "lm_head.weight is there twice")
+    says(rejected(sharded), sharded, "lm_head.weight is there twice")
 
 
 # the tokenizer
@@ -459,16 +459,16 @@ def test_index_missing_a_shard_or_repeating_a_tensor(sharded: Path, refused: Cal
     ],
 )
 def test_missing_or_damaged_tokenizer(
-    damaged: Pair, refused: Callable[..., str], file: str, content: str | None
+    damaged: Pair, rejected: Callable[..., str], file: str, content: str | None
 ):
     path = damaged.target / file
     if content is None:
         path.unlink()
         (damaged.target / "tokenizer_config.json").unlink()
-        says(refused(damaged.target), f"{path} does not exist", "again")
+        says(rejected(damaged.target), f"{path} does not exist", "again")
     else:
         path.write_text(content)
-        says(refused(damaged.target), f"{damaged.target} has no tokenizer that can be", "again")
+        says(rejected(damaged.target), f"{damaged.target} has no tokenizer that can be", "again")
 
 
 # settings
@@ -518,9 +518,9 @@ def test_missing_or_damaged_tokenizer(
     ],
 )
 def test_invalid_settings(
-    pair: Pair, refused: Callable[..., str], options: dict[str, Any], part: str
+    pair: Pair, rejected: Callable[..., str], options: dict[str, Any], part: str
 ):
-    says(refused(pair.target, pair.draft, **options), part)
+    says(rejected(pair.target, pair.draft, **options), part)
 
 
 @pytest.mark.parametrize(
@@ -536,9 +536,9 @@ def test_invalid_settings(
     ],
 )
 def test_settings_requiring_a_drafter(
-    pair: Pair, refused: Callable[..., str], options: dict[str, Any], part: str
+    pair: Pair, rejected: Callable[..., str], options: dict[str, Any], part: str
 ):
-    says(refused(pair.target, **options), part)
+    says(rejected(pair.target, **options), part)
 
 
 @pytest.mark.parametrize(
@@ -572,32 +572,32 @@ def test_settings_of_the_wrong_type(
 
 
 def test_weights_beyond_memory(
-    pair: Pair, refused: Callable[..., str], free: Callable[[int], None]
+    pair: Pair, rejected: Callable[..., str], free: Callable[[int], None]
 ):
     free(500_000)
-    says(refused(pair.target), "The weights take", "cpu has 500000 bytes free")
+    says(rejected(pair.target), "The weights take", "cpu has 500000 bytes free")
 
 
 def test_cache_beyond_free_memory(
-    pair: Pair, refused: Callable[..., str], free: Callable[[int], None]
+    pair: Pair, rejected: Callable[..., str], free: Callable[[int], None]
 ):
     free(3 * 2**20)
-    says(refused(pair.target, kv_cache_memory="4MiB"), "kv_cache_memory is 4MiB (4194304 bytes)")
+    says(rejected(pair.target, kv_cache_memory="4MiB"), "kv_cache_memory is 4MiB (4194304 bytes)")
 
 
 def test_context_beyond_free_memory(
-    pair: Pair, refused: Callable[..., str], free: Callable[[int], None]
+    pair: Pair, rejected: Callable[..., str], free: Callable[[int], None]
 ):
     free(1_200_000)
-    sentence = refused(pair.target)
+    sentence = rejected(pair.target)
     says(sentence, "but max_model_len is 512; lower max_model_len or page_size.")
     assert "raise kv_cache_memory" not in sentence
 
 
-def test_stated_size_for_one_context_suffices(pair: Pair, refused: Callable[..., str]):
-    sentence = refused(pair.target, kv_cache_memory="64KiB", max_num_seqs=1)
+def test_stated_size_for_one_context_suffices(pair: Pair, rejected: Callable[..., str]):
+    sentence = rejected(pair.target, kv_cache_memory="64KiB", max_num_seqs=1)
     need = sentence.split("raise kv_cache_memory to ")[1].split(" bytes")[0]
-    says(refused(pair.target, kv_cache_memory=int(need) - 1), need)
+    says(rejected(pair.target, kv_cache_memory=int(need) - 1), need)
     target = build.load_target_config(pair.target)
     groups = list(build.kv_groups(target, {}, torch.float32).values())
     config = build.EngineConfig(target=str(pair.target), kv_cache_memory=int(need))
@@ -606,9 +606,9 @@ def test_stated_size_for_one_context_suffices(pair: Pair, refused: Callable[...,
     assert pages == 512 // 16 + 1
 
 
-def test_a_share_of_a_gpus_memory_sizes_the_kv_cache(pair: Pair, monkeypatch: pytest.MonkeyPatch):
-    whole, used, weights, scratch = 10**9, 2 * 10**8, 10**8, 5 * 10**7
-    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (whole - used, whole))
+def test_gpu_memory_utilization_sizes_the_kv_cache(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+    total, used, weights, scratch = 10**9, 2 * 10**8, 10**8, 5 * 10**7
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (total - used, total))
     target = build.load_target_config(pair.target)
     groups = list(build.kv_groups(target, {}, torch.float32).values())
     per_page = sum(group.bytes_per_page(16) for group in groups)
@@ -623,15 +623,15 @@ def test_a_share_of_a_gpus_memory_sizes_the_kv_cache(pair: Pair, monkeypatch: py
         return memory.plan_pages(config, limits, groups, gpu, weights=weights, scratch=scratch)
 
     for share in (0.5, 0.75, 1):
-        kept = int(share * whole) - used - weights - scratch
-        assert pages(gpu_memory_utilization=share) == kept // per_page
+        room = int(share * total) - used - weights - scratch
+        assert pages(gpu_memory_utilization=share) == room // per_page
     with pytest.raises(ValueError, match=r"utilization is 0\.3, but .* take 0\.35 of cuda:0"):
         pages(gpu_memory_utilization=0.3)
     with pytest.raises(ValueError, match="raise gpu_memory_utilization or lower max_model_len"):
         pages(gpu_memory_utilization=0.3501)
 
 
-def test_free_memory_heeds_a_containers_limit(tmp_path: Path):
+def test_free_memory_respects_container_limit(tmp_path: Path):
     assert free_memory._container_room(7, tmp_path) == 7
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("700\n")
@@ -792,7 +792,7 @@ def test_bad_prompts_fail_alone(llm: LLM):
 
 
 @pytest.mark.parametrize(("bad", "part"), BAD_PROMPTS, ids=range(len(BAD_PROMPTS)))
-def test_a_stream_of_a_bad_prompt_raises(llm: LLM, bad: Any, part: str):
+def test_streaming_a_bad_prompt_raises(llm: LLM, bad: Any, part: str):
     with pytest.raises(ValueError, match=r"\.$") as caught:
         next(llm.stream(bad, GREEDY))
     says(str(caught.value), part)
@@ -807,16 +807,16 @@ def test_single_bad_prompt_is_one_output(llm: LLM, call: Any):
 
 def test_other_integer_types_are_accepted_as_token_ids(llm: LLM):
     ids = llm.tokenizer.encode("hello there")
-    want = llm.generate([ids], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
-    given: list[Any] = [
+    expected = llm.generate([ids], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    forms: list[Any] = [
         np.array(ids),
         tuple(ids),
         [np.int64(i) for i in ids],
     ]
-    for form in given:
+    for form in forms:
         for prompt in ({"prompt_token_ids": form}, form if isinstance(form, tuple) else [*form]):
             (output,) = llm.generate([prompt], GREEDY, use_tqdm=False)
-            assert output.outputs[0].token_ids == want
+            assert output.outputs[0].token_ids == expected
             assert all(type(token) is int for token in output.prompt_token_ids)
 
 
@@ -825,7 +825,7 @@ def test_other_integer_types_are_accepted_as_token_ids(llm: LLM):
     [None, "hello", 5, [], [5], [{"role": "user"}], {"role": "user", "content": "hello"}],
     ids=str,
 )
-def test_a_broken_conversation_fails_alone(llm: LLM, messages: Any):
+def test_invalid_conversation_fails_alone(llm: LLM, messages: Any):
     good = [{"role": "user", "content": "hello"}]
     outputs = llm.chat([good, messages, good], GREEDY, use_tqdm=False)
     assert [o.outputs[0].finish_reason for o in outputs] == ["length", "error", "length"]

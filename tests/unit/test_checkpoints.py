@@ -1,4 +1,4 @@
-"""Configs and weights: published ones are read as their authors mean them, wrong ones refused."""
+"""Configs and weights: published ones load as their authors intended, wrong ones are rejected."""
 
 from __future__ import annotations
 
@@ -56,28 +56,28 @@ QWEN3_8B: dict[str, Any] = {
 MIXED = ["sliding_attention"] * 4 + ["full_attention"]
 
 
-def test_a_published_target_config_is_read(tmp_path: Path):
+def test_published_target_config_is_read(tmp_path: Path):
     written(tmp_path, QWEN3_8B)
     generation = {"eos_token_id": [151645, 151643], "temperature": 0.6, "top_k": 20, "top_p": 0.95}
     written(tmp_path, {**generation, "do_sample": True}, "generation_config.json")
-    found = load_target_config(tmp_path)
-    decoder = found.decoder
+    config = load_target_config(tmp_path)
+    decoder = config.decoder
     assert (decoder.num_layers, decoder.hidden_size, decoder.head_dim) == (36, 4096, 128)
     assert (decoder.rope, decoder.max_position) == (RopeConfig(1e6), 40960)
     assert decoder.masks == (LayerMask(),) * 36
-    assert (found.eos_ids, found.tie_embeddings) == ((151645, 151643), False)
-    assert found.dtype == "bfloat16"
-    assert found.sampling == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    assert (config.eos_ids, config.tie_embeddings) == ((151645, 151643), False)
+    assert config.dtype == "bfloat16"
+    assert config.sampling == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
 
 
-def test_a_published_drafter_config_is_read(tmp_path: Path):
-    found = load_draft_config(written(tmp_path, QWEN3_8B_DFLASH))
-    assert found.capture == (2, 10, 18, 26, 34), "layers done, one more than the file's ids"
-    assert (found.block_size, found.mask_token_id, found.num_target_layers) == (16, 151669, 36)
-    assert found.decoder.masks == (LayerMask(causal=False),) * 5
-    assert (found.embedding_scale, found.output_multiplier) == (None, 1.0)
-    assert found.logit_softcap is None
-    assert found.decoder.rope == RopeConfig(1e6)
+def test_published_drafter_config_is_read(tmp_path: Path):
+    config = load_draft_config(written(tmp_path, QWEN3_8B_DFLASH))
+    assert config.capture == (2, 10, 18, 26, 34), "layers run, one more than the file's ids"
+    assert (config.block_size, config.mask_token_id, config.num_target_layers) == (16, 151669, 36)
+    assert config.decoder.masks == (LayerMask(causal=False),) * 5
+    assert (config.embedding_scale, config.output_multiplier) == (None, 1.0)
+    assert config.logit_softcap is None
+    assert config.decoder.rope == RopeConfig(1e6)
 
 
 FULL, CAUSAL_WINDOW = LayerMask(causal=False), LayerMask(causal=True, window=2048)
@@ -103,7 +103,7 @@ def test_block_masks_follow_layer_types_and_overrides(
     assert load_draft_config(written(tmp_path, config)).decoder.masks == masks
 
 
-def test_keys_may_stand_nested_or_at_the_top(tmp_path: Path):
+def test_keys_are_read_nested_and_at_top_level(tmp_path: Path):
     flat = {k: v for k, v in QWEN3_8B_DFLASH.items() if k not in ("dflash_config", "block_size")}
     keys = {
         "block_size": 8,
@@ -154,8 +154,8 @@ def test_rope_theta_is_read_from_every_location(tmp_path: Path):
     ]
     bare = {k: v for k, v in QWEN3_8B_DFLASH.items() if not k.startswith("rope")}
     for form in forms:
-        found = load_draft_config(written(tmp_path, {**bare, **form}))
-        assert found.decoder.rope == RopeConfig(500.0), form
+        config = load_draft_config(written(tmp_path, {**bare, **form}))
+        assert config.decoder.rope == RopeConfig(500.0), form
     assert load_draft_config(written(tmp_path, bare)).decoder.rope == RopeConfig(1e6)
 
 
@@ -303,7 +303,7 @@ def test_damaged_weights_are_rejected_by_tensor_or_file(
     assert str(paths[kind]) in str(caught.value)
 
 
-def test_a_missing_shard_is_named(tmp_path: Path, target: Any):
+def test_missing_shard_is_named(tmp_path: Path, target: Any):
     index = {"weight_map": {"norm.weight": "model-00001-of-00002.safetensors"}}
     written(tmp_path, json.loads((target.path / "config.json").read_text()))
     written(tmp_path, index, "model.safetensors.index.json")
@@ -312,12 +312,12 @@ def test_a_missing_shard_is_named(tmp_path: Path, target: Any):
 
 
 def test_duplicate_tensor_is_rejected(tmp_path: Path, target: Any):
-    """Under both spellings of its name, or in two shards: which one is meant is a guess."""
-    for place in ("one", "two"):
-        path = tmp_path / place
+    """A tensor under both spellings of its name, or in two shards, is ambiguous."""
+    for case in ("one", "two"):
+        path = tmp_path / case
         shutil.copytree(target.path, path)
         weights = path / "model.safetensors"
-        if place == "one":
+        if case == "one":
             with_tensor("norm.weight", torch.zeros(32))(weights)
         else:
             save_file({"model.norm.weight": torch.zeros(32)}, path / "other.safetensors")
@@ -327,7 +327,7 @@ def test_duplicate_tensor_is_rejected(tmp_path: Path, target: Any):
             resolve(EngineConfig(target=str(path)))
 
 
-def test_tensors_without_a_learned_value_are_passed_over(tmp_path: Path, target: Any):
+def test_tensors_without_learned_values_are_ignored(tmp_path: Path, target: Any):
     shutil.copytree(target.path, tmp_path / "target")
     with_tensor("model.layers.0.self_attn.rotary_emb.inv_freq", torch.zeros(8))(
         tmp_path / "target" / "model.safetensors"
@@ -335,7 +335,7 @@ def test_tensors_without_a_learned_value_are_passed_over(tmp_path: Path, target:
     assert resolve(EngineConfig(target=str(tmp_path / "target"))).limits.max_model_len == 512
 
 
-def test_the_page_of_checkpoints_names_every_architecture():
+def test_checkpoints_page_names_every_architecture():
     page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
     families = page.partition("## Target families")[2].partition("\n## ")[0]
     assert set(re.findall(r"`(\w+(?:ForCausalLM|ForConditionalGeneration))`", families)) == {

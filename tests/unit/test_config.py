@@ -1,4 +1,4 @@
-"""Settings: sizes, values by themselves, and values together."""
+"""Settings: sizes, single values, and combinations of values."""
 
 from __future__ import annotations
 
@@ -84,19 +84,19 @@ def test_non_positive_size_is_rejected(text: object):
         ({"kernels": "cuda"}, "kernels is 'cuda', but must be 'auto', 'triton' or 'torch'"),
     ],
 )
-def test_nonsensical_value_is_rejected(changes: dict[str, object], message: str):
+def test_invalid_value_is_rejected(changes: dict[str, object], message: str):
     with pytest.raises(ValueError, match=message):
         EngineConfig().with_(**changes)
 
 
 @pytest.mark.parametrize("name", ["cpu", "cuda", "cuda:0", "cuda:1"])
-def test_torchs_own_devices_become_their_names(name: str):
+def test_torch_devices_become_their_names(name: str):
     assert EngineConfig(device=torch.device(name)).device == name  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="device is device\\(type='meta'\\); name auto, cpu, cuda"):
         EngineConfig(device=torch.device("meta"))  # pyright: ignore[reportArgumentType]
 
 
-def test_a_directory_may_be_a_path():
+def test_model_directory_may_be_a_path():
     config = EngineConfig(target=Path("a/b"), draft=Path("c"))  # pyright: ignore[reportArgumentType]
     assert (config.target, config.draft) == ("a/b", "c")
 
@@ -118,7 +118,7 @@ def test_every_option_has_a_sentence_of_help():
 
 
 def drafter(block: int) -> Any:
-    """What matters of a drafter's config."""
+    """Return the parts of a drafter's config that limits depend on."""
     return SimpleNamespace(block_size=block, block_drafts=block - 1, recommended_drafts=None)
 
 
@@ -179,7 +179,7 @@ def test_page_columns_cover_the_context(length: int, size: int, pages: int):
 
 def test_gpu_prefills_larger_chunks_and_smaller_mixed_ones():
     config = EngineConfig(target="t")
-    given = {"model_max": 100, "draft": drafter(16), "method": "dflash"}
-    cpu, gpu = resolve_limits(config, **given), resolve_limits(config, **given, gpu=True)
+    options = {"model_max": 100, "draft": drafter(16), "method": "dflash"}
+    cpu, gpu = resolve_limits(config, **options), resolve_limits(config, **options, gpu=True)
     assert (cpu.max_num_batched_tokens, cpu.max_mixed_tokens) == (2048, None)
     assert (gpu.max_num_batched_tokens, gpu.max_mixed_tokens) == (8192, 512)

@@ -64,7 +64,7 @@ WORDS = [
 ]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 LETTERS = [letter for _, letter in sorted(bytes_to_unicode().items())]
-VOCAB = {text: at for at, text in enumerate(dict.fromkeys([*WORDS, *BYTES, *LETTERS]))}
+VOCAB = {text: i for i, text in enumerate(dict.fromkeys([*WORDS, *BYTES, *LETTERS]))}
 SPECIAL, ADDED = len(VOCAB), len(VOCAB) + 1
 UNKNOWN = len(VOCAB) + 100
 
@@ -101,8 +101,8 @@ def write(directory: Path, decoder: Any) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
-    """A tokenizer with each decoder."""
+def tokenizers_by_decoder(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    """Return a tokenizer with each decoder."""
     return {
         name: write(tmp_path_factory.mktemp("tokenizer"), decoder)
         for name, (decoder, _) in CASES.items()
@@ -110,18 +110,22 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_kind_is_what_a_decoder_allows(made: dict[str, Tokenizer], name: str):
-    assert TokenTexts(made[name]).kind == CASES[name][1]
+def test_text_kind_follows_from_the_decoder(tokenizers_by_decoder: dict[str, Tokenizer], name: str):
+    assert TokenTexts(tokenizers_by_decoder[name]).kind == CASES[name][1]
 
 
 @pytest.mark.parametrize("name", CASES)
 @settings(max_examples=50)
 @given(ids=answers, cuts=st.sets(st.integers(1, 40)), skip=st.booleans())
 def test_text_equals_decoding_at_once(
-    made: dict[str, Tokenizer], name: str, ids: list[int], cuts: set[int], skip: bool
+    tokenizers_by_decoder: dict[str, Tokenizer],
+    name: str,
+    ids: list[int],
+    cuts: set[int],
+    skip: bool,
 ):
-    tokenizer = made[name]
-    whole = tokenizer.decode(ids, skip_special_tokens=skip)
+    tokenizer = tokenizers_by_decoder[name]
+    full_text = tokenizer.decode(ids, skip_special_tokens=skip)
     detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip)
     places = [0, *sorted(cut for cut in cuts if cut < len(ids)), len(ids)]
     shown, pieces = "", list[str]()
@@ -129,18 +133,18 @@ def test_text_equals_decoding_at_once(
         delta = detokenizer.push(ids[begin:end], last=end == len(ids))
         shown += delta.text
         pieces += delta.pieces
-        assert whole.startswith(shown), "a shown text is not what the answer says"
-    assert shown == detokenizer.text == "".join(pieces) == whole
+        assert full_text.startswith(shown), "the streamed text differs from the answer"
+    assert shown == detokenizer.text == "".join(pieces) == full_text
     assert len(pieces) == len(ids)
 
 
 @pytest.mark.parametrize("name", [name for name, (_, kind) in CASES.items() if kind != "whole"])
 @settings(max_examples=50)
 @given(ids=answers, skip=st.booleans())
-def test_only_unfinished_characters_wait(
-    made: dict[str, Tokenizer], name: str, ids: list[int], skip: bool
+def test_only_incomplete_characters_are_held_back(
+    tokenizers_by_decoder: dict[str, Tokenizer], name: str, ids: list[int], skip: bool
 ):
-    tokenizer = made[name]
+    tokenizer = tokenizers_by_decoder[name]
     detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip)
     run: list[int] = []
     for count, token in enumerate(ids, start=1):
@@ -156,12 +160,12 @@ def test_only_unfinished_characters_wait(
 def stopped_by_prefixes(
     tokenizer: Tokenizer, ids: Sequence[int], stops: Sequence[str], min_tokens: int
 ) -> tuple[str, int, bool]:
-    """(text, tokens, whether stopped), by decoding every prefix anew."""
+    """Return (text, num_tokens, stopped), decoding every prefix from scratch."""
     texts = [tokenizer.decode(ids[:count]).rstrip("\ufffd") for count in range(len(ids) + 1)]
     for count in range(min_tokens + 1, len(ids) + 1):
-        found = [texts[count].find(stop, len(texts[min_tokens])) for stop in stops]
-        if max(found) >= 0:
-            return texts[count][: min(at for at in found if at >= 0)], count, True
+        starts = [texts[count].find(stop, len(texts[min_tokens])) for stop in stops]
+        if max(starts) >= 0:
+            return texts[count][: min(i for i in starts if i >= 0)], count, True
     return tokenizer.decode(ids), len(ids), False
 
 
@@ -173,37 +177,43 @@ def stopped_by_prefixes(
     min_tokens=st.integers(0, 5),
 )
 def test_stop_strings_cut_at_the_exact_token(
-    made: dict[str, Tokenizer], name: str, ids: list[int], stops: list[str], min_tokens: int
+    tokenizers_by_decoder: dict[str, Tokenizer],
+    name: str,
+    ids: list[int],
+    stops: list[str],
+    min_tokens: int,
 ):
     min_tokens = min(min_tokens, len(ids))
-    detokenizer = Detokenizer(made[name], stop=stops, min_tokens=min_tokens)
+    detokenizer = Detokenizer(tokenizers_by_decoder[name], stop=stops, min_tokens=min_tokens)
     shown, used, stop = "", 0, None
     for count, token in enumerate(ids, start=1):
         text, stop, pieces = detokenizer.push([token], last=count == len(ids))
         shown, used = shown + text, used + len(pieces)
         if stop is not None:
             break
-    want = stopped_by_prefixes(made[name], ids, stops, min_tokens)
-    assert (detokenizer.text, used, stop is not None) == want
+    expected = stopped_by_prefixes(tokenizers_by_decoder[name], ids, stops, min_tokens)
+    assert (detokenizer.text, used, stop is not None) == expected
     assert shown == detokenizer.text
 
 
-def test_broken_byte_after_shown_bytes_breaks_the_run(made: dict[str, Tokenizer]):
+def test_invalid_byte_ends_a_run_of_bytes(tokenizers_by_decoder: dict[str, Tokenizer]):
     ids = [VOCAB["a"], *byte_tokens("é"), VOCAB["<0xFF>"], VOCAB["b"]]
-    detokenizer = Detokenizer(made["Llama"])
+    detokenizer = Detokenizer(tokenizers_by_decoder["Llama"])
     texts = [detokenizer.push([token]).text for token in ids]
     assert texts == ["a", "", "", "", "\ufffd\ufffd\ufffdb"]
 
 
-def test_broken_bytes_at_the_end_are_shown(made: dict[str, Tokenizer]):
+def test_invalid_bytes_at_the_end_are_emitted(tokenizers_by_decoder: dict[str, Tokenizer]):
     ids = [VOCAB["<0x3A>"], VOCAB["<0xE4>"], VOCAB["<0xFF>"]]
-    detokenizer = Detokenizer(made["Llama"])
+    detokenizer = Detokenizer(tokenizers_by_decoder["Llama"])
     for token in ids:
         detokenizer.push([token])
     assert detokenizer.push([], last=True).text == "\ufffd" * 3
 
 
-def test_cost_of_a_token_does_not_grow(made: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch):
+def test_cost_per_token_does_not_grow(
+    tokenizers_by_decoder: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch
+):
     lengths: list[int] = []
     join = TokenTexts.join
 
@@ -213,7 +223,7 @@ def test_cost_of_a_token_does_not_grow(made: dict[str, Tokenizer], monkeypatch: 
 
     monkeypatch.setattr(TokenTexts, "join", counted)
     for name in ("byte-level", "Gemma", "Llama", "Metaspace", "WordPiece"):
-        detokenizer = Detokenizer(made[name], stop=["never"])
+        detokenizer = Detokenizer(tokenizers_by_decoder[name], stop=["never"])
         for token in [*VOCAB.values()] * 4:
             detokenizer.push([token])
     assert max(lengths) == 2

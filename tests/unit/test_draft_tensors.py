@@ -1,4 +1,4 @@
-"""Drafters' tensors: a published drafter's names and shapes fit, and what does not is named."""
+"""Drafters' tensors: published names and shapes fit, and mismatches are named."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PARAMETERS = 1_048_626_432
 
 
 def published_shapes() -> dict[str, tuple[int, ...]]:
-    """The 58 tensors of z-lab/Qwen3-8B-DFlash-b16."""
+    """Return the shapes of the 58 tensors of z-lab/Qwen3-8B-DFlash-b16."""
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (4096, 20480),
         "hidden_norm.weight": (4096,),
@@ -52,7 +52,7 @@ def published_shapes() -> dict[str, tuple[int, ...]]:
 
 
 def hollow(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
-    """A file of bfloat16 tensors that has a header and the right length, and takes no room."""
+    """Write a sparse file of bfloat16 tensors: a header and the right length, but no data."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in sorted(shapes.items()):
@@ -69,7 +69,7 @@ def test_published_8b_drafter_matches_module_tensors(tmp_path: Path):
     path, shapes = written(tmp_path, QWEN3_8B_DFLASH), published_shapes()
     hollow(path / "model.safetensors", shapes)
     assert len(shapes) == 58
-    assert (path / "model.safetensors").stat().st_size == 2_097_259_104, "as it is published"
+    assert (path / "model.safetensors").stat().st_size == 2_097_259_104, "the published size"
     module = check_draft_tensors(path, load_draft_config(path))
     mapping = [part for parts in mapping_of(module, shapes).values() for part in parts]
     assert {k: v for part in mapping for k, v in part.sources.items()} == shapes
@@ -102,11 +102,11 @@ RENAMED: dict[str, tuple[str, str]] = {
 
 @pytest.mark.parametrize("name", RENAMED)
 def test_tensor_aliases_are_known(tmp_path: Path, name: str):
-    own, other = RENAMED[name]
+    own, alias = RENAMED[name]
 
     def rename(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {
-            other + k.removeprefix(own) if k.startswith(own) else k: v for k, v in tensors.items()
+            alias + k.removeprefix(own) if k.startswith(own) else k: v for k, v in tensors.items()
         }
 
     check(change(make_draft(tmp_path), rename))
@@ -171,9 +171,9 @@ def test_own_embedding_and_head_are_loaded(tmp_path: Path):
 
 @pytest.fixture
 def reduced(tmp_path: Path) -> DraftConfig:
-    """Of a vocabulary of 16 the head knows 8."""
-    found = load_draft_config(written(tmp_path, {**QWEN3_8B_DFLASH, "vocab_size": 16}))
-    return replace(found, draft_vocab_size=8, format="speculators")
+    """Return a config whose head has 8 of a vocabulary of 16."""
+    config = load_draft_config(written(tmp_path, {**QWEN3_8B_DFLASH, "vocab_size": 16}))
+    return replace(config, draft_vocab_size=8, format="speculators")
 
 
 def test_d2t_holds_offsets(reduced: DraftConfig, tmp_path: Path):
@@ -185,17 +185,17 @@ def test_d2t_holds_offsets(reduced: DraftConfig, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("offsets", "named"),
+    ("offsets", "message"),
     [
         ([0, 1, 2, 3, 4, 5, 6, 9], "tokens 0 to 16"),
         ([-1, 1, 2, 3, 4, 5, 6, 7], "tokens -1 to 14"),
         ([1, 0, 2, 3, 4, 5, 6, 7], "must all differ"),
     ],
 )
-def test_d2t_must_lead_to_tokens_of_their_own(
-    reduced: DraftConfig, tmp_path: Path, offsets: list[int], named: str
+def test_d2t_must_map_to_distinct_tokens(
+    reduced: DraftConfig, tmp_path: Path, offsets: list[int], message: str
 ):
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises(ValueError, match=message):
         read_target_ids(torch.tensor(offsets), None, reduced, tmp_path)
 
 
@@ -208,7 +208,7 @@ def test_t2d_must_agree_with_d2t(reduced: DraftConfig, tmp_path: Path):
     ("d2t", "message"),
     [(None, "tensor d2t is missing"), (torch.arange(5), r"tensor d2t has shape \[5\]")],
 )
-def test_a_reduced_head_needs_an_offset_for_each_row(
+def test_reduced_head_needs_an_offset_for_each_row(
     tmp_path: Path, d2t: Tensor | None, message: str
 ):
     path = make_draft(tmp_path)

@@ -12,8 +12,8 @@ from strobe.models.families.experts import Experts, Router, block_rows, blocked_
 
 COUNTS = {
     "even": [3, 3, 3, 3],
-    "one expert has all": [0, 0, 40, 0],
-    "first and last have none": [0, 5, 1, 0],
+    "one expert has all rows": [0, 0, 40, 0],
+    "first and last have no rows": [0, 5, 1, 0],
     "one row": [0, 1, 0, 0],
     "every expert its rows, uneven": [17, 1, 64, 30],
 }
@@ -24,19 +24,19 @@ COUNTS = {
 def test_grouped_gemm_matches_per_row_gemm(
     counts: list[int], gathered: int, monkeypatch: pytest.MonkeyPatch
 ):
-    """gathered: few enough that the blocks are taken one by one, or all at once."""
+    """gathered: the limit of weights per GEMM; blocks then run one by one or all at once."""
     monkeypatch.setattr(experts, "GATHERED", gathered)
     noise = torch.Generator().manual_seed(1)
     weights = torch.randn(len(counts), 6, 8, generator=noise)
     x = torch.randn(sum(counts), 8, generator=noise)
     owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
     ends = torch.tensor(counts).cumsum(0).int()
-    wanted = torch.stack([weights[e] @ row for e, row in zip(owner, x, strict=True)])
+    expected = torch.stack([weights[e] @ row for e, row in zip(owner, x, strict=True)])
     for gemm in (blocked_gemm, experts.grouped_gemm):
-        torch.testing.assert_close(gemm(x, weights, ends), wanted)
+        torch.testing.assert_close(gemm(x, weights, ends), expected)
 
 
-def test_blocks_are_as_large_as_experts_have_rows():
+def test_block_size_follows_the_rows_per_expert():
     assert [block_rows(n, 8) for n in (1, 8, 15, 16, 40, 10_000)] == [1, 1, 1, 2, 4, 64]
 
 
@@ -50,12 +50,12 @@ def test_router_chooses_most_probable_experts(normalized: bool):
     x = torch.randn(7, 5, generator=noise)
     weights, chosen = router(x)
     probabilities = torch.softmax(F.linear(x, router.weight, router.bias), -1)
-    wanted, order = probabilities.sort(-1, descending=True)
-    wanted = wanted[:, :2]
+    expected, order = probabilities.sort(-1, descending=True)
+    expected = expected[:, :2]
     if normalized:
-        wanted = wanted / wanted.sum(-1, keepdim=True)
+        expected = expected / expected.sum(-1, keepdim=True)
     assert torch.equal(chosen, order[:, :2])
-    torch.testing.assert_close(weights, wanted)
+    torch.testing.assert_close(weights, expected)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -68,7 +68,7 @@ def test_experts_sum_weighted_outputs(bias: bool):
     x, residual = torch.randn(2, 11, 8, generator=noise)
     chosen = torch.stack([torch.randperm(5, generator=noise)[:3] for _ in range(11)])
     weights = torch.rand(11, 3, generator=noise)
-    wanted = residual.clone()
+    expected = residual.clone()
     for t in range(11):
         for e, weight in zip(chosen[t].tolist(), weights[t], strict=True):
             both = module.gate_up_proj[e] @ x[t]
@@ -77,8 +77,8 @@ def test_experts_sum_weighted_outputs(bias: bool):
             )
             out = module.down_proj[e] @ (F.silu(both[:4]) * both[4:])
             out = out + module.down_proj_bias[e] if module.down_proj_bias is not None else out
-            wanted[t] += weight * out
-    torch.testing.assert_close(module(x, weights, chosen, residual), wanted)
+            expected[t] += weight * out
+    torch.testing.assert_close(module(x, weights, chosen, residual), expected)
     alone = torch.cat([module(x[t : t + 1], weights[t : t + 1], chosen[t : t + 1],
                               residual[t : t + 1]) for t in range(11)])  # fmt: skip
-    torch.testing.assert_close(alone, wanted)
+    torch.testing.assert_close(alone, expected)

@@ -31,16 +31,16 @@ from strobe.sampling_params import SamplingParams
 from strobe.tools.doctor.pair_checks import memory_bill
 from strobe.tools.info import describe
 
-HOW: dict[str, Any] = {
+LOAD_OPTIONS: dict[str, Any] = {
     "max_positions": 40,
     "dtype": torch.float32,
     "device": torch.device("cpu"),
     "fp8": True,
 }
 BLOCK = (20, 28)
-"""No divisor of any of the tiny models' sizes."""
+"""Divides none of the tiny models' sizes."""
 Pair = tuple[Path, Path]
-"""A checkpoint in FP8, and the same values without quantization."""
+"""A checkpoint in FP8, and one with the same values unquantized."""
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "dense": (Qwen3ForCausalLM, {}),
     "experts": (
@@ -50,7 +50,7 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def test_rows_keep_four_bits_and_their_largest_value():
+def test_fp8_rows_keep_four_bits_and_the_largest_value():
     weight = torch.randn(5000, 24, generator=torch.Generator().manual_seed(3))
     weight[7] = 0
     weight *= torch.logspace(-6, 6, 5000)[:, None]
@@ -58,8 +58,8 @@ def test_rows_keep_four_bits_and_their_largest_value():
     assert rows.dtype == torch.float8_e4m3fn
     assert scale[7] == 1
     back = rows.float() * scale[:, None]
-    least = scale[:, None] * 2.0**-10  # half a step where the grid is even
-    assert ((back - weight).abs() <= weight.abs() * 2.0**-4 + least).all()
+    rounding = scale[:, None] * 2.0**-10  # half a step among subnormal values
+    assert ((back - weight).abs() <= weight.abs() * 2.0**-4 + rounding).all()
     largest = weight.abs().amax(1)
     assert torch.allclose(back.abs().amax(1), largest)
 
@@ -74,13 +74,15 @@ def test_rows_keep_four_bits_and_their_largest_value():
     ],
     ids=str,
 )
-def test_the_drafter_has_a_copy_of_the_head_where_it_can_use_it(
+def test_drafter_copies_the_head_if_it_can_use_it(
     vocab: int, changes: dict[str, float], copied: bool, tmp_path: Path
 ):
     make_target(tmp_path / "target", vocab_size=vocab)
     directory = make_draft(tmp_path / "draft", top={"vocab_size": vocab, **changes})
-    target = load_target(tmp_path / "target", load_target_config(tmp_path / "target"), **HOW)
-    draft = load_draft(directory, load_draft_config(directory), target, **HOW)
+    target = load_target(
+        tmp_path / "target", load_target_config(tmp_path / "target"), **LOAD_OPTIONS
+    )
+    draft = load_draft(directory, load_draft_config(directory), target, **LOAD_OPTIONS)
     assert target.lm_head is not None
     assert target.lm_head.weight.dtype == draft.head_weight.dtype == torch.float32
     assert target.layers[0].self_attn.o_proj.weight.dtype == torch.float8_e4m3fn
@@ -88,8 +90,8 @@ def test_the_drafter_has_a_copy_of_the_head_where_it_can_use_it(
     if draft.fp8_head is not None:
         rows, scale = draft.fp8_head
         assert rows.shape == draft.head_weight.shape
-        wanted = draft.head_weight
-        assert (rows.float() * scale[:, None] - wanted).norm() < 0.04 * wanted.norm()
+        weight = draft.head_weight
+        assert (rows.float() * scale[:, None] - weight).norm() < 0.04 * weight.norm()
     assert not [name for name, _ in draft.named_parameters() if "head" in name]
 
 
@@ -101,40 +103,40 @@ def test_blocks_are_multiplied_with_their_scales(shape: tuple[int, int]):
     noise = torch.Generator().manual_seed(1)
     weight = torch.randn(shape, generator=noise).to(torch.float8_e4m3fn)
     scale = torch.rand([-(-size // 128) for size in shape], generator=noise) + 0.1
-    wanted = weight.float() * expanded(scale, *shape, (128, 128))
-    assert torch.equal(dequantized(weight, scale, (128, 128), torch.float32), wanted)
+    expected = weight.float() * expanded(scale, *shape, (128, 128))
+    assert torch.equal(dequantized(weight, scale, (128, 128), torch.float32), expected)
     two = weight.expand(2, *shape), scale.expand(2, *scale.shape)
     both = dequantized(*two, (128, 128), torch.bfloat16)
-    assert torch.equal(both[1], wanted.bfloat16())
+    assert torch.equal(both[1], expected.bfloat16())
 
 
-def make_pair(directory: Path, family: str, **how: Any) -> Pair:
+def make_pair(directory: Path, family: str, **options: Any) -> Pair:
     kind, shape = FAMILIES[family]
     make_target(directory / "fp8", kind, **shape)
-    quantize(directory / "fp8", directory / "plain", BLOCK, **how)
+    quantize(directory / "fp8", directory / "plain", BLOCK, **options)
     return directory / "fp8", directory / "plain"
 
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
-    made = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
+    directories = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
     return {
         family: make_pair(directory, family, fmt="e4m3", modules_to_not_convert=["lm_head"])
-        for family, directory in made.items()
+        for family, directory in directories.items()
     }
 
 
 def loaded(path: Path, *, fp8: bool = False) -> Any:
-    return load_target(path, load_target_config(path), **{**HOW, "fp8": fp8})
+    return load_target(path, load_target_config(path), **{**LOAD_OPTIONS, "fp8": fp8})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fp8_checkpoint_matches_scaled_linear_layers(
     pairs: dict[str, Pair], family: str, tmp_path: Path
 ):
-    found, wanted = map(loaded, pairs[family])
-    for name, value in wanted.named_parameters():
-        assert torch.equal(found.get_parameter(name), value), name
+    loaded_fp8, loaded_plain = map(loaded, pairs[family])
+    for name, value in loaded_plain.named_parameters():
+        assert torch.equal(loaded_fp8.get_parameter(name), value), name
     draft, prompts = make_draft(tmp_path), [[1, 2, 3], [5, 6, 7, 8, 9]]
     greedy = SamplingParams(temperature=0.0, max_tokens=12)
     answers = [
@@ -146,52 +148,52 @@ def test_fp8_checkpoint_matches_scaled_linear_layers(
 
 def test_fp8_layers_come_from_fp8_tensors(pairs: dict[str, Pair]):
     small, plain = pairs["dense"]
-    wanted, found = loaded(plain), loaded(small, fp8=True)
-    linear = found.layers[0].self_attn.qkv_proj
+    in_full, in_fp8 = loaded(plain), loaded(small, fp8=True)
+    linear = in_fp8.layers[0].self_attn.qkv_proj
     assert linear.weight.dtype == torch.float8_e4m3fn
     back = linear.weight.float() * linear.scale[:, None]
-    whole = wanted.layers[0].self_attn.qkv_proj.weight
-    assert (back - whole).norm() < 0.04 * whole.norm()
-    check_size(small, wanted, fp8=False)
-    check_size(small, found, fp8=True)
+    full_weight = in_full.layers[0].self_attn.qkv_proj.weight
+    assert (back - full_weight).norm() < 0.04 * full_weight.norm()
+    check_size(small, in_full, fp8=False)
+    check_size(small, in_fp8, fp8=True)
     assert not resolve(EngineConfig(str(small))).backends.fp8, "this device has no FP8"
 
 
 def check_size(path: Path, module: Any, *, fp8: bool) -> None:
-    """What was planned for a target's weights is what they take."""
-    held = sum(p.nbytes for p in module.parameters())
-    held += sum(b.nbytes for n, b in module.named_buffers() if n.endswith("scale"))
+    """Check that a target's weights take the planned number of bytes."""
+    num_bytes = sum(p.nbytes for p in module.parameters())
+    num_bytes += sum(b.nbytes for n, b in module.named_buffers() if n.endswith("scale"))
     planned = check_target_tensors(path, load_target_config(path))
-    assert weight_bytes(planned, torch.float32, fp8=fp8) == held
+    assert weight_bytes(planned, torch.float32, fp8=fp8) == num_bytes
 
 
 def test_unconverted_modules_are_loaded_as_stored(tmp_path: Path):
-    """A linear layer that is partly so, too: the keys' rows of one layer's."""
-    kept = ["model.layers.1.self_attn", "model.layers.2.mlp.down_proj"]
+    """Also a fused layer of which only one part is unconverted, here the keys."""
+    full = ["model.layers.1.self_attn", "model.layers.2.mlp.down_proj"]
     partly = "model.layers.3.self_attn.k_proj"
-    names = [*kept, partly, "lm_head"]
+    names = [*full, partly, "lm_head"]
 
     def stored(name: str) -> bool:
         return is_linear(name) and not name.startswith(tuple(names))
 
     small, plain = make_pair(tmp_path, "dense", stored=stored, modules_to_not_convert=names)
-    wanted, found, in_full = loaded(plain), loaded(small, fp8=True), loaded(small)
-    whole = {name for name, part in found.named_modules() if hasattr(part, "scale")} ^ {
+    expected, in_fp8, in_full = loaded(plain), loaded(small, fp8=True), loaded(small)
+    unconverted = {name for name, part in in_fp8.named_modules() if hasattr(part, "scale")} ^ {
         f"layers.{i}.{name}"
-        for i in range(len(found.layers))
+        for i in range(len(in_fp8.layers))
         for name in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
     }
-    assert whole == {
+    assert unconverted == {
         "layers.1.self_attn.qkv_proj",
         "layers.1.self_attn.o_proj",
         "layers.2.mlp.down_proj",
         "layers.3.self_attn.qkv_proj",
     }
-    for name in whole:
-        assert torch.equal(found.get_submodule(name).weight, wanted.get_submodule(name).weight)
-    for name, value in wanted.named_parameters():
+    for name in unconverted:
+        assert torch.equal(in_fp8.get_submodule(name).weight, expected.get_submodule(name).weight)
+    for name, value in expected.named_parameters():
         assert torch.equal(in_full.get_parameter(name), value), name
-    check_size(small, found, fp8=True)
+    check_size(small, in_fp8, fp8=True)
 
 
 def test_memory_bill_reports_fp8_storage(

@@ -68,7 +68,7 @@ def grammars() -> GrammarCompiler:
 
 
 def allowed(mask: Any) -> frozenset[int]:
-    """The tokens of one row's mask."""
+    """Return the token ids that one row's mask allows."""
     bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")
     return frozenset(np.flatnonzero(bits[:VOCAB]).tolist())
 
@@ -141,7 +141,7 @@ def masks(slot: GrammarSlot, output: Sequence[int], drafts: Sequence[int]) -> li
 
 
 def walk(grammars: GrammarCompiler, kind: str, seed: int, max_tokens: int = 14) -> list[int]:
-    """Random legal tokens, up to an end token where one comes."""
+    """Return random legal tokens, up to an end token if one comes."""
     rng, tokens = random.Random(seed), list[int]()
     while len(tokens) < max_tokens and not ENDS & set(tokens):
         mask = slow(grammars, kind, tuple(tokens))

@@ -1,4 +1,4 @@
-"""Forced tokens in place of drafts that a grammar does not allow."""
+"""Forced tokens replace drafts that a grammar does not allow."""
 
 from __future__ import annotations
 
@@ -38,52 +38,52 @@ class Walker:
 
 
 def test_forced_tokens_replace_illegal_drafts(grammars: GrammarCompiler):
-    at = Walker(grammars, choice=[TEXT])
+    slot = Walker(grammars, choice=[TEXT])
     true = grammars.tokenizer.tokenize_str(TEXT)
     for wrong in ([5] * len(true), [*true[:3], *([5] * (len(true) - 3))]):
-        assert at.drafts([], wrong) == true
-        assert at.drafts([], wrong[:4]) == true[:4]
-    assert at.drafts(true[:5], [5, 5]) == true[5:7]
+        assert slot.drafts([], wrong) == true
+        assert slot.drafts([], wrong[:4]) == true[:4]
+    assert slot.drafts(true[:5], [5, 5]) == true[5:7]
 
 
-def test_text_forced_by_a_lark_grammar_takes_the_place_of_drafts(grammars: GrammarCompiler):
-    """llguidance is kept from looking for it, see `grammars.source`."""
-    at = Walker(grammars, grammar=f'start: ("a"|"b") "{TEXT}"')
+def test_text_forced_by_a_lark_grammar_replaces_drafts(grammars: GrammarCompiler):
+    """llguidance itself does not look for forced text, see `grammars.source`."""
+    slot = Walker(grammars, grammar=f'start: ("a"|"b") "{TEXT}"')
     first = grammars.tokenizer.tokenize_str("a")
-    assert at.drafts([], [5] * 8) == [5] * 8
-    text = grammars.tokenizer.decode_str(at.drafts(first, [5] * 8))
+    assert slot.drafts([], [5] * 8) == [5] * 8
+    text = grammars.tokenizer.decode_str(slot.drafts(first, [5] * 8))
     assert len(text) > 12
     assert TEXT.startswith(text)
 
 
 def test_legal_drafts_stay(grammars: GrammarCompiler):
-    at = Walker(grammars, choice=[TEXT])
+    slot = Walker(grammars, choice=[TEXT])
     letters = [grammars.tokenizer.tokenize_str(letter)[0] for letter in "The name"]
-    assert at.drafts([], letters) == letters
+    assert slot.drafts([], letters) == letters
 
 
-def test_where_several_ways_are_open_an_illegal_draft_stays(grammars: GrammarCompiler):
-    at = Walker(grammars, regex="(a|b)[0-9]{3} end")
+def test_illegal_draft_stays_where_no_token_is_forced(grammars: GrammarCompiler):
+    slot = Walker(grammars, regex="(a|b)[0-9]{3} end")
     digits = grammars.tokenizer.tokenize_str("a12")
-    assert at.drafts([], [5, 5]) == [5, 5]
-    assert at.drafts([], [*digits, 5, 5]) == [*digits, 5, 5]
+    assert slot.drafts([], [5, 5]) == [5, 5]
+    assert slot.drafts([], [*digits, 5, 5]) == [*digits, 5, 5]
     forced = grammars.tokenizer.tokenize_str("a123 end")
-    forced = at.drafts([], [*forced[:4], *[5] * 8])
+    forced = slot.drafts([], [*forced[:4], *[5] * 8])
     assert grammars.tokenizer.decode_str(forced).startswith("a123 end")
     assert len(forced) == 12
 
 
-def test_a_walk_leaves_the_place_where_it_was(grammars: GrammarCompiler):
-    at = Walker(grammars, choice=[TEXT])
+def test_walk_does_not_move_the_position(grammars: GrammarCompiler):
+    slot = Walker(grammars, choice=[TEXT])
     true = grammars.tokenizer.tokenize_str(TEXT)
-    before = at.walk([], true[:4])[1]
-    assert at.drafts([], [5] * 8) == true[:8]
-    assert (at.walk([], true[:4])[1] == before).all()
-    assert at.drafts(true, [5, 5]) == [5, 5]  # behind the end nothing is forced
+    before = slot.walk([], true[:4])[1]
+    assert slot.drafts([], [5] * 8) == true[:8]
+    assert (slot.walk([], true[:4])[1] == before).all()
+    assert slot.drafts(true, [5, 5]) == [5, 5]  # after the end no token is forced
 
 
 def test_drafts_are_free_before_a_marker_and_forced_after(grammars: GrammarCompiler):
-    at = Walker(grammars, choice=[TEXT], after=[7, 8])
+    slot = Walker(grammars, choice=[TEXT], after=[7, 8])
     true = grammars.tokenizer.tokenize_str(TEXT)
-    assert at.drafts([], [5, 6, 5]) == [5, 6, 5]
-    assert at.drafts([5], [7, 8, 5, 5]) == [7, 8, *true[:2]]
+    assert slot.drafts([], [5, 6, 5]) == [5, 6, 5]
+    assert slot.drafts([5], [7, 8, 5, 5]) == [7, 8, *true[:2]]

@@ -1,4 +1,4 @@
-"""Grammars that would never end, in the process that tries them out and behind it."""
+"""Grammars that never finish, in the trial process and after it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ENDLESS: dict[str, tuple[dict[str, Any], str]] = {
         {"json": {"items": {"const": True}, "type": "array", "minItems": 1,
                   "x-guidance": {"whitespace_pattern": "t+"}}}, "[tt"),
 }  # fmt: skip
-"""Grammars, and texts behind which llguidance would add one letter after another for ever."""
+"""Grammars, and texts after which llguidance would force letters without end."""
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def trial() -> Iterator[GrammarTrial]:
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-def test_forced_text_without_end_is_not_followed_to_its_end(compiler: GrammarCompiler, name: str):
+def test_endless_forced_text_is_not_computed(compiler: GrammarCompiler, name: str):
     fields, text = ENDLESS[name]
     matcher = compiler.compile(StructuredOutputs(**fields))
     for letter in text:
@@ -61,7 +61,7 @@ def test_forced_text_without_end_is_not_followed_to_its_end(compiler: GrammarCom
     assert not matcher.is_error()
 
 
-def test_grammar_beyond_the_time_limit_is_refused_and_the_next_one_tried(trial: GrammarTrial):
+def test_grammar_over_the_time_limit_is_rejected_and_the_next_tried(trial: GrammarTrial):
     trial.check(LIGHT)
     first, trial.seconds = trial.pid, 1e-3
     with pytest.raises(ValueError, match=r"more than 0\.001 seconds; simplify it.$"):
@@ -74,7 +74,7 @@ def test_grammar_beyond_the_time_limit_is_refused_and_the_next_one_tried(trial: 
     assert trial.pid != first
 
 
-def test_grammar_beyond_the_memory_limit_is_refused(
+def test_grammar_over_the_memory_limit_is_rejected(
     trial: GrammarTrial, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(trials, "MEMORY_BYTES", 1 << 20)
@@ -85,13 +85,13 @@ def test_grammar_beyond_the_memory_limit_is_refused(
     trial.check(HEAVY)
 
 
-def test_verdicts_are_kept_and_the_process_is_used_again(trial: GrammarTrial):
+def test_trial_caches_verdicts_and_reuses_its_process(trial: GrammarTrial):
     wrong = StructuredOutputs(regex="(a")
     assert trial.check(LIGHT) == trial.check(LIGHT)
     with pytest.raises(ValueError, match="does not compile") as first:
         trial.check(wrong)
     pid = trial.pid
-    os.kill(pid, signal.SIGSTOP)  # whoever asked it would wait
+    os.kill(pid, signal.SIGSTOP)  # a request to it would wait forever
     trial.check(LIGHT)
     with pytest.raises(ValueError, match="does not compile") as second:
         trial.check(wrong)
@@ -99,7 +99,7 @@ def test_verdicts_are_kept_and_the_process_is_used_again(trial: GrammarTrial):
     assert trial.pid == pid
 
 
-def test_process_that_was_killed_is_replaced(trial: GrammarTrial):
+def test_killed_trial_process_is_replaced(trial: GrammarTrial):
     trial.check(LIGHT)
     first = trial.pid
     os.kill(first, signal.SIGKILL)
@@ -108,11 +108,11 @@ def test_process_that_was_killed_is_replaced(trial: GrammarTrial):
     assert trial.pid != first
 
 
-def test_process_that_does_not_start_is_unavailable_until_it_does(monkeypatch: pytest.MonkeyPatch):
+def test_trial_is_unavailable_until_its_process_starts(monkeypatch: pytest.MonkeyPatch):
     trial = GrammarTrial(FILE, 2048, [2])
     executable = sys.executable
-    for broken in ("/no/such/python", "/bin/false"):
-        monkeypatch.setattr(sys, "executable", broken)
+    for wrong in ("/no/such/python", "/bin/false"):
+        monkeypatch.setattr(sys, "executable", wrong)
         with pytest.raises(GrammarsUnavailable, match=r"^Structured output is unavailable: .*\.$"):
             trial.check(LIGHT)
     monkeypatch.setattr(sys, "executable", executable)
@@ -121,7 +121,7 @@ def test_process_that_does_not_start_is_unavailable_until_it_does(monkeypatch: p
     trial.close()
 
 
-def test_process_imports_neither_torch_nor_numpy():
+def test_trial_process_imports_neither_torch_nor_numpy():
     code = "import sys, strobe.grammars.trial_process as t\nprint(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     loaded = set(done.stdout.split())
@@ -144,8 +144,8 @@ if sys.argv[2] == "interrupted":
 
 
 @pytest.mark.parametrize("ending", ["killed", "interrupted", "returned"])
-def test_process_does_not_outlive_its_owner(ending: str):
-    """A pipe that it holds says when it ends."""
+def test_trial_process_exits_with_its_owner(ending: str):
+    """It exits when its pipe closes."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(FILE), ending],
         cwd=Path(__file__).parents[2], capture_output=True, text=True, start_new_session=True,

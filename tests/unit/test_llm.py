@@ -1,4 +1,4 @@
-"""The offline API as its users call it: prompts, streams, reports, and what it survives."""
+"""The offline API: prompts, streams, reports, and recovery from failures."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 @pytest.fixture(scope="module")
 def llm(pair: Pair) -> LLM:
-    """A target with its drafter; tests leave it idle."""
+    """Return a target with its drafter; tests leave it idle."""
     return LLM(pair.target, pair.draft, device="cpu", adaptive=False)
 
 
 @pytest.fixture(scope="module")
 def plain(pair: Pair) -> LLM:
-    """The target alone."""
+    """Return the target alone."""
     return LLM(pair.target, device="cpu")
 
 
@@ -43,7 +43,7 @@ def _idle(llm: LLM) -> Iterator[None]:
 
 
 def assert_idle(llm: LLM) -> None:
-    """Nothing runs, every page is back, and the books agree."""
+    """Check that nothing runs, every page is free, and host and device agree."""
     assert not llm.engine.has_work
     pool = llm.engine.components.pool
     assert pool.available == pool.capacity
@@ -55,18 +55,18 @@ def answers(outputs: Sequence[RequestOutput]) -> list[list[int]]:
 
 
 def seen(answer: CompletionOutput) -> tuple[Any, ...]:
-    """What a caller can tell two answers apart by, how they were drafted left aside."""
+    """Return what distinguishes two answers, except how they were drafted."""
     return answer.text, answer.token_ids, answer.finish_reason, answer.stop_reason
 
 
 # prompts and outputs
 
 
-def test_a_prompt_may_be_a_text_a_dict_or_token_ids(llm: LLM):
+def test_prompt_may_be_text_dict_or_token_ids(llm: LLM):
     text = PROMPTS[0]
     ids = llm.tokenizer.encode(text)
-    (want,) = llm.generate(text, GREEDY, use_tqdm=False)
-    assert (want.prompt, want.prompt_token_ids) == (text, ids)
+    (expected,) = llm.generate(text, GREEDY, use_tqdm=False)
+    assert (expected.prompt, expected.prompt_token_ids) == (text, ids)
     forms: list[tuple[Any, str | None]] = [
         ([text], text),
         ({"prompt": text}, text),
@@ -79,11 +79,11 @@ def test_a_prompt_may_be_a_text_a_dict_or_token_ids(llm: LLM):
     ]
     for form, prompt in forms:
         (output,) = llm.generate(form, GREEDY, use_tqdm=False)
-        assert seen(output.outputs[0]) == seen(want.outputs[0])
+        assert seen(output.outputs[0]) == seen(expected.outputs[0])
         assert (output.prompt, output.prompt_token_ids) == (prompt, ids)
 
 
-def test_prompts_of_another_salt_find_no_prefix(pair: Pair):
+def test_prefix_cache_is_separate_per_salt(pair: Pair):
     engine = LLM(pair.target, pair.draft, device="cpu", page_size=4)
     ids = list(range(40, 60))
 
@@ -96,7 +96,7 @@ def test_prompts_of_another_salt_find_no_prefix(pair: Pair):
     assert output.outputs[0].error == "cache_salt is '', but must be a text that is not empty."
 
 
-def test_no_prompts_are_no_outputs(llm: LLM):
+def test_no_prompts_give_no_outputs(llm: LLM):
     assert llm.generate([], GREEDY) == []
 
 
@@ -112,7 +112,7 @@ def test_outputs_follow_prompt_order(llm: LLM):
     assert all(output.finished for output in outputs)
 
 
-def test_more_prompts_than_run_at_once_are_all_answered(pair: Pair, llm: LLM):
+def test_more_prompts_than_slots_are_all_answered(pair: Pair, llm: LLM):
     small = LLM(pair.target, pair.draft, max_num_seqs=2)
     prompts = [PROMPTS[i % 3] for i in range(7)]
     many = small.generate(prompts, GREEDY, use_tqdm=False)
@@ -129,7 +129,7 @@ def test_siblings_with_one_seed_differ_and_repeat(llm: LLM):
     again = llm.generate(PROMPTS[:2], WARM.clone(n=4), use_tqdm=False)
     assert answers(again) == answers(first)
     (two,) = llm.generate(PROMPTS[0], WARM.clone(n=2), use_tqdm=False)
-    assert answers([two]) == answers(first)[:2], "a sibling depends on how many there are"
+    assert answers([two]) == answers(first)[:2], "a sibling depends on n"
 
 
 def test_unseeded_answers_differ_per_call_but_not_per_engine(pair: Pair):
@@ -149,9 +149,7 @@ def test_greedy_answer_is_equal_alone_and_batched(llm: LLM):
         assert answers(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == alone
 
 
-def test_the_progress_bar_shows_prompts_on_standard_error(
-    llm: LLM, capsys: pytest.CaptureFixture[str]
-):
+def test_progress_bar_counts_prompts_on_stderr(llm: LLM, capsys: pytest.CaptureFixture[str]):
     llm.generate(PROMPTS, WARM.clone(n=2))
     out, err = capsys.readouterr()
     assert out == ""
@@ -161,7 +159,7 @@ def test_the_progress_bar_shows_prompts_on_standard_error(
     assert capsys.readouterr() == ("", "")
 
 
-def test_several_engines_live_side_by_side(llm: LLM, plain: LLM, pair: Pair):
+def test_several_engines_run_side_by_side(llm: LLM, plain: LLM, pair: Pair):
     other = LLM(pair.target, method="ngram")
     streams = [engine.stream(PROMPTS[1], GREEDY) for engine in (llm, plain, other)]
     texts = ["", "", ""]
@@ -220,7 +218,7 @@ def collect(stream: Iterator[StreamDelta]) -> tuple[str, list[int], list[StreamD
 
 
 @pytest.mark.parametrize("params", [GREEDY, WARM, WARM.clone(max_tokens=1)], ids=["0", "1", "one"])
-def test_the_deltas_of_a_stream_add_up_to_the_answer(llm: LLM, params: SamplingParams):
+def test_stream_deltas_add_up_to_the_answer(llm: LLM, params: SamplingParams):
     for prompt in PROMPTS:
         (output,) = llm.generate(prompt, params, use_tqdm=False)
         text, tokens, deltas = collect(llm.stream(prompt, params))
@@ -230,14 +228,14 @@ def test_the_deltas_of_a_stream_add_up_to_the_answer(llm: LLM, params: SamplingP
         assert last.speculation is not None
 
 
-def test_a_stream_tells_the_end_once_at_the_end(llm: LLM):
+def test_only_the_last_delta_is_finished(llm: LLM):
     reported: list[bool] = []
     for delta in llm.stream(PROMPTS[0], GREEDY):
         reported.append(delta.finished)
     assert reported == [False] * (len(reported) - 1) + [True]
 
 
-def test_a_stream_of_siblings_carries_their_numbers(llm: LLM):
+def test_sibling_stream_deltas_carry_their_index(llm: LLM):
     (output,) = llm.generate(PROMPTS[0], WARM.clone(n=3), use_tqdm=False)
     texts = ["", "", ""]
     for delta in llm.stream(PROMPTS[0], WARM.clone(n=3)):
@@ -245,7 +243,7 @@ def test_a_stream_of_siblings_carries_their_numbers(llm: LLM):
     assert texts == [answer.text for answer in output.outputs]
 
 
-def test_stream_chat_is_chat(llm: LLM):
+def test_stream_chat_equals_chat(llm: LLM):
     (output,) = llm.chat(
         HELLO, GREEDY, use_tqdm=False, chat_template_kwargs={"enable_thinking": False}
     )
@@ -255,7 +253,7 @@ def test_stream_chat_is_chat(llm: LLM):
 
 @pytest.mark.parametrize("overlap", [1, 2])
 @pytest.mark.parametrize("steps", [0, 1, 3])
-def test_leaving_a_stream_frees_everything(pair: Pair, overlap: int, steps: int):
+def test_closing_a_stream_frees_its_requests(pair: Pair, overlap: int, steps: int):
     engine = LLM(pair.target, pair.draft, overlap=overlap)
     stream = engine.stream(PROMPTS[0], GREEDY.clone(n=2))
     for _ in range(steps):
@@ -271,31 +269,33 @@ def test_leaving_a_stream_frees_everything(pair: Pair, overlap: int, steps: int)
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
-def test_streams_and_batches_do_not_disturb_each_other(pair: Pair, overlap: int):
+def test_streams_and_batches_are_independent(pair: Pair, overlap: int):
     engine = LLM(pair.target, pair.draft, overlap=overlap)
-    want = [output.outputs[0].text for output in engine.generate(PROMPTS, GREEDY, use_tqdm=False)]
-    one, two = engine.stream(PROMPTS[0], GREEDY), engine.stream(PROMPTS[1], GREEDY)
-    left = engine.stream(PROMPTS[2], GREEDY)
-    texts = [next(one).text, next(two).text]
-    next(left)
-    texts[0] += next(one).text
-    left.close()
+    expected = [
+        output.outputs[0].text for output in engine.generate(PROMPTS, GREEDY, use_tqdm=False)
+    ]
+    first, second = engine.stream(PROMPTS[0], GREEDY), engine.stream(PROMPTS[1], GREEDY)
+    closed = engine.stream(PROMPTS[2], GREEDY)
+    texts = [next(first).text, next(second).text]
+    next(closed)
+    texts[0] += next(first).text
+    closed.close()
     (batch,) = engine.generate(PROMPTS[2], GREEDY, use_tqdm=False)
-    texts[1] += "".join(delta.text for delta in two)
-    texts[0] += "".join(delta.text for delta in one)
-    assert [*texts, batch.outputs[0].text] == want
+    texts[1] += "".join(delta.text for delta in second)
+    texts[0] += "".join(delta.text for delta in first)
+    assert [*texts, batch.outputs[0].text] == expected
     assert_idle(engine)
 
 
-# what it survives
+# failures
 
 
 class Failure(Exception):
-    """What the tests throw."""
+    """The exception that these tests raise."""
 
 
 def fail_at(llm: LLM, call: int, action: Callable[[], None]) -> None:
-    """Do `action` before the target's forward number `call`, counted from 1."""
+    """Call `action` before the target's forward number `call`, counted from 1."""
     forward, calls = llm.engine.runner.forward, [0]
 
     def failing(batch: Any, **options: Any) -> Any:
@@ -313,7 +313,7 @@ def throw() -> None:
 
 @pytest.mark.parametrize("overlap", [1, 2])
 @pytest.mark.parametrize("call", [1, 2, 4])
-def test_an_exception_in_a_step_leaves_a_usable_engine(
+def test_engine_is_usable_after_an_exception_in_a_step(
     pair: Pair, plain: LLM, overlap: int, call: int
 ):
     engine = LLM(pair.target, pair.draft, overlap=overlap, max_num_batched_tokens=64,
@@ -330,19 +330,19 @@ def test_an_exception_in_a_step_leaves_a_usable_engine(
 
 def test_exception_in_one_stream_leaves_the_other(pair: Pair, plain: LLM):
     engine = LLM(pair.target, pair.draft)
-    one, two = engine.stream(PROMPTS[0], GREEDY), engine.stream(PROMPTS[1], GREEDY)
-    text = next(one).text
-    next(two)
+    first, second = engine.stream(PROMPTS[0], GREEDY), engine.stream(PROMPTS[1], GREEDY)
+    text = next(first).text
+    next(second)
     fail_at(engine, 1, throw)
     with pytest.raises(Failure):
-        collect(two)
-    text += collect(one)[0]
-    (want,) = plain.generate(PROMPTS[0], GREEDY, use_tqdm=False)
-    assert text == want.outputs[0].text
+        collect(second)
+    text += collect(first)[0]
+    (expected,) = plain.generate(PROMPTS[0], GREEDY, use_tqdm=False)
+    assert text == expected.outputs[0].text
     assert_idle(engine)
 
 
-def test_control_c_waits_for_the_end_of_the_step(pair: Pair):
+def test_ctrl_c_takes_effect_after_the_step(pair: Pair):
     engine = LLM(pair.target, pair.draft)
     fail_at(engine, 3, lambda: signal.raise_signal(signal.SIGINT))
     steps = engine.engine.stats.steps
@@ -365,7 +365,7 @@ def test_ctrl_c_in_stream_keeps_output(pair: Pair):
     assert_idle(engine)
 
 
-def test_a_handler_of_the_callers_own_is_left_alone(llm: LLM):
+def test_own_sigint_handler_is_not_replaced(llm: LLM):
     pressed: list[int] = []
     usual = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
     try:
@@ -378,7 +378,7 @@ def test_a_handler_of_the_callers_own_is_left_alone(llm: LLM):
     assert pressed == [signal.SIGINT]
 
 
-def test_it_runs_in_another_thread(llm: LLM):
+def test_generate_runs_in_another_thread(llm: LLM):
     outputs: list[RequestOutput] = []
     thread = threading.Thread(
         target=lambda: outputs.extend(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
@@ -388,14 +388,14 @@ def test_it_runs_in_another_thread(llm: LLM):
     assert answers(outputs) == answers(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
 
 
-# when answers end
+# ends of answers
 
 
 def test_checkpoint_recommends_sampling_and_end_tokens(pair: Pair, tmp_path: Path):
     target = pair.copied(tmp_path).target
     free = LLM(target).generate(PROMPTS[0], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
     end = next(token for token in free[4:] if token not in free[:4])
-    place = free.index(end) + 1
+    length = free.index(end) + 1
     edit_json(
         target / "generation_config.json",
         eos_token_id=[0, 2, end],
@@ -413,13 +413,13 @@ def test_checkpoint_recommends_sampling_and_end_tokens(pair: Pair, tmp_path: Pat
     )
     (answer,) = engine.generate(PROMPTS[0], GREEDY, use_tqdm=False)[0].outputs
     assert (answer.finish_reason, answer.stop_reason) == ("stop", None)
-    assert answer.token_ids == free[:place]
-    assert answer.text == engine.tokenizer.decode(free[: place - 1])
+    assert answer.token_ids == free[:length]
+    assert answer.text == engine.tokenizer.decode(free[: length - 1])
     (longer,) = engine.generate(PROMPTS[0], GREEDY.clone(ignore_eos=True), use_tqdm=False)
     assert longer.outputs[0].token_ids == free
     with_end = GREEDY.clone(include_stop_str_in_output=True)
-    (kept,) = engine.generate(PROMPTS[0], with_end, use_tqdm=False)
-    assert kept.outputs[0].text == engine.tokenizer.decode(free[:place])
+    (with_stop,) = engine.generate(PROMPTS[0], with_end, use_tqdm=False)
+    assert with_stop.outputs[0].text == engine.tokenizer.decode(free[:length])
     edit_json(target / "generation_config.json", do_sample=False)
     greedy = SamplingParams(temperature=0.0, repetition_penalty=1.05)
     assert LLM(target).get_default_sampling_params() == greedy
@@ -428,28 +428,28 @@ def test_checkpoint_recommends_sampling_and_end_tokens(pair: Pair, tmp_path: Pat
     edit_json(target / "generation_config.json", eos_token_id=end)
     assert (
         LLM(target).generate(PROMPTS[0], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
-        == (free[:place])
+        == (free[:length])
     )
 
 
-def test_without_recommendations_the_defaults_are_vllms(llm: LLM):
+def test_default_sampling_params_are_vllms(llm: LLM):
     assert llm.get_default_sampling_params() == SamplingParams()
     (output,) = llm.generate(PROMPTS[0], use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 16
 
 
-def test_a_stop_token_ends_the_answer_and_is_its_reason(llm: LLM):
+def test_stop_token_ends_the_answer_and_is_its_stop_reason(llm: LLM):
     (free,) = answers(llm.generate(PROMPTS[0], GREEDY, use_tqdm=False))
     stop = next(token for token in free[4:] if token not in free[:4])
-    place = free.index(stop) + 1
+    length = free.index(stop) + 1
     (output,) = llm.generate(PROMPTS[0], GREEDY.clone(stop_token_ids=[stop]), use_tqdm=False)
     answer = output.outputs[0]
     assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
-    assert answer.token_ids == free[:place]
-    assert answer.text == llm.tokenizer.decode(free[: place - 1])
+    assert answer.token_ids == free[:length]
+    assert answer.text == llm.tokenizer.decode(free[: length - 1])
 
 
-def test_without_max_tokens_the_answer_fills_the_context(pair: Pair):
+def test_answer_without_max_tokens_fills_the_context(pair: Pair):
     engine = LLM(pair.target, pair.draft, max_model_len=40)
     (output,) = engine.generate(PROMPTS[0], GREEDY.clone(max_tokens=None), use_tqdm=False)
     assert output.outputs[0].finish_reason == "length"
@@ -457,12 +457,12 @@ def test_without_max_tokens_the_answer_fills_the_context(pair: Pair):
     assert_idle(engine)
 
 
-# speculation changes nothing but the speed
+# speculation on and off
 
 
 @pytest.fixture(scope="module")
 def knowing(pair: Pair, plain: LLM) -> LLM:
-    """An engine whose drafter knows the greedy answers and errs at places that change."""
+    """Return an engine whose drafter knows the greedy answers and errs at changing positions."""
     engine = make_engine(
         EngineConfig(target=str(pair.target), draft=str(pair.draft), device="cpu"),
         lambda parts, name: Scripted(parts.state, 7, wavering),
@@ -483,14 +483,14 @@ def knowing(pair: Pair, plain: LLM) -> LLM:
 
 
 def stops_within(text: str) -> list[dict[str, Any]]:
-    """Ways to end an answer in the middle of its text."""
+    """Return ways to end an answer in the middle of its text."""
     middle = len(text) // 2
     return [
         {"stop": text[middle : middle + 3]},
         {"stop": [text[middle : middle + 9], text[middle + 4 : middle + 6]]},
         {"stop": text[middle : middle + 4], "include_stop_str_in_output": True},
         {"stop": max(sorted(set(text)), key=text.count), "min_tokens": 9},
-        {"stop": "never to be found"},
+        {"stop": "never found"},
         {"min_tokens": 24},
         {"skip_special_tokens": False},
     ]
@@ -500,13 +500,15 @@ def stops_within(text: str) -> list[dict[str, Any]]:
 def test_speculation_on_and_off_give_the_same_texts(
     knowing: LLM, llm: LLM, plain: LLM, number: int
 ):
-    whole = plain.generate(PROMPTS, GREEDY, use_tqdm=False)
-    changes = [stops_within(output.outputs[0].text)[number] for output in whole]
+    outputs_plain = plain.generate(PROMPTS, GREEDY, use_tqdm=False)
+    changes = [stops_within(output.outputs[0].text)[number] for output in outputs_plain]
     params = [GREEDY.clone(**change) for change in changes]
-    want = [seen(output.outputs[0]) for output in plain.generate(PROMPTS, params, use_tqdm=False)]
+    all_expected = [
+        seen(output.outputs[0]) for output in plain.generate(PROMPTS, params, use_tqdm=False)
+    ]
     if "stop" in changes[0] and number != 4:
-        assert [reason for _, _, reason, _ in want] == ["stop"] * 3
-        assert all(params[0].min_tokens < len(tokens) < 24 for _, tokens, _, _ in want)
+        assert [reason for _, _, reason, _ in all_expected] == ["stop"] * 3
+        assert all(params[0].min_tokens < len(tokens) < 24 for _, tokens, _, _ in all_expected)
     accepted = 0
     for engine, choice in [
         (knowing, None),
@@ -515,29 +517,29 @@ def test_speculation_on_and_off_give_the_same_texts(
         (llm, None),
         (llm, {"method": "ngram"}),
     ]:
-        asked = [p.clone(speculation=choice) for p in params]
-        outputs = engine.generate(PROMPTS, asked, use_tqdm=False)
-        assert [seen(output.outputs[0]) for output in outputs] == want
+        chosen = [p.clone(speculation=choice) for p in params]
+        outputs = engine.generate(PROMPTS, chosen, use_tqdm=False)
+        assert [seen(output.outputs[0]) for output in outputs] == all_expected
         for output in outputs:
             report = output.outputs[0].speculation
             assert report is not None
             accepted += report.accepted
-        for prompt, param, one in zip(PROMPTS, asked, want, strict=True):
+        for prompt, param, expected in zip(PROMPTS, chosen, all_expected, strict=True):
             text, tokens, _ = collect(engine.stream(prompt, param))
-            assert (text, tokens) == one[:2]
-    assert accepted > 6, "too few drafts were accepted for the test to mean much"
+            assert (text, tokens) == expected[:2]
+    assert accepted > 6, "too few drafts were accepted to prove much"
     assert_idle(knowing)
 
 
 def test_sampled_answers_are_equal_with_and_without_speculation(llm: LLM, plain: LLM):
     params = WARM.clone(n=2, top_k=8, top_p=0.9, min_p=0.01, max_tokens=24)
-    want = answers(plain.generate(PROMPTS, params, use_tqdm=False))
+    expected = answers(plain.generate(PROMPTS, params, use_tqdm=False))
     for choice in (None, False, {"method": "ngram"}, {"num_drafts": 1}):
-        asked = params.clone(speculation=choice)
-        assert answers(llm.generate(PROMPTS, asked, use_tqdm=False)) == want
+        chosen = params.clone(speculation=choice)
+        assert answers(llm.generate(PROMPTS, chosen, use_tqdm=False)) == expected
 
 
-# what is reported
+# reports
 
 
 def report(llm: LLM, prompt: Any, **changes: Any) -> Any:
@@ -545,7 +547,7 @@ def report(llm: LLM, prompt: Any, **changes: Any) -> Any:
     return output.outputs[0].speculation
 
 
-def test_the_report_adds_up(knowing: LLM):
+def test_speculation_report_adds_up(knowing: LLM):
     got = report(knowing, PROMPTS[0])
     assert (got.used, got.method, got.off_reason) == (True, "dflash", None)
     assert got.steps > 1
@@ -555,8 +557,10 @@ def test_the_report_adds_up(knowing: LLM):
     assert len(got.accepted_per_position) <= 7
     assert sum(got.accepted_per_position) == got.accepted
     assert got.accepted_per_position == sorted(got.accepted_per_position, reverse=True)
-    made = 1 + got.steps + got.accepted  # the prefill's token, each step's own, and the drafts
-    assert 24 <= made < 24 + 7  # what the last step accepts beyond the end counts, too
+    num_tokens = (
+        1 + got.steps + got.accepted
+    )  # the prefill's token, one per step, and accepted drafts
+    assert 24 <= num_tokens < 24 + 7  # drafts that the last step accepts past the end count, too
 
 
 @pytest.mark.parametrize(
@@ -568,7 +572,7 @@ def test_the_report_adds_up(knowing: LLM):
         ({"method": "ngram", "num_drafts": 0}, "none", "the request turned speculation off"),
     ],
 )
-def test_a_request_may_turn_speculation_off(llm: LLM, choice: Any, method: str, reason: str):
+def test_request_can_turn_speculation_off(llm: LLM, choice: Any, method: str, reason: str):
     got = report(llm, PROMPTS[0], speculation=choice)
     assert (got.used, got.method, got.off_reason) == (False, method, reason)
     assert (got.steps, got.drafted, got.accepted, got.accepted_per_position) == (0, 0, 0, [])
@@ -588,7 +592,7 @@ def test_report_says_why_nothing_was_drafted(pair: Pair, llm: LLM, plain: LLM):
     assert lookup.off_reason == "no earlier text matched the newest tokens"
 
 
-def test_a_request_may_choose_its_method_and_drafts(llm: LLM):
+def test_request_can_choose_method_and_num_drafts(llm: LLM):
     ids = [300, 301, 302, 303] * 6
     lookup = report(llm, ids, speculation={"method": "ngram"}, max_tokens=40)
     assert (lookup.used, lookup.method) == (True, "ngram")
@@ -628,7 +632,7 @@ def counted(llm: LLM) -> dict[str, Any]:
     return {m.name: m.values if hasattr(m, "values") else m.value for m in llm.get_metrics()}
 
 
-def test_metrics_have_vllms_names_and_add_up_over_requests(knowing: LLM):
+def test_metrics_have_vllms_names_and_sum_over_requests(knowing: LLM):
     assert [metric.name for metric in knowing.get_metrics()] == METRICS
     before = counted(knowing)
     outputs = knowing.generate(PROMPTS, GREEDY, use_tqdm=False)
@@ -671,7 +675,7 @@ def test_every_verify_step_logs_one_debug_line(knowing: LLM, caplog: pytest.LogC
     assert (accepted, drafted) == (got.accepted, got.drafted)
 
 
-def test_the_demo_models_answer_and_draft_well():
+def test_demo_models_answer_and_draft_well():
     demo = LLM()
     (output,) = demo.chat(
         [{"role": "user", "content": "Sort these words: pear, apple, fig"}],

@@ -1,4 +1,4 @@
-"""Loading: where each tensor goes, and what is held while it goes there."""
+"""Loading: the destination of each tensor, and the memory that loading takes."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from strobe.models.registry import load_target_config
 from strobe.models.weight_mapping import mapping_of
 
 LOGGER = "strobe.models.load"
-HOW: dict[str, Any] = {
+LOAD_OPTIONS: dict[str, Any] = {
     "max_positions": 40,
     "dtype": torch.float32,
     "device": torch.device("cpu"),
 }
 
 
-def loaded(path: Path, **how: Any) -> Any:
-    return load_target(path, load_target_config(path), **(HOW | how))
+def loaded(path: Path, **options: Any) -> Any:
+    return load_target(path, load_target_config(path), **(LOAD_OPTIONS | options))
 
 
 def test_sharded_tensors_are_used_exactly_once(tmp_path: Path):
@@ -41,8 +41,8 @@ def test_sharded_tensors_are_used_exactly_once(tmp_path: Path):
     assert sorted(used) == sorted(name.removeprefix("model.") for name in hf.state_dict())
     target = loaded(tmp_path)
     attention = hf.model.layers[1].self_attn
-    whole = torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
-    assert torch.equal(target.layers[1].self_attn.qkv_proj.weight, whole)
+    joined = torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
+    assert torch.equal(target.layers[1].self_attn.qkv_proj.weight, joined)
     assert torch.equal(target.lm_head.weight, hf.lm_head.weight)
 
 
@@ -66,12 +66,12 @@ def test_rows_larger_than_copy_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr("strobe.models.checkpoint.AT_ONCE", size)
         target = loaded(tmp_path, dtype=torch.bfloat16)
         for name in ("embed_tokens.weight", "norm.weight", "layers.0.mlp.down_proj.weight"):
-            wanted = hf.model.get_parameter(name).bfloat16()
-            assert torch.equal(target.get_parameter(name), wanted)
+            expected = hf.model.get_parameter(name).bfloat16()
+            assert torch.equal(target.get_parameter(name), expected)
 
 
 class Bar:
-    """In place of tqdm: what it was made with, and every update."""
+    """Replaces tqdm and records its options and updates."""
 
     def __init__(self, **options: Any):
         self.options, self.updates = options, list[int]()
@@ -86,23 +86,23 @@ class Bar:
         self.updates.append(size)
 
 
-def bar_of(path: Path, monkeypatch: pytest.MonkeyPatch, **how: Any) -> Bar:
-    """Load a target; the only bar that was made."""
-    made: list[Bar] = []
+def bar_of(path: Path, monkeypatch: pytest.MonkeyPatch, **load_options: Any) -> Bar:
+    """Load a target; return the only progress bar."""
+    bars: list[Bar] = []
 
     def make(**options: Any) -> Bar:
-        made.append(Bar(**options))
-        return made[-1]
+        bars.append(Bar(**options))
+        return bars[-1]
 
     with monkeypatch.context() as patch:
         patch.setattr("tqdm.auto.tqdm", make)
-        loaded(path, **how)
-    (bar,) = made
+        loaded(path, **load_options)
+    (bar,) = bars
     return bar
 
 
 @pytest.mark.parametrize("shards", [None, "20KB"])
-def test_a_bar_counts_every_byte_of_the_tensors(
+def test_progress_bar_counts_every_byte(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -113,10 +113,10 @@ def test_a_bar_counts_every_byte_of_the_tensors(
     size = sum(tensor.nbytes for tensors in files for tensor in tensors.values())
     with caplog.at_level(logging.WARNING, LOGGER):
         bar = bar_of(tmp_path, monkeypatch, dtype=torch.bfloat16)
-    assert bar.options["total"] == size, "as they are stored, not as they are held"
+    assert bar.options["total"] == size, "sizes as stored, not as loaded"
     assert sum(bar.updates) == size
     assert len(bar.updates) > 10
-    assert bar.options["disable"] is None, "tqdm then asks whether stderr is a terminal"
+    assert bar.options["disable"] is None, "tqdm shows the bar only on a terminal"
     assert tmp_path.name in bar.options["desc"]
     assert not caplog.messages
 
@@ -134,11 +134,11 @@ def test_log_replaces_progress_bar(
     assert line.endswith(" GB/s")
 
 
-def test_doubly_used_tensor_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_tensor_used_twice_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     make_target(tmp_path)
 
-    def wrong(*given: Any) -> Any:
-        mapping = mapping_of(*given)
+    def wrong(*args: Any) -> Any:
+        mapping = mapping_of(*args)
         return mapping | {"lm_head.weight": mapping["embed_tokens.weight"]}
 
     monkeypatch.setattr(load, "mapping_of", wrong)

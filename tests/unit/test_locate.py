@@ -1,4 +1,4 @@
-"""What stands where a directory is meant: nothing, a drafter that names its target, and `auto`."""
+"""Models that are not directories: none, a drafter that names its target, and `auto`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENGINE = EngineConfig()
 
 
 def speculators(verifier: str, **changes: Any) -> dict[str, Any]:
-    """What a config.json of RedHatAI's drafter for Qwen3-8B says of its target."""
+    """Return the config.json of RedHatAI's drafter for Qwen3-8B with another target."""
     method = {"proposal_type": "greedy", "speculative_tokens": 7, "verifier_accept_k": 1}
     return {
         "architectures": ["DFlashDraftModel"],
@@ -41,12 +41,12 @@ def written(directory: Path, config: dict[str, Any]) -> str:
     return str(directory)
 
 
-def test_without_a_target_the_demo_models_are_named():
-    found = locate_models(ENGINE)
-    assert found.target.endswith("demo_models/target")
-    for draft in (found.draft, locate_models(ENGINE.with_(draft="auto")).draft):
+def test_demo_models_are_the_default():
+    located = locate_models(ENGINE)
+    assert located.target.endswith("demo_models/target")
+    for draft in (located.draft, locate_models(ENGINE.with_(draft="auto")).draft):
         assert str(draft).endswith("demo_models/draft")
-    assert locate_models(ENGINE.with_(method="dflash")).draft == found.draft
+    assert locate_models(ENGINE.with_(method="dflash")).draft == located.draft
     assert locate_models(ENGINE.with_(method="ngram")).draft is None
     assert locate_models(ENGINE.with_(method="none")).draft is None
     assert locate_models(ENGINE.with_(draft="mine")).draft == "mine"
@@ -62,10 +62,12 @@ def test_without_a_target_the_demo_models_are_named():
 
 def test_speculators_checkpoint_sets_target_method_and_drafts(pair: Pair, tmp_path: Path):
     own = written(tmp_path / "own", speculators(str(pair.target)))
-    found = locate_models(ENGINE.with_(target=own))
-    assert (found.target, found.draft) == (str(pair.target), own)
-    assert (found.method, found.num_drafts) == ("dflash", 7)
-    assert locate_models(found) == found == locate_models(ENGINE.with_(target=own, draft="auto"))
+    located = locate_models(ENGINE.with_(target=own))
+    assert (located.target, located.draft) == (str(pair.target), own)
+    assert (located.method, located.num_drafts) == ("dflash", 7)
+    assert (
+        locate_models(located) == located == locate_models(ENGINE.with_(target=own, draft="auto"))
+    )
     chosen = locate_models(ENGINE.with_(target=own, num_drafts=3, method="dflash", max_num_seqs=2))
     assert (chosen.num_drafts, chosen.max_num_seqs) == (3, 2)
 
@@ -96,17 +98,17 @@ def test_other_methods_and_absent_targets_are_rejected(tmp_path: Path):
         ({}, 5, 5),
         ({}, 8, 7),  # an older exporter wrote the block size
         ({"block_size": 16}, 15, 15),
-        ({"sample_from_anchor": True}, 8, 8),  # whose first slot drafts, too
+        ({"sample_from_anchor": True}, 8, 8),  # the first slot drafts, too
     ],
 )
-def test_the_drafts_fit_the_block(changes: dict[str, Any], tokens: int, drafts: int):
+def test_num_drafts_fits_the_block(changes: dict[str, Any], tokens: int, drafts: int):
     config = speculators("Qwen/Qwen3-8B", **changes)
     config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = tokens
     assert read_proposal(config, Path("c")) == Proposal("Qwen/Qwen3-8B", "dflash", drafts)
 
 
 @pytest.mark.parametrize(
-    ("place", "value", "part"),
+    ("keys", "value", "part"),
     [
         ((), None, "speculators_config is None, but must be an object"),
         (("verifier",), "name", "speculators_config.verifier is 'name'"),
@@ -116,9 +118,9 @@ def test_the_drafts_fit_the_block(changes: dict[str, Any], tokens: int, drafts: 
         (("proposal_methods", 0, "speculative_tokens"), True, "speculative_tokens is True"),
     ],
 )
-def test_missing_speculators_field_is_named(place: tuple[Any, ...], value: Any, part: str):
+def test_missing_speculators_field_is_named(keys: tuple[Any, ...], value: Any, part: str):
     config = speculators("Qwen/Qwen3-8B")
-    *outer, last = ("speculators_config", *place)
+    *outer, last = ("speculators_config", *keys)
     inner: Any = config
     for key in outer:
         inner = inner[key]
@@ -147,22 +149,24 @@ def test_published_pairs_are_matched_by_hub_name():
 def test_hub_name_without_drafter_is_rejected_before_download(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    asked: list[str] = []
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: asked.append(name))
+    downloads: list[str] = []
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda name, **_: downloads.append(name)
+    )
     with pytest.raises(ValueError, match="no published DFlash drafter is known for me/mine"):
         locate_models(ENGINE.with_(target="me/mine", draft="auto"))
-    assert not asked
+    assert not downloads
     locate_models(ENGINE.with_(target="Qwen/Qwen3-8B", draft="auto"))
-    assert asked == ["z-lab/Qwen3-8B-DFlash-b16", "Qwen/Qwen3-8B"]
+    assert downloads == ["z-lab/Qwen3-8B-DFlash-b16", "Qwen/Qwen3-8B"]
 
 
-def test_a_local_target_is_known_by_cache_by_config_and_by_size():
-    want = "z-lab/Qwen3-4B-DFlash-b16"
+def test_local_target_is_recognized_by_cache_config_or_size():
+    expected = "z-lab/Qwen3-4B-DFlash-b16"
     cached = "/c/hub/models--Qwen--Qwen3-4B/snapshots/1234"
-    assert published_drafter(cached, {}) == want
-    assert published_drafter("/m/q", {"_name_or_path": "Qwen/Qwen3-4B"}) == want
+    assert published_drafter(cached, {}) == expected
+    assert published_drafter("/m/q", {"_name_or_path": "Qwen/Qwen3-4B"}) == expected
     size = {"model_type": "qwen3", "hidden_size": 2560, "num_hidden_layers": 36}
-    assert published_drafter("/m/q", {**size, "max_position_embeddings": 40960}) == want
+    assert published_drafter("/m/q", {**size, "max_position_embeddings": 40960}) == expected
     for longer in (32768, 262144):  # Qwen3-4B-Base, and the models of July 2025
         with pytest.raises(ValueError, match="no published DFlash drafter is known for /m/q"):
             published_drafter("/m/q", {**size, "max_position_embeddings": longer})

@@ -21,10 +21,10 @@ SEEDS = range(40)
 @pytest.mark.parametrize("drafts", [0, 1, 3, 7])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_processors_apply_in_order_and_keep_inputs(seed: int, drafts: int):
-    world = World(seed, most_drafts=drafts)
+    world = World(seed, max_drafts=drafts)
     state, rows, masks, logits = world.state(), world.rows, world.masks, torch.tensor(world.logits)
     before = [x.clone() for x in (*state.tables, *rows, masks, logits)]
-    check(process(logits, state.tables, rows, masks, processed=True), world.wanted())
+    check(process(logits, state.tables, rows, masks, processed=True), world.expected())
     after = (*state.tables, *rows, masks, logits)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
@@ -33,35 +33,37 @@ def test_processors_apply_in_order_and_keep_inputs(seed: int, drafts: int):
 def test_half_precision_logits_are_processed_in_single_precision(seed: int):
     world = World(seed)
     tables, half = world.state().tables, torch.tensor(world.logits).to(torch.bfloat16)
-    found = process(half, tables, world.rows, world.masks, processed=True)
-    assert found.dtype == torch.float32
-    wanted = process(half.float(), tables, world.rows, world.masks, processed=True)
-    assert torch.equal(found, wanted)
+    output = process(half, tables, world.rows, world.masks, processed=True)
+    assert output.dtype == torch.float32
+    expected = process(half.float(), tables, world.rows, world.masks, processed=True)
+    assert torch.equal(output, expected)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_unaffected_rows_are_bitwise_unchanged(seed: int):
-    """Alone, and beside rows that are processed."""
+    """Alone, and next to processed rows."""
     world = World(seed, size=40)
     plain = [i for i, (s, _) in enumerate(world.places) if world.spans[s] % 3 == 0]
     logits = torch.randn(len(world.places), 40, generator=torch.Generator().manual_seed(seed)) * 1e3
-    found = process(logits, world.state().tables, world.rows, world.masks, processed=True)
-    assert torch.equal(found[plain], logits[plain])
+    output = process(logits, world.state().tables, world.rows, world.masks, processed=True)
+    assert torch.equal(output[plain], logits[plain])
 
 
-def admit(*asked: dict[str, Any], size: int = 4, tokens: tuple[int, ...] = (), prompt: int = 0):
-    state = SamplingState(len(asked), size, torch.device("cpu"))
+def admit(
+    *slot_fields: dict[str, Any], size: int = 4, tokens: tuple[int, ...] = (), prompt: int = 0
+):
+    state = SamplingState(len(slot_fields), size, torch.device("cpu"))
     state.admit(
         [
-            Admitted(slot, tokens, prompt, SamplingParams(**given), stop_ids=frozenset([0, 3]))
-            for slot, given in enumerate(asked)
+            Admitted(slot, tokens, prompt, SamplingParams(**fields), stop_ids=frozenset([0, 3]))
+            for slot, fields in enumerate(slot_fields)
         ]
     )
     return state
 
 
 def rows_of(slots: list[int], position: int = 0) -> LogitRows:
-    """Rows without drafts."""
+    """Return rows without drafts."""
     index = torch.arange(len(slots))
     none = torch.zeros(len(slots), 0, dtype=torch.int64)
     positions = torch.full_like(index, position)
@@ -74,7 +76,7 @@ def apply(state: SamplingState, logits: Tensor, masks: Tensor | None = None, pos
 
 
 def test_bias_precedes_penalties():
-    """A token at 1 with a bias of 3 is divided at 4, and one biased below 0 is multiplied."""
+    """Token 0 becomes 4 before it is divided; token 1 falls below 0 and is multiplied."""
     state = admit({"logit_bias": {0: 3.0, 1: -3.0}, "repetition_penalty": 2.0}, tokens=(0, 1))
     assert apply(state, torch.ones(1, 4)).tolist() == [[2.0, -4.0, 1.0, 1.0]]
 
@@ -83,8 +85,8 @@ def test_end_tokens_are_banned_before_min_tokens():
     state = admit({"min_tokens": 2}, {}, tokens=(1, 1, 1), prompt=3)
     logits, out = torch.tensor([[5.0, 1.0, 2.0, 3.0]] * 2), -math.inf
     for position, first in ((3, [out, 1, 2, out]), (4, [out, 1, 2, out]), (5, [5, 1, 2, 3])):
-        found = apply(state, logits, position=position)
-        assert found.tolist() == [first, [5, 1, 2, 3]]
+        output = apply(state, logits, position=position)
+        assert output.tolist() == [first, [5, 1, 2, 3]]
 
 
 def test_grammar_wins_over_total_ban():
@@ -96,8 +98,8 @@ def test_grammar_wins_over_total_ban():
         {"min_tokens": 1, **structured},
     )
     masks = words_of([{1, 2}, {1, 2}, {3}], 4)
-    wanted = [[out, 0, 0, out], [out, out, 2.0, out], [out, out, out, 0]]
-    assert normalized(apply(state, logits, masks)) == wanted
+    expected = [[out, 0, 0, out], [out, out, 2.0, out], [out, out, out, 0]]
+    assert normalized(apply(state, logits, masks)) == expected
     for temperature in (0.0, 1.0, 100.0):
         for mode in ({}, {"top_k": 1}, {"top_p": 0.5}, {"min_p": 0.1}):
             again = admit(
@@ -117,7 +119,7 @@ def test_grammar_wins_over_total_ban():
 
 
 def test_permissive_grammar_changes_nothing():
-    """-1 in every word, as rows behind an illegal draft have it; V is no multiple of 32."""
+    """Rows after an illegal draft have -1 in every word; V is not a multiple of 32."""
     logits = torch.randn(2, 45, generator=torch.Generator().manual_seed(2))
     state = admit(*[{"structured_outputs": STRUCTURED}] * 2, size=45)
     assert torch.equal(apply(state, logits, torch.full((2, 2), -1, dtype=torch.int32)), logits)
@@ -126,19 +128,19 @@ def test_permissive_grammar_changes_nothing():
 def test_masks_of_slots_without_a_grammar_are_not_read():
     logits = torch.tensor([[1.0, 2.0, -math.inf, 3.0]] * 2)
     state = admit({}, {"logit_bias": {0: 1.0}})
-    found = apply(state, logits, torch.zeros(2, 1, dtype=torch.int32))
-    assert found.tolist() == [[1.0, 2.0, -math.inf, 3.0], [2.0, 2.0, -math.inf, 3.0]]
+    output = apply(state, logits, torch.zeros(2, 1, dtype=torch.int32))
+    assert output.tolist() == [[1.0, 2.0, -math.inf, 3.0], [2.0, 2.0, -math.inf, 3.0]]
 
 
 @pytest.mark.parametrize("unpacked", [unpack, unpack_by_shifts])
 @pytest.mark.parametrize("size", [1, 31, 32, 33, 61, 64, 151])
-def test_a_bitmask_unpacks_to_its_tokens_on_every_device(unpacked, size: int):
-    """Bit 31 of a word is its sign, and bits beyond the vocabulary are nobody's."""
+def test_bitmask_unpacks_to_its_tokens(unpacked, size: int):
+    """Bit 31 of a word is its sign, and bits past the vocabulary are ignored."""
     rng = random.Random(size)
     sets = [set(rng.sample(range(size), rng.randint(0, size))) for _ in range(5)]
     sets += [set(range(size)), set(), {size - 1}, {t for t in range(size) if t % 32 == 31}]
     words = words_of(sets, size)
     words[5] = -1
-    found = unpacked(words, size)
-    assert found.dtype == torch.bool
-    assert found.tolist() == [[token in ids for token in range(size)] for ids in sets]
+    mask = unpacked(words, size)
+    assert mask.dtype == torch.bool
+    assert mask.tolist() == [[token in ids for token in range(size)] for ids in sets]

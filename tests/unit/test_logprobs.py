@@ -1,4 +1,4 @@
-"""Log probabilities of rows against Python's math."""
+"""Log probabilities of rows against plain Python."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from strobe.sampling.logprobs import Scores, concat, score
 
 
 def slow(row: list[float], token: int, top: int) -> tuple[float, int, list[int], list[float]]:
-    """(log probability, rank, best ids, theirs), each from its definition."""
+    """Return (log probability, rank, best ids, their log probabilities) by definition."""
     total = math.log(sum(math.exp(x) for x in row))
     rank = 1 + sum(x > row[token] for x in row)
     best = sorted(range(len(row)), key=lambda i: (-row[i], i))[:top]
@@ -25,25 +25,25 @@ def test_scores_match_definition(top: int, dtype: torch.dtype):
     rng = random.Random(top)
     rows = [rng.sample([i / 8 for i in range(-60, 60)], 37) for _ in range(9)]
     tokens = [rng.randrange(37) for _ in rows]
-    found = score(torch.tensor(rows, dtype=dtype), torch.tensor(tokens), top)
-    assert found.values.dtype == found.top_values.dtype == torch.float32
-    assert found.top_ids.shape == found.top_values.shape == (9, top)
+    scores = score(torch.tensor(rows, dtype=dtype), torch.tensor(tokens), top)
+    assert scores.values.dtype == scores.top_values.dtype == torch.float32
+    assert scores.top_ids.shape == scores.top_values.shape == (9, top)
     for i, (row, token) in enumerate(zip(rows, tokens, strict=True)):
         value, rank, ids, values = slow(row, token, top)
-        assert math.isclose(found.values[i].item(), value, abs_tol=1e-5)
-        assert found.ranks[i].item() == rank
-        assert found.top_ids[i].tolist() == ids
-        assert torch.allclose(found.top_values[i], torch.tensor(values), atol=1e-5)
+        assert math.isclose(scores.values[i].item(), value, abs_tol=1e-5)
+        assert scores.ranks[i].item() == rank
+        assert scores.top_ids[i].tolist() == ids
+        assert torch.allclose(scores.top_values[i], torch.tensor(values), atol=1e-5)
 
 
 def test_ties_share_the_better_rank_and_lower_id_comes_first():
     row = [1.0, 3.0, 2.0, 3.0, 2.0, 3.0]
-    found = score(torch.tensor([row] * 6), torch.arange(6), 5)
-    assert found.ranks.tolist() == [6, 1, 4, 1, 4, 1]
-    assert found.top_ids.tolist() == [[1, 3, 5, 2, 4]] * 6
+    scores = score(torch.tensor([row] * 6), torch.arange(6), 5)
+    assert scores.ranks.tolist() == [6, 1, 4, 1, 4, 1]
+    assert scores.top_ids.tolist() == [[1, 3, 5, 2, 4]] * 6
 
 
-def test_the_logits_stay_as_they_are_and_no_rows_give_no_scores():
+def test_scoring_keeps_logits_and_accepts_no_rows():
     logits = torch.randn(4, 7, generator=torch.Generator().manual_seed(0))
     before = logits.clone()
     score(logits, torch.tensor([0, 1, 2, 3]), 2)
@@ -55,8 +55,8 @@ def test_the_logits_stay_as_they_are_and_no_rows_give_no_scores():
 def test_parts_are_joined_in_order():
     logits = torch.randn(7, 9, generator=torch.Generator().manual_seed(1))
     tokens = torch.arange(7)
-    whole = score(logits, tokens, 3)
+    at_once = score(logits, tokens, 3)
     parts = [score(logits[a:b], tokens[a:b], 3) for a, b in ((0, 3), (3, 4), (4, 7))]
-    for found in (concat(parts), concat([whole])):
-        assert isinstance(found, Scores)
-        assert all(torch.equal(a, b) for a, b in zip(found, whole, strict=True))
+    for joined in (concat(parts), concat([at_once])):
+        assert isinstance(joined, Scores)
+        assert all(torch.equal(a, b) for a, b in zip(joined, at_once, strict=True))

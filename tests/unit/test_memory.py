@@ -1,4 +1,4 @@
-"""What a GPU's memory is planned for before the KV cache takes the rest."""
+"""The GPU memory reserved before the KV cache takes the rest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from strobe.runner.memory import scratch_bytes
 
 
 def test_grammar_buffers_fit_narrow_steps():
-    """Each captured feature takes its rows of two steps, and those of the buffer that is kept."""
+    """A captured feature takes its rows of two steps, and those of the persistent buffer."""
     decoder = load_target_config(Path(DEMO_MODELS) / "target").decoder
     limits = Limits(4096, 256, 2048, 3, 16, drafter_block_size=16)
     sizes = [scratch_bytes(limits, decoder, features, torch.bfloat16) for features in (0, 1)]

@@ -1,4 +1,4 @@
-"""Prompt lookup against a search that is slow and obvious."""
+"""Prompt lookup against a slow and obvious search."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def request_with(tokens: list[int]) -> Request:
 def propose(
     by: NgramProposer, requests: list[Request], drafts: list[int] | int = 8
 ) -> list[list[int]]:
-    """The drafts of each request."""
+    """Return each request's drafts."""
     counts = [drafts] * len(requests) if isinstance(drafts, int) else drafts
     return [
         list(by.propose(request, n).tokens) for request, n in zip(requests, counts, strict=True)
@@ -32,7 +32,7 @@ def propose(
 
 
 def obvious(tokens: list[int], shortest: int, longest: int, count: int) -> list[int]:
-    """What followed the last earlier occurrence of the longest tail that has one."""
+    """Return the text after the last earlier occurrence of the longest matching tail."""
     for n in range(longest, shortest - 1, -1):
         for end in range(len(tokens) - 1, n - 1, -1):
             if tokens[end - n : end] == tokens[-n:]:
@@ -53,10 +53,10 @@ def test_drafts_follow_the_last_longest_match(
     requests = [request_with(text) for text in texts]
     for _ in range(3):
         counts = [data.draw(st.integers(1, 9)) for _ in requests]
-        wanted = [
+        expected = [
             obvious(r.tokens, shortest, longest, n) for r, n in zip(requests, counts, strict=True)
         ]
-        assert propose(by, requests, counts) == wanted
+        assert propose(by, requests, counts) == expected
         for request in requests:
             request.tokens += data.draw(st.lists(st.integers(0, 2), max_size=6))
 
@@ -67,7 +67,7 @@ def test_longer_match_beats_later_match():
     assert propose(proposer(1, 1), [request_with(tokens)], 2) == [[8, 1]]
 
 
-def test_the_tail_does_not_match_itself():
+def test_tail_does_not_match_itself():
     assert propose(proposer(2, 4), [request_with([1, 2, 3, 4])]) == [[]]
 
 
@@ -77,11 +77,11 @@ def test_draft_may_overlap_its_match_and_ends_with_text():
 
 
 @pytest.mark.parametrize("length", [1, 2])
-def test_a_text_shorter_than_the_shortest_match_has_no_draft(length: int):
+def test_text_shorter_than_the_shortest_match_has_no_draft(length: int):
     assert propose(proposer(3, 4), [request_with([1] * length)]) == [[]]
 
 
-def test_requests_with_and_without_match_mix():
+def test_requests_with_and_without_a_match_run_together():
     requests = [request_with([1, 2, 3]), request_with([4, 4, 4, 4]), request_with([9])]
     assert propose(proposer(1, 2), requests, 3) == [[], [4], []]
 
@@ -93,7 +93,7 @@ def test_each_request_drafts_from_its_own_text_only():
     assert propose(by, [second, first], 1) == [[8], [9]]
 
 
-def test_indices_go_with_their_requests():
+def test_index_is_freed_with_its_request():
     by = proposer()
     request = request_with([1, 2, 3, 1, 2])
     propose(by, [request])

@@ -1,4 +1,4 @@
-"""Gumbel noise against plain Python, and as random numbers."""
+"""Gumbel noise against plain Python, and its statistics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from strobe.sampling.noise import (
 
 COUNT = 40_000
 REAL = 151_936
-"""Qwen3's vocabulary: five of the pieces that the CPU's form works on."""
+"""Qwen3's vocabulary: five of the chunks that the CPU implementation works on."""
 
 
 def unsigned(word: int) -> int:
@@ -34,37 +34,37 @@ def unsigned(word: int) -> int:
 
 @settings(max_examples=200)
 @given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**40))
-def test_row_words_are_splitmix64_to_the_bit(key: int, position: int):
-    found = row_words(torch.tensor([key]), torch.tensor([position]))
-    assert unsigned(found.item()) == row_word(unsigned(key), position)
+def test_row_words_equal_splitmix64(key: int, position: int):
+    word = row_words(torch.tensor([key]), torch.tensor([position]))
+    assert unsigned(word.item()) == row_word(unsigned(key), position)
 
 
 def close(noise: float, e: float) -> bool:
-    """Whether it is -log(e) but for roundings of float32: a few of its own, and of v = 1 -
-    exp(-e), which weighs where e is large and the token loses."""
+    """Whether noise is -log(e) up to float32 roundings: a few of its own, and those of v = 1 -
+    exp(-e), which matter where e is large and the token loses."""
     return math.isclose(noise, -math.log(e), rel_tol=3e-7, abs_tol=5e-7 + 2**-22 * math.exp(e) / e)
 
 
 @settings(max_examples=100)
 @given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**40), st.sampled_from([1, 5, 2048]))
 def test_noise_matches_plain_python(key: int, position: int, size: int):
-    found = gumbel(torch.tensor([key]), torch.tensor([position]), size)
-    assert (found.shape, found.dtype) == ((1, size), torch.float32)
+    noise = gumbel(torch.tensor([key]), torch.tensor([position]), size)
+    assert (noise.shape, noise.dtype) == ((1, size), torch.float32)
     word = row_word(unsigned(key), position)
-    for token in {0, 1, size // 2, size - 1, int(found.argmax()), int(found.argmin())} & {
+    for token in {0, 1, size // 2, size - 1, int(noise.argmax()), int(noise.argmin())} & {
         *range(size)
     }:
-        assert close(found[0, token].item(), exponential(word, token))
+        assert close(noise[0, token].item(), exponential(word, token))
 
 
 def unhash(hashed: int) -> int:
-    """What triple32 gives this for, with a word of 0."""
+    """Return the input that triple32, with a word of 0, maps to `hashed`."""
 
     def unshift(x: int, bits: int) -> int:
-        found = x
+        unshifted = x
         for _ in range(32 // bits + 1):
-            found = x ^ (found >> bits)
-        return found
+            unshifted = x ^ (unshifted >> bits)
+        return unshifted
 
     x = unshift(hashed, 14)
     for factor, bits in ((0x31848BAB, 15), (0xAC4C1B51, 11), (0xED5AD4BB, 17)):
@@ -75,44 +75,44 @@ def unhash(hashed: int) -> int:
 @pytest.mark.parametrize(
     "hashed", [0, 1, 2, 127, NEAR_HASH - 1, NEAR_HASH, 2**31, 2**32 - 257, 2**32 - 2, 2**32 - 1]
 )
-def test_the_ends_of_the_noise_are_finite_and_exact(hashed: int):
-    """No uniform is 0 or 1, and the smallest have all of their digits."""
+def test_extreme_noise_is_finite_and_exact(hashed: int):
+    """No uniform is 0 or 1, and the smallest keep all their digits."""
     low = unhash(hashed)
     assert token_hash(low, 0) == hashed
     word = torch.tensor([low])
     e = -math.log1p(-(hashed + 0.5) / 2**32)
-    for found in (torch.from_numpy(Gumbel(1).noise(word.numpy())), gumbel_by_torch(word, 1)):
-        assert found.isfinite().all()
-        assert close(found.item(), e)
-        assert -3 < found.item() < MAX_NOISE
-        assert found.item() < NEAR or hashed < NEAR_HASH
+    for noise in (torch.from_numpy(Gumbel(1).noise(word.numpy())), gumbel_by_torch(word, 1)):
+        assert noise.isfinite().all()
+        assert close(noise.item(), e)
+        assert -3 < noise.item() < MAX_NOISE
+        assert noise.item() < NEAR or hashed < NEAR_HASH
 
 
 @pytest.mark.parametrize("spread", [0.1, 1.0, 3.0, 5.0, 8.0])
 @pytest.mark.parametrize("size", [1, 7, 2048, REAL])
-def test_the_race_is_the_same_where_hopeless_tokens_are_left_out(spread: float, size: int):
+def test_race_without_hopeless_tokens_has_the_same_winner(spread: float, size: int):
     scores = spread * torch.randn(9, size, generator=torch.Generator().manual_seed(size))
     scores = (scores - scores.amax(1, keepdim=True)).numpy()
     noise = Gumbel(size)
     words = row_words(torch.arange(9), torch.arange(9)).numpy()
-    whole = noise.noise(words)
+    full = noise.noise(words)
     for row, token in ((0, 0), (3, size // 2), (8, size - 1)):
         alone = noise.at(words[[row]], torch.tensor([token]).numpy())
-        assert alone == whole[row, token]
-    least = noise.at(words, scores.argmax(1))
-    assert (noise.race(scores, words, least) == (scores + whole).argmax(1)).all()
+        assert alone == full[row, token]
+    best_noise = noise.at(words, scores.argmax(1))
+    assert (noise.race(scores, words, best_noise) == (scores + full).argmax(1)).all()
 
 
 @pytest.mark.parametrize("size", [1, 7, 2048, REAL])
-def test_torch_alone_gives_the_same_hashes(size: int):
-    """But for the last digit of a logarithm."""
+def test_torch_implementation_gives_the_same_noise(size: int):
+    """Only the last digit of a logarithm may differ."""
     keys, positions = torch.arange(5) * 0x61C8864680B583EB, torch.arange(5) * 7
-    found = gumbel_by_torch(row_words(keys, positions), size)
-    assert torch.allclose(found, gumbel(keys, positions, size), rtol=3e-7, atol=5e-7)
+    noise = gumbel_by_torch(row_words(keys, positions), size)
+    assert torch.allclose(noise, gumbel(keys, positions, size), rtol=3e-7, atol=5e-7)
 
 
 @pytest.mark.parametrize("size", [2048, REAL])
-def test_noise_depends_on_its_own_key_position_and_token_alone(size: int):
+def test_noise_depends_only_on_key_position_and_token(size: int):
     keys, positions = torch.arange(40) * -0x61C8864680B583EB, torch.arange(40) % 3
     together = gumbel(keys, positions, size)
     order = torch.randperm(40, generator=torch.Generator().manual_seed(0))
@@ -125,9 +125,9 @@ def test_noise_depends_on_its_own_key_position_and_token_alone(size: int):
     assert gumbel(keys[:0], positions[:0], size).shape == (0, size)
 
 
-def uniforms(token: int = 0, **how: object) -> Tensor:
-    """exp(-E), uniform, of one token at many rows."""
-    rows = params(COUNT, **how)  # pyright: ignore[reportArgumentType]
+def uniforms(token: int = 0, **fields: object) -> Tensor:
+    """Return exp(-E), uniform, of one token in many rows."""
+    rows = params(COUNT, **fields)  # pyright: ignore[reportArgumentType]
     noise = gumbel(rows.key, rows.position, token + 1)[:, token]
     return (-(-noise.double()).exp()).exp()
 
@@ -163,12 +163,12 @@ def test_noise_is_uniform_and_independent_between_neighbours(name: str):
 @pytest.mark.parametrize("step", [1, 2, 256, 32768])
 def test_noise_of_a_row_is_uniform_and_independent(step: int):
     noise = gumbel(torch.tensor([noise_key(3, 0)]), torch.tensor([11]), REAL)[0].double()
-    found = (-(-noise).exp()).exp()
-    check_uniform_and_independent(found[:-step], found[step:])
+    uniform = (-(-noise).exp()).exp()
+    check_uniform_and_independent(uniform[:-step], uniform[step:])
 
 
 def test_gumbel_argmax_is_uniform():
-    """The part of the noise that decides, at a real vocabulary: the least E of V is exponential
+    """The noise that decides, at a real vocabulary: the minimum of V exponentials is exponential
     with rate V."""
     count = 2_000
     rows = params(count, seeds=[9] * count, positions=range(count))
@@ -179,11 +179,11 @@ def test_gumbel_argmax_is_uniform():
     tokens = torch.cat(token)
     assert stats.chisquare(torch.bincount(tokens % 16, minlength=16).numpy()).pvalue > 0.001
     assert stats.chisquare(torch.bincount(tokens * 16 // REAL, minlength=16)).pvalue > 0.001
-    least = (-torch.cat(best).double()).exp() * REAL
-    assert stats.kstest(least.numpy(), "expon").pvalue > 0.001
+    minimum = (-torch.cat(best).double()).exp() * REAL
+    assert stats.kstest(minimum.numpy(), "expon").pvalue > 0.001
 
 
-def test_no_two_seeds_or_siblings_nearby_share_a_key():
+def test_nearby_seeds_and_siblings_have_distinct_keys():
     keys = {noise_key(seed, sibling) for seed in range(-50, 50) for sibling in range(60)}
     assert len(keys) == 100 * 60
     assert all(-(2**63) <= key < 2**63 for key in keys)

@@ -1,4 +1,4 @@
-"""How threads wait: chosen by load, before torch is imported, and never over what the user set."""
+"""Thread waiting is set at load, before torch is imported, and never overrides the user's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_busy_cores_are_left_alone_and_nothing_spins(free: int, threads: str):
 
 @pytest.mark.parametrize("name", openmp.WAIT_VARIABLES)
 @pytest.mark.parametrize("free", [1, 8])
-def test_settings_of_the_user_stay(name: str, free: int):
+def test_user_settings_are_not_overridden(name: str, free: int):
     assert openmp.choose_environment({name: "7", "OMP_NUM_THREADS": "9"}, 2, 8, free) == {}
 
 
@@ -48,7 +48,7 @@ def test_quota_limits_threads(usable: int, threads: str | None):
         ({}, None),
     ],
 )
-def test_quota_of_a_container(files: dict[str, str], cores: int | None, tmp_path: Path):
+def test_container_quota_is_read(files: dict[str, str], cores: int | None, tmp_path: Path):
     (tmp_path / "cpu").mkdir()
     for name, text in files.items():
         (tmp_path / name).write_text(text)
@@ -78,13 +78,13 @@ def test_unknown_load_counts_as_idle(text: str, tmp_path: Path):
 
 
 def environment_after(code: str, **variables: str) -> dict[str, str]:
-    """Those of VARIABLES that a fresh interpreter has once the code has run."""
-    kept = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    """Return the VARIABLES that a fresh interpreter has after running the code."""
+    others = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     show = (
         f"import os; print(*[f'{{n}}={{os.environ[n]}}' for n in {VARIABLES} if n in os.environ])"
     )
     run = subprocess.run(
-        [sys.executable, "-c", f"{code}\n{show}"], env=kept | variables, check=True,
+        [sys.executable, "-c", f"{code}\n{show}"], env=others | variables, check=True,
         capture_output=True, text=True, cwd=Path(__file__).parents[2],
     )  # fmt: skip
     return dict(part.split("=") for part in run.stdout.split())
@@ -94,7 +94,7 @@ def environment_after(code: str, **variables: str) -> dict[str, str]:
 def test_import_sets_how_threads_wait():
     for code in ("import strobe", "import strobe.cli.main", "from strobe import LLM"):
         assert {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & environment_after(code).keys()
-    mine = environment_after("import strobe", OMP_WAIT_POLICY="ACTIVE", OMP_NUM_THREADS="3")
-    assert mine == {"OMP_WAIT_POLICY": "ACTIVE", "OMP_NUM_THREADS": "3"}
+    own = environment_after("import strobe", OMP_WAIT_POLICY="ACTIVE", OMP_NUM_THREADS="3")
+    assert own == {"OMP_WAIT_POLICY": "ACTIVE", "OMP_NUM_THREADS": "3"}
     late = environment_after("import sys; sys.modules['torch'] = sys; import strobe")
     assert late == {}

@@ -1,4 +1,4 @@
-"""Options as users of other engines write them, through the API and the command line."""
+"""Other engines' options, in the API and on the command line."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ Main = Callable[..., tuple[int, str, str]]
 
 
 def sc(**keys: Any) -> list[str]:
-    """The arguments of a speculative_config."""
+    """Return the arguments of a speculative_config."""
     return ["--speculative-config", json.dumps(keys)]
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What LLM is called with; it loads nothing and answers "fine"."""
+def llm_options(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Replace LLM with a stub that loads nothing and answers "fine"; return the options it gets."""
     options: dict[str, Any] = {}
 
     class Stub:
-        def __init__(self, **given: Any):
-            options.update(given)
+        def __init__(self, **arguments: Any):
+            options.update(arguments)
 
         def get_default_sampling_params(self) -> SamplingParams:
             return SamplingParams()
 
-        def generate(self, prompts: list[str], params: SamplingParams, **given: Any) -> Any:
+        def generate(self, prompts: list[str], params: SamplingParams, **extra: Any) -> Any:
             return [RequestOutput("r", p, [1], [CompletionOutput(0, "fine")]) for p in prompts]
 
     monkeypatch.setattr("strobe.llm.LLM", Stub)
@@ -156,10 +156,10 @@ def changed(options: dict[str, Any]) -> dict[str, Any]:
     ],
 )
 def test_options_of_other_engines_reach_settings(
-    main: Main, asked: dict[str, Any], arguments: list[str], settings: dict[str, Any]
+    main: Main, llm_options: dict[str, Any], arguments: list[str], settings: dict[str, Any]
 ):
     assert main("generate", "one", "--no-chat", *arguments) == (0, "fine\n", "")
-    assert changed(asked) == settings
+    assert changed(llm_options) == settings
 
 
 @pytest.mark.parametrize(
@@ -242,10 +242,10 @@ def test_options_of_other_engines_reach_settings(
     ],
 )
 def test_unsupported_alias_is_named(
-    main: Main, asked: dict[str, Any], arguments: list[str], part: str
+    main: Main, llm_options: dict[str, Any], arguments: list[str], part: str
 ):
     status, out, err = main("generate", "one", "--no-chat", *arguments)
-    if part == "fine":  # one of our own settings, which the engine itself refuses
+    if part == "fine":  # one of our own settings, which the engine itself rejects
         assert (status, out) == (0, "fine\n")
         return
     assert (status, out) == (2, "")
@@ -254,7 +254,7 @@ def test_unsupported_alias_is_named(
 
 
 def test_options_without_effect_are_accepted_and_reported(caplog: pytest.LogCaptureFixture):
-    given = {
+    options = {
         "trust_remote_code": True, "limit_mm_per_prompt": {"image": 5}, "swap_space": 4,
         "enable_chunked_prefill": False, "disable_log_stats": False, "tensor_parallel_size": 1,
         "cpu_offload_gb": 0,
@@ -262,9 +262,9 @@ def test_options_without_effect_are_accepted_and_reported(caplog: pytest.LogCapt
         "seed": 0,
     }  # fmt: skip
     with caplog.at_level(logging.INFO, "strobe"):
-        assert translate(given).values == {"seed": 0}
-    said = [record.getMessage().split()[0] for record in caplog.records]
-    assert said == [
+        assert translate(options).values == {"seed": 0}
+    logged = [record.getMessage().split()[0] for record in caplog.records]
+    assert logged == [
         "trust_remote_code", "limit_mm_per_prompt", "swap_space", "enable_chunked_prefill",
     ]  # fmt: skip
 
@@ -279,8 +279,10 @@ def test_only_foreign_options_leave_the_command_line():
 
 
 def test_server_accepts_aliases_for_model_and_options(main: Main, monkeypatch: pytest.MonkeyPatch):
-    got: list[Any] = []
-    monkeypatch.setattr("strobe.server.launch.serve", lambda *given: got.extend(given) or 0)
+    served: list[Any] = []
+    monkeypatch.setattr(
+        "strobe.server.launch.serve", lambda *arguments: served.extend(arguments) or 0
+    )
     monkeypatch.setattr("os._exit", lambda status: None)
     main(
         "serve", "--model-path=t", "--speculative-draft-model-path=d", "--tp=1", "--port=1",
@@ -288,8 +290,8 @@ def test_server_accepts_aliases_for_model_and_options(main: Main, monkeypatch: p
         "--served-model-name=a", '--allowed-origins=["https://a.example", "https://b.example"]',
         "--disable-log-requests",
     )  # fmt: skip
-    assert got[0] == EngineConfig(target="t", draft="d")
-    assert got[1] == ServerConfig(
+    assert served[0] == EngineConfig(target="t", draft="d")
+    assert served[1] == ServerConfig(
         port=1, access_log=False, log_level="debug", served_model_name=("a",),
         cors_origin=("https://a.example", "https://b.example"),
     )  # fmt: skip
@@ -302,9 +304,9 @@ def test_server_accepts_aliases_for_model_and_options(main: Main, monkeypatch: p
 
 
 def test_info_reads_pair_from_speculative_config(main: Main, pair: Pair):
-    given = json.dumps({**DFLASH, "model": str(pair.draft), "num_speculative_tokens": 7})
+    speculative = json.dumps({**DFLASH, "model": str(pair.draft), "num_speculative_tokens": 7})
     status, out, _ = main(
-        "info", f"--model={pair.target}", f"--speculative-config={given}", "--json"
+        "info", f"--model={pair.target}", f"--speculative-config={speculative}", "--json"
     )
     assert status == 0
     assert json.loads(out)["pair"] == "fits"
@@ -328,7 +330,7 @@ def test_benchmarks_accept_aliases_except_fixed_ones(main: Main):
     )
 
 
-def test_the_api_takes_them_too(pair: Pair):
+def test_llm_accepts_aliases(pair: Pair):
     llm = LLM(
         model=str(pair.target),
         speculative_config={
@@ -347,7 +349,7 @@ def test_the_api_takes_them_too(pair: Pair):
         LLM(model=str(pair.target), max_seq_len=64)
 
 
-def test_the_tables_lead_to_settings_and_stand_in_the_docs():
+def test_alias_tables_match_settings_and_docs():
     known = {f.name for config in (EngineConfig, ServerConfig) for f in fields(config)}
     targets = {*aliases.RENAMED.values(), *(entry[0] for entry in aliases.SWITCHES.values())}
     assert targets <= known

@@ -1,4 +1,4 @@
-"""Options out of a file, as on a command line."""
+"""Options from a file, as on the command line."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ def path(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("glued", [False, True])
-def test_a_files_options_take_its_place(path: str, glued: bool):
+def test_file_options_replace_the_config_option(path: str, glued: bool):
     named = [f"--config={path}"] if glued else ["--config", path]
     assert expand_options_file(["serve", *named, "--port=0"]) == ["serve", *WORDS, "--port=0"]
 
 
 def test_command_line_overrides_file(path: str):
-    given = ["--max-model-len", "9", "--adaptive"]
-    found = expand_options_file(["serve", "--num-drafts=3", "--config", path, *given])
-    rest = [word for word in WORDS if word.split("=")[0] not in (
+    options = ["--max-model-len", "9", "--adaptive"]
+    expanded = expand_options_file(["serve", "--num-drafts=3", "--config", path, *options])
+    others = [word for word in WORDS if word.split("=")[0] not in (
         "--num-drafts", "--max-model-len", "--no-adaptive")]  # fmt: skip
-    assert found == ["serve", "--num-drafts=3", *rest, *given]
+    assert expanded == ["serve", "--num-drafts=3", *others, *options]
 
 
 def test_words_after_double_hyphen_are_not_options():
@@ -58,13 +58,13 @@ def test_words_after_double_hyphen_are_not_options():
 
 
 @pytest.mark.parametrize("text", ["- a\n- b\n", "just words", "1: 2", "a: [1,", "\x00"])
-def test_a_file_without_options_is_a_sentence(tmp_path: Path, text: str):
+def test_invalid_options_file_is_a_one_line_error(tmp_path: Path, text: str):
     (tmp_path / "bad").write_text(text)
     with pytest.raises(ValueError, match=r"^--config names .*bad, which (holds|cannot)"):
         expand_options_file(["serve", "--config", str(tmp_path / "bad")])
 
 
-def test_no_file_is_a_sentence(tmp_path: Path):
+def test_missing_options_file_is_a_one_line_error(tmp_path: Path):
     with pytest.raises(ValueError, match=r"cannot be read \(.*No such file"):
         expand_options_file([f"--config={tmp_path}/none.yaml"])
     with pytest.raises(ValueError, match="--config needs a file after it"):

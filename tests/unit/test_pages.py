@@ -1,4 +1,4 @@
-"""Pages and leases: a state machine with simulated K/V, and the orders of calls that raise."""
+"""Pages and leases: a state machine with simulated K/V, and call orders that raise."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GARBAGE = ("rejected",)
 
 @dataclass(eq=False)
 class Sequence:
-    """What one lease should hold. length: the device's; steps: (reserved, kept) still open."""
+    """The expected content of a lease. length: the device's; steps: open (reserved, accepted)."""
 
     lease: Lease
     tokens: list[int]
@@ -29,13 +29,13 @@ class Sequence:
         return self.lease.pages[position // SIZE], position % SIZE
 
     def pages_after(self, count: int) -> int:
-        """Pages the lease holds after a further reservation, by arithmetic of its own."""
+        """Return the number of pages after a further reservation, computed independently."""
         covered = self.lease.length + sum(n for n, _ in self.steps) + count
         return max(len(self.lease.pages), -(-min(covered, LIMIT) // SIZE))
 
 
 class Pages(RuleBasedStateMachine):
-    """Leases over one pool; `kv` is what the tensors would hold: each position's whole prefix."""
+    """Leases over one pool; `kv` simulates the tensors: each position holds its whole prefix."""
 
     def __init__(self):
         super().__init__()
@@ -85,27 +85,27 @@ class Pages(RuleBasedStateMachine):
             self.run_step(data, sequence, count)
 
     def run_step(self, data: st.DataObject, sequence: Sequence, count: int) -> None:
-        """The device runs at once: it writes every reserved position and keeps the first few."""
+        """The device runs at once: it writes every reserved position and accepts the first few."""
         first = sequence.length
-        kept = data.draw(st.integers(0, min(count, LIMIT - first)))
-        while len(sequence.tokens) < first + kept + 1:
+        accepted = data.draw(st.integers(0, min(count, LIMIT - first)))
+        while len(sequence.tokens) < first + accepted + 1:
             sequence.tokens.append(data.draw(st.integers(0, 1)))
         for position in range(first, min(first + count, LIMIT)):
             page, offset = sequence.slot(position)
             assert self.pool.holders(page) == 1, "a shared page is written"
-            true = position < first + kept
+            true = position < first + accepted
             self.kv[page, offset] = tuple(sequence.tokens[: position + 1]) if true else GARBAGE
-        sequence.length += kept
-        sequence.steps.append((count, kept))
+        sequence.length += accepted
+        sequence.steps.append((count, accepted))
 
     @precondition(lambda self: any(s.steps for s in self.live))
     @rule(data=st.data(), publish=st.booleans())
     def commit(self, data: st.DataObject, publish: bool):
         sequence = data.draw(st.sampled_from([s for s in self.live if s.steps]))
         before = sequence.lease.length
-        _, kept = sequence.steps.pop(0)
-        sequence.lease.commit(kept)
-        assert sequence.lease.length == before + kept
+        _, accepted = sequence.steps.pop(0)
+        sequence.lease.commit(accepted)
+        assert sequence.lease.length == before + accepted
         if publish:
             known = data.draw(st.integers(sequence.lease.length, len(sequence.tokens)))
             sequence.lease.publish(sequence.tokens[:known])
@@ -114,8 +114,8 @@ class Pages(RuleBasedStateMachine):
     @rule(data=st.data())
     def rollback(self, data: st.DataObject):
         sequence = data.draw(st.sampled_from([s for s in self.live if s.steps]))
-        _, kept = sequence.steps.pop()
-        sequence.length -= kept
+        _, accepted = sequence.steps.pop()
+        sequence.length -= accepted
         sequence.lease.rollback()
         covered = sequence.lease.length + sum(n for n, _ in sequence.steps)
         assert len(sequence.lease.pages) == -(-min(covered, LIMIT) // SIZE)
@@ -123,7 +123,7 @@ class Pages(RuleBasedStateMachine):
     @precondition(lambda self: any(not s.steps for s in self.live))
     @rule(data=st.data(), resume=st.booleans())
     def release(self, data: st.DataObject, resume: bool):
-        """Finish or preempt: a preempted sequence starts over, with what the cache still has."""
+        """Finish or preempt; a preempted sequence starts over with its cached prefix."""
         sequence = data.draw(st.sampled_from([s for s in self.live if not s.steps]))
         sequence.lease.release()
         assert sequence.lease.pages == []
@@ -142,8 +142,8 @@ class Pages(RuleBasedStateMachine):
         if not open_steps:
             wrong += [lambda: lease.commit(0), lease.rollback]
         else:
-            most = open_steps[0][0]
-            wrong += [lease.release, lambda: lease.commit(most + 1), lambda: lease.commit(-1)]
+            reserved = open_steps[0][0]
+            wrong += [lease.release, lambda: lease.commit(reserved + 1), lambda: lease.commit(-1)]
         if lease.pages or lease.length or open_steps:
             wrong.append(lambda: lease.adopt([0] * LIMIT))
         wrong.append(lambda: reserve_all([(lease, -1)]))
@@ -155,7 +155,7 @@ class Pages(RuleBasedStateMachine):
         assert after == before
 
     @invariant()
-    def the_pool_adds_up(self):
+    def pool_is_consistent(self):
         self.pool.check()
         assert self.pool.available == NUM_PAGES - 1 - len(self.held())
         holders: dict[int, int] = {}
@@ -166,20 +166,20 @@ class Pages(RuleBasedStateMachine):
         assert 0 not in holders, "the reserved page is held"
 
     @invariant()
-    def every_kept_position_holds_its_own_prefix(self):
+    def every_committed_position_holds_its_own_prefix(self):
         for sequence in self.live:
             for position in range(sequence.length):
-                wanted = tuple(sequence.tokens[: position + 1])
-                assert self.kv[sequence.slot(position)] == wanted
+                expected = tuple(sequence.tokens[: position + 1])
+                assert self.kv[sequence.slot(position)] == expected
 
     @invariant()
-    def pages_still_to_be_written_are_private(self):
+    def unfilled_pages_are_private(self):
         for sequence in self.live:
             for page in sequence.lease.pages[sequence.lease.length // SIZE :]:
                 assert self.pool.holders(page) == 1
 
     @invariant()
-    def pages_cover_what_is_reserved(self):
+    def pages_cover_the_reservation(self):
         for sequence in self.live:
             covered = sequence.lease.length + sequence.lease.open
             assert len(sequence.lease.pages) * SIZE >= min(covered, LIMIT)
@@ -198,7 +198,7 @@ TestPages.settings = settings(max_examples=150, stateful_step_count=40, deadline
 
 
 def lease_with(pool: PagePool, tokens: list[int]) -> Lease:
-    """A lease that has run and published all of `tokens` but the last."""
+    """Return a lease that has run and published all tokens but the last."""
     lease = Lease(pool, 100)
     done = lease.adopt(tokens)
     assert reserve_all([(lease, len(tokens) - 1 - done)])
@@ -235,7 +235,7 @@ def test_failed_group_reservation_changes_no_lease():
     assert pool.available == 0
 
 
-def test_positions_beyond_the_limit_need_no_pages():
+def test_positions_past_the_limit_need_no_pages():
     pool = PagePool(4, 2)
     lease = Lease(pool, 5)
     assert reserve_all([(lease, 50)])
@@ -255,7 +255,7 @@ def test_commit_shifts_later_reservations():
     assert (lease.length, lease.open, len(lease.pages)) == (6, 0, 5)
 
 
-def test_a_full_cached_prompt_still_leaves_its_last_token_to_run():
+def test_fully_cached_prompt_still_runs_its_last_token():
     pool = PagePool(9, 2)
     lease_with(pool, [1, 2, 3, 4, 5]).release()
     again = Lease(pool, 16)
@@ -279,20 +279,20 @@ def test_keys_distinguish_large_ids_and_one_token_pages():
     assert len(keys) == 8
 
 
-def test_the_same_content_run_twice_is_published_once():
+def test_equal_content_is_published_once():
     pool = PagePool(9, 2)
-    one, two = Lease(pool, 16), Lease(pool, 16)
-    assert reserve_all([(one, 4), (two, 4)])
-    one.commit(4)
-    two.commit(4)
-    one.publish([1, 2, 3, 4])
-    two.publish([1, 2, 3, 4])
+    first, second = Lease(pool, 16), Lease(pool, 16)
+    assert reserve_all([(first, 4), (second, 4)])
+    first.commit(4)
+    second.commit(4)
+    first.publish([1, 2, 3, 4])
+    second.publish([1, 2, 3, 4])
     pool.check()
     third = Lease(pool, 16)
     third.adopt([1, 2, 3, 4, 5])
-    assert third.pages == one.pages
-    one.release()
-    two.release()
+    assert third.pages == first.pages
+    first.release()
+    second.release()
     third.release()
     pool.check()
     assert pool.available == pool.capacity
@@ -303,8 +303,8 @@ def test_least_recent_cached_page_is_evicted_first():
     lease_with(pool, [1, 2, 3, 4, 5]).release()
     lease_with(pool, [6, 7, 8]).release()
     lease_with(pool, [1, 2, 3]).release()
-    taken = Lease(pool, 16)
-    assert reserve_all([(taken, 4)])
+    new = Lease(pool, 16)
+    assert reserve_all([(new, 4)])
     assert Lease(pool, 16).adopt([1, 2, 3, 4, 5]) == 2
     assert Lease(pool, 16).adopt([6, 7, 8]) == 2
 
@@ -312,8 +312,8 @@ def test_least_recent_cached_page_is_evicted_first():
 def test_sequence_end_is_evicted_before_its_start():
     pool = PagePool(5, 2)
     lease_with(pool, [1, 2, 3, 4, 5]).release()
-    taken = Lease(pool, 16)
-    assert reserve_all([(taken, 6)])
+    new = Lease(pool, 16)
+    assert reserve_all([(new, 6)])
     assert Lease(pool, 16).adopt([1, 2, 3, 4, 5]) == 2
 
 

@@ -18,7 +18,7 @@ from strobe.progress import Progress
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time, as the only element."""
+    """Return the fake time, as the only element of a list."""
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     return now
@@ -35,7 +35,7 @@ def test_line_has_rate_and_time_left(clock: list[float]):
     assert "65 of 200" in bar.line()
 
 
-def test_line_without_a_total_has_the_time(clock: list[float]):
+def test_line_without_a_total_shows_elapsed_time(clock: list[float]):
     bar = Progress("loading [b]")
     clock[0] += 3700.0
     assert bar.line() == "loading [b] (1:01:40)"
@@ -64,7 +64,7 @@ def test_long_work_prints_lines_without_a_terminal(monkeypatch: pytest.MonkeyPat
     assert set(lines) == {"measuring (0:00:00)"}
 
 
-def test_terminal_has_a_live_line_and_nothing_stays(monkeypatch: pytest.MonkeyPatch):
+def test_terminal_line_is_live_and_disappears(monkeypatch: pytest.MonkeyPatch):
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -81,7 +81,7 @@ def test_terminal_has_a_live_line_and_nothing_stays(monkeypatch: pytest.MonkeyPa
     assert "training [b]" in shown
     assert "3/4" in shown
     assert "\na line that stays\n" in shown.replace("\r", "\n").replace("\x1b[2K", "")
-    assert "left" not in shown, "a line for files"
+    assert "left" not in shown, "it belongs to lines without a terminal"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The registry of drafting methods: one entry with every part for each method there is."""
+"""The registry of drafting methods: one complete entry for each method."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def test_entries_have_their_own_names():
 def test_incomplete_entry_is_rejected_with_missing_part(part: str, value: Any):
     for method in (DFLASH, NGRAM):
         message = f"The drafting method {method.name!r} has no {part}: "
-        with pytest.raises(TypeError) as refused:
+        with pytest.raises(TypeError) as caught:
             replace(method, **{part: value})
-        assert str(refused.value).startswith(message)
-        assert repr(value) in str(refused.value)
+        assert str(caught.value).startswith(message)
+        assert repr(value) in str(caught.value)
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_entry_requires_every_part(part: str):
-    given = {field.name: getattr(NGRAM, field.name) for field in fields(DraftMethod)}
-    del given[part]
+    parts = {field.name: getattr(NGRAM, field.name) for field in fields(DraftMethod)}
+    del parts[part]
     with pytest.raises(TypeError, match=f"'ngram' has no {part}: None"):
-        DraftMethod(**given)
+        DraftMethod(**parts)
 
 
 def test_entries_are_immutable():

@@ -1,4 +1,4 @@
-"""Sampling parameters and what a request counts."""
+"""Sampling parameters, requests and draft counts."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_out_of_range_value_is_rejected_by_name(values: dict[str, Any], message:
         SamplingParams(**values)
 
 
-def test_edges_of_the_ranges_are_allowed():
+def test_boundary_values_are_allowed():
     SamplingParams(temperature=0, top_p=1, top_k=-1, min_p=1, seed=2**63 - 1, max_tokens=None)
     SamplingParams(temperature=100, top_p=1e-9, top_k=0, min_p=0, seed=-(2**63), min_tokens=16)
     SamplingParams(max_tokens=None, min_tokens=1000)
@@ -102,7 +102,7 @@ def test_lists_and_single_texts_become_tuples():
 
 
 @pytest.mark.parametrize(
-    ("value", "wanted"),
+    ("value", "expected"),
     [
         (None, Speculation()),
         (True, Speculation()),
@@ -113,11 +113,11 @@ def test_lists_and_single_texts_become_tuples():
         (Speculation("dflash", 3), Speculation("dflash", 3)),
     ],
 )
-def test_speculation_is_read_from_the_forms_a_caller_writes(value: Any, wanted: Speculation):
-    assert SamplingParams(speculation=value).speculation == wanted
+def test_speculation_accepts_bools_dicts_and_objects(value: Any, expected: Speculation):
+    assert SamplingParams(speculation=value).speculation == expected
 
 
-def test_a_request_keeps_prompt_and_output_apart():
+def test_request_separates_prompt_and_output():
     prompt = [3, 1, 4]
     request = Request("r", prompt, SamplingParams(), seed=0)
     request.tokens += [1, 5]
@@ -145,7 +145,7 @@ def test_merged_counts_equal_joint_counts():
 
 
 def test_scored_prompt_has_no_score_for_first_token():
-    asked = SamplingParams(prompt_logprobs=1)
-    first, second = (Request("r", [3, 1], asked, seed=0, sibling=i) for i in range(2))
+    scored = SamplingParams(prompt_logprobs=1)
+    first, second = (Request("r", [3, 1], scored, seed=0, sibling=i) for i in range(2))
     assert (first.wants_prompt_logprobs, first.prompt_logprobs) == (True, [None])
     assert (second.wants_prompt_logprobs, second.prompt_logprobs) == (False, [])

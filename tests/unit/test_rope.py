@@ -1,4 +1,4 @@
-"""Rope of every kind against transformers, and what config.json may say of it."""
+"""Every kind of rope against transformers, and rope fields of config.json."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def test_angles_match_transformers(name: str):
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_rope_is_written_as_it_is_read(name: str):
+def test_rope_scaling_round_trips(name: str):
     _, theta, longest, parameters = PUBLISHED[name]
     rope = read_rope(parameters, theta, longest, HERE)
     assert read_rope(rope_scaling(rope) or {}, theta, 1, HERE) == rope
 
 
-def test_a_stretched_context_reaches_further():
+def test_rope_scaling_extends_the_context():
     reach = {name: read_rope(p, t, n, HERE).reach for name, (_, t, n, p) in PUBLISHED.items()}
     assert reach["qwen3 long"] == 131072
     assert reach["qwen3.6 drafter"] == 262144
@@ -77,8 +77,8 @@ def test_a_stretched_context_reaches_further():
     assert reach["llama 3.1"] == reach["plain"] == 0
 
 
-def test_a_drafters_rope_turns_the_whole_head():
-    """Older exports carry the target's share and sections along; training ignored them."""
+def test_drafter_rope_rotates_the_whole_head():
+    """Older exports copy the target's share and sections; training ignored them."""
     leaked = {"partial_rotary_factor": 0.25, "mrope_section": [24, 20, 20], "rope_theta": 1e7}
     assert read_rope(leaked, 1e7, 512, HERE, drafter=True) == RopeConfig(1e7)
     with pytest.raises(ValueError, match="'mrope_section' of a rope of type 'default'"):

@@ -1,4 +1,4 @@
-"""Both layouts of rope's pairs, and heads of which only a part turns, become one order of heads."""
+"""Both layouts of rope's pairs, and partly rotated heads, become one order of values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WIDTH = 16
 
 
 def rotated(x: Tensor, positions: Tensor, width: int, interleaved: bool) -> Tensor:
-    """x [T, heads, D]: the first `width` values of each head as complex numbers, rotated."""
+    """Rotate the first `width` values of each head as complex numbers; x [T, heads, D]."""
     head, rest = x[..., :width].double(), x[..., width:].double()
     if interleaved:
         z = torch.complex(head[..., 0::2], head[..., 1::2])
@@ -35,9 +35,9 @@ def test_scores_match_published_layout(interleaved: bool, share: float):
     q, k = torch.randn(2, 9, 3, WIDTH, generator=noise)
     positions = torch.arange(9) * 3
     angles = RotaryTable(WIDTH, rope, 30)(positions)
-    mine = [rotate(x if order is None else x[..., order], angles) for x in (q, k)]
-    wanted = [rotated(x, positions, int(WIDTH * share), interleaved) for x in (q, k)]
-    scores = torch.einsum("qhd,khd->hqk", *mine)
+    own = [rotate(x if order is None else x[..., order], angles) for x in (q, k)]
+    expected = [rotated(x, positions, int(WIDTH * share), interleaved) for x in (q, k)]
+    scores = torch.einsum("qhd,khd->hqk", *own)
     torch.testing.assert_close(
-        scores, torch.einsum("qhd,khd->hqk", *wanted).float(), atol=1e-4, rtol=1e-4
+        scores, torch.einsum("qhd,khd->hqk", *expected).float(), atol=1e-4, rtol=1e-4
     )

@@ -1,4 +1,4 @@
-"""Filters and the race against plain Python."""
+"""Filters and the Gumbel race against plain Python."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOGITS = st.lists(
     st.sampled_from([-30.0, -3.0, -1.0, 0.0, 0.25, 1.0, 2.0, 9.0]), min_size=1, max_size=9
 )
 SPREAD = st.lists(st.integers(-20_000, 20_000).map(lambda n: n / 1000), min_size=1, max_size=9)
-"""Steps of 0.001, so that fp32 and fp64 agree on which of two logits is larger."""
+"""Multiples of 0.001, so that fp32 and fp64 agree on which of two logits is larger."""
 
 TEMPERATURES = st.sampled_from([1e-6, 0.1, 0.7, 1.0, 3.0, 100.0])
 TOP_K = st.sampled_from([0, 1, 2, 3, 5, 100])
@@ -30,10 +30,10 @@ TOP_P = st.sampled_from([1e-9, 0.1, 0.5, 0.9, 0.999, 1.0])
 MIN_P = st.sampled_from([0.0, 1e-6, 0.1, 0.5, 1.0])
 
 
-def weights_of(logits: list[float], **how: float) -> list[float]:
-    scale = 1 / max(how.pop("temperature", 1.0), 1e-30)
+def weights_of(logits: list[float], **fields: float) -> list[float]:
+    scale = 1 / max(fields.pop("temperature", 1.0), 1e-30)
     weights = ((torch.tensor([logits]) - max(logits)) * scale).exp()
-    return (weights * sampler.filter_mask(weights, params(1, **how)))[0].tolist()
+    return (weights * sampler.filter_mask(weights, params(1, **fields)))[0].tolist()
 
 
 @settings(max_examples=600)
@@ -43,14 +43,14 @@ def test_kept_tokens_match_plain_reference(
 ):
     weights = weights_of(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     probs = softmax(logits, temperature)
-    found = {i for i, w in enumerate(weights) if w > 0}
-    most = kept(probs, top_k, top_p, min_p, slack=1e-5)
-    least = {i for i in kept(probs, top_k, top_p, min_p, slack=-1e-5) if probs[i] > 1e-36}
-    assert least <= found <= most
-    assert logits.index(max(logits)) in found
+    actual = {i for i, w in enumerate(weights) if w > 0}
+    upper = kept(probs, top_k, top_p, min_p, slack=1e-5)
+    lower = {i for i in kept(probs, top_k, top_p, min_p, slack=-1e-5) if probs[i] > 1e-36}
+    assert lower <= actual <= upper
+    assert logits.index(max(logits)) in actual
     total = sum(weights)
-    for i in found:
-        share = probs[i] / sum(probs[j] for j in found)
+    for i in actual:
+        share = probs[i] / sum(probs[j] for j in actual)
         assert math.isclose(weights[i] / total, share, rel_tol=1e-4, abs_tol=1e-30)
 
 
@@ -80,17 +80,17 @@ def test_passing_filters_implies_kept(
         rows.top_p.numpy(),
         rows.min_p.numpy(),
     )
-    found = sampler.filter_mask(scores.exp()[None], params(1, top_p=top_p, min_p=min_p))[0]
-    assert not (torch.from_numpy(sure) & ~found).any()
+    in_mask = sampler.filter_mask(scores.exp()[None], params(1, top_p=top_p, min_p=min_p))[0]
+    assert not (torch.from_numpy(sure) & ~in_mask).any()
     if (scores > -0.01).sum() == 1 and top_p > 0.01 and min_p < 1:
         assert sure[scores.argmax()]
 
 
 def test_ties_at_the_edge_stay_together():
     logits = [1.0, 2.0, 2.0, 2.0, 0.0]
-    for how in ({"top_k": 1}, {"top_k": 2}, {"top_p": 1e-9}, {"min_p": 1.0}):
-        weights = weights_of(logits, **how)
-        assert [w > 0 for w in weights] == [False, True, True, True, False], how
+    for filters in ({"top_k": 1}, {"top_k": 2}, {"top_p": 1e-9}, {"min_p": 1.0}):
+        weights = weights_of(logits, **filters)
+        assert [w > 0 for w in weights] == [False, True, True, True, False], filters
 
 
 def test_disabled_filters_change_nothing_in_mixed_batch():
@@ -112,11 +112,11 @@ def test_sampled_token_wins_gumbel_race(
     seed: int,
     position: int,
 ):
-    how = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    fields = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     token = sample_rows(
-        torch.tensor([logits]), params(1, seeds=[seed], positions=position, **how)
+        torch.tensor([logits]), params(1, seeds=[seed], positions=position, **fields)
     ).item()
-    weights = weights_of(logits, **how)
+    weights = weights_of(logits, **fields)
     assert weights[token] > 0
     word = row_word(noise_key(seed, 0) % 2**64, position)
     top = max(logits)
@@ -127,7 +127,7 @@ def test_sampled_token_wins_gumbel_race(
     assert scores[token] > max(scores) - 1e-4 / temperature - 1e-5
 
 
-def test_a_row_has_the_same_token_in_any_batch():
+def test_row_gets_the_same_token_in_any_batch():
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(40, 30, generator=generator) * 4
     all_rows = params(
@@ -141,13 +141,13 @@ def test_a_row_has_the_same_token_in_any_batch():
     together = sample_rows(logits, all_rows)
     order = torch.randperm(40, generator=generator)
 
-    def some(index: Tensor) -> RowParams:
+    def select(index: Tensor) -> RowParams:
         return RowParams(*[column[index] for column in all_rows])
 
-    assert torch.equal(sample_rows(logits[order], some(order)), together[order])
+    assert torch.equal(sample_rows(logits[order], select(order)), together[order])
     for i in range(40):
-        one = torch.tensor([i])
-        assert sample_rows(logits[one], some(one)).item() == together[i]
+        row = torch.tensor([i])
+        assert sample_rows(logits[row], select(row)).item() == together[i]
 
 
 def test_greedy_rows_take_first_maximum_in_mixed_batch():
@@ -174,13 +174,13 @@ def test_banned_tokens_are_never_sampled(temperature: float):
     if temperature < 1:
         assert counts[0] == 20_000
         return
-    wanted = distribution([3.0, 1.0, 2.0], temperature)
-    assert stats.chisquare([counts[0], *counts[2:4]], [p * 20_000 for p in wanted]).pvalue > 0.001
+    expected = distribution([3.0, 1.0, 2.0], temperature)
+    assert stats.chisquare([counts[0], *counts[2:4]], [p * 20_000 for p in expected]).pvalue > 0.001
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("temperature", [1e-6, 1e-40])
-def test_a_temperature_near_zero_is_greedy(temperature: float):
+def test_near_zero_temperature_is_greedy(temperature: float):
     logits = torch.randn(500, 40, generator=torch.Generator().manual_seed(3)) * 3
     logits[:, 3], logits[:, 5] = -math.inf, -3e38
     logits[0] *= 1e37
@@ -192,8 +192,8 @@ def test_a_temperature_near_zero_is_greedy(temperature: float):
 def test_high_temperature_is_flat_without_overflow():
     logits = [-80.0, 0.0, 40.0, 80.0]
     tokens = sample_rows(torch.tensor([logits]).repeat(COUNT, 1), params(COUNT, temperature=100.0))
-    wanted = [p * COUNT for p in distribution(logits, 100.0)]
-    assert stats.chisquare(torch.bincount(tokens, minlength=4).numpy(), wanted).pvalue > 0.001
+    expected = [p * COUNT for p in distribution(logits, 100.0)]
+    assert stats.chisquare(torch.bincount(tokens, minlength=4).numpy(), expected).pvalue > 0.001
 
 
 @pytest.mark.parametrize("shift", [-1e4, 1e4])
@@ -217,7 +217,7 @@ def test_no_rows_give_no_tokens():
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.5}])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_row_without_weights_gives_its_first_maximum_or_no_token(filters: dict, temperature: float):
+def test_degenerate_row_gives_its_first_maximum_or_no_token(filters: dict, temperature: float):
     out, nan = -math.inf, math.nan
     logits = torch.tensor(
         [[out] * 3, [nan] * 3, [1.0, out, 3.0], [0.0, math.inf, math.inf], [0.0, 1.0, nan]]
@@ -234,40 +234,40 @@ REAL = 151_936
 
 
 @pytest.mark.parametrize(
-    "how", [{}, {"temperature": 0.7}, {"top_k": 6}, {"top_p": 0.8}, {"min_p": 0.02}], ids=str
+    "fields", [{}, {"temperature": 0.7}, {"top_k": 6}, {"top_p": 0.8}, {"min_p": 0.02}], ids=str
 )
-def test_frequencies_at_a_real_vocabulary(how: dict):
-    """A peaked distribution; the tail is counted as one."""
+def test_frequencies_with_a_real_vocabulary(fields: dict):
+    """A peaked distribution; the tail counts as one cell."""
     count, generator = 2_000, torch.Generator().manual_seed(6)
     row = torch.randn(REAL, generator=generator)
-    places = torch.randperm(REAL, generator=generator)[:12]
-    row[places] = torch.linspace(14.0, 9.0, 12)
-    rows = params(count, seeds=[1] * count, positions=range(count), **how)
+    peaks = torch.randperm(REAL, generator=generator)[:12]
+    row[peaks] = torch.linspace(14.0, 9.0, 12)
+    rows = params(count, seeds=[1] * count, positions=range(count), **fields)
     tokens = torch.cat(
         [
             sample_rows(row.repeat(100, 1), RowParams(*[c[i : i + 100] for c in rows]))
             for i in range(0, count, 100)
         ]
     )
-    temperature = how.get("temperature", 1.0)
+    temperature = fields.get("temperature", 1.0)
     probs = (row.double() / temperature).softmax(0)
-    filters = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | how
+    filters = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | fields
     filters.pop("temperature", None)
     ids = kept(probs.tolist(), **filters)
     inside = torch.zeros(REAL, dtype=torch.float64)
     inside[list(ids)] = probs[list(ids)]
-    wanted = [inside[i].item() for i in places]
-    wanted.append(inside.sum().item() - sum(wanted))
-    seen = [int((tokens == i).sum()) for i in places]
+    cell_probs = [inside[i].item() for i in peaks]
+    cell_probs.append(inside.sum().item() - sum(cell_probs))
+    seen = [int((tokens == i).sum()) for i in peaks]
     seen.append(count - sum(seen))
-    total, pairs = sum(wanted), list(zip(seen, wanted, strict=True))
+    total, pairs = sum(cell_probs), list(zip(seen, cell_probs, strict=True))
     assert all(n == 0 for n, p in pairs if p < 1e-12)
     cells = [(n, p / total * count) for n, p in pairs if p >= 1e-12]
     assert stats.chisquare(*zip(*cells, strict=True)).pvalue > 0.001
 
 
-def test_torch_alone_samples_the_same(monkeypatch: pytest.MonkeyPatch):
-    """What a GPU without triton runs: no NumPy, and nothing that waits for the device."""
+def test_torch_implementation_samples_the_same(monkeypatch: pytest.MonkeyPatch):
+    """The form for a GPU without triton: no NumPy, and no wait for the device."""
     generator = torch.Generator().manual_seed(8)
     logits = torch.randn(60, 300, generator=generator) * 3
     logits[5], logits[6, 3], logits[7, 4] = -math.inf, math.nan, math.inf
@@ -280,5 +280,5 @@ def test_torch_alone_samples_the_same(monkeypatch: pytest.MonkeyPatch):
         positions=range(60),
     )
     for filtered in (True, False):
-        wanted = sample_rows(logits, rows, filtered=filtered)
-        assert torch.equal(sampler.sample_rows_torch(logits, rows, filtered), wanted)
+        expected = sample_rows(logits, rows, filtered=filtered)
+        assert torch.equal(sampler.sample_rows_torch(logits, rows, filtered), expected)

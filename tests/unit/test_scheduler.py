@@ -889,7 +889,7 @@ def test_preempted_leader_does_not_block_followers():
 
 @pytest.mark.parametrize("done", [0, 1, 2])
 def test_failed_step_requests_run_alone_for_a_few_steps(done: int):
-    """The step fails before its pages are committed, after it, or after it all."""
+    """The step fails before it did anything, after its page writes, or at its end."""
     world = World(max_num_seqs=3, page_size=2, pages=80, num_drafts=3)
     requests = [world.add([i] * 6, max_tokens=30) for i in range(3)]
     world.step()

@@ -1,4 +1,4 @@
-"""States of recurrent layers: what a block leaves behind, by what was accepted of it."""
+"""States of recurrent layers after blocks of which some rows were accepted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PENDING = 5
 
 
 def batch_of(spans: Sequence[tuple[int, int, int]], *, grouped: bool) -> Batch:
-    """spans: (slot, start, rows) one after another. grouped: whether the host knows their sizes."""
+    """Spans are (slot, start, rows), one after another. grouped: the host knows their sizes."""
     slots, starts, sizes = torch.tensor(spans).T.unbind()
     total = int(sizes.sum())
     nothing: Any = None
@@ -40,7 +40,7 @@ def batch_of(spans: Sequence[tuple[int, int, int]], *, grouped: bool) -> Batch:
 
 
 class Rows:
-    """What the layers say of tokens: the same for the same token, whatever runs beside it."""
+    """The layers' inputs per token, which do not depend on the other rows of a batch."""
 
     def __init__(self, spec: StateSpec = SPEC, count: int = 300):
         noise = torch.Generator().manual_seed(3)
@@ -50,7 +50,7 @@ class Rows:
         self.weight = torch.randn(spec.layers, spec.channels, spec.kernel, generator=noise)
 
     def run(self, plan: RecurrentPlan, tokens: Sequence[int]) -> Tensor:
-        """The answers of every layer, [T, L, Hv, Dv]."""
+        """Return the outputs of every layer, [T, L, Hv, Dv]."""
         chosen = list(tokens)
         answers = [
             plan.mix(layer, x[chosen], decay[chosen], rate[chosen], weight)
@@ -68,7 +68,7 @@ def step(
     *,
     grouped: bool = False,
 ) -> Tensor:
-    """One forward over spans of (slot, start, tokens)."""
+    """Run one forward over spans of (slot, start, tokens)."""
     nothing: Any = None
     sizes = [(slot, start, len(tokens)) for slot, start, tokens in spans]
     planned = batch_of(sizes, grouped=grouped)
@@ -77,90 +77,90 @@ def step(
 
 
 def store(pending: int = PENDING) -> StateStore:
-    made = StateStore(SPEC, 3, pending, torch.float32, CPU)
-    for held in made.tensors:
-        held.fill_(float("nan"))  # of whoever had the slots before
-    made.length.fill_(77)
-    return made
+    new = StateStore(SPEC, 3, pending, torch.float32, CPU)
+    for tensor in new.tensors:
+        tensor.fill_(float("nan"))  # left by an earlier request
+    new.length.fill_(77)
+    return new
 
 
 @pytest.mark.parametrize("accepted", range(PENDING))
 @pytest.mark.parametrize("prompt", [1, 3, 4, 9])
 def test_rejected_rows_leave_no_trace(accepted: int, prompt: int):
-    """State and answers behind blocks that were cut are those of the tokens alone: the same
-    operations, rounded alike but for what vectors and their ends are computed by."""
+    """State and outputs after partly accepted blocks equal those of the tokens alone, up to the
+    rounding of vectorized code."""
     rows, cut, alone = Rows(), store(), store()
     true = list(range(40))
     start = 0
-    for held in (cut, alone):
-        step(held, rows, [(1, 0, true[:prompt])])
+    for states in (cut, alone):
+        step(states, rows, [(1, 0, true[:prompt])])
     start = prompt
     for turn in range(4):
-        kept = 1 + (accepted if turn % 2 == 0 else (accepted + turn) % PENDING)
-        block = true[start : start + kept] + [200 + turn + i for i in range(PENDING - kept)]
-        found = step(cut, rows, [(1, start, block)])[:kept]
-        wanted = [step(alone, rows, [(1, at, [true[at]])]) for at in range(start, start + kept)]
-        torch.testing.assert_close(found, torch.cat(wanted), atol=1e-6, rtol=1e-6)
-        start += kept
-    for held in (cut, alone):
-        step(held, rows, [(1, start, [true[start]])])
+        size = 1 + (accepted if turn % 2 == 0 else (accepted + turn) % PENDING)
+        block = true[start : start + size] + [200 + turn + i for i in range(PENDING - size)]
+        output = step(cut, rows, [(1, start, block)])[:size]
+        expected = [step(alone, rows, [(1, i, [true[i]])]) for i in range(start, start + size)]
+        torch.testing.assert_close(output, torch.cat(expected), atol=1e-6, rtol=1e-6)
+        start += size
+    for states in (cut, alone):
+        step(states, rows, [(1, start, [true[start]])])
     torch.testing.assert_close(cut.state[:, 1], alone.state[:, 1], atol=1e-6, rtol=1e-6)
     assert torch.equal(cut.window[:, 1, :4], alone.window[:, 1, :4])
     assert cut.length[1] == alone.length[1] == start
-    assert cut.state[:, 0].isnan().all(), "another slot's state was touched"
+    assert cut.state[:, 0].isnan().all(), "another slot's state changed"
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-def test_spans_of_every_kind_together_answer_as_alone(grouped: bool):
-    """A chunk of a prompt, a block, a new sequence and a span that only fills up."""
+def test_mixed_spans_give_the_same_outputs_as_alone(grouped: bool):
+    """A prompt chunk, a block, a new sequence and a padding span."""
     rows, crowd, alone = Rows(), store(), store()
-    for held in (crowd, alone):
-        step(held, rows, [(0, 0, range(30))])
-        step(held, rows, [(2, 0, range(100, 107))])
-        step(held, rows, [(2, 7, range(107, 112))])
+    for states in (crowd, alone):
+        step(states, rows, [(0, 0, range(30))])
+        step(states, rows, [(2, 0, range(100, 107))])
+        step(states, rows, [(2, 7, range(107, 112))])
     spans = [(2, 9, range(109, 113)), (0, 30, range(30, 60)), (1, 0, [9]), (3, 0, [])]
-    found = step(crowd, rows, spans[:3] if grouped else spans, grouped=grouped)
-    wanted = [step(alone, rows, [span]) for span in spans[:3]]
-    torch.testing.assert_close(found, torch.cat(wanted), atol=1e-5, rtol=1e-5)
+    outputs = step(crowd, rows, spans[:3] if grouped else spans, grouped=grouped)
+    expected = [step(alone, rows, [span]) for span in spans[:3]]
+    torch.testing.assert_close(outputs, torch.cat(expected), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(crowd.state[:, :3], alone.state[:, :3], atol=1e-5, rtol=1e-5)
     assert crowd.length[:3].tolist() == [60, 0, 9]
 
 
 @pytest.mark.parametrize("cuts", [[130], [64, 66], [1, 17, 63, 49], [5] * 26])
 def test_chunking_changes_nothing(cuts: list[int]):
-    rows, held, whole = Rows(), store(), store()
+    rows, held, single = Rows(), store(), store()
     first, answers = 0, list[Tensor]()
     for count in cuts:
         answers.append(step(held, rows, [(0, first, range(first, first + count))]))
         first += count
-    wanted = torch.cat([step(whole, rows, [(0, at, [at])]) for at in range(130)])
-    torch.testing.assert_close(torch.cat(answers), wanted, atol=1e-5, rtol=1e-5)
+    expected = torch.cat([step(single, rows, [(0, i, [i])]) for i in range(130)])
+    torch.testing.assert_close(torch.cat(answers), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("count", [FEW + 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK - 2])
 def test_chunks_match_rows(count: int):
-    """Keys that repeat, too: the changes of a chunk's rows then depend on each other most."""
+    """Repeated keys, too: they make the changes of a chunk's rows depend on each other most."""
     noise = torch.Generator().manual_seed(count)
     q, k = torch.nn.functional.normalize(torch.randn(2, 2, count, 3, 8, generator=noise), dim=-1)
     k[:, count // 3 : count // 2] = k[:, :1]
     v = torch.randn(2, count, 3, 4, generator=noise)
     gates = torch.stack([-torch.rand(2, count, 3) * 0.1, torch.rand(2, count, 3)], 2)
     state = torch.randn(2, 3, 8, 4, generator=noise)
-    found, end, changes = delta_rule(state, q, k, v, gates)
+    output, end, changes = delta_rule(state, q, k, v, gates)
     again = apply_changes(state, gates[:, :, 0], k, changes)
     answers: list[Tensor] = []
     for i in range(count):
-        one = (part[:, i : i + 1] for part in (q, k, v, gates))
-        answer, state, _ = delta_rule(state, *one)
+        row = (part[:, i : i + 1] for part in (q, k, v, gates))
+        answer, state, _ = delta_rule(state, *row)
         answers.append(answer)
-    torch.testing.assert_close(found, torch.cat(answers, 1), atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(output, torch.cat(answers, 1), atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(end, state, atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(again, state, atol=2e-5, rtol=1e-5)
 
 
 def test_row_changes_apply_bitwise():
-    """So that speculation changes no state: rows answered together, one after another, or taken in
-    a step later are the same sums."""
+    """Rows computed together, one after another, or applied a step later give the same sums, so
+    that speculation changes no state."""
     noise = torch.Generator().manual_seed(5)
     q, k = torch.nn.functional.normalize(torch.randn(2, 2, 5, 2, 8, generator=noise), dim=-1)
     v, state = torch.randn(2, 5, 4, 4, generator=noise), torch.randn(2, 4, 8, 4, generator=noise)

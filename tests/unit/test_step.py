@@ -1,4 +1,4 @@
-"""Spans and plans: the values that cross rooms in one step, which are data and nothing else."""
+"""Plans, spans and events: plain data that one step passes between modules."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from conftest import Target
 
 ROOT = Path(__file__).parents[2]
-ASKED = SamplingParams(
+SAMPLING = SamplingParams(
     temperature=0.5, stop=["a"], logit_bias={3: 1.0}, structured_outputs={"regex": "a*"}
 )
 
 
-def made(drafts: int, method: str = "dflash", slot: int = 0) -> Span:
-    """A span whose drafts are made on the device."""
+def device_drafts(drafts: int, method: str = "dflash", slot: int = 0) -> Span:
+    """Return a span whose drafts come from the device."""
     return Span(slot, 9, 12, (TAIL,), drafts, method if drafts else None, 1 + drafts)
 
 
@@ -41,22 +41,22 @@ def plan() -> Plan:
     return Plan(
         (
             Span(2, 0, 0, (4, 5, 6), num_logits=1, scored_tokens=(5, 6), top_logprobs=3),
-            made(3),
+            device_drafts(3),
             Span(1, 7, 7, (8, 9, 10), 2, None, 3),
         ),
         (PageWrite(2, 0, (3, 1)), PageWrite(0, 4, (2,))),
-        (Admission(2, 0, (4, 5, 6), 3, ASKED, 77, 1, frozenset([7, 23])),),
+        (Admission(2, 0, (4, 5, 6), 3, SAMPLING, 77, 1, frozenset([7, 23])),),
     )
 
 
-def test_the_values_of_a_step_import_no_torch():
+def test_step_imports_no_torch():
     code = "import sys, strobe.step; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 def test_span_rows_are_tokens_and_device_drafts():
-    assert (made(3).num_rows, made(3).num_context_rows) == (4, 1)
-    assert (made(0).num_rows, made(0).num_context_rows) == (1, 1)
+    assert (device_drafts(3).num_rows, device_drafts(3).num_context_rows) == (4, 1)
+    assert (device_drafts(0).num_rows, device_drafts(0).num_context_rows) == (1, 1)
     chunk = Span(0, 0, 0, (4, 5, 6))
     assert (chunk.num_rows, chunk.num_context_rows) == (3, 3)
 
@@ -68,39 +68,46 @@ def test_host_drafts_are_last_span_tokens():
 
 def test_only_device_drafting_spans_are_listed_by_method():
     known = Span(0, 7, 7, (8, 9, 10), 2, None, 3)
-    spans = (made(2), made(0), made(3, "other"), known, made(1), made(0, "other"))
+    spans = (
+        device_drafts(2),
+        device_drafts(0),
+        device_drafts(3, "other"),
+        known,
+        device_drafts(1),
+        device_drafts(0, "other"),
+    )
     assert Plan(spans).methods == {"dflash": [0, 4], "other": [2]}
     assert Plan(()).methods == {}
 
 
 def test_pickled_plan_equals_itself():
-    one = plan()
-    again = pickle.loads(pickle.dumps(one))
-    assert again == one
-    assert again is not one
-    assert again.admitted[0].sampling == ASKED
+    original = plan()
+    again = pickle.loads(pickle.dumps(original))
+    assert again == original
+    assert again is not original
+    assert again.admitted[0].sampling == SAMPLING
     assert isinstance(again.admitted[0].sampling.structured_outputs, StructuredOutputs)
-    assert again._replace(spans=again.spans[:2]) != one
+    assert again._replace(spans=again.spans[:2]) != original
 
 
 def test_pickled_results_and_events_equal_themselves():
-    found = TokenLogprob(4, -0.5, 1, ((4, -0.5), (9, -2.0)))
+    logprob = TokenLogprob(4, -0.5, 1, ((4, -0.5), (9, -2.0)))
     result = StepResult(
         [[1], [2, 3]],
         [0, 1],
         [0, 3],
         [[0.0], [0.5]],
-        {1: [found, found]},
-        {0: [found]},
+        {1: [logprob, logprob]},
+        {0: [logprob]},
         {0: "Why."},
     )
-    start = RequestStart("dflash", None, 16, 0.25, (None, found), frozenset([7]))
-    event = TokenEvent("key", 1, [2, 3], "stop", 7, None, 3, 1, [found], 20, start)
-    for one in (result, event):
-        assert pickle.loads(pickle.dumps(one)) == one
+    start = RequestStart("dflash", None, 16, 0.25, (None, logprob), frozenset([7]))
+    event = TokenEvent("key", 1, [2, 3], "stop", 7, None, 3, 1, [logprob], 20, start)
+    for value in (result, event):
+        assert pickle.loads(pickle.dumps(value)) == value
 
 
-def test_a_plan_can_be_read():
+def test_plan_repr_is_readable():
     text = repr(plan())
     assert "Span(slot=0, start=9, max_start=12, tokens=(-1,), num_drafts=3, method='dflash'" in text
     assert "PageWrite(slot=0, first=4, pages=(2,))" in text
@@ -115,10 +122,10 @@ def test_valid_plan_passes_the_check():
 
 
 WRONG: dict[str, tuple[Plan, str]] = {
-    "a span's slot": (Plan((made(0, slot=4),)), "slot 4 of 4 in Span"),
-    "a negative slot": (Plan((made(0, slot=-1),)), "slot -1 of 4 in Span"),
+    "a span's slot": (Plan((device_drafts(0, slot=4),)), "slot 4 of 4 in Span"),
+    "a negative slot": (Plan((device_drafts(0, slot=-1),)), "slot -1 of 4 in Span"),
     "an admission's slot": (
-        Plan(admitted=(Admission(9, 0, (1,), 1, ASKED, 0, 0, frozenset()),)),
+        Plan(admitted=(Admission(9, 0, (1,), 1, SAMPLING, 0, 0, frozenset()),)),
         "slot 9 of 4 in Admission",
     ),
     "the slot of pages": (Plan(pages=(PageWrite(4, 0, (1,)),)), "slot 4 of 4 in PageWrite"),
@@ -151,13 +158,13 @@ def test_engine_rejects_invalid_plan_untouched(target: Target, name: str):
     assert engine.components.pool.num_pages == 8
     engine.add([3, 1, 4], SamplingParams(max_tokens=9, temperature=0.0))
     engine.step()
-    ran: list[object] = []
-    engine.runner.model.forward = lambda *given: ran.append(given)  # type: ignore[method-assign]
+    calls: list[object] = []
+    engine.runner.model.forward = lambda *args: calls.append(args)  # type: ignore[method-assign]
     good = engine.scheduler.plan()
     cursor, table = engine.state.cursor.clone(), engine.state.table.clone()
     joined = Plan(*[ours + theirs for ours, theirs in zip(good[:3], wrong[:3], strict=True)])
     with pytest.raises(AssertionError, match=message):
         engine.launch(joined)
-    assert not ran
+    assert not calls
     assert engine.state.cursor.equal(cursor)
     assert engine.state.table.equal(table)

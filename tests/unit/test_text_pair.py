@@ -1,4 +1,4 @@
-"""The pair that is trained on source text: its corpus, its tokenizer, and a tiny run."""
+"""The pair trained on source text: its corpus, its tokenizer, and a tiny run."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ KINDS = ("held-out library", "trained library", "trained models")
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a run of a few steps leaves."""
+    """Return the output directory of a run of a few steps."""
     folder = tmp_path_factory.mktemp("text_pair")
     sizes = ["--small", "--steps", "4", "--sequences", "16", "--max-tokens", "24", "--measure", "6"]
     main([*sizes, "--out", str(folder), "--files", *HELDOUT, *TRAINED, MODEL])
     return folder
 
 
-def test_the_split_is_by_file_and_the_same_every_time() -> None:
+def test_split_is_by_file_and_deterministic() -> None:
     assert [name for name in (*TRAINED, *HELDOUT) if corpus.is_heldout(name)] == HELDOUT
     kinds = corpus.files([*HELDOUT, MODEL, *TRAINED])
     library, models = corpus.ROOTS.values()
@@ -40,14 +40,14 @@ def test_the_split_is_by_file_and_the_same_every_time() -> None:
     assert corpus.side(kinds, "trained") == kinds["trained library"] + kinds["trained models"]
 
 
-def test_training_uses_most_of_the_text() -> None:
+def test_heldout_text_is_a_small_share() -> None:
     kinds = {kind: sum(map(len, texts)) for kind, texts in corpus.files().items()}
     for source in corpus.ROOTS:
         heldout, trained = kinds[f"held-out {source}"], kinds[f"trained {source}"]
         assert 0.005 < heldout / (heldout + trained) < 0.08
 
 
-def test_the_documentation_is_text_and_no_literal() -> None:
+def test_documentation_is_text_instead_of_a_literal() -> None:
     (text,) = corpus.files([corpus.TOPICS, *HELDOUT])["trained library"]
     assert "\n\n" in text
     assert "\\n" not in text[:2000]
@@ -59,7 +59,7 @@ def test_one_sided_files_are_rejected(files: list[str]) -> None:
         corpus.files(files)
 
 
-def test_the_tokenizer_gives_any_text_back() -> None:
+def test_trained_tokenizer_round_trips_any_text() -> None:
     texts = corpus.files([*HELDOUT, *TRAINED])["trained library"]
     tokenizer = corpus.train_tokenizer(texts, 512)
     odd = "\tif x:\r\n\t\treturn 'ü → 漢字 🙂'  # \x00\n\n\n    \r\n  end \t"
@@ -71,7 +71,7 @@ def test_the_tokenizer_gives_any_text_back() -> None:
         corpus.train_tokenizer(texts, 262)
 
 
-def test_the_pair_answers_equally_with_speculation_on_and_off(out: Path) -> None:
+def test_trained_pair_answers_equally_with_and_without_drafts(out: Path) -> None:
     llm = LLM(out / "target", out / "draft", device="cpu", adaptive=False)
     prompts = ["def main(argv):\n    ", "import os\r\n\tfor"]
     for temperature in (0.0, 1.0):
@@ -85,7 +85,7 @@ def test_the_pair_answers_equally_with_speculation_on_and_off(out: Path) -> None
     assert llm.chat([{"role": "user", "content": "hello"}], params)[0].outputs[0].token_ids
 
 
-def test_the_prompts_are_of_all_kinds(out: Path) -> None:
+def test_prompts_cover_all_kinds(out: Path) -> None:
     lines = [json.loads(line) for line in (out / "prompts.jsonl").read_text("utf-8").splitlines()]
     assert Counter(line["kind"] for line in lines) == dict.fromkeys(KINDS, 85)
     kinds = corpus.files([*HELDOUT, *TRAINED, MODEL])
@@ -107,10 +107,10 @@ def test_log_reports_steps_and_acceptance(out: Path) -> None:
 
 
 def test_output_inside_the_package_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
-    place = ROOT / "strobe" / "demo_models" / "target"
+    inside = ROOT / "strobe" / "demo_models" / "target"
     with pytest.raises(SystemExit):
-        main(["--small", "--out", str(place)])
+        main(["--small", "--out", str(inside)])
     assert capsys.readouterr().err == (
-        f"error: --out is {place}, which lies in the package; name a directory outside "
+        f"error: --out is {inside}, which lies in the package; name a directory outside "
         f"{ROOT / 'strobe'}.\n"
     )

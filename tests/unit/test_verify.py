@@ -1,5 +1,5 @@
-"""Verification: which drafts are kept, where a sequence then stands, and that the output has
-the target's own distribution."""
+"""Verification: the drafts accepted, the sequence's new position, and the output's distribution,
+which must be the target's."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def verify(
     starts: list[int] | None = None,
     simulated: float | None = None,
 ) -> torch.Tensor:
-    """tokens [S, 1 + K], drafts [S, K] -> accepted [S]. by_host: the drafts are tokens of the
-    spans. What the slots then hold is checked, in every case."""
+    """Verify drafts [S, K] with tokens [S, 1 + K] and return accepted [S]; check the slots'
+    cursors. by_host: the spans carry the drafts as tokens."""
     count, width = drafts.shape
     lengths = [width] * count if lengths is None else lengths
     starts = list(range(count)) if starts is None else starts
     state = DecodeState(count, LIMIT + 20, 16, CPU, limit=LIMIT)
     state.cursor[:count, 0] = torch.tensor(starts)
     state.cursor[:count, 1] = 77
-    given = drafts.tolist()
+    draft_tokens = drafts.tolist()
     spans = [
-        Span(i, start, start, (77, *given[i][:n]), n, None, 1 + n)
+        Span(i, start, start, (77, *draft_tokens[i][:n]), n, None, 1 + n)
         if by_host
         else Span(i, start, start, (TAIL,), n, "dflash" if n else None, 1 + n)
         for i, (start, n) in enumerate(zip(starts, lengths, strict=True))
@@ -53,47 +53,47 @@ def verify(
 
 
 def verdict(sampled: list[list[int]], drafts: list[list[int]], lengths: list[int] | None = None):
-    tokens, given = torch.tensor(sampled), torch.tensor(drafts).view(len(sampled), -1)
-    found = verify(tokens, given, lengths).tolist()
-    assert verify(tokens, given, lengths, by_host=True).tolist() == found
-    return found
+    tokens, draft_tokens = torch.tensor(sampled), torch.tensor(drafts).view(len(sampled), -1)
+    accepted = verify(tokens, draft_tokens, lengths).tolist()
+    assert verify(tokens, draft_tokens, lengths, by_host=True).tolist() == accepted
+    return accepted
 
 
-def test_all_matching_drafts_are_kept():
+def test_all_matching_drafts_are_accepted():
     assert verdict([[1, 2, 3, 9]], [[1, 2, 3]]) == [3]
 
 
-def test_nothing_is_kept_when_first_draft_differs():
+def test_no_draft_is_accepted_when_the_first_differs():
     assert verdict([[7, 2, 3, 9]], [[1, 2, 3]]) == [0]
 
 
-def test_drafts_are_kept_up_to_first_mismatch():
+def test_drafts_are_accepted_up_to_the_first_mismatch():
     sampled = [[1, 7, 3, 9], [1, 2, 7, 9], [7, 7, 7, 9], [1, 2, 3, 1]]
     assert verdict(sampled, [[1, 2, 3]] * 4) == [1, 2, 0, 3]
 
 
-def test_the_last_sampled_token_is_never_compared():
+def test_last_sampled_token_is_never_compared():
     assert verdict([[1, 2]], [[1]]) == [1]
     assert verdict([[1, 1]], [[2]]) == [0]
 
 
-def test_drafts_beyond_row_length_are_not_kept():
+def test_drafts_past_row_length_are_not_accepted():
     sampled = [[1, 2, 3, 9]] * 4
     assert verdict(sampled, [[1, 2, 3]] * 4, [0, 1, 2, 3]) == [0, 1, 2, 3]
     assert verdict(sampled, [[1, 7, 3]] * 4, [0, 1, 2, 3]) == [0, 1, 1, 1]
 
 
-def test_without_drafts_only_one_token_is_kept():
+def test_without_drafts_nothing_is_accepted():
     assert verdict([[4], [5]], [[], []]) == [0, 0]
     assert verdict([[4], [5]], [[], []], [0, 0]) == [0, 0]
 
 
-def test_draft_matching_a_later_position_is_not_kept():
+def test_draft_matching_a_later_position_is_not_accepted():
     assert verdict([[1, 2, 3, 9]], [[2, 3, 9]]) == [0]
 
 
-def test_drafts_at_context_end_are_not_kept():
-    """Position LIMIT - 1 is the last one that can take a token."""
+def test_drafts_at_context_end_are_not_accepted():
+    """A token may take position LIMIT - 1 at most."""
     sampled, drafts = torch.tensor([[1, 2, 3, 9]] * 4), torch.tensor([[1, 2, 3]] * 4)
     starts = [LIMIT - n for n in (5, 4, 3, 1)]
     assert verify(sampled, drafts, starts=starts).tolist() == [3, 3, 2, 0]
@@ -145,24 +145,28 @@ SETTINGS = {
 }
 
 
-def plain(**how: float) -> torch.Tensor:
-    """Two tokens per seed, one after another: [DRAWS, 2]."""
-    first = sample_rows(torch.tensor([FIRST]).repeat(DRAWS, 1), params(DRAWS, positions=5, **how))
-    second = sample_rows(torch.tensor(SECOND)[first], params(DRAWS, positions=6, **how))
+def plain(**filters: float) -> torch.Tensor:
+    """Sample two tokens per seed, one after another: [DRAWS, 2]."""
+    first = sample_rows(
+        torch.tensor([FIRST]).repeat(DRAWS, 1), params(DRAWS, positions=5, **filters)
+    )
+    second = sample_rows(torch.tensor(SECOND)[first], params(DRAWS, positions=6, **filters))
     return torch.stack([first, second], 1)
 
 
-def speculative(draft: int, **how: float) -> torch.Tensor:
-    """The same with one draft for the first token, so that most need one step and some need two."""
+def speculative(draft: int, **filters: float) -> torch.Tensor:
+    """Sample the same with one draft for the first token: some seeds need one step, some two."""
     logits = torch.tensor([FIRST, SECOND[draft]]).repeat(DRAWS, 1)
     seeds = [i for i in range(DRAWS) for _ in range(2)]
-    sampled = sample_rows(logits, params(2 * DRAWS, seeds=seeds, positions=[5, 6] * DRAWS, **how))
+    sampled = sample_rows(
+        logits, params(2 * DRAWS, seeds=seeds, positions=[5, 6] * DRAWS, **filters)
+    )
     sampled = sampled.view(DRAWS, 2)
     accepted = verify(sampled, torch.full((DRAWS, 1), draft), starts=[5] * DRAWS)
     first = sampled[:, 0]
-    again = sample_rows(torch.tensor(SECOND)[first], params(DRAWS, positions=6, **how))
+    again = sample_rows(torch.tensor(SECOND)[first], params(DRAWS, positions=6, **filters))
     second = torch.where(accepted == 1, sampled[:, 1], again)
-    assert 0 < accepted.sum() < DRAWS or distribution(FIRST, **how)[draft] == 0
+    assert 0 < accepted.sum() < DRAWS or distribution(FIRST, **filters)[draft] == 0
     return torch.stack([first, second], 1)
 
 
@@ -171,29 +175,31 @@ def check_distribution(tokens: torch.Tensor, probabilities: list[float]) -> None
     possible = [i for i, p in enumerate(probabilities) if p > 0]
     assert sum(counts[i] for i in possible) == len(tokens), "a token that was filtered out appears"
     if len(possible) > 1:
-        wanted = [probabilities[i] * len(tokens) for i in possible]
-        assert stats.chisquare([counts[i] for i in possible], wanted).pvalue > 0.001
+        expected = [probabilities[i] * len(tokens) for i in possible]
+        assert stats.chisquare([counts[i] for i in possible], expected).pvalue > 0.001
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("draft", range(VOCAB))
 def test_one_draft_keeps_distribution_and_seeded_tokens(name: str, draft: int):
-    how = SETTINGS[name]
-    tokens = speculative(draft, **how)
-    assert torch.equal(tokens, plain(**how))
-    first = distribution(FIRST, **how)
+    filters = SETTINGS[name]
+    tokens = speculative(draft, **filters)
+    assert torch.equal(tokens, plain(**filters))
+    first = distribution(FIRST, **filters)
     check_distribution(tokens[:, 0], first)
-    joint = [p * q for a, p in enumerate(first) for q in distribution(SECOND[a], **how)]
+    joint = [p * q for a, p in enumerate(first) for q in distribution(SECOND[a], **filters)]
     check_distribution(tokens[:, 0] * VOCAB + tokens[:, 1], joint)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_draft_is_accepted_with_the_targets_probability_of_it(name: str):
-    how = SETTINGS[name]
-    wanted = distribution(FIRST, **how)
-    sampled = sample_rows(torch.tensor([FIRST]).repeat(DRAWS, 1), params(DRAWS, positions=5, **how))
+def test_draft_is_accepted_with_the_target_probability(name: str):
+    filters = SETTINGS[name]
+    probs = distribution(FIRST, **filters)
+    sampled = sample_rows(
+        torch.tensor([FIRST]).repeat(DRAWS, 1), params(DRAWS, positions=5, **filters)
+    )
     for draft in range(VOCAB):
-        two = torch.stack([sampled, sampled], 1)
-        kept = verify(two, torch.full((DRAWS, 1), draft), starts=[5] * DRAWS).sum().item()
-        test = stats.binomtest(kept, DRAWS, wanted[draft])
+        rows = torch.stack([sampled, sampled], 1)
+        num_accepted = verify(rows, torch.full((DRAWS, 1), draft), starts=[5] * DRAWS).sum().item()
+        test = stats.binomtest(num_accepted, DRAWS, probs[draft])
         assert test.pvalue > 0.001

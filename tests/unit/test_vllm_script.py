@@ -1,4 +1,4 @@
-"""A script for vLLM's offline API, with nothing but its import lines changed."""
+"""A script for vLLM's offline API runs with only its import lines changed."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_script_for_vllm_runs_and_finds_its_acceptance_length(tmp_path: Path):
+def test_vllm_script_runs_and_reports_acceptance_length(tmp_path: Path):
     (tmp_path / "script.py").write_text(SCRIPT)
     names = [f"--model={DEMO_MODELS / 'target'}", f"--draft={DEMO_MODELS / 'draft'}"]
     run = subprocess.run(
@@ -94,10 +94,10 @@ def test_a_script_for_vllm_runs_and_finds_its_acceptance_length(tmp_path: Path):
         text=True,
     )
     assert run.returncode == 0, run.stderr
-    found = dict(line.split(": ", 1) for line in run.stdout.splitlines() if ": " in line)
+    values = dict(line.split(": ", 1) for line in run.stdout.splitlines() if ": " in line)
     assert "apple" in run.stdout
-    assert 3 < float(found["mean acceptance length"]) <= 8  # 7 drafts and the target's own token
-    assert float(found["at the first token"]) > 0.8
+    assert 3 < float(values["mean acceptance length"]) <= 8  # 7 drafts and the target's own token
+    assert float(values["at the first token"]) > 0.8
     assert run.stderr.splitlines() == [
         "trust_remote_code is set, but code of a checkpoint's own is never run.",
         "limit_mm_per_prompt has no effect: Strobe reads text only.",

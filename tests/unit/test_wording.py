@@ -1,10 +1,10 @@
-"""Words of messages that depend on a number."""
+"""Words in messages that depend on a number."""
 
 from __future__ import annotations
 
 from strobe.wording import counted
 
 
-def test_nouns_are_plural_unless_there_is_one():
+def test_nouns_are_plural_except_for_one():
     counts = [counted(n, "request") for n in (0, 1, 2)]
     assert counts == ["0 requests", "1 request", "2 requests"]

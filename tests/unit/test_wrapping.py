@@ -1,4 +1,4 @@
-"""Text that streams to a terminal: what the screen shows."""
+"""Wrapping of text that streams to a terminal."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from strobe.wrapping import Wrapping
 
 
 def screen(printed: str) -> list[str]:
-    """The lines that a terminal shows; every character is one cell wide."""
-    lines, at = [""], 0
+    """Return the lines that a terminal shows; every character is one cell wide."""
+    lines, column = [""], 0
     for code, char in re.findall(r"\x1b\[(\d*[DKm])|(.|\n)", printed):
         if code.endswith("D"):
-            at -= int(code[:-1])
+            column -= int(code[:-1])
         elif code.endswith("K"):
-            lines[-1] = lines[-1][:at]
+            lines[-1] = lines[-1][:column]
         elif char == "\n":
             lines.append("")
-            at = 0
+            column = 0
         elif char:
-            lines[-1] = lines[-1][:at] + char
-            at += 1
+            lines[-1] = lines[-1][:column] + char
+            column += 1
     return lines
 
 
@@ -36,7 +36,7 @@ def terminal(width: int, *, is_terminal: bool = True) -> Console:
 
 
 def shown(text: str, width: int, column: int = 0, seed: int = 0) -> list[str]:
-    """The screen after the text came in pieces."""
+    """Return the screen after the text arrived in pieces."""
     wrapping, rng, printed = Wrapping(terminal(width), column), random.Random(seed), "." * column
     while text:
         size = rng.randint(1, 7)
@@ -52,17 +52,17 @@ def test_words_move_to_the_next_line():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_word_is_cut_however_the_text_is_cut(seed: int):
+def test_words_stay_whole_for_any_chunking(seed: int):
     rng = random.Random(seed)
     words = ["x" * rng.randint(1, 18) for _ in range(60)]
     text = "".join(word + rng.choice(["", " ", "\n"]) * rng.randint(1, 2) for word in words)
     lines = shown(text, 20, column=rng.randint(0, 10), seed=seed)
     assert all(len(line) < 20 for line in lines)
-    found = [word.lstrip(".") for line in lines for word in line.split()]
-    kept = [word for word in found if word]
-    assert "".join(kept) == "".join(text.split())
+    pieces = [word.lstrip(".") for line in lines for word in line.split()]
+    shown_words = [word for word in pieces if word]
+    assert "".join(shown_words) == "".join(text.split())
     if all(len(word) < 20 for word in text.split()):
-        assert kept == text.split()
+        assert shown_words == text.split()
 
 
 def test_long_words_are_cut_at_the_edge():
@@ -74,12 +74,12 @@ def test_wide_characters_count_twice_and_break_anywhere():
     assert wrapping.wrap("日本語日本") == "日本語\n日本"
 
 
-def test_a_moved_word_keeps_its_styles():
+def test_moved_word_keeps_its_styles():
     wrapping = Wrapping(terminal(8))
     wrapping.wrap("one two")
     assert wrapping.wrap("x", "<", ">") == "\033[3D\033[K\ntwo<x>"
 
 
-def test_text_for_a_file_passes_as_it_is():
+def test_output_to_a_file_is_not_wrapped():
     text = "word " * 40
     assert Wrapping(terminal(10, is_terminal=False)).wrap(text) == text
