@@ -125,8 +125,8 @@ def resolve(config: EngineConfig) -> ResolvedConfig:
         features = len({layer for draft in drafts.values() for layer in draft.capture})
         scratch = scratch_bytes(limits, target.decoder, features, dtype)
     weights = sum(weight_bytes(module, dtype, fp8=backends.fp8) for module in modules)
-    taken = slot_bytes(target, limits, dtype, device)
-    plan_pages(config, limits, groups, device, weights=weights, scratch=scratch, **taken)
+    reserved = slot_bytes(target, limits, dtype, device)
+    plan_pages(config, limits, groups, device, weights=weights, scratch=scratch, **reserved)
     return ResolvedConfig(config, target, drafts, method, limits, device, dtype, backends, scratch)
 
 

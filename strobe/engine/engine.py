@@ -198,7 +198,7 @@ class Engine:
         batch = self.state.make_batch(layout, placed)
         sampled = self.runner.sample(output, layout, batch, mode, masks)
         tokens = sampled.tokens.view(-1, layout.shape.max_logits)
-        # Lengths and newest tokens move on by what was kept of the drafts.
+        # Lengths and newest tokens advance by the accepted drafts.
         accepted = self.state.accept(layout, batch, tokens, self.simulated_acceptance)
         if mode.processed:
             self.sampling.count_tokens(layout.slots, tokens, accepted, layout.active)

@@ -36,7 +36,7 @@ class FaultIsolation:
         self._steps.clear()
 
     def failed(self, requests: Sequence[Request]) -> Request | None:
-        """Note that a step of these failed; returns the one that is at fault, once that is sure."""
+        """Record that a step of these requests failed; return the faulty one once it is certain."""
         self._steps = dict.fromkeys(requests, SOLO_STEPS)
         if len(requests) != 1:
             return None
@@ -44,8 +44,8 @@ class FaultIsolation:
         return requests[0] if requests[0].failures >= MAX_FAILURES else None
 
     def succeeded(self, request: Request, length: int) -> None:
-        """Note that a request got through a step, after which `length` positions have K/V. What it
-        repeats of what it had done before its step failed says nothing."""
+        """Record that a request completed a step, after which `length` positions have K/V.
+        Repeating positions from before its failure does not count."""
         if request in self._steps and length > request.failed_at:
             self._steps[request] -= 1
             if not self._steps[request]:

@@ -1,11 +1,11 @@
-"""Who runs, how far, and what became of it. Imports no torch.
+"""Decides which requests run in a step and how far, and commits the results. Imports no torch.
 
     waiting --admit--> running --finish--> finished
        ^                  |
-       +----preempt-------+        first come, first served; the newest makes room
+       +----preempt-------+        first come, first served; the newest is preempted
 
-Results may come one step late: a record whose request ended or was preempted while a step was in
-flight keeps its slot and pages until that step's result is in, which is dropped.
+Results may come one step late: a request that ended or was preempted while a step was in flight
+keeps its slot and pages until that step's result is in, which is dropped.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Scheduler:
         prefix_caching: bool = True,
         draft_policy: DraftPolicy | None = None,
     ):
-        """host_proposers: methods that draft on the host, by what it knows of a request's tokens.
-        draft_policy: how many drafts are verified."""
+        """host_proposers: methods that draft on the host, from a request's tokens. draft_policy:
+        decides how many drafts are verified."""
         self.limits, self.pool = limits, pool
         self.host_proposers = host_proposers or {}
         self.prefix_caching = prefix_caching
@@ -79,7 +79,8 @@ class Scheduler:
         self.waiting.insert(at, request)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
-        """End a request from outside (stop string, abort). Ending one that has ended is nothing."""
+        """End a request from outside (stop string, abort). No effect on a request that has
+        ended."""
         if request.status is Status.FINISHED:
             return
         if request.status is Status.WAITING:
@@ -99,7 +100,7 @@ class Scheduler:
             self.running.append(record)
             record.request.status, record.pages_sent = Status.RUNNING, 0
         running = [r for r in self.running if solo is None or r.request is solo]
-        # Who is drafted for on the host waits for its tokens.
+        # Drafting on the host needs all tokens, so such requests wait for their results.
         ready = [r for r in running if r.is_decoding and not (r.in_flight and r.host_proposer)]
         chosen, draft_plan = self._decode_spans(ready)
         decode_rows = num_rows([span for _, span in chosen], draft_plan.num_verified)
@@ -117,7 +118,7 @@ class Scheduler:
         out_of_pages, chosen = len(fitting) < len(chosen), fitting
         chosen += [] if out_of_pages else self._admit_waiting(solo, token_budget)
         if solo is not None and not chosen and not self._in_flight:
-            self._fault_isolation.clear()  # it finds no room beside the others
+            self._fault_isolation.clear()  # no room for it next to the others
             return self.plan()
         for record, span in chosen:
             record.in_flight += 1
@@ -130,13 +131,13 @@ class Scheduler:
         return Plan(spans, pages, admissions, draft_plan.num_verified, draft_plan.confidence)
 
     def commit(self, plan: Plan, result: StepResult) -> list[TokenEvent]:
-        """Take in the oldest step in flight: advance leases, apply stop rules, make the events. All
-        of it or, where anything raises, nothing; then `cancel_all` must follow."""
+        """Commit the oldest step in flight: advance leases, apply stop rules, make events. If
+        anything raises, nothing is committed, and `cancel_all` must follow."""
         records = [record for record in self._in_flight[0] if not record.finishing]
         before = [(len(r.request.tokens), r.request.started, r.lease.length) for r in records]
         try:
             events, ended = self._commit(plan, result)
-            self.alone = None  # what is published is not written again, so nobody goes on there
+            self.alone = None  # published pages are not written again, so no request resumes there
             for record in records:
                 if self.prefix_caching and record.request.error is None:
                     record.lease.publish(record.request.tokens)
@@ -152,7 +153,7 @@ class Scheduler:
     def _commit(
         self, plan: Plan, result: StepResult
     ) -> tuple[list[TokenEvent], list[RunningRequest]]:
-        taken, ends = list[tuple[Request, TokenEvent]](), dict[int, int]()
+        event_pairs, ends = list[tuple[Request, TokenEvent]](), dict[int, int]()
         for i, (record, span) in enumerate(zip(self._in_flight[0], plan.spans, strict=True)):
             request, start = record.request, record.lease.length
             record.in_flight -= 1
@@ -165,25 +166,26 @@ class Scheduler:
             if span.scored_tokens and i not in result.errors:
                 request.prompt_logprobs[span.start + 1 :] = result.prompt_logprobs[i]
             if span.num_logits or i in result.errors:
-                drafted = span.num_drafts if result.num_verified is None else result.num_verified[i]
-                drafted = max(0, min(drafted, self.limits.max_model_len - 1 - start))
-                may = request.num_drafts and start >= record.prefill_end
-                made = span.num_drafts if may else None
-                event = self.results.apply(request, start, made, drafted, i, result)
-                taken.append((request, event))
+                by_span = result.num_verified
+                num_verified = span.num_drafts if by_span is None else by_span[i]
+                num_verified = max(0, min(num_verified, self.limits.max_model_len - 1 - start))
+                can_draft = request.num_drafts and start >= record.prefill_end
+                num_proposed = span.num_drafts if can_draft else None
+                event = self.results.apply(request, start, num_proposed, num_verified, i, result)
+                event_pairs.append((request, event))
                 if event.finish_reason is not None:
                     ends[i] = len(event.tokens)
-        seen = result.truncate(ends, plan.spans)
-        self._advice.of("The draft policy", lambda: self.draft_policy.observe(plan, seen), None)
+        counted = result.truncate(ends, plan.spans)
+        self._advice.of("The draft policy", lambda: self.draft_policy.observe(plan, counted), None)
         self.stats.steps += 1
-        for request, event in taken:
+        for request, event in event_pairs:
             self.results.count(request, event)
-        return [event for _, event in taken], [self._in_flight[0][i] for i in ends]
+        return [event for _, event in event_pairs], [self._in_flight[0][i] for i in ends]
 
     def cancel(self, plan: Plan, error: str = "") -> list[TokenEvent]:
-        """Give up the newest plan, whose step failed: its requests wait again, since part of the
-        step may have been done, and then run alone for a few steps. A request whose steps go on
-        failing though it is alone ends with the error, which the event returned says."""
+        """Give up the newest plan, whose step failed. Its requests wait again, since part of the
+        step may have run, and then run alone for a few steps. A request that keeps failing alone
+        ends with the error, in the event returned."""
         if not plan.spans:
             return []
         records = self._in_flight.pop()
@@ -194,8 +196,8 @@ class Scheduler:
         return self._start_over(records, error)
 
     def cancel_all(self, error: str) -> list[TokenEvent]:
-        """Give up all steps in flight, as `cancel` does, since the oldest one's result could not be
-        taken in, and the others were launched on top of it."""
+        """Give up all steps in flight, as `cancel` does: the oldest one's result could not be
+        committed, and the others build on it."""
         records = list(dict.fromkeys(itertools.chain(*self._in_flight)))
         self._in_flight.clear()
         for record in records:
@@ -205,7 +207,7 @@ class Scheduler:
         return self._start_over(records, error)
 
     def _start_over(self, records: list[RunningRequest], error: str) -> list[TokenEvent]:
-        back = [record.request for record in records if not record.finishing]
+        requeued = [record.request for record in records if not record.finishing]
         for record in reversed(records):
             if record.finishing:
                 self._retire(record)
@@ -214,7 +216,7 @@ class Scheduler:
                 record.request.failures = 0
             record.request.failed_at = record.start
             self._requeue(record, keep=record.request is self.alone and not record.in_flight)
-        request = self._fault_isolation.failed(back)
+        request = self._fault_isolation.failed(requeued)
         if request is None:
             return []
         request.error = f"The step failed {request.failures} times with this request alone: {error}"
@@ -222,7 +224,7 @@ class Scheduler:
         return [self.results.make_event(request, [])]
 
     def check(self) -> None:
-        """Raises AssertionError where bookkeeping disagrees with itself."""
+        """Raise AssertionError if the bookkeeping is inconsistent."""
         self.pool.check()
         held = [*self.running, *self._finishing]
         assert len({r.slot for r in held}) == len(held), "a slot is used twice"
@@ -235,7 +237,7 @@ class Scheduler:
                 assert record.lease.length == record.start == len(record.request.tokens) - 1
 
     def _decode_spans(self, records: list[RunningRequest]) -> tuple[Scheduled, DraftPlan]:
-        """Each record's newest token, and the drafts that it verifies."""
+        """Make the decoding requests' spans: each one's newest token and the drafts to verify."""
         if not records:
             return [], DraftPlan([])
         max_drafts = self.limits.num_drafts
@@ -278,14 +280,14 @@ class Scheduler:
         return Span(record.slot, start, start, tokens, 0, None, logits, scored_tokens, top_logprobs)
 
     def _positions_to_reserve(self, record: RunningRequest, span: Span) -> int:
-        """Positions to reserve: a drafting request always gets the whole block."""
+        """Return the positions to reserve: a drafting request always gets a whole block."""
         drafting = record.is_decoding and record.request.num_drafts
         return self.limits.lookahead if drafting else span.num_rows
 
     def _reserve(self, chosen: Scheduled) -> Scheduled:
-        """Reserve for all of them. Where pages run out the newest running request of the lowest
-        priority makes room, and while a leaving one's pages are still on their way the newest
-        chosen ones sit this step out."""
+        """Reserve pages for all of them. If pages run out, the newest running request of the lowest
+        priority is preempted; while the pages of a finishing request are still in use, the newest
+        chosen requests skip this step."""
         while not reserve_all([(r.lease, self._positions_to_reserve(r, s)) for r, s in chosen]):
             if self._finishing:
                 chosen = chosen[:-1]
@@ -298,8 +300,8 @@ class Scheduler:
         return chosen
 
     def _admit_waiting(self, solo: Request | None, token_budget: int) -> Scheduled:
-        """Start waiting requests, in their order, as far as slots, pages and rows go. Who would
-        compute what another is computing waits for that."""
+        """Admit waiting requests in order, as far as slots, pages and rows allow. A request whose
+        prefix is being computed by another waits for it."""
         admitted: Scheduled = []
         scanned = itertools.islice(self.waiting, _MAX_SCANNED)
         for request in [solo] if solo is not None else list(scanned):
@@ -316,7 +318,7 @@ class Scheduler:
         return admitted
 
     def _admit(self, request: Request, token_budget: int) -> tuple[RunningRequest, Span] | None:
-        """Start a waiting request if all its known tokens and a block more find pages."""
+        """Admit a waiting request if there are pages for all its tokens and one block more."""
         lease, start = Lease(self.pool, self.limits.max_model_len, request.page_keys), 0
         if self.prefix_caching:
             self.pool.extend(request.page_keys, request.tokens)
@@ -344,7 +346,8 @@ class Scheduler:
         return record, span
 
     def _is_prefix_in_progress(self, request: Request) -> bool:
-        """Whether a running request is computing at least half of what it would have to."""
+        """Whether a running request is computing at least half of the positions that this one
+        needs."""
         computing = [record for record in self.running if record.lease.length < record.prefill_end]
         if not computing or not self.prefix_caching or request.wants_prompt_logprobs:
             return False
@@ -356,15 +359,15 @@ class Scheduler:
         return 2 * size * num_shared >= len(request.tokens) - num_cached * size
 
     def _requeue(self, record: RunningRequest, *, keep: bool = False) -> None:
-        """Take a running request's pages; it starts over from the tokens it has, first in line of
-        its priority. keep: leave it the pages, and the next plan goes on from there."""
+        """Take back a running request's pages; it starts over from its tokens, first in line of its
+        priority. keep: it keeps the pages, and the next plan resumes it."""
         request = record.request
         request.status = Status.WAITING
         self._retire(record, keep=keep)
         self.waiting.insert(bisect_left(self.waiting, request.priority, key=_priority), request)
 
     def _retire(self, record: RunningRequest, *, keep: bool = False) -> None:
-        """Have a record give back its slot and pages, once no step of it is in flight."""
+        """Release a request's slot and pages once no step of it is in flight."""
         if record in self.running:
             self.running.remove(record)
             self._finishing.append(record)

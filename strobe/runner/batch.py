@@ -1,14 +1,14 @@
-"""Spans as one ragged batch: what the host lays out, exact on a CPU, padded to a bucket on a GPU.
+"""Lays out spans as one ragged batch, exact on a CPU, padded to a bucket on a GPU.
 
-Legend: S spans, T rows, K drafts of a span at most, W rows of a span with logits.
+Legend: S spans, T rows, K maximum drafts of a span, W rows of a span with logits.
 
     span 0: prefill chunk      span 1: decode     span 2: verify
     [ t t t t t t t t ]        [ tail ]           [ tail d d d d d ]
                     ^             ^                  ^   ^ ^ ^ ^ ^    logits
 
-Logits are a rectangle [S, W]: a span with fewer rows of them has its last row repeated. Where steps
-are captured in graphs, spans of no rows and rows of no span fill a bucket up; both belong to the
-spare slot, which has a page of its own.
+Logits are a rectangle [S, W]: a span with fewer rows of logits repeats its last one. Where steps
+are captured in graphs, spans without rows and rows without a span fill the bucket; both belong to
+the spare slot, which has a page of its own.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FIELDS = (
 
 
 class Shape(NamedTuple):
-    """Spans S, rows T, K and W of a batch; max_rows: no span has more rows."""
+    """Spans S, rows T, K and W of a batch; max_rows: maximum rows of a span."""
 
     spans: int
     rows: int
@@ -44,8 +44,8 @@ class Shape(NamedTuple):
 
 class ScoredRows(NamedTuple):
     """Rows whose next prompt token is scored, as spans [A] and offsets [A] within them, which stay
-    the same when a layout is narrowed; tokens [A]: the next ones; top: the number of most probable
-    tokens to report for each."""
+    valid when a layout is narrowed. tokens [A]: the next tokens; top: number of alternatives to
+    report for each."""
 
     spans: Tensor
     offsets: Tensor
@@ -55,13 +55,13 @@ class ScoredRows(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The geometry of a batch; the same for every step while the same requests decode.
+    """The geometry of a batch; unchanged while the same requests decode.
 
-    spans: those that are no padding; where they start differs from step to step. Per span [S]:
-    slots; certain, rows that are no drafts; drafts; sizes, all rows; row_starts, the first row;
-    active, 1 where logits are wanted. Per row [T]: span_of_row; offset, its place in the span;
-    tokens: the host's, TAIL, or TAIL - 1 - j for draft j of the device. logits_rows [S * W]; None
-    where each row is one. packed: all of these in one int64 tensor.
+    spans: without padding; their starts change from step to step. Per span [S]: slots;
+    context_rows, rows before the drafts; drafts; sizes, all rows; row_starts, the first row;
+    active, 1 if logits are needed. Per row [T]: span_of_row; offset within the span; tokens: the
+    host's, TAIL, or TAIL - 1 - j for the device's draft j. logits_rows [S * W], None if every row
+    has logits. packed: all of these in one int64 tensor.
     """
 
     shape: Shape
@@ -81,7 +81,7 @@ class Layout:
     logits_rows: Any
 
     def with_packed(self, packed: Tensor) -> Layout:
-        """The same layout read from elsewhere, where others of its shape will be."""
+        """Return the same layout over another packed tensor, such as a graph's input."""
         if packed is self.packed:
             return self
         return replace(self, packed=packed, **unpack(packed, self.shape))
@@ -93,13 +93,13 @@ class Layout:
 
     @functools.cached_property
     def arrays(self) -> Layout:
-        """The same over NumPy arrays, of a layout on a CPU."""
+        """The layout over NumPy arrays; on a CPU only."""
         return replace(self, **unpack(self.packed.numpy(), self.shape))
 
     @functools.cached_property
     def token_source(self) -> Any:
-        """[T], of `arrays`: where a row's token stands among the spans' newest ones, the host's and
-        the device's drafts, one behind the other."""
+        """[T], of `arrays`: index of a row's token in the spans' newest tokens, the host's tokens
+        and the device's drafts, concatenated."""
         host = self.shape.spans + np.arange(self.shape.rows)
         drafts = host[-1] + 1 + self.span_of_row * self.shape.max_drafts + self.draft_of_row
         host_source = np.where(self.tokens == TAIL, self.span_of_row, host)
@@ -107,25 +107,25 @@ class Layout:
 
     @functools.cached_property
     def slot_of_row(self) -> Any:
-        """[T]"""
+        """Slot of each row, [T]."""
         return self.slots[self.span_of_row]
 
     @functools.cached_property
     def draft_of_row(self) -> Any:
-        """[T]: which of the device's drafts a row holds; 0 where it holds none."""
+        """Index of the device draft in each row, [T]; 0 for other rows."""
         return (TAIL - 1 - self.tokens).clip(0)
 
     @functools.cached_property
     def draft_rows(self) -> Tensor:
-        """[S, K]: the rows behind each span's certain ones, its drafts and whatever follows."""
+        """Rows of each span's drafts, [S, K]; past its last draft, the rows that follow."""
         steps = torch.arange(self.shape.max_drafts, device=self.slots.device)
         first = self.row_starts + self.context_rows
         return (first[:, None] + steps).clip(max=self.shape.rows - 1)
 
     @property
     def logits_for_all_rows(self) -> bool:
-        """Whether it has fewer rows than places for rows with logits: where spans differ in
-        length, every row is one, or takes less to compute than to leave out."""
+        """Whether computing logits for every row costs no more than gathering: spans of unequal
+        length have fewer rows than places for logits."""
         shape = self.shape
         return self.logits_rows is not None and shape.rows <= shape.spans * shape.max_logits
 
@@ -136,17 +136,17 @@ class Layout:
         return self.row_starts.index_select(0, self.scored.spans) + self.scored.offsets
 
     def select(self, x: Tensor) -> Tensor:
-        """Rows [T, ...] -> those with logits, [S * W, ...]."""
+        """Select the rows with logits of x [T, ...]: [S * W, ...]."""
         return x if self.logits_rows is None else x.index_select(0, self.logits_rows)
 
     @functools.cached_property
     def device_drafts(self) -> Tensor:
-        """[S]: of each span's drafts those that the device makes, which are all or none."""
+        """Number of each span's drafts that the device proposes, [S]: all or none."""
         first = (self.row_starts + self.context_rows).clip(max=self.shape.rows - 1)
         return self.drafts * (self.tokens[first] < TAIL)
 
     def narrow(self, drafts: Tensor, shape: Shape, *, kernels: bool = False) -> Layout:
-        """The same spans, padded to that shape, with drafts [S] of theirs, of each the first."""
+        """Keep the first `drafts` [S] drafts of each span, padded to that shape."""
         if kernels:
             from strobe.kernels.narrow import narrow
 
@@ -171,7 +171,7 @@ class Layout:
 
 
 def unpack(packed: Any, shape: Shape) -> dict[str, Any]:
-    """The parts of a packed layout, as views."""
+    """Return the parts of a packed layout, as views."""
     fields: dict[str, Any] = {}
     first = 0
     for names, count in zip(FIELDS, (shape.spans, shape.rows), strict=True):
@@ -193,8 +193,8 @@ def exact_shape(spans: Sequence[Span]) -> Shape:
 def lay_out(
     spans: Sequence[Span], device: torch.device, shape: Shape, padded: bool, spare_slot: int
 ) -> Layout:
-    """spare_slot: the slot of what pads the spans to the shape; where they have more rows than it,
-    it is all of theirs, to be narrowed."""
+    """Lay out spans in that shape; spans with more rows than it keep them all, to be narrowed.
+    spare_slot: slot of the padding."""
     counts = [span.num_rows for span in spans]
     shape = shape._replace(rows=max(shape.rows, sum(counts)))
     width = shape.max_logits

@@ -26,7 +26,7 @@ CORE_FILES = (
 
 KINDS, FIRST = ("families", "config_readers"), "qwen3.py"
 
-FILE_LINES, CORE_CODE_LINES, STEP_LINES = 400, 5440, 30
+FILE_LINES, CORE_CODE_LINES, STEP_LINES = 400, 5390, 30
 
 
 def lines(path: Path) -> int:

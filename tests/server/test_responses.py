@@ -133,7 +133,7 @@ def test_a_stream_ends_in_the_same_response(ask: Asker, speculation: bool):
     assert "".join(entry.token for entry in logprobs) == whole.output_text
     assert {len(entry.top_logprobs) for entry in logprobs} == {2}
     assert last.speculation["used"] is speculation
-    assert not hasattr(whole, "draft_counts")
+    assert not hasattr(whole, "speculation")
 
 
 def test_the_clients_own_reader_of_streams_takes_it(ask: Asker):
