@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -54,6 +54,7 @@ class AttentionPlan(Protocol):
         ...
 
 
+@runtime_checkable
 class PagedPlan(AttentionPlan, Protocol):
     """A plan that exposes its cache, so that a fused kernel can store keys and values itself.
 

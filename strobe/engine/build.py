@@ -211,7 +211,7 @@ def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
     grammars = GrammarState(GrammarCompiler(tokenizer, vocab, resolved.target.eos_ids))
     backend, draft_backend = make_backends(backends, resolved.target, resolved.draft, device)
     if states is not None:
-        backend = RecurrentBackend(backend, states, kernels=backends.attention == "triton")
+        backend = RecurrentBackend(backend, states)
     buckets, graphs = None, Eager()
     if backends.graphs:
         buckets = Buckets(

@@ -9,7 +9,7 @@ does not depend on later rows, so K and U are saved and the next forward applies
 
 Legend: S spans, T rows, P maximum rows of a block, C channels of the convolution, Hk / Hv key
 and value heads, Dk / Dv their sizes, N slots. The torch twin is
-`strobe.attention.recurrent.RecurrentPlan`.
+`strobe.kernels.reference_recurrent.mix`.
 """
 
 from __future__ import annotations

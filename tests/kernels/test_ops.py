@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from strobe.attention.base import Batch
-from strobe.attention.recurrent import KernelPlan, RecurrentPlan
+from strobe.attention.recurrent import RecurrentPlan
 from strobe.kernels import linear
 from strobe.kv.states import StateStore
 from strobe.kv.store import KVSpec, KVStore
@@ -40,16 +40,15 @@ IDS, ROWS = [3, 1, 4, 1, 5], 5
 
 
 class Cache:
-    """A plan for one sequence of ROWS rows: its keys and values, causal attention over all of them,
-    and the states of recurrent layers."""
+    """Keys and values of one sequence from its start, with attention over all of it."""
 
-    def __init__(self, decoder: DecoderConfig, device: torch.device, mix: Any = None):
+    def __init__(self, decoder: DecoderConfig, device: torch.device):
         shapes = [decoder.shape_of(i) for i in range(len(decoder.masks))]
         self.layers = [
             torch.zeros(ROWS, 2, shape.num_kv_heads, shape.head_dim, device=device)
             for shape in shapes
         ]
-        self.slots, self.mix = torch.arange(ROWS, device=device), mix
+        self.slots = torch.arange(ROWS, device=device)
 
     def kv(self, layer: int) -> Tensor:
         return self.layers[layer]
@@ -72,9 +71,10 @@ class Cache:
         return torch.einsum("hqk,khd->qhd", weights / total, values).flatten(1)
 
 
-def cache(config: TargetConfig, device: torch.device, *, kernels: bool) -> Cache:
+def plan_of(config: TargetConfig, cache: Cache, device: torch.device) -> Any:
+    """The cache's attention, with the states of recurrent layers where there are any."""
     if config.states is None:
-        return Cache(config.decoder, device)
+        return cache
     nothing: Any = None
     one = torch.zeros(1, dtype=torch.int64, device=device)
     batch = Batch(
@@ -91,8 +91,7 @@ def cache(config: TargetConfig, device: torch.device, *, kernels: bool) -> Cache
         page_size=1,
     )
     states = StateStore(config.states, 1, 2, torch.float32, device)
-    plan = (KernelPlan if kernels else RecurrentPlan)(nothing, batch, states)
-    return Cache(config.decoder, device, plan.mix)
+    return RecurrentPlan(cache, batch, states)
 
 
 def contiguous(model: torch.nn.Module) -> None:
@@ -111,11 +110,11 @@ def run_both(path: Path, device: torch.device, *, fp8: bool = False) -> list[tup
     plain = load_target(path, config, **options)
     fused = load_target(path, config, **options, fp8=fp8)
     ids, places = torch.tensor(IDS, device=device), torch.arange(ROWS, device=device)
-    caches = [cache(config, device, kernels=kernels) for kernels in (False, True)]
+    caches = [Cache(config.decoder, device) for _ in range(2)]
     contiguous(fused)
     fused.ops = TritonOps(device, torch.float32)
-    x, expected = plain(ids, places, caches[0], tuple(layers))
-    y, actual = fused(ids, places, caches[1], tuple(layers))
+    x, expected = plain(ids, places, plan_of(config, caches[0], device), tuple(layers))
+    y, actual = fused(ids, places, plan_of(config, caches[1], device), tuple(layers))
     assert expected is not None
     assert actual is not None
     if not fp8:
@@ -209,7 +208,7 @@ def test_layers_call_ops_for_fusable_work(
     model = load_target(tmp_path, config, max_positions=16, dtype=torch.float32, device=device)
     model.ops = CountingOps()
     ids, places = torch.tensor(IDS, device=device), torch.arange(ROWS, device=device)
-    model(ids, places, cache(config, device, kernels=False), ())
+    model(ids, places, plan_of(config, Cache(config.decoder, device), device), ())
     assert model.ops.calls == calls
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from strobe.attention.base import Batch
-from strobe.attention.recurrent import KernelPlan, RecurrentPlan
+from strobe.attention.recurrent import RecurrentPlan
+from strobe.kernels import recurrent, reference_recurrent
 from strobe.kv.states import StateSpec, StateStore
 
 SPECS = {
@@ -70,11 +71,12 @@ def mix_both(
 ) -> Any:
     """Return the outputs of plain torch and of the kernels, each with its own store."""
     nothing: Any = None
-    plans = [
-        plan_type(nothing, batch, store)
-        for plan_type, store in zip((RecurrentPlan, KernelPlan), pair, strict=True)
-    ]
-    return [plan.mix(0, x, decay, rate, weight) for plan in plans]
+    plain, fused = (RecurrentPlan(nothing, batch, store) for store in pair)
+    rows, spec = (x, decay, rate, weight), plain.states.spec
+    return (
+        reference_recurrent.mix(*rows, plain.groups, plain.stored(0), spec),
+        recurrent.mix(*rows, fused.spans, fused.stored(0), batch.longest, spec),
+    )
 
 
 @pytest.mark.parametrize("dtype", BOUND, ids=str)

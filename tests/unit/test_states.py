@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from strobe.attention.base import Batch
-from strobe.attention.recurrent import CHUNK, FEW, RecurrentPlan, apply_changes, delta_rule
+from strobe.attention.recurrent import RecurrentPlan
+from strobe.kernels.reference_recurrent import CHUNK, FEW, apply_changes, delta_rule, mix
 from strobe.kv.states import StateSpec, StateStore
 
 SPEC = StateSpec(layers=2, heads=4, key_heads=2, key_dim=6, value_dim=5, kernel=4)
@@ -50,10 +51,10 @@ class Rows:
         self.weight = torch.randn(spec.layers, spec.channels, spec.kernel, generator=noise)
 
     def run(self, plan: RecurrentPlan, tokens: Sequence[int]) -> Tensor:
-        """Return the outputs of every layer, [T, L, Hv, Dv]."""
-        chosen = list(tokens)
+        """The answers of every layer, [T, L, Hv, Dv]."""
+        at, spec = list(tokens), plan.states.spec
         answers = [
-            plan.mix(layer, x[chosen], decay[chosen], rate[chosen], weight)
+            mix(x[at], decay[at], rate[at], weight, plan.groups, plan.stored(layer), spec)
             for layer, (x, decay, rate, weight) in enumerate(
                 zip(self.x, self.decay, self.rate, self.weight, strict=True)
             )

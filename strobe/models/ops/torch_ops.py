@@ -15,6 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from strobe.attention.base import PagedPlan
+from strobe.attention.recurrent import RecurrentPlan
+from strobe.kernels import reference_recurrent
 from strobe.kv.store import KVStore
 from strobe.models.modules import Attention, RMSNorm, Rope, RotaryTable, rotate, unit_rms
 from strobe.sampling.sampler import argmax, best_two
@@ -83,12 +86,15 @@ about caches, masks or batches: the engine passes one of these, training passes 
 
 class ForwardRows:
     """The rows of one forward. tables: the rotary table of each layer with attention; attend: any
-    `Attend`, with more methods where recurrent layers or kernels need them."""
+    `Attend`; for recurrent layers a `RecurrentPlan`. paged: the attention plan, if kernels can
+    store keys and values in its cache themselves."""
 
-    __slots__ = ("_angles", "attend", "positions", "tables")
+    __slots__ = ("_angles", "attend", "paged", "positions", "recurrent", "tables")
 
     def __init__(self, positions: Tensor, attend: Any, tables: Sequence[RotaryTable]):
-        self.positions, self.attend, self.tables = positions, attend, tables
+        self.positions, self.tables, self.recurrent = positions, tables, attend
+        self.attend: Attend = attend.attend if isinstance(attend, RecurrentPlan) else attend
+        self.paged = self.attend if isinstance(self.attend, PagedPlan) else None
         self._angles: dict[RotaryTable, Rope] = {}
 
     def angles(self, layer: int) -> Rope:
@@ -171,7 +177,9 @@ class TorchOps:
         """The gated delta rule behind a convolution, over the sequences' states (Yang et al., arXiv
         2412.06464): qkv [T, C], decay (its logarithm) and rate [T, Hv] in fp32, conv [C, kernel] ->
         [T, Hv, Dv]. layer: counts recurrent ones only."""
-        return rows.attend.mix(layer, qkv, decay, rate, conv)
+        plan: RecurrentPlan = rows.recurrent
+        spans, held = plan.groups, plan.stored(layer)
+        return reference_recurrent.mix(qkv, decay, rate, conv, spans, held, plan.states.spec)
 
     def head(self, x: Tensor, norm: RMSNorm, weight: Tensor) -> Tensor:
         """Residual stream [R, H], weight [V, H] -> logits [R, V]."""

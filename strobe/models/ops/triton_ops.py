@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strobe.attention.recurrent import RecurrentPlan
 from strobe.kernels.linear import Gemms, Weight
+from strobe.kernels.recurrent import mix
 from strobe.kernels.residual import FusedResidual
 from strobe.kernels.rowwise import context_store, qk_norm_rope_store, rms_norm
 from strobe.kernels.steps import gather_rows
@@ -62,20 +64,20 @@ class TritonOps(TorchOps):
     def norm_linear(
         self, x: Residual, norm: RMSNorm, linear: Linear, activation: Activation | None = None
     ) -> Tensor:
-        assert isinstance(x, FusedResidual)
-        norm_kwargs = {"norm": (norm.weight, norm.eps), "scaled": x.scaled(norm.weight)}
+        scaled = x.scaled(norm.weight) if isinstance(x, FusedResidual) else None
+        norm_kwargs = {"norm": (norm.weight, norm.eps), "scaled": scaled}
         return self.linear(x.value, linear, activation, **norm_kwargs)
 
     def add_linear(
         self, x: Residual, y: Tensor, linear: Linear, next_norm: RMSNorm | None = None
     ) -> None:
-        assert isinstance(x, FusedResidual)
+        if not isinstance(x, FusedResidual):
+            return super().add_linear(x, y, linear, next_norm)
         weight, bias = self._weight(linear)
         x.add_linear(self.gemms, y, weight, bias, None if next_norm is None else next_norm.weight)
 
     def attention(self, qkv: Tensor, attention: Attention, rows: ForwardRows) -> Tensor:
-        attend = rows.attend
-        if not hasattr(attend, "over"):  # keys and values are not within reach
+        if rows.paged is None:
             return super().attention(qkv, attention, rows)
         table = rows.tables[attention.layer]
         q = qk_norm_rope_store(
@@ -86,14 +88,21 @@ class TritonOps(TorchOps):
             table.cos,
             table.sin,
             rows.positions,
-            attend.slots,
-            attend.kv(attention.layer),
+            rows.paged.slots,
+            rows.paged.kv(attention.layer),
             attention.q_heads,
             attention.kv_heads,
             own_values=attention.own_values,
             value_norm=attention.value_norm,
         )
-        return attend.over(attention.layer, q, attention.sinks)
+        return rows.paged.over(attention.layer, q, attention.sinks)
+
+    def delta_rule(
+        self, qkv: Tensor, decay: Tensor, rate: Tensor, conv: Tensor, layer: int, rows: ForwardRows
+    ) -> Tensor:
+        plan: RecurrentPlan = rows.recurrent
+        longest, held = plan.batch.longest, plan.stored(layer)
+        return mix(qkv, decay, rate, conv, plan.spans, held, longest, plan.states.spec)
 
     def head(self, x: Tensor, norm: RMSNorm, weight: Tensor) -> Tensor:
         return self.gemms.linear(self.norm(x, norm), Weight(weight))
