@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from strobe.kv.store import KVStore
 from strobe.models.config import DraftConfig
 from strobe.models.layers import Decoder, DecoderLayer, softcapped
-from strobe.models.modules import RMSNorm, scale_of
+from strobe.models.linear import Linear
+from strobe.models.modules import RMSNorm
 from strobe.models.ops.torch_ops import Attend, ContextWeights, ForwardRows
 from strobe.models.weight_mapping import WeightMapping, WeightPart
 from strobe.sampling.sampler import argmax, best_two
@@ -43,18 +44,18 @@ class DFlash(Decoder):
         self.config = config
         hidden = decoder.hidden_size
         features = len(config.capture) * (config.target_hidden_size or hidden)
-        self.fc = nn.Linear(features, hidden, bias=False)
+        self.fc = Linear(features, hidden)
         self.hidden_norm = RMSNorm(hidden, decoder.rms_norm_eps)
         self._attentions = [layer.self_attn for layer in layers]
         self.embed_tokens = (
             nn.Embedding(decoder.vocab_size, hidden) if "embed_tokens" in own_tensors else None
         )
         self.lm_head = (
-            nn.Linear(hidden, config.head_rows, bias=False) if "lm_head" in own_tensors else None
+            Linear(hidden, config.head_rows, fixed=True) if "lm_head" in own_tensors else None
         )
         self.target_ids: Tensor | None = None
-        self._shared = (embedding, head_weight)  # in a tuple, or they would count as our own
-        self.fp8_head: tuple[Tensor, Tensor] | None = None
+        self._shared = (embedding, Linear.over(head_weight))  # in a tuple: not parameters of ours
+        self.fp8_head: Linear | None = None
         self._context: ContextWeights | None = None
 
     def weight_mapping(self) -> WeightMapping:
@@ -71,33 +72,30 @@ class DFlash(Decoder):
         return self._shared[0] if self.embed_tokens is None else self.embed_tokens.weight
 
     @property
-    def head_weight(self) -> Tensor:
+    def output(self) -> Linear:
         """The output head [V', H]; where it knows a part of the vocabulary only, `target_ids` [V']
         says which."""
-        return self._shared[1] if self.lm_head is None else self.lm_head.weight
+        return self._shared[1] if self.lm_head is None else self.lm_head
 
     def fold(self) -> None:
         """After loading: give up an own embedding or head that is the same as the target's, and
         keep the context weights of all layers as one."""
-        for name, shared in zip(("embed_tokens", "lm_head"), self._shared, strict=True):
-            module = getattr(self, name)
-            if module is not None and torch.equal(module.weight, shared):
-                setattr(self, name, None)
+        embedding, head = self._shared
+        if self.embed_tokens is not None and torch.equal(self.embed_tokens.weight, embedding):
+            self.embed_tokens = None
+        if self.lm_head is not None and torch.equal(self.lm_head.weight, head.weight):
+            self.lm_head = None
         self._context = self._context_weights()
 
     def _context_weights(self) -> ContextWeights:
-        decoder, linears = self.config.decoder, [a.qkv_proj for a in self._attentions]
-        first = self._attentions[0].first_key
+        linears, first = [a.qkv_proj for a in self._attentions], self._attentions[0].first_key
         norms = [a.k_norm for a in self._attentions if a.k_norm is not None]
-        scales = [scale[first:] for scale in map(scale_of, linears) if scale is not None]
         folded = [norm.folded or (norm.weight, None) for norm in norms]
         return ContextWeights(
-            torch.cat([linear.weight[first:] for linear in linears]),
-            torch.cat([x.bias[first:] for x in linears]) if decoder.attention_bias else None,
-            torch.cat(scales) if scales else None,
+            Linear.concat(linears, first),
             torch.stack([norm.weight for norm in norms]),
             (torch.stack([gain for gain, _ in folded]), folded[0][1]),
-            decoder.rms_norm_eps,
+            self._attentions[0].eps,
         )
 
     def _context_rows(self, features: Tensor) -> tuple[Tensor, ContextWeights]:
@@ -105,7 +103,7 @@ class DFlash(Decoder):
         and rope; and the weights that made them."""
         weights = self._context or self._context_weights()
         context = self.ops.residual(self.ops.linear(features, self.fc))
-        return self.ops.norm_linear(context, self.hidden_norm, weights), weights
+        return self.ops.norm_linear(context, self.hidden_norm, weights.linear), weights
 
     def context_kv(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """features [T, n * H], positions [T] -> keys, values [T, L, Hkv, D] of all layers."""
@@ -137,7 +135,7 @@ class DFlash(Decoder):
         return full.index_copy_(1, self.target_ids, logits)
 
     def _logits(self, x: Tensor) -> Tensor:
-        logits = self.ops.head(x, self.norm, self.head_weight)
+        logits = self.ops.head(x, self.norm, self.output)
         if self.config.output_multiplier != 1.0:
             logits = logits * self.config.output_multiplier
         return softcapped(logits, self.config.logit_softcap)
@@ -156,14 +154,14 @@ class DFlash(Decoder):
     def argmax(self, x: Tensor) -> Tensor:
         """Residual stream [R, H] -> the most probable tokens [R]."""
         if self.plain_head:
-            return self._known(self.ops.argmax(x, self.norm, self.head_weight, self.fp8_head))
+            return self._known(self.ops.argmax(x, self.norm, self.fp8_head or self.output))
         return self._known(argmax(self._logits(x)))
 
     def best_two(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Residual stream [R, H] -> the most probable tokens [R], and how far the logit of each is
         above the second largest [R] float32."""
         if self.plain_head:
-            ids, margins = self.ops.best_two(x, self.norm, self.head_weight, self.fp8_head)
+            ids, margins = self.ops.best_two(x, self.norm, self.fp8_head or self.output)
         else:
             ids, margins = best_two(self._logits(x))
         return self._known(ids), margins

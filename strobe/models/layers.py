@@ -7,15 +7,14 @@ called with (ops, x, norm), the norm before it. Legend: T rows, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from strobe.models.config import DecoderConfig
+from strobe.models.linear import Linear
 from strobe.models.modules import Attention, RMSNorm, RotaryTable
 from strobe.models.ops.torch_ops import Attend, ForwardRows, Residual, TorchOps
-from strobe.models.weight_mapping import WeightMapping, stacked
 
 
 class MLP(nn.Module):
@@ -24,20 +23,21 @@ class MLP(nn.Module):
     def __init__(self, config: DecoderConfig):
         super().__init__()
         size, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_up_proj = nn.Linear(size, 2 * inner, bias=bias)
-        self.down_proj = nn.Linear(inner, size, bias=bias)
-
-    def weight_mapping(self) -> WeightMapping:
-        """Checkpoints have a linear layer each for gate and up."""
-        rows = self.gate_up_proj.out_features // 2
-        return stacked("gate_up_proj", self.gate_up_proj, {"gate_proj": rows, "up_proj": rows})
+        self.gate_up_proj = Linear(size, {"gate_proj": inner, "up_proj": inner}, bias)
+        self.down_proj = Linear(inner, size, bias=bias)
 
     def forward(self, ops: TorchOps, x: Residual, norm: RMSNorm) -> None:
         inner = ops.norm_linear(x, norm, self.gate_up_proj, "silu")
         ops.add_linear(x, inner, self.down_proj)
 
 
-class DecoderLayer(nn.Module):
+class Layer(nn.Module):
+    """A decoder layer. input_layernorm: its first norm, which reads the residual stream."""
+
+    input_layernorm: RMSNorm
+
+
+class DecoderLayer(Layer):
     """Attention and an MLP, each behind a norm. mlp: what stands in the MLP's place."""
 
     def __init__(self, config: DecoderConfig, layer: int, mlp: nn.Module | None = None):
@@ -68,7 +68,7 @@ class Decoder(nn.Module):
     a family adds its own, such as "visual.".
     """
 
-    def __init__(self, decoder: DecoderConfig, layers: Sequence[nn.Module], max_positions: int):
+    def __init__(self, decoder: DecoderConfig, layers: Sequence[Layer], max_positions: int):
         super().__init__()
         self.ops = TorchOps()
         self.layers = nn.ModuleList(layers)
@@ -80,8 +80,8 @@ class Decoder(nn.Module):
         }
         self.rope = nn.ModuleList(tables.values())
         self.tables = [tables[shape.head_dim, shape.rope] for shape in shapes]
-        norms = [cast(RMSNorm, layer.input_layernorm) for layer in layers[1:]]
-        self._next_norms = [*norms, None]  # in a list, or they would count twice
+        # In a list: as modules they would be registered twice.
+        self._next_norms = [*(layer.input_layernorm for layer in layers[1:]), None]
         self.skipped: tuple[str, ...] = ()
 
     def run(

@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from strobe.models.checkpoint import Checkpoint
 from strobe.models.config import DraftConfig, TargetConfig
 from strobe.models.config_readers.draft_vocabulary import load_target_ids
-from strobe.models.config_readers.fp8 import fp8_rows, in_fp8, with_scales
 from strobe.models.config_readers.tensors import draft_parts
 from strobe.models.dflash import DFlash
+from strobe.models.linear import Linear
 from strobe.models.modules import Attention, RMSNorm, RotaryTable
+from strobe.models.quantization.fp8 import FP8_ROWS, fp8_copy, fp8_rows
+from strobe.models.quantization.methods import apply_quantization
 from strobe.models.registry import make_target
 from strobe.models.target import Target
 from strobe.models.weight_mapping import WeightMapping, mapping_of
@@ -36,7 +38,8 @@ def _check_tensors(module: Target | DFlash, checkpoint: Checkpoint) -> WeightMap
     """What the module's parameters are made of. Raises ValueError for a tensor that is missing, of
     another shape or dtype, or that nothing is made of."""
     shapes, dtypes, path = checkpoint.shapes, checkpoint.dtypes, checkpoint.directory
-    mapping = with_scales(module, mapping_of(module, shapes), dtypes, module.config.quantization)
+    mapping = mapping_of(module, shapes)
+    mapping = apply_quantization(module, mapping, dtypes, module.config.quantization)
     used = set[str]()
     for part in chain.from_iterable(mapping.values()):
         for name, shape in part.sources.items():
@@ -77,14 +80,14 @@ class LoadOptions(TypedDict):
     fp8: NotRequired[bool]
 
 
-def _memory(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory for a parameter. On a CPU weights with more outputs than inputs are stored column by
-    column: the values are the same, and a GEMM of one row reads them up to three times as fast
-    (head of 2,048 x 192: 58 us against 171)."""
-    shape, kind = parameter.shape, dtype if parameter.is_floating_point() else parameter.dtype
-    if device.type == "cpu" and len(shape) == 2 and shape[0] > shape[1]:
-        return torch.empty(shape[::-1], dtype=kind).t()
-    return torch.empty(shape, dtype=kind, device=device)
+def _memory(held: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Allocate memory for a parameter, or for a buffer, which keeps its dtype. On a CPU weights
+    with more outputs than inputs are stored column by column: the values are the same, and a GEMM
+    of one row reads them up to three times as fast (head of 2,048 x 192: 58 us against 171)."""
+    kind = dtype if isinstance(held, nn.Parameter) and held.is_floating_point() else held.dtype
+    if device.type == "cpu" and held.ndim == 2 and held.shape[0] > held.shape[1]:
+        return torch.empty(held.shape[::-1], dtype=kind).t()
+    return torch.empty(held.shape, dtype=kind, device=device)
 
 
 def _fill(
@@ -96,15 +99,18 @@ def _fill(
     """Give the parameters of a module made on the meta device their weights, one after another;
     linear layers that are to be in FP8 are converted before the next is read. write: writes a
     parameter's values to its memory."""
+    fp8 = options.get("fp8", False)
     for name in names:
         path, _, leaf = name.rpartition(".")
         owner = module.get_submodule(path)
-        value = _memory(owner.get_parameter(leaf), options["dtype"], options["device"])
+        held: Tensor = getattr(owner, leaf)
+        value = _memory(held, options["dtype"], options["device"])
         write(name, value)
-        if options.get("fp8") and in_fp8(path, owner):
-            value, scale = fp8_rows(value)
-            owner.register_buffer("scale", scale, persistent=False)
-        setattr(owner, leaf, nn.Parameter(value, requires_grad=False))
+        if isinstance(held, nn.Parameter):
+            value = nn.Parameter(value, requires_grad=False)
+        setattr(owner, leaf, value)
+        if fp8 and leaf == "weight" and isinstance(owner, Linear) and not owner.fixed:
+            owner.store(FP8_ROWS, *fp8_rows(value))
 
 
 def _fill_at_random(module: nn.Module, options: LoadOptions) -> None:
@@ -211,13 +217,13 @@ def load_draft(
     where it has none of its own."""
     if config.embedding_scale is None:
         config = replace(config, embedding_scale=target.config.embedding_scale)
-    shared = target.embed_tokens.weight, target.head_weight
+    shared = target.embed_tokens.weight, target.output.weight
     load_format = options.get("load_format")
     module = _meta_draft(directory, config, max_positions, shared, load_format or "auto")
     module = _load(module, directory, options)
     module.fold()
     if options.get("fp8") and module.head_in_fp8:
-        module.fp8_head = fp8_rows(module.head_weight)
+        module.fp8_head = fp8_copy(module.output.weight)
     if config.draft_vocab_size is not None:
         ids = torch.arange(config.draft_vocab_size)
         if load_format != "dummy":
@@ -245,12 +251,14 @@ def _load(module: Model, directory: Path, options: LoadOptions) -> Model:
 def weight_bytes(module: Target | DFlash, dtype: torch.dtype, *, fp8: bool) -> int:
     """What a module's weights take as they are held; the module may be on the meta device."""
     total = 0
-    for path, part in module.named_modules():
+    for part in module.modules():
         for parameter in part.parameters(recurse=False):
             kind = dtype if parameter.is_floating_point() else parameter.dtype
-            small = fp8 and in_fp8(path, part)
-            total += parameter.numel() * (1 if small else kind.itemsize)
-            total += len(parameter) * 4 if small else 0
+            total += parameter.numel() * kind.itemsize
+        if isinstance(part, Linear) and part.scale is not None:
+            total += part.scale.nbytes
+        if fp8 and isinstance(part, Linear) and not part.fixed:
+            total += part.weight.numel() * (1 - dtype.itemsize) + part.out_features * 4
     if fp8 and isinstance(module, DFlash) and module.head_in_fp8:
         total += module.config.head_rows * (module.config.decoder.hidden_size + 4)
     return total

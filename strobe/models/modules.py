@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from strobe.models.config import DecoderConfig
 from strobe.models.config_readers.rope import RopeConfig
-from strobe.models.weight_mapping import WeightMapping, stacked
+from strobe.models.linear import Linear
 
 Rope = tuple[Tensor, Tensor]
 """(cos, sin) [T, 1, D] of the rows' positions, the first half of sin negated; see `rotate`."""
@@ -56,11 +56,6 @@ class RMSNorm(nn.Module):
         if self.folded is not None:
             return unit_rms(x, self.eps, self.folded[1]).mul_(self.folded[0])
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
-def scale_of(linear: object) -> Tensor | None:
-    """Of a linear layer in FP8: each row's scale [N]; None otherwise."""
-    return getattr(linear, "scale", None)
 
 
 class RotaryTable(nn.Module):
@@ -114,9 +109,10 @@ class Attention(nn.Module):
         self.gate_heads = config.num_heads if config.output_gate else 0
         self.query_scale, self.value_norm = query_scale, value_norm
         self.first_key = (self.gate_heads + self.q_heads) * self.head_dim  # row of qkv_proj
-        size = self.first_key + (1 + shape.own_values) * self.kv_heads * self.head_dim
-        self.qkv_proj = nn.Linear(config.hidden_size, size, bias=bias)
-        self.o_proj = nn.Linear(self.q_heads * self.head_dim, config.hidden_size, bias=bias)
+        parts = {"q_proj": self.first_key, "k_proj": self.kv_heads * self.head_dim}
+        parts |= {"v_proj": parts["k_proj"]} if shape.own_values else {}
+        self.qkv_proj = Linear(config.hidden_size, parts, bias)
+        self.o_proj = Linear(self.q_heads * self.head_dim, config.hidden_size, bias=bias)
         norm = self.head_dim, self.eps, config.norm_offset
         self.q_norm = RMSNorm(*norm) if config.qk_norm else None
         self.k_norm = RMSNorm(*norm) if config.qk_norm else None
@@ -124,28 +120,17 @@ class Attention(nn.Module):
         self.sinks = nn.Parameter(torch.zeros(config.num_heads)) if config.sinks else None
         self.folded: tuple[Tensor, Tensor | None] | None = None
 
-    def weight_mapping(self) -> WeightMapping:
-        """Checkpoints have a linear layer each for q, k and v."""
-        kv = self.kv_heads * self.head_dim
-        rows = {"q_proj": self.first_key, "k_proj": kv}
-        if self.own_values:
-            rows["v_proj"] = kv
-        return stacked("qkv_proj", self.qkv_proj, rows)
-
     def fold(self) -> None:
-        """After loading: put the heads of queries and keys in rope's
-        order, scales into weights, and the two norms side by side."""
-        heads = slice(self.gate_heads, self.gate_heads + self.q_heads + self.kv_heads)
-        weight, scale = self.qkv_proj.weight, scale_of(self.qkv_proj)
-        for value in [weight, self.qkv_proj.bias, scale]:
-            if value is None:
-                continue
-            rows = value.data.unflatten(0, (-1, self.head_dim))
-            if self.order is not None:  # FP8 is moved as bytes
-                moved = rows.view(torch.uint8) if rows.dtype.itemsize == 1 else rows
-                moved[heads] = moved[heads, self.order]
-            if self.value_scale != 1.0 and (scale is None or value is not weight):
-                rows[heads.stop :] *= self.value_scale
+        """After loading: put the heads of queries and keys in rope's order, multiply value rows by
+        `value_scale`, and cache the norms."""
+        first_value = self.first_key + self.kv_heads * self.head_dim
+        if self.order is not None:
+            rows = torch.arange(self.qkv_proj.out_features).unflatten(0, (-1, self.head_dim))
+            heads = slice(self.gate_heads, first_value // self.head_dim)
+            rows[heads] = rows[heads][:, self.order]
+            self.qkv_proj.reorder(rows.flatten())
+        if self.value_scale != 1.0:
+            self.qkv_proj.multiply(first_value, self.value_scale)
         for norm, factor in ((self.q_norm, self.query_scale), (self.k_norm, 1.0)):
             if norm is not None:
                 if self.order is not None:

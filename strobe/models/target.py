@@ -6,12 +6,14 @@ Legend: T and R rows, H hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from strobe.models.config import TargetConfig
-from strobe.models.layers import Decoder, softcapped
+from strobe.models.layers import Decoder, Layer, softcapped
+from strobe.models.linear import Linear
 from strobe.models.ops.torch_ops import Attend
 from strobe.sampling.sampler import argmax, best_two
 
@@ -19,7 +21,7 @@ from strobe.sampling.sampler import argmax, best_two
 class Target(Decoder):
     """Embedding, layers, head. Parameters carry the checkpoint's names without `model.`."""
 
-    def __init__(self, config: TargetConfig, layers: Sequence[nn.Module], max_positions: int):
+    def __init__(self, config: TargetConfig, layers: Sequence[Layer], max_positions: int):
         super().__init__(config.decoder, layers, max_positions)
         vocabulary, hidden = config.decoder.vocab_size, config.decoder.hidden_size
         self.config = config
@@ -27,14 +29,14 @@ class Target(Decoder):
         if not table.is_meta:  # where drawing takes seconds
             nn.init.normal_(table)
         self.embed_tokens = nn.Embedding(vocabulary, hidden, _weight=table)
-        self.lm_head = None if config.tie_embeddings else nn.Linear(hidden, vocabulary, bias=False)
+        self.lm_head = None if config.tie_embeddings else Linear(hidden, vocabulary, fixed=True)
         if config.tie_embeddings:
             self.skipped = ("lm_head.",)
 
-    @property
-    def head_weight(self) -> Tensor:
+    @cached_property
+    def output(self) -> Linear:
         """The output head [V, H]."""
-        return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        return Linear.over(self.embed_tokens.weight) if self.lm_head is None else self.lm_head
 
     def forward(
         self, ids: Tensor, positions: Tensor, attend: Attend, capture: tuple[int, ...] = ()
@@ -50,14 +52,14 @@ class Target(Decoder):
 
     def head(self, x: Tensor) -> Tensor:
         """Residual stream [R, H] -> logits [R, V]."""
-        logits = self.ops.head(x, self.norm, self.head_weight)
+        logits = self.ops.head(x, self.norm, self.output)
         return softcapped(logits, self.config.logit_softcap)
 
     def argmax(self, x: Tensor) -> Tensor:
         """Residual stream [R, H] -> the most probable tokens [R]."""
         if self.config.logit_softcap is not None:  # which rounds close logits to one
             return argmax(self.head(x))
-        return self.ops.argmax(x, self.norm, self.head_weight)
+        return self.ops.argmax(x, self.norm, self.output)
 
     def best_two(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """As `argmax`, and how far each logit is above the second largest [R] float32."""

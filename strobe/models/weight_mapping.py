@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
+
+from strobe.models.linear import Linear
 
 FLOATS = ("F32", "BF16", "F16")
 """Dtypes of tensors that are taken as they are, under safetensors' names."""
@@ -46,32 +48,44 @@ WeightMapping = dict[str, list[WeightPart]]
 relative to that module; a parameter that no module maps is the one tensor of its own name."""
 
 
-def stacked(name: str, linear: nn.Linear, rows: Mapping[str, int]) -> WeightMapping:
-    """A linear layer `name` whose rows are those of several in the checkpoint, one after another:
-    their names, and how many each has."""
+def stacked(name: str, linear: Linear) -> WeightMapping:
+    """The mapping of a linear layer called `name`, for the module around it: several layers of the
+    checkpoint, stacked."""
     mapping: WeightMapping = {}
     for leaf, parameter in linear.named_parameters():
         start, parts = 0, mapping.setdefault(f"{name}.{leaf}", [])
-        for source, count in rows.items():
+        for source, count in linear.parts.items():
             shape = (count, *parameter.shape[1:])
             parts.append(WeightPart({f"{source}.{leaf}": shape}, (slice(start, start + count),)))
             start += count
     return mapping
 
 
+@runtime_checkable
+class MapsWeights(Protocol):
+    """A module whose parameters have other names or shapes in checkpoints."""
+
+    def weight_mapping(self) -> WeightMapping: ...
+
+
 def mapping_of(module: nn.Module, names: Collection[str] = ()) -> WeightMapping:
     """The parts of every parameter, by the outermost module that maps it. Where a parameter's own
-    name is one of `names`, a checkpoint's tensors, it is read whole: its parts come stacked."""
+    name is one of `names`, a checkpoint's tensors, it is read whole: its parts come stacked.
+    Stacked experts are named without `.weight`."""
     mapped: WeightMapping = {}
     for path, submodule in module.named_modules():
+        around, _, name = path.rpartition(".")
+        submodule_mapping = submodule.weight_mapping() if isinstance(submodule, MapsWeights) else {}
+        if isinstance(submodule, Linear) and submodule.parts:
+            path, submodule_mapping = around, stacked(name, submodule)
         prefix = f"{path}." if path else ""
-        submodule_mapping: Callable[[], WeightMapping] = getattr(submodule, "weight_mapping", dict)
-        for name, parts in submodule_mapping().items():
+        for name, parts in submodule_mapping.items():
             mapped.setdefault(prefix + name, [part.under(prefix) for part in parts])
     mapping: WeightMapping = {}
     for name, parameter in module.named_parameters():
-        plain_parts = [WeightPart({name: tuple(parameter.shape)})]
+        whole = next((n for n in (name, name.removesuffix(".weight")) if n in names), name)
+        plain_parts = [WeightPart({whole: tuple(parameter.shape)})]
         parts = mapped.get(name, plain_parts)
-        stacked_there = name in names and not any(name in part.sources for part in parts)
+        stacked_there = whole in names and not any(whole in part.sources for part in parts)
         mapping[name] = plain_parts if stacked_there else parts
     return mapping

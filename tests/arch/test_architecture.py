@@ -24,7 +24,7 @@ CORE_FILES = (
     "parallel.py",
 )
 
-KINDS, FIRST = ("families", "config_readers"), "qwen3.py"
+KINDS, FIRST = ("families", "config_readers", "quantization"), "qwen3.py"
 
 FILE_LINES, CORE_CODE_LINES, STEP_LINES = 400, 5390, 30
 

@@ -21,7 +21,7 @@ from on_gpu import (
 
 from strobe import EngineConfig, SamplingParams
 from strobe.engine.engine import Engine
-from strobe.models.families.experts import blocked_gemm, grouped_gemm
+from strobe.kernels.reference_experts import blocked_gemm, grouped_gemm
 
 pytestmark = NEEDS_GPU
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from hybrid import EXPERTS, make_hybrid
+from int8_format import Int8, to_int8
 from quantized import is_linear, quantize
 from tiny import make_draft, make_target
 from torch import Tensor
@@ -34,6 +35,7 @@ from strobe.models.load import load_draft, load_target
 from strobe.models.ops import triton_ops
 from strobe.models.ops.torch_ops import TorchOps
 from strobe.models.ops.triton_ops import TritonOps
+from strobe.models.quantization.methods import METHODS
 from strobe.models.registry import load_draft_config, load_target_config
 
 IDS, ROWS = [3, 1, 4, 1, 5], 5
@@ -232,6 +234,17 @@ def test_fp8_and_dense_weights_mix(tmp_path: Path, device: torch.device):
     for actual, expected in [*features[2:], keys_and_values, logits]:
         error = (actual - expected).norm() / expected.norm()
         assert 1e-3 < error < 0.1, "measured 0.027 to 0.048, since x is in FP8, too"
+
+
+@pytest.mark.parametrize("family", ["qwen3", "biased", "qwen3_moe"])
+def test_formats_without_a_kernel_are_dequantized(
+    tmp_path: Path, device: torch.device, family: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(METHODS, "int8", Int8())
+    FAMILIES[family](tmp_path / "int8", head_dim=64, num_hidden_layers=2, hidden_size=64)
+    to_int8(tmp_path / "int8", tmp_path / "plain")
+    for actual, expected in run_both(tmp_path / "int8", device):
+        torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
 def pair(tmp_path: Path, device: torch.device, **changes: Any) -> tuple[Any, Any]:

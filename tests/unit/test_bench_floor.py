@@ -62,7 +62,7 @@ def test_counted_values_match_the_modules(name: str, drafter: int | None):
     target, draft = pair_of(name)
     with torch.device("meta"):
         model = make_target(target, 1)
-        drafting = DFlash(draft, model.embed_tokens.weight, model.head_weight, 1)
+        drafting = DFlash(draft, model.embed_tokens.weight, model.output.weight, 1)
     num_parameters = sum(p.numel() for p in model.parameters())
     table = target.decoder.vocab_size * target.decoder.hidden_size
     gates = (p.numel() for n, p in model.named_parameters() if "shared_expert_gate" in n)
@@ -133,7 +133,7 @@ def test_operations_match_torch_count():
     config, draft = counts.target, counts.draft
     assert draft is not None
     model = make_target(config, 64)
-    drafter = DFlash(draft, model.embed_tokens.weight, model.head_weight, 64)
+    drafter = DFlash(draft, model.embed_tokens.weight, model.output.weight, 64)
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return q.flatten(1)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
+from strobe.kernels import reference_experts
+from strobe.kernels.reference_experts import block_rows, blocked_gemm, grouped_gemm
 from strobe.models.config import ExpertShape
-from strobe.models.families import experts
-from strobe.models.families.experts import Experts, Router, block_rows, blocked_gemm
+from strobe.models.families.experts import Experts, Router
+from strobe.models.linear import Linear
+from strobe.models.ops.torch_ops import TorchOps
 
 COUNTS = {
     "even": [3, 3, 3, 3],
@@ -25,14 +29,14 @@ def test_grouped_gemm_matches_per_row_gemm(
     counts: list[int], gathered: int, monkeypatch: pytest.MonkeyPatch
 ):
     """gathered: the limit of weights per GEMM; blocks then run one by one or all at once."""
-    monkeypatch.setattr(experts, "GATHERED", gathered)
+    monkeypatch.setattr(reference_experts, "GATHERED", gathered)
     noise = torch.Generator().manual_seed(1)
     weights = torch.randn(len(counts), 6, 8, generator=noise)
     x = torch.randn(sum(counts), 8, generator=noise)
     owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
     ends = torch.tensor(counts).cumsum(0).int()
     expected = torch.stack([weights[e] @ row for e, row in zip(owner, x, strict=True)])
-    for gemm in (blocked_gemm, experts.grouped_gemm):
+    for gemm in (blocked_gemm, grouped_gemm):
         torch.testing.assert_close(gemm(x, weights, ends), expected)
 
 
@@ -58,6 +62,11 @@ def test_router_chooses_most_probable_experts(normalized: bool):
     torch.testing.assert_close(weights, expected)
 
 
+def of_expert(linear: Linear, expert: int, x: Tensor) -> Tensor:
+    y = linear.weight[expert] @ x
+    return y if linear.bias is None else y + linear.bias[expert]
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_experts_sum_weighted_outputs(bias: bool):
     shape = ExpertShape(5, 3, 4, (True,))
@@ -71,14 +80,15 @@ def test_experts_sum_weighted_outputs(bias: bool):
     expected = residual.clone()
     for t in range(11):
         for e, weight in zip(chosen[t].tolist(), weights[t], strict=True):
-            both = module.gate_up_proj[e] @ x[t]
-            both = (
-                both + module.gate_up_proj_bias[e] if module.gate_up_proj_bias is not None else both
-            )
-            out = module.down_proj[e] @ (F.silu(both[:4]) * both[4:])
-            out = out + module.down_proj_bias[e] if module.down_proj_bias is not None else out
+            both = of_expert(module.gate_up_proj, e, x[t])
+            out = of_expert(module.down_proj, e, F.silu(both[:4]) * both[4:])
             expected[t] += weight * out
-    torch.testing.assert_close(module(x, weights, chosen, residual), expected)
-    alone = torch.cat([module(x[t : t + 1], weights[t : t + 1], chosen[t : t + 1],
-                              residual[t : t + 1]) for t in range(11)])  # fmt: skip
+    ops = TorchOps()
+    torch.testing.assert_close(module(ops, x, (weights, chosen), residual), expected)
+    alone = torch.cat(
+        [
+            module(ops, x[t : t + 1], (weights[t : t + 1], chosen[t : t + 1]), row[None])
+            for t, row in enumerate(residual)
+        ]
+    )
     torch.testing.assert_close(alone, expected)

@@ -17,15 +17,14 @@ from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
 from strobe.config import EngineConfig
 from strobe.engine.build import resolve
-from strobe.models.config_readers.fp8 import dequantized
 from strobe.models.load import (
     check_draft_tensors,
     check_target_tensors,
-    fp8_rows,
     load_draft,
     load_target,
     weight_bytes,
 )
+from strobe.models.quantization.fp8 import dequantized, fp8_rows
 from strobe.models.registry import load_draft_config, load_target_config
 from strobe.sampling_params import SamplingParams
 from strobe.tools.doctor.pair_checks import memory_bill
@@ -84,14 +83,13 @@ def test_drafter_copies_the_head_if_it_can_use_it(
     )
     draft = load_draft(directory, load_draft_config(directory), target, **LOAD_OPTIONS)
     assert target.lm_head is not None
-    assert target.lm_head.weight.dtype == draft.head_weight.dtype == torch.float32
+    assert target.lm_head.weight.dtype == draft.output.weight.dtype == torch.float32
     assert target.layers[0].self_attn.o_proj.weight.dtype == torch.float8_e4m3fn
     assert (draft.fp8_head is not None) == copied
     if draft.fp8_head is not None:
-        rows, scale = draft.fp8_head
-        assert rows.shape == draft.head_weight.shape
-        weight = draft.head_weight
-        assert (rows.float() * scale[:, None] - weight).norm() < 0.04 * weight.norm()
+        weight = draft.output.weight
+        assert draft.fp8_head.weight.dtype == torch.float8_e4m3fn
+        assert (draft.fp8_head.dense(torch.float32) - weight).norm() < 0.04 * weight.norm()
     assert not [name for name, _ in draft.named_parameters() if "head" in name]
 
 
@@ -151,9 +149,9 @@ def test_fp8_layers_come_from_fp8_tensors(pairs: dict[str, Pair]):
     in_full, in_fp8 = loaded(plain), loaded(small, fp8=True)
     linear = in_fp8.layers[0].self_attn.qkv_proj
     assert linear.weight.dtype == torch.float8_e4m3fn
-    back = linear.weight.float() * linear.scale[:, None]
-    full_weight = in_full.layers[0].self_attn.qkv_proj.weight
-    assert (back - full_weight).norm() < 0.04 * full_weight.norm()
+    back = linear.dense(torch.float32)
+    whole = in_full.layers[0].self_attn.qkv_proj.weight
+    assert (back - whole).norm() < 0.04 * whole.norm()
     check_size(small, in_full, fp8=False)
     check_size(small, in_fp8, fp8=True)
     assert not resolve(EngineConfig(str(small))).backends.fp8, "this device has no FP8"
@@ -178,7 +176,9 @@ def test_unconverted_modules_are_loaded_as_stored(tmp_path: Path):
 
     small, plain = make_pair(tmp_path, "dense", stored=stored, modules_to_not_convert=names)
     expected, in_fp8, in_full = loaded(plain), loaded(small, fp8=True), loaded(small)
-    unconverted = {name for name, part in in_fp8.named_modules() if hasattr(part, "scale")} ^ {
+    unconverted = {
+        name for name, part in in_fp8.named_modules() if getattr(part, "format", None)
+    } ^ {
         f"layers.{i}.{name}"
         for i in range(len(in_fp8.layers))
         for name in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
@@ -203,9 +203,11 @@ def test_memory_bill_reports_fp8_storage(
     for small, plain in facts.values():
         assert small["parameters"] == plain["parameters"]
         assert small["bytes_on_disk"] < plain["bytes_on_disk"]
-        assert small["quantization"].startswith("fp8, a scale for each 20 x 28 values, held ")
+        assert small["quantization"].startswith("fp8, a scale per 20 x 28 values, ")
     assert facts["experts"][0]["quantization"].endswith("values, dequantized when loaded")
-    assert "in full elsewhere" in facts["dense"][0]["quantization"]
+    assert facts["dense"][0]["quantization"].endswith(
+        "kept in FP8 with a scale per row on a GPU with FP8, else dequantized"
+    )
     draft, bills = make_draft(tmp_path), list[dict[str, Any]]()
     for path in pairs["experts"]:
         resolved = resolve(EngineConfig(str(path), draft=str(draft)))

@@ -11,6 +11,7 @@ from strobe.hub.files import read_json
 from strobe.models.config import DecoderConfig, TargetConfig
 from strobe.models.config_readers.fields import DTYPES, HINT, Fields, positive
 from strobe.models.config_readers.rope import RopeConfig, read_rope
+from strobe.models.quantization.methods import read_quantization
 from strobe.sampling_params import SamplingParams
 
 Kind = TypeVar("Kind", bound=TargetConfig)
@@ -170,6 +171,7 @@ def read_target(
         dtype=read_dtype(fields),
         eos_ids=eos_ids,
         sampling=sampling,
+        quantization=read_quantization(fields, decoder),
         **options,
     )
     fields.finish(harmless)

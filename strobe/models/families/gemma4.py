@@ -21,9 +21,9 @@ from strobe.models.config_readers.decoder import (
 from strobe.models.config_readers.fields import HINT, Fields
 from strobe.models.config_readers.rope import RopeConfig, read_rope
 from strobe.models.families.experts import Experts, read_counts
-from strobe.models.layers import MLP
+from strobe.models.layers import MLP, Layer
 from strobe.models.modules import Attention, RMSNorm
-from strobe.models.ops.torch_ops import ForwardRows, Residual, TorchOps
+from strobe.models.ops.torch_ops import ACTIVATIONS, ForwardRows, Residual, TorchOps
 from strobe.models.target import Target
 from strobe.models.weight_mapping import WeightMapping, WeightPart
 
@@ -217,16 +217,10 @@ def make(config: TargetConfig, max_positions: int) -> Target:
     return target
 
 
-def make_layer(decoder: DecoderConfig, layer: int) -> nn.Module:
+def make_layer(decoder: DecoderConfig, layer: int) -> Layer:
     if decoder.experts is None:
         return Gemma4Layer(decoder, layer)
     return Gemma4SparseLayer(decoder, layer, decoder.experts)
-
-
-def gated_gelu(x: Tensor) -> Tensor:
-    """gelu(gate) * up, the gates before the ups; gelu in its tanh form."""
-    gate, up = x.chunk(2, -1)
-    return F.gelu(gate, approximate="tanh") * up
 
 
 class Gemma4Router(nn.Module):
@@ -252,7 +246,7 @@ class Gemma4Router(nn.Module):
         return (top.softmax(-1) * expert_scale).to(x.dtype), experts
 
 
-class Gemma4Layer(nn.Module):
+class Gemma4Layer(Layer):
     """Norms before and behind attention and MLP; what leaves the layer is scaled by a number.
     Attention norms values, too, and does not divide by the root of the head size."""
 
@@ -291,7 +285,7 @@ class Gemma4SparseLayer(Gemma4Layer):
         super().__init__(config, layer)
         size, eps = config.hidden_size, config.rms_norm_eps
         self.router = Gemma4Router(size, shape, eps)
-        self.experts = Experts(size, shape, gated_gelu)
+        self.experts = Experts(size, shape, ACTIVATIONS["gelu_tanh"])
         self.post_feedforward_layernorm_1 = RMSNorm(size, eps)
         self.pre_feedforward_layernorm_2 = RMSNorm(size, eps)
         self.post_feedforward_layernorm_2 = RMSNorm(size, eps)
@@ -299,7 +293,5 @@ class Gemma4SparseLayer(Gemma4Layer):
     def feed(self, ops: TorchOps, x: Residual) -> Tensor:
         every = ops.norm(super().feed(ops, x), self.post_feedforward_layernorm_1)
         rows = ops.norm(x.value, self.pre_feedforward_layernorm_2)
-        expert_output = ops.experts(
-            rows, self.router(x.value), self.experts, torch.zeros_like(rows)
-        )
+        expert_output = self.experts(ops, rows, self.router(x.value), torch.zeros_like(rows))
         return every + ops.norm(expert_output, self.post_feedforward_layernorm_2)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from strobe.attention.mask import LayerMask
-from strobe.models.config import DecoderConfig, ExpertShape, Quantization, TargetConfig
+from strobe.models.config import DecoderConfig, ExpertShape, TargetConfig
 from strobe.models.config_readers.decoder import (
     read_decoder,
     read_layer_types,
@@ -18,7 +18,6 @@ from strobe.models.config_readers.decoder import (
     read_window,
 )
 from strobe.models.config_readers.fields import HINT, Fields
-from strobe.models.config_readers.mxfp4 import BLOCK, unpack
 from strobe.models.families.experts import Experts, Router, SparseMLP, read_counts
 from strobe.models.layers import DecoderLayer
 from strobe.models.target import Target
@@ -41,40 +40,14 @@ def transposed(out: Tensor, value: Tensor) -> None:
 
 
 class GptOssExperts(Experts):
-    """packed: whether the checkpoint has them in MXFP4, which is unpacked."""
-
-    packed = False
+    """Checkpoints have all experts' weights in one tensor, inputs before outputs."""
 
     def weight_mapping(self) -> WeightMapping:
-        mapping: WeightMapping = {}
-        for name in ("gate_up_proj", "down_proj"):
-            count, rows, inner = self.get_parameter(name).shape
-            if self.packed:
-                parts = count, rows, inner // BLOCK
-                shapes = {f"{name}_blocks": (*parts, BLOCK // 2), f"{name}_scales": parts}
-                mapping[name] = [WeightPart(shapes, fill=unpack, dtypes=("U8",))]
-            else:
-                mapping[name] = [WeightPart({name: (count, inner, rows)}, fill=transposed)]
+        mapping = super().weight_mapping()
+        for name, linear in (("gate_up_proj", self.gate_up_proj), ("down_proj", self.down_proj)):
+            shape = self.count, linear.in_features, linear.out_features
+            mapping[f"{name}.weight"] = [WeightPart({name: shape}, fill=transposed)]
         return mapping
-
-
-def read_packing(fields: Fields, *sizes: int) -> Quantization | None:
-    """sizes: of the dimensions that are packed, in whole blocks."""
-    packing = fields.object("quantization_config")
-    if not packing:
-        return None
-    method = packing.get("quant_method")
-    if method != "mxfp4":
-        raise ValueError(
-            f"{fields.path}: quant_method of quantization_config is {method!r}, which is not "
-            "supported; use the checkpoint in MXFP4 as published, or an unquantized one."
-        )
-    if uneven := [size for size in sizes if size % BLOCK]:
-        raise ValueError(
-            f"{fields.path}: a size of {uneven[0]} does not divide into MXFP4's blocks of {BLOCK}; "
-            f"{HINT}"
-        )
-    return Quantization(method, (1, BLOCK))
 
 
 def read_shape(fields: Fields) -> ExpertShape:
@@ -116,23 +89,18 @@ def read(fields: Fields, directory: Path) -> TargetConfig:
         sinks=True,
         experts=read_shape(fields),
     )
-    packing = read_packing(fields, decoder.hidden_size, decoder.intermediate_size)
-    return read_target(fields, directory, "GptOssForCausalLM", decoder, quantization=packing)
+    return read_target(fields, directory, "GptOssForCausalLM", decoder)
 
 
 def make(config: TargetConfig, max_positions: int) -> Target:
     decoder = config.decoder
-    layers = [
-        DecoderLayer(decoder, i, make_mlp(decoder, packed=config.quantization is not None))
-        for i in range(decoder.num_layers)
-    ]
+    layers = [DecoderLayer(decoder, i, make_mlp(decoder)) for i in range(decoder.num_layers)]
     return Target(config, layers, max_positions)
 
 
-def make_mlp(decoder: DecoderConfig, *, packed: bool) -> SparseMLP:
+def make_mlp(decoder: DecoderConfig) -> SparseMLP:
     shape, size = decoder.experts, decoder.hidden_size
     assert shape is not None
     activate = partial(clamped_swiglu, alpha=ALPHA, limit=shape.limit)
     experts = GptOssExperts(size, shape, activate, bias=True)
-    experts.packed = packed
     return SparseMLP(Router(size, shape, bias=True), experts)

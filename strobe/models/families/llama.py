@@ -11,7 +11,6 @@ from strobe.models.config_readers.decoder import (
     read_target,
 )
 from strobe.models.config_readers.fields import Fields
-from strobe.models.config_readers.fp8 import read_quantization
 from strobe.models.layers import DecoderLayer
 from strobe.models.target import Target
 
@@ -26,8 +25,7 @@ def read(fields: Fields, directory: Path) -> TargetConfig:
         qk_norm=False,
         mlp_bias=fields.flag("mlp_bias"),
     )
-    stored = read_quantization(fields)
-    return read_target(fields, directory, "LlamaForCausalLM", decoder, quantization=stored)
+    return read_target(fields, directory, "LlamaForCausalLM", decoder)
 
 
 def make(config: TargetConfig, max_positions: int) -> Target:

@@ -13,7 +13,6 @@ from strobe.models.config_readers.decoder import (
     read_window,
 )
 from strobe.models.config_readers.fields import Fields
-from strobe.models.config_readers.fp8 import read_quantization
 from strobe.models.layers import DecoderLayer
 from strobe.models.target import Target
 
@@ -35,8 +34,7 @@ def read_masks(fields: Fields) -> tuple[LayerMask, ...]:
 def read(fields: Fields, directory: Path) -> TargetConfig:
     fields.only("hidden_act", "silu", why="use a checkpoint with hidden_act 'silu'.")
     decoder = read_decoder(fields, read_masks(fields), theta=10000.0)
-    quantization = read_quantization(fields)
-    return read_target(fields, directory, "Qwen3ForCausalLM", decoder, quantization=quantization)
+    return read_target(fields, directory, "Qwen3ForCausalLM", decoder)
 
 
 def make(config: TargetConfig, max_positions: int) -> Target:

@@ -25,14 +25,14 @@ from strobe.models.config_readers.decoder import (
     read_target,
 )
 from strobe.models.config_readers.fields import HINT, Fields, positive
-from strobe.models.config_readers.fp8 import WHOLE, read_quantization
 from strobe.models.config_readers.rope import RopeConfig, read_rope
 from strobe.models.families.experts import Experts, Router, SparseMLP, read_counts
-from strobe.models.layers import MLP, DecoderLayer
+from strobe.models.layers import MLP, DecoderLayer, Layer
+from strobe.models.linear import Linear
 from strobe.models.modules import Attention, RMSNorm
 from strobe.models.ops.torch_ops import ForwardRows, Residual, TorchOps
 from strobe.models.target import Target
-from strobe.models.weight_mapping import WeightMapping, copy
+from strobe.models.weight_mapping import WeightMapping, copy, stacked
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,6 @@ def _read_text(fields: Fields, directory: Path, names: Any, *, sparse: bool) -> 
         decoder,
         kind=Qwen35Config,
         harmless=INNER,
-        quantization=read_quantization(fields),
         states=_read_states(fields, len(types) - full),
         layer_types=tuple(types),
     )
@@ -177,19 +176,18 @@ class GatedDeltaNet(nn.Module):
     def __init__(self, config: DecoderConfig, spec: StateSpec, layer: int):
         super().__init__()
         self.layer, hidden, width = layer, config.hidden_size, spec.heads * spec.value_dim
-        self.in_proj_qkv = nn.Linear(hidden, spec.channels, bias=False)
-        self.in_proj_z = nn.Linear(hidden, width, bias=False)
-        self.in_proj_b = nn.Linear(hidden, spec.heads, bias=False)
-        self.in_proj_a = nn.Linear(hidden, spec.heads, bias=False)
-        for gate in (self.in_proj_b, self.in_proj_a):
-            setattr(gate, WHOLE, True)  # small, and what they decide is fed back
+        self.in_proj_qkv = Linear(hidden, spec.channels)
+        self.in_proj_z = Linear(hidden, width)
+        # Small, and what they decide is fed back: never quantized.
+        self.in_proj_b = Linear(hidden, spec.heads, fixed=True)
+        self.in_proj_a = Linear(hidden, spec.heads, fixed=True)
         self.conv1d = nn.Conv1d(
             spec.channels, spec.channels, spec.kernel, groups=spec.channels, bias=False
         )
         self.dt_bias = nn.Parameter(torch.ones(spec.heads))
         self.A_log = nn.Parameter(torch.ones(spec.heads))
         self.norm = GatedNorm(spec.value_dim, config.rms_norm_eps)
-        self.out_proj = nn.Linear(width, hidden, bias=False)
+        self.out_proj = Linear(width, hidden)
 
     def forward(self, ops: TorchOps, x: Tensor, rows: ForwardRows) -> Tensor:
         """x [T, H] -> what the states answer, gated [T, Hv * Dv]."""
@@ -208,21 +206,21 @@ class SharedMLP(SparseMLP):
         size = config.hidden_size
         super().__init__(Router(size, shape), Experts(size, shape), called="gate")
         self.shared_expert = MLP(replace(config, intermediate_size=shape.shared))
-        self.shared_expert_gate = nn.Linear(size, 1, bias=False)
+        self.shared_expert_gate = Linear(size, 1)
 
     def forward(self, ops: TorchOps, x: Residual, norm: RMSNorm) -> None:
         """What is added up is small beside the residual stream, so that this comes last."""
         rows, shared = ops.norm(x.value, norm), self.shared_expert
         inner = ops.linear(rows, shared.gate_up_proj, "silu")
         every = ops.linear(inner, shared.down_proj) * self.shared_expert_gate(rows).sigmoid()
-        x.value = x.value + ops.experts(rows, self.router(rows), self.experts, every)
+        x.value = x.value + self.experts(ops, rows, self.router(rows), every)
 
 
 class GatedAttention(Attention):
     """A checkpoint has each head's query and then its gate; here all gates come first."""
 
     def weight_mapping(self) -> WeightMapping:
-        mapping = super().weight_mapping()
+        mapping = stacked("qkv_proj", self.qkv_proj)
         for parts in mapping.values():
             parts[0] = parts[0]._replace(fill=self._fill)
         return mapping
@@ -248,7 +246,7 @@ class GatedLayer(DecoderLayer):
         self.mlp(ops, x, self.post_attention_layernorm)
 
 
-class RecurrentLayer(nn.Module):
+class RecurrentLayer(Layer):
     """layer: counts recurrent layers only."""
 
     def __init__(self, config: Qwen35Config, layer: int, mlp: nn.Module | None):
@@ -267,9 +265,8 @@ class RecurrentLayer(nn.Module):
         self.mlp(ops, x, self.post_attention_layernorm)
 
 
-def make(config: TargetConfig, max_positions: int) -> Target:
-    assert isinstance(config, Qwen35Config)
-    decoder, types, layers = config.decoder, config.layer_types, list[nn.Module]()
+def make(config: Qwen35Config, max_positions: int) -> Target:
+    decoder, types, layers = config.decoder, config.layer_types, list[Layer]()
     for i, kind in enumerate(types):
         index = types[:i].count(kind)  # among layers of the same type
         mlp = None if decoder.experts is None else SharedMLP(decoder, decoder.experts)

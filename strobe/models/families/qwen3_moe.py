@@ -13,7 +13,6 @@ from strobe.models.config_readers.decoder import (
     read_target,
 )
 from strobe.models.config_readers.fields import HINT, Fields
-from strobe.models.config_readers.fp8 import read_quantization
 from strobe.models.families.experts import Experts, Router, SparseMLP, read_counts
 from strobe.models.layers import DecoderLayer
 from strobe.models.target import Target
@@ -63,8 +62,7 @@ def read(fields: Fields, directory: Path) -> TargetConfig:
         kv_heads=4,
         experts=read_experts(fields),
     )
-    quantization = read_quantization(fields)
-    return read_target(fields, directory, "Qwen3MoeForCausalLM", decoder, quantization=quantization)
+    return read_target(fields, directory, "Qwen3MoeForCausalLM", decoder)
 
 
 def make(config: TargetConfig, max_positions: int) -> Target:

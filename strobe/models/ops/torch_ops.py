@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from strobe.attention.base import PagedPlan
 from strobe.attention.recurrent import RecurrentPlan
-from strobe.kernels import reference_recurrent
+from strobe.kernels import reference_experts, reference_recurrent
 from strobe.kv.store import KVStore
+from strobe.models.linear import Linear
 from strobe.models.modules import Attention, RMSNorm, Rope, RotaryTable, rotate, unit_rms
 from strobe.sampling.sampler import argmax, best_two
 
@@ -28,9 +29,18 @@ if TYPE_CHECKING:
 Activation = Literal["silu", "gelu_tanh"]
 """Of a gated linear layer, whose output is [gate | up]: activation(gate) * up."""
 
-ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+Activate = Callable[[Tensor], Tensor]
+"""[..., 2 I] as a gated linear layer leaves it -> [..., I]."""
+
+
+def _gated(activation: Activate, x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, -1)
+    return activation(gate) * up
+
+
+ACTIVATIONS: dict[Activation, Activate] = {
+    "silu": partial(_gated, F.silu),
+    "gelu_tanh": partial(_gated, partial(F.gelu, approximate="tanh")),
 }
 
 
@@ -38,15 +48,10 @@ class ContextWeights(NamedTuple):
     """Every layer's key rows and then its value rows, as one linear layer [L * 2 * Hkv * D, H],
     and the key norms' gains [L, D], also as `unit_rms` wants them: gains and floor."""
 
-    weight: Tensor
-    bias: Tensor | None
-    scale: Tensor | None
+    linear: Linear
     gains: Tensor
     folded: tuple[Tensor, Tensor | None]
     eps: float
-
-
-Linear = nn.Linear | ContextWeights
 
 
 class ResidualStream:
@@ -124,11 +129,8 @@ class TorchOps:
 
     def linear(self, x: Tensor, linear: Linear, activation: Activation | None = None) -> Tensor:
         """x [T, K] -> [T, N], or [T, N / 2] behind an activation."""
-        y = F.linear(x, linear.weight, linear.bias)
-        if activation is None:
-            return y
-        gate, up = y.chunk(2, -1)
-        return ACTIVATIONS[activation](gate) * up
+        y = F.linear(x, linear.dense(x.dtype), linear.bias)
+        return y if activation is None else ACTIVATIONS[activation](y)
 
     def norm_linear(
         self, x: Residual, norm: RMSNorm, linear: Linear, activation: Activation | None = None
@@ -141,7 +143,7 @@ class TorchOps:
     ) -> None:
         """x += linear(y), y [T, K]. next_norm: the norm that reads x next; None where the layer
         ends."""
-        out = torch.addmm(x.value, y, linear.weight.t())
+        out = torch.addmm(x.value, y, linear.dense(y.dtype).t())
         x.value = out if linear.bias is None else out + linear.bias
 
     def add_norm(self, x: Residual, y: Tensor, norm: RMSNorm, scale: Tensor | None = None) -> None:
@@ -165,11 +167,18 @@ class TorchOps:
         return rows.attend(attention.layer, qk[:, :q_heads], qk[:, q_heads:], v, *sinks)
 
     def experts(
-        self, x: Tensor, routed: tuple[Tensor, Tensor], experts: nn.Module, residual: Tensor
+        self,
+        x: Tensor,
+        routed: tuple[Tensor, Tensor],
+        gate_up: Linear,
+        down: Linear,
+        activate: Activate,
+        residual: Tensor,
     ) -> Tensor:
-        """x, residual [T, H], weights and expert ids [T, top_k] -> residual + the weighted results
-        of the experts, which hold their parameters and this form of it."""
-        return experts(x, *routed, residual)
+        """x, residual [T, H], weights and expert ids [T, top_k] -> residual + the weighted outputs
+        of the experts, down(activate(gate_up(x)))."""
+        first, second = ((w.dense(x.dtype), w.bias) for w in (gate_up, down))
+        return reference_experts.experts(x, *routed, first, second, activate, residual)
 
     def delta_rule(
         self, qkv: Tensor, decay: Tensor, rate: Tensor, conv: Tensor, layer: int, rows: ForwardRows
@@ -181,22 +190,17 @@ class TorchOps:
         spans, held = plan.groups, plan.stored(layer)
         return reference_recurrent.mix(qkv, decay, rate, conv, spans, held, plan.states.spec)
 
-    def head(self, x: Tensor, norm: RMSNorm, weight: Tensor) -> Tensor:
-        """Residual stream [R, H], weight [V, H] -> logits [R, V]."""
-        return F.linear(norm(x), weight)
+    def head(self, x: Tensor, norm: RMSNorm, head: Linear) -> Tensor:
+        """Residual stream [R, H], head [V, H] -> logits [R, V]."""
+        return self.linear(self.norm(x, norm), head)
 
-    def argmax(
-        self, x: Tensor, norm: RMSNorm, weight: Tensor, fp8: tuple[Tensor, Tensor] | None = None
-    ) -> Tensor:
-        """Residual stream [R, H], weight [V, H] -> the ids of the largest logits [R]. fp8: the same
-        weight in FP8 with its rows' scales, which kernels prefer."""
-        return argmax(self.head(x, norm, weight))
+    def argmax(self, x: Tensor, norm: RMSNorm, head: Linear) -> Tensor:
+        """Residual stream [R, H], head [V, H] -> the ids of the largest logits [R]."""
+        return argmax(self.head(x, norm, head))
 
-    def best_two(
-        self, x: Tensor, norm: RMSNorm, weight: Tensor, fp8: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def best_two(self, x: Tensor, norm: RMSNorm, head: Linear) -> tuple[Tensor, Tensor]:
         """As `argmax`, and how far each largest logit is above the second largest [R] float32."""
-        return best_two(self.head(x, norm, weight))
+        return best_two(self.head(x, norm, head))
 
     def context_kv(
         self, kv: Tensor, weights: ContextWeights, rows: ForwardRows

@@ -19,15 +19,16 @@ from strobe.kernels.residual import FusedResidual
 from strobe.kernels.rowwise import context_store, qk_norm_rope_store, rms_norm
 from strobe.kernels.steps import gather_rows
 from strobe.kv.store import KVStore
-from strobe.models.modules import Attention, RMSNorm, scale_of
+from strobe.models.linear import Linear
+from strobe.models.modules import Attention, RMSNorm
 from strobe.models.ops.torch_ops import (
     Activation,
     ContextWeights,
     ForwardRows,
-    Linear,
     Residual,
     TorchOps,
 )
+from strobe.models.quantization.fp8 import FP8_ROWS
 
 
 class TritonOps(TorchOps):
@@ -38,10 +39,13 @@ class TritonOps(TorchOps):
         self._weights: dict[Linear, tuple[Weight, Tensor | None]] = {}
 
     def _weight(self, linear: Linear) -> tuple[Weight, Tensor | None]:
-        """The layer's weight, with its rows' scales if it is in FP8, and its bias."""
+        """The layer's weight and bias as kernels take them. A format that no kernel reads is
+        dequantized for this call."""
         cached = self._weights.get(linear)
         if cached is None:
-            weight = Weight(linear.weight, scale_of(linear))
+            if linear.format not in (None, FP8_ROWS):
+                return Weight(linear.dense(self.gemms.dtype)), linear.bias
+            weight = Weight(linear.weight, linear.scale)
             cached = self._weights[linear] = weight, linear.bias
         return cached
 
@@ -104,20 +108,13 @@ class TritonOps(TorchOps):
         longest, held = plan.batch.longest, plan.stored(layer)
         return mix(qkv, decay, rate, conv, plan.spans, held, longest, plan.states.spec)
 
-    def head(self, x: Tensor, norm: RMSNorm, weight: Tensor) -> Tensor:
-        return self.gemms.linear(self.norm(x, norm), Weight(weight))
+    def argmax(self, x: Tensor, norm: RMSNorm, head: Linear) -> Tensor:
+        return self.gemms.head_argmax(self.norm(x, norm), self._weight(head)[0])
 
-    def argmax(
-        self, x: Tensor, norm: RMSNorm, weight: Tensor, fp8: tuple[Tensor, Tensor] | None = None
-    ) -> Tensor:
-        return self.gemms.head_argmax(self.norm(x, norm), Weight(*(fp8 or (weight,))))
-
-    def best_two(
-        self, x: Tensor, norm: RMSNorm, weight: Tensor, fp8: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def best_two(self, x: Tensor, norm: RMSNorm, head: Linear) -> tuple[Tensor, Tensor]:
         margins = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-        head_weight = Weight(*(fp8 or (weight,)))
-        return self.gemms.head_argmax(self.norm(x, norm), head_weight, margins=margins), margins
+        weight, _ = self._weight(head)
+        return self.gemms.head_argmax(self.norm(x, norm), weight, margins=margins), margins
 
     def store_context(
         self, kv: Tensor, weights: ContextWeights, rows: ForwardRows, slots: Tensor, store: KVStore

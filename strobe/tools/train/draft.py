@@ -105,7 +105,7 @@ def new_draft(config: DraftConfig, target: Target, *, max_positions: int, seed: 
     feed the same head. The embedding is converted to fp32, so that the residual stream is fp32.
     """
     config = replace(config, embedding_scale=target.config.embedding_scale)
-    draft = DFlash(config, target.embed_tokens.weight.float(), target.head_weight, max_positions)
+    draft = DFlash(config, target.embed_tokens.weight.float(), target.output.weight, max_positions)
     generator = torch.Generator().manual_seed(seed)
     branches = 2 * config.decoder.num_layers
     with torch.no_grad():

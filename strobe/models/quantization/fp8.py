@@ -16,62 +16,46 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from strobe.models.config import Quantization
+from strobe.models.config import DecoderConfig, Quantization
 from strobe.models.config_readers.fields import HINT, Fields
+from strobe.models.linear import Linear
 from strobe.models.weight_mapping import FLOATS, Fill, WeightMapping, WeightPart
 
 STORED = "F8_E4M3"
 HINT_OTHER = "use a checkpoint in FP8 with scales by blocks, or an unquantized one."
 SCALE = "_scale_inv"
-WHOLE = "whole"
-"""Attribute of a linear layer that is not quantized in FP8 checkpoints, and not held in FP8."""
 _ROWS = 1024
 
 
-def read_quantization(fields: Fields) -> Quantization | None:
-    """What quantization_config says; None where there is none. Raises ValueError for another method
-    than FP8 by blocks."""
-    values = fields.object("quantization_config")
-    if not values:
-        return None
-    inner, path = Fields(values, fields.path), fields.path
-    method = inner.get("quant_method")
-    if method != "fp8":
-        raise ValueError(
-            f"{path}: quantization_config.quant_method is {method!r}, which is not supported; "
-            f"{HINT_OTHER}"
-        )
-    inner.only("fmt", "e4m3", why=HINT_OTHER)
-    inner.only("activation_scheme", "dynamic", why=HINT_OTHER)
-    block = inner.ids("weight_block_size")
+def read(fields: Fields, decoder: DecoderConfig) -> Quantization:
+    """Raises ValueError unless the weights are in e4m3 with a scale for each block."""
+    fields.only("fmt", "e4m3", why=HINT_OTHER)
+    fields.only("activation_scheme", "dynamic", why=HINT_OTHER)
+    block = fields.ids("weight_block_size")
     if block is None or len(block) != 2 or 0 in block:
         raise ValueError(
-            f"{path}: quantization_config.weight_block_size is {block!r}, but must be two whole "
-            f"numbers of at least 1, such as [128, 128]; {HINT_OTHER if block is None else HINT}"
+            f"{fields.path}: quantization_config.weight_block_size is {block!r}, but must be two "
+            "whole numbers of at least 1, such as [128, 128]; "
+            f"{HINT_OTHER if block is None else HINT}"
         )
-    inner.finish(("modules_to_not_convert", "ignored_layers", "scale_fmt"))
+    fields.finish(("modules_to_not_convert", "ignored_layers", "scale_fmt"))
     return Quantization("fp8", (block[0], block[1]))
 
 
-def with_scales(
+def apply(
     module: nn.Module,
     mapping: WeightMapping,
     dtypes: Mapping[str, str],
-    quantization: Quantization | None,
+    quantization: Quantization,
 ) -> WeightMapping:
-    """The same mapping, in which tensors stored in FP8 are first multiplied with their scales;
-    linear layers with a part that is not stored so are marked as `WHOLE`. dtypes: of the
-    checkpoint's tensors."""
-    if quantization is None or quantization.method != "fp8":
-        return mapping
+    """Multiply tensors stored in FP8 by their scales when they are read. Linear layers with a part
+    that is not stored in FP8 are not held in FP8 either."""
     add_scales = partial(_with_scales, dtypes=dtypes, block=quantization.block)
-    scaled = {name: [add_scales(part) for part in parts] for name, parts in mapping.items()}
     for path, linear in module.named_modules():
-        if isinstance(linear, nn.Linear):
+        if isinstance(linear, Linear):
             sources = chain.from_iterable(part.sources for part in mapping[f"{path}.weight"])
-            if any(dtypes.get(name) != STORED for name in sources):
-                setattr(linear, WHOLE, True)
-    return scaled
+            linear.fixed |= any(dtypes.get(name) != STORED for name in sources)
+    return {name: [add_scales(part) for part in parts] for name, parts in mapping.items()}
 
 
 def _with_scales(
@@ -94,7 +78,7 @@ def _with_scales(
 def _fill(
     out: Tensor, *tensors: Tensor, fill: Fill, stored: Sequence[bool], block: tuple[int, int]
 ) -> None:
-    """Multiply and hand on: the stored ones' scales stand behind all of the part's own sources."""
+    """Multiply by the scales, which come after all of the part's own sources, then fill."""
     scales = iter(tensors[len(stored) :])
     values = [
         dequantized(value.to(out.device), next(scales).to(out.device), block, out.dtype)
@@ -125,11 +109,6 @@ def dequantized(
     return out
 
 
-def in_fp8(path: str, part: nn.Module) -> bool:
-    """Whether weights in FP8 hold the module's so: linear layers but the head and `WHOLE` ones."""
-    return isinstance(part, nn.Linear) and path != "lm_head" and not hasattr(part, WHOLE)
-
-
 def fp8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     """weight [N, K] -> rows in FP8 (e4m3, Micikevicius et al., arXiv 2209.05433) and a scale for
     each, [N] float32: the largest value of a row becomes 448, the largest there is."""
@@ -140,3 +119,21 @@ def fp8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
         for weight_rows, row_scale in zip(weight.split(4096), scale.split(4096), strict=True)
     ]
     return torch.cat(rows), scale
+
+
+class Fp8Rows:
+    """Values in e4m3, and a scale for each row [N] in float32; see `fp8_rows`."""
+
+    def dequantize(self, values: Tensor, scale: Tensor) -> Tensor:
+        return values.float() * scale[:, None]
+
+
+FP8_ROWS = Fp8Rows()
+
+
+def fp8_copy(weight: Tensor) -> Linear:
+    """A linear layer of this weight, in FP8."""
+    rows, scale = fp8_rows(weight)
+    linear = Linear.over(rows)
+    linear.scale, linear.format = scale, FP8_ROWS
+    return linear

@@ -1,0 +1,109 @@
+"""Experts as grouped GEMMs, in plain torch.
+
+Legend: T rows, H hidden size, E experts of inner size I, each row routed to k of them, P = T k
+pairs of a row and an expert, sorted by expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+GATHERED = 1 << 26
+"""Weights that a GEMM over gathered blocks holds at once."""
+
+
+Linear = tuple[Tensor, Tensor | None]
+"""The experts' weights [E, N, K] and biases [E, N]."""
+
+
+def experts(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    gate_up: Linear,
+    down: Linear,
+    activate: Callable[[Tensor], Tensor],
+    residual: Tensor,
+) -> Tensor:
+    """x, residual [T, H], weights and expert ids [T, k] -> residual + the weighted outputs of each
+    row's experts, down(activate(gate_up(x)))."""
+    of_pair, order = ids.flatten().sort(stable=True)
+    every = torch.arange(gate_up[0].shape[0], device=x.device)
+    ends = torch.searchsorted(of_pair, every, right=True, out_int32=True)
+    inner = _linear(x.index_select(0, order // ids.shape[1]), gate_up, of_pair, ends)
+    pairs = _linear(activate(inner), down, of_pair, ends)
+    # Back in the rows' order, so that each row always adds up its own results in the same order.
+    outputs = torch.empty_like(pairs).index_copy_(0, order, pairs).view(*ids.shape, -1)
+    return torch.baddbmm(residual[:, None], weights[:, None], outputs)[:, 0]
+
+
+def _linear(x: Tensor, linear: Linear, of_pair: Tensor, ends: Tensor) -> Tensor:
+    weight, bias = linear
+    y = grouped_gemm(x, weight, ends)
+    return y if bias is None else y + bias.index_select(0, of_pair)
+
+
+def grouped_gemm(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """x [P, K], weights [E, N, K] -> [P, N]: rows ends[e - 1] .. ends[e] times weights[e].
+
+    ends [E] int32, on x's device: nothing is asked of the host on a GPU.
+    """
+    if _has_grouped(x):
+        return F.grouped_mm(x, weights.transpose(1, 2), offs=ends)
+    return blocked_gemm(x, weights, ends)
+
+
+def _has_grouped(x: Tensor) -> bool:
+    """Whether torch has a grouped GEMM that suits: on a GPU its own is one for bfloat16 on
+    compute capability 9.0 and 10.x, and elsewhere a loop that waits for the device."""
+    if x.shape[1] * x.element_size() % 16:  # rows must begin at such addresses
+        return False
+    if x.device.type != "cuda":
+        return x.device.type == "cpu"
+    capability = torch.cuda.get_device_capability(x.device)
+    return x.dtype == torch.bfloat16 and capability[0] in (9, 10)
+
+
+def blocked_gemm(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """`grouped_gemm` in operations that every device and dtype has: rows laid out in blocks that
+    belong to one expert each, the last of an expert's filled up, times gathered weights.
+
+    There are at most as many blocks as rows, and at most P / B + E (B - 1) / B of B rows each,
+    which the host knows without asking for `ends`.
+    """
+    rows, count = x.shape[0], weights.shape[0]
+    size = block_rows(rows, count)
+    number = min(rows, (rows + count * (size - 1)) // size)
+    ends = ends.long()
+    begins = F.pad(ends, (1, 0))[:-1]
+    last = torch.cumsum((ends - begins + size - 1) // size, 0)  # block behind an expert's
+    first = F.pad(last, (1, 0))[:-1]
+    blocks = torch.arange(number, device=x.device)
+    expert = torch.searchsorted(last, blocks, right=True).clamp(max=count - 1)
+    start = begins[expert] + (blocks - first[expert]) * size
+    cells = (start[:, None] + torch.arange(size, device=x.device)).clamp(max=rows - 1)
+    step = max(GATHERED // (weights.shape[1] * weights.shape[2]), 1)
+    parts = [
+        torch.bmm(x[row_slice], weights[expert_slice].transpose(1, 2))
+        for row_slice, expert_slice in _split(cells, expert, step)
+    ]
+    row = torch.arange(rows, device=x.device)
+    owner = torch.searchsorted(ends, row, right=True).clamp(max=count - 1)
+    place = first[owner] * size + row - begins[owner]
+    return torch.cat(parts).flatten(0, 1).index_select(0, place)
+
+
+def _split(cells: Tensor, expert: Tensor, step: int) -> Iterable[tuple[Tensor, Tensor]]:
+    return zip(cells.split(step), expert.split(step), strict=True)
+
+
+def block_rows(rows: int, experts: int) -> int:
+    """Rows of a block: about as many as an expert has, a power of two up to 64."""
+    size = 1
+    while size < 64 and 2 * size * experts <= rows:
+        size *= 2
+    return size

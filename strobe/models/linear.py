@@ -1,0 +1,100 @@
+"""Linear layers, which know how their weight is stored.
+
+Layers and families make a `Linear` and hand it to ops. Loading decides how it is stored: as it was
+trained, or in a format of `strobe.models.quantization`. Legend: N outputs, K inputs, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Format(Protocol):
+    """How a quantized weight is stored."""
+
+    def dequantize(self, values: Tensor, scale: Tensor) -> Tensor:
+        """Stored values and their scales -> the weight [..., N, K] in float32."""
+        ...
+
+
+Outputs = int | Mapping[str, int]
+
+
+class Linear(nn.Module):
+    """x Wᵀ + bias, W [N, K]; or of each expert, W [E, N, K].
+
+    weight: W in the model's dtype, or its values in `format`, with `scale`. parts: how many outputs
+    are those of which layer of a checkpoint, one after another; empty: all are this layer's. fixed:
+    loading leaves the weight in this format, whatever weight_dtype asks for.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    scale: Tensor | None
+
+    def __init__(
+        self, inputs: int, size: Outputs, bias: bool = False, experts: int = 0, fixed: bool = False
+    ):
+        """size: how many outputs, or the `parts`."""
+        super().__init__()
+        self.parts: Mapping[str, int] = {} if isinstance(size, int) else size
+        outputs = size if isinstance(size, int) else sum(size.values())
+        self.in_features, self.out_features = inputs, outputs
+        shape = (experts, outputs, inputs) if experts else (outputs, inputs)
+        self.weight = nn.Parameter(torch.empty(shape))
+        self.bias = nn.Parameter(torch.empty(shape[:-1])) if bias else None
+        self.register_buffer("scale", None, persistent=False)
+        self.format: Format | None = None
+        self.fixed = fixed or experts > 0
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -(inputs**-0.5), inputs**-0.5)
+
+    @classmethod
+    def over(cls, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """A layer over tensors of other modules. It has no parameters of its own."""
+        linear = cls.__new__(cls)
+        nn.Module.__init__(linear)
+        linear.__dict__.update(weight=weight, bias=bias, scale=None, format=None, fixed=True)
+        return linear
+
+    @classmethod
+    def concat(cls, linears: Sequence[Linear], first: int) -> Linear:
+        """Outputs `first` and up of several layers of one format, as one layer."""
+        weight = torch.cat([x.weight[first:] for x in linears])
+        biases = [x.bias[first:] for x in linears if x.bias is not None]
+        scales = [x.scale[first:] for x in linears if x.scale is not None]
+        linear = cls.over(weight, torch.cat(biases) if biases else None)
+        linear.scale, linear.format = torch.cat(scales) if scales else None, linears[0].format
+        return linear
+
+    def store(self, format: Format, values: Tensor, scale: Tensor) -> None:
+        """Hold the weight as `values` and `scale` of a format."""
+        self.weight = nn.Parameter(values, requires_grad=False)
+        self.scale, self.format = scale, format
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight; a quantized one is dequantized to `dtype`."""
+        if self.format is None or self.scale is None:
+            return self.weight
+        return self.format.dequantize(self.weight, self.scale).to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.dense(x.dtype), self.bias)
+
+    def reorder(self, order: Tensor) -> None:
+        """Put outputs in another order, in place: output i becomes what output order[i] was."""
+        for held in (self.weight, self.bias, self.scale):
+            if held is not None:
+                rows = held.data.view(torch.uint8) if held.dtype.itemsize == 1 else held.data
+                rows.copy_(rows[order])  # FP8 is moved as bytes
+
+    def multiply(self, first: int, factor: float) -> None:
+        """Multiply outputs `first` and up, in place."""
+        for held in (self.weight if self.scale is None else self.scale, self.bias):
+            if held is not None:
+                held.data[first:] *= factor

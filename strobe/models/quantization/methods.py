@@ -1,0 +1,65 @@
+"""The quantization methods of checkpoints, by the name that config.json gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from torch import nn
+
+from strobe.models.config import DecoderConfig, Quantization
+from strobe.models.config_readers.fields import Fields
+from strobe.models.quantization import fp8, mxfp4
+from strobe.models.weight_mapping import WeightMapping
+
+
+class Method(Protocol):
+    """A module of this package."""
+
+    def read(self, fields: Fields, decoder: DecoderConfig) -> Quantization:
+        """Read quantization_config. Raises ValueError for what is not supported."""
+        ...
+
+    def apply(
+        self,
+        module: nn.Module,
+        mapping: WeightMapping,
+        dtypes: Mapping[str, str],
+        quantization: Quantization,
+    ) -> WeightMapping:
+        """Return the mapping with the checkpoint's quantized tensors as sources, and set what the
+        module's linear layers hold. mapping: of the same module, unquantized; dtypes: of the
+        checkpoint's tensors."""
+        ...
+
+
+METHODS: dict[str, Method] = {"fp8": fp8, "mxfp4": mxfp4}
+HINT = "use a checkpoint in FP8 with scales by blocks, experts in MXFP4, or an unquantized one."
+
+
+def read_quantization(fields: Fields, decoder: DecoderConfig) -> Quantization | None:
+    """Read quantization_config; None where there is none. Raises ValueError."""
+    values = fields.object("quantization_config")
+    if not values:
+        return None
+    inner = Fields(values, fields.path)
+    name = inner.get("quant_method")
+    method = METHODS.get(str(name))
+    if method is None:
+        raise ValueError(
+            f"{fields.path}: quantization_config.quant_method is {name!r}, which is not "
+            f"supported; {HINT}"
+        )
+    return method.read(inner, decoder)
+
+
+def apply_quantization(
+    module: nn.Module,
+    mapping: WeightMapping,
+    dtypes: Mapping[str, str],
+    quantization: Quantization | None,
+) -> WeightMapping:
+    """Apply the method that `quantization` names; None leaves the mapping as it is."""
+    if quantization is None:
+        return mapping
+    return METHODS[quantization.method].apply(module, mapping, dtypes, quantization)
