@@ -13,11 +13,11 @@ FULL: dict[str, tuple[str, ...]] = {
     "tests/server/test_openai_client.py": ("test_key_is_required",),
     "tests/server/test_page.py": ("",),
     "tests/server/test_stopping.py": (
-        "told twice",
-        "test_engine_that_ends_a_third_time",
+        "signalled twice",
+        "test_third_engine_end",
         "test_sigterm_while_the_engine_restarts",
         "test_sigterm_during_engine_start",
-        "test_while_the_engine_starts",
+        "test_server_reports_engine_start",
     ),
     "tests/unit/test_wheel.py": ("",),
     "tests/unit/test_doctor.py": (

@@ -1,4 +1,4 @@
-"""A client for ASGI applications: one request, every message seen, disconnects at will."""
+"""A client for ASGI applications that records every message and can disconnect at any time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Headers = Sequence[tuple[str, str]]
 
 @dataclass
 class Answer:
-    """The messages that an application sent, and the scope it was given."""
+    """The messages that an application sent, and the request's scope."""
 
     scope: dict[str, Any]
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -52,9 +52,9 @@ def call(
     gone: bool = False,
     answer: Answer | None = None,
 ) -> Answer:
-    """The answer to one request. body: its parts as the server hands them on. length: send a
-    Content-Length. gone: the client leaves after its body. A body is JSON and the host localhost
-    unless `headers` say."""
+    """Send one request and return the answer. body: its parts. length: send a Content-Length.
+    gone: the client disconnects after its body. Without `headers` the body is JSON and the host
+    localhost."""
     parts = list(body)
     named = [(k.lower().encode(), v.encode()) for k, v in headers]
     if not any(name == b"host" for name, _ in named):
@@ -92,7 +92,7 @@ def call(
             return queue.pop(0)
         last = answer.messages[-1] if answer.messages else {"type": None}
         if last["type"] != "http.response.body" or last.get("more_body", False):
-            await asyncio.Event().wait()  # a client that waits for its answer says nothing
+            await asyncio.Event().wait()  # the client waits for its answer
         return {"type": "http.disconnect"}
 
     async def send(message: Any) -> None:
@@ -120,5 +120,5 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
 
 
 async def untouched(scope: Any, receive: Any, send: Any) -> None:
-    """Stands where no request may come."""
+    """An application that no request may reach."""
     raise AssertionError(f"{scope['method']} {scope['path']} reached the application")

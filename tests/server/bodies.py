@@ -47,12 +47,12 @@ def respond(value: Any = "hello", **fields: Any) -> ResponsesRequest:
 
 
 def refusal(model: type[RequestModel], **fields: Any) -> FieldError:
-    """The 400 that the smallest request gets with these fields."""
+    """Return the 400 of the smallest request with these fields."""
     with pytest.raises(FieldError) as caught:
         model.read(json.dumps({**SMALLEST[model], **fields}))
     return caught.value
 
 
 def tool(name: str, **more: Any) -> dict[str, Any]:
-    """A function of that name in chat form."""
+    """A function in chat form."""
     return {"type": "function", "function": {"name": name, **more}}

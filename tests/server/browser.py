@@ -1,4 +1,4 @@
-"""Chromium without a window, driven over its own pipe: what the page's tests need and no more.
+"""A headless Chromium, driven through a pipe, for the page's tests.
 
 The Chrome DevTools protocol is JSON messages, each ended by a zero byte, on file descriptors 3 (to
 the browser) and 4 (from it).
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-PATIENCE = 60.0  # seconds until a wait is given up; a wait ends as soon as it can
+PATIENCE = 60.0  # timeout of waits in seconds
 FLAGS = (
     "--headless=new",
     "--remote-debugging-pipe",
@@ -49,19 +49,19 @@ SHIFT = 8
 
 
 def find_chromium() -> str | None:
-    """The first Chromium in PATH, None where there is none."""
+    """Return the first Chromium in PATH, None if there is none."""
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
 class Browser:
-    """A running Chromium. profile: an empty directory of its own."""
+    """A running Chromium. profile: an empty directory."""
 
     def __init__(self, program: str, profile: Path):
         root = ["--no-sandbox"] if os.geteuid() == 0 else []
         command = [program, *FLAGS, *root, f"--user-data-dir={profile}", "about:blank"]
         inward, self._to = os.pipe()
         self._from, outward = os.pipe()
-        # Out of the way of 3 and 4 first, so that neither is overwritten before it is copied.
+        # First move both away from 3 and 4, so that neither is overwritten before it is copied.
         ends = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in (inward, outward)]
         self._process = os.posix_spawn(
             program,
@@ -85,7 +85,7 @@ class Browser:
         self._reader.start()
 
     def open(self) -> Page:
-        """A new page, 1000 pixels wide."""
+        """Open a new page, 1000 pixels wide."""
         target = self.call("Target.createTarget", url="about:blank")
         session = self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
         page = self._pages[session["sessionId"]] = Page(self, session["sessionId"])
@@ -94,7 +94,7 @@ class Browser:
         return page
 
     def close(self) -> None:
-        """End Chromium, and wait until it has."""
+        """Close Chromium and wait for its end."""
         if not self._ended:
             self.call("Browser.close")
         os.waitpid(self._process, 0)
@@ -102,7 +102,7 @@ class Browser:
         os.close(self._to)
 
     def call(self, method: str, session: str | None = None, **params: Any) -> dict[str, Any]:
-        """One command of the protocol and its result. Raises RuntimeError where it is refused."""
+        """Send a command of the protocol and return its result. Raises RuntimeError if it fails."""
         number = next(self._numbers)
         message = {"id": number, "method": method, "params": params}
         if session is not None:
@@ -132,7 +132,7 @@ class Browser:
 
 
 class Page:
-    """One page. requests: every URL it asked for. problems: errors and warnings of its console."""
+    """One page. requests: all URLs that it loaded. problems: its console's errors and warnings."""
 
     def __init__(self, browser: Browser, session: str):
         self._browser, self._session = browser, session
@@ -144,7 +144,7 @@ class Page:
         return self._browser.call(method, self._session, **params)
 
     def take(self, method: str, params: dict[str, Any]) -> None:
-        """An event of the protocol."""
+        """Record an event of the protocol."""
         if method == "Page.loadEventFired":
             self._loaded.set()
         elif method == "Network.requestWillBeSent":
@@ -158,7 +158,7 @@ class Page:
             self.problems.append(params["entry"]["text"])
 
     def reset(self) -> None:
-        """Like a new page once it goes to the site it has last been at; cheaper than a new one."""
+        """Reset the page's state, which is faster than opening a new page."""
         self.call("Emulation.clearDeviceMetricsOverride")
         self.prefer()
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=0, y=0)
@@ -173,7 +173,7 @@ class Page:
         assert self._loaded.wait(PATIENCE), f"{url} did not load"
 
     def evaluate(self, expression: str) -> Any:
-        """The value of an expression; a promise is awaited. Raises AssertionError if it throws."""
+        """Return an expression's value, or its promise's. Raises AssertionError if it throws."""
         result = self.call(
             "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
         )
@@ -182,7 +182,7 @@ class Page:
         return result["result"].get("value")
 
     def until(self, expression: str) -> Any:
-        """Wait until an expression holds, and give its value."""
+        """Wait until an expression is true and return its value."""
         code = """(async () => {
             for (const end = performance.now() + %d; performance.now() < end; ) {
               const value = (%s);
@@ -195,24 +195,24 @@ class Page:
         return self.evaluate(code % (1000 * PATIENCE, expression, json.dumps(failure)))
 
     def text(self, selector: str) -> str:
-        """What an element says, as the reader sees it."""
+        """Return an element's visible text."""
         return self.evaluate(f"document.querySelector({json.dumps(selector)}).innerText")
 
     def texts(self, selector: str) -> list[str]:
-        """The exact text of each element, seen or not."""
+        """Return the exact text of each element, visible or not."""
         return self.evaluate(
             f"[...document.querySelectorAll({json.dumps(selector)})].map((e) => e.textContent)"
         )
 
     def click(self, selector: str) -> None:
-        """A press of the mouse in the middle of an element, at its place on the screen."""
+        """Click the middle of an element with the mouse."""
         place = self._middle(selector)
         for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
             press = {} if kind == "mouseMoved" else {"button": "left", "clickCount": 1}
             self.call("Input.dispatchMouseEvent", type=kind, **place, **press)
 
     def tap(self, selector: str) -> None:
-        """A finger's press in the middle of an element."""
+        """Tap the middle of an element."""
         place = self._middle(selector)
         self.call("Input.dispatchTouchEvent", type="touchStart", touchPoints=[place])
         self.call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
@@ -228,7 +228,7 @@ class Page:
         )
 
     def type(self, text: str) -> None:
-        """Put text in where the focus is, as an input method does."""
+        """Insert text at the focus, as an input method does."""
         self.call("Input.insertText", text=text)
 
     def press(self, key: str, shift: bool = False) -> None:
@@ -250,12 +250,12 @@ class Page:
         )
 
     def prefer(self, **features: str) -> None:
-        """Media features, such as prefers_color_scheme="dark"."""
+        """Emulate media features, such as prefers_color_scheme="dark"."""
         pairs = [{"name": k.replace("_", "-"), "value": v} for k, v in features.items()]
         self.call("Emulation.setEmulatedMedia", features=pairs)
 
     def accessible_names(self, selectors: Sequence[str]) -> list[str]:
-        """The names a screen reader says for elements."""
+        """Return the names that a screen reader announces for elements."""
         names: list[str] = []
         for selector in selectors:
             element = self.call(
@@ -270,6 +270,6 @@ class Page:
         return names
 
     def screenshot(self, path: Path, *, full: bool = False) -> None:
-        """A PNG of the window, for eyes: no test compares pixels."""
+        """Write a PNG of the window for debugging; no test compares pixels."""
         data = self.call("Page.captureScreenshot", captureBeyondViewport=full)["data"]
         path.write_bytes(b64decode(data))

@@ -10,8 +10,8 @@ from served import Served
 
 @pytest.fixture(scope="session")
 def real_server() -> Iterator[Served]:
-    """`strobe serve` with its defaults, but that every step drafts, however busy the machine is; by
-    this name also where a module has a `server` of its own."""
+    """`strobe serve` with its defaults, except that every step drafts, however busy the machine is.
+    For modules that have a `server` of their own."""
     served = Served("--no-adaptive")
     yield served
     assert served.stop() == 0
@@ -19,11 +19,11 @@ def real_server() -> Iterator[Served]:
 
 @pytest.fixture(scope="session")
 def server(real_server: Served) -> Served:
-    """The same, as most tests call it."""
+    """The same server, under the usual name."""
     return real_server
 
 
 @pytest.fixture(scope="session")
 def page_server(real_server: Served) -> str:
-    """Where the real page is."""
+    """The URL of the real page."""
     return f"{real_server.url}/"

@@ -1,4 +1,4 @@
-"""A server's parts without an engine: the events are what a test makes up."""
+"""A server's parts without an engine; tests provide the events."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ START = RequestStart("dflash", None, 0, 0.0, (), frozenset({2}))
 
 
 class RecordingClient(EngineClient):
-    """A client of no engine; keeps what the engine would have been told. at_submit: what the engine
-    does with a prompt, at once."""
+    """A client without an engine that records the messages to it. at_submit: called with each
+    submitted prompt's generation."""
 
     def __init__(self, at_submit: Callable[[Generation], None] = lambda generation: None):
         super().__init__(EngineConfig(), LogSettings())
@@ -55,6 +55,6 @@ def event(tokens: Sequence[int], choice: int = 0, **more: Any) -> TokenEvent:
 
 
 def samples(metrics: ServerMetrics, name: str) -> list[Any]:
-    """What /metrics shows of a metric: samples with `labels` and a `value`."""
+    """Return a metric's samples in /metrics, each with `labels` and a `value`."""
     families = text_string_to_metric_families(metrics.render(None)[0].decode())
     return [sample for family in families if family.name == name for sample in family.samples]

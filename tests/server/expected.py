@@ -1,4 +1,4 @@
-"""What must hold for the answers of a request, however they were made."""
+"""Checks of a request's answers that do not depend on how they were served."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Check = Callable[[Outcome], None]
 
 
 def anything(outcome: Outcome) -> None:
-    """Nothing more is asked."""
+    """Accept any answer."""
 
 
 def each(check: Callable[[AnswerResult], None]) -> Check:
-    """A check of every answer."""
+    """Apply a check to every answer."""
 
     def checks(outcome: Outcome) -> None:
         for answer in outcome.choices:
@@ -36,7 +36,7 @@ def ends(reason: str, stop: Any = None, tokens: int | None = None) -> Check:
 
 
 def stops_at(*texts: str) -> Check:
-    """A stop text ended the answer and is not in it."""
+    """Check that a stop text ended the answer and is not in it."""
 
     def check(answer: AnswerResult) -> None:
         assert answer.finish_reason == "stop"
@@ -47,7 +47,7 @@ def stops_at(*texts: str) -> Check:
 
 
 def answers(count: int) -> Check:
-    """So many answers."""
+    """Check the number of answers."""
 
     def check(outcome: Outcome) -> None:
         assert len(outcome.choices) == count
@@ -56,7 +56,7 @@ def answers(count: int) -> Check:
 
 
 def fits(value: Any, schema: dict[str, Any]) -> bool:
-    """Whether a JSON value follows a schema, of those that are used here."""
+    """Whether a JSON value follows a schema; supports only the keywords used here."""
     kinds: dict[str, Any] = {
         "object": dict, "array": list, "string": str, "integer": int, "number": int | float,
         "boolean": bool,
@@ -99,7 +99,7 @@ def matches(pattern: str) -> Check:
 
 
 def calls(tools: Sequence[dict[str, Any]], *names: str, max_calls: int = 1) -> Check:
-    """The answer is calls of these functions, with arguments that follow their schemas."""
+    """Check that the answer is calls of these functions with valid arguments."""
     schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
 
     def check(answer: AnswerResult) -> None:
@@ -119,7 +119,7 @@ def without_calls(answer: AnswerResult) -> None:
 
 
 def thinks(then: Check = anything) -> Check:
-    """There is reasoning, and what holds for the rest of the answer."""
+    """Check that there is reasoning, and apply a check to the rest of the answer."""
 
     def check(outcome: Outcome) -> None:
         for answer in outcome.choices:
@@ -143,7 +143,7 @@ def hides(answer: AnswerResult) -> None:
 
 
 def scored(top: int, *, echoed: bool = False) -> Check:
-    """Every token has its log probability and the best ones."""
+    """Check that every token has its log probability and the most probable tokens."""
 
     def check(answer: AnswerResult) -> None:
         prompt = len(answer.prompt_ids or ()) if echoed else 0
@@ -159,7 +159,7 @@ def scored(top: int, *, echoed: bool = False) -> Check:
         for (begin, end), (token, *_) in zip(
             pairwise(answer.offsets), answer.logprobs, strict=False
         ):
-            if end <= len(answer.text):  # tokens of a stop text are beyond it
+            if end <= len(answer.text):  # tokens of a stop text are not in the text
                 assert answer.text[begin:end] == token
 
     return each(check)

@@ -1,4 +1,4 @@
-"""The cells of the matrix: what a request can ask for, and what must hold for its answers."""
+"""The cells of the matrix: features of requests, each with a check of its answers."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ RECORD = _TASKS["json", 16]  # breakfast, city and guest
 CALL = _TASKS["tool", 1]  # a timer; there are check_stock and book_table as well
 ODDITY = replace(LIST, messages=({"role": "user", "content": "zzz 17 , 4 horse"},))
 WORDS = "rocket paper horse"
-"""What the pair never saw: it is unsure, and so its samples differ and most drafts are wrong."""
+"""Words unlike the training data: the models are uncertain, so samples differ and drafts fail."""
 
 
 @dataclass(frozen=True)
 class Cell:
     """One feature on one endpoint.
 
-    fields: of the request; check: what holds for every way of making the answers; unlike: a cell
-    with other answers, or the field had no effect; siblings: several answers to one prompt;
-    streams: whether it may be streamed; drafts: whether there is a step to verify drafts in;
-    accepts: the least acceptance length of DFlash at temperature 0, a little below what it is.
+    fields: of the request; check: applied to its answers; unlike: a cell whose answers must differ,
+    which shows that the field has an effect; siblings: several answers to one prompt; streams:
+    whether it may be streamed; drafts: whether it has steps that can verify drafts; accepts: the
+    minimum acceptance length of DFlash at temperature 0, slightly below the measured one.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Cell:
         return f"{'chat' if self.chat else 'text'}-{self.name}"
 
     def body(self) -> dict[str, Any]:
-        """The request but for its temperature, speculation and stream."""
+        """The request without temperature, speculation and stream."""
         common: dict[str, Any] = {"return_token_ids": True, "include_speculation": True, "seed": 7}
         common |= {"max_tokens": self.tokens, "top_p": 1.0, "top_k": -1}
         if self.chat:
@@ -82,7 +82,7 @@ class Cell:
 
 
 def prompt_of(task: Example) -> str:
-    """A task of one message as the model reads it, told not to think."""
+    """Render a task of one message as a prompt without thinking."""
     (message,) = task.messages
     user = f"<|im_start|>user\n{message['content']}<|im_end|>\n"
     return user + "<|im_start|>assistant\n<think>\n\n</think>\n\n"
@@ -99,11 +99,11 @@ def strict_object(**properties: Any) -> dict[str, Any]:
 
 WORD = {"type": "string", "maxLength": 12}
 USUAL = strict_object(breakfast={"type": "boolean"}, city=WORD, guest=WORD)
-"""What the model writes by itself."""
+"""The schema of the model's own output."""
 OTHER = strict_object(guest=WORD, city=WORD)
-"""Another order, and less."""
+"""A different order and fewer fields."""
 ODD = strict_object(tags={"type": "array", "items": {"enum": ["hotel", 7]}, "maxItems": 2})
-"""What it never would."""
+"""A schema that the model's own output never follows."""
 STEPS = r"(Step [1-9]: [A-Za-z0-9 *+=,.-]{1,50}\n){2}Answer: \d{1,4}"
 GRAMMAR = r"""
 start: step step "Answer: " /[0-9]{1,4}/
@@ -126,13 +126,13 @@ def ids_of(text: str) -> list[int]:
 
 
 def cells() -> list[Cell]:
-    """All of them."""
+    """All cells."""
     shared = [cell for chat in (True, False) for make in (_plain, _logits) for cell in make(chat)]
     return [*shared, *_structures(), *_chats(), *_texts()]
 
 
 def _plain(chat: bool) -> list[Cell]:
-    """What each endpoint puts into a form of its own, in a chat and in completions."""
+    """Features whose format differs between chats and completions."""
     top = {"logprobs": True, "top_logprobs": 3} if chat else {"logprobs": 3}
     (newline,) = ids_of("\n")
     last = f"{'chat' if chat else 'text'}-plain"
@@ -166,8 +166,8 @@ def _plain(chat: bool) -> list[Cell]:
 
 
 def _logits(chat: bool) -> list[Cell]:
-    """What changes logits or draws: in a chat on a task that the pair can do, in completions on
-    words that it never saw together, where it is so unsure that each of them changes the answer."""
+    """Features that change logits or sampling. Chats use a task that the models know; completions
+    use WORDS, where the models are so uncertain that each feature changes the answer."""
     (newline,) = ids_of("\n")
     first = ids_of(" boxes" if not chat else LIST.answer)[0]
     allowed = [
@@ -180,7 +180,7 @@ def _logits(chat: bool) -> list[Cell]:
     def cell(
         name: str, fields: dict[str, Any], check: Check = anything, accepts: float | None = None
     ) -> Cell:
-        """accepts: in a chat, where the answer changes there."""
+        """accepts: set if the feature changes the answer of the chat."""
         if not chat:
             own = {"prompt": WORDS, **fields}
             return Cell(name, LIST, own, check, "text-unsure", chat=False, tokens=12, accepts=1)
@@ -210,7 +210,7 @@ def _logits(chat: bool) -> list[Cell]:
 
 
 def _structures() -> list[Cell]:
-    """Grammars, alone and with others."""
+    """Structured output, alone and combined with other features."""
     usual, other_schema = {"structured_outputs": {"json": USUAL}}, {"guided_json": OTHER}
     penalties = {"frequency_penalty": 0.5, "repetition_penalty": 1.1, "logit_bias": {"300": 3}}
     return [
@@ -231,7 +231,7 @@ def _structures() -> list[Cell]:
 
 
 def _chats() -> list[Cell]:
-    """What chats have alone."""
+    """Features that only chats have."""
     named = {"tool_choice": {"type": "function", "function": {"name": "check_stock"}}}
     required, tools = {"tool_choice": "required"}, CALL.tools
     every = ("create_timer", "check_stock", "book_table")
@@ -258,7 +258,7 @@ def _chats() -> list[Cell]:
 
 
 def _texts() -> list[Cell]:
-    """What completions have alone."""
+    """Features that only completions have."""
     both = [prompt_of(LIST), prompt_of(DATE)]
     ids = [ids_of(text) for text in both]
     echo = {"echo": True, "logprobs": 2}

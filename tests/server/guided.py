@@ -1,4 +1,4 @@
-"""Tokenizers for the tests of tool grammars: the pair's own, with other added tokens."""
+"""Tokenizers for the tests of tool grammars: the demo models' with other added tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GEMMA4 = ("<|tool_call>", "<tool_call|>", '<|"|>')
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The pair's tokenizer, with some added tokens left out and others put in."""
+    """The demo models' tokenizer, with some added tokens removed and others added."""
 
     fast: Tokenizer
     guide: LLTokenizer
@@ -36,7 +36,7 @@ class Vocabulary:
         return matcher
 
     def accepts(self, matcher: LLMatcher, text: str) -> bool:
-        """Whether the masks let a text through, token by token, and let it end there."""
+        """Whether the masks allow a text, token by token, and its end."""
         matcher = matcher.deep_copy()
         for token in self.fast.encode(text, add_special_tokens=False).ids:
             if not allowed(matcher)[token] or not matcher.consume_token(token):
@@ -62,8 +62,8 @@ def vocabulary(*more: str, less: Sequence[str] = (), ends: Sequence[str] = (END,
     return Vocabulary(Tokenizer.from_str(source), guide, added)
 
 
-def written(name: str, *calls: tuple[str, Any]) -> str:
-    """Calls as the family's chat template or, for gpt-oss, the models write them."""
+def render_calls(name: str, *calls: tuple[str, Any]) -> str:
+    """Render calls in the chat template's format, or for gpt-oss in the models'."""
     if name == "hermes":
         inner = [
             f'{{"name": "{tool}", "arguments": {dumps(arguments)}}}' for tool, arguments in calls
@@ -85,7 +85,7 @@ def written(name: str, *calls: tuple[str, Any]) -> str:
 
 
 def gemma4(value: Any) -> str:
-    """A value as Gemma 4's chat template writes it."""
+    """Render a value in the format of Gemma 4's chat template."""
     if isinstance(value, str):
         return f'<|"|>{value}<|"|>'
     if isinstance(value, list):

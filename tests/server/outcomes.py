@@ -1,4 +1,4 @@
-"""What a client gets, in one form: whole, or put together from the chunks of a stream."""
+"""Responses in one common form, from whole bodies or from the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 @dataclass
 class AnswerResult:
-    """One answer. logprobs: (token, its value, the best ones' values by token); calls: (name,
-    arguments); steps: of a stream, what each verify step reported."""
+    """One answer. logprobs: (token, its value, the most probable tokens' values); calls: (name,
+    arguments); steps: in a stream, each verify step's report."""
 
     text: str = ""
     reasoning: str = ""
@@ -35,7 +35,7 @@ class Outcome:
 
 
 def whole(body: dict[str, Any]) -> Outcome:
-    """A response that came as one object."""
+    """Convert a whole response."""
     answers: list[AnswerResult] = []
     for place, choice in enumerate(body["choices"]):
         assert choice["index"] == place
@@ -60,11 +60,11 @@ def whole(body: dict[str, Any]) -> Outcome:
 
 
 def streamed(chunks: Iterable[dict[str, Any]]) -> Outcome:
-    """A response that came in chunks, the usage behind the last choice."""
+    """Assemble a streamed response, whose usage must follow the last choice."""
     answers: dict[int, AnswerResult] = {}
     usage, report, prompt, ids = None, {}, None, set[str]()
     for chunk in chunks:
-        assert usage is None, "nothing comes behind the usage"
+        assert usage is None, "nothing follows the usage"
         ids.add(chunk["id"])
         if chunk.get("usage") is not None:
             assert not chunk["choices"]
@@ -73,7 +73,7 @@ def streamed(chunks: Iterable[dict[str, Any]]) -> Outcome:
         for choice in chunk["choices"]:
             first = choice["index"] not in answers
             answer = answers.setdefault(choice["index"], AnswerResult())
-            assert answer.finish_reason is None, "nothing comes behind an answer's end"
+            assert answer.finish_reason is None, "nothing follows an answer's end"
             answer.finish_reason, answer.stop_reason = (
                 choice["finish_reason"],
                 choice.get("stop_reason"),
@@ -96,7 +96,7 @@ def _delta(answer: AnswerResult, delta: dict[str, Any], first: bool) -> None:
     assert delta.get("role") == ("assistant" if first else None)
     content, reasoning = delta.get("content"), delta.get("reasoning_content")
     assert not (reasoning and (answer.text or answer.calls)), (
-        "reasoning behind the answer's beginning"
+        "reasoning after the answer's beginning"
     )
     answer.text += content or ""
     answer.reasoning += reasoning or ""
@@ -115,7 +115,7 @@ def _delta(answer: AnswerResult, delta: dict[str, Any], first: bool) -> None:
 
 
 def _common(answer: AnswerResult, choice: dict[str, Any]) -> None:
-    """What a choice says whole and streamed in the same way."""
+    """Add the fields that choices have in both whole and streamed responses."""
     answer.token_ids += choice.get("token_ids") or []
     answer.prompt_ids = choice.get("prompt_token_ids") or answer.prompt_ids
     logprobs = choice.get("logprobs")

@@ -1,6 +1,6 @@
-"""A server for the page's tests: its files, and answers that stand in a script.
+"""A server for the page's tests: the page's files, and scripted answers.
 
-A scripted stream goes on only when its gates are opened, so a test sees each moment for itself.
+A scripted stream waits at its gates, so that a test can check the page between chunks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Json = dict[str, Any]
 
 
 class Gate:
-    """A place in a stream that waits to be opened."""
+    """A point in a stream that waits until it is opened."""
 
     def __init__(self):
         self._opened: Future[None] = Future()
@@ -38,9 +38,9 @@ class Gate:
 
 @dataclass
 class Reply:
-    """One answer of the API. parts: chunks and gates of a stream, or nothing and a body.
+    """One response of the API: parts, the chunks and gates of a stream, or a body.
 
-    gone: set when the client has left before the end; done: when all was sent.
+    gone: set when the client disconnects before the end; done: set when all was sent.
     """
 
     parts: Sequence[Json | Gate] = ()
@@ -60,7 +60,7 @@ def step(
     calls: list[Json] | None = None,
     finish: str | None = None,
 ) -> Json:
-    """A chunk with one step. Without content, thinking and calls, the content is its tokens."""
+    """A chunk with one step. By default its content is the tokens' text."""
     if content is None and thinking is None and calls is None:
         content = "".join(piece for piece, _ in tokens)
     fields = {"content": content, "reasoning_content": thinking, "tool_calls": calls}
@@ -77,7 +77,7 @@ def step(
 def end(
     parts: Sequence[Json | Gate], off_reason: str | None = None, seconds: float | None = None
 ) -> Json:
-    """The last chunk after these: usage and the speculation report. seconds: decoding."""
+    """The last chunk after `parts`: usage and the speculation report. seconds: decoding time."""
     steps = [p["choices"][0]["step"] for p in parts if isinstance(p, dict) and p.get("choices")]
     verified = [s for s in steps if s["drafted"]]
     accepted = sum(s["accepted"] for s in verified)
@@ -104,7 +104,7 @@ def end(
 def answer(
     *parts: Json | Gate, off_reason: str | None = None, seconds: float | None = None
 ) -> Reply:
-    """A whole stream, its end included."""
+    """A complete stream, including its last chunk."""
     return Reply([*parts, end(parts, off_reason, seconds)])
 
 
@@ -114,10 +114,10 @@ def refusal(status: int, message: str, **headers: str) -> Reply:
 
 
 class MockServer:
-    """Serves from a thread until closed. replies: what the next chat requests get, in order.
+    """Serves from a thread until closed. replies: the responses to the next chat requests.
 
-    received: the bodies of the chat requests, keys: their Authorization headers. api_key: asked for
-    when not None. starting: how often /v1/models is refused first.
+    received: the bodies of the chat requests, keys: their Authorization headers. api_key: required
+    unless None. starting: number of 503 responses of /v1/models before the first 200.
     """
 
     def __init__(self):
@@ -135,7 +135,7 @@ class MockServer:
         self._thread.start()
 
     def reset(self) -> None:
-        """Forget what was received and what to reply."""
+        """Clear received requests and scripted replies."""
         self.model = "strobe-demo"
         self.starting = 0
         self.api_key: str | None = None
@@ -205,7 +205,7 @@ async def plain(send: Any, reply: Reply) -> None:
 
 
 async def stream(reply: Reply, receive: Any, send: Any) -> None:
-    """Send the parts until the client leaves."""
+    """Send the parts until the client disconnects."""
     writing = asyncio.ensure_future(write(reply, send))
     leaving = asyncio.ensure_future(left(receive))
     await asyncio.wait((writing, leaving), return_when=asyncio.FIRST_COMPLETED)

@@ -15,7 +15,7 @@ Make = Callable[[], Parser]
 
 
 class Result(NamedTuple):
-    """All that came out of a parser, joined. calls: (name, arguments) in order."""
+    """A parser's joined output. calls: (name, arguments) in order."""
 
     reasoning: str
     content: str
@@ -23,7 +23,7 @@ class Result(NamedTuple):
 
 
 def joined(parts: Iterable[Parsed]) -> Result:
-    """What a client puts together from the deltas, which must be in order."""
+    """Join deltas as a client does. They must be in order."""
     reasoning = content = ""
     calls: list[tuple[str, str]] = []
     for part in parts:
@@ -48,13 +48,13 @@ def parse(parser: Parser, pieces: Sequence[str]) -> Result:
 
 
 def cut(text: str, places: Iterable[int]) -> list[str]:
-    """The text in pieces that begin at these places."""
+    """Cut a text into pieces that begin at these positions."""
     ends = sorted({0, len(text), *(place % (len(text) + 1) for place in places)})
     return [text[a:b] for a, b in pairwise(ends)]
 
 
 def check_cuts(make: Make, text: str, places: Sequence[int] = ()) -> Result:
-    """What a text is parsed to, which must be the same whole, cut, and character by character."""
+    """Parse a text and check that the result is the same whole, cut, and character by character."""
     whole = parse(make(), [text])
     assert parse(make(), list(text)) == whole
     assert parse(make(), cut(text, places)) == whole
@@ -63,7 +63,7 @@ def check_cuts(make: Make, text: str, places: Sequence[int] = ()) -> Result:
 
 
 def stream(make: Make, pieces: Sequence[str]) -> list[Result]:
-    """What each piece brought at once, and last what the end did."""
+    """Return the output for each piece, and last the output of `finish`."""
     parser = make()
     parts = [parser.push(piece) for piece in pieces]
     return [
@@ -77,7 +77,7 @@ def stream(make: Make, pieces: Sequence[str]) -> list[Result]:
 
 
 def dumps(value: Any) -> str:
-    """JSON as chat templates write it."""
+    """JSON in the format of chat templates."""
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -96,7 +96,7 @@ prose = st.text(st.characters(codec="utf-8", exclude_characters="<{"), max_size=
 
 
 def texts(fragments: Sequence[str]) -> st.SearchStrategy[str]:
-    """Texts made of a format's fragments in any order, some of them cut short."""
+    """Texts of a format's fragments in any order, some of them truncated."""
     whole = st.sampled_from(fragments)
     short = st.tuples(whole, st.integers(0, 40)).map(lambda pair: pair[0][: pair[1]])
     noise = st.text(st.sampled_from('<>|/{}[]",:\\ \nabtk='), max_size=6)

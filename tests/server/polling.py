@@ -1,4 +1,4 @@
-"""Waiting for what another thread or process does, without sleeping for a guessed time."""
+"""Waiting for other threads and processes without fixed sleeps."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-Found = TypeVar("Found")
+Value = TypeVar("Value")
 
 PATIENCE = 120.0
-"""Seconds; only what hangs takes as long, however busy the machine is."""
+"""Timeout in seconds, which only a hang reaches, however busy the machine is."""
 
-_PAUSE = threading.Event()  # never set: waiting for it lets others run
+_PAUSE = threading.Event()  # never set: waiting for it lets other threads run
 
 
-def until(look: Callable[[], Found], what: str, patience: float = PATIENCE) -> Found:
-    """What `look` gives once that is true. Raises AssertionError, saying `what`, when it is too
-    late."""
+def until(look: Callable[[], Value], what: str, patience: float = PATIENCE) -> Value:
+    """Wait until `look` returns a true value, and return it. Raises AssertionError with `what` on
+    timeout."""
     deadline = time.monotonic() + patience
     while True:
         value = look()

@@ -1,4 +1,4 @@
-"""A server whose engine says what a test has written, in steps of the test's choice."""
+"""A server with a scripted engine: the test chooses the answer's text and steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from strobe.step import RequestStart, TokenEvent
 from strobe.text.tokenizer import Tokenizer
 
 END = 2
-"""The pair's end token."""
+"""The demo models' end token."""
 
 
 @functools.cache
@@ -32,16 +32,15 @@ def tokenizer() -> Tokenizer:
 
 
 class Steps(Generation):
-    """Hands its events on step by step, also where nobody asked meanwhile."""
+    """Yields its events step by step, even if several steps are available."""
 
     async def __anext__(self) -> list[TokenEvent]:
         return self._events.popleft() if self._events else await super().__anext__()
 
 
 class Script:
-    """In the engine client's place. text: what it answers; size: tokens in a step; ends: why the
-    answer ends, an error to break off with, or a sentence that refuses the prompt; error: what an
-    answer that ends with "error" says."""
+    """Replaces the engine client. text: the answer; size: tokens per step; ends: the finish reason,
+    or an exception to raise at the end; error: the message of an answer that ends with "error"."""
 
     facts = Ready(2048, 8, 2048, 15, ("dflash", "none"), {"top_p": 0.9}, "float32", "cpu", 64)
     dead, num_open = False, 0
@@ -57,7 +56,7 @@ class Script:
         self.ids = list(tokenizer().fast.encode(text, add_special_tokens=False).ids)
         self.ids += [END] if ends == "stop" else []
         self.size, self.ends = size, ends
-        self.asked: list[SamplingParams] = []
+        self.received: list[SamplingParams] = []
 
     def submit(
         self,
@@ -66,7 +65,7 @@ class Script:
         request_id: str,
         place: SchedulingOptions,
     ) -> Generation:
-        self.asked.append(params)
+        self.received.append(params)
         generation = Steps(self, 0, 1)  # pyright: ignore[reportArgumentType]
         groups = [self.ids[at : at + self.size] for at in range(0, len(self.ids), self.size)]
         for number, ids in enumerate(groups or [[]]):
@@ -98,7 +97,7 @@ class Script:
 
 
 def app(script: Script, **options: Any) -> Any:
-    """A server with such an engine. options: the operator's."""
+    """A server with a scripted engine. options: of ServerConfig."""
     settings = ServerConfig(access_log=False, **options)
     serving = Serving(
         settings=settings,
@@ -114,5 +113,5 @@ def app(script: Script, **options: Any) -> Any:
 
 
 def post(path: str, script: Script, **body: Any) -> Answer:
-    """The answer of a server with such an engine."""
+    """Post to a server with a scripted engine."""
     return call(app(script), path, body=[json.dumps(body).encode()])

@@ -1,4 +1,4 @@
-"""A real `strobe serve` in a process of its own, for tests that speak HTTP."""
+"""A real `strobe serve` in a process, for tests over HTTP."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def child_of(pid: int) -> list[int]:
-    """The engine's process of a server with that process id, in a list; empty before it begins."""
+    """Return the process ids of a server's engine processes: one, or none before it starts."""
     children = Path(f"/proc/{pid}/task").glob("*/children")
     pids = [int(child) for path in children for child in path.read_text().split()]
     names = {child: Path(f"/proc/{child}/cmdline").read_text() for child in pids}
@@ -28,10 +28,10 @@ def child_of(pid: int) -> list[int]:
 
 
 class Served:
-    """A running server: its address, its log so far, and ways to end it.
+    """A running server: its URL, its log so far, and methods to stop it.
 
-    Comes back from the constructor once it can answer. Raises AssertionError with its log where it
-    does not.
+    The constructor returns when the server is ready. Raises AssertionError with the log if it does
+    not start.
     """
 
     def __init__(self, *options: str, patience: float = PATIENCE):
@@ -56,17 +56,17 @@ class Served:
 
     @property
     def engine_pid(self) -> int:
-        """The engine's process."""
+        """Process id of the engine."""
         (engine,) = child_of(self.process.pid)
         return engine
 
     def pause(self) -> None:
-        """Stop the engine's process where it is; what is asked of it stays open."""
+        """Suspend the engine process, so that requests stay open."""
         self._paused = self.engine_pid
         os.kill(self._paused, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let a paused engine go on."""
+        """Resume a paused engine."""
         if self._paused is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._paused, signal.SIGCONT)
@@ -85,7 +85,7 @@ class Served:
         return sum(map(float, samples))
 
     def stop(self, patience: float = PATIENCE) -> int:
-        """End it as a supervisor would; the exit status."""
+        """Send SIGTERM and return the exit status."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(patience)
 

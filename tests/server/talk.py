@@ -1,4 +1,4 @@
-"""A client that holds its connection in its own hands: requests sent and left at any moment."""
+"""An HTTP client that can disconnect at any moment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHAT = "/v1/chat/completions"
 
 
 class Talk:
-    """One request on a connection of its own; sent when made, answered when asked."""
+    """One request on its own connection. It is sent by the constructor and read on demand."""
 
     def __init__(
         self,
@@ -65,14 +65,14 @@ class Talk:
         return self.json()["error"]
 
     def events(self) -> Iterator[Any]:
-        """What a stream tells, as it comes; its `[DONE]` is a text."""
+        """Yield a stream's events as they arrive; `[DONE]` is a str."""
         for line in self.response:
             if line.startswith(b"data: "):
                 text = line[6:].decode().strip()
                 yield text if text == "[DONE]" else json.loads(text)
 
     def leave(self) -> None:
-        """Go away in the middle of whatever there is, so that the server hears of it at once."""
+        """Disconnect immediately with a reset, which the server notices at once."""
         if self.http.sock is not None:
             self.http.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         if self._response is not None:

@@ -1,4 +1,4 @@
-"""Connections whose headers or bodies are slow or large, or that are too many."""
+"""Connections with slow or large headers or bodies, and too many connections."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SEEN: list[str] = []
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
-    """Answers 204, on /read once the body is in."""
+    """Answers 204; on /read after reading the body."""
     SEEN.append(scope["path"])
     while scope["path"] == "/read":
         message = await receive()
@@ -38,7 +38,7 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 
 
 def with_server(client: Callable[[Callable[[], Awaitable[Stream]]], Awaitable[None]]) -> None:
-    """Run a client, which gets what opens a connection."""
+    """Run a client with a server. The client gets a function that opens a connection."""
 
     async def run() -> None:
         config = uvicorn.Config(app, log_config=None, lifespan="off", timeout_keep_alive=75)
@@ -87,7 +87,7 @@ def test_idle_keep_alive_connection_is_kept(monkeypatch: pytest.MonkeyPatch):
         assert await status(connection[0]) == 204
         monkeypatch.setattr(connections, "HEADER_SECONDS", 0.01)
         slow = await connect()
-        assert await status(slow[0]) == 408  # so that time has passed
+        assert await status(slow[0]) == 408  # so the time limit has passed
         connection[1].write(REQUEST)
         assert await status(connection[0]) == 204
 
@@ -97,7 +97,7 @@ def test_idle_keep_alive_connection_is_kept(monkeypatch: pytest.MonkeyPatch):
 def test_excess_connection_closes_the_longest_waiting_one(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(Connection, "most", 3)
+    monkeypatch.setattr(Connection, "limit", 3)
     monkeypatch.setattr(connections, "RESERVED", 0)
 
     async def client(connect: Callable[[], Awaitable[Stream]]) -> None:
@@ -109,7 +109,7 @@ def test_excess_connection_closes_the_longest_waiting_one(
         for reader, writer in (second, third, kept):
             writer.write(REQUEST)
             assert await status(reader) == 204
-        refused = await connect()  # nobody waits for headers but it
+        refused = await connect()  # it is the only one that waits for headers
         assert await status(refused[0]) == 503
         assert json.loads(await refused[0].read())["error"]["type"] == "service_unavailable"
 
@@ -135,7 +135,7 @@ def test_slow_body_is_408_and_ends_the_connection(sent: bytes, monkeypatch: pyte
 
 
 class Clock:
-    """An event loop's time, which passes when told to; no task runs."""
+    """An event loop's clock, which the test advances; runs no tasks."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -168,7 +168,7 @@ class Clock:
 
 
 class Upload:
-    """A connection on which a body is being sent, of 1 MiB unless the head says otherwise."""
+    """A connection that receives a body, by default of 1 MiB."""
 
     def __init__(self, head: bytes = post("/read", b"", 1 << 20)) -> None:
         self.clock, self.transport = Clock(), Mock()
@@ -209,7 +209,7 @@ def test_body_must_come_at_1024_bytes_per_second(rate: int, refused: bool):
     assert upload.refused == refused
 
 
-def test_complete_body_is_under_no_limit_of_time():
+def test_complete_body_has_no_time_limit():
     upload = Upload()
     upload.send(b"x" * (1 << 20))
     upload.clock.advance(1000)
@@ -276,8 +276,8 @@ def test_headers_of_63_kib_are_read():
     with_server(client)
 
 
-def test_request_takes_the_place_of_the_slowest_body(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Connection, "most", 2)
+def test_request_replaces_the_slowest_body(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Connection, "limit", 2)
 
     async def client(connect: Callable[[], Awaitable[Stream]]) -> None:
         first, second = await connect(), await connect()
@@ -290,16 +290,16 @@ def test_request_takes_the_place_of_the_slowest_body(monkeypatch: pytest.MonkeyP
         assert await status(first[0]) == 503
         second[1].write(b"x" * 999)
         assert await status(second[0]) == 204
-        fourth[1].write(REQUEST)  # nobody is slow now
+        fourth[1].write(REQUEST)  # no connection is slow now
         assert await status(fourth[0]) == 503
-        third[1].write(REQUEST)  # and the third has its place
+        third[1].write(REQUEST)  # and the third was admitted
         assert await status(third[0]) == 204
 
     with_server(client)
 
 
-def test_only_a_complete_request_takes_the_place_of_a_slow_body(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Connection, "most", 1)
+def test_incomplete_request_does_not_replace_a_slow_body(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Connection, "limit", 1)
     seen = len(SEEN)
 
     async def client(connect: Callable[[], Awaitable[Stream]]) -> None:
@@ -311,7 +311,7 @@ def test_only_a_complete_request_takes_the_place_of_a_slow_body(monkeypatch: pyt
         health = await connect()
         health[1].write(b"GET /health HTTP/1.1\r\n\r\n")
         assert await status(health[0]) == 204
-        assert SEEN[seen:] == ["/read", "/health"]  # that of `slow`
+        assert SEEN[seen:] == ["/read", "/health"]  # "/read" came from `slow`
         whole[1].write(post("/read", b"x" * 300_000, 300_000))
         assert await status(whole[0]) == 204
         assert await status(slow[0]) == 503
@@ -321,8 +321,8 @@ def test_only_a_complete_request_takes_the_place_of_a_slow_body(monkeypatch: pyt
     with_server(client)
 
 
-def test_reserved_connection_is_told_to_send_its_body(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Connection, "most", 1)
+def test_reserved_connection_gets_100_continue(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Connection, "limit", 1)
 
     async def client(connect: Callable[[], Awaitable[Stream]]) -> None:
         slow, whole = await connect(), await connect()
@@ -338,14 +338,14 @@ def test_reserved_connection_is_told_to_send_its_body(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("path", ["/health", "/metrics?x=1", "/ping"])
 def test_reserved_connections_answer_health(path: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Connection, "most", 2)
+    monkeypatch.setattr(Connection, "limit", 2)
 
     async def client(connect: Callable[[], Awaitable[Stream]]) -> None:
         slots = [await connect(), await connect()]
         for reader, writer in slots:
             writer.write(REQUEST)
             assert await status(reader) == 204
-        for _ in range(40):  # none of them stays
+        for _ in range(40):  # none of them stays open
             reader, writer = await connect()
             writer.write(f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
             assert await status(reader) == 204
@@ -365,7 +365,7 @@ def limit_of(descriptors: int) -> Callable[[int], tuple[int, int]]:
 
 
 @pytest.mark.parametrize(("descriptors", "limit"), [(200, 72), (1024, 896), (10, 1), (-1, 1 << 20)])
-def test_connections_leave_descriptors_for_the_rest(
+def test_connection_limit_leaves_spare_descriptors(
     descriptors: int, limit: int, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(connections.resource, "getrlimit", limit_of(descriptors))
@@ -375,7 +375,7 @@ def test_connections_leave_descriptors_for_the_rest(
 def test_accept_errors_are_logged_once_per_second(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    times = iter([5.0, 5.0, 5.5, 5.9, 6.0, 6.0, 6.5])  # two where it says something
+    times = iter([5.0, 5.0, 5.5, 5.9, 6.0, 6.0, 6.5])  # it logs at two of them
     monkeypatch.setattr(connections.time, "monotonic", lambda: next(times))
     loop, quiet = asyncio.new_event_loop(), QuietErrorHandler()
     context = {"message": "socket.accept() out of system resource", "exception": OSError(24, "x")}

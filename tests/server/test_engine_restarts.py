@@ -1,4 +1,4 @@
-"""How often an engine's process is started again, told by a clock that a test sets."""
+"""Restarts of the engine process, with a simulated clock."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ READY = Ready(2048, 2, 2048, 15, ("dflash", "none"), {}, "float32", "cpu", 100)
 
 
 def verdicts(*ends: tuple[float, bool], failed: bool = False, restart: bool = True) -> list[bool]:
-    """Whether the process is started again after each of its ends: a time, and whether it could
-    answer before."""
+    """Return whether the process is restarted after each end. ends: (time, whether the engine was
+    ready)."""
     client = EngineClient(EngineConfig(), LogSettings(), restart=restart)
 
     async def end(time: float, answered: bool) -> bool:
@@ -45,12 +45,12 @@ def verdicts(*ends: tuple[float, bool], failed: bool = False, restart: bool = Tr
     ],
     ids=["third in a minute", "sliding minute", "rare", "never answers again", "first start"],
 )
-def test_third_end_within_a_minute_is_the_last(
+def test_engine_is_restarted_until_the_third_end_within_a_minute(
     ends: list[tuple[float, bool]], expected: list[bool]
 ):
     assert verdicts(*ends) == expected
 
 
-def test_engine_that_cannot_start_or_may_not_is_not_restarted():
+def test_engine_is_not_restarted_after_failed_start_or_if_disabled():
     assert verdicts((0, True), failed=True) == [False]
     assert verdicts((0, True), restart=False) == [False]

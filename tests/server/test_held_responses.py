@@ -1,4 +1,4 @@
-"""Responses that the server holds: followed, read again, listed, deleted, forgotten."""
+"""Stored responses: continued, retrieved, listed, deleted, evicted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 
 
 class Session:
-    """One server and its engine, which remembers the prompts."""
+    """One server with a scripted engine that records prompts."""
 
     def __init__(self, text: str = "Yes.", **settings: Any):
         self.prompts: list[str] = []
@@ -71,7 +71,7 @@ def chat(*messages: tuple[str, str]) -> str:
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_response_is_read_again(streams: bool):
+def test_stored_response_is_retrieved(streams: bool):
     session = Session()
     response = session.ask(stream=streams, metadata={"a": "b"})
     assert (response["store"], response["metadata"]) == (True, {"a": "b"})
@@ -99,7 +99,7 @@ def test_conversation_continues_after_previous_response():
     assert session.prompts[-1] == chat(("user", "one"), ("assistant", "Yes."), ("user", "other"))
 
 
-def test_a_call_is_answered_by_its_result_alone():
+def test_call_result_continues_a_stored_call():
     session = Session(f"<think>\nHm.\n</think>\n\n{CALL}")
     first = session.ask("go", tools=[TOOL])
     (call,) = [item for item in first["output"] if item["type"] == "function_call"]
@@ -174,7 +174,7 @@ def test_delete_removes_one_response_only():
     assert "one" in session.prompts[-1]
 
 
-def test_unknown_id_is_404():
+def test_unknown_response_id_is_404():
     session = Session()
     assert is_missing(session.missing("resp_x"))
     answer = session.send("POST", "", {"input": "x", "previous_response_id": "resp_x"})
@@ -206,7 +206,7 @@ def test_failed_response_is_not_stored():
     assert is_missing(session.missing("resp_r1"))
 
 
-def test_each_key_sees_its_own():
+def test_each_key_sees_only_its_own_responses():
     session = Session(api_key=("k-one", "k-two"))
     mine = session.ask("mine", key="k-one", request_id="r1")
     theirs = session.ask("theirs", key="k-two", request_id="r1")
@@ -226,13 +226,13 @@ def held(size: int, owner: bytes | None = None) -> StoredResponse:
     return StoredResponse(owner, b"x" * size, (), ())
 
 
-def test_the_oldest_make_room(monkeypatch: pytest.MonkeyPatch):
+def test_oldest_responses_are_evicted(monkeypatch: pytest.MonkeyPatch):
     memory = ResponseStore(100)
     for name in "abc":
         memory.put(name, held(40))
     assert [memory.get(name, None) is not None for name in "abc"] == [False, True, True]
     assert memory.num_bytes == 80
-    memory.put("b", held(10))  # in place of the older one, and now the newest
+    memory.put("b", held(10))  # replaces the older one and is now the newest
     assert (memory.num_bytes, len(memory)) == (50, 2)
     memory.put("d", held(60))
     assert memory.get("c", None) is None
@@ -248,11 +248,11 @@ def test_the_oldest_make_room(monkeypatch: pytest.MonkeyPatch):
     assert memory.num_bytes == 1
 
 
-def test_items_of_the_conversation_count():
+def test_conversation_items_count_towards_the_limit():
     assert StoredResponse(None, b"12", (b"345",), (b"6", b"7")).num_bytes == 7
 
 
-def test_input_tokens_count_the_conversation_before():
+def test_input_tokens_include_previous_conversation():
     session = Session()
     first = session.ask("one")
     follows = {"input": "two", "previous_response_id": first["id"]}

@@ -1,4 +1,4 @@
-"""What `strobe serve` says before it loads a model."""
+"""Warnings of `strobe serve` before it loads a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from strobe.server.settings import LogSettings, ServerConfig
         ("localhost", {}, False),
     ],
 )
-def test_server_on_the_network_without_a_key_warns(
+def test_network_server_without_key_warns(
     host: str,
     more: dict[str, Any],
     warns: bool,

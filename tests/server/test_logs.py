@@ -1,4 +1,4 @@
-"""What reaches stderr: its form, its level, and no text that a user sent."""
+"""Log records on stderr: format, level, and no users' text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SECRET = "the prompt of a user"
 
 @pytest.fixture
 def stderr(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[[], str]]:
-    """What was written since the last call; the process's logging is put back afterwards."""
+    """Returns the text written since the last call. Restores the process's logging afterwards."""
     names = (None, "strobe", "uvicorn", "uvicorn.error", "uvicorn.access")
     loggers = [logging.getLogger(name) for name in names]
     before = [(logger.level, logger.propagate, logger.handlers[:]) for logger in loggers]
@@ -40,7 +40,7 @@ def stderr(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[[], str]]:
 
 
 def raised() -> BaseException:
-    """An exception with causes and parts, each of which quotes a prompt."""
+    """An exception with causes and a group, all of which quote a prompt."""
     try:
         try:
             raise KeyError(SECRET)
@@ -84,9 +84,7 @@ def test_plain_records_list_fields_as_name_value(stderr: Callable[[], str]):
 
 
 @pytest.mark.parametrize("as_json", [True, False])
-def test_exceptions_keep_their_frames_and_lose_their_messages(
-    stderr: Callable[[], str], as_json: bool
-):
+def test_exception_messages_are_redacted_but_frames_kept(stderr: Callable[[], str], as_json: bool):
     configure_logging("info", as_json=as_json)
     logging.getLogger("uvicorn.error").error("Exception in application", exc_info=raised())
     text = stderr()
@@ -97,7 +95,7 @@ def test_exceptions_keep_their_frames_and_lose_their_messages(
     assert "in raised" in text
 
 
-def test_messages_are_kept_when_enabled_and_in_the_engine(stderr: Callable[[], str]):
+def test_messages_are_kept_if_enabled_and_in_the_engine(stderr: Callable[[], str]):
     configure_logging("info")
     for name in ("strobe.engine.engine", "strobe.server.engine_process.worker"):
         logging.getLogger(name).error("failed", exc_info=raised())

@@ -1,7 +1,7 @@
-"""The manners of a real server: keys, limits, leaving clients, time limits, the log.
+"""A real server: keys, limits, disconnects, time limits, the log.
 
-Where a test needs a request to stay open it pauses the engine's process; nothing here depends on
-how fast anything is. How servers start and stop is in test_stopping.py.
+A test that needs an open request pauses the engine process, so nothing here depends on speed.
+Starting and stopping is tested in test_stopping.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from talk import CHAT, Talk
 KEY = {"Authorization": "Bearer two"}
 PAGE = "https://page.example"
 MARK = "zebrawombat"
-"""Stands in every text that a client sends here."""
+"""A word in every text that clients send here."""
 MESSAGES = [{"role": "user", "content": f"Sort these words: pear {MARK} apple fig"}]
 LONG = {"messages": MESSAGES, "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
 SHORT = LONG | {"max_tokens": 8}
@@ -30,7 +30,7 @@ OPTIONS = (
 
 @pytest.fixture(scope="module")
 def strict() -> Iterator[Served]:
-    """A server with two places, room for two more that wait, two keys and small limits."""
+    """A server with two slots, a queue of two, two keys and small limits."""
     served = Served(*OPTIONS)
     yield served
     assert served.stop() == 0
@@ -39,7 +39,7 @@ def strict() -> Iterator[Served]:
 
 @pytest.fixture
 def server(strict: Served) -> Iterator[Served]:
-    """The same, which every test leaves as it was: nothing open, running, waiting or held."""
+    """The same server; after each test nothing may be open, running, waiting or allocated."""
     yield strict
     strict.resume()
     until(lambda: idle(strict), "the server is idle again")
@@ -61,7 +61,7 @@ def lines(server: Served) -> list[dict[str, Any]]:
 
 
 def line_of(server: Served, name: str) -> dict[str, Any]:
-    """The access log's line of the request with that id."""
+    """The access log's line of a request, by its id."""
     (line,) = until(
         lambda: [line for line in lines(server) if line["request_id"] == name], f"a line of {name}"
     )
@@ -94,7 +94,7 @@ def test_cors_allows_only_the_named_origin(server: Served):
             assert talk.response.headers["Access-Control-Allow-Origin"] == allowed
 
 
-def test_a_body_above_the_limit_is_a_413(server: Served):
+def test_body_above_the_limit_is_413(server: Served):
     with post(server, {**SHORT, "user": MARK * 6000}) as talk:
         assert talk.status == 413
         assert "60000 bytes" in talk.error["message"]
@@ -114,11 +114,11 @@ def test_oversized_prompt_is_400(server: Served, streams: bool):
         assert (talk.status, talk.error["param"]) == (400, "max_tokens")
 
 
-def test_a_full_queue_is_a_429_with_a_time_to_try_again(server: Served):
+def test_full_queue_is_429_with_retry_after(server: Served):
     server.pause()
     refused = server.metric("strobe:http_requests_refused_total")
     with post(server, {**LONG, "n": 3}) as first:
-        until(lambda: server.metric("strobe:open_answers") == 3, "three of four places are taken")
+        until(lambda: server.metric("strobe:open_answers") == 3, "three of four slots are in use")
         for fields in ({"n": 2}, {"n": 2, "stream": True}):
             with post(server, {**SHORT, **fields}) as talk:
                 assert talk.status == 429
@@ -127,7 +127,7 @@ def test_a_full_queue_is_a_429_with_a_time_to_try_again(server: Served):
         with post(server, {**SHORT, "n": 5}) as talk:
             assert (talk.status, talk.error["param"]) == (400, "n")
         with post(server, SHORT) as last:
-            until(lambda: server.metric("strobe:open_answers") == 4, "the last place is taken")
+            until(lambda: server.metric("strobe:open_answers") == 4, "the last slot is in use")
             first.leave()
             server.resume()
             assert last.status == 200
@@ -155,7 +155,7 @@ def test_disconnect_in_queue_removes_the_request(server: Served, streams: bool):
     server.pause()
     name = f"waits-{streams}"
     with post(server, {**LONG, "n": 2}) as first:
-        until(lambda: server.metric("strobe:open_answers") == 2, "both places are taken")
+        until(lambda: server.metric("strobe:open_answers") == 2, "both slots are in use")
         with post(server, {**LONG, "stream": streams}, **{"X-Request-Id": name}):
             until(lambda: server.metric("strobe:open_answers") == 3, "one waits")
         until(lambda: server.metric("strobe:open_answers") == 2, "nobody waits")
@@ -184,7 +184,7 @@ def test_request_timeout_is_504(server: Served):
 
 def test_stream_timeout_ends_in_error_event(server: Served):
     seconds = 0.5
-    while True:  # until the machine is fast enough for a first token in that time
+    while True:  # until the first token arrives in time
         with post(server, {**LONG, "timeout": seconds, "stream": True}) as talk:
             if talk.status == 200:
                 server.pause()

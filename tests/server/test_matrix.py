@@ -1,14 +1,14 @@
-"""Every feature of the API while speculating: drafted or not, streamed or whole, the same answers.
+"""Every feature of the API gives the same answers with and without drafts, streamed or whole.
 
-All cells run side by side on one server, each in these ways:
+All cells run concurrently on one server, each in these ways:
 
              speculation off    dflash             ngram
     greedy   whole, stream      whole, stream      stream
     sampled  whole              whole, stream      whole
 
 The acceptance length of each feature is printed at the end; STROBE_MATRIX_REPORT names a file that
-gets it as JSON. That a drafter that is always right loses nothing to a feature is shown where
-drafts can be scripted: tests/reference/test_processors_lossless.py.
+gets it as JSON. tests/reference/test_processors_lossless.py shows with scripted drafts that no
+feature rejects correct drafts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}
 
 
 class Way(NamedTuple):
-    """How a cell is asked for."""
+    """How a cell's request is sent: method, whole or streamed, greedy or sampled."""
 
     speculation: str
     form: str
@@ -66,24 +66,24 @@ def with_cells(chosen: Callable[[Cell], bool]) -> pytest.MarkDecorator:
 
 @dataclass
 class Matrix:
-    """The answers to all cells, each made once."""
+    """The outcomes of all cells, each computed once."""
 
     client: openai.OpenAI
     model: str
     pool: ThreadPoolExecutor
-    made: dict[tuple[str, Way], Future[Outcome]]
+    outcomes: dict[tuple[str, Way], Future[Outcome]]
 
     def outcome(self, cell: Cell, way: Way) -> Outcome:
-        """Waits for it; it begins at the latest here."""
+        """Start the request if necessary and wait for its outcome."""
         self.begin(cell, way)
-        return self.made[cell.id, way].result()
+        return self.outcomes[cell.id, way].result()
 
     def begin(self, cell: Cell, way: Way) -> None:
-        if (cell.id, way) not in self.made:
-            self.made[cell.id, way] = self.pool.submit(self._ask, cell, way)
+        if (cell.id, way) not in self.outcomes:
+            self.outcomes[cell.id, way] = self.pool.submit(self._ask, cell, way)
 
     def _ask(self, cell: Cell, way: Way) -> Outcome:
-        """OpenAI's fields go as the client's own arguments, all others as its extra_body."""
+        """Send the request: OpenAI's fields as the client's arguments, others as extra_body."""
         resource: Any = self.client.chat.completions if cell.chat else self.client.completions
         body = cell.body() | {"model": self.model, "temperature": TEMPERATURES[way.mode]}
         body["speculation"] = SPECULATION[way.speculation]
@@ -99,7 +99,7 @@ class Matrix:
 
 @pytest.fixture(scope="module")
 def matrix(request: pytest.FixtureRequest, server: Served) -> Iterator[Matrix]:
-    """What the selected tests ask for is on its way from the start."""
+    """Starts all requests of the selected tests at once."""
     with (
         openai.OpenAI(base_url=server.url + "/v1", api_key="-", timeout=900) as client,
         ThreadPoolExecutor(24) as pool,
@@ -125,7 +125,7 @@ class Report:
 
     def __init__(self, matrix: Matrix):
         self.rows: dict[str, dict[str, float | None]] = {}
-        for (name, way), future in matrix.made.items():
+        for (name, way), future in matrix.outcomes.items():
             done = future.done() and not future.cancelled() and future.exception() is None
             if done and way.speculation != "off":
                 length = future.result().report["acceptance_length"]
@@ -162,7 +162,7 @@ PAIRS = [
     for number, (name, cell) in enumerate(CELLS.items())
     for index, way in enumerate(ways(cell))
 ]
-"""Each cell in each way; in `make test` in one of them."""
+"""Each cell in each way; `make test` runs one way per cell."""
 
 
 @pytest.mark.parametrize(("cell", "way"), PAIRS)
@@ -188,7 +188,7 @@ def test_reports_and_steps_add_up(matrix: Matrix, cell: Cell, way: Way):
     assert sum(report["accepted_per_position"]) == report["accepted"] <= report["drafted"]
     if drafts:
         assert report["acceptance_length"] == 1 + report["accepted"] / report["steps"]
-    if way.speculation != "ngram":  # which may find nothing to copy
+    if way.speculation != "ngram":  # n-gram may find no match
         assert drafts == (way.speculation == "dflash" and cell.drafts)
     if way.form == "stream":
         steps = [step for answer in outcome.choices for step in answer.steps]
@@ -210,7 +210,7 @@ def test_stop_text_inside_a_block_drops_later_drafts(matrix: Matrix, name: str):
 
 
 def assert_reported(answer: AnswerResult, *, echo: bool) -> None:
-    """The steps of a stream tell of every token, the accepted drafts in front."""
+    """Check that a stream's steps list every token, accepted drafts first."""
     reported = [token for step in answer.steps for token in step["tokens"]]
     assert len(reported) == len(answer.token_ids)
     for step in answer.steps:
@@ -223,7 +223,7 @@ def assert_reported(answer: AnswerResult, *, echo: bool) -> None:
 
 
 def assert_close(actual: Any, expected: Any) -> None:
-    """The same, with numbers within 1e-4; of the best ones, a near tie may name another token."""
+    """Compare with a tolerance of 1e-4; near ties among top tokens may name another token."""
     if isinstance(expected, float):
         assert actual == pytest.approx(expected, abs=1e-4)
     elif isinstance(expected, dict) and isinstance(actual, dict):
@@ -254,7 +254,7 @@ def test_answer_satisfies_the_request(matrix: Matrix, cell: Cell):
 
 
 @with_cells(lambda cell: bool(cell.unlike))
-def test_the_field_changes_the_answer(matrix: Matrix, cell: Cell):
+def test_field_changes_the_answer(matrix: Matrix, cell: Cell):
     plain = [matrix.outcome(CELLS[cell.unlike or ""], way).choices for way in BASES]
     assert [matrix.outcome(cell, way).choices for way in BASES] != plain
 

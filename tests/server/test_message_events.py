@@ -1,4 +1,4 @@
-"""/v1/messages over an engine that says what the test has written: blocks, events, errors."""
+"""/v1/messages with a scripted engine: blocks, events, errors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def message(script: Script, **body: Any) -> dict[str, Any]:
 
 
 def stream(script: Script, **body: Any) -> list[dict[str, Any]]:
-    """The events, which must be named."""
+    """Parse the events and check their names."""
     answer = ask(script, stream=True, **body)
     assert answer.header("content-type") == "text/event-stream; charset=utf-8"
     blocks = answer.body.decode().split("\n\n")
@@ -52,7 +52,7 @@ def stream(script: Script, **body: Any) -> list[dict[str, Any]]:
 
 
 def assembled(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message that a client puts together from the events, which must be in order."""
+    """Assemble the message from the events, which must be in order."""
     first, ping, *rest, delta, last = events
     assert (first["type"], ping, last) == (
         "message_start", {"type": "ping"}, {"type": "message_stop"}
@@ -90,7 +90,7 @@ def assembled(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def bare(content: list[dict[str, Any]]) -> list[tuple[str, Any]]:
-    """(type, what it says) of each block."""
+    """(type, content) of each block."""
     names = {"text": "text", "thinking": "thinking", "tool_use": "input"}
     return [(block["type"], block[names[block["type"]]]) for block in content]
 
@@ -118,7 +118,7 @@ def test_blocks_follow_generation_order(size: int):
     assert without_ids(streamed) == without_ids(whole)
 
 
-def test_thinking_can_be_left_out():
+def test_thinking_can_be_omitted():
     hidden: dict[str, Any] = {"thinking": {"type": "enabled", "display": "omitted"}}
     whole = message(Script(MIXED, 4), tools=[TOOL], **hidden)
     thinking = whole["content"][0]
@@ -128,7 +128,7 @@ def test_thinking_can_be_left_out():
     assert without_ids(streamed) == without_ids(whole)
 
 
-def test_usage_parts_the_prompt_into_cached_and_new_tokens():
+def test_usage_splits_prompt_into_cached_and_new_tokens():
     script = Script("<think>\nHm, so.\n</think>\n\nYes.", 3)
     usage = message(script)["usage"]
     counted = post("/v1/messages/count_tokens", Script(""), messages=[USER])
@@ -163,7 +163,7 @@ def test_usage_parts_the_prompt_into_cached_and_new_tokens():
          [("thinking", "Hm."), ("text", "")]),
     ],
 )  # fmt: skip
-def test_why_an_answer_stopped(
+def test_stop_reason(
     script: Script, body: dict[str, Any], reason: str, sequence: str | None, content: Any
 ):
     whole = message(script, **body)
@@ -192,19 +192,19 @@ def test_warnings_and_speculation_are_reported():
     assert not {"warnings", "speculation"} & message(script).keys()
 
 
-def test_sampling_reaches_the_engine():
+def test_sampling_fields_reach_the_engine():
     script = Script("Yes.")
     message(script, max_tokens=7, temperature=0.5, top_k=3, stop_sequences=["x"])
-    (params,) = script.asked
+    (params,) = script.received
     assert (params.max_tokens, params.temperature, params.top_k) == (7, 0.5, 3)
-    assert (params.stop, params.top_p) == (("x",), 0.9)  # the latter is the model's own
+    assert (params.stop, params.top_p) == (("x",), 0.9)  # top_p is the model's default
 
 
-def test_max_tokens_beyond_the_context_are_cut_with_a_warning():
+def test_max_tokens_above_context_is_lowered_with_a_warning():
     script = Script("Yes.")
     whole = message(script, max_tokens=16384)
     used = whole["usage"]["input_tokens"] + whole["usage"]["cache_read_input_tokens"]
-    assert script.asked[0].max_tokens == CONTEXT - used
+    assert script.received[0].max_tokens == CONTEXT - used
     assert whole["warnings"] == [
         f"max_tokens is 16384, but the answer has at most {CONTEXT - used} tokens: the context "
         f"holds {CONTEXT} and the prompt has {used}."
@@ -219,7 +219,7 @@ def test_max_tokens_beyond_the_context_are_cut_with_a_warning():
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
-def test_thread_is_created_without_effect_and_never_continued(path: str):
+def test_new_thread_has_no_effect_and_continued_thread_is_rejected(path: str):
     more = {} if path.endswith("count_tokens") else {"max_tokens": 5}
     begun = post(path, Script("Yes."), messages=[USER], thread={"type": "create"}, **more)
     assert begun.status == 200
@@ -264,7 +264,7 @@ def is_anthropic(answer: Answer, status: int, kind: str) -> bool:
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
-def test_errors_have_anthropics_form(path: str):
+def test_errors_have_anthropic_format(path: str):
     served = app(Script(""))
 
     def sent(body: bytes, **more: Any) -> Answer:

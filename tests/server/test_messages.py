@@ -1,4 +1,4 @@
-"""/v1/messages of a real server: Anthropic's blocks over the demo models, drafted and not."""
+"""/v1/messages of a real server with the demo models, with and without drafts."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def ask(server: Served, content: Any, **fields: Any) -> dict[str, Any]:
 
 
 def plain(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """What was answered, without ids."""
+    """The answer without ids."""
     return [{k: v for k, v in b.items() if k != "id"} for b in message["content"]]
 
 
-def test_a_tool_is_used_and_its_result_read(server: Served):
+def test_tool_call_and_result(server: Served):
     tools = [tool("get_weather")]
     first = ask(server, WEATHER, tools=tools, max_tokens=128)
     thinking, use = first["content"]
@@ -88,7 +88,7 @@ def test_speculation_changes_no_answer(server: Served, name: str):
         assert content[0]["input"]["unit"] in ("celsius", "kelvin")
 
 
-def test_a_stream_says_the_same(server: Served):
+def test_stream_equals_whole_message(server: Served):
     whole = ask(server, WEATHER, tools=[tool("get_weather")], max_tokens=128)
     request = body(WEATHER, tools=[tool("get_weather")], max_tokens=128, stream=True)
     with Talk(server.url, PATH, request) as talk:
@@ -123,7 +123,7 @@ def test_answer_continues_the_assistant_prefix(server: Served):
     assert answer.endswith("Answer: 11")
 
 
-def test_an_error_is_in_anthropics_form(server: Served):
+def test_error_has_anthropic_format(server: Served):
     with Talk(server.url, PATH, body("hi", max_tokens=-1)) as talk:
         assert talk.status == 400
         response = talk.json()

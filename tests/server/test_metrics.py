@@ -1,4 +1,4 @@
-"""What /metrics shows: names, labels, totals and buckets; and that docs and dashboard keep up."""
+"""/metrics: names, labels, totals and buckets, and that docs and dashboard match."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ FOR_OTHERS = {
     ("process_open_fds", "gauge"),
     ("process_max_fds", "gauge"),
 }
-"""For dashboards made for vLLM, on which our own has no panel."""
+"""Metrics for vLLM's dashboards that Strobe's own dashboard does not show."""
 OWN = {"model_name", "engine"}
 PLAIN = "http_", "process_"
-"""What the names of metrics without these labels begin with."""
+"""Name prefixes of metrics without these labels."""
 
 
 def snapshot(**changes: Any) -> EngineSnapshot:
@@ -114,7 +114,7 @@ def metrics() -> ServerMetrics:
 
 @pytest.fixture
 def busy(metrics: ServerMetrics) -> ServerMetrics:
-    """A server on which everything that is counted has happened."""
+    """Metrics with at least one observation each."""
     metrics.engine(snapshot(accepted_per_position=(3, 2, 1), confidence=((3, 0, 0.5, 1.0),)))
     metrics.record_verified(num_verified=3, num_accepted=1, context_tokens=5, phase="answer")
     metrics.record_rejected(429, "queue_full")
@@ -123,7 +123,7 @@ def busy(metrics: ServerMetrics) -> ServerMetrics:
 
 
 def labels_of(metrics: ServerMetrics) -> dict[str, set[str]]:
-    """The label names of every sample's name, model_name among them."""
+    """The label names of each metric with samples."""
     names: dict[str, set[str]] = {}
     for name, labels in samples(metrics):
         own = {label for label, _ in labels}
@@ -134,7 +134,7 @@ def labels_of(metrics: ServerMetrics) -> dict[str, set[str]]:
 # The exposition
 
 
-def test_names_and_types_are_vllms_where_vllm_has_them(busy: ServerMetrics):
+def test_vllm_metrics_keep_vllm_names_and_types(busy: ServerMetrics):
     suffix = {"counter": "_total"}
     named = {(f.name + suffix.get(f.type, ""), f.type) for f in families(busy)}
     assert named == EXPOSED | FOR_OTHERS
@@ -146,7 +146,7 @@ def test_every_sample_names_model_and_engine(busy: ServerMetrics):
     assert {(labels["model_name"], labels["engine"]) for labels in ours} == {(MODEL, "0")}
 
 
-def test_both_formats_tell_the_same_and_keep_the_colon(busy: ServerMetrics):
+def test_both_formats_are_equal_and_keep_the_colon(busy: ServerMetrics):
     body, content_type = busy.render("application/openmetrics-text; version=1.0.0")
     assert content_type == "application/openmetrics-text; version=1.0.0; charset=utf-8"
     assert body.endswith(b"# EOF\n")
@@ -181,7 +181,7 @@ def test_both_formats_tell_the_same_and_keep_the_colon(busy: ServerMetrics):
         (";;=,,", "text/plain"),
     ],
 )
-def test_any_accept_header_gets_an_answer_with_our_names(
+def test_any_accept_header_gets_metrics_with_unescaped_names(
     busy: ServerMetrics, accept: str | None, kind: str
 ):
     body, content_type = busy.render(accept)
@@ -190,7 +190,7 @@ def test_any_accept_header_gets_an_answer_with_our_names(
     assert (b"# EOF" in body) == (kind == "application/")
 
 
-def test_two_servers_count_apart(metrics: ServerMetrics):
+def test_two_servers_count_separately(metrics: ServerMetrics):
     ServerMetrics(MODEL).record_rejected(400, "x")
     assert "strobe:http_requests_refused_total" not in {name for name, _ in samples(metrics)}
 
@@ -198,7 +198,7 @@ def test_two_servers_count_apart(metrics: ServerMetrics):
 # The engine's own totals
 
 
-def test_each_field_of_a_snapshot_is_shown_under_its_name(metrics: ServerMetrics):
+def test_each_snapshot_field_has_its_metric(metrics: ServerMetrics):
     numbers = dict(zip(EngineSnapshot._fields, range(11, 27), strict=True))
     fit = (3, 0, 0.5, -1.0), (3, 1, 0.25, 2.0), (7, 0, 1.0, 0.0)
     others = {"kv_used": 0.25, "accepted_per_position": (9, 4), "confidence": fit}
@@ -231,7 +231,7 @@ def test_each_field_of_a_snapshot_is_shown_under_its_name(metrics: ServerMetrics
     assert [value(metrics, per_position, position=str(i)) for i in range(2)] == [9, 4]
 
 
-def test_before_the_first_snapshot_all_totals_are_zero(metrics: ServerMetrics):
+def test_totals_are_zero_before_the_first_snapshot(metrics: ServerMetrics):
     assert value(metrics, "vllm:generation_tokens_total") == 0
     assert value(metrics, "vllm:spec_decode_num_drafts_total") == 0
     assert value(metrics, "vllm:request_success_total", finished_reason="abort") == 0
@@ -301,7 +301,7 @@ def test_totals_never_fall_and_series_never_vanish(growth: Any):
         before = after
 
 
-# What the server counts
+# The server's own metrics
 
 
 @pytest.mark.parametrize(
@@ -322,7 +322,7 @@ def test_totals_never_fall_and_series_never_vanish(growth: Any):
     ],
 )
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_verify_step_counts_in_its_bucket_and_phase_alone(
+def test_verify_step_counts_only_in_its_bucket_and_phase(
     metrics: ServerMetrics, context: int, bucket: str, phase: str
 ):
     for accepted in (7, 4):
@@ -338,25 +338,25 @@ def test_a_verify_step_counts_in_its_bucket_and_phase_alone(
     }
 
 
-def test_every_bucket_and_phase_is_there_from_the_start(metrics: ServerMetrics):
+def test_all_buckets_and_phases_are_exported_from_the_start(metrics: ServerMetrics):
     cells = [dict(labels) for name, labels in samples(metrics) if name.endswith("steps_total")]
     pairs = {(cell["context"], cell["phase"]) for cell in cells if "phase" in cell}
     assert pairs == {(context, phase) for context in CONTEXTS for phase in PHASES}
 
 
-def test_a_step_without_drafts_is_no_verify_step(metrics: ServerMetrics):
+def test_step_without_drafts_is_not_counted(metrics: ServerMetrics):
     metrics.record_verified(num_verified=0, num_accepted=0, context_tokens=5, phase="answer")
     labels = {"context": "0-1k", "phase": "answer"}
     assert value(metrics, "strobe:spec_decode_steps_total", **labels) == 0
 
 
-def test_an_unknown_phase_is_not_counted_elsewhere(metrics: ServerMetrics):
+def test_unknown_phase_is_an_error(metrics: ServerMetrics):
     with pytest.raises(KeyError):
         metrics.record_verified(num_verified=1, num_accepted=1, context_tokens=5, phase="reasoning")
 
 
 def buckets(metrics: ServerMetrics, name: str) -> dict[str, float]:
-    """le -> observations in that bucket alone; empty ones left out."""
+    """le -> observations in that bucket only; without empty buckets."""
     counts, below = dict[str, float](), 0.0
     for family in families(metrics):
         for sample in family.samples:
@@ -379,7 +379,7 @@ def test_token_delivery_is_observed_per_step_and_per_token(metrics: ServerMetric
         assert value(metrics, f"{name}_sum") == pytest.approx(0.066)
 
 
-def test_a_finished_answer_counts_in_each_histogram(metrics: ServerMetrics):
+def test_finished_answer_counts_in_each_histogram(metrics: ServerMetrics):
     end = {"reason": "stop", "seconds": 1.2, "prompt_tokens": 1024, "generation_tokens": 0}
     metrics.record_finished(**end, queue_seconds=0.3, first_seconds=None)
     metrics.record_finished(**end | {"reason": "error"}, queue_seconds=None, first_seconds=None)
@@ -441,7 +441,7 @@ def test_http_requests_are_counted_by_known_paths(metrics: ServerMetrics):
 
 
 VLLM_QUERIES = (Path(__file__).parent / "vllm_queries.txt").read_text().splitlines()
-"""Of the dashboards that vLLM publishes (November 2026), with 5m and m for their variables and
+"""Queries of vLLM's published dashboards (November 2026), with 5m and m for their variables and
 without the labels that Prometheus adds."""
 
 
@@ -500,8 +500,8 @@ def test_buckets_are_cumulative(
 # Docs and dashboard
 
 PROMQL = {"sum", "rate", "increase", "histogram_quantile", "bool", "or", "vector"}
-"""Words that name neither a metric nor a label."""
-ADDED = {"instance", "job"}  # by Prometheus, when it scrapes
+"""Words that are neither metrics nor labels."""
+ADDED = {"instance", "job"}  # added by Prometheus when scraping
 
 
 def dashboard() -> dict[str, Any]:
@@ -509,7 +509,7 @@ def dashboard() -> dict[str, Any]:
 
 
 def named_in(expression: str) -> tuple[set[str], set[str]]:
-    """The metrics and the labels that a PromQL expression names."""
+    """Return the metrics and labels in a PromQL expression."""
     rest = re.sub(r'"[^"]*"', '""', expression)
     labels = set(re.findall(r"(\w+)\s*=~?", rest))
     rest = re.sub(r"\{[^}]*\}|\[[^\]]*\]", " ", rest)
@@ -523,7 +523,7 @@ def named_in(expression: str) -> tuple[set[str], set[str]]:
 
 
 def expressions() -> list[tuple[str, str, str]]:
-    """Title, expression and legend of every query of the dashboard, its variables' included."""
+    """Title, expression and legend of each of the dashboard's queries, variables included."""
     board = dashboard()
     queries = [
         (panel["title"], target["expr"], target["legendFormat"])
@@ -544,7 +544,7 @@ def expressions() -> list[tuple[str, str, str]]:
         ("label_values(x:y, a)", {"x:y"}, "a"),
     ],
 )
-def test_the_reader_of_expressions_reads(expression: str, metrics: set[str], labels: str):
+def test_named_in_parses_expressions(expression: str, metrics: set[str], labels: str):
     assert named_in(expression) == (metrics, set(labels))
 
 
@@ -562,13 +562,13 @@ def test_dashboard_queries_only_exposed_metrics(busy: ServerMetrics):
         assert labels <= common, f"{title}: {sorted(labels - common)}"
 
 
-def test_each_metric_has_a_place_on_the_dashboard():
+def test_each_metric_is_on_the_dashboard():
     names = set.union(*(named_in(expression)[0] for _, expression, _ in expressions()))
     metrics_shown = {re.sub(r"_(bucket|sum|count)$", "", name) for name in names}
     assert metrics_shown == {name for name, _ in EXPOSED}
 
 
-def test_the_dashboard_can_be_imported():
+def test_dashboard_can_be_imported():
     board = dashboard()
     assert board["id"] is None, "an id of another Grafana's database"
     assert board["schemaVersion"] >= 42

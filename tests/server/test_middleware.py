@@ -1,4 +1,4 @@
-"""What every request meets before a route: ids, the log, keys, stopping, limits, CORS."""
+"""The middleware: request ids, the access log, keys, stopping, limits, CORS."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_fields_set_by_handler_are_logged(lines: Lines):
     assert (lines()[0]["stream"], lines()[0]["acceptance_length"]) == (True, 4.5)
 
 
-def test_a_stream_is_logged_at_its_end_and_passes_part_by_part(lines: Lines):
+def test_stream_is_passed_on_unbuffered_and_logged_at_its_end(lines: Lines):
     at_first: list[tuple[int, int]] = []
     answer = Answer({})
 
@@ -147,7 +147,7 @@ def test_disconnected_client_is_499(lines: Lines):
         await send({"type": "http.response.body", "body": b"to nobody"})
 
     app = wrap(stream, MiddlewareSettings(), shutdown=Shutdown())
-    for length in (True, False):  # the body's limit watches only one of them
+    for length in (True, False):  # the body limit counts only one of them
         call(app, gone=True, length=length)
     assert heard == ["http.request", "http.disconnect"] * 2
     assert [(line["status"], line["bytes"]) for line in lines()] == [(499, 3), (499, 3)]
@@ -211,7 +211,7 @@ def test_long_path_is_cut_and_cannot_forge_log_lines(
     assert caplog.records[-1].getMessage().splitlines() == [caplog.records[-1].getMessage()]
 
 
-def test_a_head_request_sends_no_bytes(lines: Lines):
+def test_head_request_sends_no_bytes(lines: Lines):
     call(AccessLog(echo), method="HEAD", body=[b"abc"])
     assert lines()[0]["bytes"] == 0
 
@@ -249,7 +249,7 @@ def keyed(app: Any = echo) -> Any:
 @pytest.mark.parametrize(
     "value", ["Bearer k-one", "bearer k-one", "BEARER  k-one ", "Bearer schl\u00fcssel two"]
 )
-def test_any_of_the_keys_opens(value: str):
+def test_any_configured_key_is_accepted(value: str):
     assert call(keyed(), headers=[("Authorization", value)]).status == 200
     key = value.partition(" ")[2]
     assert call(keyed(), headers=[("X-Api-Key", key)]).status == 200
@@ -287,7 +287,7 @@ def test_missing_or_wrong_key_is_401(headers: list[tuple[str, str]]):
     assert refused == [(401, "api_key")]
 
 
-def test_every_key_is_compared_in_constant_time_whichever_fits(monkeypatch: pytest.MonkeyPatch):
+def test_all_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch):
     pairs: list[tuple[int, int]] = []
 
     def compare(first: bytes, second: bytes) -> bool:
@@ -301,7 +301,7 @@ def test_every_key_is_compared_in_constant_time_whichever_fits(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("path", sorted(OPEN_PATHS))
-def test_open_paths_need_no_key_under_a_proxys_prefix_too(path: str):
+def test_open_paths_need_no_key_also_under_a_proxy_prefix(path: str):
     assert call(keyed(), path, method="GET").status == 200
     assert call(keyed(), "/proxy" + path, method="GET", root_path="/proxy").status == 200
 
@@ -319,11 +319,11 @@ def test_open_paths_need_no_key_under_a_proxys_prefix_too(path: str):
         ("", ""),
     ],
 )
-def test_paths_resembling_open_paths_are_closed(path: str, root_path: str):
+def test_paths_resembling_open_paths_need_a_key(path: str, root_path: str):
     assert call(keyed(untouched), path, root_path=root_path).status == 401
 
 
-def test_a_key_of_so_many_requests_at_once_has_no_more():
+def test_requests_above_a_keys_limit_are_429():
     refused, bearer = Refusals(), [("Authorization", "Bearer k-one")]
     app = ApiKeyGuard(echo, KEYS, OPEN_PATHS, refused)
     app.running[KEYS[0]] = 1
@@ -342,7 +342,7 @@ def test_a_key_of_so_many_requests_at_once_has_no_more():
     assert call(app, headers=other_key).status == 200
 
 
-def test_the_log_names_the_key_and_never_shows_it(lines: Lines):
+def test_log_has_key_name_but_not_the_key(lines: Lines):
     app = AccessLog(keyed())
     for value in ("Bearer k-one", "Bearer schl\u00fcssel two"):
         call(app, headers=[("Authorization", value)])
@@ -378,7 +378,7 @@ def test_preflight_passes_without_a_key():
     assert call(keyed(), method="OPTIONS").status == 200
 
 
-def test_a_websocket_does_not_get_around_the_key():
+def test_websocket_is_closed_without_a_key():
     async def run(scope: Any, receive: Any, send: Any) -> None:
         sent: list[dict[str, Any]] = []
 
@@ -433,22 +433,22 @@ def test_announced_length_over_limit_is_rejected_unread():
 
 
 @pytest.mark.parametrize("length", [True, False])
-def test_a_body_of_just_the_limit_passes_whole(length: bool):
+def test_body_of_exactly_the_limit_passes(length: bool):
     answer = call(BodyLimit(echo, 10, Refusals()), body=[b"12345", b"67890"], length=length)
     assert (answer.status, answer.body) == (200, b"1234567890")
 
 
 @pytest.mark.parametrize("headers", [[], [("Transfer-Encoding", "chunked")]])
-def test_a_streamed_body_is_cut_when_it_passes_the_limit(headers: list[tuple[str, str]]):
+def test_chunked_body_is_cut_at_the_limit(headers: list[tuple[str, str]]):
     refused = Refusals()
 
     async def forgiving(scope: Any, receive: Any, send: Any) -> None:
         try:
             await echo(scope, receive, send)
-        except Exception:  # as a framework does: whatever reading the body raised becomes a 400
+        except Exception:  # frameworks turn any error while reading the body into a 400
             await send({"type": "http.response.start", "status": 400, "headers": []})
 
-    # With Transfer-Encoding a Content-Length that promises less is not believed.
+    # With Transfer-Encoding, a smaller Content-Length is ignored.
     headers = headers and [*headers, ("Content-Length", "4")]
     parts = [b"12345", b"67890", b"1", b"never read"]
     answer = call(BodyLimit(forgiving, 10, refused), body=parts, length=False, headers=headers)
@@ -468,7 +468,7 @@ def test_body_growing_after_response_began_aborts_it():
 
 
 @pytest.mark.parametrize("value", ["", "-1", "+5", "1e3", "0x10", "5 5", "\u0665", "9" * 5000])
-def test_a_malformed_length_is_a_400(value: str):
+def test_malformed_length_is_400(value: str):
     refused = Refusals()
     headers = [("Content-Length", value)]
     answer = call(BodyLimit(untouched, 10, refused), headers=headers, length=False)
@@ -500,12 +500,12 @@ OTHERS = ["evil.example", "localhost.evil.example", "evil.example:8000", "192.0.
 
 @pytest.mark.parametrize("listens_on", ["127.0.0.1", "127.0.0.2", "::1"])
 @pytest.mark.parametrize("host", [*LOOPBACK, "[0:0:0:0:0:0:0:1]"])
-def test_loopback_server_answers_for_loopback_hosts(host: str, listens_on: str):
+def test_loopback_server_accepts_loopback_hosts(host: str, listens_on: str):
     assert host_status(host, listens_on=listens_on) == 200
 
 
 @pytest.mark.parametrize("host", OTHERS)
-def test_loopback_server_refuses_other_hosts(host: str):
+def test_loopback_server_rejects_other_hosts(host: str):
     refused = Refusals()
     app = wrap(untouched, MiddlewareSettings(listens_on="127.0.0.1"), on_reject=refused)
     for path in ("/v1/completions", "/health"):
@@ -520,14 +520,14 @@ def test_loopback_server_refuses_other_hosts(host: str):
 @pytest.mark.parametrize(
     "host", ["", ":80", "a b", "http://localhost", "localhost/", "[::1", "[x]"]
 )
-def test_host_that_is_none_is_a_400(host: str):
+def test_malformed_host_is_400(host: str):
     app = wrap(untouched, MiddlewareSettings(listens_on="127.0.0.1"))
     answer = call(app, headers=[("Host", host)])
     assert answer.status == 400
     assert repr(host) in answer.error["message"]
 
 
-def test_two_hosts_or_no_host_are_a_400():
+def test_repeated_or_missing_host_is_400():
     app = AllowedHosts(untouched, (), True, Refusals())
     two = call(app, headers=[("Host", "localhost"), ("Host", "evil.example")])
     assert (two.status, "sent 2 times" in two.error["message"]) == (400, True)
@@ -541,14 +541,14 @@ def test_two_hosts_or_no_host_are_a_400():
 
 
 @pytest.mark.parametrize("host", [*LOOPBACK, *OTHERS, ""])
-def test_server_on_the_network_answers_for_any_host(host: str):
+def test_network_server_accepts_any_host(host: str):
     assert host_status(host, listens_on="0.0.0.0") == 200
     assert host_status(host, listens_on="192.0.2.1", allowed_hosts=("a.example", "*")) == 200
     assert host_status(host, listens_on="127.0.0.1", allowed_hosts=("*",)) == 200
 
 
 @pytest.mark.parametrize("allowed", ["strobe.example", "Strobe.Example.", "2001:db8::1"])
-def test_allowed_hosts_are_answered(allowed: str):
+def test_allowed_hosts_are_accepted(allowed: str):
     host = "[2001:db8:0::1]:80" if ":" in allowed else "strobe.example:80"
     for listens_on, loopback in (("0.0.0.0", 421), ("127.0.0.1", 200)):
         settings = {"listens_on": listens_on, "allowed_hosts": (allowed, "other")}
@@ -557,7 +557,7 @@ def test_allowed_hosts_are_answered(allowed: str):
         assert host_status("evil.example", **settings) == 421
 
 
-# All of it
+# All middleware together
 
 
 def test_rejection_has_id_log_line_and_cors_headers(lines: Lines):
@@ -573,7 +573,7 @@ def test_rejection_has_id_log_line_and_cors_headers(lines: Lines):
     assert refused == [(401, "api_key")]
 
 
-def test_a_browsers_preflight_is_answered_without_a_key():
+def test_browser_preflight_needs_no_key():
     settings = MiddlewareSettings(api_keys=(ApiKeyEntry("k"),), cors_origins=("https://a.example",))
     preflight = [
         ("Origin", "https://a.example"),
@@ -587,7 +587,7 @@ def test_a_browsers_preflight_is_answered_without_a_key():
     assert call(wrap(untouched, settings), method="OPTIONS", headers=other_origin).status == 400
 
 
-def test_no_options_means_no_key_cors_or_shutdown_checks():
+def test_defaults_have_no_key_cors_or_shutdown_checks():
     answer = call(wrap(echo, MiddlewareSettings()), headers=[("Origin", "https://a.example")])
     assert answer.status == 200
     assert answer.header("access-control-allow-origin") is None
@@ -601,7 +601,7 @@ def test_key_is_checked_before_shutdown_and_body():
     assert call(app, body=[b"1234"], headers=key).status == 503
 
 
-def test_the_access_log_can_be_left_out(lines: Lines):
+def test_access_log_can_be_disabled(lines: Lines):
     assert call(wrap(echo, MiddlewareSettings(access_log=False))).status == 200
     assert lines() == []
 
@@ -621,14 +621,14 @@ def test_the_access_log_can_be_left_out(lines: Lines):
         ({"cors_origins": ("",)}, "CORS origin ''"),
     ],
 )
-def test_unworkable_settings_are_rejected(values: dict[str, Any], message: str):
+def test_invalid_settings_are_rejected(values: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message) as refused:
         MiddlewareSettings(**values)
     assert "padded" not in str(refused.value)
     assert "lines" not in str(refused.value)
 
 
-def test_lifespan_passes_all_of_it():
+def test_lifespan_passes_through_all_middleware():
     seen: list[str] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

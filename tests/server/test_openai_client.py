@@ -1,4 +1,4 @@
-"""What users of the `openai` client do with chats and completions, against a real server."""
+"""Chats and completions of a real server through the `openai` client."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def client(server: Served) -> Iterator[openai.OpenAI]:
 # chats
 
 
-def test_a_chat_is_a_completion_with_its_usage(client: openai.OpenAI):
+def test_chat_completion_and_usage(client: openai.OpenAI):
     completion = client.chat.completions.create(**fields(SUM))
     assert (completion.object, completion.model) == ("chat.completion", MODEL)
     (choice,) = completion.choices
@@ -74,7 +74,7 @@ def test_a_chat_is_a_completion_with_its_usage(client: openai.OpenAI):
     assert usage.completion_tokens > 20
 
 
-def test_a_stream_is_the_same_text_and_ends_in_its_usage(client: openai.OpenAI):
+def test_stream_equals_whole_answer_and_ends_with_usage(client: openai.OpenAI):
     options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
     chunks = list(client.chat.completions.create(**fields(SUM), **options))
     completion = client.chat.completions.create(**fields(SUM))
@@ -94,7 +94,7 @@ def test_a_stream_is_the_same_text_and_ends_in_its_usage(client: openai.OpenAI):
     assert last.usage.completion_tokens == completion.usage.completion_tokens
 
 
-def test_reasoning_is_separate_and_can_be_sent_back(client: openai.OpenAI):
+def test_reasoning_is_separate_and_accepted_as_input(client: openai.OpenAI):
     request = fields(SUM, max_tokens=256)
     request["extra_body"] = {}
     message = client.chat.completions.create(**request).choices[0].message
@@ -118,7 +118,7 @@ def test_content_accepts_parts_and_developer_role(client: openai.OpenAI):
     assert "11" in (completion.choices[0].message.content or "")
 
 
-def test_several_answers_have_their_places(client: openai.OpenAI):
+def test_several_answers_are_indexed(client: openai.OpenAI):
     chunks = client.chat.completions.create(
         **fields("zzz 17 , 4 horse", n=3, temperature=1, seed=7, max_tokens=12), stream=True
     )
@@ -130,7 +130,7 @@ def test_several_answers_have_their_places(client: openai.OpenAI):
     assert len(set(texts.values())) > 1
 
 
-def test_logprobs_are_the_clients_objects(client: openai.OpenAI):
+def test_logprobs_parse_in_the_client(client: openai.OpenAI):
     completion = client.chat.completions.create(**fields(SUM, logprobs=True, top_logprobs=2))
     (choice,) = completion.choices
     assert choice.logprobs is not None
@@ -140,14 +140,14 @@ def test_logprobs_are_the_clients_objects(client: openai.OpenAI):
     for entry in content:
         assert entry.logprob <= 0
         assert bytes(entry.bytes or []).decode() == entry.token
-        assert entry.top_logprobs[0].token == entry.token  # it is greedy
+        assert entry.top_logprobs[0].token == entry.token  # greedy
         assert len(entry.top_logprobs) == 2
 
 
 # the client's helpers
 
 
-def test_the_stream_helper_puts_the_answer_together(client: openai.OpenAI):
+def test_stream_helper_assembles_the_answer(client: openai.OpenAI):
     with client.chat.completions.stream(**fields(SUM)) as stream:
         events = list(stream)
         final = stream.get_final_completion()
@@ -157,7 +157,7 @@ def test_the_stream_helper_puts_the_answer_together(client: openai.OpenAI):
     assert final.choices[0].finish_reason == "stop"
 
 
-def test_a_pydantic_model_is_parsed_whole_and_streamed(client: openai.OpenAI):
+def test_pydantic_model_is_parsed_whole_and_streamed(client: openai.OpenAI):
     whole = client.chat.completions.parse(**fields(PET), response_format=Pet)
     expected = Pet(animal="turtle", name="Bamin", age=12)
     assert whole.choices[0].message.parsed == expected
@@ -171,7 +171,7 @@ def test_truncated_parsed_answer_raises_in_client(client: openai.OpenAI):
         client.chat.completions.parse(**fields(PET, max_tokens=5), response_format=Pet)
 
 
-def test_tools_are_called_and_their_results_answered(client: openai.OpenAI):
+def test_tool_call_and_result_in_chat(client: openai.OpenAI):
     first = client.chat.completions.create(**fields(WEATHER, tools=[TOOL]))
     (choice,) = first.choices
     assert choice.finish_reason == "tool_calls"
@@ -187,7 +187,7 @@ def test_tools_are_called_and_their_results_answered(client: openai.OpenAI):
     assert "31" in (second.choices[0].message.content or "")
 
 
-def test_streamed_calls_are_put_together_and_parsed(client: openai.OpenAI):
+def test_streamed_calls_are_assembled_and_parsed(client: openai.OpenAI):
     named: Any = {"type": "function", "function": {"name": "get_weather"}}
     request = fields(WEATHER, tools=[TOOL], tool_choice=named)
     with client.chat.completions.stream(**request) as stream:
@@ -204,7 +204,7 @@ def test_streamed_calls_are_put_together_and_parsed(client: openai.OpenAI):
 # completions and models
 
 
-def test_a_text_is_completed_whole_and_streamed(client: openai.OpenAI):
+def test_completion_whole_and_streamed(client: openai.OpenAI):
     request: dict[str, Any] = {"model": MODEL, "prompt": "The list is", "temperature": 0, "seed": 1}
     whole = client.completions.create(**request, max_tokens=12, logprobs=1, echo=True)
     (choice,) = whole.choices
@@ -230,7 +230,7 @@ def test_models_are_listed_and_retrieved(client: openai.OpenAI):
 # what Strobe adds
 
 
-def test_speculation_is_chosen_and_reported(client: openai.OpenAI):
+def test_speculation_field_is_honoured_and_reported(client: openai.OpenAI):
     reports: list[dict[str, Any]] = []
     texts = set[str | None]()
     for speculation in (False, {"method": "dflash", "num_drafts": 7}, {"method": "ngram"}):
@@ -247,7 +247,7 @@ def test_speculation_is_chosen_and_reported(client: openai.OpenAI):
     assert all(report["decode_seconds"] > 0 for report in reports)
 
 
-def test_a_header_asks_for_the_report(client: openai.OpenAI):
+def test_header_requests_the_speculation_report(client: openai.OpenAI):
     headers = {"X-Strobe-Speculation": "1"}
     completion: Any = client.chat.completions.create(**fields(SUM), extra_headers=headers)
     assert completion.speculation["used"]
@@ -295,7 +295,7 @@ def test_request_ids_are_returned(client: openai.OpenAI):
         ({"logit_bias": {"99999": 1}}, "logit_bias", "invalid_value"),
     ],
 )
-def test_a_bad_field_is_named(
+def test_invalid_field_is_named(
     client: openai.OpenAI, field: dict[str, Any], param: str, code: str, stream: bool
 ):
     with pytest.raises(openai.BadRequestError) as caught:
@@ -346,7 +346,7 @@ def test_key_is_required(tmp_path: Path):
 # many at once
 
 
-def test_sixteen_streams_at_once_do_not_mix(client: openai.OpenAI, server: Served):
+def test_sixteen_concurrent_streams_do_not_mix(client: openai.OpenAI, server: Served):
     words = ("horse", "pear", "paper", "rocket", "ladder", "boat", "lemon", "tiger")
     texts = [
         f"Take the words {', '.join((*words[i % 8 :], *words[: i % 8])[: 4 + i // 8])} and "

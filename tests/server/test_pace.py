@@ -1,4 +1,4 @@
-"""When a client is to ask again, by a clock that a test turns."""
+"""The Retry-After estimate, with a simulated clock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Clock:
 
 
 def paced(every: float, count: int, *, then: float = 0.0) -> RetryEstimator:
-    """A pace of one answer in so many seconds, and some time after the last."""
+    """An estimator after answers at a fixed interval, some time after the last one."""
     clock = Clock()
     pace = RetryEstimator(clock)
     for _ in range(count):
@@ -26,7 +26,7 @@ def paced(every: float, count: int, *, then: float = 0.0) -> RetryEstimator:
     return pace
 
 
-def test_without_an_answer_to_go_by_it_is_a_second():
+def test_retry_after_is_one_second_without_answers():
     assert RetryEstimator().retry_after(500) == 1
     assert paced(0.1, 10, then=3600).retry_after(500) == 1, "an hour ago is nothing to go by"
 
@@ -39,8 +39,8 @@ def test_retry_after_follows_answer_time_within_bounds(every: float, answers: in
     assert paced(every, 40).retry_after(answers) == seconds
 
 
-def test_only_the_last_minute_counts():
-    """Two answers a second, of which a pause leaves the last few."""
+def test_retry_after_counts_only_the_last_minute():
+    """Two answers a second, most of which a pause makes too old."""
     clock = Clock()
     pace = RetryEstimator(clock)
     for _ in range(20):

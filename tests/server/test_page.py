@@ -1,4 +1,4 @@
-"""The page at `/`, as its users meet it: in Chromium, against a server that follows a script."""
+"""The page at `/` in Chromium, with a scripted server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SORTED = (
     step((", pear", False)),
     step((",\n  ", True), ("plum", True), ("!", False), finish="stop"),
 )
-"""Four steps: the prompt's own, one with two drafts kept, one with none, one with two."""
+"""Four steps: the prefill, one with two accepted drafts, one with none, one with two."""
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def one_server() -> Iterator[MockServer]:
 
 @pytest.fixture
 def server(one_server: MockServer) -> MockServer:
-    """The mock, with nothing received and nothing to say."""
+    """The mock server, reset."""
     one_server.reset()
     return one_server
 
@@ -60,14 +60,14 @@ def one_page(browser: Browser) -> Page:
 
 @pytest.fixture
 def page(one_page: Page) -> Page:
-    """A page as good as new."""
+    """A page, reset."""
     one_page.reset()
     return one_page
 
 
 @pytest.fixture
 def chat(page: Page, server: MockServer) -> Page:
-    """The page, loaded from the mock."""
+    """The page, loaded from the mock server."""
     return visit(page, server.url)
 
 
@@ -112,7 +112,7 @@ def figures(page: Page, within: str = ".answer") -> dict[str, str]:
     )
 
 
-# ---- what is served ----
+# ---- files ----
 
 
 def test_page_files_exist_and_reference_only_this_server():
@@ -128,7 +128,7 @@ def test_page_files_exist_and_reference_only_this_server():
 
 
 @needs_chromium
-def test_the_page_loads_in_silence_and_asks_only_its_own_server(chat: Page, server: MockServer):
+def test_page_loads_without_errors_or_foreign_requests(chat: Page, server: MockServer):
     server.reply(answer(*SORTED))
     ask_and_wait(chat, "sort")
     assert chat.problems == []
@@ -140,7 +140,7 @@ def test_the_page_loads_in_silence_and_asks_only_its_own_server(chat: Page, serv
 
 
 @needs_chromium
-def test_the_policy_lets_in_no_inline_code_and_no_markup(chat: Page):
+def test_content_policy_blocks_inline_code_and_markup(chat: Page):
     assert chat.evaluate(
         "(() => { try { document.body.innerHTML = '<b>x</b>'; } catch (e) { return e.name; } })()"
     ) == ("TypeError")
@@ -152,7 +152,7 @@ def test_the_policy_lets_in_no_inline_code_and_no_markup(chat: Page):
 
 
 @needs_chromium
-def test_an_answer_streams_into_tokens_coloured_by_origin(chat: Page, server: MockServer):
+def test_answer_streams_as_tokens_coloured_by_origin(chat: Page, server: MockServer):
     gates = [Gate() for _ in range(4)]
     parts = [part for pair in zip(gates, SORTED, strict=True) for part in pair]
     server.reply(answer(*parts))
@@ -163,7 +163,7 @@ def test_an_answer_streams_into_tokens_coloured_by_origin(chat: Page, server: Mo
     gates[0].open()
     chat.until("document.querySelectorAll('.answer .token').length == 1")
     assert origins(chat) == [["Sort", "own"]]
-    assert bars(chat) == []  # the prompt's own forward verifies nothing
+    assert bars(chat) == []  # the prefill verifies nothing
     gates[1].open()
     chat.until("document.querySelectorAll('.bar').length == 1")
     assert origins(chat)[1:] == [["ed", "accepted"], [": ", "accepted"], ["fig", "own"]]
@@ -186,7 +186,7 @@ def test_an_answer_streams_into_tokens_coloured_by_origin(chat: Page, server: Mo
 
 
 @needs_chromium
-def test_origins_differ_without_colour_too(chat: Page, server: MockServer):
+def test_origins_differ_without_colour(chat: Page, server: MockServer):
     server.reply(answer(*SORTED))
     ask_and_wait(chat, "sort")
     style = "getComputedStyle(document.querySelector('.answer .token.%s')).textDecorationLine"
@@ -197,7 +197,7 @@ def test_origins_differ_without_colour_too(chat: Page, server: MockServer):
 
 
 @needs_chromium
-def test_markup_in_a_token_or_a_prompt_stays_text(chat: Page, server: MockServer):
+def test_markup_in_token_or_prompt_stays_text(chat: Page, server: MockServer):
     evil = "<script>window.hit = 1</script><img src=x onerror='window.hit = 1'>"
     server.reply(answer(step((evil, False), drafted=0), step(("<b>", True), ("&amp;", False))))
     ask_and_wait(chat, evil)
@@ -212,13 +212,13 @@ THOUGHT = (
     step(("\n", True), ("Hm", True), (",", False), thinking="Hm,"),
     step((" t", True), ("\n", True), ("</think>", True), ("\n\n", True), ("t", False),
          thinking=" t", content="t"),
-    step((" is", True), (" <", False), content=" is"),  # "<" is held back: it could begin a marker
+    step((" is", True), (" <", False), content=" is"),  # "<" is held back: it may begin a marker
     step((" 5", True), (".", False), content=" < 5.", finish="stop"),
 )  # fmt: skip
 
 
 @needs_chromium
-def test_thinking_is_shown_apart_and_folds_after_streaming(chat: Page, server: MockServer):
+def test_thinking_is_separate_and_folds_after_streaming(chat: Page, server: MockServer):
     gate = Gate()
     server.reply(answer(*THOUGHT[:2], gate, *THOUGHT[2:]))
     ask(chat, "think")
@@ -278,7 +278,7 @@ def test_answer_cut_by_limit_is_marked(chat: Page, server: MockServer):
     ask_and_wait(chat, "think")
     assert chat.texts(".notes .note") == ["Stopped at 2 tokens, its limit."]
     assert chat.text(".thinking summary") == "Thought for 2 tokens"
-    assert chat.evaluate("document.querySelector('.thinking').open")  # there is nothing else
+    assert chat.evaluate("document.querySelector('.thinking').open")  # nothing follows it
 
 
 @needs_chromium
@@ -294,7 +294,7 @@ def test_stream_without_steps_shows_text(chat: Page, server: MockServer):
 
 
 @needs_chromium
-def test_events_cut_at_any_byte_are_read_whole(chat: Page):
+def test_events_cut_at_any_byte_are_parsed(chat: Page):
     chat.evaluate(
         r"""(() => {
           const event = (text) => "data: " + JSON.stringify({choices: [{delta: {content: text},
@@ -334,7 +334,7 @@ def test_conversation_is_sent_and_new_chat_clears_it(chat: Page, server: MockSer
 
 @needs_chromium
 @pytest.mark.parametrize("way", ["button", "Escape", "new chat"])
-def test_stopping_leaves_the_request_on_the_server(way: str, chat: Page, server: MockServer):
+def test_stopping_disconnects_from_the_server(way: str, chat: Page, server: MockServer):
     reply = Reply([HELLO, Gate()])
     server.reply(reply, answer(HELLO))
     ask(chat, "long")
@@ -391,7 +391,7 @@ def test_unreachable_server_is_reported(page: Page):
 
 
 @needs_chromium
-def test_starting_server_is_awaited(page: Page, server: MockServer):
+def test_page_waits_for_a_starting_server(page: Page, server: MockServer):
     server.starting = 1
     visit(page, server.url)
     assert page.texts("#server-note") == ["The engine is still starting. "]
@@ -442,7 +442,7 @@ def run(*words: str, drafted: int, seconds: float | None = None) -> Reply:
 
 
 def rounds(off: Sequence[float], on: Sequence[float]) -> list[Reply]:
-    """What a comparison asks for: answers of three tokens after the first, and their seconds."""
+    """Replies for a comparison: answers of three tokens after the first, with decoding times."""
     words = ("one ", "two ", "three ", "four")
     return [
         run(*words, drafted=drafted, seconds=seconds)
@@ -467,7 +467,7 @@ def test_compare_sends_two_requests_and_shows_difference(
     ask(chat, "count", "#compare")
     chat.until("document.querySelectorAll('.answer .token').length == 2")
     assert chat.texts(".answer h3") == ["Speculation off", "Speculation on"]
-    assert len(server.received) == 1  # each has the machine to itself
+    assert len(server.received) == 1  # one runs after the other
     gate.open()
     chat.until("document.querySelector('.verdict')")
     sent = list(server.received)
@@ -485,7 +485,7 @@ def test_compare_sends_two_requests_and_shows_difference(
     assert chat.text(".verdict").startswith(
         "10\u00d7 as fast with speculation. 10 and 100 tokens/s, "
     )
-    assert len(chat.texts(".answer")) == 2  # the other runs are not shown
+    assert len(chat.texts(".answer")) == 2  # further rounds are not shown
     assert words in chat.text(".verdict")
     left, right = chat.evaluate(
         "[...document.querySelectorAll('.answer')].map((e) => e.getBoundingClientRect().x)"
@@ -507,7 +507,7 @@ def test_compare_sends_two_requests_and_shows_difference(
         ((0.1, 0.1, 0.2), (0.3, 0.3, 0.3), "0.3\u00d7 as fast with speculation. "),
     ],
 )  # fmt: skip
-def test_compare_takes_the_median_and_names_noise(
+def test_compare_shows_median_or_noise(
     off: Sequence[float], on: Sequence[float], words: str, chat: Page, server: MockServer
 ):
     server.reply(*rounds(off, on))
@@ -518,7 +518,7 @@ def test_compare_takes_the_median_and_names_noise(
 
 
 @needs_chromium
-def test_rate_is_by_the_engines_clock(chat: Page, server: MockServer):
+def test_rate_uses_the_engine_clock(chat: Page, server: MockServer):
     """All chunks arrive at once."""
     server.reply(answer(*SORTED, seconds=0.07))
     ask_and_wait(chat, "sort")
@@ -567,7 +567,7 @@ def test_stopped_comparison_shows_no_result(chat: Page, server: MockServer):
 
 
 @needs_chromium
-def test_settings_reach_the_request_and_outlive_a_reload(chat: Page, server: MockServer):
+def test_settings_reach_the_request_and_survive_a_reload(chat: Page, server: MockServer):
     server.reply(answer(HELLO), answer(HELLO))
     ask_and_wait(chat, "plain")
     chat.click("#open-settings")
@@ -640,7 +640,7 @@ def test_examples_are_for_the_demo_models_only(page: Page, server: MockServer):
 
 
 @needs_chromium
-def test_the_keyboard_is_enough(chat: Page, server: MockServer):
+def test_page_works_with_the_keyboard_alone(chat: Page, server: MockServer):
     focus = "document.activeElement.id || document.activeElement.className"
     server.reply(answer(*SORTED))
     assert chat.evaluate(focus) == "prompt"
@@ -658,7 +658,7 @@ def test_the_keyboard_is_enough(chat: Page, server: MockServer):
         seen.append(chat.evaluate(focus))
         if seen[-1] == "token own lit":
             break
-    assert seen == ["token own lit"]  # one stop for all tokens
+    assert seen == ["token own lit"]  # one tab stop for all tokens
     assert "Sort the first token" in chat.text("#token-note")
     chat.press("ArrowRight")
     chat.press("ArrowRight")
@@ -682,7 +682,7 @@ def test_the_keyboard_is_enough(chat: Page, server: MockServer):
 
 
 @needs_chromium
-def test_the_pointer_shows_a_token_and_its_step(chat: Page, server: MockServer):
+def test_pointer_shows_token_and_step(chat: Page, server: MockServer):
     server.reply(answer(*SORTED))
     ask_and_wait(chat, "sort")
     chat.click(".answer .token.accepted")
@@ -716,7 +716,7 @@ def test_screen_reader_is_notified(chat: Page, server: MockServer):
 
 
 @needs_chromium
-def test_a_phone_shows_all_of_it_and_keeps_the_input_in_reach(page: Page, server: MockServer):
+def test_phone_layout_fits_and_keeps_the_input_visible(page: Page, server: MockServer):
     page.resize(WIDTH, 740, phone=True)
     visit(page, server.url)
     assert page.evaluate(WIDE) == WIDTH
@@ -726,7 +726,7 @@ def test_a_phone_shows_all_of_it_and_keeps_the_input_in_reach(page: Page, server
     page.evaluate("document.querySelector('#prompt').focus()")
     page.type("y" * 300)
     page.tap("#compare")
-    assert page.evaluate("document.activeElement.id") != "prompt"  # no keyboard of glass
+    assert page.evaluate("document.activeElement.id") != "prompt"  # no on-screen keyboard
     page.until("document.querySelector('.verdict')")
     assert page.evaluate(WIDE) == WIDTH
     tops = page.evaluate(
@@ -743,7 +743,7 @@ def test_a_phone_shows_all_of_it_and_keeps_the_input_in_reach(page: Page, server
 
 
 @needs_chromium
-def test_the_end_stays_in_sight_until_the_reader_scrolls_away(chat: Page, server: MockServer):
+def test_page_follows_the_answer_until_the_reader_scrolls_up(chat: Page, server: MockServer):
     gates = [Gate(), Gate()]
     lines = [step((f"line {n}\n", False)) for n in range(60)]
     server.reply(answer(*lines[:40], gates[0], *lines[40:50], gates[1], *lines[50:]))
@@ -760,8 +760,8 @@ def test_the_end_stays_in_sight_until_the_reader_scrolls_away(chat: Page, server
 
 
 @needs_chromium
-def test_the_real_server_answers_the_page(page: Page, page_server: str):
-    """The whole way, on the demo models."""
+def test_page_works_with_a_real_server(page: Page, page_server: str):
+    """End to end, with the demo models."""
     visit(page, page_server)
     page.click("#examples li:nth-child(4) button")  # code: short, and without thinking
     ask_and_wait(page, "")
@@ -779,7 +779,7 @@ def test_the_real_server_answers_the_page(page: Page, page_server: str):
 
 @needs_chromium
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_both_schemes_can_be_read(scheme: str, chat: Page, server: MockServer):
+def test_both_colour_schemes_have_enough_contrast(scheme: str, chat: Page, server: MockServer):
     chat.prefer(prefers_color_scheme=scheme)
     server.reply(answer(*SORTED))
     ask_and_wait(chat, "sort")
@@ -792,7 +792,7 @@ def test_both_schemes_can_be_read(scheme: str, chat: Page, server: MockServer):
 
 
 def contrast(first: str, second: str) -> float:
-    """WCAG's contrast of two CSS colours."""
+    """The WCAG contrast ratio of two CSS colours."""
 
     def luminance(colour: str) -> float:
         channels = [int(c) / 255 for c in re.findall(r"\d+", colour)[:3]]

@@ -1,4 +1,4 @@
-"""Gemma 4: its tool calls, their grammar, and its thinking."""
+"""Gemma 4: tool calls, their grammar, and thinking."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from guided import GEMMA4, Vocabulary, gemma4, vocabulary, written
+from guided import GEMMA4, Vocabulary, gemma4, render_calls, vocabulary
 from hypothesis import given
 from hypothesis import strategies as st
 from parsing import check_cuts, names, parse, places, prose, stream, texts
@@ -74,7 +74,7 @@ def words() -> Vocabulary:
     places,
 )
 def test_template_output_is_parsed_back(text: str, expected_calls: Any, cuts: list[int]):
-    result = check_cuts(parser, text + written("gemma4", *expected_calls), cuts)
+    result = check_cuts(parser, text + render_calls("gemma4", *expected_calls), cuts)
     assert result.content == text
     assert [(name, json.loads(read)) for name, read in result.calls] == expected_calls
 
@@ -112,7 +112,7 @@ def test_call_variants_parse_alike(text: str):
         ("", {}),
     ],
 )
-def test_values_have_the_types_of_the_schema(value: str, read: Any):
+def test_values_have_schema_types(value: str, read: Any):
     text = f"<|tool_call>call:get_time{{{value}}}<tool_call|>"
     result = check_cuts(typed, text)
     assert [(name, json.loads(arguments)) for name, arguments in result.calls] == [
@@ -177,7 +177,7 @@ FRAGMENTS = (CALL, Q, "<|tool_call>call:f{", "<tool_call|>", "a:", ",", "[", "{"
 
 
 @given(texts(FRAGMENTS), places)
-def test_the_result_does_not_depend_on_the_cuts(text: str, cuts: list[int]):
+def test_result_does_not_depend_on_chunking(text: str, cuts: list[int]):
     check_cuts(both, text, cuts)
     check_cuts(typed, text, cuts)
 
@@ -205,7 +205,7 @@ BAD = [
 
 @pytest.mark.parametrize("good", GOOD)
 def test_forced_call_matching_schema_passes(words: Vocabulary, good: Any):
-    text = written("gemma4", ("get_time", good))
+    text = render_calls("gemma4", ("get_time", good))
     matcher = words.matcher("gemma4", [TOOL, ANYTHING])
     assert words.accepts(matcher, text)
     assert json.loads(parse(typed(), [text]).calls[0][1]) == good
@@ -216,13 +216,15 @@ def test_forced_call_matching_schema_passes(words: Vocabulary, good: Any):
 @pytest.mark.parametrize("bad", BAD)
 def test_schema_violation_is_blocked(words: Vocabulary, bad: Any):
     matcher = words.matcher("gemma4", [TOOL])
-    assert not words.accepts(matcher, written("gemma4", ("get_time", bad)))
+    assert not words.accepts(matcher, render_calls("gemma4", ("get_time", bad)))
 
 
 def test_open_schema_allows_any_arguments(words: Vocabulary):
     matcher = words.matcher("gemma4", [ANYTHING])
     for arguments in ({}, {"a": [1, {"b": None}], "c": "ü"}, {"a": {}, "b": [], "c": -1.5}):
-        assert words.accepts(matcher, written("gemma4", ("anything", arguments))), gemma4(arguments)
+        assert words.accepts(matcher, render_calls("gemma4", ("anything", arguments))), gemma4(
+            arguments
+        )
     assert not words.accepts(matcher, "Hi")
 
 
@@ -243,7 +245,7 @@ def test_unsupported_schema_is_rejected(words: Vocabulary, schema: Any, message:
         words.matcher("gemma4", [Tool("f", schema)])
 
 
-def test_unusable_names_and_tokenizers_are_rejected(words: Vocabulary):
+def test_unsupported_names_and_tokenizers_are_rejected(words: Vocabulary):
     with pytest.raises(ValueError, match="'two words' cannot stand"):
         words.matcher("gemma4", [Tool("two words")])
     with pytest.raises(ValueError, match=re.escape("no token <|tool_call>")):

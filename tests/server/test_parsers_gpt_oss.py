@@ -113,13 +113,13 @@ def test_malformed_header_is_content(text: str):
     assert check_cuts(parser, f"{text}<|end|>{TURN}{THOUGHT}") == ("Hm.", text, [])
 
 
-def test_a_header_without_end_is_not_waited_for():
+def test_header_without_end_is_not_held_back():
     channels = parser()
     assert channels.push("<|channel|>" + "long " * 80).content == ""
     assert channels.push("long " * 80).content == "<|channel|>" + "long " * 160
 
 
-def test_the_limit_of_a_header_does_not_depend_on_the_cuts():
+def test_header_limit_does_not_depend_on_chunking():
     for length in range(490, 506):
         for end in ("<|message|>x", "<|end|>x", f"{TURN}x", "<|me"):
             check_cuts(parser, "<|channel|>" + "a" * length + end)
@@ -142,7 +142,7 @@ def test_calls_are_content_when_tools_are_off():
         assert check_cuts(make, text) == ("Hm.", f"{TURN}{content}", [])
 
 
-def test_a_prompt_may_open_the_thinking():
+def test_prompt_may_open_thinking():
     assert REASONING_FORMATS["gpt_oss"].opened_by(f"{TURN}<|channel|>analysis<|message|>")
     assert not REASONING_FORMATS["gpt_oss"].opened_by(TURN)
 
@@ -170,7 +170,7 @@ def test_text_is_streamed_and_name_comes_with_header():
     ]  # fmt: skip
 
 
-def test_the_phase_follows_the_messages():
+def test_phase_follows_the_messages():
     channels = parser()
     phases: list[str] = []
     for piece in (THOUGHT[:-7], f"<|end|>{TURN}", CALL[:-8], "<|call|>", f"{TURN}{FINAL}"):
@@ -186,9 +186,7 @@ FRAGMENTS = (
 
 
 @given(texts(FRAGMENTS), st.booleans(), st.booleans(), places)
-def test_the_result_does_not_depend_on_the_cuts(
-    text: str, tools: bool, opened: bool, cuts: list[int]
-):
+def test_result_does_not_depend_on_chunking(text: str, tools: bool, opened: bool, cuts: list[int]):
     check_cuts(
         lambda: make_parser(
             "gpt_oss", "gpt_oss", tools=() if tools else None, thinking_open=opened

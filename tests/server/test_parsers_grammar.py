@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from guided import CALL_END, END, HARMONY, Vocabulary, allowed, vocabulary, written
+from guided import CALL_END, END, HARMONY, Vocabulary, allowed, render_calls, vocabulary
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parsing import dumps, parse
@@ -52,7 +52,7 @@ def tagged() -> Vocabulary:
 
 @pytest.fixture(scope="module")
 def untagged() -> Vocabulary:
-    """The tags of tool calls are plain text in it."""
+    """A tokenizer in which tool call tags are plain text."""
     return vocabulary(less=("<tool_call>", "</tool_call>"))
 
 
@@ -65,7 +65,7 @@ def harmony() -> Vocabulary:
 def case(
     request: pytest.FixtureRequest, tagged: Vocabulary, untagged: Vocabulary, harmony: Vocabulary
 ) -> tuple[str, Vocabulary]:
-    """A format, and a tokenizer it goes with."""
+    """A format with a matching tokenizer."""
     return {
         "hermes": ("hermes", tagged),
         "hermes untagged": ("hermes", untagged),
@@ -77,11 +77,11 @@ def case(
 Case = tuple[str, Vocabulary]
 
 
-def test_a_call_of_any_of_the_tools_is_let_through(case: Case):
+def test_call_of_any_tool_is_allowed(case: Case):
     name, words = case
     matcher = words.matcher(name, [WEATHER, LIGHT, ANYTHING])
     for call in (ROME, HALL, ("anything", {}), ("anything", {"a": [1, {"b": None}], "": "ü"})):
-        text = written(name, call)
+        text = render_calls(name, call)
         assert words.accepts(matcher, text), text
         assert parse(make_parser(name, None), [text]).calls == [(call[0], dumps(call[1]))]
 
@@ -106,13 +106,13 @@ def test_a_call_of_any_of_the_tools_is_let_through(case: Case):
 def test_schema_violation_is_blocked(case: Case, call: tuple[str, Any]):
     name, words = case
     matcher = words.matcher(name, [WEATHER, LIGHT, ANYTHING])
-    assert not words.accepts(matcher, written(name, call))
+    assert not words.accepts(matcher, render_calls(name, call))
 
 
 def test_plain_text_is_blocked(case: Case):
     name, words = case
     matcher = words.matcher(name, [WEATHER, LIGHT])
-    text = written(name, ROME)
+    text = render_calls(name, ROME)
     for wrong in (
         "",
         "Hi",
@@ -128,26 +128,26 @@ def test_plain_text_is_blocked(case: Case):
 def test_named_choice_allows_only_that_tool(case: Case):
     name, words = case
     matcher = words.matcher(name, [LIGHT])
-    assert words.accepts(matcher, written(name, HALL))
-    assert not words.accepts(matcher, written(name, ROME))
+    assert words.accepts(matcher, render_calls(name, HALL))
+    assert not words.accepts(matcher, render_calls(name, ROME))
 
 
 def test_parallel_calls_pass_when_allowed(tagged: Vocabulary):
     for name in ("hermes", "llama3"):
         for calls in ((ROME, HALL), (HALL, HALL, ROME)):
-            text = written(name, *calls)
+            text = render_calls(name, *calls)
             assert tagged.accepts(tagged.matcher(name, [WEATHER, LIGHT], parallel=True), text)
             assert not tagged.accepts(tagged.matcher(name, [WEATHER, LIGHT]), text)
             parsed = parse(make_parser(name, None), [text]).calls
             assert parsed == [(tool, dumps(arguments)) for tool, arguments in calls]
         matcher = tagged.matcher(name, [WEATHER, LIGHT], parallel=True)
-        assert tagged.accepts(matcher, written(name, ROME))
+        assert tagged.accepts(matcher, render_calls(name, ROME))
         assert not tagged.accepts(matcher, "")
 
 
-def test_parallel_calls_of_gpt_oss_need_call_to_be_no_end_token():
+def test_parallel_gpt_oss_calls_need_call_not_to_be_an_end_token():
     words = vocabulary(*HARMONY)
-    text = written("gpt_oss", ROME, HALL)
+    text = render_calls("gpt_oss", ROME, HALL)
     assert words.accepts(words.matcher("gpt_oss", [WEATHER, LIGHT], parallel=True), text)
     assert not words.accepts(words.matcher("gpt_oss", [WEATHER, LIGHT]), text)
 
@@ -155,8 +155,8 @@ def test_parallel_calls_of_gpt_oss_need_call_to_be_no_end_token():
 def test_lead_precedes_first_call(case: Case):
     name, words = case
     matcher = words.matcher(name, [WEATHER], lead="\n\n", parallel=True)
-    assert words.accepts(matcher, "\n\n" + written(name, ROME))
-    assert not words.accepts(matcher, written(name, ROME))
+    assert words.accepts(matcher, "\n\n" + render_calls(name, ROME))
+    assert not words.accepts(matcher, render_calls(name, ROME))
 
 
 def test_token_tag_is_matched_as_token_only(tagged: Vocabulary, untagged: Vocabulary):
@@ -169,19 +169,19 @@ def test_token_tag_is_matched_as_token_only(tagged: Vocabulary, untagged: Vocabu
 
 
 def test_llama_tag_may_precede_a_single_call(tagged: Vocabulary, harmony: Vocabulary):
-    text = written("llama3", ROME)
+    text = render_calls("llama3", ROME)
     assert harmony.accepts(harmony.matcher("llama3", [WEATHER]), f"<|python_tag|>{text}")
     assert harmony.accepts(harmony.matcher("llama3", [WEATHER]), text)
     assert not tagged.accepts(tagged.matcher("llama3", [WEATHER]), f"<|python_tag|>{text}")
 
 
-def test_gpt_oss_may_think_first_and_name_the_recipient_first(harmony: Vocabulary):
+def test_gpt_oss_call_may_follow_thinking_or_name_recipient_first(harmony: Vocabulary):
     matcher = harmony.matcher("gpt_oss", [WEATHER])
     thought = "<|channel|>analysis<|message|>Hm <b>\n\n{ok}<|end|><|start|>assistant"
     by_template = (
         f" to=functions.{ROME[0]}<|channel|>commentary json<|message|>{dumps(ROME[1])}<|call|>"
     )
-    for text in (thought + written("gpt_oss", ROME), thought * 2 + by_template, by_template):
+    for text in (thought + render_calls("gpt_oss", ROME), thought * 2 + by_template, by_template):
         assert harmony.accepts(matcher, text), text
         assert parse(make_parser("gpt_oss", "gpt_oss"), [text]).calls == [(ROME[0], dumps(ROME[1]))]
     assert not harmony.accepts(matcher, f"{thought}<|channel|>final<|message|>Hi")
@@ -200,7 +200,7 @@ def test_gpt_oss_may_think_first_and_name_the_recipient_first(harmony: Vocabular
 @settings(max_examples=25)
 def test_open_schema_allows_any_arguments(tagged: Vocabulary, arguments: dict[str, Any]):
     for name in ("hermes", "llama3"):
-        text = written(name, ("anything", arguments))
+        text = render_calls(name, ("anything", arguments))
         assert tagged.accepts(tagged.matcher(name, [ANYTHING]), text), text
 
 
@@ -213,7 +213,7 @@ def test_accepted_text_is_calls_with_valid_arguments(case: Case):
         matcher = fresh.deep_copy()
         ids: list[int] = []
         while not matcher.is_stopped() and (not matcher.is_accepting() or choose.random() < 0.3):
-            # The end token counts as allowed wherever the answer may end.
+            # The end token is allowed wherever the answer may end.
             free = [int(token) for token in np.flatnonzero(allowed(matcher)) if token != end]
             markers = [token for token in free if token in tokens]
             ids.append(choose.choice(markers if markers and choose.random() < 0.5 else free))
@@ -237,7 +237,7 @@ def test_accepted_text_is_calls_with_valid_arguments(case: Case):
 @pytest.mark.parametrize(
     "tool", ['say "hi"', "back\\slash", "näme", "two\nlines", "<[5]>", "%json"]
 )
-def test_a_functions_name_is_only_ever_text(tagged: Vocabulary, tool: str):
+def test_function_name_is_literal_text(tagged: Vocabulary, tool: str):
     for name in ("hermes", "llama3"):
         key = "arguments" if name == "hermes" else "parameters"
         text = f'{{"name": {dumps(tool)}, "{key}": {{}}}}'
@@ -259,13 +259,11 @@ def test_non_object_parameters_are_rejected(name: str, harmony: Vocabulary):
         with pytest.raises(ValueError, match="parameters of the function 'f'"):
             harmony.matcher(name, [Tool("f", {"type": kind})])
     nullable = harmony.matcher(name, [Tool("f", {"type": ["object", "null"]})])
-    assert harmony.accepts(nullable, written(name, ("f", {})))
-    assert not harmony.accepts(nullable, written(name, ("f", None)))
+    assert harmony.accepts(nullable, render_calls(name, ("f", {})))
+    assert not harmony.accepts(nullable, render_calls(name, ("f", None)))
 
 
-def test_gpt_oss_refuses_names_and_tokenizers_it_cannot_do_with(
-    tagged: Vocabulary, harmony: Vocabulary
-):
+def test_gpt_oss_rejects_unsupported_names_and_tokenizers(tagged: Vocabulary, harmony: Vocabulary):
     with pytest.raises(ValueError, match=re.escape("has no token <|start|>")):
         tagged.matcher("gpt_oss", [WEATHER])
     with pytest.raises(ValueError, match="'two words' cannot stand"):

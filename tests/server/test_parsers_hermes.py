@@ -1,4 +1,4 @@
-"""Hermes and Qwen tool calls: what is a call, what is content, and when it comes out."""
+"""Hermes and Qwen tool calls: calls, content, and streaming."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def parser() -> Parser:
 
 
 def wrapped(name: str, arguments: Any) -> str:
-    """A call as Qwen's chat template writes it."""
+    """Render a call in the format of Qwen's chat template."""
     return f'<tool_call>\n{{"name": "{name}", "arguments": {dumps(arguments)}}}\n</tool_call>'
 
 
@@ -60,13 +60,13 @@ def test_arguments_may_precede_name():
     assert check_cuts(parser, text) == ("", "", [("f", '{"a": "}{\\"", "b": [1]}')])
 
 
-def test_the_arguments_are_the_models_own_text():
+def test_arguments_are_the_models_raw_text():
     raw = '{ "b":1,"a" :"\\u00e9",  "a": 1e2 }'
     text = f'<tool_call>{{"name": "f", "arguments": {raw}}}</tool_call>'
     assert check_cuts(parser, text).calls == [("f", raw)]
 
 
-def test_the_name_is_decoded_from_json():
+def test_name_is_decoded_from_json():
     text = CALL.replace("get_time", 'caf\\u00e9 \\"x\\"')
     assert check_cuts(parser, text).calls == [('café "x"', TIME[1])]
 
@@ -134,14 +134,14 @@ def test_text_after_unclosed_call_is_content():
         ("{a: tru}", "{a: tru}"),
     ],
 )
-def test_broken_arguments_stay_arguments_and_end_with_the_call(written: str, arguments: str):
+def test_broken_arguments_end_with_the_call(written: str, arguments: str):
     broken = f'<tool_call>\n{{"name": "f", "arguments": {written}}}\n</tool_call>'
     if written == '{"a": 1':
         broken = broken.replace("1}", "1")
     assert check_cuts(parser, f"{broken}\n{CALL}") == ("", "", [("f", arguments), TIME])
 
 
-def test_the_end_tag_in_a_string_of_the_arguments_is_text():
+def test_end_tag_inside_an_argument_string_is_text():
     value = {"a": "one two", "text": "write </tool_call> and <tool_call>"}
     text = wrapped("f", value)
     assert check_cuts(parser, text).calls == [("f", dumps(value))]
@@ -189,7 +189,7 @@ def test_name_and_arguments_are_streamed():
     ]  # fmt: skip
 
 
-def test_the_phase_is_tool_from_the_tag_to_its_end():
+def test_phase_is_tool_between_the_tags():
     call_parser = parser()
     phases: list[tuple[str, str]] = []
     for piece in ("Hi\n", "<tool_call>", '\n{"name": "f", "arguments": {', "}}", "\n</tool_call>"):
@@ -215,14 +215,14 @@ FRAGMENTS = (
 
 
 @given(texts(FRAGMENTS), places)
-def test_the_result_does_not_depend_on_the_cuts(text: str, cuts: list[int]):
+def test_result_does_not_depend_on_chunking(text: str, cuts: list[int]):
     result = check_cuts(parser, text, cuts)
     if not result.calls:
         assert result.content == text
 
 
 @given(texts(FRAGMENTS), places)
-def test_with_tools_off_all_is_content(text: str, cuts: list[int]):
+def test_all_is_content_when_tools_are_off(text: str, cuts: list[int]):
     off = check_cuts(lambda: make_parser("hermes", None, tools=None), text, cuts)
     assert off == ("", text, [])
 
@@ -253,6 +253,6 @@ def test_arguments_of_unknown_tool_are_streamed():
     assert [part.content for part in results] == ["", "", "", head, '"x', '"}', "}", "\na", ""]
 
 
-def test_a_call_of_an_unknown_function_is_a_call():
+def test_any_function_is_a_call_without_a_tool_list():
     parsed = check_cuts(parser, wrapped("never_given", {"x": [None]})).calls
     assert [(name, json.loads(raw)) for name, raw in parsed] == [("never_given", {"x": [None]})]

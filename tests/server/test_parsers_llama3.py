@@ -1,4 +1,4 @@
-"""Llama 3 tool calls: an answer that is JSON throughout, and what only looks like it."""
+"""Llama 3 tool calls: answers that are JSON calls, and similar text that is content."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ FRAGMENTS = (
 
 
 @given(texts(FRAGMENTS), places)
-def test_the_result_does_not_depend_on_the_cuts(text: str, cuts: list[int]):
+def test_result_does_not_depend_on_chunking(text: str, cuts: list[int]):
     result = check_cuts(parser, text, cuts)
     if not result.calls:
         assert result.content == text

@@ -1,4 +1,4 @@
-"""Tool calls of Mistral and DeepSeek: a name, and the JSON of the arguments behind it."""
+"""Tool calls of Mistral and DeepSeek: a name followed by the JSON of the arguments."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_arguments_are_streamed(case: Case):
 
 @each
 @given(st.data())
-def test_the_result_does_not_depend_on_the_cuts(case: Case, data: st.DataObject):
+def test_result_does_not_depend_on_chunking(case: Case, data: st.DataObject):
     name, write, marks = case
     fragments = (write(ROME), *marks, "[ARGS]", "f", '{"a": ', "1}", "}", "]", ", ", "```json", "x")
     text = data.draw(texts(fragments))
@@ -136,7 +136,7 @@ def words() -> dict[str, Vocabulary]:
 
 
 @each
-def test_forced_calls_hold_to_form_and_schema(case: Case, words: dict[str, Vocabulary]):
+def test_forced_calls_follow_format_and_schema(case: Case, words: dict[str, Vocabulary]):
     name, write, _ = case
     own = words[write.__name__]
     single, several = own.matcher(name, TOOLS), own.matcher(name, TOOLS, parallel=True, lead="\n")
@@ -151,7 +151,7 @@ def test_forced_calls_hold_to_form_and_schema(case: Case, words: dict[str, Vocab
         own.matcher(name, [Tool("f", {"type": "string"})])
 
 
-def test_older_and_newer_variants_of_mistrals_calls():
+def test_old_and_new_mistral_call_variants():
     expected = read(("f", {"a": 1}))
     for text in (
         '[TOOL_CALLS]f{"a": 1}',

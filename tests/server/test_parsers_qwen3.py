@@ -1,4 +1,4 @@
-"""Thinking in `<think>` tags, alone and in front of tool calls."""
+"""Thinking in `<think>` tags, alone and before tool calls."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_template_output_is_parsed_back(thought: str, answer: str, cuts: list[in
         ("", "", ""),
     ],
 )
-def test_where_the_answer_begins_outside_thinking(text: str, reasoning: str, content: str):
+def test_answer_beginning_outside_thinking(text: str, reasoning: str, content: str):
     assert check_cuts(parser, text) == (reasoning, content, [])
 
 
@@ -65,7 +65,7 @@ def test_where_the_answer_begins_outside_thinking(text: str, reasoning: str, con
         ("", "", ""),
     ],
 )
-def test_where_the_answer_begins_inside_thinking(text: str, reasoning: str, content: str):
+def test_answer_beginning_inside_thinking(text: str, reasoning: str, content: str):
     assert check_cuts(inside, text) == (reasoning, content, [])
 
 
@@ -84,7 +84,7 @@ def test_text_is_streamed_unless_it_may_end_thinking():
     assert [part.content for part in parts] == [*[""] * 7, "A", " \n", ""]
 
 
-def test_the_phase_follows_the_text():
+def test_phase_follows_the_text():
     chain = make_parser("hermes", "qwen3")
     phases: list[str] = []
     for piece in ("<think>", "a", "</think>", "\n\nHi\n", "<tool_call>", "</tool_call>"):
@@ -138,7 +138,7 @@ FRAGMENTS = ("<think>", "</think>", "\n", "\n\n", "thought ", "<tool_call>", CAL
 
 
 @given(texts(FRAGMENTS), st.booleans(), places)
-def test_the_result_does_not_depend_on_the_cuts(text: str, opened: bool, cuts: list[int]):
+def test_result_does_not_depend_on_chunking(text: str, opened: bool, cuts: list[int]):
     check_cuts(lambda: make_parser("hermes", "qwen3", thinking_open=opened), text, cuts)
     result = check_cuts(inside if opened else parser, text, cuts)
     output = (result.reasoning + result.content).replace("\n", "")

@@ -1,5 +1,5 @@
-"""Tool calls of Qwen3-Coder and Qwen3.5: what is a call, its arguments as JSON, when they come out,
-and the grammar of forced calls."""
+"""Tool calls of Qwen3-Coder and Qwen3.5: parsing, arguments as JSON, streaming, and the grammar of
+forced calls."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def typed() -> Parser:
 
 
 def wrapped(name: str, arguments: Mapping[str, Any]) -> str:
-    """A call as the chat templates write it."""
+    """Render a call in the chat templates' format."""
     lines = [f"<function={name}>"]
     for key, value in arguments.items():
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -158,7 +158,7 @@ def test_call_variants_parse_alike(text: str):
         ("unknown", "[1]", [1]),
     ],
 )
-def test_values_are_of_the_types_of_the_schema(key: str, text: str, value: Any):
+def test_values_have_schema_types(key: str, text: str, value: Any):
     call = f"<tool_call>\n<function=get_time>\n<parameter={key}>\n{text}\n</parameter>\n</function>"
     (parsed,) = (parse(typed(), [call]) if len(call) > 9999 else check_cuts(typed, call)).calls
     assert json.loads(parsed[1]) == {key: value}
@@ -192,7 +192,7 @@ def test_values_are_of_the_types_of_the_schema(key: str, text: str, value: Any):
         ([], "5", 5),
     ],
 )
-def test_value_takes_a_type_from_the_schema(schema: Any, text: str, value: Any):
+def test_value_type_follows_the_schema(schema: Any, text: str, value: Any):
     name = {"anyOf": [{"type": "string"}, {"type": "null"}]}
     loop = {"anyOf": [{"$ref": "#/$defs/Loop"}, {"type": "string"}], "type": "string"}
     tool = Tool(
@@ -230,7 +230,7 @@ def test_tool_without_schema_accepts_any_type(schema: Any):
         "</parameter> <!-- " + "x" * 300 + " -->",
     ],
 )
-def test_markup_inside_a_value_is_of_the_value(value: str):
+def test_markup_inside_a_value_belongs_to_it(value: str):
     call_arguments = {"city": value, "zone": "utc"}
     ((_, arguments),) = check_cuts(typed, wrapped("get_time", call_arguments)).calls
     assert json.loads(arguments) == call_arguments
@@ -247,7 +247,7 @@ def test_unclosed_value_ends_at_next_tag(tag: str):
     assert arguments == '{"city": "Rome' + ends.get(tag, "\\n" + tag)
 
 
-def test_a_call_without_arguments_has_an_empty_object():
+def test_call_without_arguments_has_an_empty_object():
     text = "<tool_call>\n<function=anything>\n</function>\n</tool_call>"
     assert check_cuts(typed, text) == ("", "", [("anything", "{}")])
 
@@ -278,7 +278,7 @@ def test_text_around_calls_is_content():
     assert check_cuts(parser, text) == ("", "One.\nTwo. Three.", [TIME, TIME])
 
 
-def test_strings_are_streamed_and_other_values_come_whole():
+def test_strings_are_streamed_and_other_values_are_not():
     head = "<tool_call>\n<function=get_time>\n"
     pieces = [head, "<parameter=city>\n", "Ro", "me\n", "or", "\n</parameter>\n",
               "<parameter=hours>\n", "1", "2\n", "</parameter>\n", "<", "/function>"]  # fmt: skip
@@ -337,8 +337,8 @@ def test_parsing_does_not_depend_on_chunking(text: str, cuts: list[int]):
     check_cuts(typed, text, cuts)
 
 
-def test_a_long_value_is_read_once():
-    """Were it read again with each character, this would take minutes."""
+def test_long_value_is_scanned_once():
+    """Rescanning it for each character would take minutes."""
     value = json.dumps(["x"] * 30_000)
     text = f"<tool_call>\n<function=get_time>\n<parameter=more>\n{value}\n</parameter>\n</function>"
     ((_, arguments),) = parse(typed(), list(text)).calls
@@ -346,7 +346,7 @@ def test_a_long_value_is_read_once():
 
 
 @pytest.mark.parametrize("place", ["<function", "<parameter", "</function", "</tool_call", "!"])
-def test_long_space_is_read_once(place: str):
+def test_long_space_is_scanned_once(place: str):
     space = " " * 100_000
     text = f"Well.\n{CALL}!".replace(place, space + place)
     content = f"Well.{space}!" if place == "!" else "Well.!"
@@ -405,8 +405,8 @@ def tagged() -> Vocabulary:
 
 
 def held(words: Vocabulary, schema: Any, *calls_arguments: Mapping[str, Any]) -> list[bool]:
-    """Whether a forced call of a tool with that schema may be given such arguments. What may is
-    read back."""
+    """Whether the grammar of a forced call with that schema allows each of these arguments. Allowed
+    ones must parse back to themselves."""
     tools = [Tool("f", schema)]
     matcher = words.matcher("qwen3_coder", tools)
     results = [words.accepts(matcher, wrapped("f", arguments)) for arguments in calls_arguments]
@@ -422,7 +422,7 @@ def held(words: Vocabulary, schema: Any, *calls_arguments: Mapping[str, Any]) ->
     ("min_length", "max_length"),
     [(0, 1), (0, 40), (0, 200), (0, 1000), (50, 1000), (300, 600), (999, 1000), (1000, None)],
 )
-def test_lengths_of_strings_are_held(tagged: Vocabulary, min_length: int, max_length: int | None):
+def test_string_lengths_are_enforced(tagged: Vocabulary, min_length: int, max_length: int | None):
     lengths = (
         {"minLength": min_length}
         if max_length is None
@@ -484,7 +484,9 @@ def test_string_shorter_than_minimum_is_blocked(tagged: Vocabulary, lengths: Any
         (True, ["x", 5, [1]], []),
     ],
 )  # fmt: skip
-def test_values_are_held(tagged: Vocabulary, own: Any, good: list[Any], bad: list[Any]):
+def test_value_constraints_are_enforced(
+    tagged: Vocabulary, own: Any, good: list[Any], bad: list[Any]
+):
     document = {
         "type": "object",
         "properties": {"own": own, "z": {"type": "boolean"}},
@@ -520,7 +522,7 @@ def test_values_are_held(tagged: Vocabulary, own: Any, good: list[Any], bad: lis
         ({"properties": {"a": NOTHING}}, [{}], [{"a": "x"}]),
     ],
 )  # fmt: skip
-def test_which_arguments_there_are_is_held(tagged: Vocabulary, schema: Any, good: Any, bad: Any):
+def test_argument_names_are_enforced(tagged: Vocabulary, schema: Any, good: Any, bad: Any):
     assert all(held(tagged, schema, *good))
     assert not any(held(tagged, schema, *bad))
 
@@ -598,7 +600,7 @@ WALKED = Tool(
 
 
 def test_accepted_text_parses_to_the_schema(tagged: Vocabulary):
-    """Random answers, with a liking for what looks like markup."""
+    """Random answers, biased towards markup."""
     free = Tool("free", {"required": ["key"], "additionalProperties": {"type": "integer"}})
     fresh = tagged.matcher("qwen3_coder", [WALKED, free], parallel=True)
     choose, end = random.Random(0), tagged.added[END]

@@ -1,4 +1,4 @@
-"""Formats by name, found in chat templates, and put together."""
+"""Formats by name, detected from chat templates, and combined."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ R1 = "{{'<|Assistant|><think>\\n'}}{% set content = content.split('</think>')[-1
         (None, (None, None)),
     ],
 )
-def test_a_chat_template_tells_the_formats(
+def test_formats_are_detected_from_the_chat_template(
     template: str | None, formats: tuple[str | None, str | None]
 ):
     assert detect(template) == formats
 
 
-def test_the_demo_target_is_recognised():
+def test_demo_target_formats_are_detected():
     directory = Path(demo_models.__file__).parent / "target"
     template = (directory / "chat_template.jinja").read_text(encoding="utf-8")
     assert detect(template) == ("hermes", "qwen3")
 
 
-def test_vllms_names_mean_the_same_formats():
+def test_vllm_names_are_aliases():
     assert TOOL_FORMATS["llama3_json"] is TOOL_FORMATS["llama3"]
     assert TOOL_FORMATS["openai"] is TOOL_FORMATS["gpt_oss"]
     assert TOOL_FORMATS["qwen3_xml"] is TOOL_FORMATS["qwen3_coder"]
@@ -73,7 +73,7 @@ def test_detected_formats_are_registered():
         assert reasoning is None or reasoning in REASONING_FORMATS
 
 
-def test_without_formats_all_is_content():
+def test_all_is_content_without_formats():
     text = "<think>a</think><tool_call>{}</tool_call>"
     assert parse(make_parser(None, None), [text[:9], text[9:]]) == ("", text, [])
     assert make_parser(None, None).phase == "answer"

@@ -1,4 +1,4 @@
-"""What every endpoint takes, refuses and warns of: one sentence and one field's name each."""
+"""Accepted, rejected and ignored fields of every endpoint, with one sentence and field each."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_null_means_unset(model: type[RequestModel]):
 
 
 @pytest.mark.parametrize("model", SMALLEST)
-def test_an_unknown_field_is_named(model: type[RequestModel]):
+def test_unknown_field_is_named(model: type[RequestModel]):
     error = refusal(model, quux_zork=1)
     assert (error.param, error.code) == ("quux_zork", "unknown_parameter")
     assert "quux_zork" in str(error)
@@ -102,11 +102,11 @@ def test_lenient_server_names_unknown_field_path(
     [("temprature", "temperature"), ("top-p", "top_p"), ("stopp", "stop"), ("usr", "user"),
      ("max_token", "max_tokens")],
 )  # fmt: skip
-def test_a_close_match_is_suggested(wrong: str, right: str):
+def test_close_match_is_suggested(wrong: str, right: str):
     assert f"did you mean {right}?" in str(refusal(ChatCompletionRequest, **{wrong: 1}))
 
 
-def test_a_nested_field_is_named_by_its_path():
+def test_nested_field_is_named_by_its_path():
     error = refusal(ChatCompletionRequest, stream=True, stream_options={"include_usge": True})
     assert error.param == "stream_options.include_usge"
     assert "did you mean include_usage?" in str(error)
@@ -129,17 +129,17 @@ def test_a_nested_field_is_named_by_its_path():
         ("top_p", list(range(5000)), "[0, 1, 2, 3, 4, 5, ...], but must be a number"),
     ],
 )
-def test_a_wrong_type_is_a_sentence_with_the_value(field: str, value: Any, message: str):
+def test_wrong_type_error_names_the_value(field: str, value: Any, message: str):
     error = refusal(ChatCompletionRequest, **{field: value})
     assert error.param == field
     assert str(error).startswith(f"{field} is {message}")
 
 
-def test_the_place_in_a_list_is_in_the_path():
+def test_list_index_is_in_the_path():
     assert refusal(ChatCompletionRequest, messages=[USER, 3]).param == "messages[1]"
 
 
-def test_a_long_value_is_cut_in_the_sentence():
+def test_long_value_is_cut_in_the_error():
     error = refusal(ChatCompletionRequest, temperature="x" * 100_000)
     assert 'xxx…"' in str(error)
     assert len(str(error)) < 200
@@ -148,8 +148,8 @@ def test_a_long_value_is_cut_in_the_sentence():
     assert len(error.param or "") <= 200
 
 
-def test_explain_reads_the_errors_of_a_framework():
-    """FastAPI has its own exception around pydantic's list, with "body" before each place."""
+def test_to_field_error_reads_framework_errors():
+    """FastAPI wraps pydantic's errors in its own exception, with "body" before each location."""
 
     class Framework:
         def errors(self) -> list[dict[str, Any]]:
@@ -165,13 +165,13 @@ def test_explain_reads_the_errors_of_a_framework():
     assert to_field_error(caught.value).param == "frobnicate"
 
 
-def test_a_missing_field_says_which():
+def test_missing_field_is_named():
     with pytest.raises(FieldError) as caught:
         ChatCompletionRequest.read(b"{}")
     assert (caught.value.param, caught.value.code) == ("messages", "missing_required_parameter")
 
 
-def test_the_error_object_is_openais():
+def test_error_object_is_openais():
     body = error_body("The queue is full.", status=429, code="queue_full")
     assert body["error"]["type"] == "rate_limit_error"
     answers.ErrorResponse.model_validate(body)
@@ -180,7 +180,7 @@ def test_the_error_object_is_openais():
 @pytest.mark.parametrize(
     ("model", "name"), [(m, name) for m in SMALLEST for name in NO_EFFECT[m.schema_key]]
 )
-def test_fields_without_effect_are_named_in_the_warnings(model: type[RequestModel], name: str):
+def test_fields_without_effect_are_warnings(model: type[RequestModel], name: str):
     (warning,) = model.read({**SMALLEST[model], name: "something"}).warnings()
     assert warning.startswith(f"{name} has no effect: ")
     for value in NO_EFFECT[model.schema_key][name].neutral_values:
@@ -198,14 +198,14 @@ def test_unsupported_fields_are_400_unless_neutral(model: type[RequestModel], na
         assert model.read({**SMALLEST[model], name: value}).warnings() == []
 
 
-def test_true_is_not_a_neutral_one():
+def test_true_is_not_the_neutral_value_1():
     assert refusal(ChatCompletionRequest, best_of=True).param == "best_of"
     assert refusal(ChatCompletionRequest, use_beam_search=0).param == "use_beam_search"
     assert chat(length_penalty=1, best_of=1.0).warnings() == []
 
 
 @pytest.mark.parametrize("model", SMALLEST)
-def test_no_field_is_both_honoured_and_not(model: type[RequestModel]):
+def test_no_field_is_both_honoured_and_in_the_tables(model: type[RequestModel]):
     tables = [
         set(model.model_fields),
         set(NO_EFFECT[model.schema_key]),
@@ -229,7 +229,7 @@ def test_repeated_warnings_are_merged():
         (ResponsesRequest, "responses.response_create_params"),
     ],
 )
-def test_every_field_of_openais_client_is_known(model: type[RequestModel], where: str):
+def test_all_openai_client_fields_are_known(model: type[RequestModel], where: str):
     pytest.importorskip("openai")
     module = importlib.import_module(f"openai.types.{where}")
     (base,) = [cls for name, cls in vars(module).items() if name.endswith("CreateParamsBase")]
@@ -253,7 +253,7 @@ JSON_VALUES = st.recursive(
 
 
 @pytest.mark.parametrize("as_text", [True, False])
-def test_deep_body_is_refused_with_its_depth(as_text: bool):
+def test_deep_body_error_names_its_depth(as_text: bool):
     schema = '{"items":' * 400 + "{}" + "}" * 400
     body = f'{{"prompt": "[[[", "guided_json": {schema}}}'
     with pytest.raises(FieldError) as caught:
@@ -263,7 +263,7 @@ def test_deep_body_is_refused_with_its_depth(as_text: bool):
 
 @pytest.mark.parametrize("model", SMALLEST)
 @given(data=st.data())
-def test_any_json_is_400_or_valid_params(model: type[RequestModel], data: st.DataObject):
+def test_any_json_is_400_or_valid(model: type[RequestModel], data: st.DataObject):
     names = st.sampled_from(sorted({*model.model_fields, *UNSUPPORTED[model.schema_key]}))
     body = {**SMALLEST[model], **data.draw(st.dictionaries(names, JSON_VALUES, max_size=3))}
     try:
@@ -274,8 +274,8 @@ def test_any_json_is_400_or_valid_params(model: type[RequestModel], data: st.Dat
         SamplingParams(**request.sampling({}))
 
 
-def test_protocol_imports_stand_alone():
-    """The schema is imported by tools that have neither the engine nor the web framework."""
+def test_protocol_imports_neither_engine_nor_framework():
+    """Tools import the protocol without the engine and the web framework."""
     code = (
         "import sys, strobe.server.openai.protocol.responses_request, "
         "strobe.server.openai.protocol.token_requests, "

@@ -95,13 +95,13 @@ def test_non_object_arguments_stay_text(arguments: str):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("model", [ChatCompletionRequest, TokenizeRequest])
-def test_each_wrong_message_is_named(model: type[RequestModel], message: Any, place: str):
+def test_invalid_message_is_named(model: type[RequestModel], message: Any, place: str):
     with pytest.raises(FieldError) as caught:
         model.read({"messages": [USER, message]})
     assert caught.value.param == f"messages[1]{place}"
 
 
-def test_the_clients_objects_are_not_changed():
+def test_input_objects_are_not_modified():
     body = {"messages": [{"role": "developer", "content": "x"}], "tools": [tool("f", strict=True)]}
     before = json.dumps(body)
     ChatCompletionRequest.read(body)
@@ -119,7 +119,7 @@ def test_template_options_match_tokenizer():
     assert chat().template_options()["tools"] is None
 
 
-def test_continued_message_starts_no_new_one():
+def test_continued_message_has_no_generation_prompt():
     options = chat(continue_final_message=True).template_options()
     assert (options["continue_final_message"], options["add_generation_prompt"]) == (True, False)
     both = {"continue_final_message": True, "add_generation_prompt": True}
@@ -157,7 +157,7 @@ def test_unread_template_field_is_named():
     assert said_of_response.startswith("chat_template_kwargs.a")
 
 
-def test_echo_in_a_chat_is_the_assistants_own_text():
+def test_chat_echo_is_the_assistants_text():
     assistant = {"role": "assistant", "content": "Once"}
     assert chat(messages=[USER, assistant], echo=True).echo_text == "Once"
     assert chat(messages=[USER, assistant]).echo_text == ""
@@ -165,7 +165,7 @@ def test_echo_in_a_chat_is_the_assistants_own_text():
 
 
 def flattened(choice: Any) -> Any:
-    """A tool_choice in the form of /v1/responses."""
+    """Convert a tool_choice to the form of /v1/responses."""
     if not isinstance(choice, dict):
         return choice
     if choice["type"] == "function":
@@ -228,7 +228,7 @@ def test_empty_tools_allow_no_choice():
         ([tool("f"), tool("f")], "tools[1].function.name"),
     ],
 )
-def test_each_wrong_tool_is_named(tools: Any, param: str):
+def test_invalid_tool_is_named(tools: Any, param: str):
     assert refusal(ChatCompletionRequest, tools=tools).param == param
 
 
@@ -237,12 +237,12 @@ def test_each_wrong_tool_is_named(tools: Any, param: str):
     ["any", 5, {}, {"type": "custom"}, tool("mul"), {"type": "function"},
      {"type": "allowed_tools"}, allowed("none", "add"), allowed("auto"), allowed("auto", "mul")],
 )  # fmt: skip
-def test_each_wrong_choice_is_named(choice: Any):
+def test_invalid_tool_choice_is_named(choice: Any):
     error = refusal(ChatCompletionRequest, tools=[TOOL], tool_choice=choice)
     assert (error.param or "").startswith("tool_choice")
 
 
-def test_a_forced_call_has_its_own_form():
+def test_forced_call_excludes_constraints():
     forced = {"tools": [TOOL], "tool_choice": "required"}
     assert refusal(ChatCompletionRequest, **forced, guided_regex="a").param == "guided_regex"
     sent_along = chat(**forced, response_format={"type": "json_object"})

@@ -1,4 +1,4 @@
-"""Anthropic's requests as chats."""
+"""Anthropic's requests, converted to chats."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def text(content: str, **more: Any) -> dict[str, Any]:
     return {"type": "text", "text": content, **more}
 
 
-def test_a_message_is_a_chat():
+def test_messages_request_becomes_a_chat():
     messages = [
         {"role": "user", "content": [text("1+1?", **CACHED), text("quick")]},
         {"role": "user", "content": "please"},
@@ -71,7 +71,7 @@ def test_text_after_a_call_is_its_own_message():
     assert len(first["tool_calls"]) == len(second["tool_calls"]) == 1
 
 
-def test_sampling_is_the_chats():
+def test_sampling_equals_the_chats():
     request = ask(
         max_tokens=7, temperature=0.5, top_p=0.9, top_k=5, stop_sequences=["a", "b"], seed=3,
         metadata={"user_id": "u"}, service_tier="auto",
@@ -98,7 +98,7 @@ def test_sampling_is_the_chats():
         ({"type": "none"}, "none", None, True),
     ],
 )
-def test_tools_are_the_chats(choice: Any, mode: str, name: str | None, parallel: bool):
+def test_tools_become_the_chats(choice: Any, mode: str, name: str | None, parallel: bool):
     chat = ask(tools=[{**TOOL, "type": "custom", **CACHED}], tool_choice=choice).to_chat()
     chosen = chat.toolbox.choice
     assert (chosen.mode, chosen.name, chat.parallel_tool_calls) == (mode, name, parallel)
@@ -111,14 +111,14 @@ def test_tools_are_the_chats(choice: Any, mode: str, name: str | None, parallel:
     ("thinking", "thinks"),
     [(None, None), ("enabled", True), ("adaptive", True), ("disabled", False)],
 )
-def test_thinking_is_a_variable_of_the_chat_template(thinking: str | None, thinks: bool | None):
+def test_thinking_sets_a_template_variable(thinking: str | None, thinks: bool | None):
     field = None if thinking is None else {"type": thinking}
     chat = ask(thinking=field, chat_template_kwargs={"a": 1}).to_chat()
     assert chat.template_variables().get("enable_thinking") is thinks
     assert chat.template_variables()["a"] == 1
 
 
-def test_thinking_that_cannot_be_disabled_is_reported():
+def test_thinking_budget_is_a_warning():
     request = ask(thinking={"type": "disabled"}, output_config={"effort": "low"})
     assert request.warnings(template_reads={"messages"}) == [
         "thinking.type has no effect: the chat template does not read it.",

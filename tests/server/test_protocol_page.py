@@ -1,4 +1,4 @@
-"""docs/api.md and the OpenAPI schema say what the requests take; clients can read the answers."""
+"""docs/api.md and the OpenAPI schema match the models; the openai client parses responses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from strobe.server.page import files as page_files
 
 ROOT = Path(__file__).parents[2]
 PLACE = r"{(\w+)(?::path)?}"
-"""A part of a path that a client fills in."""
+"""A path parameter."""
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_tables_match_the_models(script: ModuleType, page: str):
 
 
 def rows(page: str, place: str) -> dict[str, str]:
-    """The fields that a table of the page names, and their status."""
+    """The fields of a table on the page, and their status."""
     table = re.search(rf"<!-- table {re.escape(place)} -->\n(.*?)<!-- end -->", page, re.DOTALL)
     assert table, place
     cells = [line.strip("| ").split(" | ") for line in table[1].splitlines()[2:]]
@@ -64,7 +64,7 @@ def rows(page: str, place: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("model", [*SMALLEST, StreamOptions, ResponsesStreamOptions])
-def test_the_page_names_every_field_of_every_request(model: type[RequestModel], page: str):
+def test_page_lists_every_request_field(model: type[RequestModel], page: str):
     named = rows(page, model.schema_key)
     if issubclass(model, SamplingFields):
         named |= rows(page, "shared")
@@ -78,7 +78,7 @@ def test_the_page_names_every_field_of_every_request(model: type[RequestModel], 
 
 
 @pytest.mark.parametrize("place", sorted({*NO_EFFECT, *UNSUPPORTED}))
-def test_the_page_names_every_field_of_every_object(place: str, page: str):
+def test_page_lists_every_object_field(place: str, page: str):
     named = rows(page, place)
     if place in {model.schema_key for model in GENERATING}:
         named |= rows(page, "shared")
@@ -98,14 +98,14 @@ def test_the_page_names_every_field_of_every_object(place: str, page: str):
     ],
     ids=str,
 )  # fmt: skip
-def test_page_names_hand_written_parts(names: Any, page: str):
+def test_page_lists_hand_written_parts(names: Any, page: str):
     words = set(re.findall(r"\w+", page))
     flat = [path for name in names for path in ([name] if isinstance(name, str) else name)]
     assert flat
     assert not set(flat) - words
 
 
-def test_the_page_names_every_endpoint(page: str):
+def test_page_lists_every_endpoint(page: str):
     paths = re.findall(r"^\| (.*?) \| ", page.partition("\n\n|")[2].partition("\n\n")[0], re.M)
     named = {call for cell in paths for call in re.findall(r"`([A-Z]+ /[^`]*)`", cell)}
     routed = app(Script(""))
@@ -117,19 +117,19 @@ def test_the_page_names_every_endpoint(page: str):
         for method in getattr(route, "methods", ())
         if method not in ("HEAD", "OPTIONS")
     }
-    loaded = {f"GET {path}" for path in page_files() if path != "/"}  # by the page at /
+    loaded = {f"GET {path}" for path in page_files() if path != "/"}  # loaded by the page at /
     assert loaded <= there
     assert there - loaded == named
     assert len(named) > 10
 
 
-def test_the_page_says_each_status(page: str):
+def test_page_lists_every_status(page: str):
     for status, kind in ERROR_TYPES.items():
         assert f"| {status} | `{kind}` |" in page
 
 
 @pytest.mark.parametrize("model", SMALLEST)
-def test_the_schema_shows_every_field_and_closes_the_rest(model: type[RequestModel]):
+def test_schema_lists_every_field_and_allows_no_others(model: type[RequestModel]):
     schema = json.loads(json.dumps(model.model_json_schema()))
     known = {*model.model_fields, *NO_EFFECT[model.schema_key], *UNSUPPORTED[model.schema_key]}
     assert set(schema["properties"]) == known
@@ -144,7 +144,7 @@ def test_schema_allows_null_for_optional_fields(model: type[RequestModel]):
         assert "null" in kinds, name
 
 
-def test_the_answers_are_read_by_openais_client():
+def test_openai_client_parses_the_examples():
     pytest.importorskip("openai")
     from openai.types import Completion
     from openai.types.chat import ChatCompletion, ChatCompletionChunk

@@ -1,4 +1,4 @@
-"""Responses as chats, and the requests about tokens."""
+"""Requests of /v1/responses, converted to chats, and of the token endpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from strobe.server.openai.protocol.responses_request import ResponsesRequest
 from strobe.server.openai.protocol.token_requests import DetokenizeRequest, TokenizeRequest
 
 
-def test_a_response_is_a_chat():
+def test_responses_request_becomes_a_chat():
     items = [
         {"role": "developer", "content": "be brief"},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "1+1?"}]},
@@ -83,7 +83,7 @@ def test_text_and_calls_are_one_message():
          "input[0].namespace"),
     ],
 )  # fmt: skip
-def test_each_wrong_item_is_named(value: Any, param: str):
+def test_invalid_item_is_named(value: Any, param: str):
     assert refusal(ResponsesRequest, input=value).param == param
 
 
@@ -111,7 +111,7 @@ def test_unsupported_response_field_is_named(fields: dict[str, Any], param: str)
     assert refusal(ResponsesRequest, **fields).param == param
 
 
-def test_a_response_has_its_format_as_a_chat_has_it():
+def test_text_format_equals_chat_response_format():
     text_format = {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}
     request = respond(text={"format": text_format, "verbosity": "medium"})
     assert request.sampling({})["structured_outputs"] == {"json": SCHEMA}
@@ -128,7 +128,7 @@ def test_response_reports_unsupported_features():
     }
 
 
-def test_a_response_says_it_once():
+def test_warnings_are_not_repeated():
     warnings = respond(min_tokens=2, guided_choice=["a"]).warnings()
     assert warnings == ["min_tokens has no effect where guided_choice is at its end."]
 

@@ -1,4 +1,4 @@
-"""The fields of sampling: their bounds, how they go together, and what the engine gets of them."""
+"""Sampling fields: bounds, combinations, and the engine's parameters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EVERY_FIELD: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_the_users_values_win_over_the_models():
+def test_request_values_override_model_defaults():
     defaults = {"temperature": 0.7, "top_p": 0.95, "top_k": 20}
     for request in (
         chat(temperature=0, top_k=None),
@@ -57,7 +57,7 @@ def test_every_field_reaches_the_engine(model: type[SamplingFields]):
     assert (params.seed, params.stop, params.allowed_token_ids) == (-3, ("a", "b"), (7, 8))
 
 
-def test_whole_floats_are_whole_numbers():
+def test_whole_floats_are_accepted_as_integers():
     assert chat(max_tokens=5.0, top_k=3.0).sampling({}) == {"max_tokens": 5, "top_k": 3, "n": 1}
 
 
@@ -101,7 +101,7 @@ def test_bounds(model: type[SamplingFields], field: str, bad: list[Any], good: l
     [(ChatCompletionRequest, "max_tokens"), (ChatCompletionRequest, "max_completion_tokens"),
      (CompletionRequest, "max_tokens"), (ResponsesRequest, "max_output_tokens")],
 )  # fmt: skip
-def test_limits_of_the_length(model: type[SamplingFields], limit: str):
+def test_token_limits(model: type[SamplingFields], limit: str):
     assert model.read({**SMALLEST[model], limit: 3}).sampling({})["max_tokens"] == 3
     error = refusal(model, **{limit: 3, "min_tokens": 4})
     assert error.param == "min_tokens"
@@ -137,7 +137,7 @@ def test_logprobs_of_a_response():
 
 
 @pytest.mark.parametrize("model", [ChatCompletionRequest, CompletionRequest])
-def test_a_stream_has_no_place_for_the_prompts_logprobs(model: type[SamplingFields]):
+def test_prompt_logprobs_are_rejected_in_a_stream(model: type[SamplingFields]):
     assert refusal(model, stream=True, prompt_logprobs=0).param == "prompt_logprobs"
 
 
@@ -176,7 +176,7 @@ def test_invalid_prompt_is_named(prompt: Any):
     assert (refusal(CompletionRequest, prompt=prompt).param or "").startswith("prompt")
 
 
-def test_prompt_is_given_once():
+def test_prompt_and_prompt_token_ids_conflict():
     assert refusal(CompletionRequest, prompt_token_ids=[1]).param == "prompt_token_ids"
     with pytest.raises(FieldError, match="prompt is missing"):
         CompletionRequest.read(b"{}")
@@ -184,7 +184,7 @@ def test_prompt_is_given_once():
         CompletionRequest.read({"prompt_token_ids": "text"})
 
 
-def test_no_new_token_needs_a_prompt_to_show():
+def test_max_tokens_0_needs_echo_or_prompt_logprobs():
     assert complete(max_tokens=0, echo=True).sampling({})["max_tokens"] == 0
     assert complete(max_tokens=0, prompt_logprobs=1).sampling({})["max_tokens"] == 0
     assert refusal(CompletionRequest, max_tokens=0).param == "max_tokens"
@@ -197,7 +197,7 @@ def test_echo_with_logprobs_requests_prompt_logprobs():
     assert "prompt_logprobs" not in complete(logprobs=2).sampling({})
 
 
-def test_best_of_makes_more_answers_and_ranks_them():
+def test_best_of_generates_and_ranks_more_answers():
     sampling = complete(best_of=3, n=2).sampling({})
     assert (sampling["n"], sampling["logprobs"]) == (3, 0)
     assert "logprobs" not in complete(best_of=2, n=2).sampling({})

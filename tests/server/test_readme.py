@@ -1,4 +1,4 @@
-"""The README's examples answer what the README says, every time."""
+"""The README's examples return what the README says, every time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def server() -> Iterator[Served]:
 
 
 def block(language: str, holds: str) -> str:
-    """The only block of that language in which these words stand."""
+    """Return the only code block of that language that contains these words."""
     blocks = re.findall(rf"^```{language}\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
     (text_block,) = [text for text in blocks if holds in text]
     return text_block

@@ -1,4 +1,4 @@
-"""What may be read of a server, paths that it knows but does not serve, and what it passes on."""
+"""GET endpoints, known but unsupported paths, and scheduling fields."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def read(serving: Serving, path: str, method: str = "GET") -> Any:
     return json.loads(answer.body)
 
 
-def test_the_tokenizers_settings_make_the_same_prompts_elsewhere(tokenizer: Tokenizer):
-    """As lm-eval's remote tokenizer reads them; of this machine's paths nothing is told."""
+def test_tokenizer_info_reproduces_prompts(tokenizer: Tokenizer):
+    """The response is complete enough for lm-eval's remote tokenizer, and has no local paths."""
     info = read(serving(tokenizer), "/tokenizer_info")
     assert info["chat_template"] == tokenizer.hf.chat_template
     assert info["tokenizer_class"] == type(tokenizer.hf).__name__
@@ -97,7 +97,7 @@ def test_non_text_endpoint_is_501(tokenizer: Tokenizer, path: str, method: str):
 
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate", "/api/tags", "/api/blobs/sha256:1"])
 @pytest.mark.parametrize("root_path", ["", "/strobe"])
-def test_ollamas_paths_name_openais(tokenizer: Tokenizer, path: str, root_path: str):
+def test_ollama_paths_point_to_the_openai_api(tokenizer: Tokenizer, path: str, root_path: str):
     answer = call(
         make_app(serving(tokenizer)),
         root_path + path,

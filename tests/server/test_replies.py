@@ -1,4 +1,4 @@
-"""The whole application over a client of no engine: how responses end, and their reports."""
+"""The whole application without an engine: how responses end, and the access log."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ENDPOINTS = {
 }
 every_endpoint = pytest.mark.parametrize("path", ENDPOINTS)
 Engine = Callable[[Generation], None]
-"""What the engine does with a prompt."""
+"""A replacement for the engine: called with each submitted prompt."""
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def post(served: Serving, path: str, body: Any, **options: Any) -> Answer:
 
 
 def events(answer: Answer) -> list[Any]:
-    """What a stream sent; its `[DONE]` is a text."""
+    """A stream's events, as text."""
     data = [line[6:] for line in answer.body.decode().split("\n") if line.startswith("data: ")]
     return [text if text == "[DONE]" else json.loads(text) for text in data]
 
@@ -81,19 +81,19 @@ def refusals(served: Serving) -> dict[tuple[str, str], float]:
 
 
 def one_token(generation: Generation) -> None:
-    """A first token, and nothing more."""
+    """Emit a first token and nothing more."""
     generation.add_events([event([5], start=START)])
 
 
 @every_endpoint
-def test_a_time_limit_before_the_first_token_is_a_504(tokenizer: Tokenizer, lines: Any, path: str):
+def test_time_limit_before_first_token_is_504(tokenizer: Tokenizer, lines: Any, path: str):
     for streams in (False, True):
         served = serving(tokenizer)
         answer = ask(served, path, stream=streams, timeout=0.1)
         assert answer.status == 504
         assert answer.error["code"] == "timeout"
         assert isinstance(served.client, RecordingClient)
-        # It may be over before the prompt is ready for the engine.
+        # The time may be up before the prompt is submitted.
         assert [type(message) for message in served.client.sent] in ([Submit, Finish], [])
         assert not served.client.num_open
         assert refusals(served) == {("504", "timeout"): 1}
@@ -101,9 +101,9 @@ def test_a_time_limit_before_the_first_token_is_a_504(tokenizer: Tokenizer, line
 
 
 @every_endpoint
-def test_a_time_limit_in_a_stream_is_an_error_event(tokenizer: Tokenizer, lines: Any, path: str):
+def test_time_limit_in_a_stream_is_an_error_event(tokenizer: Tokenizer, lines: Any, path: str):
     seconds, answer = 0.1, None
-    while answer is None or answer.status != 200:  # fast enough for a first token in that time
+    while answer is None or answer.status != 200:  # until the first token arrives in time
         seconds *= 2
         assert seconds < 60
         served = serving(tokenizer, request_timeout=seconds)
@@ -123,16 +123,16 @@ def test_a_time_limit_in_a_stream_is_an_error_event(tokenizer: Tokenizer, lines:
     assert line["completion_tokens"] == 1
 
 
-def test_the_shorter_of_the_two_time_limits_holds(tokenizer: Tokenizer):
-    """Neither test could end if it were the longer one."""
+def test_shorter_time_limit_applies(tokenizer: Tokenizer):
+    """With the longer limit, the request would not end."""
     for requested, own in ((0.01, 600.0), (600.0, 0.01)):
         served = serving(tokenizer, request_timeout=requested)
         assert ask(served, CHAT, timeout=own).status == 504
 
 
 def nan_scores(generation: Generation) -> None:
-    """A good token, then one whose log probability is NaN, which no JSON can hold."""
-    generation.__class__ = Steps  # each of them is a step of its own
+    """Emit a good token, then one with a log probability of NaN, which JSON cannot represent."""
+    generation.__class__ = Steps  # each event is a step of its own
     good, bad = TokenLogprob(5, -0.5, 1), TokenLogprob(6, math.nan, 1)
     generation.add_events([event([5], start=START, logprobs=[good])])
     generation.add_events([event([6], finish_reason="length", logprobs=[bad])])
@@ -151,7 +151,7 @@ LOGPROBS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("streams", [False, True])
 @every_endpoint
-def test_nan_in_an_answer_fails_that_request_alone(tokenizer: Tokenizer, path: str, streams: bool):
+def test_nan_in_an_answer_fails_only_that_request(tokenizer: Tokenizer, path: str, streams: bool):
     served = serving(tokenizer)
     answer = ask(served, path, nan_scores, stream=streams, **LOGPROBS[path])
     assert b"NaN" not in answer.body
@@ -273,7 +273,7 @@ def test_access_log_reports_answers(tokenizer: Tokenizer, lines: Any, path: str,
     assert "answers" not in line
 
 
-def test_prompts_and_answers_are_logged_where_the_operator_asks(tokenizer: Tokenizer, lines: Any):
+def test_prompts_and_answers_are_logged_if_enabled(tokenizer: Tokenizer, lines: Any):
     def answers(generation: Generation) -> None:
         ids = tokenizer.encode("the answer")
         generation.add_events([event(ids, start=START, finish_reason="stop")])
@@ -303,7 +303,7 @@ def test_access_log_joins_several_finish_reasons(tokenizer: Tokenizer, lines: An
         ({"grammar_fault": "Structured output is unavailable: no process."}, 503),
     ],
 )
-def test_health_is_good_only_where_answers_can_be_had(
+def test_health_is_200_only_if_the_engine_can_answer(
     tokenizer: Tokenizer, changes: dict[str, Any], status: int
 ):
     served = serving(tokenizer)
@@ -347,8 +347,8 @@ def test_openapi_matches_strictness(tokenizer: Tokenizer, lenient: bool):
     assert "temperature" in schemas["ChatCompletionRequest"]["properties"]
 
 
-def test_prompt_list_is_admitted_completely_or_not(tokenizer: Tokenizer):
-    """Three places: four prompts never fit, three do not beside another one."""
+def test_prompt_list_is_admitted_completely_or_not_at_all(tokenizer: Tokenizer):
+    """Three slots: four prompts never fit, three do not fit next to a running one."""
     served = serving(tokenizer, max_waiting=1)
     assert isinstance(served.client, RecordingClient)
     refused = post(served, "/v1/completions", {"prompt": ["a"] * 4})

@@ -1,4 +1,4 @@
-"""/v1/responses over an engine that says what the test has written: items, events, failures."""
+"""/v1/responses with a scripted engine: items, events, failures."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def respond(script: Script, **body: Any) -> dict[str, Any]:
 
 
 def stream(script: Script, **body: Any) -> list[dict[str, Any]]:
-    """The events, which must be named and numbered."""
+    """Parse the events and check their names and numbers."""
     answer = post("/v1/responses", script, **{"input": "hello", "stream": True, **body})
     assert answer.header("content-type") == "text/event-stream; charset=utf-8"
     blocks = answer.body.decode().split("\n\n")
@@ -55,7 +55,7 @@ def bare(output: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
 
 
 def kinds(events: list[dict[str, Any]]) -> list[str]:
-    """The types of events, deltas in a row once."""
+    """The types of events, with consecutive deltas listed once."""
     types = [event["type"].removeprefix("response.") for event in events]
     return [kind for i, kind in enumerate(types) if i == 0 or kind != types[i - 1]]
 
@@ -141,7 +141,7 @@ def test_logprobs_match_text_tokens(size: int):
     part = events[-1]["response"]["output"][1]["content"][0]
     assert spelt(part["logprobs"]) == part["text"] == text
     assert [entry["logprob"] for entry in part["logprobs"]] == [-0.5] * len(part["logprobs"])
-    assert script.asked[0].logprobs == 2
+    assert script.received[0].logprobs == 2
     assert {len(entry["top_logprobs"]) for entry in part["logprobs"]} == {2}
     deltas = [event for event in events if event["type"] == f"{TEXT}.delta"]
     assert [entry for event in deltas for entry in event["logprobs"]] == part["logprobs"]
@@ -171,7 +171,7 @@ def test_multi_token_character_has_all_logprobs():
         ("<think>", []),
     ],
 )
-def test_an_answer_cut_short_is_incomplete(text: str, output: list[Any]):
+def test_truncated_answer_is_incomplete(text: str, output: list[Any]):
     response = respond(Script(text, ends="length"), tools=[TOOL])
     assert response["status"] == "incomplete"
     assert response["incomplete_details"] == {"reason": "max_output_tokens"}
@@ -206,7 +206,7 @@ def test_parallel_off_gives_one_call():
     assert response["parallel_tool_calls"] is False
 
 
-def test_response_repeats_request_fields():
+def test_response_echoes_request_fields():
     script = Script("Yes.")
     response = respond(
         script, instructions="be brief", max_output_tokens=9, temperature=0.5, tools=[TOOL],
@@ -222,8 +222,8 @@ def test_response_repeats_request_fields():
         "reasoning": {"effort": "low", "summary": None}, "previous_response_id": None,
     }  # fmt: skip
     assert {name: response[name] for name in request_fields} == request_fields
-    assert (script.asked[0].temperature, script.asked[0].max_tokens) == (0.5, 9)
-    assert response["top_p"] == script.asked[0].top_p == 0.9  # the model's own
+    assert (script.received[0].temperature, script.received[0].max_tokens) == (0.5, 9)
+    assert response["top_p"] == script.received[0].top_p == 0.9  # the model's default
     fields = [sentence.split()[0] for sentence in response["warnings"]]
     assert fields == ["user", "reasoning.effort"]
     assert "warnings" not in respond(Script("Yes."))
@@ -252,7 +252,7 @@ def test_failure_in_stream_is_response_failed():
     assert stream(Script("Yes, it", ends="error"))[-1]["type"] == "response.failed"
 
 
-def test_streams_of_chunks_end_with_done_after_an_error_too():
+def test_chunk_stream_ends_with_done_after_an_error():
     dead = Script("Yes, it", ends=EngineDead("It ended."))
     for path, body in (
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]}),
@@ -285,7 +285,7 @@ def test_failure_before_first_event_is_http_error(streams: bool):
         ({"model": "other"}, "model"),
     ],
 )
-def test_errors_name_this_endpoints_fields(body: dict[str, Any], param: str):
+def test_errors_use_this_endpoints_field_names(body: dict[str, Any], param: str):
     answer = post("/v1/responses", Script("Yes."), **{"input": "hello", **body})
     assert answer.status == (404 if param == "model" else 400)
     assert answer.error["param"] == param
@@ -319,7 +319,7 @@ def test_stuck_grammar_is_a_client_error(path: str, caplog: pytest.LogCaptureFix
     assert post(path, Script("x", ends="error"), **fields).status == 500
 
 
-def test_input_tokens_are_those_of_the_response():
+def test_input_tokens_match_the_response():
     body: dict[str, Any] = {
         "instructions": "be brief",
         "tools": [TOOL],
@@ -348,7 +348,7 @@ def test_input_tokens_are_those_of_the_response():
         ({"input": "hello", "model": "other"}, "model"),
     ],
 )
-def test_input_tokens_refuse_what_does_not_count(body: dict[str, Any], param: str):
+def test_input_tokens_reject_sampling_fields(body: dict[str, Any], param: str):
     answer = post("/v1/responses/input_tokens", Script(""), **body)
     assert answer.status == (404 if param == "model" else 400)
     assert answer.error["param"] == param

@@ -54,7 +54,7 @@ class Turtle(BaseModel):
 
 
 class Asker:
-    """The client, with what all these tests ask for."""
+    """The client with the default fields of these tests."""
 
     def __init__(self, client: openai.OpenAI):
         self.client = client
@@ -74,13 +74,13 @@ def ask(server: Served) -> Asker:
 
 
 def plain(response: Any) -> list[tuple[Any, ...]]:
-    """What was answered, without ids."""
+    """The answer without ids."""
     drop = {"id", "call_id"}
     return [tuple((k, v) for k, v in item.to_dict().items() if k not in drop)
             for item in response.output]  # fmt: skip
 
 
-def test_a_text_is_answered_with_a_message(ask: Asker):
+def test_text_input_returns_a_message(ask: Asker):
     response = ask(SUM, instructions="Answer the question of the user.", metadata={"a": "b"})
     assert (response.status, response.incomplete_details, response.error) == (
         "completed", None, None
@@ -89,13 +89,16 @@ def test_a_text_is_answered_with_a_message(ask: Asker):
     assert (item.type, item.role, item.status) == ("message", "assistant", "completed")
     assert response.output_text.endswith("Answer: 11")
     assert response.metadata == {"a": "b"}
-    assert (response.temperature, response.top_p) == (0, 0.95)  # the client's, the model's own
+    assert (response.temperature, response.top_p) == (
+        0,
+        0.95,
+    )  # the request's, and the model's default
     usage = response.usage
     assert usage.total_tokens == usage.input_tokens + usage.output_tokens
     assert (usage.output_tokens_details.reasoning_tokens, usage.output_tokens > 10) == (0, True)
 
 
-def test_reasoning_is_an_item_of_its_own_and_can_be_sent_back(ask: Asker):
+def test_reasoning_is_an_item_and_accepted_as_input(ask: Asker):
     thinks = {"max_output_tokens": 128, "extra_body": {"chat_template_kwargs": {}}}
     first = ask(WEATHER, tools=[tool("get_weather")], **thinks)
     reasoning, call = first.output
@@ -115,9 +118,9 @@ def test_reasoning_is_an_item_of_its_own_and_can_be_sent_back(ask: Asker):
 
 
 @pytest.mark.parametrize("speculation", [True, False])
-def test_a_stream_ends_in_the_same_response(ask: Asker, speculation: bool):
+def test_stream_ends_with_the_same_response(ask: Asker, speculation: bool):
     fields = {"include": [LOGPROBS], "top_logprobs": 2, "extra_body": {"speculation": speculation}}
-    ask(SUM, **fields)  # so that both find the prompt cached: other rows round otherwise
+    ask(SUM, **fields)  # so that both hit the prefix cache: other batch shapes round differently
     whole = ask(SUM, **fields)
     with ask(SUM, stream=True, **fields) as stream:
         events = list(stream)
@@ -136,7 +139,7 @@ def test_a_stream_ends_in_the_same_response(ask: Asker, speculation: bool):
     assert not hasattr(whole, "speculation")
 
 
-def test_the_clients_own_reader_of_streams_takes_it(ask: Asker):
+def test_client_stream_helper_reads_the_events(ask: Asker):
     fields = ask.fields({"input": WEATHER, "tools": [tool("get_weather")]})
     with ask.client.responses.stream(**fields) as stream:
         snapshot = ""
@@ -221,7 +224,7 @@ def test_field_without_effect_is_reported(ask: Asker):
     assert named == {"user", "reasoning.summary"}
 
 
-def test_a_response_is_held_followed_and_deleted(ask: Asker):
+def test_response_is_stored_continued_and_deleted(ask: Asker):
     first = ask(WEATHER, tools=[tool("get_weather")], tool_choice="required")
     assert first.store is True
     stored = ask.client.responses.retrieve(first.id)

@@ -1,4 +1,4 @@
-"""Answers between the engine's events and a response, with events that a test makes up."""
+"""Generation of answers from scripted engine events."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def tokenizer() -> Tokenizer:
 
 
 def ended(metrics: ServerMetrics) -> dict[str, float]:
-    """How many answers ended, by why."""
+    """The number of finished answers by reason."""
     finished = samples(metrics, "vllm:request_success")
     return {s.labels["finished_reason"]: s.value for s in finished if s.value}
 
 
 def test_events_after_stop_string_are_dropped(tokenizer: Tokenizer):
-    """The engine steps on until it hears of the stop string; those steps may be read at once."""
+    """The engine runs further steps until it learns of the stop; they may arrive together."""
 
     async def main() -> tuple[list[Progress], PromptRun, Serving]:
         served = serving(tokenizer)
@@ -111,8 +111,8 @@ def test_error_reaches_waiting_reader_without_engine_message(
     assert asyncio.run(main()) == []
 
 
-def test_room_for_answers_is_counted_in_answers(tokenizer: Tokenizer):
-    """Two places and three that may wait: five answers."""
+def test_queue_limit_counts_answers(tokenizer: Tokenizer):
+    """Two slots and a queue of three: five answers."""
 
     async def main() -> None:
         served = serving(tokenizer, max_waiting=3)
@@ -132,7 +132,7 @@ def test_room_for_answers_is_counted_in_answers(tokenizer: Tokenizer):
 
 
 @pytest.mark.parametrize(("ends", "seconds"), [((10.25, 10.5, 11.0), 0.75), ((10.25,), None)])
-def test_report_says_how_long_the_engine_decoded(
+def test_report_has_the_engines_decoding_time(
     tokenizer: Tokenizer, ends: Sequence[float], seconds: float | None
 ):
     async def main() -> dict[str, Any]:

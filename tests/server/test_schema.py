@@ -1,8 +1,8 @@
-"""The server against its own OpenAPI document: requests made from it find no fault in the server,
-and answers have the shapes that it promises.
+"""The server against its own OpenAPI document: generated requests cause no server errors, and
+responses match their schemas.
 
-A few requests are made for each operation and way of making them; in `make test-all` 16, or as many
-as STROBE_SCHEMA_EXAMPLES says. benchmarks/schema.py is the long form.
+Each operation gets 4 requests per mode; in `make test-all` 16, or STROBE_SCHEMA_EXAMPLES.
+benchmarks/schema.py is the long form.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ EXAMPLES = [pytest.param(4, id="few"), pytest.param(MANY, id="many", marks=pytes
 CONFIG = {
     "seed": 1,
     "checks": {
-        # Schemas cannot say all that fields mean together: what fits them may still be a 400.
+        # Schemas cannot express all rules about several fields: a valid request may be a 400.
         "positive_data_acceptance": {"enabled": False},
-        "not_a_server_error": {"enabled": False},  # asserted here, with the two that may be
+        "not_a_server_error": {"enabled": False},  # `checked` asserts it, except for ALLOWED
     },
 }
 READS = (
@@ -55,7 +55,7 @@ BASES: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [5, 6]},
 }
 ALLOWED = {503, 504}
-"""5xx that are not the server's fault; nothing else may be one."""
+"""5xx that are not the server's fault; all others fail a test."""
 
 
 def bounded(examples: int) -> settings:
@@ -75,7 +75,7 @@ def api(server: Served) -> Any:
 
 
 def checked(case: Any) -> int:
-    """Send a request and hold its answer against the document; the answer's status."""
+    """Send a request, validate the response, and return its status."""
     response = case.call(timeout=PATIENCE)
     assert response.status_code < 500 or response.status_code in ALLOWED, response.text
     case.validate_response(response)
@@ -86,19 +86,19 @@ def checked(case: Any) -> int:
     ("path", "mode"),
     [
         *((path, mode) for path in BASES for mode in ("positive", "negative")),
-        *((path, "positive") for path in (MODEL, *HELD)),  # any text may be a name
+        *((path, "positive") for path in (MODEL, *HELD)),  # any text is a valid name
     ],
 )
 @pytest.mark.parametrize("examples", EXAMPLES)
 def test_every_answer_matches_the_openapi_document(api: Any, path: str, mode: str, examples: int):
-    """negative: requests that the document does not allow."""
+    """mode: "negative" generates requests that the document does not allow."""
     operation, statuses = api[path]["POST" if path in BASES else "GET"], Counter[int]()
     cases = operation.as_strategy(generation_mode=schemathesis.GenerationMode(mode))
 
     @bounded(examples)
     @given(cases)
     def holds(case: Any) -> None:
-        if mode == "positive" and path in BASES:  # answers as long as the context take long
+        if mode == "positive" and path in BASES:  # answers up to the context length are slow
             limits = {name: n for name, n in BASES[path].items() if name.startswith("max_")}
             case.body = {**limits, **case.body}
         statuses[checked(case)] += 1
@@ -117,7 +117,7 @@ def test_get_endpoints_match_the_openapi_document(api: Any, path: str):
 @pytest.mark.parametrize("path", BASES)
 @pytest.mark.parametrize("examples", EXAMPLES)
 def test_field_combinations_match_the_openapi_document(api: Any, path: str, examples: int):
-    """Requests made from the whole schema nearly all end in some 400; these mostly do not."""
+    """Requests generated from the whole schema are nearly all a 400; these are usually a 200."""
     operation, statuses = api[path]["POST"], Counter[int]()
     cases = operation.as_strategy(generation_mode=schemathesis.GenerationMode.POSITIVE)
 
@@ -177,7 +177,7 @@ def test_documented_single_field_is_accepted(model: type[RequestModel], examples
     assert not refused
 
 
-def test_server_survives(server: Served, api: Any):
+def test_server_survives_schema_tests(server: Served, api: Any):
     assert server.get("/health") == ""
     paths = api.raw_schema["paths"]
     assert {path for path, methods in paths.items() if "post" in methods} == {*BASES, RESET}

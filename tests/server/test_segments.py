@@ -1,4 +1,4 @@
-"""The parts of an answer in their order, and the tokens that wrote each."""
+"""An answer's segments in order, and the tokens attributed to each."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FORMATS = {
 
 
 def ordered(formats: tuple[str, str | None], pieces: Iterable[str]) -> list[Segment]:
-    """The segments of a text in pieces, those of one kind in a row joined."""
+    """Return the segments of a text in pieces, with consecutive segments of one kind joined."""
     parser = OrderedParser(make_parser(*formats))
     segments: list[Segment] = []
     for piece in pieces:
@@ -69,7 +69,7 @@ def test_order_does_not_depend_on_chunking(
 
 @pytest.mark.parametrize("formats", FORMATS, ids=lambda formats: formats[0])
 @given(data=st.data(), cuts=places)
-def test_segments_stand_in_their_order(
+def test_segments_are_in_text_order(
     formats: tuple[str, str | None], data: st.DataObject, cuts: list[int]
 ):
     text = data.draw(texts(FORMATS[formats]))
@@ -79,10 +79,10 @@ def test_segments_stand_in_their_order(
         end = segment.end
 
 
-said = st.text(st.sampled_from("ab{}>\n é"), min_size=1, max_size=12)
+pieces_of_text = st.text(st.sampled_from("ab{}>\n é"), min_size=1, max_size=12)
 
 
-@given(said, st.lists(said, max_size=3), places)
+@given(pieces_of_text, st.lists(pieces_of_text, max_size=3), places)
 def test_segment_position_matches_raw_text(thought: str, parts: list[str], cuts: list[int]):
     text = f"<think>\n{thought}\n</think>\n\n" + f"\n{HERMES}\n".join(parts)
     parser = OrderedParser(make_parser("hermes", "qwen3"))
@@ -97,7 +97,7 @@ def test_segment_position_matches_raw_text(thought: str, parts: list[str], cuts:
         assert inside == (segment.kind == "reasoning")
 
 
-def test_text_around_calls_keeps_its_place():
+def test_text_around_calls_keeps_its_position():
     text = f"<think>\nHm.\n</think>\n\nFirst.\n{HERMES}\nThen {{}}.\n{HERMES}"
     segments = ordered(("hermes", "qwen3"), [text])
     call = ("call", '{"a": {}}')
@@ -111,7 +111,7 @@ def test_text_around_calls_keeps_its_place():
 
 
 def delta(pieces: Sequence[str], first: int = 0) -> StreamDelta:
-    """A step of tokens whose logprobs number them."""
+    """A step whose tokens' logprobs number them."""
     logprobs = [TokenLogprob(first + i, -1.0, 1, ()) for i in range(len(pieces))]
     ids = [entry.token for entry in logprobs]
     output = CompletionOutput(0)
@@ -122,7 +122,7 @@ def numbers(origins: TokenAttribution, segment: Segment) -> list[int]:
     return [entry.token for entry in origins.tokens_of(segment) if entry is not None]
 
 
-def test_each_token_belongs_to_the_text_it_wrote():
+def test_each_token_is_attributed_to_its_text():
     steps = [
         ["<think>", "\n", "H", "m"], [".", "\n", "</think>", "\n\n", "Fir"],
         ["", "", "é", " ", "<tool", "_call>\n"],
@@ -141,7 +141,7 @@ def test_each_token_belongs_to_the_text_it_wrote():
     ]  # fmt: skip
 
 
-def test_token_across_two_segments_is_in_both_kinds_once():
+def test_token_across_two_segments_counts_once_per_kind():
     origins = TokenAttribution()
     origins.add(delta(["ab</think>cd", "e"]))
     assert numbers(origins, Segment("reasoning", "a", 0, 1)) == [0]

@@ -1,4 +1,4 @@
-"""A server whose options are in a file: HTTPS, a proxy's path, named keys, template variables."""
+"""A server with an options file: HTTPS, root path, named keys, template variables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from polling import PATIENCE, until
 from served import Served
 
 CERTIFICATE = Path(__file__).parent / "certificate"
-"""Of 127.0.0.1, signed by its own key, until 2126."""
+"""A self-signed certificate for 127.0.0.1, valid until 2126."""
 OPTIONS = """
 ssl-certfile: {folder}/chain.pem
 ssl_keyfile: {folder}/key.pem
@@ -36,7 +36,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     (folder / "keys").write_text("alice sk-a 1\nbob sk-b\n")
     text = OPTIONS.format(folder=CERTIFICATE, keys=folder / "keys")
     (folder / "options.yaml").write_text(text)
-    served = Served(f"--config={folder / 'options.yaml'}")  # which gives a port of its own
+    served = Served(f"--config={folder / 'options.yaml'}")  # the file sets a port
     yield served
     assert served.stop() == 0
 
@@ -50,7 +50,7 @@ def ask(server: Served, path: str, body: Any = None, key: str = "sk-b") -> Any:
         return json.loads(answer.read())
 
 
-def test_it_speaks_https_below_the_path_and_by_the_files_names(server: Served):
+def test_https_root_path_and_names_from_options_file(server: Served):
     assert server.url.startswith("https://127.0.0.1:")
     names = [card["id"] for card in ask(server, "/v1/models")["data"]]
     assert names == ["first", "second"]
@@ -75,7 +75,7 @@ def test_template_variables_from_file_are_overridden_by_request(server: Served):
     assert tokens() == tokens(**plain) != tokens(**thinking)
 
 
-def test_the_settings_of_the_file_are_in_force(server: Served):
+def test_settings_from_options_file_apply(server: Served):
     info = ask(server, "/server_info")
     assert info["config"]["cuda_graphs"] is False
     assert info["engine"]["max_num_seqs"] == 2

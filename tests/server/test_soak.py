@@ -14,7 +14,8 @@ GOOD = ("chat", "compl", "resp")
 
 
 def soak(path: Path, *options: str) -> tuple[dict[str, int], int]:
-    """What became of the requests, by kind, and how many were asked again; there is no fault."""
+    """Run a soak. Returns the requests' outcomes by kind and the number of retries, and checks that
+    there are no faults."""
     run = subprocess.run(
         [sys.executable, "benchmarks/soak.py", f"--json={path}", *options],
         cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=280,
@@ -26,11 +27,11 @@ def soak(path: Path, *options: str) -> tuple[dict[str, int], int]:
 
 
 def count(became: dict[str, int], what: str) -> int:
-    """The well-formed requests of which that became."""
+    """The number of well-formed requests with an outcome."""
     return sum(n for kind, n in became.items() if kind.startswith(GOOD) and kind.endswith(what))
 
 
-def test_good_bad_and_broken_requests_leave_the_server_as_it_was(tmp_path: Path):
+def test_mixed_requests_leave_no_trace(tmp_path: Path):
     became, _ = soak(tmp_path / "soak.json", "--streams=12", "--requests=60")
     assert sum(became.values()) >= 75
     assert count(became, ": answered") > 15
@@ -38,8 +39,8 @@ def test_good_bad_and_broken_requests_leave_the_server_as_it_was(tmp_path: Path)
 
 
 @pytest.mark.full
-def test_hundreds_of_requests_with_short_queue_leave_server_clean(tmp_path: Path):
-    """A queue of four places makes many of them wait for room."""
+def test_hundreds_of_requests_with_short_queue_leave_no_trace(tmp_path: Path):
+    """A queue of four makes many of them wait."""
     options = "--streams=40", "--requests=240", "--max-waiting=4"
     became, again = soak(tmp_path / "soak.json", *options)
     assert sum(became.values()) >= 300
@@ -51,8 +52,8 @@ def test_hundreds_of_requests_with_short_queue_leave_server_clean(tmp_path: Path
 
 
 def test_hostile_grammars_do_not_disturb_honest_requests(tmp_path: Path):
-    """Five of them have forced text without end. How long anybody waits and what the caches take is
-    for the long form to say: a test's machine may be busy."""
+    """Five of the grammars force endless text. Waiting times and memory are checked by the long
+    form only, since a test's machine may be busy."""
     path = tmp_path / "grammars.json"
     run = subprocess.run(
         [sys.executable, "benchmarks/hostile_grammars.py", "--count=40", "--at-once=8",
@@ -71,7 +72,7 @@ def test_hostile_grammars_do_not_disturb_honest_requests(tmp_path: Path):
     assert "Traceback" not in run.stderr
 
 
-def test_more_of_anything_than_before_is_a_fault(monkeypatch: pytest.MonkeyPatch):
+def test_soak_reports_any_growth(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     from soak import Vitals
 

@@ -1,4 +1,4 @@
-"""How real servers start and stop: signals, an engine that dies, settings that do not fit."""
+"""Starting and stopping real servers: signals, engine deaths, invalid settings."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def serving(*options: str) -> Iterator[Served]:
 
 
 def opened(served: Served) -> tuple[Talk, Talk, Talk]:
-    """A stream that has begun, one that has not, and a whole request, under a paused engine."""
+    """Open a stream that has begun, one that has not, and a request without a stream, with the
+    engine paused."""
     begun = Talk(served.url, CHAT, {**LONG, "stream": True})
     assert begun.status == 200
     served.pause()
@@ -50,7 +51,7 @@ def health(served: Served) -> int:
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended, reaped or not."""
+    """Whether a process has ended, whether reaped or not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
@@ -85,7 +86,7 @@ def test_sigterm_drains_open_streams():
         (("--grace=0.1",), (signal.SIGINT,)),
         (("--grace=600",), (signal.SIGTERM, signal.SIGINT)),
     ],
-    ids=["the grace period is over", "told twice"],
+    ids=["grace period ends", "signalled twice"],
 )
 def test_unfinished_request_at_deadline_gets_error_and_status_0(
     options: tuple[str, ...], signals: tuple[int, ...]
@@ -103,7 +104,7 @@ def test_unfinished_request_at_deadline_gets_error_and_status_0(
 
 
 def assert_ended(talks: tuple[Talk, Talk, Talk], status: int, code: str) -> None:
-    """All three requests of `opened` end with that error."""
+    """Check that all three requests of `opened` end with that error."""
     begun, stream, whole = talks
     reported = list(begun.events())
     assert reported[-1] == "[DONE]"
@@ -123,7 +124,7 @@ def test_engine_death_fails_open_requests_and_exits_with_1():
         assert "Traceback" not in served.log
 
 
-def test_killed_engine_is_started_again_under_load():
+def test_killed_engine_is_restarted_under_load():
     with serving() as served:
         steps = 0.0
         for number in (1, 2):
@@ -148,8 +149,8 @@ def test_killed_engine_is_started_again_under_load():
         assert "Traceback" not in served.log
 
 
-def test_engine_that_ends_a_third_time_ends_the_server():
-    """However long its starts take: the second and the third time it could not answer yet."""
+def test_third_engine_end_exits_with_1():
+    """The second and third time it ends before it is ready, so the starts' duration is ignored."""
     with serving() as served:
         killed: set[int] = set()
         for _ in range(3):
@@ -170,7 +171,7 @@ def test_sigterm_while_the_engine_restarts_exits_with_0():
         assert "Traceback" not in served.log
 
 
-def test_the_engine_leaves_when_the_server_is_killed():
+def test_engine_exits_when_server_is_killed():
     with serving() as served:
         engine = served.engine_pid
         assert Talk(served.url, CHAT, {**LONG, "stream": True, "n": 4}).status == 200
@@ -179,7 +180,7 @@ def test_the_engine_leaves_when_the_server_is_killed():
         assert "Traceback" not in served.log
 
 
-def test_while_the_engine_starts_server_reports_it():
+def test_server_reports_engine_start():
     port = unused_port()
     url = f"http://127.0.0.1:{port}"
     process = launched(f"--port={port}")
@@ -216,7 +217,7 @@ def test_sigterm_during_engine_start_exits_with_0():
 
 
 def unused_port() -> int:
-    """Below those that the system gives out by itself, to other tests too once this one is free."""
+    """Return a port below the range from which the system assigns ports, also to other tests."""
     for port in random.Random(os.getpid()).sample(range(20000, 30000), 1000):
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
@@ -236,7 +237,7 @@ def listens(url: str) -> bool:
     return False
 
 
-def test_impossible_start_is_one_sentence_and_status_2(tmp_path: Path):
+def test_invalid_start_is_one_sentence_and_status_2(tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         cases = {

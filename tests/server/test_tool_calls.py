@@ -1,4 +1,4 @@
-"""Tools from the request to the answer, over a client of no engine: the model's text is made up."""
+"""Tool calls from the request to the response, with a scripted engine."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def says(tokenizer: Tokenizer, text: str) -> Engine:
 
 
 def post(tokenizer: Tokenizer, form: str | None, engine: Engine, path: str, **body: Any) -> Answer:
-    """What a server whose model writes this form of calls, in that engine's words, answers."""
+    """Post to a server with this tool call format and engine."""
     served = serving(tokenizer)
     served.formats = Formats(None if form is None else TOOL_FORMATS[form], None)
     client = served.client
@@ -62,7 +62,7 @@ def post(tokenizer: Tokenizer, form: str | None, engine: Engine, path: str, **bo
 def answer(
     tokenizer: Tokenizer, form: str | None, text: str | Engine, **fields: Any
 ) -> dict[str, Any]:
-    """What /v1/chat/completions makes of a model's answer."""
+    """Return the response of /v1/chat/completions to a model's answer."""
     body = {"messages": [{"role": "user", "content": "hi"}], "tools": [TOOL], **fields}
     engine = says(tokenizer, text) if isinstance(text, str) else text
     response = post(tokenizer, form, engine, "/v1/chat/completions", **body)
@@ -80,7 +80,7 @@ def tags(name: str) -> str:
 
 
 @pytest.mark.parametrize(("form", "write"), [("hermes", hermes), ("qwen3_coder", tags)])
-def test_call_of_known_tool_is_parsed_and_of_unknown_is_text(
+def test_call_of_known_tool_is_parsed_and_of_unknown_tool_is_text(
     tokenizer: Tokenizer, form: str, write: Any
 ):
     (choice,) = answer(tokenizer, form, f"Well.\n{write('get_weather')}")["choices"]
@@ -105,7 +105,7 @@ def test_tools_with_unknown_format_warn(tokenizer: Tokenizer):
     assert "warnings" not in answer(tokenizer, None, "Hi", tool_choice="none")
 
 
-def test_v1_responses_warns_of_them_as_well(tokenizer: Tokenizer):
+def test_v1_responses_warns_of_unknown_format(tokenizer: Tokenizer):
     tool = {"type": "function", **TOOL["function"]}
     for form, strict in ((None, False), ("hermes", False), (None, True)):
         body = {"input": "hi", "tools": [{**tool, "strict": strict}]}
@@ -167,7 +167,7 @@ def test_unsupported_schema_is_rejected_only_for_forced_calls(
     }
 
 
-def test_a_deep_schema_is_no_fault_of_the_server(tokenizer: Tokenizer):
+def test_deep_schema_is_a_client_error(tokenizer: Tokenizer):
     parameters = {"properties": {"city": deep_schema(80)}}
     tool = {"type": "function", "function": {"name": "get_weather", "parameters": parameters}}
     choice = answer(
@@ -177,7 +177,7 @@ def test_a_deep_schema_is_no_fault_of_the_server(tokenizer: Tokenizer):
 
 
 def test_named_forced_call_follows_schema(tokenizer: Tokenizer):
-    """The engine says anything that the grammar which it was given lets through."""
+    """The scripted engine generates random text that the request's grammar allows."""
     words, choose = vocabulary(), random.Random(0)
 
     def engine(params: SamplingParams) -> list[int]:
@@ -221,7 +221,7 @@ def test_named_forced_call_follows_schema(tokenizer: Tokenizer):
         ("auto", None, False),
     ],
 )
-def test_a_template_with_tools_in_no_known_form_is_warned_of(
+def test_template_with_unknown_tool_format_warns(
     parser: str, template: str | None, warned: bool, caplog: pytest.LogCaptureFixture
 ):
     with caplog.at_level(logging.WARNING):

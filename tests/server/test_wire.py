@@ -1,4 +1,4 @@
-"""The middleware behind a real uvicorn: what a client and the handler see over a socket."""
+"""The middleware in a real uvicorn, as seen by a client and a handler over a socket."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Lines(logging.Handler):
 
 
 def serve(app: Any, parser: str, talk: Talk) -> dict[str, Any]:
-    """Run a conversation with a server of its own; returns the access log's first line."""
+    """Run a client with a new server. Returns the access log's first line."""
 
     async def main() -> dict[str, Any]:
         lines, log = Lines(), logging.getLogger("strobe.access")
@@ -96,7 +96,7 @@ def test_chunked_body_over_limit_is_413_and_closes(parser: str):
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(head("Transfer-Encoding: chunked"))
         for _ in range(3):
-            writer.write(b"28\r\n" + b"x" * 40 + b"\r\n")  # and more is promised
+            writer.write(b"28\r\n" + b"x" * 40 + b"\r\n")  # and more is announced
         seen.append(await reader.read())
 
     line = serve(application(), parser, talk)

@@ -1,4 +1,4 @@
-"""The engine's process without a process: a real engine behind a pipe, stepped as a test allows."""
+"""The engine's worker in a thread: a real engine and a pipe, with steps that the test allows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PROMPT = list(range(100, 130))
 LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
 SHORT = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 FREE = 10**6
-"""More steps than any test needs."""
+"""A number of steps that no test reaches."""
 
 both_depths = pytest.mark.parametrize("overlap", [1, 2])
 
@@ -76,25 +76,25 @@ class Desk:
         return self._step()
 
     def is_sent(self) -> bool:
-        """Whether a message waits for the next step's end, or the worker has left with it."""
+        """Whether the worker's next message is available, or the worker has ended."""
         return not self.worker.inbox.empty() or not self.thread.is_alive()
 
     def allow(self, steps: int) -> None:
         self.allowed.release(steps)
 
     def send(self, *messages: Any) -> None:
-        """Say it, and wait until the worker can find it at its next look."""
+        """Send a message and wait until it is in the worker's inbox."""
         for message in messages:
             self.pipe.send(message)
-        self.pipe.send(Finish(-1, None, "abort"))  # of nobody: what stood before it has come
+        self.pipe.send(Finish(-1, None, "abort"))  # no such request: earlier messages have arrived
         until(self._all_read, "the messages are read")
 
     def _all_read(self) -> bool:
-        """Whether the listening thread has taken everything off the pipe."""
+        """Whether the listening thread has emptied the pipe."""
         return not self.worker.pipe.poll()
 
     def take(self) -> None:
-        """Read what the worker has said so far."""
+        """Read the worker's messages so far."""
         while self.pipe.poll():
             message = self.pipe.recv()
             if isinstance(message, StepEvents):
@@ -109,7 +109,7 @@ class Desk:
                     self.unavailable.add(message.key)
 
     def hear(self, look: Callable[[], Any], what: str) -> None:
-        """Read until `look` is content."""
+        """Read messages until `look` returns true."""
 
         def listen() -> Any:
             self.take()
@@ -125,7 +125,7 @@ class Desk:
 
     @property
     def free(self) -> bool:
-        """Whether every page is back."""
+        """Whether all pages are free."""
         return self.engine.components.pool.available == self.engine.components.pool.capacity
 
 
@@ -194,7 +194,7 @@ def test_disconnect_in_queue_never_runs(pair: Pair, overlap: int):
 
 
 def test_idle_engine_reports_snapshot(pair: Pair):
-    """Or /metrics would show the last request as running until the next one comes."""
+    """Otherwise /metrics would show the last request as running until the next one."""
     with working(pair) as desk:
         desk.allow(2)
         desk.send(Submit(1, PROMPT, LONG, "a"))
@@ -255,7 +255,7 @@ def test_one_of_several_answers_ends_alone(pair: Pair):
         until(lambda: desk.free, "all pages come back")
 
 
-def test_unanswerable_prompt_is_rejected_with_reason(pair: Pair):
+def test_invalid_prompt_is_rejected_with_reason(pair: Pair):
     with working(pair) as desk:
         desk.allow(FREE)
         desk.send(
@@ -274,7 +274,7 @@ def structured(**form: Any) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=24, structured_outputs=form)
 
 
-def test_grammar_is_followed_or_rejected_when_uncompilable(pair: Pair):
+def test_grammar_is_followed_or_rejected(pair: Pair):
     tokenizer = Tokenizer(Path(pair.target))
     with working(pair) as desk:
         desk.allow(FREE)
@@ -308,7 +308,7 @@ def test_slow_grammar_blocks_no_other_request(pair: Pair, monkeypatch: pytest.Mo
         desk.send(Submit(3, PROMPT, SHORT, "c"), Submit(4, PROMPT, SHORT, "d"))
         desk.hear(lambda: desk.reasons(3) and desk.reasons(4), "those without a grammar")
         desk.send(Finish(1, None, "abort"))
-        until(lambda: desk.worker.aborted, "the first is given up before it is an engine's")
+        until(lambda: desk.worker.aborted, "the first is aborted before it reaches the engine")
         go.set()
         desk.hear(lambda: desk.reasons(2), "the one still wanted")
         assert not any(event.key == 1 for event in desk.events)
@@ -328,9 +328,9 @@ def test_abandoned_rejected_grammar_leaves_nothing(pair: Pair, monkeypatch: pyte
 
         monkeypatch.setattr(desk.engine, "compile", slow)
         desk.send(Submit(1, PROMPT, structured(regex="(unfinished"), "a"))
-        assert begun.wait(PATIENCE), "given up before, it would not be compiled at all"
+        assert begun.wait(PATIENCE), "if aborted earlier, it would not be compiled at all"
         desk.send(Finish(1, None, "abort"))
-        until(lambda: desk.worker.aborted, "it is given up")
+        until(lambda: desk.worker.aborted, "it is aborted")
         go.set()
         until(lambda: not desk.worker.aborted, "it is forgotten")
         assert not desk.worker.compiling
@@ -365,7 +365,7 @@ def test_unavailable_grammars_are_reported_until_they_compile_again(
 
 
 def test_failing_step_ends_only_the_faulty_request(pair: Pair):
-    """Whatever fails wherever it runs; the others are answered as if nothing had been."""
+    """Wherever the failure is, all other requests are answered normally."""
     with working(pair) as desk:
         launch, engine = desk.engine.launch, desk.engine
 
@@ -394,7 +394,7 @@ def test_engine_exits_when_server_is_gone(pair: Pair, busy: bool):
             desk.send(Submit(1, PROMPT, LONG, "a"))
             desk.hear(lambda: desk.steps == 2 and desk.tokens(1), "it runs")
         desk.pipe.close()
-        until(desk.is_sent, "the worker is told")
+        until(desk.is_sent, "the worker got the message")
         desk.allow(1)
         until(lambda: not desk.thread.is_alive(), "the worker leaves with its next step")
 
@@ -405,7 +405,7 @@ def test_stop_aborts_running_requests(pair: Pair):
         desk.send(Submit(1, PROMPT, LONG, "a"), Submit(2, PROMPT, LONG, "b"))
         until(lambda: desk.steps == 2, "they run")
         desk.pipe.send(Stop())
-        until(desk.is_sent, "the worker is told")
+        until(desk.is_sent, "the worker got the message")
         desk.allow(1)
         until(lambda: not desk.thread.is_alive(), "the worker leaves with its next step")
         assert desk.steps <= 3
