@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from strobe.kv.store import KVStore
 from strobe.models.config import DraftConfig
 from strobe.models.layers import Decoder, DecoderLayer, softcapped
-from strobe.models.linear import Linear
+from strobe.models.linear import AnyLinear, Linear, LinearView
 from strobe.models.modules import RMSNorm
 from strobe.models.ops.torch_ops import Attend, ContextWeights, ForwardRows
 from strobe.models.weight_mapping import WeightMapping, WeightPart
@@ -54,8 +54,8 @@ class DFlash(Decoder):
             Linear(hidden, config.head_rows, fixed=True) if "lm_head" in own_tensors else None
         )
         self.target_ids: Tensor | None = None
-        self._shared = (embedding, Linear.over(head_weight))  # in a tuple: not parameters of ours
-        self.fp8_head: Linear | None = None
+        self._shared = (embedding, LinearView(head_weight))  # in a tuple: not parameters of ours
+        self.fp8_head: LinearView | None = None
         self._context: ContextWeights | None = None
 
     def weight_mapping(self) -> WeightMapping:
@@ -72,7 +72,7 @@ class DFlash(Decoder):
         return self._shared[0] if self.embed_tokens is None else self.embed_tokens.weight
 
     @property
-    def output(self) -> Linear:
+    def output(self) -> AnyLinear:
         """The output head [V', H]; where it knows a part of the vocabulary only, `target_ids` [V']
         says which."""
         return self._shared[1] if self.lm_head is None else self.lm_head
@@ -92,7 +92,7 @@ class DFlash(Decoder):
         norms = [a.k_norm for a in self._attentions if a.k_norm is not None]
         folded = [norm.folded or (norm.weight, None) for norm in norms]
         return ContextWeights(
-            Linear.concat(linears, first),
+            LinearView.concat(linears, first),
             torch.stack([norm.weight for norm in norms]),
             (torch.stack([gain for gain, _ in folded]), folded[0][1]),
             self._attentions[0].eps,

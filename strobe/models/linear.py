@@ -7,7 +7,7 @@ trained, or in a format of `strobe.models.quantization`. Legend: N outputs, K in
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -33,8 +33,6 @@ class Linear(nn.Module):
     loading leaves the weight in this format, whatever weight_dtype asks for.
     """
 
-    weight: Tensor
-    bias: Tensor | None
     scale: Tensor | None
 
     def __init__(
@@ -54,24 +52,6 @@ class Linear(nn.Module):
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -(inputs**-0.5), inputs**-0.5)
 
-    @classmethod
-    def over(cls, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """A layer over tensors of other modules. It has no parameters of its own."""
-        linear = cls.__new__(cls)
-        nn.Module.__init__(linear)
-        linear.__dict__.update(weight=weight, bias=bias, scale=None, format=None, fixed=True)
-        return linear
-
-    @classmethod
-    def concat(cls, linears: Sequence[Linear], first: int) -> Linear:
-        """Outputs `first` and up of several layers of one format, as one layer."""
-        weight = torch.cat([x.weight[first:] for x in linears])
-        biases = [x.bias[first:] for x in linears if x.bias is not None]
-        scales = [x.scale[first:] for x in linears if x.scale is not None]
-        linear = cls.over(weight, torch.cat(biases) if biases else None)
-        linear.scale, linear.format = torch.cat(scales) if scales else None, linears[0].format
-        return linear
-
     def store(self, format: Format, values: Tensor, scale: Tensor) -> None:
         """Hold the weight as `values` and `scale` of a format."""
         self.weight = nn.Parameter(values, requires_grad=False)
@@ -79,9 +59,9 @@ class Linear(nn.Module):
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return the weight; a quantized one is dequantized to `dtype`."""
-        if self.format is None or self.scale is None:
+        if self.format is None:
             return self.weight
-        return self.format.dequantize(self.weight, self.scale).to(dtype)
+        return LinearView(self.weight, self.bias, self.scale, self.format).dense(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.dense(x.dtype), self.bias)
@@ -98,3 +78,33 @@ class Linear(nn.Module):
         for held in (self.weight if self.scale is None else self.scale, self.bias):
             if held is not None:
                 held.data[first:] *= factor
+
+
+class LinearView(NamedTuple):
+    """Tensors of other modules as one linear layer; see `Linear`."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    scale: Tensor | None = None
+    format: Format | None = None
+
+    @classmethod
+    def concat(cls, linears: Sequence[Linear], first: int) -> LinearView:
+        """Outputs `first` and up of several layers of one format."""
+        biases = [x.bias[first:] for x in linears if x.bias is not None]
+        scales = [x.scale[first:] for x in linears if x.scale is not None]
+        return cls(
+            torch.cat([x.weight[first:] for x in linears]),
+            torch.cat(biases) if biases else None,
+            torch.cat(scales) if scales else None,
+            linears[0].format,
+        )
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """See `Linear.dense`."""
+        if self.format is None or self.scale is None:
+            return self.weight
+        return self.format.dequantize(self.weight, self.scale).to(dtype)
+
+
+AnyLinear = Linear | LinearView

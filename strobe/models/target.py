@@ -6,14 +6,13 @@ Legend: T and R rows, H hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from strobe.models.config import TargetConfig
 from strobe.models.layers import Decoder, Layer, softcapped
-from strobe.models.linear import Linear
+from strobe.models.linear import AnyLinear, Linear, LinearView
 from strobe.models.ops.torch_ops import Attend
 from strobe.sampling.sampler import argmax, best_two
 
@@ -33,10 +32,10 @@ class Target(Decoder):
         if config.tie_embeddings:
             self.skipped = ("lm_head.",)
 
-    @cached_property
-    def output(self) -> Linear:
+    @property
+    def output(self) -> AnyLinear:
         """The output head [V, H]."""
-        return Linear.over(self.embed_tokens.weight) if self.lm_head is None else self.lm_head
+        return LinearView(self.embed_tokens.weight) if self.lm_head is None else self.lm_head
 
     def forward(
         self, ids: Tensor, positions: Tensor, attend: Attend, capture: tuple[int, ...] = ()

@@ -19,7 +19,7 @@ from strobe.attention.base import PagedPlan
 from strobe.attention.recurrent import RecurrentPlan
 from strobe.kernels import reference_experts, reference_recurrent
 from strobe.kv.store import KVStore
-from strobe.models.linear import Linear
+from strobe.models.linear import AnyLinear
 from strobe.models.modules import Attention, RMSNorm, Rope, RotaryTable, rotate, unit_rms
 from strobe.sampling.sampler import argmax, best_two
 
@@ -48,7 +48,7 @@ class ContextWeights(NamedTuple):
     """Every layer's key rows and then its value rows, as one linear layer [L * 2 * Hkv * D, H],
     and the key norms' gains [L, D], also as `unit_rms` wants them: gains and floor."""
 
-    linear: Linear
+    linear: AnyLinear
     gains: Tensor
     folded: tuple[Tensor, Tensor | None]
     eps: float
@@ -127,19 +127,19 @@ class TorchOps:
         """x [T, H] -> [T, H]."""
         return norm(x)
 
-    def linear(self, x: Tensor, linear: Linear, activation: Activation | None = None) -> Tensor:
+    def linear(self, x: Tensor, linear: AnyLinear, activation: Activation | None = None) -> Tensor:
         """x [T, K] -> [T, N], or [T, N / 2] behind an activation."""
         y = F.linear(x, linear.dense(x.dtype), linear.bias)
         return y if activation is None else ACTIVATIONS[activation](y)
 
     def norm_linear(
-        self, x: Residual, norm: RMSNorm, linear: Linear, activation: Activation | None = None
+        self, x: Residual, norm: RMSNorm, linear: AnyLinear, activation: Activation | None = None
     ) -> Tensor:
         """linear(norm(x))."""
         return self.linear(self.norm(x.value, norm), linear, activation)
 
     def add_linear(
-        self, x: Residual, y: Tensor, linear: Linear, next_norm: RMSNorm | None = None
+        self, x: Residual, y: Tensor, linear: AnyLinear, next_norm: RMSNorm | None = None
     ) -> None:
         """x += linear(y), y [T, K]. next_norm: the norm that reads x next; None where the layer
         ends."""
@@ -170,8 +170,8 @@ class TorchOps:
         self,
         x: Tensor,
         routed: tuple[Tensor, Tensor],
-        gate_up: Linear,
-        down: Linear,
+        gate_up: AnyLinear,
+        down: AnyLinear,
         activate: Activate,
         residual: Tensor,
     ) -> Tensor:
@@ -190,15 +190,15 @@ class TorchOps:
         spans, held = plan.groups, plan.stored(layer)
         return reference_recurrent.mix(qkv, decay, rate, conv, spans, held, plan.states.spec)
 
-    def head(self, x: Tensor, norm: RMSNorm, head: Linear) -> Tensor:
+    def head(self, x: Tensor, norm: RMSNorm, head: AnyLinear) -> Tensor:
         """Residual stream [R, H], head [V, H] -> logits [R, V]."""
         return self.linear(self.norm(x, norm), head)
 
-    def argmax(self, x: Tensor, norm: RMSNorm, head: Linear) -> Tensor:
+    def argmax(self, x: Tensor, norm: RMSNorm, head: AnyLinear) -> Tensor:
         """Residual stream [R, H], head [V, H] -> the ids of the largest logits [R]."""
         return argmax(self.head(x, norm, head))
 
-    def best_two(self, x: Tensor, norm: RMSNorm, head: Linear) -> tuple[Tensor, Tensor]:
+    def best_two(self, x: Tensor, norm: RMSNorm, head: AnyLinear) -> tuple[Tensor, Tensor]:
         """As `argmax`, and how far each largest logit is above the second largest [R] float32."""
         return best_two(self.head(x, norm, head))
 

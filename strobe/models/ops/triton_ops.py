@@ -19,7 +19,7 @@ from strobe.kernels.residual import FusedResidual
 from strobe.kernels.rowwise import context_store, qk_norm_rope_store, rms_norm
 from strobe.kernels.steps import gather_rows
 from strobe.kv.store import KVStore
-from strobe.models.linear import Linear
+from strobe.models.linear import AnyLinear
 from strobe.models.modules import Attention, RMSNorm
 from strobe.models.ops.torch_ops import (
     Activation,
@@ -36,9 +36,9 @@ class TritonOps(TorchOps):
 
     def __init__(self, device: torch.device, dtype: torch.dtype):
         self.gemms = Gemms(device, dtype)
-        self._weights: dict[Linear, tuple[Weight, Tensor | None]] = {}
+        self._weights: dict[AnyLinear, tuple[Weight, Tensor | None]] = {}
 
-    def _weight(self, linear: Linear) -> tuple[Weight, Tensor | None]:
+    def _weight(self, linear: AnyLinear) -> tuple[Weight, Tensor | None]:
         """The layer's weight and bias as kernels take them. A format that no kernel reads is
         dequantized for this call."""
         cached = self._weights.get(linear)
@@ -59,21 +59,21 @@ class TritonOps(TorchOps):
         return rms_norm(x, norm.weight, norm.eps)
 
     def linear(
-        self, x: Tensor, linear: Linear, activation: Activation | None = None, **norm: Any
+        self, x: Tensor, linear: AnyLinear, activation: Activation | None = None, **norm: Any
     ) -> Tensor:
         (weight, bias), gated = self._weight(linear), activation is not None
         gelu = activation == "gelu_tanh"
         return self.gemms.linear(x, weight, bias=bias, gated=gated, gelu=gelu, **norm)
 
     def norm_linear(
-        self, x: Residual, norm: RMSNorm, linear: Linear, activation: Activation | None = None
+        self, x: Residual, norm: RMSNorm, linear: AnyLinear, activation: Activation | None = None
     ) -> Tensor:
         scaled = x.scaled(norm.weight) if isinstance(x, FusedResidual) else None
         norm_kwargs = {"norm": (norm.weight, norm.eps), "scaled": scaled}
         return self.linear(x.value, linear, activation, **norm_kwargs)
 
     def add_linear(
-        self, x: Residual, y: Tensor, linear: Linear, next_norm: RMSNorm | None = None
+        self, x: Residual, y: Tensor, linear: AnyLinear, next_norm: RMSNorm | None = None
     ) -> None:
         if not isinstance(x, FusedResidual):
             return super().add_linear(x, y, linear, next_norm)
@@ -108,10 +108,10 @@ class TritonOps(TorchOps):
         longest, held = plan.batch.longest, plan.stored(layer)
         return mix(qkv, decay, rate, conv, plan.spans, held, longest, plan.states.spec)
 
-    def argmax(self, x: Tensor, norm: RMSNorm, head: Linear) -> Tensor:
+    def argmax(self, x: Tensor, norm: RMSNorm, head: AnyLinear) -> Tensor:
         return self.gemms.head_argmax(self.norm(x, norm), self._weight(head)[0])
 
-    def best_two(self, x: Tensor, norm: RMSNorm, head: Linear) -> tuple[Tensor, Tensor]:
+    def best_two(self, x: Tensor, norm: RMSNorm, head: AnyLinear) -> tuple[Tensor, Tensor]:
         margins = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
         weight, _ = self._weight(head)
         return self.gemms.head_argmax(self.norm(x, norm), weight, margins=margins), margins

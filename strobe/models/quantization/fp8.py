@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from strobe.models.config import DecoderConfig, Quantization
 from strobe.models.config_readers.fields import HINT, Fields
-from strobe.models.linear import Linear
+from strobe.models.linear import Linear, LinearView
 from strobe.models.weight_mapping import FLOATS, Fill, WeightMapping, WeightPart
 
 STORED = "F8_E4M3"
@@ -131,9 +131,7 @@ class Fp8Rows:
 FP8_ROWS = Fp8Rows()
 
 
-def fp8_copy(weight: Tensor) -> Linear:
+def fp8_copy(weight: Tensor) -> LinearView:
     """A linear layer of this weight, in FP8."""
     rows, scale = fp8_rows(weight)
-    linear = Linear.over(rows)
-    linear.scale, linear.format = scale, FP8_ROWS
-    return linear
+    return LinearView(rows, scale=scale, format=FP8_ROWS)
