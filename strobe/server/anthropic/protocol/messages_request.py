@@ -45,7 +45,11 @@ DISPLAYS = ("summarized", "omitted")
 THINKING_SCHEMA = object_schema(
     {"type": {"enum": list(THINKING)}, "display": {"enum": list(DISPLAYS)}}, "thinking", ("type",)
 )
-THREAD_SCHEMA = object_schema({"type": {"const": "create"}}, "thread", ("type",))
+THREAD_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"type": {"const": "create"}},
+    "required": ["type"],
+}
 FORMAT_SCHEMA = object_schema(
     {"type": {"const": "json_schema"}, "schema": {"type": "object"}}, "", ("type", "schema")
 )
