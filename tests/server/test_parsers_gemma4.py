@@ -246,7 +246,7 @@ def test_unsupported_schema_is_rejected(words: Vocabulary, schema: Any, message:
 
 
 def test_unsupported_names_and_tokenizers_are_rejected(words: Vocabulary):
-    with pytest.raises(ValueError, match="'two words' cannot stand"):
+    with pytest.raises(ValueError, match="'two words' cannot be used"):
         words.matcher("gemma4", [Tool("two words")])
     with pytest.raises(ValueError, match=re.escape("no token <|tool_call>")):
         vocabulary().matcher("gemma4", [ANYTHING])

@@ -266,5 +266,5 @@ def test_non_object_parameters_are_rejected(name: str, harmony: Vocabulary):
 def test_gpt_oss_rejects_unsupported_names_and_tokenizers(tagged: Vocabulary, harmony: Vocabulary):
     with pytest.raises(ValueError, match=re.escape("has no token <|start|>")):
         tagged.matcher("gpt_oss", [WEATHER])
-    with pytest.raises(ValueError, match="'two words' cannot stand"):
+    with pytest.raises(ValueError, match="'two words' cannot be used"):
         harmony.matcher("gpt_oss", [Tool("two words")])

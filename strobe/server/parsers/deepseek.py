@@ -57,7 +57,7 @@ class DeepSeek:
         for tool in tools:
             if not _NAME.fullmatch(tool.name):
                 raise ValueError(
-                    f"The function name {tool.name!r} cannot stand in a {self.name} tool call; "
+                    f"The function name {tool.name!r} cannot be used in a {self.name} tool call; "
                     "leave out spaces, <, >, { and }, and give at most 200 characters."
                 )
             name, args = literal(tool.name), arguments(tool)

@@ -59,7 +59,7 @@ def _call(tool: Tool, values: Values) -> str:
     arguments(tool)  # raises for a schema without objects
     if not NAME.fullmatch(tool.name):
         raise ValueError(
-            f"The function name {tool.name!r} cannot stand in a gemma4 tool call; leave out "
+            f"The function name {tool.name!r} cannot be used in a gemma4 tool call; leave out "
             "spaces, {, }, < and >, and give at most 200 characters."
         )
     return f"{literal(CALL + tool.name)} {values.arguments(tool)}"

@@ -71,7 +71,7 @@ def _heads(tool: Tool, token: Mapping[str, str]) -> str:
     calls."""
     if not _NAME.fullmatch(tool.name):
         raise ValueError(
-            f"The function name {tool.name!r} cannot stand in a gpt_oss tool call; leave out "
+            f"The function name {tool.name!r} cannot be used in a gpt_oss tool call; leave out "
             "spaces, < and >."
         )
     recipient = f"to=functions.{tool.name}"

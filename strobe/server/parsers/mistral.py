@@ -50,7 +50,7 @@ class Mistral:
         for tool in tools:
             if not _NAME.fullmatch(tool.name):
                 raise ValueError(
-                    f"The function name {tool.name!r} cannot stand in a mistral tool call; leave "
+                    f"The function name {tool.name!r} cannot be used in a mistral tool call; leave "
                     "out spaces, brackets and braces, and give at most 200 characters."
                 )
         number = rf"({marker(CALL_ID, added_tokens)} /[a-zA-Z0-9]{{9}}/)?"
