@@ -1,1 +1,1 @@
-"""Triton kernels, each with a torch twin of the same signature."""
+"""Triton kernels. Each has a torch twin that computes the same."""

@@ -4,7 +4,7 @@
 Legend: T rows of a batch, S spans, Hq query and Hkv key-value heads, G = Hq / Hkv, D head size.
 
 A block is BLOCK_M (row, head) pairs of one span that share a key-value head: pair m is row m // G,
-head m % G. The keys that any of its rows sees are divided into pieces, one program each:
+head m % G. The keys that any of its rows sees are split into pieces, one program each:
 
     0 ....... begin .......................................... end ........ starts + sizes
                 |  piece 0  |  piece 1  |  piece 2  |  piece 3  |
@@ -27,10 +27,10 @@ from strobe.kernels.pdl import pdl_wait, supports_pdl
 if TYPE_CHECKING:
     from strobe.attention.mask import LayerMask
 
-PIECE_KEYS = 128  # at least; with fewer keys, adding results up costs more than was shared
-PROGRAMS_PER_SM = 1  # that the number of pieces aims at
-FAN_IN = 8  # pieces that are added up at once
-ADDED = 512  # numbers of each that a program adds up
+PIECE_KEYS = 128  # minimum keys of a piece; for smaller ones, combining costs more than it saves
+PROGRAMS_PER_SM = 1  # target of the number of pieces
+FAN_IN = 8  # pieces combined at once
+COMBINED = 512  # elements of each piece that a program combines
 
 _LOG2_E = tl.constexpr(math.log2(math.e))
 _LOWEST = tl.constexpr(-1.0e38)  # finite: exp2(_LOWEST - _LOWEST) is a number
@@ -42,8 +42,8 @@ def _attend(
     SCALE: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys [begin, end) to state: weighted values [M, D], maxima [M], weights [M], and the
-    table's entries for the first keys.
+    """Add the keys [begin, end) to the state: weighted values [M, D], maxima [M], sums of weights
+    [M], and the table entries of the first keys.
 
     last: the last key that may be read. Row m sees keys in [floor[m], ceiling[m]).
     """
@@ -51,11 +51,11 @@ def _attend(
     columns = tl.arange(0, D)
     for key in tl.range(begin, end, BLOCK_N):
         keys = key + tl.arange(0, BLOCK_N)
-        # The last key again, not a masked load: 0 * NaN of a slot nobody wrote would be NaN.
+        # Repeat the last key instead of masking: 0 * NaN from an unwritten slot would be NaN.
         slots = entries.to(tl.int32) + (tl.minimum(keys, last) if MASKED else keys)
         rows = cache + slots.to(tl.int64)[:, None] * (2 * HEADS * D) + columns[None, :]
-        # One iteration ahead, and carried as it was loaded: of values that are carried, the
-        # pipeline moves loads alone ahead of their use, and would wait here for anything else.
+        # Load one iteration ahead and carry the loaded value itself: the pipeline hoists only
+        # loads, and would wait here for anything computed from them.
         entries = tl.load(table + tl.minimum(keys + BLOCK_N, last) // PAGE)
         k = tl.load(rows).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -79,10 +79,10 @@ def _write(
     out, state, first, pairs, head, size, sinks,
     G: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Write the outputs of some pairs of a span whose first row is `first`."""
+    """Write the outputs of (row, head) pairs of a span whose first row is `first`."""
     acc, top, total = state
     if SINKS:
-        # One more logit per query head, which weighs in the sum and has no value.
+        # A sink adds to the denominator only.
         sink = tl.load(sinks + head * G + pairs % G).to(tl.float32) * _LOG2_E
         peak = tl.maximum(top, sink)
         decay = tl.exp2(top - peak)
@@ -96,8 +96,8 @@ def _write(
 
 @triton.jit
 def _extent(start, size, first, final, window, limit, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr):
-    """[begin, end) of the keys below `limit` that any row of a block sees, whose rows stand at
-    first .. final."""
+    """Return [begin, end) of the keys below `limit` that any row of a block sees, for rows at
+    positions first to final."""
     begin = 0
     end = tl.minimum(start + size, limit)
     if CAUSAL:
@@ -111,7 +111,7 @@ def _extent(start, size, first, final, window, limit, CAUSAL: tl.constexpr, WIND
 
 @triton.jit
 def _pieces(begin, end, splits, BLOCK_N: tl.constexpr, PIECE: tl.constexpr):
-    """Keys of a piece, and the number of pieces."""
+    """Return the keys per piece, and the number of pieces."""
     share = tl.cdiv(tl.cdiv(end - begin, splits), BLOCK_N) * BLOCK_N
     share = tl.maximum(share, PIECE)
     return share, tl.maximum(tl.cdiv(end - begin, share), 1)
@@ -123,15 +123,15 @@ def _attention(
     stride, columns, limit, blocks, splits, window,
     SCALE: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, UPCAST: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, APART: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNMASKED: tl.constexpr,
     SPLIT: tl.constexpr, PIECE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     unit = tl.program_id(0)
-    head = unit % HEADS  # heads first: those that run together read from the same slots
+    head = unit % HEADS  # heads vary fastest: concurrent programs read from the same slots
     place = unit // HEADS
     span = place // blocks
-    block = blocks - 1 - place % blocks  # those with most keys first
-    size = tl.load(sizes + span).to(tl.int32)  # all four in one go: memory is far away
+    block = blocks - 1 - place % blocks  # blocks with the largest number of keys first
+    size = tl.load(sizes + span).to(tl.int32)  # four loads in flight together
     start = tl.load(starts + span).to(tl.int32)
     first_row = tl.load(row_starts + span)
     table = tables + tl.load(table_rows + span) * columns
@@ -163,7 +163,7 @@ def _attention(
     position = start + pairs // G
     row = first_row + pairs // G
     cells = (head * G + pairs % G)[:, None] * D + tl.arange(0, D)[None, :]
-    # Geometry and tables come from kernels before the one before, which are done by now.
+    # Geometry and tables, loaded above, are written by kernels that have finished by now.
     pdl_wait(PDL)
     q = queries + row[:, None] * stride + cells
     q = tl.load(q, mask=(pairs < size * G)[:, None], other=0.0)
@@ -177,8 +177,8 @@ def _attention(
     top = tl.full([BLOCK_M], _LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     state = acc, top, total, entries
-    if APART:
-        # Whole blocks of keys that every row sees lie between.
+    if UNMASKED:
+        # Full blocks of keys between `inner` and `outer` are visible to every row: no mask.
         inner = begin
         if WINDOWED:
             inner = begin + tl.cdiv(tl.maximum(dense - begin, 0), BLOCK_N) * BLOCK_N
@@ -203,25 +203,25 @@ def _attention(
     if not SPLIT or pieces == 1:
         _write(out, state, first_row, pairs, head, size, sinks, G, HEADS, D, SINKS)
     else:
-        # For the kernel that adds up.
+        # Partial results for _combine.
         part = unit * splits + piece
-        some = tl.arange(0, BLOCK_M)
-        left = partials + part.to(tl.int64) * (BLOCK_M * D)
-        left = left + some[:, None] * D + tl.arange(0, D)[None, :]
-        tl.store(left, acc, mask=(pairs < size * G)[:, None])
-        tl.store(stats + part * (2 * BLOCK_M) + some, top)
-        tl.store(stats + part * (2 * BLOCK_M) + BLOCK_M + some, total)
+        offsets = tl.arange(0, BLOCK_M)
+        partial = partials + part.to(tl.int64) * (BLOCK_M * D)
+        partial = partial + offsets[:, None] * D + tl.arange(0, D)[None, :]
+        tl.store(partial, acc, mask=(pairs < size * G)[:, None])
+        tl.store(stats + part * (2 * BLOCK_M) + offsets, top)
+        tl.store(stats + part * (2 * BLOCK_M) + BLOCK_M + offsets, total)
 
 
 @triton.jit(do_not_specialize=["limit", "blocks", "splits", "window"])
-def _add_up(
+def _combine(
     out, starts, sizes, row_starts, sinks, partials, stats, limit, blocks, splits, window,
     G: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PIECE: tl.constexpr, FAN_IN: tl.constexpr, SOME: tl.constexpr, PDL: tl.constexpr,
+    PIECE: tl.constexpr, FAN_IN: tl.constexpr, PAIRS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Add up what the pieces of a block left, in their order, for SOME of its pairs."""
+    """Combine the partial results of a block's pieces, in order, for PAIRS of its pairs."""
     unit = tl.program_id(0)
     head = unit % HEADS
     place = unit // HEADS
@@ -230,53 +230,54 @@ def _add_up(
     size = tl.load(sizes + span).to(tl.int32)
     start = tl.load(starts + span).to(tl.int32)
     first_row = tl.load(row_starts + span)
-    some = tl.program_id(2) * SOME + tl.arange(0, SOME)
-    pairs = block * BLOCK_M + some
+    offsets = tl.program_id(2) * PAIRS + tl.arange(0, PAIRS)
+    pairs = block * BLOCK_M + offsets
     first = start + block * BLOCK_M // G
     final = start + tl.minimum((block * BLOCK_M + BLOCK_M - 1) // G, size - 1)
     begin, end = _extent(start, size, first, final, window, limit, CAUSAL, WINDOWED)
     _, pieces = _pieces(begin, end, splits, BLOCK_N, PIECE)
     first_part = unit * splits
     used = (pairs < size * G)[:, None]
-    pdl_wait(PDL)  # first: were there nothing to add up, the next kernel must still find all done
-    if pieces == 1 or block * BLOCK_M + tl.program_id(2) * SOME >= size * G:
+    pdl_wait(PDL)  # before any return, since the next kernel relies on it
+    if pieces == 1 or block * BLOCK_M + tl.program_id(2) * PAIRS >= size * G:
         return
-    acc = tl.zeros([SOME, D], tl.float32)
-    top = tl.full([SOME], _LOWEST, tl.float32)
-    total = tl.zeros([SOME], tl.float32)
-    cells = some[:, None] * D + tl.arange(0, D)[None, :]
+    acc = tl.zeros([PAIRS, D], tl.float32)
+    top = tl.full([PAIRS], _LOWEST, tl.float32)
+    total = tl.zeros([PAIRS], tl.float32)
+    cells = offsets[:, None] * D + tl.arange(0, D)[None, :]
     for piece in tl.range(0, pieces, FAN_IN):
         peak = top
         for i in tl.static_range(FAN_IN):
-            spots = stats + (first_part + piece + i) * (2 * BLOCK_M) + some
+            spots = stats + (first_part + piece + i) * (2 * BLOCK_M) + offsets
             peak = tl.maximum(peak, tl.load(spots, mask=piece + i < pieces, other=_LOWEST))
         decay = tl.exp2(top - peak)
         acc *= decay[:, None]
         total *= decay
         top = peak
         for i in tl.static_range(FAN_IN):  # unrolled: all loads are in flight together
-            spots = stats + (first_part + piece + i) * (2 * BLOCK_M) + some
-            there = piece + i < pieces
-            weight = tl.exp2(tl.load(spots, mask=there, other=_LOWEST) - peak)
-            total += weight * tl.load(spots + BLOCK_M, mask=there, other=0.0)
+            spots = stats + (first_part + piece + i) * (2 * BLOCK_M) + offsets
+            exists = piece + i < pieces
+            weight = tl.exp2(tl.load(spots, mask=exists, other=_LOWEST) - peak)
+            total += weight * tl.load(spots + BLOCK_M, mask=exists, other=0.0)
             part = partials + (first_part + piece + i).to(tl.int64) * (BLOCK_M * D) + cells
-            acc += weight[:, None] * tl.load(part, mask=used & there, other=0.0)
+            acc += weight[:, None] * tl.load(part, mask=used & exists, other=0.0)
     _write(out, (acc, top, total), first_row, pairs, head, size, sinks, G, HEADS, D, SINKS)
 
 
 # The interpreter has no tl.dot in bfloat16: it computes in float32.
 _INTERPRETED = not isinstance(_attention, triton.JITFunction)
 _NO_WINDOW = 1 << 30
-_MOST_PIECES = 64
-_PAIRS = 64  # of each program's result that a workspace has room for
+_MAX_PIECES = 64
+_PAIRS = 64  # pairs of each program's result that fit into a workspace
 
 
 class AttentionWorkspace:
-    """Where programs that share a block leave their results; one serves all layers and models.
-    A launch leaves it as it was; launches that use it must follow one another on one stream."""
+    """Partial results of blocks that are split into pieces. All layers and models may share it if
+    their launches run on one stream."""
 
     def __init__(self, device: torch.device, head_dim: int, programs: int | None = None):
-        """head_dim: the largest there is. programs: that a launch with divided blocks aims at."""
+        """head_dim: maximum over all models. programs: target number of programs when blocks are
+        split."""
         self.head_dim = head_dim
         self.programs = programs or self.programs_of(device)
         pairs = self.programs * _PAIRS
@@ -285,14 +286,14 @@ class AttentionWorkspace:
 
     @staticmethod
     def programs_of(device: torch.device) -> int:
-        """PROGRAMS_PER_SM for each multiprocessor; few in the interpreter."""
+        """Return PROGRAMS_PER_SM for each multiprocessor; a small number in the interpreter."""
         if device.type != "cuda":
             return 16
         return PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
 
     @staticmethod
     def nbytes(head_dim: int, programs: int) -> int:
-        """Bytes of a workspace: 4.4 MB for 132 programs and a head size of 128."""
+        """Return a workspace's bytes: 4.4 MB for 132 programs and a head size of 128."""
         return programs * 4 * _PAIRS * (head_dim + 2)
 
 
@@ -316,23 +317,22 @@ def paged_attention(
 ) -> Tensor:
     """q [T, Hq, D], kv [slots, 2, Hkv, D] (keys, values) -> [T, Hq * D].
 
-    Span s has the rows row_starts[s] .. + sizes[s], none if its size is 0; its row i stands at
-    position starts[s] + i and sees keys below starts[s] + sizes[s] as `mask` says. Position p lies
-    in slot tables[table_rows[s], p // page_size] + p. starts, sizes, row_starts, table_rows [S] and
-    tables [N, columns] are int64 and contiguous, and not what the kernel launched just before
-    writes: they are read while it still runs. No size exceeds `longest`. Rows of no span are left
-    undefined. Rows of q may lie further apart than Hq * D. Their own keys and values are in kv
-    already. limit: no row sees a key at this position or beyond; default: where the tables end.
-    sinks [Hq]: a logit for each head beside its keys', which has no value. scale: of q k, default
-    D ** -0.5.
+    Span s has the rows row_starts[s] .. + sizes[s], none if its size is 0. Its row i is at position
+    starts[s] + i and sees keys below starts[s] + sizes[s] as `mask` says. Position p is in slot
+    tables[table_rows[s], p // page_size] + p. The rows' own keys and values are in kv already.
+    starts, sizes, row_starts, table_rows [S] and tables [N, columns] are int64 and contiguous; the
+    kernel launched just before must not write them, since they are read while it still runs.
+    longest: an upper bound of the sizes. limit: rows see only keys at lower positions; default: the
+    end of the tables. sinks [Hq]: one more logit per head, without a value. scale: of the logits,
+    default D ** -0.5. Rows of q may have a stride. Outputs of rows in no span are undefined.
 
-    Online softmax: FlashAttention-2, arXiv:2307.08691. Division of the keys: Flash-Decoding, 2023.
+    Online softmax: FlashAttention-2, arXiv:2307.08691. Splitting the keys: Flash-Decoding, 2023.
     """
     rows, heads, dim = q.shape
     kv_heads, group = kv.shape[2], heads // kv.shape[2]
     if config is None:
-        sort = q.dtype, kv.dtype, workspace.programs
-        config = config_of(dim, longest * group, sizes.shape[0], kv_heads, *sort)
+        rest = q.dtype, kv.dtype, workspace.programs
+        config = config_of(dim, longest * group, sizes.shape[0], kv_heads, *rest)
     columns = tables.shape[1]
     max_keys = columns * page_size
     if mask.window is not None:
@@ -340,7 +340,7 @@ def paged_attention(
     blocks = -(-longest * group // config.pairs)
     units = sizes.shape[0] * blocks * kv_heads
     room = workspace.programs * _PAIRS // max(_PAIRS, config.pairs)
-    splits = max(1, min(room // units, -(-max_keys // PIECE_KEYS), _MOST_PIECES))
+    splits = max(1, min(room // units, -(-max_keys // PIECE_KEYS), _MAX_PIECES))
     assert dim <= workspace.head_dim
     assert starts.is_contiguous()
     pdl = supports_pdl(q.device)
@@ -349,21 +349,21 @@ def paged_attention(
     limits = limit, blocks, splits, mask.window or _NO_WINDOW
     kinds = group, kv_heads, dim, page_size, mask.causal, mask.window is not None
     kinds = *kinds, sinks is not None
-    logits = q if sinks is None else sinks  # a pointer that is not read, where there are none
+    logits = q if sinks is None else sinks  # without sinks, any pointer: it is not read
     _attention[(units, 1, splits)](
         q, kv, out, starts, sizes, row_starts, tables, table_rows, logits,
         workspace.partials, workspace.stats, q.stride(0), columns, *limits,
         (dim**-0.5 if scale is None else scale) * math.log2(math.e), *kinds, _INTERPRETED,
-        config.pairs, config.keys, config.apart, splits > 1, PIECE_KEYS, pdl,
+        config.pairs, config.keys, config.unmasked_loop, splits > 1, PIECE_KEYS, pdl,
         num_warps=config.warps, num_stages=config.stages, launch_pdl=pdl,
     )  # fmt: skip
     if splits > 1:
         fan_in = min(int(triton.next_power_of_2(splits)), FAN_IN)
-        heads_added = min(ADDED // dim, config.pairs)
-        _add_up[(units, 1, -(-config.pairs // heads_added))](
+        pairs = min(COMBINED // dim, config.pairs)
+        _combine[(units, 1, -(-config.pairs // pairs))](
             out, starts, sizes, row_starts, logits,
             workspace.partials, workspace.stats, *limits, *kinds,
-            config.pairs, config.keys, PIECE_KEYS, fan_in, heads_added, pdl,
+            config.pairs, config.keys, PIECE_KEYS, fan_in, pairs, pdl,
             num_warps=1, launch_pdl=pdl,
         )  # fmt: skip
     return out

@@ -1,4 +1,4 @@
-"""How attention's blocks are computed, by head size, rows and dtype: measured on an H200."""
+"""Configurations of attention blocks by head size, rows and dtype, measured on an H200."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import torch
 
 
 class AttentionConfig(NamedTuple):
-    """How a block is computed.
+    """A configuration of the attention kernel.
 
-    pairs: of (row, head) in a block, 16 or more. keys: per iteration, a divisor of PIECE_KEYS.
-    apart: whether keys that every row sees get a loop of their own, without a mask; it pays where
-    arithmetic takes the time and not memory.
+    pairs: (row, head) pairs of a block, at least 16. keys: keys per iteration, a divisor of
+    PIECE_KEYS. unmasked_loop: run keys that every row sees in a separate loop without a mask, which
+    pays off if the kernel is bound by arithmetic rather than memory.
     """
 
     pairs: int
     keys: int
     warps: int
     stages: int
-    apart: bool
+    unmasked_loop: bool
 
 
 # By head size, pairs of the longest span (16, 32, 64, or 128 for more) and bytes of a stored
-# number; 4 for models in float32, which no tensor core takes and which run out of registers first.
+# number: 4 for float32 models, which use no tensor cores and run out of registers first.
 CONFIGS: dict[tuple[int, int, int], AttentionConfig] = {
     (64, 16, 1): AttentionConfig(16, 128, 4, 4, False),
     (64, 32, 1): AttentionConfig(32, 128, 4, 4, False),
@@ -75,8 +75,8 @@ CONFIGS: dict[tuple[int, int, int], AttentionConfig] = {
     (512, 128, 4): AttentionConfig(16, 16, 8, 2, False),
 }
 
-# The same where a multiprocessor has one program at most, which may take its all.
-FEW: dict[tuple[int, int, int], AttentionConfig] = {
+# Overrides if each multiprocessor runs at most one program, which can use all its resources.
+ONE_PER_SM: dict[tuple[int, int, int], AttentionConfig] = {
     (128, 16, 2): AttentionConfig(16, 128, 4, 3, False),
     (128, 128, 2): AttentionConfig(128, 64, 8, 3, False),
 }
@@ -91,9 +91,10 @@ def config_of(
     kv_dtype: torch.dtype,
     programs: int,
 ) -> AttentionConfig:
-    """The configuration for a model of `dtype` whose longest span has so many pairs. programs: that
-    a launch with divided blocks aims at. What was measured: `python benchmarks/attention.py`."""
+    """Return the configuration for a model of `dtype` whose longest span has `pairs` (row, head)
+    pairs. programs: target number of programs when blocks are split. Measured by
+    `python benchmarks/attention.py`."""
     block = next((size for size in (16, 32, 64) if pairs <= size), 128)
     key = head_dim, block, 4 if dtype == torch.float32 else kv_dtype.itemsize
     fits_at_once = spans * kv_heads * -(-pairs // block) <= programs
-    return FEW.get(key, CONFIGS[key]) if fits_at_once else CONFIGS[key]
+    return ONE_PER_SM.get(key, CONFIGS[key]) if fits_at_once else CONFIGS[key]

@@ -1,14 +1,14 @@
 # pyright: basic, reportCallIssue=false, reportAssignmentType=false, reportAttributeAccessIssue=false
-"""The GEMM of few rows with a weight, y = x Wᵀ, bound by reading W; the rest rides along.
+"""GEMMs with few rows, y = x Wᵀ, which are bound by reading W, so fused operations are nearly free.
 
 Legend: M rows of x (1 to 128), K columns of x, W [N, K] row-major (gated: [2N, K], gate rows then
-up rows), y [M, N]. The tile of W is the left operand of the dot, because the tensor cores want 64
-rows there and at most 16 of x are to be had in a decode step.
+up rows), y [M, N]. The tile of W is the left operand of the dot, because tensor cores need 64 rows
+there, and x often has at most 16 in a decode step.
 
-One program makes `block_n` rows of W times all of x over one of `split_k` ranges of K. With more
-than one range, partial sums go to the workspace in fp32 and the program that arrives last at a
-tile adds them in the order of the ranges. No floating-point atomics: a row's result is the same
-bit for bit in every run, and does not depend on the other rows nor on how many there are.
+A program multiplies `block_n` rows of W by all of x over one of `split_k` ranges of K. With more
+than one range, partial sums go to the workspace in fp32, and the last program to arrive at a tile
+adds them in the order of the ranges. Without floating-point atomics, a row's result is bitwise the
+same in every run, and independent of the other rows within a bucket of row counts.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from strobe.kernels.gemm_table import GROUP, Gemm, GemmConfig, Weight, block_m, bucket_of
 from strobe.kernels.pdl import supports_pdl
 from strobe.kernels.rowwise import gated, round_to
-from strobe.kernels.workspace import LEAST, MAX_MARGIN, Scaled, Workspace
+from strobe.kernels.workspace import MAX_MARGIN, MIN_KEY, Scaled, Workspace
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-"""Triton's interpreter keeps bf16 and fp8 as integers: it truncates, and cannot multiply them."""
+"""Triton's interpreter stores bf16 and fp8 as integers: it truncates, and cannot multiply them."""
 
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @triton.jit
 def _e4m3(value):
-    """fp32 rounded to e4m3, |value| <= 448; the interpreter keeps it in fp32, on e4m3's grid."""
+    """Round fp32, |value| <= 448, to e4m3; in the interpreter, to fp32 values on e4m3's grid."""
     if INTERPRETED:
         bits = value.to(tl.uint32, bitcast=True)
         normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & 0xFFF00000).to(tl.float32, bitcast=True)
@@ -47,7 +47,7 @@ def _e4m3(value):
 
 @triton.jit
 def _prefetch(pointers, BYTES: tl.constexpr):
-    """Ask for `BYTES` behind each pointer to be brought into L2."""
+    """Prefetch `BYTES` from each pointer on into L2."""
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
         "=r,l,r",
@@ -60,7 +60,7 @@ def _prefetch(pointers, BYTES: tl.constexpr):
 
 @triton.jit
 def _keys(logits, ns):
-    """int64 keys that sort as (logit, lowest id first); NaN above all, with id -1; -0 equals 0."""
+    """Return int64 keys in the order of (logit, lowest id first); NaN is above all, with id -1."""
     bits = tl.where(logits == 0, 0.0, logits).to(tl.int32, bitcast=True)
     order = tl.where(logits == logits, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), 0x7FFFFFFF)
     low = tl.where(logits == logits, (0x7FFFFFFF - ns).to(tl.int64), 0x80000000)
@@ -69,7 +69,7 @@ def _keys(logits, ns):
 
 @triton.jit
 def _logit(keys):
-    """Of a key, in float32."""
+    """Return a key's logit in float32."""
     order = (keys >> 32).to(tl.int32)
     return tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.float32, bitcast=True)
 
@@ -83,16 +83,16 @@ def _gemm(
     weight_scale,  # [N] fp32, gated [2N]; or None
     bias,  # [N], gated [2N]; or None
     norm_weight,  # [K]; or None
-    sums,  # fp32 [M, PARTS], of squares: x is not yet divided by its root mean square; or None
+    sums,  # fp32 [M, PARTS] of squares, if x must still be divided by its rms; or None
     residual,  # [M, N]; or None
     y,  # [M, N]; with ARGMAX [M] int64
-    next_weight,  # [N], of the norm that comes next; or None
+    next_weight,  # [N], of the next norm; or None
     next_x,  # [M, N]: y times next_weight
     next_sums,  # fp32 [M, tiles]: squares of y
     partials,  # fp32 [tiles, SPLIT, BLOCK_M, BLOCK_N], then squares [tiles, SPLIT, BLOCK_M]
-    arrived,  # int32 [tiles], zero between launches
-    best,  # int64 [BLOCK_M] and, with margins, as many once more; LEAST between launches
-    margins,  # fp32 [M], of an ARGMAX: the largest logit less the second, 0 to 40; or None
+    arrivals,  # int32 [tiles], zero between launches
+    best,  # int64 [BLOCK_M], and with margins [BLOCK_M] second keys; MIN_KEY between launches
+    margins,  # fp32 [M] of an ARGMAX: largest logit minus the second, up to MAX_MARGIN; or None
     rows,  # M
     x_stride,
     residual_stride,
@@ -130,21 +130,20 @@ def _gemm(
     ks = tl.arange(0, BLOCK_K)
     ws = tl.arange(0, BLOCK_N)
     live = ms < rows
-    # Rows of W in this tile; those past the end repeat the last and are not stored.
+    # Rows of W in this tile; rows past the end repeat the last one and are not stored.
     ns = tile * COLUMNS + ws % COLUMNS
     sources = tl.minimum(ns, N - 1) + ws // COLUMNS * N
     start = weight + tl.minimum(tile * COLUMNS, N - 1).to(tl.int64) * K
     offsets = (sources - tl.minimum(tile * COLUMNS, N - 1)) * K
 
     if PDL:
-        # The weights are nobody's output: they may come while the kernel before still runs.
+        # No kernel writes the weights, so they can be read while the previous one still runs.
         if PREFETCH > 0:
             _prefetch(start + offsets + first * BLOCK_K, PREFETCH)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
-    # What the end needs beside the sums: asked for now where there is room to keep it, for memory
-    # is far away and the loop is long.
+    # Load the epilogue's inputs now if registers allow, so that they arrive during the loop.
     EARLY: tl.constexpr = BLOCK_M <= 32
     columns = tile * COLUMNS + tl.arange(0, COLUMNS)
     stored = live[:, None] & (columns < N)[None, :]
@@ -184,7 +183,7 @@ def _gemm(
             wide = a.to(tl.float32)
             squares += tl.sum(wide * wide, axis=1)
             wide = wide * gain.to(tl.float32)[None, :]
-            # One round ahead: the pipeline takes no load as narrow as this.
+            # Load one iteration ahead: the pipeline skips loads as narrow as this.
             after = k + BLOCK_K + ks
             gain = tl.load(norm_weight + after, mask=after < K, other=0.0)
             a = wide if GROUPS else round_to(wide, DTYPE)
@@ -198,7 +197,7 @@ def _gemm(
         if GROUPS:
             total += tl.dot(w, tl.trans(a)) * (top * (1.0 / 448.0))[None, :]
         elif FP8:
-            # Inside the tensor cores fp8 sums keep 14 bits: go over to fp32 every 128 columns.
+            # fp8 sums keep 14 bits inside the tensor cores: add them in fp32 every 128 columns.
             total = tl.dot(w, tl.trans(a), total, max_num_imprecise_acc=min(BLOCK_K, 128))
         else:
             total = tl.dot(w, tl.trans(a), total, input_precision="ieee")
@@ -213,10 +212,10 @@ def _gemm(
         if NORM:
             tl.store(norms + split * BLOCK_M, squares, mask=live)
         tl.debug_barrier()  # all of this program's stores come before its arrival
-        complete = tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLIT - 1
+        complete = tl.atomic_add(arrivals + tile, 1, sem="acq_rel") == SPLIT - 1
     if complete:
         if SPLIT > 1:
-            tl.store(arrived + tile, 0)
+            tl.store(arrivals + tile, 0)
             total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             squares = tl.zeros([BLOCK_M], tl.float32)
             # Unrolled, all loads are in flight together; a large tile has no registers for that.
@@ -251,30 +250,30 @@ def _gemm(
             total += tl.load(bias + sources).to(tl.float32)[:, None]
         if ARGMAX:
             logits = round_to(total, DTYPE)
-            keys = tl.where((ns < N)[:, None], _keys(logits.to(tl.float32), ns[:, None]), LEAST)
+            keys = tl.where((ns < N)[:, None], _keys(logits.to(tl.float32), ns[:, None]), MIN_KEY)
             first_key = tl.max(keys, axis=0)
             before = tl.atomic_max(best + ms, first_key, mask=live, sem="relaxed")
             if margins is not None:
-                # Of every two largest ones that meet, the smaller one may be the second of all.
+                # Whenever two keys compete for the maximum, the smaller one may be the second.
                 is_other = (ns < N)[:, None] & (keys != first_key[None, :])
                 second = tl.max(tl.where(is_other, logits.to(tl.float32), float("-inf")), axis=0)
-                rest = _keys(second, tl.zeros([BLOCK_M], tl.int32))
-                rest = tl.maximum(rest, tl.minimum(before, first_key))
-                tl.atomic_max(best + BLOCK_M + ms, rest, mask=live, sem="relaxed")
+                key2 = _keys(second, tl.zeros([BLOCK_M], tl.int32))
+                key2 = tl.maximum(key2, tl.minimum(before, first_key))
+                tl.atomic_max(best + BLOCK_M + ms, key2, mask=live, sem="relaxed")
             tl.debug_barrier()
-            if tl.atomic_add(arrived + TILES, 1, sem="acq_rel") == TILES - 1:
-                tl.store(arrived + TILES, 0)
+            if tl.atomic_add(arrivals + TILES, 1, sem="acq_rel") == TILES - 1:
+                tl.store(arrivals + TILES, 0)
                 key = tl.load(best + ms, mask=live, other=0, cache_modifier=".cg")
                 tl.store(y + ms, 0x7FFFFFFF - (key & 0xFFFFFFFF), mask=live)
                 if margins is not None:
-                    rest = tl.load(best + BLOCK_M + ms, mask=live, other=0, cache_modifier=".cg")
-                    margin = _logit(key) - _logit(rest)
+                    key2 = tl.load(best + BLOCK_M + ms, mask=live, other=0, cache_modifier=".cg")
+                    margin = _logit(key) - _logit(key2)
                     margin = tl.where(margin == margin, margin, 0.0)
                     tl.store(margins + ms, tl.minimum(margin, MAX_MARGIN), mask=live)
-                tl.debug_barrier()  # threads that hold the same row have all read it
-                tl.store(best + ms, tl.full([BLOCK_M], LEAST, tl.int64))
+                tl.debug_barrier()  # all threads of a row have read it
+                tl.store(best + ms, tl.full([BLOCK_M], MIN_KEY, tl.int64))
                 if margins is not None:
-                    tl.store(best + BLOCK_M + ms, tl.full([BLOCK_M], LEAST, tl.int64))
+                    tl.store(best + BLOCK_M + ms, tl.full([BLOCK_M], MIN_KEY, tl.int64))
         else:
             out = tl.trans(total)
             if GATED:
@@ -317,11 +316,11 @@ def launch(
     margins: Tensor | None = None,
     warmup: bool = False,
 ) -> Scaled | None:
-    """The kernel with `config`, which must be one of triton's; `warmup` compiles it only.
+    """Launch the kernel with `config`, a Triton one; `warmup` only compiles it.
 
-    scaled: x as the GEMM before left it. next_norm: the weight of the norm behind, for which the
-    result is left. gelu: a gate's activation is gelu in its tanh form, not silu. margins [M]: of an
-    argmax, to be filled.
+    scaled: x as the previous GEMM prepared it. next_norm: the weight of the norm after this GEMM,
+    for which to prepare and return the result. gelu: the gate's activation is gelu (tanh) instead
+    of silu. margins [M]: filled by an argmax.
     """
     bucket = block_m(bucket_of(x.shape[0]))
     tiles = config.tiles(gemm)
@@ -339,19 +338,19 @@ def launch(
             shape, block = [2, *shape], [2, config.block_n // 2, config.block_k]
         strides = [columns * gemm.k, gemm.k, 1][-len(shape) :]
         descriptor = TensorDescriptor(data, shape, strides, block)
-    # Ranges of K begin at multiples of block_k; the last is the one that may run out of W.
+    # Ranges of K start at multiples of block_k; only the last one may reach the end of W.
     blocks = -(-gemm.k // config.block_k)
-    room = (gemm.k - (split - 1) * blocks // split * config.block_k) * gemm.item
-    prefetch = min(config.prefetch, room) // 16 * 16 if gemm.k * gemm.item % 16 == 0 else 0
+    range_bytes = (gemm.k - (split - 1) * blocks // split * config.block_k) * gemm.item
+    prefetch = min(config.prefetch, range_bytes) // 16 * 16 if gemm.k * gemm.item % 16 == 0 else 0
     pdl = supports_pdl(x.device)
-    left = None
+    prepared = None
     if next_norm is not None:
         sums = torch.empty(x.shape[0], tiles, dtype=torch.float32, device=out.device)
-        left = Scaled(torch.empty(out.shape, dtype=out.dtype, device=out.device), sums)
+        prepared = Scaled(torch.empty(out.shape, dtype=out.dtype, device=out.device), sums)
     eps = 0.0 if norm is None else norm[1]
     if scaled is not None:
         x, norm = scaled.data, None
-    parts = 0 if scaled is None else scaled.sums.shape[1]
+    num_parts = 0 if scaled is None else scaled.sums.shape[1]
     kernel = _gemm.warmup if warmup else _gemm[(tiles * split,)]
     options: dict[str, Any] = {"grid": (tiles * split,)} if warmup else {}
     kernel(
@@ -366,8 +365,8 @@ def launch(
         residual,
         out,
         next_norm,
-        None if left is None else left.data,
-        None if left is None else left.sums,
+        None if prepared is None else prepared.data,
+        None if prepared is None else prepared.sums,
         workspace.partials,
         workspace.arrived,
         workspace.best,
@@ -387,8 +386,8 @@ def launch(
         GELU=gelu,
         ARGMAX=gemm.argmax,
         DTYPE=DTYPES[gemm.dtype],
-        PARTS=parts,
-        WIDTH=int(triton.next_power_of_2(parts)),
+        PARTS=num_parts,
+        WIDTH=int(triton.next_power_of_2(num_parts)),
         GROUPS=groups,
         PDL=pdl,
         PREFETCH=prefetch,
@@ -397,4 +396,4 @@ def launch(
         launch_pdl=pdl,
         **options,
     )
-    return left
+    return prepared

@@ -1,7 +1,7 @@
-"""Which configuration serves which GEMM: measured (`table.json`), or a guess for unknown shapes.
+"""Configurations of GEMMs: measured (`table.json`), or a guess for unknown shapes.
 
-The choice depends on the GEMM and on the bucket of its row count, never on the row count itself,
-so that a row's result does not change with its company inside a bucket.
+The choice depends on the GEMM and the bucket of its row count, never on the row count itself, so
+that a row's result does not depend on the other rows in a bucket.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ BUCKETS = (1, 16, 32, 64, 128)
 PATH = Path(__file__).with_name("table.json")
 
 GROUP = 128
-"""Columns of x that share a scale where W is fp8 and x is quantised inside the GEMM."""
+"""Columns of x that share a scale if W is fp8 and x is quantized inside the GEMM."""
 
 SHARED_MEMORY = 227 * 1024
-"""Bytes that the programs on one multiprocessor of an sm_90 share."""
+"""Bytes of shared memory per multiprocessor of an sm_90."""
 
 
 class Weight(NamedTuple):
@@ -35,12 +35,12 @@ class Weight(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """What is computed: y = x Wᵀ with what is fused around it. `n`, `k`: rows and columns of W."""
+    """A GEMM y = x Wᵀ with the operations fused around it. `n`, `k`: rows and columns of W."""
 
     n: int
     k: int
     dtype: torch.dtype
-    """Of the model: of x and y."""
+    """The model's dtype, of x and y."""
     fp8: bool = False
     """W is float8_e4m3fn."""
     norm: bool = False
@@ -50,7 +50,7 @@ class Gemm:
 
     @property
     def kind(self) -> str:
-        """The row of the table: dtype of the model, and of W where it is another."""
+        """The key in the table: the model's dtype, and W's if it differs."""
         return str(self.dtype).removeprefix("torch.") + ("/float8_e4m3fn" if self.fp8 else "")
 
     @property
@@ -71,7 +71,7 @@ class Gemm:
 
 @dataclass(frozen=True, slots=True)
 class GemmConfig:
-    """How a GEMM is computed. The fields behind `kernel` are for triton."""
+    """A GEMM's configuration. The fields after `kernel` are for Triton."""
 
     kernel: Literal["triton", "cublas"] = "triton"
     block_n: int = 64
@@ -81,15 +81,15 @@ class GemmConfig:
     """Programs that share a tile, each with its range of K."""
     warps: int = 4
     stages: int = 4
-    """Tiles of W in flight in one program, and one in use."""
+    """Stages of the software pipeline that loads W."""
     fused_norm: bool = True
-    """The norm in the GEMM's own kernel, not in one before it."""
+    """Compute the norm inside the GEMM, not in a kernel before it."""
     groups: bool = True
-    """fp8: x is quantised inside the kernel by groups of columns, not before by rows."""
+    """fp8: quantize x inside the kernel by groups of columns, not before it by rows."""
     tma: bool = False
-    """W comes through the bulk copy engine."""
+    """Load W by the tensor memory accelerator."""
     prefetch: int = 0
-    """Bytes of each row of W brought into L2 while the kernel before still runs."""
+    """Bytes of each row of W to prefetch into L2 while the previous kernel still runs."""
 
     def tiles(self, gemm: Gemm) -> int:
         columns = self.block_n // 2 if gemm.gated else self.block_n
@@ -101,14 +101,14 @@ def bucket_of(rows: int) -> int:
 
 
 def block_m(bucket: int) -> int:
-    """Rows of x in a tile: the tensor cores take no fewer than 16 (well: 8)."""
+    """Return the rows of x in a tile, at least 16 for the tensor cores."""
     return max(bucket, 16)
 
 
 def balanced_split(tiles: int, blocks: int, slots: int) -> int:
-    """Into how many ranges to cut K, so that tiles times ranges fill `slots` programs evenly.
+    """Return the number of ranges to split K into, so that tiles * ranges fill `slots` programs.
 
-    The cost of a split: the last wave counts whole, and adding up partials costs about 3 % a range.
+    A split's cost counts its last wave in full, and about 3 % per range for adding partial sums.
     """
 
     def cost(split: int) -> float:
@@ -119,11 +119,11 @@ def balanced_split(tiles: int, blocks: int, slots: int) -> int:
 
 
 def guess(gemm: Gemm, bucket: int, processors: int = 132) -> GemmConfig:
-    """A configuration for a shape that nobody measured.
+    """Return a configuration for a shape without measurements.
 
-    64 rows of W a tile (128 where a tile of x is large or W is gated), 128 columns a step, as many
-    stages as let two programs share a multiprocessor, and the split that fills all of them evenly.
-    GEMMs of more than 32 rows are cuBLAS's, which chooses better without having measured.
+    64 rows of W per tile (128 if the tile of x is large or W is gated), 128 columns per iteration,
+    as many stages as let two programs share a multiprocessor, and a split that fills all of them
+    evenly. GEMMs of more than 32 rows go to cuBLAS, whose own heuristics are better.
     """
     m = block_m(bucket)
     if m >= 64 and gemm.dtype != torch.float32 and not gemm.fp8 and not gemm.argmax:
@@ -146,11 +146,11 @@ def guess(gemm: Gemm, bucket: int, processors: int = 132) -> GemmConfig:
 
 
 class GemmTable:
-    """Measured configurations of one GPU, by GEMM and bucket.
+    """Measured configurations for one GPU, by GEMM and bucket.
 
-    `data`: name of the GPU -> {"capability": "9.0", "gemms": {kind: {fusion: {"NxK": {bucket:
-    fields of Config that differ from the defaults}}}}}. A GPU that is not in it takes the entries
-    of one with its compute capability.
+    `data`: GPU name -> {"capability": "9.0", "gemms": {kind: {fusion: {"NxK": {bucket: fields of
+    GemmConfig that differ from the defaults}}}}}. A GPU that is not in it uses the entries of one
+    with the same compute capability.
     """
 
     def __init__(self, data: dict[str, Any], gpu: str = "", capability: str = "") -> None:
@@ -160,7 +160,8 @@ class GemmTable:
         self.processors = 132
 
     def choose(self, gemm: Gemm, bucket: int) -> GemmConfig:
-        """What was measured for it, or for it without norm or residual or with them; or `guess`."""
+        """Return the measured configuration, or one of the same GEMM with or without norm or
+        residual, or a `guess`."""
         kind = self.gemms.get(gemm.kind, {})
         for norm, residual in ((0, 0), (0, 1), (1, 0), (1, 1)):
             like = replace(
@@ -174,7 +175,7 @@ class GemmTable:
 
     @classmethod
     def of(cls, device: torch.device) -> GemmTable:
-        """The persisted table for `device`; on a CPU: guesses only."""
+        """Load the table for `device`; a CPU has only guesses."""
         if device.type != "cuda":
             return cls({})
         properties = torch.cuda.get_device_properties(device)
@@ -189,7 +190,7 @@ def load() -> dict[str, Any]:
 
 
 def save(data: dict[str, Any], path: Path = PATH) -> None:
-    """As JSON, the buckets of one GEMM on a line each."""
+    """Write JSON with a line per bucket."""
 
     def text(value: Any, depth: int) -> str:
         if depth == 6 or not value or not isinstance(value, dict):
@@ -205,7 +206,7 @@ def save(data: dict[str, Any], path: Path = PATH) -> None:
 def record(
     data: dict[str, Any], gpu: str, capability: str, gemm: Gemm, bucket: int, config: GemmConfig
 ) -> None:
-    """Put `config` into `data`, in the form that `Table` reads."""
+    """Add `config` to `data` in the form that `GemmTable` reads."""
     defaults = GemmConfig()
     changed = {
         field.name: getattr(config, field.name)

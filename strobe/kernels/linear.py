@@ -1,8 +1,8 @@
 # pyright: basic
-"""The GEMMs of a model: one kernel each where rows are few, cuBLAS between kernels where many.
+"""A model's linear layers: one fused kernel for few rows, cuBLAS between row-wise kernels for many.
 
 Legend: M rows of x, K columns, W [N, K] row-major (gated: [2I, K], gate rows then up rows), V the
-vocabulary. The kernel is in gemm.py, what chooses its configuration in table.py.
+vocabulary. The kernel is in gemm.py, its configurations in gemm_table.py.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ __all__ = ["Gemms", "Scaled", "Weight"]
 
 
 class Chooser(Protocol):
-    """`Table`, or what a test or the tuner puts in its place."""
+    """Chooses configurations: a `GemmTable`, or a substitute in tests and in the tuner."""
 
     def choose(self, gemm: Gemm, bucket: int) -> GemmConfig: ...
 
 
 class Gemms:
-    """The GEMMs of one model on one stream, each computed as the table says.
+    """The GEMMs of one model on one stream, each with the table's configuration.
 
-    Up to `max_rows` rows (at most 128) a GEMM may be triton's; above it is cuBLAS's between
-    the row-wise kernels. Run every GEMM once at each bucket of rows before a graph is captured:
-    that compiles the kernel and makes room in the workspace.
+    GEMMs of up to `max_rows` rows (at most 128) may run in Triton; larger ones run in cuBLAS
+    between row-wise kernels. Run every GEMM once per bucket of rows before capturing a graph, which
+    compiles the kernel and grows the workspace.
     """
 
     def __init__(
@@ -64,20 +64,21 @@ class Gemms:
     ) -> Tensor:
         """x [M, K], weight [N, K] -> [M, N]: residual + act(norm(x) Wᵀ + bias), rounded once.
 
-        norm: RMSNorm's weight [K], of any dtype, and epsilon. scaled: what `add` gave along with x,
-        for that norm. bias: [N]. gated: weight [2I, K], gate rows then up rows; act(gate, up) =
-        silu(gate) * up, or with gelu in its tanh form for silu; the result is [M, I]. out: where to
-        put the result, which may be residual itself. x, residual and out may have a row stride.
+        norm: RMSNorm's weight [K], of any dtype, and epsilon. scaled: x prepared for this norm, as
+        returned by `add`. bias: [N]. gated: weight is [2I, K], gate rows then up rows, and
+        act(gate, up) = silu(gate) * up, or gelu (tanh) instead of silu; the result is [M, I]. out:
+        the tensor to write, which may be residual. x, residual and out may have a row stride.
         """
-        # The kernel of a scaled x is that of a GEMM without norm.
-        chosen = norm if scaled is None else None
-        config, gemm = self._choose(x, weight, chosen, gated=gated, residual=residual is not None)
+        # A GEMM of a scaled x has the configuration of one without norm.
+        fused_norm = norm if scaled is None else None
+        has_residual = residual is not None
+        config, gemm = self._choose(x, weight, fused_norm, gated=gated, residual=has_residual)
         if config.kernel == "cublas":
-            return self._in_parts(x, weight, norm, residual, gated, out, bias, gelu)
+            return self._unfused(x, weight, norm, residual, gated, out, bias, gelu)
         if out is None:
             out = x.new_empty(x.shape[0], gemm.outputs)
-        around = {"bias": bias, "gelu": gelu}
-        self._launch(config, gemm, x, weight, norm, residual, out, scaled=scaled, **around)
+        fused = {"bias": bias, "gelu": gelu}
+        self._launch(config, gemm, x, weight, norm, residual, out, scaled=scaled, **fused)
         return out
 
     def add(
@@ -90,18 +91,18 @@ class Gemms:
         bias: Tensor | None = None,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Scaled | None]:
-        """residual + x Wᵀ + bias [M, N], and that again as the norm of weight `next_norm` [N] wants
-        it.
+        """Return residual + x Wᵀ + bias [M, N], and the same prepared for the norm of weight
+        `next_norm` [N]: pass it to the next GEMM as `scaled`, with the sum as x.
 
-        The latter costs nothing here and saves the next GEMM its norm: hand it on as `scaled`
-        with the result as x. None where that is not to be had: then the next GEMM does it all.
+        Preparing it is free here and saves the next GEMM its norm. None if unavailable; the next
+        GEMM then normalizes.
         """
         config, gemm = self._choose(x, weight, None, residual=True)
         if config.kernel == "cublas":
-            return self._in_parts(x, weight, None, residual, False, out, bias), None
+            return self._unfused(x, weight, None, residual, False, out, bias), None
         if out is None:
             out = x.new_empty(x.shape[0], gemm.outputs)
-        # fp16 has no room for a row that is not yet divided by its root mean square.
+        # In fp16 a row that is not yet divided by its root mean square may overflow.
         fused_norm = None if self.dtype == torch.float16 else next_norm
         return out, self._launch(
             config, gemm, x, weight, None, residual, out, next_norm=fused_norm, bias=bias
@@ -116,15 +117,15 @@ class Gemms:
         scaled: Scaled | None = None,
         margins: Tensor | None = None,
     ) -> Tensor:
-        """x [R, K], weight [V, K] -> [R] int64: the id of the largest of norm(x) Wᵀ.
+        """x [R, K], weight [V, K] -> [R] int64: the argmax of norm(x) Wᵀ, without logits in memory.
 
-        Logits are rounded to the model's dtype first; the lowest id wins a tie, and a row
-        with a NaN gives -1. The logits are never in memory. margins [R] float32: filled
-        with how far each one is above the second largest, as `sampler.best_two` has it.
+        Logits are rounded to the model's dtype first; the lowest id wins a tie, and a row with a
+        NaN gives -1. margins [R] float32: filled with the margins over the second largest logit, as
+        in `sampler.best_two`.
         """
         config, gemm = self._choose(x, weight, norm if scaled is None else None, argmax=True)
         if config.kernel == "cublas":
-            return argmax(self._in_parts(x, weight, norm, None, False, None), margins)
+            return argmax(self._unfused(x, weight, norm, None, False, None), margins)
         out = x.new_empty(x.shape[0], dtype=torch.int64)
         self._launch(config, gemm, x, weight, norm, None, out, scaled=scaled, margins=margins)
         return out
@@ -167,14 +168,14 @@ class Gemms:
         margins: Tensor | None = None,
     ) -> Scaled | None:
         x_scale = None
-        rows = gemm.fp8 and not config.groups
-        # fp16 has no room for a row that is not yet divided by its root mean square.
-        narrow = gemm.dtype == torch.float16 and not gemm.fp8
-        if rows:
+        by_rows = gemm.fp8 and not config.groups
+        # In fp16 a row that is not yet divided by its root mean square may overflow.
+        overflows = gemm.dtype == torch.float16 and not gemm.fp8
+        if by_rows:
             scaled = None
-        if norm is not None and scaled is None and (rows or narrow or not config.fused_norm):
+        if norm is not None and scaled is None and (by_rows or overflows or not config.fused_norm):
             x, norm = rms_norm(x, *norm), None
-        if rows:
+        if by_rows:
             x, x_scale = quantize_rows(x)
         return launch(
             config,
@@ -193,7 +194,7 @@ class Gemms:
             margins=margins,
         )
 
-    def _in_parts(
+    def _unfused(
         self,
         x: Tensor,
         weight: Weight,
@@ -204,7 +205,7 @@ class Gemms:
         bias: Tensor | None = None,
         gelu: bool = False,
     ) -> Tensor:
-        """The norm, cuBLAS, and what comes behind, one kernel each."""
+        """Run norm, cuBLAS and the operations after it, one kernel each."""
         if norm is not None:
             x = rms_norm(x, *norm)
         if weight.scale is not None:
@@ -229,7 +230,7 @@ class Gemms:
 def _fp8_gemm(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     rows, x_scale = quantize_rows(x)
     if x.is_cuda and weight.shape[0] % 16 == 0 and weight.shape[1] % 16 == 0:
-        # By rows cuBLAS writes bf16 only.
+        # With scales by row, cuBLAS writes bf16 only.
         y = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
             rows,
             weight.t(),

@@ -1,10 +1,10 @@
 # pyright: basic, reportCallIssue=false, reportAttributeAccessIssue=false
-"""Programmatic dependent launch (Hopper and later): the next kernel's programs are brought up while
-the ones before still run, and wait there. A step has hundreds of launches.
+"""Programmatic dependent launch (Hopper and later): a kernel's programs start while the previous
+kernel still runs, and wait for it. This hides the launches, of which a step has hundreds.
 
-A kernel that is launched so must call `pdl_wait` before it writes anything that others use, or
-reads what the kernel launched just before it writes; what older kernels wrote is there already, for
-that one has waited for them. So at least one program of every launch must come to `pdl_wait`."""
+A kernel launched this way must call `pdl_wait` before it writes anything that others use, and
+before it reads what the previous kernel writes. Writes of earlier kernels are complete, since the
+previous kernel has waited for them; so at least one program of every launch must call it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from triton import knobs
 
 @triton.jit
 def pdl_wait(PDL: tl.constexpr):
-    """Wait for the kernel before, and let the one behind come up."""
+    """Wait for the previous kernel, and let the next one start."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -26,7 +26,7 @@ def pdl_wait(PDL: tl.constexpr):
 
 @functools.cache
 def supports_pdl(device: torch.device) -> bool:
-    """Whether the device has dependent launches."""
+    """Whether the device supports dependent launches."""
     if device.type != "cuda" or knobs.runtime.interpret:
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)

@@ -1,7 +1,7 @@
 # pyright: basic, reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
 """Logits processors in one launch: bias, penalties, bans and grammar masks over per-slot tables.
 
-Tables of slots that ask for nothing are not read. Legend: as `strobe.sampling.processors`.
+Tables of slots without processors are not read. Legend: as in `strobe.sampling.processors`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _process_kernel(
     counts,
     flags,
     strengths,
-    earliest,
+    min_end_position,
     slots,
     positions,
     drafts,
@@ -63,7 +63,7 @@ def _process_kernel(
             scaled = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
             x = tl.where((count > 0) | ((flag & 1) != 0), scaled, x)
             x = x - count * frequency - tl.where(count > 0, presence, 0.0)
-            early = tl.load(positions + row) < tl.load(earliest + slot)
+            early = tl.load(positions + row) < tl.load(min_end_position + slot)
             x = tl.where(early & ((flag & 2) != 0), float("-inf"), x)
     if MASKED:  # noqa: SIM102
         if kind & 2:
@@ -81,8 +81,8 @@ def process(
     *,
     processed: bool,
 ) -> Tensor:
-    """logits [R, V] -> [R, V] float32, as `strobe.sampling.processors.process`, whose Tables and
-    LogitRows these are."""
+    """logits [R, V] -> [R, V] float32, as `strobe.sampling.processors.process`, with its Tables and
+    LogitRows."""
     size = logits.shape[1]
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     drafts = rows[2]

@@ -1,4 +1,4 @@
-"""The GEMMs of linear.py in plain torch: fp32 inside, rounded to the model's dtype in between.
+"""The GEMMs of linear.py in plain torch: computed in fp32, with results in the model's dtype.
 
 Legend: M rows of x, K columns, W [N, K] row-major (gated: [2N, K], gate rows then up rows), V the
 vocabulary.
@@ -15,7 +15,7 @@ from strobe.kernels.reference_rowwise import rms_norm, silu_mul
 
 
 def _quantized(x: Tensor) -> Tensor:
-    """x [M, K] in fp32, rounded to what e4m3 can hold of each group of columns."""
+    """Round x [M, K] to e4m3 with a scale per group of columns, and return it in fp32."""
     rows, columns = x.shape
     groups = F.pad(x.float(), (0, -columns % GROUP)).view(rows, -1, GROUP)
     top = groups.abs().amax(-1, keepdim=True).clamp(min=1e-12)

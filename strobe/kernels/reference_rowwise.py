@@ -1,4 +1,4 @@
-"""The row-wise kernels in plain torch: fp32 inside, rounded where the kernels round.
+"""The row-wise kernels in plain torch: computed in fp32, and rounded where the kernels round.
 
 Legend: T rows, H hidden size, I intermediate size, Hq / Hkv heads, D head size, L layers.
 """
@@ -13,7 +13,7 @@ FP8 = torch.float8_e4m3fn
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """To `dtype`; float8_e4m3fn saturates at its largest, 448."""
+    """Convert to `dtype`; float8_e4m3fn saturates at its largest value, 448."""
     return x.clamp(-448.0, 448.0).to(dtype) if dtype == FP8 else x.to(dtype)
 
 
@@ -23,13 +23,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """residual [T, H] += x in place; -> rms_norm of what is then in residual, in x's dtype."""
+    """residual [T, H] += x in place; return rms_norm of the sum in x's dtype."""
     residual.copy_(x.float() + residual.float())
     return rms_norm(residual, weight, eps).to(x.dtype)
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
-    """x [T, ..., D] in fp32, each pair (x_i, x_{i + D/2}) rotated by its position's angle."""
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
+    """Rotate each pair (x_i, x_{i + D/2}) of x [T, ..., D] by its position's angle, in fp32."""
     half = x.shape[-1] // 2
     shape = (x.shape[0], *(1,) * (x.ndim - 2), half)
     c = cos[positions, :half].float().view(shape)
@@ -54,9 +54,10 @@ def qk_norm_rope_store(
     own_values: bool = True,
     value_norm: bool = False,
 ) -> Tensor:
-    """qkv [T, (Hq + 2 Hkv) D] -> q [T, Hq, D], written into qkv; k and v to kv [slots, 2, Hkv, D].
+    """qkv [T, (Hq + 2 Hkv) D] -> q [T, Hq, D], written into qkv.
 
-    cos, sin [P, D] as `RotaryTable` has them or [P, D / 2] with sin as it is.
+    k and v are stored in kv [slots, 2, Hkv, D]. cos, sin: [P, D] in the layout of `RotaryTable`, or
+    plain [P, D / 2].
     """
     width = kv.shape[-1]
     heads = qkv.unflatten(1, (-1, width))
@@ -67,7 +68,7 @@ def qk_norm_rope_store(
         x = part.float()
         if weight is not None:
             x = F.rms_norm(x, weight.shape, weight.float(), eps)
-        parts.append(_turn(x, cos, sin, positions))
+        parts.append(_rotate(x, cos, sin, positions))
     q.copy_(parts[0])
     kv[slots] = torch.stack([_cast(parts[1], kv.dtype), _cast(v, kv.dtype)], 1)
     return q
@@ -83,20 +84,20 @@ def context_store(
     slots: Tensor,
     data: Tensor,
 ) -> None:
-    """kv_rows [T, L * 2 * Hkv * D] -> the slots of every layer of data [L, slots, 2, Hkv, D]."""
+    """Store kv_rows [T, L * 2 * Hkv * D] in slots of every layer of data [L, slots, 2, Hkv, D]."""
     layers, _, _, kv_heads, width = data.shape
     rows = kv_rows.view(-1, layers, 2, kv_heads, width).float()
     keys = rows[:, :, 0]
     if k_weight is not None:
         keys = F.rms_norm(keys, (width,), None, eps) * k_weight.float()[:, None]
-    keys = _turn(keys, cos, sin, positions)
+    keys = _rotate(keys, cos, sin, positions)
     data[:, slots] = _cast(torch.stack([keys, rows[:, :, 1]], 2).transpose(0, 1), data.dtype)
 
 
 def silu_mul(gate_up: Tensor, *, gelu: bool = False) -> Tensor:
-    """silu(gate) * up of gate_up [T, 2 I], gates first -> [T, I]; gelu: its tanh form instead."""
+    """gate_up [T, 2 I], gates first -> silu(gate) * up [T, I]; gelu: gelu (tanh), not silu."""
     gate, up = gate_up.float().chunk(2, -1)
-    # In fp32 the sum 1 + tanh has no digits left far below 0.
+    # In fp32, 1 + tanh loses all digits far below 0.
     gate = F.gelu(gate.double(), approximate="tanh").float() if gelu else F.silu(gate)
     return (gate * up).to(gate_up.dtype)
 

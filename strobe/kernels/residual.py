@@ -1,4 +1,4 @@
-"""The residual stream of one forward, in one buffer that linear layers add to.
+"""The residual stream of one forward, which linear layers add to in place.
 
 Legend: T rows, H hidden size.
 """
@@ -12,10 +12,10 @@ from strobe.kernels.linear import Gemms, Scaled, Weight
 
 
 class FusedResidual:
-    """`value` [T, H] is overwritten by each sum; captured features are written where they belong.
-    Whoever puts another tensor in the place of `value` gives it up to the stream.
+    """A residual stream `value` [T, H], overwritten by each sum. Sums at captured layers go
+    directly into the features. A tensor assigned to `value` belongs to the stream.
 
-    capture: counts of layers done, in the features' order, side by side.
+    capture: numbers of layers done, in the order in which the features are concatenated.
     """
 
     def __init__(self, value: Tensor, capture: tuple[int, ...] = ()):
@@ -28,18 +28,18 @@ class FusedResidual:
             self._features = features
         if 0 in self._places:
             self._places[0].copy_(value)
-        self._place: Tensor | None = None  # of the feature that the layer ends with
-        self._next_norm: Tensor | None = None  # the weight of the norm that reads behind the layer
-        self._kept: Tensor | None = None  # the last feature, which must stay as it is
-        self._left: tuple[Tensor, Tensor, Scaled] | None = None
+        self._place: Tensor | None = None  # where the current layer's feature is written
+        self._next_norm: Tensor | None = None  # the weight of the norm after the current layer
+        self._last_feature: Tensor | None = None  # must not be overwritten
+        self._prepared: tuple[Tensor, Tensor, Scaled] | None = None
 
     def begin(self, done: int, next_norm: Tensor | None) -> None:
-        """Before the layer with which `done` are done. next_norm: the weight of the norm behind
-        it."""
+        """Begin a layer, after which `done` layers are done. next_norm: the weight of the norm
+        after it."""
         self._place, self._next_norm = self._places.get(done), next_norm
 
     def end(self, done: int) -> None:
-        """After that layer."""
+        """End the layer."""
         if self._place is not None and self.value is not self._place:
             self._place.copy_(self.value)
 
@@ -54,12 +54,12 @@ class FusedResidual:
         bias: Tensor | None,
         next_norm: Tensor | None,
     ) -> None:
-        """Add x Wᵀ + bias. next_norm: the weight of the norm that reads next; None at a layer's
-        end."""
+        """Add x Wᵀ + bias. next_norm: the weight of the norm that reads the sum; None at the end of
+        a layer."""
         out = self.value
         if next_norm is None and self._place is not None:
-            out = self._kept = self._place
-        elif out is self._kept:
+            out = self._last_feature = self._place
+        elif out is self._last_feature:
             out = torch.empty_like(out, memory_format=torch.contiguous_format)
         next_norm, scaled = self._next_norm if next_norm is None else next_norm, None
         if next_norm is None:
@@ -67,10 +67,10 @@ class FusedResidual:
         else:
             _, scaled = gemms.add(x, weight, self.value, bias=bias, next_norm=next_norm, out=out)
         self.value = out
-        self._left = None if scaled is None or next_norm is None else (out, next_norm, scaled)
+        self._prepared = None if scaled is None or next_norm is None else (out, next_norm, scaled)
 
     def scaled(self, norm: Tensor) -> Scaled | None:
-        """The stream as the norm of this weight wants it, where the sum before left it so."""
-        if self._left is None or self._left[0] is not self.value or self._left[1] is not norm:
+        """Return the stream as the last sum prepared it for the norm of this weight, or None."""
+        if self._prepared is None or self._prepared[0] is not self.value:
             return None
-        return self._left[2]
+        return self._prepared[2] if self._prepared[1] is norm else None

@@ -1,8 +1,8 @@
 # pyright: basic, reportCallIssue=false, reportGeneralTypeIssues=false
-"""Row-wise kernels: norms, rotary embedding with the K/V store, the gated activation, fp8 rows.
+"""Row-wise kernels: norms, rotary embedding with K/V store, gated activation, fp8 quantization.
 
-All compute in fp32 and round once, where they write. They read and write 16 bytes a thread and are
-bound by memory at many rows and by the launch at few, so the grid is chosen by the row count.
+All compute in fp32 and round once, when they write. Threads read and write 16 bytes each. Many rows
+are bound by memory and few by the launch, so the grid depends on the row count.
 
 Legend: T rows, H hidden size, I intermediate size, Hq / Hkv heads, D head size, L layers.
 """
@@ -18,22 +18,22 @@ from triton import knobs
 from strobe.kernels.pdl import pdl_wait, supports_pdl
 
 FEW_ROWS = 64
-"""Up to here rows are cut into small programs, so that 16 rows already reach every SM."""
+"""Up to this many rows are split into small programs, so that even 16 rows use every SM."""
 
 FP8_MAX = tl.constexpr(448.0)  # the largest float8_e4m3fn
-TINY = tl.constexpr(2.0**-126)  # the least scale of an fp8 row: its inverse is finite
+TINY = tl.constexpr(2.0**-126)  # the minimum scale of an fp8 row, whose inverse is finite
 
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
 
 
 @triton.jit
 def round_to(x, dtype: tl.constexpr):
-    """x, fp32, to the nearest of `dtype`; float8_e4m3fn saturates and keeps a NaN."""
+    """Round fp32 x to nearest in `dtype`; float8_e4m3fn saturates and keeps NaN."""
     if dtype == tl.float8e4nv:
         x = tl.clamp(x, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
     if INTERPRETED and (dtype == tl.float8e4nv or dtype == tl.bfloat16):
-        # Triton's interpreter truncates to bfloat16 and loses the carry in float8, so it gets
-        # values that need no rounding; below 2^-6 float8 has a fixed step, 2^-9.
+        # Triton's interpreter truncates to bfloat16 and loses the carry in float8, so round before
+        # the conversion; below 2^-6 float8 has a fixed step of 2^-9.
         DROP = 20 if dtype == tl.float8e4nv else 16
         bits = x.to(tl.int32, bitcast=True)
         bits = (bits + ((1 << (DROP - 1)) - 1) + ((bits >> DROP) & 1)) & -(1 << DROP)
@@ -46,8 +46,8 @@ def round_to(x, dtype: tl.constexpr):
 
 @triton.jit
 def gated(gate, up, GELU: tl.constexpr):
-    """silu(gate) * up, in fp32; or with gelu in its tanh form, which is x sigmoid(2 y) with y =
-    sqrt(2 / pi) (x + 0.044715 x^3)."""
+    """silu(gate) * up in fp32, or with gelu (tanh) instead of silu: x sigmoid(2 y) with
+    y = sqrt(2 / pi) (x + 0.044715 x^3)."""
     inner = gate
     if GELU:
         inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
@@ -86,7 +86,7 @@ def _norm_kernel(
 
 @triton.jit
 def _unit(x1, x2, eps, D: tl.constexpr):
-    """1 / rms of each head, whose halves are the rows of x1 and x2."""
+    """Return 1 / rms of each head; x1 and x2 are its halves."""
     square = tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)
     return tl.rsqrt(square / D + eps)[:, None]
 
@@ -95,8 +95,8 @@ def _unit(x1, x2, eps, D: tl.constexpr):
 def _angle(
     cos_ptr, sin_ptr, position, cos_stride, sin_stride, WIDTH: tl.constexpr, D: tl.constexpr
 ):
-    """cos and sin [1, D / 2] of a position. In a table of width D, sin's second half is the
-    positive one."""
+    """Load a position's cos and sin [1, D / 2]. In a table of width D, sin's first half is
+    negated."""
     at = tl.arange(0, D // 2)
     cos = tl.load(cos_ptr + position * cos_stride + at).to(tl.float32)
     sin = tl.load(sin_ptr + position * sin_stride + (WIDTH - D // 2) + at).to(tl.float32)
@@ -115,10 +115,8 @@ def _qk_kernel(
     slot = tl.load(slot_ptr + row).to(tl.int64)
     position = tl.load(position_ptr + row)
     cos, sin = _angle(cos_ptr, sin_ptr, position, cos_stride, sin_stride, WIDTH, D)
-    pdl_wait(
-        PDL
-    )  # places and angles come from kernels before the one before, which are done by now
-    # The heads of q, k and v lie in one line, and so do a slot's keys and values.
+    pdl_wait(PDL)  # slots and angles, loaded above, are written by kernels that have finished
+    # A row's heads of q, k and v are contiguous, and so are a slot's keys and values.
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
     is_q, is_v = (head < Q_HEADS)[:, None], (head >= Q_HEADS + KV_HEADS)[:, None]
     half = tl.arange(0, D // 2)
@@ -126,7 +124,7 @@ def _qk_kernel(
     inside = (head < Q_HEADS + 2 * KV_HEADS)[:, None]
     ptr = qkv_ptr + row * qkv_stride + at
     if not OWN_V:
-        ptr -= tl.where(is_v, KV_HEADS * D, 0)  # the keys once more
+        ptr -= tl.where(is_v, KV_HEADS * D, 0)  # values are the keys
     x1 = tl.load(ptr, inside, other=0.0).to(tl.float32)
     x2 = tl.load(ptr + D // 2, inside, other=0.0).to(tl.float32)
     y1, y2 = x1, x2
@@ -146,10 +144,10 @@ def _qk_kernel(
     z2 = tl.where(is_v, x2, y2 * cos + y1 * sin)
     tl.store(ptr, round_to(z1, qkv_ptr.dtype.element_ty), is_q)
     tl.store(ptr + D // 2, round_to(z2, qkv_ptr.dtype.element_ty), is_q)
-    kept = inside & (head >= Q_HEADS)[:, None]
+    is_kv = inside & (head >= Q_HEADS)[:, None]
     ptr = kv_ptr + slot * (2 * KV_HEADS * D) + (at - Q_HEADS * D)
-    tl.store(ptr, round_to(z1, kv_ptr.dtype.element_ty), kept)
-    tl.store(ptr + D // 2, round_to(z2, kv_ptr.dtype.element_ty), kept)
+    tl.store(ptr, round_to(z1, kv_ptr.dtype.element_ty), is_kv)
+    tl.store(ptr + D // 2, round_to(z2, kv_ptr.dtype.element_ty), is_kv)
 
 
 @triton.jit
@@ -239,12 +237,12 @@ def _launch_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, add: b
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [T, H] / rms(x) * weight [H] -> [T, H]; rounds where `F.rms_norm` does, at the end."""
+    """x [T, H] / rms(x) * weight [H] -> [T, H], rounded once at the end, as `F.rms_norm`."""
     return _launch_norm(x, x, weight, eps, add=False)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """residual [T, H] += x [T, H] in place, rounded; -> rms_norm of what is then in residual."""
+    """residual [T, H] += x [T, H] in place, rounded; return rms_norm of the rounded sum."""
     return _launch_norm(x, residual, weight, eps, add=True)
 
 
@@ -264,15 +262,14 @@ def qk_norm_rope_store(
     own_values: bool = True,
     value_norm: bool = False,
 ) -> Tensor:
-    """Per-head norms and rotary embedding of q and k; keys and values to their slots. One launch.
+    """Apply per-head norms and rotary embedding to q and k, and store keys and values.
 
-    qkv [T, (Hq + 2 Hkv) D]; weights [D] or None for no norm; cos, sin [P, D] as `RotaryTable` has
-    them, or [P, D / 2] with sin as it is; positions, slots [T] int64; kv [slots, 2, Hkv, D],
-    contiguous, of any float dtype (float8_e4m3fn saturates). Returns q [T, Hq, D], which overwrote
-    the q part of qkv; its k part is left as it was. own_values: otherwise qkv has no v part, and
-    the values are the keys before norm and rope. value_norm: values / rms(values). Of rows
-    that share a slot any may win. positions and slots may not be what the kernel launched just
-    before writes.
+    qkv [T, (Hq + 2 Hkv) D]; weights [D] or None for no norm; cos, sin [P, D] in the layout of
+    `RotaryTable`, or plain [P, D / 2]; positions, slots [T] int64, not written by the kernel
+    launched just before; kv [slots, 2, Hkv, D], contiguous, of any float dtype (float8_e4m3fn
+    saturates). own_values: if False, qkv has no v part, and the values are the keys before norm and
+    rope. value_norm: store values / rms(values). If rows share a slot, any of them may win.
+    Returns q [T, Hq, D], which overwrites the q part of qkv; its k and v parts stay unchanged.
     """
     rows, width = qkv.shape[0], kv.shape[-1]
     few_rows = rows <= FEW_ROWS
@@ -317,7 +314,7 @@ def context_store(
     slots: Tensor,
     data: Tensor,
 ) -> None:
-    """A drafter's context keys (normed and rotated) and values of all layers to their slots.
+    """Apply norm and rope to a drafter's context keys, and store keys and values of all layers.
 
     kv_rows [T, L * 2 * Hkv * D], per layer keys then values; k_weight [L, D] contiguous, or None;
     cos, sin, positions, slots as in `qk_norm_rope_store`; data [L, slots, 2, Hkv, D], each layer
@@ -352,8 +349,8 @@ def context_store(
 
 
 def silu_mul(gate_up: Tensor, *, gelu: bool = False) -> Tensor:
-    """silu(gate) * up of gate_up [T, 2 I], gates first -> [T, I]; torch rounds silu(gate) too.
-    gelu: in its tanh form, in silu's place."""
+    """gate_up [T, 2 I], gates first -> silu(gate) * up [T, I], rounded once (torch also rounds
+    silu(gate)). gelu: gelu (tanh) instead of silu."""
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device)
     block = min(1024 if rows <= FEW_ROWS else 4096, triton.next_power_of_2(size))
@@ -376,7 +373,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [T, K] -> (x8 [T, K] float8_e4m3fn, scale [T] float32) with x8 * scale close to x.
 
     scale = max |x| / 448, at least 2^-126 so that its inverse is finite, and 1 for a row of zeros;
-    x8 is x times the rounded inverse of scale.
+    x8 is x times the rounded inverse of the scale.
     """
     rows, size = x.shape
     out = torch.empty((rows, size), dtype=torch.float8_e4m3fn, device=x.device)

@@ -1,9 +1,9 @@
 # pyright: basic, reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-"""Logits to tokens: the first maximum, and a race behind top-k, top-p and min-p.
+"""Sample tokens from logits: argmax, or Gumbel argmax after top-k, top-p and min-p.
 
-`sample_rows` finds each row's maximum and the least logit that its filters keep
-(`kernels.top_p_threshold`); then `kernels.gumbel_argmax` has many programs a row. Legend: R rows, V
-vocabulary."""
+`sample_rows` finds each row's maximum and the smallest logit that its filters keep
+(`kernels.top_p_threshold`); then `kernels.gumbel_argmax` samples with many programs per row.
+Legend: R rows, V vocabulary."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from strobe.kernels.workspace import MAX_MARGIN
 MAX_PARTS = 8
 ARGMAX_BLOCK = 8192
 
-LEAST = tl.constexpr(-3.4028234663852886e38)
-"""The least finite float32."""
+MIN_FLOAT = tl.constexpr(-3.4028234663852886e38)
+"""The smallest finite float32."""
 
 UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
-"""So many low bits of a logit in float32 are 0, and are left out of its key."""
+"""Low bits that are 0 when a logit is converted to float32; keys leave them out."""
 
 
 @triton.jit
@@ -44,8 +44,8 @@ def _sample_kernel(
     top_p_ptr,
     min_p_ptr,
     top_k_ptr,
-    facts_ptr,
-    room_ptr,
+    params_ptr,
+    scratch_ptr,
     out_ptr,
     stride,
     V: tl.constexpr,
@@ -54,67 +54,69 @@ def _sample_kernel(
     SHIFT: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Greedy rows' tokens, and for the others what `race` needs of them."""
+    """Write the tokens of greedy rows, and the parameters of `gumbel_argmax` for the others."""
     index = tl.program_id(0).to(tl.int64)
     row = logits_ptr + index * stride
-    room = room_ptr + index * (1 + 6 * PARTS)
-    facts = facts_ptr + index * 4
+    scratch = scratch_ptr + index * (1 + 6 * PARTS)
+    params = params_ptr + index * 4
     temperature = tl.load(temperature_ptr + index)
     lanes = tl.full([WIDTH // VECTOR, SEGMENTS, VECTOR], float("-inf"), tl.float32)
     nans = tl.full([WIDTH // VECTOR, SEGMENTS], 0.0, tl.float32)
-    # The first reading comes from memory, so more of it is kept in flight.
+    # The first pass reads from memory, so keep more loads in flight.
     for step in tl.range(SEGMENT // WIDTH, loop_unroll_factor=4):
         x = read(row, ids_of(step, SEGMENT, VECTOR), V)
         lanes = tl.maximum(lanes, x)
         nans += tl.sum(tl.where(x != x, 1.0, 0.0), 2)
     top = tl.max(lanes).to(tl.int32, bitcast=True)
-    odd = (tl.sum(nans) > 0).to(tl.int32)
-    tops, odds, _ = exchange(room, 0, top, odd, odd, PARTS)
-    top, numbers = tl.max(tops.to(tl.float32, bitcast=True)), tl.max(odds) == 0
-    if (temperature > 0) & numbers & (tl.abs(top) < float("inf")):
+    has_nan = (tl.sum(nans) > 0).to(tl.int32)
+    tops, nan_flags, _ = exchange(scratch, 0, top, has_nan, has_nan, PARTS)
+    top, no_nan = tl.max(tops.to(tl.float32, bitcast=True)), tl.max(nan_flags) == 0
+    if (temperature > 0) & no_nan & (tl.abs(top) < float("inf")):
         temperature = tl.maximum(temperature, 1e-30)
         scale = tl.div_rn(LOG2E, temperature)
         top_p = tl.load(top_p_ptr + index)
         min_p = tl.minimum(tl.load(min_p_ptr + index), 1.0)
         k = tl.load(top_k_ptr + index)
         k = tl.where((k > 0) & (k < V), k, V).to(tl.int32)
-        edge = tl.full([], float("-inf"), tl.float32)
+        threshold = tl.full([], float("-inf"), tl.float32)
         if (k < V) | (top_p < 1.0):
-            edge = threshold_key(
-                row, room, lanes, top, scale, top_p, k, V, SEGMENT, VECTOR, SHIFT, PARTS
+            threshold = threshold_key(
+                row, scratch, lanes, top, scale, top_p, k, V, SEGMENT, VECTOR, SHIFT, PARTS
             )
-        tl.store(facts, top)
-        tl.store(facts + 1, tl.div_rn(1.0, temperature))
-        tl.store(facts + 2, tl.maximum(edge, LEAST))
-        tl.store(facts + 3, min_p)
+        tl.store(params, top)
+        tl.store(params + 1, tl.div_rn(1.0, temperature))
+        tl.store(params + 2, tl.maximum(threshold, MIN_FLOAT))
+        tl.store(params + 3, min_p)
     else:
-        # Greedy rows, and those that have no weights: the first maximum; with a NaN no token.
+        # Greedy rows and rows without probabilities: the first argmax, or NO_TOKEN for a NaN.
         first = tl.full([WIDTH // VECTOR, SEGMENTS, VECTOR], V, tl.int32)
         for step in range(SEGMENT // WIDTH):
             ids = ids_of(step, SEGMENT, VECTOR)
             x = read(row, ids, V)
             first = tl.minimum(first, tl.where(x == top, ids, V))
         first = tl.min(first)
-        firsts, _, _ = exchange(room, 1, first, first, first, PARTS)
-        token = tl.where(numbers, tl.min(firsts), NO_TOKEN)
+        firsts, _, _ = exchange(scratch, 1, first, first, first, PARTS)
+        token = tl.where(no_nan, tl.min(firsts), NO_TOKEN)
         tl.store(out_ptr + index, token.to(tl.int64))
-        tl.store(facts + 2, float("nan"))
+        tl.store(params + 2, float("nan"))
 
 
 @triton.jit
-def _argmax_kernel(logits_ptr, out_ptr, rests_ptr, stride, V: tl.constexpr, BLOCK: tl.constexpr):
-    """Each block's first maximum; of several blocks, its word. rests_ptr: for each block, the key
-    of its largest logit but that one; or None."""
+def _argmax_kernel(
+    logits_ptr, out_ptr, second_keys_ptr, stride, V: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Write each block's first argmax, as a word if there are several blocks or second keys.
+    second_keys_ptr: also write the key of each block's second largest logit; or None."""
     index, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     at = block * BLOCK + tl.arange(0, BLOCK)
     x = read(logits_ptr + index * stride, at, V)
     keys = tl.where(x == x, key_of(x), NAN_KEY)
     best = tl.max(keys, 0)
     token = tl.min(tl.where(keys == best, at, V), 0).to(tl.int64)
-    if rests_ptr is not None:
-        rest = tl.max(tl.where(at == token, -NAN_KEY, keys), 0)
-        tl.store(rests_ptr + index * blocks + block, rest)
-    if (blocks > 1) | (rests_ptr is not None):
+    if second_keys_ptr is not None:
+        second_key = tl.max(tl.where(at == token, -NAN_KEY, keys), 0)
+        tl.store(second_keys_ptr + index * blocks + block, second_key)
+    if (blocks > 1) | (second_keys_ptr is not None):
         token = word_of(best, token)
     else:
         token = tl.where(best == NAN_KEY, NO_TOKEN, token)
@@ -122,47 +124,47 @@ def _argmax_kernel(logits_ptr, out_ptr, rests_ptr, stride, V: tl.constexpr, BLOC
 
 
 @triton.jit
-def _margin_kernel(words_ptr, rests_ptr, out_ptr, margins_ptr, parts, SIZE: tl.constexpr):
-    """A row's token, and its margin."""
+def _margin_kernel(words_ptr, second_keys_ptr, out_ptr, margins_ptr, parts, SIZE: tl.constexpr):
+    """Write each row's token and margin."""
     index, at = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
     words = tl.load(words_ptr + index * parts + at, at < parts, other=NO_WORD)
-    rests = tl.load(rests_ptr + index * parts + at, at < parts, other=-NAN_KEY)
+    second_keys = tl.load(second_keys_ptr + index * parts + at, at < parts, other=-NAN_KEY)
     best = tl.max(words, 0)
     other_keys = tl.where((words == best) | (at >= parts), -NAN_KEY, (words >> 32).to(tl.int32))
-    rest = tl.max(tl.maximum(other_keys, rests), 0)
+    second_key = tl.max(tl.maximum(other_keys, second_keys), 0)
     top = key_of((best >> 32).to(tl.int32).to(tl.float32, bitcast=True))
     margin = top.to(tl.float32, bitcast=True)
-    margin -= key_of(rest.to(tl.float32, bitcast=True)).to(tl.float32, bitcast=True)
+    margin -= key_of(second_key.to(tl.float32, bitcast=True)).to(tl.float32, bitcast=True)
     margin = tl.where(margin == margin, margin, 0.0)
     tl.store(margins_ptr + index, tl.minimum(margin, MAX_MARGIN))
     tl.store(out_ptr + index, token_of(best))
 
 
 def argmax(logits: Tensor, margins: Tensor | None = None) -> Tensor:
-    """logits [R, V] -> [R] int64, the first maximum of each row, -1 where there is a NaN.
+    """logits [R, V] -> [R] int64, each row's first argmax, -1 for rows with a NaN.
     margins [R] float32: filled as by `strobe.sampling.sampler.best_two`."""
     rows, size = logits.shape
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     block = min(ARGMAX_BLOCK, triton.next_power_of_2(size))
     blocks = -(-size // block)
-    words, rests = out if blocks == 1 else out.new_empty(rows, blocks), None
+    words, second_keys = out if blocks == 1 else out.new_empty(rows, blocks), None
     if margins is not None:
         words = out.new_empty(rows, blocks)
-        rests = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
+        second_keys = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
     _argmax_kernel[(rows, blocks)](
-        logits, words, rests, logits.stride(0), V=size, BLOCK=block, num_warps=8
+        logits, words, second_keys, logits.stride(0), V=size, BLOCK=block, num_warps=8
     )
-    if rests is not None:
+    if second_keys is not None:
         size = triton.next_power_of_2(blocks)
-        _margin_kernel[(rows,)](words, rests, out, margins, blocks, SIZE=size, num_warps=1)
+        _margin_kernel[(rows,)](words, second_keys, out, margins, blocks, SIZE=size, num_warps=1)
     elif blocks > 1:
         take_best(words, out, blocks)
     return out
 
 
 def parts_of(rows: int, device: torch.device) -> int:
-    """Programs a row, a power of two: few rows are spread over the GPU's multiprocessors, all of
-    them at once, for they wait for one another."""
+    """Return the number of programs per row, a power of two. Few rows use several, but all programs
+    must run at the same time, since those of a row wait for each other."""
     if device.type != "cuda":
         return 1
     max_parts = torch.cuda.get_device_properties(device).multi_processor_count // max(rows, 1)
@@ -178,29 +180,29 @@ def sample_rows(
     key: Tensor,
     position: Tensor,
 ) -> Tensor:
-    """logits [R, V] -> tokens [R] int64, each row as by `strobe.sampling.sampler.sample_rows`.
+    """logits [R, V] -> tokens [R] int64, as `strobe.sampling.sampler.sample_rows`.
 
     temperature, top_p, min_p [R] float32, temperature 0 is greedy; top_k [R] int64, 0 is off; key,
-    position [R] int64. Sums are in float32, in an order that R decides; where their rounding moves
-    an edge, a token more or less races. Rows without weights (+inf, or nothing but -inf) give
-    their first maximum, and rows with a NaN -1.
+    position [R] int64. Sums are in float32, in an order that depends on R; their rounding may move
+    the threshold by a token. Rows without probabilities (with +inf, or all -inf) count as greedy;
+    rows with a NaN give -1.
     """
     rows, size = logits.shape
     assert all(t.stride(0) == 1 for t in (temperature, top_p, min_p, top_k, key, position))
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    facts = torch.empty(rows, 4, dtype=torch.float32, device=logits.device)
+    params = torch.empty(rows, 4, dtype=torch.float32, device=logits.device)
     parts = parts_of(rows, logits.device)
     segment = triton.cdiv(size, parts * SEGMENTS.value * WIDTH.value) * WIDTH.value
-    make = torch.zeros if parts > 1 else torch.empty
-    room = make(rows, 1 + 6 * parts, dtype=torch.int32, device=logits.device)
+    allocate = torch.zeros if parts > 1 else torch.empty
+    scratch = allocate(rows, 1 + 6 * parts, dtype=torch.int32, device=logits.device)
     _sample_kernel[(rows, parts)](
         logits,
         temperature,
         top_p,
         min_p,
         top_k,
-        facts,
-        room,
+        params,
+        scratch,
         out,
         logits.stride(0),
         V=size,
@@ -210,5 +212,5 @@ def sample_rows(
         PARTS=parts,
         num_warps=32,
     )
-    gumbel_argmax(logits, facts, key, position, out)
+    gumbel_argmax(logits, params, key, position, out)
     return out

@@ -1,5 +1,5 @@
 # pyright: basic, reportCallIssue=false
-"""A step's bookkeeping on the device: where rows stand, and what became of the drafts.
+"""A step's bookkeeping on the device: the rows' positions and K/V slots, and accepting drafts.
 
 Legend: S spans, T rows, K drafts per span, W rows of a span with logits. The torch twins are in
 `strobe.runner.state`.
@@ -32,7 +32,7 @@ def _place_kernel(
     starts,
     lengths,
     positions,
-    places,
+    kv_slots,
     ids,
     spans,
     rows,
@@ -46,27 +46,27 @@ def _place_kernel(
 ):
     pdl_wait(PDL)
     lanes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    # Per span: where it starts, and how many of its drafts lie before the context's end.
-    real = lanes < spans
-    start = tl.load(cursor + 2 * tl.load(slots + lanes, real, 0), real, 0)
-    tl.store(starts + lanes, start, real)
-    room = tl.maximum(limit - 1 - start, 0)
-    tl.store(lengths + lanes, tl.minimum(tl.load(planned + lanes, real, 0), room), real)
-    # Per row: its position, its slot in the K/V stores, and its token.
-    real = lanes < rows
-    span = tl.load(span_of_row + lanes, real, 0)
-    slot = tl.load(slots + span, real, 0)
-    position = tl.load(cursor + 2 * slot, real, 0) + tl.load(offset + lanes, real, 0)
-    entry = tl.load(table + slot * columns + position // PAGE, real, 0)
-    token = tl.load(tokens + lanes, real, 0)
-    tail = tl.load(cursor + 2 * slot + 1, real & (token == -1), 0)
+    # Per span: its start, and how many of its drafts are within the context.
+    valid = lanes < spans
+    start = tl.load(cursor + 2 * tl.load(slots + lanes, valid, 0), valid, 0)
+    tl.store(starts + lanes, start, valid)
+    num_free = tl.maximum(limit - 1 - start, 0)
+    tl.store(lengths + lanes, tl.minimum(tl.load(planned + lanes, valid, 0), num_free), valid)
+    # Per row: its position, K/V slot and token.
+    valid = lanes < rows
+    span = tl.load(span_of_row + lanes, valid, 0)
+    slot = tl.load(slots + span, valid, 0)
+    position = tl.load(cursor + 2 * slot, valid, 0) + tl.load(offset + lanes, valid, 0)
+    entry = tl.load(table + slot * columns + position // PAGE, valid, 0)
+    token = tl.load(tokens + lanes, valid, 0)
+    tail = tl.load(cursor + 2 * slot + 1, valid & (token == -1), 0)
     if K:
-        draft = tl.load(drafts + span * draft_stride - 2 - token, real & (token < -1), 0)
+        draft = tl.load(drafts + span * draft_stride - 2 - token, valid & (token < -1), 0)
         tail = tl.where(token < -1, draft, tail)
-    tl.store(positions + lanes, position, real)
-    tl.store(places + lanes, entry + position, real)
-    # A row with NaN gave no token, but -1.
-    tl.store(ids + lanes, tl.maximum(tl.where(token < 0, tail, token), 0), real)
+    tl.store(positions + lanes, position, valid)
+    tl.store(kv_slots + lanes, entry + position, valid)
+    # A row with NaN logits gave token -1.
+    tl.store(ids + lanes, tl.maximum(tl.where(token < 0, tail, token), 0), valid)
 
 
 def place(
@@ -75,14 +75,14 @@ def place(
     """cursor [N, 2], table [N, columns], a layout of S spans and T rows, drafts [S, K] ->
     ids, positions, kv_slots [T], starts, draft_lengths [S].
 
-    draft_lengths: the planned drafts that lie before position `limit`. A layout's token is an id,
-    -1 for the span's newest token, or -2 - j for its draft j.
+    draft_lengths: number of planned drafts before position `limit`. A layout's token is an id, -1
+    for the span's newest token, or -2 - j for its draft j.
     """
     size, count = layout.slots.shape[0], layout.tokens.shape[0]
     device_tokens = layout.tokens[:, None] if drafts is None else drafts
     width = 0 if drafts is None else drafts.shape[1]
     buffer = torch.empty(2 * size + 3 * count, dtype=torch.int64, device=cursor.device)
-    start, lengths, positions, places, ids = buffer.split([size, size, count, count, count])
+    starts, lengths, positions, kv_slots, ids = buffer.split([size, size, count, count, count])
     pdl = supports_pdl(cursor.device)
     _place_kernel[(triton.cdiv(max(size, count), _BLOCK),)](
         cursor,
@@ -93,10 +93,10 @@ def place(
         layout.tokens,
         device_tokens,
         layout.drafts,
-        start,
+        starts,
         lengths,
         positions,
-        places,
+        kv_slots,
         ids,
         size,
         count,
@@ -110,7 +110,7 @@ def place(
         PDL=pdl,
         launch_pdl=pdl,
     )
-    return ids, positions, places, start, lengths
+    return ids, positions, kv_slots, starts, lengths
 
 
 @triton.jit(do_not_specialize=["simulated", "rows"])
@@ -120,7 +120,7 @@ def _accept_kernel(
     lengths,
     start,
     row_starts,
-    certain,
+    context_rows,
     slots,
     cursor,
     accepted,
@@ -138,12 +138,12 @@ def _accept_kernel(
     tokens += span * W
     num_accepted = tl.zeros([], tl.int64)
     begin = tl.load(start + span)
-    sure = tl.load(certain + span)
+    num_context = tl.load(context_rows + span)
     if K:
         length = tl.load(lengths + span)
         inside = lanes < length
         token = tl.load(tokens + lanes, inside, 0)
-        first = tl.load(row_starts + span) + sure
+        first = tl.load(row_starts + span) + num_context
         draft = tl.load(ids + first + lanes, inside & (first + lanes < rows), 0)
         num_accepted = tl.min(tl.where(inside & (token == draft), BLOCK, lanes), 0).to(tl.int64)
         if SIMULATED:
@@ -153,18 +153,18 @@ def _accept_kernel(
             num_accepted = tl.minimum((base + tl.where(one_more, 1.0, 0.0)).to(tl.int64), length)
     tl.store(accepted + span, num_accepted)
     slot = tl.load(slots + span)
-    tl.store(cursor + 2 * slot, begin + sure + num_accepted)
+    tl.store(cursor + 2 * slot, begin + num_context + num_accepted)
     tl.store(cursor + 2 * slot + 1, tl.load(tokens + num_accepted))
 
 
 def accept(
     tokens: Tensor, batch: Any, layout: Any, cursor: Tensor, simulated: float | None = None
 ) -> Tensor:
-    """tokens [S, W], the target's at every row -> accepted [S].
+    """tokens [S, W], the target's tokens at the rows with logits -> accepted drafts [S].
 
-    Drafts, which follow a span's certain rows in the batch's ids, are kept while they equal the
-    target's tokens; cursor [N, 2] takes the new lengths and newest tokens. simulated: keep instead
-    so many tokens per step on average.
+    Drafts, which follow a span's context rows in the batch's ids, are accepted while they equal the
+    target's tokens; the new lengths and newest tokens are written to cursor [N, 2]. simulated:
+    accept drafts so that this many tokens are committed per step on average, whatever they are.
     """
     size, width = tokens.shape
     accepted = torch.empty(size, dtype=torch.int64, device=tokens.device)
@@ -204,8 +204,8 @@ def _gather_kernel(
 
 
 def gather_rows(table: Tensor, index: Tensor) -> Tensor:
-    """table [N, H] of any row stride, index [R] int64 -> the rows [R, H]; torch's own takes four
-    times as long for a few rows. The twin is `index_select`."""
+    """table [N, H] of any row stride, index [R] int64 -> rows [R, H], as `index_select`, which
+    takes four times as long for a few rows."""
     size = table.shape[1]
     out = torch.empty(index.shape[0], size, dtype=table.dtype, device=table.device)
     block = min(triton.next_power_of_2(size), 1024)

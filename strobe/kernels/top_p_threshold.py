@@ -1,14 +1,13 @@
 # pyright: basic, reportCallIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
-"""The least logit that a row's top-k and top-p keep, without a sort.
+"""The smallest logit that a row's top-k and top-p keep, without a sort.
 
-It is found by bisection over the floats in their order, each reading of the row taking count or
-mass above three of them. A row of 150,000 tokens in bfloat16 is 304 KB, so that the rows of all SMs
-stay in the L2 cache, and a reading is bound by arithmetic: 7 to 13 instructions a token. The first
-bounds are tight enough for about 5 readings. Few rows are divided among several programs each,
-which exchange what they counted behind every reading; with many, a program has a row.
+A search over the ordered floats halves the range twice per pass over the row: each pass computes
+the count or mass of tokens above three of them. A row of 150,000 tokens in bfloat16 is 304 KB, so
+the rows of all SMs stay in the L2 cache, and a pass is bound by arithmetic: 7 to 13 instructions
+per token. The initial bounds are tight enough for about 5 passes. Few rows are split among several
+programs each, which exchange their sums after every pass; many rows have one program each.
 
-A row, or a program's part of one, lies before it as SEGMENTS runs of SEGMENT tokens, read side by
-side:
+A row, or a program's part of it, is SEGMENTS runs of SEGMENT tokens, which are read in parallel:
 
     step          0            1                 STEPS - 1
     segment 0     [ WIDTH ]    [ WIDTH ]   ...   [ WIDTH ]
@@ -28,20 +27,20 @@ SEGMENTS: tl.constexpr = tl.constexpr(32)
 WIDTH: tl.constexpr = tl.constexpr(256)
 
 NOTHING = tl.constexpr(-0x7F800000)
-"""The key of -inf, below that of every other number."""
+"""The key of -inf, below the keys of all other numbers."""
 
 
 @triton.jit
 def _value(key, SHIFT: tl.constexpr):
-    """The float32 of an int64 key without its SHIFT low bits."""
+    """Return the float32 of an int64 key without its SHIFT low bits."""
     key = (key << SHIFT).to(tl.int32)
     return tl.where(key < 0, -key | -0x80000000, key).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def ids_of(step, SEGMENT: tl.constexpr, VECTOR: tl.constexpr):
-    """The tokens [WIDTH / VECTOR, SEGMENTS, VECTOR] of a step: a thread reads VECTOR at once, a
-    warp lies along the first dimension and so reads what is next to each other."""
+    """Return the tokens [WIDTH / VECTOR, SEGMENTS, VECTOR] of a step. A thread reads VECTOR tokens
+    at once; a warp extends along the first dimension, so its reads are contiguous."""
     first = tl.program_id(1) * (SEGMENTS * SEGMENT)
     lane = tl.arange(0, WIDTH // VECTOR)[:, None, None] * VECTOR
     segment = tl.arange(0, SEGMENTS)[None, :, None] * SEGMENT
@@ -49,84 +48,85 @@ def ids_of(step, SEGMENT: tl.constexpr, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def exchange(room, turn, one, two, three, PARTS: tl.constexpr):
-    """Three int32 of each of a row's programs, [PARTS] each. Waits for all of them: they must run
-    at the same time. room: [1 + 2 * 3 * PARTS] int32, a count of arrivals that starts at 0, and
-    the numbers of two turns, for nobody is further ahead. turn: counts calls from 0."""
+def exchange(scratch, epoch, a, b, c, PARTS: tl.constexpr):
+    """Exchange three int32 among a row's programs, and return all of them, [PARTS] each. Waits for
+    all programs, which must run at the same time. scratch: [1 + 2 * 3 * PARTS] int32: a counter of
+    arrivals, which starts at 0, and buffers of two epochs, since no program is further ahead.
+    epoch: the number of calls before this one."""
     index = tl.arange(0, PARTS)
     if PARTS == 1:
-        return one + index, two + index, three + index
-    numbers = room + 1 + (turn & 1) * (3 * PARTS)
-    own = numbers + tl.program_id(1)
-    tl.store(own, one)
-    tl.store(own + PARTS, two)
-    tl.store(own + 2 * PARTS, three)
+        return a + index, b + index, c + index
+    buffer = scratch + 1 + (epoch & 1) * (3 * PARTS)
+    slot = buffer + tl.program_id(1)
+    tl.store(slot, a)
+    tl.store(slot + PARTS, b)
+    tl.store(slot + 2 * PARTS, c)
     tl.debug_barrier()
-    tl.atomic_add(room, 1, sem="release")
-    while tl.load(room, volatile=True) < PARTS * (turn + 1):
+    tl.atomic_add(scratch, 1, sem="release")
+    while tl.load(scratch, volatile=True) < PARTS * (epoch + 1):
         pass
-    tl.atomic_add(room, 0, sem="acquire")
+    tl.atomic_add(scratch, 0, sem="acquire")
     tl.debug_barrier()
-    numbers += index
-    one, two = tl.load(numbers, volatile=True), tl.load(numbers + PARTS, volatile=True)
-    return one, two, tl.load(numbers + 2 * PARTS, volatile=True)
+    buffer += index
+    a, b = tl.load(buffer, volatile=True), tl.load(buffer + PARTS, volatile=True)
+    return a, b, tl.load(buffer + 2 * PARTS, volatile=True)
 
 
 @triton.jit
-def _total(room, turn, one, two, three, PARTS: tl.constexpr):
-    """Three float32 added up over a row's programs."""
-    one, two, three = exchange(
-        room,
-        turn,
-        one.to(tl.int32, bitcast=True),
-        two.to(tl.int32, bitcast=True),
-        three.to(tl.int32, bitcast=True),
+def _total(scratch, epoch, a, b, c, PARTS: tl.constexpr):
+    """Return three float32 summed over a row's programs."""
+    a, b, c = exchange(
+        scratch,
+        epoch,
+        a.to(tl.int32, bitcast=True),
+        b.to(tl.int32, bitcast=True),
+        c.to(tl.int32, bitcast=True),
         PARTS,
     )
-    one, two = one.to(tl.float32, bitcast=True), two.to(tl.float32, bitcast=True)
-    return tl.sum(one), tl.sum(two), tl.sum(three.to(tl.float32, bitcast=True))
+    a, b = a.to(tl.float32, bitcast=True), b.to(tl.float32, bitcast=True)
+    return tl.sum(a), tl.sum(b), tl.sum(c.to(tl.float32, bitcast=True))
 
 
 @triton.jit
 def _amounts(
     row,
-    room,
-    turn,
+    scratch,
+    epoch,
     top,
     scale,
-    least1,
-    least2,
-    least3,
+    threshold1,
+    threshold2,
+    threshold3,
     COUNT: tl.constexpr,
     V: tl.constexpr,
     SEGMENT: tl.constexpr,
     VECTOR: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """The mass of the tokens with logits of at least each of three values, or their count."""
+    """Return the mass, or the COUNT, of tokens at or above each of three logits."""
     amount1 = tl.full([WIDTH // VECTOR, SEGMENTS], 0.0, tl.float32)
     amount2 = tl.full([WIDTH // VECTOR, SEGMENTS], 0.0, tl.float32)
     amount3 = tl.full([WIDTH // VECTOR, SEGMENTS], 0.0, tl.float32)
     for step in range(SEGMENT // WIDTH):
         x = read(row, ids_of(step, SEGMENT, VECTOR), V)
-        # Ones in float, not bools or selections: two instructions, a comparison and an FMA.
+        # Floats instead of bools or selects: two instructions, a comparison and an FMA.
         weight = 1.0 if COUNT else tl.exp2((x - top) * scale)
-        amount1 += tl.sum(tl.where(x >= least1, 1.0, 0.0) * weight, 2)
-        amount2 += tl.sum(tl.where(x >= least2, 1.0, 0.0) * weight, 2)
-        amount3 += tl.sum(tl.where(x >= least3, 1.0, 0.0) * weight, 2)
-    return _total(room, turn, tl.sum(amount1), tl.sum(amount2), tl.sum(amount3), PARTS)
+        amount1 += tl.sum(tl.where(x >= threshold1, 1.0, 0.0) * weight, 2)
+        amount2 += tl.sum(tl.where(x >= threshold2, 1.0, 0.0) * weight, 2)
+        amount3 += tl.sum(tl.where(x >= threshold3, 1.0, 0.0) * weight, 2)
+    return _total(scratch, epoch, tl.sum(amount1), tl.sum(amount2), tl.sum(amount3), PARTS)
 
 
 @triton.jit
 def _search(
     row,
-    room,
-    turn,
+    scratch,
+    epoch,
     top,
     scale,
     low,
     high,
-    goal,
+    target,
     COUNT: tl.constexpr,
     V: tl.constexpr,
     SEGMENT: tl.constexpr,
@@ -134,24 +134,25 @@ def _search(
     SHIFT: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """The greatest key in [low, high) whose tokens from it on amount to the goal, or low.
+    """Find the largest key in [low, high) such that the amount (mass or COUNT) of tokens from it on
+    reaches the target, or low.
 
-    -> (key, the amount from it on, the amount from a greater key on, the next turn). By count it
-    ends early at a key with just `goal` tokens from it on; by mass, where one token at most can lie
-    between the two keys.
+    Return the key, the amount from it on, the amount from a larger key on, and the next epoch. A
+    COUNT ends early at a key with exactly `target` tokens from it on; a mass if at most one token
+    can be between the two keys.
     """
-    some = tl.full([], 0.0, tl.float32)
-    less = tl.full([], 0.0, tl.float32)
-    fresh = low == low  # the amount of low itself is not known
-    going = fresh
-    while going:
-        key1 = tl.where(fresh, low, low + ((high - low) >> 2))
+    amount = tl.full([], 0.0, tl.float32)
+    amount_above = tl.full([], 0.0, tl.float32)
+    first_pass = low == low  # the amount of low itself is not known
+    searching = first_pass
+    while searching:
+        key1 = tl.where(first_pass, low, low + ((high - low) >> 2))
         key2 = low + ((high - low) >> 1)
         key3 = low + (((high - low) * 3) >> 2)
         amount1, amount2, amount3 = _amounts(
             row,
-            room,
-            turn,
+            scratch,
+            epoch,
             top,
             scale,
             _value(key1, SHIFT),
@@ -163,28 +164,30 @@ def _search(
             VECTOR,
             PARTS,
         )
-        turn += 1
-        ok1, ok2, ok3 = amount1 >= goal, amount2 >= goal, amount3 >= goal
+        epoch += 1
+        ok1, ok2, ok3 = amount1 >= target, amount2 >= target, amount3 >= target
         high = tl.where(ok3, high, tl.where(ok2, key3, tl.where(ok1, key2, key1)))
-        less = tl.where(ok3, less, tl.where(ok2, amount3, tl.where(ok1, amount2, amount1)))
-        first = ok1 | fresh
+        amount_above = tl.where(
+            ok3, amount_above, tl.where(ok2, amount3, tl.where(ok1, amount2, amount1))
+        )
+        first = ok1 | first_pass
         low = tl.where(ok3, key3, tl.where(ok2, key2, tl.where(first, key1, low)))
-        some = tl.where(ok3, amount3, tl.where(ok2, amount2, tl.where(first, amount1, some)))
+        amount = tl.where(ok3, amount3, tl.where(ok2, amount2, tl.where(first, amount1, amount)))
         if COUNT:
-            done = some == goal
+            done = amount == target
         else:
-            # Each token between weighs at least `weight`, which must stand out of the rounding.
+            # Tokens between the keys weigh at least `weight`, which must exceed rounding errors.
             weight = tl.exp2((_value(low, SHIFT) - top) * scale)
-            done = (some - less < 1.5 * weight) & (weight > 1e-5 * some)
-        going = (high - low > 1) & (done == 0)
-        fresh = fresh & False
-    return low, some, less, turn
+            done = (amount - amount_above < 1.5 * weight) & (weight > 1e-5 * amount)
+        searching = (high - low > 1) & (done == 0)
+        first_pass = first_pass & False
+    return low, amount, amount_above, epoch
 
 
 @triton.jit
 def _kth_of_lanes(keys, low, high, k):
-    """A key in [low, high) with at least k of `keys` from it on, or low; the greatest, or one with
-    exactly k."""
+    """Return a key in [low, high) with at least k of `keys` from it on, or low: the largest such
+    key, or any with exactly k."""
     count = tl.full([], -1, tl.int32)
     while (high - low > 1) & (count != k):
         middle = (low + high) >> 1
@@ -197,7 +200,7 @@ def _kth_of_lanes(keys, low, high, k):
 @triton.jit
 def threshold_key(
     row,
-    room,
+    scratch,
     lanes,
     top,
     scale,
@@ -209,22 +212,22 @@ def threshold_key(
     SHIFT: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """The least logit that top-k and top-p keep. lanes: the greatest logit each lane has seen."""
+    """Return the smallest logit that top-k and top-p keep. lanes: each lane's largest logit."""
     bottom = tl.full([], (NOTHING >> SHIFT) + 1, tl.int64)
     high = (key_of(top) >> SHIFT).to(tl.int64) + 1
     low = bottom
-    turn = tl.full([], 1, tl.int32)
+    epoch = tl.full([], 1, tl.int32)
     count = tl.full([], 0.0, tl.float32)
     count_above = tl.full([], 0.0, tl.float32)
     if k < V:
-        # Each lane has a token of at least its maximum, so the k-th of these is a bound.
+        # Each lane's maximum is a token, so the k-th largest maximum is a lower bound.
         low = _kth_of_lanes(key_of(lanes) >> SHIFT, bottom, high, k).to(tl.int32)
-        bounds, _1, _2 = exchange(room, turn, low, low, low, PARTS)
+        bounds, _1, _2 = exchange(scratch, epoch, low, low, low, PARTS)
         low = tl.max(bounds).to(tl.int64)
-        low, count, count_above, turn = _search(
+        low, count, count_above, epoch = _search(
             row,
-            room,
-            turn + 1,
+            scratch,
+            epoch + 1,
             top,
             scale,
             low,
@@ -238,27 +241,39 @@ def threshold_key(
             PARTS,
         )
     if top_p < 1.0:
-        edge, above = _value(low, SHIFT), _value(low + 1, SHIFT)
+        threshold, above = _value(low, SHIFT), _value(low + 1, SHIFT)
         mass, mass_above, _ = _amounts(
-            row, room, turn, top, scale, edge, above, above, False, V, SEGMENT, VECTOR, PARTS
+            row,
+            scratch,
+            epoch,
+            top,
+            scale,
+            threshold,
+            above,
+            above,
+            False,
+            V,
+            SEGMENT,
+            VECTOR,
+            PARTS,
         )
-        # The mass of exactly k tokens: of those that tie at the edge, as many as still fit.
-        tied = mass_above + (k.to(tl.float32) - count_above) * tl.exp2((edge - top) * scale)
+        # The mass of exactly k tokens: count only as many of the ties at the threshold.
+        tied = mass_above + (k.to(tl.float32) - count_above) * tl.exp2((threshold - top) * scale)
         mass = tl.where(count > k, tied, mass)
-        # V tokens that share less than 1 - top_p of the mass are not needed to reach top_p.
+        # Even V tokens below this logit weigh less than 1 - top_p: top_p is reached above it.
         far = top + tl.log2((1.0 - top_p) * mass * (0.5 / V)) / scale
         low = tl.maximum(low, (key_of(far) >> SHIFT).to(tl.int64))
         low = tl.minimum(low, high - 1)
-        goal = tl.maximum(top_p * mass, 1e-30)
-        low, _mass, _above, turn = _search(
+        target = tl.maximum(top_p * mass, 1e-30)
+        low, _mass, _above, epoch = _search(
             row,
-            room,
-            turn + 1,
+            scratch,
+            epoch + 1,
             top,
             scale,
             low,
             high,
-            goal,
+            target,
             False,
             V,
             SEGMENT,

@@ -1,4 +1,4 @@
-"""GEMMs of few rows against their twins, in every combination of what is fused around them."""
+"""GEMMs with few rows against their torch twins, in all combinations of fused operations."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ BF16 = torch.bfloat16
 FP8 = torch.float8_e4m3fn
 
 # Bounds on `error`, measured in the interpreter, where sums differ from the twin's in order only.
-# The norm rounds x before it is divided by its root mean square, not behind, and the gate is not
-# rounded before its GEMM with up.
+# The kernel rounds x before dividing it by its root mean square, the twin after it; and it does not
+# round gate and up before multiplying them.
 BOUNDS = {torch.float32: 5e-6, torch.float16: 2e-3, BF16: 1.5e-2}  # measured 8e-7, 4e-4, 0.006
 BOUND_NORM = 4e-2  # 0.016
-BOUND_FP8 = {True: 6e-2, False: 0.2}  # x quantised by groups, as the twin (0.029); by rows (0.086)
+BOUND_FP8 = {True: 6e-2, False: 0.2}  # x quantized by groups, as in the twin (0.029); rows (0.086)
 
 
 @pytest.fixture
@@ -56,8 +56,8 @@ def make(n: int, k: int, dtype: torch.dtype, device: torch.device, fp8: bool = F
     return Weight((data / scale[:, None]).to(FP8), scale)
 
 
-def whole(seed: int, *shape: int, device: torch.device) -> Tensor:
-    """Small whole numbers, of which fp32 sums are exact in any order, and many are equal."""
+def integers(seed: int, *shape: int, device: torch.device) -> Tensor:
+    """Draw small integers, whose fp32 sums are exact in any order and often equal."""
     return draw(seed, *shape, dtype=torch.float32, device=device).round().clamp(-2, 2).to(BF16)
 
 
@@ -77,8 +77,10 @@ def gemms(device: torch.device, dtype: torch.dtype, **fields: object) -> Gemms:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
 @pytest.mark.parametrize("rows", [1, 3, 16, 17, 100])
 @pytest.mark.parametrize("split", [1, 3])
-def test_any_rows(device: torch.device, dtype: torch.dtype, rows: int, split: int) -> None:
-    """N and K are no multiples of the blocks; the ranges of K are of 1, 1 and 2 blocks."""
+def test_any_number_of_rows(
+    device: torch.device, dtype: torch.dtype, rows: int, split: int
+) -> None:
+    """N and K are no multiples of the blocks; the ranges of K have 1, 1 and 2 blocks."""
     x = draw(0, rows, 112, dtype=dtype, device=device)
     weight = make(72, 112, dtype, device)
     got = gemms(device, dtype, split_k=split).linear(x, weight)
@@ -106,29 +108,28 @@ def test_fusions(
 
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("gelu", [False, True])
-@pytest.mark.parametrize("around", ["plain", "residual", "gated", "cublas"])
-def test_bias_and_the_gates_activation(
-    device: torch.device, fp8: bool, gelu: bool, around: str
+@pytest.mark.parametrize("case", ["plain", "residual", "gated", "cublas"])
+def test_bias_is_added_before_the_activation(
+    device: torch.device, fp8: bool, gelu: bool, case: str
 ) -> None:
-    """A bias comes before the activation; cublas: the same in parts, one kernel each."""
     x = draw(0, 5, 136, dtype=BF16, device=device)
     weight = make(144, 136, BF16, device, fp8)
-    gated = gelu or around == "gated"
+    gated = gelu or case == "gated"
     fused = {
         "bias": draw(4, 144, dtype=BF16, device=device) * 3,
-        "residual": draw(3, 5, 144, dtype=BF16, device=device) if around == "residual" else None,
+        "residual": draw(3, 5, 144, dtype=BF16, device=device) if case == "residual" else None,
         "gated": gated,
         "gelu": gelu,
     }
     if gated:
         fused["residual"] = None
-    config = {"kernel": "cublas"} if around == "cublas" else {"split_k": 2, "block_k": 128}
+    config = {"kernel": "cublas"} if case == "cublas" else {"split_k": 2, "block_k": 128}
     got = gemms(device, BF16, **config).linear(x, weight, **fused)
     want = reference.linear(x, weight, **fused)
-    assert error(got, want) < (BOUND_FP8[around != "cublas"] if fp8 else BOUNDS[BF16])
+    assert error(got, want) < (BOUND_FP8[case != "cublas"] if fp8 else BOUNDS[BF16])
 
 
-def test_a_sum_has_a_bias_and_is_left_for_the_next_norm(device: torch.device) -> None:
+def test_add_with_bias_prepares_the_next_norm(device: torch.device) -> None:
     x, residual = (draw(i, 5, 96, dtype=torch.float32, device=device) for i in (0, 3))
     weight = make(96, 96, torch.float32, device)
     bias, gain = (draw(i, 96, dtype=torch.float32, device=device) for i in (4, 5))
@@ -139,9 +140,9 @@ def test_a_sum_has_a_bias_and_is_left_for_the_next_norm(device: torch.device) ->
         assert error(got, want) < BOUNDS[torch.float32]
         assert (scaled is None) is bool(config)
         norm = gain, 1e-6
-        again = fused.linear(got, weight, norm=norm, scaled=scaled)
-        wanted = reference.linear(want, weight, norm=norm)
-        assert error(again, wanted) < BOUNDS[torch.float32]
+        next_got = fused.linear(got, weight, norm=norm, scaled=scaled)
+        next_want = reference.linear(want, weight, norm=norm)
+        assert error(next_got, next_want) < BOUNDS[torch.float32]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -153,8 +154,8 @@ def test_fusions_in_half_dtypes(device: torch.device, dtype: torch.dtype) -> Non
     assert error(got, reference.linear(x, weight, **fused)) < BOUNDS[dtype]
 
 
-def test_large_rows_in_float16_pass_the_norm(device: torch.device) -> None:
-    """x times the norm's weight would not fit into fp16."""
+def test_norm_of_large_float16_rows_does_not_overflow(device: torch.device) -> None:
+    """x times the norm's weight would overflow fp16."""
     x = torch.full((2, 64), 6e4, dtype=torch.float16, device=device)
     weight = make(32, 64, torch.float16, device)
     norm = (torch.full((64,), 4.0, dtype=torch.float16, device=device), 1e-6)
@@ -172,8 +173,8 @@ def test_norm_fused_or_separate_is_equal(device: torch.device) -> None:
         assert error(got, want) < BOUND_NORM
 
 
-def test_in_place_into_the_residual(device: torch.device) -> None:
-    """Rows may be slices of wider ones: of x, of the residual and of the result."""
+def test_linear_writes_into_the_residual(device: torch.device) -> None:
+    """Rows of x, of the residual and of the result may be slices of wider rows."""
     x = draw(0, 3, 128, dtype=BF16, device=device)[:, 32:]
     wide = draw(3, 3, 80, dtype=BF16, device=device)
     before, residual = wide.clone(), wide[:, 16:]
@@ -185,12 +186,12 @@ def test_in_place_into_the_residual(device: torch.device) -> None:
     assert torch.equal(wide[:, :16], before[:, :16])
 
 
-def test_workspace_is_left_zeroed(device: torch.device) -> None:
-    """GEMMs of different shapes take turns with one set of counters."""
+def test_gemms_reset_the_workspace(device: torch.device) -> None:
+    """GEMMs of different shapes share one set of counters."""
     fused = gemms(device, BF16, split_k=3)
-    weights = [Weight(whole(n, n, 96, device=device)) for n in (160, 64)]
+    weights = [Weight(integers(n, n, 96, device=device)) for n in (160, 64)]
     for rows in (2, 17):
-        x = whole(rows, rows, 96, device=device)
+        x = integers(rows, rows, 96, device=device)
         for weight in weights:
             first = fused.linear(x, weight)
             assert torch.equal(first, reference.linear(x, weight))
@@ -202,7 +203,7 @@ def test_workspace_is_left_zeroed(device: torch.device) -> None:
 
 @pytest.mark.parametrize("split", [1, 3])
 @pytest.mark.parametrize("fp8", [False, True])
-def test_a_row_does_not_depend_on_its_company(device: torch.device, split: int, fp8: bool) -> None:
+def test_row_is_independent_of_other_rows(device: torch.device, split: int, fp8: bool) -> None:
     x = draw(0, 16, 384, dtype=BF16, device=device)
     weight = make(64, 384, BF16, device, fp8)
     norm = (draw(2, 384, dtype=BF16, device=device), 1e-6)
@@ -211,8 +212,8 @@ def test_a_row_does_not_depend_on_its_company(device: torch.device, split: int, 
     for row in (0, 7, 15):
         alone = fused.linear(x[row : row + 1], weight, norm=norm, gated=True)
         assert torch.equal(alone[0], together[row])
-    other = torch.cat([x[:5], 9 * x[5:].flip(0)])
-    assert torch.equal(fused.linear(other, weight, norm=norm, gated=True)[:5], together[:5])
+    changed = torch.cat([x[:5], 9 * x[5:].flip(0)])
+    assert torch.equal(fused.linear(changed, weight, norm=norm, gated=True)[:5], together[:5])
 
 
 @pytest.mark.parametrize("groups", [True, False])
@@ -249,7 +250,7 @@ def test_fp8_groups_of_zeros_and_extremes(device: torch.device) -> None:
 
 @pytest.mark.parametrize("rows", [1, 17])
 def test_head_argmax(device: torch.device, rows: int) -> None:
-    x, weight = whole(0, rows, 96, device=device), Weight(whole(1, 200, 96, device=device))
+    x, weight = integers(0, rows, 96, device=device), Weight(integers(1, 200, 96, device=device))
     got = gemms(device, BF16).head_argmax(x, weight)
     assert got.dtype == torch.int64
     assert torch.equal(got, reference.head_argmax(x, weight))
@@ -258,16 +259,16 @@ def test_head_argmax(device: torch.device, rows: int) -> None:
 @pytest.mark.parametrize("kernel", ["triton", "cublas"])
 @pytest.mark.parametrize("rows", [1, 17])
 def test_head_argmax_with_margins(device: torch.device, rows: int, kernel: str) -> None:
-    x, weight = whole(0, rows, 96, device=device), Weight(whole(1, 200, 96, device=device))
-    x[-1] = 0.0  # nothing but equal logits
+    x, weight = integers(0, rows, 96, device=device), Weight(integers(1, 200, 96, device=device))
+    x[-1] = 0.0  # all logits are equal
     margins = torch.full((rows,), -1.0, device=device)
-    how = {"kernel": "cublas"} if kernel == "cublas" else {}
-    fused = gemms(device, BF16, **how)
-    for _ in range(2):  # the workspace is left as it was
+    config = {"kernel": "cublas"} if kernel == "cublas" else {}
+    fused = gemms(device, BF16, **config)
+    for _ in range(2):  # the first call resets the workspace
         got = fused.head_argmax(x, weight, margins=margins)
-        ids, wanted = best_two(reference.linear(x, weight))
+        ids, want_margins = best_two(reference.linear(x, weight))
         assert torch.equal(got, ids)
-        assert torch.equal(margins, wanted)
+        assert torch.equal(margins, want_margins)
         assert margins[-1] == 0
         assert rows == 1 or margins.max() > 0
         assert torch.equal(fused.head_argmax(x, weight), ids)
@@ -278,15 +279,15 @@ def test_head_argmax_with_norm(device: torch.device) -> None:
     weight = make(200, 96, BF16, device)
     norm = (draw(2, 96, dtype=BF16, device=device), 1e-6)
     got = gemms(device, BF16).head_argmax(x, weight, norm=norm)
-    # The twin rounds at other places: what wins here may be second there, by a rounding.
+    # The twin rounds at other places, so the winner here may be second there by one rounding.
     logits = reference.linear(x, weight, norm=norm).float()
-    won = logits.gather(1, got[:, None])[:, 0]
-    assert bool((won >= logits.amax(1) * (1 - 2**-7)).all())
+    winners = logits.gather(1, got[:, None])[:, 0]
+    assert bool((winners >= logits.amax(1) * (1 - 2**-7)).all())
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 def test_head_argmax_ties_and_nan(device: torch.device) -> None:
-    """Logits of one column: row i of the weight is logit i."""
+    """The weight's only used column holds the logits."""
     logits = torch.zeros(6, 150)
     logits[0, [40, 41, 140]] = 2.0
     logits[1] = -3.0
@@ -296,22 +297,23 @@ def test_head_argmax_ties_and_nan(device: torch.device) -> None:
     logits[3, 149] = -1e30
     logits[4, :] = -0.0
     logits[4, 80] = 0.0
-    # Below bf16's precision: a tie, which the lower id wins.
+    # Equal in bf16: the lower id wins.
     logits[5, 30], logits[5, 100] = 1.0, 1.001
     x = torch.eye(6, 32).to(BF16).to(device)
     for row in range(6):  # one at a time: 0 * inf is NaN
         weight = torch.zeros(150, 32)
         weight[:, row] = logits[row]
-        given, margins = Weight(weight.to(BF16).to(device)), torch.empty(1, device=device)
-        for how in ({}, {"kernel": "cublas"}):
-            got = gemms(device, BF16, **how).head_argmax(x[row : row + 1], given, margins=margins)
-            ids, wanted = best_two(logits[row : row + 1].to(BF16))
+        head, margins = Weight(weight.to(BF16).to(device)), torch.empty(1, device=device)
+        for config in ({}, {"kernel": "cublas"}):
+            fused = gemms(device, BF16, **config)
+            got = fused.head_argmax(x[row : row + 1], head, margins=margins)
+            ids, want_margin = best_two(logits[row : row + 1].to(BF16))
             assert got.item() == ids == (-1 if row == 2 else int(logits[row].to(BF16).argmax()))
-            assert margins.item() == wanted
+            assert margins.item() == want_margin
 
 
 def test_logits_tie_after_rounding(device: torch.device) -> None:
-    """1 + 2^-9 and 1 are one bf16: the lower id wins though its sum is lower."""
+    """1 + 2^-9 and 1 are equal in bf16, so the lower id wins although its sum is smaller."""
     x = torch.ones(1, 32, dtype=BF16, device=device)
     weight = torch.zeros(64, 32)
     weight[10, 0] = 1.0
@@ -323,8 +325,10 @@ def test_logits_tie_after_rounding(device: torch.device) -> None:
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("residual", [False, True])
-def test_in_parts(device: torch.device, fp8: bool, norm: bool, gated: bool, residual: bool) -> None:
-    """Above the limit and where the table says so: row-wise kernels around a library's GEMM."""
+def test_cublas_between_row_wise_kernels(
+    device: torch.device, fp8: bool, norm: bool, gated: bool, residual: bool
+) -> None:
+    """By the table, and for more rows than max_rows."""
     x = draw(0, 4, 64, dtype=BF16, device=device)
     weight = make(64, 64, BF16, device, fp8)
     columns = 32 if gated else 64
@@ -343,14 +347,14 @@ def test_in_parts(device: torch.device, fp8: bool, norm: bool, gated: bool, resi
     assert error(out, want) < bound
 
 
-def test_head_argmax_of_more_rows_than_a_product_takes(device: torch.device) -> None:
-    x, weight = whole(0, 7, 64, device=device), Weight(whole(1, 100, 64, device=device))
+def test_head_argmax_of_more_than_max_rows(device: torch.device) -> None:
+    x, weight = integers(0, 7, 64, device=device), Weight(integers(1, 100, 64, device=device))
     want = reference.head_argmax(x, weight)
     assert torch.equal(Gemms(device, BF16, max_rows=3).head_argmax(x, weight), want)
     assert torch.equal(gemms(device, BF16, kernel="cublas").head_argmax(x, weight), want)
 
 
-def test_the_bulk_copy_engine(device: torch.device) -> None:
+def test_tma_loads(device: torch.device) -> None:
     x = draw(0, 3, 96, dtype=BF16, device=device)
     for gated in (False, True):
         weight = make(144 if gated else 72, 96, BF16, device)
@@ -361,7 +365,7 @@ def test_the_bulk_copy_engine(device: torch.device) -> None:
 
 @pytest.mark.parametrize("tma", [False, True])
 def test_overlapping_launches_in_a_graph(gpu: torch.device, tma: bool) -> None:
-    """A chain of GEMMs, each started before the one it reads from has ended."""
+    """A chain of GEMMs, each launched before the previous one has ended."""
     down, up = make(1024, 2048, BF16, gpu), make(4096, 1024, BF16, gpu)
     norm = (draw(2, 1024, dtype=BF16, device=gpu), 1e-6)
     x = draw(0, 16, 1024, dtype=BF16, device=gpu)
@@ -385,8 +389,8 @@ def test_overlapping_launches_in_a_graph(gpu: torch.device, tma: bool) -> None:
         assert torch.equal(out, plain)
 
 
-def test_a_graph_needs_its_workspace_beforehand(gpu: torch.device) -> None:
-    x, weight = whole(0, 2, 96, device=gpu), Weight(whole(1, 128, 96, device=gpu))
+def test_workspace_does_not_grow_during_capture(gpu: torch.device) -> None:
+    x, weight = integers(0, 2, 96, device=gpu), Weight(integers(1, 128, 96, device=gpu))
     gemms(gpu, BF16).linear(x, weight)
     torch.cuda.synchronize()
     fused = gemms(gpu, BF16, split_k=3)
@@ -414,12 +418,13 @@ def test_table_holds_measured_entries() -> None:
     record(data, "NVIDIA H200", "9.0", gemm, 16, config)
     assert GemmTable(data, "NVIDIA H200", "9.0").choose(gemm, 16) == config
     assert GemmTable(data, "NVIDIA H100", "9.0").choose(gemm, 16) == config
-    for other in (GemmTable(data, "NVIDIA B200", "10.0"), GemmTable({})):
-        assert other.choose(gemm, 16) == guess(gemm, 16)
-    assert GemmTable(data, "NVIDIA H200", "9.0").choose(gemm, 32) == guess(gemm, 32)
-    near, far = replace(gemm, norm=False, residual=True), replace(gemm, gated=True)
-    assert GemmTable(data, "NVIDIA H200", "9.0").choose(near, 16) == config
-    assert GemmTable(data, "NVIDIA H200", "9.0").choose(far, 16) == guess(far, 16)
+    for table in (GemmTable(data, "NVIDIA B200", "10.0"), GemmTable({})):
+        assert table.choose(gemm, 16) == guess(gemm, 16)
+    table = GemmTable(data, "NVIDIA H200", "9.0")
+    assert table.choose(gemm, 32) == guess(gemm, 32)
+    similar, different = replace(gemm, norm=False, residual=True), replace(gemm, gated=True)
+    assert table.choose(similar, 16) == config
+    assert table.choose(different, 16) == guess(different, 16)
 
 
 def test_table_round_trips_through_json(tmp_path: Path) -> None:
@@ -436,8 +441,8 @@ def test_table_round_trips_through_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bucket", tables.BUCKETS)
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("fp8", [False, True])
-def test_guesses_fit(bucket: int, dtype: torch.dtype, fp8: bool) -> None:
-    """The tiles in flight fit into shared memory, and a split leaves every range its blocks."""
+def test_guesses_fit_into_shared_memory(bucket: int, dtype: torch.dtype, fp8: bool) -> None:
+    """And split K into ranges of at least four blocks."""
     for n, k, gated in ((6144, 4096, False), (24576, 4096, True), (1000, 136, False)):
         gemm = Gemm(n, k, dtype, fp8=fp8, gated=gated)
         config = guess(gemm, bucket)

@@ -1,4 +1,4 @@
-"""A GEMM that leaves its result as the norm behind it wants it, and the one that takes it."""
+"""A GEMM that prepares its result for the next norm, followed by the GEMM with that norm."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from strobe.kernels.linear import Gemms, Scaled
 
 @dataclass
 class Layer:
-    """x [M, 96] -> residual + x down -> act(norm(that) up)."""
+    """Computes y = residual + x down for x [M, 96], then act(norm(y) up)."""
 
     rows: int
     device: torch.device
@@ -43,28 +43,26 @@ class Layer:
 @pytest.mark.parametrize("split", [1, 3])
 @pytest.mark.parametrize("rows", [1, 17])
 @pytest.mark.parametrize("gated", [False, True])
-def test_the_norm_is_shared_by_two_gemms(
-    device: torch.device, split: int, rows: int, gated: bool
-) -> None:
+def test_two_gemms_share_the_norm(device: torch.device, split: int, rows: int, gated: bool) -> None:
     layer = Layer(rows, device, gated=gated)
     fused = gemms(device, BF16, split_k=split)
     y, z, scaled = layer.run(fused, fused)
-    want, want_behind = layer.want()
+    want_y, want_z = layer.want()
     assert scaled is not None
-    assert error(y, want) < BOUNDS[BF16]
-    assert error(z, want_behind) < BOUND_NORM
+    assert error(y, want_y) < BOUNDS[BF16]
+    assert error(z, want_z) < BOUND_NORM
 
 
-def test_chain_is_bitwise_equal_to_fused_norm(device: torch.device) -> None:
-    """x is rounded at the same place; only the sum of squares is added up in another order."""
+def test_chain_matches_fused_norm(device: torch.device) -> None:
+    """x is rounded at the same place; only the order of the sum of squares differs."""
     layer = Layer(3, device, torch.float32)
     fused = gemms(device, torch.float32)
     y, z, _ = layer.run(fused, fused)
-    inside = fused.linear(y, layer.up, norm=layer.norm)
-    assert error(z, inside) < BOUNDS[torch.float32]
+    want = fused.linear(y, layer.up, norm=layer.norm)
+    assert error(z, want) < BOUNDS[torch.float32]
 
 
-def test_a_row_does_not_depend_on_its_company(device: torch.device) -> None:
+def test_row_is_independent_of_other_rows(device: torch.device) -> None:
     layer = Layer(16, device)
     fused = gemms(device, BF16, split_k=2)
     _, together, _ = layer.run(fused, fused)
@@ -91,7 +89,7 @@ def test_chain_with_cublas_on_one_side(device: torch.device) -> None:
         assert error(z, layer.want()[1]) < BOUND_NORM
 
 
-def test_float16_has_no_room_for_it(device: torch.device) -> None:
+def test_add_does_not_prepare_float16_norms(device: torch.device) -> None:
     layer = Layer(2, device, torch.float16)
     fused = gemms(device, torch.float16)
     _, z, scaled = layer.run(fused, fused)
@@ -99,15 +97,15 @@ def test_float16_has_no_room_for_it(device: torch.device) -> None:
     assert error(z, layer.want()[1]) < 2 * BOUNDS[torch.float16]
 
 
-def test_in_place_into_the_residual(device: torch.device) -> None:
+def test_add_writes_into_the_residual(device: torch.device) -> None:
     layer = Layer(3, device)
-    (want, want_behind), residual = layer.want(), layer.residual
+    (want_y, want_z), residual = layer.want(), layer.residual
     fused = gemms(device, BF16, split_k=2)
     y, scaled = fused.add(layer.x, layer.down, residual, next_norm=layer.norm[0], out=residual)
     assert y is residual
-    assert error(y, want) < BOUNDS[BF16]
+    assert error(y, want_y) < BOUNDS[BF16]
     z = fused.linear(y, layer.up, norm=layer.norm, scaled=scaled)
-    assert error(z, want_behind) < BOUND_NORM
+    assert error(z, want_z) < BOUND_NORM
 
 
 def test_head_argmax_chain(device: torch.device) -> None:
@@ -116,5 +114,5 @@ def test_head_argmax_chain(device: torch.device) -> None:
     y, scaled = fused.add(layer.x, layer.down, layer.residual, next_norm=layer.norm[0])
     got = fused.head_argmax(y, layer.up, norm=layer.norm, scaled=scaled)
     logits = layer.want()[1].float()
-    won = logits.gather(1, got[:, None])[:, 0]
-    assert bool((won >= logits.amax(1) * (1 - 2**-7)).all())
+    winners = logits.gather(1, got[:, None])[:, 0]
+    assert bool((winners >= logits.amax(1) * (1 - 2**-7)).all())

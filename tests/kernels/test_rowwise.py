@@ -1,4 +1,4 @@
-"""Row-wise kernels against their torch twins, and the twins against what the models compute."""
+"""Row-wise kernels against their torch twins and the models' own operations."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FP8 = torch.float8_e4m3fn
 EPS = 1e-6
 
-# Kernel and twin add in different orders before the one rounding, so a value near the middle of two
-# neighbours may go to the other: a bound of one unit in the last place, relative to the value.
+# Kernel and twin add in different orders and round once, so a value halfway between two neighbours
+# may round to either one: a bound of one unit in the last place, relative to the value.
 # Measured in the interpreter: fp32 4.9e-7, bf16 5.9e-3, fp16 7.1e-4, fp8 0.
 STEP = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10, FP8: 2**-3}
-# So few values may differ at all in the lower precisions (measured 0.0007).
+# The share of values that may differ at all in lower precisions (measured 0.0007).
 SHARE = 0.01
 
 
@@ -35,7 +35,7 @@ def close(got: Tensor, want: Tensor) -> None:
 
 @pytest.fixture
 def draw(device: torch.device):
-    """Values around 0 of a shape, cut out of wider rows so that the row stride is not the width."""
+    """Return a function that draws normal values with a row stride larger than the width."""
     generator = torch.Generator().manual_seed(0)
 
     def values(rows: int, width: int, dtype: torch.dtype, spare: int = 16) -> Tensor:
@@ -58,8 +58,8 @@ def test_norms(draw, device, dtype, rows, size) -> None:
     assert torch.equal(residual, expected)
 
 
-def test_the_norm_reads_the_rounded_sum(device) -> None:
-    """256 + 1 is 256 in bfloat16; a norm of 257 would round to another value in some rows."""
+def test_norm_reads_the_rounded_sum(device) -> None:
+    """256 + 1 is 256 in bfloat16; the norm of 257 would differ in some columns."""
     x = torch.full((1, 64), 1.0, dtype=torch.bfloat16, device=device)
     residual = torch.full((1, 64), 256.0, dtype=torch.bfloat16, device=device)
     residual[0, 0] = 1.0
@@ -85,8 +85,8 @@ def test_silu_mul(draw, monkeypatch, dtype, rows, size, few) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:overflow")
-def test_silu_mul_far_out(device) -> None:
-    """Gates whose exponential overflows give 0 and the gate itself."""
+def test_silu_mul_of_extreme_gates(device) -> None:
+    """Gates whose exponentials overflow or underflow give 0 or the gate itself."""
     gate = torch.tensor([[-1000.0, 1000.0, 0.0, -88.8]], device=device)
     out = rowwise.silu_mul(torch.cat([gate, torch.full_like(gate, 2.0)], 1))
     close(out, F.silu(gate) * 2)
@@ -98,17 +98,17 @@ def test_quantize_rows(draw, dtype, rows, size) -> None:
     x = draw(rows, size, dtype)
     x[0, 0] = 60.0
     got, scale = rowwise.quantize_rows(x)
-    # On a CPU, where the division by 448 is rounded once: torch's on a GPU is not.
+    # Computed on a CPU, where the division by 448 is rounded once; torch's on a GPU is not.
     want, want_scale = twin.quantize_rows(x.cpu())
     assert torch.equal(scale.cpu(), want_scale)
     assert torch.equal(got.float().cpu(), want.float())
     assert got.float().abs().amax(-1).tolist() == [448.0] * rows
-    # Half a step of a 3-bit mantissa, and of the subnormals below 2^-6.
+    # Half a step of a 3-bit mantissa, or of the subnormals below 2^-6.
     error = (got.float() * scale[:, None] - x.float()).abs()
     assert (error <= x.float().abs() * 2**-4 + scale[:, None] * 2**-10 * 1.01).all()
 
 
-def test_quantize_rows_without_range(device) -> None:
+def test_quantize_rows_of_zeros_and_extremes(device) -> None:
     x = torch.zeros(3, 64, dtype=torch.bfloat16, device=device)
     x[1, 3], x[2, 5] = 1e-38, -3e38
     got, scale = rowwise.quantize_rows(x)
@@ -174,16 +174,16 @@ def test_qk_norm_rope_store(draw, device, monkeypatch, shape, few) -> None:
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [(torch.float32, FP8), (torch.bfloat16,) * 2])
-def test_values_may_be_normed_and_may_be_the_keys(
+def test_normed_values_and_values_equal_to_keys(
     draw, device, own: bool, normed: bool, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> None:
-    """Rows may be a part of wider ones, and norms' weights are of another dtype than the rows."""
+    """Rows are slices of wider rows, and norm weights have another dtype than the rows."""
     rows, q_heads, kv_heads, width = 3, 3, 2, 64
     wide = draw(rows, (1 + q_heads + (1 + own) * kv_heads) * width, dtype, spare=0)
     weights = draw(2, width, torch.float32)
     cos, sin = tables("full", width, device)
     positions, slots = torch.tensor([3, 9, 4], device=device), torch.arange(rows, device=device)
-    found: list[tuple[Tensor, Tensor]] = []
+    results: list[tuple[Tensor, Tensor]] = []
     for kernels in (twin, rowwise):
         own_rows = wide.clone()
         kv = torch.zeros(rows, 2, kv_heads, width, device=device).to(kv_dtype)
@@ -192,13 +192,13 @@ def test_values_may_be_normed_and_may_be_the_keys(
             own_values=own, value_norm=normed,
         )  # fmt: skip
         assert torch.equal(own_rows[:, :width], wide[:, :width])
-        found.append((q, kv.float().to(kv_dtype)))
-    for got, want in zip(*found, strict=True):
+        results.append((q, kv.float().to(kv_dtype)))
+    for got, want in zip(*results, strict=True):
         close(got, want)
 
 
-def test_queries_and_keys_are_the_models(draw, device) -> None:
-    """In fp32 the kernel gives what `Attention` hands on (measured 2.6e-7 of 1 + |x|)."""
+def test_queries_and_keys_match_model_operations(draw, device) -> None:
+    """In fp32 (measured 2.6e-7 of 1 + |x|)."""
     rows, q_heads, kv_heads, width = 4, 4, 2, 64
     qkv = draw(rows, (q_heads + 2 * kv_heads) * width, torch.float32, spare=0)
     weights = draw(2, width, torch.float32)
@@ -231,7 +231,7 @@ def test_fp8_store_saturates(device) -> None:
 
 
 def test_rows_sharing_a_slot(draw, device) -> None:
-    """Padding goes to slots of page 0, any of it may win; the true rows are not touched by it."""
+    """Padding is stored in slots of page 0, where any row may win; other rows are unaffected."""
     qkv = draw(6, 4 * 64, torch.float32)
     cos, sin = tables("full", 64, device)
     positions = torch.tensor([3, 4, 0, 0, 0, 0], device=device)
