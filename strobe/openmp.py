@@ -28,8 +28,8 @@ def prepare() -> None:
 def choose_environment(
     environ: Mapping[str, str], usable: int, cores: int, free: int | None = None
 ) -> dict[str, str]:
-    """Return the variables to set. cores: those that the process may run on; usable: those that its
-    CPU quota allows; free: the machine's idle cores, by default measured now."""
+    """Return the variables to set. cores: number of cores that the process may run on; usable: of
+    these, as many as its CPU quota allows; free: idle cores of the machine, by default measured."""
     free = free_cores(usable) if free is None else free
     variables: dict[str, str] = {}
     threads = min(usable, max(free, 1))

@@ -1,4 +1,4 @@
-"""What a caller sets per request: sampling parameters, speculation, structured outputs."""
+"""Parameters of a request: sampling, speculation, structured outputs."""
 
 from __future__ import annotations
 

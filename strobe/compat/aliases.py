@@ -171,8 +171,8 @@ class Translation:
 
 
 def translate(options: Mapping[str, Any]) -> Translation:
-    """Translate options to our names. Options that are no alias stay as they are, and those that
-    are None are left out. Raises ValueError for unsupported values, and for options that contradict
+    """Translate options to our names. Options without an alias stay as they are, and options set to
+    None are left out. Raises ValueError for unsupported values, and for options that contradict
     each other."""
     translation = Translation()
     set_options = {name: value for name, value in options.items() if value is not None}

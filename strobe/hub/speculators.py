@@ -1,4 +1,4 @@
-"""What a speculators checkpoint's config.json says about its pair."""
+"""The pair that a speculators checkpoint's config.json describes."""
 
 from __future__ import annotations
 

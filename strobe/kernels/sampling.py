@@ -164,7 +164,7 @@ def argmax(logits: Tensor, margins: Tensor | None = None) -> Tensor:
 
 def parts_of(rows: int, device: torch.device) -> int:
     """Return the number of programs per row, a power of two. Few rows use several, but all programs
-    must run at the same time, since those of a row wait for each other."""
+    must run at the same time, since a row's programs wait for each other."""
     if device.type != "cuda":
         return 1
     max_parts = torch.cuda.get_device_properties(device).multi_processor_count // max(rows, 1)

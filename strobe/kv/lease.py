@@ -89,8 +89,8 @@ class Lease:
         return self.length
 
     def publish(self, tokens: Sequence[int]) -> None:
-        """Add full committed pages to the prefix cache; `tokens`: those of the sequence known so
-        far."""
+        """Add full committed pages to the prefix cache; `tokens`: the sequence's, as far as
+        known."""
         full = min(self.length, len(tokens)) // self.pool.page_size
         if full > self._published:
             self.pool.extend(self.keys, tokens)

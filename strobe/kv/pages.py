@@ -84,7 +84,7 @@ class PagePool:
 
     def extend(self, keys: PageKeys, tokens: Sequence[int]) -> list[bytes]:
         """Append the keys of a sequence's further full pages to `keys`. Return the keys of pages
-        that a prefix hit may cover: those that leave out at least the last token."""
+        that a prefix hit may cover, which leave out at least the last token."""
         size = self.page_size
         for end in range((len(keys) + 1) * size, len(tokens) + 1, size):
             keys.append(self.key(keys[-1] if keys else keys.root, tokens[end - size : end]))

@@ -10,7 +10,7 @@ from strobe.step import Plan, StepResult
 
 
 class FixedDraftPolicy(DraftPolicy):
-    """Always plans `choice`. rows: those of the last step."""
+    """Always plans `choice`. rows: the last step's number of rows."""
 
     def __init__(self) -> None:
         self.choice, self.rows = Choice(), 0

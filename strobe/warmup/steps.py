@@ -153,7 +153,7 @@ class _WarmUp:
 
     def finish(self, *requests: Request) -> None:
         """Step until the requests have ended and nothing is in flight, so that all slots are free;
-        abort those that found no pages."""
+        abort requests that got no pages."""
         for _ in range(_MAX_STEPS):
             if all(request.finish_reason is not None for request in requests):
                 break
