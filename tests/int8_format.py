@@ -43,8 +43,9 @@ class Int8:
             parts = mapping[f"{path}.weight"]
             if all(dtypes.get(name) == "I8" for part in parts for name in part.sources):
                 values = torch.empty_like(linear.weight, dtype=torch.int8)
-                linear.store(self, values, torch.empty(values.shape[:-1], device=values.device))
-                linear.fixed = True
+                linear.weight = nn.Parameter(values, requires_grad=False)
+                linear.scale = torch.empty(values.shape[:-1], device=values.device)
+                linear.format, linear.fixed = self, True
                 mapping[f"{path}.weight"] = [part._replace(dtypes=("I8",)) for part in parts]
                 mapping[f"{path}.scale"] = [scale_of(part) for part in parts]
         return mapping

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors: files opened, names known, nothing read before it is asked for."""
+"""A checkpoint's tensors: files are mapped and named, and read on demand."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ TORCH = {
 """Dtypes by safetensors' names."""
 
 AT_ONCE = 8 << 20
-"""Bytes that are copied before their pages are let go."""
+"""Bytes to copy before their pages are released."""
 
 
 class _File:
-    """One file of tensors, mapped into memory. Raises ValueError when it is damaged."""
+    """One file of tensors, mapped into memory. Raises ValueError if it is damaged."""
 
     def __init__(self, path: Path):
         if not path.exists():
             raise ValueError(f"{path} does not exist; download or save the checkpoint again.")
         try:
             with safe_open(path, framework="pt", device="cpu"):
-                pass  # which checks the header against the file
+                pass  # checks the header against the file
             with path.open("rb") as file:
                 self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except RuntimeError as error:
@@ -47,19 +47,19 @@ class _File:
             raise ValueError(
                 f"{path} is damaged or cut short ({error}); download or save it again."
             ) from None
-        with warnings.catch_warnings():  # torch warns of memory that must not be written to
+        with warnings.catch_warnings():  # torch warns about read-only memory
             warnings.simplefilter("ignore")
             self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
 
     def header(self) -> tuple[dict[str, Any], int]:
-        """What the file says of each tensor, and the byte that their offsets count from."""
+        """Return the file's entry for each tensor, and the byte that their offsets count from."""
         start = 8 + int.from_bytes(self.map[:8], "little")
         header = json.loads(self.map[8:start])
         header.pop("__metadata__", None)
         return header, start
 
     def release(self, start: int, end: int) -> None:
-        """Let the pages of these bytes go; they are read again if they are needed again."""
+        """Release the pages of these bytes. They are read again on the next access."""
         start -= start % mmap.PAGESIZE
         if hasattr(mmap, "MADV_DONTNEED"):
             self.map.madvise(mmap.MADV_DONTNEED, start, end - start)
@@ -68,15 +68,15 @@ class _File:
 class Checkpoint:
     """The safetensors of one directory, mapped but not read.
 
-    shapes, dtypes: of the tensors, in the order in which they are stored; dtypes have safetensors'
-    names. Raises ValueError when a file is missing, damaged or cut short.
+    shapes, dtypes: of the tensors, in stored order; dtypes by safetensors' names. Raises ValueError
+    if a file is missing, damaged or cut short.
     """
 
     def __init__(self, directory: Path):
         self.directory = directory
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
-        self._places: dict[str, tuple[_File, int, int]] = {}  # first byte, and one behind the last
+        self._places: dict[str, tuple[_File, int, int]] = {}  # first byte, end
         for name in weight_files(directory):
             file = _File(directory / name)
             header, first = file.header()
@@ -97,17 +97,16 @@ class Checkpoint:
         return end - start
 
     def read(self, name: str) -> Tensor:
-        """The tensor as it is stored: the file's own pages, read when they are first touched, and
-        not to be written to."""
+        """Return the tensor as stored, over the file's own pages. Read-only."""
         file, start, end = self._places[name]
         data, dtype = file.bytes[start:end], TORCH[self.dtypes[name]]
-        if start % dtype.itemsize:  # older writers aligned nothing
+        if start % dtype.itemsize:  # older writers did not align tensors
             data = data.clone()
         return data.view(dtype).view(self.shapes[name])
 
     def fill(self, out: Tensor, part: WeightPart) -> None:
-        """Fill one part of a parameter. Pages are let go as soon as they were read, so that the
-        host holds no second copy of the weights."""
+        """Fill one part of a parameter, and release each page after reading it, so that the host
+        does not hold a second copy of the weights."""
         places = [self._places[name] for name in part.sources]
         tensors = [self.read(name) for name in part.sources]
         if part.fill is not copy or out.ndim == 0:
@@ -117,7 +116,7 @@ class Checkpoint:
             return
         ((file, start, _),), (stored,) = places, tensors
         count = max(AT_ONCE // stored[:1].nbytes, 1)
-        for into, values in zip(out.split(count), stored.split(count), strict=True):
-            copy(into, values)
+        for target, values in zip(out.split(count), stored.split(count), strict=True):
+            copy(target, values)
             file.release(start, start + values.nbytes)
             start += values.nbytes

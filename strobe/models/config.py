@@ -1,4 +1,4 @@
-"""What the engine knows of a checkpoint before any weight is read: its config.json, checked."""
+"""Checked configs of targets and drafters, known before any weight is read."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from strobe.models.config_readers.rope import RopeConfig
 
 @dataclass(frozen=True)
 class LayerShape:
-    """A layer's heads, where not all layers have the same. own_values: whether values have a linear
-    layer of their own; otherwise they are the keys before norm and rope."""
+    """A layer's heads, for models whose layers differ. own_values: whether values have their own
+    linear layer; otherwise they are the keys before norm and rope."""
 
     num_kv_heads: int
     head_dim: int
@@ -23,10 +23,13 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """Experts in the place of MLPs. count: of a layer; top_k: that a row is routed to; layers:
-    whether each layer has experts, and not just an MLP; normalized: whether the top k's weights add
-    up to 1; bias: whether their linear layers have one; limit: where inputs of a clamped activation
-    end; shared: intermediate size of an MLP beside them for every row; 0 is none."""
+    """Experts that replace MLPs.
+
+    count: experts per layer. top_k: experts per row. layers: whether each layer has experts instead
+    of an MLP. normalized: whether a row's weights add up to 1. bias: whether the experts' linear
+    layers have a bias. limit: bound of a clamped activation's inputs. shared: intermediate size of
+    an MLP for all rows next to the experts; 0 if there is none.
+    """
 
     count: int
     top_k: int
@@ -40,11 +43,13 @@ class ExpertShape:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """The shape of a stack of decoder layers, shared by targets and drafters. masks: one for each
-    layer that has attention. qk_norm: whether queries and keys have norms of their own, as Qwen3's;
-    value_scale: what values are multiplied with; output_gate: whether attention's output is gated.
-    layer_shapes: of each layer, where they differ. sinks: whether all layers' heads have a logit
-    beside their keys'. norm_offset: what is added to the weights of all RMS norms."""
+    """The shape of the decoder layers of a target or drafter.
+
+    masks: one for each layer with attention. qk_norm: whether queries and keys are normed, as in
+    Qwen3. value_scale: factor of the values. output_gate: whether attention's output is gated.
+    layer_shapes: of each layer, if they differ. sinks: whether all layers' heads have an extra
+    logit in the softmax. norm_offset: added to the weights of all RMS norms.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -74,14 +79,14 @@ class DecoderConfig:
 
     @property
     def head_dims(self) -> list[int]:
-        """Every head size there is, the smallest first."""
+        """All head sizes, in ascending order."""
         return sorted({self.head_dim, *(shape.head_dim for shape in self.layer_shapes)})
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """How a checkpoint's linear layers are stored. method: "fp8"; block: the rows and columns of a
-    weight that share a scale."""
+    """How a checkpoint stores quantized weights. method: of `quantization.methods`; block: rows and
+    columns of a weight that share a scale."""
 
     method: str
     block: tuple[int, int]
@@ -89,13 +94,12 @@ class Quantization:
 
 @dataclass(frozen=True)
 class TargetConfig:
-    """A target model: its decoder, and what its directory says about tokens and sampling.
+    """A target model: its decoder, and its directory's settings for tokens and sampling.
 
-    dtype: the checkpoint's own ("bfloat16", ...). eos_ids: every id that ends an answer, from
-    generation_config.json where there is one. sampling: the default sampling values found there.
-    embedding_scale: what embeddings are multiplied with; logit_softcap: logits become
-    cap * tanh(logits / cap). quantization: how weights are stored; None is as they were trained.
-    states: of its recurrent layers, where it has any.
+    dtype: the checkpoint's ("bfloat16", ...). eos_ids: all tokens that end an answer. sampling:
+    default sampling values from generation_config.json. embedding_scale: factor of the embeddings.
+    logit_softcap: logits become cap * tanh(logits / cap). quantization: None if weights are stored
+    as they were trained. states: of recurrent layers, if there are any.
     """
 
     architecture: str
@@ -112,13 +116,13 @@ class TargetConfig:
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """A DFlash drafter. Capture ids count layers done: k is the residual stream after k layers.
+    """A DFlash drafter. `capture` counts finished layers: k is the residual stream after k layers.
 
-    The z-lab format names layer outputs from 0 (`target_layer_ids`), so its ids are one less.
-    anchor_first: the first slot, which holds the newest token, predicts too. embedding_scale: None
-    is the target's own. target_hidden_size: of the captured features, where it is another than the
-    drafter's. draft_vocab_size: rows of a head of its own over a part of the vocabulary.
-    recommended_drafts: what the checkpoint recommends to draft. format: of its config.json.
+    z-lab's format counts layer outputs from 0 (`target_layer_ids`), so its ids are lower by one.
+    anchor_first: the first slot, which holds the last accepted token, also predicts.
+    embedding_scale: None means the target's. target_hidden_size: size of the captured features, if
+    it differs from the drafter's. draft_vocab_size: rows of a reduced head. recommended_drafts:
+    number of drafts that the checkpoint recommends. format: of its config.json.
     """
 
     decoder: DecoderConfig
@@ -139,20 +143,20 @@ class DraftConfig:
 
     @property
     def capture_ids(self) -> tuple[int, ...]:
-        """The captured layers as config.json names them, under `capture_ids_key`."""
+        """The captured layers as config.json counts them, under `capture_ids_key`."""
         return tuple(k - (self.format != "speculators") for k in self.capture)
 
     @property
     def capture_ids_key(self) -> str:
-        ours = self.format == "speculators"
-        return "aux_hidden_state_layer_ids" if ours else "target_layer_ids"
+        one_based = self.format == "speculators"
+        return "aux_hidden_state_layer_ids" if one_based else "target_layer_ids"
 
     @property
     def head_rows(self) -> int:
-        """Tokens that the head knows."""
+        """Number of tokens that the head knows."""
         return self.draft_vocab_size or self.decoder.vocab_size
 
     @property
     def block_drafts(self) -> int:
-        """Tokens that a block proposes."""
+        """Number of tokens that a block proposes."""
         return self.block_size - (not self.anchor_first)

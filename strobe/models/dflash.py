@@ -21,11 +21,11 @@ from strobe.sampling.sampler import argmax, best_two
 
 
 class DFlash(Decoder):
-    """The drafter. It reads the target's embedding and head where it has none of its own, and a
-    head of its own may know a part of the vocabulary only.
+    """The drafter. It shares the target's embedding and head unless it has its own. Its own head
+    may cover only a part of the vocabulary.
 
-    Context token t enters every layer through that layer's own key and value weights, which take
-    one vector, hidden_norm(fc(features of t)); the block's tokens go through the layers as usual.
+    The features of context token t enter every layer as the vector hidden_norm(fc(features)),
+    through that layer's key and value weights. The block's tokens pass through the layers as usual.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class DFlash(Decoder):
         own_tensors: Collection[str] = (),
     ):
         """embedding, head_weight: the target's. own_tensors: which of "embed_tokens" and "lm_head"
-        the drafter has itself."""
+        the drafter's checkpoint has."""
         decoder = config.decoder
         layers = [DecoderLayer(decoder, i) for i in range(decoder.num_layers)]
         super().__init__(decoder, layers, max_positions)
@@ -54,12 +54,12 @@ class DFlash(Decoder):
             Linear(hidden, config.head_rows, fixed=True) if "lm_head" in own_tensors else None
         )
         self.target_ids: Tensor | None = None
-        self._shared = (embedding, LinearView(head_weight))  # in a tuple: not parameters of ours
+        self._shared = (embedding, LinearView(head_weight))  # a tuple: not our parameters
         self.fp8_head: LinearView | None = None
         self._context: ContextWeights | None = None
 
     def weight_mapping(self) -> WeightMapping:
-        """Heads' sinks, which drafters name otherwise than targets."""
+        """Map heads' sinks, which have another name in drafters than in targets."""
         if not (decoder := self.config.decoder).sinks:
             return {}
         shape = (decoder.num_heads,)
@@ -68,18 +68,17 @@ class DFlash(Decoder):
 
     @property
     def embedding(self) -> Tensor:
-        """[V, H]"""
+        """The token embedding [V, H]."""
         return self._shared[0] if self.embed_tokens is None else self.embed_tokens.weight
 
     @property
     def output(self) -> AnyLinear:
-        """The output head [V', H]; where it knows a part of the vocabulary only, `target_ids` [V']
-        says which."""
+        """The output head [V', H]. Row i of a reduced head is token `target_ids[i]`."""
         return self._shared[1] if self.lm_head is None else self.lm_head
 
     def fold(self) -> None:
-        """After loading: give up an own embedding or head that is the same as the target's, and
-        keep the context weights of all layers as one."""
+        """Finish loading: drop an own embedding or head that equals the target's, and concatenate
+        the context weights of all layers."""
         embedding, head = self._shared
         if self.embed_tokens is not None and torch.equal(self.embed_tokens.weight, embedding):
             self.embed_tokens = None
@@ -99,8 +98,8 @@ class DFlash(Decoder):
         )
 
     def _context_rows(self, features: Tensor) -> tuple[Tensor, ContextWeights]:
-        """features [T, n * H] -> every layer's keys and values [T, L * 2 * Hkv * D], before norms
-        and rope; and the weights that made them."""
+        """features [T, n * H] -> every layer's keys and values [T, L * 2 * Hkv * D] before norms
+        and rope, and the context weights."""
         weights = self._context or self._context_weights()
         context = self.ops.residual(self.ops.linear(features, self.fc))
         return self.ops.norm_linear(context, self.hidden_norm, weights.linear), weights
@@ -113,7 +112,8 @@ class DFlash(Decoder):
     def write_context(
         self, features: Tensor, positions: Tensor, slots: Tensor, store: KVStore
     ) -> None:
-        """features [T, n * H] of the tokens at positions [T] -> their context K/V in slots [T]."""
+        """Write the context K/V of tokens with features [T, n * H] at positions [T] to slots
+        [T]."""
         rows = ForwardRows(positions, None, self.tables)
         self.ops.store_context(*self._context_rows(features), rows, slots, store)
 
@@ -127,7 +127,7 @@ class DFlash(Decoder):
         return self.run(x, positions, attend, capture)
 
     def head(self, x: Tensor) -> Tensor:
-        """Residual stream [R, H] -> logits [R, V]; -inf for tokens that the head does not know."""
+        """Residual stream [R, H] -> logits [R, V]; -inf for tokens outside a reduced head."""
         logits = self._logits(x)
         if self.target_ids is None:
             return logits
@@ -142,13 +142,13 @@ class DFlash(Decoder):
 
     @property
     def plain_head(self) -> bool:
-        """Whether logits are the head's output and nothing else."""
+        """Whether logits are the unmodified output of the head."""
         return self.config.output_multiplier == 1.0 and self.config.logit_softcap is None
 
     @property
     def head_in_fp8(self) -> bool:
-        """Whether a drafter, which decides no answer, gets a copy of its target's head in FP8:
-        where it needs but the largest logit and cuBLAS takes as many rows (a multiple of 16)."""
+        """Whether the drafter gets an FP8 copy of the target's head. It needs only the largest
+        logits, and cuBLAS needs a multiple of 16 rows."""
         return self.plain_head and self.config.head_rows % 16 == 0
 
     def argmax(self, x: Tensor) -> Tensor:
@@ -158,8 +158,8 @@ class DFlash(Decoder):
         return self._known(argmax(self._logits(x)))
 
     def best_two(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Residual stream [R, H] -> the most probable tokens [R], and how far the logit of each is
-        above the second largest [R] float32."""
+        """Residual stream [R, H] -> the most probable tokens [R], and the margins of their logits
+        over the second largest [R] float32."""
         if self.plain_head:
             ids, margins = self.ops.best_two(x, self.norm, self.fp8_head or self.output)
         else:
@@ -167,5 +167,5 @@ class DFlash(Decoder):
         return self._known(ids), margins
 
     def _known(self, ids: Tensor) -> Tensor:
-        """The target's ids of the head's rows."""
+        """Return the target's ids of rows of the head."""
         return ids if self.target_ids is None else self.target_ids[ids]

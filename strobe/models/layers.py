@@ -1,7 +1,7 @@
-"""Decoder layers, stated once: each calls the operations of `strobe.models.ops` in order.
+"""Decoder layers, defined once as calls of `strobe.models.ops`.
 
-A layer is called with (ops, x, rows) and adds to the residual stream x; what stands for its MLP is
-called with (ops, x, norm), the norm before it. Legend: T rows, H hidden size.
+A layer is called with (ops, x, rows) and adds to the residual stream x. An MLP, or its replacement,
+is called with (ops, x, norm), where norm is the norm before it. Legend: T rows, H hidden size.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Layer(nn.Module):
 
 
 class DecoderLayer(Layer):
-    """Attention and an MLP, each behind a norm. mlp: what stands in the MLP's place."""
+    """Attention and an MLP, each after a norm. mlp: replaces the MLP."""
 
     def __init__(self, config: DecoderConfig, layer: int, mlp: nn.Module | None = None):
         super().__init__()
@@ -57,15 +57,15 @@ class DecoderLayer(Layer):
 
 
 def softcapped(logits: Tensor, cap: float | None) -> Tensor:
-    """cap * tanh(logits / cap); None leaves them as they are."""
+    """Return cap * tanh(logits / cap); the logits if cap is None."""
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 class Decoder(nn.Module):
-    """What targets and drafters are both: layers between an embedding and a head.
+    """The layers between embedding and head, common to targets and drafters.
 
-    skipped: what the names of tensors begin with that a checkpoint may hold and nothing here uses;
-    a family adds its own, such as "visual.".
+    skipped: prefixes of checkpoint tensors that are not used; a family adds its own, such as
+    "visual.".
     """
 
     def __init__(self, decoder: DecoderConfig, layers: Sequence[Layer], max_positions: int):
@@ -80,14 +80,14 @@ class Decoder(nn.Module):
         }
         self.rope = nn.ModuleList(tables.values())
         self.tables = [tables[shape.head_dim, shape.rope] for shape in shapes]
-        # In a list: as modules they would be registered twice.
+        # A list, since modules would be registered twice.
         self._next_norms = [*(layer.input_layernorm for layer in layers[1:]), None]
         self.skipped: tuple[str, ...] = ()
 
     def run(
         self, x: Tensor, positions: Tensor, attend: Attend, capture: tuple[int, ...]
     ) -> tuple[Tensor, Tensor | None]:
-        """Embedded rows x [T, H] through all layers."""
+        """Run embedded rows x [T, H] through all layers; see `Target.forward`."""
         ops, stream = self.ops, self.ops.residual(x, capture)
         rows = ForwardRows(positions, attend, self.tables)
         pairs = zip(self.layers, self._next_norms, strict=True)

@@ -1,7 +1,8 @@
 """Linear layers, which know how their weight is stored.
 
-Layers and families make a `Linear` and hand it to ops. Loading decides how it is stored: as it was
-trained, or in a format of `strobe.models.quantization`. Legend: N outputs, K inputs, E experts.
+Layers and families create a `Linear` and pass it to ops. Loading decides how its weight is stored:
+as it was trained, or in a format of `strobe.models.quantization`. Legend: N outputs, K inputs, E
+experts.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from torch import Tensor, nn
 
 
 class Format(Protocol):
-    """How a quantized weight is stored."""
+    """How quantized weights are stored."""
 
     def dequantize(self, values: Tensor, scale: Tensor) -> Tensor:
-        """Stored values and their scales -> the weight [..., N, K] in float32."""
+        """Stored values and scales -> the weight [..., N, K] in float32."""
         ...
 
 
@@ -26,11 +27,11 @@ Outputs = int | Mapping[str, int]
 
 
 class Linear(nn.Module):
-    """x Wᵀ + bias, W [N, K]; or of each expert, W [E, N, K].
+    """x Wᵀ + bias with W [N, K], or for each of E experts with W [E, N, K].
 
-    weight: W in the model's dtype, or its values in `format`, with `scale`. parts: how many outputs
-    are those of which layer of a checkpoint, one after another; empty: all are this layer's. fixed:
-    loading leaves the weight in this format, whatever weight_dtype asks for.
+    weight: W in the model's dtype, or its values in `format`, which also has `scale`. parts: number
+    of outputs of each of the checkpoint's layers that this layer stacks, in order; empty if it
+    stacks none. fixed: loading keeps the weight in this format, whatever weight_dtype says.
     """
 
     scale: Tensor | None
@@ -38,7 +39,7 @@ class Linear(nn.Module):
     def __init__(
         self, inputs: int, size: Outputs, bias: bool = False, experts: int = 0, fixed: bool = False
     ):
-        """size: how many outputs, or the `parts`."""
+        """size: number of outputs, or the `parts`."""
         super().__init__()
         self.parts: Mapping[str, int] = {} if isinstance(size, int) else size
         outputs = size if isinstance(size, int) else sum(size.values())
@@ -52,13 +53,8 @@ class Linear(nn.Module):
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -(inputs**-0.5), inputs**-0.5)
 
-    def store(self, format: Format, values: Tensor, scale: Tensor) -> None:
-        """Hold the weight as `values` and `scale` of a format."""
-        self.weight = nn.Parameter(values, requires_grad=False)
-        self.scale, self.format = scale, format
-
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight; a quantized one is dequantized to `dtype`."""
+        """Return the weight, dequantized to `dtype` if it is quantized."""
         if self.format is None:
             return self.weight
         return LinearView(self.weight, self.bias, self.scale, self.format).dense(dtype)
@@ -67,21 +63,21 @@ class Linear(nn.Module):
         return F.linear(x, self.dense(x.dtype), self.bias)
 
     def reorder(self, order: Tensor) -> None:
-        """Put outputs in another order, in place: output i becomes what output order[i] was."""
-        for held in (self.weight, self.bias, self.scale):
-            if held is not None:
-                rows = held.data.view(torch.uint8) if held.dtype.itemsize == 1 else held.data
-                rows.copy_(rows[order])  # FP8 is moved as bytes
+        """Reorder outputs in place: output i becomes the former output order[i]."""
+        for tensor in (self.weight, self.bias, self.scale):
+            if tensor is not None:  # FP8 is moved as bytes
+                rows = tensor.data.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor.data
+                rows.copy_(rows[order])
 
     def multiply(self, first: int, factor: float) -> None:
-        """Multiply outputs `first` and up, in place."""
-        for held in (self.weight if self.scale is None else self.scale, self.bias):
-            if held is not None:
-                held.data[first:] *= factor
+        """Multiply outputs from `first` on by a factor, in place."""
+        for tensor in (self.weight if self.scale is None else self.scale, self.bias):
+            if tensor is not None:
+                tensor.data[first:] *= factor
 
 
 class LinearView(NamedTuple):
-    """Tensors of other modules as one linear layer; see `Linear`."""
+    """A linear layer over tensors of other modules; see `Linear`."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -90,7 +86,7 @@ class LinearView(NamedTuple):
 
     @classmethod
     def concat(cls, linears: Sequence[Linear], first: int) -> LinearView:
-        """Outputs `first` and up of several layers of one format."""
+        """Concatenate the outputs from `first` on of layers of one format."""
         biases = [x.bias[first:] for x in linears if x.bias is not None]
         scales = [x.scale[first:] for x in linears if x.scale is not None]
         return cls(

@@ -1,4 +1,4 @@
-"""Checkpoint directories to modules: every tensor named, checked by shape, used exactly once."""
+"""Load checkpoints into modules. Every tensor is named, checked by shape, and used exactly once."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from strobe.models.weight_mapping import WeightMapping, mapping_of
 logger = logging.getLogger(__name__)
 
 HARMLESS = ("rotary_emb.inv_freq",)
-"""Endings of tensors that older exporters wrote and that carry no learned value."""
+"""Suffixes of tensors that older exporters wrote and that hold no trained values."""
 
 Model = TypeVar("Model", Target, DFlash)
 
 
 def _check_tensors(module: Target | DFlash, checkpoint: Checkpoint) -> WeightMapping:
-    """What the module's parameters are made of. Raises ValueError for a tensor that is missing, of
-    another shape or dtype, or that nothing is made of."""
+    """Return what the module's parameters are made of. Raises ValueError for a missing tensor, a
+    wrong shape or dtype, and an unused tensor."""
     shapes, dtypes, path = checkpoint.shapes, checkpoint.dtypes, checkpoint.directory
     mapping = mapping_of(module, shapes)
     mapping = apply_quantization(module, mapping, dtypes, module.config.quantization)
@@ -71,8 +71,8 @@ def _check_tensors(module: Target | DFlash, checkpoint: Checkpoint) -> WeightMap
 
 
 class LoadOptions(TypedDict):
-    """Where and how weights are held. load_format: "dummy" for random ones; fp8: linear
-    layers in FP8."""
+    """Where to put the weights and in which dtype. load_format: "dummy" for random weights. fp8:
+    hold linear layers in FP8."""
 
     dtype: torch.dtype
     device: torch.device
@@ -80,14 +80,14 @@ class LoadOptions(TypedDict):
     fp8: NotRequired[bool]
 
 
-def _memory(held: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate memory for a parameter, or for a buffer, which keeps its dtype. On a CPU weights
+def _memory(meta: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Allocate memory for a parameter, or for a buffer, which keeps its dtype. On a CPU, weights
     with more outputs than inputs are stored column by column: the values are the same, and a GEMM
-    of one row reads them up to three times as fast (head of 2,048 x 192: 58 us against 171)."""
-    kind = dtype if isinstance(held, nn.Parameter) and held.is_floating_point() else held.dtype
-    if device.type == "cpu" and held.ndim == 2 and held.shape[0] > held.shape[1]:
-        return torch.empty(held.shape[::-1], dtype=kind).t()
-    return torch.empty(held.shape, dtype=kind, device=device)
+    of one row reads them up to three times as fast (head of 2,048 x 192: 58 us instead of 171)."""
+    kind = dtype if isinstance(meta, nn.Parameter) and meta.is_floating_point() else meta.dtype
+    if device.type == "cpu" and meta.ndim == 2 and meta.shape[0] > meta.shape[1]:
+        return torch.empty(meta.shape[::-1], dtype=kind).t()
+    return torch.empty(meta.shape, dtype=kind, device=device)
 
 
 def _fill(
@@ -96,25 +96,27 @@ def _fill(
     write: Callable[[str, Tensor], None],
     options: LoadOptions,
 ) -> None:
-    """Give the parameters of a module made on the meta device their weights, one after another;
-    linear layers that are to be in FP8 are converted before the next is read. write: writes a
-    parameter's values to its memory."""
+    """Give a module on the meta device its weights, one parameter after another. Linear layers for
+    FP8 are converted before the next parameter is read. write: writes a parameter's values to its
+    memory."""
     fp8 = options.get("fp8", False)
     for name in names:
         path, _, leaf = name.rpartition(".")
         owner = module.get_submodule(path)
-        held: Tensor = getattr(owner, leaf)
-        value = _memory(held, options["dtype"], options["device"])
+        meta: Tensor = getattr(owner, leaf)
+        value = _memory(meta, options["dtype"], options["device"])
         write(name, value)
-        if isinstance(held, nn.Parameter):
+        if fp8 and leaf == "weight" and isinstance(owner, Linear) and not owner.fixed:
+            value, owner.scale = fp8_rows(value)
+            owner.format = FP8_ROWS
+        if isinstance(meta, nn.Parameter):
             value = nn.Parameter(value, requires_grad=False)
         setattr(owner, leaf, value)
-        if fp8 and leaf == "weight" and isinstance(owner, Linear) and not owner.fixed:
-            owner.store(FP8_ROWS, *fp8_rows(value))
 
 
 def _fill_at_random(module: nn.Module, options: LoadOptions) -> None:
-    """Weights that only speed can be measured with: normal, or 1 for norms; the same each time."""
+    """Fill with random weights for measurements of speed: normal, or 1 for norms, with a fixed
+    seed."""
     generator = torch.Generator(options["device"]).manual_seed(0)
 
     def write(name: str, value: Tensor) -> None:
@@ -127,8 +129,8 @@ def _fill_at_random(module: nn.Module, options: LoadOptions) -> None:
 
 
 def _read_tensors(module: Target | DFlash, checkpoint: Checkpoint, options: LoadOptions) -> None:
-    """The checkpoint's tensors, in their files' order. How far it is: a bar on stderr, if that is a
-    terminal, unless the log tells of it or TQDM_DISABLE is set."""
+    """Read the checkpoint's tensors in file order. A progress bar is shown if stderr is a terminal,
+    unless loading is logged or TQDM_DISABLE is set."""
     from tqdm.auto import tqdm
 
     mapping = _check_tensors(module, checkpoint)
@@ -140,7 +142,7 @@ def _read_tensors(module: Target | DFlash, checkpoint: Checkpoint, options: Load
         desc=f"Loading {checkpoint.directory.name}",
         unit="B",
         unit_scale=True,
-        delay=2.0,  # seconds before it is shown
+        delay=2.0,  # seconds
         leave=False,
         dynamic_ncols=True,
         disable=logger.isEnabledFor(logging.INFO) or None,
@@ -180,8 +182,8 @@ def _meta_draft(
 def check_target_tensors(
     directory: Path, config: TargetConfig, load_format: str = "auto"
 ) -> Target:
-    """The target on the meta device. Raises ValueError, reading headers only, for tensors that do
-    not fit the config."""
+    """Return the target on the meta device. Raises ValueError, after reading headers only, for
+    tensors that do not fit the config."""
     module = _meta_target(config, 1)
     if load_format != "dummy":
         _check_tensors(module, Checkpoint(directory))
@@ -189,7 +191,7 @@ def check_target_tensors(
 
 
 def check_draft_tensors(directory: Path, config: DraftConfig, load_format: str = "auto") -> DFlash:
-    """The same for a drafter."""
+    """Return the drafter on the meta device; see `check_target_tensors`."""
     nothing = torch.empty(0, device="meta")
     module = _meta_draft(directory, config, 1, (nothing, nothing), load_format)
     if load_format != "dummy":
@@ -200,8 +202,8 @@ def check_draft_tensors(directory: Path, config: DraftConfig, load_format: str =
 def load_target(
     directory: Path, config: TargetConfig, *, max_positions: int, **options: Unpack[LoadOptions]
 ) -> Target:
-    """The target in `directory`, or one of its shape with random weights. Raises ValueError naming
-    a tensor that is not as it should be."""
+    """Load the target, or give one of its shape random weights. Raises ValueError that names the
+    wrong tensor."""
     return _load(_meta_target(config, max_positions), directory, options)
 
 
@@ -213,8 +215,8 @@ def load_draft(
     max_positions: int,
     **options: Unpack[LoadOptions],
 ) -> DFlash:
-    """The drafter in `directory`, or one of its shape, reading the target's embedding and head
-    where it has none of its own."""
+    """Load the drafter, or give one of its shape random weights. It shares the target's embedding
+    and head unless it has its own."""
     if config.embedding_scale is None:
         config = replace(config, embedding_scale=target.config.embedding_scale)
     shared = target.embed_tokens.weight, target.output.weight
@@ -233,23 +235,23 @@ def load_draft(
 
 
 def _load(module: Model, directory: Path, options: LoadOptions) -> Model:
-    """Fill the module, fold what is computed once, and freeze."""
+    """Fill the module, fold what is computed once, and freeze it."""
     if options.get("load_format") == "dummy":
         _fill_at_random(module, options)
     else:
         _read_tensors(module, Checkpoint(directory), options)
     module.to(options["device"])
     module.requires_grad_(False)
-    for part in module.modules():
-        if isinstance(part, RotaryTable):
-            part.dtype = options["dtype"]
-        if isinstance(part, RMSNorm | Attention):
-            part.fold()
+    for submodule in module.modules():
+        if isinstance(submodule, RotaryTable):
+            submodule.dtype = options["dtype"]
+        if isinstance(submodule, RMSNorm | Attention):
+            submodule.fold()
     return module
 
 
 def weight_bytes(module: Target | DFlash, dtype: torch.dtype, *, fp8: bool) -> int:
-    """What a module's weights take as they are held; the module may be on the meta device."""
+    """Return the bytes of a module's weights in memory. The module may be on the meta device."""
     total = 0
     for part in module.modules():
         for parameter in part.parameters(recurse=False):

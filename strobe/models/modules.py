@@ -1,4 +1,4 @@
-"""The parameters that decoder layers are made of; `strobe.models.ops` computes with them.
+"""Modules with the parameters of decoder layers; `strobe.models.ops` computes with them.
 
 Legend: T rows, H hidden size, Hq / Hkv query and key-value heads, D head size.
 """
@@ -20,10 +20,10 @@ Rope = tuple[Tensor, Tensor]
 
 
 def unit_rms(x: Tensor, eps: float, floor: Tensor | None) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) over the last dimension of size n.
+    """Return x / sqrt(mean(x^2) + eps) over the last dimension, of size n.
 
-    With floor = sqrt(n eps) it is x / sqrt(|x|^2 + floor^2), and the caller multiplies by sqrt(n):
-    the same in half the operations, without the fp32 sums that lower precisions need.
+    With floor = sqrt(n eps) return x / sqrt(|x|^2 + floor^2), which the caller multiplies by
+    sqrt(n): the same with half the operations. It lacks the fp32 sums that lower precisions need.
     """
     if floor is None:
         return F.rms_norm(x, x.shape[-1:], None, eps)
@@ -31,8 +31,8 @@ def unit_rms(x: Tensor, eps: float, floor: Tensor | None) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight (Zhang and Sennrich, 2019). offset: what is added to the weights read,
-    by `fold` and in fp32, as Qwen3.5 has it."""
+    """x / rms(x) * weight (Zhang and Sennrich, 2019). offset: `fold` adds it to the weight in fp32,
+    as in Qwen3.5."""
 
     def __init__(self, size: int, eps: float, offset: float = 0.0):
         super().__init__()
@@ -41,7 +41,7 @@ class RMSNorm(nn.Module):
         self.folded: tuple[Tensor, Tensor] | None = None
 
     def fold(self, scale: float = 1.0) -> None:
-        """After loading: add the offset, multiply by `scale`, and on a CPU in fp32 keep sqrt(n) *
+        """Finish loading: add the offset, multiply by `scale`, and on a CPU in fp32 cache sqrt(n) *
         weight and sqrt(n eps)."""
         if self.offset or scale != 1.0:
             weight = (self.offset + self.weight.data.float()) * scale
@@ -76,7 +76,7 @@ class RotaryTable(nn.Module):
         self.dtype = torch.float32
 
     def forward(self, positions: Tensor) -> Rope:
-        """positions [T] int64, each below the table's length -> angles in `dtype`."""
+        """positions [T] int64, less than the table's length -> angles in `dtype`."""
         cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
         return cos.to(self.dtype)[:, None], sin.to(self.dtype)[:, None]
 
@@ -88,8 +88,8 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; q, k and v are one linear layer. Where the config has an output
-    gate, its heads come before the queries."""
+    """Grouped-query attention. One linear layer computes q, k and v, and before q the heads of an
+    output gate, if the config has one."""
 
     def __init__(
         self,
@@ -99,8 +99,8 @@ class Attention(nn.Module):
         query_scale: float = 1.0,
         value_norm: bool = False,
     ):
-        """layer: counts layers with attention only. query_scale: what queries are multiplied with
-        behind their norm; value_norm: whether values are divided by their root mean square."""
+        """layer: index among the layers with attention. query_scale: factor of the queries after
+        their norm. value_norm: divide values by their root mean square."""
         super().__init__()
         shape, bias = config.shape_of(layer), config.attention_bias
         self.layer, self.eps = layer, config.rms_norm_eps
@@ -108,7 +108,7 @@ class Attention(nn.Module):
         self.head_dim, self.own_values = shape.head_dim, shape.own_values
         self.gate_heads = config.num_heads if config.output_gate else 0
         self.query_scale, self.value_norm = query_scale, value_norm
-        self.first_key = (self.gate_heads + self.q_heads) * self.head_dim  # row of qkv_proj
+        self.first_key = (self.gate_heads + self.q_heads) * self.head_dim  # output of qkv_proj
         parts = {"q_proj": self.first_key, "k_proj": self.kv_heads * self.head_dim}
         parts |= {"v_proj": parts["k_proj"]} if shape.own_values else {}
         self.qkv_proj = Linear(config.hidden_size, parts, bias)
@@ -121,8 +121,8 @@ class Attention(nn.Module):
         self.folded: tuple[Tensor, Tensor | None] | None = None
 
     def fold(self) -> None:
-        """After loading: put the heads of queries and keys in rope's order, multiply value rows by
-        `value_scale`, and cache the norms."""
+        """Finish loading: reorder the heads of queries and keys for rope, scale the values' outputs
+        by `value_scale`, and cache the norms."""
         first_value = self.first_key + self.kv_heads * self.head_dim
         if self.order is not None:
             rows = torch.arange(self.qkv_proj.out_features).unflatten(0, (-1, self.head_dim))
@@ -139,7 +139,7 @@ class Attention(nn.Module):
         self.folded = self.norms()
 
     def norms(self) -> tuple[Tensor, Tensor | None] | None:
-        """What each head of q and k is multiplied with [Hq + Hkv, D], and the norms' floor."""
+        """Return the factors of each head of q and k [Hq + Hkv, D], and the floor of `unit_rms`."""
         if self.folded is not None or self.q_norm is None or self.k_norm is None:
             return self.folded
         q, k = self.q_norm, self.k_norm

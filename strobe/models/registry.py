@@ -1,4 +1,5 @@
-"""Which file reads a checkpoint's config.json: target families by architecture, drafter formats."""
+"""Find the reader of a checkpoint's config.json, by the target's architecture or the drafter's
+format."""
 
 from __future__ import annotations
 
@@ -22,15 +23,15 @@ def _family(architecture: str) -> ModuleType:
 
 
 def load_target_config(directory: Path) -> TargetConfig:
-    """The target in `directory`. Raises ValueError for what is damaged or not supported."""
+    """Read the target's config. Raises ValueError if it is damaged or not supported."""
     path = directory / "config.json"
     config = read_json(path)
     method = method_of(config)
     if method is not None:
         hint = "name it as the drafter" if method == DFLASH else SUPPORTED
         raise ValueError(
-            f"{path} is that of a drafter for {method}, not of a target; name the model it drafts "
-            f"for as the target, and {hint}."
+            f"{path} describes a drafter for {method}, not a target; name the model it drafts for "
+            f"as the target, and {hint}."
         )
     names, kind = config.get("architectures"), config.get("model_type")
     if not names:
@@ -45,13 +46,13 @@ def load_target_config(directory: Path) -> TargetConfig:
 
 
 def make_target(config: TargetConfig, max_positions: int) -> Target:
-    """The module of the config's family, without weights where the device is meta."""
+    """Make the module of the config's family; without weights on the meta device."""
     return _family(config.architecture).make(config, max_positions)
 
 
 def load_draft_config(directory: Path, target: Path | None = None) -> DraftConfig:
-    """The DFlash drafter in `directory`. target: the directory of its target, for what older
-    drafters leave to it. Raises ValueError naming the value that is wrong."""
+    """Read a DFlash drafter's config. target: its target's directory, for values that older
+    drafters lack. Raises ValueError that names the wrong value."""
     path = directory / "config.json"
     config = read_json(path)
     reader = importlib.import_module(f"strobe.models.config_readers.{format_of(config, path)}")

@@ -1,4 +1,4 @@
-"""A target model, as a function of ragged rows; families differ in their layers.
+"""A target model as a function of ragged rows. Families differ in their layers.
 
 Legend: T and R rows, H hidden size, V vocabulary.
 """
@@ -18,14 +18,14 @@ from strobe.sampling.sampler import argmax, best_two
 
 
 class Target(Decoder):
-    """Embedding, layers, head. Parameters carry the checkpoint's names without `model.`."""
+    """Embedding, layers and head. Parameters have the checkpoint's names without `model.`."""
 
     def __init__(self, config: TargetConfig, layers: Sequence[Layer], max_positions: int):
         super().__init__(config.decoder, layers, max_positions)
         vocabulary, hidden = config.decoder.vocab_size, config.decoder.hidden_size
         self.config = config
         table = torch.empty(vocabulary, hidden)
-        if not table.is_meta:  # where drawing takes seconds
+        if not table.is_meta:  # drawing takes seconds there
             nn.init.normal_(table)
         self.embed_tokens = nn.Embedding(vocabulary, hidden, _weight=table)
         self.lm_head = None if config.tie_embeddings else Linear(hidden, vocabulary, fixed=True)
@@ -42,7 +42,8 @@ class Target(Decoder):
     ) -> tuple[Tensor, Tensor | None]:
         """ids, positions [T] -> (residual stream [T, H], features [T, len(capture) * H] or None).
 
-        capture: counts of layers done; the residual stream there, in this order, side by side.
+        capture: numbers of finished layers; the features are the residual streams after them, in
+        this order.
         """
         x = self.ops.embed(ids, self.embed_tokens.weight)
         if self.config.embedding_scale != 1.0:
@@ -56,10 +57,11 @@ class Target(Decoder):
 
     def argmax(self, x: Tensor) -> Tensor:
         """Residual stream [R, H] -> the most probable tokens [R]."""
-        if self.config.logit_softcap is not None:  # which rounds close logits to one
+        if self.config.logit_softcap is not None:  # makes close logits equal
             return argmax(self.head(x))
         return self.ops.argmax(x, self.norm, self.output)
 
     def best_two(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """As `argmax`, and how far each logit is above the second largest [R] float32."""
+        """Residual stream [R, H] -> the most probable tokens [R], and the margins of their logits
+        over the second largest [R] float32."""
         return best_two(self.head(x))

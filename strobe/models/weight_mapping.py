@@ -1,4 +1,4 @@
-"""How a module's parameters are made of a checkpoint's tensors."""
+"""Mapping of a module's parameters to the tensors of a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor, nn
 from strobe.models.linear import Linear
 
 FLOATS = ("F32", "BF16", "F16")
-"""Dtypes of tensors that are taken as they are, under safetensors' names."""
+"""Dtypes of unquantized tensors, by safetensors' names."""
 
 
 Fill = Callable[..., None]
-"""(out, *tensors): writes what they come to into `out`, part of a parameter on its device."""
+"""(out, *tensors): writes a part of a parameter, on its device, from the checkpoint's tensors."""
 
 
 def copy(out: Tensor, value: Tensor) -> None:
-    """As it is. Where `out` is stored column by column, the device's own order is made first: that
-    takes a third of the time that copying across it does."""
+    """Copy. If `out` is stored column by column, transpose on the device first, which takes a third
+    of the time."""
     if out.ndim == 2 and out.stride(0) == 1 < out.stride(1):
         out.t().copy_(value.to(out.dtype).t().contiguous())
     else:
@@ -27,11 +27,11 @@ def copy(out: Tensor, value: Tensor) -> None:
 
 
 class WeightPart(NamedTuple):
-    """A part of a parameter, and the checkpoint's tensors that it is made of.
+    """A part of a parameter, and the checkpoint's tensors that it is made from.
 
-    sources: their names, with the shapes they must have. at: where the part lies, as an index into
-    the parameter. fill: writes it, given the tensors on the CPU as they are stored, in the order of
-    `sources`; they last no longer than the call. dtypes: those that the tensors may have.
+    sources: names and required shapes of the tensors. at: index of the part in the parameter. fill:
+    writes the part from the tensors, which are on the CPU as stored, in the order of `sources`, and
+    valid only during the call. dtypes: allowed dtypes of the tensors.
     """
 
     sources: Mapping[str, tuple[int, ...]]
@@ -44,13 +44,13 @@ class WeightPart(NamedTuple):
 
 
 WeightMapping = dict[str, list[WeightPart]]
-"""The parts of each parameter. A module's method `weight_mapping()` names parameters and tensors
-relative to that module; a parameter that no module maps is the one tensor of its own name."""
+"""The parts of each parameter. A module's `weight_mapping()` names parameters and tensors relative
+to that module. A parameter without a mapping is the one tensor of its own name."""
 
 
 def stacked(name: str, linear: Linear) -> WeightMapping:
-    """The mapping of a linear layer called `name`, for the module around it: several layers of the
-    checkpoint, stacked."""
+    """Map the linear layer `name`, whose `parts` are separate layers in the checkpoint, relative to
+    the module around it."""
     mapping: WeightMapping = {}
     for leaf, parameter in linear.named_parameters():
         start, parts = 0, mapping.setdefault(f"{name}.{leaf}", [])
@@ -69,9 +69,9 @@ class MapsWeights(Protocol):
 
 
 def mapping_of(module: nn.Module, names: Collection[str] = ()) -> WeightMapping:
-    """The parts of every parameter, by the outermost module that maps it. Where a parameter's own
-    name is one of `names`, a checkpoint's tensors, it is read whole: its parts come stacked.
-    Stacked experts are named without `.weight`."""
+    """Return the parts of every parameter, as the outermost module with a mapping for it says. A
+    parameter whose own name is in `names`, a checkpoint's tensors, is read whole: its parts are
+    already stacked. Stacked experts are named without `.weight`."""
     mapped: WeightMapping = {}
     for path, submodule in module.named_modules():
         around, _, name = path.rpartition(".")

@@ -248,7 +248,7 @@ def test_swapped_drafter_and_target(pair: Pair, rejected: Callable[..., str]):
 def test_drafter_of_another_method_as_target(damaged: Pair, rejected: Callable[..., str]):
     config = damaged.target / "config.json"
     edit_json(config, architectures=["LlamaForCausalLMEagle3"])
-    says(rejected(damaged.target), config, "of a drafter for EAGLE-3, not of a target", "z-lab's")
+    says(rejected(damaged.target), config, "a drafter for EAGLE-3, not a target", "z-lab's")
 
 
 def test_neutral_values_are_accepted(damaged: Pair):
@@ -278,7 +278,7 @@ def test_neutral_values_are_accepted(damaged: Pair):
         ({"architectures": ["Nothing"], "dflash_config": None}, "['Nothing'] is not a DFlash"),
         (
             {"architectures": ["LlamaForCausalLMEagle3"], "dflash_config": None},
-            "is that of a drafter for EAGLE-3, not DFlash; use a DFlash drafter in z-lab's, "
+            "describes a drafter for EAGLE-3, not DFlash; use a DFlash drafter in z-lab's, "
             "speculators' or DeepSpec's format.",
         ),
         ({"architectures": ["DFlash2DraftModel"]}, "a drafter for DFlash2, not DFlash"),

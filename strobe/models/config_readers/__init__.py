@@ -1,5 +1,5 @@
-"""What checkpoints' config.json look like: read and checked here, and nowhere known behind it.
+"""Readers of checkpoints' config.json. Only they know its keys.
 
-`fields` and `decoder` read what most share; one file per drafter format offers
+`fields` and `decoder` read what the formats share; each drafter format has a module with
 `read(config, path, target) -> DraftConfig`.
 """

@@ -1,4 +1,4 @@
-"""The decoder that a config.json describes, as most families and all drafters spell it."""
+"""Decoder and target fields of config.json that most families and all drafters share."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def read_decoder(
     drafter: bool = False,
     **options: Any,
 ) -> DecoderConfig:
-    """theta, head_dim, kv_heads, attention_bias, intermediate_size: where config.json names none;
-    head_dim None is hidden_size over heads. options: further fields of DecoderConfig. Raises
-    ValueError."""
+    """Read the decoder. theta, head_dim, kv_heads, and attention_bias and intermediate_size among
+    the options, are defaults for missing keys; head_dim None means hidden_size /
+    num_attention_heads. options: more fields of DecoderConfig. Raises ValueError."""
     path, hidden = fields.path, fields.integer("hidden_size")
     heads = fields.integer("num_attention_heads")
     kv_heads = fields.integer("num_key_value_heads", kv_heads or heads)
@@ -41,8 +41,10 @@ def read_decoder(
         )
     if head_dim % 2:
         raise ValueError(f"{path}: head_dim is {head_dim}, but rope needs an even number; {HINT}")
-    longest = fields.integer("max_position_embeddings", 32768)
-    rope = options.pop("rope", None) or read_ropes(fields, masks, theta, longest, drafter=drafter)
+    max_position = fields.integer("max_position_embeddings", 32768)
+    rope = options.pop("rope", None) or read_ropes(
+        fields, masks, theta, max_position, drafter=drafter
+    )
     bias = fields.flag("attention_bias", options.pop("attention_bias", False))
     return DecoderConfig(
         hidden_size=hidden,
@@ -56,7 +58,7 @@ def read_decoder(
         vocab_size=fields.integer("vocab_size"),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope=rope,
-        max_position=rope.reach or longest,
+        max_position=rope.reach or max_position,
         attention_bias=bias,
         masks=masks,
         **options,
@@ -64,7 +66,7 @@ def read_decoder(
 
 
 def plain_linears(fields: Fields) -> None:
-    """Raises ValueError unless activations are SiLU and weights as they were trained."""
+    """Raises ValueError unless the activation is SiLU and the checkpoint is not quantized."""
     fields.only("hidden_act", "silu", why="use a checkpoint with hidden_act 'silu'.")
     if fields.get("quantization_config"):
         raise ValueError(
@@ -81,8 +83,8 @@ def read_ropes(
     *,
     drafter: bool = False,
 ) -> RopeConfig:
-    """The rope of all layers; layers whose ropes differ are refused. A drafter's turns the whole
-    head, whatever share of it its config, copied from a target's, may name."""
+    """Read the rope of all layers. Raises ValueError if layers have different ropes. drafter:
+    ignore partial_rotary_factor, which drafters' configs copy from their targets."""
     new_style, older, path = (
         fields.object("rope_parameters"),
         fields.object("rope_scaling"),
@@ -112,7 +114,7 @@ def read_ropes(
 def read_layer_types(
     fields: Fields, supported: tuple[str, ...] = ("full_attention", "sliding_attention")
 ) -> list[str]:
-    """One type for each layer; full attention where there are none named."""
+    """Read the type of each layer; full attention by default."""
     layers = fields.integer("num_hidden_layers")
     types = fields.get("layer_types") or ["full_attention"] * layers
     if not isinstance(types, list) or len(types) != layers:
@@ -129,10 +131,10 @@ def read_layer_types(
 
 
 def read_window(fields: Fields, types: list[str]) -> int | None:
-    """The window of sliding layers; None where no layer slides."""
+    """Read the window of sliding layers; None if no layer slides."""
     if "sliding_attention" in types:
         return fields.integer("sliding_window")
-    fields.get("sliding_window")  # what configs name beside full attention means nothing
+    fields.get("sliding_window")  # has no effect on full attention
     return None
 
 
@@ -157,11 +159,10 @@ def read_target(
     harmless: Collection[str] = (),
     **options: Any,
 ) -> Kind:
-    """The target, with what every family's config.json says alike; the last to read `fields`.
+    """Read a target's other fields. Must be the last to read `fields`: unread keys are errors.
 
-    kind: its class, with further fields in `options`. tied: whether the head is the embedding where
-    config.json does not say. harmless: keys that mean nothing here. Raises ValueError, for a key
-    that nobody asked for too.
+    kind: the config class, with its extra fields in `options`. tied: default of
+    tie_word_embeddings. harmless: keys that may stay unread. Raises ValueError.
     """
     eos_ids, sampling = _read_generation(fields, directory, decoder.vocab_size)
     config = kind(
@@ -181,8 +182,8 @@ def read_target(
 def _read_generation(
     fields: Fields, directory: Path, vocab_size: int
 ) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """What ends an answer, and the sampling that is recommended: generation_config.json's, and for
-    the former config.json's where that names nothing."""
+    """Read the end tokens and the default sampling values from generation_config.json; the end
+    tokens fall back to config.json's."""
     path = directory / "generation_config.json"
     generation = read_json(path) if path.exists() else {}
     ends = _eos_ids(fields.get("eos_token_id"), vocab_size, fields.path)
@@ -192,7 +193,7 @@ def _read_generation(
 
 
 def _eos_ids(value: Any, vocab_size: int, path: Path) -> tuple[int, ...]:
-    """The ids in an eos_token_id: none, one or a list."""
+    """Return the ids of an eos_token_id, which may be None, one id or a list."""
     ids: list[Any] = [] if value is None else value if isinstance(value, list) else [value]
     for i in ids:
         if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < vocab_size:

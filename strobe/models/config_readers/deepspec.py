@@ -1,8 +1,8 @@
-"""DeepSpec's format: a copy of the target's config with DFlash keys at its top level, copies of its
-embedding and head, and a first slot that predicts too.
+"""DeepSpec's format: the target's config with DFlash keys at the top level, copies of the target's
+embedding and head, and a first slot that also predicts.
 
-https://github.com/deepseek-ai/DeepSpec calls it DSpark with neither a Markov head nor a confidence
-head; with either it is another method.
+https://github.com/deepseek-ai/DeepSpec calls this DSpark without a Markov head and without a
+confidence head; with either it is another method.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from strobe.models.config_readers.fields import Fields
 from strobe.models.config_readers.zlab import read_flat
 
 HARMLESS = frozenset({"markov_rank", "enable_confidence_head", "num_anchors"})
-"""What `methods.py` has looked at already."""
+"""Keys that `methods.py` has checked."""
 
 
 def read(config: dict[str, Any], path: Path, target: Path | None = None) -> DraftConfig:

@@ -1,4 +1,4 @@
-"""The tokens that a drafter's reduced head knows."""
+"""The token ids of a drafter's reduced head."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from strobe.models.config_readers.tensors import HINT
 
 
 def load_target_ids(checkpoint: Checkpoint, config: DraftConfig) -> Tensor:
-    """Read the target's token of each row of a reduced head, [V'] int64. Raises ValueError."""
+    """Read the target's token id of each row of a reduced head, [V'] int64. Raises ValueError."""
     t2d = checkpoint.read("t2d") if "t2d" in checkpoint.shapes else None
     return read_target_ids(checkpoint.read("d2t"), t2d, config, checkpoint.directory)
 
@@ -21,8 +21,8 @@ def load_target_ids(checkpoint: Checkpoint, config: DraftConfig) -> Tensor:
 def read_target_ids(
     d2t: Tensor, t2d: Tensor | None, config: DraftConfig, directory: Path
 ) -> Tensor:
-    """d2t [V'] offsets -> the target's token of each row of the head, [V'] int64. Raises ValueError
-    where that is no token, or one twice, or t2d says otherwise."""
+    """Offsets d2t [V'] -> the target's token id of each row of the head, [V'] int64. Raises
+    ValueError for an id out of range or used twice, or if t2d disagrees."""
     ids, vocab = torch.arange(len(d2t)) + d2t.long(), config.decoder.vocab_size
     if int(ids.min()) < 0 or int(ids.max()) >= vocab or len(ids.unique()) < len(ids):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Values of a config.json, checked as they are read; a key that nobody reads stops the load."""
+"""Checked access to the values of a config.json. An unread key is an error."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 DTYPES = ("float32", "bfloat16", "float16")
-"""The dtypes that a checkpoint may be in."""
+"""Dtypes that a checkpoint may have."""
 HINT = "use the config.json the checkpoint was published with."
 HARMLESS = frozenset(
     {
@@ -23,13 +23,13 @@ HARMLESS = frozenset(
         "unsloth_fixed", "unsloth_version",
     }
 )  # fmt: skip
-"""Keys that change nothing in what a model computes, or are read elsewhere."""
+"""Keys that do not affect the computation, or that are read elsewhere."""
 
 
 class Fields:
-    """An object of a config.json; every method raises ValueError naming the key and its value.
+    """An object of a config.json. Every method raises ValueError that names the key and its value.
 
-    first: a nested object whose keys come before those beside it, as `dflash_config` does.
+    first: the key of a nested object whose keys take precedence, as in `dflash_config`.
     """
 
     def __init__(self, values: dict[str, Any], path: Path, *, first: str | None = None):
@@ -41,7 +41,7 @@ class Fields:
         return key in self._first or key in self._values
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value as it is; a null is as good as no key where there is a default."""
+        """Return the value. `default` replaces a missing or null one."""
         self._seen.add(key)
         value = self._first.get(key)
         value = self._values.get(key) if value is None else value
@@ -57,7 +57,7 @@ class Fields:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A positive number."""
+        """Return a positive number."""
         return positive(self.get(key, default), key, self.path)
 
     def flag(self, key: str, default: bool = False) -> bool:
@@ -67,8 +67,8 @@ class Fields:
         return value
 
     def inner(self, key: str, ignored: Collection[str], first: Collection[str] = ()) -> Fields:
-        """The config in the object there. What it leaves out of the keys `ignored`, and the keys
-        `first` in any case where they are here, come from here."""
+        """Return the nested config at `key`, with values from this one: of the keys in `ignored` if
+        it lacks them, and of the keys in `first` if this one has them."""
         inner_values = dict(self.object(key))
         for name in (*ignored, *first):
             value = self.get(name)
@@ -77,14 +77,14 @@ class Fields:
         return Fields(inner_values, self.path)
 
     def object(self, key: str) -> dict[str, Any]:
-        """The object there, empty where there is none."""
+        """Return the object at `key`; empty if missing."""
         value = self.get(key)
         if value is not None and not isinstance(value, dict):
             raise ValueError(f"{self.path}: {key} is {value!r}, but must be an object; {HINT}")
         return value or {}
 
     def ids(self, key: str) -> list[int] | None:
-        """A list of whole numbers from 0 on; None where there is no such key."""
+        """Return a list of non-negative integers; None if the key is missing."""
         value = self.get(key)
         if value is not None and (not isinstance(value, list) or not all(map(_index, value))):
             raise ValueError(
@@ -98,8 +98,8 @@ class Fields:
             raise ValueError(f"{self.path}: {key} is {value!r}, which is not supported; {why}")
 
     def finish(self, harmless: Collection[str] = ()) -> None:
-        """Raises ValueError for a key that nobody asked for and that is not known as harmless: the
-        model would be computed without what it says."""
+        """Raises ValueError for a key that was not read and is not harmless: ignoring it could
+        change the model's output."""
         for key in [*self._first, *self._values]:
             is_known = key in self._seen or key in HARMLESS or key in harmless
             if not is_known and not key.startswith("_"):
@@ -117,7 +117,7 @@ def _index(value: Any) -> bool:
 
 
 def positive(value: Any, key: str, path: Path) -> float:
-    """A number above 0. Raises ValueError."""
+    """Return a number above 0. Raises ValueError."""
     real = isinstance(value, int | float) and not isinstance(value, bool)
     if not real or not 0 < value < math.inf:
         raise ValueError(f"{path}: {key} is {value!r}, but must be a positive number; {HINT}")

@@ -8,11 +8,11 @@ from strobe.hub.files import read_json
 from strobe.models.config_readers.fields import Fields
 
 KEYS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
-"""What names it, the first before the others, as vLLM reads them."""
+"""Keys of the mask token in order of precedence, as in vLLM."""
 
 
 def read_mask_token(fields: Fields) -> int:
-    """The config's. Raises ValueError where it names none."""
+    """Read the mask token's id. Raises ValueError if the config has none."""
     ids = [fields.get(key) for key in KEYS]
     mask = next((value for value in ids if value is not None), None)
     if isinstance(mask, bool) or not isinstance(mask, int):
@@ -24,11 +24,11 @@ def read_mask_token(fields: Fields) -> int:
 
 
 def find_mask_token(fields: Fields, target: Path | None, rows: int) -> int:
-    """The config's; without it, as drafters of before February 2026 are, the mask token of the
-    target's tokenizer, or else the first row of its embedding that no token uses.
+    """Return the config's mask token or, for drafters from before February 2026, the mask token of
+    the target's tokenizer, else the first embedding row without a token.
 
-    target: its directory, None where it is not known; rows: of its embedding. Raises ValueError
-    where nothing serves.
+    target: its directory, if known. rows: of its embedding. Raises ValueError if there is no such
+    token.
     """
     if any(fields.get(key) is not None for key in KEYS) or target is None:
         return read_mask_token(fields)

@@ -1,4 +1,4 @@
-"""Which method a drafter's config.json belongs to, and in which format it is."""
+"""Detection of a drafter's speculative method and config format."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _SPECULATORS = {
 }
 _PARTS = {"eagle3": "EAGLE-3", "eagle": "EAGLE", "medusa": "Medusa", "mtp": "MTP"}
 _KEYS = {"selector_rank": "DFlash2", "conv_kernel_size": "DFlash2"}
-"""Keys of `dflash_config` that only the drafters of other methods have."""
+"""Keys of `dflash_config` that only drafters of other methods have."""
 
 SUPPORTED = "use a DFlash drafter in z-lab's, speculators' or DeepSpec's format"
 
 
 def method_of(config: dict[str, Any]) -> str | None:
-    """The speculative method whose drafter the config is of; None where it is of none known."""
+    """Return the speculative method of the drafter's config; None if unknown."""
     kind = _speculators(config)
     if kind is not None:
         return _SPECULATORS.get(str(kind), str(kind))
@@ -63,8 +63,8 @@ def method_of(config: dict[str, Any]) -> str | None:
 
 
 def format_of(config: dict[str, Any], path: Path) -> str:
-    """The file that reads the config, "zlab", "speculators" or "deepspec". Raises ValueError, in
-    one sentence, for what is no drafter for DFlash."""
+    """Return the reader module of the config: "zlab", "speculators" or "deepspec". Raises
+    ValueError unless it is the config of a DFlash drafter."""
     method = method_of(config)
     if method is None:
         raise ValueError(
@@ -72,7 +72,7 @@ def format_of(config: dict[str, Any], path: Path) -> str:
             "a directory with one in z-lab's, speculators' or DeepSpec's format."
         )
     if method != DFLASH:
-        raise ValueError(f"{path} is that of a drafter for {method}, not DFlash; {SUPPORTED}.")
+        raise ValueError(f"{path} describes a drafter for {method}, not DFlash; {SUPPORTED}.")
     if _speculators(config) is not None:
         return "speculators"
     return "deepspec" if _deepspec(config) else "zlab"

@@ -1,4 +1,4 @@
-"""Whether a drafter's config fits a target's."""
+"""Compatibility of a drafter's config with a target's."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from strobe.models.config import DraftConfig, TargetConfig
 
 
 def check_pair(draft: DraftConfig, target: TargetConfig, draft_path: Path) -> None:
-    """Raises ValueError, before any weight is read, when the drafter cannot serve the target."""
+    """Raises ValueError if the drafter does not fit the target. Reads no weights."""
     theirs, ours, prefix = target.decoder, draft.decoder, f"{draft_path / 'config.json'}:"
     hint = "use the drafter that was trained for this target."
     key, size = "hidden_size", ours.hidden_size
-    if draft.target_hidden_size is not None:  # then embedding and head are the drafter's own
+    if draft.target_hidden_size is not None:  # it has its own embedding and head
         key, size = "target_hidden_size", draft.target_hidden_size
     if size != theirs.hidden_size:
         raise ValueError(f"{prefix} {key} is {size}, the target's is {theirs.hidden_size}; {hint}")

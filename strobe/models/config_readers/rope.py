@@ -1,4 +1,4 @@
-"""Rotary position embedding as config.json asks for it: its kinds and their frequencies."""
+"""Rotary position embedding: the kinds in config.json and their frequencies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 KINDS = ("default", "linear", "llama3", "yarn", "proportional")
-"""Kinds of rope that are computed, under transformers' names."""
+"""Supported kinds of rope, by transformers' names."""
 
 _KEYS: dict[str, frozenset[str]] = {
     "default": frozenset(),
@@ -24,17 +24,20 @@ _SHARED = frozenset(
     {"rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}
 )
 _MULTIMODAL = frozenset({"mrope_section", "mrope_interleaved"})
-"""What a drafter trained beside a multimodal target carries along; its own rope is plain."""
+"""Keys in a drafter's config from a multimodal target; its own rope is plain."""
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """How positions become angles. theta: the base. The rest as transformers names it: factor
-    stretches the context beyond `original`, the longest of training; low and high: llama3's
-    frequency factors; beta_fast and beta_slow bound yarn's ramp, whose ends `truncate` rounds;
-    scale: what yarn multiplies cosines and sines with. share: the part of each head, from its first
-    value, that is rotated; of a proportional rope the share of pairs with a frequency above 0;
-    interleaved: whether pairs are neighbours, not a half of that part from each other."""
+    """A rotary position embedding, with transformers' names for most fields.
+
+    theta: the base. factor: stretches the context beyond `original`, the training length. low,
+    high: llama3's frequency factors. beta_fast, beta_slow: bounds of yarn's ramp, rounded if
+    `truncate`. scale: yarn's factor of cosines and sines. share: fraction of each head that is
+    rotated, counted from its first value; for proportional rope the fraction of pairs with a
+    frequency above 0. interleaved: pairs are adjacent values instead of values half the rotated
+    part apart.
+    """
 
     theta: float
     kind: str = "default"
@@ -51,18 +54,17 @@ class RopeConfig:
 
     @property
     def reach(self) -> int:
-        """Positions that a stretched context is good for; 0 where config.json's own are."""
+        """Length of the stretched context; 0 if max_position_embeddings already is that length."""
         return int(self.original * self.factor) if self.kind in ("linear", "yarn") else 0
 
     def inverse_frequencies(self, head_dim: int) -> list[float]:
-        """Radians per position of each of the head's D / 2 pairs; 0 for those not rotated."""
+        """Radians per position of each of the head's D / 2 pairs; 0 for pairs not rotated."""
         rotated = self._rotated(head_dim)
         return self._inverse_frequencies(rotated) + [0.0] * ((head_dim - rotated) // 2)
 
     def order(self, head_dim: int) -> list[int] | None:
-        """Where in a checkpoint's head each of its D values lies in order that pairs be (i, i + D /
-        2); None: they are. Heads of queries and keys may be put in any order, as long as both are.
-        """
+        """Order of a checkpoint head's D values in which pairs are (i, i + D / 2); None if they
+        already are. Attention is unchanged if queries and keys are reordered in the same way."""
         rotated = self._rotated(head_dim)
         if rotated == head_dim and not self.interleaved:
             return None
@@ -73,7 +75,7 @@ class RopeConfig:
         return [*first, *rest[:still], *second, *rest[still:]]
 
     def _rotated(self, head_dim: int) -> int:
-        """Values of a head that belong to a pair of their own."""
+        """Number of a head's values that form pairs of their own."""
         return head_dim if self.kind == "proportional" else int(head_dim * self.share)
 
     def _inverse_frequencies(self, head_dim: int) -> list[float]:
@@ -90,7 +92,7 @@ class RopeConfig:
         return plain
 
     def _llama3(self, frequency: float) -> float:
-        """Llama 3.1's model card: slow pairs are stretched, fast ones not, others in between."""
+        """Llama 3.1's model card: stretch slow pairs, keep fast ones, interpolate between them."""
         turns = self.original * frequency / (2 * math.pi)
         if turns < self.low:
             return frequency / self.factor
@@ -110,7 +112,7 @@ class RopeConfig:
         return [f / self.factor * s + f * (1 - s) for f, s in zip(plain, ramp, strict=True)]
 
     def _pair_of(self, turns: float, head_dim: int) -> float:
-        """The pair, a real number, that turns so often over the original context."""
+        """Fractional index of the pair that makes so many turns over the original context."""
         span = self.original / (turns * 2 * math.pi)
         return head_dim * math.log(span) / (2 * math.log(self.theta))
 
@@ -123,8 +125,8 @@ def read_rope(
     *,
     drafter: bool = False,
 ) -> RopeConfig:
-    """The rope of `rope_parameters` or `rope_scaling`. max_position: the original context where
-    they name none. Raises ValueError naming what is not supported or makes no sense."""
+    """Read `rope_parameters` or `rope_scaling`. max_position: default of the original context
+    length. Raises ValueError for unsupported kinds and for invalid values."""
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind not in KINDS:
         raise ValueError(
@@ -202,7 +204,7 @@ def _mscale(factor: float, weight: float) -> float:
 
 
 def rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
-    """What config.json says of it, beside `rope_theta`; None for plain rope."""
+    """Return the rope as config.json spells it, without `rope_theta`; None for plain rope."""
     if rope.kind == "default":
         return None
     scaling: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}

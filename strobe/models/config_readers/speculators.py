@@ -1,5 +1,6 @@
-"""The format of the speculators library: a decoder's config within the drafter's, layers counted as
-transformers counts hidden states, and embedding and head of its own, of all tokens or of some.
+"""The format of the speculators library: the decoder's config is nested, layers are counted as in
+transformers' hidden states, and the drafter has its own embedding and head, for all tokens or for
+some.
 
 https://github.com/vllm-project/speculators
 """
@@ -30,7 +31,7 @@ QWEN3: dict[str, Any] = {
     "head_dim": 128,
     "max_position_embeddings": 32768,
 }
-"""What a decoder has that its config leaves out: transformers' defaults, which are not written."""
+"""transformers' defaults of a decoder config, which are not written to the file."""
 LLAMA: dict[str, Any] = {
     "vocab_size": 32000,
     "hidden_size": 4096,
@@ -43,7 +44,7 @@ DEFAULTS = {"qwen3": QWEN3, "llama": LLAMA}
 THETA, WINDOW, EPSILON = 10000.0, 4096, 1e-6
 
 IGNORED_FIELDS = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
-"""Keys of the layers that older files have beside `transformer_layer_config`."""
+"""Layer keys that older files have outside `transformer_layer_config`."""
 HARMLESS = frozenset(
     {"speculators_model_type", "speculators_version", "tie_word_embeddings", "max_anchors",
      "has_no_defaults_at_init", "draft_arch", "pure_draft_prefix_len", "emb_dim", "gru_hidden_dim",
@@ -53,19 +54,19 @@ HARMLESS_OF_DECODER = frozenset(
     {"eos_token_id", "tie_word_embeddings", "use_sliding_window", "max_window_layers",
      "partial_rotary_factor", "bos_token_id", "dtype", "torch_dtype"}
 )  # fmt: skip
-"""What says nothing about the drafter's mathematics: the layers of the library turn whole heads,
-and slide as `read_window` says."""
+"""Keys without effect on the drafter: the library's layers rotate whole heads, and `read_window`
+reads the windows."""
 
 
 def read_decoder_fields(fields: Fields) -> Fields:
-    """`transformer_layer_config` with what it leaves out."""
+    """Return `transformer_layer_config` with defaults filled in."""
     values = fields.object("transformer_layer_config")
     if not values:
         raise ValueError(
             f"{fields.path}: transformer_layer_config is missing, but must describe the drafter's "
             f"layers; {HINT}"
         )
-    for key in IGNORED_FIELDS:  # where older files have them
+    for key in IGNORED_FIELDS:  # older files have them there
         if (value := fields.get(key)) is not None and values.get(key) is None:
             values = {**values, key: value}
     kind = values.get("model_type", "qwen3")
@@ -73,13 +74,13 @@ def read_decoder_fields(fields: Fields) -> Fields:
     merged = {**defaults, **{k: v for k, v in values.items() if v is not None}}
     rope = merged.get("rope_parameters")
     if isinstance(rope, dict) and isinstance(rope.get("sliding_attention"), dict):
-        merged["rope_parameters"] = rope["sliding_attention"]  # as the library does
+        merged["rope_parameters"] = rope["sliding_attention"]  # as in the library
     return Fields(merged, fields.path)
 
 
 def read_window(fields: Fields, layers: Fields) -> int | None:
-    """The window of sliding layers. None where the library's own see everything: where it is null,
-    and in a config of Qwen3's type without `use_sliding_window`."""
+    """Read the window of sliding layers. None if the library does not apply it: if it is null, or
+    for a config of Qwen3's type without `use_sliding_window`."""
     qwen3 = layers.get("model_type", "qwen3") == "qwen3"
     inner = fields.object("transformer_layer_config")
     if inner.get("sliding_window", WINDOW) is None and fields.get("sliding_window") is None:
@@ -90,8 +91,8 @@ def read_window(fields: Fields, layers: Fields) -> int | None:
 
 
 def read_masks(fields: Fields, layers: Fields) -> tuple[LayerMask, ...]:
-    """Full layers see the whole block, whatever window stands beside them; sliding ones as
-    `sliding_window_non_causal` says, and the whole block where an older file says nothing."""
+    """Full layers see the whole block, whatever their window. Sliding layers follow
+    `sliding_window_non_causal`; older files lack it, and their layers see the whole block."""
     types, window = read_layer_types(layers), layers.get("sliding_window")
     if "sliding_attention" in types:
         window = read_window(fields, layers)
@@ -105,8 +106,8 @@ def read_masks(fields: Fields, layers: Fields) -> tuple[LayerMask, ...]:
 
 
 def read_recommended(fields: Fields, drafts: int) -> int | None:
-    """How many tokens to draft, by the first proposal method. Older exporters wrote the block's
-    size, so it says nothing about what the first slot does."""
+    """Read the number of tokens to draft from the first proposal method. Older exporters wrote the
+    block size, so this does not tell whether the first slot predicts."""
     methods = fields.object("speculators_config").get("proposal_methods")
     first = methods[0] if isinstance(methods, list) and methods else {}
     count = first.get("speculative_tokens") if isinstance(first, dict) else None

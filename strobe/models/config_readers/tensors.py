@@ -1,4 +1,4 @@
-"""How files name tensors, and checks of a drafter's tensors that its module does not make."""
+"""Tensor names in files, and checks of a drafter's tensors that its module does not make."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from pathlib import Path
 from strobe.models.config import DraftConfig
 
 VOCABULARY = ("d2t", "t2d")
-"""The tensors of a reduced vocabulary: what to add to a row's number to get its token, [V'] int64;
-and whether a token has a row, [V] bool, which says the same once more."""
+"""Tensors of a reduced vocabulary: d2t [V'] int64, token id minus row; t2d [V] bool, whether a
+token has a row (redundant)."""
 HINT = "weights and config.json must come from one checkpoint."
 
 
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
-"""What tensors' names may begin with, and are known without."""
+"""Prefixes of tensor names that are dropped."""
 ALIASES = {
     "midlayer.": "layers.0.",
     "encoder.fc.": "fc.",
     "encoder.output_norm_enc.": "hidden_norm.",
 }
-"""What names of drafters' tensors may begin with, and what that means."""
+"""Prefixes of drafters' tensor names that are replaced."""
 
 
 def own_name(key: str) -> str:
-    """A tensor's name in a file -> as a module of its own would call it."""
+    """Return the module's name for a tensor in a file."""
     name = next((key.removeprefix(p) for p in PREFIXES if key.startswith(p)), key)
     alias = next((a for a in ALIASES if name.startswith(a)), "")
     return ALIASES.get(alias, "") + name.removeprefix(alias)
@@ -33,9 +33,9 @@ def own_name(key: str) -> str:
 def draft_parts(
     shapes: Mapping[str, tuple[int, ...]] | None, config: DraftConfig, directory: Path
 ) -> tuple[set[str], tuple[str, ...]]:
-    """Which of "embed_tokens" and "lm_head" the drafter brings, and which tensors may stand beside
-    its module's. shapes: of its tensors, None where none are read. Raises ValueError where fc does
-    not fit the captured layers, or a reduced vocabulary has no table."""
+    """Return which of "embed_tokens" and "lm_head" the drafter has, and which further tensors its
+    checkpoint may contain. shapes: the checkpoint's; None if no weights are read. Raises ValueError
+    if fc does not fit the captured layers, or if a reduced vocabulary has no table."""
     own_names = {"lm_head"} if config.draft_vocab_size is not None else set[str]()
     if config.target_hidden_size not in (None, config.decoder.hidden_size):
         own_names = {"embed_tokens", "lm_head"}

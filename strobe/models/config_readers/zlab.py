@@ -25,22 +25,22 @@ HARMLESS = frozenset(
     {"eos_token_id", "tie_word_embeddings", "use_sliding_window", "max_window_layers",
      "swa_window_size", "loss_decay_gamma"}
 )  # fmt: skip
-"""What a drafter's config says that is its target's matter, was for training, or repeats others."""
+"""Keys of a drafter's config that concern its target or training, or that repeat other keys."""
 
 PLAIN: dict[str, tuple[Any, ...]] = {
     "sample_from_anchor": (False,),
     "num_anchors": (),
 }
-"""Keys that change what a DFlash drafter computes, with the values at which they change nothing."""
+"""Keys that change a DFlash drafter's computation, with their values without effect."""
 
 
 def read_masks(fields: Fields) -> tuple[LayerMask, ...]:
-    """Sliding layers are causal within the block, full ones are not, unless the config forces it
-    for all of them. With `use_swa` and no layer that slides by type (MiMo's) all do and none is
-    causal; its window is `swa_window_size`, else `sliding_window`."""
+    """Sliding layers are causal within the block and full ones are not, unless the config sets
+    `causal` for all. With `use_swa` and no sliding layer type (MiMo) all layers slide and none is
+    causal; the window is `swa_window_size` or else `sliding_window`."""
     types, causal = read_layer_types(fields), None
     if not fields.flag("use_swa"):
-        fields.get("swa_window_size")  # means nothing then
+        fields.get("swa_window_size")  # has no effect then
         window = read_window(fields, types)
     else:
         if "sliding_attention" not in types:
@@ -58,8 +58,8 @@ def read_masks(fields: Fields) -> tuple[LayerMask, ...]:
 
 
 def read_sinks(fields: Fields, masks: tuple[LayerMask, ...]) -> bool:
-    """Whether heads have sinks: `attention_sink_bias` speaks of all layers; without it a key speaks
-    of those that slide, another of those that do not."""
+    """Whether heads have sinks. `attention_sink_bias` covers all layers; otherwise there is one key
+    for sliding and one for full layers."""
     swa, full = "add_swa_attention_sink_bias", "add_full_attention_sink_bias"
     has_sinks = {True: fields.flag(swa), False: fields.flag(full)}
     if fields.get("attention_sink_bias") is not None:
@@ -68,8 +68,8 @@ def read_sinks(fields: Fields, masks: tuple[LayerMask, ...]) -> bool:
     if len(used) > 1:
         raise ValueError(
             f"{fields.path}: {swa} is {has_sinks[True]!r} and {full} {has_sinks[False]!r}, but "
-            "sinks in some "
-            "layers only are not supported; use a drafter that has them in all layers or none."
+            "sinks in some layers only are not supported; use a drafter that has them in all "
+            "layers or none."
         )
     return used.pop()
 
@@ -77,10 +77,10 @@ def read_sinks(fields: Fields, masks: tuple[LayerMask, ...]) -> bool:
 def read_rope(
     fields: Fields, masks: tuple[LayerMask, ...], head_dim: int, *, sinks: bool
 ) -> RopeConfig:
-    """A drafter's rope turns whole heads, whatever share its config has from its target; MiMo's
-    alone, which have `use_swa` or sinks, mean it."""
-    longest = fields.integer("max_position_embeddings", 32768)
-    rope = read_ropes(fields, masks, 1e6, longest, drafter=True)
+    """Read the rope. A drafter rotates whole heads: the share in its config is copied from its
+    target. Only MiMo's drafters, which have `use_swa` or sinks, apply it."""
+    max_position = fields.integer("max_position_embeddings", 32768)
+    rope = read_ropes(fields, masks, 1e6, max_position, drafter=True)
     neox = fields.flag("is_neox_style", fields.flag("rope_is_neox_style", True))
     partial_factor = fields.get("partial_rotary_factor")
     parameters = fields.object("rope_parameters") or fields.object("rope_scaling")
@@ -97,7 +97,7 @@ def read_rope(
 
 
 def read_capture(fields: Fields) -> tuple[tuple[int, ...], int | None]:
-    """The layers whose output is captured, counted as layers done, and how many the target has."""
+    """Return the captured layers, as numbers of finished layers, and the target's layer count."""
     total = fields.get("num_target_layers")
     total = None if total is None else fields.integer("num_target_layers")
     ids = fields.ids("target_layer_ids")
@@ -114,8 +114,7 @@ def read_capture(fields: Fields) -> tuple[tuple[int, ...], int | None]:
 def read_flat(
     fields: Fields, target: Path | None, harmless: Collection[str] = (), **layout: Any
 ) -> DraftConfig:
-    """A config whose decoder and DFlash keys stand side by side. layout: further fields of
-    DraftConfig."""
+    """Read a config with decoder and DFlash keys in one object. layout: more DraftConfig fields."""
     plain_linears(fields)
     for key, values in PLAIN.items():
         if key not in harmless:
@@ -152,9 +151,9 @@ def read_flat(
 
 
 def read(config: dict[str, Any], path: Path, target: Path | None = None) -> DraftConfig:
-    """target: the directory whose tokenizer knows the mask token where the config does not."""
+    """target: the directory whose tokenizer has the mask token if the config does not name it."""
     fields = Fields(config, path, first="dflash_config")
-    # Beside the other keys it may be DeepSpec's, whose first slot predicts.
+    # Outside `dflash_config` the key belongs to DeepSpec, whose first slot predicts.
     harmless = {"num_anchors"} & set(config.get("dflash_config") or ())
     return read_flat(fields, target, harmless)
 

@@ -1,7 +1,7 @@
-"""Target families, one file each: its config.json read, and the module that computes it.
+"""Target families, one module each, which reads config.json and makes the model.
 
-A file offers `read(fields, directory) -> TargetConfig` and `make(config, max_positions) -> Target`;
-`FAMILIES` names it once for each of its architectures.
+A module has `read(fields, directory) -> TargetConfig` and `make(config, max_positions) -> Target`,
+and an entry in `FAMILIES` for each of its architectures.
 """
 
 FAMILIES = {

@@ -1,7 +1,6 @@
-"""Experts: rows that each go through a few of many MLPs, as grouped GEMMs.
+"""Mixtures of experts: each row passes through a few of many MLPs.
 
-Legend: T rows, H hidden size, E experts of inner size I, each row routed to k of them, P = T k
-pairs of a row and an expert, sorted by expert.
+Legend: T rows, H hidden size, E experts of inner size I, k experts per row.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ def read_counts(
     *,
     called: str = "num_experts_per_tok",
 ) -> tuple[int, int]:
-    """How many experts a layer has, and how many of them a row is routed to, which is `called` so;
-    count, top_k: where config.json names none. Raises ValueError."""
+    """Return the number of experts per layer and per row. count, top_k: defaults. called: the key
+    of the latter. Raises ValueError."""
     count = fields.integer("num_experts", fields.get("num_local_experts", count))
     fields.only("num_local_experts", count, why="it must be num_experts'.")
     top_k = fields.integer(called, top_k)
@@ -38,7 +37,7 @@ def read_counts(
 
 
 class Router(nn.Module):
-    """Which experts a row is routed to, and what each of their results weighs."""
+    """Chooses the experts of each row and the weights of their outputs."""
 
     def __init__(self, hidden_size: int, shape: ExpertShape, *, bias: bool = False):
         super().__init__()
@@ -49,13 +48,13 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, H] -> weights [T, k] in x's dtype, experts [T, k].
 
-        The largest k of softmax(logits); divided by their sum where the shape says `normalized`,
-        which is the softmax over the k largest logits.
+        The k largest of softmax(logits). If `normalized` they are divided by their sum, which
+        equals the softmax over the k largest logits.
         """
         logits = F.linear(x, self.weight, self.bias).float()
         top, experts = logits.topk(self.top_k, dim=-1)
-        among = top if self.normalized else logits
-        weights = torch.exp(top - among.logsumexp(-1, keepdim=True))
+        normalizer = top if self.normalized else logits
+        weights = torch.exp(top - normalizer.logsumexp(-1, keepdim=True))
         return weights.to(x.dtype), experts
 
 
@@ -76,7 +75,7 @@ class Experts(nn.Module):
         self.down_proj = Linear(self.size, hidden_size, bias=bias, experts=self.count)
 
     def weight_mapping(self) -> WeightMapping:
-        """Most checkpoints have three linear layers of each expert; biases are stacked."""
+        """Most checkpoints have three linear layers per expert. Biases are stacked."""
         size, hidden = self.size, self.down_proj.out_features
         gate_up, down = list[WeightPart](), list[WeightPart]()
         for e in range(self.count):
@@ -91,13 +90,12 @@ class Experts(nn.Module):
     def forward(
         self, ops: TorchOps, x: Tensor, routed: tuple[Tensor, Tensor], residual: Tensor
     ) -> Tensor:
-        """`ops.experts`."""
+        """See `ops.experts`."""
         return ops.experts(x, routed, self.gate_up_proj, self.down_proj, self.activate, residual)
 
 
 class SparseMLP(nn.Module):
-    """A router and its experts, in the place of an MLP. called: the router's name in a
-    checkpoint."""
+    """A router and its experts, in place of an MLP. called: the router's name in checkpoints."""
 
     def __init__(self, router: Router, experts: Experts, *, called: str = "router"):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Gemma 4, its text decoder: https://huggingface.co/google/gemma-4-31B-it and its siblings."""
+"""Gemma 4's text decoder: https://huggingface.co/google/gemma-4-31B-it and its siblings."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from strobe.models.weight_mapping import WeightMapping, WeightPart
 logger = logging.getLogger(__name__)
 
 UNIFIED = ("gemma4_unified", "gemma4_unified_text")
-"""model_type of 12B's, whose text decoder has no per-layer input embeddings to speak of."""
+"""model_type of the 12B model, whose text decoder has no per-layer input embeddings."""
 TOWERS = ("vision_tower.", "embed_vision.", "vision_embedder.", "audio_tower.", "embed_audio.")
-"""What the names of tensors begin with that serve images and sound only."""
+"""Prefixes of tensors for images and sound."""
 IGNORED_FIELDS = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
-"""Keys that count for the text decoder where `text_config` leaves them out."""
+"""Keys that the text decoder inherits if `text_config` lacks them."""
 OUTER = frozenset(
     {
         "vision_config", "audio_config", "image_token_id", "boi_token_id", "eoi_token_id",
@@ -42,20 +42,20 @@ OUTER = frozenset(
         "vision_soft_tokens_per_image",
     }
 )  # fmt: skip
-"""Keys beside `text_config` that say nothing of the text decoder."""
+"""Keys outside `text_config` without effect on the text decoder."""
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 ROPES: dict[str, dict[str, Any]] = {
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
-"""Where config.json names none."""
+"""Defaults of rope_parameters."""
 PATTERN = 6
-"""Each so many layers one is full, where config.json names no types."""
+"""By default, one in so many layers is full."""
 
 
 def read_types(fields: Fields) -> list[str]:
-    """The layers' types; the last is full whatever config.json says, as in transformers."""
+    """Return the layers' types. The last is always full, as in transformers."""
     types = read_layer_types(fields)
     if not fields.get("layer_types"):
         types = [SLIDING if (i + 1) % PATTERN else FULL for i in range(len(types))]
@@ -63,9 +63,9 @@ def read_types(fields: Fields) -> list[str]:
 
 
 def read_ropes(fields: Fields, types: list[str]) -> dict[str, RopeConfig]:
-    """The rope of each type of layer that there is."""
+    """Return the rope of each layer type in use."""
     parameters, ropes = fields.object("rope_parameters") or ROPES, dict[str, RopeConfig]()
-    longest = fields.integer("max_position_embeddings", 131072)
+    max_position = fields.integer("max_position_embeddings", 131072)
     for kind in sorted(set(types)):
         rope_fields = parameters.get(kind)
         if not isinstance(rope_fields, dict) or not isinstance(
@@ -81,20 +81,22 @@ def read_ropes(fields: Fields, types: list[str]) -> dict[str, RopeConfig]:
                 f"{fields.path}: partial_rotary_factor of {kind} is {share!r}, which only a rope "
                 f"of type 'proportional' has; {HINT}"
             )
-        ropes[kind] = read_rope(rope_fields, float(rope_fields["rope_theta"]), longest, fields.path)
+        ropes[kind] = read_rope(
+            rope_fields, float(rope_fields["rope_theta"]), max_position, fields.path
+        )
     return ropes
 
 
 def read_shapes(fields: Fields, types: list[str]) -> tuple[LayerShape, ...]:
-    """Each layer's heads: those of full layers are fewer and wider, and may have no values of their
-    own. As published in global_head_dim and num_global_key_value_heads, or layer by layer."""
+    """Return each layer's heads. Full layers have fewer, wider heads and may use keys as values.
+    The sizes come from global_head_dim and num_global_key_value_heads, or from each layer."""
     ropes, shared = read_ropes(fields, types), fields.flag("attention_k_eq_v")
     heads, width = fields.integer("num_key_value_heads", 4), fields.integer("head_dim", 256)
-    wide = {"head_dim": fields.integer("global_head_dim", 512)}
+    full = {"head_dim": fields.integer("global_head_dim", 512)}
     if fields.get("num_global_key_value_heads") is not None:
         global_kv_heads = fields.integer("num_global_key_value_heads")
-        wide |= {"num_key_value_heads": global_kv_heads} if shared else {}
-    layer_kv = {i: wide for i, kind in enumerate(types) if kind == FULL}
+        full |= {"num_key_value_heads": global_kv_heads} if shared else {}
+    layer_kv = {i: full for i, kind in enumerate(types) if kind == FULL}
     if fields.get("per_layer_config") is not None:
         layer_kv = read_own_layers(fields, len(types))
     shapes: list[LayerShape] = []
@@ -118,7 +120,7 @@ def read_shapes(fields: Fields, types: list[str]) -> tuple[LayerShape, ...]:
 
 
 def read_own_layers(fields: Fields, count: int) -> dict[int, dict[str, Any]]:
-    """What single layers have of their own, by their number, which may be padded with zeros."""
+    """Return the settings of single layers by layer number. Its key may have leading zeros."""
     layer_fields = fields.object("per_layer_config")
     for key, values in layer_fields.items():
         if not key.isdecimal() or int(key) >= count or not isinstance(values, dict):
@@ -130,11 +132,11 @@ def read_own_layers(fields: Fields, count: int) -> dict[int, dict[str, Any]]:
 
 
 def read_experts(fields: Fields) -> ExpertShape | None:
-    """What stands beside the MLP of every layer, if anything does."""
+    """Read the experts next to the MLP of every layer; None if there are none."""
     size = fields.get("moe_intermediate_size", fields.get("expert_intermediate_size"))
     if not fields.flag("enable_moe_block"):
         for key in ("num_experts", "top_k_experts"):
-            fields.get(key)  # means nothing without experts
+            fields.get(key)  # has no effect without experts
         return None
     fields.only("expert_intermediate_size", size, why="it must be moe_intermediate_size's.")
     count, top_k = read_counts(fields, called="top_k_experts")
@@ -146,7 +148,7 @@ def read_experts(fields: Fields) -> ExpertShape | None:
 
 
 def refuse_unsupported(fields: Fields) -> None:
-    """Raises ValueError for what siblings have and is not computed here."""
+    """Raises ValueError for features of sibling models that are not supported."""
     fields.only(
         "hidden_activation",
         "gelu_pytorch_tanh",
@@ -158,10 +160,10 @@ def refuse_unsupported(fields: Fields) -> None:
     hint = "use gemma-4-31B or gemma-4-26B-A4B, which have none."
     size = "hidden_size_per_layer_input"
     silent = 0 if fields.get("model_type") in UNIFIED else 256
-    wide = fields.get(size) if size in fields else silent
-    if wide:
+    width = fields.get(size) if size in fields else silent
+    if width:
         raise ValueError(
-            f"{fields.path}: {size} is {wide!r}, but per-layer input embeddings, "
+            f"{fields.path}: {size} is {width!r}, but per-layer input embeddings, "
             f"as Gemma 4 E2B and E4B have them, are not supported; {hint}"
         )
     fields.get("vocab_size_per_layer_input")  # of those embeddings
@@ -224,8 +226,8 @@ def make_layer(decoder: DecoderConfig, layer: int) -> Layer:
 
 
 class Gemma4Router(nn.Module):
-    """Experts by what a row's direction says: their softmax over the k largest logits, each times a
-    number of the expert's own."""
+    """Chooses experts by a row's direction. The weights are the softmax over the k largest logits,
+    each times the expert's scale."""
 
     def __init__(self, hidden_size: int, shape: ExpertShape, eps: float):
         super().__init__()
@@ -247,8 +249,8 @@ class Gemma4Router(nn.Module):
 
 
 class Gemma4Layer(Layer):
-    """Norms before and behind attention and MLP; what leaves the layer is scaled by a number.
-    Attention norms values, too, and does not divide by the root of the head size."""
+    """Norms before and after attention and MLP; a scalar multiplies the layer's output. Attention
+    also norms values, and its scores are not divided by the square root of the head size."""
 
     def __init__(self, config: DecoderConfig, layer: int):
         super().__init__()
@@ -263,7 +265,7 @@ class Gemma4Layer(Layer):
         self.layer_scalar = nn.Parameter(torch.ones(1))
 
     def feed(self, ops: TorchOps, x: Residual) -> Tensor:
-        """The residual stream behind attention -> what is normed and added to it [T, H]."""
+        """Residual stream after attention -> MLP output to norm and add [T, H]."""
         mlp = self.mlp
         inner = ops.norm_linear(x, self.pre_feedforward_layernorm, mlp.gate_up_proj, "gelu_tanh")
         return ops.linear(inner, mlp.down_proj)
@@ -278,8 +280,8 @@ class Gemma4Layer(Layer):
 
 
 class Gemma4SparseLayer(Gemma4Layer):
-    """With experts beside the MLP: both see the same rows, each has norms before and behind it, and
-    their sum has one more. The router sees rows without a norm of theirs."""
+    """Experts next to the MLP. Both read the same rows, have their own norms before and after, and
+    their sum is normed again. The router reads the rows without those norms."""
 
     def __init__(self, config: DecoderConfig, layer: int, shape: ExpertShape):
         super().__init__(config, layer)
@@ -291,7 +293,7 @@ class Gemma4SparseLayer(Gemma4Layer):
         self.post_feedforward_layernorm_2 = RMSNorm(size, eps)
 
     def feed(self, ops: TorchOps, x: Residual) -> Tensor:
-        every = ops.norm(super().feed(ops, x), self.post_feedforward_layernorm_1)
+        mlp_output = ops.norm(super().feed(ops, x), self.post_feedforward_layernorm_1)
         rows = ops.norm(x.value, self.pre_feedforward_layernorm_2)
         expert_output = self.experts(ops, rows, self.router(x.value), torch.zeros_like(rows))
-        return every + ops.norm(expert_output, self.post_feedforward_layernorm_2)
+        return mlp_output + ops.norm(expert_output, self.post_feedforward_layernorm_2)

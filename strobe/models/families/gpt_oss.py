@@ -24,12 +24,12 @@ from strobe.models.target import Target
 from strobe.models.weight_mapping import WeightMapping, WeightPart
 
 ALPHA, LIMIT = 1.702, 7.0
-"""Of the experts' activation: how steep its sigmoid is, and where its inputs end."""
+"""Of the experts' activation: slope of the sigmoid, and bound of the inputs."""
 
 
 def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
-    """x [..., 2 I], a gate and an up in turn -> (up + 1) gate sigmoid(alpha gate), gates of at most
-    `limit` and ups within it either way (gpt-oss model card, arXiv 2508.10925)."""
+    """x [..., 2 I], gate and up values interleaved -> (up + 1) gate sigmoid(alpha gate). Gates are
+    clamped to at most `limit`, ups to [-limit, limit] (gpt-oss model card, arXiv 2508.10925)."""
     gate, up = x.unflatten(-1, (-1, 2)).unbind(-1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (up + 1) * gate * torch.sigmoid(alpha * gate)
@@ -40,7 +40,7 @@ def transposed(out: Tensor, value: Tensor) -> None:
 
 
 class GptOssExperts(Experts):
-    """Checkpoints have all experts' weights in one tensor, inputs before outputs."""
+    """Checkpoints have one tensor for all experts, with inputs before outputs."""
 
     def weight_mapping(self) -> WeightMapping:
         mapping = super().weight_mapping()
@@ -60,7 +60,7 @@ def read_shape(fields: Fields) -> ExpertShape:
 
 
 def read_masks(fields: Fields) -> tuple[LayerMask, ...]:
-    """Sliding and full layers in turn, unless the layers' types are named."""
+    """Return the layers' masks. Sliding and full layers alternate by default."""
     types = read_layer_types(fields)
     if not fields.get("layer_types"):
         types = [("sliding_attention", "full_attention")[i % 2] for i in range(len(types))]
@@ -71,19 +71,19 @@ def read_masks(fields: Fields) -> tuple[LayerMask, ...]:
 def read(fields: Fields, directory: Path) -> TargetConfig:
     fields.only("hidden_act", "silu", why="use a checkpoint with hidden_act 'silu'.")
     fields.only("swiglu_alpha", ALPHA, why=f"use a checkpoint with {ALPHA}.")
-    fields.get("initial_context_length")  # what rope_scaling says once more
+    fields.get("initial_context_length")  # repeated in rope_scaling
     fields.number("rms_norm_eps")
     if not fields.object("rope_parameters") and not fields.object("rope_scaling"):
         raise ValueError(f"{fields.path}: there is no rope_scaling; {HINT}")
     masks = read_masks(fields)
-    longest = fields.integer("max_position_embeddings", 131072)
+    max_position = fields.integer("max_position_embeddings", 131072)
     decoder = read_decoder(
         fields,
         masks,
         theta=150000.0,
         head_dim=64,
         kv_heads=8,
-        rope=read_ropes(fields, masks, 150000.0, longest),
+        rope=read_ropes(fields, masks, 150000.0, max_position),
         attention_bias=True,
         qk_norm=False,
         sinks=True,

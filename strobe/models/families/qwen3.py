@@ -18,15 +18,15 @@ from strobe.models.target import Target
 
 
 def read_masks(fields: Fields) -> tuple[LayerMask, ...]:
-    """What each layer's rows may see. Older configs name no types but a number of full layers."""
+    """Return the layers' masks. Older configs have a number of full layers instead of types."""
     types = read_layer_types(fields)
-    fields.get("max_window_layers")  # means nothing elsewhere
+    fields.get("max_window_layers")  # has no effect otherwise
     if fields.flag("use_sliding_window") and not fields.get("layer_types"):
         full = fields.integer("max_window_layers", 28, low=0)
-        if "sliding_window" in fields and not fields.get("sliding_window"):  # a null is none
+        if "sliding_window" in fields and not fields.get("sliding_window"):  # null: no layer slides
             full = len(types)
         types = [t if i < full else "sliding_attention" for i, t in enumerate(types)]
-    # Without the key a window is transformers' default.
+    # transformers' default if the key is missing
     window = read_window(fields, types) if "sliding_window" in fields else 4096
     return tuple(LayerMask(True, window if t == "sliding_attention" else None) for t in types)
 

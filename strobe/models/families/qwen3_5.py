@@ -1,8 +1,8 @@
-"""Qwen3.5, text: https://huggingface.co/Qwen/Qwen3.5-9B, with experts Qwen3.5-35B-A3B, and their
-siblings, Qwen3.6's among them.
+"""Qwen3.5's text decoder: https://huggingface.co/Qwen/Qwen3.5-9B, with experts Qwen3.5-35B-A3B, and
+their siblings, including Qwen3.6's.
 
-Three layers in four have no attention but a gated delta rule (Yang et al., arXiv 2412.06464) over a
-state per sequence. Legend as in `strobe.models.layers`; Hv value heads of Dv, C channels.
+Three in four layers have no attention but a gated delta rule (Yang et al., arXiv 2412.06464) with
+one state per sequence. Legend as in `strobe.models.layers`; Hv value heads of Dv, C channels.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from strobe.models.weight_mapping import WeightMapping, copy, stacked
 logger = logging.getLogger(__name__)
 
 IGNORED_FIELDS = ("dtype", "torch_dtype", "eos_token_id", "quantization_config")
-"""Keys that count for text where text_config leaves them out."""
+"""Keys that the text decoder inherits if text_config lacks them."""
 OUTER = (
     "vision_config", "image_token_id", "video_token_id", "vision_start_token_id",
     "vision_end_token_id",
 )  # fmt: skip
-"""Keys beside text_config that text does not need."""
+"""Keys outside text_config without effect on the text decoder."""
 INNER = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mlp_only_layers")
-"""Keys of heads that draft, which are not used here, and of layers without experts, where none has
-any."""
+"""Keys of drafting heads, which are not used, and of layers without experts, of which there are
+none."""
 SPARSE = ("qwen3_5_moe", "qwen3_5_moe_text")
-"""The model types whose layers all have experts."""
+"""Model types in which all layers have experts."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,8 @@ def _read_experts(fields: Fields) -> ExpertShape:
 
 
 def _layer_types(fields: Fields) -> list[str]:
-    """Where none are listed, every `full_attention_interval`-th layer has attention."""
+    """Return the layers' types. By default every `full_attention_interval`-th layer has
+    attention."""
     supported = ("linear_attention", "full_attention")
     interval = fields.integer("full_attention_interval", 4)
     if fields.get("layer_types"):
@@ -139,8 +140,8 @@ def _read_states(fields: Fields, layers: int) -> StateSpec:
 
 
 def _read_rope(fields: Fields) -> RopeConfig:
-    """The rope, over a share of each head. Text stands on one line: the three positions of
-    multimodal rope are one, so that how they share the head means nothing."""
+    """Read the rope, which rotates a part of each head. In text the three positions of multimodal
+    rope are equal, so mrope_section has no effect."""
     parameters = fields.object("rope_parameters") or fields.object("rope_scaling")
     fields.object("rope_scaling")
     theta = parameters.get("rope_theta", fields.get("rope_theta", 1e7))
@@ -151,9 +152,9 @@ def _read_rope(fields: Fields) -> RopeConfig:
             f"{fields.path}: partial_rotary_factor {share!r} turns {size:g} of a head's "
             f"{fields.integer('head_dim', 256)} numbers, but must turn an even number; {HINT}"
         )
-    longest = fields.integer("max_position_embeddings", 32768)
+    max_position = fields.integer("max_position_embeddings", 32768)
     theta = positive(theta, "rope_theta", fields.path)
-    rope = read_rope(parameters, theta, longest, fields.path, drafter=True)
+    rope = read_rope(parameters, theta, max_position, fields.path, drafter=True)
     return replace(rope, share=size / fields.integer("head_dim", 256))
 
 
@@ -171,14 +172,14 @@ class GatedNorm(nn.Module):
 
 
 class GatedDeltaNet(nn.Module):
-    """layer: counts recurrent layers only."""
+    """layer: index among the recurrent layers."""
 
     def __init__(self, config: DecoderConfig, spec: StateSpec, layer: int):
         super().__init__()
         self.layer, hidden, width = layer, config.hidden_size, spec.heads * spec.value_dim
         self.in_proj_qkv = Linear(hidden, spec.channels)
         self.in_proj_z = Linear(hidden, width)
-        # Small, and what they decide is fed back: never quantized.
+        # Never quantized: they are small, and their errors accumulate in the states.
         self.in_proj_b = Linear(hidden, spec.heads, fixed=True)
         self.in_proj_a = Linear(hidden, spec.heads, fixed=True)
         self.conv1d = nn.Conv1d(
@@ -190,7 +191,7 @@ class GatedDeltaNet(nn.Module):
         self.out_proj = Linear(width, hidden)
 
     def forward(self, ops: TorchOps, x: Tensor, rows: ForwardRows) -> Tensor:
-        """x [T, H] -> what the states answer, gated [T, Hv * Dv]."""
+        """x [T, H] -> gated outputs of the states [T, Hv * Dv]."""
         time = F.softplus(ops.linear(x, self.in_proj_a).float() + self.dt_bias)
         decay = -self.A_log.float().exp() * time
         rate = ops.linear(x, self.in_proj_b).sigmoid().float()
@@ -200,7 +201,7 @@ class GatedDeltaNet(nn.Module):
 
 
 class SharedMLP(SparseMLP):
-    """Experts, and beside them one that every row goes through, as much as a gate lets."""
+    """Experts, and a shared MLP for all rows whose output is multiplied by a gate."""
 
     def __init__(self, config: DecoderConfig, shape: ExpertShape):
         size = config.hidden_size
@@ -209,15 +210,17 @@ class SharedMLP(SparseMLP):
         self.shared_expert_gate = Linear(size, 1)
 
     def forward(self, ops: TorchOps, x: Residual, norm: RMSNorm) -> None:
-        """What is added up is small beside the residual stream, so that this comes last."""
+        """The residual stream is added last, since the other terms are small."""
         rows, shared = ops.norm(x.value, norm), self.shared_expert
         inner = ops.linear(rows, shared.gate_up_proj, "silu")
-        every = ops.linear(inner, shared.down_proj) * self.shared_expert_gate(rows).sigmoid()
-        x.value = x.value + self.experts(ops, rows, self.router(rows), every)
+        shared_output = (
+            ops.linear(inner, shared.down_proj) * self.shared_expert_gate(rows).sigmoid()
+        )
+        x.value = x.value + self.experts(ops, rows, self.router(rows), shared_output)
 
 
 class GatedAttention(Attention):
-    """A checkpoint has each head's query and then its gate; here all gates come first."""
+    """In checkpoints each head's gate follows its query; here all gates come first."""
 
     def weight_mapping(self) -> WeightMapping:
         mapping = stacked("qkv_proj", self.qkv_proj)
@@ -231,7 +234,7 @@ class GatedAttention(Attention):
 
 
 class GatedLayer(DecoderLayer):
-    """With attention whose output is multiplied by a gate. layer: counts such layers only."""
+    """A layer whose attention output is multiplied by a gate. layer: index among such layers."""
 
     def __init__(self, config: DecoderConfig, layer: int, mlp: nn.Module | None):
         super().__init__(config, layer, mlp)
@@ -247,7 +250,7 @@ class GatedLayer(DecoderLayer):
 
 
 class RecurrentLayer(Layer):
-    """layer: counts recurrent layers only."""
+    """layer: index among the recurrent layers."""
 
     def __init__(self, config: Qwen35Config, layer: int, mlp: nn.Module | None):
         super().__init__()

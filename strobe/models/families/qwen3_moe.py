@@ -19,8 +19,8 @@ from strobe.models.target import Target
 
 
 def read_experts(fields: Fields) -> ExpertShape:
-    """What stands in the layers' MLPs' place, and in which: those of every decoder_sparse_step-th
-    layer that mlp_only_layers does not name."""
+    """Read the experts. They replace the MLP of every decoder_sparse_step-th layer that is not in
+    mlp_only_layers."""
     count, top_k = read_counts(fields, 128, 8)
     step, dense = fields.integer("decoder_sparse_step", 1), fields.ids("mlp_only_layers") or []
     layers = range(fields.integer("num_hidden_layers"))
@@ -39,7 +39,7 @@ def read_experts(fields: Fields) -> ExpertShape:
 
 
 def read_mask(fields: Fields) -> LayerMask:
-    """That of every layer: max_window_layers means nothing here, as in transformers."""
+    """Return the mask of all layers. max_window_layers has no effect, as in transformers."""
     fields.get("max_window_layers")
     window = None
     if fields.flag("use_sliding_window") and (
@@ -72,7 +72,7 @@ def make(config: TargetConfig, max_positions: int) -> Target:
 
 
 def make_mlp(decoder: DecoderConfig, layer: int) -> nn.Module | None:
-    """The layer's experts; None where it has an MLP."""
+    """Return the layer's experts; None if it has an MLP."""
     shape = decoder.experts
     if shape is None or not shape.layers[layer]:
         return None

@@ -1,6 +1,6 @@
-"""The operations that decoder layers and the drafter are made of.
+"""The operations of decoder layers and the drafter.
 
-`TorchOps` has every operation in plain torch, which is the definition of right; `TritonOps` has the
-same signatures and runs kernels where these serve a call, plain torch where they do not. A model
-holds one of them as `ops`, and its layers say everything through it, once.
+`TorchOps` implements every operation in plain torch and is the reference. `TritonOps` has the same
+signatures; it runs kernels where they support a call, and plain torch elsewhere. A model holds one
+of them as `ops`, and its layers are written once, as calls of it.
 """

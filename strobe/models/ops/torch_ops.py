@@ -1,8 +1,9 @@
-"""Every operation in plain torch: the definition of right, and what gradients flow through; and
-what operations are given beside tensors and modules: the residual stream and its rows.
+"""Every operation in plain torch, the reference for kernels and the path of gradients, and the
+values that operations take: the residual stream and the forward's rows.
 
 Legend: T rows, H hidden size, I intermediate size, V vocabulary, Hq / Hkv query and key-value
-heads, D head size, L layers; of a gated delta rule Hv value heads of Dv, C channels.
+heads, D head size, L layers, k experts per row; of a gated delta rule Hv value heads of Dv, C
+channels.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ if TYPE_CHECKING:
     from strobe.kernels.residual import FusedResidual
 
 Activation = Literal["silu", "gelu_tanh"]
-"""Of a gated linear layer, whose output is [gate | up]: activation(gate) * up."""
+"""Of a gated linear layer with outputs [gate | up]: activation(gate) * up."""
 
 Activate = Callable[[Tensor], Tensor]
-"""[..., 2 I] as a gated linear layer leaves it -> [..., I]."""
+"""Outputs [..., 2 I] of a gated linear layer -> [..., I]."""
 
 
 def _gated(activation: Activate, x: Tensor) -> Tensor:
@@ -45,8 +46,8 @@ ACTIVATIONS: dict[Activation, Activate] = {
 
 
 class ContextWeights(NamedTuple):
-    """Every layer's key rows and then its value rows, as one linear layer [L * 2 * Hkv * D, H],
-    and the key norms' gains [L, D], also as `unit_rms` wants them: gains and floor."""
+    """Every layer's key and value outputs as one linear layer [L * 2 * Hkv * D, H], and the key
+    norms' gains [L, D]. folded: gains and floor for `unit_rms`."""
 
     linear: AnyLinear
     gains: Tensor
@@ -55,44 +56,44 @@ class ContextWeights(NamedTuple):
 
 
 class ResidualStream:
-    """The residual stream of one forward, `value` [T, H], and the features captured from it.
-    Layers add to it through ops, or put a sum in its place; nothing is overwritten."""
+    """The residual stream of one forward, `value` [T, H], and the features captured from it. Layers
+    add to it through ops, or assign a new value; no tensor is overwritten."""
 
     def __init__(self, value: Tensor, capture: tuple[int, ...]):
         self.value, self.capture = value, capture
         self._captured = {0: value} if 0 in capture else {}
 
     def begin(self, done: int, next_norm: Tensor | None) -> None:
-        """Before the layer with which `done` are done. next_norm: the weight of the norm that reads
-        the stream behind it; None behind the last."""
+        """Start the layer after `done` finished ones. next_norm: the weight of the norm that reads
+        the stream after it; None for the last layer."""
 
     def end(self, done: int) -> None:
-        """After that layer."""
+        """End the layer after which `done` are finished."""
         if done in self.capture:
             self._captured[done] = self.value
 
     def features(self) -> Tensor | None:
-        """[T, n * H], side by side; None where nothing is captured."""
+        """Return the captured features [T, n * H]; None if nothing is captured."""
         return torch.cat([self._captured[k] for k in self.capture], -1) if self.capture else None
 
 
 Residual: TypeAlias = "ResidualStream | FusedResidual"
-"""The stream as `TorchOps` or as kernels keep it: with the same attributes and methods."""
+"""The stream of `TorchOps` or of kernels, with the same attributes and methods."""
 
 
 Attend = Callable[..., Tensor]
-"""(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq * D]; sinks [Hq] come fifth, to
-layers that have some.
+"""(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq * D]; a fifth argument sinks [Hq]
+for layers that have them.
 
-Stores the rows' keys and values and attends over what each row may see. Models know nothing else
-about caches, masks or batches: the engine passes one of these, training passes another.
+Stores the rows' keys and values and attends over the keys that each row may see. Models know
+nothing else about caches, masks and batches: the engine passes one such function, training another.
 """
 
 
 class ForwardRows:
-    """The rows of one forward. tables: the rotary table of each layer with attention; attend: any
+    """The rows of one forward. tables: the rotary table of each layer with attention. attend: any
     `Attend`; for recurrent layers a `RecurrentPlan`. paged: the attention plan, if kernels can
-    store keys and values in its cache themselves."""
+    store keys and values in its cache."""
 
     __slots__ = ("_angles", "attend", "paged", "positions", "recurrent", "tables")
 
@@ -103,7 +104,7 @@ class ForwardRows:
         self._angles: dict[RotaryTable, Rope] = {}
 
     def angles(self, layer: int) -> Rope:
-        """By which the layer rotates; computed once for all layers of one table."""
+        """Return the layer's rotation angles, computed once per table."""
         table = self.tables[layer]
         angles = self._angles.get(table)
         if angles is None:
@@ -112,15 +113,15 @@ class ForwardRows:
 
 
 class TorchOps:
-    """Stateless. Linear layers and norms are given as the modules that hold their parameters."""
+    """Stateless. Takes linear layers and norms as the modules that hold their parameters."""
 
     def embed(self, ids: Tensor, weight: Tensor) -> Tensor:
         """ids [T], weight [V, H] -> [T, H]."""
         return F.embedding(ids, weight)
 
     def residual(self, x: Tensor, capture: tuple[int, ...] = ()) -> Residual:
-        """x [T, H], which is given up to the stream. capture: counts of layers done, in the
-        features' order."""
+        """Start a residual stream with x [T, H], which the caller gives up. capture: numbers of
+        finished layers after which to capture features, in the features' order."""
         return ResidualStream(x, capture)
 
     def norm(self, x: Tensor, norm: RMSNorm) -> Tensor:
@@ -128,7 +129,7 @@ class TorchOps:
         return norm(x)
 
     def linear(self, x: Tensor, linear: AnyLinear, activation: Activation | None = None) -> Tensor:
-        """x [T, K] -> [T, N], or [T, N / 2] behind an activation."""
+        """x [T, K] -> [T, N], or [T, N / 2] after an activation."""
         y = F.linear(x, linear.dense(x.dtype), linear.bias)
         return y if activation is None else ACTIVATIONS[activation](y)
 
@@ -141,8 +142,8 @@ class TorchOps:
     def add_linear(
         self, x: Residual, y: Tensor, linear: AnyLinear, next_norm: RMSNorm | None = None
     ) -> None:
-        """x += linear(y), y [T, K]. next_norm: the norm that reads x next; None where the layer
-        ends."""
+        """x += linear(y), y [T, K]. next_norm: the norm that reads x next; None at the end of the
+        layer."""
         out = torch.addmm(x.value, y, linear.dense(y.dtype).t())
         x.value = out if linear.bias is None else out + linear.bias
 
@@ -152,11 +153,11 @@ class TorchOps:
         x.value = value if scale is None else value * scale
 
     def attention(self, qkv: Tensor, attention: Attention, rows: ForwardRows) -> Tensor:
-        """qkv [T, (Hq + 2 Hkv) D], as the layer's linear leaves it -> [T, Hq * D]: norm and rotate
-        the heads, store keys and values, attend."""
+        """Norm and rotate the heads, store keys and values, attend: qkv [T, (Hq + 2 Hkv) D] from
+        the layer's linear -> [T, Hq * D]."""
         qkv = qkv.view(qkv.shape[0], -1, attention.head_dim)
         q_heads, kv_heads = attention.q_heads, attention.kv_heads
-        # Without values of its own, a layer's values are its keys.
+        # A layer without its own values uses its keys.
         qk, v = qkv[:, : q_heads + kv_heads], qkv[:, -kv_heads:]
         if (norms := attention.norms()) is not None:
             qk = (unit_rms(qk, attention.eps, norms[1]) * norms[0]).to(qk.dtype)
@@ -175,17 +176,17 @@ class TorchOps:
         activate: Activate,
         residual: Tensor,
     ) -> Tensor:
-        """x, residual [T, H], weights and expert ids [T, top_k] -> residual + the weighted outputs
-        of the experts, down(activate(gate_up(x)))."""
+        """Add the weighted outputs of each row's experts, down(activate(gate_up(x))): x, residual
+        [T, H], weights and expert ids [T, k] -> [T, H]."""
         first, second = ((w.dense(x.dtype), w.bias) for w in (gate_up, down))
         return reference_experts.experts(x, *routed, first, second, activate, residual)
 
     def delta_rule(
         self, qkv: Tensor, decay: Tensor, rate: Tensor, conv: Tensor, layer: int, rows: ForwardRows
     ) -> Tensor:
-        """The gated delta rule behind a convolution, over the sequences' states (Yang et al., arXiv
-        2412.06464): qkv [T, C], decay (its logarithm) and rate [T, Hv] in fp32, conv [C, kernel] ->
-        [T, Hv, Dv]. layer: counts recurrent ones only."""
+        """Convolution and gated delta rule over the sequences' states (Yang et al., arXiv
+        2412.06464): qkv [T, C], log decay and rate [T, Hv] in fp32, conv [C, kernel] -> [T, Hv,
+        Dv]. layer: index among the recurrent layers."""
         plan: RecurrentPlan = rows.recurrent
         spans, held = plan.groups, plan.stored(layer)
         return reference_recurrent.mix(qkv, decay, rate, conv, spans, held, plan.states.spec)
@@ -199,14 +200,14 @@ class TorchOps:
         return argmax(self.head(x, norm, head))
 
     def best_two(self, x: Tensor, norm: RMSNorm, head: AnyLinear) -> tuple[Tensor, Tensor]:
-        """As `argmax`, and how far each largest logit is above the second largest [R] float32."""
+        """As `argmax`, and the margin of each largest logit over the second largest [R] float32."""
         return best_two(self.head(x, norm, head))
 
     def context_kv(
         self, kv: Tensor, weights: ContextWeights, rows: ForwardRows
     ) -> tuple[Tensor, Tensor]:
-        """A drafter's kv [T, L * 2 * Hkv * D], as its context weights leave it -> keys, normed and
-        rotated, and values [T, L, Hkv, D]."""
+        """A drafter's kv [T, L * 2 * Hkv * D] from its context weights -> normed and rotated keys,
+        values [T, L, Hkv, D]."""
         layers, width = weights.gains.shape
         keys, values = kv.view(kv.shape[0], layers, 2, -1, width).unbind(2)
         (gains, floor), (cos, sin) = weights.folded, rows.angles(0)
@@ -216,5 +217,5 @@ class TorchOps:
     def store_context(
         self, kv: Tensor, weights: ContextWeights, rows: ForwardRows, slots: Tensor, store: KVStore
     ) -> None:
-        """`context_kv` to slots [T] of every layer."""
+        """Write the outputs of `context_kv` to slots [T] of every layer."""
         store.write_all(slots, *self.context_kv(kv, weights, rows))

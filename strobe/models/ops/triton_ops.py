@@ -1,7 +1,7 @@
-"""The operations through triton's kernels, for a GPU; what these do not serve is plain torch.
+"""The operations by Triton kernels, for a GPU, and by plain torch where no kernel supports a call.
 
-Per layer of Qwen3: norm and q, k, v in one launch; their norms, rotation and the K/V store;
-attention; o_proj onto the residual stream; norm, gate, up and activation; down_proj onto the
+A Qwen3 layer launches: norm with q, k and v; their norms, rotation and the K/V store; attention;
+o_proj added to the residual stream; norm with gate, up and activation; down_proj added to the
 residual stream. Legend as in `torch_ops.py`.
 """
 
@@ -32,15 +32,15 @@ from strobe.models.quantization.fp8 import FP8_ROWS
 
 
 class TritonOps(TorchOps):
-    """Of models in `dtype` on one stream; they share a workspace."""
+    """For models in `dtype` on one stream, which share a workspace."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype):
         self.gemms = Gemms(device, dtype)
         self._weights: dict[AnyLinear, tuple[Weight, Tensor | None]] = {}
 
     def _weight(self, linear: AnyLinear) -> tuple[Weight, Tensor | None]:
-        """The layer's weight and bias as kernels take them. A format that no kernel reads is
-        dequantized for this call."""
+        """Return the layer's weight and bias for kernels. A format without a kernel is dequantized
+        for this call."""
         cached = self._weights.get(linear)
         if cached is None:
             if linear.format not in (None, FP8_ROWS):
@@ -105,8 +105,8 @@ class TritonOps(TorchOps):
         self, qkv: Tensor, decay: Tensor, rate: Tensor, conv: Tensor, layer: int, rows: ForwardRows
     ) -> Tensor:
         plan: RecurrentPlan = rows.recurrent
-        longest, held = plan.batch.longest, plan.stored(layer)
-        return mix(qkv, decay, rate, conv, plan.spans, held, longest, plan.states.spec)
+        longest, stored = plan.batch.longest, plan.stored(layer)
+        return mix(qkv, decay, rate, conv, plan.spans, stored, longest, plan.states.spec)
 
     def argmax(self, x: Tensor, norm: RMSNorm, head: AnyLinear) -> Tensor:
         return self.gemms.head_argmax(self.norm(x, norm), self._weight(head)[0])

@@ -1,5 +1,6 @@
-"""How checkpoints and linear layers store quantized weights, one module for each method.
+"""Storage of quantized weights in checkpoints and linear layers, one module per method.
 
-A method is an entry of `methods.METHODS`. It reads its part of config.json, and says which tensors
-a layer's weight is made of and in which format the layer holds it (`strobe.models.linear`).
+A method is an entry of `methods.METHODS`. It reads its part of config.json, maps a layer's weight
+to the checkpoint's tensors, and sets the format in which the layer holds it
+(`strobe.models.linear`).
 """

@@ -1,10 +1,9 @@
-"""Checkpoints in FP8, as published for Qwen3 and DeepSeek: e4m3 values with a scale for each block
-of a weight, `X.weight` beside `X.weight_scale_inv`.
+"""FP8 checkpoints, as published for Qwen3 and DeepSeek: a weight `X.weight` in e4m3 with one scale
+per block in `X.weight_scale_inv`. In memory, FP8 weights have one scale per row.
 
-config.json says so in quantization_config: `{"quant_method": "fp8", "fmt": "e4m3",
-"activation_scheme": "dynamic", "weight_block_size": [128, 128], "modules_to_not_convert": [...]}`.
-Which weights are stored so is seen by their dtype; the others stay as they were trained. In memory
-FP8 has a scale for each row.
+quantization_config is `{"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+"weight_block_size": [128, 128], "modules_to_not_convert": [...]}`. The dtypes of the tensors tell
+which weights are quantized.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _ROWS = 1024
 
 
 def read(fields: Fields, decoder: DecoderConfig) -> Quantization:
-    """Raises ValueError unless the weights are in e4m3 with a scale for each block."""
+    """Raises ValueError unless weights are in e4m3 with one scale per block."""
     fields.only("fmt", "e4m3", why=HINT_OTHER)
     fields.only("activation_scheme", "dynamic", why=HINT_OTHER)
     block = fields.ids("weight_block_size")
@@ -48,8 +47,8 @@ def apply(
     dtypes: Mapping[str, str],
     quantization: Quantization,
 ) -> WeightMapping:
-    """Multiply tensors stored in FP8 by their scales when they are read. Linear layers with a part
-    that is not stored in FP8 are not held in FP8 either."""
+    """Dequantize FP8 tensors when they are read. A linear layer is held in FP8 only if all its
+    tensors are stored in FP8."""
     add_scales = partial(_with_scales, dtypes=dtypes, block=quantization.block)
     for path, linear in module.named_modules():
         if isinstance(linear, Linear):
@@ -78,7 +77,7 @@ def _with_scales(
 def _fill(
     out: Tensor, *tensors: Tensor, fill: Fill, stored: Sequence[bool], block: tuple[int, int]
 ) -> None:
-    """Multiply by the scales, which come after all of the part's own sources, then fill."""
+    """Dequantize the stored tensors by their scales, which follow all of them, then fill."""
     scales = iter(tensors[len(stored) :])
     values = [
         dequantized(value.to(out.device), next(scales).to(out.device), block, out.dtype)
@@ -92,26 +91,26 @@ def _fill(
 def dequantized(
     weight: Tensor, scale: Tensor, block: tuple[int, int], dtype: torch.dtype
 ) -> Tensor:
-    """weight [..., N, K] in FP8, scale [..., ceil(N / block[0]), ceil(K / block[1])] -> their
-    product, each scale for its block, [..., N, K] in dtype."""
+    """FP8 weight [..., N, K], scale [..., ceil(N / block[0]), ceil(K / block[1])] -> the weight
+    [..., N, K] in dtype."""
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    blocks = max(_ROWS // block[0], 1)  # some at a time: products are made in float32
-    for some, by, into in zip(
-        weight.split(blocks * block[0], -2),
-        scale.float().split(blocks, -2),
-        out.split(blocks * block[0], -2),
+    rows = max(_ROWS // block[0], 1) * block[0]  # at a time: products are in float32
+    for values, scales, target in zip(
+        weight.split(rows, -2),
+        scale.float().split(rows // block[0], -2),
+        out.split(rows, -2),
         strict=True,
     ):
-        rows = by.repeat_interleave(block[0], -2)[..., : some.shape[-2], :]
-        both = rows.repeat_interleave(block[1], -1)[..., : some.shape[-1]]
-        torch.mul(some.float(), both, out=both)
-        into.copy_(both)
+        by_row = scales.repeat_interleave(block[0], -2)[..., : values.shape[-2], :]
+        product = by_row.repeat_interleave(block[1], -1)[..., : values.shape[-1]]
+        torch.mul(values.float(), product, out=product)
+        target.copy_(product)
     return out
 
 
 def fp8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight [N, K] -> rows in FP8 (e4m3, Micikevicius et al., arXiv 2209.05433) and a scale for
-    each, [N] float32: the largest value of a row becomes 448, the largest there is."""
+    """weight [N, K] -> rows in FP8 (e4m3, Micikevicius et al., arXiv 2209.05433) and their scales
+    [N] float32. The largest value of a row becomes 448, the maximum of e4m3."""
     largest = torch.cat([weight_rows.abs().amax(1) for weight_rows in weight.split(4096)]).float()
     scale = torch.where(largest > 0, largest / 448.0, 1.0)
     rows = [
@@ -122,7 +121,7 @@ def fp8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Fp8Rows:
-    """Values in e4m3, and a scale for each row [N] in float32; see `fp8_rows`."""
+    """e4m3 values with one float32 scale per row [N]; see `fp8_rows`."""
 
     def dequantize(self, values: Tensor, scale: Tensor) -> Tensor:
         return values.float() * scale[:, None]
@@ -132,6 +131,6 @@ FP8_ROWS = Fp8Rows()
 
 
 def fp8_copy(weight: Tensor) -> LinearView:
-    """A linear layer of this weight, in FP8."""
+    """Return an FP8 linear layer with this weight."""
     rows, scale = fp8_rows(weight)
     return LinearView(rows, scale=scale, format=FP8_ROWS)

@@ -1,4 +1,4 @@
-"""The quantization methods of checkpoints, by the name that config.json gives them."""
+"""Quantization methods of checkpoints, by their names in config.json."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from strobe.models.weight_mapping import WeightMapping
 
 
 class Method(Protocol):
-    """A module of this package."""
+    """The functions of a method's module."""
 
     def read(self, fields: Fields, decoder: DecoderConfig) -> Quantization:
-        """Read quantization_config. Raises ValueError for what is not supported."""
+        """Read quantization_config. Raises ValueError for unsupported values."""
         ...
 
     def apply(
@@ -27,8 +27,8 @@ class Method(Protocol):
         dtypes: Mapping[str, str],
         quantization: Quantization,
     ) -> WeightMapping:
-        """Return the mapping with the checkpoint's quantized tensors as sources, and set what the
-        module's linear layers hold. mapping: of the same module, unquantized; dtypes: of the
+        """Return the mapping to the checkpoint's quantized tensors, and set the formats of the
+        module's linear layers. mapping: of the same module, unquantized; dtypes: of the
         checkpoint's tensors."""
         ...
 
@@ -38,7 +38,7 @@ HINT = "use a checkpoint in FP8 with scales by blocks, experts in MXFP4, or an u
 
 
 def read_quantization(fields: Fields, decoder: DecoderConfig) -> Quantization | None:
-    """Read quantization_config; None where there is none. Raises ValueError."""
+    """Read quantization_config; None if there is none. Raises ValueError."""
     values = fields.object("quantization_config")
     if not values:
         return None
@@ -59,7 +59,7 @@ def apply_quantization(
     dtypes: Mapping[str, str],
     quantization: Quantization | None,
 ) -> WeightMapping:
-    """Apply the method that `quantization` names; None leaves the mapping as it is."""
+    """Apply the method of `quantization`; return the mapping unchanged if it is None."""
     if quantization is None:
         return mapping
     return METHODS[quantization.method].apply(module, mapping, dtypes, quantization)

@@ -1,4 +1,4 @@
-"""Weights in MXFP4, as gpt-oss is published: values of 4 bits, with a power of two for every 32.
+"""MXFP4 weights, as published for gpt-oss: 4-bit values with one power of two per 32 values.
 
 Format: OCP Microscaling Formats (MX) specification 1.0, E2M1 values with E8M0 scales.
 """
@@ -24,7 +24,7 @@ _BIAS = 127
 
 
 def read(fields: Fields, decoder: DecoderConfig) -> Quantization:
-    """Raises ValueError unless experts' inputs divide into blocks."""
+    """Raises ValueError unless the model has experts whose input sizes are multiples of `BLOCK`."""
     if decoder.experts is None:
         raise ValueError(
             f"{fields.path}: quant_method is 'mxfp4', which is supported for experts only, but "
@@ -45,7 +45,7 @@ def apply(
     dtypes: Mapping[str, str],
     quantization: Quantization,
 ) -> WeightMapping:
-    """Unpack experts' weights when they are read: X is stored as X_blocks and X_scales."""
+    """Dequantize experts' weights when they are read. X is stored as X_blocks and X_scales."""
     packed = dict(mapping)
     for path, linear in module.named_modules():
         if isinstance(linear, Linear) and linear.weight.ndim == 3:
@@ -63,10 +63,10 @@ def _packed(part: WeightPart, weight: Tensor) -> WeightPart:
 
 
 def unpack(out: Tensor, blocks: Tensor, scales: Tensor) -> None:
-    """blocks [E, N, K / 32, 16] uint8, two values in each, the first in the low bits; scales [E, N,
-    K / 32] uint8, exponents plus 127 -> out [E, N, K] in its own dtype, on its device.
+    """blocks [E, N, K / 32, 16] uint8, two values each, the first in the low bits; scales [E, N, K
+    / 32] uint8, exponents plus 127 -> out [E, N, K] in its dtype, on its device.
 
-    One matrix at a time: what that takes beside `out` is small. Exact in bfloat16 and float32.
+    One matrix at a time, to save memory. Exact in bfloat16 and float32.
     """
     values = torch.tensor(_VALUES, dtype=torch.float32, device=out.device)
     for matrix, packed, exponents in zip(out, blocks, scales, strict=True):
