@@ -28,7 +28,7 @@ from strobe.runner.buckets import Buckets, verified_rows
 from strobe.sampling_params import SamplingParams
 from strobe.speculation.adaptive import AdaptiveDraftPolicy
 from strobe.speculation.allocate import most_promising
-from strobe.speculation.costs import Costs, Work
+from strobe.speculation.costs import StepCosts, StepWork
 from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftPlan, DraftPolicy
 from strobe.step import TAIL, Plan, Span, StepResult, num_rows
 from strobe.tools.bench.load import TRACES
@@ -41,11 +41,11 @@ PHASE = 400  # steps of a text of one kind
 WAYS = ("plain", "3", "7", "15", "adaptive")
 
 
-def costs(path: Path) -> Costs:
-    """Those of a file of `strobe bench load`."""
+def costs(path: Path) -> StepCosts:
+    """Return the costs in a file of `strobe bench load --json`."""
     found = json.loads(path.read_text())["costs"]
     tables = [{int(n): ms for n, ms in found[name].items()} for name in ("draft", "verify")]
-    return Costs(*tables, found["request"], found["context"], found["context_row"])
+    return StepCosts(*tables, found["request"], found["context"])
 
 
 class Turn(NamedTuple):
@@ -77,11 +77,11 @@ class World:
         widths, block = self.traces.widths, self.slots[-1]
         padded = "NVIDIA" in json.loads(self.table.read_text())["device"]
         buckets = Buckets(self.count, widths[-1], block) if padded else None
-        self.true, self.budget = costs(self.table), DraftPolicy()
+        self.true, self.policy = costs(self.table), DraftPolicy()
         if self.way == "adaptive":
             rows = functools.partial(verified_rows, buckets)
-            self.budget = AdaptiveDraftPolicy(widths, self.slots, rows, 512, self.count)
-            self.budget.costs = costs(self.table)
+            self.policy = AdaptiveDraftPolicy(widths, self.slots, rows, 512, self.count)
+            self.policy.costs = costs(self.table)
         self.buckets, self.rng = buckets, np.random.default_rng(self.seed)
         most = {"plain": 0, "adaptive": widths[-1]}.get(self.way)
         most = int(self.way) if most is None else most
@@ -96,7 +96,7 @@ class World:
 
     def step(self) -> None:
         widths, load = self.traces.widths, BatchLoad(self.count, 0, 0, self.count * CONTEXT)
-        found = self.budget.plan(self.candidates, load)
+        found = self.policy.plan(self.candidates, load)
         longest = max(found.max_drafts)
         width = next((i for i, n in enumerate(widths) if n >= longest), 0)
         right = np.minimum(self.traces.right[self.places, width], found.max_drafts)
@@ -113,13 +113,13 @@ class World:
             rows if self.buckets is None else self.buckets.shape_of(spans, found.num_verified).rows
         )
         draft = sum(n > 0 for n in found.max_drafts) * self.slots[width]
-        ms = float(self.true.ms(Work(draft, rows, self.count, self.count * CONTEXT)))
+        ms = float(self.true.ms(StepWork(draft, rows, self.count, self.count * CONTEXT)))
         self.turn = Turn(self.turn.tokens + self.count + int(accepted.sum()), self.turn.ms + ms)
         told = margins.tolist() if longest else None
         result = StepResult([], accepted.tolist(), rows, ms / 1e3, verified.tolist(), told)
         self.flying.append((plan, result))
         if len(self.flying) > 1:
-            self.budget.observe(*self.flying.popleft())
+            self.policy.observe(*self.flying.popleft())
         self.places = (self.places + 1 + accepted) % len(self.traces.right)
 
     @property

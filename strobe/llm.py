@@ -31,7 +31,7 @@ from strobe.request import DEFAULT_SCHEDULING, Request, SchedulingOptions
 from strobe.sampling_params import SamplingParams
 from strobe.step import RequestStart
 from strobe.text.tokenizer import Message, Tokenizer
-from strobe.warmup.costs import adapt
+from strobe.warmup.costs import measure_costs
 
 
 class LLM:
@@ -58,7 +58,7 @@ class LLM:
             resolved = resolve(EngineConfig().with_(**translate(paths | options).values))
             self.tokenizer = Tokenizer(Path(resolved.config.target))
             engine = Engine(resolved)
-            adapt(engine)
+            measure_costs(engine)
         else:
             self.tokenizer = Tokenizer(Path(engine.config.target))
         self.engine = engine

@@ -92,14 +92,14 @@ class Plan(NamedTuple):
     """The requests that run in a step, and how far each one goes. pages: page-table entries that
     are new to the device; admitted: requests that are new to it. num_verified: number of device
     drafts to verify, over all spans; the device picks the most likely ones; None: all. confidence:
-    per draft position, slope and intercept of the logistic function from a draft's evidence to the
-    probability that it is accepted if the drafts before it are."""
+    per draft position, the probabilities at rising evidence that a draft is accepted if the drafts
+    before it are (`strobe/speculation/acceptance.py`)."""
 
     spans: tuple[Span, ...] = ()
     pages: tuple[PageWrite, ...] = ()
     admitted: tuple[Admission, ...] = ()
     num_verified: int | None = None
-    confidence: tuple[tuple[float, float], ...] = ()
+    confidence: tuple[tuple[float, ...], ...] = ()
 
     @property
     def methods(self) -> dict[str, list[int]]:

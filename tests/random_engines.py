@@ -58,7 +58,7 @@ from strobe.sampling.noise import noise_key
 from strobe.sampling.sampler import RowParams, sample_rows
 from strobe.sampling_params import SamplingParams
 from strobe.speculation.adaptive import AdaptiveDraftPolicy
-from strobe.speculation.costs import Costs
+from strobe.speculation.costs import StepCosts
 
 LENGTH = 128
 """max_model_len of every engine here."""
@@ -319,7 +319,7 @@ class EngineFactory:
         engine = watched(Engine(resolved, components=parts, draft_policy=policy))
         budget = engine.scheduler.draft_policy
         if isinstance(budget, AdaptiveDraftPolicy):
-            budget.costs = Costs({8: 1.0, 64: 1.5}, {1: 10.0, 101: 50.0})
+            budget.costs = StepCosts({8: 1.0, 64: 1.5}, {1: 10.0, 101: 50.0})
         return engine
 
 

@@ -19,6 +19,7 @@ from strobe.engine.engine import Engine
 from strobe.request import Request, TokenLogprob
 from strobe.runner.state import DecodeState
 from strobe.sampling_params import SamplingParams
+from strobe.speculation.acceptance import KNOTS
 from strobe.speculation.base import Drafts, Proposer, ProposerSet
 from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftPlan, DraftPolicy
 from strobe.step import Span, TokenEvent
@@ -304,8 +305,8 @@ class RandomRows(DraftPolicy):
         ]
         if kind % 2 == 0:
             return DraftPlan(limits, use_chain=chained)
-        steps = tuple([(rng.uniform(-0.2, 1.0), rng.uniform(-2, 2)) for _ in range(max(limits))])
-        return DraftPlan(limits, rng.randint(0, sum(limits) + 2), steps, chained)
+        rates = tuple([tuple([rng.random() for _ in range(KNOTS)]) for _ in range(max(limits))])
+        return DraftPlan(limits, rng.randint(0, sum(limits) + 2), rates, chained)
 
 
 def run(

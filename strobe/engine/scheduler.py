@@ -241,9 +241,8 @@ class Scheduler:
         if not records:
             return [], DraftPlan([])
         max_drafts = self.limits.num_drafts
-        prompt_rows = sum([r.prefill_end - r.start for r in self.running if not r.is_decoding])
         context = sum([record.start for record in records])
-        load = BatchLoad(len(records), prompt_rows, len(self.waiting), context)
+        load = BatchLoad(len(records), self._prompt_rows(), len(self.waiting), context)
         candidates = [self._candidate(r, min(r.request.num_drafts, max_drafts)) for r in records]
         policy, default = self.draft_policy, DraftPolicy().plan(candidates, load)
         plan = self._advice.of("The draft policy", lambda: policy.plan(candidates, load), default)
@@ -251,6 +250,16 @@ class Scheduler:
         chains = [c.chain if used else None for c, used in zip(candidates, use_chain, strict=True)]
         spans = map(self._decode_span, records, plan.max_drafts, chains)
         return list(zip(records, spans, strict=True)), plan
+
+    def _prompt_rows(self) -> int:
+        """Return rows of prompts still to be computed: of running requests, and of waiting ones for
+        which there are slots and pages."""
+        rows = sum([r.prefill_end - r.start for r in self.running if not r.is_decoding])
+        room = self.pool.available * self.pool.page_size
+        for request in itertools.islice(self.waiting, len(self._slots)):
+            room -= len(request.tokens) + self.limits.lookahead
+            rows += len(request.tokens) if room >= 0 else 0
+        return rows
 
     def _candidate(self, record: RunningRequest, max_drafts: int) -> Candidate:
         request, host, chain = record.request, record.host_proposer, DraftChain()

@@ -24,16 +24,22 @@ _CELLS = 8192
 
 
 @triton.jit
-def _chances_kernel(margins, weights, most, chances, stride, K: tl.constexpr, SIZE: tl.constexpr):
+def _chances_kernel(
+    margins, rates, most, chances, stride, K: tl.constexpr, KNOTS: tl.constexpr, SIZE: tl.constexpr
+):
+    """rates [K, KNOTS]: by position, at evidence 0, 0.5, ..."""
     span, place = tl.program_id(0), tl.arange(0, SIZE)
     real = place < K
     limit = tl.load(most + span)
     margin = tl.load(margins + span * stride + place, real, 0.0)
     mean = tl.sum(tl.where(place < limit, margin, 0.0), 0) / tl.maximum(limit, 1).to(tl.float32)
-    slope = tl.load(weights + 2 * place, real, 0.0)
-    level = tl.load(weights + 2 * place + 1, real, 0.0)
-    evidence = (margin + mean) / 2
-    chance = tl.cumprod(1.0 / (1.0 + tl.exp(-(slope * evidence + level))), 0)
+    power = margin * mean * mean * mean
+    power = tl.where(power > 0, power, 0.0)  # NaN is no evidence
+    at = 2 * tl.sqrt_rn(tl.sqrt_rn(tl.sqrt_rn(power)))  # twice the evidence
+    knot = tl.minimum(at.to(tl.int32), KNOTS - 2)
+    low = tl.load(rates + place * KNOTS + knot, real, 0.0)
+    high = tl.load(rates + place * KNOTS + knot + 1, real, 0.0)
+    chance = tl.cumprod(low + (high - low) * tl.minimum(at - knot.to(tl.float32), 1.0), 0)
     chance = tl.where(place < limit, chance, -1.0)
     tl.store(chances + span * K + place, chance, real)
 
@@ -60,17 +66,18 @@ def _choose_kernel(
 
 
 def choose(
-    margins: Tensor, weights: Tensor, device_drafts: Tensor, drafts: Tensor, count: int
+    margins: Tensor, rates: Tensor, device_drafts: Tensor, drafts: Tensor, count: int
 ) -> Tensor:
-    """margins [S, K], weights [K, 2] float32, made, drafts [S] int64 -> the drafts to verify [S]:
-    of a span's drafts those that are not made on the device, and of those that are the ones among
-    the `count` most promising of all."""
+    """Return the drafts to verify [S] int64, given margins [S, K], rates [K, KNOTS] float32, and
+    drafts made on the device and in all [S] int64: of a span's drafts those of the host, and of the
+    device's those among the `count` most promising of all."""
     spans, width = margins.shape
     chances = torch.empty(spans, width, dtype=torch.float32, device=margins.device)
     size = triton.next_power_of_2(width)
     _chances_kernel[(spans,)](
-        margins, weights, device_drafts, chances, margins.stride(0), K=width, SIZE=size, num_warps=1
-    )
+        margins, rates, device_drafts, chances, margins.stride(0),
+        K=width, KNOTS=rates.shape[1], SIZE=size, num_warps=1,
+    )  # fmt: skip
     out = torch.empty(spans, dtype=torch.int64, device=margins.device)
     _choose_kernel[(spans,)](
         chances, device_drafts, drafts, out, spans, count, K=width, SIZE=size,

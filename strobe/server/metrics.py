@@ -130,7 +130,7 @@ class EngineTotals(Collector):
         for column, name in ((2, "slope"), (3, "intercept")):
             gauge = GaugeMetricFamily(
                 f"strobe:spec_decode_confidence_{name}",
-                f"A draft's chance of acceptance, sigmoid(slope * margin + intercept): the {name}.",
+                f"A draft's chance, about sigmoid(slope * evidence + intercept): the {name}.",
                 labels=[*OWN_LABELS, "block_drafts", "position"],
             )
             for row in snapshot.confidence:

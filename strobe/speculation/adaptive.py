@@ -1,297 +1,219 @@
-"""Rows by what they bring and cost: who drafts, how wide, and how many drafts are verified, so that
-a step brings most tokens a second. Imports no torch.
+"""Which requests draft, how wide, and how many drafts are verified. Imports no torch.
 
-    tokens a second = (requests + sum of the verified drafts' chances) / milliseconds
+The rule: a step shall bring the most tokens a millisecond.
 
-Chances come of margins (`confidence.py`) of steps that are done: those of a request's blocks tell
-what its next one promises (`outlook.py`). So the host decides who drafts and how many drafts are
-verified, and the device, by the step's own margins, which ones.
+    tokens a millisecond = (requests + sum of the verified drafts' chances to count) / milliseconds
+
+So a draft is verified if its chance exceeds the price of its row: the milliseconds that the row
+adds times the tokens a millisecond of the best step. Likewise a request drafts if its block brings
+more than the drafter's rows cost, and where no draft pays the step is a plain one.
+
+- Chances (`acceptance.py`): of a request's next block by its own blocks and others'. The host
+  decides how many requests draft and how many drafts are verified; the device, by the step's own
+  margins, which drafts (`allocate.py`). Chains of prompt lookup are priced by the same rule.
+- Costs (`costs.py`): measured by warm-up, corrected while the engine runs.
+- Optimism: a width of the drafter's block that is not used earns credit with time, a fixed share of
+  the tokens achieved; once the credit covers its expected loss, it is tried. So resting drafters
+  and other widths are looked at again, for a bounded price.
+- Prompts come first: beside them drafts get the rows that they leave. A step that is full of rows
+  makes a token of a row by decoding, and fewer by verifying.
 """
 
 from __future__ import annotations
 
+import functools
+import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from strobe.speculation.confidence import Confidence, evidence
-from strobe.speculation.costs import Costs, Work
+from strobe.request import Request
+from strobe.speculation.acceptance import AcceptanceForecast, DraftChances, evidence, extend
+from strobe.speculation.costs import StepCosts, StepWork
 from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftPlan, DraftPolicy
-from strobe.speculation.lookup import Lookup
-from strobe.speculation.outlook import FEW, Outlook
+from strobe.speculation.policy_config import PolicyConfig
 from strobe.step import Plan, StepResult
-
-TAKEN_IN = 16, 32  # blocks or steps after which what was observed is taken in
-FITTED = 64, 16  # ticks of the clock and steps after which chances are fitted anew
-HALVED = 512, 32  # ticks or steps after which what was observed weighs half
-LIFTED = 16  # times as fast as that, chances follow what was observed, all places alike
-HELD = 2, 8  # steps for which a choice is held: of few that draft, and of more or none
-BETTER = 1.04  # what another width must bring, and
-FEWER = 1.01  # fewer drafts, or fewer requests that draft, than all of a width
-PROBES = 0.004  # of the time: probes while drafting rests
-EVERYONE, OTHERS = 0.004, 0.001  # and else all drafts of all requests, and other widths
-NEXT = 8  # rows over which the cost of one more is taken
-SOONEST = 4  # steps from one of these to the next
-
-
-class Choice(NamedTuple):
-    """width: which of the block's widths, -1 for no drafts; most: drafts of a request at most;
-    drafts: of all together, None for all; requests: how many draft, None for all."""
-
-    width: int = -1
-    most: int = 0
-    drafts: int | None = None
-    requests: int | None = None
 
 
 class Option(NamedTuple):
-    """A choice, the tokens a millisecond that it promises, and the milliseconds of its step."""
+    """A kind of step. width: index of the drafter's block, -1 for no drafts; num_drafting: requests
+    that draft; num_verified: drafts of all of them."""
 
-    worth: float
-    choice: Choice
-    ms: float
-
-
-class Track:
-    """What is known of one width. age: steps since it was used; seen: its blocks; fitted: when its
-    confidence was, by clock and steps."""
-
-    def __init__(self, width: int):
-        self.width, self.confidence = width, Confidence(width)
-        self.age, self.seen, self.fitted = 0, 0, (-FITTED[0], -FITTED[1])
-        self.blocks: list[tuple[Any, Any, Any]] = []
-        """Evidence [n, K], drafts verified and accepted [n] of steps that are not yet taken in."""
-
-    def whole(self, found: Any) -> Any:
-        """Evidence of whole blocks [n, K]: where less is verified than drafted, only the first may
-        be there."""
-        more = [found[:, -1:]] * max(self.width - found.shape[1], 0)
-        return np.concatenate((found[:, : self.width], *more), 1)
-
-
-def stretch(chances: Any, width: int) -> Any:
-    """chances [n, K] -> [n, width]: further drafts go on being right as the last one was."""
-    most = chances.shape[1]
-    if width <= most:
-        return chances[:, :width]
-    last = chances[:, -1:]
-    rate = last / np.maximum(chances[:, -2:-1], 1e-6) if most > 1 else last
-    return np.concatenate((chances, last * rate ** np.arange(1, width - most + 1)), 1)
+    width: int = -1
+    num_drafting: int = 0
+    num_verified: int = 0
 
 
 class AdaptiveDraftPolicy(DraftPolicy):
-    """The best choice by what was seen. Until costs are known, and some blocks of the drafter, all
-    requests verify as many drafts as they may."""
+    """Plan the best step by what was seen. Until costs are known, draft as much as allowed."""
 
     def __init__(
         self,
         widths: Sequence[int],
         slots: Sequence[int],
         rows: Callable[[int, int, int], Sequence[tuple[int, int]]],
-        most_rows: int,
-        requests: int,
+        max_mixed_rows: int,
+        max_requests: int,
+        config: PolicyConfig | None = None,
     ):
-        """widths: drafts of the drafter's blocks, ascending; slots: their rows; rows(requests,
-        those of them that draft, drafts of each at most) -> the steps there are for them, each by
-        drafts of all together and rows; most_rows: of prompts beside requests that decode;
-        requests: the most at once."""
-        self.widths, self.slots, self.rows = tuple(widths), tuple(slots), rows
-        self.most_rows = most_rows
-        self.costs: Costs | None = None
-        self.tracks = [Track(width) for width in self.widths]
-        self.clock, self._half = 0, HALVED[0]
-        """Ticks for each request in each step, whether it drafts or not."""
-        self.choice, self._for, self._left = Choice(), (0, 0), 0
-        first = self.tracks[-1].confidence.chances(np.zeros((1, self.widths[-1])))[0]
-        self.outlook, self.lookup = Outlook(requests, first), Lookup(self.widths[-1])
-        self._matches: dict[int, int] = {}
-        """By slot, how many tokens its newest chain was found by."""
-        self._rate: dict[int, float] = {}  # tokens a millisecond with so many requests, the newest
-        self._blocks = self._since = self._partly = 0
-        self._known: dict[tuple[int, int], tuple[list[tuple[int, Any]], Any, Any, Any]] = {}
-        self._took: dict[tuple[int, int, int], list[tuple[int, float]]] = {}
+        """widths: drafts of the drafter's blocks, ascending; slots: their rows. rows(requests,
+        those that draft, drafts of each at most): the steps there are for them, each by drafts of
+        all together and rows. max_mixed_rows: of a step that computes prompts beside decoding."""
+        self.config = config = config or PolicyConfig()
+        self.widths, self.slots, self.rows = tuple(widths), tuple(slots), functools.cache(rows)
+        self.max_mixed_rows = max_mixed_rows
+        self.costs: StepCosts | None = None
+        self.chances = DraftChances(self.widths, config.first_rate, config.table_prior)
+        self.chains = DraftChances(self.widths[-1:], config.chain_rate, config.table_prior)
+        self.forecast = AcceptanceForecast(max_requests, self.widths[-1], config)
+        self._requests: list[weakref.ref[Request] | None] = [None] * max_requests
+        self._match_lengths: dict[int, int] = {}  # by slot, of its newest chain
+        self._option, self._held_for, self._steps_left = Option(), (0, 0), 0
+        self._unused, self._step_ms = np.zeros(len(self.widths)), 0.0
+        """Milliseconds since each width was last used, and those of a step of the newest option."""
+        self._rate: dict[int, float] = {}
+        """Tokens a millisecond of the newest option, by the number of decoding requests."""
 
     def plan(self, candidates: Sequence[Candidate], load: BatchLoad) -> DraftPlan:
-        matches = {one.slot: one.chain.match_length for one in candidates if one.chain.tokens}
-        self._matches.update(matches)
         if self.costs is None:
             return super().plan(candidates, load)
-        most = self._of_chains(candidates, load) if matches else [0] * len(candidates)
-        chained = [n > 0 for n in most]
-        at = [i for i, one in enumerate(candidates) if one.on_device and not chained[i]]
-        if sum([track.seen for track in self.tracks]) < FITTED[0]:  # the drafter is to be known
-            self.outlook.meet([candidates[i] for i in at])
-            most = [
-                c.max_drafts if c.on_device else n for c, n in zip(candidates, most, strict=True)
-            ]
-            chained = [n > 0 and not one.on_device for one, n in zip(candidates, most, strict=True)]
-            return DraftPlan(most, use_chain=chained if matches else None)
-        if not at:
-            return DraftPlan(most, use_chain=chained if matches else None)
-        beside = sum(most) + len(candidates) - len(at) + min(load.prompt_rows, self.most_rows)
-        plain = Work(0, len(at), len(candidates), load.context_tokens, beside)
-        asked = [candidates[i] for i in at]
-        if self.outlook.meet(asked):
-            self._left = min(self._left, HELD[0] * (len(asked) > FEW))
-        self._left -= 1
-        self._partly += 1
-        for track in self.tracks:
-            track.age += 1
-        choice, who = self.choice, range(len(at))
-        anew = self._left <= 0 or self._for != (len(at), beside)
-        if anew or choice.requests is not None:
-            slots, limits = np.array([(one.slot, one.max_drafts) for one in asked]).T
-            who, chances = self.outlook.of(slots, limits)
-            choice = self._choose(chances, plain) if anew else choice
-        made = 0
-        for i in who[: choice.requests]:
-            most[at[i]] = min(candidates[at[i]].max_drafts, choice.most)
-            made += most[at[i]]
-        if choice.drafts is None or choice.drafts >= made:
-            return DraftPlan(most, use_chain=chained if matches else None)
-        width = bisect_left(self.widths, max([most[i] for i in at]))
-        weights = self.tracks[width].confidence.weights.tolist()
-        return DraftPlan(most, choice.drafts, tuple([(a, b) for a, b in weights]), chained)
-
-    def _of_chains(self, candidates: Sequence[Candidate], load: BatchLoad) -> list[int]:
-        """How many drafts of its chain each candidate verifies: those that promise more than a row
-        costs, where they promise more together than what the device would make."""
-        assert self.costs is not None
-        count = len(candidates)
-        work = Work(0, np.array([count, count + NEXT]), count, load.context_tokens)
-        now, more = self.costs.ms(work)
-        price = max(self._rate.get(count, 0.0), count / now) * (more - now) / NEXT
-        if self.outlook.meet([one for one in candidates if one.on_device]):
-            self._left = 0
-        found: list[int] = []
-        for one in candidates:
-            chances = self.lookup.chances(one.chain, self.outlook.steps)
-            other = self.outlook.promise(one.slot) if one.on_device else 0.0
-            found.append(int((chances > price).sum()) if chances.sum() > other else 0)
-        return found
+        count, limit = len(candidates), self.max_mixed_rows
+        prompt_rows = min(load.prompt_rows, max(limit - count, limit // 2))
+        room = max(limit - count - prompt_rows, 0) if prompt_rows else 2**30
+        if self._register(candidates):
+            self._steps_left = 0
+        work = StepWork(0, count + prompt_rows, count, load.context_tokens)
+        max_drafts, use_chain = [0] * count, None
+        if any(candidate.chain.tokens for candidate in candidates):
+            max_drafts = self._plan_chains(candidates, work, room)
+            use_chain = [n > 0 for n in max_drafts]
+        num_chained = sum(max_drafts)
+        drafters = [i for i, c in enumerate(candidates) if c.on_device and not max_drafts[i]]
+        if not drafters:
+            return DraftPlan(max_drafts, use_chain=use_chain)
+        slots = np.array([candidates[i].slot for i in drafters])
+        limits = np.array([candidates[i].max_drafts for i in drafters])
+        work = work._replace(rows=work.rows + num_chained)
+        self._steps_left -= 1
+        if self._steps_left <= 0 or self._held_for != (len(drafters), work.rows):
+            self._held_for, self._steps_left = (len(drafters), work.rows), self.config.hold_steps
+            self._option = self._choose(slots, limits, work, room - num_chained)
+        self._unused += self._step_ms
+        option = self._option
+        if option.width < 0:
+            return DraftPlan(max_drafts, use_chain=use_chain)
+        drafting = _ranked(self.forecast.expected(slots), limits)[: option.num_drafting]
+        for i in drafting:
+            max_drafts[drafters[i]] = min(int(limits[i]), self.widths[option.width])
+        if option.num_verified >= sum(max_drafts) - num_chained:
+            return DraftPlan(max_drafts, use_chain=use_chain)
+        rates = tuple(map(tuple, self.chances.table(option.width).tolist()))
+        return DraftPlan(max_drafts, option.num_verified, rates, use_chain)
 
     @property
     def confidence_by_place(self) -> tuple[tuple[int, int, float, float], ...]:
-        found = [(t.width, t.confidence.weights.tolist()) for t in self.tracks]
-        return tuple([(n, k, a, b) for n, rows in found for k, (a, b) in enumerate(rows)])
+        return tuple(self.chances.logistic_fits())
 
     def observe(self, plan: Plan, result: StepResult) -> None:
-        spans = plan.spans
-        made = [i for i, span in enumerate(spans) if span.method is not None]
-        width = bisect_left(self.widths, max([spans[i].num_drafts for i in made])) if made else -1
-        decoding = all(s.num_logits and s.num_context_rows == 1 for s in spans)
-        if result.seconds is not None and decoding:
-            draft = len(made) * self.slots[width] if made else 0
-            context = sum([span.start for span in spans])
-            took = self._took.setdefault((draft, result.rows, len(spans)), [])
-            took.append((context, 1e3 * result.seconds))
-        self.outlook.steps += 1
-        drafted = result.num_verified or [span.num_drafts for span in spans]
-        for span, verified, accepted in zip(spans, drafted, result.num_accepted, strict=False):
-            if span.method is None and verified and span.slot in self._matches:
-                given = self._matches[span.slot], verified, accepted
-                self.lookup.observe(*given, self.outlook.steps)
-        if made and result.margins is not None:
-            track, drafts = self.tracks[width], np.array([spans[i].num_drafts for i in made])
-            found = track.whole(evidence(np.asarray(result.margins)[made], drafts))
-            counts = np.array(drafted)[made], np.array(result.num_accepted)[made]
-            track.blocks.append((found, *counts))
-            track.age = 0
-            chances = stretch(track.confidence.chances(found), self.widths[-1])
-            self.outlook.take(np.array([spans[i].slot for i in made]), chances)
-        self.clock += len(spans)
-        self._half = max(HALVED[0], HALVED[1] * len(spans))
-        self._blocks, self._since = self._blocks + len(made), self._since + 1
-        if self._blocks >= TAKEN_IN[0] or self._since >= TAKEN_IN[1]:
-            self._take_in()
+        spans, config = plan.spans, self.config
+        drafting = [i for i, span in enumerate(spans) if span.method is not None]
+        width = bisect_left(self.widths, max([spans[i].num_drafts for i in drafting], default=0))
+        work = StepWork.of(plan, result, self.slots[width])
+        if self.costs is not None and result.seconds is not None and work is not None:
+            self.costs.observe(work, 1e3 * result.seconds, config)
+        self.forecast.advance()
+        self.chances.fade(min(len(spans) / config.request_memory, 1 / config.step_memory))
+        self.chains.fade(1 / config.chain_memory)
+        num_verified = result.num_verified or [span.num_drafts for span in spans]
+        for span, verified, accepted in zip(spans, num_verified, result.num_accepted, strict=False):
+            if span.method is None and verified and span.slot in self._match_lengths:
+                match = chain_evidence(self._match_lengths[span.slot], verified)
+                self.chains.observe(0, match, np.array([verified]), np.array([accepted]))
+        if not drafting or result.margins is None:
+            return
+        made = np.array([spans[i].num_drafts for i in drafting])
+        block = evidence(np.array(result.margins)[drafting, : self.widths[width]], made)
+        chances = extend(self.chances.chances(width, block), self.widths[-1])
+        self.forecast.observe(np.array([spans[i].slot for i in drafting]), chances)
+        counts = np.array(num_verified)[drafting], np.array(result.num_accepted)[drafting]
+        self.chances.observe(width, block, *counts)
 
-    def _take_in(self) -> None:
-        """Learn from the steps since the last time."""
-        self._blocks = self._since = 0
-        for step, took in self._took.items():
-            if self.costs is not None:
-                context, ms = np.median(took, 0)
-                self.costs.observe(Work(*step, int(context)), float(ms), len(took))
-        self._took.clear()
-        for track in self.tracks:
-            if not track.blocks:
-                continue
-            parts = zip(*track.blocks, strict=True)
-            found, verified, accepted = [np.concatenate(part) for part in parts]
-            track.blocks.clear()
-            track.seen += len(found)
-            track.confidence.observe(found, verified, accepted, self.clock)
-            clock, step = track.fitted
-            if self.clock >= clock + FITTED[0] and self.outlook.steps >= step + FITTED[1]:
-                track.fitted = self.clock, self.outlook.steps
-                track.confidence.fit(self.clock, self._half)
-            track.confidence.lift(self.clock, self._half / LIFTED)
+    def _register(self, candidates: Sequence[Candidate]) -> bool:
+        """Return whether one of the candidates is new to its slot."""
+        new = False
+        for request, _, _, slot, chain in candidates:
+            known = self._requests[slot]
+            if known is None or known() is not request:
+                self._requests[slot], new = weakref.ref(request), True
+                self.forecast.clear(slot)
+            if chain.tokens:
+                self._match_lengths[slot] = chain.match_length
+        return new
 
-    def _choose(self, chances: Any, work: Work) -> Choice:
-        """The choice for requests of these chances [n, K], the most promising first, for the steps
-        to come. work: a step without drafts."""
-        count = len(chances)
-        self._for = count, work.beside
+    def _plan_chains(self, candidates: Sequence[Candidate], work: StepWork, room: int) -> list[int]:
+        """Return how many drafts of its chain each candidate verifies: those whose chance exceeds
+        the price of a row, if together they bring more than the drafter's block would. work: of a
+        step without drafts; room: drafts that fit."""
         assert self.costs is not None
-        ms = float(self.costs.ms(work))
-        plain = Option(work.requests / ms, Choice(), ms)
-        options, whole = self._options(chances, work)
-        best = max([plain, *options], key=lambda one: one.worth)
-        if self.choice.width >= 0 and best.worth < BETTER * options[self.choice.width].worth:
-            best = options[self.choice.width]
-        self.choice, self._rate = best.choice, {work.requests: best.worth}
-        self._left = HELD[count > FEW or best is plain]
-        if best is plain:  # drafting rests: a probe tells whether it pays again
-            tried = [(options[0], PROBES, self.tracks[0].age)]
-        else:
-            others = [one for one in options if one is not best]
-            tried = [(one, OTHERS, self.tracks[one.choice.width].age) for one in others]
-            if count <= FEW:
-                tried.append((whole, EVERYONE, self._partly))
-        for one, share, age in tried:
-            lost = one.ms * (1 - one.worth / best.worth) / best.ms  # steps like the best one
-            if age > max(lost / share, SOONEST):
-                self.tracks[one.choice.width].age = self._left = 0
-                best = one
-                break
-        if best.choice == whole.choice:
-            self._partly = 0
-        return best.choice
+        rows = work.rows + np.array([0, self.config.chain_rows])
+        now, more = self.costs.ms(work._replace(rows=rows))
+        rate = max(self._rate.get(work.requests, 0.0), work.requests / now)
+        price = rate * (more - now) / self.config.chain_rows
+        max_drafts = [0] * len(candidates)
+        for i, (_, _, on_device, slot, chain) in enumerate(candidates):
+            match = chain_evidence(chain.match_length, len(chain.tokens))
+            chances = self.chains.chances(0, match)[0]
+            block = self.forecast.expected(np.array([slot])).sum() if on_device else 0.0
+            if chances.sum() > block:
+                max_drafts[i] = min(int((chances > price).sum()), room)
+                room -= max_drafts[i]
+        return max_drafts
 
-    def _options(self, chances: Any, work: Work) -> tuple[list[Option], Option]:
-        """The best of each width, and all drafts of all requests of the widest; where fewer hardly
-        promise more than these, they are the best."""
+    def _choose(self, slots: Any, limits: Any, work: StepWork, room: int) -> Option:
+        """Return the best kind of step for the requests in these slots. work: of a step in which
+        they do not draft; room: drafts that fit."""
         assert self.costs is not None
-        count, best = len(chances), list[Option]()
-        for width, most in enumerate(self.widths):
-            found = list[Option]()
-            parts, draft, rows, ends = self._steps(count, width)
-            every = self.costs.ms(work._replace(draft=draft, rows=rows))
-            for (some, drafts), ms in zip(parts, np.split(every, ends), strict=True):
-                likeliest = -np.sort(-chances[:some, :most], axis=None)
-                worth = (work.requests + np.cumsum(likeliest)[drafts - 1]) / ms
-                at = int(worth.argmax())
-                at = at if worth[at] > FEWER * worth[-1] else len(drafts) - 1
-                fewer = int(drafts[at]) if at < len(drafts) - 1 else None
-                choice = Choice(width, most, fewer, some if some < count else None)
-                found.append(Option(float(worth[at]), choice, float(ms[at])))
-                whole = Option(float(worth[-1]), Choice(width, most), float(ms[-1]))
-            one = max(found, key=lambda one: one.worth)
-            best.append(one if one.worth > FEWER * found[-1].worth else found[-1])
-        return best, whole  # pyright: ignore[reportPossiblyUnboundVariable]
+        config, count = self.config, len(slots)
+        spread = count / (count + config.spread_requests) if count > 1 else 0.0
+        chances, before = self.forecast.sample(slots, spread)
+        chances *= np.arange(chances.shape[1]) < limits[:, None]
+        chances = chances[_ranked(before, limits)]
+        options, tokens, draft_rows, rows = [Option()], [work.requests], [0], [count]
+        for width, drafts in enumerate(self.widths):
+            likeliest = np.argsort(-chances[:, :drafts], axis=None)
+            gains = chances[:, :drafts].flatten()[likeliest]
+            for drafting in {max(round(share * count), 1) for share in config.shares}:
+                total = np.cumsum(gains[likeliest < drafting * drafts])
+                for n, size in self.rows(count, drafting, drafts):
+                    if n <= room:
+                        options.append(Option(width, drafting, n))
+                        tokens.append(work.requests + total[n - 1])
+                        draft_rows.append(drafting * self.slots[width])
+                        rows.append(size)
+        all_rows = work.rows - count + np.array(rows)
+        ms = self.costs.ms(work._replace(draft_rows=np.array(draft_rows), rows=all_rows))
+        rate = (np.array(tokens) / ms).max()
+        self._rate = {work.requests: float(rate)}
+        widths = np.array([option.width for option in options])
+        value = np.array(tokens) - rate * ms
+        credit = config.explore_share * rate * np.append(self._unused, 0.0)[widths]
+        best, tried = int(value.argmax()), int((value + credit).argmax())
+        if widths[tried] != widths[best]:
+            best, self._steps_left = tried, 1
+        self._step_ms = float(ms[best])
+        if widths[best] >= 0:
+            self._unused[widths[best]] = 0.0
+        return options[best]
 
-    def _steps(self, count: int, width: int) -> tuple[list[tuple[int, Any]], Any, Any, Any]:
-        """What there is for so many requests: some that draft, at the end all of them, each with
-        numbers of their drafts; of all these one behind the other the drafter's rows and all rows;
-        and where each but the last ends."""
-        if (count, width) not in self._known:
-            shares, most = {-(-count * share // 8) for share in (1, 2, 4, 6, 8)}, self.widths[width]
-            found = [(some, np.array(self.rows(count, some, most)).T) for some in sorted(shares)]
-            draft = [np.full(steps.shape[1], some * self.slots[width]) for some, steps in found]
-            rows = np.concatenate([steps[1] for _, steps in found])
-            ends = np.cumsum([len(one) for one in draft])[:-1]
-            parts = [(some, steps[0]) for some, steps in found]
-            self._known[count, width] = parts, np.concatenate(draft), rows, ends
-        return self._known[count, width]
+
+def _ranked(expected: Any, limits: Any) -> list[int]:
+    """Return requests by what their drafts, within their limits, are expected to bring."""
+    exists = np.arange(expected.shape[1]) < limits[:, None]
+    return np.argsort(-(expected * exists).sum(1), kind="stable").tolist()
+
+
+def chain_evidence(match_length: int, drafts: int) -> Any:
+    """Return the evidence [1, drafts] of a chain."""
+    return np.full((1, drafts), match_length / 2)

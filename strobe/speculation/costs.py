@@ -1,28 +1,44 @@
-"""What steps cost on this device: measured by rows, and followed while the engine runs. Imports no
-torch."""
+"""What steps cost on this device: fitted to steps that warm-up ran, and corrected while the engine
+runs. Imports no torch.
+
+    ms = pace * (draft(drafter's rows) + verify(rows) + request * requests + context * positions)
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-_FAST, _SLOW = 0.1, 0.02  # of a step's error, what is taken for the pace and for a wrong table
+from strobe.speculation.policy_config import PolicyConfig
+from strobe.step import Plan, StepResult
+
+_CONFIG = PolicyConfig()
+_FAR = 2**24  # rows: the last line of a curve goes on up to there
 
 
-class Work(NamedTuple):
-    """A step's: rows of the drafter's blocks, rows of requests that decode, these requests, the
-    positions of all their contexts together, and rows of others beside them. Rows may be arrays."""
+class StepWork(NamedTuple):
+    """Rows of the drafter's blocks, rows of the target, decoding requests, and the positions of all
+    their contexts together. Rows may be arrays."""
 
-    draft: Any
+    draft_rows: Any
     rows: Any
     requests: int = 1
     context: int = 0
-    beside: int = 0
+
+    @classmethod
+    def of(cls, plan: Plan, result: StepResult, slots: int) -> StepWork | None:
+        """Return the work of a step in which all requests decode, else None. slots: rows of the
+        drafter's block."""
+        spans = plan.spans
+        if not all(span.num_logits and span.num_context_rows == 1 for span in spans):
+            return None
+        drafting = sum([span.method is not None for span in spans])
+        return cls(slots * drafting, result.rows, len(spans), sum([span.start for span in spans]))
 
 
-class Costs:
+class StepCosts:
     """Milliseconds of a step, and the pace: what steps take now over what the table says."""
 
     def __init__(
@@ -31,64 +47,71 @@ class Costs:
         verify: Mapping[int, float],
         request: float = 0.0,
         context: float = 0.0,
-        context_row: float = 0.0,
     ):
-        """Milliseconds by rows of the drafter's blocks and by rows of the target, each for two
-        numbers of rows at least; beside those for each request, and for each position of its
-        context once and with each further row of the request."""
-        self._draft, self._verify = _Curve(draft), _Curve(verify)
-        self.request, self.context, self.context_row = request, context, context_row
-        self.pace = 1.0
+        """Milliseconds by rows of the drafter's blocks and by rows of the target, each for at least
+        two numbers of rows; of each request, and of each position of context."""
+        self._draft, self._verify = _curve(draft), _curve(verify)
+        self.request, self.context, self.pace = request, context, 1.0
 
-    def ms(self, work: Work) -> Any:
-        """Of such a step; its drafter may have no rows."""
-        draft, rows, requests, context, beside = work
-        drafting = self._draft.at(draft) * (np.asarray(draft) > 0)
-        each = np.maximum(np.asarray(rows) / requests - 1, 0.0)
-        reading = context * (self.context + self.context_row * each)
-        return self.pace * (
-            drafting + self._verify.at(rows + beside) + self.request * requests + reading
-        )
+    @classmethod
+    def fit(cls, timed: Sequence[tuple[StepWork, float]], *, lines: bool) -> StepCosts | None:
+        """Return the costs that fit steps and their milliseconds with the smallest relative errors;
+        None for too few. lines: n rows cost a + b * n, as on a CPU; else each number its own."""
+        ms = np.array([ms for _, ms in timed])
+        works = np.array([work for work, _ in timed], dtype=np.float64).reshape(-1, 4).T
+        knots = [np.unique(rows[rows > 0]) for rows in works[:2]]
+        if min(map(len, knots)) < 2:
+            return None
+        draft, verify = [n[[0, -1]] if lines else n for n in knots]
+        terms = np.array([*_shares(works[0], draft), *_shares(works[1], verify), *works[2:]])
+        used = np.ones(len(terms), dtype=bool)
+        while True:
+            costs = np.zeros(len(terms))
+            costs[used] = np.linalg.lstsq((terms[used] / ms).T, np.ones(len(ms)), rcond=None)[0]
+            if costs[-2:].min() >= 0:
+                break
+            used[int(costs[-2:].argmin()) - 2] = False  # a rate below 0 is noise
+        points = np.maximum(costs, 1e-3).tolist()
+        curves = [
+            {int(n): cost for n, cost in zip(rows, part, strict=False)}
+            for rows, part in ((draft, points), (verify, points[len(draft) :]))
+        ]
+        return cls(curves[0], curves[1], float(costs[-2]), float(costs[-1]))
 
-    def observe(self, work: Work, ms: float, steps: int = 1) -> None:
-        """So many such steps took so long each."""
-        # A pause, as for a capture, says nothing about steps.
-        found = min(max(ms / float(self.ms(work)), 0.5), 2.0)
-        by = (found - 1) * (1 - (1 - _SLOW) ** steps)
-        self._verify.move(work.rows, by * float(self.ms(work)) / self.pace)
-        self.pace *= found ** (1 - (1 - _FAST) ** steps)
+    def ms(self, work: StepWork) -> Any:
+        """Return the milliseconds of such a step."""
+        drafting = np.interp(work.draft_rows, *self._draft) * (np.asarray(work.draft_rows) > 0)
+        rates = self.request * work.requests + self.context * work.context
+        return self.pace * (drafting + np.interp(work.rows, *self._verify) + rates)
+
+    def observe(self, work: StepWork, ms: float, config: PolicyConfig = _CONFIG) -> None:
+        """Learn from a step that took so long."""
+        expected = float(self.ms(work))
+        ratio = min(max(ms / expected, 0.5), 2.0)  # a pause, as for a capture, says little
+        rows, costs = self._verify
+        shares = _shares(np.array(float(work.rows)), rows)
+        costs += config.table_gain * (ratio - 1) * expected / self.pace * shares / (shares @ shares)
+        self._verify[1] = np.maximum.accumulate(costs.clip(1e-3))
+        self.pace *= ratio**config.pace_gain
 
     def as_dict(self) -> dict[str, Any]:
-        """The table as it stands."""
-        parts = {"draft": self._draft.as_dict(), "verify": self._verify.as_dict()}
-        names = ("request", "context", "context_row")
-        return parts | {name: getattr(self, name) for name in names}
+        """Return the table as it stands."""
+        parts = {"draft": self._draft, "verify": self._verify}
+        curves = {
+            name: {str(int(n)): round(float(ms), 4) for n, ms in curve.T[:-1]}
+            for name, curve in parts.items()
+        }
+        return {**curves, "request": self.request, "context": self.context}
 
 
-class _Curve:
-    """Points, straight lines between them, and the last line on beyond."""
+def _curve(points: Mapping[int, float]) -> Any:
+    """Return rows and milliseconds [2, N]. Where more rows cost less, that is noise."""
+    rows = np.array([*sorted(points), _FAR], dtype=np.float64)
+    costs = np.maximum.accumulate([points[n] for n in sorted(points)])
+    slope = (costs[-1] - costs[-2]) / (rows[-2] - rows[-3])
+    return np.stack((rows, [*costs, costs[-1] + slope * (_FAR - rows[-2])]))
 
-    def __init__(self, points: Mapping[int, float]):
-        assert len(points) > 1, "a curve of less than two points"
-        self.rows = np.array(sorted(points), dtype=np.float64)
-        # More rows never cost less: what a measurement says against that is noise.
-        self.costs = np.maximum.accumulate([points[n] for n in sorted(points)])
 
-    def at(self, rows: Any) -> Any:
-        rows = np.asarray(rows)
-        (a, b), (low, high) = self.rows[-2:], self.costs[-2:]
-        beyond = np.maximum(rows - b, 0.0) * (high - low) / (b - a)
-        return np.interp(rows, self.rows, self.costs) + beyond
-
-    def move(self, rows: int, by: float) -> None:
-        """Move the nearest point, so that so many rows cost that much more; more rows go on costing
-        no less."""
-        a, b = self.rows[-2:]
-        by /= 1 + max(rows - b, 0.0) / (b - a)  # beyond the last point its error grows
-        at = int(np.abs(self.rows - rows).argmin())
-        self.costs[at] = max(self.costs[at] + by, 1e-3)
-        self.costs[at + 1 :] = np.maximum(self.costs[at + 1 :], self.costs[at])
-        self.costs[:at] = np.minimum(self.costs[:at], self.costs[at])
-
-    def as_dict(self) -> dict[str, float]:
-        return {str(int(n)): round(float(c), 4) for n, c in zip(self.rows, self.costs, strict=True)}
+def _shares(rows: Any, knots: Any) -> Any:
+    """Return by knot its share in the cost of each step's rows; no rows have none."""
+    return np.array([np.interp(rows, knots, unit) * (rows > 0) for unit in np.eye(len(knots))])

@@ -1,4 +1,4 @@
-"""How many drafts each request verifies in a step, decided once per plan. Imports no torch."""
+"""How many drafts a step makes and verifies: the interface of draft policies. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from strobe.step import Plan, StepResult
 
 
 class DraftChain(NamedTuple):
-    """Drafts of the host's, and how many tokens it found them by."""
+    """Drafts found by prompt lookup, and the length of the match that led to them."""
 
     tokens: tuple[int, ...] = ()
     match_length: int = 0
 
 
 class Candidate(NamedTuple):
-    """A request that may verify up to `max_drafts` drafts in this step. on_device: the device can
-    make some; chain: the host has made these. slot: as in its spans."""
+    """A decoding request that may verify up to `max_drafts` drafts in this step. on_device: the
+    device can make them; chain: the host has made these. slot: as in its spans."""
 
     request: Request
     max_drafts: int
@@ -28,9 +28,8 @@ class Candidate(NamedTuple):
 
 
 class BatchLoad(NamedTuple):
-    """What else there is to do: requests that decode in this step, rows of prompts that are still
-    to be computed, and requests that wait; context_tokens: positions of those that decode,
-    together."""
+    """Requests that decode in this step, prompt rows still to be computed by requests that run or
+    could start now, waiting requests, and positions of the decoding requests together."""
 
     num_decoding: int
     prompt_rows: int
@@ -39,27 +38,28 @@ class BatchLoad(NamedTuple):
 
 
 class DraftPlan(NamedTuple):
-    """What a step verifies: by candidate the most drafts, 0 to its own `max_drafts`; and
-    `num_verified` of all that the device makes, chosen there by `confidence`, both as in `Plan`.
-    use_chain: whether a candidate's drafts are of its chain; None: where it has one."""
+    """max_drafts: of each candidate, 0 to its own. num_verified: how many of all the drafts made on
+    the device are verified, chosen there by `confidence` as in `Plan`; None: all. use_chain:
+    whether a candidate's drafts are its chain's; None: where it has one."""
 
     max_drafts: list[int]
     num_verified: int | None = None
-    confidence: tuple[tuple[float, float], ...] = ()
+    confidence: tuple[tuple[float, ...], ...] = ()
     use_chain: list[bool] | None = None
 
 
 class DraftPolicy:
-    """A policy: by itself, every request verifies as many drafts as it may."""
+    """The policy without a choice: every request verifies as many drafts as it may."""
 
     def plan(self, candidates: Sequence[Candidate], load: BatchLoad) -> DraftPlan:
-        """What the candidates, which decode in this step, verify."""
+        """Return what the candidates verify in this step."""
         return DraftPlan([candidate.max_drafts for candidate in candidates])
 
     @property
     def confidence_by_place(self) -> tuple[tuple[int, int, float, float], ...]:
-        """The fit of drafts' chances: drafts of the block, place in it, slope and intercept."""
+        """Drafts of the block, position in it, and the slope and intercept of the logistic function
+        of the evidence that comes closest to a draft's chance to be right there."""
         return ()
 
     def observe(self, plan: Plan, result: StepResult) -> None:
-        """What became of a step, in the order of plans."""
+        """Learn from a step, in the order of plans."""

@@ -11,9 +11,9 @@ from strobe.engine.engine import Engine
 from strobe.request import Request
 from strobe.runner.buckets import MAX_CAPTURED_ROWS, Buckets
 from strobe.sampling_params import SamplingParams
-from strobe.speculation.adaptive import AdaptiveDraftPolicy, Choice
+from strobe.speculation.adaptive import AdaptiveDraftPolicy, Option
 from strobe.speculation.draft_policy import DraftPolicy
-from strobe.warmup.fixed_policy import FixedDraftPolicy
+from strobe.warmup.costs import FixedDraftPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class _WarmUp:
     def __init__(self, engine: Engine, deadline: float):
         self.engine, self.limits, self.deadline = engine, engine.limits, deadline
         self.requests: list[Request] = []
-        self.draft_policy, self.fixed_policy = engine.scheduler.draft_policy, FixedDraftPolicy()
+        self.draft_policy = engine.scheduler.draft_policy
         # Not an adaptive policy, which would learn from these artificial requests.
         engine.scheduler.draft_policy = DraftPolicy()
         # Prompts differ in the first token, so that none hits another's pages.
@@ -102,24 +102,20 @@ class _WarmUp:
     def narrow(self, buckets: Buckets, sampling: SamplingParams) -> None:
         """Run the other choices of an adaptive policy: no drafts, narrower blocks, and verifying
         some of the drafts."""
-        policy = self.draft_policy
+        adaptive = self.draft_policy
         endless = sampling.clone(max_tokens=None, speculation={"method": "dflash"})
-        if not isinstance(policy, AdaptiveDraftPolicy):
+        if not isinstance(adaptive, AdaptiveDraftPolicy):
             return
-        self.engine.scheduler.draft_policy = self.fixed_policy
+        fixed = self.engine.scheduler.draft_policy = FixedDraftPolicy(adaptive)
         requests: list[Request] = []
         mixed = [room - 1 for room in buckets.mixed_spans]
         for count in sorted({*buckets.spans, *mixed}):
-            choices = [
-                Choice(),
-                *[Choice(i, max_drafts) for i, max_drafts in enumerate(policy.widths[:-1])],
-            ]
-            for i, max_drafts in enumerate(policy.widths if count in mixed else ()):
-                fewer = [drafts for drafts, _ in policy.rows(count, count, max_drafts)[:-1]]
-                choices += [
-                    Choice(i, max_drafts, drafts) for drafts in (*fewer, count * max_drafts - 1)
-                ]
-            for self.fixed_policy.choice in choices:
+            widths = list(enumerate(adaptive.widths))
+            options = [Option(), *[Option(i, count, count * width) for i, width in widths[:-1]]]
+            for i, width in widths if count in mixed else ():
+                fewer = [drafts for drafts, _ in adaptive.rows(count, count, width)[:-1]]
+                options += [Option(i, count, drafts) for drafts in (*fewer, count * width - 1)]
+            for fixed.option in options:
                 requests = [request for request in requests if request.finish_reason is None]
                 requests += [self.add(1, endless) for _ in range(count - len(requests))]
                 for _ in range(2 + self.engine.max_in_flight):

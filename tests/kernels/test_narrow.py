@@ -21,21 +21,21 @@ def test_chooses_most_likely_drafts(
 ) -> None:
     noise = torch.Generator().manual_seed(seed)
     margins = (torch.rand(spans, width + 1, generator=noise) * 6).to(device)[:, :width]
-    weights = torch.rand(width, 2, generator=noise)
+    rates = torch.rand(width, 13, generator=noise).cumsum(1) / 13
     made = torch.randint(0, width + 1, (spans,), generator=noise).to(device)
     drafts = made + torch.randint(0, 3, (spans,), generator=noise).to(device)
     whole = int(made.sum())
     for count in {0, 1, whole // 3, whole - 1, whole, whole + 9} - {-1}:
-        found = kernels.choose(margins, weights.to(device), made, drafts, count)
-        wanted = most_promising(margins, weights.to(device), made, count)
+        found = kernels.choose(margins, rates.to(device), made, drafts, count)
+        wanted = most_promising(margins, rates.to(device), made, count)
         assert found.tolist() == (drafts - made + wanted).tolist()
 
 
 def test_equal_chances_go_to_earlier_places_first(device: torch.device) -> None:
     margins, made = torch.zeros(5, 3, device=device), torch.tensor([3, 3, 1, 0, 3], device=device)
-    weights = torch.tensor([[0.0, 40.0]] * 3, device=device)  # all are certain
+    rates = torch.ones(3, 13, device=device)  # all are certain
     for count, wanted in ((6, [2, 2, 1, 0, 1]), (7, [2, 2, 1, 0, 2]), (8, [3, 2, 1, 0, 2])):
-        assert kernels.choose(margins, weights, made, made, count).tolist() == wanted
+        assert kernels.choose(margins, rates, made, made, count).tolist() == wanted
 
 
 @pytest.mark.parametrize("seed", range(40))

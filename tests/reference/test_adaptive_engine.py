@@ -20,7 +20,7 @@ from strobe.request import Request
 from strobe.runner.buckets import verified_rows
 from strobe.speculation.adaptive import AdaptiveDraftPolicy
 from strobe.speculation.base import Drafts
-from strobe.speculation.costs import Costs, Work
+from strobe.speculation.costs import StepCosts, StepWork
 from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftPlan
 from strobe.step import Span
 
@@ -29,13 +29,13 @@ PHASES = 80, 280, 490  # output lengths at which the phases end
 GREEDY = SamplingParams(temperature=0.0, max_tokens=PHASES[-1], ignore_eos=True)
 
 
-class FixedCosts(Costs):
+class FixedCosts(StepCosts):
     """Costs that ignore measured times: a draft's row costs 4 % of a step."""
 
     def __init__(self) -> None:
         super().__init__({8: 1.0, 64: 1.5}, {1: 10.0, 101: 50.0})
 
-    def observe(self, work: Work, ms: float, steps: int = 1) -> None:
+    def observe(self, work: StepWork, ms: float, config: object) -> None:
         pass
 
 

@@ -340,8 +340,8 @@ def test_warm_up_leaves_no_state(target: Any, draft: Callable[..., Path]):
     assert engine.add([1], COLD).id == "request-0"
     policy = engine.scheduler.draft_policy
     assert isinstance(policy, AdaptiveDraftPolicy)
-    assert policy.clock == 0
-    assert all(not track.seen and not track.blocks for track in policy.tracks)
+    assert policy.forecast.step == 0
+    assert not policy.chances.counts.any()
 
 
 @pytest.mark.parametrize("options", [{}, {"max_model_len": 2}, {"max_num_seqs": 1}], ids=str)

@@ -8,12 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from strobe.request import Request
 from strobe.runner.buckets import Buckets, verified_rows
 from strobe.sampling_params import SamplingParams
-from strobe.speculation.adaptive import AdaptiveDraftPolicy, stretch
-from strobe.speculation.costs import Costs, Work
+from strobe.speculation.acceptance import extend
+from strobe.speculation.adaptive import AdaptiveDraftPolicy
+from strobe.speculation.allocate import most_promising
+from strobe.speculation.costs import StepCosts, StepWork
 from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftChain, DraftPlan
 from strobe.step import TAIL, Plan, Span, StepResult, num_rows
 
@@ -39,9 +42,9 @@ class Life:
         buckets: Buckets | None = None,
     ):
         rows = functools.partial(verified_rows, buckets)
-        self.budget = AdaptiveDraftPolicy(WIDTHS, SLOTS, rows, 512, count)
+        self.policy = AdaptiveDraftPolicy(WIDTHS, SLOTS, rows, 512, count)
         drafting = {4: 0.8, 16: 0.9, 512: 3.0, 4096: 20.0}
-        self.budget.costs, self.true = Costs(drafting, verify), Costs(drafting, verify)
+        self.policy.costs, self.true = StepCosts(drafting, verify), StepCosts(drafting, verify)
         self.true.pace, self.told = pace, told
         self.rng = np.random.default_rng(count)
         request = Request("r", [1], SamplingParams(), seed=0)
@@ -52,7 +55,7 @@ class Life:
     def step(self, chance: Callable[[int], float]) -> None:
         """chance(place) of a draft to be right, in the middle of what the margins tell."""
         count = len(self.candidates)
-        found = self.budget.plan(self.candidates, BatchLoad(count, 0, 0))
+        found = self.policy.plan(self.candidates, BatchLoad(count, 0, 0))
         self.allotted.append(found)
         most = max(found.max_drafts)
         spans = [
@@ -73,22 +76,19 @@ class Life:
         rows = num_rows(spans, found.num_verified)
         drafting = sum(n > 0 for n in found.max_drafts)
         draft = drafting * SLOTS[WIDTHS.index(width)] if width else 0
-        ms = float(self.true.ms(Work(draft, rows, count)))
+        ms = float(self.true.ms(StepWork(draft, rows, count)))
         self.took += ms
         self.tokens += count + int(accepted.sum())
         told = margins.tolist() if width else None
         result = StepResult([], accepted.tolist(), rows, ms / 1e3, verified.tolist(), told)
-        self.budget.observe(plan, result)
+        self.policy.observe(plan, result)
 
     def verified(self, found: DraftPlan, margins: Any) -> Any:
-        most = np.array(found.max_drafts)
+        most = torch.tensor(found.max_drafts)
         if found.num_verified is None:
-            return most
-        weights = np.array(found.confidence)[: margins.shape[1]]
-        chances = np.cumprod(1 / (1 + np.exp(-margins * weights[:, 0] - weights[:, 1])), 1)
-        chances[np.arange(margins.shape[1]) >= most[:, None]] = -1
-        best = np.argsort(-chances, axis=None, kind="stable")[: found.num_verified]
-        return np.bincount(best // margins.shape[1], minlength=len(most))
+            return most.numpy()
+        rates = torch.tensor(found.confidence)[: margins.shape[1]]
+        return most_promising(torch.from_numpy(margins), rates, most, found.num_verified).numpy()
 
     def rate(self, steps: int, chance: Callable[[int], float]) -> float:
         """Tokens a millisecond."""
@@ -106,7 +106,9 @@ def fixed(life: Life, drafts: int, chance: float) -> float:
     sides = [middle - APART, middle + APART] if life.told else [middle]
     chances = [1 / (1 + np.exp(-side)) for side in sides]
     brought = np.mean([sum(p**k for k in range(drafts + 1)) for p in chances])
-    return float(count * brought / life.true.ms(Work(count * slots, count * (1 + drafts), count)))
+    return float(
+        count * brought / life.true.ms(StepWork(count * slots, count * (1 + drafts), count))
+    )
 
 
 def best_fixed(life: Life, chance: float) -> float:
@@ -116,7 +118,7 @@ def best_fixed(life: Life, chance: float) -> float:
 @pytest.mark.parametrize("verify", [GPU, CPU], ids=["gpu", "cpu"])
 @pytest.mark.parametrize("chance", [0.02, 0.5, 0.85, 0.97])
 @pytest.mark.parametrize("count", [1, 8, 64])
-def test_a_step_brings_what_the_best_fixed_number_would(
+def test_adaptive_step_matches_best_fixed_number(
     count: int, chance: float, verify: dict[int, float]
 ):
     life, steps = Life(count, verify, told=False), max(300, 3000 // count)  # for chance itself
@@ -125,16 +127,16 @@ def test_a_step_brings_what_the_best_fixed_number_would(
 
 
 @pytest.mark.parametrize("count", [32, 64, 128])
-def test_margins_that_tell_easy_from_hard_bring_more_than_any_fixed_number(count: int):
+def test_informative_margins_beat_every_fixed_number(count: int):
     life = Life(count, GPU, buckets=Buckets(256, 15, 16))
     life.rate(300, lambda place: 0.8)
     assert life.rate(300, lambda place: 0.8) > 1.05 * best_fixed(life, 0.8)
     assert any(found.num_verified is not None for found in life.allotted[300:])
 
 
-def test_a_drafter_that_is_never_right_is_hardly_ever_asked():
+def test_drafter_that_is_never_right_rests():
     life = Life(64, GPU, told=False)
-    plain = 64 / float(life.true.ms(Work(0, 64, 64)))
+    plain = 64 / float(life.true.ms(StepWork(0, 64, 64)))
     life.rate(300, lambda place: 0.01)
     assert life.rate(1000, lambda place: 0.01) > 0.99 * plain
     asked = [found for found in life.allotted[300:] if any(found.max_drafts)]
@@ -142,7 +144,7 @@ def test_a_drafter_that_is_never_right_is_hardly_ever_asked():
 
 
 @pytest.mark.parametrize("count", [8, 64])
-def test_a_drafter_that_turns_bad_rests_and_wakes_when_it_is_good_again(count: int):
+def test_drafting_pauses_for_bad_drafts_and_resumes(count: int):
     life = Life(count, CPU, told=False)
     for chance in (0.97, 0.02, 0.97):
         life.rate(200, lambda place, chance=chance: chance)
@@ -151,7 +153,7 @@ def test_a_drafter_that_turns_bad_rests_and_wakes_when_it_is_good_again(count: i
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_requests_that_begin_easy_and_go_on_hard_draft_at_their_beginning_only(count: int):
+def test_requests_draft_only_while_they_are_easy(count: int):
     life = Life(count, CPU, told=True)
     easy, hard = (lambda place: 0.995), (lambda place: 0.02)
 
@@ -173,9 +175,9 @@ def test_requests_that_begin_easy_and_go_on_hard_draft_at_their_beginning_only(c
         whole += (
             steps
             * fixed(life, 15, chance)
-            * float(life.true.ms(Work(count * 16, count * 16, count)))
+            * float(life.true.ms(StepWork(count * 16, count * 16, count)))
         )
-    whole /= 58 * float(life.true.ms(Work(count * 16, count * 16, count)))
+    whole /= 58 * float(life.true.ms(StepWork(count * 16, count * 16, count)))
     assert rate > 1.1 * max(plain, whole)
     drafting = [max(found.max_drafts) > 0 for found in life.allotted[begun:]]
     first = [drafting[58 * i + j] for i in range(20) for j in range(8)]
@@ -184,7 +186,7 @@ def test_requests_that_begin_easy_and_go_on_hard_draft_at_their_beginning_only(c
     assert sum(last) < 0.3 * len(last)
 
 
-def test_few_that_may_draft_do_not_hold_up_the_many_that_may_not():
+def test_few_drafting_requests_do_not_slow_many_plain_ones():
     life = Life(64, GPU)
     for i in range(4, 64):
         life.candidates[i] = life.candidates[i]._replace(max_drafts=0, on_device=False)
@@ -193,35 +195,35 @@ def test_few_that_may_draft_do_not_hold_up_the_many_that_may_not():
     life.took = life.tokens = 0.0
     for _ in range(200):
         life.step(lambda place: 0.4)
-    plain = 64 / float(life.true.ms(Work(0, 64, 64)))
+    plain = 64 / float(life.true.ms(StepWork(0, 64, 64)))
     assert life.tokens / life.took > 0.98 * plain
 
 
-def test_a_machine_that_is_slower_than_was_measured_changes_nothing():
+def test_slower_machine_changes_no_choice():
     slow = Life(32, CPU, told=False, pace=3.0)
     slow.rate(300, lambda place: 0.7)
     best = best_fixed(slow, 0.7)
     assert slow.rate(300, lambda place: 0.7) > 0.95 * best
 
 
-def test_the_graph_of_a_whole_block_runs_where_that_is_best():
+def test_whole_block_graph_runs_when_best():
     life = Life(1, GPU, told=False)
     life.rate(300, lambda place: 0.97)
     assert sum(found == DraftPlan([15]) for found in life.allotted[64:]) > 0.95 * (300 - 64)
 
 
-def test_without_costs_or_blocks_seen_every_request_drafts_what_it_may():
+def test_without_costs_every_request_drafts_its_maximum():
     life = Life(3, GPU)
+    life.policy.costs = None
     candidates = [
         one._replace(max_drafts=n) for one, n in zip(life.candidates, (15, 2, 0), strict=True)
     ]
-    assert life.budget.plan(candidates, BatchLoad(3, 0, 0)) == DraftPlan([15, 2, 0])
-    life.budget.costs = None
+    assert life.policy.plan(candidates, BatchLoad(3, 0, 0)) == DraftPlan([15, 2, 0])
     life.rate(100, lambda place: 0.01)
     assert set(map(str, life.allotted)) == {str(DraftPlan([15] * 3))}
 
 
-def test_a_limit_of_a_request_is_kept_and_chains_share_the_rows():
+def test_request_limits_hold_and_chains_share_rows():
     life = Life(4, CPU, told=False)
     life.rate(100, lambda place: 0.9)
     mixed = [
@@ -231,7 +233,7 @@ def test_a_limit_of_a_request_is_kept_and_chains_share_the_rows():
         life.candidates[0]._replace(max_drafts=0, on_device=False),
     ]
     for _ in range(50):
-        found = life.budget.plan(mixed, BatchLoad(4, 300, 1))
+        found = life.policy.plan(mixed, BatchLoad(4, 300, 1))
         assert found.max_drafts[0] <= 15
         assert found.max_drafts[1] <= 2
         assert 0 < found.max_drafts[2] <= 9
@@ -240,10 +242,38 @@ def test_a_limit_of_a_request_is_kept_and_chains_share_the_rows():
         assert found.use_chain == [False, False, True, False]
 
 
-def test_stretched_chances_go_on_as_they_ended():
-    found = stretch(np.array([[0.8, 0.4], [0.5, 0.5]]), 4)
+@pytest.mark.parametrize("count", [8, 64, 300])
+def test_drafts_get_the_rows_left_by_prompts(count: int):
+    """Of the 512 rows of a step that computes prompts, too, they get at least half."""
+    life = Life(count, GPU, told=False)
+    life.rate(100, lambda place: 0.99)
+    for prompt_rows, prompts in ((0, 0), (100, 100), (9000, max(512 - count, 256))):
+        found = life.policy.plan(life.candidates, BatchLoad(count, prompt_rows, 0))
+        made = sum(found.max_drafts)
+        verified = made if found.num_verified is None else found.num_verified
+        if prompts:
+            assert verified <= max(512 - count - prompts, 0)
+        elif count < 300:  # of so many, whole blocks hardly pay
+            assert verified > 0
+    if count == 8:
+        found = life.policy.plan(life.candidates, BatchLoad(count, 100, 0))
+        assert sum(found.max_drafts) == 8 * 15, "there is room for all"
+
+
+@pytest.mark.parametrize("verify", [GPU, CPU], ids=["gpu", "cpu"])
+@pytest.mark.parametrize("count", [1, 8, 256])
+def test_exploration_costs_less_than_one_percent(count: int, verify: dict[int, float]):
+    life = Life(count, verify, told=False)
+    plain = count / float(life.true.ms(StepWork(0, count, count)))
+    life.rate(500, lambda place: 0.001)
+    assert life.rate(1000, lambda place: 0.001) > 0.99 * plain
+    assert any(max(found.max_drafts) for found in life.allotted[500:]), "it is tried"
+
+
+def test_extended_chances_keep_their_last_rate():
+    found = extend(np.array([[0.8, 0.4], [0.5, 0.5]]), 4)
     assert found.tolist() == [[0.8, 0.4, 0.2, 0.1], [0.5, 0.5, 0.5, 0.5]]
-    assert stretch(np.array([[0.8, 0.4]]), 1).tolist() == [[0.8]]
+    assert extend(np.array([[0.8, 0.4]]), 1).tolist() == [[0.8]]
 
 
 @pytest.mark.parametrize("buckets", [None, Buckets(64, 15, 16)])
@@ -251,7 +281,7 @@ def test_stretched_chances_go_on_as_they_ended():
     ("count", "drafting", "most"),
     [(1, 1, 3), (2, 2, 15), (7, 7, 7), (64, 64, 15), (7, 2, 15), (64, 1, 3), (64, 48, 15)],
 )
-def test_the_steps_there_are_end_with_all_drafts(
+def test_last_step_size_verifies_all_drafts(
     count: int, drafting: int, most: int, buckets: Buckets | None
 ):
     found: Sequence[tuple[int, int]] = verified_rows(buckets, count, drafting, most)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
 
 import numpy as np
@@ -13,8 +12,8 @@ from layouts import facts, spans_of
 
 from strobe.runner.batch import Shape, exact_shape, lay_out
 from strobe.runner.buckets import Buckets
+from strobe.speculation.acceptance import DraftChances, evidence
 from strobe.speculation.allocate import chances, most_promising, verified_drafts
-from strobe.speculation.confidence import Confidence, evidence
 from strobe.step import TAIL, Span, num_rows
 
 CPU = torch.device("cpu")
@@ -22,26 +21,24 @@ CPU = torch.device("cpu")
 
 def test_chance_is_product_of_margin_probabilities():
     margins = torch.tensor([[0.0, 2.0, 1.0], [40.0, 0.5, 3.0]])
-    weights = torch.tensor([[1.0, 0.0], [0.5, -1.0], [0.0, math.inf]])
-    found = chances(margins, weights, torch.tensor([3, 2]))
-    first = [0.5, 1.5, 1.0]  # evidence: half is the block's mean, which is 1
-    second = [30.125, 10.375]  # of two drafts: 20.25
-    one, two = (
-        torch.sigmoid(torch.tensor(row)[:2] * weights[:2, 0] + weights[:2, 1]).cumprod(0)
-        for row in (first, second)
-    )
-    torch.testing.assert_close(found[:, :2], torch.stack((one, two)))
-    torch.testing.assert_close(found[:, 2], found[:, 1])
+    rates = torch.stack((torch.linspace(0, 0.96, 13), torch.linspace(0.4, 1, 13), torch.ones(13)))
+    result = chances(margins, rates, torch.tensor([3, 2]))
+    first = [0.0, 2**0.125]  # evidence: margins' eighth root, as the block's mean is 1
+    second = [(40 * 20.25**3) ** 0.125, (0.5 * 20.25**3) ** 0.125]  # of two drafts: 20.25
+    for row, at in zip(result.tolist(), (first, second), strict=True):
+        rate, next_rate = 0.16 * at[0], 0.4 + 0.1 * at[1]
+        assert row == pytest.approx([rate, rate * next_rate, rate * next_rate], abs=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_device_evidence_matches_host(seed: int):
     rng = np.random.default_rng(seed)
     margins, most = rng.gamma(1.5, 2.0, (6, 7)), rng.integers(0, 8, 6)
-    fit = Confidence(7)
-    fit.weights = rng.uniform(0.1, 1.0, (7, 2))
-    given = torch.from_numpy(margins), torch.from_numpy(fit.weights), torch.from_numpy(most)
-    np.testing.assert_allclose(chances(*given).numpy(), fit.chances(evidence(margins, most)))
+    host = DraftChances((7,), 0.8, 1.0)
+    host.observe(0, evidence(margins, most), np.full(6, 7), rng.integers(0, 8, 6))
+    inputs = torch.from_numpy(margins), torch.from_numpy(host.table(0)), torch.from_numpy(most)
+    expected = host.chances(0, evidence(margins, most))
+    np.testing.assert_allclose(chances(*inputs).numpy(), expected)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -49,15 +46,15 @@ def test_choice_maximizes_expected_drafts(seed: int):
     rng = random.Random(seed)
     spans, width = rng.randint(1, 4), rng.randint(1, 4)
     margins = torch.tensor([[rng.uniform(0, 5) for _ in range(width)] for _ in range(spans)])
-    weights = torch.tensor([(rng.uniform(0.1, 1), rng.uniform(-2, 1)) for _ in range(width)])
+    rates = torch.tensor([sorted(rng.random() for _ in range(13)) for _ in range(width)])
     most = [rng.randint(0, width) for _ in range(spans)]
     count = rng.randint(0, sum(most) + 1)
-    gains = chances(margins, weights, torch.tensor(most)).double()
+    gains = chances(margins, rates, torch.tensor(most)).double()
 
     def worth(counts: tuple[int, ...]) -> float:
         return sum(float(gains[i, :n].sum()) for i, n in enumerate(counts))
 
-    found = most_promising(margins, weights, torch.tensor(most), count).tolist()
+    found = most_promising(margins, rates, torch.tensor(most), count).tolist()
     assert sum(found) == min(count, sum(most))
     assert all(n <= limit for n, limit in zip(found, most, strict=True))
     others = itertools.product(*[range(n + 1) for n in most])

@@ -114,7 +114,9 @@ def test_policy_is_called_once_per_step_with_load():
     plan = world.launch()
     ((candidates, load),) = policy.seen
     assert candidates == [Candidate(first, 3, True, plan.spans[0].slot)]
-    assert load == BatchLoad(num_decoding=1, prompt_rows=25 - 9, num_waiting=2, context_tokens=3)
+    assert load == BatchLoad(
+        num_decoding=1, prompt_rows=25 - 9 + 5, num_waiting=2, context_tokens=3
+    )
     assert world.who(plan) == [first, second]
 
 

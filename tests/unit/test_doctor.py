@@ -173,7 +173,7 @@ def test_fit_reports_chance_by_evidence():
     assert first["blocks"] == 200
     assert second["blocks"] == pytest.approx(200 * first["right"])
     for row in (first, second):
-        assert (row["low_evidence"], row["high_evidence"]) == (1.0, 9.0)
+        assert (row["low_evidence"], row["high_evidence"]) == (1.0, 3.0)
         assert row["chance_at_low"] == pytest.approx(0.4, abs=0.12)
         assert row["chance_at_high"] == pytest.approx(0.9, abs=0.08)
 

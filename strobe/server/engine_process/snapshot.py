@@ -33,4 +33,4 @@ class EngineSnapshot(NamedTuple):
     rested_steps: int = 0
     """Steps without drafts of requests that may draft."""
     confidence: tuple[tuple[int, int, float, float], ...] = ()
-    """The fitted acceptance model: rows of (drafts of the block, position, slope, intercept)."""
+    """Logistic fits of drafts' chances: (drafts of the block, position, slope, intercept)."""

@@ -36,7 +36,7 @@ from strobe.server.engine_process.messages import (
 from strobe.server.engine_process.snapshot import EngineSnapshot
 from strobe.server.settings import LogSettings
 from strobe.step import TokenEvent
-from strobe.warmup.costs import adapt
+from strobe.warmup.costs import measure_costs
 from strobe.warmup.steps import warm_up
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def run_engine(pipe: Connection, config: EngineConfig, logs: LogSettings) -> Non
     try:
         engine = Engine(config)
         warm_up(engine)
-        adapt(engine)
+        measure_costs(engine)
     except ValueError as error:
         send(pipe, Failed(str(error), True))
         return

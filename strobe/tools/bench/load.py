@@ -36,7 +36,7 @@ from strobe.tools.bench.report import (
 )
 from strobe.tools.bench.settings import LoadSettings, command_line
 from strobe.tools.bench.traces import Traces, independent, load
-from strobe.warmup.costs import adapt
+from strobe.warmup.costs import measure_costs
 
 TRACES = Path(__file__).parent / "traces.npz"
 """The traces shipped with Strobe."""
@@ -66,7 +66,7 @@ def run_load(settings: LoadSettings, config: EngineConfig) -> int:
         setup = replace(setup, config=setup.config.with_(adaptive=True))
         engine = ReplayEngine(setup, traces)
         say("measuring what steps cost")
-        adapt(engine)
+        measure_costs(engine)
         budget = engine.scheduler.draft_policy
         assert isinstance(budget, AdaptiveDraftPolicy)
         figures: Figures = {

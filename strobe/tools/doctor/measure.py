@@ -16,8 +16,8 @@ from strobe.models.config_readers.rope import RopeConfig
 from strobe.models.target import Target
 from strobe.request import Request
 from strobe.sampling_params import SamplingParams
+from strobe.speculation.acceptance import KNOTS, DraftChances, evidence
 from strobe.speculation.base import Drafts
-from strobe.speculation.confidence import Confidence, evidence
 from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftPlan, DraftPolicy
 from strobe.step import Plan, Span, StepResult
 
@@ -108,7 +108,7 @@ class MarginFit(DraftPolicy):
     """Verifies whole blocks, and fits the probability of a right draft to its evidence."""
 
     def __init__(self, positions: int):
-        self.confidence = Confidence(positions)
+        self.chances = DraftChances((positions,), 0.82, 8.0)
         self._reached: list[list[tuple[float, bool]]] = [[] for _ in range(positions)]
 
     def observe(self, plan: Plan, result: StepResult) -> None:
@@ -119,23 +119,23 @@ class MarginFit(DraftPolicy):
         verified = drafts if result.num_verified is None else np.array(result.num_verified)
         for i, (span, accepted) in enumerate(zip(plan.spans, result.num_accepted, strict=True)):
             if span.method is not None:
-                self.confidence.observe(draft_evidence[[i]], verified[[i]], np.array([accepted]))
+                counts = verified[[i]], np.array([accepted])
+                self.chances.observe(0, draft_evidence[[i]], *counts)
                 for k in range(min(accepted + 1, int(verified[i]))):
                     self._reached[k].append((float(draft_evidence[i, k]), k < accepted))
 
     def by_position(self) -> list[dict[str, float]]:
         """Return, for each position that was reached: the number of blocks that reached it, the
         share of right drafts, the fit's slope and intercept, and the quartiles of the evidence with
-        the fit's probabilities there."""
-        self.confidence.fit()
+        the table's probabilities there."""
         fits: list[dict[str, float]] = []
-        for reached, (slope, intercept) in zip(
-            self._reached, self.confidence.weights.tolist(), strict=True
+        for reached, rates, (_, _, slope, intercept) in zip(
+            self._reached, self.chances.table(0), self.chances.logistic_fits(), strict=True
         ):
             if not reached:
                 break
-            low, high = np.percentile([margin for margin, _ in reached], [25, 75]).tolist()
-            chances = [1 / (1 + math.exp(-slope * margin - intercept)) for margin in (low, high)]
+            low, high = np.percentile([value for value, _ in reached], [25, 75]).tolist()
+            chances = np.interp([2 * low, 2 * high], range(KNOTS), rates).tolist()
             fits.append(
                 {
                     "blocks": len(reached),

@@ -120,9 +120,9 @@ def _show_margins(console: Console, report: Report) -> None:
         table.add_row(title, *[f"{report.margins[i][name]:.2f}" for i in shown])
     console.print(table)
     console.print(
-        " margin: how far a draft's logit is above the second largest; evidence: the mean of a "
-        "draft's margin and\n of its block's mean; low and high: the quartiles. Chance =\n"
-        " 1 / (1 + exp(-slope x evidence - intercept)), fitted to the newest blocks",
+        " margin m: how far a draft's logit is above the second largest; evidence: (m M^3)^(1/8), "
+        "M the mean of its\n block's margins; low and high: the quartiles. Chance: about\n"
+        " 1 / (1 + exp(-slope x evidence - intercept))",
         style="dim",
     )
 
