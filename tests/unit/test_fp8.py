@@ -150,8 +150,8 @@ def test_fp8_layers_come_from_fp8_tensors(pairs: dict[str, Pair]):
     linear = in_fp8.layers[0].self_attn.qkv_proj
     assert linear.weight.dtype == torch.float8_e4m3fn
     back = linear.dense(torch.float32)
-    whole = in_full.layers[0].self_attn.qkv_proj.weight
-    assert (back - whole).norm() < 0.04 * whole.norm()
+    full_weight = in_full.layers[0].self_attn.qkv_proj.weight
+    assert (back - full_weight).norm() < 0.04 * full_weight.norm()
     check_size(small, in_full, fp8=False)
     check_size(small, in_fp8, fp8=True)
     assert not resolve(EngineConfig(str(small))).backends.fp8, "this device has no FP8"

@@ -51,10 +51,18 @@ class Rows:
         self.weight = torch.randn(spec.layers, spec.channels, spec.kernel, generator=noise)
 
     def run(self, plan: RecurrentPlan, tokens: Sequence[int]) -> Tensor:
-        """The answers of every layer, [T, L, Hv, Dv]."""
-        at, spec = list(tokens), plan.states.spec
+        """Return the outputs of every layer, [T, L, Hv, Dv]."""
+        chosen, spec = list(tokens), plan.states.spec
         answers = [
-            mix(x[at], decay[at], rate[at], weight, plan.groups, plan.stored(layer), spec)
+            mix(
+                x[chosen],
+                decay[chosen],
+                rate[chosen],
+                weight,
+                plan.groups,
+                plan.stored(layer),
+                spec,
+            )
             for layer, (x, decay, rate, weight) in enumerate(
                 zip(self.x, self.decay, self.rate, self.weight, strict=True)
             )
