@@ -186,7 +186,8 @@ def test_export_served_by_its_path_answers_like_its_target(
     prompt: Any = {"prompt_token_ids": about.tokens[:PROMPT]}
     answer = about.tokens[PROMPT:]
     sampling = SamplingParams(temperature=0, max_tokens=len(answer), ignore_eos=True)
-    llm = LLM(name, speculative_config={"num_speculative_tokens": 2}, max_model_len=64)
+    options: dict[str, Any] = {"max_model_len": 64, "adaptive": False}
+    llm = LLM(name, speculative_config={"num_speculative_tokens": 2}, **options)
     (output,) = llm.generate([prompt], sampling)
     assert output.outputs[0].token_ids == answer
     report = output.outputs[0].speculation
