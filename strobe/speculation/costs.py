@@ -14,7 +14,6 @@ import numpy as np
 from strobe.speculation.policy_config import PolicyConfig
 from strobe.step import Plan, StepResult
 
-_CONFIG = PolicyConfig()
 _FAR = 2**24  # rows: the last line of a curve goes on up to there
 
 
@@ -71,10 +70,11 @@ class StepCosts:
             if costs[-2:].min() >= 0:
                 break
             used[int(costs[-2:].argmin()) - 2] = False  # a rate below 0 is noise
-        points = np.maximum(costs, 1e-3).tolist()
+        points = np.split(np.maximum(costs[:-2], 1e-3), [len(draft)])
+        # Every measured number of rows is a point, so that `observe` corrects it and no other.
         curves = [
-            {int(n): cost for n, cost in zip(rows, part, strict=False)}
-            for rows, part in ((draft, points), (verify, points[len(draft) :]))
+            dict(zip(rows.astype(int).tolist(), np.interp(rows, ends, part).tolist(), strict=True))
+            for rows, ends, part in zip(knots, (draft, verify), points, strict=True)
         ]
         return cls(curves[0], curves[1], float(costs[-2]), float(costs[-1]))
 
@@ -84,22 +84,23 @@ class StepCosts:
         rates = self.request * work.requests + self.context * work.context
         return self.pace * (drafting + np.interp(work.rows, *self._verify) + rates)
 
-    def observe(self, work: StepWork, ms: float, config: PolicyConfig = _CONFIG) -> None:
+    def observe(self, work: StepWork, ms: float, config: PolicyConfig) -> None:
         """Learn from a step that took so long."""
         expected = float(self.ms(work))
         ratio = min(max(ms / expected, 0.5), 2.0)  # a pause, as for a capture, says little
         rows, costs = self._verify
-        shares = _shares(np.array(float(work.rows)), rows)
-        costs += config.table_gain * (ratio - 1) * expected / self.pace * shares / (shares @ shares)
-        self._verify[1] = np.maximum.accumulate(costs.clip(1e-3))
+        nearest = int(np.abs(rows - work.rows).argmin())
+        error = config.table_gain * (ratio - 1) * expected / self.pace
+        cost = costs[nearest] = max(costs[nearest] + error, 1e-3)
+        np.maximum(costs[nearest:], cost, out=costs[nearest:])  # more rows never cost less
+        np.minimum(costs[:nearest], cost, out=costs[:nearest])
         self.pace *= ratio**config.pace_gain
 
     def as_dict(self) -> dict[str, Any]:
         """Return the table as it stands."""
-        parts = {"draft": self._draft, "verify": self._verify}
         curves = {
             name: {str(int(n)): round(float(ms), 4) for n, ms in curve.T[:-1]}
-            for name, curve in parts.items()
+            for name, curve in (("draft", self._draft), ("verify", self._verify))
         }
         return {**curves, "request": self.request, "context": self.context}
 

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from strobe.speculation.costs import StepCosts, StepWork
+from strobe.speculation.policy_config import PolicyConfig
 
+CONFIG = PolicyConfig()
 DRAFT, VERIFY = {4: 1.0, 16: 1.6}, {1: 4.0, 16: 5.0, 64: 8.0}
 
 
@@ -38,14 +40,14 @@ def test_more_rows_never_cost_less():
     assert ms(costs, 0, 8) == 4.0
     assert ms(costs, 8, 1) == 6.0
     for _ in range(200):
-        costs.observe(StepWork(0, 8), 1.0)
+        costs.observe(StepWork(0, 8), 1.0, CONFIG)
     assert ms(costs, 0, 1) <= ms(costs, 0, 8) <= ms(costs, 0, 16)
 
 
 def test_pace_follows_a_slower_machine_at_all_row_counts():
     costs, rng = StepCosts(DRAFT, VERIFY), random.Random(1)
     for _ in range(60):
-        costs.observe(StepWork(4, 16), 6.0 * 1.5 * rng.uniform(0.9, 1.1))
+        costs.observe(StepWork(4, 16), 6.0 * 1.5 * rng.uniform(0.9, 1.1), CONFIG)
     assert costs.pace == pytest.approx(1.5, rel=0.1)
     assert ms(costs, 4, 16) == pytest.approx(9.0, rel=0.1)
     assert ms(costs, 0, 1) == pytest.approx(6.0, rel=0.12)
@@ -54,8 +56,8 @@ def test_pace_follows_a_slower_machine_at_all_row_counts():
 def test_single_wrong_point_is_corrected():
     costs = StepCosts(DRAFT, VERIFY)
     for _ in range(600):
-        costs.observe(StepWork(0, 1), 4.0)
-        costs.observe(StepWork(4, 16), 7.0)
+        costs.observe(StepWork(0, 1), 4.0, CONFIG)
+        costs.observe(StepWork(4, 16), 7.0, CONFIG)
     assert ms(costs, 0, 1) == pytest.approx(4.0, rel=0.1)
     assert ms(costs, 4, 16) == pytest.approx(7.0, rel=0.1)
 
@@ -64,14 +66,14 @@ def test_steps_beyond_the_measured_rows_are_followed():
     costs = StepCosts(DRAFT, VERIFY)
     true = 1.45 * ms(costs, 0, 256)
     for _ in range(300):
-        costs.observe(StepWork(0, 256), true)
+        costs.observe(StepWork(0, 256), true, CONFIG)
     assert ms(costs, 0, 256) == pytest.approx(true, rel=0.02)
     assert 0.5 < costs.pace < 2
 
 
 def test_one_long_pause_changes_little():
     costs = StepCosts(DRAFT, VERIFY)
-    costs.observe(StepWork(0, 16), 5000.0)
+    costs.observe(StepWork(0, 16), 5000.0, CONFIG)
     assert ms(costs, 0, 1) < 4.0 * 1.12
 
 
@@ -135,3 +137,18 @@ def test_fit_treats_negative_rates_as_noise():
 def test_fit_needs_two_row_counts():
     assert StepCosts.fit([], lines=True) is None
     assert StepCosts.fit([(StepWork(0, 1), 4.0), (StepWork(4, 4), 5.0)], lines=True) is None
+
+
+def test_observing_corrects_fitted_lines_where_steps_take_longer_or_shorter():
+    """Whole blocks take 10 % longer than fitted, plain steps, which are most, 10 % shorter."""
+    steps, rng = timed(lines=True), random.Random(0)
+    costs = StepCosts.fit(steps, lines=True)
+    assert costs is not None
+    plain, block = StepWork(0, 1, 1, 5), StepWork(16, 16, 1, 5)
+    true = {plain: 0.9 * float(costs.ms(plain)), block: 1.1 * float(costs.ms(block))}
+    for _ in range(3000):
+        work = block if rng.random() < 0.1 else plain
+        costs.observe(work, true[work] * rng.uniform(0.95, 1.05), CONFIG)
+    for work, ms_taken in true.items():
+        assert costs.ms(work) == pytest.approx(ms_taken, rel=0.04)
+    assert 0.7 < costs.pace < 1.4

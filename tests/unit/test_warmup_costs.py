@@ -57,7 +57,7 @@ def test_costs_are_measured_and_leave_no_trace(pair: Pair, kinds: list[tuple[int
         assert {option.width for option in timed} == {-1, *range(len(policy.widths))}
         assert whole(policy, count) in timed
     table = policy.costs.as_dict()
-    assert set(table["verify"]) == {"1", str(5 * (1 + policy.widths[-1]))}, "a line"
+    assert {"1", str(5 * (1 + policy.widths[-1]))} < set(table["verify"])
     assert all(ms > 0 for part in ("draft", "verify") for ms in table[part].values())
     assert policy.costs.ms(StepWork(0, 1)) > 0
     assert len(llm.generate("hello", GREEDY)[0].outputs[0].token_ids) == 8
