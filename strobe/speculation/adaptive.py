@@ -93,24 +93,23 @@ class AdaptiveDraftPolicy(DraftPolicy):
         drafters = [i for i, c in enumerate(candidates) if c.on_device and not max_drafts[i]]
         if not drafters:
             return DraftPlan(max_drafts, use_chain=use_chain)
-        slots = np.array([candidates[i].slot for i in drafters])
-        limits = np.array([candidates[i].max_drafts for i in drafters])
+        pairs = [(candidates[i].slot, candidates[i].max_drafts) for i in drafters]
+        slots, limits = np.array(pairs).T
         work = work._replace(rows=work.rows + num_chained)
         self._steps_left -= 1
         if self._steps_left <= 0 or self._held_for != (len(drafters), work.rows):
-            self._held_for, self._steps_left = (len(drafters), work.rows), self.config.hold_steps
+            self._held_for = len(drafters), work.rows
             self._option = self._choose(slots, limits, work, room - num_chained)
         self._unused += self._step_ms
-        option = self._option
-        if option.width < 0:
+        width, num_drafting, num_verified = self._option
+        if width < 0:
             return DraftPlan(max_drafts, use_chain=use_chain)
-        drafting = _ranked(self.forecast.expected(slots), limits)[: option.num_drafting]
-        for i in drafting:
-            max_drafts[drafters[i]] = min(int(limits[i]), self.widths[option.width])
-        if option.num_verified >= sum(max_drafts) - num_chained:
+        for i in _ranked(self.forecast.expected(slots), limits)[:num_drafting]:
+            max_drafts[drafters[i]] = min(int(limits[i]), self.widths[width])
+        if num_verified >= sum(max_drafts) - num_chained:
             return DraftPlan(max_drafts, use_chain=use_chain)
-        rates = tuple(map(tuple, self.chances.table(option.width).tolist()))
-        return DraftPlan(max_drafts, option.num_verified, rates, use_chain)
+        rates = tuple(map(tuple, self.chances.table(width).tolist()))
+        return DraftPlan(max_drafts, num_verified, rates, use_chain)
 
     @property
     def confidence_by_place(self) -> tuple[tuple[int, int, float, float], ...]:
@@ -200,6 +199,7 @@ class AdaptiveDraftPolicy(DraftPolicy):
         value = np.array(tokens) - rate * ms
         credit = config.explore_share * rate * np.append(self._unused, 0.0)[widths]
         best, tried = int(value.argmax()), int((value + credit).argmax())
+        self._steps_left = config.hold_steps if widths[best] < 0 else min(config.hold_steps, count)
         if widths[tried] != widths[best]:
             best, self._steps_left = tried, 1
         self._step_ms = float(ms[best])

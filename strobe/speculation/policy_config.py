@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PolicyConfig:
-    hold_steps: int = 4  # for which a choice holds
+    hold_steps: int = 6  # for which a choice holds; with drafts no more than requests that may
     shares: tuple[float, ...] = (0.125, 0.25, 0.5, 0.75, 1.0)  # of the requests that may draft
     explore_share: float = 0.002  # of the time: what trying each width may cost
     spread_requests: float = 16.0  # requests whose newest blocks, not means, stand for the next

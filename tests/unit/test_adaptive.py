@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -210,6 +211,19 @@ def test_whole_block_graph_runs_when_best():
     life = Life(1, GPU, told=False)
     life.rate(300, lambda place: 0.97)
     assert sum(found == DraftPlan([15]) for found in life.allotted[64:]) > 0.95 * (300 - 64)
+
+
+@pytest.mark.parametrize(("count", "choices"), [(1, 12), (3, 4), (64, 2)])
+def test_few_drafting_requests_are_decided_on_more_often(
+    count: int, choices: int, monkeypatch: pytest.MonkeyPatch
+):
+    life, calls = Life(count, GPU, told=False), list[int]()
+    life.rate(120, lambda position: 0.97)
+    choose = life.policy._choose
+    life.policy.config = replace(life.policy.config, explore_share=0.0)
+    monkeypatch.setattr(life.policy, "_choose", lambda *a: calls.append(count) or choose(*a))
+    life.rate(12, lambda position: 0.97)
+    assert len(calls) == choices
 
 
 def test_without_costs_every_request_drafts_its_maximum():
