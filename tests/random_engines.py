@@ -388,7 +388,7 @@ def play_round(
 ) -> None:
     """Run two waves of requests on one engine; the second finds the first one's prefixes cached."""
     # Replayed steps on a CPU reuse the memory of their results; on a GPU results are copied first.
-    on_cpu = mock.patch("strobe.runner.pending.download", torch.clone)
+    on_cpu = mock.patch("strobe.runner.step_output.download", torch.clone)
     with on_cpu if factory.device == "cpu" else contextlib.nullcontext():
         _play_round(factory, seed, findings, families)
 

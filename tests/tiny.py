@@ -423,7 +423,7 @@ class Scripted:
         size = len(rows), self.num_drafts
         return Drafts(drafts.view(size), margins.view(size))
 
-    def observe(self, batch: Any, hidden: Any, verdict: Any) -> None:
+    def observe(self, batch: Any, hidden: Any) -> None:
         pass
 
 

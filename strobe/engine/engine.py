@@ -21,9 +21,9 @@ from strobe.request import DEFAULT_SCHEDULING, FinishReason, Request, Scheduling
 from strobe.runner.batch import Layout, Shape
 from strobe.runner.buckets import verified_rows
 from strobe.runner.graphs import Eager
-from strobe.runner.pending import PendingStep, VerifyResult
 from strobe.runner.runner import ForwardOutput
 from strobe.runner.state import SimulatedAcceptance
+from strobe.runner.step_output import StepOutput, Verified
 from strobe.sampling.grammar import GrammarWalk
 from strobe.sampling.state import SamplingMode
 from strobe.sampling_params import SamplingParams, Speculation, StructuredOutputs
@@ -67,7 +67,7 @@ class Engine:
         self.simulated_acceptance = simulated_acceptance
         self.on_phase: Callable[[str], None] = lambda name: None
         """Called within each launch with "start", "draft" and "verify", as each is queued."""
-        self._pending: deque[PendingStep] = deque()
+        self._pending: deque[StepOutput] = deque()
         self._saved: list[tuple[Tensor, Tensor]] = []
         self._request_numbers = itertools.count()
         self._last_done = 0.0
@@ -115,13 +115,13 @@ class Engine:
         result could not be committed or grammars are out of step with their requests."""
         if self.components.states is not None:
             self.components.states.restore(self._saved)
-        if not launched and all(pending.grammars_advanced is not None for pending in self._pending):
+        if not launched and all(step.grammars_advanced is not None for step in self._pending):
             return self.scheduler.cancel(plan, error)
         self._pending.clear()
         return self.scheduler.cancel_all(error)
 
     @torch.inference_mode()
-    def launch(self, plan: Plan) -> PendingStep:
+    def launch(self, plan: Plan) -> StepOutput:
         """Run one plan on the device. Waits for no result unless a grammar needs one."""
         started = time.perf_counter()
         self._admit(plan)
@@ -135,10 +135,10 @@ class Engine:
         if mode.grammar:
             spans, drafts, walk = self._walk_grammars(spans, drafts)
         layout = self._lay_out(plan, spans, shape, margins)
-        verdict, errors = self._verify(layout, mode, spans, drafts, walk)
+        verified, errors = self._verify(layout, mode, spans, drafts, walk)
         self.on_phase("verify")
         tops = self.sampling.top_logprobs(slots) if mode.logprobs is not None else {}
-        return PendingStep(plan, verdict, tops, errors, layout, host_margins, started)
+        return StepOutput(plan, layout, verified, tops, errors, host_margins, started)
 
     def _admit(self, plan: Plan) -> None:
         """Apply a plan's admissions and page-table entries. Raises AssertionError for an invalid
@@ -157,7 +157,7 @@ class Engine:
         spans: Sequence[Span],
         drafts: Tensor | None,
         walk: GrammarWalk | None,
-    ) -> tuple[VerifyResult, dict[int, str]]:
+    ) -> tuple[Verified, dict[int, str]]:
         """Run the target over the layout and verify the drafts [S, K], in one graph; with grammars
         in two, so that their masks are computed while the target runs. Returns also, by span, why
         its grammar cannot be followed further."""
@@ -169,13 +169,13 @@ class Engine:
             placed = self.state.place(here, drafts)
             return placed, self.runner.forward(self.state.make_batch(here, placed, bounds))
 
-        def verify(packed: Tensor, drafts: Tensor | None) -> VerifyResult:
+        def verify(packed: Tensor, drafts: Tensor | None) -> Verified:
             return self.verify(layout.with_packed(packed), mode, *forward(packed, drafts))
 
         def forward_alone(packed: Tensor, drafts: Tensor | None) -> Any:
             return self.runner.copy_out(*forward(packed, drafts))
 
-        def verify_masked(packed: Tensor, masks: Tensor | None) -> VerifyResult:
+        def verify_masked(packed: Tensor, masks: Tensor | None) -> Verified:
             return self.verify(layout.with_packed(packed), mode, placed, output, masks)
 
         if walk is None:
@@ -192,9 +192,9 @@ class Engine:
         placed: Sequence[Tensor],
         output: ForwardOutput,
         masks: Tensor | None = None,
-    ) -> VerifyResult:
-        """Sample the target's tokens, accept drafts, and show both to the drafters. masks [S * W,
-        words]: of grammars."""
+    ) -> Verified:
+        """Sample the target's tokens, accept drafts, and show the target's features to the
+        drafters. masks [S * W, words]: of grammars."""
         batch = self.state.make_batch(layout, placed)
         sampled = self.runner.sample(output, layout, batch, mode, masks)
         tokens = sampled.tokens.view(-1, layout.shape.max_logits)
@@ -203,9 +203,8 @@ class Engine:
         if mode.processed:
             self.sampling.count_tokens(layout.slots, tokens, accepted, layout.active)
         scores = self.runner.score_prompt(output, layout)
-        verdict = VerifyResult(tokens, accepted, sampled.scores, scores)
-        self.proposers.observe(batch, output.features, verdict)  # drafters' K/V, on the same pages
-        return verdict
+        self.proposers.observe(batch, output.features)  # drafters' K/V, on the same pages
+        return sampled, accepted, scores
 
     def _lay_out(
         self, plan: Plan, spans: Sequence[Span], shape: Shape, margins: Tensor | None
@@ -225,8 +224,8 @@ class Engine:
         """Walk the grammars along the drafts. Returns the spans and drafts [S, K] to verify, with
         forced tokens in place of drafts that are not allowed. Waits for the results in flight and
         for the drafts, which the walk reads."""
-        for pending in self._pending:
-            self._result(pending)
+        for output in self._pending:
+            self._result(output)
         spans = list(planned)
         draft_tokens: list[list[int]] = [] if drafts is None else drafts.clamp(min=0).tolist()
         host_drafts = [
@@ -258,15 +257,15 @@ class Engine:
         errors = self.grammars.fill(walk, masks.numpy())
         return masks.to(self.state.device, non_blocking=True).flatten(0, 1), errors
 
-    def _result(self, pending: PendingStep) -> StepResult:
+    def _result(self, output: StepOutput) -> StepResult:
         """Wait for a step's result and advance the grammars by its tokens, once."""
-        result = pending.result(self._last_done)
-        if not pending.grammars_advanced:
-            pending.grammars_advanced, self._last_done = None, pending.done_at
-            for i, span in enumerate(pending.plan.spans):
+        result = output.result(self._last_done)
+        if not output.grammars_advanced:
+            output.grammars_advanced, self._last_done = None, output.done_at
+            for i, span in enumerate(output.plan.spans):
                 if span.num_logits and span.slot in self.grammars and i not in result.errors:
                     self.grammars.advance(span.slot, result.tokens[i])
-            pending.grammars_advanced = True
+            output.grammars_advanced = True
         return result
 
     @property

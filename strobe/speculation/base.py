@@ -11,7 +11,6 @@ from torch import Tensor
 from strobe.attention.base import Batch
 from strobe.request import Request
 from strobe.runner.batch import Shape
-from strobe.runner.pending import VerifyResult
 from strobe.speculation.draft_policy import DraftChain
 from strobe.step import Plan, Span
 from strobe.transfer import upload
@@ -42,9 +41,8 @@ class Proposer(Protocol):
         """Propose drafts for n spans, for each at least as many as it may verify."""
         ...
 
-    def observe(self, batch: Batch, hidden: Tensor | None, verdict: VerifyResult) -> None:
-        """Receive the captured features [T, n * H] of all rows after every target forward, and the
-        numbers of accepted drafts."""
+    def observe(self, batch: Batch, hidden: Tensor | None) -> None:
+        """Receive the captured features [T, n * H] of all rows after every target forward."""
         ...
 
 
@@ -92,7 +90,7 @@ class ProposerSet:
             tokens = torch.zeros(size, dtype=torch.int64, device=self.device)
         return Drafts(tokens, margins)
 
-    def observe(self, batch: Batch, hidden: Tensor | None, verdict: VerifyResult) -> None:
+    def observe(self, batch: Batch, hidden: Tensor | None) -> None:
         """Pass a forward to every proposer, whichever method each request uses."""
         for proposer in self.on_device.values():
             features = hidden
@@ -100,4 +98,4 @@ class ProposerSet:
                 parts = hidden.chunk(len(self.capture), 1)
                 indices = [self.capture.index(layer) for layer in proposer.capture]
                 features = torch.cat([parts[i] for i in indices], 1) if indices else None
-            proposer.observe(batch, features, verdict)
+            proposer.observe(batch, features)

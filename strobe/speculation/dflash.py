@@ -10,7 +10,6 @@ from strobe.attention.base import Batch
 from strobe.models.config import DraftConfig
 from strobe.models.dflash import DFlash
 from strobe.runner.graphs import Eager, Graphs
-from strobe.runner.pending import VerifyResult
 from strobe.runner.runner import ModelRunner
 from strobe.sampling.state import GREEDY
 from strobe.speculation.base import Drafts
@@ -88,7 +87,7 @@ class DFlashProposer:
 
         return self.graphs.run(("draft", mode, shape), draft, layout.packed)
 
-    def observe(self, batch: Batch, hidden: Tensor | None, verdict: VerifyResult) -> None:
+    def observe(self, batch: Batch, hidden: Tensor | None) -> None:
         """Write the context K/V of every row, including rejected ones, which are never read."""
         assert hidden is not None, "the target's runner captures nothing"
         self.model.write_context(hidden, batch.positions, batch.kv_slots, self.runner.store)

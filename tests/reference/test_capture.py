@@ -42,7 +42,7 @@ SAMPLING = [
 @pytest.fixture(autouse=True)
 def copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copy results when the step is launched, as a GPU does."""
-    monkeypatch.setattr("strobe.runner.pending.download", torch.clone)
+    monkeypatch.setattr("strobe.runner.step_output.download", torch.clone)
 
 
 def config(target: Any, drafter: Path | None = None, **options: Any) -> EngineConfig:

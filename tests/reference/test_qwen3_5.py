@@ -186,7 +186,7 @@ def test_replayed_steps_match_eager_steps(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """With a drafter that guesses, and with one that is right up to a changing position."""
-    monkeypatch.setattr("strobe.runner.pending.download", torch.clone)
+    monkeypatch.setattr("strobe.runner.step_output.download", torch.clone)
     path = request.getfixturevalue(target)[1]
     texts, cold = TEXTS[:4], COLD.clone(max_tokens=16)
     expected = run(make_engine(config(path)), texts, cold)

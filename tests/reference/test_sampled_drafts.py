@@ -203,7 +203,7 @@ def test_replayed_draws_match_eager_draws(
     small: tuple[Any, Path, Path],
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr("strobe.runner.pending.download", torch.clone)
+    monkeypatch.setattr("strobe.runner.step_output.download", torch.clone)
     _, target, draft = small
     options = config(target, draft, overlap=overlap, max_num_batched_tokens=budget, max_num_seqs=5)
     resolved = resolve(options)

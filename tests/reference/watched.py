@@ -63,9 +63,9 @@ class Watched(Scripted):
         ]
         return super().propose(spans) if self.scripted else drafts
 
-    def observe(self, batch: Any, hidden: Any, verdict: Any) -> None:
+    def observe(self, batch: Any, hidden: Any) -> None:
         self.hidden.append(hidden.clone())
-        self.inner.observe(batch, hidden, verdict)
+        self.inner.observe(batch, hidden)
 
     def true_drafts(self) -> list[Drafted]:
         """Return the blocks after tokens that the requests really have: with two steps in flight,

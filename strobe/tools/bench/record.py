@@ -19,7 +19,6 @@ from strobe.engine.engine import Engine
 from strobe.hub.locate import locate_models
 from strobe.request import Request
 from strobe.runner.batch import Layout
-from strobe.runner.pending import VerifyResult
 from strobe.sampling_params import SamplingParams
 from strobe.speculation.base import Drafts
 from strobe.speculation.dflash import DFlashProposer
@@ -54,8 +53,8 @@ class _RecordingProposer:
             self.seen.setdefault(span.slot, []).append(place)
         return drafts.first(1)  # pyright: ignore[reportPossiblyUnboundVariable]
 
-    def observe(self, batch: Batch, hidden: Tensor | None, verdict: VerifyResult) -> None:
-        self.drafter.observe(batch, hidden, verdict)
+    def observe(self, batch: Batch, hidden: Tensor | None) -> None:
+        self.drafter.observe(batch, hidden)
 
 
 def _accept_none(layout: Layout, batch: Batch) -> Tensor:

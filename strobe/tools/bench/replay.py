@@ -12,7 +12,6 @@ from strobe.engine.build import ResolvedConfig
 from strobe.engine.engine import Engine
 from strobe.models.config import DraftConfig
 from strobe.runner.batch import Layout
-from strobe.runner.pending import VerifyResult
 from strobe.speculation.base import Drafts
 from strobe.speculation.dflash import DFlashProposer, block_sizes
 from strobe.step import Plan, Span
@@ -92,8 +91,8 @@ class _ReplayingProposer:
         margins = self.engine.margins_of(spans, *drafts.tokens.shape)
         return drafts if drafts.margins is None else drafts._replace(margins=margins)
 
-    def observe(self, batch: Batch, hidden: Tensor | None, verdict: VerifyResult) -> None:
-        self.engine.drafter.observe(batch, hidden, verdict)
+    def observe(self, batch: Batch, hidden: Tensor | None) -> None:
+        self.engine.drafter.observe(batch, hidden)
 
 
 def _words(widths: Sequence[int]) -> str:

@@ -1,0 +1,114 @@
+"""A launched step's output: the only transfer to the host, and the only wait."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from strobe.request import TokenLogprob
+from strobe.runner.batch import Layout
+from strobe.sampling.logprobs import Scores
+from strobe.sampling.state import Sampled
+from strobe.step import Plan, StepResult
+from strobe.transfer import download
+
+NAN_ERROR = "The model's logits are NaN; try another dtype, or check the checkpoint's weights."
+
+Verified: TypeAlias = tuple[Sampled, Tensor, Scores | None]
+"""The device's part of a step's output: tokens and scores of the rows with logits; the number of
+accepted drafts [S], so that one token more counts; scores of prompt tokens, in the spans' order."""
+
+
+class StepOutput:
+    """A launched step's output on the device, being copied to the host.
+
+    started_at, done_at: host clock in seconds. grammars_advanced: whether grammars have consumed
+    its tokens; None: some may have.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        layout: Layout,
+        verified: Verified,
+        top_logprobs: Mapping[int, int],
+        errors: Mapping[int, str],
+        margins: Tensor | None,
+        started_at: float,
+    ):
+        """top_logprobs: by span, the number of
+        alternatives to report per token. errors: by span, why its request ends. margins [S, K]: of
+        the device's drafts, in host memory."""
+        self.plan, self.started_at, self.done_at = plan, started_at, 0.0
+        self.grammars_advanced: bool | None = False
+        self._rows, self._width = layout.shape.rows, layout.shape.max_logits
+        self._top_logprobs, self._errors, self._margins = top_logprobs, errors, margins
+        sampled, num_accepted, prompt_scores = verified
+        self._num_verified = None if plan.num_verified is None else download(layout.drafts)
+        self._tokens, self._num_accepted = download(sampled.tokens), download(num_accepted)
+        self._scores, self._prompt_scores = [
+            scores and Scores(*map(download, scores)) for scores in (sampled.scores, prompt_scores)
+        ]
+        self._result: StepResult | None = None
+        self._event = None
+        if num_accepted.device.type == "cuda":
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def result(self, previous_done_at: float = 0.0) -> StepResult:
+        """Wait for the step and return its result. previous_done_at: when the previous step was
+        done."""
+        if self._result is None:
+            if self._event is not None:
+                self._event.synchronize()
+            self.done_at = time.perf_counter()
+            self._result = self._to_host(self.done_at - max(self.started_at, previous_done_at))
+        return self._result
+
+    def _to_host(self, seconds: float) -> StepResult:
+        spans, width = self.plan.spans, self._width
+        num_accepted: list[int] = self._num_accepted.tolist()[: len(spans)]
+        rows: list[list[int]] = self._tokens.view(-1, width).tolist()
+        tokens = [row[: count + 1] for row, count in zip(rows, num_accepted, strict=False)]
+        logprobs: dict[int, list[TokenLogprob]] = {}
+        prompt: dict[int, list[TokenLogprob]] = {}
+        if self._scores is not None:
+            for i, top in self._top_logprobs.items():
+                logprobs[i] = _token_logprobs(self._scores, i * width, tokens[i], top)
+        if self._prompt_scores is not None:
+            first = 0
+            for i, (scored, top) in enumerate((s.scored_tokens, s.top_logprobs) for s in spans):
+                if scored:
+                    prompt[i] = _token_logprobs(self._prompt_scores, first, scored, top)
+                    first += len(scored)
+        errors = dict(self._errors)
+        for i, row in enumerate(tokens):
+            entries = *prompt.get(i, ()), *logprobs.get(i, ())
+            if min(row) < 0 or any(entry.logprob != entry.logprob for entry in entries):
+                errors.setdefault(i, NAN_ERROR)
+        on_device = self._num_verified
+        return StepResult(
+            tokens,
+            num_accepted,
+            rows=self._rows,
+            seconds=seconds,
+            num_verified=None if on_device is None else on_device.tolist()[: len(spans)],
+            margins=None if self._margins is None else self._margins.tolist()[: len(spans)],
+            logprobs=logprobs,
+            prompt_logprobs=prompt,
+            errors=errors,
+        )
+
+
+def _token_logprobs(
+    scores: Scores, first: int, tokens: Sequence[int], top: int
+) -> list[TokenLogprob]:
+    """Return the log probabilities of `tokens`, which are at the rows from `first` on."""
+    rows = slice(first, first + len(tokens))
+    values, ranks, best, ids = [part[rows].tolist() for part in scores]
+    tops = [tuple(zip(i[:top], b[:top], strict=True)) for i, b in zip(ids, best, strict=True)]
+    return list(map(TokenLogprob, tokens, values, ranks, tops))
