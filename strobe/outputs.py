@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple
 
+from strobe.counters import DraftCounts, EngineStats
 from strobe.detokenizer import Detokenizer
-from strobe.engine.result_processor import EngineStats
-from strobe.request import DraftCounts, FinishReason, TokenLogprob
+from strobe.request import FinishReason, TokenLogprob
 from strobe.sampling_params import SamplingParams
 from strobe.step import TokenEvent
 from strobe.text.tokenizer import Tokenizer
@@ -18,31 +19,36 @@ NOT_WORTHWHILE = "drafting promised less than it costs at this load"
 
 @dataclass(frozen=True)
 class SpeculationReport:
-    """Speculation figures of one answer.
+    """Speculation figures of one answer. off_reason: reason for no speculation, None if it was
+    used; rest_reason: reason for steps without drafts, if there are any."""
 
-    used: whether some step verified drafts. steps: verify steps with drafts. drafts_made, drafted,
-    accepted: drafts proposed, verified and accepted. acceptance_length: 1 + accepted / steps, None
-    without a step. accepted_per_position[i]: steps that accepted draft i. rows_verified: target
-    rows in all steps that could draft; rested_steps: steps among these without drafts; rest_reason:
-    the reason, if there are any. off_reason: reason for no speculation, None if it was used.
-    """
-
-    used: bool
     method: str
-    steps: int
-    drafted: int
-    accepted: int
-    acceptance_length: float | None
-    accepted_per_position: list[int]
-    off_reason: str | None
-    rows_verified: int = 0
-    drafts_made: int = 0
-    rested_steps: int = 0
+    counts: DraftCounts
+    off_reason: str | None = None
     rest_reason: str | None = None
 
+    @property
+    def used(self) -> bool:
+        """Whether some step verified drafts."""
+        return self.counts.steps > 0
+
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields by name."""
-        return dict(vars(self))
+        """Return the figures by the names that JSON has for them."""
+        counts = self.counts
+        return {
+            "used": self.used,
+            "method": self.method,
+            "steps": counts.steps,
+            "drafted": counts.num_verified,
+            "accepted": counts.num_accepted,
+            "acceptance_length": counts.acceptance_length,
+            "accepted_per_position": list(counts.accepted_per_position),
+            "off_reason": self.off_reason,
+            "rows_verified": counts.rows,
+            "drafts_made": counts.num_proposed,
+            "rested_steps": counts.skipped_steps,
+            "rest_reason": self.rest_reason,
+        }
 
     @staticmethod
     def from_counts(
@@ -62,20 +68,7 @@ class SpeculationReport:
                 reason = (
                     NOT_WORTHWHILE if counts.skipped_steps else "no step was given drafts to verify"
                 )
-        return SpeculationReport(
-            used=counts.steps > 0,
-            method=method,
-            steps=counts.steps,
-            drafted=counts.num_verified,
-            accepted=counts.num_accepted,
-            acceptance_length=counts.acceptance_length,
-            accepted_per_position=list(counts.accepted_per_position),
-            rows_verified=counts.rows,
-            drafts_made=counts.num_proposed,
-            rested_steps=counts.skipped_steps,
-            rest_reason=rest_reason,
-            off_reason=reason,
-        )
+        return SpeculationReport(method, counts, reason, rest_reason)
 
 
 class Logprob(NamedTuple):
@@ -126,8 +119,8 @@ class StreamDelta:
     """New output of one answer: text and tokens, and the whole answer so far in `output`.
 
     pieces: each new token's share of the raw text, including text that is held back or cut off at a
-    stop string; logprobs: one per new token, if requested; drafted: drafts verified in this step;
-    accepted: leading new tokens that were drafts; finished: whether this is the last delta.
+    stop string; logprobs: one per new token, if requested; num_verified: drafts verified in this
+    step; num_accepted: leading new tokens that were drafts; finished: whether this is the last one.
     """
 
     request_id: str
@@ -137,8 +130,8 @@ class StreamDelta:
     output: CompletionOutput
     pieces: list[str] = field(default_factory=list[str])
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
-    drafted: int = 0
-    accepted: int = 0
+    num_verified: int = 0
+    num_accepted: int = 0
     finished: bool = False
 
 
@@ -187,8 +180,8 @@ class AnswerBuilder:
             output,
             pieces=delta.pieces,
             logprobs=list(event.logprobs[:num_tokens]),
-            drafted=event.num_verified,
-            accepted=num_accepted,
+            num_verified=event.num_verified,
+            num_accepted=num_accepted,
             finished=output.finish_reason is not None,
         )
 
@@ -283,23 +276,40 @@ class Vector:
 
 Metric = Counter | Vector
 
+METRICS = (
+    ("draft_counts.steps", "vllm:spec_decode_num_drafts", "Verify steps that carried drafts."),
+    ("draft_counts.num_verified", "vllm:spec_decode_num_draft_tokens", "Tokens drafted."),
+    ("draft_counts.num_accepted", "vllm:spec_decode_num_accepted_tokens", "Drafts accepted."),
+    (
+        "draft_counts.accepted_per_position",
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "Drafts accepted at each position of the block.",
+    ),
+    (
+        "draft_counts.num_proposed",
+        "strobe:spec_decode_drafts_made",
+        "Drafts proposed, verified or not.",
+    ),
+    (
+        "draft_counts.skipped_steps",
+        "strobe:spec_decode_rested_steps",
+        "Steps without drafts of requests that may draft.",
+    ),
+    ("prompt_tokens", "vllm:prompt_tokens", "Prompt tokens computed."),
+    ("generation_tokens", "vllm:generation_tokens", "Tokens generated."),
+    ("preemptions", "vllm:num_preemptions", "Requests preempted for lack of K/V pages."),
+    ("prefix_queries", "vllm:prefix_cache_queries", "Tokens looked up in the prefix cache."),
+    ("prefix_hits", "vllm:prefix_cache_hits", "Tokens found in the prefix cache."),
+    ("steps", "strobe:engine_steps", "Steps of the engine."),
+)
+"""An engine's metrics: attribute of EngineStats, name (vLLM's where vLLM has one), help."""
+
 
 def collect_metrics(stats: EngineStats) -> list[Metric]:
-    """Return an engine's counters, under vLLM's names where vLLM has one."""
-    draft_counts = stats.draft_counts
-    return [
-        Counter("vllm:spec_decode_num_drafts", draft_counts.steps),
-        Counter("vllm:spec_decode_num_draft_tokens", draft_counts.num_verified),
-        Counter("vllm:spec_decode_num_accepted_tokens", draft_counts.num_accepted),
-        Vector(
-            "vllm:spec_decode_num_accepted_tokens_per_pos", list(draft_counts.accepted_per_position)
-        ),
-        Counter("strobe:spec_decode_drafts_made", draft_counts.num_proposed),
-        Counter("strobe:spec_decode_rested_steps", draft_counts.skipped_steps),
-        Counter("vllm:prompt_tokens", stats.prompt_tokens),
-        Counter("vllm:generation_tokens", stats.generation_tokens),
-        Counter("vllm:num_preemptions", stats.preemptions),
-        Counter("vllm:prefix_cache_queries", stats.prefix_queries),
-        Counter("vllm:prefix_cache_hits", stats.prefix_hits),
-        Counter("strobe:engine_steps", stats.steps),
-    ]
+    """Return an engine's counters."""
+    metrics: list[Metric] = []
+    for attribute, name, _ in METRICS:
+        value = attrgetter(attribute)(stats)
+        is_vector = isinstance(value, list)
+        metrics.append(Vector(name, list(value)) if is_vector else Counter(name, value))
+    return metrics

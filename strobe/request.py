@@ -6,10 +6,9 @@ import enum
 import hashlib
 import time
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Literal, NamedTuple
 
+from strobe.counters import DraftCounts
 from strobe.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -48,55 +47,6 @@ class Status(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
-
-
-@dataclass
-class DraftCounts:
-    """Counts of drafting, of one answer or of many. steps: verify steps with drafts. num_proposed:
-    drafts proposed; num_verified, num_accepted: of these verified and accepted;
-    accepted_per_position: steps that accepted the draft at each position. rows: target rows in all
-    steps that could draft; skipped_steps: steps among these without drafts."""
-
-    steps: int = 0
-    num_verified: int = 0
-    num_accepted: int = 0
-    accepted_per_position: list[int] = field(default_factory=list[int])
-    num_proposed: int = 0
-    rows: int = 0
-    skipped_steps: int = 0
-
-    def add(self, num_verified: int, num_accepted: int, num_proposed: int | None = None) -> None:
-        """Count one decode step. num_proposed defaults to num_verified."""
-        num_proposed = num_verified if num_proposed is None else num_proposed
-        self.num_proposed += num_proposed
-        self.rows += 1 + num_verified
-        self.skipped_steps += not num_proposed
-        self.steps += num_verified > 0
-        self.num_verified += num_verified
-        self.num_accepted += num_accepted
-        self.accepted_per_position += [0] * (num_verified - len(self.accepted_per_position))
-        for position in range(num_accepted):
-            self.accepted_per_position[position] += 1
-
-    def merge(self, counts: DraftCounts) -> None:
-        """Add other counts to these."""
-        for name in (
-            "steps",
-            "num_verified",
-            "num_accepted",
-            "num_proposed",
-            "rows",
-            "skipped_steps",
-        ):
-            setattr(self, name, getattr(self, name) + getattr(counts, name))
-        pairs = self.accepted_per_position, counts.accepted_per_position
-        self.accepted_per_position = list(map(sum, zip_longest(*pairs, fillvalue=0)))
-
-    @property
-    def acceptance_length(self) -> float | None:
-        """1 + accepted / steps, vLLM's formula: tokens per verify step, the target's own included,
-        or a little more where an answer ended on a draft. None before the first step."""
-        return 1 + self.num_accepted / self.steps if self.steps else None
 
 
 class Request:

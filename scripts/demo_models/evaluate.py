@@ -23,25 +23,23 @@ import torch
 
 from scripts.demo_models.tasks import FAMILIES, Example, check, heldout
 from strobe import LLM, SamplingParams
-from strobe.outputs import RequestOutput, SpeculationReport
+from strobe.counters import DraftCounts
+from strobe.outputs import RequestOutput
 from strobe.tools.demo import prompts_of
 
 
 def acceptance(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     """Return, over all verify steps, the tokens per step (without each answer's first token, which
     the prefill generates) and the share of steps that accept each position."""
-    reports = [o.outputs[0].speculation for o in outputs]
-    known: list[SpeculationReport] = [r for r in reports if r is not None and r.steps]
-    steps = sum(r.steps for r in known)
+    counts = DraftCounts()
+    for output in outputs:
+        if (report := output.outputs[0].speculation) is not None:
+            counts.merge(report.counts)
     made = sum(len(output.outputs[0].token_ids) - 1 for output in outputs)
-    positions = [0] * max(len(r.accepted_per_position) for r in known)
-    for report in known:
-        for i, count in enumerate(report.accepted_per_position):
-            positions[i] += count
     return {
-        "acceptance_length": round(made / steps, 3),
-        "verify_steps": steps,
-        "rate_per_position": [round(count / steps, 3) for count in positions],
+        "acceptance_length": round(made / counts.steps, 3),
+        "verify_steps": counts.steps,
+        "rate_per_position": [round(n / counts.steps, 3) for n in counts.accepted_per_position],
     }
 
 

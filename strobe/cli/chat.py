@@ -247,5 +247,5 @@ def _summary(answer: Any, seconds: float) -> str:
     line = f"{counted(num_tokens, 'token')}, {num_tokens / seconds:.0f} tokens/s"
     report = answer.speculation
     if report is not None and report.used:
-        return f"{line}, {report.method}: {report.acceptance_length:.2f} tokens per step"
+        return f"{line}, {report.method}: {report.counts.acceptance_length:.2f} tokens per step"
     return f"{line}, plain: {report.off_reason}" if report is not None else line

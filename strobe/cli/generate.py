@@ -55,7 +55,7 @@ class Generate:
         else:
             outputs = llm.generate(list(self.prompts), params, use_tqdm=False)
         if self.json:
-            print(json.dumps({"outputs": [asdict(output) for output in outputs]}))
+            print(json.dumps({"outputs": [_as_dict(output) for output in outputs]}))
         else:
             _print_answers(self.prompts, outputs)
         errors = [output.outputs[0].error for output in outputs]
@@ -64,6 +64,14 @@ class Generate:
                 prefix = f"prompt {number}: " if len(outputs) > 1 else ""
                 print(f"strobe: {prefix}{error}", file=sys.stderr)
         return 1 if any(errors) else 0
+
+
+def _as_dict(output: Any) -> dict[str, Any]:
+    """Return an output's fields, with each speculation report in the server's form."""
+    output_fields = asdict(output)
+    for answer, answer_fields in zip(output.outputs, output_fields["outputs"], strict=True):
+        answer_fields["speculation"] = answer.speculation and answer.speculation.as_dict()
+    return output_fields
 
 
 def _print_answers(prompts: tuple[str, ...], outputs: list[Any]) -> None:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from strobe.config import EngineConfig
+from strobe.counters import EngineStats
 from strobe.engine.admission import check_prompt, check_sampling, choose_method
 from strobe.engine.build import Components, ResolvedConfig, build, resolve
-from strobe.engine.result_processor import EngineStats
 from strobe.engine.scheduler import Scheduler
 from strobe.request import DEFAULT_SCHEDULING, FinishReason, Request, SchedulingOptions
 from strobe.runner.batch import Layout, Shape

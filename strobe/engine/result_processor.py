@@ -4,28 +4,14 @@ torch."""
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
 from typing import Any
 
 from strobe.config import Limits
-from strobe.request import DraftCounts, FinishReason, Request, Status
+from strobe.counters import EngineStats
+from strobe.request import FinishReason, Request, Status
 from strobe.step import RequestStart, StepResult, TokenEvent
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class EngineStats:
-    """Counters over all requests. prefix_queries, prefix_hits: prompt tokens of admitted requests,
-    and those served from the prefix cache."""
-
-    steps: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    preemptions: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    draft_counts: DraftCounts = field(default_factory=DraftCounts)
 
 
 class ResultProcessor:

@@ -19,8 +19,9 @@ from operator import eq
 from typing import TYPE_CHECKING, TypeAlias
 
 from strobe.config import Limits
+from strobe.counters import EngineStats
 from strobe.engine.fault_isolation import Advice, FaultIsolation
-from strobe.engine.result_processor import EngineStats, ResultProcessor
+from strobe.engine.result_processor import ResultProcessor
 from strobe.engine.running_request import RunningRequest
 from strobe.kv.lease import Lease, reserve_all
 from strobe.kv.pages import PagePool

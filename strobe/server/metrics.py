@@ -7,10 +7,10 @@ four tokens takes 3.6 us, of 54 us in the server altogether (one core, CPython 3
 from __future__ import annotations
 
 import asyncio
-import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from typing import Literal, NamedTuple
+from operator import attrgetter
+from typing import Literal
 
 from prometheus_client import (
     CollectorRegistry,
@@ -28,6 +28,8 @@ from prometheus_client.openmetrics.exposition import ALLOWUTF8
 from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST as OPENMETRICS
 from prometheus_client.registry import Collector
 
+from strobe.counters import EngineStats
+from strobe.outputs import METRICS
 from strobe.server.engine_process.snapshot import EngineSnapshot
 
 Phase = Literal["thinking", "answer", "tool"]
@@ -57,33 +59,7 @@ COUNT_BOUNDS = (1.0, 2.0, 5.0, 10.0, 20.0)
 LENGTH_BOUNDS = (*(float(m * 10**e) for e in range(6) for m in (1, 2, 5)), 1e6)
 
 
-class Total(NamedTuple):
-    """A counter of the engine: a field of EngineSnapshot with its metric's name and help."""
-
-    field: str
-    name: str
-    help: str
-
-
-TOTALS = (
-    Total("steps", "strobe:engine_steps", "Steps of the engine."),
-    Total("prompt_tokens", "vllm:prompt_tokens", "Prompt tokens computed."),
-    Total("generation_tokens", "vllm:generation_tokens", "Tokens generated."),
-    Total("preemptions", "vllm:num_preemptions", "Requests preempted for lack of K/V pages."),
-    Total("num_drafts", "vllm:spec_decode_num_drafts", "Verify steps that carried drafts."),
-    Total("num_draft_tokens", "vllm:spec_decode_num_draft_tokens", "Tokens drafted."),
-    Total("num_accepted_tokens", "vllm:spec_decode_num_accepted_tokens", "Drafts accepted."),
-    Total("drafts_made", "strobe:spec_decode_drafts_made", "Drafts proposed, verified or not."),
-    Total(
-        "rested_steps",
-        "strobe:spec_decode_rested_steps",
-        "Steps without drafts of requests that may draft.",
-    ),
-    Total("prefix_queries", "vllm:prefix_cache_queries", "Tokens looked up in the prefix cache."),
-    Total("prefix_hits", "vllm:prefix_cache_hits", "Tokens found in the prefix cache."),
-)
-
-IDLE = EngineSnapshot(0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0, (), 0, 0)
+IDLE = EngineSnapshot(0, 0, 0.0, EngineStats())
 
 
 OWN_LABELS = ("model_name", "engine")
@@ -91,49 +67,37 @@ OWN_LABELS = ("model_name", "engine")
 
 
 class EngineTotals(Collector):
-    """The engine's totals: its latest snapshot plus the totals of engines before a restart."""
+    """The engine's totals: its latest snapshot's plus those of engines before a restart."""
 
     def __init__(self, own: tuple[str, str]):
         self._own = own
-        self._before = IDLE
+        self._before = EngineStats()
         self.snapshot = IDLE
 
     def restart(self) -> None:
         """Keep the totals of an engine that has ended, since the next one counts from 0."""
-        self._before, self.snapshot = self._sum(), IDLE
-
-    def _sum(self) -> EngineSnapshot:
-        """The latest snapshot, with the totals of earlier engines added."""
-        pairs = itertools.zip_longest(
-            self._before.accepted_per_position, self.snapshot.accepted_per_position, fillvalue=0
-        )
-        sums = {
-            total.field: getattr(self._before, total.field) + getattr(self.snapshot, total.field)
-            for total in TOTALS
-        }
-        return self.snapshot._replace(accepted_per_position=tuple(map(sum, pairs)), **sums)
+        self._before.merge(self.snapshot.stats)
+        self.snapshot = IDLE
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        snapshot = self._sum()
-        for total in TOTALS:
-            family = CounterMetricFamily(total.name, total.help, labels=OWN_LABELS)
-            family.add_metric(self._own, getattr(snapshot, total.field))
+        stats = EngineStats()
+        stats.merge(self._before)
+        stats.merge(self.snapshot.stats)
+        for attribute, name, help in METRICS:
+            value = attrgetter(attribute)(stats)
+            by_position = isinstance(value, list)
+            labels = [*OWN_LABELS, "position"] if by_position else OWN_LABELS
+            family = CounterMetricFamily(name, help, labels=labels)
+            for position, count in enumerate(value if by_position else [value]):
+                family.add_metric([*self._own, *[str(position)] * by_position], count)
             yield family
-        family = CounterMetricFamily(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Drafts accepted at each position of the block.",
-            labels=[*OWN_LABELS, "position"],
-        )
-        for position, count in enumerate(snapshot.accepted_per_position):
-            family.add_metric([*self._own, str(position)], count)
-        yield family
         for column, name in ((2, "slope"), (3, "intercept")):
             gauge = GaugeMetricFamily(
                 f"strobe:spec_decode_confidence_{name}",
                 f"A draft's chance, about sigmoid(slope * evidence + intercept): the {name}.",
                 labels=[*OWN_LABELS, "block_drafts", "position"],
             )
-            for row in snapshot.confidence:
+            for row in self.snapshot.confidence:
                 gauge.add_metric([*self._own, str(row[0]), str(row[1])], row[column])
             yield gauge
 

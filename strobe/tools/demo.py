@@ -110,7 +110,7 @@ def compare(plain: Run, drafted: Run, llm: LLM) -> dict[str, Any]:
     not counting each answer's first token, which the prefill generates. off_reason: why no step had
     drafts, None if some had."""
     reports = [r for output in drafted.outputs if (r := output.outputs[0].speculation) is not None]
-    steps = sum(report.rows_verified - report.drafted for report in reports)
+    steps = sum(report.counts.rows - report.counts.num_verified for report in reports)
     off_reasons = [report.off_reason for report in reports if not report.used]
     num_tokens = sum(len(output.outputs[0].token_ids) - 1 for output in drafted.outputs)
     same = [
@@ -191,8 +191,8 @@ def _stream(llm: LLM, example: Example, prompt: Prompt, params: SamplingParams) 
         weight = " (alternately normal and bold)" if console.is_terminal else ""
         console.print(
             f"[dim]{counted(num_tokens, 'token')} in "
-            f"{counted(report.steps, 'verify step')}{weight}, "
-            f"{report.acceptance_length:.2f} per step.[/dim]"
+            f"{counted(report.counts.steps, 'verify step')}{weight}, "
+            f"{report.counts.acceptance_length:.2f} per step.[/dim]"
         )
 
 

@@ -18,6 +18,7 @@ CORE = ("engine", "speculation", "runner", "models", "kv", "sampling", "text")
 CORE_FILES = (
     "step.py",
     "request.py",
+    "counters.py",
     "sampling_params.py",
     "checks.py",
     "config.py",

@@ -14,9 +14,9 @@ from tiny import RandomRows, Scripted, make_engine, put, run, watched, wavering
 
 from strobe import EngineConfig, SamplingParams
 from strobe.config import DEMO_MODELS
+from strobe.counters import EngineStats
 from strobe.engine.build import build, resolve
 from strobe.engine.engine import Engine
-from strobe.engine.result_processor import EngineStats
 from strobe.runner.batch import Shape
 from strobe.runner.buckets import Buckets
 from strobe.speculation.adaptive import AdaptiveDraftPolicy

@@ -193,7 +193,7 @@ def test_export_served_by_its_path_answers_like_its_target(
     report = output.outputs[0].speculation
     assert report is not None
     assert report.method == "dflash"
-    assert len(report.accepted_per_position) == 2
+    assert len(report.counts.accepted_per_position) == 2
     assert llm.engine.resolved.limits.num_drafts == 2
 
 

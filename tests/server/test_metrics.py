@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from prometheus_client.openmetrics.parser import (
 )
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
+from strobe.counters import DraftCounts, EngineStats
+from strobe.outputs import METRICS
 from strobe.server.engine_process.snapshot import EngineSnapshot
 from strobe.server.metrics import CONTEXTS, PHASES, TOKEN_BOUNDS, ServerMetrics
 
@@ -80,11 +83,20 @@ PLAIN = "http_", "process_"
 """Name prefixes of metrics without these labels."""
 
 
-def snapshot(**changes: Any) -> EngineSnapshot:
-    names = EngineSnapshot._fields
-    whole = dict.fromkeys(names, 0) | {"kv_used": 0.0, "accepted_per_position": ()}
-    whole["confidence"] = ()
-    return EngineSnapshot(**(whole | changes))
+def snapshot(
+    running: int = 0,
+    waiting: int = 0,
+    kv_used: float = 0.0,
+    confidence: tuple[tuple[int, int, float, float], ...] = (),
+    draft_counts: DraftCounts | None = None,
+    **totals: int,
+) -> EngineSnapshot:
+    stats = EngineStats(draft_counts=draft_counts or DraftCounts(), **totals)
+    return EngineSnapshot(running, waiting, kv_used, stats, confidence)
+
+
+def accepted(*per_position: int) -> DraftCounts:
+    return DraftCounts(accepted_per_position=list(per_position))
 
 
 def families(metrics: ServerMetrics) -> list[Any]:
@@ -115,7 +127,7 @@ def metrics() -> ServerMetrics:
 @pytest.fixture
 def busy(metrics: ServerMetrics) -> ServerMetrics:
     """Metrics with at least one observation each."""
-    metrics.engine(snapshot(accepted_per_position=(3, 2, 1), confidence=((3, 0, 0.5, 1.0),)))
+    metrics.engine(snapshot(draft_counts=accepted(3, 2, 1), confidence=((3, 0, 0.5, 1.0),)))
     metrics.record_verified(num_verified=3, num_accepted=1, context_tokens=5, phase="answer")
     metrics.record_rejected(429, "queue_full")
     metrics.record_http("/v1/completions", "POST", 200)
@@ -198,30 +210,27 @@ def test_two_servers_count_separately(metrics: ServerMetrics):
 # The engine's own totals
 
 
-def test_each_snapshot_field_has_its_metric(metrics: ServerMetrics):
-    numbers = dict(zip(EngineSnapshot._fields, range(11, 27), strict=True))
+def test_each_engine_counter_has_its_metric(metrics: ServerMetrics):
     fit = (3, 0, 0.5, -1.0), (3, 1, 0.25, 2.0), (7, 0, 1.0, 0.0)
-    others = {"kv_used": 0.25, "accepted_per_position": (9, 4), "confidence": fit}
-    metrics.engine(snapshot(**numbers | others))
-    values = {
-        "running": "vllm:num_requests_running",
-        "waiting": "vllm:num_requests_waiting",
-        "steps": "strobe:engine_steps_total",
-        "prompt_tokens": "vllm:prompt_tokens_total",
-        "generation_tokens": "vllm:generation_tokens_total",
-        "preemptions": "vllm:num_preemptions_total",
-        "num_drafts": "vllm:spec_decode_num_drafts_total",
-        "num_draft_tokens": "vllm:spec_decode_num_draft_tokens_total",
-        "num_accepted_tokens": "vllm:spec_decode_num_accepted_tokens_total",
-        "prefix_queries": "vllm:prefix_cache_queries_total",
-        "prefix_hits": "vllm:prefix_cache_hits_total",
-        "drafts_made": "strobe:spec_decode_drafts_made_total",
-        "rested_steps": "strobe:spec_decode_rested_steps_total",
+    counts = DraftCounts(11, 12, 13, [9, 4], 14, rows=15, skipped_steps=16)
+    stats = EngineStats(21, 22, 23, 24, 25, 26, counts)
+    metrics.engine(EngineSnapshot(31, 32, 0.25, stats, fit))
+    expected = {
+        "vllm:num_requests_running": 31,
+        "vllm:num_requests_waiting": 32,
+        "strobe:engine_steps_total": stats.steps,
+        "vllm:prompt_tokens_total": stats.prompt_tokens,
+        "vllm:generation_tokens_total": stats.generation_tokens,
+        "vllm:num_preemptions_total": stats.preemptions,
+        "vllm:spec_decode_num_drafts_total": counts.steps,
+        "vllm:spec_decode_num_draft_tokens_total": counts.num_verified,
+        "vllm:spec_decode_num_accepted_tokens_total": counts.num_accepted,
+        "vllm:prefix_cache_queries_total": stats.prefix_queries,
+        "vllm:prefix_cache_hits_total": stats.prefix_hits,
+        "strobe:spec_decode_drafts_made_total": counts.num_proposed,
+        "strobe:spec_decode_rested_steps_total": counts.skipped_steps,
     }
-    assert {field: value(metrics, name) for field, name in values.items()} == {
-        field: numbers[field] for field in values
-    }
-    assert set(numbers) - set(values) == others.keys()
+    assert {name: value(metrics, name) for name in expected} == expected
     for drafts, place, slope, intercept in fit:
         where = {"block_drafts": str(drafts), "position": str(place)}
         assert value(metrics, "strobe:spec_decode_confidence_slope", **where) == slope
@@ -229,6 +238,9 @@ def test_each_snapshot_field_has_its_metric(metrics: ServerMetrics):
     assert value(metrics, "vllm:kv_cache_usage_perc") == 0.25
     per_position = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
     assert [value(metrics, per_position, position=str(i)) for i in range(2)] == [9, 4]
+    attributes = {attribute for attribute, _, _ in METRICS}
+    counters = {*vars(stats), *(f"draft_counts.{name}" for name in vars(counts))}
+    assert counters - attributes == {"draft_counts", "draft_counts.rows"}
 
 
 def test_totals_are_zero_before_the_first_snapshot(metrics: ServerMetrics):
@@ -241,14 +253,14 @@ def test_totals_do_not_fall_when_the_engine_restarts(metrics: ServerMetrics):
     per_position = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
     fit = ((3, 0, 0.5, -1.0),)
     metrics.engine(
-        snapshot(running=3, steps=7, accepted_per_position=(5, 2), confidence=fit, kv_used=0.5)
+        snapshot(running=3, steps=7, draft_counts=accepted(5, 2), confidence=fit, kv_used=0.5)
     )
     metrics.engine_restarted()
     assert value(metrics, "strobe:engine_restarts_total") == 1
     assert value(metrics, "strobe:engine_steps_total") == 7
     assert value(metrics, "vllm:num_requests_running") == 0
     assert value(metrics, "vllm:kv_cache_usage_perc") == 0
-    metrics.engine(snapshot(steps=2, accepted_per_position=(1, 1, 1)))
+    metrics.engine(snapshot(steps=2, draft_counts=accepted(1, 1, 1)))
     assert value(metrics, "strobe:engine_steps_total") == 9
     assert [value(metrics, per_position, position=str(i)) for i in range(3)] == [6, 3, 1]
     metrics.engine_restarted()
@@ -271,13 +283,10 @@ Growth = st.lists(
 @settings(max_examples=15)
 @given(Growth)
 def test_totals_never_fall_and_series_never_vanish(growth: Any):
-    metrics, before = ServerMetrics(MODEL), dict[Any, float]()
-    totals, accepted = [0] * 11, list[int]()
+    metrics, before, stats = ServerMetrics(MODEL), dict[Any, float](), EngineStats()
     for more, per_position, (drafts, phase, context), (seconds, tokens, reason) in growth:
-        totals = [a + b for a, b in zip(totals, more, strict=True)]
-        accepted += [0] * (len(per_position) - len(accepted))
-        accepted = [a + (per_position[i : i + 1] or [0])[0] for i, a in enumerate(accepted)]
-        metrics.engine(EngineSnapshot(1, 2, 0.5, *totals[:7], tuple(accepted), *totals[7:]))
+        stats.merge(EngineStats(*more[:6], DraftCounts(*more[6:9], per_position, *more[9:])))
+        metrics.engine(EngineSnapshot(1, 2, 0.5, deepcopy(stats)))
         metrics.record_verified(
             num_verified=drafts, num_accepted=drafts // 2, context_tokens=context, phase=phase
         )

@@ -171,7 +171,7 @@ def test_accepted_never_exceeds_output_tokens(tokenizer: Tokenizer):
         for accepted in range(len(tokens) + 1):
             answer = answer_of(tokenizer, params)
             delta = answer.push(event(tokens, num_verified=20, num_accepted=accepted))
-            assert (delta.drafted, delta.accepted) == (20, min(accepted, num_output))
+            assert (delta.num_verified, delta.num_accepted) == (20, min(accepted, num_output))
     assert len(sizes) == 3
 
 
@@ -288,13 +288,14 @@ def test_drafts_are_counted_up_to_stop_string(tokenizer: Tokenizer):
     assert answer.report.used is False
     answer.push(later(tokens[1:2], num_verified=3, num_accepted=0))
     delta = answer.push(later(tokens[2:], num_verified=7, num_accepted=len(tokens) - 2))
-    assert (delta.drafted, delta.accepted) == (7, num_output - 2)
+    assert (delta.num_verified, delta.num_accepted) == (7, num_output - 2)
     report = answer.output.speculation
     assert report is not None
     assert (report.method, report.off_reason, report.used) == ("dflash", None, True)
-    assert (report.steps, report.drafted, report.accepted) == (2, 10, num_output - 2)
-    assert report.acceptance_length == 1 + (num_output - 2) / 2
-    assert report.accepted_per_position == [1] * (num_output - 2) + [0] * (7 - num_output + 2)
+    counts = report.counts
+    assert (counts.steps, counts.num_verified, counts.num_accepted) == (2, 10, num_output - 2)
+    assert counts.acceptance_length == 1 + (num_output - 2) / 2
+    assert counts.accepted_per_position == [1] * (num_output - 2) + [0] * (7 - num_output + 2)
 
 
 def test_off_reason_comes_with_first_event(tokenizer: Tokenizer):
@@ -306,7 +307,7 @@ def test_off_reason_comes_with_first_event(tokenizer: Tokenizer):
     report = answer.output.speculation
     assert report is not None
     assert (report.method, report.off_reason) == ("none", "no drafter is loaded")
-    assert (report.used, report.acceptance_length) == (False, None)
+    assert (report.used, report.counts.acceptance_length) == (False, None)
 
 
 def test_answer_without_start_is_rejected(tokenizer: Tokenizer):
@@ -319,12 +320,13 @@ def test_report_counts_skipped_steps_with_reason(tokenizer: Tokenizer):
     answer.push(event([7], num_proposed=None))
     for proposed, drafted, accepted in ((15, 4, 2), (0, 0, 0), (7, 0, 0), (0, 0, 0)):
         tokens = [7] * (1 + accepted)
-        counts = {"num_proposed": proposed, "num_verified": drafted, "num_accepted": accepted}
-        answer.push(later(tokens, **counts))
+        fields = {"num_proposed": proposed, "num_verified": drafted, "num_accepted": accepted}
+        answer.push(later(tokens, **fields))
     report = answer.report
-    assert (report.steps, report.drafted, report.accepted) == (1, 4, 2)
-    assert report.drafts_made == 22
-    assert report.rows_verified == 4 + 4
-    assert report.rested_steps == 2
+    counts = report.counts
+    assert (counts.steps, counts.num_verified, counts.num_accepted) == (1, 4, 2)
+    assert counts.num_proposed == 22
+    assert counts.rows == 4 + 4
+    assert counts.skipped_steps == 2
     assert report.rest_reason == "drafting promised less than it costs at this load"
     assert report.off_reason is None

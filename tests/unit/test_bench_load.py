@@ -222,7 +222,7 @@ def test_requests_arrive_at_their_times(easy_then_hard: Traces):
     assert [times.tokens for times in run.requests] == [4] * 5
     for times, arrival in zip(run.requests, arrivals, strict=False):
         assert times.due == run.began + arrival.at < times.first < times.last
-    assert run.proposed == 0
+    assert run.draft_counts.num_proposed == 0
 
 
 def test_best_fixed_compares_rows_of_the_same_load():

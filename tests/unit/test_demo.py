@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from strobe.counters import DraftCounts
 from strobe.outputs import NOT_WORTHWHILE, CompletionOutput, RequestOutput, SpeculationReport
-from strobe.request import DraftCounts
 from strobe.tools import demo
 
 

@@ -14,7 +14,11 @@ def test_answers_are_right_and_drafts_accepted():
     families: dict[str, list[tuple[bool, int, int]]] = {}
     for example, answer in zip(examples, answers, strict=True):
         assert answer.speculation is not None
-        figures = (check(example, answer.text), len(answer.token_ids) - 1, answer.speculation.steps)
+        figures = (
+            check(example, answer.text),
+            len(answer.token_ids) - 1,
+            answer.speculation.counts.steps,
+        )
         families.setdefault(example.family, []).append(figures)
     assert sum(right for rows in families.values() for right, _, _ in rows) >= 22  # of 24
     for rows in families.values():

@@ -16,6 +16,7 @@ from textpair import Pair
 
 from strobe import LLM, EngineConfig, SamplingParams
 from strobe.cli import eval as eval_command
+from strobe.counters import DraftCounts
 from strobe.demo_models import FAMILIES
 from strobe.outputs import CompletionOutput, SpeculationReport
 from strobe.tools.bench import plots as bench_plots
@@ -324,10 +325,8 @@ def test_engine_is_freed_before_the_next_one(pair: Pair):
 
 
 def answer_of(tokens: int, per_position: list[int], steps: int) -> CompletionOutput:
-    accepted = sum(per_position)
-    report = SpeculationReport(
-        True, "dflash", steps, steps * 3, accepted, 1 + accepted / steps, per_position, None
-    )
+    counts = DraftCounts(steps, steps * 3, sum(per_position), per_position)
+    report = SpeculationReport("dflash", counts)
     return CompletionOutput(0, token_ids=[1] * tokens, speculation=report)
 
 

@@ -16,6 +16,7 @@ from textpair import Pair
 from tiny import Scripted, edit_json, make_engine, wavering
 
 from strobe import LLM, EngineConfig, SamplingParams
+from strobe.counters import DraftCounts
 from strobe.outputs import CompletionOutput, RequestOutput, StreamDelta
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -523,7 +524,7 @@ def test_speculation_on_and_off_give_the_same_texts(
         for output in outputs:
             report = output.outputs[0].speculation
             assert report is not None
-            accepted += report.accepted
+            accepted += report.counts.num_accepted
         for prompt, param, expected in zip(PROMPTS, chosen, all_expected, strict=True):
             text, tokens, _ = collect(engine.stream(prompt, param))
             assert (text, tokens) == expected[:2]
@@ -550,15 +551,16 @@ def report(llm: LLM, prompt: Any, **changes: Any) -> Any:
 def test_speculation_report_adds_up(knowing: LLM):
     got = report(knowing, PROMPTS[0])
     assert (got.used, got.method, got.off_reason) == (True, "dflash", None)
-    assert got.steps > 1
-    assert got.steps <= got.drafted <= 7 * got.steps
-    assert 0 < got.accepted < got.drafted
-    assert got.acceptance_length == 1 + got.accepted / got.steps
-    assert len(got.accepted_per_position) <= 7
-    assert sum(got.accepted_per_position) == got.accepted
-    assert got.accepted_per_position == sorted(got.accepted_per_position, reverse=True)
+    counts = got.counts
+    assert counts.steps > 1
+    assert counts.steps <= counts.num_verified <= 7 * counts.steps
+    assert 0 < counts.num_accepted < counts.num_verified
+    assert counts.acceptance_length == 1 + counts.num_accepted / counts.steps
+    assert len(counts.accepted_per_position) <= 7
+    assert sum(counts.accepted_per_position) == counts.num_accepted
+    assert counts.accepted_per_position == sorted(counts.accepted_per_position, reverse=True)
     num_tokens = (
-        1 + got.steps + got.accepted
+        1 + counts.steps + counts.num_accepted
     )  # the prefill's token, one per step, and accepted drafts
     assert 24 <= num_tokens < 24 + 7  # drafts that the last step accepts past the end count, too
 
@@ -575,8 +577,8 @@ def test_speculation_report_adds_up(knowing: LLM):
 def test_request_can_turn_speculation_off(llm: LLM, choice: Any, method: str, reason: str):
     got = report(llm, PROMPTS[0], speculation=choice)
     assert (got.used, got.method, got.off_reason) == (False, method, reason)
-    assert (got.steps, got.drafted, got.accepted, got.accepted_per_position) == (0, 0, 0, [])
-    assert got.acceptance_length is None
+    assert got.counts == DraftCounts()
+    assert got.counts.acceptance_length is None
 
 
 def test_report_says_why_nothing_was_drafted(pair: Pair, llm: LLM, plain: LLM):
@@ -597,8 +599,8 @@ def test_request_can_choose_method_and_num_drafts(llm: LLM):
     lookup = report(llm, ids, speculation={"method": "ngram"}, max_tokens=40)
     assert (lookup.used, lookup.method) == (True, "ngram")
     few = report(llm, PROMPTS[0], speculation={"num_drafts": 3})
-    assert (few.method, len(few.accepted_per_position)) == ("dflash", 3)
-    assert few.drafted <= 3 * few.steps
+    assert (few.method, len(few.counts.accepted_per_position)) == ("dflash", 3)
+    assert few.counts.num_verified <= 3 * few.counts.steps
     (mixed,) = llm.generate([ids], GREEDY.clone(n=2, speculation={"method": "ngram"}))
     assert [answer.speculation.method for answer in mixed.outputs] == ["ngram"] * 2
 
@@ -639,15 +641,16 @@ def test_metrics_have_vllms_names_and_sum_over_requests(knowing: LLM):
     after = counted(knowing)
     more = {name: after[name] - before[name] for name in METRICS if "per_pos" not in name}
     reports: list[Any] = [output.outputs[0].speculation for output in outputs]
-    assert more["vllm:spec_decode_num_drafts"] == sum(r.steps for r in reports)
-    assert more["vllm:spec_decode_num_draft_tokens"] == sum(r.drafted for r in reports)
-    assert more["vllm:spec_decode_num_accepted_tokens"] == sum(r.accepted for r in reports) > 0
+    assert more["vllm:spec_decode_num_drafts"] == sum(r.counts.steps for r in reports)
+    assert more["vllm:spec_decode_num_draft_tokens"] == sum(r.counts.num_verified for r in reports)
+    num_accepted = sum(r.counts.num_accepted for r in reports)
+    assert more["vllm:spec_decode_num_accepted_tokens"] == num_accepted > 0
     assert sum(after[METRICS[3]]) == after["vllm:spec_decode_num_accepted_tokens"]
     assert more["vllm:prompt_tokens"] == sum(len(output.prompt_token_ids) for output in outputs)
     assert more["vllm:generation_tokens"] == sum(map(len, answers(outputs)))
-    assert more["strobe:spec_decode_drafts_made"] == sum(r.drafts_made for r in reports)
+    assert more["strobe:spec_decode_drafts_made"] == sum(r.counts.num_proposed for r in reports)
     assert more["strobe:spec_decode_rested_steps"] == 0
-    assert more["strobe:engine_steps"] == 1 + max(r.steps for r in reports)
+    assert more["strobe:engine_steps"] == 1 + max(r.counts.steps for r in reports)
     assert more["vllm:num_preemptions"] == 0
 
 
@@ -663,8 +666,9 @@ def test_every_verify_step_logs_one_debug_line(knowing: LLM, caplog: pytest.LogC
     with caplog.at_level(logging.DEBUG, "strobe"):
         (output,) = knowing.generate(PROMPTS[0], GREEDY, use_tqdm=False)
     got: Any = output.outputs[0].speculation
+    counts = got.counts
     lines = [VERIFY.fullmatch(r.getMessage()) for r in caplog.records if r.name[:6] == "strobe"]
-    assert len(lines) == got.steps
+    assert len(lines) == counts.steps
     accepted = drafted = 0
     for line in lines:
         assert line is not None
@@ -672,7 +676,7 @@ def test_every_verify_step_logs_one_debug_line(knowing: LLM, caplog: pytest.LogC
         assert int(line[4]) == int(line[2]) + 1
         accepted, drafted = accepted + int(line[2]), drafted + int(line[3])
         assert line[5] == f"{accepted / drafted:.3f}"
-    assert (accepted, drafted) == (got.accepted, got.drafted)
+    assert (accepted, drafted) == (counts.num_accepted, counts.num_verified)
 
 
 def test_demo_models_answer_and_draft_well():
@@ -687,7 +691,8 @@ def test_demo_models_answer_and_draft_well():
     assert answer.finish_reason == "stop"
     assert answer.text.index("apple") < answer.text.index("fig") < answer.text.rindex("pear")
     assert answer.speculation is not None
-    assert answer.speculation.acceptance_length is not None
-    assert answer.speculation.acceptance_length > 3  # measured 8.7
+    length = answer.speculation.counts.acceptance_length
+    assert length is not None
+    assert length > 3  # measured 8.7
     assert demo.get_tokenizer() is demo.tokenizer.hf
     assert_idle(demo)

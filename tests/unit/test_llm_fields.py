@@ -172,8 +172,9 @@ def test_stream_deltas_carry_score_and_piece_per_token(llm: LLM):
     assert all(len(d.token_ids) == len(d.logprobs) == len(d.pieces) for d in deltas)
     assert "".join(piece for d in deltas for piece in d.pieces) == expected.text
     assert [entry.token for d in deltas for entry in d.logprobs] == expected.token_ids
-    assert all(0 <= d.accepted <= min(d.drafted, len(d.token_ids)) for d in deltas)
-    assert sum(d.drafted for d in deltas) == expected.speculation.drafted  # pyright: ignore
+    assert all(0 <= d.num_accepted <= min(d.num_verified, len(d.token_ids)) for d in deltas)
+    assert expected.speculation is not None
+    assert sum(d.num_verified for d in deltas) == expected.speculation.counts.num_verified
     assert deltas[-1].output.logprobs == expected.logprobs
 
 
@@ -205,7 +206,7 @@ def test_prompt_logprobs_with_zero_max_tokens(llm: LLM, hf: Any):
 def test_empty_answer_reports_why_nothing_was_drafted(llm: LLM):
     report = answer(llm, PROMPTS[0], SamplingParams(max_tokens=0)).speculation
     assert report is not None
-    assert (report.used, report.steps) == (False, 0)
+    assert (report.used, report.counts.steps) == (False, 0)
     assert report.off_reason == "the answer ended before the first draft"
 
 
@@ -305,7 +306,7 @@ def test_demo_models_draft_json_as_well_as_text():
         assert json.loads(completion.text)["name"] == "Anna"
         assert completion.speculation is not None
         texts.append(completion.text)
-        lengths.append(completion.speculation.acceptance_length or 0)
+        lengths.append(completion.speculation.counts.acceptance_length or 0)
     assert texts[0] == texts[1]
     assert min(lengths) > 3  # measured 10.0 with both
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from strobe.request import DraftCounts, Request
+from strobe.counters import DraftCounts
+from strobe.request import Request
 from strobe.sampling_params import SamplingParams, Speculation
 
 WRONG: list[tuple[dict[str, Any], str]] = [

@@ -81,7 +81,7 @@ def test_trained_pair_answers_equally_with_and_without_drafts(out: Path) -> None
             for choice in (True, False)
         )
         assert [o.token_ids for o in on] == [o.token_ids for o in off]
-        assert all(o.speculation is not None and o.speculation.steps for o in on)
+        assert all(o.speculation is not None and o.speculation.used for o in on)
     assert llm.chat([{"role": "user", "content": "hello"}], params)[0].outputs[0].token_ids
 
 

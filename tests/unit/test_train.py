@@ -707,7 +707,8 @@ def test_engine_acceptance_equals_the_walks(tmp_path: Path) -> None:
         assert list(sample.ids[5:]) == output.outputs[0].token_ids
         report = output.outputs[0].speculation
         assert report is not None
-        assert (report.steps, report.accepted_per_position) == (walk.steps, walk.accepted)
+        counts = report.counts
+        assert (counts.steps, counts.accepted_per_position) == (walk.steps, walk.accepted)
     assert sum(sum(walk.accepted) for walk in counted) > 6
 
 

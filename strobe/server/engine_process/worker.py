@@ -132,24 +132,12 @@ class Worker:
             return []
 
     def snapshot(self) -> EngineSnapshot:
-        stats, scheduler = self.engine.stats, self.engine.scheduler
-        pool, counts = self.engine.components.pool, stats.draft_counts
+        scheduler, pool = self.engine.scheduler, self.engine.components.pool
         return EngineSnapshot(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             kv_used=1 - pool.available / pool.capacity,
-            steps=stats.steps,
-            prompt_tokens=stats.prompt_tokens,
-            generation_tokens=stats.generation_tokens,
-            preemptions=stats.preemptions,
-            num_drafts=counts.steps,
-            num_draft_tokens=counts.num_verified,
-            num_accepted_tokens=counts.num_accepted,
-            accepted_per_position=tuple(counts.accepted_per_position),
-            prefix_queries=stats.prefix_queries,
-            prefix_hits=stats.prefix_hits,
-            drafts_made=counts.num_proposed,
-            rested_steps=counts.skipped_steps,
+            stats=scheduler.stats,
             confidence=scheduler.draft_policy.confidence_by_place,
         )
 

@@ -377,8 +377,8 @@ class ChatReply:
 
 def step_of(delta: StreamDelta) -> dict[str, Any]:
     """Describe a verify step for the page: each token's text and whether it was a draft."""
-    tokens = [[piece, i < delta.accepted] for i, piece in enumerate(delta.pieces)]
-    return {"tokens": tokens, "drafted": delta.drafted, "accepted": delta.accepted}
+    tokens = [[piece, i < delta.num_accepted] for i, piece in enumerate(delta.pieces)]
+    return {"tokens": tokens, "drafted": delta.num_verified, "accepted": delta.num_accepted}
 
 
 def chat_logprob(entry: TokenLogprob, tokenizer: Tokenizer, as_ids: bool) -> dict[str, Any]:

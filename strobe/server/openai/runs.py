@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from strobe.counters import DraftCounts
 from strobe.outputs import AnswerBuilder, SpeculationReport, StreamDelta
-from strobe.request import DEFAULT_SCHEDULING, DraftCounts, SchedulingOptions, TokenLogprob
+from strobe.request import DEFAULT_SCHEDULING, SchedulingOptions, TokenLogprob
 from strobe.sampling_params import SamplingParams
 from strobe.server.engine_process.client import PromptRejected
 from strobe.server.openai.protocol.errors import FieldError
@@ -68,10 +69,6 @@ class ChoiceState:
     def finished(self) -> bool:
         return self.output.finish_reason is not None
 
-    @property
-    def report(self) -> SpeculationReport:
-        return self.builder.report
-
     def push(self, event: TokenEvent) -> Progress:
         """Add a step's event."""
         if event.start is not None:
@@ -91,7 +88,7 @@ class ChoiceState:
         if event.num_verified:
             self._serving.metrics.record_verified(
                 num_verified=event.num_verified,
-                num_accepted=delta.accepted,
+                num_accepted=delta.num_accepted,
                 context_tokens=event.num_computed_tokens,
                 phase=self.parser.phase,
             )
@@ -215,11 +212,9 @@ def speculation(runs: Sequence[PromptRun]) -> dict[str, Any]:
     total = DraftCounts()
     for choice in choices:
         total.merge(choice.draft_counts)
-    first = choices[0].report
+    first = choices[0].builder
     num_tokens = max(len(choice.output.token_ids) for choice in choices)
-    report = SpeculationReport.from_counts(
-        total, first.method, choices[0].builder.off_reason, num_tokens
-    )
+    report = SpeculationReport.from_counts(total, first.method, first.off_reason, num_tokens)
     first_ended, last_ended = zip(*[run.decoded for run in runs], strict=True)
     seconds = max(last_ended) - min(first_ended)
     return {**report.as_dict(), "decode_seconds": round(seconds, 6) or None}

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from strobe.counters import DraftCounts
 from strobe.request import Request
 from strobe.sampling_params import SamplingParams
 from strobe.step import TokenEvent
@@ -45,10 +46,7 @@ class LoadRun:
     ended: float = 0.0
     tokens: int = 0
     steps: int = 0
-    draft_steps: int = 0
-    proposed: int = 0
-    verified: int = 0
-    accepted: int = 0
+    draft_counts: DraftCounts = field(default_factory=DraftCounts)
 
     @property
     def rate(self) -> float:
@@ -61,11 +59,8 @@ class LoadRun:
 
     def count(self, event: TokenEvent) -> None:
         self.tokens += len(event.tokens)
-        if event.num_proposed:
-            self.draft_steps += 1
-            self.proposed += event.num_proposed
-            self.verified += event.num_verified
-            self.accepted += event.num_accepted
+        if event.num_proposed is not None:
+            self.draft_counts.add(event.num_verified, event.num_accepted, event.num_proposed)
 
 
 class Driver:

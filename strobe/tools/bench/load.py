@@ -211,7 +211,7 @@ def _figures(run: LoadRun) -> Figures:
         for share in (50, 99):
             ms = round(float(np.percentile(values, share)), 3) if values else None
             figures[f"{name}_p{share}"] = ms
-    steps = run.draft_steps
+    counts, length = run.draft_counts, run.draft_counts.acceptance_length
     return {
         "requests": len(run.requests),
         "tokens": run.tokens,
@@ -219,9 +219,9 @@ def _figures(run: LoadRun) -> Figures:
         "tokens_per_s": round(run.rate, 1),
         **figures,
         "steps": run.steps,
-        "drafts_made_per_token": round(run.proposed / run.tokens, 3),
-        "drafts_verified_per_token": round(run.verified / run.tokens, 3),
-        "acceptance_length": round(1 + run.accepted / steps, 3) if steps else None,
+        "drafts_made_per_token": round(counts.num_proposed / run.tokens, 3),
+        "drafts_verified_per_token": round(counts.num_verified / run.tokens, 3),
+        "acceptance_length": None if length is None else round(length, 3),
     }
 
 

@@ -9,6 +9,7 @@ from statistics import mean, stdev
 
 import numpy as np
 
+from strobe.counters import DraftCounts
 from strobe.engine.build import ResolvedConfig, build
 from strobe.engine.engine import Engine
 from strobe.models.config import DraftConfig, TargetConfig
@@ -49,17 +50,13 @@ def measure_acceptance(
     requests = [engine.add(list(prompt), params) for prompt in prompts]
     while not all(request.finish_reason for request in requests):
         engine.step()
-    counts = [request.draft_counts for request in requests]
-    steps = sum(count.steps for count in counts)
-    width = max((len(count.accepted_per_position) for count in counts), default=0)
-    totals = [
-        sum(c.accepted_per_position[i] for c in counts if i < len(c.accepted_per_position))
-        for i in range(width)
-    ]
+    counts = DraftCounts()
+    for request in requests:
+        counts.merge(request.draft_counts)
     return Acceptance(
-        steps,
-        steps + sum(count.num_accepted for count in counts),
-        [total / steps for total in totals] if steps else [],
+        counts.steps,
+        counts.steps + counts.num_accepted,
+        [n / counts.steps for n in counts.accepted_per_position] if counts.steps else [],
         [list(request.tokens[request.num_prompt :]) for request in requests],
     )
 

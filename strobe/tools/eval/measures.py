@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from statistics import mean
 
+from strobe.counters import DraftCounts
 from strobe.outputs import CompletionOutput
-from strobe.request import DraftCounts
 from strobe.tools.bench.report import Figures
 from strobe.tools.eval.answering import Conversation, Run
 from strobe.tools.eval.datasets import DataSet
@@ -35,13 +35,10 @@ def acceptance(answers: Sequence[CompletionOutput]) -> Figures | None:
     counts, lengths, num_tokens = DraftCounts(), list[float](), 0
     for answer in answers:
         report = answer.speculation
-        if report is None or report.acceptance_length is None:
+        if report is None or report.counts.acceptance_length is None:
             continue
-        draft_counts = DraftCounts(
-            report.steps, report.drafted, report.accepted, report.accepted_per_position
-        )
-        counts.merge(draft_counts)
-        lengths.append(report.acceptance_length)
+        counts.merge(report.counts)
+        lengths.append(report.counts.acceptance_length)
         num_tokens += len(answer.token_ids) - 1
     if not counts.steps:
         return None
