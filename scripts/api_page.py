@@ -36,7 +36,7 @@ OTHER_ENDPOINTS: tuple[type[RequestModel], ...] = (
 )  # fmt: skip
 ENDPOINTS = (*GENERATING, *OTHER_ENDPOINTS)
 
-HEAD = "| field | what it does, or why not | status |\n|---|---|---|"
+HEAD = "| field | effect, or reason | status |\n|---|---|---|"
 
 Row = tuple[str, str, str]
 
@@ -46,18 +46,18 @@ def model_rows(model: type[RequestModel], without: Iterable[str] = ()) -> list[R
     fields = {name: f for name, f in model.model_fields.items() if name not in without}
     rows: list[Row] = []
     for name, field in fields.items():
-        status = "honoured, required" if field.is_required() else "honoured"
+        status = "supported, required" if field.is_required() else "supported"
         rows.append((name, (field.description or "").rstrip("."), status))
     return rows
 
 
 def rule_rows(table: Mapping[str, FieldRule], status: str) -> list[Row]:
-    """Return a row for each field that is not honoured, with its silently accepted values."""
+    """Return a row for each ignored or rejected field, with the values accepted silently."""
     rows: list[Row] = []
     for name, rule in table.items():
         neutral = ", ".join(f"`{json.dumps(value)}`" for value in rule.neutral_values)
-        accepted = f" (accepted: {neutral})" if neutral else ""
-        rows.append((name, rule.reason, f"{status}{accepted if status == 'refused' else ''}"))
+        accepted = f" (except {neutral})" if neutral else ""
+        rows.append((name, rule.reason, f"{status}{accepted if status == 'rejected' else ''}"))
     return rows
 
 
@@ -74,9 +74,9 @@ def shared(tables: Mapping[str, Mapping[str, FieldRule]]) -> dict[str, FieldRule
 def place_rows(
     place: str, without: Mapping[str, Mapping[str, FieldRule]] | None = None
 ) -> list[Row]:
-    """Return rows for the fields that a place accepts without effect and those it rejects."""
+    """Return rows for the fields that an endpoint or object ignores or rejects."""
     rows: list[Row] = []
-    for status, tables in (("no effect", NO_EFFECT), ("refused", UNSUPPORTED)):
+    for status, tables in (("ignored", NO_EFFECT), ("rejected", UNSUPPORTED)):
         excluded = without[status] if without else {}
         table = tables.get(place, {})
         rows += rule_rows({n: rule for n, rule in table.items() if n not in excluded}, status)
@@ -85,7 +85,7 @@ def place_rows(
 
 def tables() -> dict[str, list[Row]]:
     """Return the rows of every table of the page."""
-    common = {"no effect": shared(NO_EFFECT), "refused": shared(UNSUPPORTED)}
+    common = {"ignored": shared(NO_EFFECT), "rejected": shared(UNSUPPORTED)}
     rows_by_table = {"shared": model_rows(SamplingFields)}
     for status, table in common.items():
         rows_by_table["shared"] += rule_rows(table, status)

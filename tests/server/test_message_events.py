@@ -240,7 +240,7 @@ def test_count_tokens_matches_the_prompt():
     counted = json.loads(answer.body)
     usage = message(Script("Yes."), **body)["usage"]
     assert counted["input_tokens"] == usage["input_tokens"] + usage["cache_read_input_tokens"]
-    assert counted["warnings"] == ["cache_control has no effect: the prefix cache works by itself."]
+    assert counted["warnings"] == ["cache_control has no effect: prefix caching is automatic."]
     long = post("/v1/messages/count_tokens", Script(""), messages=[
         {"role": "user", "content": "hello " * 5000}
     ])  # fmt: skip

@@ -205,7 +205,7 @@ def test_true_is_not_the_neutral_value_1():
 
 
 @pytest.mark.parametrize("model", SMALLEST)
-def test_no_field_is_both_honoured_and_in_the_tables(model: type[RequestModel]):
+def test_supported_fields_are_not_in_the_tables(model: type[RequestModel]):
     tables = [
         set(model.model_fields),
         set(NO_EFFECT[model.schema_key]),

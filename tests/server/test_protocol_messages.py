@@ -182,7 +182,7 @@ def test_count_prompt_matches_message_prompt():
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type", "xml"),
         ({"stop_sequences": ["x" * 1001]}, "stop_sequences", "stop_sequences holds a text"),
         ({"stop_sequences": ["x"], "stop": "y"}, "stop", "together with stop_sequences"),
-        ({"mcp_servers": [{"type": "url"}]}, "mcp_servers", "give tools"),
+        ({"mcp_servers": [{"type": "url"}]}, "mcp_servers", "use tools"),
         ({"temprature": 1}, "temprature", "did you mean temperature"),
     ],
 )  # fmt: skip

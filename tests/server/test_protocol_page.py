@@ -56,7 +56,7 @@ def test_tables_match_the_models(script: ModuleType, page: str):
 
 
 def rows(page: str, place: str) -> dict[str, str]:
-    """The fields of a table on the page, and their status."""
+    """Return the status of each field in a table of the page."""
     table = re.search(rf"<!-- table {re.escape(place)} -->\n(.*?)<!-- end -->", page, re.DOTALL)
     assert table, place
     cells = [line.strip("| ").split(" | ") for line in table[1].splitlines()[2:]]
@@ -69,11 +69,11 @@ def test_page_lists_every_request_field(model: type[RequestModel], page: str):
     if issubclass(model, SamplingFields):
         named |= rows(page, "shared")
     for name in model.model_fields:
-        assert named.pop(name).startswith("honoured"), name
+        assert named.pop(name).startswith("supported"), name
     for name in NO_EFFECT[model.schema_key]:
-        assert named.pop(name) == "no effect", name
+        assert named.pop(name) == "ignored", name
     for name in UNSUPPORTED.get(model.schema_key, {}):
-        assert named.pop(name).startswith("refused"), name
+        assert named.pop(name).startswith("rejected"), name
     assert not named
 
 

@@ -74,11 +74,11 @@ class MessagesPrompt(RequestModel):
     """The fields that make up the prompt. `to_chat` returns them as a chat request."""
 
     messages: Annotated[Any, WithJsonSchema(MESSAGES_SCHEMA)] = Field(
-        description="The conversation: objects with `role` and `content`, a text or a list of "
-        "blocks. Where the last one is the assistant's, the answer goes on with it."
+        description="The conversation: objects with `role` and `content`, a string or a list of "
+        "blocks. If the last message is the assistant's, the answer continues it."
     )
     system: Annotated[Any, WithJsonSchema(TEXTS_SCHEMA)] = Field(
-        None, description="The system message: a text, or a list of text blocks."
+        None, description="The system message: a string or a list of text blocks."
     )
     tools: Annotated[list[Any], WithJsonSchema(TOOLS_SCHEMA)] | None = Field(
         None,
@@ -87,29 +87,29 @@ class MessagesPrompt(RequestModel):
     )
     tool_choice: Annotated[Any, WithJsonSchema(CHOICE_SCHEMA)] = Field(
         None,
-        description="`type`: `auto`, `any`, `tool` (with its `name`) or `none`; auto where there "
-        "are tools. With none, the prompt has no tools. `disable_parallel_tool_use` allows one "
-        "call.",
+        description="`type`: `auto`, `any`, `tool` (with its `name`) or `none`; default: `auto` if "
+        "there are tools. With `none` the prompt contains no tools. `disable_parallel_tool_use` "
+        "allows only one call.",
     )
     thinking: Annotated[Any, WithJsonSchema(THINKING_SCHEMA)] = Field(
         None,
-        description="`type`: `enabled` or `adaptive`, or `disabled`, which the chat template gets "
-        "as enable_thinking; its own when left out. With `display: omitted` the text of thinking "
-        "is left out of the response.",
+        description="`type`: `enabled`, `adaptive` or `disabled`, passed to the chat template as "
+        "enable_thinking; default: the template's. `display: omitted` leaves the text of the "
+        "thinking out of the response.",
     )
     output_config: Annotated[Any, WithJsonSchema(OUTPUT_SCHEMA)] = Field(
         None,
-        description="`format`: the type `json_schema` with `schema`, which is always held "
-        "strictly. `effort`: passed to the chat template.",
+        description="`format`: the type `json_schema` with `schema`, which is always "
+        "enforced strictly. `effort`: passed to the chat template.",
     )
     thread: Annotated[Any, WithJsonSchema(THREAD_SCHEMA)] = Field(
         None,
-        description="`type`: `create` has no effect, as the server holds no conversations; any "
-        "other is a 400 that has the client send the whole conversation.",
+        description="`type`: `create` has no effect, because the server stores no conversations; "
+        "any other type is rejected with a request to send the whole conversation.",
     )
     chat_template: str | None = Field(
         None,
-        description="A Jinja chat template in place of the model's own, where the server was "
+        description="A Jinja chat template to use instead of the model's own; requires a server "
         "started with --trust-request-chat-template.",
     )
     chat_template_kwargs: TemplateVariables | None = Field(
@@ -230,7 +230,7 @@ class MessagesRequest(SamplingFields, MessagesPrompt):
         description="Maximum number of tokens to generate, thinking included."
     )
     stop_sequences: Annotated[Texts, WithJsonSchema(STOP_SCHEMA)] = Field(
-        (), description="The same as `stop`."
+        (), description="Same as `stop`."
     )
 
     def generation(self) -> dict[str, Any]:
@@ -278,5 +278,5 @@ class CountTokensRequest(MessagesPrompt):
     schema_key: ClassVar[str] = "count_tokens"
 
     model: str | None = Field(
-        None, description="The name of the served model, as /v1/models lists it; any when left out."
+        None, description="The served model's name, as listed by /v1/models. Optional."
     )

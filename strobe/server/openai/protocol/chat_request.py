@@ -29,40 +29,40 @@ class ChatCompletionRequest(SamplingFields, Conversation):
     schema_key: ClassVar[str] = "chat"
 
     messages: Messages = Field(
-        description="The conversation: objects with `role` and `content`, a text or a list of text "
-        "parts."
+        description="The conversation: objects with `role` and `content`, a string or a list of "
+        "text parts."
     )
     n: Annotated[Int, Bounds(1, MAX_ANSWERS, "ask for one answer or more")] = Field(
-        1, description="Answers, sampled independently even under one seed."
+        1, description="Number of answers, sampled independently even with one seed."
     )
     max_completion_tokens: (
         Annotated[Int, Bounds(1, MAX_INT, "leave it out for all that fit")] | None
     ) = Field(
         None,
-        description="Maximum number of tokens to generate, reasoning included; all that fit "
-        "otherwise.",
+        description="Maximum number of tokens to generate, reasoning included; default: as many "
+        "as fit.",
     )
     max_tokens: Annotated[Int, Bounds(1, MAX_INT, "leave it out for all that fit")] | None = Field(
-        None, description="The older name of max_completion_tokens."
+        None, description="Older name of max_completion_tokens."
     )
-    logprobs: bool = Field(False, description="Log probabilities of the answer's tokens.")
+    logprobs: bool = Field(False, description="Return log probabilities of the answer's tokens.")
     top_logprobs: LogprobCount | None = Field(
-        None, description="With logprobs: number of most probable tokens per position, 0 to 20."
+        None, description="With logprobs: number of top tokens per position, 0 to 20."
     )
     prompt_logprobs: LogprobCount | None = Field(
         None,
-        description="Log probabilities of the prompt's tokens and this many most probable tokens "
-        "per position, 0 to 20; not in a stream.",
+        description="Return the log probabilities of the prompt's tokens and of this many top "
+        "tokens per position, 0 to 20; not in a stream.",
     )
     response_format: FormatField = Field(
         None,
         description="`text`, `json_object`, or `json_schema` with `json_schema.schema`, which is "
-        "always held strictly.",
+        "always enforced strictly.",
     )
     tool_choice: Annotated[Any, WithJsonSchema(CHOICE_SCHEMA)] = Field(
         None,
-        description="`none`, `auto`, `required`, one function by name, or `allowed_tools`; auto "
-        "where there are tools. With none, the prompt has no tools.",
+        description="`none`, `auto`, `required`, a function by name, or `allowed_tools`; default: "
+        "`auto` if there are tools. With `none` the prompt contains no tools.",
     )
     parallel_tool_calls: bool = Field(True, description="Allow several calls in one answer.")
     reasoning_effort: Effort | None = Field(
@@ -76,17 +76,17 @@ class ChatCompletionRequest(SamplingFields, Conversation):
         None, description="With stream: `include_usage` and `continuous_usage_stats`."
     )
     echo: bool = Field(
-        False, description="Begin the answer with the last message if it is the assistant's."
+        False, description="If the last message is the assistant's, begin the answer with it."
     )
     truncate_prompt_tokens: Annotated[Int, Bounds(-1, MAX_INT, "-1 keeps all that fit")] | None = (
         Field(
             None,
-            description="Keep only this many of the prompt's last tokens; -1: all that fit.",
+            description="Keep only the last N tokens of the prompt; -1: as many as fit.",
             json_schema_extra=NOT_ZERO,
         )
     )
     return_tokens_as_token_ids: bool = Field(
-        False, description="Write the tokens of log probabilities as `token_id:ID`."
+        False, description="Write tokens in log probabilities as `token_id:ID`."
     )
     return_token_ids: bool = Field(
         False, description="Return `prompt_token_ids` and each choice's `token_ids`."

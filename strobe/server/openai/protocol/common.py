@@ -310,9 +310,11 @@ class StreamOptions(RequestModel):
     schema_key: ClassVar[str] = "stream_options"
     path: ClassVar[str] = "stream_options"
 
-    include_usage: bool = Field(False, description="A last chunk with the usage and no choices.")
+    include_usage: bool = Field(
+        False, description="Add a last chunk with the usage and no choices."
+    )
     continuous_usage_stats: bool = Field(
-        False, description="The usage so far in every chunk; needs include_usage."
+        False, description="Report the usage so far in every chunk; requires include_usage."
     )
 
     def check(self) -> None:

@@ -38,55 +38,55 @@ class CompletionRequest(SamplingFields):
     schema_key: ClassVar[str] = "completions"
 
     prompt: Annotated[Any, WithJsonSchema(PROMPT_SCHEMA)] = Field(
-        None, description="A text, a list of texts, token ids, or a list of lists of token ids."
+        None, description="A string, a list of strings, token ids, or a list of lists of token ids."
     )
     prompt_token_ids: Annotated[Any, WithJsonSchema(PROMPT_IDS_SCHEMA)] = Field(
-        None, description="Token ids in place of prompt."
+        None, description="Token ids instead of prompt."
     )
     n: Count = Field(
-        1, description="Answers per prompt, sampled independently even under one seed."
+        1, description="Number of answers per prompt, sampled independently even with one seed."
     )
     best_of: Count | None = Field(
         None,
-        description="Answers generated per prompt, of which the n with the highest mean log "
-        "probability per token are returned; not in a stream unless equal to n.",
+        description="Number of answers to generate per prompt; the n with the highest mean log "
+        "probability per token are returned. Not in a stream, unless equal to n.",
     )
     max_tokens: Annotated[Int, Bounds(0, MAX_INT, "leave it out for 16")] = Field(
         16,
-        description="Maximum number of tokens to generate; 0 with echo or prompt_logprobs: the "
-        "prompt alone.",
+        description="Maximum number of tokens to generate; with echo or prompt_logprobs, 0 returns "
+        "the prompt alone.",
     )
     logprobs: LogprobCount | None = Field(
         None,
-        description="Log probabilities of the answer's tokens and this many most probable tokens "
-        "per position, 0 to 20; with echo, of the prompt's as well.",
+        description="Return the log probabilities of the answer's tokens and of this many top "
+        "tokens per position, 0 to 20; with echo, also for the prompt.",
     )
     prompt_logprobs: LogprobCount | None = Field(
         None,
-        description="Log probabilities of the prompt's tokens and this many most probable tokens "
-        "per position, 0 to 20; not in a stream.",
+        description="Return the log probabilities of the prompt's tokens and of this many top "
+        "tokens per position, 0 to 20; not in a stream.",
     )
     echo: bool = Field(False, description="Begin the text with the prompt.")
     response_format: FormatField = Field(
         None,
         description="`text`, `json_object`, or `json_schema` with `json_schema.schema`, which is "
-        "always held strictly.",
+        "always enforced strictly.",
     )
     stream_options: StreamOptions | None = Field(
         None, description="With stream: `include_usage` and `continuous_usage_stats`."
     )
     add_special_tokens: bool = Field(
-        True, description="Add the tokenizer's special tokens to a text prompt."
+        True, description="Add the tokenizer's special tokens to a string prompt."
     )
     truncate_prompt_tokens: Annotated[Int, Bounds(-1, MAX_INT, "-1 keeps all that fit")] | None = (
         Field(
             None,
-            description="Keep only this many of the prompt's last tokens; -1: all that fit.",
+            description="Keep only the last N tokens of the prompt; -1: as many as fit.",
             json_schema_extra=NOT_ZERO,
         )
     )
     return_tokens_as_token_ids: bool = Field(
-        False, description="Write the tokens of log probabilities as `token_id:ID`."
+        False, description="Write tokens in log probabilities as `token_id:ID`."
     )
     return_token_ids: bool = Field(
         False, description="Return each choice's `prompt_token_ids` and `token_ids`."

@@ -49,17 +49,17 @@ class Conversation(RequestModel):
     )
     chat_template: str | None = Field(
         None,
-        description="A Jinja chat template in place of the model's own, where the server was "
+        description="A Jinja chat template to use instead of the model's own; requires a server "
         "started with --trust-request-chat-template.",
     )
     chat_template_kwargs: TemplateVariables | None = Field(
         None, description='Variables for the chat template, such as {"enable_thinking": false}.'
     )
     add_generation_prompt: bool = Field(
-        True, description="End the prompt where the assistant's message begins."
+        True, description="End the prompt with the start of an assistant message."
     )
     continue_final_message: bool = Field(
-        False, description="Continue the last message instead of beginning a new one."
+        False, description="Continue the last message instead of starting a new one."
     )
     add_special_tokens: bool = Field(
         False, description="Add the tokenizer's special tokens to the rendered chat template."

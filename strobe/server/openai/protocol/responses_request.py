@@ -58,14 +58,14 @@ class ResponsesPrompt(RequestModel):
     """The fields that make up the prompt. `to_chat` returns them as a chat request."""
 
     input: Annotated[Any, WithJsonSchema(INPUT_SCHEMA)] = Field(
-        description="A text, or a list of items: `message`, `function_call`, "
+        description="A string, or a list of items: `message`, `function_call`, "
         "`function_call_output` and `reasoning`."
     )
     instructions: str | None = Field(
         None, description="The system message, for this response only."
     )
     previous_response_id: str | None = Field(
-        None, description="A stored response, whose conversation goes before input."
+        None, description="Id of a stored response whose conversation precedes input."
     )
     tools: Annotated[list[Any], WithJsonSchema(FLAT_TOOLS_SCHEMA)] | None = Field(
         None,
@@ -74,14 +74,14 @@ class ResponsesPrompt(RequestModel):
     )
     tool_choice: Annotated[Any, WithJsonSchema(FLAT_CHOICE_SCHEMA)] = Field(
         None,
-        description="`none`, `auto`, `required`, one function by name, or `allowed_tools`; auto "
-        "where there are tools. With none, the prompt has no tools.",
+        description="`none`, `auto`, `required`, a function by name, or `allowed_tools`; default: "
+        "`auto` if there are tools. With `none` the prompt contains no tools.",
     )
     parallel_tool_calls: bool = Field(True, description="Allow several calls in one answer.")
     text: Annotated[Any, WithJsonSchema(TEXT_SCHEMA)] = Field(
         None,
         description="`format`: `text`, `json_object`, or `json_schema` with `schema`, which is "
-        "always held strictly.",
+        "always enforced strictly.",
     )
     reasoning: Annotated[Any, WithJsonSchema(REASONING_SCHEMA)] = Field(
         None,
@@ -90,7 +90,7 @@ class ResponsesPrompt(RequestModel):
     )
     chat_template: str | None = Field(
         None,
-        description="A Jinja chat template in place of the model's own, where the server was "
+        description="A Jinja chat template to use instead of the model's own; requires a server "
         "started with --trust-request-chat-template.",
     )
     chat_template_kwargs: TemplateVariables | None = Field(
@@ -187,28 +187,25 @@ class ResponsesRequest(SamplingFields, ResponsesPrompt):
 
     schema_key: ClassVar[str] = "responses"
 
-    store: bool = Field(
-        True, description="Store the response, so that it can be continued or read again."
-    )
-    metadata: dict[str, str] | None = Field(None, description="Texts echoed in the response.")
+    store: bool = Field(True, description="Store the response, to retrieve or continue it later.")
+    metadata: dict[str, str] | None = Field(None, description="Strings that the response repeats.")
     max_output_tokens: (
         Annotated[Int, Bounds(1, MAX_INT, "leave it out for all that fit")] | None
     ) = Field(
         None,
-        description="Maximum number of tokens to generate, reasoning included; all that fit "
-        "otherwise.",
+        description="Maximum number of tokens to generate, reasoning included; default: as many "
+        "as fit.",
     )
     top_logprobs: LogprobCount | None = Field(
         None,
-        description=f"With {LOGPROBS} in include: number of most probable tokens per position, 0 "
-        "to 20.",
+        description=f"With {LOGPROBS} in include: number of top tokens per position, 0 to 20.",
     )
     include: Annotated[list[str], WithJsonSchema(INCLUDE_SCHEMA)] | None = Field(
         None,
         description=f"`{LOGPROBS}` asks for log probabilities; `{ENCRYPTED}` has no effect.",
     )
     stream_options: ResponsesStreamOptions | None = Field(
-        None, description="Accepted; nothing in it has an effect."
+        None, description="Accepted; none of its fields has an effect."
     )
 
     def check(self) -> None:
@@ -281,7 +278,7 @@ class InputTokensRequest(ResponsesPrompt):
     schema_key: ClassVar[str] = "input_tokens"
 
     model: str | None = Field(
-        None, description="The name of the served model, as /v1/models lists it; any when left out."
+        None, description="The served model's name, as listed by /v1/models. Optional."
     )
 
     def check(self) -> None:

@@ -127,19 +127,19 @@ class SamplingFields(RequestModel):
     """The shared fields. `sampling` converts them to arguments of SamplingParams."""
 
     model: str | None = Field(
-        None, description="The name of the served model, as /v1/models lists it; any when left out."
+        None, description="The served model's name, as listed by /v1/models. Optional."
     )
     temperature: Annotated[float, Bounds(0, 100, "0 is greedy")] | None = Field(
         None, description="0 is greedy; 1 is the model's own distribution."
     )
     top_p: Annotated[float, Bounds(0, 1, "1 keeps every token", above=True)] | None = Field(
-        None, description="Keep the most probable tokens up to this mass; 1 is off."
+        None, description="Keep the top tokens up to this cumulative probability; 1 is off."
     )
     top_k: Annotated[Int, Bounds(-1, MAX_INT, "0 or -1 keeps every token")] | None = Field(
-        None, description="Keep only this many most probable tokens; 0 or -1 is off."
+        None, description="Keep only the k most probable tokens; 0 or -1 is off."
     )
     min_p: Annotated[float, Bounds(0, 1, "0 keeps every token")] | None = Field(
-        None, description="Drop tokens less probable than this share of the best; 0 is off."
+        None, description="Drop tokens less probable than this fraction of the top token; 0 is off."
     )
     seed: (
         Annotated[Int, Bounds(-(2**63), 2**63 - 1, "leave it out for the server's own")] | None
@@ -169,30 +169,28 @@ class SamplingFields(RequestModel):
         | None
     ) = Field(None, description="Only these token ids may be generated.")
     stop: Annotated[Texts, WithJsonSchema(STOP_SCHEMA)] = Field(
-        (), description="A text, or up to 64 texts, that end the answer and are cut from it."
+        (), description="A string, or up to 64 strings, that end the answer. They are cut from it."
     )
     stop_token_ids: TokenIds = Field((), description="Token ids that end the answer.")
-    include_stop_str_in_output: bool = Field(False, description="Keep the stop text in the answer.")
-    ignore_eos: bool = Field(False, description="The model's own end tokens do not end the answer.")
+    include_stop_str_in_output: bool = Field(False, description="Keep the stop string in the text.")
+    ignore_eos: bool = Field(False, description="Continue after the model's end tokens.")
     min_tokens: Annotated[Int, Bounds(0, MAX_INT, "0 asks for no minimum")] = Field(
         0, description="Minimum number of tokens before the answer may end."
     )
     skip_special_tokens: bool = Field(True, description="Leave special tokens out of the text.")
     structured_outputs: Annotated[Any, WithJsonSchema(STRUCTURED_OUTPUTS_SCHEMA)] = Field(
         None,
-        description="The form of the answer: exactly one of `json` (a schema), `json_object: "
-        "true`, `regex`, `choice` (a list of texts) and `grammar` (Lark or EBNF).",
+        description="Constrains the answer: exactly one of `json` (a schema), `json_object: true`, "
+        "`regex`, `choice` (a list of strings) and `grammar` (Lark or EBNF).",
     )
-    guided_json: SchemaField = Field(None, description="As `structured_outputs.json`.")
-    guided_regex: TextField = Field(None, description="As `structured_outputs.regex`.")
-    guided_choice: TextListField = Field(None, description="As `structured_outputs.choice`.")
-    guided_grammar: TextField = Field(None, description="As `structured_outputs.grammar`.")
-    regex: TextField = Field(None, description="As `structured_outputs.regex`.")
-    ebnf: TextField = Field(None, description="As `structured_outputs.grammar`.")
-    json_schema: SchemaField = Field(None, description="As `structured_outputs.json`.")
-    stream: bool = Field(
-        False, description="Answer with server-sent events as tokens are generated."
-    )
+    guided_json: SchemaField = Field(None, description="Same as `structured_outputs.json`.")
+    guided_regex: TextField = Field(None, description="Same as `structured_outputs.regex`.")
+    guided_choice: TextListField = Field(None, description="Same as `structured_outputs.choice`.")
+    guided_grammar: TextField = Field(None, description="Same as `structured_outputs.grammar`.")
+    regex: TextField = Field(None, description="Same as `structured_outputs.regex`.")
+    ebnf: TextField = Field(None, description="Same as `structured_outputs.grammar`.")
+    json_schema: SchemaField = Field(None, description="Same as `structured_outputs.json`.")
+    stream: bool = Field(False, description="Stream the answer as server-sent events.")
     request_id: (
         Annotated[
             str,
@@ -201,7 +199,7 @@ class SamplingFields(RequestModel):
         ]
         | None
     ) = Field(
-        None, description="The request's id in the response and the log; X-Request-Id otherwise."
+        None, description="The request's id in the response and the log; default: X-Request-Id."
     )
     timeout: (
         Annotated[float, Bounds(0, MAX_TIMEOUT, "leave it out for the server's own", above=True)]
@@ -212,17 +210,17 @@ class SamplingFields(RequestModel):
         | None
     ) = Field(
         None,
-        description="false, true, or `method` and `num_drafts` (tokens drafted in a step); the "
-        "server's own when left out. It never changes the answer.",
+        description="false, true, or an object with `method` and `num_drafts` (drafts per step); "
+        "default: the server's settings. It never changes the answer.",
     )
     priority: Annotated[Int, Bounds(-MAX_INT, MAX_INT, "0 is usual")] = Field(
         0, description="Requests with a lower number run first and are preempted last."
     )
     cache_salt: Annotated[str, WithJsonSchema(TEXT_SCHEMA)] | None = Field(
-        None, description="Only requests with the same text share cached prefixes."
+        None, description="Only requests with the same salt share cached prefixes."
     )
     include_speculation: bool = Field(
-        False, description="Report in the response how the answer was drafted."
+        False, description="Report speculation statistics in the response."
     )
 
     _constraint: Constraint | None = None

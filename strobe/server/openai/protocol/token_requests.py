@@ -17,16 +17,16 @@ class TokenizeRequest(Conversation):
     schema_key: ClassVar[str] = "tokenize"
 
     model: str | None = Field(
-        None, description="The name of the served model, as /v1/models lists it; any when left out."
+        None, description="The served model's name, as listed by /v1/models. Optional."
     )
-    prompt: str | None = Field(None, description="A text.")
-    messages: Messages | None = Field(None, description="A conversation in place of prompt.")
+    prompt: str | None = Field(None, description="A string.")
+    messages: Messages | None = Field(None, description="A conversation instead of prompt.")
     add_special_tokens: bool = Field(
         False,
-        description="Add the tokenizer's special tokens; when left out, true for a prompt and "
-        "false for messages.",
+        description="Add the tokenizer's special tokens; default: true for a prompt, false for "
+        "messages.",
     )
-    return_token_strs: bool = Field(False, description="Return each token's text as well.")
+    return_token_strs: bool = Field(False, description="Also return each token's text.")
 
     def check(self) -> None:
         super().check()
@@ -74,7 +74,7 @@ class DetokenizeRequest(RequestModel):
     schema_key: ClassVar[str] = "detokenize"
 
     model: str | None = Field(
-        None, description="The name of the served model, as /v1/models lists it; any when left out."
+        None, description="The served model's name, as listed by /v1/models. Optional."
     )
     tokens: TokenIds = Field(description="Token ids.")
 
