@@ -47,7 +47,7 @@ def head(figures: Figures) -> list[str]:
     return [
         f"Target {pair['target']} ({pair['architecture']}, {pair['layers']} layers, hidden size "
         f"{pair['hidden_size']}), drafter {pair['draft'] or 'none'}{drafts}.",
-        f"{sampling[:1].upper()}{sampling[1:]}, at most {settings['max_tokens']} tokens, "
+        f"{sampling[:1].upper()}{sampling[1:]}, up to {settings['max_tokens']} tokens, "
         f"{thinking} thinking{' (demo: every other pair of tasks)' if demo else ''}.",
         f"{figures['device']}, {figures['threads']} threads, {figures['dtype']}, torch "
         f"{figures['versions']['torch']}.",
@@ -102,7 +102,7 @@ def _expected(figures: Figures) -> Section:
         )
         for check in figures["expected"]
     ]
-    columns = ("data set", "c", "figure", "expected", "factor", "at least", "measured", "met")
+    columns = ("data set", "c", "figure", "expected", "factor", "minimum", "measured", "met")
     sources = ", ".join(dict.fromkeys(check["source"] for check in figures["expected"]))
     return Section("Compared with expected figures", columns, rows, f"From: {sources}.")
 
@@ -126,8 +126,8 @@ def _acceptance(figures: Figures) -> Section:
                "mean of answers", "tokens/step", "drafts, %")  # fmt: skip
     note = (
         "Acceptance length: 1 + accepted drafts / verify steps, over all answers together; mean of "
-        "answers: the mean of each answer's own; tokens/step: the answers' tokens without their "
-        "first ones, per verify step; drafts: share of verified drafts that were accepted."
+        "answers: the mean of the answers' acceptance lengths; tokens/step: tokens per verify "
+        "step, without each answer's first token; drafts: accepted per verified draft."
     )
     return Section("Acceptance", columns, rows, note)
 
@@ -180,7 +180,7 @@ def _speed(figures: Figures) -> Section:
         for name, cells in by_name.items()
     ]
     columns = ("data set", *(f"c = {count}" for count in counts))
-    note = "Tokens per second with speculation divided by without, prompts included."
+    note = "Tokens/s with speculation divided by tokens/s without, prefill included."
     return Section("Speed-up", columns, rows, note)
 
 
