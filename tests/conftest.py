@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Print how to repeat a random order; -q hides the header that says so."""
+    """Print the options that repeat a random test order, which -q hides from the header."""
     if config.getoption("random_order_enabled", False):
         seed = config.getoption("random_order_seed").removeprefix("default:")
         terminalreporter.write_line(f"in random order: --random-order --random-order-seed={seed}")

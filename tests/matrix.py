@@ -122,7 +122,7 @@ forwards."""
 
 
 def _few(combinations: Sequence[Combination], count: int) -> list[Combination]:
-    """Choose greedily the combinations with the most pairs of values not chosen yet."""
+    """Greedily choose the combinations that cover the largest number of missing pairs."""
     remaining, chosen, seen = list(combinations), list[Combination](), set[Any]()
     for _ in range(count):
         best = max(remaining, key=lambda c: (c.preempts and not chosen, len(pairs_of(c) - seen)))

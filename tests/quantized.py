@@ -1,4 +1,4 @@
-"""Checkpoints in block-wise FP8, made from others by a transcription of the format."""
+"""Block-wise FP8 checkpoints, converted from others by a transcription of the format."""
 
 from __future__ import annotations
 

@@ -447,7 +447,7 @@ def compare(
         getattr(findings, kind).append(
             f"seed {seed}, wave {wave}, {setup.family}: {problem}\n  {asdict(setup)}\n  {spec}, "
             f"sibling {sibling}\n  plain {plain.tokens} {plain.finish_reason}\n"
-            f"  found {actual.tokens} {actual.finish_reason}"
+            f"  actual {actual.tokens} {actual.finish_reason}"
         )
 
     expected, aborted = plain.tokens, actual.finish_reason == "abort"

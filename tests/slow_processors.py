@@ -42,7 +42,7 @@ def without(row: Sequence[float], banned: Collection[int]) -> list[float]:
 
 
 def within(row: Sequence[float], allowed: Collection[int]) -> list[float]:
-    """Keep the tokens that a grammar allows; if none is left, all of them, equally likely."""
+    """Keep the tokens that a grammar allows; if none remains, all of them with equal logits."""
     changed = [x if token in allowed else -math.inf for token, x in enumerate(row)]
     if max(changed) > -math.inf:
         return changed

@@ -1,4 +1,4 @@
-"""Rules that a machine can check: who may import whom, and the size of files and functions."""
+"""Architecture rules: allowed imports, and the size of files, functions and the core."""
 
 from __future__ import annotations
 

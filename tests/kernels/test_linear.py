@@ -442,7 +442,7 @@ def test_table_round_trips_through_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("fp8", [False, True])
 def test_guesses_fit_into_shared_memory(bucket: int, dtype: torch.dtype, fp8: bool) -> None:
-    """And split K into ranges of at least four blocks."""
+    """They also split K into ranges of four or more blocks."""
     for n, k, gated in ((6144, 4096, False), (24576, 4096, True), (1000, 136, False)):
         gemm = Gemm(n, k, dtype, fp8=fp8, gated=gated)
         config = guess(gemm, bucket)

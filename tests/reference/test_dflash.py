@@ -135,7 +135,7 @@ SAMPLING = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
 
 @dataclass(frozen=True)
 class Schedule:
-    """Engine options; rounds: how often the same prompts run."""
+    """Engine options; rounds: the number of times the prompts run."""
 
     options: dict[str, Any] = field(default_factory=dict)
     rounds: int = 1

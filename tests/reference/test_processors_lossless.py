@@ -276,7 +276,7 @@ class GrammarReader:
 
 def check_tokens(reader: Reader, job: Job, sibling: int, output: list[int]) -> tuple[int, int]:
     """Check that each token follows from transformers' logits, slow processors and the noise;
-    return the number of tokens and how many were too near a tie to check."""
+    return the number of tokens, and of those too near a tie to check."""
     prompt, sampling = job
     ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else EOS_IDS)}
     key = noise_key(sampling.seed or 0, sibling) % 2**64

@@ -72,7 +72,7 @@ def reduced_draft(small: tuple[Any, Path, Path], tmp_path_factory: pytest.TempPa
 def answers(
     engine: Engine, sampling: SamplingParams, prompt: Sequence[int]
 ) -> Counter[tuple[int, ...]]:
-    """Sample ANSWERS siblings; return how often each answer occurred."""
+    """Sample ANSWERS siblings; return the count of each answer."""
     requests = engine.add_prompt(prompt, sampling.clone(n=ANSWERS), seed=5)
     while engine.has_work:
         engine.step()

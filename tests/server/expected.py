@@ -1,4 +1,4 @@
-"""Checks of a request's answers that do not depend on how they were served."""
+"""Checks of a request's answers, whichever way they were served."""
 
 from __future__ import annotations
 

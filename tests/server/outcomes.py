@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass
 class AnswerResult:
-    """One answer. logprobs: (token, its value, the most probable tokens' values); calls: (name,
+    """One answer. logprobs: (token, its value, the top tokens' values); calls: (name,
     arguments); steps: in a stream, each verify step's report."""
 
     text: str = ""

@@ -40,7 +40,7 @@ def test_retry_after_follows_answer_time_within_bounds(every: float, answers: in
 
 
 def test_retry_after_counts_only_the_last_minute():
-    """Two answers a second, most of which a pause makes too old."""
+    """Two answers per second, then a pause after which nearly all of them are too old."""
     clock = Clock()
     pace = RetryEstimator(clock)
     for _ in range(20):

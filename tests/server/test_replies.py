@@ -1,4 +1,4 @@
-"""The whole application without an engine: how responses end, and the access log."""
+"""The whole application without an engine: the ends of responses, and the access log."""
 
 from __future__ import annotations
 

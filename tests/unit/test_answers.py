@@ -94,7 +94,7 @@ def slow(
 def test_collected_answer_equals_streamed_one(
     tokenizer: Tokenizer, reason: str, skip: bool, include: bool
 ):
-    """Text made at the end, and text made token by token, with an end token and without one."""
+    """Text decoded at the end and token by token, with an end token and without one."""
     rng = random.Random(repr((reason, skip, include)))
     params = SamplingParams(
         skip_special_tokens=skip, include_stop_str_in_output=include, logprobs=1

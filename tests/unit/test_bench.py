@@ -230,7 +230,7 @@ def test_step_accepts_directories_with_only_a_config(
 
 
 def test_step_holds_one_engine_at_a_time(main: Callable[..., Any], monkeypatch: pytest.MonkeyPatch):
-    """Two would not fit: each takes most of a GPU's memory for keys and values."""
+    """Two would not fit into a GPU's memory next to each other."""
     engines: list[weakref.ref[Engine]] = []
     alive: list[int] = []
 

@@ -56,7 +56,7 @@ def answers(outputs: Sequence[RequestOutput]) -> list[list[int]]:
 
 
 def seen(answer: CompletionOutput) -> tuple[Any, ...]:
-    """Return what distinguishes two answers, except how they were drafted."""
+    """Return the parts of an answer that must not depend on drafting."""
     return answer.text, answer.token_ids, answer.finish_reason, answer.stop_reason
 
 

@@ -1,4 +1,4 @@
-"""How likely drafts of prompt lookup are to be right, and when they go before the drafter's."""
+"""Acceptance probabilities of prompt-lookup drafts, and the choice between them and the drafter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RATE = PolicyConfig().chain_rate
 
 
 class Chains:
-    """What a policy knows of chains of up to 4 drafts."""
+    """A policy's statistics on chains of up to 4 drafts."""
 
     def __init__(self) -> None:
         self.table = DraftChances((4,), RATE, PolicyConfig().table_prior)
@@ -75,57 +75,58 @@ def test_chain_counts_fade():
     assert chains.chances(4)[0] == pytest.approx(RATE)
 
 
-class Front:
-    """Requests with a drafter and a chain each; both are right as often as is said."""
+class PolicyRun:
+    """A policy for requests that each have a drafter and a chain, with scripted results."""
 
-    def __init__(self, count: int, row: float = 0.1):
+    def __init__(self, count: int, row_ms: float = 0.1):
         self.policy = AdaptiveDraftPolicy((3,), (4,), self.steps, 64, count)
-        self.policy.costs = StepCosts({4: 1.0, 16: 1.5}, {1: 5.0, 101: 5.0 + 100 * row})
-        asked = [Request(f"{i}", [1], SamplingParams(), seed=0) for i in range(count)]
+        self.policy.costs = StepCosts({4: 1.0, 16: 1.5}, {1: 5.0, 101: 5.0 + 100 * row_ms})
+        requests = [Request(f"{i}", [1], SamplingParams(), seed=0) for i in range(count)]
         chain = DraftChain((5, 5, 5), 3)
-        self.candidates = [Candidate(one, 3, True, i, chain) for i, one in enumerate(asked)]
-        self.first = self.run(3, 3, 70)
+        self.candidates = [Candidate(r, 3, True, i, chain) for i, r in enumerate(requests)]
+        self.first_steps = self.take_steps(3, 3, 70)
 
     @staticmethod
-    def steps(count: int, some: int, most: int) -> list[tuple[int, int]]:
-        return [(some * most, count + some * most)]
+    def steps(count: int, num_drafting: int, max_drafts: int) -> list[tuple[int, int]]:
+        num_drafts = num_drafting * max_drafts
+        return [(num_drafts, count + num_drafts)]
 
-    def run(self, drafted: int, looked_up: int, steps: int) -> list[list[bool]]:
-        """What was chained, where blocks keep `drafted` and chains `looked_up` drafts; the first
-        blocks are the drafter's."""
-        found: list[list[bool]] = []
+    def take_steps(self, block_accepted: int, chain_accepted: int, steps: int) -> list[list[bool]]:
+        """Return, for each step and request, whether its chain was verified instead of a block.
+        Steps accept so many drafts of a block or of a chain."""
+        use_chain: list[list[bool]] = []
         for _ in range(steps):
-            allotted = self.policy.plan(self.candidates, BatchLoad(len(self.candidates), 0, 0))
-            chained = allotted.use_chain or [bool(one.chain.tokens) for one in self.candidates]
-            spans, kept = list[Span](), list[int]()
-            for i, (own, n) in enumerate(zip(chained, allotted.max_drafts, strict=True)):
-                tokens, method = ((7,) + (5,) * n, None) if own else ((TAIL,), "dflash")
+            draft_plan = self.policy.plan(self.candidates, BatchLoad(len(self.candidates), 0, 0))
+            chained = draft_plan.use_chain or [bool(c.chain.tokens) for c in self.candidates]
+            spans, accepted = list[Span](), list[int]()
+            for i, (by_chain, n) in enumerate(zip(chained, draft_plan.max_drafts, strict=True)):
+                tokens, method = ((7,) + (5,) * n, None) if by_chain else ((TAIL,), "dflash")
                 spans.append(Span(i, 9, 9, tokens, n, method if n else None, 1 + n))
-                kept.append(min(looked_up if own else drafted, n))
-            margins = [[9.0 if k < drafted else 0.0 for k in range(3)]] * len(spans)
-            self.policy.observe(Plan(tuple(spans)), StepResult([], kept, margins=margins))
-            found.append(chained)
-        return found
+                accepted.append(min(chain_accepted if by_chain else block_accepted, n))
+            margins = [[9.0 if k < block_accepted else 0.0 for k in range(3)]] * len(spans)
+            self.policy.observe(Plan(tuple(spans)), StepResult([], accepted, margins=margins))
+            use_chain.append(chained)
+        return use_chain
 
 
 def test_chain_replaces_the_block_when_more_is_expected():
-    front = Front(2)
-    found = front.run(drafted=0, looked_up=3, steps=60)
-    assert found[-1] == [True, True]
-    allotted = front.policy.plan(front.candidates, BatchLoad(2, 0, 0))
-    assert allotted.max_drafts == [3, 3], "and the drafter does not run"
-    better = front.run(drafted=3, looked_up=0, steps=200)
-    assert better[-1] == [False, False]
+    run = PolicyRun(2)
+    use_chain = run.take_steps(block_accepted=0, chain_accepted=3, steps=60)
+    assert use_chain[-1] == [True, True]
+    draft_plan = run.policy.plan(run.candidates, BatchLoad(2, 0, 0))
+    assert draft_plan.max_drafts == [3, 3], "and the drafter does not run"
+    use_chain = run.take_steps(block_accepted=3, chain_accepted=0, steps=200)
+    assert use_chain[-1] == [False, False]
 
 
 def test_drafter_is_tried_first_despite_chains():
-    front = Front(2)
-    assert sum(len(drafted) - sum(drafted) for drafted in front.first) >= 64
+    run = PolicyRun(2)
+    assert sum(len(use_chain) - sum(use_chain) for use_chain in run.first_steps) >= 64
 
 
 def test_chain_drafts_below_the_row_price_are_not_verified():
-    cheap, dear = Front(1), Front(1, row=4.0)
-    for front in (cheap, dear):
-        front.candidates = [one._replace(on_device=False) for one in front.candidates]
+    cheap, expensive = PolicyRun(1), PolicyRun(1, row_ms=4.0)
+    for run in (cheap, expensive):
+        run.candidates = [candidate._replace(on_device=False) for candidate in run.candidates]
     assert cheap.policy.plan(cheap.candidates, BatchLoad(1, 0, 0)).max_drafts == [3]
-    assert dear.policy.plan(dear.candidates, BatchLoad(1, 0, 0)).max_drafts[0] < 3
+    assert expensive.policy.plan(expensive.candidates, BatchLoad(1, 0, 0)).max_drafts[0] < 3

@@ -13,7 +13,7 @@ from strobe.runner.memory import scratch_bytes
 
 
 def test_grammar_buffers_fit_narrow_steps():
-    """A captured feature takes its rows of two steps, and those of the persistent buffer."""
+    """A captured feature takes the rows of two steps and of the persistent buffer."""
     decoder = load_target_config(Path(DEMO_MODELS) / "target").decoder
     limits = Limits(4096, 256, 2048, 3, 16, drafter_block_size=16)
     sizes = [scratch_bytes(limits, decoder, features, torch.bfloat16) for features in (0, 1)]

@@ -262,8 +262,8 @@ def check_distribution(tokens: Tensor, probs: list[float]) -> None:
 
 
 def agreement(p: list[float], q: list[float]) -> float:
-    """Return how often races by p and q with the same noise have the same winner (Moulton and
-    Jiang, arXiv 1809.04052)."""
+    """Return the probability that races by p and q with the same noise have the same winner
+    (Moulton and Jiang, arXiv 1809.04052)."""
     pairs = list(zip(p, q, strict=True))
     both = [(a, b) for a, b in pairs if a > 0 and b > 0]
     return sum(1 / sum(max(x / a, y / b) for x, y in pairs) for a, b in both)

@@ -96,7 +96,7 @@ def store(pending: int = PENDING) -> StateStore:
 @pytest.mark.parametrize("accepted", range(PENDING))
 @pytest.mark.parametrize("prompt", [1, 3, 4, 9])
 def test_rejected_rows_leave_no_trace(accepted: int, prompt: int):
-    """State and outputs after partly accepted blocks equal those of the tokens alone, up to the
+    """State and outputs after partly accepted blocks equal a run of the tokens alone, up to the
     rounding of vectorized code."""
     rows, cut, alone = Rows(), store(), store()
     true = list(range(40))
@@ -148,7 +148,7 @@ def test_chunking_changes_nothing(cuts: list[int]):
 
 @pytest.mark.parametrize("count", [FEW + 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK - 2])
 def test_chunks_match_rows(count: int):
-    """Repeated keys, too: they make the changes of a chunk's rows depend on each other most."""
+    """Includes repeated keys, which make a chunk's changes depend on each other the most."""
     noise = torch.Generator().manual_seed(count)
     q, k = torch.nn.functional.normalize(torch.randn(2, 2, count, 3, 8, generator=noise), dim=-1)
     k[:, count // 3 : count // 2] = k[:, :1]

@@ -93,7 +93,7 @@ def test_draft_matching_a_later_position_is_not_accepted():
 
 
 def test_drafts_at_context_end_are_not_accepted():
-    """A token may take position LIMIT - 1 at most."""
+    """LIMIT - 1 is a token's last possible position."""
     sampled, drafts = torch.tensor([[1, 2, 3, 9]] * 4), torch.tensor([[1, 2, 3]] * 4)
     starts = [LIMIT - n for n in (5, 4, 3, 1)]
     assert verify(sampled, drafts, starts=starts).tolist() == [3, 3, 2, 0]
