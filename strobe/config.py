@@ -84,7 +84,7 @@ class EngineConfig:
     )
     adaptive: bool = option(
         True,
-        "Draft and verify as many tokens per step as measured to be fastest, num_drafts at most; "
+        "Choose the numbers of tokens to draft and verify by measured speed, up to num_drafts; if "
         "off, always num_drafts.",
     )
     draft_sample_method: Literal["greedy", "probabilistic"] = option(

@@ -33,7 +33,7 @@ _WARPS = 4  # of a program of the delta rule
 
 
 def values_of(count: int) -> int:
-    """Return how many of a head's value channels a program computes, fewer for few sequences."""
+    """Return the number of a head's value channels per program, lower for few sequences."""
     return 32 if count < 4 else 64
 
 

@@ -50,7 +50,7 @@ def _linear(x: Tensor, linear: Linear, of_pair: Tensor, ends: Tensor) -> Tensor:
 def grouped_gemm(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """x [P, K], weights [E, N, K] -> [P, N]: rows ends[e - 1] .. ends[e] times weights[e].
 
-    ends [E] int32, on x's device: nothing is asked of the host on a GPU.
+    ends [E] int32, on x's device, so that a GPU does not wait for the host.
     """
     if _has_grouped(x):
         return F.grouped_mm(x, weights.transpose(1, 2), offs=ends)
@@ -58,9 +58,9 @@ def grouped_gemm(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 
 def _has_grouped(x: Tensor) -> bool:
-    """Whether torch has a grouped GEMM that suits: on a GPU its own is one for bfloat16 on
-    compute capability 9.0 and 10.x, and elsewhere a loop that waits for the device."""
-    if x.shape[1] * x.element_size() % 16:  # rows must begin at such addresses
+    """Whether torch's grouped GEMM serves: on a GPU it is a kernel for bfloat16 on compute
+    capability 9.0 and 10.x, and otherwise a loop that waits for the device."""
+    if x.shape[1] * x.element_size() % 16:  # rows must be aligned to 16 bytes
         return False
     if x.device.type != "cuda":
         return x.device.type == "cpu"
@@ -69,18 +69,18 @@ def _has_grouped(x: Tensor) -> bool:
 
 
 def blocked_gemm(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """`grouped_gemm` in operations that every device and dtype has: rows laid out in blocks that
-    belong to one expert each, the last of an expert's filled up, times gathered weights.
+    """`grouped_gemm` by operations that every device and dtype has: rows in blocks of one expert
+    each, each expert's last block padded, times gathered weights.
 
-    There are at most as many blocks as rows, and at most P / B + E (B - 1) / B of B rows each,
-    which the host knows without asking for `ends`.
+    The number of blocks is bounded by the rows and by P / B + E (B - 1) / B, for blocks of B
+    rows, so the host needs no value of `ends`.
     """
     rows, count = x.shape[0], weights.shape[0]
     size = block_rows(rows, count)
     number = min(rows, (rows + count * (size - 1)) // size)
     ends = ends.long()
     begins = F.pad(ends, (1, 0))[:-1]
-    last = torch.cumsum((ends - begins + size - 1) // size, 0)  # block behind an expert's
+    last = torch.cumsum((ends - begins + size - 1) // size, 0)  # the block after each expert's
     first = F.pad(last, (1, 0))[:-1]
     blocks = torch.arange(number, device=x.device)
     expert = torch.searchsorted(last, blocks, right=True).clamp(max=count - 1)
@@ -102,7 +102,7 @@ def _split(cells: Tensor, expert: Tensor, step: int) -> Iterable[tuple[Tensor, T
 
 
 def block_rows(rows: int, experts: int) -> int:
-    """Rows of a block: about as many as an expert has, a power of two up to 64."""
+    """Return the rows of a block: an expert's average, as a power of two up to 64."""
     size = 1
     while size < 64 and 2 * size * experts <= rows:
         size *= 2

@@ -139,7 +139,7 @@ class ResponseCounter:
 
 @dataclass
 class _Exchange:
-    """A response as the access log sees it: its status, its body's bytes, how it ended."""
+    """A response's figures for the access log: status, bytes of the body, and kind of end."""
 
     status: int = 500
     sent: int = 0

@@ -53,7 +53,7 @@ POSTS: dict[Handler, Post] = {
         answers.ChatCompletion,
     ),
     completions: Post(
-        "/v1/completions", "The continuation of a text.", CompletionRequest, answers.Completion
+        "/v1/completions", "The continuation of a prompt.", CompletionRequest, answers.Completion
     ),
     responses: Post(
         "/v1/responses",

@@ -110,7 +110,7 @@ class _Uvicorn(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or ():
-            listener.listen(_BACKLOG)  # uvicorn's `backlog` is also how many it accepts at a time
+            listener.listen(_BACKLOG)  # uvicorn also accepts `backlog` connections at a time
 
 
 class Server:

@@ -113,7 +113,7 @@ class ServerConfig:
     @model_validator(mode="after")
     def _check_together(self) -> ServerConfig:
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
-            raise ValueError("ssl_keyfile is given without ssl_certfile; give both.")
+            raise ValueError("ssl_keyfile is set without ssl_certfile; set both.")
         if self.root_path and not (self.root_path[0] == "/" != self.root_path[-1]):
             raise ValueError(
                 f"root_path is {self.root_path!r}, but must begin with / and not end with it."

@@ -180,7 +180,7 @@ def test_count_prompt_matches_message_prompt():
          "thinking.type", "says otherwise"),
         ({"output_config": {"effort": "much"}}, "output_config.effort", "one of"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type", "xml"),
-        ({"stop_sequences": ["x" * 1001]}, "stop_sequences", "stop_sequences holds a text"),
+        ({"stop_sequences": ["x" * 1001]}, "stop_sequences", "stop_sequences holds a string"),
         ({"stop_sequences": ["x"], "stop": "y"}, "stop", "together with stop_sequences"),
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers", "use tools"),
         ({"temprature": 1}, "temprature", "did you mean temperature"),

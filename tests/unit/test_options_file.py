@@ -74,7 +74,7 @@ def test_missing_options_file_is_a_one_line_error(tmp_path: Path):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"ssl_keyfile": "k"}, "ssl_keyfile is given without ssl_certfile"),
+        ({"ssl_keyfile": "k"}, "ssl_keyfile is set without ssl_certfile"),
         ({"root_path": "strobe"}, "root_path is 'strobe', but must begin with /"),
         ({"root_path": "/"}, "root_path is '/', but must"),
         ({"default_chat_template_kwargs": "[1]"}, "must be a JSON object"),

@@ -182,6 +182,6 @@ def progress() -> Generator[Any]:
 
 
 def write(path: str, figures: Figures) -> None:
-    """Write the figures as JSON if a path is given."""
+    """Write the figures as JSON, if a path is set."""
     if path:
         Path(path).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")

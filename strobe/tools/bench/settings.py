@@ -121,7 +121,7 @@ class LoadSettings:
     concurrency: str = option("1,8,32", "Requests at once, separated by commas.")
     rate: str = option(
         "", "Requests per second, arriving at random times, separated by commas; the largest "
-        "concurrency limits how many run at once."
+        "concurrency limits the requests in flight."
     )  # fmt: skip
     ways: str = option("plain,3,7,15,adaptive", "plain, adaptive and numbers of drafts.")
     traces: str = option(

@@ -1,4 +1,4 @@
-"""Recorded drafting: how many drafts are right at each place of real answers, and their margins.
+"""Recorded drafting: the correct drafts at each place of real answers, and the drafts' margins.
 
 A benchmark replays traces on models of any shape with random weights: the draft policy sees real
 margins and acceptance, while each step takes the time of these shapes.

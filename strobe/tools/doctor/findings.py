@@ -21,7 +21,7 @@ class Finding:
 @dataclass
 class Report:
     """The report on one pair. facts: by section; measured: acceptance with thinking off and on;
-    margins: for each position in the block, how likely drafts are to be right; variants: other
+    margins: for each position in the block, the probability that drafts are right; variants: other
     readings of the drafter's config; findings: in the order of the checks."""
 
     target: str

@@ -64,8 +64,8 @@ def measure_acceptance(
 def count_matching_drafts(
     engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int
 ) -> list[int]:
-    """Return, for each token of the answers, how many drafts of a block that starts there match
-    the answer. The engine must verify no drafts (DraftOnly)."""
+    """Return, for each token of the answers, the number of drafts of a block that starts there
+    and match the answer. The engine must verify no drafts (DraftOnly)."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     requests = [engine.add(list(prompt), params) for prompt in prompts]
     blocks: list[tuple[Request, int, list[int]]] = []

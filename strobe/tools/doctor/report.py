@@ -120,7 +120,7 @@ def _show_margins(console: Console, report: Report) -> None:
         table.add_row(title, *[f"{report.margins[i][name]:.2f}" for i in shown])
     console.print(table)
     console.print(
-        " margin m: how far a draft's logit is above the second largest; evidence: (m M^3)^(1/8), "
+        " margin m: a draft's logit minus the second largest; evidence: (m M^3)^(1/8), "
         "M the mean of its\n block's margins; low and high: the quartiles. Chance: about\n"
         " 1 / (1 + exp(-slope x evidence - intercept))",
         style="dim",

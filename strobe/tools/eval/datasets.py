@@ -1,7 +1,7 @@
 """The data sets: their sources, prompts and graders.
 
 The prompts are those of the DFlash paper's evaluation (z-lab's benchmark), so that its figures are
-comparable. mbpp-tests also shows the tests, since only they say what the function is called.
+comparable. mbpp-tests also shows the tests, since only they name the function.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from strobe.tools.train.data import Batch
 
 @dataclass
 class Acceptance:
-    """Verify steps, their committed tokens, and how many steps accepted the draft of each slot.
+    """Verify steps, their committed tokens, and the number of accepted drafts of each slot.
 
     An answer's first token comes from the prefill and counts for no step; the last step is cut at
     the answer's end.

@@ -85,7 +85,7 @@ def read_items(messages: Any, warnings: FieldWarnings) -> list[dict[str, Any]]:
             content = [{"type": "text", "text": content}]
         elif not isinstance(content, list | tuple) or not content:
             raise invalid_value(
-                f"{path}.content", content, "a text, or a list of one or more blocks"
+                f"{path}.content", content, "a string, or a list of one or more blocks"
             )
         for place, block in enumerate(content):
             item = _item(block, role, f"{path}.content[{place}]", warnings)
@@ -100,7 +100,7 @@ def read_texts(value: Any, path: str, warnings: FieldWarnings) -> str:
     if value is None or isinstance(value, str):
         return value or ""
     if not isinstance(value, list | tuple):
-        raise invalid_value(path, value, "a text, or a list of text blocks")
+        raise invalid_value(path, value, "a string, or a list of text blocks")
     blocks = [
         _block(entry, ("text",), f"{path}[{i}]", warnings)[1] for i, entry in enumerate(value)
     ]
@@ -162,9 +162,9 @@ def _block(
                     f"{path}.input", fields.get(name), "an object, the tool's arguments"
                 )
         elif not isinstance(fields.get(name), str):
-            raise invalid_value(f"{path}.{name}", fields.get(name), "a text")
+            raise invalid_value(f"{path}.{name}", fields.get(name), "a string")
     if fields.get("name") == "":
         raise invalid_value(f"{path}.name", "", "the name of a tool")
     if not isinstance(fields.get("signature", ""), str):
-        raise invalid_value(f"{path}.signature", fields["signature"], "a text")
+        raise invalid_value(f"{path}.signature", fields["signature"], "a string")
     return kind, fields

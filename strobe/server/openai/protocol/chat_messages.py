@@ -129,7 +129,7 @@ def read_message(message: Any, path: str, warnings: FieldWarnings) -> dict[str, 
                 )
     for name in ("name", "refusal", "reasoning_content", "reasoning", "tool_call_id"):
         if not isinstance(fields.get(name, ""), str):
-            raise invalid_value(f"{path}.{name}", fields[name], "a text")
+            raise invalid_value(f"{path}.{name}", fields[name], "a string")
     read: dict[str, Any] = {"role": "system" if role == "developer" else role}
     read["content"] = read_content(fields.get("content"), f"{path}.content", warnings)
     read |= {name: fields[name] for name in ("name", "tool_call_id") if name in fields}
@@ -137,7 +137,7 @@ def read_message(message: Any, path: str, warnings: FieldWarnings) -> dict[str, 
         read |= _assistant(fields, read["content"], path, warnings)
     if read["content"] is None and not (read.get("tool_calls") or read.get("reasoning_content")):
         raise FieldError(
-            f"{path}.content is missing; give a text, or a list of text parts.",
+            f"{path}.content is missing; give a string, or a list of text parts.",
             f"{path}.content",
             "missing_required_parameter",
         )
@@ -175,7 +175,7 @@ def read_content(content: Any, path: str, warnings: FieldWarnings) -> str | None
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
-        raise invalid_value(path, content, "a text, or a list of text parts")
+        raise invalid_value(path, content, "a string, or a list of text parts")
     return "\n".join(_part(part, f"{path}[{i}]", warnings) for i, part in enumerate(content))
 
 
@@ -195,7 +195,7 @@ def _part(part: Any, path: str, warnings: FieldWarnings) -> str:
     warnings += split.warnings
     text = split.fields.get(field)
     if not isinstance(text, str):
-        raise invalid_value(f"{path}.{field}", text, "a text")
+        raise invalid_value(f"{path}.{field}", text, "a string")
     return text
 
 
@@ -218,7 +218,7 @@ def _tool_call(call: Any, path: str, warnings: FieldWarnings) -> dict[str, Any]:
     if not isinstance(name, str) or not name:
         raise invalid_value(f"{path}.function.name", name, "the name of a function")
     if not isinstance(fields.get("id", ""), str):
-        raise invalid_value(f"{path}.id", fields["id"], "a text")
+        raise invalid_value(f"{path}.id", fields["id"], "a string")
     arguments = read_arguments(function.get("arguments"), f"{path}.function.arguments")
     read = {"type": "function", "function": {"name": name, "arguments": arguments}}
     return {"id": fields["id"], **read} if "id" in fields else read
@@ -231,7 +231,7 @@ def read_arguments(arguments: Any, path: str) -> dict[str, Any] | str:
     if isinstance(arguments, Mapping):
         return dict(arguments)
     if not isinstance(arguments, str):
-        raise invalid_value(path, arguments, "the JSON text of an object")
+        raise invalid_value(path, arguments, "a JSON string with an object")
     try:
         value = from_json(arguments, allow_inf_nan=False)
     except ValueError:

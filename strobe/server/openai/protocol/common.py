@@ -280,11 +280,11 @@ def texts(value: Any, path: str | None) -> tuple[str, ...]:
     """A single text or a list of texts, none of them empty. Raises FieldError."""
     listed = [value] if isinstance(value, str) else value
     if not isinstance(listed, list | tuple):
-        raise invalid_value(path, value, "a text or a list of texts")
+        raise invalid_value(path, value, "a string or a list of strings")
     for index, text in enumerate(listed):
         if not isinstance(text, str) or not text:
             place = path if isinstance(value, str) else f"{path}[{index}]"
-            raise invalid_value(place, text, "a text of one character or more")
+            raise invalid_value(place, text, "a string of one or more characters")
     return tuple(listed)
 
 

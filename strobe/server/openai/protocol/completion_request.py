@@ -141,7 +141,7 @@ class CompletionRequest(SamplingFields):
                 return [_ids(item, f"{path}[{i}]") for i, item in enumerate(prompt)]
             if path == "prompt" and all(isinstance(item, str) for item in prompt):
                 return list(prompt)
-        must = "a text, a list of texts, " if path == "prompt" else ""
+        must = "a string, a list of strings, " if path == "prompt" else ""
         raise invalid_value(path, prompt, f"{must}a list of token ids, or a list of such lists")
 
     def prompts(self) -> list[str | list[int]]:
@@ -153,7 +153,7 @@ class CompletionRequest(SamplingFields):
 
     @property
     def answers(self) -> int:
-        """How many answers to make per prompt; `n` of them are returned."""
+        """Number of answers to generate per prompt, of which `n` are returned."""
         return self.n if self.best_of is None else self.best_of
 
     def sampling(self, defaults: Mapping[str, Any]) -> dict[str, Any]:

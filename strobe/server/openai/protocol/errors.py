@@ -30,7 +30,7 @@ KINDS = {
     "float": "a number",
     "finite_number": "a finite number",
     "bool": "true or false",
-    "string": "a text",
+    "string": "a string",
     "list": "a list",
     "tuple": "a list",
     "dict": "an object",

@@ -77,7 +77,7 @@ def read_input(
     if isinstance(value, str):
         return [*messages, {"role": "user", "content": value}]
     if not isinstance(value, list | tuple) or not value:
-        raise invalid_value("input", value, "a text, or a list of one or more items")
+        raise invalid_value("input", value, "a string, or a list of one or more items")
     answer: dict[str, Any] | None = None
     for index, item in enumerate(value):
         path = f"input[{index}]"
@@ -139,7 +139,7 @@ def _item(item: Any, path: str, warnings: FieldWarnings) -> tuple[str, dict[str,
 def _call(fields: Mapping[str, Any], path: str) -> dict[str, Any]:
     for name in ("call_id", "name"):
         if not isinstance(fields.get(name), str):
-            raise invalid_value(f"{path}.{name}", fields.get(name), "a text")
+            raise invalid_value(f"{path}.{name}", fields.get(name), "a string")
     if not fields["name"]:
         raise invalid_value(f"{path}.name", "", "the name of a function")
     arguments = read_arguments(fields.get("arguments"), f"{path}.arguments")
@@ -152,7 +152,7 @@ def _output(fields: Mapping[str, Any], path: str, warnings: FieldWarnings) -> di
         raise invalid_value(f"{path}.call_id", fields.get("call_id"), "the id of a function call")
     content = read_content(fields.get("output"), f"{path}.output", warnings)
     if content is None:
-        raise invalid_value(f"{path}.output", None, "a text, or a list of text parts")
+        raise invalid_value(f"{path}.output", None, "a string, or a list of text parts")
     return {"role": "tool", "content": content, "tool_call_id": fields["call_id"]}
 
 
@@ -160,7 +160,7 @@ def _texts(fields: Mapping[str, Any], name: str, path: str) -> list[str]:
     """The texts of a list of parts."""
     parts = fields.get(name, ())
     if not isinstance(parts, list | tuple):
-        raise invalid_value(f"{path}.{name}", parts, "a list of texts")
+        raise invalid_value(f"{path}.{name}", parts, "a list of strings")
     texts: list[str] = []
     for index, part in enumerate(parts):
         text = part.get("text") if isinstance(part, Mapping) else None

@@ -208,7 +208,7 @@ def _format_type(value: Any, path: str) -> str:
 
 def _named_schema(fields: Mapping[str, Any], source: str, path: str) -> Constraint:
     if not isinstance(fields.get("name", ""), str):
-        raise invalid_value(f"{path}.name", fields["name"], "a text")
+        raise invalid_value(f"{path}.name", fields["name"], "a string")
     if not isinstance(fields.get("strict", False), bool):
         raise invalid_value(f"{path}.strict", fields["strict"], "true or false")
     if "schema" not in fields:
@@ -223,10 +223,10 @@ def _value(kind: str, value: Any, path: str) -> Any:
         return _schema(value, path)
     if kind == "choice":
         if not isinstance(value, list | tuple) or not value:
-            raise invalid_value(path, value, "a list of one or more texts")
+            raise invalid_value(path, value, "a list of one or more strings")
         return list(texts(value, path))
     if not isinstance(value, str) or not value:
-        raise invalid_value(path, value, "a text of one character or more")
+        raise invalid_value(path, value, "a string of one or more characters")
     return value
 
 
@@ -241,7 +241,7 @@ def _schema(value: Any, path: str) -> dict[str, Any]:
                 path, value, "a JSON schema", f"as JSON it fails: {error}"
             ) from None
     if not isinstance(schema, Mapping):
-        raise invalid_value(path, value, "a JSON schema", "give an object, or the text of one")
+        raise invalid_value(path, value, "a JSON schema", "send an object or a JSON string")
     return dict(schema)
 
 

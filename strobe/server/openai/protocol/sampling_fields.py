@@ -89,7 +89,7 @@ def _request_id(value: Any) -> Any:
     if isinstance(value, str) and not (
         0 < len(value) <= 128 and value.isascii() and value.isprintable()
     ):
-        raise invalid_value("request_id", value, "a text of 1 to 128 printable ASCII characters")
+        raise invalid_value("request_id", value, "a string of 1 to 128 printable ASCII characters")
     return value
 
 
@@ -230,8 +230,8 @@ class SamplingFields(RequestModel):
         self._check_stop()
         if self.cache_salt == "":
             raise FieldError(
-                "cache_salt is empty, but must be a text of one character or more; leave it out to "
-                "share cached prefixes with all.",
+                "cache_salt is empty, but must be a string of one or more characters; leave it out "
+                "to share cached prefixes with all requests.",
                 "cache_salt",
             )
         constraints = {name: getattr(self, name) for name in SOURCES if self.is_set(name)}
@@ -262,13 +262,13 @@ class SamplingFields(RequestModel):
         """Limit the stop texts, because every new token is searched for each of them."""
         if len(self.stop) > MAX_STOPS:
             raise FieldError(
-                f"stop holds {len(self.stop)} texts, but may hold at most {MAX_STOPS}; send fewer.",
+                f"stop holds {len(self.stop)} strings, but the limit is {MAX_STOPS}; send fewer.",
                 "stop",
             )
         longest = max(map(len, self.stop), default=0)
         if longest > MAX_STOP_CHARS:
             raise FieldError(
-                f"stop holds a text of {longest} characters, but each may have at most "
+                f"stop holds a string of {longest} characters, but each may have at most "
                 f"{MAX_STOP_CHARS}; shorten it.",
                 "stop",
             )

@@ -159,7 +159,7 @@ def _function(
     if not isinstance(name, str) or not name:
         raise invalid_value(f"{inner}.name", name, "the name of a function")
     if not isinstance(function.get("description", ""), str):
-        raise invalid_value(f"{inner}.description", function["description"], "a text")
+        raise invalid_value(f"{inner}.description", function["description"], "a string")
     if not isinstance(function.get("parameters", {}), Mapping):
         raise invalid_value(
             f"{inner}.parameters", function["parameters"], "a JSON schema, as an object"
