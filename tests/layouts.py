@@ -30,10 +30,12 @@ def facts(layout: Layout) -> dict[str, object]:
     """Return all that a step reads; the span of a padding row is arbitrary."""
     used = int(layout.sizes.sum())
     rows = {"span_of_row": used, "offset": None, "tokens": None}
+    scored = layout.scored
+    scored_rows = None if scored is None else layout.row_starts[scored[0]] + scored[1]
     spans = ("slots", "context_rows", "drafts", "sizes", "row_starts", "active", "logits_rows")
     return {
         "shape": layout.shape,
-        "scored_rows": layout.scored and layout.scored_rows.tolist(),
+        "scored_rows": None if scored_rows is None else scored_rows.tolist(),
         **{name: getattr(layout, name).tolist() for name in spans},
         **{name: getattr(layout, name)[:count].tolist() for name, count in rows.items()},
     }

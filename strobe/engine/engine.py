@@ -21,7 +21,6 @@ from strobe.request import DEFAULT_SCHEDULING, FinishReason, Request, Scheduling
 from strobe.runner.batch import Layout, Shape
 from strobe.runner.buckets import verified_rows
 from strobe.runner.graphs import Eager
-from strobe.runner.runner import ForwardOutput
 from strobe.runner.state import SimulatedAcceptance
 from strobe.runner.step_output import StepOutput, Verified
 from strobe.sampling.grammar import GrammarWalk
@@ -167,7 +166,7 @@ class Engine:
         def forward(packed: Tensor, drafts: Tensor | None) -> Any:
             here = layout.with_packed(packed)
             placed = self.state.place(here, drafts)
-            return placed, self.runner.forward(self.state.make_batch(here, placed, bounds))
+            return placed, *self.runner.forward(self.state.make_batch(here, placed, bounds))
 
         def verify(packed: Tensor, drafts: Tensor | None) -> Verified:
             return self.verify(layout.with_packed(packed), mode, *forward(packed, drafts))
@@ -176,12 +175,11 @@ class Engine:
             return self.runner.copy_out(*forward(packed, drafts))
 
         def verify_masked(packed: Tensor, masks: Tensor | None) -> Verified:
-            return self.verify(layout.with_packed(packed), mode, placed, output, masks)
+            return self.verify(layout.with_packed(packed), mode, *outputs, masks=masks)
 
         if walk is None:
             return graphs.run(key, verify, layout.packed, drafts), {}
-        forward_key = "forward", layout.shape
-        placed, output = graphs.run(forward_key, forward_alone, layout.packed, drafts)
+        outputs = graphs.run(("forward", layout.shape), forward_alone, layout.packed, drafts)
         masks, errors = self._masks(walk, layout.shape)
         return graphs.run(key, verify_masked, layout.packed, masks), errors
 
@@ -190,20 +188,22 @@ class Engine:
         layout: Layout,
         mode: SamplingMode,
         placed: Sequence[Tensor],
-        output: ForwardOutput,
+        residual: Tensor,
+        features: Tensor | None,
         masks: Tensor | None = None,
     ) -> Verified:
         """Sample the target's tokens, accept drafts, and show the target's features to the
-        drafters. masks [S * W, words]: of grammars."""
+        drafters. placed: as `DecodeState.place` returns it; residual, features: as the forward
+        does. masks [S * W, words]: of grammars."""
         batch = self.state.make_batch(layout, placed)
-        sampled = self.runner.sample(output, layout, batch, mode, masks)
+        sampled = self.runner.sample(residual, layout, batch, mode, masks)
         tokens = sampled.tokens.view(-1, layout.shape.max_logits)
         # Lengths and newest tokens advance by the accepted drafts.
         accepted = self.state.accept(layout, batch, tokens, self.simulated_acceptance)
         if mode.processed:
             self.sampling.count_tokens(layout.slots, tokens, accepted, layout.active)
-        scores = self.runner.score_prompt(output, layout)
-        self.proposers.observe(batch, output.features)  # drafters' K/V, on the same pages
+        scores = self.runner.score_prompt(residual, layout)
+        self.proposers.observe(batch, features)  # drafters' K/V, on the same pages
         return sampled, accepted, scores
 
     def _lay_out(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,22 +42,12 @@ class Shape(NamedTuple):
     max_logits: int
 
 
-class ScoredRows(NamedTuple):
-    """Rows whose next prompt token is scored, as spans [A] and offsets [A] within them, which stay
-    valid when a layout is narrowed. tokens [A]: the next tokens; top: number of alternatives to
-    report for each."""
-
-    spans: Tensor
-    offsets: Tensor
-    tokens: Tensor
-    top: int
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Layout:
     """The geometry of a batch; unchanged while the same requests decode.
 
-    spans: without padding; their starts change from step to step. Per span [S]: slots;
+    spans: without padding; their starts change from step to step. scored [3, A]: rows whose next
+    prompt token is scored, as spans, offsets in them and these tokens. Per span [S]: slots;
     context_rows, rows before the drafts; drafts; sizes, all rows; row_starts, the first row;
     active, 1 if logits are needed. Per row [T]: span_of_row; offset within the span; tokens: the
     host's, TAIL, or TAIL - 1 - j for the device's draft j. logits_rows [S * W], None if every row
@@ -67,24 +57,31 @@ class Layout:
     shape: Shape
     spans: tuple[Span, ...]
     padded: bool
-    scored: ScoredRows | None
-    packed: Tensor
-    slots: Any
-    context_rows: Any
-    drafts: Any
-    sizes: Any
-    row_starts: Any
-    active: Any
-    span_of_row: Any
-    offset: Any
-    tokens: Any
-    logits_rows: Any
+    scored: Tensor | None
+    packed: Any
+    slots: Any = field(init=False)
+    context_rows: Any = field(init=False)
+    drafts: Any = field(init=False)
+    sizes: Any = field(init=False)
+    row_starts: Any = field(init=False)
+    active: Any = field(init=False)
+    span_of_row: Any = field(init=False)
+    offset: Any = field(init=False)
+    tokens: Any = field(init=False)
+    logits_rows: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Make the parts as views of `packed`."""
+        first = 0
+        for names, count in zip(FIELDS, (self.shape.spans, self.shape.rows), strict=True):
+            for name in names:
+                setattr(self, name, self.packed[first : first + count])
+                first += count
+        self.logits_rows = self.packed[first:] if len(self.packed) > first else None
 
     def with_packed(self, packed: Tensor) -> Layout:
         """Return the same layout over another packed tensor, such as a graph's input."""
-        if packed is self.packed:
-            return self
-        return replace(self, packed=packed, **unpack(packed, self.shape))
+        return self if packed is self.packed else replace(self, packed=packed)
 
     @functools.cached_property
     def row_counts(self) -> list[int]:
@@ -94,7 +91,7 @@ class Layout:
     @functools.cached_property
     def arrays(self) -> Layout:
         """The layout over NumPy arrays; on a CPU only."""
-        return replace(self, **unpack(self.packed.numpy(), self.shape))
+        return replace(self, packed=self.packed.numpy())
 
     @functools.cached_property
     def token_source(self) -> Any:
@@ -129,12 +126,6 @@ class Layout:
         shape = self.shape
         return self.logits_rows is not None and shape.rows <= shape.spans * shape.max_logits
 
-    @property
-    def scored_rows(self) -> Tensor:
-        """Rows [A] whose next prompt token is scored."""
-        assert self.scored is not None
-        return self.row_starts.index_select(0, self.scored.spans) + self.scored.offsets
-
     def select(self, x: Tensor) -> Tensor:
         """Select the rows with logits of x [T, ...]: [S * W, ...]."""
         return x if self.logits_rows is None else x.index_select(0, self.logits_rows)
@@ -150,8 +141,7 @@ class Layout:
         if kernels:
             from strobe.kernels.narrow import narrow
 
-            packed = narrow(self, drafts, shape)
-            return replace(self, shape=shape, packed=packed, **unpack(packed, shape))
+            return replace(self, shape=shape, packed=narrow(self, drafts, shape))
         sizes = self.context_rows + drafts
         ends = sizes.cumsum(0)
         row_starts = ends - sizes
@@ -167,19 +157,7 @@ class Layout:
         logits_rows = torch.where(sizes[:, None] > 0, logits_rows, shape.rows - 1)
         spans = [self.slots, self.context_rows, drafts, sizes, row_starts, self.active]
         packed = torch.cat([*spans, span_of_row, offset, tokens, logits_rows.flatten()])
-        return replace(self, shape=shape, packed=packed, **unpack(packed, shape))
-
-
-def unpack(packed: Any, shape: Shape) -> dict[str, Any]:
-    """Return the parts of a packed layout, as views."""
-    fields: dict[str, Any] = {}
-    first = 0
-    for names, count in zip(FIELDS, (shape.spans, shape.rows), strict=True):
-        for name in names:
-            fields[name] = packed[first : first + count]
-            first += count
-    fields["logits_rows"] = packed[first:] if len(packed) > first else None
-    return fields
+        return replace(self, shape=shape, packed=packed)
 
 
 def exact_shape(spans: Sequence[Span]) -> Shape:
@@ -200,9 +178,9 @@ def lay_out(
     width = shape.max_logits
     has_logits_rows = padded or any(not s.num_rows == s.num_logits == width for s in spans)
     packed = upload(_pack(spans, counts, shape, spare_slot, index=has_logits_rows), device)
-    scored = _scored_rows(spans, device) if any(span.scored_tokens for span in spans) else None
-    parts = unpack(packed, shape)
-    return Layout(shape, tuple(spans), padded, scored, packed, **parts)
+    scored = [(i, j, token) for i, s in enumerate(spans) for j, token in enumerate(s.scored_tokens)]
+    scored_rows = upload(scored, device).T if scored else None
+    return Layout(shape, tuple(spans), padded, scored_rows, packed)
 
 
 def _pack(
@@ -235,10 +213,3 @@ def _pack(
         parts.append((ends[:, None] - from_end).clip(0).ravel())
         parts.append(np.full(fill * shape.max_logits, shape.rows - 1))
     return np.concatenate(parts).astype(np.int64)
-
-
-def _scored_rows(spans: Sequence[Span], device: torch.device) -> ScoredRows:
-    rows = [(i, j, token) for i, s in enumerate(spans) for j, token in enumerate(s.scored_tokens)]
-    top = max([span.top_logprobs for span in spans])
-    owners, offsets, tokens = upload(rows, device).unbind(1)
-    return ScoredRows(owners, offsets, tokens, top)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -21,14 +20,6 @@ from strobe.step import TAIL, Span
 
 _SCORED_ROWS = 256
 _LAYOUTS = 64
-
-
-class ForwardOutput(NamedTuple):
-    """A forward's output for all T rows: the residual stream [T, H] and the captured features [T, n
-    * H]."""
-
-    residual: Tensor
-    features: Tensor | None
 
 
 class ModelRunner:
@@ -100,33 +91,34 @@ class ModelRunner:
             and self.buckets.is_captured(layout.shape)
         )
 
-    def forward(self, batch: Batch) -> ForwardOutput:
-        """Run the model over every row."""
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Run the model over every row. Returns the residual stream [T, H] and the captured
+        features [T, n * H]."""
         attend = self.backend.plan(batch, self.store, self.masks)
-        return ForwardOutput(*self.model(batch.ids, batch.positions, attend, self.capture))
+        return self.model(batch.ids, batch.positions, attend, self.capture)
 
     def copy_out(
-        self, placed: Sequence[Tensor], output: ForwardOutput
-    ) -> tuple[list[Tensor], ForwardOutput]:
+        self, placed: Sequence[Tensor], residual: Tensor, features: Tensor | None
+    ) -> tuple[Sequence[Tensor], Tensor, Tensor | None]:
         """Copy a forward's results to `output_buffers`, one buffer per part for all shapes, where
         another graph can read them. Results with more rows than any captured step are returned as
         they are."""
-        rows, buckets = output.residual.shape[0], self.buckets
-        if buckets is None or rows > buckets.max_rows:
-            return list(placed), output
+        buckets = self.buckets
+        if buckets is None or len(residual) > buckets.max_rows:
+            return placed, residual, features
 
         def copy(name: str, part: Tensor) -> Tensor:
             if name not in self.output_buffers:
                 self.output_buffers[name] = part.new_empty(buckets.max_rows, *part.shape[1:])
             return self.output_buffers[name][: len(part)].copy_(part)
 
-        features = None if output.features is None else copy("features", output.features)
-        copied = ForwardOutput(copy("residual", output.residual), features)
-        return [copy(f"placed_{i}", part) for i, part in enumerate(placed)], copied
+        features = None if features is None else copy("features", features)
+        placed = [copy(f"placed_{i}", part) for i, part in enumerate(placed)]
+        return placed, copy("residual", residual), features
 
     def sample(
         self,
-        output: ForwardOutput,
+        residual: Tensor,
         layout: Layout,
         batch: Batch,
         mode: SamplingMode,
@@ -134,14 +126,15 @@ class ModelRunner:
         *,
         position_offset: int = 1,
     ) -> Sampled:
-        """Sample the rows with logits: tokens [S * W]. masks: grammar masks [S * W, words], one bit
-        per allowed token. position_offset: position of a sampled token relative to its row's."""
+        """Sample the rows with logits of a residual stream [T, H]: tokens [S * W]. masks: grammar
+        masks [S * W, words], one bit per allowed token. position_offset: position of a sampled
+        token relative to its row's."""
         all_rows, width = layout.logits_for_all_rows, layout.shape.max_logits
 
         def take(x: Tensor) -> Tensor:
             return x if all_rows else layout.select(x)
 
-        rows = take(output.residual)
+        rows = take(residual)
         if mode.greedy and mode.margins:
             tokens, margins = self.model.best_two(rows)
             sampled = Sampled(tokens, margins=margins)
@@ -161,14 +154,13 @@ class ModelRunner:
             sampled = self.sampling.sample(self.model.head(rows), logit_rows, mode, masks)
         return sampled.select(layout) if all_rows else sampled
 
-    def score_prompt(self, output: ForwardOutput, layout: Layout) -> Scores | None:
+    def score_prompt(self, residual: Tensor, layout: Layout) -> Scores | None:
         """Log probabilities of the prompt tokens after the scored rows, computed a few rows at a
         time."""
         if layout.scored is None:
             return None
-        following, top = layout.scored.tokens, layout.scored.top
-        rows = layout.scored_rows.split(_SCORED_ROWS)
-        parts = zip(rows, following.split(_SCORED_ROWS), strict=True)
-        return concat(
-            [score(self.model.head(output.residual.index_select(0, r)), t, top) for r, t in parts]
-        )
+        spans, offsets, following = layout.scored
+        rows = layout.row_starts.index_select(0, spans) + offsets
+        top = max([span.top_logprobs for span in layout.spans])
+        parts = zip(rows.split(_SCORED_ROWS), following.split(_SCORED_ROWS), strict=True)
+        return concat([score(self.model.head(residual[r]), t, top) for r, t in parts])

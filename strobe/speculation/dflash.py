@@ -80,8 +80,9 @@ class DFlashProposer:
             batch = runner.state.make_batch(device_layout, placed, bounds)
             # A row's token stands where the row does, or behind it where the first row predicts.
             position_offset = int(self.model.config.anchor_first)
-            output = runner.forward(batch), device_layout, batch, mode
-            sampled = runner.sample(*output, position_offset=position_offset)
+            residual, _ = runner.forward(batch)
+            arguments = residual, device_layout, batch, mode
+            sampled = runner.sample(*arguments, position_offset=position_offset)
             margins = None if sampled.margins is None else sampled.margins.view(-1, drafts)
             return Drafts(sampled.tokens.view(-1, drafts), margins)
 

@@ -45,9 +45,11 @@ class Watched(Scripted):
         self._sample = self.inner.runner.sample
         self.inner.runner.sample = self._recording
 
-    def _recording(self, output: Any, layout: Any, batch: Any, mode: Any, **ahead: int) -> Sampled:
+    def _recording(
+        self, residual: Any, layout: Any, batch: Any, mode: Any, **ahead: int
+    ) -> Sampled:
         assert mode.greedy, "drafts are the most probable tokens"
-        self._last: Tensor = self.inner.model.head(layout.select(output.residual))
+        self._last: Tensor = self.inner.model.head(layout.select(residual))
         tokens, margins = best_two(self._last)
         return Sampled(tokens, margins=margins)
 
