@@ -141,7 +141,7 @@ def test_error_is_one_sentence(main: Callable[..., Any], arguments: list[str], s
         ('{"prompt": "a"}\n', "line 1 has no 'turns', only prompt; give {\"turns\": [text, ...]}."),
         ('{"turns": []}\n', "line 1: turns is [], but must be a list of texts."),
         ('{"turns": [""]}\n', "line 1: turns holds '', which is not text."),
-        ('{"turns": ["a"], "answer": []}\n', "line 1: answer is [], but must be a text or a "),
+        ('{"turns": ["a"], "answer": []}\n', "line 1: answer is [], but must be a string or a "),
     ],
 )
 def test_malformed_file_is_a_one_line_error(

@@ -124,7 +124,7 @@ def _sample(
 def _text(row: Row, name: str) -> str:
     value = row[name]
     if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{name} is {reprlib.repr(value)}, but must be a text.")
+        raise ValueError(f"{name} is {reprlib.repr(value)}, but must be a string.")
     return value
 
 
@@ -213,7 +213,7 @@ def _custom(row: Row, seconds: float) -> Sample:
     if expected is None:
         return Sample(turns)
     if not isinstance(expected, str | int | float) or isinstance(expected, bool):
-        raise ValueError(f"answer is {reprlib.repr(expected)}, but must be a text or a number.")
+        raise ValueError(f"answer is {reprlib.repr(expected)}, but must be a string or a number.")
     return Sample(turns, partial(graders.answer, expected=str(expected)), latex=True)
 
 
