@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
+from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
 from strobe.checks import brief, option, settings
 from strobe.sampling_params import Method
@@ -45,12 +45,6 @@ def _to_path(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-def _check_draft(draft: str) -> str:
-    if not draft:
-        raise ValueError("draft is empty; name the drafter's directory, or leave draft out.")
-    return draft
-
-
 def _check_device(value: Any) -> str:
     """Return the name of a device or torch.device. Imports no torch."""
     name: Any = str(value) if type(value).__module__ == "torch" else value
@@ -69,8 +63,10 @@ class EngineConfig:
     """An engine's settings. Raises ValueError for values that are invalid or contradictory."""
 
     target: Directory = option("", "Directory or hub name of the target; empty is the demo model.")
-    draft: Annotated[Directory, AfterValidator(_check_draft)] | None = option(
-        None, "Directory or hub name of the DFlash drafter; auto takes the published one."
+    draft: Annotated[str, Field(min_length=1), BeforeValidator(_to_path)] | None = option(
+        None,
+        "Directory or hub name of the DFlash drafter; auto takes the published one.",
+        "name the drafter's directory, or leave draft out.",
     )
     revision: str | None = option(None, "Branch, tag or commit of the target's hub name.")
     draft_revision: str | None = option(None, "Branch, tag or commit of the drafter's hub name.")

@@ -26,7 +26,7 @@ from tiny import (
 )
 
 from strobe.config import EngineConfig
-from strobe.engine.build import kv_groups, resolve
+from strobe.engine.build import resolve
 from strobe.engine.engine import Engine
 from strobe.request import Request
 from strobe.sampling_params import SamplingParams
@@ -298,7 +298,7 @@ def engine_for(c: Combination, pair: Pair) -> Engine:
     if c.pool == "tiny":
         pages = -(-LENGTH // c.page_size)
         resolved = resolve(config)
-        groups = kv_groups(resolved.target, resolved.drafts, resolved.backends.kv_dtype).values()
+        groups = resolved.kv_groups.values()
         size = (pages + 1) * sum(group.bytes_per_page(c.page_size) for group in groups)
         config = config.with_(kv_cache_memory=size)
     if c.proposer in SCRIPTS:

@@ -50,7 +50,7 @@ from tiny import (
 )
 
 from strobe.config import EngineConfig
-from strobe.engine.build import build, kv_groups, resolve
+from strobe.engine.build import build, resolve
 from strobe.engine.engine import Engine
 from strobe.request import Request, SchedulingOptions, TokenLogprob
 from strobe.sampling.grammar_compiler import GrammarCompiler, grammar_source
@@ -306,7 +306,7 @@ class EngineFactory:
         if setup.pool is not None:
             pages = -(-LENGTH // setup.page_size) * setup.pool + 2
             resolved = resolve(config)
-            groups = kv_groups(resolved.target, resolved.drafts, resolved.backends.kv_dtype)
+            groups = resolved.kv_groups
             size = sum(group.bytes_per_page(setup.page_size) for group in groups.values())
             config = config.with_(kv_cache_memory=(pages + 1) * size)
         resolved = resolve(config)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from strobe.hub.locate import locate_models
 from strobe.kv.pages import PagePool
 from strobe.kv.states import StateStore
 from strobe.kv.store import KVSpec, KVStore
-from strobe.models.config import DraftConfig, TargetConfig
+from strobe.models.config import DecoderConfig, DraftConfig, TargetConfig
 from strobe.models.dflash import DFlash
 from strobe.models.load import check_target_tensors, load_target, weight_bytes
 from strobe.models.ops.torch_ops import TorchOps
@@ -57,6 +56,32 @@ class ResolvedConfig:
     def draft(self) -> DraftConfig | None:
         """The drafter's config, None without a drafter."""
         return next(iter(self.drafts.values()), None)
+
+    @property
+    def kv_groups(self) -> dict[str, KVSpec]:
+        """The K/V shapes of the target and of each drafting method, which share page ids."""
+        configs = {"target": self.target, **self.drafts}
+        return {n: kv_spec(c.decoder, self.backends.kv_dtype) for n, c in configs.items()}
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent layers' states, the spare slot's included."""
+        if self.target.states is None:
+            return 0
+        per_slot = self.target.states.bytes_per_slot(1 + self.limits.num_drafts, self.dtype)
+        return (self.limits.max_num_seqs + 1) * per_slot
+
+    def num_pages(self, weights: int = 0) -> int:
+        """Return the number of pages that fit, the reserved one included. weights: bytes still to
+        be loaded. Raises ValueError if too few fit."""
+        sampling = 0  # on a GPU the sampling tables are part of scratch
+        if self.device.type == "cpu":
+            vocab_size = self.target.decoder.vocab_size
+            sampling = SamplingState.num_bytes(self.limits.max_num_seqs, vocab_size)
+        specs, reserved = list(self.kv_groups.values()), (weights, self.state_bytes, sampling)
+        return plan_pages(
+            self.config, self.limits, specs, self.device, *reserved, scratch=self.scratch
+        )
 
 
 @dataclass
@@ -119,43 +144,22 @@ def resolve(config: EngineConfig) -> ResolvedConfig:
     modules: list[Target | DFlash] = [check_target_tensors(target_path, target, config.load_format)]
     for name, draft in drafts.items():
         modules.append(REGISTRY[name].check(Path(config.draft or ""), draft, config.load_format))
-    groups = list(kv_groups(target, drafts, backends.kv_dtype).values())
     scratch = 0
     if device.type == "cuda":
         features = len({layer for draft in drafts.values() for layer in draft.capture})
         scratch = scratch_bytes(limits, target.decoder, features, dtype)
     weights = sum(weight_bytes(module, dtype, fp8=backends.fp8) for module in modules)
-    reserved = slot_bytes(target, limits, dtype, device)
-    plan_pages(config, limits, groups, device, weights=weights, scratch=scratch, **reserved)
-    return ResolvedConfig(config, target, drafts, method, limits, device, dtype, backends, scratch)
+    resolved = ResolvedConfig(
+        config, target, drafts, method, limits, device, dtype, backends, scratch
+    )
+    resolved.num_pages(weights)
+    return resolved
 
 
-def slot_bytes(
-    target: TargetConfig, limits: Limits, dtype: torch.dtype, device: torch.device
-) -> dict[str, int]:
-    """Bytes that slots take besides pages, as keyword arguments of `plan_pages`. On a GPU the
-    sampling tables are part of scratch."""
-    sampling = SamplingState.num_bytes(limits.max_num_seqs, target.decoder.vocab_size)
-    on_cpu = device.type == "cpu"
-    return {"states": state_bytes(target, limits, dtype), "sampling": sampling * on_cpu}
-
-
-def state_bytes(target: TargetConfig, limits: Limits, dtype: torch.dtype) -> int:
-    """Bytes of the recurrent layers' states, the spare slot's included."""
-    if target.states is None:
-        return 0
-    return (limits.max_num_seqs + 1) * target.states.bytes_per_slot(1 + limits.num_drafts, dtype)
-
-
-def kv_groups(
-    target: TargetConfig, drafts: Mapping[str, DraftConfig], dtype: torch.dtype
-) -> dict[str, KVSpec]:
-    """Return the K/V shapes of the target and of each drafting method, which share page ids."""
-    groups: dict[str, KVSpec] = {}
-    for name, config in {"target": target, **drafts}.items():
-        shapes = map(config.decoder.shape_of, range(len(config.decoder.masks)))
-        groups[name] = KVSpec(tuple((s.num_kv_heads, s.head_dim) for s in shapes), dtype)
-    return groups
+def kv_spec(decoder: DecoderConfig, dtype: torch.dtype) -> KVSpec:
+    """Return the K/V shapes of a decoder's layers with attention."""
+    shapes = map(decoder.shape_of, range(len(decoder.masks)))
+    return KVSpec(tuple((s.num_kv_heads, s.head_dim) for s in shapes), dtype)
 
 
 def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
@@ -173,7 +177,6 @@ def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
         if quantization is not None and not backends.fp8:
             size = sum(parameter.nbytes for parameter in target.parameters())
             logger.info("Weights in %s are held in %s: %d bytes.", quantization.method, dtype, size)
-    groups = kv_groups(resolved.target, resolved.drafts, backends.kv_dtype)
     drafters = {
         name: REGISTRY[name].load(Path(config.draft or ""), draft, target, **load_kwargs)
         for name, draft in resolved.drafts.items()
@@ -187,13 +190,10 @@ def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
         model.ops = ops
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what loading left over counts as free
-    reserved_bytes = slot_bytes(resolved.target, limits, dtype, device)
-    pages = plan_pages(
-        config, limits, list(groups.values()), device, scratch=resolved.scratch, **reserved_bytes
-    )
+    pages = resolved.num_pages()
     spare = int(backends.graphs)  # a page for rows that only fill up a bucket
     size = pages + spare, limits.page_size, device
-    stores = {name: KVStore(spec, *size) for name, spec in groups.items()}
+    stores = {name: KVStore(spec, *size) for name, spec in resolved.kv_groups.items()}
     states, spec = None, resolved.target.states
     if spec is not None:
         states = StateStore(spec, limits.max_num_seqs, 1 + limits.num_drafts, dtype, device)

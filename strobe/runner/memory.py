@@ -22,7 +22,6 @@ def plan_pages(
     limits: Limits,
     groups: Sequence[KVSpec],
     device: torch.device,
-    *,
     weights: int = 0,
     states: int = 0,
     sampling: int = 0,

@@ -557,7 +557,7 @@ def test_settings_requiring_a_drafter(
         ({"device": 0}, "device is 0"),
         ({"dtype": torch.float32}, "dtype is torch.float32"),
         ({"seed": 1.5}, "seed is 1.5"),
-        ({"draft": ""}, "draft is empty"),
+        ({"draft": ""}, "draft is '', but must be a text of one character or more; name the"),
     ],
 )
 def test_settings_of_the_wrong_type(
@@ -599,7 +599,7 @@ def test_stated_size_for_one_context_suffices(pair: Pair, rejected: Callable[...
     need = sentence.split("raise kv_cache_memory to ")[1].split(" bytes")[0]
     says(rejected(pair.target, kv_cache_memory=int(need) - 1), need)
     target = build.load_target_config(pair.target)
-    groups = list(build.kv_groups(target, {}, torch.float32).values())
+    groups = [build.kv_spec(target.decoder, torch.float32)]
     config = build.EngineConfig(target=str(pair.target), kv_cache_memory=int(need))
     limits = build.resolve_limits(config, model_max=512, method="none")
     pages = memory.plan_pages(config, limits, groups, torch.device("cpu"))
@@ -610,7 +610,7 @@ def test_gpu_memory_utilization_sizes_the_kv_cache(pair: Pair, monkeypatch: pyte
     total, used, weights, scratch = 10**9, 2 * 10**8, 10**8, 5 * 10**7
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (total - used, total))
     target = build.load_target_config(pair.target)
-    groups = list(build.kv_groups(target, {}, torch.float32).values())
+    groups = [build.kv_spec(target.decoder, torch.float32)]
     per_page = sum(group.bytes_per_page(16) for group in groups)
 
     def pages(**options: Any) -> int:

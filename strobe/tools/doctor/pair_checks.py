@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from strobe.engine.build import ResolvedConfig, kv_groups, state_bytes
+from strobe.engine.build import ResolvedConfig
 from strobe.free_memory import free_memory
 from strobe.hub.download import fetch_weights, missing_weights
 from strobe.models.config import DraftConfig, TargetConfig
@@ -193,16 +193,14 @@ def check_tokens(
 def memory_bill(resolved: ResolvedConfig, target: Target, draft: DFlash) -> dict[str, int | str]:
     """Return the bytes of the weights in memory, the bytes per token of both caches, and the tokens
     that fit in the rest; call it before loading. target, draft: on the meta device."""
-    groups = kv_groups(resolved.target, resolved.drafts, resolved.backends.kv_dtype)
-    size = resolved.limits.page_size
+    size, groups = resolved.limits.page_size, resolved.kv_groups
     per_token = {name: spec.bytes_per_page(size) // size for name, spec in groups.items()}
     first, second = (
         weight_bytes(module, resolved.dtype, fp8=resolved.backends.fp8)
         for module in (target, draft)
     )
     free = free_memory(resolved.device)
-    states = state_bytes(resolved.target, resolved.limits, resolved.dtype)
-    room = max(free - first - second - states - resolved.scratch, 0)
+    room = max(free - first - second - resolved.state_bytes - resolved.scratch, 0)
     return {
         "target's weights": first,
         **_weight_format(resolved),
