@@ -6,6 +6,7 @@ import enum
 import hashlib
 import time
 from collections.abc import Hashable, Sequence
+from dataclasses import InitVar, dataclass, field
 from typing import Literal, NamedTuple
 
 from strobe.counters import DraftCounts
@@ -49,48 +50,45 @@ class Status(enum.Enum):
     FINISHED = "finished"
 
 
+@dataclass(eq=False)
 class Request:
-    """One answer in progress. The scheduler owns its status; `tokens` is the prompt, then the
-    output."""
+    """One answer in progress. The scheduler owns its status.
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt_ids: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        seed: int,
-        sibling: int = 0,
-        stop_ids: frozenset[int] = frozenset(),
-        method: str = "none",
-        num_drafts: int = 0,
-        off_reason: str | None = None,
-        key: Hashable = None,
-        scheduling: SchedulingOptions = DEFAULT_SCHEDULING,
-    ):
-        """sibling: index among the prompt's n answers; key: the caller's name for the prompt.
-        queue_time: seconds in the queue."""
-        self.id, self.key = request_id, key
+    tokens: the prompt, then the output. sibling: index among the prompt's n answers; key: the
+    caller's name for the prompt; off_reason: reason for no speculation; queue_time: seconds in the
+    queue.
+    """
+
+    id: str
+    prompt_ids: InitVar[Sequence[int]]
+    sampling: SamplingParams
+    seed: int
+    sibling: int = 0
+    stop_ids: frozenset[int] = frozenset()
+    method: str = "none"
+    num_drafts: int = 0
+    off_reason: str | None = None
+    key: Hashable = None
+    scheduling: SchedulingOptions = DEFAULT_SCHEDULING
+    tokens: list[int] = field(init=False)
+    status: Status = Status.WAITING
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    stop_reason: int | str | None = None
+    draft_counts: DraftCounts = field(default_factory=DraftCounts)
+    num_preemptions: int = 0
+    num_cached: int | None = None
+    arrived_at: float = field(default_factory=time.monotonic)
+    queue_time: float = 0.0
+    started: bool = False
+    failures: int = 0
+    failed_at: int = -1
+
+    def __post_init__(self, prompt_ids: Sequence[int]) -> None:
         self.tokens = list(prompt_ids)
         self.num_prompt = len(self.tokens)
-        self.sampling = sampling
-        self.seed, self.sibling = seed, sibling
-        self.stop_ids = stop_ids
-        self.method, self.num_drafts = method, num_drafts
-        self.off_reason = off_reason
-        self.status = Status.WAITING
-        self.finish_reason: FinishReason | None = None
-        self.error: str | None = None
-        self.stop_reason: int | str | None = None
-        self.draft_counts = DraftCounts()
-        self.num_preemptions = 0
-        self.num_cached: int | None = None
-        self.arrived_at = time.monotonic()
-        self.queue_time = 0.0
-        self.started = False
-        self.failures, self.failed_at = 0, -1
-        self.priority, self.page_keys = scheduling.priority, PageKeys(scheduling.cache_salt)
-        self.wants_prompt_logprobs = sampling.prompt_logprobs is not None and not sibling
+        self.page_keys = PageKeys(self.scheduling.cache_salt)
+        self.wants_prompt_logprobs = self.sampling.prompt_logprobs is not None and not self.sibling
         first = [None] if self.wants_prompt_logprobs else []
         self.prompt_logprobs: list[TokenLogprob | None] = [*first]
 

@@ -58,11 +58,11 @@ class Span(NamedTuple):
 
 def num_rows(spans: Sequence[Span], num_verified: int | None = None) -> int:
     """Count the rows of all spans. num_verified: device drafts that are verified; None: all."""
-    rows, num_proposed = 0, 0
-    for span in spans:
-        rows += span.num_rows
-        num_proposed += span.num_drafts if span.method is not None else 0
-    return rows if num_verified is None else rows - max(num_proposed - num_verified, 0)
+    rows = sum([span.num_rows for span in spans])
+    if num_verified is None:
+        return rows
+    num_proposed = sum([span.num_drafts for span in spans if span.method is not None])
+    return rows - max(num_proposed - num_verified, 0)
 
 
 class PageWrite(NamedTuple):

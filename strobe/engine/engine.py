@@ -263,7 +263,7 @@ class Engine:
         if not output.grammars_advanced:
             output.grammars_advanced, self._last_done = None, output.done_at
             for i, span in enumerate(output.plan.spans):
-                if span.num_logits and span.slot in self.grammars and i not in result.errors:
+                if span.num_logits and i not in result.errors:
                     self.grammars.advance(span.slot, result.tokens[i])
             output.grammars_advanced = True
         return result

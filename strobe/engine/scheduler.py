@@ -15,7 +15,7 @@ import time
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Mapping
-from operator import eq
+from operator import attrgetter, eq
 from typing import TYPE_CHECKING, TypeAlias
 
 from strobe.config import Limits
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from strobe.speculation.base import HostProposer
 
 Scheduled: TypeAlias = "list[tuple[RunningRequest, Span]]"
+_priority = attrgetter("scheduling.priority")
 _MAX_SCANNED = 64
 """Waiting requests that one plan looks at, at most."""
 
@@ -76,7 +77,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request; the caller has checked that it fits the context."""
         self.stats.prompt_tokens += request.num_prompt
-        at = bisect_right(self.waiting, request.priority, key=_priority)
+        at = bisect_right(self.waiting, _priority(request), key=_priority)
         self.waiting.insert(at, request)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
@@ -302,7 +303,7 @@ class Scheduler:
             if self._finishing:
                 chosen = chosen[:-1]
                 continue
-            victim = max(reversed(self.running), key=lambda record: record.request.priority)
+            victim = max(reversed(self.running), key=lambda record: _priority(record.request))
             victim.request.num_preemptions += 1
             self.stats.preemptions += 1
             self._requeue(victim)
@@ -374,7 +375,7 @@ class Scheduler:
         request = record.request
         request.status = Status.WAITING
         self._retire(record, keep=keep)
-        self.waiting.insert(bisect_left(self.waiting, request.priority, key=_priority), request)
+        self.waiting.insert(bisect_left(self.waiting, _priority(request), key=_priority), request)
 
     def _retire(self, record: RunningRequest, *, keep: bool = False) -> None:
         """Release a request's slot and pages once no step of it is in flight."""
@@ -386,7 +387,3 @@ class Scheduler:
             record.lease.release()
             self._finishing.remove(record)
             self._slots.append(record.slot)
-
-
-def _priority(request: Request) -> int:
-    return request.priority
