@@ -43,10 +43,9 @@ class StateSpec:
         return self.layers * self.heads * self.key_dim * self.value_dim
 
     def bytes_per_slot(self, pending: int, dtype: torch.dtype) -> int:
-        """Bytes per sequence: the convolution's inputs in dtype, everything else in fp32."""
-        rows = self.layers * (self.kernel - 1 + pending) * self.channels * dtype.itemsize
-        row = 2 * self.heads + self.key_heads * self.key_dim + self.heads * self.value_dim
-        return 4 * self.values + rows + 4 * self.layers * pending * row + 8
+        """Bytes of a `StateStore` per sequence."""
+        store = StateStore(self, 0, pending, dtype, torch.device("meta"))
+        return sum(tensor.nbytes for tensor in (*store.tensors, store.length))
 
 
 class StateStore:
@@ -68,17 +67,15 @@ class StateStore:
     ):
         """pending: maximum rows of a block."""
         self.spec, self.pending = spec, pending
-        slots = spec.layers, num_slots + 1
-        shape = (*slots, spec.heads, spec.key_dim, spec.value_dim)
-        self.state = torch.zeros(shape, dtype=torch.float32, device=device)
-        rows = spec.kernel - 1 + pending
-        self.window = torch.zeros((*slots, rows, spec.channels), dtype=dtype, device=device)
-        gates = (*slots, pending, 2, spec.heads)
-        self.gates = torch.zeros(gates, dtype=torch.float32, device=device)
-        keys = (*slots, pending, spec.key_heads, spec.key_dim)
-        self.keys = torch.zeros(keys, dtype=torch.float32, device=device)
-        changes = (*slots, pending, spec.heads, spec.value_dim)
-        self.changes = torch.zeros(changes, dtype=torch.float32, device=device)
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(spec.layers, num_slots + 1, *shape, dtype=dtype, device=device)
+
+        self.state = zeros(spec.heads, spec.key_dim, spec.value_dim)
+        self.window = zeros(spec.kernel - 1 + pending, spec.channels, dtype=dtype)
+        self.gates = zeros(pending, 2, spec.heads)
+        self.keys = zeros(pending, spec.key_heads, spec.key_dim)
+        self.changes = zeros(pending, spec.heads, spec.value_dim)
         self.length = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self.tensors = self.state, self.window, self.gates, self.keys, self.changes
 
