@@ -93,11 +93,6 @@ class Request:
         self.prompt_logprobs: list[TokenLogprob | None] = [*first]
 
     @property
-    def methods(self) -> list[str]:
-        """The parts of its method."""
-        return self.method.split("+")
-
-    @property
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
 

@@ -12,6 +12,8 @@ from strobe.checks import MAX_INT, Texts, Token, Tokens, as_tuple, brief, option
 
 Method = Literal["dflash", "ngram", "dflash+ngram", "none"]
 METHODS: tuple[str, ...] = get_args(Method)
+DRAFTER_METHODS = frozenset({"dflash", "dflash+ngram"})
+"""Methods that need a drafter's checkpoint."""
 
 MAX_ANSWERS = 16384
 """Maximum answers to one prompt, as in vLLM."""

@@ -269,7 +269,8 @@ def make_engine(
 
 def put(parts: Components, proposers: Mapping[str, Any]) -> None:
     """Replace the proposers of these names."""
-    parts.proposers = ProposerSet({**parts.proposers.by_name, **proposers}, parts.state.device)
+    old = parts.proposers
+    parts.proposers = ProposerSet({**old.by_name, **proposers}, old.device, old.composites)
 
 
 def watched(engine: Engine) -> Engine:
@@ -403,6 +404,7 @@ class Scripted:
     ):
         self.state, self.num_drafts, self.mangle = state, num_drafts, mangle
         self.capture: tuple[int, ...] = ()
+        self.margins = False  # none that an adaptive policy should learn from
         self.answers: dict[Request, list[int]] = {}
 
     def requests(self, spans: Sequence[Span]) -> list[Request]:
@@ -422,6 +424,9 @@ class Scripted:
         margins = (drafts * 7 % 13).float()
         size = len(rows), self.num_drafts
         return Drafts(drafts.view(size), margins.view(size))
+
+    def widths_for(self, max_drafts: int) -> tuple[list[int], list[int]]:
+        return [max_drafts], [1 + max_drafts]
 
     def observe(self, batch: Any, hidden: Any) -> None:
         pass

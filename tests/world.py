@@ -16,6 +16,7 @@ from strobe.engine.scheduler import Scheduler
 from strobe.kv.pages import PagePool
 from strobe.request import DEFAULT_SCHEDULING, Request, SchedulingOptions, Status, TokenLogprob
 from strobe.sampling_params import SamplingParams
+from strobe.speculation.base import Drafter
 from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftChain, DraftPlan, DraftPolicy
 from strobe.step import TAIL, Admission, Plan, Span, StepResult, TokenEvent, num_rows
 
@@ -258,7 +259,11 @@ class World:
         self.scheduler = Scheduler(
             self.limits,
             self.pool,
-            host_proposers={"ngram": self.guesses},
+            drafters={
+                "dflash": Drafter(device="dflash"),
+                "ngram": Drafter(self.guesses),
+                "dflash+ngram": Drafter(self.guesses, "dflash"),
+            },
             prefix_caching=prefix_caching,
             draft_policy=policy,
         )
@@ -331,9 +336,10 @@ class World:
             )
         for request, span in self.spans(plan):
             assert records[span.slot] is request, "a slot serves a request it was not given to"
+            drafter = self.scheduler.drafters.get(request.method, Drafter())
             if span.method is not None:
-                assert span.method in request.methods
-            if request.method in self.scheduler.host_proposers:
+                assert span.method == drafter.device
+            if drafter.host is not None and drafter.device is None:
                 assert TAIL not in span.tokens
             assert span.num_drafts <= min(request.num_drafts, self.limits.num_drafts)
         used = num_rows(plan.spans, plan.num_verified)

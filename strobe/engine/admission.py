@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from strobe.engine.build import ResolvedConfig
-from strobe.sampling_params import SamplingParams, Speculation, StructuredOutputs
-from strobe.speculation.registry import REGISTRY, no_checkpoint
+from strobe.sampling_params import DRAFTER_METHODS, SamplingParams, Speculation, StructuredOutputs
 
 
 def check_prompt(prompt_ids: Sequence[int], resolved: ResolvedConfig) -> None:
@@ -67,9 +66,8 @@ def choose_method(
         if resolved.draft is None:
             return "none", 0, "no drafter is loaded"
         return "none", 0, "the engine's method is none"
-    parts = method.split("+")
-    if not max_drafts or any(part not in methods for part in parts):
-        needs_drafter = any(REGISTRY[part].read is not no_checkpoint for part in parts)
+    if not max_drafts or method not in methods:
+        needs_drafter = method in DRAFTER_METHODS
         hint = "start the engine with a drafter" if needs_drafter else "give num_drafts"
         raise ValueError(
             f"speculation.method is {method!r}, but this engine cannot draft so; {hint}."

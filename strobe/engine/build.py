@@ -18,10 +18,17 @@ from strobe.kv.pages import PagePool
 from strobe.kv.states import StateStore
 from strobe.kv.store import KVSpec, KVStore
 from strobe.models.config import DecoderConfig, DraftConfig, TargetConfig
+from strobe.models.config_readers.pair import check_pair
 from strobe.models.dflash import DFlash
-from strobe.models.load import check_target_tensors, load_target, weight_bytes
+from strobe.models.load import (
+    check_draft_tensors,
+    check_target_tensors,
+    load_draft,
+    load_target,
+    weight_bytes,
+)
 from strobe.models.ops.torch_ops import TorchOps
-from strobe.models.registry import load_target_config
+from strobe.models.registry import load_draft_config, load_target_config
 from strobe.models.target import Target
 from strobe.runner.buckets import Buckets
 from strobe.runner.graphs import CUDACapturer, Eager, Graphs
@@ -32,19 +39,19 @@ from strobe.sampling.grammar import GrammarState
 from strobe.sampling.grammar_compiler import GrammarCompiler
 from strobe.sampling.state import SamplingState
 from strobe.speculation.base import ProposerSet
-from strobe.speculation.registry import REGISTRY, ProposerContext, no_checkpoint
+from strobe.speculation.registry import DRAFTER_METHOD, ProposerContext, make_proposers
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """Settings and checkpoint configs after all checks, before any weight is read. drafts: by
-    drafting method; scratch: GPU bytes of a step besides weights and KV cache."""
+    """Settings and checkpoint configs after all checks, before any weight is read. draft: None
+    without a drafter; scratch: GPU bytes of a step besides weights and KV cache."""
 
     config: EngineConfig
     target: TargetConfig
-    drafts: dict[str, DraftConfig]
+    draft: DraftConfig | None
     method: str
     limits: Limits
     device: torch.device
@@ -53,15 +60,10 @@ class ResolvedConfig:
     scratch: int
 
     @property
-    def draft(self) -> DraftConfig | None:
-        """The drafter's config, None without a drafter."""
-        return next(iter(self.drafts.values()), None)
-
-    @property
     def kv_groups(self) -> dict[str, KVSpec]:
-        """The K/V shapes of the target and of each drafting method, which share page ids."""
-        configs = {"target": self.target, **self.drafts}
-        return {n: kv_spec(c.decoder, self.backends.kv_dtype) for n, c in configs.items()}
+        """The K/V shapes of the target and of the drafter, which share page ids."""
+        configs = {"target": self.target, "draft": self.draft}
+        return {n: kv_spec(c.decoder, self.backends.kv_dtype) for n, c in configs.items() if c}
 
     @property
     def state_bytes(self) -> int:
@@ -116,7 +118,7 @@ def choose_device(name: str) -> torch.device:
 def resolve(config: EngineConfig) -> ResolvedConfig:
     """Read and check configs and tensor headers. Raises ValueError with a hint."""
     config = locate_models(config)
-    target_path = Path(config.target)
+    target_path, draft_path = Path(config.target), Path(config.draft or "")
     target = load_target_config(target_path)
     if target.states is not None and config.enable_prefix_caching:
         logger.warning("Prefix caching is off: pages hold no states of recurrent layers.")
@@ -126,14 +128,15 @@ def resolve(config: EngineConfig) -> ResolvedConfig:
             "draft_sample_method is 'probabilistic', but no drafter is loaded; name one with "
             "draft, or leave draft_sample_method out."
         )
-    configs = {name: method.read(config, target) for name, method in REGISTRY.items()}
-    drafts = {name: draft for name, draft in configs.items() if draft is not None}
-    draft = next(iter(drafts.values()), None)
-    method = config.method or next(iter(drafts), "none")
+    draft = None
+    if config.draft is not None:
+        draft = load_draft_config(draft_path, target_path)
+        check_pair(draft, target, draft_path)
+    method = config.method or ("none" if draft is None else DRAFTER_METHOD)
     device = choose_device(config.device)
     if config.gpu_memory_utilization is not None and device.type == "cpu":
         logger.warning("gpu_memory_utilization has no effect on a CPU; kv_cache_memory has.")
-    model_max = min(model.decoder.max_position for model in (target, *drafts.values()))
+    model_max = min(model.decoder.max_position for model in (target, draft) if model is not None)
     gpu = device.type == "cuda"
     limits = resolve_limits(config, model_max=model_max, method=method, draft=draft, gpu=gpu)
     native_dtype = "float32" if device.type == "cpu" else target.dtype
@@ -142,15 +145,15 @@ def resolve(config: EngineConfig) -> ResolvedConfig:
     if config.load_format != "dummy":
         fetch_weights(*filter(None, (config.draft, config.target)))
     modules: list[Target | DFlash] = [check_target_tensors(target_path, target, config.load_format)]
-    for name, draft in drafts.items():
-        modules.append(REGISTRY[name].check(Path(config.draft or ""), draft, config.load_format))
+    if draft is not None:
+        modules.append(check_draft_tensors(draft_path, draft, config.load_format))
     scratch = 0
     if device.type == "cuda":
-        features = len({layer for draft in drafts.values() for layer in draft.capture})
+        features = 0 if draft is None else len(draft.capture)
         scratch = scratch_bytes(limits, target.decoder, features, dtype)
     weights = sum(weight_bytes(module, dtype, fp8=backends.fp8) for module in modules)
     resolved = ResolvedConfig(
-        config, target, drafts, method, limits, device, dtype, backends, scratch
+        config, target, draft, method, limits, device, dtype, backends, scratch
     )
     resolved.num_pages(weights)
     return resolved
@@ -177,16 +180,15 @@ def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
         if quantization is not None and not backends.fp8:
             size = sum(parameter.nbytes for parameter in target.parameters())
             logger.info("Weights in %s are held in %s: %d bytes.", quantization.method, dtype, size)
-    drafters = {
-        name: REGISTRY[name].load(Path(config.draft or ""), draft, target, **load_kwargs)
-        for name, draft in resolved.drafts.items()
-    }
+    drafter = None
+    if resolved.draft is not None:
+        drafter = load_draft(Path(config.draft or ""), resolved.draft, target, **load_kwargs)
     ops = TorchOps()
     if backends.kernels:
         from strobe.models.ops.triton_ops import TritonOps
 
         ops = TritonOps(device, dtype)  # models of one stream share a workspace
-    for model in (target, *drafters.values()):
+    for model in filter(None, (target, drafter)):
         model.ops = ops
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what loading left over counts as free
@@ -218,11 +220,9 @@ def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
             limits.max_num_seqs, limits.num_drafts, limits.lookahead, narrow=config.adaptive
         )
         graphs = Graphs(CUDACapturer())
-    context = ProposerContext(
-        config, state, sampling, graphs, buckets, draft_backend, drafters, stores
-    )
-    usable = [n for n, method in REGISTRY.items() if n in drafters or method.read is no_checkpoint]
-    proposers = ProposerSet({name: REGISTRY[name].make(context) for name in usable}, device)
+    drafting = None if drafter is None else (drafter, stores["draft"])
+    context = ProposerContext(config, state, sampling, graphs, buckets, draft_backend, drafting)
+    proposers = make_proposers(context)
     masks, store, capture = resolved.target.decoder.masks, stores["target"], proposers.capture
     runner = ModelRunner(
         target, masks, store, state, sampling, backend, capture=capture, buckets=buckets

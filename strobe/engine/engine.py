@@ -28,7 +28,6 @@ from strobe.sampling.state import SamplingMode
 from strobe.sampling_params import SamplingParams, Speculation, StructuredOutputs
 from strobe.speculation.adaptive import AdaptiveDraftPolicy
 from strobe.speculation.allocate import verified_drafts
-from strobe.speculation.dflash import DFlashProposer
 from strobe.speculation.draft_policy import DraftPolicy
 from strobe.step import Plan, Span, StepResult, TokenEvent
 from strobe.transfer import download, upload
@@ -58,7 +57,7 @@ class Engine:
         self.scheduler = Scheduler(
             self.limits,
             self.components.pool,
-            host_proposers=self.proposers.on_host,
+            drafters=self.proposers.drafters,
             prefix_caching=self.config.enable_prefix_caching,
             draft_policy=draft_policy or self._make_draft_policy(),
         )
@@ -72,10 +71,11 @@ class Engine:
         self._last_done = 0.0
 
     def _make_draft_policy(self) -> DraftPolicy:
-        """Make the adaptive policy if there is a device drafter, else one that verifies all
-        drafts."""
-        drafter, max_drafts = self.proposers.by_name.get("dflash"), self.limits.num_drafts
-        if not (self.config.adaptive and max_drafts and isinstance(drafter, DFlashProposer)):
+        """Make the adaptive policy if a proposer on the device gives margins, else one that
+        verifies all drafts."""
+        drafter = next(iter(self.proposers.on_device.values()), None)
+        max_drafts = self.limits.num_drafts
+        if not (self.config.adaptive and max_drafts and drafter is not None and drafter.margins):
             return DraftPolicy()
         rows = functools.partial(verified_rows, self.runner.buckets)
         max_mixed = self.limits.max_mixed_tokens or self.limits.max_num_batched_tokens
@@ -313,7 +313,9 @@ class Engine:
         check_prompt(prompt_ids, self.resolved)
         check_sampling(sampling, self.resolved)
         asked = Speculation.of(sampling.speculation)
-        method, num_drafts, off_reason = choose_method(asked, self.resolved, self.proposers.by_name)
+        method, num_drafts, off_reason = choose_method(
+            asked, self.resolved, self.proposers.drafters
+        )
         number = next(self._request_numbers)
         if sampling.seed is not None:
             seed = sampling.seed

@@ -30,7 +30,7 @@ from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftChain, Dr
 from strobe.step import TAIL, Plan, Span, StepResult, TokenEvent, num_rows
 
 if TYPE_CHECKING:
-    from strobe.speculation.base import HostProposer
+    from strobe.speculation.base import Drafter
 
 Scheduled: TypeAlias = "list[tuple[RunningRequest, Span]]"
 _priority = attrgetter("scheduling.priority")
@@ -46,14 +46,14 @@ class Scheduler:
         limits: Limits,
         pool: PagePool,
         *,
-        host_proposers: Mapping[str, HostProposer] | None = None,
+        drafters: Mapping[str, Drafter] | None = None,
         prefix_caching: bool = True,
         draft_policy: DraftPolicy | None = None,
     ):
-        """host_proposers: methods that draft on the host, from a request's tokens. draft_policy:
-        decides how many drafts are verified."""
+        """drafters: proposers of each drafting method. draft_policy: decides how many drafts are
+        verified."""
         self.limits, self.pool = limits, pool
-        self.host_proposers = host_proposers or {}
+        self.drafters = drafters or {}
         self.prefix_caching = prefix_caching
         self.draft_policy = draft_policy or DraftPolicy()
         self.results = ResultProcessor(limits)
@@ -335,11 +335,8 @@ class Scheduler:
             self.pool.extend(request.page_keys, request.tokens)
             start = 0 if request.wants_prompt_logprobs else lease.adopt(request.tokens)
         record = RunningRequest(request, self._slots[-1], lease, start, len(request.tokens))
-        for method in request.methods if request.num_drafts else ():
-            if method in self.host_proposers:
-                record.host_proposer = self.host_proposers[method]
-            else:
-                record.device_method = method
+        if request.num_drafts:
+            record.host_proposer, record.device_method = self.drafters[request.method]
         span = self._prefill_span(record, token_budget)
         num_positions = record.prefill_end - start + self.limits.lookahead
         if lease.pages_for(num_positions) > self.pool.available:

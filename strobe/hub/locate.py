@@ -14,12 +14,11 @@ from strobe.hub.download import find_checkpoint, is_hub_name
 from strobe.hub.files import read_json
 from strobe.hub.pairs import published_drafter
 from strobe.hub.speculators import Proposal, read_proposal
+from strobe.sampling_params import DRAFTER_METHODS
 
 logger = logging.getLogger(__name__)
 
 AUTO = "auto"
-
-_DRAFTER = ("dflash", "dflash+ngram")  # methods that need a drafter
 
 
 def locate_models(config: EngineConfig) -> EngineConfig:
@@ -31,7 +30,7 @@ def locate_models(config: EngineConfig) -> EngineConfig:
     that name local directories are returned as they are. Raises ValueError.
     """
     config = _own_pair(config) if not config.target else _named_pair(config)
-    if config.method in _DRAFTER and config.draft is None:
+    if config.method in DRAFTER_METHODS and config.draft is None:
         raise ValueError(
             f"method is {config.method!r}, but no drafter is named; set draft to a directory."
         )
@@ -65,7 +64,7 @@ def _own_pair(config: EngineConfig) -> EngineConfig:
                 f"Hugging Face hub, or leave {name} out."
             )
     draft = config.draft
-    if draft == AUTO or (draft is None and config.method in (None, *_DRAFTER)):
+    if draft == AUTO or (draft is None and config.method in (None, *DRAFTER_METHODS)):
         draft = str(DEMO_MODELS / "draft")
     elif draft is not None:
         draft = find_checkpoint(draft, None)
@@ -89,14 +88,16 @@ def _named_pair(config: EngineConfig) -> EngineConfig:
 def _proposed_pair(config: EngineConfig, proposal: Proposal, path: str) -> EngineConfig:
     """Resolve a speculators checkpoint named as the target; it sets drafter and method."""
     target_name, verifier = config.target, proposal.verifier
-    if proposal.method != "dflash":
+    if proposal.method not in DRAFTER_METHODS:
         raise ValueError(
             f"{target_name} is a speculators checkpoint that drafts with {proposal.method!r}, but "
             f"only 'dflash' is supported; name its target, {verifier}, and a DFlash drafter."
         )
     for name in ("draft", "draft_revision", "method"):
         value = getattr(config, name)
-        is_default = value == AUTO if name == "draft" else name == "method" and value in _DRAFTER
+        is_default = (
+            value == AUTO if name == "draft" else name == "method" and value in DRAFTER_METHODS
+        )
         if value is not None and not is_default:
             raise ValueError(
                 f"{name} is {value!r}, but {target_name} is a drafter that brings its own; leave "

@@ -116,13 +116,15 @@ class TargetConfig:
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """A DFlash drafter. `capture` counts finished layers: k is the residual stream after k layers.
+    """A block-diffusion drafter. `capture` counts finished layers: k is the residual stream after k
+    layers.
 
     z-lab's format counts layer outputs from 0 (`target_layer_ids`), so its ids are lower by one.
     anchor_first: the first slot, which holds the last accepted token, also predicts.
     embedding_scale: None means the target's. target_hidden_size: size of the captured features, if
     it differs from the drafter's. draft_vocab_size: rows of a reduced head. recommended_drafts:
-    number of drafts that the checkpoint recommends. format: of its config.json.
+    number of drafts that the checkpoint recommends. format: of its config.json. method: the
+    speculative method, which names its head (`strobe.models.heads`); head: what the head has read.
     """
 
     decoder: DecoderConfig
@@ -140,6 +142,8 @@ class DraftConfig:
     draft_vocab_size: int | None = None
     recommended_drafts: int | None = None
     format: str = "z-lab"
+    method: str = "DFlash"
+    head: Any = None
 
     @property
     def capture_ids(self) -> tuple[int, ...]:

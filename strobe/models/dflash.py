@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from strobe.kv.store import KVStore
 from strobe.models.config import DraftConfig
+from strobe.models.heads import head_of
+from strobe.models.heads.base import Head
 from strobe.models.layers import Decoder, DecoderLayer, softcapped
 from strobe.models.linear import AnyLinear, Linear, LinearView
 from strobe.models.modules import RMSNorm
@@ -42,6 +44,7 @@ class DFlash(Decoder):
         layers = [DecoderLayer(decoder, i) for i in range(decoder.num_layers)]
         super().__init__(decoder, layers, max_positions)
         self.config = config
+        self.draft_head: Head = head_of(config.method).make(config)
         hidden = decoder.hidden_size
         features = len(config.capture) * (config.target_hidden_size or hidden)
         self.fc = Linear(features, hidden)
@@ -59,12 +62,18 @@ class DFlash(Decoder):
         self._context: ContextWeights | None = None
 
     def weight_mapping(self) -> WeightMapping:
-        """Map heads' sinks, which have another name in drafters than in targets."""
-        if not (decoder := self.config.decoder).sinks:
-            return {}
-        shape = (decoder.num_heads,)
-        names = [f"layers.{i}.self_attn." for i in range(decoder.num_layers)]
-        return {f"{n}sinks": [WeightPart({f"{n}attention_sink_bias": shape})] for n in names}
+        """Map the head's parameters, whose names begin at the checkpoint's root, and attention
+        sinks, which have another name in drafters than in targets."""
+        mapping = {
+            f"draft_head.{name}": [WeightPart({name: tuple(parameter.shape)})]
+            for name, parameter in self.draft_head.named_parameters()
+        }
+        decoder = self.config.decoder
+        for layer in range(decoder.num_layers) if decoder.sinks else ():
+            name = f"layers.{layer}.self_attn."
+            shape = (decoder.num_heads,)
+            mapping[f"{name}sinks"] = [WeightPart({f"{name}attention_sink_bias": shape})]
+        return mapping
 
     @property
     def embedding(self) -> Tensor:

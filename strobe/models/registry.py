@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from strobe.hub.files import read_json
 from strobe.models.config import DraftConfig, TargetConfig
 from strobe.models.config_readers.fields import Fields
-from strobe.models.config_readers.methods import DFLASH, SUPPORTED, format_of, method_of
+from strobe.models.config_readers.methods import SUPPORTED, format_of, method_of
 from strobe.models.families import FAMILIES
+from strobe.models.heads import HEADS
 
 if TYPE_CHECKING:
     from strobe.models.target import Target
@@ -28,7 +29,7 @@ def load_target_config(directory: Path) -> TargetConfig:
     config = read_json(path)
     method = method_of(config)
     if method is not None:
-        hint = "name it as the drafter" if method == DFLASH else SUPPORTED
+        hint = "name it as the drafter" if method in HEADS else SUPPORTED
         raise ValueError(
             f"{path} describes a drafter for {method}, not a target; name the model it drafts for "
             f"as the target, and {hint}."
@@ -51,7 +52,7 @@ def make_target(config: TargetConfig, max_positions: int) -> Target:
 
 
 def load_draft_config(directory: Path, target: Path | None = None) -> DraftConfig:
-    """Read a DFlash drafter's config. target: its target's directory, for values that older
+    """Read a drafter's config. target: its target's directory, for values that older
     drafters lack. Raises ValueError that names the wrong value."""
     path = directory / "config.json"
     config = read_json(path)

@@ -14,7 +14,7 @@ from strobe.models.config import TargetConfig
 from strobe.models.layers import Decoder, Layer, softcapped
 from strobe.models.linear import AnyLinear, Linear, LinearView
 from strobe.models.ops.torch_ops import Attend
-from strobe.sampling.sampler import argmax, best_two
+from strobe.sampling.sampler import argmax
 
 
 class Target(Decoder):
@@ -60,8 +60,3 @@ class Target(Decoder):
         if self.config.logit_softcap is not None:  # makes close logits equal
             return argmax(self.head(x))
         return self.ops.argmax(x, self.norm, self.output)
-
-    def best_two(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Residual stream [R, H] -> the most probable tokens [R], and the margins of their logits
-        over the second largest [R] float32."""
-        return best_two(self.head(x))

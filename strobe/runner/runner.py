@@ -123,27 +123,21 @@ class ModelRunner:
         batch: Batch,
         mode: SamplingMode,
         masks: Tensor | None = None,
-        *,
-        position_offset: int = 1,
     ) -> Sampled:
         """Sample the rows with logits of a residual stream [T, H]: tokens [S * W]. masks: grammar
-        masks [S * W, words], one bit per allowed token. position_offset: position of a sampled
-        token relative to its row's."""
+        masks [S * W, words], one bit per allowed token."""
         all_rows, width = layout.logits_for_all_rows, layout.shape.max_logits
 
         def take(x: Tensor) -> Tensor:
             return x if all_rows else layout.select(x)
 
         rows = take(residual)
-        if mode.greedy and mode.margins:
-            tokens, margins = self.model.best_two(rows)
-            sampled = Sampled(tokens, margins=margins)
-        elif mode.greedy:
+        if mode.greedy:
             sampled = Sampled(self.model.argmax(rows))
         else:
             span = take(layout.span_of_row)
             slots, positions = layout.slots.index_select(0, span), take(batch.positions)
-            logit_rows = LogitRows(slots, positions + position_offset)
+            logit_rows = LogitRows(slots, positions + 1)
             rank = take(layout.offset) - layout.context_rows.index_select(0, span) + 1
             rank = rank.clamp_(0, width - 1)
             if mode.processed:

@@ -68,8 +68,7 @@ class Sampled(NamedTuple):
     def select(self, layout: Any) -> Sampled:
         """Select a layout's rows with logits from results of all its rows."""
         scores = self.scores and Scores(*map(layout.select, self.scores))
-        margins = self.margins if self.margins is None else layout.select(self.margins)
-        return Sampled(layout.select(self.tokens), scores, margins)
+        return Sampled(layout.select(self.tokens), scores)
 
 
 class SamplingState:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from strobe.attention.base import Batch
+from strobe.models.heads.base import Drafts
 from strobe.request import Request
 from strobe.runner.batch import Shape
 from strobe.speculation.draft_policy import DraftChain
@@ -16,26 +17,20 @@ from strobe.step import Plan, Span
 from strobe.transfer import upload
 
 
-class Drafts(NamedTuple):
-    """tokens [n or more, D] int64; margins, same shape, float32: each draft's logit minus the
-    second largest one, None if unknown."""
-
-    tokens: Tensor | None = None
-    margins: Tensor | None = None
-
-    def first(self, count: int) -> Drafts:
-        """The first drafts of every span."""
-        return Drafts(*[part if part is None else part[:, :count] for part in self])
-
-
 @runtime_checkable
 class Proposer(Protocol):
     """Drafts on the device. Only tokens and margins leave it; hidden states stay inside.
 
-    capture: target layers whose outputs it reads, as numbers of layers done.
+    capture: target layers whose outputs it reads, as numbers of layers done. margins: whether it
+    returns its drafts' margins, which callers may switch.
     """
 
     capture: tuple[int, ...]
+    margins: bool
+
+    def widths_for(self, max_drafts: int) -> tuple[list[int], list[int]]:
+        """Return drafts and rows of the blocks that serve up to `max_drafts` drafts, ascending."""
+        ...
 
     def propose(self, spans: Sequence[Span]) -> Drafts:
         """Propose drafts for n spans, for each at least as many as it may verify."""
@@ -54,18 +49,43 @@ class HostProposer(Protocol):
         ...
 
 
+class Drafter(NamedTuple):
+    """The proposers of one drafting method. host: drafts from a request's tokens; device: name of
+    the proposer that drafts on the device. With both, the device drafts where the host found
+    nothing, or less than the device is expected to bring."""
+
+    host: HostProposer | None = None
+    device: str | None = None
+
+
 class ProposerSet:
     """Drafting methods by name; each drafts for the requests that chose it."""
 
-    def __init__(self, proposers: Mapping[str, Proposer | HostProposer], device: torch.device):
-        self.device, self.by_name = device, dict(proposers)
+    def __init__(
+        self,
+        proposers: Mapping[str, Proposer | HostProposer],
+        device: torch.device,
+        composites: Mapping[str, tuple[str, str]] = {},
+    ):
+        """composites: methods that combine a host's proposer with one of the device, by name."""
+        self.device, self.by_name, self.composites = device, dict(proposers), composites
         self.on_device = {n: p for n, p in proposers.items() if isinstance(p, Proposer)}
-        self.on_host = {n: p for n, p in proposers.items() if not isinstance(p, Proposer)}
+        on_host = {n: p for n, p in proposers.items() if not isinstance(p, Proposer)}
+        self.drafters = {name: Drafter(host=proposer) for name, proposer in on_host.items()}
+        self.drafters |= {name: Drafter(device=name) for name in self.on_device}
+        for name, (host, on_device) in composites.items():
+            if host in on_host and on_device in self.on_device:
+                self.drafters[name] = Drafter(on_host[host], on_device)
         captured = [layer for proposer in self.on_device.values() for layer in proposer.capture]
         self.capture = tuple(dict.fromkeys(captured))
 
     def __getitem__(self, name: str) -> Proposer | HostProposer:
         return self.by_name[name]
+
+    @property
+    def device_method(self) -> str | None:
+        """The first method that drafts on the device alone; None without any."""
+        return next(iter(self.on_device), None)
 
     def propose(self, plan: Plan, shape: Shape) -> Drafts:
         """Return the device's drafts [S, K] for a layout of that shape; without any, K is 0."""

@@ -9,10 +9,10 @@ from torch import Tensor
 from strobe.attention.base import Batch
 from strobe.models.config import DraftConfig
 from strobe.models.dflash import DFlash
+from strobe.models.heads.base import BlockRows, Drafts
 from strobe.runner.graphs import Eager, Graphs
 from strobe.runner.runner import ModelRunner
-from strobe.sampling.state import GREEDY
-from strobe.speculation.base import Drafts
+from strobe.sampling.state import GREEDY, LogitRows
 from strobe.step import TAIL, Span
 
 EXTRA_BLOCK_SIZES = 4, 8  # besides the one trained on: they cost less, and see fewer masks
@@ -75,16 +75,25 @@ class DFlashProposer:
         mode = mode._replace(margins=self.margins)
 
         def draft(packed: Tensor) -> Drafts:
-            device_layout = layout.with_packed(packed)
-            placed = runner.state.place(device_layout, None)
-            batch = runner.state.make_batch(device_layout, placed, bounds)
-            # A row's token stands where the row does, or behind it where the first row predicts.
-            position_offset = int(self.model.config.anchor_first)
+            here = layout.with_packed(packed)
+            batch = runner.state.make_batch(here, runner.state.place(here, None), bounds)
             residual, _ = runner.forward(batch)
-            arguments = residual, device_layout, batch, mode
-            sampled = runner.sample(*arguments, position_offset=position_offset)
-            margins = None if sampled.margins is None else sampled.margins.view(-1, drafts)
-            return Drafts(sampled.tokens.view(-1, drafts), margins)
+
+            def choose(logits: Tensor, first: int) -> Drafts:
+                shape = logits.shape[:2]
+                positions = here.select(batch.positions).view(-1, drafts)[:, first:][:, : shape[1]]
+                # A token stands at its row's own position, or after it if the first row predicts.
+                positions = positions.flatten() + int(self.model.config.anchor_first)
+                slots = here.slots[:, None].expand(shape).flatten()
+                rows = logits.flatten(0, 1), LogitRows(slots, positions)
+                sampled = runner.sampling.sample(*rows, mode)
+                margins = None if sampled.margins is None else sampled.margins.view(shape)
+                return Drafts(sampled.tokens.view(shape), margins)
+
+            hidden = here.select(residual).unflatten(0, (-1, drafts))
+            anchor = batch.ids[here.row_starts]
+            block = BlockRows(hidden, anchor, mode.greedy, mode.margins, choose)
+            return self.model.draft_head(self.model, block)
 
         return self.graphs.run(("draft", mode, shape), draft, layout.packed)
 

@@ -18,6 +18,7 @@ from strobe.llm import LLM
 from strobe.outputs import Prompt, RequestOutput
 from strobe.progress import Progress
 from strobe.sampling_params import SamplingParams
+from strobe.speculation.registry import DRAFTER_METHOD
 from strobe.wording import counted
 from strobe.wrapping import Wrapping
 
@@ -143,7 +144,7 @@ def run_demo(
     _check("max_tokens", max_tokens)
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     config = replace(
-        config, method="dflash" if config.target else None, enable_prefix_caching=False
+        config, method=DRAFTER_METHOD if config.target else None, enable_prefix_caching=False
     )
     config = locate_models(config)
     with Progress("Loading the models, and warming up"):

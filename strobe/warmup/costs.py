@@ -25,9 +25,7 @@ LONG, READERS = 2048, 16  # positions of a long context, and requests that read 
 MAX_REQUESTS = {"cuda": 2**30, "cpu": 8}  # at once: beyond, a CPU's costs go on as a line
 _MAX_STEPS = 400  # in which each kind is timed, or given up
 
-_ENDLESS = SamplingParams(
-    temperature=0.0, max_tokens=None, ignore_eos=True, speculation={"method": "dflash"}
-)
+_ENDLESS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 
 
 class FixedDraftPolicy(DraftPolicy):
@@ -99,6 +97,8 @@ class _Timing:
 
     def __init__(self, engine: Engine, adaptive: AdaptiveDraftPolicy):
         self.engine, self.requests = engine, list[Request]()
+        method = engine.proposers.device_method
+        self.params = _ENDLESS.clone(speculation={"method": method})
         self.policy = engine.scheduler.draft_policy = FixedDraftPolicy(adaptive)
 
     def run(
@@ -136,4 +136,4 @@ class _Timing:
                 self.engine.finish(request, "abort")
         self.requests = [r for r in self.requests if r.finish_reason is None]
         while len(self.requests) < count:  # other tokens each, so that none finds another's pages
-            self.requests.append(self.engine.add([len(self.requests)] * size, _ENDLESS))
+            self.requests.append(self.engine.add([len(self.requests)] * size, self.params))

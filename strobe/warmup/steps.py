@@ -103,7 +103,8 @@ class _WarmUp:
         """Run the other choices of an adaptive policy: no drafts, narrower blocks, and verifying
         some of the drafts."""
         adaptive = self.draft_policy
-        endless = sampling.clone(max_tokens=None, speculation={"method": "dflash"})
+        method = self.engine.proposers.device_method
+        endless = sampling.clone(max_tokens=None, speculation={"method": method})
         if not isinstance(adaptive, AdaptiveDraftPolicy):
             return
         fixed = self.engine.scheduler.draft_policy = FixedDraftPolicy(adaptive)
@@ -136,8 +137,9 @@ class _WarmUp:
                         self.finish(*[self.add(size, single_token) for size in sizes])
 
     def add(self, size: int, sampling: SamplingParams) -> Request:
-        if "+" in self.engine.resolved.method:  # run the drafter, not prompt lookup
-            sampling = sampling.clone(speculation={"method": "dflash"})
+        proposers = self.engine.proposers
+        if self.engine.resolved.method in proposers.composites:  # run the drafter, not the host's
+            sampling = sampling.clone(speculation={"method": proposers.device_method})
         prompt = [next(self._first_tokens)] + [0] * (size - 1)
         self.requests.append(self.engine.add(prompt, sampling))
         return self.requests[-1]

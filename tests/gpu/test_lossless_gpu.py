@@ -59,7 +59,7 @@ def test_drafter_sinks_match_between_kernels_and_torch(pair: Pair, tmp_path: Pat
         engine = make_engine(config)
         assert engine.resolved.backends.kernels is not bool(off)
         run(engine, prompts(), params)
-        observed_keys.append(engine.components.stores["dflash"].data[:, 16:].float())
+        observed_keys.append(engine.components.stores["draft"].data[:, 16:].float())
     size = min(store.shape[1] for store in observed_keys)  # graphs have one page more, for padding
     kernel_keys, torch_keys = (store[:, :size] for store in observed_keys)
     torch.testing.assert_close(kernel_keys, torch_keys, atol=1e-3, rtol=1e-3)

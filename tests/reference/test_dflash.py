@@ -219,7 +219,7 @@ def context_checker(
     engine: Engine, reference: Reference, sequences: dict[Request, list[int]]
 ) -> Any:
     """Return a check that the drafter's store holds each running request's committed context."""
-    store, size = engine.components.stores["dflash"].data, engine.limits.page_size
+    store, size = engine.components.stores["draft"].data, engine.limits.page_size
 
     def check(requests: list[Request]) -> None:
         for record in engine.scheduler.running:

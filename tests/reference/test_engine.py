@@ -327,7 +327,7 @@ def test_pool_uses_requested_memory(target: Any, draft: Callable[..., Path]):
     engine = make_engine(options)
     assert engine.components.pool.capacity == 40
     slots = {name: store.data.shape[1] for name, store in engine.components.stores.items()}
-    assert slots == {"target": 41 * 4, "dflash": 41 * 4}
+    assert slots == {"target": 41 * 4, "draft": 41 * 4}
 
 
 def test_too_little_memory_is_rejected_with_required_size(target: Any):

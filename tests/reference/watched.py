@@ -9,10 +9,9 @@ from tiny import Scripted, cursor
 from torch import Tensor
 
 from strobe.engine.build import Components
+from strobe.models.heads.base import Backbone, BlockRows, Drafts
 from strobe.request import Request
 from strobe.sampling.sampler import best_two
-from strobe.sampling.state import Sampled
-from strobe.speculation.base import Drafts
 from strobe.step import Span
 
 
@@ -42,16 +41,14 @@ class Watched(Scripted):
         self.scripted = mangle is not None
         self.drafted: list[Drafted] = []
         self.hidden: list[Tensor] = []
-        self._sample = self.inner.runner.sample
-        self.inner.runner.sample = self._recording
+        self.inner.model.draft_head.forward = self._recording
 
-    def _recording(
-        self, residual: Any, layout: Any, batch: Any, mode: Any, **ahead: int
-    ) -> Sampled:
-        assert mode.greedy, "drafts are the most probable tokens"
-        self._last: Tensor = self.inner.model.head(layout.select(residual))
+    def _recording(self, model: Backbone, block: BlockRows) -> Drafts:
+        assert block.greedy, "drafts are the most probable tokens"
+        self._last = model.head(block.hidden.flatten(0, 1))
         tokens, margins = best_two(self._last)
-        return Sampled(tokens, margins=margins)
+        shape = block.hidden.shape[:2]
+        return Drafts(tokens.view(shape), margins.view(shape))
 
     def propose(self, spans: Sequence[Span]) -> Drafts:
         self.num_drafts = self.engine.limits.num_drafts

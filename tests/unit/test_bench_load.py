@@ -304,11 +304,11 @@ def test_load_runs_steadily_and_at_a_rate(
         ("load", ["--acceptance-rate=1", "--prompt-len=1900"], "lower prompt_len or max_tokens, "),
         ("load", ["--answers=4", "--traces={good}"], "answers is 4, but concurrency is 32; ask "),
         ("load", ["--no-adaptive", "--traces={good}"], "adaptive is off, but ways names it; leave"),
-        ("load", ["--method=none"], "DFlash drafts nothing; name shapes with a drafter, or leave "),
+        ("load", ["--method=none"], "Nothing drafts; name shapes with a drafter, or leave "),
         ("load", ["--plot=/nowhere/x.png"], "plot is '/nowhere/x.png', but /nowhere is not a "),
         ("load", ["--plot=x.txt"], "plot is 'x.txt', but must end in one of .png, .svg, .pdf."),
         ("record", ["--out=x.txt"], "out is 'x.txt', but must end with .npz."),
-        ("record", ["--method=ngram"], "DFlash drafts nothing; name a drafter, or leave --method "),
+        ("record", ["--method=ngram"], "Nothing drafts; name a drafter, or leave --method "),
         ("record", ["--data=/nowhere"], "data is '/nowhere', which cannot be read ("),
     ],
 )  # fmt: skip

@@ -12,6 +12,7 @@ from typing import Any
 
 from strobe.models.config import DraftConfig
 from strobe.models.config_readers.fields import Fields
+from strobe.models.config_readers.methods import read_head
 from strobe.models.config_readers.zlab import read_flat
 
 HARMLESS = frozenset({"markov_rank", "enable_confidence_head", "num_anchors"})
@@ -21,6 +22,5 @@ HARMLESS = frozenset({"markov_rank", "enable_confidence_head", "num_anchors"})
 def read(config: dict[str, Any], path: Path, target: Path | None = None) -> DraftConfig:
     fields = Fields(config, path)
     scale = fields.number("input_embedding_scale", 1.0)
-    return read_flat(
-        fields, target, HARMLESS, anchor_first=True, embedding_scale=scale, format="DeepSpec"
-    )
+    layout = {"anchor_first": True, "embedding_scale": scale, "format": "DeepSpec"}
+    return read_flat(fields, target, HARMLESS, **layout, **read_head(config, fields))

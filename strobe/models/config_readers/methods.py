@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from strobe.models.config_readers.fields import Fields
+from strobe.models.heads import HEADS, head_of
+
 DFLASH = "DFlash"
 DSPARK = "DSpark"
 _DEEPSPEC = "Qwen3DSparkModel"
@@ -64,18 +67,26 @@ def method_of(config: dict[str, Any]) -> str | None:
 
 def format_of(config: dict[str, Any], path: Path) -> str:
     """Return the reader module of the config: "zlab", "speculators" or "deepspec". Raises
-    ValueError unless it is the config of a DFlash drafter."""
+    ValueError unless it is the config of a drafter whose head is in `HEADS`."""
     method = method_of(config)
     if method is None:
         raise ValueError(
             f"{path}: architectures {config.get('architectures')!r} is not a DFlash drafter; name "
             "a directory with one in z-lab's, speculators' or DeepSpec's format."
         )
-    if method != DFLASH:
+    if method not in HEADS:
         raise ValueError(f"{path} describes a drafter for {method}, not DFlash; {SUPPORTED}.")
     if _speculators(config) is not None:
         return "speculators"
     return "deepspec" if _deepspec(config) else "zlab"
+
+
+def read_head(config: dict[str, Any], fields: Fields) -> dict[str, Any]:
+    """Return the config's method and what its head reads from `fields`, as DraftConfig fields."""
+    method = method_of(config)
+    assert method is not None
+    fields.get("projector_type")  # `method_of` has read it
+    return {"method": method, "head": head_of(method).read(fields)}
 
 
 def _speculators(config: dict[str, Any]) -> Any:

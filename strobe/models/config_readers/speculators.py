@@ -20,6 +20,7 @@ from strobe.models.config_readers.decoder import (
 )
 from strobe.models.config_readers.fields import HINT, Fields
 from strobe.models.config_readers.mask_token import read_mask_token
+from strobe.models.config_readers.methods import read_head
 
 QWEN3: dict[str, Any] = {
     "vocab_size": 151936,
@@ -164,6 +165,7 @@ def read(config: dict[str, Any], path: Path, target: Path | None = None) -> Draf
         draft_vocab_size=None if size == decoder.vocab_size else size,
         recommended_drafts=read_recommended(fields, block - (not first)),
         format="speculators",
+        **read_head(config, fields),
     )
     fields.finish(HARMLESS)
     return draft

@@ -19,6 +19,7 @@ from strobe.models.config_readers.decoder import (
 )
 from strobe.models.config_readers.fields import HINT, Fields
 from strobe.models.config_readers.mask_token import find_mask_token
+from strobe.models.config_readers.methods import read_head
 from strobe.models.config_readers.rope import RopeConfig
 
 HARMLESS = frozenset(
@@ -155,7 +156,7 @@ def read(config: dict[str, Any], path: Path, target: Path | None = None) -> Draf
     fields = Fields(config, path, first="dflash_config")
     # Outside `dflash_config` the key belongs to DeepSpec, whose first slot predicts.
     harmless = {"num_anchors"} & set(config.get("dflash_config") or ())
-    return read_flat(fields, target, harmless)
+    return read_flat(fields, target, harmless, **read_head(config, fields))
 
 
 def default_capture_layers(num_target_layers: int, count: int) -> list[int]:

@@ -75,8 +75,8 @@ def send(pipe: Connection, message: FromEngine) -> None:
 def facts(engine: Engine) -> Ready:
     """Return the engine's limits, methods and settings for the server."""
     resolved = engine.resolved
-    proposers = set(engine.proposers.by_name if engine.limits.num_drafts else ())
-    available = [method for method in METHODS if proposers.issuperset(method.split("+"))]
+    drafters = engine.proposers.drafters if engine.limits.num_drafts else ()
+    available = [method for method in METHODS if method in drafters]
     methods = dict.fromkeys((resolved.method, *available, "none"))
     return Ready(
         max_model_len=engine.limits.max_model_len,

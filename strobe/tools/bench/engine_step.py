@@ -24,6 +24,7 @@ from strobe.engine.engine import Engine
 from strobe.hub.locate import locate_models
 from strobe.request import Request, Status
 from strobe.sampling_params import SamplingParams
+from strobe.speculation.registry import DRAFTER_METHOD
 from strobe.tools.bench.floor import Rates, Shapes
 from strobe.tools.bench.published_shapes import directories
 from strobe.tools.bench.rates import measure, release, synchronize
@@ -75,7 +76,7 @@ def run_step(settings: StepSettings, config: EngineConfig) -> int:
         say("measuring bandwidth and matrix rate")
         rates = measure(setup.device, setup.dtype, fp8=config.weight_dtype == "fp8")
         figures = header("step", command, ways, rates)
-        forced = settings.acceptance_length if "dflash" in ways else None
+        forced = settings.acceptance_length if DRAFTER_METHOD in ways else None
         figures |= {"acceptance_length_forced": forced, "rows": [], "prefill": []}
         for name, setup in ways.items():
             rows, prefills = _measure(settings, name, setup, rates, say)
@@ -106,21 +107,20 @@ def located_shapes(shapes: str, config: EngineConfig) -> Generator[EngineConfig]
 
 
 def _ways(settings: StepSettings, config: EngineConfig) -> dict[str, EngineConfig]:
-    """Return the settings for plain decoding and DFlash, or only for the one in `method`."""
-    if "ngram" in (config.method or ""):
+    """Return the settings for plain decoding and the drafter, or only for the one in `method`."""
+    if config.method not in (None, "none", DRAFTER_METHOD):
         raise ValueError(
-            f"method is {config.method!r}, but random tokens repeat nothing; name dflash or none, "
-            "or neither for both."
+            f"method is {config.method!r}, but random tokens repeat nothing; name "
+            f"{DRAFTER_METHOD} or none, or neither for both."
         )
     max_requests = max([*settings.requests, *(count for count, _ in settings.prefills)])
     config = replace(
         config, load_format="dummy", max_num_seqs=max_requests, enable_prefix_caching=False
     )
-    ways = {"plain": config.without_draft(), "dflash": replace(config, method="dflash")}
-    method_names = {"none": ["plain"], "dflash": ["dflash"]}.get(config.method or "")
-    if method_names is None:
-        method_names = ["plain", "dflash"] if config.draft is not None else ["plain"]
-    return {name: ways[name] for name in method_names}
+    ways = {"plain": config.without_draft()}
+    if config.method != "none" and config.draft is not None:
+        ways[DRAFTER_METHOD] = replace(config, method=DRAFTER_METHOD)
+    return {config.method: ways[config.method]} if config.method in ways else ways
 
 
 def _check_fits(settings: StepSettings, setup: ResolvedConfig) -> None:
@@ -177,7 +177,7 @@ def _measure(
 ) -> tuple[list[Figures], list[Figures]]:
     """Time the steps and prefills of one way, with an engine that lives only for this call."""
     say(f"{name}: building the engine")
-    forced = settings.acceptance_length if name == "dflash" else None
+    forced = settings.acceptance_length if name != "plain" else None
     engine = Engine(setup, simulated_acceptance=forced)
     _check_pages(settings, engine)
     rows: list[Figures] = []

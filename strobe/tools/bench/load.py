@@ -20,6 +20,7 @@ from strobe.config import EngineConfig
 from strobe.engine.build import ResolvedConfig, resolve
 from strobe.speculation.adaptive import AdaptiveDraftPolicy
 from strobe.speculation.draft_policy import DraftPolicy
+from strobe.speculation.registry import DRAFTER_METHOD
 from strobe.tools.bench.driver import Arrival, Driver, LoadRun
 from strobe.tools.bench.engine_step import located_shapes
 from strobe.tools.bench.plots import lines, missing, new_figure, save
@@ -56,10 +57,8 @@ def run_load(settings: LoadSettings, config: EngineConfig) -> int:
             config, load_format="dummy", max_num_seqs=max_requests, enable_prefix_caching=False
         )
         setup = resolve(config)
-        if setup.draft is None or setup.method != "dflash":
-            raise ValueError(
-                "DFlash drafts nothing; name shapes with a drafter, or leave --method out."
-            )
+        if setup.draft is None or setup.method != DRAFTER_METHOD:
+            raise ValueError("Nothing drafts; name shapes with a drafter, or leave --method out.")
         traces = _traces(settings, setup)
         _check_fits(settings, setup, traces)
         say("building the engine")

@@ -19,6 +19,7 @@ from strobe.hub.locate import locate_models
 from strobe.models.registry import load_draft_config, load_target_config
 from strobe.request import Request
 from strobe.sampling_params import SamplingParams
+from strobe.speculation.registry import DRAFTER_METHOD
 from strobe.tools.bench.floor import Rates
 from strobe.tools.bench.prompts import read_prompts
 from strobe.tools.bench.rates import measure, synchronize
@@ -127,7 +128,7 @@ def ways_of(config: EngineConfig) -> dict[str, EngineConfig]:
             "Nothing drafts; name a drafter with --draft, or --method ngram, to compare with plain "
             "decoding."
         )
-    return {"plain": config.without_draft(), config.method or "dflash": config}
+    return {"plain": config.without_draft(), config.method or DRAFTER_METHOD: config}
 
 
 def answer(

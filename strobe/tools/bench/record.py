@@ -20,8 +20,8 @@ from strobe.hub.locate import locate_models
 from strobe.request import Request
 from strobe.runner.batch import Layout
 from strobe.sampling_params import SamplingParams
-from strobe.speculation.base import Drafts
-from strobe.speculation.dflash import DFlashProposer
+from strobe.speculation.base import Drafts, Proposer
+from strobe.speculation.registry import DRAFTER_METHOD
 from strobe.step import Span
 from strobe.tools.bench.prompts import read_prompts
 from strobe.tools.bench.replay import widths_of
@@ -35,9 +35,10 @@ class _RecordingProposer:
     """Drafts a block of every width at every place. seen: for each slot, a list of places; each has
     (tokens, margins) per width."""
 
-    def __init__(self, drafter: DFlashProposer, widths: Sequence[int]):
+    def __init__(self, drafter: Proposer, widths: Sequence[int]):
         self.drafter, self.widths, self.capture = drafter, widths, drafter.capture
-        drafter.margins = True
+        self.margins = drafter.margins = True
+        self.widths_for = drafter.widths_for
         self.seen: dict[int, list[list[tuple[Any, Any]]]] = {}
 
     def propose(self, spans: Sequence[Span]) -> Drafts:
@@ -72,11 +73,12 @@ def run_record(settings: RecordSettings, config: EngineConfig) -> int:
         config = replace(config, enable_prefix_caching=False, adaptive=False, overlap=1)
         config = replace(config, max_num_seqs=settings.at_once)
         setup = resolve(config)
-        if setup.draft is None or setup.method != "dflash":
-            raise ValueError("DFlash drafts nothing; name a drafter, or leave --method out.")
+        draft = setup.draft
+        if draft is None or setup.method != DRAFTER_METHOD:
+            raise ValueError("Nothing drafts; name a drafter, or leave --method out.")
         say("loading")
         engine = Engine(setup, simulated_acceptance=_accept_none)
-        traces = record(engine, prompts, settings, widths_of(setup.draft))
+        traces = record(engine, prompts, settings, widths_of(draft))
         note = {k: v for k, v in circumstances(command, setup).items() if k != "threads"}
         traces = replace(traces, note=note)
     traces.save(Path(settings.out))
@@ -97,10 +99,8 @@ def record(
     widths: Sequence[int],
 ) -> Traces:
     """Answer all prompts, one token per step, and record the drafts at every token."""
-    drafter = engine.proposers.on_device["dflash"]
-    assert isinstance(drafter, DFlashProposer)
-    recorder = _RecordingProposer(drafter, widths)
-    engine.proposers.on_device["dflash"] = recorder
+    (method, drafter), *_ = engine.proposers.on_device.items()
+    recorder = engine.proposers.on_device[method] = _RecordingProposer(drafter, widths)
     params = SamplingParams(
         temperature=settings.temperature,
         top_p=settings.top_p,

@@ -13,7 +13,7 @@ from strobe.engine.engine import Engine
 from strobe.models.config import DraftConfig
 from strobe.runner.batch import Layout
 from strobe.speculation.base import Drafts
-from strobe.speculation.dflash import DFlashProposer, block_sizes
+from strobe.speculation.dflash import block_sizes
 from strobe.step import Plan, Span
 from strobe.tools.bench.traces import Traces
 from strobe.transfer import upload
@@ -43,15 +43,14 @@ class ReplayEngine(Engine):
                 f"have {_words(widths)}; record traces with a drafter of its block size."
             )
         super().__init__(setup, simulated_acceptance=self._num_accepted)
-        drafter = self.proposers.on_device["dflash"]
-        assert isinstance(drafter, DFlashProposer)
-        self.drafter, device = drafter, self.state.device
+        (method, self.drafter), *_ = self.proposers.on_device.items()
+        device = self.state.device
         self.widths, self.places = traces.widths, len(traces.right)
         self.right = torch.from_numpy(traces.right).long().flatten().to(device)
         self.margins = [torch.from_numpy(rows).float().to(device) for rows in traces.margins]
         self.first = torch.zeros(self.limits.max_num_seqs + 1, dtype=torch.int64, device=device)
         self._width = torch.zeros(1, dtype=torch.int64, device=device)
-        self.proposers.on_device["dflash"] = _ReplayingProposer(self)
+        self.proposers.on_device[method] = _ReplayingProposer(self)
 
     def _admit(self, plan: Plan) -> None:
         super()._admit(plan)
@@ -84,6 +83,7 @@ class _ReplayingProposer:
 
     def __init__(self, engine: ReplayEngine):
         self.engine, self.capture = engine, engine.drafter.capture
+        self.margins, self.widths_for = engine.drafter.margins, engine.drafter.widths_for
 
     def propose(self, spans: Sequence[Span]) -> Drafts:
         drafts = self.engine.drafter.propose(spans)

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from strobe.engine.build import ResolvedConfig
 from strobe.progress import Progress
+from strobe.speculation.registry import DRAFTER_METHOD
 from strobe.tools.bench.floor import Rates, Shapes, Widths
 from strobe.tools.bench.timeline import Split
 
@@ -31,7 +32,7 @@ def shapes_of(resolved: ResolvedConfig) -> Shapes:
     config, dtype = resolved.config, resolved.dtype
     linear = 1 if config.weight_dtype == "fp8" else dtype.itemsize
     kv = 1 if config.kv_cache_dtype == "fp8" else dtype.itemsize
-    draft = resolved.draft if resolved.method == "dflash" else None
+    draft = resolved.draft if resolved.method == DRAFTER_METHOD else None
     rows = 1 + (resolved.limits.num_drafts if resolved.method != "none" else 0)
     return Shapes(resolved.target, draft, rows, Widths(linear, dtype.itemsize, dtype.itemsize, kv))
 

@@ -69,7 +69,7 @@ def count_matching_drafts(
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     requests = [engine.add(list(prompt), params) for prompt in prompts]
     blocks: list[tuple[Request, int, list[int]]] = []
-    proposer = engine.proposers.on_device["dflash"]
+    proposer = next(iter(engine.proposers.on_device.values()))
     propose = proposer.propose
 
     def recording(spans: Sequence[Span]) -> Drafts:
@@ -161,7 +161,7 @@ def make_engine(
     """Make an engine that reads the drafter with the config `draft` and returns its margins.
     target: the loaded target, None to load it."""
     config = resolved.config.with_(adaptive=True)
-    resolved = replace(resolved, drafts={"dflash": draft}, config=config)
+    resolved = replace(resolved, draft=draft, config=config)
     return Engine(resolved, components=build(resolved, target), draft_policy=policy)
 
 

@@ -15,6 +15,7 @@ from strobe.hub.locate import locate_models
 from strobe.models.config import DraftConfig
 from strobe.models.load import check_draft_tensors, check_target_tensors
 from strobe.models.target import Target
+from strobe.speculation.registry import DRAFTER_METHOD
 from strobe.text.tokenizer import Tokenizer
 from strobe.tools.doctor.findings import Report
 from strobe.tools.doctor.measure import (
@@ -84,7 +85,7 @@ def examine(config: EngineConfig, say: Callable[[str], None] = lambda text: None
 def _for_short_runs(config: EngineConfig) -> EngineConfig:
     """Adapt the settings to short runs, without graphs, which every variant would capture again."""
     count = len(PROMPTS)
-    small = replace(config, max_num_seqs=count, cuda_graphs=False, method="dflash", overlap=1)
+    small = replace(config, max_num_seqs=count, cuda_graphs=False, method=DRAFTER_METHOD, overlap=1)
     return small if config.max_model_len is not None else replace(small, max_model_len=1024)
 
 
