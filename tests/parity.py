@@ -80,7 +80,7 @@ def record(engine: Engine) -> dict[tuple[Request, int], torch.Tensor]:
     forward = runner.forward
 
     def forwarding(batch: Any) -> Any:
-        out = forward(batch)
+        residual, features = forward(batch)
         running = {record.slot: record.request for record in engine.scheduler.running}
         owners = [running[slot] for slot in batch.slots.tolist()]
         row_owners = [
@@ -89,8 +89,8 @@ def record(engine: Engine) -> dict[tuple[Request, int], torch.Tensor]:
             for _ in range(size)
         ]
         for i, key in enumerate(zip(row_owners, batch.positions.tolist(), strict=True)):
-            seen[key] = out.features[i]
-        return out
+            seen[key] = features[i]
+        return residual, features
 
     runner.forward = forwarding
     return seen
