@@ -1,0 +1,146 @@
+"""Cross-entropy against a mixture of the label and the target's distribution, and its gradient, in
+parts, so that the logits of a step are never in memory at once.
+
+Legend: R slots, T teacher rows, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 4096
+"""Vocabulary entries that a program reads at once."""
+
+
+@triton.jit
+def _lse_kernel(logits, lse, size: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cells = tl.arange(0, BLOCK)
+    peak, total = float("-inf"), 0.0
+    for start in range(0, size, BLOCK):
+        inside = start + cells < size
+        x = tl.load(logits + row * size + start + cells, mask=inside, other=float("-inf"))
+        x = x.to(tl.float32)
+        new = tl.maximum(peak, tl.max(x, 0))
+        total = total * tl.exp(peak - new) + tl.sum(tl.exp(x - new), 0)
+        peak = new
+    tl.store(lse + row, peak + tl.log(total))
+
+
+@triton.jit
+def _loss_kernel(
+    logits, teacher, teacher_lse, teacher_rows, labels, entropy, soft, best,
+    share, size: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    source = tl.load(teacher_rows + row)
+    label = tl.load(labels + row)
+    normalizer = tl.load(teacher_lse + source)
+    of_logits, of_teacher = logits + row * size, teacher + source * size
+    cells = tl.arange(0, BLOCK)
+    peak, total, cross, at = float("-inf"), 0.0, 0.0, 0
+    for start in range(0, size, BLOCK):
+        inside = start + cells < size
+        x = tl.load(of_logits + start + cells, mask=inside, other=float("-inf")).to(tl.float32)
+        t = tl.load(of_teacher + start + cells, mask=inside, other=float("-inf")).to(tl.float32)
+        p = tl.exp(t - normalizer)
+        cross += tl.sum(tl.where(inside, p * x, 0.0), 0)
+        here = tl.max(x, 0)
+        at = tl.where(here > peak, start + tl.argmax(x, 0), at)
+        new = tl.maximum(peak, here)
+        total = total * tl.exp(peak - new) + tl.sum(tl.exp(x - new), 0)
+        peak = new
+    lse = peak + tl.log(total)
+    of_label = tl.load(of_logits + label).to(tl.float32)
+    tl.store(entropy + row, lse - of_label)
+    tl.store(soft + row, lse - share * cross - (1.0 - share) * of_label)
+    tl.store(best + row, at)
+    for start in range(0, size, BLOCK):
+        inside = start + cells < size
+        x = tl.load(of_logits + start + cells, mask=inside, other=float("-inf")).to(tl.float32)
+        t = tl.load(of_teacher + start + cells, mask=inside, other=float("-inf")).to(tl.float32)
+        wanted = share * tl.exp(t - normalizer)
+        wanted += tl.where(start + cells == label, 1.0 - share, 0.0)
+        gradient = tl.exp(x - lse) - wanted
+        tl.store(of_logits + start + cells, gradient.to(logits.dtype.element_ty), mask=inside)
+
+
+def mixed_loss(
+    logits: Tensor, teacher: Tensor, teacher_rows: Tensor, labels: Tensor, share: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return per slot [R] the cross-entropy of the label, the loss, and the drafter's best token.
+
+    The loss is the cross-entropy of the mixture: `share` of the teacher's distribution, the rest on
+    the label. Overwrites logits [R, V] with its gradient. teacher [T, V]: logits; teacher_rows,
+    labels [R].
+    """
+    count, size = logits.shape
+    lse = torch.empty(len(teacher), device=logits.device)
+    _lse_kernel[(len(teacher),)](teacher, lse, size, BLOCK=BLOCK, num_warps=8)
+    entropy, soft = (torch.empty(count, device=logits.device) for _ in range(2))
+    best = torch.empty(count, dtype=torch.int32, device=logits.device)
+    _loss_kernel[(count,)](
+        logits, teacher, lse, teacher_rows, labels, entropy, soft, best, share, size,
+        BLOCK=BLOCK, num_warps=8,
+    )  # fmt: skip
+    return entropy, soft, best
+
+
+class _MixedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        head: Tensor,
+        teacher_hidden: Tensor,
+        teacher_rows: Tensor,
+        labels: Tensor,
+        share: float,
+        parts: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        gradient = torch.empty_like(x)
+        results: list[tuple[Tensor, Tensor, Tensor]] = []
+        step, teacher_step = len(x) // parts, len(teacher_hidden) // parts
+        for i in range(parts):
+            own = slice(i * step, (i + 1) * step)
+            logits = x[own] @ head.t()
+            teacher = teacher_hidden[i * teacher_step : (i + 1) * teacher_step] @ head.t()
+            results.append(
+                mixed_loss(
+                    logits, teacher, teacher_rows[own] - i * teacher_step, labels[own], share
+                )
+            )
+            torch.mm(logits, head, out=gradient[own])
+        ctx.save_for_backward(gradient)
+        entropy, soft, best = (torch.cat(column) for column in zip(*results, strict=True))
+        ctx.mark_non_differentiable(entropy, best)
+        return entropy, soft, best
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,) = ctx.saved_tensors
+        of_soft = gradients[1][:, None].to(gradient.dtype)
+        return gradient * of_soft, None, None, None, None, None, None
+
+
+def slot_losses(
+    x: Tensor,
+    head: Tensor,
+    teacher_hidden: Tensor,
+    teacher_rows: Tensor,
+    labels: Tensor,
+    *,
+    share: float,
+    parts: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `mixed_loss` returns, with a gradient of the loss with respect to x [R, H].
+
+    head [V, H]; teacher_hidden [T, H]: the target's normed residual stream. Part i of `parts` equal
+    ones of the slots uses only part i of the teacher's rows.
+    """
+    return _MixedLoss.apply(x, head, teacher_hidden, teacher_rows, labels, share, parts)
