@@ -19,8 +19,9 @@ NOT_WORTHWHILE = "drafting promised less than it costs at this load"
 
 @dataclass(frozen=True)
 class SpeculationReport:
-    """Speculation figures of one answer. off_reason: reason for no speculation, None if it was
-    used; rest_reason: reason for steps without drafts, if there are any."""
+    """Speculation figures of one answer, which can be read by JSON's names, too. off_reason: reason
+    for no speculation, None if it was used; rest_reason: reason for steps without drafts, if there
+    are any."""
 
     method: str
     counts: DraftCounts
@@ -31,6 +32,16 @@ class SpeculationReport:
     def used(self) -> bool:
         """Whether some step verified drafts."""
         return self.counts.steps > 0
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the figure that JSON has under this name."""
+        if name.startswith("_") or name == "counts" or name not in (figures := self.as_dict()):
+            raise AttributeError(f"a SpeculationReport has no {name}")
+        return figures[name]
+
+    def __repr__(self) -> str:
+        figures = ", ".join(f"{name}={value!r}" for name, value in self.as_dict().items())
+        return f"SpeculationReport({figures})"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figures by the names that JSON has for them."""

@@ -4,13 +4,15 @@ speculation report."""
 from __future__ import annotations
 
 import math
+import pickle
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 
-from strobe.outputs import AnswerBuilder, StreamDelta, logprobs_by_token
+from strobe.counters import DraftCounts
+from strobe.outputs import AnswerBuilder, SpeculationReport, StreamDelta, logprobs_by_token
 from strobe.request import TokenLogprob
 from strobe.sampling_params import SamplingParams
 from strobe.step import RequestStart, TokenEvent
@@ -330,3 +332,14 @@ def test_report_counts_skipped_steps_with_reason(tokenizer: Tokenizer):
     assert counts.skipped_steps == 2
     assert report.rest_reason == "drafting promised less than it costs at this load"
     assert report.off_reason is None
+
+
+def test_report_has_the_names_of_json(tokenizer: Tokenizer):
+    counts = DraftCounts()
+    counts.add(4, 2, 15)
+    report = SpeculationReport("dflash", counts)
+    assert (report.accepted, report.drafted, report.drafts_made) == (2, 4, 15)
+    assert "acceptance_length=3.0" in repr(report)
+    assert pickle.loads(pickle.dumps(report)) == report
+    with pytest.raises(AttributeError, match="a SpeculationReport has no acepted"):
+        _ = report.acepted
