@@ -22,7 +22,7 @@ import json, sys, time, torch
 from pathlib import Path
 import tqdm.auto
 from strobe.models.load import check_target_tensors, load_target
-from strobe.models.registry import load_target_config
+from strobe.models.architectures import load_target_config
 
 def field(name):
     rows = open("/proc/self/status").read().splitlines()

@@ -48,7 +48,7 @@ def write(shapes: str, root: Path) -> tuple[Path, Path]:
             (path / "config.json").write_text((Path(source) / "config.json").read_text())
             paths.append(path)
     device = torch.device("cuda")
-    from strobe.models.registry import load_draft_config, load_target_config
+    from strobe.models.architectures import load_draft_config, load_target_config
     from strobe.models.weight_mapping import mapping_of
 
     target = load_target_config(paths[0])

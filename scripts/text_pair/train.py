@@ -30,9 +30,9 @@ from scripts.demo_models.train_draft import BLOCK, say, seconds, train  # noqa: 
 from scripts.text_pair import corpus  # noqa: E402
 from scripts.text_pair.target import train_target  # noqa: E402
 from strobe.hub.files import read_json  # noqa: E402
+from strobe.models.architectures import load_target_config  # noqa: E402
 from strobe.models.dflash import DFlash  # noqa: E402
 from strobe.models.load import load_target  # noqa: E402
-from strobe.models.registry import load_target_config  # noqa: E402
 from strobe.models.target import Target  # noqa: E402
 from strobe.tools.train.acceptance import Acceptance, batch_acceptance  # noqa: E402
 from strobe.tools.train.data import Corpus, Sample  # noqa: E402

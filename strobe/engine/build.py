@@ -17,6 +17,7 @@ from strobe.hub.locate import locate_models
 from strobe.kv.pages import PagePool
 from strobe.kv.states import StateStore
 from strobe.kv.store import KVSpec, KVStore
+from strobe.models.architectures import load_draft_config, load_target_config
 from strobe.models.config import DecoderConfig, DraftConfig, TargetConfig
 from strobe.models.config_readers.pair import check_pair
 from strobe.models.dflash import DFlash
@@ -28,7 +29,6 @@ from strobe.models.load import (
     weight_bytes,
 )
 from strobe.models.ops.torch_ops import TorchOps
-from strobe.models.registry import load_draft_config, load_target_config
 from strobe.models.target import Target
 from strobe.runner.buckets import Buckets
 from strobe.runner.graphs import CUDACapturer, Eager, Graphs

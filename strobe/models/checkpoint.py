@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from strobe.hub.files import weight_files
-from strobe.models.config_readers.tensors import own_name
+from strobe.models.config_readers.tensor_names import own_name
 from strobe.models.weight_mapping import WeightPart, copy
 
 TORCH = {

@@ -13,16 +13,16 @@ from typing import NotRequired, TypedDict, TypeVar, Unpack
 import torch
 from torch import Tensor, nn
 
+from strobe.models.architectures import make_target
 from strobe.models.checkpoint import Checkpoint
 from strobe.models.config import DraftConfig, TargetConfig
 from strobe.models.config_readers.draft_vocabulary import load_target_ids
-from strobe.models.config_readers.tensors import draft_parts
+from strobe.models.config_readers.tensor_names import draft_parts
 from strobe.models.dflash import DFlash
 from strobe.models.linear import Linear
 from strobe.models.modules import Attention, RMSNorm, RotaryTable
 from strobe.models.quantization.fp8 import FP8_ROWS, fp8_copy, fp8_rows
 from strobe.models.quantization.methods import apply_quantization
-from strobe.models.registry import make_target
 from strobe.models.target import Target
 from strobe.models.weight_mapping import WeightMapping, mapping_of
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from strobe.hub.download import fetch_weights
 from strobe.hub.files import read_json
+from strobe.models.architectures import load_draft_config, load_target_config
 from strobe.models.checkpoint import Checkpoint
 from strobe.models.config import DecoderConfig, Quantization
-from strobe.models.config_readers.methods import method_of
+from strobe.models.config_readers.detection import method_of
 from strobe.models.config_readers.pair import check_pair
 from strobe.models.load import check_draft_tensors, check_target_tensors
 from strobe.models.quantization.fp8 import SCALE
-from strobe.models.registry import load_draft_config, load_target_config
 
 
 def describe(model: Path, draft: Path | None = None) -> dict[str, Any]:

@@ -23,9 +23,9 @@ from transformers import (
 
 from strobe.config import EngineConfig
 from strobe.engine.build import resolve
+from strobe.models.architectures import load_target_config
+from strobe.models.architectures import make_target as make
 from strobe.models.config import TargetConfig
-from strobe.models.registry import load_target_config
-from strobe.models.registry import make_target as make
 from strobe.sampling_params import SamplingParams
 from strobe.tools.bench import floor
 

@@ -19,10 +19,10 @@ from torch import Tensor
 from strobe.config import EngineConfig
 from strobe.engine.build import build, resolve
 from strobe.engine.engine import Engine
+from strobe.models.architectures import load_draft_config
 from strobe.models.heads import HEADS
 from strobe.models.heads.base import BlockRows, Drafts
 from strobe.models.load import check_draft_tensors
-from strobe.models.registry import load_draft_config
 from strobe.sampling_params import SamplingParams
 
 DRAFTING = [c for c in COMBINATIONS if c.proposer in ("dflash", "per request")]

@@ -32,7 +32,7 @@ from tiny import (
 from strobe.config import EngineConfig
 from strobe.engine.build import build, resolve
 from strobe.engine.engine import Engine
-from strobe.models.registry import load_target_config
+from strobe.models.architectures import load_target_config
 from strobe.sampling_params import SamplingParams
 from strobe.tools.info import describe
 

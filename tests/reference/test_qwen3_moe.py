@@ -16,10 +16,10 @@ from transformers import Qwen3MoeForCausalLM
 
 from strobe.config import EngineConfig
 from strobe.engine.build import resolve
+from strobe.models.architectures import load_target_config
+from strobe.models.architectures import make_target as make_module
 from strobe.models.families.experts import Experts
 from strobe.models.layers import MLP
-from strobe.models.registry import load_target_config
-from strobe.models.registry import make_target as make_module
 
 SHAPE: dict[str, Any] = {
     "moe_intermediate_size": 24,

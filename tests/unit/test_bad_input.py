@@ -21,8 +21,8 @@ from tiny import edit_json, make_target
 from strobe import LLM, SamplingParams, free_memory
 from strobe.cli import main as cli
 from strobe.engine import build
+from strobe.models.architectures import load_draft_config
 from strobe.models.checkpoint import Checkpoint
-from strobe.models.registry import load_draft_config
 from strobe.runner import memory
 from strobe.sampling_params import Speculation
 

@@ -21,7 +21,7 @@ from strobe.cli import main as cli
 from strobe.config import DEMO_MODELS
 from strobe.demo_models import FAMILIES, read_heldout
 from strobe.engine.engine import Engine
-from strobe.models.registry import load_draft_config, load_target_config
+from strobe.models.architectures import load_draft_config, load_target_config
 from strobe.sampling_params import SamplingParams
 from strobe.text.tokenizer import Tokenizer
 from strobe.tools.bench import engine_step as step

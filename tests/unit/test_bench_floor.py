@@ -11,9 +11,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from strobe.attention.mask import LayerMask
+from strobe.models.architectures import load_draft_config, load_target_config, make_target
 from strobe.models.config import DraftConfig, TargetConfig
 from strobe.models.dflash import DFlash
-from strobe.models.registry import load_draft_config, load_target_config, make_target
 from strobe.tools.bench import floor, published_shapes, rates, timeline
 
 CPU = torch.device("cpu")

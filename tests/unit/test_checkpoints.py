@@ -18,10 +18,10 @@ from tiny import LAYERS, VOCAB, edit_json, make_draft
 from strobe.attention.mask import LayerMask
 from strobe.config import EngineConfig
 from strobe.engine.build import resolve
+from strobe.models.architectures import load_draft_config, load_target_config
 from strobe.models.config_readers.rope import RopeConfig
 from strobe.models.config_readers.zlab import default_capture_layers
 from strobe.models.families import FAMILIES
-from strobe.models.registry import load_draft_config, load_target_config
 
 QWEN3_8B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],

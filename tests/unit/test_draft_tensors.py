@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from tiny import HIDDEN, VOCAB, edit_json, make_draft
 from torch import Tensor
 
+from strobe.models.architectures import load_draft_config
 from strobe.models.config import DraftConfig
 from strobe.models.config_readers.draft_vocabulary import read_target_ids
 from strobe.models.dflash import DFlash
 from strobe.models.load import check_draft_tensors
-from strobe.models.registry import load_draft_config
 from strobe.models.weight_mapping import mapping_of
 
 PARAMETERS = 1_048_626_432

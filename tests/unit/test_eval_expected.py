@@ -13,7 +13,7 @@ import pytest
 from textpair import Pair
 from tiny import edit_json
 
-from strobe.models.registry import load_draft_config, load_target_config
+from strobe.models.architectures import load_draft_config, load_target_config
 from strobe.tools.bench.published_shapes import directories
 from strobe.tools.eval.expected import Expected, chosen, compare, enough, expectations
 from strobe.tools.eval.settings import EvalSettings

@@ -15,9 +15,9 @@ from tiny import make_target
 from transformers import Qwen3ForCausalLM
 
 from strobe.models import load
+from strobe.models.architectures import load_target_config
 from strobe.models.checkpoint import Checkpoint
 from strobe.models.load import check_target_tensors, load_target
-from strobe.models.registry import load_target_config
 from strobe.models.weight_mapping import mapping_of
 
 LOGGER = "strobe.models.load"
@@ -151,7 +151,7 @@ import sys, torch
 from pathlib import Path
 from strobe.models import checkpoint
 from strobe.models.load import check_target_tensors, load_target
-from strobe.models.registry import load_target_config
+from strobe.models.architectures import load_target_config
 import tqdm.auto
 checkpoint.AT_ONCE = 1 << 20
 field = lambda name: next(int(row.split()[1]) << 10 for row in open("/proc/self/status")

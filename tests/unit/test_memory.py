@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from strobe.config import DEMO_MODELS, Limits
-from strobe.models.registry import load_target_config
+from strobe.models.architectures import load_target_config
 from strobe.runner.buckets import Buckets
 from strobe.runner.memory import scratch_bytes
 

@@ -10,9 +10,9 @@ import pytest
 from published import QWEN3_8B_DFLASH, QWEN36_35B_SPECULATORS, written
 
 from strobe.attention.mask import LayerMask
+from strobe.models.architectures import load_draft_config
 from strobe.models.config import DraftConfig
 from strobe.models.config_readers.rope import RopeConfig
-from strobe.models.registry import load_draft_config
 
 FULL = LayerMask(causal=False)
 METHODS = QWEN36_35B_SPECULATORS["speculators_config"]["proposal_methods"]

@@ -18,10 +18,10 @@ from tiny import make_draft, make_engine, make_target, run
 from transformers import GptOssForCausalLM, LlamaForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
 from strobe.config import EngineConfig
+from strobe.models.architectures import load_target_config
 from strobe.models.linear import Linear
 from strobe.models.load import check_target_tensors, load_target, weight_bytes
 from strobe.models.quantization.methods import METHODS
-from strobe.models.registry import load_target_config
 from strobe.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")

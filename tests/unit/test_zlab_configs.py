@@ -11,9 +11,9 @@ from published import QWEN3_8B_DFLASH, written
 from tokenizers import Tokenizer, models
 
 from strobe.attention.mask import LayerMask
+from strobe.models.architectures import load_draft_config
 from strobe.models.config import DraftConfig
 from strobe.models.config_readers.rope import RopeConfig
-from strobe.models.registry import load_draft_config
 
 FULL = LayerMask(causal=False)
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from strobe.models.config import DraftConfig
+from strobe.models.config_readers.detection import read_head
 from strobe.models.config_readers.fields import Fields
-from strobe.models.config_readers.methods import read_head
 from strobe.models.config_readers.zlab import read_flat
 
 HARMLESS = frozenset({"markov_rank", "enable_confidence_head", "num_anchors"})
-"""Keys that `methods.py` has checked."""
+"""Keys that `detection.py` has checked."""
 
 
 def read(config: dict[str, Any], path: Path, target: Path | None = None) -> DraftConfig:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from strobe.models.checkpoint import Checkpoint
 from strobe.models.config import DraftConfig
-from strobe.models.config_readers.tensors import HINT
+from strobe.models.config_readers.tensor_names import HINT
 
 
 def load_target_ids(checkpoint: Checkpoint, config: DraftConfig) -> Tensor:

@@ -18,9 +18,9 @@ from strobe.models.config_readers.decoder import (
     read_dtype,
     read_layer_types,
 )
+from strobe.models.config_readers.detection import read_head
 from strobe.models.config_readers.fields import HINT, Fields
 from strobe.models.config_readers.mask_token import read_mask_token
-from strobe.models.config_readers.methods import read_head
 
 QWEN3: dict[str, Any] = {
     "vocab_size": 151936,

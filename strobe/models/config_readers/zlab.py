@@ -17,9 +17,9 @@ from strobe.models.config_readers.decoder import (
     read_ropes,
     read_window,
 )
+from strobe.models.config_readers.detection import read_head
 from strobe.models.config_readers.fields import HINT, Fields
 from strobe.models.config_readers.mask_token import find_mask_token
-from strobe.models.config_readers.methods import read_head
 from strobe.models.config_readers.rope import RopeConfig
 
 HARMLESS = frozenset(

@@ -10,7 +10,7 @@ import importlib
 from types import ModuleType
 
 HEADS = {"DFlash": "strobe.models.heads.argmax"}
-"""Speculative methods, as `config_readers/methods.py` names them, and the module of their head."""
+"""Speculative methods, named in `config_readers/detection.py`, and the module of their head."""
 
 
 def head_of(method: str) -> ModuleType:

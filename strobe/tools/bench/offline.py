@@ -16,7 +16,7 @@ from strobe.config import EngineConfig
 from strobe.engine.build import ResolvedConfig, resolve
 from strobe.engine.engine import Engine
 from strobe.hub.locate import locate_models
-from strobe.models.registry import load_draft_config, load_target_config
+from strobe.models.architectures import load_draft_config, load_target_config
 from strobe.request import Request
 from strobe.sampling_params import SamplingParams
 from strobe.speculation.registry import DRAFTER_METHOD

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 from strobe.engine.build import ResolvedConfig
 from strobe.free_memory import free_memory
 from strobe.hub.download import fetch_weights, missing_weights
+from strobe.models.architectures import load_draft_config, load_target_config
 from strobe.models.config import DraftConfig, TargetConfig
 from strobe.models.config_readers.pair import check_pair
 from strobe.models.dflash import DFlash
 from strobe.models.load import check_draft_tensors, check_target_tensors, weight_bytes
-from strobe.models.registry import load_draft_config, load_target_config
 from strobe.models.target import Target
 from strobe.text.tokenizer import Tokenizer
 from strobe.tools.doctor.findings import Report

@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 
 from strobe.exit_status import exit_status
 from strobe.hub.files import read_json
+from strobe.models.architectures import load_target_config
 from strobe.models.load import load_target
-from strobe.models.registry import load_target_config
 from strobe.progress import Progress
 from strobe.tools.train.data import read_samples
 from strobe.tools.train.draft import draft_config, find_mask_token, new_draft, save_draft

@@ -17,7 +17,7 @@ import tyro
 from transformers import AutoTokenizer
 
 from strobe.exit_status import exit_status
-from strobe.models.registry import load_target_config
+from strobe.models.architectures import load_target_config
 from strobe.progress import Progress
 from strobe.tools.train.data import answer_turns, read_lines, render, template_options
 from strobe.wording import counted

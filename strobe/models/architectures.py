@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from strobe.hub.files import read_json
 from strobe.models.config import DraftConfig, TargetConfig
+from strobe.models.config_readers.detection import SUPPORTED, format_of, method_of
 from strobe.models.config_readers.fields import Fields
-from strobe.models.config_readers.methods import SUPPORTED, format_of, method_of
 from strobe.models.families import FAMILIES
 from strobe.models.heads import HEADS
 
