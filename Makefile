@@ -2,10 +2,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PYTEST := $(BIN)/python -m pytest -rs -n auto --maxprocesses 4 --dist loadfile
+# Files run in alphabetical order: the small ones of tests/unit, last, keep all workers busy to the end.
+PYTEST := $(BIN)/python -m pytest -rs -n auto --maxprocesses 4 --dist loadfile \
+	--no-loadscope-reorder -p no:schemathesis
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: serve demo soak fuzz test test-all test-gpu check format bench clean
+.PHONY: serve demo soak fuzz test pytest test-all test-gpu check style types format bench clean
 
 # Options go behind `strobe serve` itself: .venv/bin/strobe serve --help
 serve: $(VENV)/.installed
@@ -16,7 +18,10 @@ demo: $(VENV)/.installed
 
 # Everything that a change is likely to break; at most eight minutes on two cores. Tests depend on no
 # order: pytest --random-order shuffles them and prints its seed.
-test: $(VENV)/.dev check
+test: $(VENV)/.dev style
+	$(MAKE) --jobs=2 types pytest
+
+pytest: $(VENV)/.dev
 	$(PYTEST) -m "not full"
 
 # The rest: whole matrices, tests in a browser, the wheel, longer soaks. CI runs both.
@@ -35,11 +40,15 @@ fuzz: $(VENV)/.dev
 test-gpu: $(VENV)/.dev
 	$(BIN)/python -m pytest -m gpu
 
-check: $(VENV)/.dev
+check: style types
+
+style: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/basedpyright
 	$(BIN)/lint-imports
+
+types: $(VENV)/.dev
+	$(BIN)/basedpyright
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
