@@ -1,5 +1,5 @@
-"""Runs and times steps of every kind before the first request, and fits a policy's costs to them. A
-step's time is from one result to the next, so that the host's own work is in it."""
+"""Runs and times steps of every kind before the first request, and fits the adaptive policy's costs
+to them. A step's time is from one result to the next, so it includes the host's work."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from strobe.step import Plan, StepResult
 
 logger = logging.getLogger(__name__)
 
-REPEATS = 4  # steps of each kind that count, at least
-SUSTAINED = 0.2  # seconds of each kind on a GPU, in which it comes to the clock that it can hold
+REPEATS = 4  # min steps of each kind that count
+SUSTAINED = 0.2  # seconds of each kind on a GPU, which then runs at the clock that it can sustain
 SECONDS = {"cuda": 60.0, "cpu": 5.0}  # after which no further kind is timed
-LONG, READERS = 2048, 16  # positions of a long context, and requests that read one each
-MAX_REQUESTS = {"cuda": 2**30, "cpu": 8}  # at once: beyond, a CPU's costs go on as a line
-_MAX_STEPS = 400  # in which each kind is timed, or given up
+LONG_PROMPT, MAX_LONG_PROMPTS = 2048, 16
+MAX_REQUESTS = {"cuda": 2**30, "cpu": 8}  # beyond, a CPU's costs go on as a line
+_MAX_STEPS = 400  # after which a kind that has not run is given up
 
 _ENDLESS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 
 
 class FixedDraftPolicy(DraftPolicy):
-    """One kind of step, whatever it brings. timed: work and milliseconds of decoding steps."""
+    """Plans one kind of step. timed: work and milliseconds of its decoding steps."""
 
     def __init__(self, adaptive: AdaptiveDraftPolicy):
         self.adaptive, self.option = adaptive, Option()
@@ -48,7 +48,7 @@ class FixedDraftPolicy(DraftPolicy):
 
 
 def measure_costs(engine: Engine) -> None:
-    """Tell an adaptive policy its costs. Engine and policy are left as if nothing had run."""
+    """Set the costs of an adaptive policy. Leaves no other trace in the engine or the policy."""
     adaptive, limits = engine.scheduler.draft_policy, engine.limits
     has_room = limits.max_model_len > 5 * limits.lookahead
     if not (has_room and isinstance(adaptive, AdaptiveDraftPolicy)):
@@ -69,31 +69,30 @@ def measure_costs(engine: Engine) -> None:
 
 
 def _kinds(engine: Engine, adaptive: AdaptiveDraftPolicy) -> Iterator[tuple[int, int, Option]]:
-    """Yield requests, prompt tokens of each, and drafts: on a GPU plain steps with long contexts;
-    then plain steps, and of each width the fewest drafts and all; of the widest, where steps are
-    captured, more than half."""
+    """Yield number of requests, prompt tokens of each, and drafts: on a GPU plain steps with long
+    contexts; then plain steps, and for each width the fewest drafts and all, to tell the cost of
+    drafting from the cost of rows; for the widest with graphs, also every number above half."""
     limits, device = engine.limits, engine.resolved.device.type
     positions = (engine.components.pool.capacity - 1) * limits.page_size
-    most = min(limits.max_num_seqs, MAX_REQUESTS[device])
-    size = min(LONG, limits.max_model_len - 5 * limits.lookahead)
-    readers = min(READERS, most, positions // (2 * size))
-    if device == "cuda" and readers and 4 * size >= LONG:
-        yield readers, size, Option()
-    most = min(most, max(positions // (2 + 4 * limits.lookahead), 1))
+    max_requests = min(limits.max_num_seqs, MAX_REQUESTS[device])
+    size = min(LONG_PROMPT, limits.max_model_len - 5 * limits.lookahead)
+    long_prompts = min(MAX_LONG_PROMPTS, max_requests, positions // (2 * size))
+    if device == "cuda" and long_prompts and 4 * size >= LONG_PROMPT:
+        yield long_prompts, size, Option()
+    max_requests = min(max_requests, max(positions // (2 + 4 * limits.lookahead), 1))
     graphs, widest = engine.resolved.backends.graphs, adaptive.widths[-1]
-    for count in [*[2**i for i in range(0, 16, 2 - graphs) if 2**i < most], most]:
+    powers = [2**i for i in range(0, 16, 2 - graphs)]
+    for count in [*[n for n in powers if n < max_requests], max_requests]:
         yield count, 1, Option()
         for i, width in enumerate(adaptive.widths):
             choices = [drafts for drafts, _ in adaptive.rows(count, count, width)]
-            # The fewest and all: what drafting costs and what rows cost must be told apart.
-            for k, drafts in enumerate(choices):
-                between = graphs and width == widest and 2 * drafts > count * width
-                if between or k in (0, len(choices) - 1):
-                    yield count, 1, Option(i, count, drafts)
+            more = [n for n in choices if graphs and width == widest and 2 * n > count * width]
+            for drafts in sorted({choices[0], *more, choices[-1]}):
+                yield count, 1, Option(i, count, drafts)
 
 
 class _Timing:
-    """Requests that bring about one kind of step at a time."""
+    """Runs requests in an engine, one kind of step at a time."""
 
     def __init__(self, engine: Engine, adaptive: AdaptiveDraftPolicy):
         self.engine, self.requests = engine, list[Request]()
@@ -104,8 +103,9 @@ class _Timing:
     def run(
         self, count: int, size: int, option: Option, seconds: float
     ) -> list[tuple[StepWork, float]]:
-        """Return work and milliseconds of steps of so many requests: of the later half of those
-        run for so many seconds, after what is made on first use is made."""
+        """Run steps of `count` requests with prompts of `size` tokens for so many seconds, after
+        the first ones, which compile and capture. Return work and milliseconds of the later half,
+        or nothing if such steps do not come about."""
         policy, until = self.policy, 0.0
         if any(request.num_prompt != size for request in self.requests):
             self.end()
@@ -129,11 +129,11 @@ class _Timing:
             self.engine.step()
 
     def _fill(self, count: int, size: int) -> None:
-        """Have so many requests that have room for more steps."""
+        """Replace requests that are near the context's end, so that `count` of them run."""
         room = self.engine.limits.max_model_len - 4 * self.engine.limits.lookahead
         for request in self.requests:
             if len(request.tokens) > room:
                 self.engine.finish(request, "abort")
         self.requests = [r for r in self.requests if r.finish_reason is None]
-        while len(self.requests) < count:  # other tokens each, so that none finds another's pages
+        while len(self.requests) < count:  # different tokens, so that none shares cached pages
             self.requests.append(self.engine.add([len(self.requests)] * size, self.params))
