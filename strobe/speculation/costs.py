@@ -1,5 +1,5 @@
-"""What steps cost on this device: fitted to steps that warm-up ran, and corrected while the engine
-runs. Imports no torch.
+"""Milliseconds of a step: fitted to the steps that warm-up ran, corrected by every later step.
+Imports no torch.
 
     ms = pace * (draft(drafter's rows) + verify(rows) + request * requests + context * positions)
 """
@@ -14,12 +14,12 @@ import numpy as np
 from strobe.speculation.policy_config import PolicyConfig
 from strobe.step import Plan, StepResult
 
-_FAR = 2**24  # rows: the last line of a curve goes on up to there
+_MANY_ROWS = 2**24  # a curve's last line goes on up to there
 
 
 class StepWork(NamedTuple):
-    """Rows of the drafter's blocks, rows of the target, decoding requests, and the positions of all
-    their contexts together. Rows may be arrays."""
+    """Rows of the drafter's blocks, rows of the target, number of decoding requests, and positions
+    of all their contexts together. Rows may be arrays."""
 
     draft_rows: Any
     rows: Any
@@ -38,7 +38,9 @@ class StepWork(NamedTuple):
 
 
 class StepCosts:
-    """Milliseconds of a step, and the pace: what steps take now over what the table says."""
+    """Two curves, milliseconds by rows of the drafter's blocks and by rows of the target; the
+    milliseconds of each request and of each position of context; and the pace, the factor by which
+    all steps take longer now than at the start."""
 
     def __init__(
         self,
@@ -47,22 +49,22 @@ class StepCosts:
         request: float = 0.0,
         context: float = 0.0,
     ):
-        """Milliseconds by rows of the drafter's blocks and by rows of the target, each for at least
-        two numbers of rows; of each request, and of each position of context."""
+        """draft, verify: for at least two numbers of rows each."""
         self._draft, self._verify = _curve(draft), _curve(verify)
         self.request, self.context, self.pace = request, context, 1.0
 
     @classmethod
     def fit(cls, timed: Sequence[tuple[StepWork, float]], *, lines: bool) -> StepCosts | None:
-        """Return the costs that fit steps and their milliseconds with the smallest relative errors;
-        None for too few. lines: n rows cost a + b * n, as on a CPU; else each number its own."""
+        """Return the costs with the smallest relative errors for these steps and milliseconds, or
+        None if there are too few. lines: n rows cost a + b * n, as on a CPU; otherwise each number
+        of rows has its own cost."""
         ms = np.array([ms for _, ms in timed])
         works = np.array([work for work, _ in timed], dtype=np.float64).reshape(-1, 4).T
-        knots = [np.unique(rows[rows > 0]) for rows in works[:2]]
-        if min(map(len, knots)) < 2:
+        rows = [np.unique(n[n > 0]) for n in works[:2]]
+        if min(map(len, rows)) < 2:
             return None
-        draft, verify = [n[[0, -1]] if lines else n for n in knots]
-        terms = np.array([*_shares(works[0], draft), *_shares(works[1], verify), *works[2:]])
+        knots = [n[[0, -1]] if lines else n for n in rows]
+        terms = np.concatenate([*map(_shares, works, knots), works[2:]])
         used = np.ones(len(terms), dtype=bool)
         while True:
             costs = np.zeros(len(terms))
@@ -70,12 +72,10 @@ class StepCosts:
             if costs[-2:].min() >= 0:
                 break
             used[int(costs[-2:].argmin()) - 2] = False  # a rate below 0 is noise
-        points = np.split(np.maximum(costs[:-2], 1e-3), [len(draft)])
-        # Every measured number of rows is a point, so that `observe` corrects it and no other.
-        curves = [
-            dict(zip(rows.astype(int).tolist(), np.interp(rows, ends, part).tolist(), strict=True))
-            for rows, ends, part in zip(knots, (draft, verify), points, strict=True)
-        ]
+        values = np.split(np.maximum(costs[:-2], 1e-3), [len(knots[0])])
+        # Every measured number of rows is a point, so that `observe` can correct it alone.
+        points = [np.interp(*args).tolist() for args in zip(rows, knots, values, strict=True)]
+        curves = [dict(zip(n.tolist(), y, strict=True)) for n, y in zip(rows, points, strict=True)]
         return cls(curves[0], curves[1], float(costs[-2]), float(costs[-1]))
 
     def ms(self, work: StepWork) -> Any:
@@ -85,19 +85,21 @@ class StepCosts:
         return self.pace * (drafting + np.interp(work.rows, *self._verify) + rates)
 
     def observe(self, work: StepWork, ms: float, config: PolicyConfig) -> None:
-        """Learn from a step that took so long."""
+        """Correct the pace, and the target's curve at the nearest number of rows, by shares of the
+        error about a step. A step that took far too long, as for a capture, counts as twice as
+        long as expected."""
         expected = float(self.ms(work))
-        ratio = min(max(ms / expected, 0.5), 2.0)  # a pause, as for a capture, says little
+        ratio = min(max(ms / expected, 0.5), 2.0)
         rows, costs = self._verify
         nearest = int(np.abs(rows - work.rows).argmin())
-        error = config.table_gain * (ratio - 1) * expected / self.pace
-        cost = costs[nearest] = max(costs[nearest] + error, 1e-3)
+        error = (ratio - 1) * expected / self.pace
+        cost = costs[nearest] = max(costs[nearest] + config.table_gain * error, 1e-3)
         np.maximum(costs[nearest:], cost, out=costs[nearest:])  # more rows never cost less
         np.minimum(costs[:nearest], cost, out=costs[:nearest])
         self.pace *= ratio**config.pace_gain
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the table as it stands."""
+        """Return the curves, without their far ends, and the rates."""
         curves = {
             name: {str(int(n)): round(float(ms), 4) for n, ms in curve.T[:-1]}
             for name, curve in (("draft", self._draft), ("verify", self._verify))
@@ -106,13 +108,14 @@ class StepCosts:
 
 
 def _curve(points: Mapping[int, float]) -> Any:
-    """Return rows and milliseconds [2, N]. Where more rows cost less, that is noise."""
-    rows = np.array([*sorted(points), _FAR], dtype=np.float64)
+    """Return rows and milliseconds [2, N]. Fewer milliseconds for more rows are noise."""
+    rows = np.array([*sorted(points), _MANY_ROWS], dtype=np.float64)
     costs = np.maximum.accumulate([points[n] for n in sorted(points)])
     slope = (costs[-1] - costs[-2]) / (rows[-2] - rows[-3])
-    return np.stack((rows, [*costs, costs[-1] + slope * (_FAR - rows[-2])]))
+    return np.stack((rows, [*costs, costs[-1] + slope * (_MANY_ROWS - rows[-2])]))
 
 
 def _shares(rows: Any, knots: Any) -> Any:
-    """Return by knot its share in the cost of each step's rows; no rows have none."""
+    """Return the weight of each knot in the cost of each step's rows [knots, steps]; 0 for no
+    rows."""
     return np.array([np.interp(rows, knots, unit) * (rows > 0) for unit in np.eye(len(knots))])

@@ -1,4 +1,4 @@
-"""Which drafts are verified: those that make the step bring most."""
+"""Drafts verified in a step: the most likely ones, over all requests."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from strobe.runner.batch import Shape, exact_shape, lay_out
 from strobe.runner.buckets import Buckets
 from strobe.speculation.acceptance import DraftChances, evidence
 from strobe.speculation.allocate import chances, most_promising, verified_drafts
+from strobe.speculation.policy_config import PolicyConfig
 from strobe.step import TAIL, Span, num_rows
 
 CPU = torch.device("cpu")
@@ -33,11 +34,11 @@ def test_chance_is_product_of_margin_probabilities():
 @pytest.mark.parametrize("seed", range(5))
 def test_device_evidence_matches_host(seed: int):
     rng = np.random.default_rng(seed)
-    margins, most = rng.gamma(1.5, 2.0, (6, 7)), rng.integers(0, 8, 6)
-    host = DraftChances((7,), 0.8, 1.0)
-    host.observe(0, evidence(margins, most), np.full(6, 7), rng.integers(0, 8, 6))
-    inputs = torch.from_numpy(margins), torch.from_numpy(host.table(0)), torch.from_numpy(most)
-    expected = host.chances(0, evidence(margins, most))
+    margins, max_drafts = rng.gamma(1.5, 2.0, (6, 7)), rng.integers(0, 8, 6)
+    host = DraftChances((7,), PolicyConfig())
+    host.observe(0, evidence(margins, max_drafts), np.full(6, 7), rng.integers(0, 8, 6))
+    inputs = [torch.from_numpy(x) for x in (margins, host.table(0), max_drafts)]
+    expected = host.chances(0, evidence(margins, max_drafts))
     np.testing.assert_allclose(chances(*inputs).numpy(), expected)
 
 
@@ -47,53 +48,53 @@ def test_choice_maximizes_expected_drafts(seed: int):
     spans, width = rng.randint(1, 4), rng.randint(1, 4)
     margins = torch.tensor([[rng.uniform(0, 5) for _ in range(width)] for _ in range(spans)])
     rates = torch.tensor([sorted(rng.random() for _ in range(13)) for _ in range(width)])
-    most = [rng.randint(0, width) for _ in range(spans)]
-    count = rng.randint(0, sum(most) + 1)
-    gains = chances(margins, rates, torch.tensor(most)).double()
+    max_drafts = [rng.randint(0, width) for _ in range(spans)]
+    count = rng.randint(0, sum(max_drafts) + 1)
+    expected = chances(margins, rates, torch.tensor(max_drafts)).double()
 
-    def worth(counts: tuple[int, ...]) -> float:
-        return sum(float(gains[i, :n].sum()) for i, n in enumerate(counts))
+    def tokens(counts: tuple[int, ...]) -> float:
+        return sum(float(expected[i, :n].sum()) for i, n in enumerate(counts))
 
-    found = most_promising(margins, rates, torch.tensor(most), count).tolist()
-    assert sum(found) == min(count, sum(most))
-    assert all(n <= limit for n, limit in zip(found, most, strict=True))
-    others = itertools.product(*[range(n + 1) for n in most])
-    best = max(worth(counts) for counts in others if sum(counts) <= count)
-    assert worth(tuple(found)) == pytest.approx(best, abs=1e-6)
+    choice = most_promising(margins, rates, torch.tensor(max_drafts), count).tolist()
+    assert sum(choice) == min(count, sum(max_drafts))
+    assert all(n <= limit for n, limit in zip(choice, max_drafts, strict=True))
+    choices = itertools.product(*[range(n + 1) for n in max_drafts])
+    best = max(tokens(counts) for counts in choices if sum(counts) <= count)
+    assert tokens(tuple(choice)) == pytest.approx(best, abs=1e-6)
 
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_without_margins_every_request_gets_as_many(padded: bool):
     spans = [Span(i, 5, 5, (TAIL,), n, "dflash", 1 + n) for i, n in enumerate((3, 3, 1, 3))]
-    spans.append(Span(4, 5, 5, (7, 8, 9), 2, None, 3))  # the host's, which are left alone
+    spans.append(Span(4, 5, 5, (7, 8, 9), 2, None, 3))  # host drafts, always verified
     shape = Buckets(8, 3, 4).shape_of(spans) if padded else exact_shape(spans)
     layout = lay_out(spans, CPU, shape, padded, spare_slot=8)
-    for count, wanted in ((7, [2, 2, 1, 2]), (5, [2, 1, 1, 1]), (0, [0] * 4), (99, [3, 3, 1, 3])):
-        found = verified_drafts(layout, None, (), count).tolist()
-        assert found[:5] == [*wanted, 2]
-        assert not any(found[5:])
+    for count, expected in ((7, [2, 2, 1, 2]), (5, [2, 1, 1, 1]), (0, [0] * 4), (99, [3, 3, 1, 3])):
+        verified = verified_drafts(layout, None, (), count).tolist()
+        assert verified[:5] == [*expected, 2]
+        assert not any(verified[5:])
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_narrowed_layout_matches_fresh_layout(seed: int):
     rng = random.Random(seed)
     spans = spans_of(rng, 7)
-    made = [span.num_drafts if span.method is not None else 0 for span in spans]
-    counts = [rng.randint(0, n) for n in made]
+    device_drafts = [span.num_drafts if span.method is not None else 0 for span in spans]
+    counts = [rng.randint(0, n) for n in device_drafts]
     shape = Buckets(8, 7, 8).shape_of(spans, sum(counts))
     assert shape.rows >= num_rows(spans, sum(counts))
     wide = lay_out(spans, CPU, shape, padded=True, spare_slot=8)
     padding = [0] * (shape.spans - len(spans))
-    assert wide.device_drafts.tolist() == made + padding
-    host = [span.num_drafts - n for span, n in zip(spans, made, strict=True)]
+    assert wide.device_drafts.tolist() == device_drafts + padding
+    host = [span.num_drafts - n for span, n in zip(spans, device_drafts, strict=True)]
     drafts = torch.tensor([n + h for n, h in zip(counts, host, strict=True)] + padding)
-    found = wide.narrow(drafts, shape)
-    left = [
+    narrowed = wide.narrow(drafts, shape)
+    remaining = [
         span if span.method is None else span._replace(num_drafts=n, num_logits=1 + n)
         for span, n in zip(spans, counts, strict=True)
     ]
-    wanted = lay_out(left, CPU, shape, padded=True, spare_slot=8)
-    assert facts(found) == facts(wanted)
+    expected = lay_out(remaining, CPU, shape, padded=True, spare_slot=8)
+    assert facts(narrowed) == facts(expected)
 
 
 def test_narrowed_step_takes_smallest_fitting_bucket():

@@ -1,4 +1,4 @@
-"""What steps cost: a table by rows, followed while steps take more or less than it says."""
+"""Costs of steps: fitted, interpolated, and corrected by the steps that follow."""
 
 from __future__ import annotations
 
@@ -79,17 +79,17 @@ def test_one_long_pause_changes_little():
 
 def test_costs_round_trip_through_as_dict():
     costs = StepCosts(DRAFT, VERIFY, 0.25, 0.5)
-    found = costs.as_dict()
-    assert [found[name] for name in ("request", "context")] == [0.25, 0.5]
-    curves = [{int(n): ms for n, ms in found[k].items()} for k in ("draft", "verify")]
+    saved = costs.as_dict()
+    assert [saved[name] for name in ("request", "context")] == [0.25, 0.5]
+    curves = [{int(n): ms for n, ms in saved[k].items()} for k in ("draft", "verify")]
     again = StepCosts(curves[0], curves[1], 0.25, 0.5)
     for work in (StepWork(0, 1), StepWork(4, 7, 2, 30), StepWork(9, 90, 3, 2)):
         assert again.ms(work) == costs.ms(work)
 
 
 def timed(lines: bool) -> list[tuple[StepWork, float]]:
-    """Steps of 1 to 16 requests: plain ones, and of three widths of the drafter's
-    block some drafts and all."""
+    """Return steps of 1 to 16 requests with their milliseconds: plain steps, and for three widths
+    of the drafter's block steps with some drafts and with all."""
     works = [
         StepWork(n * slots, rows, n, 5 * n)
         for n in (1, 2, 4, 8, 16)
@@ -110,26 +110,26 @@ def test_fit_recovers_costs_of_rows_requests_and_context(lines: bool):
     steps = timed(lines)
     costs = StepCosts.fit(steps, lines=lines)
     assert costs is not None
-    for work, wanted in steps:
-        assert costs.ms(work) == pytest.approx(wanted, rel=1e-6)
+    for work, expected in steps:
+        assert costs.ms(work) == pytest.approx(expected, rel=1e-6)
     assert costs.context == pytest.approx(1e-4)
     if lines:
         assert costs.ms(StepWork(512, 1024, 64, 0)) == pytest.approx(5 + 20.48 + 5.92 + 6.4)
 
 
 def test_fit_minimizes_relative_errors():
-    """1 % of a long step is more than what requests cost in a short one."""
+    """1 % of a long step is more than the cost of requests in a short one."""
     rng = np.random.default_rng(0)
     noisy = [(work, ms * rng.uniform(0.98, 1.02)) for work, ms in timed(lines=True)]
     costs = StepCosts.fit(noisy, lines=True)
     assert costs is not None
-    for work, wanted in timed(lines=True):
-        assert costs.ms(work) == pytest.approx(wanted, rel=0.04)
+    for work, expected in timed(lines=True):
+        assert costs.ms(work) == pytest.approx(expected, rel=0.04)
 
 
 def test_fit_treats_negative_rates_as_noise():
-    dear = [(work, ms - 0.15 * work.requests) for work, ms in timed(lines=True)]
-    costs = StepCosts.fit(dear, lines=True)
+    cheap = [(work, ms - 0.15 * work.requests) for work, ms in timed(lines=True)]
+    costs = StepCosts.fit(cheap, lines=True)
     assert costs is not None
     assert costs.request == 0.0
 
@@ -140,7 +140,7 @@ def test_fit_needs_two_row_counts():
 
 
 def test_observing_corrects_fitted_lines_where_steps_take_longer_or_shorter():
-    """Whole blocks take 10 % longer than fitted, plain steps, which are most, 10 % shorter."""
+    """Whole blocks, a tenth of the steps, take 10 % longer than fitted; plain steps 10 % less."""
     steps, rng = timed(lines=True), random.Random(0)
     costs = StepCosts.fit(steps, lines=True)
     assert costs is not None

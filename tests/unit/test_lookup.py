@@ -14,14 +14,15 @@ from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftChain
 from strobe.speculation.policy_config import PolicyConfig
 from strobe.step import TAIL, Plan, Span, StepResult
 
-RATE = PolicyConfig().chain_rate
+CONFIG = PolicyConfig()
+RATE = CONFIG.first_rate
 
 
 class Chains:
     """A policy's statistics on chains of up to 4 drafts."""
 
     def __init__(self) -> None:
-        self.table = DraftChances((4,), RATE, PolicyConfig().table_prior)
+        self.table = DraftChances((4,), CONFIG)
 
     def chances(self, match: int, drafts: int = 4) -> list[float]:
         return self.table.chances(0, chain_evidence(match, drafts))[0].tolist()
@@ -64,11 +65,11 @@ def test_chain_learns_only_from_verified_drafts_up_to_a_wrong_one():
 
 
 def test_chain_counts_fade():
-    chains, memory = Chains(), PolicyConfig().chain_memory
+    chains, memory = Chains(), CONFIG.step_memory
     for _ in range(50):
         chains.observe(4, 4, 0)
     bad = chains.chances(4)[0]
-    for _ in range(128):
+    for _ in range(300):
         chains.table.fade(1 / memory)
     assert bad < 0.1 < chains.chances(4)[0]
     chains.table.fade(40)

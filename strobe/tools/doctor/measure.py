@@ -20,6 +20,7 @@ from strobe.sampling_params import SamplingParams
 from strobe.speculation.acceptance import KNOTS, DraftChances, evidence
 from strobe.speculation.base import Drafts
 from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftPlan, DraftPolicy
+from strobe.speculation.policy_config import PolicyConfig
 from strobe.step import Plan, Span, StepResult
 
 BASES = (1e4, 1e5, 5e5, 1e6, 1e7)
@@ -105,7 +106,7 @@ class MarginFit(DraftPolicy):
     """Verifies whole blocks, and fits the probability of a right draft to its evidence."""
 
     def __init__(self, positions: int):
-        self.chances = DraftChances((positions,), 0.82, 8.0)
+        self.chances = DraftChances((positions,), PolicyConfig(), prior=8.0)
         self._reached: list[list[tuple[float, bool]]] = [[] for _ in range(positions)]
 
     def observe(self, plan: Plan, result: StepResult) -> None:
