@@ -24,7 +24,7 @@ LONG = {"messages": MESSAGES, "max_tokens": 1500, "ignore_eos": True, "temperatu
 SHORT = LONG | {"max_tokens": 8}
 OPTIONS = (
     "--api-key=one", "--api-key=two", f"--cors-origin={PAGE}", "--log-level=debug", "--log-json",
-    "--max-num-seqs=2", "--max-waiting=2", "--max-body-bytes=60000",
+    "--max-num-seqs=2", "--max-waiting=2", "--max-body-bytes=60000", "--no-adaptive",
 )  # fmt: skip
 
 
