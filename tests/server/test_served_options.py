@@ -36,7 +36,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     (folder / "keys").write_text("alice sk-a 1\nbob sk-b\n")
     text = OPTIONS.format(folder=CERTIFICATE, keys=folder / "keys")
     (folder / "options.yaml").write_text(text)
-    served = Served(f"--config={folder / 'options.yaml'}")  # the file sets a port
+    served = Served(f"--config={folder / 'options.yaml'}", "--no-adaptive")  # the file sets a port
     yield served
     assert served.stop() == 0
 
