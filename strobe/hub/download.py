@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from strobe.hub.files import weight_files
+from strobe.hub.gguf import gguf_directory
+from strobe.hub.gguf_file import is_gguf
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +42,8 @@ _NAME = re.compile(r"(?P<name>\w[\w.-]*/[\w.-]+)(@(?P<revision>[^@\s]+))?")
 
 def is_hub_name(name: str) -> bool:
     """Whether the name has the form owner/model or owner/model@revision and is no local path."""
-    return not Path(name).exists() and _NAME.fullmatch(name) is not None
+    path = Path(name)
+    return not path.exists() and path.suffix != ".gguf" and _NAME.fullmatch(name) is not None
 
 
 def without_revision(name: str) -> str:
@@ -69,8 +72,9 @@ def snapshot_of(directory: Path) -> Snapshot | None:
 
 
 def find_checkpoint(name: str, revision: str | None, option: str = "revision") -> str:
-    """Return the checkpoint's directory: a local path as it is; for a hub name its directory in the
-    cache, after everything but the weights was downloaded.
+    """Return the checkpoint's directory: a local path as it is; for a GGUF file the directory that
+    describes it; for a hub name its directory in the cache, after everything but the weights was
+    downloaded.
 
     revision: branch, tag or commit; option: the name of the option it came from. Raises ValueError
     with one sentence if the model cannot be downloaded.
@@ -81,7 +85,7 @@ def find_checkpoint(name: str, revision: str | None, option: str = "revision") -
                 f"{option} is {revision!r}, but {name} is a directory, not a name on the Hugging "
                 f"Face hub; leave {option} out."
             )
-        return name
+        return str(gguf_directory(Path(name))) if is_gguf(Path(name)) else name
     match = _NAME.fullmatch(name)
     assert match is not None
     name_revision = match["revision"]

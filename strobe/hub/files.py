@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+GGUF_LINK = "model.gguf"
+"""Link to a GGUF file, in the directory that describes it."""
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object. Raises ValueError naming the file if it is missing or damaged."""
@@ -31,6 +34,8 @@ def weight_files(directory: Path) -> list[str]:
     """Return the names of the weight files, present or not. Raises ValueError for a damaged
     index."""
     index = directory / "model.safetensors.index.json"
+    if (directory / GGUF_LINK).is_symlink():
+        return [GGUF_LINK]
     if not index.exists():
         return ["model.safetensors"]
     shards = read_json(index).get("weight_map")

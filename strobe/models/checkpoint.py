@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import mmap
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from strobe.hub.files import weight_files
+from strobe.hub.files import GGUF_LINK, weight_files
+from strobe.mapped_file import MappedFile
 from strobe.models.config_readers.tensor_names import own_name
+from strobe.models.quantization.gguf import GGUFFile
 from strobe.models.weight_mapping import WeightPart, copy
 
 TORCH = {
@@ -28,8 +28,8 @@ AT_ONCE = 8 << 20
 """Bytes to copy before their pages are released."""
 
 
-class _File:
-    """One file of tensors, mapped into memory. Raises ValueError if it is damaged."""
+class _File(MappedFile):
+    """A safetensors file. Raises ValueError if it is damaged."""
 
     def __init__(self, path: Path):
         if not path.exists():
@@ -37,8 +37,7 @@ class _File:
         try:
             with safe_open(path, framework="pt", device="cpu"):
                 pass  # checks the header against the file
-            with path.open("rb") as file:
-                self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            super().__init__(path)
         except RuntimeError as error:
             raise ValueError(
                 f"{path} could not be mapped ({error}); raise the limit on this process's memory."
@@ -47,9 +46,6 @@ class _File:
             raise ValueError(
                 f"{path} is damaged or cut short ({error}); download or save it again."
             ) from None
-        with warnings.catch_warnings():  # torch warns about read-only memory
-            warnings.simplefilter("ignore")
-            self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
 
     def header(self) -> tuple[dict[str, Any], int]:
         """Return the file's entry for each tensor, and the byte that their offsets count from."""
@@ -58,26 +54,24 @@ class _File:
         header.pop("__metadata__", None)
         return header, start
 
-    def release(self, start: int, end: int) -> None:
-        """Release the pages of these bytes. They are read again on the next access."""
-        start -= start % mmap.PAGESIZE
-        if hasattr(mmap, "MADV_DONTNEED"):
-            self.map.madvise(mmap.MADV_DONTNEED, start, end - start)
-
 
 class Checkpoint:
-    """The safetensors of one directory, mapped but not read.
+    """The weights of one directory, mapped but not read.
 
-    shapes, dtypes: of the tensors, in stored order; dtypes by safetensors' names. Raises ValueError
-    if a file is missing, damaged or cut short.
+    shapes, dtypes: of the tensors, in stored order; dtypes by safetensors' names, F32 for quantized
+    tensors of GGUF files, which are dequantized when read. Raises ValueError if a file is missing,
+    damaged or cut short.
     """
 
     def __init__(self, directory: Path):
         self.directory = directory
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
-        self._places: dict[str, tuple[_File, int, int]] = {}  # first byte, end
+        self._places: dict[str, tuple[MappedFile, int, int]] = {}  # first byte, end
         for name in weight_files(directory):
+            if name == GGUF_LINK:
+                self._add_gguf(GGUFFile(directory / name))
+                continue
             file = _File(directory / name)
             header, first = file.header()
             for key, value in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
@@ -92,13 +86,21 @@ class Checkpoint:
                 start, end = value["data_offsets"]
                 self._places[tensor_name] = file, first + start, first + end
 
+    def _add_gguf(self, file: GGUFFile) -> None:
+        for name, tensor in file.tensors.items():
+            self.shapes[name], self.dtypes[name] = tensor.stored.shape, tensor.dtype
+            self._places[name] = file, tensor.stored.start, tensor.stored.end
+
     def bytes_of(self, name: str) -> int:
         _, start, end = self._places[name]
         return end - start
 
     def read(self, name: str) -> Tensor:
-        """Return the tensor as stored, over the file's own pages. Read-only."""
+        """Return the tensor as stored, over the file's own pages. Read-only. Tensors of GGUF files
+        are copies, dequantized and in the order of the checkpoint's format."""
         file, start, end = self._places[name]
+        if isinstance(file, GGUFFile):
+            return file.tensors[name].decode(file.bytes[start:end])
         data, dtype = file.bytes[start:end], TORCH[self.dtypes[name]]
         if start % dtype.itemsize:  # older writers did not align tensors
             data = data.clone()
@@ -109,7 +111,7 @@ class Checkpoint:
         does not hold a second copy of the weights."""
         places = [self._places[name] for name in part.sources]
         tensors = [self.read(name) for name in part.sources]
-        if part.fill is not copy or out.ndim == 0:
+        if part.fill is not copy or out.ndim == 0 or isinstance(places[0][0], GGUFFile):
             part.fill(out, *tensors)
             for file, start, end in places:
                 file.release(start, end)

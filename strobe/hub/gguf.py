@@ -1,0 +1,206 @@
+"""GGUF files as targets: their metadata is written as a checkpoint's directory, once for each file.
+
+The directory holds config.json, the tokenizer and a link to the file, whose weights are read in
+place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+
+from strobe.hub.files import GGUF_LINK
+from strobe.hub.gguf_file import AGAIN, GGUFHeader, read_header
+
+FORM = 1
+"""Counts up with each change of what is written, so that older directories are not used."""
+ARCHITECTURES = {"llama": ("LlamaForCausalLM", "llama"), "qwen3": ("Qwen3ForCausalLM", "qwen3")}
+"""architectures and model_type of config.json by general.architecture."""
+UNSUPPORTED = (
+    "expert_count", "rope.scaling.type", "attention.sliding_window", "final_logit_softcapping",
+)  # fmt: skip
+"""Metadata of an architecture that would change the computation."""
+CONTROL, USER_DEFINED = 3, 4
+"""Types of added tokens."""
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SPLITS = {
+    "gpt-2": _GPT2,
+    "smollm": _GPT2,
+    "llama-bpe": _WORDS % "{1,3}",
+    "qwen2": _WORDS % "",
+}
+"""Patterns that split text before byte-pair encoding, by tokenizer.ggml.pre."""
+
+
+def gguf_directory(path: Path) -> Path:
+    """Return a directory that describes the GGUF file as a checkpoint. Raises ValueError with one
+    sentence if the file is damaged or not supported."""
+    header = read_header(path)
+    target, status = path.resolve(), path.stat()
+    key = f"{FORM} {target} {status.st_size} {status.st_mtime_ns}"
+    name = f"{path.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    directory = _cache() / name
+    if directory.exists():
+        return directory
+    try:
+        config, tokenizer = _config(header, path), _tokenizer(header.metadata, path)
+    except Exception as error:  # the tokenizer's library raises no other kind
+        if str(error).startswith(str(path)):
+            raise
+        raise ValueError(f"{path} has metadata that is damaged ({error!r}); {AGAIN}") from None
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=f"{name}.", dir=directory.parent))
+    try:
+        for file, content in (
+            ("config.json", config),
+            ("tokenizer_config.json", _tokenizer_config(header.metadata)),
+            ("generation_config.json", {"eos_token_id": config["eos_token_id"]}),
+        ):
+            (part / file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        tokenizer.save(str(part / "tokenizer.json"))
+        (part / GGUF_LINK).symlink_to(target)
+        os.rename(part, directory)
+    except OSError as error:
+        if not directory.exists():  # else another process was faster
+            raise ValueError(
+                f"{directory.parent} cannot be written ({error.strerror}); set XDG_CACHE_HOME to a "
+                "directory with free space."
+            ) from None
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return directory
+
+
+def _cache() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "strobe" / "gguf"
+
+
+def _value(metadata: Mapping[str, Any], key: str, path: Path) -> Any:
+    if key not in metadata:
+        raise ValueError(
+            f"{path} lacks the metadata {key}; convert the model again, with a current llama.cpp."
+        )
+    return metadata[key]
+
+
+def _config(header: GGUFHeader, path: Path) -> dict[str, Any]:
+    """Return config.json. Raises ValueError for what no config can say."""
+    metadata = header.metadata
+    architecture = _value(metadata, "general.architecture", path)
+    if architecture not in ARCHITECTURES:
+        raise ValueError(
+            f"{path}: general.architecture is {architecture!r}, but GGUF files are supported of "
+            f"{' and '.join(ARCHITECTURES)} only; use the checkpoint in safetensors."
+        )
+    for name in UNSUPPORTED:
+        setting = metadata.get(f"{architecture}.{name}")
+        if setting not in (None, 0, "none"):
+            raise ValueError(
+                f"{path}: {architecture}.{name} is {setting!r}, which is not supported in a GGUF "
+                "file; use the checkpoint in safetensors."
+            )
+
+    def value(name: str) -> Any:
+        return _value(metadata, f"{architecture}.{name}", path)
+
+    hidden, heads = value("embedding_length"), value("attention.head_count")
+    tokens = _value(metadata, "tokenizer.ggml.tokens", path)
+    name, model_type = ARCHITECTURES[architecture]
+    end = _value(metadata, "tokenizer.ggml.eos_token_id", path)
+    turn_end = metadata.get("tokenizer.ggml.eot_token_id", end)
+    types = {tensor.type for tensor in header.tensors.values()}
+    return {
+        "architectures": [name],
+        "model_type": model_type,
+        "dtype": "float32" if types == {"F32"} else "float16" if "F16" in types else "bfloat16",
+        "hidden_size": hidden,
+        "intermediate_size": value("feed_forward_length"),
+        "num_hidden_layers": value("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": metadata.get(f"{architecture}.attention.head_count_kv", heads),
+        "head_dim": metadata.get(f"{architecture}.attention.key_length")
+        or metadata.get(f"{architecture}.rope.dimension_count")
+        or hidden // heads,
+        "vocab_size": len(tokens),
+        # Stored in fp32: 1e-6 is there as 9.99999997e-7.
+        "rms_norm_eps": float(f"{value('attention.layer_norm_rms_epsilon'):.6g}"),
+        "rope_theta": metadata.get(f"{architecture}.rope.freq_base", 10000.0),
+        "max_position_embeddings": value("context_length"),
+        "hidden_act": "silu",
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": sorted({end, turn_end}),
+    }
+
+
+def _tokenizer_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    tokens = metadata["tokenizer.ggml.tokens"]
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+    }
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+        number = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if isinstance(number, int) and number < len(tokens):
+            config[f"{name}_token"] = tokens[number]
+    template = metadata.get("tokenizer.chat_template")
+    return config | ({} if template is None else {"chat_template": template})
+
+
+def _tokenizer(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
+    """Return the tokenizer: byte-level byte-pair encoding."""
+    model, split = (_value(metadata, f"tokenizer.ggml.{name}", path) for name in ("model", "pre"))
+    if model != "gpt2" or split not in SPLITS:
+        raise ValueError(
+            f"{path} has a tokenizer of the kind {model!r}, {split!r}, but only 'gpt2' with "
+            f"{', '.join(map(repr, SPLITS))} is supported; use the checkpoint in safetensors."
+        )
+    tokens, merges, kinds = (
+        _value(metadata, f"tokenizer.ggml.{name}", path)
+        for name in ("tokens", "merges", "token_type")
+    )
+    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    vocabulary = {text: i for i, text in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=split == "llama-bpe"))
+    if split == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if split == "smollm" else []
+    steps.append(pre_tokenizers.Split(Regex(SPLITS[split]), "isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    for text, kind in zip(tokens, kinds, strict=True):
+        token = AddedToken(text, normalized=False, special=kind == CONTROL)
+        if kind == CONTROL:
+            tokenizer.add_special_tokens([token])
+        elif kind == USER_DEFINED:
+            tokenizer.add_tokens([token])
+    if metadata.get("tokenizer.ggml.add_bos_token"):
+        number = _value(metadata, "tokenizer.ggml.bos_token_id", path)
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{tokens[number]} $A", special_tokens=[(tokens[number], number)]
+        )
+    return tokenizer

@@ -1,0 +1,160 @@
+"""The header of a GGUF file: metadata, and where each tensor is stored.
+
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md describes the format.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple
+
+MAGIC = b"GGUF"
+VERSIONS = 2, 3
+STRING, ARRAY = 8, 9
+SCALARS = {
+    0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
+}  # fmt: skip
+"""Formats of struct by the number of a metadata value's type."""
+TYPES = {
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2),
+    2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34),
+    10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+}  # fmt: skip
+"""Supported types of tensors by their number: name, values of a block, bytes of a block."""
+AGAIN = "download or save the file again."
+
+
+class StoredTensor(NamedTuple):
+    """shape: outermost dimension first. type: a name in TYPES. start, end: bytes of the file."""
+
+    shape: tuple[int, ...]
+    type: str
+    start: int
+    end: int
+
+
+class GGUFHeader(NamedTuple):
+    metadata: dict[str, Any]
+    tensors: dict[str, StoredTensor]
+
+
+class _Truncated(Exception):
+    pass
+
+
+class _Cursor:
+    """Reads values one after another."""
+
+    def __init__(self, data: mmap.mmap):
+        self.data, self.at = data, 0
+
+    def take(self, count: int) -> bytes:
+        if count > len(self.data) - self.at:
+            raise _Truncated
+        self.at += count
+        return self.data[self.at - count : self.at]
+
+    def numbers(self, kind: str, count: int) -> tuple[Any, ...]:
+        return struct.unpack(f"<{count}{kind}", self.take(count * struct.calcsize(f"<{kind}")))
+
+    def number(self, kind: str) -> Any:
+        return self.numbers(kind, 1)[0]
+
+    def text(self) -> str:
+        return self.take(self.number("Q")).decode("utf-8", errors="replace")
+
+    def value(self, kind: int) -> Any:
+        """Read a metadata value. Raises KeyError for an unknown type."""
+        if kind == STRING:
+            return self.text()
+        if kind != ARRAY:
+            return self.number(SCALARS[kind])
+        kind, count = self.number("I"), self.number("Q")
+        if kind == STRING:
+            return [self.text() for _ in range(count)]
+        return list(self.numbers(SCALARS[kind], count))
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether the path is named as a GGUF file, or starts as one."""
+    if path.suffix == ".gguf":
+        return True
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+def read_header(path: Path) -> GGUFHeader:
+    """Read the header. Raises ValueError with one sentence if the file is missing, damaged, cut
+    short, or holds a tensor of a type that is not supported."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _parse(_Cursor(data), path)
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist; name a GGUF file.") from None
+    except _Truncated:
+        raise ValueError(f"{path} is cut short within its header; {AGAIN}") from None
+    except (OSError, ValueError, KeyError, MemoryError) as error:
+        if isinstance(error, ValueError) and str(error).startswith(str(path)):
+            raise
+        raise ValueError(f"{path} is damaged ({error!r}); {AGAIN}") from None
+
+
+def _parse(cursor: _Cursor, path: Path) -> GGUFHeader:
+    if cursor.take(len(MAGIC)) != MAGIC:
+        raise ValueError(f"{path} is no GGUF file: it does not start with 'GGUF'; name one.")
+    version = cursor.number("I")
+    if version not in VERSIONS:
+        raise ValueError(
+            f"{path} has version {version} of the GGUF format, but only 2 and 3 are supported; "
+            "convert the model again, with a current llama.cpp."
+        )
+    num_tensors, num_values = cursor.numbers("Q", 2)
+    metadata: dict[str, Any] = {}
+    for _ in range(num_values):
+        key = cursor.text()
+        metadata[key] = cursor.value(cursor.number("I"))
+    places: list[tuple[str, tuple[int, ...], int, int]] = []
+    for _ in range(num_tensors):
+        name = cursor.text()
+        shape = cursor.numbers("Q", cursor.number("I"))
+        places.append((name, shape[::-1], *cursor.numbers("I", 1), *cursor.numbers("Q", 1)))
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise ValueError(f"{path}: general.alignment is {alignment!r}, but must be 1 or more.")
+    first = -(-cursor.at // alignment) * alignment
+    tensors: dict[str, StoredTensor] = {}
+    for name, shape, kind, offset in places:
+        if name in tensors:
+            raise ValueError(f"{path}: tensor {name} is there twice; {AGAIN}")
+        type_name, values, size = _type_of(kind, name, path)
+        if not shape or shape[-1] % values:
+            raise ValueError(
+                f"{path}: tensor {name} has shape {list(shape)}, but {type_name} needs rows of a "
+                f"multiple of {values} values; {AGAIN}"
+            )
+        start = first + offset
+        end = start + math.prod(shape) // values * size
+        if end > len(cursor.data):
+            raise ValueError(
+                f"{path} is cut short: tensor {name} ends at byte {end}, the file at "
+                f"{len(cursor.data)}; {AGAIN}"
+            )
+        tensors[name] = StoredTensor(shape, type_name, start, end)
+    return GGUFHeader(metadata, tensors)
+
+
+def _type_of(kind: int, name: str, path: Path) -> tuple[str, int, int]:
+    if kind not in TYPES:
+        supported = ", ".join(type_name for type_name, *_ in TYPES.values())
+        raise ValueError(
+            f"{path}: tensor {name} is stored in GGUF's type {kind}, but only {supported} are "
+            "supported; use a file in one of them."
+        )
+    return TYPES[kind]

@@ -1,0 +1,280 @@
+"""GGUF files as targets: the same tensors, tokens and answers as the checkpoint in safetensors."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+from strobe import LLM, SamplingParams
+from strobe.config import EngineConfig
+from strobe.engine.build import resolve
+from strobe.hub.gguf import gguf_directory
+from strobe.hub.gguf_file import read_header
+from strobe.models.checkpoint import Checkpoint
+from strobe.models.quantization.gguf import NAMES, GGUFFile
+
+gguf = pytest.importorskip("gguf")
+
+WORDS = ("<|end|>", "<|start|>", "th", "he")
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+TOKENS = [*WORDS[:2], *ALPHABET, *WORDS[2:]]
+TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1")
+SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": len(TOKENS),
+    "max_position_embeddings": 128,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}
+PROMPT = [5, 80, 33, 12, 7]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def model_of(kind: str, **changes: Any) -> Any:
+    """Return a transformers model with random weights."""
+    torch.manual_seed(0)
+    config = {"llama": LlamaConfig, "qwen3": Qwen3Config}[kind](**SHAPE | changes)
+    config.eos_token_id = 0
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def metadata_of(kind: str) -> dict[str, Any]:
+    return {
+        "general.architecture": kind,
+        f"{kind}.block_count": SHAPE["num_hidden_layers"],
+        f"{kind}.context_length": SHAPE["max_position_embeddings"],
+        f"{kind}.embedding_length": SHAPE["hidden_size"],
+        f"{kind}.feed_forward_length": SHAPE["intermediate_size"],
+        f"{kind}.attention.head_count": SHAPE["num_attention_heads"],
+        f"{kind}.attention.head_count_kv": SHAPE["num_key_value_heads"],
+        f"{kind}.attention.key_length": SHAPE["head_dim"],
+        f"{kind}.attention.layer_norm_rms_epsilon": 1e-6,
+        f"{kind}.rope.freq_base": 10000.0,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen2",
+        "tokenizer.ggml.tokens": TOKENS,
+        "tokenizer.ggml.token_type": [3, 3, *[1] * (len(TOKENS) - 2)],
+        "tokenizer.ggml.merges": ["t h", "h e"],
+        "tokenizer.ggml.eos_token_id": 0,
+        "tokenizer.chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}",
+    }
+
+
+def tensors_of(kind: str, model: Any) -> dict[str, NDArray[np.float32]]:
+    """Return a model's weights as llama.cpp converts them: with its names, and for Llama with the
+    rows of each head of q and k in pairs."""
+    names = {ours: theirs for theirs, ours in NAMES.items()}
+    tensors: dict[str, NDArray[np.float32]] = {}
+    for name, value in model.state_dict().items():
+        if name == "lm_head.weight" and SHAPE["tie_word_embeddings"]:
+            continue
+        path, _, leaf = name.removeprefix("model.").rpartition(".")
+        layer = re.match(r"layers\.(\d+)\.", path)
+        prefix = "" if layer is None else f"blk.{layer[1]}."
+        module = names[path[len(layer[0]) :] if layer else path]
+        array = value.numpy()
+        if kind == "llama" and module in ("attn_q", "attn_k"):
+            heads = SHAPE["num_attention_heads" if module == "attn_q" else "num_key_value_heads"]
+            array = array.reshape(heads, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
+        tensors[f"{prefix}{module}.{leaf}"] = np.ascontiguousarray(array)
+    return tensors
+
+
+def write(
+    path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Any], kind: str = "F32"
+) -> Path:
+    """Write a GGUF file; matrices in the given type."""
+    writer = gguf.GGUFWriter(path, metadata["general.architecture"])
+    for key, value in metadata.items():
+        if key == "general.architecture":
+            continue
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        else:
+            writer.add_uint32(key, value)
+    for name, array in tensors.items():
+        number = gguf.GGMLQuantizationType[kind if array.ndim == 2 else "F32"]
+        stored = gguf.quants.quantize(array, number)
+        writer.add_tensor(name, stored, raw_dtype=number)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def tiny(path: Path, kind: str = "llama", **options: Any) -> Path:
+    return write(path, metadata_of(kind), tensors_of(kind, model_of(kind)), **options)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_answers_equal_transformers(kind: str, tmp_path: Path):
+    model = model_of(kind)
+    file = write(tmp_path / "tiny.gguf", metadata_of(kind), tensors_of(kind, model))
+    expected = model.generate(torch.tensor([PROMPT]), max_new_tokens=16, do_sample=False)
+    llm = LLM(file, method="none", device="cpu")
+    params = SamplingParams(temperature=0, max_tokens=16)
+    (output,) = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
+    assert list(output.outputs[0].token_ids) == expected[0, len(PROMPT) :].tolist()
+
+
+@pytest.mark.parametrize("stored", TYPES)
+def test_tensors_are_dequantized(stored: str, tmp_path: Path):
+    model = model_of("llama")
+    tensors = tensors_of("llama", model)
+    file = write(tmp_path / "tiny.gguf", metadata_of("llama"), tensors, stored)
+    checkpoint = Checkpoint(gguf_directory(file))
+    number = gguf.GGMLQuantizationType[stored]
+    for name, value in model.state_dict().items():
+        if name == "lm_head.weight":
+            continue
+        array = value.numpy()
+        if array.ndim == 2:
+            array = gguf.quants.dequantize(gguf.quants.quantize(array, number), number)
+        read = checkpoint.read(name.removeprefix("model."))
+        torch.testing.assert_close(read.float(), torch.from_numpy(array), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("stored", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"])
+def test_k_quants_are_dequantized(stored: str, tmp_path: Path):
+    number = gguf.GGMLQuantizationType[stored]
+    values, size = gguf.GGML_QUANT_SIZES[number]
+    blocks = np.random.default_rng(0).integers(0, 256, (4, 2 * size), np.uint8)
+    blocks[:, size - 4 :: size] = 0  # a scale that is finite
+    writer = gguf.GGUFWriter(tmp_path / "k.gguf", "llama")
+    writer.add_tensor("output.weight", blocks, raw_dtype=number)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    tensor = GGUFFile(tmp_path / "k.gguf").tensors["lm_head.weight"]
+    assert (tensor.stored.shape, tensor.dtype) == ((4, 2 * values), "F32")
+    read = tensor.decode(torch.from_numpy(blocks.reshape(-1)))
+    expected = torch.from_numpy(gguf.quants.dequantize(blocks, number))
+    torch.testing.assert_close(read, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_tokenizer_and_chat_template_are_the_files(tmp_path: Path):
+    llm = LLM(tiny(tmp_path / "tiny.gguf"), method="none", device="cpu")
+    tokenizer = llm.tokenizer
+    assert tokenizer.decode(tokenizer.encode("the end, 12 é")) == "the end, 12 é"
+    assert tokenizer.encode("th<|start|>") == [TOKENS.index("th"), 1]
+    assert tokenizer.chat_text([{"role": "user", "content": "hi"}]) == "hi"
+
+
+def test_directory_is_written_once_per_file(tmp_path: Path):
+    file = tiny(tmp_path / "tiny.gguf")
+    first = gguf_directory(file)
+    assert gguf_directory(file) == first
+    assert [path.name for path in first.parent.iterdir()] == [first.name]
+    with file.open("ab") as more:
+        more.write(b"\0")
+    assert gguf_directory(file) != first
+
+
+# bad files
+
+
+def cut(file: Path, size: int) -> None:
+    file.write_bytes(file.read_bytes()[:size])
+
+
+def patched(file: Path, at: int, values: bytes) -> None:
+    content = bytearray(file.read_bytes())
+    content[at : at + len(values)] = values
+    file.write_bytes(bytes(content))
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "missing": (lambda f: f.unlink(), "does not exist; name a GGUF file"),
+    "empty": (lambda f: cut(f, 0), "is damaged"),
+    "no GGUF": (lambda f: patched(f, 0, b"PK"), "is no GGUF file: it does not start with 'GGUF'"),
+    "version": (lambda f: patched(f, 4, struct.pack("<I", 1)), "has version 1 of the GGUF format"),
+    "header cut": (lambda f: cut(f, 200), "is cut short within its header"),
+    "tensor cut": (lambda f: cut(f, f.stat().st_size - 64), "is cut short: tensor .* ends at byte"),
+    "counts": (
+        lambda f: patched(f, 16, struct.pack("<Q", 1 << 60)),
+        "is (cut short within its header|damaged)",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_file_is_a_one_line_error(damage: str, tmp_path: Path):
+    file = tiny(tmp_path / "tiny.gguf")
+    spoil, message = DAMAGES[damage]
+    spoil(file)
+    with pytest.raises(ValueError, match=message) as caught:
+        resolve(EngineConfig().with_(target=str(file)))
+    assert "\n" not in str(caught.value)
+    assert str(file) in str(caught.value)
+    assert not list((tmp_path / "cache").rglob("*.json")), "nothing is left behind"
+
+
+UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
+    "architecture": ({"general.architecture": "mamba"}, "general.architecture is 'mamba'"),
+    "experts": ({"llama.expert_count": 8}, "llama.expert_count is 8, which is not supported"),
+    "rope": ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type is 'yarn'"),
+    "tokenizer": ({"tokenizer.ggml.pre": "new"}, "a tokenizer of the kind 'gpt2', 'new'"),
+    "merges": ({"tokenizer.ggml.merges": ["th"]}, "has metadata that is damaged"),
+    "heads": ({"llama.attention.head_count": 0}, "num_attention_heads is 0"),
+    "no heads": ({"llama.attention.head_count": None}, "lacks .* llama.attention.head_count;"),
+    "no tokens": ({"tokenizer.ggml.tokens": None}, "lacks the metadata tokenizer.ggml.tokens"),
+}
+
+
+@pytest.mark.parametrize("case", UNSUPPORTED)
+def test_unsupported_metadata_is_a_one_line_error(case: str, tmp_path: Path):
+    changes, message = UNSUPPORTED[case]
+    metadata = {k: v for k, v in (metadata_of("llama") | changes).items() if v is not None}
+    file = write(tmp_path / "tiny.gguf", metadata, tensors_of("llama", model_of("llama")))
+    with pytest.raises(ValueError, match=message) as caught:
+        resolve(EngineConfig().with_(target=str(file)))
+    assert "\n" not in str(caught.value)
+
+
+def test_wrong_tensors_are_one_line_errors(tmp_path: Path):
+    metadata, tensors = metadata_of("llama"), tensors_of("llama", model_of("llama"))
+    extra = np.zeros((4, 32), np.float32)
+    first = next(name for name in tensors if "attn_v" in name)
+    for changed, message in (
+        (tensors | {"rope_freqs.weight": extra}, "rope_freqs.weight is not part of this"),
+        (tensors | {first: extra}, "has shape .4, 32., config.json asks for .32, 64."),
+        ({n: t for n, t in tensors.items() if n != first}, "v_proj.weight is missing"),
+    ):
+        file = write(tmp_path / "tiny.gguf", metadata, changed)
+        with pytest.raises(ValueError, match=message):
+            resolve(EngineConfig().with_(target=str(file)))
+        file.unlink()
+
+
+def test_unsupported_type_is_a_one_line_error(tmp_path: Path):
+    file = tiny(tmp_path / "tiny.gguf")
+    name = b"token_embd.weight"
+    place = file.read_bytes().index(name) + len(name) + 4 + 16  # dimensions: their number, sizes
+    patched(file, place, struct.pack("<I", 16))
+    with pytest.raises(ValueError, match="is stored in GGUF's type 16, but only F32, F16"):
+        read_header(file)
