@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from statistics import median
 
 from strobe.engine.engine import Engine
@@ -82,13 +83,24 @@ def _kinds(engine: Engine, adaptive: AdaptiveDraftPolicy) -> Iterator[tuple[int,
     max_requests = min(max_requests, max(positions // (2 + 4 * limits.lookahead), 1))
     graphs, widest = engine.resolved.backends.graphs, adaptive.widths[-1]
     powers = [2**i for i in range(0, 16, 2 - graphs)]
-    for count in [*[n for n in powers if n < max_requests], max_requests]:
+    for count in _widest_gaps([*[n for n in powers if n < max_requests], max_requests]):
         yield count, 1, Option()
         for i, width in enumerate(adaptive.widths):
             choices = [drafts for drafts, _ in adaptive.rows(count, count, width)]
             more = [n for n in choices if graphs and width == widest and 2 * n > count * width]
             for drafts in sorted({choices[0], *more, choices[-1]}):
                 yield count, 1, Option(i, count, drafts)
+
+
+def _widest_gaps(counts: Sequence[int]) -> list[int]:
+    """Order ascending counts: the last, the first, then always the middle of the widest gap, so
+    that the costs are known over the whole range whenever time runs out."""
+    last = len(counts) - 1
+    order = list(dict.fromkeys((last, 0)))
+    while len(order) < len(counts):
+        low, high = max(pairwise(sorted(order)), key=lambda gap: (gap[1] - gap[0], gap))
+        order.append((low + high) // 2)
+    return [counts[i] for i in order]
 
 
 class _Timing:
@@ -129,10 +141,11 @@ class _Timing:
             self.engine.step()
 
     def _fill(self, count: int, size: int) -> None:
-        """Replace requests that are near the context's end, so that `count` of them run."""
+        """End requests that are too many or near the context's end, and add new ones, so that
+        `count` of them run."""
         room = self.engine.limits.max_model_len - 4 * self.engine.limits.lookahead
-        for request in self.requests:
-            if len(request.tokens) > room:
+        for i, request in enumerate(self.requests):
+            if i >= count or len(request.tokens) > room:
                 self.engine.finish(request, "abort")
         self.requests = [r for r in self.requests if r.finish_reason is None]
         while len(self.requests) < count:  # different tokens, so that none shares cached pages
