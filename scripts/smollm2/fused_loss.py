@@ -49,7 +49,7 @@ def _loss_kernel(
         x = tl.load(of_logits + start + cells, mask=inside, other=float("-inf")).to(tl.float32)
         t = tl.load(of_teacher + start + cells, mask=inside, other=float("-inf")).to(tl.float32)
         p = tl.exp(t - normalizer)
-        cross += tl.sum(tl.where(inside, p * x, 0.0), 0)
+        cross += tl.sum(p * tl.where(inside, x, 0.0), 0)
         here = tl.max(x, 0)
         at = tl.where(here > peak, start + tl.argmax(x, 0), at)
         new = tl.maximum(peak, here)

@@ -17,7 +17,12 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import (
+    BlockMask,
+    create_block_mask,
+    create_mask,
+    flex_attention,
+)
 
 from strobe.models.dflash import DFlash
 from strobe.models.target import Target
@@ -163,6 +168,13 @@ def draw_blocks(
         visible, len(anchors), None, queries, length + queries, device=str(anchors.device)
     )
     return PackedBlocks(blocks, positions, mask)
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask) -> Tensor:
+    """Return what `flex_attention` returns, which has no gradients on a CPU."""
+    shape = q.shape[0], 1, q.shape[2], k.shape[2]
+    mask = create_mask(block_mask.mask_mod, *shape, device=str(q.device))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
 def block_hidden(

@@ -29,7 +29,14 @@ sys.path.insert(0, str(ROOT))
 
 from scripts.smollm2.answers import Answered, load  # noqa: E402
 from scripts.smollm2.fused_loss import slot_losses  # noqa: E402
-from scripts.smollm2.packed import Rows, block_hidden, draw_blocks, pack, target_rows  # noqa: E402
+from scripts.smollm2.packed import (  # noqa: E402
+    Rows,
+    block_hidden,
+    dense_attention,
+    draw_blocks,
+    pack,
+    target_rows,
+)
 from scripts.smollm2.prompts import KINDS  # noqa: E402
 from strobe.hub.files import read_json  # noqa: E402
 from strobe.models.architectures import load_draft_config, load_target_config  # noqa: E402
@@ -160,7 +167,9 @@ class PackedTrainer:
         ]
         self.done = options.first_step
         self.hidden: Callable[..., Tensor] = block_hidden
-        self.attention: Callable[..., Tensor] = flex_attention
+        self.attention: Callable[..., Tensor] = (
+            flex_attention if self.device.type == "cuda" else dense_attention
+        )
         self.make_mask: Callable[..., Any] = create_block_mask
         if options.compile:
             self.hidden = torch.compile(block_hidden, dynamic=False)
