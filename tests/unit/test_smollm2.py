@@ -19,9 +19,9 @@ from scripts.smollm2.packed import (
     pack,
     target_rows,
 )
+from strobe.models.architectures import load_target_config
 from strobe.models.dflash import DFlash
 from strobe.models.load import load_target
-from strobe.models.registry import load_target_config
 from strobe.models.target import Target
 from strobe.tools.train.blocks import context_kv, draft_hidden, make_blocks
 from strobe.tools.train.capture import capture
