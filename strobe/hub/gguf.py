@@ -26,6 +26,7 @@ from tokenizers import (
     processors,
 )
 
+from strobe.hub.cache import cache_directory
 from strobe.hub.files import GGUF_LINK
 from strobe.hub.gguf_file import AGAIN, GGUFHeader, read_header
 
@@ -61,7 +62,7 @@ def gguf_directory(path: Path) -> Path:
     target, status = path.resolve(), path.stat()
     key = f"{FORM} {target} {status.st_size} {status.st_mtime_ns}"
     name = f"{path.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
-    directory = _cache() / name
+    directory = cache_directory("gguf") / name
     if directory.exists():
         return directory
     try:
@@ -91,11 +92,6 @@ def gguf_directory(path: Path) -> Path:
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return directory
-
-
-def _cache() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "strobe" / "gguf"
 
 
 def _value(metadata: Mapping[str, Any], key: str, path: Path) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 from strobe.config import DEMO_MODELS, EngineConfig
 from strobe.hub.download import find_checkpoint, is_hub_name
 from strobe.hub.files import read_json
+from strobe.hub.packaged import MODELS, is_packaged
 from strobe.hub.pairs import published_drafter
 from strobe.hub.speculators import Proposal, read_proposal
 from strobe.sampling_params import DRAFTER_METHODS
@@ -25,7 +26,8 @@ def locate_models(config: EngineConfig) -> EngineConfig:
     """Return the settings with target and draft as local directories, downloading everything but
     the weights, which `fetch_weights` downloads once the configs are known to be good.
 
-    No target means the demo models. If the target is a speculators checkpoint, it becomes the
+    No target means the demo models. A packaged model drafts with its own drafter unless another one
+    or another method is named. If the target is a speculators checkpoint, it becomes the
     drafter and sets the target it was trained for, the method and the drafts per step. Settings
     that name local directories are returned as they are. Raises ValueError.
     """
@@ -47,6 +49,8 @@ def _find_drafter(draft: str | None, revision: str | None, target: str) -> str |
     """Return the drafter's directory; None for `auto` if the target is a speculators checkpoint."""
     if draft is None:
         return None
+    if draft == AUTO and is_packaged(target):
+        return str(MODELS[target].draft)
     if draft == AUTO:
         config = {} if is_hub_name(target) else _config(target)
         if read_proposal(config, Path(target) / "config.json") is not None:
@@ -72,6 +76,8 @@ def _own_pair(config: EngineConfig) -> EngineConfig:
 
 
 def _named_pair(config: EngineConfig) -> EngineConfig:
+    if is_packaged(config.target) and config.method in (None, *DRAFTER_METHODS):
+        config = replace(config, draft=config.draft or AUTO)
     draft = _find_drafter(config.draft, config.draft_revision, config.target)
     path = find_checkpoint(config.target, config.revision)
     proposal = read_proposal(_config(path), Path(path) / "config.json")

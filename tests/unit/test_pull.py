@@ -17,7 +17,12 @@ from strobe.hub.packaged import MODELS, PackagedModel, is_packaged, packaged_fil
 
 CONTENT = b"GGUF" + bytes(range(256)) * 40
 TINY = PackagedModel(
-    "tiny-model", "1.0", "tiny_model/tiny.gguf", hashlib.sha256(CONTENT).hexdigest(), len(CONTENT)
+    "tiny-model",
+    "1.0",
+    "tiny_model/tiny.gguf",
+    hashlib.sha256(CONTENT).hexdigest(),
+    len(CONTENT),
+    Path("tiny-draft"),
 )
 INFO = "tiny_model-1.0.dist-info"
 METADATA = "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\nRequires-Dist: no-such-package\n"

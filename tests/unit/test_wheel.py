@@ -26,6 +26,8 @@ def test_wheel_contains_only_models_and_examples(wheel: Path):
     models = ("target/model.safetensors", "target/chat_template.jinja", "draft/config.json")
     for name in (*models, "heldout.jsonl"):
         assert f"strobe/demo_models/{name}" in names
+    assert "strobe/smollm2_draft/model-00001-of-00002.safetensors" in names
+    assert wheel.stat().st_size < 60e6
     assert not [name for name in names if name.startswith("strobe/demo_models/tasks")]
     assert not [name for name in names if name.startswith(("tests/", "benchmarks/", "scripts/"))]
 

@@ -100,12 +100,9 @@ def _reordered_heads(header: GGUFHeader, name: str) -> int:
 
 
 def _library() -> tuple[Callable[..., Any], Any]:
-    """Return the package's `dequantize` and its enumeration of types."""
-    try:
-        from gguf import GGMLQuantizationType
-        from gguf.quants import dequantize
-    except ImportError:
-        raise ValueError(
-            "Quantized GGUF files need the package gguf; install it: pip install 'strobe[gguf]'."
-        ) from None
+    """Return the package's `dequantize` and its enumeration of types. It takes half a second to
+    import."""
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
     return dequantize, GGMLQuantizationType
