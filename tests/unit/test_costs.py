@@ -139,7 +139,7 @@ def test_fit_needs_two_row_counts():
     assert StepCosts.fit([(StepWork(0, 1), 4.0), (StepWork(4, 4), 5.0)], lines=True) is None
 
 
-def test_observing_corrects_fitted_lines_where_steps_take_longer_or_shorter():
+def test_observing_corrects_fitted_lines_where_steps_take_longer():
     """Whole blocks, a tenth of the steps, take 10 % longer than fitted; plain steps 10 % less."""
     steps, rng = timed(lines=True), random.Random(0)
     costs = StepCosts.fit(steps, lines=True)
