@@ -27,7 +27,7 @@ from strobe.request import Request
 from strobe.runner.buckets import Buckets, verified_rows
 from strobe.sampling_params import SamplingParams
 from strobe.speculation.adaptive import AdaptiveDraftPolicy
-from strobe.speculation.allocate import most_promising
+from strobe.speculation.allocate import choose_drafts
 from strobe.speculation.costs import StepCosts, StepWork
 from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftPlan, DraftPolicy
 from strobe.step import TAIL, Plan, Span, StepResult, num_rows
@@ -143,7 +143,7 @@ def _verified(found: DraftPlan, margins: Any) -> Any:
     if found.num_verified is None:
         return np.array(found.max_drafts)
     given = [torch.from_numpy(margins).float(), torch.tensor(found.confidence)[: margins.shape[1]]]
-    return most_promising(*given, torch.tensor(found.max_drafts), found.num_verified).numpy()
+    return choose_drafts(*given, torch.tensor(found.max_drafts), found.num_verified).numpy()
 
 
 def compare(options: argparse.Namespace, traces: Traces, count: int, way: str) -> list[Turn]:

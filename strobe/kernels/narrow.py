@@ -1,9 +1,9 @@
 # pyright: basic, reportCallIssue=false
 """Which drafts of a step are verified, and the layout of those, on the device.
 
-    _chances_kernel    S programs: each draft's chance to count, -1 for those that may not be taken
+    _chances_kernel    S programs: each draft's chance to count, -1 past the proposed ones
     _choose_kernel     S programs: how many of a span's drafts are among the best of all
-    _narrow_kernel     blocks of rows: where each row of the narrower layout stands
+    _narrow_kernel     blocks of rows: the place of each row of the narrower layout
 
 Legend: S spans, K drafts per span, T rows, W rows of a span with logits. The torch twins are
 `strobe.speculation.allocate` and `Layout.narrow`.
@@ -25,12 +25,19 @@ _CELLS = 8192
 
 @triton.jit
 def _chances_kernel(
-    margins, rates, most, chances, stride, K: tl.constexpr, KNOTS: tl.constexpr, SIZE: tl.constexpr
+    margins,
+    rates,
+    limits,
+    chances,
+    stride,
+    K: tl.constexpr,
+    KNOTS: tl.constexpr,
+    SIZE: tl.constexpr,
 ):
     """rates [K, KNOTS]: by position, at evidence 0, 0.5, ..."""
     span, place = tl.program_id(0), tl.arange(0, SIZE)
     real = place < K
-    limit = tl.load(most + span)
+    limit = tl.load(limits + span)
     margin = tl.load(margins + span * stride + place, real, 0.0)
     mean = tl.sum(tl.where(place < limit, margin, 0.0), 0) / tl.maximum(limit, 1).to(tl.float32)
     power = margin * mean * mean * mean
@@ -46,12 +53,12 @@ def _chances_kernel(
 
 @triton.jit(do_not_specialize=["spans", "count"])
 def _choose_kernel(
-    chances, most, drafts, out, spans, count,
+    chances, limits, drafts, out, spans, count,
     K: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """out: the span's other drafts, and those of `most` whose rank is below `count`."""
+    """out: the span's other drafts, and device drafts whose rank is below `count`."""
     span, place = tl.program_id(0), tl.arange(0, SIZE)
-    limit = tl.load(most + span)
+    limit = tl.load(limits + span)
     own_chance = tl.load(chances + span * K + place, place < K, -1.0)
     order = place * spans + span  # among equal chances earlier places come first
     rank = tl.zeros([SIZE], tl.int32)
@@ -68,9 +75,9 @@ def _choose_kernel(
 def choose(
     margins: Tensor, rates: Tensor, device_drafts: Tensor, drafts: Tensor, count: int
 ) -> Tensor:
-    """Return the drafts to verify [S] int64, given margins [S, K], rates [K, KNOTS] float32, and
-    drafts made on the device and in all [S] int64: of a span's drafts those of the host, and of the
-    device's those among the `count` most promising of all."""
+    """Return the drafts to verify [S] int64, from margins [S, K], rates [K, KNOTS] float32, and
+    the numbers of drafts proposed on the device and in all [S] int64: all of the host's, and of the
+    device's those whose chances are among the `count` largest."""
     spans, width = margins.shape
     chances = torch.empty(spans, width, dtype=torch.float32, device=margins.device)
     size = triton.next_power_of_2(width)
@@ -88,19 +95,19 @@ def choose(
 
 @triton.jit(do_not_specialize=["spans", "rows", "source_rows"])
 def _narrow_kernel(
-    slots, certain, drafts, active, source_starts, source_tokens, out, spans, rows, source_rows,
-    W: tl.constexpr, SPANS: tl.constexpr, BLOCK: tl.constexpr,
+    slots, context_rows, drafts, active, source_starts, source_tokens, out, spans, rows,
+    source_rows, W: tl.constexpr, SPANS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     span = tl.arange(0, SPANS)
     real = span < spans
-    sure = tl.load(certain + span, real, 0)
+    context = tl.load(context_rows + span, real, 0)
     num_drafts = tl.load(drafts + span, real, 0)
-    sizes = sure + num_drafts
+    sizes = context + num_drafts
     ends = tl.cumsum(sizes, 0)
     begins = ends - sizes
     if tl.program_id(0) == 0:
         tl.store(out + span, tl.load(slots + span, real, 0), real)
-        tl.store(out + spans + span, sure, real)
+        tl.store(out + spans + span, context, real)
         tl.store(out + 2 * spans + span, num_drafts, real)
         tl.store(out + 3 * spans + span, sizes, real)
         tl.store(out + 4 * spans + span, begins, real)
@@ -114,8 +121,8 @@ def _narrow_kernel(
     owner = tl.sum(((ends[None, :] <= row[:, None]) & real[None, :]).to(tl.int64), 1)
     used = inside & (owner < spans)
     owner = tl.minimum(owner, spans - 1)
-    mine = span[None, :] == owner[:, None]
-    offset = row - tl.sum(tl.where(mine, begins[None, :], 0), 1)
+    own = span[None, :] == owner[:, None]
+    offset = row - tl.sum(tl.where(own, begins[None, :], 0), 1)
     offset = tl.where(used, offset, 0)
     source = tl.load(source_starts + owner, used, 0) + offset
     token = tl.load(source_tokens + tl.minimum(source, source_rows - 1), used, 0)

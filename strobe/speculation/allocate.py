@@ -21,25 +21,27 @@ def verified_drafts(
     kernels: bool = False,
 ) -> Tensor:
     """Return how many drafts of each span [S] are verified: all of the host's, and of the device's,
-    whose margins are [S, K], the `count` most promising ones by the rates in `confidence` [K][B];
-    positions without rates count as certain. kernels: use triton's if the layout is padded."""
-    made, width = layout.device_drafts, layout.shape.max_drafts
+    whose margins are [S, K], the `count` with the largest chances by the rates in `confidence`
+    [K][B]; positions without rates count as certain. kernels: use triton's if the layout is
+    padded."""
+    num_proposed, width = layout.device_drafts, layout.shape.max_drafts
     if margins is None:
-        margins = torch.zeros(len(made), width, device=made.device)
+        margins = torch.zeros(len(num_proposed), width, device=num_proposed.device)
     rows = [*confidence[:width], *[(1.0,) * KNOTS] * (width - len(confidence))]
-    table = upload(rows, made.device, torch.float32)
+    table = upload(rows, num_proposed.device, torch.float32)
     if kernels and layout.padded:
         from strobe.kernels.narrow import choose
 
-        return choose(margins, table, made, layout.drafts, count)
-    return layout.drafts - made + most_promising(margins, table, made, count)
+        return choose(margins, table, num_proposed, layout.drafts, count)
+    return layout.drafts - num_proposed + choose_drafts(margins, table, num_proposed, count)
 
 
-def chances(margins: Tensor, rates: Tensor, made: Tensor) -> Tensor:
-    """Return each draft's chance to count [S, K], given margins [S, K], of which the first `made`
-    [S] of a row exist, and rates [K, B], as `DraftChances.chances` does on the host."""
-    exists = torch.arange(margins.shape[1], device=margins.device) < made[:, None]
-    mean = ((margins * exists).sum(1) / made.clamp(min=1))[:, None]
+def chances(margins: Tensor, rates: Tensor, num_proposed: Tensor) -> Tensor:
+    """Return each draft's chance to count [S, K], from margins [S, K], of which the first
+    `num_proposed` [S] of a row exist, and rates [K, B], as `DraftChances.chances` does on the
+    host."""
+    exists = torch.arange(margins.shape[1], device=margins.device) < num_proposed[:, None]
+    mean = ((margins * exists).sum(1) / num_proposed.clamp(min=1))[:, None]
     power = (margins * mean * mean * mean).nan_to_num().clamp(min=0)
     at = 2 * power.sqrt().sqrt().sqrt()  # twice the evidence
     knots = at.long().clamp(max=rates.shape[1] - 2)
@@ -48,14 +50,14 @@ def chances(margins: Tensor, rates: Tensor, made: Tensor) -> Tensor:
     return (low + (high - low) * (at - knots).clamp(max=1)).cumprod(1)
 
 
-def most_promising(margins: Tensor, rates: Tensor, made: Tensor, count: int) -> Tensor:
+def choose_drafts(margins: Tensor, rates: Tensor, num_proposed: Tensor, count: int) -> Tensor:
     """Return how many drafts of each span are verified [S] int64, `count` in all or as many as
     exist: those with the largest chances. Among equal ones earlier positions come first, then
     earlier spans."""
     spans, width = margins.shape
-    exists = torch.arange(width, device=margins.device) < made[:, None]
-    keys = torch.where(exists, chances(margins, rates, made), -1.0)
+    exists = torch.arange(width, device=margins.device) < num_proposed[:, None]
+    keys = torch.where(exists, chances(margins, rates, num_proposed), -1.0)
     order = keys.T.flatten().sort(descending=True, stable=True).indices[:count]
-    taken = torch.zeros(spans * width, dtype=torch.int64, device=margins.device)
-    taken[order] = 1
-    return (taken.view(width, spans).T * exists).sum(1)
+    chosen = torch.zeros(spans * width, dtype=torch.int64, device=margins.device)
+    chosen[order] = 1
+    return (chosen.view(width, spans).T * exists).sum(1)

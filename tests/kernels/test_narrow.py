@@ -11,7 +11,7 @@ from layouts import facts, spans_of
 from strobe.kernels import narrow as kernels
 from strobe.runner.batch import lay_out
 from strobe.runner.buckets import Buckets
-from strobe.speculation.allocate import most_promising
+from strobe.speculation.allocate import choose_drafts
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -27,7 +27,7 @@ def test_chooses_most_likely_drafts(
     whole = int(made.sum())
     for count in {0, 1, whole // 3, whole - 1, whole, whole + 9} - {-1}:
         found = kernels.choose(margins, rates.to(device), made, drafts, count)
-        wanted = most_promising(margins, rates.to(device), made, count)
+        wanted = choose_drafts(margins, rates.to(device), made, count)
         assert found.tolist() == (drafts - made + wanted).tolist()
 
 

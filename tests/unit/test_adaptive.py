@@ -15,7 +15,7 @@ from strobe.request import Request
 from strobe.runner.buckets import Buckets, verified_rows
 from strobe.sampling_params import SamplingParams
 from strobe.speculation.adaptive import AdaptiveDraftPolicy
-from strobe.speculation.allocate import most_promising
+from strobe.speculation.allocate import choose_drafts
 from strobe.speculation.costs import StepCosts, StepWork
 from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftChain, DraftPlan
 from strobe.step import TAIL, Plan, Span, StepResult, num_rows
@@ -95,7 +95,7 @@ class Simulation:
             return max_drafts.numpy()
         rates = torch.tensor(plan.confidence)[: margins.shape[1]]
         inputs = torch.from_numpy(margins), rates, max_drafts
-        return most_promising(*inputs, plan.num_verified).numpy()
+        return choose_drafts(*inputs, plan.num_verified).numpy()
 
     def rate(self, steps: int, chance: Callable[[int], float]) -> float:
         """Return the tokens per millisecond of these steps."""

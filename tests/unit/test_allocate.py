@@ -13,7 +13,7 @@ from layouts import facts, spans_of
 from strobe.runner.batch import Shape, exact_shape, lay_out
 from strobe.runner.buckets import Buckets
 from strobe.speculation.acceptance import DraftChances, evidence
-from strobe.speculation.allocate import chances, most_promising, verified_drafts
+from strobe.speculation.allocate import chances, choose_drafts, verified_drafts
 from strobe.speculation.policy_config import PolicyConfig
 from strobe.step import TAIL, Span, num_rows
 
@@ -55,7 +55,7 @@ def test_choice_maximizes_expected_drafts(seed: int):
     def tokens(counts: tuple[int, ...]) -> float:
         return sum(float(expected[i, :n].sum()) for i, n in enumerate(counts))
 
-    choice = most_promising(margins, rates, torch.tensor(max_drafts), count).tolist()
+    choice = choose_drafts(margins, rates, torch.tensor(max_drafts), count).tolist()
     assert sum(choice) == min(count, sum(max_drafts))
     assert all(n <= limit for n, limit in zip(choice, max_drafts, strict=True))
     choices = itertools.product(*[range(n + 1) for n in max_drafts])
