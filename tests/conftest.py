@@ -18,7 +18,7 @@ from hypothesis import settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is first imported
-# Engines' measurements persist from test to test, outside the user's own cache.
+# Descriptions of GGUF files and packaged models are cached outside the user's own cache.
 if "STROBE_TEST_CACHE" not in os.environ:
     os.environ["STROBE_TEST_CACHE"] = tempfile.mkdtemp(prefix="strobe-tests-")
     atexit.register(shutil.rmtree, os.environ["STROBE_TEST_CACHE"], ignore_errors=True)

@@ -20,6 +20,7 @@ CORE_FILES = (
     "step.py",
     "request.py",
     "counters.py",
+    "mapped_file.py",
     "sampling_params.py",
     "checks.py",
     "config.py",
@@ -28,7 +29,7 @@ CORE_FILES = (
 
 KINDS, FIRST = ("families", "config_readers", "quantization"), "qwen3.py"
 
-FILE_LINES, CORE_CODE_LINES, STEP_LINES = 400, 5370, 30
+FILE_LINES, CORE_CODE_LINES, STEP_LINES = 400, 5385, 30
 
 
 def lines(path: Path) -> int:

@@ -303,7 +303,11 @@ def test_pages_hold_attention_layers_without_prefix_lookup(
     states = engine.components.states
     assert states is not None
     tensors = (*states.tensors, states.length)
-    per_slot = states.spec.bytes_per_slot(states.pending, torch.float32)
+    spec, pending = states.spec, states.pending
+    per_slot = spec.bytes_per_slot(pending, torch.float32)
+    row = 2 * spec.heads + spec.key_heads * spec.key_dim + spec.heads * spec.value_dim
+    window = (spec.kernel - 1 + pending) * spec.channels
+    assert per_slot == 4 * (spec.values + spec.layers * (window + pending * row)) + 8
     assert sum(part.nbytes for part in tensors) == 6 * per_slot
     for _ in range(2):
         run(engine, [TEXTS[2]], COLD)
