@@ -145,6 +145,16 @@ class StreamDelta:
     num_accepted: int = 0
     finished: bool = False
 
+    @property
+    def drafted(self) -> int:
+        """The earlier name of `num_verified`."""
+        return self.num_verified
+
+    @property
+    def accepted(self) -> int:
+        """The earlier name of `num_accepted`."""
+        return self.num_accepted
+
 
 Prompt = str | list[int] | dict[str, Any]
 """A text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
