@@ -9,9 +9,12 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 .PHONY: serve demo soak fuzz test pytest test-all test-gpu check style types format bench clean
 
-# Options go behind `strobe serve` itself: .venv/bin/strobe serve --help
+# A small language model, fetched once; the demo models where it cannot be fetched. Options go behind
+# `strobe serve` itself: .venv/bin/strobe serve --help
 serve: $(VENV)/.installed
-	$(BIN)/strobe serve
+	@target=smollm2; \
+	$(BIN)/strobe pull smollm2 >/dev/null || { [ $$? -ne 130 ] || exit 130; target=; }; \
+	exec $(BIN)/strobe serve $$target
 
 demo: $(VENV)/.installed
 	$(BIN)/strobe demo
