@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Tests start many servers and engines, each of which would otherwise compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
 # Files run in alphabetical order: the small ones of tests/unit, last, keep all workers busy to the end.
 PYTEST := $(BIN)/python -m pytest -rs -n auto --maxprocesses 4 --dist loadfile \
 	--no-loadscope-reorder -p no:schemathesis
