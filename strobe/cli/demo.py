@@ -13,9 +13,10 @@ from strobe.config import EngineConfig
 
 @dataclass(frozen=True)
 class Demo:
-    """Stream an answer from the demo models, then compare plain decoding with DFlash."""
+    """Stream an answer, then compare plain decoding with DFlash: on held-out tasks of the demo
+    models, or, with a target, on questions of a chat, on code and on rewriting."""
 
-    prompts: Annotated[Any, arg(help="Held-out prompts to compare on."), number("INT")] = 12
+    prompts: Annotated[Any, arg(help="Prompts to compare on."), number("INT")] = 12
     max_tokens: Annotated[Any, arg(help="Maximum tokens per answer."), number("INT")] = 256
     repeats: Annotated[Any, arg(help="Timed runs; the fastest counts."), number("INT")] = 2
     json: Json = False

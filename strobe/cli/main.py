@@ -20,7 +20,7 @@ COMMANDS = {
     "serve": "Serve a model through OpenAI's API, with a page to try it.",
     "run-batch": "Answer a file of requests as OpenAI's batch API does.",
     "pull": "Fetch a small language model to try.",
-    "demo": "Compare plain decoding with DFlash on the demo models.",
+    "demo": "Stream an answer, then compare plain decoding with DFlash.",
     "info": "Describe a checkpoint, and check whether a drafter fits it.",
     "doctor": "Find out why few drafts are accepted.",
     "bench": "Measure single steps, or whole answers.",

@@ -19,16 +19,17 @@ from strobe.outputs import Prompt, RequestOutput
 from strobe.progress import Progress
 from strobe.sampling_params import SamplingParams
 from strobe.speculation.registry import DRAFTER_METHOD
+from strobe.tools.demo_prompts import chat_examples
 from strobe.wording import counted
 from strobe.wrapping import Wrapping
 
 
 @dataclass(frozen=True)
 class Run:
-    """Answers to the prompts, one at a time, with or without drafts."""
+    """Answers to the prompts, one at a time, with or without drafts. seconds: of each."""
 
     outputs: list[RequestOutput]
-    seconds: float
+    seconds: list[float]
 
     @property
     def tokens(self) -> int:
@@ -37,7 +38,11 @@ class Run:
     @property
     def rate(self) -> float:
         """Tokens per second, prefill included."""
-        return self.tokens / self.seconds
+        return self.tokens / sum(self.seconds)
+
+    def of(self, prompts: Sequence[int]) -> Run:
+        """Return the run of some of the prompts, named by their indices."""
+        return Run([self.outputs[i] for i in prompts], [self.seconds[i] for i in prompts])
 
 
 Answer = Callable[[Prompt], RequestOutput]
@@ -87,12 +92,12 @@ def race(
                 if repeat:
                     seconds[name][i] = min(seconds[name][i], time.perf_counter() - began)
                 on_answer()
-    return {name: Run(outputs[name], sum(seconds[name])) for name in answers}
+    return {name: Run(outputs[name], seconds[name]) for name in answers}
 
 
 def choose_examples(count: int) -> list[Example]:
-    """Return held-out examples, cycling through the families; of every 24, half with thinking and
-    half from templates that training never saw."""
+    """Return the demo models' held-out examples, cycling through the families; of every 24, half
+    with thinking and half from templates that training never saw."""
     _check("prompts", count)
     read_heldout(count)  # raises if there are fewer
     pool = read_heldout()  # rounds of one example per family, with and without thinking in pairs
@@ -138,14 +143,15 @@ def compare(plain: Run, drafted: Run, llm: LLM) -> dict[str, Any]:
 def run_demo(
     config: EngineConfig, *, prompts: int, max_tokens: int, repeats: int, as_json: bool
 ) -> int:
-    """Run the demo; return 0 if both ways gave identical tokens, else 1."""
-    examples = choose_examples(prompts)
+    """Run the demo, on the demo models' tasks or, with a named target, on chats; return 0 if both
+    ways gave identical tokens, else 1."""
+    _check("prompts", prompts)
+    named = bool(config.target)
+    examples = chat_examples(prompts) if named else choose_examples(prompts)
     _check("repeats", repeats)
     _check("max_tokens", max_tokens)
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-    config = replace(
-        config, method=DRAFTER_METHOD if config.target else None, enable_prefix_caching=False
-    )
+    config = replace(config, method=DRAFTER_METHOD if named else None, enable_prefix_caching=False)
     config = locate_models(config)
     with Progress("Loading the models, and warming up"):
         drafting = LLM(**_options(config))
@@ -159,11 +165,25 @@ def run_demo(
     with Progress("Comparing", total, unit="answers") as shown:
         runs = race(ways, example_prompts, repeats, shown.advance)
     figures = compare(runs["plain"], runs["dflash"], drafting)
+    if named:
+        figures["kinds"] = _by_kind(examples, runs, drafting)
     if as_json:
         print(json.dumps(figures))
     else:
         _table(figures)
     return 0 if figures["identical"] else 1
+
+
+def _by_kind(
+    examples: Sequence[Example], runs: Mapping[str, Run], llm: LLM
+) -> dict[str, dict[str, Any]]:
+    """Return rates, speed-up and acceptance length of each kind of prompt."""
+    kinds: dict[str, list[int]] = {}
+    for i, example in enumerate(examples):
+        kinds.setdefault(example.family, []).append(i)
+    names = ("plain_tokens_per_s", "dflash_tokens_per_s", "speedup", "acceptance_length")
+    figures = {k: compare(runs["plain"].of(i), runs["dflash"].of(i), llm) for k, i in kinds.items()}
+    return {kind: {name: figures[kind][name] for name in names} for kind in kinds}
 
 
 def _options(config: EngineConfig) -> dict[str, Any]:
@@ -205,20 +225,22 @@ def _table(figures: dict[str, Any]) -> None:
     for name in ("", "tokens/s", "tokens per step", "speed-up"):
         table.add_column(name, justify="left" if not name else "right")
     table.add_row("plain decoding", f"{figures['plain_tokens_per_s']:.1f}", "1.00", "1.00x")
-    length = figures["acceptance_length"]
-    table.add_row(
-        "DFlash",
-        f"{figures['dflash_tokens_per_s']:.1f}",
-        "-" if length is None else f"{length:.2f}",
-        f"{figures['speedup']:.2f}x",
-    )
+    kinds: dict[str, dict[str, Any]] = figures.get("kinds", {})
+    for name, row in ({"DFlash": figures} | {f"  {kind}": kinds[kind] for kind in kinds}).items():
+        length = row["acceptance_length"]
+        table.add_row(
+            name,
+            f"{row['dflash_tokens_per_s']:.1f}",
+            "-" if length is None else f"{length:.2f}",
+            f"{row['speedup']:.2f}x",
+        )
     console = Console(highlight=False)
     console.print(table)
     if figures["off_reason"] is not None:
         console.print(f"DFlash drafted nothing: {figures['off_reason']}.")
     same = "identical" if figures["identical"] else "[bold red]NOT identical[/bold red]"
     console.print(
-        f"{counted(figures['prompts'], 'held-out prompt')}, "
+        f"{counted(figures['prompts'], 'prompt' if kinds else 'held-out prompt')}, "
         f"{counted(figures['tokens'], 'token')}, outputs {same}; "
         f"{figures['device']}, {figures['dtype']}, torch {figures['torch']}.",
         soft_wrap=not console.is_terminal,

@@ -11,8 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from scripts.smollm2.checkpoint import convert
+from scripts.smollm2.prompts import is_heldout
 from strobe import LLM, SamplingParams
 from strobe.hub.packaged import packaged_file
+from strobe.tools.demo import prompts_of
+from strobe.tools.demo_prompts import chat_examples
 
 pytestmark = pytest.mark.full
 
@@ -60,3 +63,8 @@ def test_greedy_answers_equal_transformers(llm: LLM, tmp_path: Path):
             torch.tensor([prompt]), max_new_tokens=TOKENS, do_sample=False, repetition_penalty=1.0
         )
         assert ids[0, len(prompt) :].tolist() == answer.token_ids
+
+
+def test_demo_prompts_are_held_out_of_training(llm: LLM):
+    prompts: list[Any] = prompts_of(llm, chat_examples(12))
+    assert all(is_heldout(ids) for ids in prompts)

@@ -628,23 +628,29 @@ def test_demo_prints_one_object_with_these_keys(main: Callable[..., Any], short_
     assert (status, err) == (0, "")
     assert out.count("\n") == 1
     figures = json.loads(out)
-    assert list(figures) == DEMO_KEYS
+    assert list(figures) == [*DEMO_KEYS, "kinds"]
     assert figures["identical"] is True
+    assert list(figures["kinds"]) == ["chat", "code"]
+    assert set(figures["kinds"]["chat"]) < set(DEMO_KEYS)
     assert (figures["prompts"], figures["tokens"], figures["device"]) == (2, 12, "cpu")
     assert figures["speedup"] > 0
     assert 1 <= figures["acceptance_length"] <= 8
 
 
-def test_demo_shows_an_answer_and_a_table(main: Callable[..., Any], short_demo: list[str]):
+def test_demo_shows_an_answer_and_a_table(
+    main: Callable[..., Any], short_demo: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("COLUMNS", "60")
     status, out, err = main(*short_demo)
     assert (status, err) == (0, "")
     assert "\x1b" not in out
     lines = out.splitlines()
     assert lines[0].startswith("prompt> ")
-    assert len(lines[0]) > 80, "the question was wrapped"
+    assert len(lines[0]) > 60, "the question was wrapped"
     assert lines[1].startswith("strobe> ")
     assert any(line.startswith("│ DFlash ") for line in lines)
-    assert lines[-1].startswith("2 held-out prompts, 12 tokens, outputs identical; cpu, float32")
+    assert [line.split()[1] for line in lines if line.startswith("│   ")] == ["chat", "code"]
+    assert lines[-1].startswith("2 prompts, 12 tokens, outputs identical; cpu, float32")
 
 
 def test_demo_wraps_its_answer_between_words(
@@ -701,6 +707,14 @@ def test_demo_reports_a_prompt_that_cannot_run(main: Callable[..., Any], short_d
     assert (status, out) == (2, "")
     assert err.startswith("strobe: The prompt has ")
     assert "max_model_len is 16" in err
+
+
+def test_demo_says_how_many_chats_it_has(main: Callable[..., Any], short_demo: list[str]):
+    status, out, err = main(*short_demo, "--prompts=13")
+    assert (status, out) == (2, "")
+    assert err == (
+        "strobe: prompts is 13, but the demo has 12 for a named target; ask for at most 12.\n"
+    )
 
 
 def test_demo_prompts_are_heldout_examples_of_all_families():

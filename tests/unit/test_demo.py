@@ -33,7 +33,7 @@ def test_demo_counts_steps_without_drafts(
     num_tokens = 1 + sum(1 + accepted for _, accepted in steps)
     report = SpeculationReport.from_counts(counts, "dflash", None, num_tokens)
     answer = CompletionOutput(0, "", list(range(num_tokens)), "stop", speculation=report)
-    runs = [demo.Run([RequestOutput("r", None, [1], [answer])], 1.0) for _ in range(2)]
+    runs = [demo.Run([RequestOutput("r", None, [1], [answer])], [1.0]) for _ in range(2)]
     device: Any = SimpleNamespace(device="cpu", dtype="torch.float32")
     llm: Any = SimpleNamespace(engine=SimpleNamespace(resolved=device))
     figures = demo.compare(*runs, llm)
