@@ -119,8 +119,8 @@ class EngineConfig:
     load_format: Literal["auto", "dummy"] = option(
         "auto", "auto reads weights; dummy creates random ones from config.json, to measure speed."
     )
-    weight_dtype: Literal["auto", "fp8"] = option(
-        "auto", "auto keeps weights in dtype; fp8 holds linear layers in FP8, on GPUs with FP8."
+    weight_dtype: Literal["auto", "fp8", "float16", "int8", "int4"] = option(
+        "auto", "auto keeps weights in dtype; fp8 is for GPUs, float16, int8 and int4 for CPUs."
     )
     kv_cache_dtype: Literal["auto", "fp8"] = option(
         "auto", "auto keeps keys and values in dtype; fp8 halves them."

@@ -11,6 +11,8 @@ from strobe.attention.base import AttentionBackend
 from strobe.attention.reference import ReferenceBackend
 from strobe.config import EngineConfig
 from strobe.models.config import DecoderConfig, DraftConfig, TargetConfig
+from strobe.models.quantization.fp8 import unsupported_reason as fp8_unsupported
+from strobe.models.quantization.packed import check_packed
 
 FP8 = torch.float8_e4m3fn
 
@@ -18,7 +20,8 @@ FP8 = torch.float8_e4m3fn
 class BackendChoice(NamedTuple):
     """attention, draft_attention: "triton" or "reference"; kernels: whether triton kernels run the
     models' operations and sampling; graphs: whether steps are captured; overlap: steps in flight;
-    kv_dtype: dtype of keys and values; fp8: whether linear layers are held in FP8."""
+    kv_dtype: dtype of keys and values; fp8: whether linear layers are held in FP8;
+    packed: whether they are packed for a CPU."""
 
     attention: str
     draft_attention: str
@@ -27,6 +30,7 @@ class BackendChoice(NamedTuple):
     overlap: int
     kv_dtype: torch.dtype
     fp8: bool
+    packed: bool
 
 
 def choose_backends(
@@ -50,22 +54,19 @@ def choose_backends(
     if config.kernels == "triton" and unsupported is not None:
         raise ValueError(f"kernels is 'triton', but {unsupported}; use kernels auto.")
     unsupported = unsupported or (None if kernels else "kernels is 'torch'")
-    if unsupported is None and target.decoder.experts is not None:
-        unsupported = "experts have no GEMM in FP8"
-    if unsupported is None and torch.cuda.get_device_capability(device) < (8, 9):
-        unsupported = "this GPU has no FP8 (compute capability 8.9 or above)"
+    unsupported = unsupported or fp8_unsupported(target.decoder, device)
     if config.weight_dtype == "fp8" and unsupported is not None:
         raise ValueError(f"weight_dtype is 'fp8', but {unsupported}; use weight_dtype auto.")
     is_stored_in_fp8 = target.quantization is not None and target.quantization.method == "fp8"
-    all_triton = attention == draft_attention == "triton"
     return BackendChoice(
         attention,
         draft_attention,
         kernels,
-        graphs=all_triton and config.cuda_graphs,
+        graphs=attention == draft_attention == "triton" and config.cuda_graphs,
         overlap=config.overlap or (2 if device.type == "cuda" else 1),
         kv_dtype=FP8 if config.kv_cache_dtype == "fp8" else dtype,
         fp8=config.weight_dtype == "fp8" or (is_stored_in_fp8 and unsupported is None),
+        packed=check_packed(config.weight_dtype, target, draft, device),
     )
 
 

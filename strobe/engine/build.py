@@ -21,14 +21,10 @@ from strobe.models.architectures import load_draft_config, load_target_config
 from strobe.models.config import DecoderConfig, DraftConfig, TargetConfig
 from strobe.models.config_readers.pair import check_pair
 from strobe.models.dflash import DFlash
-from strobe.models.load import (
-    check_draft_tensors,
-    check_target_tensors,
-    load_draft,
-    load_target,
-    weight_bytes,
-)
+from strobe.models.load import check_draft_tensors, check_target_tensors, load_draft, load_target
 from strobe.models.ops.torch_ops import TorchOps
+from strobe.models.quantization.packed import pack
+from strobe.models.quantization.sizes import weight_bytes
 from strobe.models.target import Target
 from strobe.runner.buckets import Buckets
 from strobe.runner.graphs import CUDACapturer, Eager, Graphs
@@ -151,7 +147,7 @@ def resolve(config: EngineConfig) -> ResolvedConfig:
     if device.type == "cuda":
         features = 0 if draft is None else len(draft.capture)
         scratch = scratch_bytes(limits, target.decoder, features, dtype)
-    weights = sum(weight_bytes(module, dtype, fp8=backends.fp8) for module in modules)
+    weights = sum(weight_bytes(m, dtype, fp8=backends.fp8, packed=backends.packed) for m in modules)
     resolved = ResolvedConfig(
         config, target, draft, method, limits, device, dtype, backends, scratch
     )
@@ -172,17 +168,18 @@ def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
     if device.type == "cuda":
         torch.cuda.set_device(device)  # streams, events and kernels are the current device's
     max_positions, backends = limits.max_model_len + limits.lookahead + 1, resolved.backends
-    load_kwargs: dict[str, Any] = {"max_positions": max_positions, "dtype": dtype, "device": device}
-    load_kwargs |= {"load_format": config.load_format, "fp8": backends.fp8}
+    options: dict[str, Any] = {"max_positions": max_positions, "dtype": dtype, "device": device}
+    options |= {"load_format": config.load_format, "fp8": backends.fp8, "packed": backends.packed}
     quantization = resolved.target.quantization
     if target is None:
-        target = load_target(Path(config.target), resolved.target, **load_kwargs)
+        target = load_target(Path(config.target), resolved.target, **options)
         if quantization is not None and not backends.fp8:
             size = sum(parameter.nbytes for parameter in target.parameters())
             logger.info("Weights in %s are held in %s: %d bytes.", quantization.method, dtype, size)
     drafter = None
     if resolved.draft is not None:
-        drafter = load_draft(Path(config.draft or ""), resolved.draft, target, **load_kwargs)
+        drafter = load_draft(Path(config.draft or ""), resolved.draft, target, **options)
+    pack(config.weight_dtype, target, drafter)
     ops = TorchOps()
     if backends.kernels:
         from strobe.models.ops.triton_ops import TritonOps

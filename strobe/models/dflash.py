@@ -5,7 +5,7 @@ Legend: T and R rows, H hidden size, V vocabulary, L layers, Hkv key-value heads
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor, nn
@@ -94,6 +94,12 @@ class DFlash(Decoder):
         if self.lm_head is not None and torch.equal(self.lm_head.weight, head.weight):
             self.lm_head = None
         self._context = self._context_weights()
+
+    def pack(self, head: LinearView, packed: Callable[[AnyLinear], LinearView]) -> None:
+        """Pack the context weights, and share the target's packed head."""
+        self._shared = self._shared[0], head
+        context = self._context or self._context_weights()
+        self._context = context._replace(linear=packed(context.linear))
 
     def _context_weights(self) -> ContextWeights:
         linears, first = [a.qkv_proj for a in self._attentions], self._attentions[0].first_key

@@ -7,7 +7,7 @@ experts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -24,6 +24,8 @@ class Format(Protocol):
 
 
 Outputs = int | Mapping[str, int]
+Product = Callable[[Tensor], Tensor]
+"""x [T, K] -> x Wᵀ + bias, with a weight that only it can read."""
 
 
 class Linear(nn.Module):
@@ -32,6 +34,7 @@ class Linear(nn.Module):
     weight: W in the model's dtype, or its values in `format`, which also has `scale`. parts: number
     of outputs of each of the checkpoint's layers that this layer stacks, in order; empty if it
     stacks none. fixed: loading keeps the weight in this format, whatever weight_dtype says.
+    product: the layer as a function, once its weight is packed; then `weight` is empty.
     """
 
     scale: Tensor | None
@@ -49,18 +52,17 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(shape[:-1])) if bias else None
         self.register_buffer("scale", None, persistent=False)
         self.format: Format | None = None
+        self.product: Product | None = None
         self.fixed = fixed or experts > 0
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -(inputs**-0.5), inputs**-0.5)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return the weight, dequantized to `dtype` if it is quantized."""
-        if self.format is None:
-            return self.weight
         return LinearView(self.weight, self.bias, self.scale, self.format).dense(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.dense(x.dtype), self.bias)
+        return apply(self, x)
 
     def reorder(self, order: Tensor) -> None:
         """Reorder outputs in place: output i becomes the former output order[i]."""
@@ -83,6 +85,7 @@ class LinearView(NamedTuple):
     bias: Tensor | None = None
     scale: Tensor | None = None
     format: Format | None = None
+    product: Product | None = None
 
     @classmethod
     def concat(cls, linears: Sequence[Linear], first: int) -> LinearView:
@@ -104,3 +107,10 @@ class LinearView(NamedTuple):
 
 
 AnyLinear = Linear | LinearView
+
+
+def apply(linear: AnyLinear, x: Tensor) -> Tensor:
+    """x [T, K] -> x Wᵀ + bias [T, N]."""
+    if linear.product is not None:
+        return linear.product(x)
+    return F.linear(x, linear.dense(x.dtype), linear.bias)

@@ -72,12 +72,13 @@ def _check_tensors(module: Target | DFlash, checkpoint: Checkpoint) -> WeightMap
 
 class LoadOptions(TypedDict):
     """Where to put the weights and in which dtype. load_format: "dummy" for random weights. fp8:
-    hold linear layers in FP8."""
+    hold linear layers in FP8. packed: load them in float16, to be packed."""
 
     dtype: torch.dtype
     device: torch.device
     load_format: NotRequired[str]
     fp8: NotRequired[bool]
+    packed: NotRequired[bool]
 
 
 def _memory(meta: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -99,16 +100,19 @@ def _fill(
     """Give a module on the meta device its weights, one parameter after another. Linear layers for
     FP8 are converted before the next parameter is read. write: writes a parameter's values to its
     memory."""
-    fp8 = options.get("fp8", False)
     for name in names:
         path, _, leaf = name.rpartition(".")
         owner = module.get_submodule(path)
         meta: Tensor = getattr(owner, leaf)
-        value = _memory(meta, options["dtype"], options["device"])
+        layer = (
+            owner if isinstance(owner, Linear) and leaf == "weight" and not owner.fixed else None
+        )
+        dtype = torch.float16 if layer and options.get("packed") else options["dtype"]
+        value = _memory(meta, dtype, options["device"])
         write(name, value)
-        if fp8 and leaf == "weight" and isinstance(owner, Linear) and not owner.fixed:
-            value, owner.scale = fp8_rows(value)
-            owner.format = FP8_ROWS
+        if layer is not None and options.get("fp8"):
+            value, layer.scale = fp8_rows(value)
+            layer.format = FP8_ROWS
         if isinstance(meta, nn.Parameter):
             value = nn.Parameter(value, requires_grad=False)
         setattr(owner, leaf, value)
@@ -248,19 +252,3 @@ def _load(module: Model, directory: Path, options: LoadOptions) -> Model:
         if isinstance(submodule, RMSNorm | Attention):
             submodule.fold()
     return module
-
-
-def weight_bytes(module: Target | DFlash, dtype: torch.dtype, *, fp8: bool) -> int:
-    """Return the bytes of a module's weights in memory. The module may be on the meta device."""
-    total = 0
-    for part in module.modules():
-        for parameter in part.parameters(recurse=False):
-            kind = dtype if parameter.is_floating_point() else parameter.dtype
-            total += parameter.numel() * kind.itemsize
-        if isinstance(part, Linear) and part.scale is not None:
-            total += part.scale.nbytes
-        if fp8 and isinstance(part, Linear) and not part.fixed:
-            total += part.weight.numel() * (1 - dtype.itemsize) + part.out_features * 4
-    if fp8 and isinstance(module, DFlash) and module.head_in_fp8:
-        total += module.config.head_rows * (module.config.decoder.hidden_size + 4)
-    return total

@@ -29,13 +29,14 @@ class Target(Decoder):
             nn.init.normal_(table)
         self.embed_tokens = nn.Embedding(vocabulary, hidden, _weight=table)
         self.lm_head = None if config.tie_embeddings else Linear(hidden, vocabulary, fixed=True)
+        self.packed_head: LinearView | None = None
         if config.tie_embeddings:
             self.skipped = ("lm_head.",)
 
     @property
     def output(self) -> AnyLinear:
         """The output head [V, H]."""
-        return LinearView(self.embed_tokens.weight) if self.lm_head is None else self.lm_head
+        return self.packed_head or self.lm_head or LinearView(self.embed_tokens.weight)
 
     def forward(
         self, ids: Tensor, positions: Tensor, attend: Attend, capture: tuple[int, ...] = ()

@@ -20,8 +20,9 @@ from transformers import GptOssForCausalLM, LlamaForCausalLM, Qwen3ForCausalLM, 
 from strobe.config import EngineConfig
 from strobe.models.architectures import load_target_config
 from strobe.models.linear import Linear
-from strobe.models.load import check_target_tensors, load_target, weight_bytes
+from strobe.models.load import check_target_tensors, load_target
 from strobe.models.quantization.methods import METHODS
+from strobe.models.quantization.sizes import weight_bytes
 from strobe.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from strobe.attention.base import PagedPlan
 from strobe.attention.recurrent import RecurrentPlan
 from strobe.kernels import reference_experts, reference_recurrent
 from strobe.kv.store import KVStore
-from strobe.models.linear import AnyLinear
+from strobe.models.linear import AnyLinear, apply
 from strobe.models.modules import Attention, RMSNorm, Rope, RotaryTable, rotate, unit_rms
 from strobe.sampling.sampler import argmax, best_two
 
@@ -130,7 +130,7 @@ class TorchOps:
 
     def linear(self, x: Tensor, linear: AnyLinear, activation: Activation | None = None) -> Tensor:
         """x [T, K] -> [T, N], or [T, N / 2] after an activation."""
-        y = F.linear(x, linear.dense(x.dtype), linear.bias)
+        y = apply(linear, x)
         return y if activation is None else ACTIVATIONS[activation](y)
 
     def norm_linear(
@@ -144,8 +144,10 @@ class TorchOps:
     ) -> None:
         """x += linear(y), y [T, K]. next_norm: the norm that reads x next; None at the end of the
         layer."""
-        out = torch.addmm(x.value, y, linear.dense(y.dtype).t())
-        x.value = out if linear.bias is None else out + linear.bias
+        if linear.product is not None or linear.bias is not None:
+            x.value = x.value + apply(linear, y)
+        else:
+            x.value = torch.addmm(x.value, y, linear.dense(y.dtype).t())
 
     def add_norm(self, x: Residual, y: Tensor, norm: RMSNorm, scale: Tensor | None = None) -> None:
         """x = (x + norm(y)) * scale, y [T, H], scale [1]."""

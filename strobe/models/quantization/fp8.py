@@ -130,6 +130,15 @@ class Fp8Rows:
 FP8_ROWS = Fp8Rows()
 
 
+def unsupported_reason(decoder: DecoderConfig, device: torch.device) -> str | None:
+    """Return the reason that a GPU cannot multiply this model's weights in FP8, None if it can."""
+    if decoder.experts is not None:
+        return "experts have no GEMM in FP8"
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        return "this GPU has no FP8 (compute capability 8.9 or above)"
+    return None
+
+
 def fp8_copy(weight: Tensor) -> LinearView:
     """Return an FP8 linear layer with this weight."""
     rows, scale = fp8_rows(weight)

@@ -14,7 +14,8 @@ from strobe.models.architectures import load_draft_config, load_target_config
 from strobe.models.config import DraftConfig, TargetConfig
 from strobe.models.config_readers.pair import check_pair
 from strobe.models.dflash import DFlash
-from strobe.models.load import check_draft_tensors, check_target_tensors, weight_bytes
+from strobe.models.load import check_draft_tensors, check_target_tensors
+from strobe.models.quantization.sizes import weight_bytes
 from strobe.models.target import Target
 from strobe.text.tokenizer import Tokenizer
 from strobe.tools.doctor.findings import Report
@@ -196,7 +197,12 @@ def memory_bill(resolved: ResolvedConfig, target: Target, draft: DFlash) -> dict
     size, groups = resolved.limits.page_size, resolved.kv_groups
     per_token = {name: spec.bytes_per_page(size) // size for name, spec in groups.items()}
     first, second = (
-        weight_bytes(module, resolved.dtype, fp8=resolved.backends.fp8)
+        weight_bytes(
+            module,
+            resolved.dtype,
+            fp8=resolved.backends.fp8,
+            packed=resolved.backends.packed,
+        )
         for module in (target, draft)
     )
     free = free_memory(resolved.device)

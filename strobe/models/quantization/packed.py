@@ -1,0 +1,172 @@
+"""Weights packed for torch's products on CPUs, made from unquantized ones after loading.
+
+float16 is FBGEMM's product, which multiplies weights in float16 by inputs in float32. int8 and int4
+are torch's weight-only products, whose scales, inputs and outputs are in bfloat16: int8 has a scale
+for each row, int4 a scale and a zero for each group of inputs. Legend: T rows, N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from strobe.models.config import DraftConfig, TargetConfig
+from strobe.models.dflash import DFlash
+from strobe.models.linear import AnyLinear, Linear, LinearView
+from strobe.models.target import Target
+
+GROUP = 32
+"""Inputs in a group of int4."""
+_ROWS = 4096
+
+
+class Packed(Protocol):
+    """A packed weight with its bias."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None): ...
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, K] -> x Wᵀ + bias [T, N]."""
+        ...
+
+
+class Float16:
+    """A weight in float16. Values above 65,504 saturate."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        bias = None if bias is None else bias.float()
+        self.packed = torch.ops.quantized.linear_prepack_fp16(weight.float().contiguous(), bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.ops.quantized.linear_dynamic_fp16(x.float(), self.packed).to(x.dtype)
+
+
+class Int8:
+    """A weight in int8. The largest value of a row becomes 127."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        blocks = [int8_rows(rows.float()) for rows in weight.split(_ROWS)]
+        self.values, self.scale = (torch.cat(parts) for parts in zip(*blocks, strict=True))
+        self.bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        product = torch.ops.aten._weight_int8pack_mm
+        y = product(x.bfloat16(), self.values, self.scale).to(x.dtype)
+        return y if self.bias is None else y + self.bias
+
+
+def int8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight [N, K] -> values [N, K] int8, scales [N] bfloat16."""
+    scale = (weight.abs().amax(1) / 127).bfloat16()
+    scale = torch.where(scale > 0, scale, 1)
+    return (weight / scale.float()[:, None]).round().clamp(-127, 127).to(torch.int8), scale
+
+
+class Int4:
+    """A weight in int4."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        blocks = [int4_groups(rows.float()) for rows in weight.split(_ROWS)]
+        codes, scales = (torch.cat(parts) for parts in zip(*blocks, strict=True))
+        self.values = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
+        self.scales = scales.transpose(0, 1).contiguous()
+        self.bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        product = torch.ops.aten._weight_int4pack_mm_for_cpu
+        y = product(x.bfloat16(), self.values, GROUP, self.scales).to(x.dtype)
+        return y if self.bias is None else y + self.bias
+
+
+def int4_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight [N, K] -> codes [N, K] uint8, and [N, K / GROUP, 2] bfloat16: scale and zero of each
+    group, whose values are (code - 8) * scale + zero.
+
+    A group spans its smallest and largest value, or has zero 0 and its largest magnitude at code
+    0, whichever is closer. GGUF's Q4_1 and Q4_0 are made in these two ways, so that their codes
+    are kept.
+    """
+    groups = weight.unflatten(1, (-1, GROUP))
+    low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
+    largest = torch.where(high > -low, high, low)
+    spanned = _rounded(groups, (high - low) / 15, low)
+    centred = _rounded(groups, largest / -8, None)
+    closer = centred[2] < spanned[2]
+    codes, scales = (
+        torch.where(closer, a, b) for a, b in zip(centred[:2], spanned[:2], strict=True)
+    )
+    return codes.flatten(1), scales
+
+
+def _rounded(groups: Tensor, scale: Tensor, low: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """groups [N, G, GROUP], scale, low [N, G, 1] -> codes, [N, G, 2] scale and zero, and each
+    group's squared error [N, G, 1]. low: value of code 0; None if zero is 0."""
+    scale = scale.bfloat16().float()
+    zero = torch.zeros_like(scale) if low is None else (low + 8 * scale).bfloat16().float()
+    steps = (groups - zero) / torch.where(scale == 0, 1, scale)
+    codes = (steps.round() + 8).clamp(0, 15)
+    error = ((codes - 8) * scale + zero - groups).square().sum(2, keepdim=True)
+    return codes.to(torch.uint8), torch.cat([scale, zero], 2).bfloat16(), error
+
+
+FORMATS: dict[str, type[Packed]] = {"float16": Float16, "int8": Int8, "int4": Int4}
+"""By values of weight_dtype."""
+
+
+def check_packed(
+    name: str, target: TargetConfig, draft: DraftConfig | None, device: torch.device
+) -> bool:
+    """Return whether `name` is a packed format. Raises ValueError if weights cannot be packed."""
+    if name not in FORMATS:
+        return False
+    unsupported = None
+    if device.type != "cpu":
+        unsupported = f"the device is {device}, and packed weights run on a CPU"
+    elif any(c.decoder.experts is not None for c in (target, draft) if c is not None):
+        unsupported = "experts have no product with packed weights"
+    elif "fbgemm" not in torch.backends.quantized.supported_engines:
+        unsupported = "torch has no FBGEMM here, which needs a CPU with AVX2"
+    if unsupported is not None:
+        raise ValueError(f"weight_dtype is {name!r}, but {unsupported}; use weight_dtype auto.")
+    return True
+
+
+def pack(name: str, target: Target, draft: DFlash | None) -> None:
+    """Pack the linear layers of both models, and their heads in float16, so that logits keep their
+    precision. Does nothing if `name` is no packed format."""
+    if name not in FORMATS:
+        return
+    make = FORMATS[name]
+    for model in filter(None, (target, draft)):
+        for linear in model.modules():
+            if isinstance(linear, Linear) and not linear.fixed:
+                _pack(linear, make)
+        if model.lm_head is not None:
+            _pack(model.lm_head, Float16)
+    if target.packed_head is None:
+        target.packed_head = packed(target.output, Float16)
+    if draft is not None:
+        draft.pack(target.packed_head, partial(packed, make=make))
+
+
+def _pack(linear: Linear, make: type[Packed]) -> None:
+    linear.product = packed(linear, make).product
+    linear.weight = _empty(linear.weight)
+
+
+def packed(linear: AnyLinear, make: type[Packed]) -> LinearView:
+    """Return the layer with its weight packed: in float16 unless its sizes are multiples of
+    GROUP."""
+    if linear.product is not None:
+        return LinearView(linear.weight, product=linear.product)
+    weight = linear.dense(torch.float32).detach()
+    if any(size % GROUP for size in weight.shape):
+        make = Float16
+    return LinearView(_empty(weight), product=make(weight, linear.bias))
+
+
+def _empty(weight: Tensor) -> nn.Parameter:
+    return nn.Parameter(weight.new_empty(0), requires_grad=False)

@@ -1,0 +1,32 @@
+"""Bytes of weights in memory."""
+
+from __future__ import annotations
+
+import torch
+
+from strobe.models.dflash import DFlash
+from strobe.models.linear import Linear
+from strobe.models.target import Target
+
+
+def weight_bytes(
+    module: Target | DFlash, dtype: torch.dtype, *, fp8: bool, packed: bool = False
+) -> int:
+    """Return the bytes of a module's weights in memory; if they are packed, the most that packing
+    needs. The module may be on the meta device."""
+    total = 0
+    for part in module.modules():
+        for parameter in part.parameters(recurse=False):
+            kind = dtype if parameter.is_floating_point() else parameter.dtype
+            total += parameter.numel() * kind.itemsize
+        if isinstance(part, Linear) and part.scale is not None:
+            total += part.scale.nbytes
+        if fp8 and isinstance(part, Linear) and not part.fixed:
+            total += part.weight.numel() * (1 - dtype.itemsize) + part.out_features * 4
+        if packed and isinstance(part, Linear) and not part.fixed:
+            total += part.weight.numel() * (2 - dtype.itemsize)
+    if packed and isinstance(module, Target):
+        total += 2 * module.output.weight.numel()
+    if fp8 and isinstance(module, DFlash) and module.head_in_fp8:
+        total += module.config.head_rows * (module.config.decoder.hidden_size + 4)
+    return total

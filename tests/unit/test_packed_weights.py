@@ -1,0 +1,202 @@
+"""Weights packed for torch's products on CPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_gguf import metadata_of, model_of, tensors_of, write
+from tiny import Scripted, drain, make_draft, make_engine, make_target, run, wavering
+from transformers import LlamaForCausalLM, Qwen3MoeForCausalLM
+
+from strobe import LLM, SamplingParams
+from strobe.config import EngineConfig
+from strobe.engine.build import build, resolve
+from strobe.models.linear import Linear
+from strobe.models.quantization.packed import (
+    FORMATS,
+    GROUP,
+    Float16,
+    Int4,
+    check_packed,
+    int4_groups,
+    int8_rows,
+)
+
+gguf = pytest.importorskip("gguf")
+
+BOUNDS = {"float16": 5e-4, "int8": 2e-2, "int4": 0.12}
+"""Of the error's norm, relative to the product's, for weights of a normal distribution."""
+PROMPTS = [[5, 9, 11, 3], [4, 4, 8], [60, 1, 2, 33, 17, 9]]
+COLD = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+
+
+def layer(rows: int = 96, columns: int = 64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return a weight, a bias and 33 inputs."""
+    noise = torch.Generator().manual_seed(2)
+    shapes = (rows, columns), (rows,), (33, columns)
+    weight, bias, x = (torch.randn(shape, generator=noise) for shape in shapes)
+    return weight, bias, x
+
+
+def config(target: Path, **options: Any) -> EngineConfig:
+    return EngineConfig(str(target), device="cpu", max_model_len=64, page_size=4, **options)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_product_is_close_to_the_weight(name: str, dtype: torch.dtype):
+    weight, bias, x = layer()
+    expected = x.double() @ weight.T.double() + bias
+    y = FORMATS[name](weight, bias.to(dtype))(x.to(dtype))
+    assert y.dtype == dtype
+    rounding = 0 if dtype == torch.float32 else 6e-3
+    assert (y - expected).norm() < (BOUNDS[name] + rounding) * expected.norm()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_are_the_same_alone_and_among_others(name: str):
+    weight, bias, x = layer(192, 320)
+    product = FORMATS[name](weight, bias)
+    alone = torch.cat([product(row[None]) for row in x])
+    for count in (2, 4, 7, 8, 16, 33):
+        rows = product(x[:count])
+        if name == "float16":  # FBGEMM sums in another order for one or two rows
+            torch.testing.assert_close(rows, alone[:count], rtol=0, atol=1e-4)
+        else:
+            assert torch.equal(rows, alone[:count])
+
+
+def test_float16_keeps_weights_trained_in_bfloat16():
+    weight, _, x = layer()
+    weight = weight.bfloat16().float()
+    expected = x.double() @ weight.T.double()
+    assert (Float16(weight, None)(x) - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("stored", ["Q4_0", "Q4_1"])
+def test_int4_keeps_the_codes_of_a_gguf_file(stored: str):
+    weight = layer(64, 128)[0].numpy()
+    number = gguf.GGMLQuantizationType[stored]
+    read = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(weight, number), number))
+    codes, scales = int4_groups(read)
+    scale, zero = scales.float().unbind(2)
+    back = (codes.view(64, -1, GROUP) - 8.0) * scale[..., None] + zero[..., None]
+    groups = read.view(64, -1, GROUP)
+    largest = groups.abs().amax(2, keepdim=True)
+    assert ((back - groups).abs() <= largest * 2.0**-7).all(), "scales are rounded to bfloat16"
+    assert len(codes.unique()) == 16
+
+
+def test_constant_groups_and_rows_of_zeros_are_kept():
+    weight = torch.zeros(3, 2 * GROUP)
+    weight[1], weight[2, :GROUP] = 0.75, -3.0
+    codes, scales = int4_groups(weight)
+    back = (codes.view(3, 2, GROUP) - 8.0) * scales[..., :1].float() + scales[..., 1:].float()
+    torch.testing.assert_close(back.view(3, -1), weight, rtol=2.0**-8, atol=0)
+    values, scale = int8_rows(weight)
+    torch.testing.assert_close(values * scale.float()[:, None], weight, rtol=2.0**-7, atol=0)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "own head"])
+def test_drafting_changes_no_answer(name: str, tied: bool, tmp_path: Path):
+    target = tmp_path / "target"
+    make_target(target, tie_word_embeddings=tied, intermediate_size=64)
+    plain = run(make_engine(config(target, method="none", weight_dtype=name)), PROMPTS, COLD)
+    engine = make_engine(
+        config(target, method="ngram", num_drafts=6, weight_dtype=name),
+        lambda parts, _: Scripted(parts.state, 6, wavering),
+        names=["ngram"],
+    )
+    script: Any = engine.proposers["ngram"]
+    requests = [engine.add(prompt, COLD) for prompt in PROMPTS]
+    for request, prompt, answer in zip(requests, PROMPTS, plain, strict=True):
+        script.answers[request] = prompt + answer
+    drain(engine, requests)
+    assert [request.output_ids for request in requests] == plain
+    assert sum(request.draft_counts.num_accepted for request in requests) > 20
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("own_head", [True, False])
+def test_both_models_are_packed(name: str, own_head: bool, tmp_path: Path):
+    make_target(tmp_path / "target", tie_word_embeddings=not own_head)
+    draft = make_draft(tmp_path / "draft")
+    options = {"draft": str(draft), "method": "dflash", "weight_dtype": name}
+    resolved = resolve(config(tmp_path / "target", **options))
+    parts = build(resolved)
+    drafter: Any = parts.proposers.by_name["dflash"]
+    for model in (parts.runner.model, drafter.model):
+        linears = [module for module in model.modules() if isinstance(module, Linear)]
+        assert len(linears) > 8
+        assert all(linear.weight.numel() == 0 for linear in linears)
+        assert isinstance(model.output.product, Float16)
+    engine = make_engine(config(tmp_path / "target", **options))
+    plain = make_engine(config(tmp_path / "target", method="none", weight_dtype=name))
+    assert run(engine, PROMPTS, COLD) == run(plain, PROMPTS, COLD)
+
+
+def test_float16_answers_as_float32(tmp_path: Path):
+    make_target(tmp_path, LlamaForCausalLM, attention_bias=True, mlp_bias=True)
+    answers = [
+        run(make_engine(config(tmp_path, method="none", weight_dtype=name)), PROMPTS, COLD)
+        for name in ("auto", "float16")
+    ]
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("stored", ["Q4_0", "Q4_1"])
+def test_gguf_file_answers_the_same_in_int4(
+    stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    tensors = tensors_of("llama", model_of("llama"))
+    file = write(tmp_path / "tiny.gguf", metadata_of("llama"), tensors, stored)
+    params = SamplingParams(temperature=0, max_tokens=6)
+    texts = []
+    for name in ("auto", "int4"):
+        llm = LLM(file, method="none", device="cpu", weight_dtype=name)
+        outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False)
+        texts.append([list(output.outputs[0].token_ids) for output in outputs])
+    assert texts[0] == texts[1]
+
+
+def test_sizes_that_int4_does_not_take_are_in_float16(tmp_path: Path):
+    make_target(tmp_path)
+    engine = make_engine(config(tmp_path, method="none", weight_dtype="int4"))
+    mlp = engine.runner.model.layers[0].mlp
+    assert isinstance(mlp.gate_up_proj.product, Int4)
+    assert isinstance(mlp.down_proj.product, Float16)
+
+
+def test_experts_are_a_one_line_error(tmp_path: Path):
+    make_target(
+        tmp_path,
+        Qwen3MoeForCausalLM,
+        moe_intermediate_size=24,
+        num_experts=8,
+        num_experts_per_tok=3,
+    )
+    message = "weight_dtype is 'int8', but experts have no product with packed weights; use"
+    with pytest.raises(ValueError, match=message):
+        resolve(config(tmp_path, weight_dtype="int8"))
+
+
+def test_gpu_is_a_one_line_error():
+    nothing: Any = None
+    message = "weight_dtype is 'int4', but the device is cuda:0, and packed weights run on a CPU"
+    with pytest.raises(ValueError, match=message):
+        check_packed("int4", nothing, None, torch.device("cuda", 0))
+
+
+def test_torch_without_fbgemm_is_a_one_line_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    make_target(tmp_path)
+    engines = SimpleNamespace(supported_engines=["qnnpack"])
+    monkeypatch.setattr(torch.backends, "quantized", engines)
+    message = "weight_dtype is 'float16', but torch has no FBGEMM here, which needs a CPU with AVX2"
+    with pytest.raises(ValueError, match=message):
+        resolve(config(tmp_path, weight_dtype="float16"))
