@@ -121,24 +121,25 @@ FURTHER_FAMILIES = covering(DRAFTERS, tries=400, more=1)
 forwards."""
 
 
-def _few(combinations: Sequence[Combination], count: int) -> list[Combination]:
-    """Greedily choose the combinations that cover the largest number of missing pairs."""
+def few_cases(combinations: Sequence[Combination], count: int) -> list[Any]:
+    """Return the combinations as parameters: `make test` runs `count` of them, chosen greedily to
+    cover the largest number of pairs, and `make test-all` the others."""
     remaining, chosen, seen = list(combinations), list[Combination](), set[Any]()
     for _ in range(count):
         best = max(remaining, key=lambda c: (c.preempts and not chosen, len(pairs_of(c) - seen)))
         remaining.remove(best)
         chosen.append(best)
         seen |= pairs_of(best)
-    return chosen
+    return [
+        pytest.param(c, id=str(c), marks=[] if c in chosen else [pytest.mark.full])
+        for c in combinations
+    ]
 
 
-FEW = _few(FURTHER_FAMILIES, 6)
-FAMILY_CASES = [
-    pytest.param(c, id=str(c), marks=[] if c in FEW else [pytest.mark.full])
-    for c in FURTHER_FAMILIES
-]
-"""FURTHER_FAMILIES as parameters: `make test` runs six, since the first family's matrix covers
-scheduling, and `make test-all` runs all."""
+FAMILY_CASES = few_cases(FURTHER_FAMILIES, 6)
+"""Six of FURTHER_FAMILIES are fast, since the first family's matrix covers scheduling."""
+EXPERT_CASES = few_cases(FURTHER_FAMILIES, 3)
+"""For a family's variant with experts: FAMILY_CASES test its other layers."""
 
 
 def prompts() -> list[list[int]]:
@@ -326,11 +327,11 @@ def check_counts(c: Combination, requests: list[Request]) -> None:
 
 
 def compare(c: Combination, pair: Pair, expected: list[list[int]]) -> Engine:
-    """Run the combination's workload twice, the second time with prefixes cached; both runs must
-    give plain decoding's answers. Return the engine."""
+    """Run the combination's workload and, if prefixes are cached, run it again; each run must give
+    plain decoding's answers. Return the engine."""
     engine = engine_for(c, pair)
     jobs = workload(c.workload)
-    for again in (False, True):
+    for again in (False, True) if c.caching else (False,):
         requests: list[Request] = []
         for index, (prompt, sampling) in enumerate(jobs):
             params = sampling.clone(speculation=speculation(c, index))
@@ -339,7 +340,7 @@ def compare(c: Combination, pair: Pair, expected: list[list[int]]) -> Engine:
             script: Any = engine.proposers["ngram"]
             for request, answer in zip(requests, expected, strict=True):
                 script.answers[request] = request.tokens + answer
-        if again and c.caching:
+        if again:
             engine.scheduler.waiting.reverse()
         drain(engine, requests)
         assert [r.output_ids for r in requests] == expected

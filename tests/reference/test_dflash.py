@@ -177,6 +177,19 @@ SCHEDULES = {
     ),
 }
 
+THOROUGH = "full", "sliding and full"
+CASES = [
+    pytest.param(
+        drafter,
+        schedule,
+        id=f"{drafter}-{schedule}",
+        marks=[] if drafter in THOROUGH or (i + j) % 3 == 0 else [pytest.mark.full],
+    )
+    for i, drafter in enumerate(DRAFTERS)
+    for j, schedule in enumerate(SCHEDULES)
+]
+"""`make test` runs two drafters in every schedule and each other one in two or three."""
+
 
 @pytest.fixture(scope="module")
 def texts(target: Any) -> list[tuple[list[int], list[int]]]:
@@ -209,7 +222,7 @@ class Reference:
         return self._logits[key]
 
 
-@pytest.fixture(scope="module", params=DRAFTERS)
+@pytest.fixture(scope="module")
 def reference(request: pytest.FixtureRequest, draft: Any, target: Any, texts: Any):
     path = draft(**DRAFTERS[request.param])
     return path, Reference(path, target, texts)
@@ -280,7 +293,7 @@ def config(target: Any, path: Path, **options: Any) -> EngineConfig:
     return EngineConfig(target=str(target.path), draft=str(path), max_model_len=96).with_(**options)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("reference", "name"), CASES, indirect=["reference"])
 def test_drafts_and_context_match_transcription(
     name: str, reference: tuple[Path, Reference], target: Any, texts: Any
 ):

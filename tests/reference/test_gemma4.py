@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from matrix import FAMILY_CASES, Pair, PlainAnswers, compare
+from matrix import EXPERT_CASES, FAMILY_CASES, Pair, PlainAnswers, compare
 from parity import GEOMETRY, Case, check_layers, check_text
 from safetensors.torch import load_file, save_file
 from tiny import edit_json, make_draft, make_engine, make_target
@@ -213,7 +213,7 @@ def test_outputs_equal_plain_decoding(c: Any, plain: PlainAnswers):
     compare(c, plain.pair, plain(c.workload))
 
 
-@pytest.mark.parametrize("c", FAMILY_CASES)
+@pytest.mark.parametrize("c", EXPERT_CASES)
 def test_outputs_equal_plain_decoding_with_experts(c: Any, sparse: PlainAnswers):
     compare(c, sparse.pair, sparse(c.workload))
 

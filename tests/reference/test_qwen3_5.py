@@ -12,7 +12,7 @@ import pytest
 import torch
 from captured import captured
 from hybrid import EXPERTS, KINDS, ROPE, make_hybrid
-from matrix import FAMILY_CASES, Pair, PlainAnswers, compare
+from matrix import EXPERT_CASES, FAMILY_CASES, Pair, PlainAnswers, compare
 from parity import GEOMETRY, Case, check_layers, check_text, layer_outputs, prompts, record
 from safetensors.torch import load_file, save_file
 from tiny import (
@@ -156,14 +156,23 @@ def test_prompts_near_chunk_length_match_transformers(budget: int, hybrid: tuple
 
 
 @pytest.fixture(scope="module")
-def plain(request: pytest.FixtureRequest, drafter: Path) -> PlainAnswers:
-    return PlainAnswers(Pair(request.getfixturevalue(request.param)[1], drafter))
+def plain(hybrid: tuple[Any, Path], drafter: Path) -> PlainAnswers:
+    return PlainAnswers(Pair(hybrid[1], drafter))
+
+
+@pytest.fixture(scope="module")
+def sparse_plain(sparse: tuple[Any, Path], drafter: Path) -> PlainAnswers:
+    return PlainAnswers(Pair(sparse[1], drafter))
 
 
 @pytest.mark.parametrize("c", FAMILY_CASES)
-@pytest.mark.parametrize("plain", ["hybrid", "sparse"], indirect=True)
 def test_outputs_equal_plain_decoding(c: Any, plain: PlainAnswers):
     compare(c, plain.pair, plain(c.workload))
+
+
+@pytest.mark.parametrize("c", EXPERT_CASES)
+def test_outputs_equal_plain_decoding_with_experts(c: Any, sparse_plain: PlainAnswers):
+    compare(c, sparse_plain.pair, sparse_plain(c.workload))
 
 
 def config(path: Path, **options: Any) -> EngineConfig:
