@@ -76,13 +76,25 @@ def config(target: Any, drafter: Path | None, **options: Any) -> EngineConfig:
     return EngineConfig(str(target.path), draft=drafter and str(drafter), **fields)
 
 
+@pytest.fixture(scope="module")
+def long_answers(target: Any) -> list[list[int]]:
+    """Return plain decoding's answers to PROMPTS."""
+    return run(make_engine(config(target, None, method="none")), PROMPTS, GREEDY)
+
+
+@pytest.fixture(scope="module")
+def short_answers(target: Any) -> list[list[int]]:
+    """Return plain decoding's answers to PROMPTS in a context of 48 tokens."""
+    engine = make_engine(config(target, None, method="none", max_model_len=48))
+    return run(engine, PROMPTS, GREEDY.clone(max_tokens=None))
+
+
 @pytest.mark.parametrize("overlap", [1, 2])
 @pytest.mark.parametrize("count", [1, 4])
 def test_drafting_pauses_for_bad_drafts_and_resumes(
-    count: int, overlap: int, target: Any, draft: Callable[..., Path]
+    count: int, overlap: int, target: Any, draft: Callable[..., Path], long_answers: Any
 ):
-    prompts = PROMPTS[:count]
-    plain = run(make_engine(config(target, None, method="none")), prompts, GREEDY)
+    prompts, plain = PROMPTS[:count], long_answers[:count]
     resolved = resolve(config(target, draft(), overlap=overlap))
     parts = build(resolved)
     script = PhasedDrafter(parts.state, resolved.limits.num_drafts, mangle)
@@ -112,14 +124,17 @@ def test_drafting_pauses_for_bad_drafts_and_resumes(
 @pytest.mark.parametrize("pages", [20, 60])
 @pytest.mark.parametrize("seed", range(3))
 def test_any_plan_respects_pages_and_context(
-    seed: int, pages: int, overlap: int, target: Any, draft: Callable[..., Path]
+    seed: int,
+    pages: int,
+    overlap: int,
+    target: Any,
+    draft: Callable[..., Path],
+    short_answers: Any,
 ):
     """Answers end at the context's end, in a pool that fits only a few of them."""
     sampling = GREEDY.clone(max_tokens=None)
     options = {"max_model_len": 48, "kv_cache_memory": pool_bytes(pages, 4, drafter_layers=2)}
-    plain = run(
-        make_engine(config(target, None, method="none", max_model_len=48)), PROMPTS, sampling
-    )
+    plain = short_answers
     assert [len(p) + len(answer) for p, answer in zip(PROMPTS, plain, strict=True)] == [48] * 4
     engine = make_engine(
         config(target, draft(), overlap=overlap, **options), draft_policy=RandomRows(f"{seed}")
