@@ -1,9 +1,8 @@
-"""A scheduler and a device that is a few dictionaries: no torch, no model.
+"""A scheduler with a simulated device of a few dictionaries: no torch, no model.
 
-The device does what the real one does with a plan, of which it knows nothing else: it keeps lengths
-and page tables by slot, writes what it runs through the table, and reads everything before it. Each
-written place holds the whole prefix it stands for, so that a page lost, shared or overwritten is
-noticed at the next read.
+Like the real device, it sees nothing but plans: it keeps lengths and page tables by slot, writes
+K/V through the table and reads all K/V before it. Each written entry holds the whole prefix that it
+stands for, so that the next read notices a lost, shared or overwritten page.
 """
 
 from __future__ import annotations
@@ -22,56 +21,56 @@ from strobe.step import TAIL, Admission, Plan, Span, StepResult, TokenEvent, num
 
 STOP = 5
 TOKENS = 7
-Named = Request | Admission
-"""What names a sequence: its prompt, and the seed that its answer follows from."""
+Source = Request | Admission
+"""Identifies a sequence: by its prompt, and by the seed that determines its answer."""
 
 
-def truth(named: Named, position: int) -> int:
-    """The token the target alone puts at a position of this request's sequence."""
-    value = (named.seed * 1_000_003 + position * 7919 + 12345) & 0xFFFFFFFF
+def truth(source: Source, position: int) -> int:
+    """Return the token that plain decoding puts at a position of this sequence."""
+    value = (source.seed * 1_000_003 + position * 7919 + 12345) & 0xFFFFFFFF
     value = (value ^ (value >> 15)) * 0x2C1B3C6D & 0xFFFFFFFF
     return (value ^ (value >> 12)) % TOKENS
 
 
-def guess(named: Named, position: int) -> int:
-    """The token that drafts on the host put there: often the true one."""
-    wrong = (named.seed * 31 + position * 17) % 5 == 0
-    return (truth(named, position) + wrong) % TOKENS
+def host_draft(source: Source, position: int) -> int:
+    """Return the host's draft of that token, which is often the true one."""
+    wrong = (source.seed * 31 + position * 17) % 5 == 0
+    return (truth(source, position) + wrong) % TOKENS
 
 
-def sequence(named: Named, length: int) -> list[int]:
-    """The first tokens of prompt and true answer."""
-    prompt = list(named.tokens[: named.num_prompt])
-    return (prompt + [truth(named, p) for p in range(named.num_prompt, length)])[:length]
+def sequence(source: Source, length: int) -> list[int]:
+    """Return the first tokens of the prompt and the true answer."""
+    prompt = list(source.tokens[: source.num_prompt])
+    return (prompt + [truth(source, p) for p in range(source.num_prompt, length)])[:length]
 
 
-def score_of(named: Named, position: int) -> TokenLogprob:
-    """What the target gives the token at a position of the prompt."""
-    return TokenLogprob(named.tokens[position], -float(position), position)
+def score_of(source: Source, position: int) -> TokenLogprob:
+    """Return the log probability of the token at a position of the prompt."""
+    return TokenLogprob(source.tokens[position], -float(position), position)
 
 
-def scores_prompt(named: Named) -> bool:
-    return named.sampling.prompt_logprobs is not None and not named.sibling
+def scores_prompt(source: Source) -> bool:
+    return source.sampling.prompt_logprobs is not None and not source.sibling
 
 
 def answer(request: Request, max_model_len: int) -> tuple[list[int], str]:
-    """What the request must say in the end, and why it stops, by the stop rules alone."""
-    made: list[int] = []
+    """Return the request's whole output and its finish reason, by the stop rules alone."""
+    output: list[int] = []
     if request.sampling.max_tokens == 0:
-        return made, "length"
+        return output, "length"
     structured = request.sampling.structured_outputs is not None
     for position in range(request.num_prompt, max_model_len):
-        made.append(truth(request, position))
-        least = 0 if structured else request.sampling.min_tokens
-        if made[-1] in request.stop_ids and len(made) > least:
-            return made, "stop"
-        if len(made) == request.sampling.max_tokens:
+        output.append(truth(request, position))
+        min_tokens = 0 if structured else request.sampling.min_tokens
+        if output[-1] in request.stop_ids and len(output) > min_tokens:
+            return output, "stop"
+        if len(output) == request.sampling.max_tokens:
             break
-    return made, "length"
+    return output, "length"
 
 
 class Device:
-    """Runs plans at once; what it decided is learnt by the scheduler when `collect` is called."""
+    """Runs plans immediately; the scheduler receives the results when `collect` is called."""
 
     def __init__(self, limits: Limits, pool: PagePool):
         self.limits, self.pool = limits, pool
@@ -80,31 +79,33 @@ class Device:
         self.table: dict[int, dict[int, int]] = {}
         self.kv: dict[tuple[int, int], tuple[int, ...]] = {}
         self.prompt_rows = 0
-        """That it has run of prompts, and of answers that were resumed."""
+        """Rows of prompts, and of answers that were resumed, that have run."""
 
     def apply(self, plan: Plan) -> None:
         plan.check(self.limits.max_num_seqs, self.pool.num_pages)
-        for one in plan.admitted:
-            assert list(one.tokens) == sequence(one, len(one.tokens)), "another answer is resumed"
-            assert 0 <= one.length < len(one.tokens)
-            before = self.owner.get(one.slot)
-            resumed = before is not None and before.seed == one.seed  # after a step that failed
-            fresh = not one.length or resumed
-            assert fresh or not scores_prompt(one), "rows to score come from the cache"
-            self.length[one.slot], self.owner[one.slot] = one.length, one
-            self.table[one.slot] = {}
+        for admission in plan.admitted:
+            slot, tokens = admission.slot, list(admission.tokens)
+            assert tokens == sequence(admission, len(tokens)), "another answer is resumed"
+            assert 0 <= admission.length < len(tokens)
+            before = self.owner.get(slot)
+            resumed = before is not None and before.seed == admission.seed  # after a failed step
+            uncached = not admission.length or resumed
+            assert uncached or not scores_prompt(admission), "rows to score come from the cache"
+            self.length[slot], self.owner[slot] = admission.length, admission
+            self.table[slot] = {}
         for slot, first, pages in plan.pages:
             for column, page in enumerate(pages, start=first):
                 self.table[slot][column] = page
 
-    def place(self, slot: int, position: int) -> tuple[int, int] | None:
+    def entry(self, slot: int, position: int) -> tuple[int, int] | None:
+        """Return the page and the offset of a position; None past the end of the table."""
         size = self.limits.page_size
         if position >= self.limits.max_pages * size:
             return None
         return self.table[slot][position // size], position % size
 
     def run(self, plan: Plan, accept: Callable[[int], int]) -> StepResult:
-        """accept(drafts) -> how many of so many drafts of the device's own the target keeps."""
+        """Run the plan. accept(drafts): how many of that many device drafts are accepted."""
         self.apply(plan)
         tokens, accepted = [], []
         scores: dict[int, list[TokenLogprob]] = {}
@@ -135,24 +136,24 @@ class Device:
             self._read(slot, start, known)
             self.length[slot] = start + certain + kept
             first = start + certain
-            made = [truth(owner, p) for p in range(first, first + kept + 1)]
-            tokens.append(made if span.num_logits else [0])
+            sampled = [truth(owner, p) for p in range(first, first + kept + 1)]
+            tokens.append(sampled if span.num_logits else [0])
             accepted.append(kept)
         drafted = None if plan.num_verified is None else verified
         return StepResult(tokens, accepted, num_verified=drafted, prompt_logprobs=scores)
 
     def _verified(self, plan: Plan) -> list[int]:
-        """Drafts of each span that are verified: of those that the device makes, one of each span
-        after another, the last ones first, until there are as many as the plan says."""
-        found = [span.num_drafts if span.method is None else 0 for span in plan.spans]
-        made = [i for i, span in enumerate(plan.spans) if span.method is not None]
-        left = sum(plan.spans[i].num_drafts for i in made)
+        """Return the number of verified drafts of each span: all drafts of the host, and as many
+        of the device as the plan allows, dealt to the spans in turn, the last span first."""
+        verified = [span.num_drafts if span.method is None else 0 for span in plan.spans]
+        drafting = [i for i, span in enumerate(plan.spans) if span.method is not None]
+        left = sum(plan.spans[i].num_drafts for i in drafting)
         left = left if plan.num_verified is None else min(left, plan.num_verified)
         while left:
-            for i in reversed(made):
-                if left and found[i] < plan.spans[i].num_drafts:
-                    found[i], left = found[i] + 1, left - 1
-        return found
+            for i in reversed(drafting):
+                if left and verified[i] < plan.spans[i].num_drafts:
+                    verified[i], left = verified[i] + 1, left - 1
+        return verified
 
     def _check_prefill(self, span: Span, start: int) -> None:
         owner = self.owner[span.slot]
@@ -167,7 +168,7 @@ class Device:
         assert span.num_logits == 1 + span.num_drafts == span.num_rows
         assert span.num_context_rows == 1
         if span.tokens[0] == TAIL:
-            assert len(span.tokens) == 1, "nobody knows what follows a token that nobody knows"
+            assert len(span.tokens) == 1, "no token can follow an unknown one"
             assert (span.method is not None) == (span.num_drafts > 0)
             assert span.start <= start <= span.max_start
             return
@@ -175,53 +176,48 @@ class Device:
         assert span.method is None
         assert span.start == start == span.max_start, "the host's tokens are late"
         assert span.tokens[0] == known[start], "the newest token is another"
-        drafts = [guess(owner, start + 1 + j) for j in range(span.num_drafts)]
+        drafts = [host_draft(owner, start + 1 + j) for j in range(span.num_drafts)]
         assert list(span.tokens[1:]) == drafts, "drafts that the proposer did not make"
 
     def _check_scored(self, span: Span, start: int) -> None:
-        """Scored are those prompt tokens that follow its rows, where their scores were asked for,
-        each with as many others as were asked for."""
-        owner, wanted = self.owner[span.slot], ()
+        """Check that the prompt tokens that follow the span's rows are scored if requested, with
+        the requested number of top tokens."""
+        owner, expected = self.owner[span.slot], ()
         if scores_prompt(owner):
-            wanted = owner.tokens[
-                start + 1 : min(start + 1 + span.num_context_rows, owner.num_prompt)
-            ]
-        assert span.scored_tokens == wanted
-        assert not wanted or span.top_logprobs == owner.sampling.prompt_logprobs
+            end = min(start + 1 + span.num_context_rows, owner.num_prompt)
+            expected = owner.tokens[start + 1 : end]
+        assert span.scored_tokens == expected
+        assert not expected or span.top_logprobs == owner.sampling.prompt_logprobs
 
     def _write(self, slot: int, start: int, true: int, rejected: int, known: list[int]) -> None:
         for position in range(start, start + true + rejected):
-            place = self.place(slot, position)
-            if place is None:
+            entry = self.entry(slot, position)
+            if entry is None:
                 continue
             if position < self.limits.max_model_len:
-                assert self.pool.holders(place[0]) == 1, "a page without one owner is written"
+                assert self.pool.holders(entry[0]) == 1, "a page without one owner is written"
             content = tuple(known[: position + 1]) if position < start + true else (-1,)
-            self.kv[place] = content
+            self.kv[entry] = content
 
     def _read(self, slot: int, end: int, known: list[int]) -> None:
         for position in range(min(end, self.limits.max_model_len)):
-            place = self.place(slot, position)
-            assert place is not None
-            assert self.kv[place] == tuple(known[: position + 1]), "K/V of another sequence is read"
+            entry = self.entry(slot, position)
+            assert entry is not None
+            assert self.kv[entry] == tuple(known[: position + 1]), "K/V of another sequence is read"
 
 
-class Guesses:
-    """Drafts on the host: a few, or none, and often the true ones."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[Request, int]] = []
+class HostDrafter:
+    """Drafts a few tokens or none on the host, often the true ones."""
 
     def propose(self, request: Request, count: int) -> DraftChain:
         assert count > 0
-        self.asked.append((request, count))
         first = len(request.tokens)
-        found = min(count, (request.seed * 3 + first * 5) % 7)
-        return DraftChain(tuple([guess(request, first + j) for j in range(found)]), 2)
+        length = min(count, (request.seed * 3 + first * 5) % 7)
+        return DraftChain(tuple([host_draft(request, first + j) for j in range(length)]), 2)
 
 
 class Policy(DraftPolicy):
-    """A budget by the request and what it may verify at most."""
+    """Limits each request's drafts by `count`, and records its arguments in `seen`."""
 
     def __init__(self, count: Callable[[Candidate], int]):
         self.count = count
@@ -255,29 +251,29 @@ class World:
             max_model_len, max_num_seqs, budget, num_drafts, page_size, block, mixed
         )
         self.pool = PagePool(pages + 1, page_size)
-        self.guesses = Guesses()
+        self.host_drafter = HostDrafter()
         self.scheduler = Scheduler(
             self.limits,
             self.pool,
             drafters={
                 "dflash": Drafter(device="dflash"),
-                "ngram": Drafter(self.guesses),
-                "dflash+ngram": Drafter(self.guesses, "dflash"),
+                "ngram": Drafter(self.host_drafter),
+                "dflash+ngram": Drafter(self.host_drafter, "dflash"),
             },
             prefix_caching=prefix_caching,
             draft_policy=policy,
         )
         self.device = Device(self.limits, self.pool)
         self.depth, self.accept = depth, accept
-        self.flying: deque[tuple[Plan, StepResult]] = deque()
+        self.in_flight: deque[tuple[Plan, StepResult]] = deque()
         self.requests: list[Request] = []
-        self.at: dict[int, Request] = {}
-        """By slot, whom the device was told of last."""
+        self.owners: dict[int, Request] = {}
+        """The request that was admitted last, by slot."""
         self.reported: dict[Request, list[int]] = {}
         self.ended: set[Request] = set()
         self.failures, self.failed_alone = 0, Counter[Request]()
         self.faulty: Callable[[Request, Span], bool] = lambda request, span: False
-        """Whether steps with that span fail."""
+        """Whether a step with this span of this request fails."""
 
     def add(
         self,
@@ -287,7 +283,7 @@ class World:
         method: str = "dflash",
         stop: bool = False,
         sibling: int = 0,
-        place: SchedulingOptions = DEFAULT_SCHEDULING,
+        scheduling: SchedulingOptions = DEFAULT_SCHEDULING,
         **sampling: object,
     ) -> Request:
         prompt = prompt if isinstance(prompt, list) else [1] * prompt
@@ -303,30 +299,33 @@ class World:
             method=method if drafts else "none",
             num_drafts=drafts,
             key=number,
-            scheduling=place,
+            scheduling=scheduling,
         )
         self.requests.append(request)
         self.scheduler.add(request)
         return request
 
     def spans(self, plan: Plan) -> list[tuple[Request, Span]]:
-        """Whose each span of the newest plan is."""
-        return [(self.at[span.slot], span) for span in plan.spans]
+        """Return the spans of the newest plan with their requests."""
+        return [(self.owners[span.slot], span) for span in plan.spans]
 
-    def who(self, plan: Plan) -> list[Request]:
+    def requests_of(self, plan: Plan) -> list[Request]:
         return [request for request, _ in self.spans(plan)]
 
     def plan(self) -> Plan:
-        """The next plan, checked against the requests that it is made of."""
+        """Return the next plan, checked against the requests that it schedules."""
         before, alone = list(self.scheduler.waiting), self.scheduler._fault_isolation.solo_request()
         plan = self.scheduler.plan()
-        assert plan.spans or self.flying or not self.scheduler.has_work, "nobody moves"
+        assert plan.spans or self.in_flight or not self.scheduler.has_work, (
+            "no request makes progress"
+        )
         records = {record.slot: record.request for record in self.scheduler.running}
-        for one in plan.admitted:
-            request = self.at[one.slot] = records[one.slot]
-            assert one == Admission(
-                one.slot,
-                one.length,
+        for admission in plan.admitted:
+            slot = admission.slot
+            request = self.owners[slot] = records[slot]
+            assert admission == Admission(
+                slot,
+                admission.length,
                 tuple(request.tokens),
                 request.num_prompt,
                 request.sampling,
@@ -335,7 +334,7 @@ class World:
                 request.stop_ids,
             )
         for request, span in self.spans(plan):
-            assert records[span.slot] is request, "a slot serves a request it was not given to"
+            assert records[span.slot] is request, "a slot serves another request"
             drafter = self.scheduler.drafters.get(request.method, Drafter())
             if span.method is not None:
                 assert span.method == drafter.device
@@ -345,24 +344,24 @@ class World:
         used = num_rows(plan.spans, plan.num_verified)
         assert used <= self.limits.max_num_batched_tokens, "the token budget is exceeded"
         if alone is None:
-            self._check_overtaken(before, [self.at[one.slot] for one in plan.admitted])
+            self._check_overtaken(before, [self.owners[a.slot] for a in plan.admitted])
         return plan
 
     def _check_overtaken(self, waiting: list[Request], admitted: list[Request]) -> None:
-        """Who waited in front of one that was admitted, and was not, waits for half of its work or
-        more to be done by others."""
+        """Check the requests that others overtook: each waits for a running request to fill the
+        cache with at least half of its remaining work."""
         if not admitted:
             return
         known = [request for request in waiting if request.status is Status.WAITING]
         last = waiting.index(admitted[-1])
-        for request in [one for one in known if waiting.index(one) < last]:
+        for request in [r for r in known if waiting.index(r) < last]:
             assert self.scheduler.prefix_caching, "a request was overtaken"
             size, done = self.limits.page_size, self.cached(request)
             shared = max(_shared(request, other) for other in running(self)) // size * size
             assert 2 * (shared - done) >= len(request.tokens) - done, "it waits for too little"
 
     def cached(self, request: Request) -> int:
-        """Positions that the cache would give it."""
+        """Return the number of positions that the request would take from the cache."""
         size, tokens, parent = self.limits.page_size, request.tokens, b""
         for end in range(size, len(tokens), size):
             parent = self.pool.key(parent, tokens[end - size : end])
@@ -373,16 +372,16 @@ class World:
     def launch(self) -> Plan:
         plan = self.plan()
         if plan.spans:
-            self.flying.append((plan, self.device.run(plan, self.accept)))
+            self.in_flight.append((plan, self.device.run(plan, self.accept)))
         self.check()
         return plan
 
     def collect(self) -> list[TokenEvent]:
-        plan, result = self.flying.popleft()
-        return self._heard(self.scheduler.commit(plan, result))
+        plan, result = self.in_flight.popleft()
+        return self._checked(self.scheduler.commit(plan, result))
 
-    def _heard(self, events: list[TokenEvent]) -> list[TokenEvent]:
-        """Events add up to the answers, and say once how an answer began and once how it ended."""
+    def _checked(self, events: list[TokenEvent]) -> list[TokenEvent]:
+        """Check that events add up to the answers, and report each answer's start and end once."""
         self.check()
         for event in events:
             request = self.requests[event.key]
@@ -401,60 +400,61 @@ class World:
         return events
 
     def cancel(self, plan: Plan, done: int = 0) -> list[TokenEvent]:
-        """The step of the plan fails when nothing was done yet, its pages were, or all of it."""
+        """Let the plan's step fail: before it starts (done=0), after its admissions and pages (1),
+        or after its end (2)."""
         if done == 1:
             self.device.apply(plan)
         if done == 2:
             self.device.run(plan, self.accept)
-        live = [one for one in self.who(plan) if one.status is not Status.FINISHED]
+        live = [r for r in self.requests_of(plan) if r.status is not Status.FINISHED]
         self.failures += bool(plan.spans)
         self.failed_alone.update(live if len(live) == 1 else ())
-        return self._heard(self.scheduler.cancel(plan, "What failed."))
+        return self._checked(self.scheduler.cancel(plan, "The cause."))
 
     def step(self) -> list[TokenEvent]:
-        """As the engine does it, for a caller that goes on after an error."""
+        """Step as the engine does for a caller that continues after an error."""
         plan = self.plan()
         if any(self.faulty(request, span) for request, span in self.spans(plan)):
             return self.cancel(plan, self.failures % 3)
         if plan.spans:
-            self.flying.append((plan, self.device.run(plan, self.accept)))
+            self.in_flight.append((plan, self.device.run(plan, self.accept)))
         self.check()
-        if not self.flying or (plan.spans and len(self.flying) < self.depth):
+        if not self.in_flight or (plan.spans and len(self.in_flight) < self.depth):
             return []
         return self.collect()
 
     def check(self) -> None:
         self.scheduler.check()
 
-    def drain(self, most: int = 2000) -> list[TokenEvent]:
-        """All the events to the end."""
+    def drain(self, max_steps: int = 2000) -> list[TokenEvent]:
+        """Step until no work is left; return all events."""
         events: list[TokenEvent] = []
         steps = 0
-        while self.scheduler.has_work or self.flying:
+        while self.scheduler.has_work or self.in_flight:
             events += self.step()
             steps += 1
-            assert steps < most, "the scheduler does not come to an end"
+            assert steps < max_steps, "the scheduler never becomes idle"
         assert self.pool.available == self.pool.capacity
         return events
 
     def check_answers(self) -> None:
         for request in self.requests:
-            made, reason = answer(request, self.limits.max_model_len)
+            expected, reason = answer(request, self.limits.max_model_len)
             assert request.status is Status.FINISHED
-            asked = scores_prompt(request)
+            scored = scores_prompt(request)
             cut = request.finish_reason in ("abort", "error")
-            if not cut or not asked:
-                places = range(1, request.num_prompt) if asked else ()
-                scores = [score_of(request, p) for p in places]
-                assert request.prompt_logprobs == ([None, *scores] if asked else [])
+            if not cut or not scored:
+                positions = range(1, request.num_prompt) if scored else ()
+                scores = [score_of(request, p) for p in positions]
+                assert request.prompt_logprobs == ([None, *scores] if scored else [])
             if cut:
-                assert request.output_ids == made[: request.num_output]
+                assert request.output_ids == expected[: request.num_output]
             else:
-                assert (request.output_ids, request.finish_reason) == (made, reason)
+                assert (request.output_ids, request.finish_reason) == (expected, reason)
 
 
 def _shared(request: Request, other: Request) -> int:
-    """Tokens that both begin with, the last of either left out."""
+    """Return the length of the common prefix, the last token of each request left out."""
     pairs = list(zip(request.tokens[:-1], other.tokens[:-1], strict=False))
     return next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
 

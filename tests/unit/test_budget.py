@@ -1,4 +1,4 @@
-"""Budgets: how many drafts are verified is a matter of speed and changes no token."""
+"""Draft policies: the number of verified drafts changes the speed and no token."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 from tiny import RandomRows
-from world import Guesses, Policy, World
+from world import HostDrafter, Policy, World
 
 from strobe.request import Request
 from strobe.sampling_params import SamplingParams
@@ -17,8 +17,8 @@ from strobe.step import num_rows
 LOAD = BatchLoad(num_decoding=3, prompt_rows=40, num_waiting=2)
 
 
-def candidate(most: int) -> Candidate:
-    return Candidate(Request("r", [1], SamplingParams(), seed=0), most)
+def candidate(max_drafts: int) -> Candidate:
+    return Candidate(Request("r", [1], SamplingParams(), seed=0), max_drafts)
 
 
 def test_default_policy_verifies_all_drafts():
@@ -27,7 +27,7 @@ def test_default_policy_verifies_all_drafts():
 
 
 def traffic(world: World) -> list[tuple[int, ...]]:
-    """What random requests are answered, by each method, both together and none."""
+    """Return the answers to random requests of each method, of both together and of none."""
     rng = random.Random(5)
     for i in range(12):
         world.add(
@@ -54,12 +54,12 @@ def world_with(policy: DraftPolicy | None, depth: int) -> World:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("seed", range(8))
-def test_a_random_budget_in_every_step_changes_no_token(seed: int, depth: int):
+def test_random_limits_in_every_step_change_no_token(seed: int, depth: int):
     rng = random.Random(seed)
-    policy = Policy(lambda one: rng.randint(0, one.max_drafts))
+    policy = Policy(lambda c: rng.randint(0, c.max_drafts))
     assert traffic(world_with(policy, depth)) == traffic(world_with(None, depth))
-    asked = {one.max_drafts for candidates, _ in policy.seen for one in candidates}
-    assert {0, 2, 5} <= asked <= {*range(6)}
+    seen = {c.max_drafts for candidates, _ in policy.seen for c in candidates}
+    assert {0, 2, 5} <= seen <= {*range(6)}
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -73,7 +73,7 @@ def test_random_draft_counts_change_no_token(seed: int, depth: int):
 def test_unverified_device_drafts_are_not_counted():
     class Three(DraftPolicy):
         def plan(self, candidates: Sequence[Candidate], load: BatchLoad) -> DraftPlan:
-            return DraftPlan([one.max_drafts for one in candidates], 3)
+            return DraftPlan([c.max_drafts for c in candidates], 3)
 
     world = World(num_drafts=5, policy=Three())
     for i in range(2):
@@ -89,7 +89,7 @@ def test_unverified_device_drafts_are_not_counted():
 
 
 def test_non_drafting_request_does_not_count_as_skipped():
-    world = World(num_drafts=3, policy=Policy(lambda one: 0))
+    world = World(num_drafts=3, policy=Policy(lambda c: 0))
     plain, resting = world.add([1] * 4, num_drafts=0), world.add([2] * 4)
     world.drain()
     assert (plain.draft_counts.skipped_steps, plain.draft_counts.rows) == (0, 0)
@@ -97,7 +97,7 @@ def test_non_drafting_request_does_not_count_as_skipped():
 
 
 def test_zero_drafts_make_plain_steps():
-    world = world_with(Policy(lambda one: 0), 1)
+    world = world_with(Policy(lambda c: 0), 1)
     traffic(world)
     counts = world.scheduler.stats.draft_counts
     assert (counts.steps, counts.num_verified, counts.num_proposed) == (0, 0, 0)
@@ -105,35 +105,35 @@ def test_zero_drafts_make_plain_steps():
 
 
 def test_policy_is_called_once_per_step_with_load():
-    policy = Policy(lambda one: one.max_drafts)
+    policy = Policy(lambda c: c.max_drafts)
     world = World(max_num_seqs=3, budget=12, num_drafts=3, policy=policy)
     first, second = world.add([1] * 3, max_tokens=20), world.add([2] * 25)
     world.add([3] * 5), world.add([4] * 5)
     world.step()
-    assert not policy.seen, "nobody decodes in the first step"
+    assert not policy.seen, "no request decodes in the first step"
     plan = world.launch()
     ((candidates, load),) = policy.seen
     assert candidates == [Candidate(first, 3, True, plan.spans[0].slot)]
     assert load == BatchLoad(
         num_decoding=1, prompt_rows=25 - 9 + 5, num_waiting=2, context_tokens=3
     )
-    assert world.who(plan) == [first, second]
+    assert world.requests_of(plan) == [first, second]
 
 
-class Greedy(DraftPolicy):
-    """Spends 4 drafts on the first of a step."""
+class FirstServed(DraftPolicy):
+    """Gives 4 drafts to a step's first requests."""
 
     def plan(self, candidates: Sequence[Candidate], load: BatchLoad) -> DraftPlan:
-        left, given = 4, []
-        for one in candidates:
-            given.append(min(one.max_drafts, left))
-            left -= given[-1]
-        return DraftPlan(given)
+        left, max_drafts = 4, list[int]()
+        for candidate in candidates:
+            max_drafts.append(min(candidate.max_drafts, left))
+            left -= max_drafts[-1]
+        return DraftPlan(max_drafts)
 
 
 @pytest.mark.parametrize("method", ["dflash", "ngram"])
 def test_policy_can_divide_rows_among_requests(method: str):
-    world = World(num_drafts=3, policy=Greedy())
+    world = World(num_drafts=3, policy=FirstServed())
     for i in range(3):
         world.add([i] * 4, method=method, max_tokens=12)
     world.step()
@@ -141,10 +141,10 @@ def test_policy_can_divide_rows_among_requests(method: str):
     if method == "dflash":
         assert [span.num_drafts for span in plan.spans] == [3, 1, 0]
     else:
-        made = [len(Guesses().propose(request, 3).tokens) for request in world.requests]
-        given = Greedy().plan([candidate(n) for n in made], LOAD).max_drafts
-        assert [span.num_drafts for span in plan.spans] == given
-        assert 0 < sum(given) < sum(made)
+        proposed = [len(HostDrafter().propose(r, 3).tokens) for r in world.requests]
+        limits = FirstServed().plan([candidate(n) for n in proposed], LOAD).max_drafts
+        assert [span.num_drafts for span in plan.spans] == limits
+        assert 0 < sum(limits) < sum(proposed)
     world.collect()
     world.drain()
     world.check_answers()

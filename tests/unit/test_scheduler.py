@@ -52,7 +52,7 @@ def test_requests_are_admitted_first_come_first_served():
     world = World(max_num_seqs=2)
     first, second, third = world.add(5), world.add(30), world.add(1)
     plan = world.launch()
-    assert world.who(plan) == [first, second]
+    assert world.requests_of(plan) == [first, second]
     assert third.status is Status.WAITING
     world.collect()
     world.drain()
@@ -152,7 +152,9 @@ def test_priorities_order_requests():
     world.add(4, max_tokens=2)
     world.step()
     priorities = [SchedulingOptions(priority) for priority in (1, -1, 0, 1)]
-    late, soon, equal, last = [world.add(4, max_tokens=2, place=options) for options in priorities]
+    late, soon, equal, last = [
+        world.add(4, max_tokens=2, scheduling=options) for options in priorities
+    ]
     assert list(world.scheduler.waiting) == [soon, equal, late, last]
     world.drain()
     world.check_answers()
@@ -162,7 +164,7 @@ def test_lowest_priority_is_preempted_and_requeued_first():
     world = World(pages=10, max_num_seqs=3, prefix_caching=False)
     usual, urgent = (
         world.add(10, max_tokens=25),
-        world.add(10, max_tokens=25, place=SchedulingOptions(-1)),
+        world.add(10, max_tokens=25, scheduling=SchedulingOptions(-1)),
     )
     waits = world.add(10, max_tokens=25)
     while not usual.num_preemptions:
@@ -177,7 +179,7 @@ def test_lowest_priority_is_preempted_and_requeued_first():
 def test_prefix_is_shared_only_within_a_salt():
     world = World(page_size=4)
     for salt in ("", "a", "a", "b", ""):
-        world.add(9, place=SchedulingOptions(cache_salt=salt))
+        world.add(9, scheduling=SchedulingOptions(cache_salt=salt))
         world.drain()
     assert [request.num_cached for request in world.requests] == [0, 0, 8, 0, 8]
     world.check_answers()
@@ -240,7 +242,7 @@ def test_late_result_of_stopped_request_is_dropped():
     events = world.collect()
     assert events[0].finish_reason == "length"
     assert request.num_output == 4
-    assert world.flying, "a step is still in flight"
+    assert world.in_flight, "a step is still in flight"
     assert world.pool.available < world.pool.capacity
     assert len(world.scheduler.running) == 0
     assert world.scheduler.has_work
@@ -260,7 +262,7 @@ def test_slot_in_flight_is_not_reused():
     assert first.status is Status.FINISHED
     assert world.launch().spans == ()
     world.collect()
-    assert world.who(world.launch()) == [second]
+    assert world.requests_of(world.launch()) == [second]
     world.drain()
     world.check_answers()
 
@@ -284,13 +286,13 @@ def test_others_wait_for_pages_of_preempted_request_in_flight():
     for _ in range(4):
         world.add(4, max_tokens=20)
     waited = 0
-    while world.scheduler.has_work or world.flying:
+    while world.scheduler.has_work or world.in_flight:
         before = world.scheduler.stats.preemptions
         plan = world.launch()
         lost = world.scheduler.stats.preemptions - before
         assert lost <= 1
         waited += bool(lost) and len(plan.spans) < len(world.scheduler.running)
-        if world.flying and (not plan.spans or len(world.flying) == 2):
+        if world.in_flight and (not plan.spans or len(world.in_flight) == 2):
             world.collect()
     assert world.scheduler.stats.preemptions
     assert waited, "no request ever had to wait"
@@ -391,9 +393,9 @@ def test_host_proposer_waits_for_result():
     host = world.add(4, method="ngram", max_tokens=12)
     free = world.add(4, max_tokens=12)
     world.step()
-    assert world.who(world.launch()) == [free]
+    assert world.requests_of(world.launch()) == [free]
     world.collect()
-    assert world.who(world.launch()) == [host, free]
+    assert world.requests_of(world.launch()) == [host, free]
     world.drain()
     world.check_answers()
 
@@ -406,7 +408,7 @@ def test_grammar_request_is_planned_like_others():
     planned = []
     for _ in range(3):
         planned.append([(r, s.num_rows, s.num_logits) for r, s in world.spans(world.launch())])
-        if len(world.flying) == 2:
+        if len(world.in_flight) == 2:
             world.collect()
     assert planned == [
         [(follows, 12, 0)],
@@ -481,8 +483,8 @@ def test_failed_request_ends_without_last_step_tokens():
     failed, other = world.add(4), world.add(4)
     world.step()
     world.launch()
-    plan, result = world.flying.popleft()
-    world.flying.append((plan, result._replace(errors={0: "Something is wrong."})))
+    plan, result = world.in_flight.popleft()
+    world.in_flight.append((plan, result._replace(errors={0: "Something is wrong."})))
     ended, going = world.collect()
     assert (ended.key, ended.tokens, ended.finish_reason) == (failed.key, [], "error")
     assert ended.error == failed.error == "Something is wrong."
@@ -686,7 +688,7 @@ class Scheduling(RuleBasedStateMachine):
     @rule(done=st.integers(0, 2), finish=st.booleans())
     def fail_step(self, done: int, finish: bool):
         plan = self.world.plan()
-        requests = self.world.who(plan)
+        requests = self.world.requests_of(plan)
         if finish and plan.spans:
             self.world.scheduler.finish(requests[0], "abort")
         self.world.cancel(plan, done)
@@ -721,7 +723,7 @@ class Scheduling(RuleBasedStateMachine):
             for request in self.world.requests:
                 if request.finish_reason == "error":
                     assert self.world.failed_alone[request] >= 3
-                    assert "What failed." in (request.error or "")
+                    assert "The cause." in (request.error or "")
 
     def teardown(self):
         if hasattr(self, "world"):
@@ -809,7 +811,7 @@ def test_request_without_shared_prefix_does_not_wait(why: str):
     world = World(prefix_caching=why != "no prefix caching")
     scores = 1 if why == "scores of the prompt" else None
     requests = [world.add(12, prompt_logprobs=scores) for _ in range(3)]
-    assert world.who(world.launch()) == requests
+    assert world.requests_of(world.launch()) == requests
     world.collect()
     world.drain()
     world.check_answers()
@@ -837,9 +839,9 @@ def test_prompt_waits_while_half_its_prefix_is_computed(cached: int, shared: int
     leader = world.add([*prompt[:shared], *[9] * (41 - shared)])
     follower, other = world.add(prompt), world.add([8] * 10)
     first = [leader, other] if waits else [leader, follower, other]
-    assert world.who(world.launch()) == first
+    assert world.requests_of(world.launch()) == first
     world.collect()
-    assert follower in world.who(world.launch())
+    assert follower in world.requests_of(world.launch())
     assert follower.num_cached == (min(shared, 36) if waits else cached)
     world.collect()
     world.drain()
@@ -852,8 +854,8 @@ def test_follower_continues_when_leader_leaves(reason: str, depth: int):
     """It starts from the pages that are ready, and only when it has to."""
     world = World(page_size=4, budget=8, num_drafts=0, depth=depth)
     leader, second, third = (world.add([1] * 30, sibling=i) for i in range(3))
-    assert world.who(world.launch()) == [leader]
-    assert world.who(world.launch()) == [leader]
+    assert world.requests_of(world.launch()) == [leader]
+    assert world.requests_of(world.launch()) == [leader]
     world.collect()
     world.collect()
     if reason == "abort":
@@ -864,7 +866,7 @@ def test_follower_continues_when_leader_leaves(reason: str, depth: int):
     else:
         world.scheduler._requeue(world.scheduler.running[0])
     plan = world.launch()
-    (continuing,) = world.who(plan)
+    (continuing,) = world.requests_of(plan)
     assert continuing is (leader if reason == "preemption" else second)
     assert plan.spans[0].start == 16
     world.collect()
@@ -903,7 +905,7 @@ def test_failed_step_requests_run_alone_for_a_few_steps(done: int):
     assert [request.tokens for request in requests] == tokens
     reported = []
     for _ in range(13):
-        reported.append(world.who(world.launch()))
+        reported.append(world.requests_of(world.launch()))
         world.collect()
     assert reported == [[request] for request in requests for _ in range(4)] + [requests]
     world.drain()
@@ -917,11 +919,11 @@ def test_failed_step_leaves_earlier_step_in_flight(done: int):
     request, other = world.add([1] * 5, max_tokens=20), world.add([2] * 5, max_tokens=20)
     world.launch()
     while request.status is not Status.FINISHED:
-        if world.scheduler.waiting or len(world.flying) != 1:
+        if world.scheduler.waiting or len(world.in_flight) != 1:
             world.step()
             continue
         world.cancel(world.plan(), done)
-        assert len(world.flying) == 1
+        assert len(world.in_flight) == 1
         world.collect()
         for _ in range(10):
             world.step()
@@ -959,7 +961,7 @@ def test_faulty_request_ends_with_error_and_others_continue(
     events = world.drain(500)
     assert (first.finish_reason, last.finish_reason) == ("length", "length")
     assert bad.finish_reason == "error"
-    assert bad.error == "The step failed 3 times with this request alone: What failed."
+    assert bad.error == "The step failed 3 times with this request alone: The cause."
     (ended,) = [e for e in events if e.key == bad.key and e.finish_reason is not None]
     assert (ended.tokens, ended.error) == ([], bad.error)
     assert (ended.start is None) == (len(events) > 1 and bad.num_output > 0)
@@ -977,7 +979,7 @@ def test_solo_failure_is_retried_three_times():
 
 def test_cancelling_an_empty_plan_changes_nothing():
     world = World()
-    assert world.scheduler.cancel(world.scheduler.plan(), "What failed.") == []
+    assert world.scheduler.cancel(world.scheduler.plan(), "The cause.") == []
     world.add(5)
     world.drain()
     world.check_answers()

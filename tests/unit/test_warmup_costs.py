@@ -30,17 +30,17 @@ def whole(policy: AdaptiveDraftPolicy, count: int) -> Option:
 
 @pytest.fixture
 def kinds(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, Option]]:
-    """What is timed: requests, prompt tokens of each, drafts."""
-    found: list[tuple[int, int, Option]] = []
+    """Return a list that receives what is timed: requests, tokens of each prompt, drafts."""
+    timed: list[tuple[int, int, Option]] = []
     true = measured._Timing.run
 
     def run(self: Any, count: int, size: int, option: Option, seconds: float) -> Any:
-        found.append((count, size, option))
+        timed.append((count, size, option))
         return true(self, count, size, option, seconds)
 
     monkeypatch.setattr(measured._Timing, "run", run)
     monkeypatch.setitem(measured.SECONDS, "cpu", 60.0)  # however busy the machine is
-    return found
+    return timed
 
 
 def test_costs_are_measured_and_leave_no_trace(pair: Pair, kinds: list[tuple[int, int, Option]]):
@@ -125,8 +125,8 @@ def test_requests_at_the_context_end_are_replaced(pair: Pair):
 def test_nothing_is_timed_without_adaptive_policy(
     options: dict[str, Any], pair: Pair, kinds: list[tuple[int, int, Option]]
 ):
-    given = {"draft": pair.draft, **options}
-    llm = LLM(pair.target, **given)
+    settings = {"draft": pair.draft, **options}
+    llm = LLM(pair.target, **settings)
     measure_costs(llm.engine)
     adapts = isinstance(llm.engine.scheduler.draft_policy, AdaptiveDraftPolicy)
     assert bool(kinds) == adapts == (options == {"method": "none"})
