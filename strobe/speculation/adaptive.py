@@ -80,8 +80,9 @@ class AdaptiveDraftPolicy(DraftPolicy):
         self._requests: list[weakref.ref[Request] | None] = [None] * max_requests
         self._match_lengths: dict[int, int] = {}  # of each slot's latest chain
         self._option, self._chosen_for, self._steps_left = Option(), (0, 0), 0
-        self._credit, self._earned = np.zeros(len(self.widths)), 0.0
-        """Tokens of credit of each width, and those that a step of the chosen option earns."""
+        self._credit, self._earned = np.zeros(len(self.widths) + 1), 0.0
+        """Tokens of credit of each width, 0 for no drafts, and those that a step of the chosen
+        option earns."""
 
     def plan(self, candidates: Sequence[Candidate], load: BatchLoad) -> DraftPlan:
         if self.costs is None:
@@ -108,10 +109,8 @@ class AdaptiveDraftPolicy(DraftPolicy):
             self._chosen_for = len(drafters), work.rows
             blocks = _within(self.forecast.sample(slots), limits[:, None])[ranking]
             self._choose(blocks, work, room - num_chained)
-        self._credit += self._earned
+        self._credit[:-1] += self._earned
         width, num_drafting, num_verified = self._option
-        if width < 0:
-            return DraftPlan(max_drafts, use_chain=use_chain)
         for i in ranking[:num_drafting].tolist():
             max_drafts[drafters[i]] = min(int(limits[i]), self.widths[width])
         if num_verified >= sum(max_drafts) - num_chained:
@@ -201,14 +200,13 @@ class AdaptiveDraftPolicy(DraftPolicy):
         rate = (tokens / ms).max()
         widths = np.array([option.width for option in options])
         value = tokens - rate * ms
-        best, tried = value.argmax(), (value + np.append(self._credit, 0.0)[widths]).argmax()
+        best, tried = value.argmax(), (value + self._credit[widths]).argmax()
         self._steps_left = config.hold_steps if widths[best] < 0 else min(config.hold_steps, count)
         if widths[tried] != widths[best]:
             best, self._steps_left = tried, 1
         self._option = options[best]
         self._earned = config.explore_share * float(rate * ms[best])
-        if widths[best] >= 0:
-            self._credit[widths[best]] = 0.0
+        self._credit[widths[best]] = 0.0
 
 
 def _within(chances: Any, limits: Any) -> Any:

@@ -44,8 +44,8 @@ class StepCosts:
 
     def __init__(
         self,
-        draft: Mapping[int, float],
-        verify: Mapping[int, float],
+        draft: Mapping[float, float],
+        verify: Mapping[float, float],
         request: float = 0.0,
         context: float = 0.0,
     ):
@@ -56,27 +56,27 @@ class StepCosts:
     @classmethod
     def fit(cls, timed: Sequence[tuple[StepWork, float]], *, lines: bool) -> StepCosts | None:
         """Return the costs with the smallest relative errors for these steps and milliseconds, or
-        None if there are too few. lines: n rows cost a + b * n, as on a CPU; otherwise each number
-        of rows has its own cost."""
+        None if there are too few. Curves are as straight as these steps allow, since steps alone
+        cannot tell a costly drafter from costly rows; lines: they are lines, as on a CPU."""
         ms = np.array([ms for _, ms in timed])
         works = np.array([work for work, _ in timed], dtype=np.float64).reshape(-1, 4).T
         rows = [np.unique(n[n > 0]) for n in works[:2]]
         if min(map(len, rows)) < 2:
             return None
-        knots = [n[[0, -1]] if lines else n for n in rows]
-        terms = np.concatenate([*map(_shares, works, knots), works[2:]])
-        used = np.ones(len(terms), dtype=bool)
-        while True:
-            costs = np.zeros(len(terms))
-            costs[used] = np.linalg.lstsq((terms[used] / ms).T, np.ones(len(ms)), rcond=None)[0]
-            if costs[-2:].min() >= 0:
-                break
-            used[int(costs[-2:].argmin()) - 2] = False  # a rate below 0 is noise
-        values = np.split(np.maximum(costs[:-2], 1e-3), [len(knots[0])])
-        # Every measured number of rows is a point, so that `observe` can correct it alone.
-        points = [np.interp(*args).tolist() for args in zip(rows, knots, values, strict=True)]
-        curves = [dict(zip(n.tolist(), y, strict=True)) for n, y in zip(rows, points, strict=True)]
-        return cls(curves[0], curves[1], float(costs[-2]), float(costs[-1]))
+        terms = np.concatenate([*map(_shares, works, rows), works[2:]]) / ms
+        weight = (1e2 if lines else 3e-4) / np.median(ms)  # of a bend, against a relative error
+        places = (0, len(rows[1]) + 2), (len(rows[0]), 2)
+        bends = [np.pad(_bends(n), ((0, 0), at)) for n, at in zip(rows, places, strict=True)]
+        equations = np.concatenate((terms.T, *[weight * bend for bend in bends]))
+        results = np.append(np.ones(len(ms)), np.zeros(len(equations) - len(ms)))
+        used, costs = np.ones(len(terms), dtype=bool), np.zeros(len(terms))
+        for _ in range(3):
+            costs[used] = np.linalg.lstsq(equations[:, used], results, rcond=None)[0]
+            used[-2:] &= costs[-2:] >= 0  # a rate below 0 is noise
+            costs[~used] = 0.0
+        curves = np.split(np.maximum(costs[:-2], 1e-3).tolist(), [len(rows[0])])
+        draft, verify = [dict(zip(*curve, strict=True)) for curve in zip(rows, curves, strict=True)]
+        return cls(draft, verify, *costs[-2:].tolist())
 
     def ms(self, work: StepWork) -> Any:
         """Return the milliseconds of such a step."""
@@ -85,17 +85,16 @@ class StepCosts:
         return self.pace * (drafting + np.interp(work.rows, *self._verify) + rates)
 
     def observe(self, work: StepWork, ms: float, config: PolicyConfig) -> None:
-        """Correct the pace, and the target's curve at the nearest number of rows, by shares of the
-        error about a step. A step that took far too long, as for a capture, counts as twice as
-        long as expected."""
+        """Correct the pace, and both curves at the nearest numbers of rows, by shares of the error
+        about a step. A step that took far too long, as for a capture, counts as twice as long as
+        expected."""
         expected = float(self.ms(work))
         ratio = min(max(ms / expected, 0.5), 2.0)
-        rows, costs = self._verify
-        nearest = int(np.abs(rows - work.rows).argmin())
-        error = (ratio - 1) * expected / self.pace
-        cost = costs[nearest] = max(costs[nearest] + config.table_gain * error, 1e-3)
-        np.maximum(costs[nearest:], cost, out=costs[nearest:])  # more rows never cost less
-        np.minimum(costs[:nearest], cost, out=costs[:nearest])
+        for (rows, costs), n in zip((self._draft, self._verify), work[:2], strict=True):
+            nearest, gain = int(np.abs(rows - n).argmin()), config.table_gain * (n > 0)
+            cost = costs[nearest] = costs[nearest] * (1 + gain * (ratio - 1))
+            np.maximum(costs[nearest:], cost, out=costs[nearest:])  # more rows never cost less
+            np.minimum(costs[:nearest], cost, out=costs[:nearest])
         self.pace *= ratio**config.pace_gain
 
     def as_dict(self) -> dict[str, Any]:
@@ -107,7 +106,7 @@ class StepCosts:
         return {**curves, "request": self.request, "context": self.context}
 
 
-def _curve(points: Mapping[int, float]) -> Any:
+def _curve(points: Mapping[float, float]) -> Any:
     """Return rows and milliseconds [2, N]. Fewer milliseconds for more rows are noise."""
     rows = np.array([*sorted(points), _MANY_ROWS], dtype=np.float64)
     costs = np.maximum.accumulate([points[n] for n in sorted(points)])
@@ -119,3 +118,10 @@ def _shares(rows: Any, knots: Any) -> Any:
     """Return the weight of each knot in the cost of each step's rows [knots, steps]; 0 for no
     rows."""
     return np.array([np.interp(rows, knots, unit) * (rows > 0) for unit in np.eye(len(knots))])
+
+
+def _bends(rows: Any) -> Any:
+    """Return the distance of each inner point of a curve from the line between its neighbors, as
+    weights of the points [N - 2, N]."""
+    points, after = np.eye(len(rows)), (np.diff(rows)[1:] / (rows[2:] - rows[:-2]))[:, None]
+    return points[1:-1] - after * points[:-2] - (1 - after) * points[2:]

@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from statistics import median
 
 from strobe.engine.engine import Engine
@@ -72,7 +71,7 @@ def measure_costs(engine: Engine) -> None:
 def _kinds(engine: Engine, adaptive: AdaptiveDraftPolicy) -> Iterator[tuple[int, int, Option]]:
     """Yield number of requests, prompt tokens of each, and drafts: on a GPU plain steps with long
     contexts; then plain steps, and for each width the fewest drafts and all, to tell the cost of
-    drafting from the cost of rows; for the widest with graphs, also every number above half."""
+    drafting from the cost of rows."""
     limits, device = engine.limits, engine.resolved.device.type
     positions = (engine.components.pool.capacity - 1) * limits.page_size
     max_requests = min(limits.max_num_seqs, MAX_REQUESTS[device])
@@ -81,26 +80,13 @@ def _kinds(engine: Engine, adaptive: AdaptiveDraftPolicy) -> Iterator[tuple[int,
     if device == "cuda" and long_prompts and 4 * size >= LONG_PROMPT:
         yield long_prompts, size, Option()
     max_requests = min(max_requests, max(positions // (2 + 4 * limits.lookahead), 1))
-    graphs, widest = engine.resolved.backends.graphs, adaptive.widths[-1]
-    powers = [2**i for i in range(0, 16, 2 - graphs)]
-    for count in _widest_gaps([*[n for n in powers if n < max_requests], max_requests]):
+    between = [4**i for i in range(8, 0, -1) if 4**i < max_requests]
+    for count in dict.fromkeys((max_requests, 1, *between)):  # a range to interpolate in, first
         yield count, 1, Option()
         for i, width in enumerate(adaptive.widths):
             choices = [drafts for drafts, _ in adaptive.rows(count, count, width)]
-            more = [n for n in choices if graphs and width == widest and 2 * n > count * width]
-            for drafts in sorted({choices[0], *more, choices[-1]}):
+            for drafts in sorted({choices[0], choices[-1]}):
                 yield count, 1, Option(i, count, drafts)
-
-
-def _widest_gaps(counts: Sequence[int]) -> list[int]:
-    """Order ascending counts: the last, the first, then always the middle of the widest gap, so
-    that the costs are known over the whole range whenever time runs out."""
-    last = len(counts) - 1
-    order = list(dict.fromkeys((last, 0)))
-    while len(order) < len(counts):
-        low, high = max(pairwise(sorted(order)), key=lambda gap: (gap[1] - gap[0], gap))
-        order.append((low + high) // 2)
-    return [counts[i] for i in order]
 
 
 class _Timing:

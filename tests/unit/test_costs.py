@@ -117,6 +117,28 @@ def test_fit_recovers_costs_of_rows_requests_and_context(lines: bool):
         assert costs.ms(StepWork(512, 1024, 64, 0)) == pytest.approx(5 + 20.48 + 5.92 + 6.4)
 
 
+def test_fit_tells_drafting_from_rows_where_steps_alone_cannot():
+    """Steps of 1, 16 and 256 requests, which share few row counts: all drafter's rows could cost
+    2 ms more and all drafts' rows 2 ms less, and no measured step would take another time."""
+    rng = np.random.default_rng(0)
+
+    def true_ms(work: StepWork) -> float:
+        drafting = 0.8 + 0.005 * work.draft_rows if work.draft_rows else 0.0
+        return max(4.2, 0.024 * work.rows) + drafting + 0.01 * work.requests
+
+    def works(n: int) -> list[StepWork]:
+        some = [StepWork(n * slots, n + n // 2 + 1, n) for slots in (4, 8, 16)]
+        return [StepWork(0, n, n), *some, *[StepWork(n * k, n * k, n) for k in (4, 8, 16)]]
+
+    measured = [work for n in (1, 16, 256) for work in works(n)]
+    steps = [(work, true_ms(work) * rng.uniform(0.99, 1.01)) for work in measured]
+    costs = StepCosts.fit([*steps, (StepWork(0, 16, 16, 2**15), 4.4)], lines=False)
+    assert costs is not None
+    for work in [*measured, *works(2), *works(8), *works(128)]:
+        assert costs.ms(work) == pytest.approx(true_ms(work), rel=0.08)
+    assert costs.ms(StepWork(1024, 256)) - costs.ms(StepWork(0, 256)) == pytest.approx(5.9, rel=0.1)
+
+
 def test_fit_minimizes_relative_errors():
     """1 % of a long step is more than the cost of requests in a short one."""
     rng = np.random.default_rng(0)
