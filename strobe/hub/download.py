@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from strobe.hub.files import weight_files
 from strobe.hub.gguf import gguf_directory
 from strobe.hub.gguf_file import is_gguf
-from strobe.hub.packaged import is_packaged, packaged_file
+from strobe.hub.packaged import MODELS, is_packaged, packaged_file
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ def find_checkpoint(name: str, revision: str | None, option: str = "revision") -
                 f"hub; leave {option} out."
             )
         if is_packaged(name):
-            return str(gguf_directory(packaged_file(name, logger.warning)))
+            return str(gguf_directory(packaged_file(name, logger.warning), MODELS[name].sampling))
         return str(gguf_directory(Path(name))) if is_gguf(Path(name)) else name
     match = _NAME.fullmatch(name)
     assert match is not None

@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tokenizers import (
@@ -55,12 +56,13 @@ SPLITS = {
 """Patterns that split text before byte-pair encoding, by tokenizer.ggml.pre."""
 
 
-def gguf_directory(path: Path) -> Path:
-    """Return a directory that describes the GGUF file as a checkpoint. Raises ValueError with one
-    sentence if the file is damaged or not supported."""
+def gguf_directory(path: Path, sampling: Mapping[str, float] = MappingProxyType({})) -> Path:
+    """Return a directory that describes the GGUF file as a checkpoint. sampling: default values for
+    generation_config.json. Raises ValueError with one sentence if the file is damaged or not
+    supported."""
     header = read_header(path)
     target, status = path.resolve(), path.stat()
-    key = f"{FORM} {target} {status.st_size} {status.st_mtime_ns}"
+    key = f"{FORM} {target} {status.st_size} {status.st_mtime_ns} {dict(sampling)}"
     name = f"{path.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     directory = cache_directory("gguf") / name
     if directory.exists():
@@ -77,7 +79,7 @@ def gguf_directory(path: Path) -> Path:
         for file, content in (
             ("config.json", config),
             ("tokenizer_config.json", _tokenizer_config(header.metadata)),
-            ("generation_config.json", {"eos_token_id": config["eos_token_id"]}),
+            ("generation_config.json", {"eos_token_id": config["eos_token_id"], **sampling}),
         ):
             (part / file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         tokenizer.save(str(part / "tokenizer.json"))

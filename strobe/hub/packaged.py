@@ -9,8 +9,9 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from filelock import FileLock
@@ -20,7 +21,7 @@ from strobe.hub.cache import cache_directory
 
 class PackagedModel(NamedTuple):
     """A GGUF file in a wheel. sha256: of the file; size: its bytes; draft: the drafter trained for
-    it, which is part of Strobe."""
+    it, which is part of Strobe; sampling: default values, as in generation_config.json."""
 
     package: str
     version: str
@@ -28,6 +29,7 @@ class PackagedModel(NamedTuple):
     sha256: str
     size: int
     draft: Path
+    sampling: Mapping[str, float] = MappingProxyType({})
 
 
 MODELS = {
@@ -38,6 +40,7 @@ MODELS = {
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         98362432,
         Path(__file__).parent.parent / "smollm2_draft",
+        {"temperature": 0.0},  # at 1, a model this small and quantized wanders from the question
     ),
 }
 """SmolLM2-135M-Instruct (Apache-2.0), https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct"""

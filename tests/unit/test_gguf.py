@@ -195,6 +195,14 @@ def test_directory_is_written_once_per_file(tmp_path: Path):
     assert gguf_directory(file) != first
 
 
+def test_default_sampling_values_are_part_of_the_directory(tmp_path: Path):
+    file = tiny(tmp_path / "tiny.gguf")
+    for sampling in ({"temperature": 0.0}, {}):
+        directory = gguf_directory(file, sampling)
+        resolved = resolve(EngineConfig().with_(target=str(directory), method="none"))
+        assert resolved.target.sampling == sampling
+
+
 # bad files
 
 
