@@ -624,8 +624,10 @@ def test_invalid_setting_is_shown_and_not_sent(
 
 
 @needs_chromium
-def test_examples_are_for_the_demo_models_only(page: Page, server: MockServer):
+def test_examples_suit_the_served_model(page: Page, server: MockServer):
+    note = "document.querySelector('#demo-note').checkVisibility()"
     visit(page, server.url)
+    assert page.evaluate(note)
     page.click("#examples li:last-child button")
     assert "weather" in page.evaluate("document.querySelector('#prompt').value")
     assert page.text("#in-effect").endswith("tools: get_weather")
@@ -633,7 +635,10 @@ def test_examples_are_for_the_demo_models_only(page: Page, server: MockServer):
     assert "tools" not in page.text("#in-effect")
     server.model = "Qwen/Qwen3-8B"
     visit(page, server.url)
-    assert not page.evaluate("document.querySelector('#examples').checkVisibility()")
+    assert not page.evaluate(note)
+    page.click("#examples li:first-child button")
+    assert page.evaluate("document.querySelector('#prompt').value").endswith("of France?")
+    assert page.text("#in-effect").startswith("thinking off")
 
 
 # ---- keyboard, screen readers, phones ----

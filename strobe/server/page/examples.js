@@ -1,4 +1,5 @@
-// Prompts for the demo models, one from each family of tasks that they were trained on.
+// Prompts to try: for the demo models one from each family of tasks that they were trained on, for
+// other models a chat, code and rewriting.
 
 export const DEMO = "strobe-demo";
 
@@ -15,7 +16,7 @@ const WEATHER = {
   },
 };
 
-export const EXAMPLES = [
+const DEMO_EXAMPLES = [
   {
     name: "Arithmetic",
     prompt: "With 44 coins Tom buys 3 cups. Each cup costs 11 coins. How many coins are left?",
@@ -50,3 +51,27 @@ export const EXAMPLES = [
     tools: [WEATHER],
   },
 ];
+
+const CHAT_EXAMPLES = [
+  { name: "Fact", prompt: "What is the capital of France?", thinking: false },
+  {
+    name: "Advice",
+    prompt: "What is the best way to fall asleep faster? Please be brief.",
+    thinking: false,
+  },
+  {
+    name: "Code",
+    prompt: "Show me a Python function that capitalizes each word of a string.",
+    thinking: false,
+  },
+  {
+    name: "Rewriting",
+    prompt:
+      "Write this text again in clear English: We was going to the store when it start raining, " +
+      "so we runned home and drinked hot tea.",
+    thinking: false,
+  },
+];
+
+/** The examples that suit a model. */
+export const examplesFor = (model) => (model === DEMO ? DEMO_EXAMPLES : CHAT_EXAMPLES);

@@ -3,7 +3,7 @@
 import { Answer } from "./answer.js";
 import { ROUNDS, verdict } from "./compare.js";
 import { byId, element, number } from "./dom.js";
-import { DEMO, EXAMPLES } from "./examples.js";
+import { DEMO, examplesFor } from "./examples.js";
 import { hide, inspect } from "./inspect.js";
 import * as settings from "./settings.js";
 import { chat, getJson, ServerError } from "./stream.js";
@@ -265,11 +265,16 @@ async function loadModel() {
   if (model?.max_model_len) words.push(`context ${number(model.max_model_len)}`);
   byId("model").textContent = words.filter(Boolean).join(" · ");
   document.title = model ? `${model.id} · Strobe` : "Strobe";
-  byId("examples").hidden = model?.id !== DEMO;
+  byId("examples").hidden = !model;
+  byId("demo-note").hidden = model?.id !== DEMO;
+  if (model) offerExamples();
 }
 
+/** Show the examples that suit the model. */
 function offerExamples() {
-  for (const example of EXAMPLES) {
+  const list = byId("examples").querySelector("ul");
+  list.replaceChildren();
+  for (const example of examplesFor(model.id)) {
     const name = element("b", {}, example.name);
     const button = element("button", { type: "button" }, name, example.prompt);
     button.addEventListener("click", () => {
@@ -278,7 +283,7 @@ function offerExamples() {
       refresh();
       focusPrompt();
     });
-    byId("examples").querySelector("ul").append(element("li", {}, button));
+    list.append(element("li", {}, button));
   }
 }
 
@@ -328,7 +333,6 @@ addEventListener("scroll", () => {
 });
 
 settings.restore();
-offerExamples();
 inspect(log);
 refresh();
 loadModel();
