@@ -1,1 +1,0 @@
-"""A target and its drafter, trained from scratch on text that comes with every Python."""
