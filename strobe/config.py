@@ -84,9 +84,9 @@ class EngineConfig:
         "off, always num_drafts.",
     )
     draft_sample_method: Literal["greedy", "probabilistic"] = option(
-        "greedy",
-        "greedy: drafts are the drafter's most probable tokens; probabilistic: they are sampled as "
-        "the request's own tokens are.",
+        "probabilistic",
+        "probabilistic: drafts are sampled as the request's own tokens are, with the same noise; "
+        "greedy: they are the drafter's most probable tokens.",
     )
     max_model_len: Count | None = option(
         None, "Maximum tokens of prompt and answer together; by default the model's limit."
@@ -163,7 +163,7 @@ class EngineConfig:
     def without_draft(self) -> EngineConfig:
         """Return a copy without drafter and drafting."""
         cleared = {"draft": None, "draft_revision": None, "method": "none", "num_drafts": None}
-        return replace(self, **cleared, draft_sample_method="greedy")
+        return replace(self, **cleared, draft_sample_method="probabilistic")
 
     def with_(self, **changes: Any) -> EngineConfig:
         """Return a copy with some fields changed. Raises ValueError for an unknown name."""

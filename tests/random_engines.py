@@ -298,7 +298,7 @@ class EngineFactory:
             page_size=setup.page_size,
             overlap=setup.overlap,
             enable_prefix_caching=setup.prefix_caching,
-            draft_sample_method="probabilistic" if setup.sampled_drafts else "greedy",
+            draft_sample_method="greedy" if loads and not setup.sampled_drafts else "probabilistic",
             adaptive=setup.policy == "adaptive",
             dtype="float32",
             kv_cache_memory="64MiB",

@@ -80,8 +80,8 @@ def main() -> int:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument(
         "--draft-sample-method",
-        default="greedy",
-        help="probabilistic: above temperature 0 drafts are drawn",
+        default="probabilistic",
+        help="greedy: drafts are the drafter's most probable tokens at temperature 1, too",
     )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

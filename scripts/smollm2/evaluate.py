@@ -92,7 +92,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=24, help="prompts of a kind")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--sample-method", default="greedy", choices=("greedy", "probabilistic"))
+    parser.add_argument(
+        "--sample-method", default="probabilistic", choices=("greedy", "probabilistic")
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--speed", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)

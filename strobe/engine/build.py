@@ -119,9 +119,9 @@ def resolve(config: EngineConfig) -> ResolvedConfig:
     if target.states is not None and config.enable_prefix_caching:
         logger.warning("Prefix caching is off: pages hold no states of recurrent layers.")
         config = config.with_(enable_prefix_caching=False)
-    if config.draft is None and config.draft_sample_method == "probabilistic":
+    if config.draft is None and config.draft_sample_method == "greedy":
         raise ValueError(
-            "draft_sample_method is 'probabilistic', but no drafter is loaded; name one with "
+            "draft_sample_method is 'greedy', but no drafter is loaded; name one with "
             "draft, or leave draft_sample_method out."
         )
     draft = None

@@ -259,18 +259,23 @@ def test_warm_up_captures_every_decode_step(small: tuple[Any, Path, Path]):
     assert len(engine.graphs) == before
 
 
-def test_default_drafts_are_greedy_and_change_no_token(small: tuple[Any, Path, Path]):
+@pytest.mark.parametrize(
+    ("options", "sampled"), [({}, True), ({"draft_sample_method": "greedy"}, False)]
+)
+def test_default_drafts_are_sampled_and_greedy_ones_change_no_token(
+    options: dict[str, Any], sampled: bool, small: tuple[Any, Path, Path]
+):
     _, target, draft = small
-    engine = make_engine(EngineConfig(str(target), draft=str(draft), max_model_len=96))
+    engine = make_engine(EngineConfig(str(target), draft=str(draft), max_model_len=96, **options))
+    proposer: Any = engine.proposers["dflash"]
+    assert proposer.sampled == sampled
     assert run(engine, PROMPTS, BATCH) == plain(target, draft)
 
 
-def test_probabilistic_drafts_need_a_drafter(small: tuple[Any, Path, Path]):
+def test_greedy_drafts_need_a_drafter(small: tuple[Any, Path, Path]):
     _, target, _ = small
-    with pytest.raises(
-        ValueError, match=r"^draft_sample_method is 'probabilistic', but no drafter"
-    ):
-        resolve(config(target, None, draft_sample_method="probabilistic"))
+    with pytest.raises(ValueError, match=r"^draft_sample_method is 'greedy', but no drafter"):
+        resolve(config(target, None, draft_sample_method="greedy"))
 
 
 @pytest.mark.parametrize("value", ["sampled", None, 1])
