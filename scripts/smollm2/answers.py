@@ -33,13 +33,13 @@ from strobe.models.target import Target  # noqa: E402
 START = time.monotonic()
 MAX_TOKENS = 224
 """Maximum tokens of an answer."""
-TEMPERATURES = (0.0, 0.0, 0.0, 0.0, 0.0, 0.7, 1.0, 1.0, 1.0, 1.0)
+TEMPERATURES = (0.0, 1.0)
 """One is drawn for each answer."""
 PROMPT_TEMPERATURES = (0.6, 0.8, 1.0, 1.0, 1.0, 1.1)
 """One is drawn for each prompt that the model writes."""
 PROMPT_TOKENS = 96
 """Maximum tokens of a user's turn that the model writes."""
-SOURCE_TOKENS = 24, 120
+SOURCE_TOKENS = 24, 160
 """Minimum and maximum tokens of an answer that is to be rewritten."""
 PART = 15 << 19
 """Token ids of a file: under 16 MiB before compression."""
@@ -240,8 +240,8 @@ def main() -> None:
     prompts = [(ids, kind, is_heldout(ids)) for ids, kind in texts]
     prompts += [(ids, KINDS.index("chat"), is_heldout(ids)) for ids in own]
     end = options.minutes * 60
-    answers = answers_until(target, prompts, options.batch, 0.75 * end, rng)
-    sources = rng.sample(answers, len(answers) // 3)
+    answers = answers_until(target, prompts, options.batch, 0.7 * end, rng)
+    sources = rng.sample(answers, len(answers) // 2)
     kind = KINDS.index("rewriting")
     rewriting = [
         (ids, kind, heldout)

@@ -1,5 +1,6 @@
-"""Cross-entropy against a mixture of the label and the target's distribution, and its gradient, in
-parts, so that the logits of a step are never in memory at once.
+"""Cross-entropy and total variation between the drafter's distribution and a mixture of the label
+and the target's distribution, and their gradient, in parts, so that the logits of a step are never
+in memory at once.
 
 Legend: R slots, T teacher rows, H hidden size, V vocabulary.
 """
@@ -34,10 +35,11 @@ def _lse_kernel(logits, lse, size: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _loss_kernel(
-    logits, teacher, teacher_lse, teacher_rows, labels, entropy, soft, best,
-    share, size: tl.constexpr, BLOCK: tl.constexpr,
+    logits, teacher, teacher_lse, teacher_rows, labels, shares, entropy, loss, best,
+    variation, size: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    share = tl.load(shares + row)
     source = tl.load(teacher_rows + row)
     label = tl.load(labels + row)
     normalizer = tl.load(teacher_lse + source)
@@ -58,37 +60,54 @@ def _loss_kernel(
     lse = peak + tl.log(total)
     of_label = tl.load(of_logits + label).to(tl.float32)
     tl.store(entropy + row, lse - of_label)
-    tl.store(soft + row, lse - share * cross - (1.0 - share) * of_label)
     tl.store(best + row, at)
+    overlap, below = 0.0, 0.0  # sum of min(p, q), and the drafter's mass where it is below p
     for start in range(0, size, BLOCK):
         inside = start + cells < size
         x = tl.load(of_logits + start + cells, mask=inside, other=float("-inf")).to(tl.float32)
         t = tl.load(of_teacher + start + cells, mask=inside, other=float("-inf")).to(tl.float32)
-        wanted = share * tl.exp(t - normalizer)
-        wanted += tl.where(start + cells == label, 1.0 - share, 0.0)
-        gradient = tl.exp(x - lse) - wanted
+        q, p = tl.exp(x - lse), share * tl.exp(t - normalizer)
+        p += tl.where(start + cells == label, 1.0 - share, 0.0)
+        overlap += tl.sum(tl.minimum(p, q), 0)
+        below += tl.sum(tl.where(q < p, q, 0.0), 0)
+    soft = lse - share * cross - (1.0 - share) * of_label
+    tl.store(loss + row, (1.0 - variation) * soft + variation * (1.0 - overlap))
+    for start in range(0, size, BLOCK):
+        inside = start + cells < size
+        x = tl.load(of_logits + start + cells, mask=inside, other=float("-inf")).to(tl.float32)
+        t = tl.load(of_teacher + start + cells, mask=inside, other=float("-inf")).to(tl.float32)
+        q, p = tl.exp(x - lse), share * tl.exp(t - normalizer)
+        p += tl.where(start + cells == label, 1.0 - share, 0.0)
+        gradient = (1.0 - variation) * (q - p)
+        gradient += variation * q * (below - tl.where(q < p, 1.0, 0.0))
         tl.store(of_logits + start + cells, gradient.to(logits.dtype.element_ty), mask=inside)
 
 
 def mixed_loss(
-    logits: Tensor, teacher: Tensor, teacher_rows: Tensor, labels: Tensor, share: float
+    logits: Tensor,
+    teacher: Tensor,
+    teacher_rows: Tensor,
+    labels: Tensor,
+    shares: Tensor,
+    variation: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return per slot [R] the cross-entropy of the label, the loss, and the drafter's best token.
 
-    The loss is the cross-entropy of the mixture: `share` of the teacher's distribution, the rest on
-    the label. Overwrites logits [R, V] with its gradient. teacher [T, V]: logits; teacher_rows,
-    labels [R].
+    The loss compares the drafter's distribution q with the mixture p, which has a share of the
+    teacher's distribution and the rest on the label: `variation` times their total variation, plus
+    1 - `variation` times the cross-entropy. Overwrites logits [R, V] with its gradient. teacher
+    [T, V]: logits; teacher_rows, labels, shares [R].
     """
     count, size = logits.shape
     lse = torch.empty(len(teacher), device=logits.device)
     _lse_kernel[(len(teacher),)](teacher, lse, size, BLOCK=BLOCK, num_warps=8)
-    entropy, soft = (torch.empty(count, device=logits.device) for _ in range(2))
+    entropy, loss = (torch.empty(count, device=logits.device) for _ in range(2))
     best = torch.empty(count, dtype=torch.int32, device=logits.device)
     _loss_kernel[(count,)](
-        logits, teacher, lse, teacher_rows, labels, entropy, soft, best, share, size,
+        logits, teacher, lse, teacher_rows, labels, shares, entropy, loss, best, variation, size,
         BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip
-    return entropy, soft, best
+    return entropy, loss, best
 
 
 class _MixedLoss(torch.autograd.Function):
@@ -100,7 +119,8 @@ class _MixedLoss(torch.autograd.Function):
         teacher_hidden: Tensor,
         teacher_rows: Tensor,
         labels: Tensor,
-        share: float,
+        shares: Tensor,
+        variation: float,
         parts: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         gradient = torch.empty_like(x)
@@ -112,20 +132,25 @@ class _MixedLoss(torch.autograd.Function):
             teacher = teacher_hidden[i * teacher_step : (i + 1) * teacher_step] @ head.t()
             results.append(
                 mixed_loss(
-                    logits, teacher, teacher_rows[own] - i * teacher_step, labels[own], share
+                    logits,
+                    teacher,
+                    teacher_rows[own] - i * teacher_step,
+                    labels[own],
+                    shares[own],
+                    variation,
                 )
             )
             torch.mm(logits, head, out=gradient[own])
         ctx.save_for_backward(gradient)
-        entropy, soft, best = (torch.cat(column) for column in zip(*results, strict=True))
+        entropy, loss, best = (torch.cat(column) for column in zip(*results, strict=True))
         ctx.mark_non_differentiable(entropy, best)
-        return entropy, soft, best
+        return entropy, loss, best
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = ctx.saved_tensors
-        of_soft = gradients[1][:, None].to(gradient.dtype)
-        return gradient * of_soft, None, None, None, None, None, None
+        of_loss = gradients[1][:, None].to(gradient.dtype)
+        return gradient * of_loss, None, None, None, None, None, None, None
 
 
 def slot_losses(
@@ -134,8 +159,9 @@ def slot_losses(
     teacher_hidden: Tensor,
     teacher_rows: Tensor,
     labels: Tensor,
+    shares: Tensor,
     *,
-    share: float,
+    variation: float,
     parts: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `mixed_loss` returns, with a gradient of the loss with respect to x [R, H].
@@ -143,4 +169,4 @@ def slot_losses(
     head [V, H]; teacher_hidden [T, H]: the target's normed residual stream. Part i of `parts` equal
     ones of the slots uses only part i of the teacher's rows.
     """
-    return _MixedLoss.apply(x, head, teacher_hidden, teacher_rows, labels, share, parts)
+    return _MixedLoss.apply(x, head, teacher_hidden, teacher_rows, labels, shares, variation, parts)

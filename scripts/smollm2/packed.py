@@ -34,20 +34,21 @@ OPEN_ROWS = 64
 
 @dataclass(frozen=True)
 class PackedRows:
-    """ids, positions, numbers [N, S] int64; supervised [N, S] bool. A token's position counts from
-    the start of its own sequence."""
+    """ids, positions, numbers [N, S] int64; supervised, sampled [N, S] bool. A token's position
+    counts from the start of its own sequence. sampled: its answer is not greedy."""
 
     ids: Tensor
     positions: Tensor
     numbers: Tensor
     supervised: Tensor
+    sampled: Tensor
 
 
 def pack(
-    sequences: Sequence[tuple[list[int], int]], length: int, seed: int
+    sequences: Sequence[tuple[list[int], int, bool]], length: int, seed: int
 ) -> dict[str, NDArray[Any]]:
-    """Pack sequences of (ids, prompt length) in rows of `length`, each in the fullest row where it
-    fits; return the arrays of `PackedRows` with small types."""
+    """Pack sequences of (ids, prompt length, sampled) in rows of `length`, each in the fullest row
+    where it fits; return the arrays of `PackedRows` with small types."""
     order = list(range(len(sequences)))
     random.Random(seed).shuffle(order)
     done: list[list[int]] = []
@@ -66,17 +67,24 @@ def pack(
     done += [indices for _, indices in rows]
     shape = (len(done), length)
     ids, positions = np.zeros(shape, np.uint16), np.zeros(shape, np.int16)
-    numbers, supervised = np.zeros(shape, np.uint8), np.zeros(shape, np.bool_)
+    numbers = np.zeros(shape, np.uint8)
+    supervised, sampled = np.zeros(shape, np.bool_), np.zeros(shape, np.bool_)
     for row, indices in enumerate(done):
         start = 0
         for number, i in enumerate(indices, start=1):
-            tokens, prompt = sequences[i]
+            tokens, prompt, is_sampled = sequences[i]
             end = start + len(tokens)
             ids[row, start:end], numbers[row, start:end] = tokens, number
             positions[row, start:end] = np.arange(len(tokens))
-            supervised[row, start + prompt : end] = True
+            supervised[row, start + prompt : end], sampled[row, start:end] = True, is_sampled
             start = end
-    return {"ids": ids, "positions": positions, "numbers": numbers, "supervised": supervised}
+    return {
+        "ids": ids,
+        "positions": positions,
+        "numbers": numbers,
+        "supervised": supervised,
+        "sampled": sampled,
+    }
 
 
 class Rows:
@@ -97,10 +105,9 @@ class Rows:
         generator = torch.Generator().manual_seed(seed + epoch)
         order = torch.randperm(self.count, generator=generator)
         rows = order[place * size : (place + 1) * size].to(self._tensors["ids"].device)
-        ids, positions, numbers, supervised = (
-            self._tensors[name][rows] for name in ("ids", "positions", "numbers", "supervised")
-        )
-        return PackedRows(ids.long(), positions.long(), numbers.long(), supervised)
+        names = "ids", "positions", "numbers", "supervised", "sampled"
+        ids, positions, numbers, supervised, sampled = (self._tensors[n][rows] for n in names)
+        return PackedRows(ids.long(), positions.long(), numbers.long(), supervised, sampled)
 
 
 @torch.no_grad()

@@ -215,19 +215,21 @@ class PackedTrainer:
                 self.attention,
             )
             normed = self.draft.norm(hidden).flatten(0, 2).to(self.head.dtype)
-        entropy, soft, best = slot_losses(
+        drafts = config.block_size - 1
+        sampled = rows.sampled.gather(1, blocks.anchors)[..., None].expand(-1, -1, drafts).flatten()
+        entropy, losses, best = slot_losses(
             normed,
             self.head,
             teacher,
             teacher_rows,
             blocks.labels.flatten(),
-            share=options.teacher_share,
+            torch.where(sampled, options.sampled_share, options.greedy_share),
+            variation=options.variation,
             parts=count // options.loss_rows,
         )
-        drafts = config.block_size - 1
         valid = blocks.valid.flatten(0, 1)
         weights = dpace_weights(entropy.view(-1, drafts), valid, options.alpha) * valid
-        loss = (weights * soft.view(-1, drafts)).sum() / weights.sum().clamp(min=1e-6)
+        loss = (weights * losses.view(-1, drafts)).sum() / weights.sum().clamp(min=1e-6)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.draft.parameters(), 1.0)
         for optimizer in self.optimizers:
@@ -254,8 +256,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=512, help="tokens of a row")
     parser.add_argument("--rows", type=int, default=64, help="rows of a step")
     parser.add_argument("--loss-rows", type=int, default=8, help="rows whose logits are in memory")
-    parser.add_argument("--anchors", type=int, default=256, help="blocks of a row")
-    parser.add_argument("--teacher-share", type=float, default=0.5, help="soft part of the labels")
+    parser.add_argument("--anchors", type=int, default=128, help="blocks of a row")
+    parser.add_argument("--greedy-share", type=float, default=0.3, help="soft part of the labels")
+    parser.add_argument("--sampled-share", type=float, default=1.0, help="of sampled answers")
+    parser.add_argument("--variation", type=float, default=0.7, help="total variation's part")
     parser.add_argument("--alpha", type=float, default=0.5, help="smoothing of D-PACE's weights")
     parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument("--end-rate", type=float, default=2e-4)
@@ -314,11 +318,14 @@ def main() -> None:
     )
     answers = load(options.answers)
     sequences = [
-        ((a.prompt + a.answer)[: options.length], len(a.prompt)) for a in answers if not a.heldout
+        ((a.prompt + a.answer)[: options.length], len(a.prompt), a.temperature > 0)
+        for a in answers
+        if not a.heldout
     ]
     say(f"{len(sequences)} answers")
     rows = Rows(pack(sequences, options.length, options.seed), device)
-    say(f"{rows.count} rows, {sum(len(s) for s, _ in sequences) / rows.count / options.length:.1%}")
+    filled = sum(len(ids) for ids, *_ in sequences) / rows.count / options.length
+    say(f"{rows.count} rows, {filled:.1%} filled")
     draft = (
         read_draft(options.start, target, device)
         if options.start

@@ -35,10 +35,10 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 """Sums in fp32 in another order."""
 
 
-def sequences() -> list[tuple[list[int], int]]:
+def sequences() -> list[tuple[list[int], int, bool]]:
     generator = torch.Generator().manual_seed(0)
     return [
-        (torch.randint(1, VOCAB - 1, (n,), generator=generator).tolist(), prompt)
+        (torch.randint(1, VOCAB - 1, (n,), generator=generator).tolist(), prompt, prompt % 2 == 0)
         for n, prompt in SIZES
     ]
 
@@ -66,13 +66,14 @@ def drawn(rows: PackedRows) -> PackedBlocks:
 
 
 def test_pack_holds_each_sequence_once():
-    rows, found = packed(), list[tuple[list[int], int]]()
+    rows, found = packed(), list[tuple[list[int], int, bool]]()
     for row in range(len(rows.ids)):
         for number in range(1, int(rows.numbers[row].max()) + 1):
             own = rows.numbers[row] == number
             assert rows.positions[row][own].tolist() == list(range(int(own.sum())))
             prompt = int((~rows.supervised[row][own]).sum())
-            found.append((rows.ids[row][own].tolist(), prompt))
+            (sampled,) = set(rows.sampled[row][own].tolist())
+            found.append((rows.ids[row][own].tolist(), prompt, sampled))
     assert sorted(found) == sorted(sequences())
     assert not rows.supervised[rows.numbers == 0].any()
 
