@@ -19,7 +19,7 @@ from strobe.speculation.draft_policy import DraftPolicy
 from strobe.step import Plan, StepResult
 from strobe.tools.bench import load
 from strobe.tools.bench.driver import Arrival, Driver, LoadRun, RequestTimes
-from strobe.tools.bench.load import best_fixed
+from strobe.tools.bench.load import TRACES, best_fixed
 from strobe.tools.bench.record import record
 from strobe.tools.bench.replay import ReplayEngine, widths_of
 from strobe.tools.bench.settings import LoadSettings, RecordSettings
@@ -62,6 +62,16 @@ class ObservingPolicy(DraftPolicy):
 
     def observe(self, plan: Plan, result: StepResult) -> None:
         self.observed.append((plan, result))
+
+
+@pytest.mark.parametrize(
+    ("name", "widths"), [("traces.npz", (3, 7, 15)), ("traces_smollm2.npz", (3, 7))]
+)
+def test_shipped_traces_have_answers_of_both_kinds(name: str, widths: tuple[int, ...]):
+    shipped = load_traces(TRACES.with_name(name))
+    assert shipped.widths == widths
+    easy, hard = (shipped.arranged(mix).acceptance_length(7) for mix in ("easy", "hard"))
+    assert easy > 4 > 2 > hard
 
 
 def accepted_per_step(traces: Traces, answer: int, width: int) -> list[int]:

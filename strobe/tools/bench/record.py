@@ -58,7 +58,7 @@ class _RecordingProposer:
         self.drafter.observe(batch, hidden)
 
 
-def _accept_none(layout: Layout, batch: Batch) -> Tensor:
+def accept_none(layout: Layout, batch: Batch) -> Tensor:
     return torch.zeros_like(batch.starts)
 
 
@@ -77,7 +77,7 @@ def run_record(settings: RecordSettings, config: EngineConfig) -> int:
         if draft is None or setup.method != DRAFTER_METHOD:
             raise ValueError("Nothing drafts; name a drafter, or leave --method out.")
         say("loading")
-        engine = Engine(setup, simulated_acceptance=_accept_none)
+        engine = Engine(setup, simulated_acceptance=accept_none)
         traces = record(engine, prompts, settings, widths_of(draft))
         note = {k: v for k, v in circumstances(command, setup).items() if k != "threads"}
         traces = replace(traces, note=note)
