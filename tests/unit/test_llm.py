@@ -583,7 +583,7 @@ def test_request_can_turn_speculation_off(llm: LLM, choice: Any, method: str, re
 
 def test_report_says_why_nothing_was_drafted(pair: Pair, llm: LLM, plain: LLM):
     assert report(plain, PROMPTS[0]).off_reason == "no drafter is loaded"
-    off = LLM(pair.target, pair.draft, method="none")
+    off = LLM(pair.target, pair.draft, method="none", adaptive=False)
     assert report(off, PROMPTS[0]).off_reason == "the engine's method is none"
     assert report(off, PROMPTS[0], speculation={"method": "dflash"}).used
     short = report(llm, PROMPTS[0], max_tokens=1)
