@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from strobe.hub.download import fetch_weights
-from strobe.hub.files import read_json
+from strobe.hub.files import GGUF_LINK, read_json
+from strobe.hub.gguf_file import read_header
 from strobe.models.architectures import load_draft_config, load_target_config
 from strobe.models.checkpoint import Checkpoint
 from strobe.models.config import DecoderConfig, Quantization
@@ -39,6 +41,7 @@ def describe(model: Path, draft: Path | None = None) -> dict[str, Any]:
         "tie_embeddings": config.tie_embeddings,
         "dtype": config.dtype,
         **_quantization(config.quantization, config.decoder),
+        **_gguf_types(model),
         "end_token_ids": list(config.eos_ids),
         "default_sampling": config.sampling,
     }
@@ -90,6 +93,15 @@ def _quantization(quantization: Quantization | None, decoder: DecoderConfig) -> 
         "quantization": f"{quantization.method}, a scale per {rows} x {columns} values, "
         f"{memory_format}"
     }
+
+
+def _gguf_types(path: Path) -> dict[str, str]:
+    """Return the types of a GGUF file's tensors."""
+    if not (path / GGUF_LINK).exists():
+        return {}
+    counts = Counter(tensor.type for tensor in read_header(path / GGUF_LINK).tensors.values())
+    types = ", ".join(f"{count} in {name}" for name, count in counts.most_common())
+    return {"tensors": f"{types}; dequantized when loaded, unless weight_dtype packs them"}
 
 
 def _decoder_facts(path: Path, decoder: DecoderConfig) -> dict[str, Any]:

@@ -15,7 +15,10 @@ from transformers import LlamaForCausalLM, Qwen3MoeForCausalLM
 from strobe import LLM, SamplingParams
 from strobe.config import EngineConfig
 from strobe.engine.build import build, resolve
+from strobe.hub.gguf import gguf_directory
+from strobe.models.architectures import load_target_config
 from strobe.models.linear import Linear
+from strobe.models.load import check_draft_tensors, check_target_tensors
 from strobe.models.quantization.packed import (
     FORMATS,
     GROUP,
@@ -25,6 +28,11 @@ from strobe.models.quantization.packed import (
     int4_groups,
     int8_rows,
 )
+from strobe.models.quantization.sizes import weight_bytes
+from strobe.tools.bench.floor import Widths
+from strobe.tools.bench.report import shapes_of
+from strobe.tools.doctor.pair_checks import memory_bill
+from strobe.tools.info import describe
 
 gguf = pytest.importorskip("gguf")
 
@@ -200,3 +208,34 @@ def test_torch_without_fbgemm_is_a_one_line_error(tmp_path: Path, monkeypatch: p
     message = "weight_dtype is 'float16', but torch has no FBGEMM here, which needs a CPU with AVX2"
     with pytest.raises(ValueError, match=message):
         resolve(config(tmp_path, weight_dtype="float16"))
+
+
+def test_memory_for_loading_covers_the_packed_weights(tmp_path: Path):
+    make_target(tmp_path, tie_word_embeddings=True, intermediate_size=64)
+    target = check_target_tensors(tmp_path, load_target_config(tmp_path))
+    linears = [m for m in target.modules() if isinstance(m, Linear)]
+    values = sum(linear.weight.numel() for linear in linears)
+    plain = weight_bytes(target, torch.float32, fp8=False)
+    packed = weight_bytes(target, torch.float32, fp8=False, packed=True)
+    assert packed == plain - 2 * values + 2 * target.embed_tokens.weight.numel()
+
+
+def test_reports_name_the_packed_format(tmp_path: Path):
+    make_target(tmp_path / "target")
+    make_draft(tmp_path / "draft")
+    options = {"draft": str(tmp_path / "draft"), "weight_dtype": "int4"}
+    resolved = resolve(config(tmp_path / "target", **options))
+    target = check_target_tensors(tmp_path / "target", resolved.target)
+    assert resolved.draft is not None
+    draft = check_draft_tensors(tmp_path / "draft", resolved.draft)
+    bill = memory_bill(resolved, target, draft)
+    assert bill["held in"] == "int4, heads in float16; the most at loading"
+    assert shapes_of(resolved).widths == Widths(0.625, 2, 4, 4)
+
+
+def test_info_counts_the_types_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    tensors = tensors_of("llama", model_of("llama"))
+    file = write(tmp_path / "tiny.gguf", metadata_of("llama"), tensors, "Q4_1")
+    facts = describe(gguf_directory(file))
+    assert facts["tensors"].startswith("15 in Q4_1, 5 in F32; dequantized when loaded")

@@ -24,7 +24,10 @@ _ROWS = 4096
 
 
 class Packed(Protocol):
-    """A packed weight with its bias."""
+    """A packed weight with its bias. value_bytes: bytes of a value, its share of scales included,
+    without scales of rows."""
+
+    value_bytes: float
 
     def __init__(self, weight: Tensor, bias: Tensor | None): ...
 
@@ -36,6 +39,8 @@ class Packed(Protocol):
 class Float16:
     """A weight in float16. Values above 65,504 saturate."""
 
+    value_bytes = 2.0
+
     def __init__(self, weight: Tensor, bias: Tensor | None):
         bias = None if bias is None else bias.float()
         self.packed = torch.ops.quantized.linear_prepack_fp16(weight.float().contiguous(), bias)
@@ -46,6 +51,8 @@ class Float16:
 
 class Int8:
     """A weight in int8. The largest value of a row becomes 127."""
+
+    value_bytes = 1.0
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
         blocks = [int8_rows(rows.float()) for rows in weight.split(_ROWS)]
@@ -67,6 +74,8 @@ def int8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 class Int4:
     """A weight in int4."""
+
+    value_bytes = 0.5 + 4 / GROUP
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
         blocks = [int4_groups(rows.float()) for rows in weight.split(_ROWS)]

@@ -59,7 +59,7 @@ class Rates:
 class Widths:
     """Bytes per value of the linear layers, the head, all other weights, and keys and values."""
 
-    linear: int
+    linear: float
     head: int
     rest: int
     kv: int

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from strobe.engine.build import ResolvedConfig
+from strobe.models.quantization.packed import FORMATS
 from strobe.progress import Progress
 from strobe.speculation.registry import DRAFTER_METHOD
 from strobe.tools.bench.floor import Rates, Shapes, Widths
@@ -30,11 +31,13 @@ Figures = dict[str, Any]
 def shapes_of(resolved: ResolvedConfig) -> Shapes:
     """Return the models, rows and value sizes of a verify step with these settings."""
     config, dtype = resolved.config, resolved.dtype
-    linear = 1 if config.weight_dtype == "fp8" else dtype.itemsize
+    linear, head = dtype.itemsize if config.weight_dtype != "fp8" else 1, dtype.itemsize
+    if resolved.backends.packed:
+        linear, head = FORMATS[config.weight_dtype].value_bytes, 2
     kv = 1 if config.kv_cache_dtype == "fp8" else dtype.itemsize
     draft = resolved.draft if resolved.method == DRAFTER_METHOD else None
     rows = 1 + (resolved.limits.num_drafts if resolved.method != "none" else 0)
-    return Shapes(resolved.target, draft, rows, Widths(linear, dtype.itemsize, dtype.itemsize, kv))
+    return Shapes(resolved.target, draft, rows, Widths(linear, head, dtype.itemsize, kv))
 
 
 def header(name: str, command: str, ways: dict[str, ResolvedConfig], rates: Rates) -> Figures:

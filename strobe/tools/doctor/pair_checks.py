@@ -219,7 +219,9 @@ def memory_bill(resolved: ResolvedConfig, target: Target, draft: DFlash) -> dict
 
 
 def _weight_format(resolved: ResolvedConfig) -> dict[str, str]:
-    """Return the format that a quantized target's weights have in memory."""
+    """Return the format that packed weights or a quantized target's have in memory."""
+    if resolved.backends.packed:
+        return {"held in": f"{resolved.config.weight_dtype}, heads in float16; the most at loading"}
     stored = resolved.target.quantization
     if stored is None:
         return {}
