@@ -34,6 +34,15 @@ def _lse_kernel(logits, lse, size: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _distributions(of_logits, of_teacher, at, size, lse, normalizer, share, label):
+    """Return the drafter's distribution and the mixture at the tokens `at`, 0 beyond `size`."""
+    x = tl.load(of_logits + at, mask=at < size, other=float("-inf")).to(tl.float32)
+    t = tl.load(of_teacher + at, mask=at < size, other=float("-inf")).to(tl.float32)
+    p = share * tl.exp(t - normalizer) + tl.where(at == label, 1.0 - share, 0.0)
+    return tl.exp(x - lse), p
+
+
+@triton.jit
 def _loss_kernel(
     logits, teacher, teacher_lse, teacher_rows, labels, shares, entropy, loss, best,
     variation, size: tl.constexpr, BLOCK: tl.constexpr,
@@ -45,7 +54,7 @@ def _loss_kernel(
     normalizer = tl.load(teacher_lse + source)
     of_logits, of_teacher = logits + row * size, teacher + source * size
     cells = tl.arange(0, BLOCK)
-    peak, total, cross, at = float("-inf"), 0.0, 0.0, 0
+    peak, total, cross, top = float("-inf"), 0.0, 0.0, 0
     for start in range(0, size, BLOCK):
         inside = start + cells < size
         x = tl.load(of_logits + start + cells, mask=inside, other=float("-inf")).to(tl.float32)
@@ -53,34 +62,28 @@ def _loss_kernel(
         p = tl.exp(t - normalizer)
         cross += tl.sum(p * tl.where(inside, x, 0.0), 0)
         here = tl.max(x, 0)
-        at = tl.where(here > peak, start + tl.argmax(x, 0), at)
+        top = tl.where(here > peak, start + tl.argmax(x, 0), top)
         new = tl.maximum(peak, here)
         total = total * tl.exp(peak - new) + tl.sum(tl.exp(x - new), 0)
         peak = new
     lse = peak + tl.log(total)
     of_label = tl.load(of_logits + label).to(tl.float32)
     tl.store(entropy + row, lse - of_label)
-    tl.store(best + row, at)
+    tl.store(best + row, top)
     overlap, below = 0.0, 0.0  # sum of min(p, q), and the drafter's mass where it is below p
     for start in range(0, size, BLOCK):
-        inside = start + cells < size
-        x = tl.load(of_logits + start + cells, mask=inside, other=float("-inf")).to(tl.float32)
-        t = tl.load(of_teacher + start + cells, mask=inside, other=float("-inf")).to(tl.float32)
-        q, p = tl.exp(x - lse), share * tl.exp(t - normalizer)
-        p += tl.where(start + cells == label, 1.0 - share, 0.0)
+        at = start + cells
+        q, p = _distributions(of_logits, of_teacher, at, size, lse, normalizer, share, label)
         overlap += tl.sum(tl.minimum(p, q), 0)
         below += tl.sum(tl.where(q < p, q, 0.0), 0)
     soft = lse - share * cross - (1.0 - share) * of_label
     tl.store(loss + row, (1.0 - variation) * soft + variation * (1.0 - overlap))
     for start in range(0, size, BLOCK):
-        inside = start + cells < size
-        x = tl.load(of_logits + start + cells, mask=inside, other=float("-inf")).to(tl.float32)
-        t = tl.load(of_teacher + start + cells, mask=inside, other=float("-inf")).to(tl.float32)
-        q, p = tl.exp(x - lse), share * tl.exp(t - normalizer)
-        p += tl.where(start + cells == label, 1.0 - share, 0.0)
+        at = start + cells
+        q, p = _distributions(of_logits, of_teacher, at, size, lse, normalizer, share, label)
         gradient = (1.0 - variation) * (q - p)
         gradient += variation * q * (below - tl.where(q < p, 1.0, 0.0))
-        tl.store(of_logits + start + cells, gradient.to(logits.dtype.element_ty), mask=inside)
+        tl.store(of_logits + at, gradient.to(logits.dtype.element_ty), mask=at < size)
 
 
 def mixed_loss(
