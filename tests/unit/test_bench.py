@@ -31,7 +31,7 @@ from strobe.tools.bench.settings import DECIDED, OfflineSettings, StepSettings, 
 CPU = torch.device("cpu")
 STEP_FLAGS = [
     "--shapes", "--concurrency", "--prompt-len", "--acceptance-length", "--steps", "--warmup",
-    "--temperature", "--top-p", "--prefill", "--json",
+    "--temperature", "--top-p", "--prefill", "--routing", "--profile", "--json",
 ]  # fmt: skip
 OFFLINE_FLAGS = [
     "--data", "--prompts", "--concurrency", "--max-tokens", "--repeats", "--temperature", "--top-p",

@@ -45,13 +45,17 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape.count, hidden_size))
         self.bias = nn.Parameter(torch.empty(shape.count)) if bias else None
 
+    def logits(self, x: Tensor) -> Tensor:
+        """x [T, H] -> [T, E]."""
+        return F.linear(x, self.weight, self.bias)
+
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, H] -> weights [T, k] in x's dtype, experts [T, k].
 
         The k largest of softmax(logits). If `normalized` they are divided by their sum, which
         equals the softmax over the k largest logits.
         """
-        logits = F.linear(x, self.weight, self.bias).float()
+        logits = self.logits(x).float()
         top, experts = logits.topk(self.top_k, dim=-1)
         normalizer = top if self.normalized else logits
         weights = torch.exp(top - normalizer.logsumexp(-1, keepdim=True))

@@ -239,11 +239,15 @@ class Gemma4Router(nn.Module):
     def weight_mapping(self) -> WeightMapping:
         return {"weight": [WeightPart({"proj.weight": tuple(self.weight.shape)})]}
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [T, H] -> weights [T, k] in x's dtype, experts [T, k]."""
+    def logits(self, x: Tensor) -> Tensor:
+        """x [T, H] -> [T, E]."""
         size = x.shape[1:]
         normed = F.rms_norm(x, size, self.scale, self.eps) * size.numel() ** -0.5
-        top, experts = F.linear(normed, self.weight).float().topk(self.top_k, dim=-1)
+        return F.linear(normed, self.weight)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, H] -> weights [T, k] in x's dtype, experts [T, k]."""
+        top, experts = self.logits(x).float().topk(self.top_k, dim=-1)
         expert_scale = self.per_expert_scale.index_select(0, experts.flatten()).view_as(top)
         return (top.softmax(-1) * expert_scale).to(x.dtype), experts
 

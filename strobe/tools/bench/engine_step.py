@@ -26,6 +26,7 @@ from strobe.request import Request, Status
 from strobe.sampling_params import SamplingParams
 from strobe.speculation.registry import DRAFTER_METHOD
 from strobe.tools.bench.floor import Rates, Shapes
+from strobe.tools.bench.profiling import Profile, floor_by_part, show_profiles
 from strobe.tools.bench.published_shapes import directories
 from strobe.tools.bench.rates import measure, release, synchronize
 from strobe.tools.bench.report import (
@@ -42,6 +43,7 @@ from strobe.tools.bench.report import (
     table,
     write,
 )
+from strobe.tools.bench.routing import check_experts, route_evenly
 from strobe.tools.bench.settings import StepSettings, command_line
 from strobe.tools.bench.timeline import Timeline
 
@@ -125,6 +127,8 @@ def _ways(settings: StepSettings, config: EngineConfig) -> dict[str, EngineConfi
 
 def _check_fits(settings: StepSettings, setup: ResolvedConfig) -> None:
     """Raise ValueError if prompts and steps do not fit the context, or the drafts the block."""
+    if settings.routing == "even":
+        check_experts(setup.target.decoder)
     limits, drafts = setup.limits, setup.limits.num_drafts
     accepted = settings.acceptance_length if setup.draft is not None else 1.0
     if accepted > drafts + 1:
@@ -180,6 +184,8 @@ def _measure(
     forced = settings.acceptance_length if name != "plain" else None
     engine = Engine(setup, simulated_acceptance=forced)
     _check_pages(settings, engine)
+    if settings.routing == "even":
+        route_evenly(engine.components.runner.model, setup.limits.max_num_batched_tokens)
     rows: list[Figures] = []
     for length in settings.prompt_lens:
         for count in settings.requests:
@@ -210,7 +216,14 @@ def _row(settings: StepSettings, engine: Engine, rates: Rates, count: int, lengt
     timeline = Timeline(device)
     decode(engine, prompts, params, settings.warmup, settings.steps, timeline)
     split = timeline.split()
-    floor = floor_figures(shapes_of(engine.resolved), rates, count, window.context)
+    shapes = shapes_of(engine.resolved)
+    floor = floor_figures(shapes, rates, count, window.context)
+    profile: list[Figures] = []
+    if settings.profile:
+        profiled = Profile(device)
+        decode(engine, prompts, params, settings.warmup, settings.steps, profiled)
+        profile = profiled.operations()
+        floor["parts"] = floor_by_part(shapes, rates, count, window.context)
     return {
         "concurrency": count,
         "prompt_tokens": length,
@@ -222,6 +235,7 @@ def _row(settings: StepSettings, engine: Engine, rates: Rates, count: int, lengt
         "tokens_per_step": round(window.tokens / window.steps / count, 3),
         "floor": floor,
         "ratio_to_floor": round(window.ms / floor["ms"], 3),
+        "profile": profile,
     }
 
 
@@ -238,7 +252,7 @@ def decode(
     params: SamplingParams,
     warmup: int,
     steps: int,
-    timeline: Timeline | None = None,
+    timeline: Timeline | Profile | None = None,
 ) -> Window:
     """Prefill all prompts, decode for `warmup` steps, then time `steps` more, synchronizing with
     the device only before the first and after the last of these."""
@@ -350,6 +364,7 @@ def _show(console: Console, figures: Figures) -> None:
     ]
     counts = ("GB", "GFLOP", "drafter ms", "target ms", "floor ms")
     console.print(table("Work of a step", (*columns, "context", *counts), floors))
+    show_profiles(console, rows)
     if figures["prefill"]:
         cells = [
             (r["method"], f"{r['prompts']}", f"{r['prompt_tokens']:,}", number(r["seconds"], 4),

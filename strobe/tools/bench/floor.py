@@ -89,7 +89,7 @@ class Shapes:
         stored = rows * kv_values(decoder) * self.widths.kv + requests * 8 * state_values
         return Work(
             self._weights(read, small, head_values(decoder))
-            + self._context(decoder, requests, context)
+            + self.context_bytes(decoder, requests, context)
             + stored,
             2 * rows * values,
             2 * rows * (head_values(decoder) + 4 * state_values)
@@ -117,7 +117,7 @@ class Shapes:
         stored = rows * kv_values(decoder) * self.widths.kv
         return Work(
             self._weights(values + observed + head, small, 0)  # the head has the layers' dtype
-            + self._context(decoder, requests, context)
+            + self.context_bytes(decoder, requests, context)
             + stored,
             2 * requests * (block * values + self.draft.block_drafts * head) + 2 * rows * observed,
             requests * attention_operations(decoder, block, context),
@@ -141,7 +141,7 @@ class Shapes:
         widths = self.widths
         return linear * widths.linear + small * widths.rest + head * widths.head
 
-    def _context(self, decoder: DecoderConfig, requests: float, context: float) -> float:
+    def context_bytes(self, decoder: DecoderConfig, requests: float, context: float) -> float:
         """Return the bytes of keys and values that the requests' rows read."""
         values = sum(
             min(context, mask.window or context) * layer_kv_values(decoder, i)

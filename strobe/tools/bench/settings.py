@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field as Bounds
 from pydantic import model_validator
@@ -47,6 +47,15 @@ class StepSettings:
     temperature: Temperature = option(0.0, "0 is greedy.")
     top_p: TopP = option(1.0, "Keep the most probable tokens up to this mass; 1 is off.")
     prefill: str = option("", "Prefills to time, prompts x tokens, such as 8x2048,1x32000.")
+    routing: Literal["random", "even"] = option(
+        "random", "Experts of each row: random chooses by the random weights, so that rows "
+        "prefer the same ones; even draws them evenly, without repetition and the same in every "
+        "run. Only even agrees with the floor and compares with other engines."
+    )  # fmt: skip
+    profile: bool = option(
+        False, "Also list the operations of a step: launches, time and share of each, and the "
+        "floor of each part of the model."
+    )  # fmt: skip
     json: str = option("", "File to write every figure to.")
 
     @model_validator(mode="after")

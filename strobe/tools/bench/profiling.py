@@ -1,0 +1,123 @@
+"""The operations of a step, from torch's profiler, and the floor of each part of the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch.profiler import ProfilerActivity, profile
+
+from strobe.tools.bench.floor import (
+    Rates,
+    Shapes,
+    Work,
+    active_experts,
+    attention_operations,
+    head_values,
+    kv_values,
+    layer_values,
+    touched_experts,
+)
+from strobe.tools.bench.report import Figures, fine, number, table
+
+_NAME_WIDTH = 60
+_NUM_SHOWN = 25
+
+
+class Profile:
+    """Profiles the timed steps of `decode`, in place of a `Timeline`: kernels on a GPU, torch's
+    operations on a CPU."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.steps = device, 0
+        on_gpu = device.type == "cuda"
+        self._profile: Any = profile(
+            activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]
+        )
+
+    def mark(self, name: str) -> None:
+        if name == "start":
+            if not self.steps:
+                self._profile.start()
+            self.steps += 1
+
+    def stop(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._profile.stop()
+
+    def operations(self) -> list[Figures]:
+        """Return launches and milliseconds per step of each operation, the longest first."""
+        on_gpu, rows = self.device.type == "cuda", list[Figures]()
+        for event in self._profile.key_averages():
+            micros = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+            if micros > 0:
+                ms = micros / 1e3 / self.steps
+                rows.append({"name": event.key, "launches": event.count / self.steps, "ms": ms})
+        return sorted(rows, key=lambda row: -row["ms"])
+
+
+def floor_by_part(shapes: Shapes, rates: Rates, requests: int, context: float) -> list[Figures]:
+    """Return bytes, operations and the least milliseconds of each part of a step."""
+    parts = {name: work for name, work in _parts(shapes, requests, context).items() if work.bytes}
+    return [
+        {
+            "name": name,
+            "bytes": round(work.bytes),
+            "operations": round(work.operations),
+            "ms": 1e3 * rates.seconds(work),
+        }
+        for name, work in parts.items()
+    ]
+
+
+def _parts(shapes: Shapes, requests: int, context: float) -> dict[str, Work]:
+    target, widths = shapes.target, shapes.widths
+    decoder, rows = target.decoder, requests * shapes.rows
+    without, _ = layer_values(target, 0)
+    read, _ = layer_values(target, touched_experts(decoder, rows))
+    active, _ = layer_values(target, active_experts(decoder))
+    head, states = head_values(decoder), 0 if target.states is None else target.states.values
+    verify = shapes.verify(requests, context)
+    linear = read * widths.linear + head * widths.head
+    stored = rows * kv_values(decoder) * widths.kv
+    attention = requests * attention_operations(decoder, shapes.rows, context)
+    keys = stored + shapes.context_bytes(decoder, requests, context)
+    state = requests * 8 * states
+    return {
+        "target: experts": Work((read - without) * widths.linear, 2 * rows * (active - without)),
+        "target: other linear layers": Work(without * widths.linear, 2 * rows * without),
+        "target: head": Work(head * widths.head, 0, 2 * rows * head),
+        "target: keys and values": Work(keys, 0, attention),
+        "target: recurrent states": Work(state, 0, 8 * rows * states),
+        "target: norms and biases": Work(verify.bytes - linear - keys - state),
+        "drafter": shapes.drafting(requests, context),
+    }
+
+
+def show_profiles(console: Console, rows: list[Figures]) -> None:
+    """Print two tables for each row that was profiled."""
+    for row in rows:
+        if not row["profile"]:
+            continue
+        where = f"{row['method']}, {row['concurrency']} requests of {row['prompt_tokens']:,} tokens"
+        operations: list[Figures] = row["profile"]
+        total, shown = sum(part["ms"] for part in operations), operations[:_NUM_SHOWN]
+        if rest := operations[_NUM_SHOWN:]:
+            sums: Figures = {k: sum(part[k] for part in rest) for k in ("launches", "ms")}
+            shown = [*shown, sums | {"name": f"{len(rest)} others"}]
+        cells = [
+            (part["name"][:_NAME_WIDTH], number(part["launches"], 1), fine(part["ms"]),
+             number(100 * part["ms"] / total, 1))
+            for part in shown
+        ]  # fmt: skip
+        names = ("operation", "launches", "ms", "% of the sum")
+        console.print(table(f"Operations of a step: {where}", names, cells))
+        cells = [
+            (part["name"], fine(part["bytes"] / 1e9), fine(part["operations"] / 1e9),
+             fine(part["ms"]), number(100 * part["ms"] / row["ms"], 1))
+            for part in row["floor"]["parts"]
+        ]  # fmt: skip
+        names = ("part", "GB", "GFLOP", "floor ms", "% of the step")
+        console.print(table(f"Floor by part: {where}", names, cells))

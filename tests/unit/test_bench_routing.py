@@ -1,0 +1,91 @@
+"""Even routing and the profile of `strobe bench step`. No time is asserted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import make_target
+from transformers import Gemma4ForCausalLM, Qwen3MoeForCausalLM
+
+from strobe.models.architectures import load_target_config
+from strobe.models.families.experts import Router
+from strobe.models.families.gemma4 import Gemma4Router
+from strobe.models.load import load_target
+from strobe.tools.bench import floor, profiling, published_shapes, rates
+from strobe.tools.bench.routing import route_evenly
+
+MOE = {"moe_intermediate_size": 24, "num_experts": 16, "num_experts_per_tok": 3}
+GEMMA: dict[str, Any] = {
+    "family": Gemma4ForCausalLM,
+    "rope_theta": None,
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 6,
+    "tie_word_embeddings": True,
+    "enable_moe_block": True,
+    "num_experts": 16,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 24,
+}
+QUICK = ["--device=cpu", "--concurrency=2", "--steps=2", "--warmup=1", "--prompt-len=8"]
+
+
+def routers(path: Path, **changes: Any) -> list[Any]:
+    make_target(path, num_hidden_layers=2, **changes)
+    options: dict[str, Any] = {"max_positions": 16, "dtype": torch.float32}
+    model = load_target(path, load_target_config(path), **options, device=torch.device("cpu"))
+    route_evenly(model, 2000)
+    return [layer for layer in model.modules() if isinstance(layer, Router | Gemma4Router)]
+
+
+@pytest.mark.parametrize("family", [{"family": Qwen3MoeForCausalLM, **MOE}, GEMMA])
+def test_even_routing_draws_distinct_experts_evenly(tmp_path: Path, family: dict[str, Any]):
+    x = torch.randn(2000, 32, generator=torch.Generator().manual_seed(1))
+    first, second = (router(x)[1] for router in routers(tmp_path / "first", **family))
+    assert (first.sort(-1).values.diff(dim=-1) > 0).all(), "no expert twice in a row"
+    expected = 2000 * 3 / 16
+    assert ((first.flatten().bincount(minlength=16) - expected).abs() < 5 * expected**0.5).all()
+    assert not torch.equal(first, second), "layers draw their own experts"
+    again, _ = (router(x[:7] + 1)[1] for router in routers(tmp_path / "again", **family))
+    assert torch.equal(again, first[:7]), "neither rows nor runs matter"
+
+
+def test_even_routing_needs_experts(main: Callable[..., Any]):
+    status, out, err = main("bench", "step", *QUICK, "--routing=even")
+    assert (status, out) == (2, "")
+    assert "routing is 'even', but these shapes have no experts" in err
+
+
+def test_step_with_even_routing_and_profile(
+    main: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(rates, "_CPU", (1 << 20, 64))
+    make_target(tmp_path / "target", family=Qwen3MoeForCausalLM, **MOE)
+    file = tmp_path / "figures.json"
+    flags = [f"--target={tmp_path / 'target'}", f"--json={file}", "--routing=even", "--profile"]
+    status, out, err = main("bench", "step", *QUICK, *flags)
+    assert (status, err) == (0, "")
+    assert "Operations of a step: plain, 2 requests of 8 tokens" in out
+    assert "target: experts" in out
+    (row,) = json.loads(file.read_text())["rows"]
+    launches = {part["name"]: part["launches"] for part in row["profile"]}
+    assert launches["aten::topk"] == load_target_config(tmp_path / "target").decoder.num_layers
+
+
+@pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-coder-30b-a3b", "qwen3.5-35b-a3b"])
+def test_parts_add_up_to_the_work_of_a_step(name: str):
+    with published_shapes.directories(name) as (target, _):
+        config = load_target_config(Path(target))
+    shapes = floor.Shapes(config, None, 4, floor.Widths(2, 2, 2, 2))
+    unit = floor.Rates(1.0, 1.0, 1.0, 1.0)
+    parts, whole = profiling.floor_by_part(shapes, unit, 8, 300), shapes.verify(8, 300)
+    assert sum(part["bytes"] for part in parts) == pytest.approx(whole.bytes)
+    assert sum(part["operations"] for part in parts) == pytest.approx(whole.operations)
