@@ -103,10 +103,11 @@ def show_profiles(console: Console, rows: list[Figures]) -> None:
             continue
         where = f"{row['method']}, {row['concurrency']} requests of {row['prompt_tokens']:,} tokens"
         operations: list[Figures] = row["profile"]
-        total, shown = sum(part["ms"] for part in operations), operations[:_NUM_SHOWN]
+        total = sum(part["ms"] for part in operations)
+        shown: list[Figures] = operations[:_NUM_SHOWN]
         if rest := operations[_NUM_SHOWN:]:
             sums: Figures = {k: sum(part[k] for part in rest) for k in ("launches", "ms")}
-            shown = [*shown, sums | {"name": f"{len(rest)} others"}]
+            shown.append(sums | {"name": f"{len(rest)} others"})
         cells = [
             (part["name"][:_NAME_WIDTH], number(part["launches"], 1), fine(part["ms"]),
              number(100 * part["ms"] / total, 1))
