@@ -6,6 +6,7 @@ command quietly from the start.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -35,6 +36,8 @@ _ABOUT = (
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit status; a user's error prints one sentence."""
+    if arguments is None:
+        gc.set_threshold(10_000, 20, 20)  # imports create much and leave no garbage
     return exit_status(lambda: _run(sys.argv[1:] if arguments is None else arguments))
 
 

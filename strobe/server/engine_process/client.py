@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import importlib
 import itertools
 import logging
@@ -378,4 +379,7 @@ def _blocked(number: signal.Signals) -> Generator[None]:
 
 def _run(pipe: Connection, config: EngineConfig, logs: LogSettings) -> None:
     """Run the worker. Only the engine process imports it, and with it torch."""
-    importlib.import_module("strobe.server.engine_process.worker").run_engine(pipe, config, logs)
+    gc.disable()  # imports leave no garbage to search for
+    worker = importlib.import_module("strobe.server.engine_process.worker")
+    gc.enable()
+    worker.run_engine(pipe, config, logs)

@@ -7,6 +7,7 @@ so that requests do not wait for other requests' grammars. The main thread only 
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import queue
 import signal
@@ -62,6 +63,7 @@ def run_engine(pipe: Connection, config: EngineConfig, logs: LogSettings) -> Non
         logger.exception("the engine cannot start")
         send(pipe, Failed(f"The engine cannot start: {type(error).__name__}: {error}", False))
         raise
+    gc.freeze()  # what is here stays: a search of it for garbage would delay a step by 0.1 s
     send(pipe, facts(engine))
     Worker(engine, pipe).run()
 
