@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -26,6 +27,8 @@ os.environ["XDG_CACHE_HOME"] = os.environ["STROBE_TEST_CACHE"]
 
 import torch
 
+gc.disable()  # until tests run: imports and collection create much and leave no garbage
+
 # Triton chooses its interpreter when it is first imported, which transformers may do.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -42,6 +45,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if is_full(item.nodeid):
             item.add_marker(pytest.mark.full)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """Collect garbage of the tests only, without a search through all modules and test items."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
