@@ -277,7 +277,9 @@ def test_ctrl_c_ends_a_command_quietly(
 # chat
 
 
-def test_piped_chat_prints_plain_text(pair: Pair):
+def test_piped_chat_prints_plain_text(
+    main: Callable[..., Any], pair: Pair, monkeypatch: pytest.MonkeyPatch
+):
     llm = LLM(pair.target)
     params = SamplingParams(temperature=0, max_tokens=6)
     off = {"enable_thinking": False}
@@ -290,31 +292,29 @@ def test_piped_chat_prints_plain_text(pair: Pair):
     second_text = output.outputs[0].text
     lines = ["hello [b]x[/b] :smile:", "", "  ", "word " * 600, "and?", "/new"]
     lines += ["hello [b]x[/b] :smile:", "/halp", "/exit", "too late"]
-    run = subprocess.run(
-        [*RUN, "chat", f"--target={pair.target}", CPU, *GREEDY[:1], "--max-tokens=6"],
-        cwd=ROOT, input="\n".join(lines), capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert run.stderr == ""
-    shown = run.stdout.splitlines()
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+    status, out, err = main("chat", f"--target={pair.target}", *GREEDY[:1], "--max-tokens=6")
+    assert (status, err) == (0, "")
+    shown = out.splitlines()
     assert shown.pop(len(text.splitlines()) + 1).endswith("/new starts over.")
     assert [line for line in shown if not line.startswith("6 tokens, ")] == (
         f"{text}\n{second_text}\n{text}\n/halp is not a command; /help lists them.".splitlines()
     )
-    assert run.stdout.count("tokens/s, plain: no drafter is loaded") == 3
+    assert out.count("tokens/s, plain: no drafter is loaded") == 3
 
 
-def test_chat_commands_change_the_next_answer(pair: Pair, tmp_path: Path):
+def test_chat_commands_change_the_next_answer(
+    main: Callable[..., Any], pair: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     path = tmp_path / "saved.json"
     lines = ["/system Be brief.", "hi", "/spec off", "hi", f"/save {path}", "/save", "/spec maybe"]
     lines += ["/system", "/save /nowhere/saved.json", "/save ~nobody-here/saved.json", "/help"]
-    run = subprocess.run(
-        [*RUN, "chat", f"--target={pair.target}", f"--draft={pair.draft}", CPU, *GREEDY],
-        cwd=ROOT, input="\n".join(lines), capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+    status, out, _ = main("chat", f"--target={pair.target}", f"--draft={pair.draft}", *GREEDY)
+    assert status == 0
     saved = json.loads(path.read_text())
     assert [message["role"] for message in saved] == ["system", *["user", "assistant"] * 2]
     assert saved[0]["content"] == "Be brief."
-    out = run.stdout
     assert out.index("dflash: ") < out.index("plain: the request turned speculation off")
     assert f"5 messages saved in {path}.\n" in out
     assert "/save is not complete; write /save FILE.\n" in out

@@ -83,7 +83,7 @@ def starts_engine(pid: int) -> bool:
 def test_ctrl_c_while_a_server_loads_is_quiet():
     """As on a terminal, the whole process group receives it, the engine's process included."""
     server = subprocess.Popen(
-        [sys.executable, "-m", "strobe", "serve", "--port=0", "--device=cpu"],
+        [sys.executable, "-m", "strobe", "serve", "--port=0", "--device=cpu", "--no-adaptive"],
         cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     try:

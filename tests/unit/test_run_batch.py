@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from strobe.server.batch import AnswerFile, read_requests
+from strobe.server.settings import LogSettings
 
 ROOT = Path(__file__).parents[2]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -39,14 +40,9 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
     return requests, tmp_path / "answers.jsonl"
 
 
-def run(files: tuple[Path, Path]) -> tuple[int, str]:
-    arguments = ["run-batch", "-i", str(files[0]), "-o", str(files[1]), "--device=cpu"]
-    process = subprocess.run(
-        [sys.executable, "-m", "strobe", *arguments, "--no-adaptive", "--log-level=warning"],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert process.stdout == ""
-    return process.returncode, process.stderr
+def arguments(files: tuple[Path, Path]) -> list[str]:
+    options = ["-i", str(files[0]), "-o", str(files[1]), "--device=cpu", "--no-adaptive"]
+    return ["run-batch", *options, "--log-level=warning"]
 
 
 def answers(path: Path) -> dict[str, Any]:
@@ -57,9 +53,15 @@ def answers(path: Path) -> dict[str, Any]:
 
 def test_second_run_resumes_after_answered_lines(
     files: tuple[Path, Path],
+    main: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
 ):
-    status, err = run(files)
-    assert status == 1
+    run = subprocess.run(
+        [sys.executable, "-m", "strobe", *arguments(files)],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (run.returncode, run.stdout) == (1, "")
+    err = run.stderr
     assert f"3 requests answered, 1 failed: {files[1]}" in err
     first_run = answers(files[1])
     assert first_run.keys() == {"a", "b", "c", "bad"}
@@ -75,7 +77,8 @@ def test_second_run_resumes_after_answered_lines(
     lines = files[1].read_text().splitlines()
     (answer_b,) = (line for line in lines if '"custom_id": "b"' in line)
     files[1].write_text(answer_b + "\n" + lines[0][:40])  # a run that was killed
-    status, err = run(files)
+    monkeypatch.setattr(LogSettings, "configure", lambda self: None)  # else for all later tests
+    _, _, err = main(*arguments(files))
     assert f"{files[1]} has 1 answer already; 3 are left." in err
     second_run = answers(files[1])
     assert second_run.keys() == first_run.keys()
