@@ -266,7 +266,7 @@ class Page:
                 objectId=element["result"]["objectId"],
                 fetchRelatives=False,
             )
-            names.append(tree["nodes"][0]["name"]["value"])
+            names.append(tree["nodes"][0]["name"]["value"].strip())
         return names
 
     def screenshot(self, path: Path, *, full: bool = False) -> None:
