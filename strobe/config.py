@@ -119,8 +119,10 @@ class EngineConfig:
     load_format: Literal["auto", "dummy"] = option(
         "auto", "auto reads weights; dummy creates random ones from config.json, to measure speed."
     )
-    weight_dtype: Literal["auto", "fp8", "float16", "int8", "int4"] = option(
-        "auto", "auto keeps weights in dtype; fp8 is for GPUs, float16, int8 and int4 for CPUs."
+    weight_dtype: Literal["auto", "fp8", "float32", "float16", "int8", "int4"] = option(
+        "auto",
+        "auto keeps weights in dtype, on a CPU in float16 if stored in 16 bits or less; fp8 is for "
+        "GPUs, the others for CPUs.",
     )
     kv_cache_dtype: Literal["auto", "fp8"] = option(
         "auto", "auto keeps keys and values in dtype; fp8 halves them."

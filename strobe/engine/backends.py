@@ -12,7 +12,7 @@ from strobe.attention.reference import ReferenceBackend
 from strobe.config import EngineConfig
 from strobe.models.config import DecoderConfig, DraftConfig, TargetConfig
 from strobe.models.quantization.fp8 import unsupported_reason as fp8_unsupported
-from strobe.models.quantization.packed import check_packed
+from strobe.models.quantization.packed import packed_format
 
 FP8 = torch.float8_e4m3fn
 
@@ -21,7 +21,7 @@ class BackendChoice(NamedTuple):
     """attention, draft_attention: "triton" or "reference"; kernels: whether triton kernels run the
     models' operations and sampling; graphs: whether steps are captured; overlap: steps in flight;
     kv_dtype: dtype of keys and values; fp8: whether linear layers are held in FP8;
-    packed: whether they are packed for a CPU."""
+    packed: the format they are packed in for a CPU."""
 
     attention: str
     draft_attention: str
@@ -30,7 +30,7 @@ class BackendChoice(NamedTuple):
     overlap: int
     kv_dtype: torch.dtype
     fp8: bool
-    packed: bool
+    packed: str | None
 
 
 def choose_backends(
@@ -66,7 +66,7 @@ def choose_backends(
         overlap=config.overlap or (2 if device.type == "cuda" else 1),
         kv_dtype=FP8 if config.kv_cache_dtype == "fp8" else dtype,
         fp8=config.weight_dtype == "fp8" or (is_stored_in_fp8 and unsupported is None),
-        packed=check_packed(config.weight_dtype, target, draft, device),
+        packed=packed_format(config.weight_dtype, target, draft, device, dtype),
     )
 
 

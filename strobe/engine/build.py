@@ -179,7 +179,7 @@ def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
     drafter = None
     if resolved.draft is not None:
         drafter = load_draft(Path(config.draft or ""), resolved.draft, target, **options)
-    pack(config.weight_dtype, target, drafter)
+    pack(backends.packed, target, drafter)
     ops = TorchOps()
     if backends.kernels:
         from strobe.models.ops.triton_ops import TritonOps

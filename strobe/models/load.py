@@ -72,23 +72,14 @@ def _check_tensors(module: Target | DFlash, checkpoint: Checkpoint) -> WeightMap
 
 class LoadOptions(TypedDict):
     """Where to put the weights and in which dtype. load_format: "dummy" for random weights. fp8:
-    hold linear layers in FP8. packed: load them in float16, to be packed."""
+    hold linear layers in FP8. packed: the format they are packed in afterwards; they are loaded in
+    float16 unless it is float32."""
 
     dtype: torch.dtype
     device: torch.device
     load_format: NotRequired[str]
     fp8: NotRequired[bool]
-    packed: NotRequired[bool]
-
-
-def _memory(meta: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate memory for a parameter, or for a buffer, which keeps its dtype. On a CPU, weights
-    with more outputs than inputs are stored column by column: the values are the same, and a GEMM
-    of one row reads them up to three times as fast (head of 2,048 x 192: 58 us instead of 171)."""
-    kind = dtype if isinstance(meta, nn.Parameter) and meta.is_floating_point() else meta.dtype
-    if device.type == "cpu" and meta.ndim == 2 and meta.shape[0] > meta.shape[1]:
-        return torch.empty(meta.shape[::-1], dtype=kind).t()
-    return torch.empty(meta.shape, dtype=kind, device=device)
+    packed: NotRequired[str | None]
 
 
 def _fill(
@@ -107,8 +98,11 @@ def _fill(
         layer = (
             owner if isinstance(owner, Linear) and leaf == "weight" and not owner.fixed else None
         )
-        dtype = torch.float16 if layer and options.get("packed") else options["dtype"]
-        value = _memory(meta, dtype, options["device"])
+        is_half = layer is not None and options.get("packed") not in (None, "float32")
+        dtype = torch.float16 if is_half else options["dtype"]
+        if not isinstance(meta, nn.Parameter) or not meta.is_floating_point():
+            dtype = meta.dtype
+        value = torch.empty(meta.shape, dtype=dtype, device=options["device"])
         write(name, value)
         if layer is not None and options.get("fp8"):
             value, layer.scale = fp8_rows(value)

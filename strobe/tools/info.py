@@ -101,7 +101,7 @@ def _gguf_types(path: Path) -> dict[str, str]:
         return {}
     counts = Counter(tensor.type for tensor in read_header(path / GGUF_LINK).tensors.values())
     types = ", ".join(f"{count} in {name}" for name, count in counts.most_common())
-    return {"tensors": f"{types}; dequantized when loaded, unless weight_dtype packs them"}
+    return {"tensors": f"{types}; dequantized when loaded; weight_dtype says to what"}
 
 
 def _decoder_facts(path: Path, decoder: DecoderConfig) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from hybrid import make_hybrid
-from tiny import VOCAB, drain, make_draft, make_engine
+from safetensors.torch import load_file, save_file
+from tiny import VOCAB, drain, make_draft, make_engine, make_target
 
 from strobe.config import EngineConfig
 from strobe.engine.engine import Engine
@@ -37,10 +38,21 @@ PARAMS: dict[str, SamplingParams] = {
 
 
 @pytest.fixture(scope="module")
-def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("hybrid")
-    make_hybrid(path)
-    return path
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return targets, by their kind, whose logit of BAD is 0."""
+    paths: dict[str, Path] = {}
+    for kind, make in {"attention": make_target, "recurrent": make_hybrid}.items():
+        paths[kind] = path = tmp_path_factory.mktemp(kind)
+        make(path)
+        tensors = load_file(path / "model.safetensors")
+        tensors["lm_head.weight"][BAD] = 0.0
+        save_file(tensors, path / "model.safetensors")
+    return paths
+
+
+@pytest.fixture(scope="module")
+def path(paths: dict[str, Path]) -> Path:
+    return paths["attention"]
 
 
 @pytest.fixture(scope="module")
@@ -52,11 +64,10 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine_of(path: Path, **options: Any) -> Engine:
-    """Return an engine whose target has NaN for the BAD token and never samples it by itself."""
+    """Return an engine whose target has NaN for the BAD token."""
     engine = make_engine(EngineConfig(str(path), max_model_len=64, page_size=4, **options))
     model: Any = engine.runner.model
     model.embed_tokens.weight.data[BAD] = float("nan")
-    model.lm_head.weight.data[BAD] = 0.0
     return engine
 
 
@@ -78,10 +89,10 @@ def check_failed(request: Request, output: list[int]) -> None:
 @pytest.mark.parametrize(("sampling", "method"), SETTINGS)
 @pytest.mark.parametrize("kind", ["attention", "recurrent"])
 def test_nan_request_ends_with_error_and_others_are_unchanged(
-    kind: str, sampling: str, method: str, overlap: int, target: Any, hybrid: Path, drafter: Path
+    kind: str, sampling: str, method: str, overlap: int, paths: dict[str, Path], drafter: Path
 ):
     """NaN in the prompt or in the answer; other requests run along and reuse pages and slots."""
-    path = target.path if kind == "attention" else hybrid
+    path = paths[kind]
     params = without_bad(PARAMS[sampling])
     plain = engine_of(path)
     expected = add(plain, TEXTS, params)
@@ -104,10 +115,10 @@ def test_nan_request_ends_with_error_and_others_are_unchanged(
 @pytest.mark.parametrize("overlap", [1, 2])
 @pytest.mark.parametrize("kind", ["attention", "recurrent"])
 def test_nan_in_rows_past_the_context_changes_no_other_request(
-    kind: str, overlap: int, target: Any, hybrid: Path, drafter: Path
+    kind: str, overlap: int, paths: dict[str, Path], drafter: Path
 ):
     """All requests' drafts past the end of the context write to one page."""
-    path = target.path if kind == "attention" else hybrid
+    path = paths[kind]
     params = without_bad(COLD.clone(max_tokens=None))
     prompts = [[(5 * i + n) % 50 for i in range(n)] for n in (60, 58)]
     plain = engine_of(path)
@@ -124,8 +135,8 @@ def test_nan_in_rows_past_the_context_changes_no_other_request(
     assert all(request.finish_reason == "length" for request in requests)
 
 
-def test_pages_of_a_nan_request_are_not_cached(target: Any):
-    engine = engine_of(target.path, max_num_batched_tokens=16, max_num_seqs=1)
+def test_pages_of_a_nan_request_are_not_cached(path: Path):
+    engine = engine_of(path, max_num_batched_tokens=16, max_num_seqs=1)
     prompt = [*TEXTS[3][:17], BAD, *TEXTS[3][:20]]
     for cached in (0, 16):
         request = engine.add(prompt, COLD)
@@ -135,8 +146,8 @@ def test_pages_of_a_nan_request_are_not_cached(target: Any):
 
 
 @pytest.mark.parametrize("budget", [8, 64])
-def test_scored_prompt_with_nan_ends_with_error(budget: int, target: Any):
-    engine = engine_of(target.path, max_num_batched_tokens=budget, max_num_seqs=1)
+def test_scored_prompt_with_nan_ends_with_error(budget: int, path: Path):
+    engine = engine_of(path, max_num_batched_tokens=budget, max_num_seqs=1)
     request = engine.add([*TEXTS[1], BAD, 1, 2], COLD.clone(prompt_logprobs=1))
     events = []
     while engine.has_work:
@@ -147,9 +158,9 @@ def test_scored_prompt_with_nan_ends_with_error(budget: int, target: Any):
     assert all(score.logprob == score.logprob for score in scores)
 
 
-def test_nan_scores_without_nan_maximum_end_with_error(target: Any):
+def test_nan_scores_without_nan_maximum_end_with_error(path: Path):
     """An infinite logit is a maximum, but gives no log probability."""
-    engine = engine_of(target.path)
+    engine = engine_of(path)
     forward = engine.runner.model.head
 
     def infinite(x: Any) -> Any:
@@ -166,10 +177,10 @@ def test_nan_scores_without_nan_maximum_end_with_error(target: Any):
 @pytest.mark.parametrize("vocabulary", ["whole", "reduced"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_drafts_of_a_nan_drafter_change_no_token(
-    temperature: float, vocabulary: str, target: Any, draft: Callable[..., Path]
+    temperature: float, vocabulary: str, path: Path, draft: Callable[..., Path]
 ):
     method = "probabilistic" if temperature else "greedy"
-    engine = engine_of(target.path, draft=str(draft()), draft_sample_method=method)
+    engine = engine_of(path, draft=str(draft()), draft_sample_method=method)
     proposer: Any = engine.proposers["dflash"]
     proposer.model.norm.weight.data.fill_(float("nan"))
     if vocabulary == "reduced":
@@ -177,7 +188,7 @@ def test_drafts_of_a_nan_drafter_change_no_token(
     params = without_bad(COLD.clone(temperature=temperature, seed=5))
     requests = add(engine, TEXTS, params)
     drain(engine, requests)
-    plain = engine_of(target.path)
+    plain = engine_of(path)
     expected = add(plain, TEXTS, params)
     drain(plain, expected)
     assert [r.output_ids for r in requests] == [r.output_ids for r in expected]

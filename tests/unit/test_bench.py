@@ -186,7 +186,7 @@ def test_step_times_demo_shapes_and_reports_forced_acceptance(
             load_target_config(DEMO_MODELS / "target"),
             load_draft_config(DEMO_MODELS / "draft") if method == "dflash" else None,
             rows=16 if method == "dflash" else 1,
-            widths=floor.Widths(4, 4, 4, 4),
+            widths=floor.Widths(2, 2, 4, 4),  # stored in bfloat16
         )
         work = counts.verify(count, row["context_tokens"])
         assert row["floor"]["verify"]["bytes"] == pytest.approx(work.bytes, rel=1e-3)

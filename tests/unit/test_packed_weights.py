@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from test_gguf import metadata_of, model_of, tensors_of, write
-from tiny import Scripted, drain, make_draft, make_engine, make_target, run, wavering
+from tiny import Scripted, drain, edit_json, make_draft, make_engine, make_target, run, wavering
 from transformers import LlamaForCausalLM, Qwen3MoeForCausalLM
 
 from strobe import LLM, SamplingParams
@@ -23,10 +23,11 @@ from strobe.models.quantization.packed import (
     FORMATS,
     GROUP,
     Float16,
+    Float32,
     Int4,
-    check_packed,
     int4_groups,
     int8_rows,
+    packed_format,
 )
 from strobe.models.quantization.sizes import weight_bytes
 from strobe.tools.bench.floor import Widths
@@ -36,7 +37,7 @@ from strobe.tools.info import describe
 
 gguf = pytest.importorskip("gguf")
 
-BOUNDS = {"float16": 5e-4, "int8": 2e-2, "int4": 0.12}
+BOUNDS = {"float32": 1e-6, "float16": 5e-4, "int8": 2e-2, "int4": 0.12}
 """Of the error's norm, relative to the product's, for weights of a normal distribution."""
 PROMPTS = [[5, 9, 11, 3], [4, 4, 8], [60, 1, 2, 33, 17, 9]]
 COLD = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -142,7 +143,7 @@ def test_both_models_are_packed(name: str, own_head: bool, tmp_path: Path):
         linears = [module for module in model.modules() if isinstance(module, Linear)]
         assert len(linears) > 8
         assert all(linear.weight.numel() == 0 for linear in linears)
-        assert isinstance(model.output.product, Float16)
+        assert isinstance(model.output.product, Float32 if name == "float32" else Float16)
     engine = make_engine(config(tmp_path / "target", **options))
     plain = make_engine(config(tmp_path / "target", method="none", weight_dtype=name))
     assert run(engine, PROMPTS, COLD) == run(plain, PROMPTS, COLD)
@@ -152,7 +153,7 @@ def test_float16_answers_as_float32(tmp_path: Path):
     make_target(tmp_path, LlamaForCausalLM, attention_bias=True, mlp_bias=True)
     answers = [
         run(make_engine(config(tmp_path, method="none", weight_dtype=name)), PROMPTS, COLD)
-        for name in ("auto", "float16")
+        for name in ("float32", "float16")
     ]
     assert answers[0] == answers[1]
 
@@ -181,24 +182,52 @@ def test_sizes_that_int4_does_not_take_are_in_float16(tmp_path: Path):
     assert isinstance(mlp.down_proj.product, Float16)
 
 
+def make_experts(path: Path) -> None:
+    sizes = {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3}
+    make_target(path, Qwen3MoeForCausalLM, **sizes)
+
+
 def test_experts_are_a_one_line_error(tmp_path: Path):
-    make_target(
-        tmp_path,
-        Qwen3MoeForCausalLM,
-        moe_intermediate_size=24,
-        num_experts=8,
-        num_experts_per_tok=3,
-    )
+    make_experts(tmp_path)
     message = "weight_dtype is 'int8', but experts have no product with packed weights; use"
     with pytest.raises(ValueError, match=message):
         resolve(config(tmp_path, weight_dtype="int8"))
+
+
+def test_auto_packs_what_is_beside_experts(tmp_path: Path):
+    make_experts(tmp_path)
+    resolved = resolve(config(tmp_path, method="none"))
+    assert resolved.backends.packed == "float32"
+    layer: Any = build(resolved).runner.model.layers[0]
+    assert isinstance(layer.self_attn.qkv_proj.product, Float32)
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype", "packed"),
+    [
+        ("float32", "auto", "float32"),
+        ("bfloat16", "auto", "float16"),
+        ("float16", "float32", "float16"),
+        ("bfloat16", "bfloat16", None),
+    ],
+)
+def test_auto_follows_the_stored_dtype(
+    stored: str, dtype: Any, packed: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    make_target(tmp_path)
+    edit_json(tmp_path / "config.json", dtype=stored)
+    options = config(tmp_path, dtype=dtype)
+    assert resolve(options).backends.packed == packed
+    engines = SimpleNamespace(supported_engines=["qnnpack"])
+    monkeypatch.setattr(torch.backends, "quantized", engines)
+    assert resolve(options).backends.packed == (packed and "float32")
 
 
 def test_gpu_is_a_one_line_error():
     nothing: Any = None
     message = "weight_dtype is 'int4', but the device is cuda:0, and packed weights run on a CPU"
     with pytest.raises(ValueError, match=message):
-        check_packed("int4", nothing, None, torch.device("cuda", 0))
+        packed_format("int4", nothing, None, torch.device("cuda", 0), torch.bfloat16)
 
 
 def test_torch_without_fbgemm_is_a_one_line_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -216,8 +245,10 @@ def test_memory_for_loading_covers_the_packed_weights(tmp_path: Path):
     linears = [m for m in target.modules() if isinstance(m, Linear)]
     values = sum(linear.weight.numel() for linear in linears)
     plain = weight_bytes(target, torch.float32, fp8=False)
-    packed = weight_bytes(target, torch.float32, fp8=False, packed=True)
-    assert packed == plain - 2 * values + 2 * target.embed_tokens.weight.numel()
+    head = target.embed_tokens.weight.numel()
+    packed = weight_bytes(target, torch.float32, fp8=False, packed="float16")
+    assert packed == plain - 2 * values + 2 * head
+    assert weight_bytes(target, torch.float32, fp8=False, packed="float32") == plain + 4 * head
 
 
 def test_reports_name_the_packed_format(tmp_path: Path):

@@ -1,8 +1,9 @@
 """Weights packed for torch's products on CPUs, made from unquantized ones after loading.
 
-float16 is FBGEMM's product, which multiplies weights in float16 by inputs in float32. int8 and int4
-are torch's weight-only products, whose scales, inputs and outputs are in bfloat16: int8 has a scale
-for each row, int4 a scale and a zero for each group of inputs. Legend: T rows, N outputs, K inputs.
+float32 is oneDNN's product. float16 is FBGEMM's, which multiplies weights in float16 by inputs in
+float32. int8 and int4 are torch's weight-only products, whose scales, inputs and outputs are in
+bfloat16: int8 has a scale for each row, int4 a scale and a zero for each group of inputs. Legend: T
+rows, N outputs, K inputs.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from strobe.models.target import Target
 GROUP = 32
 """Inputs in a group of int4."""
 _ROWS = 4096
+_BLOCK = 8
+"""Rows that oneDNN's layout of a weight is chosen for. Its layout for one row is slower for more,
+and sums them in another order."""
 
 
 class Packed(Protocol):
@@ -34,6 +38,20 @@ class Packed(Protocol):
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, K] -> x Wᵀ + bias [T, N]."""
         ...
+
+
+class Float32:
+    """A weight in float32. A row's product is the same, bit by bit, in any number of rows."""
+
+    value_bytes = 4.0
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.float().contiguous(), _BLOCK)
+        self.bias = None if bias is None else bias.float()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        product = torch.ops.mkldnn._linear_pointwise
+        return product(x.float(), self.packed, self.bias, "none", [], "").to(x.dtype)
 
 
 class Float16:
@@ -121,42 +139,58 @@ def _rounded(groups: Tensor, scale: Tensor, low: Tensor | None) -> tuple[Tensor,
     return codes.to(torch.uint8), torch.cat([scale, zero], 2).bfloat16(), error
 
 
-FORMATS: dict[str, type[Packed]] = {"float16": Float16, "int8": Int8, "int4": Int4}
+FORMATS: dict[str, type[Packed]] = {
+    "float32": Float32, "float16": Float16, "int8": Int8, "int4": Int4,
+}  # fmt: skip
 """By values of weight_dtype."""
 
 
-def check_packed(
-    name: str, target: TargetConfig, draft: DraftConfig | None, device: torch.device
-) -> bool:
-    """Return whether `name` is a packed format. Raises ValueError if weights cannot be packed."""
+def packed_format(
+    name: str,
+    target: TargetConfig,
+    draft: DraftConfig | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> str | None:
+    """Return the format for a weight_dtype, None if weights stay as they are. For models in float32
+    auto is float16 if the target's weights were trained or stored in at most 16 bits, else float32.
+    Raises ValueError if weights cannot be packed."""
+    wanted, unsupported = name, None
     if name not in FORMATS:
-        return False
-    unsupported = None
+        wanted = "float16" if target.dtype != "float32" and _has_fbgemm() else "float32"
     if device.type != "cpu":
         unsupported = f"the device is {device}, and packed weights run on a CPU"
-    elif any(c.decoder.experts is not None for c in (target, draft) if c is not None):
+    elif name in FORMATS and any(c.decoder.experts for c in (target, draft) if c is not None):
         unsupported = "experts have no product with packed weights"
-    elif "fbgemm" not in torch.backends.quantized.supported_engines:
+    elif wanted == "float32" and not torch.backends.mkldnn.is_available():
+        unsupported = "torch has no oneDNN here"
+    elif wanted != "float32" and not _has_fbgemm():
         unsupported = "torch has no FBGEMM here, which needs a CPU with AVX2"
-    if unsupported is not None:
+    if name in FORMATS and unsupported is not None:
         raise ValueError(f"weight_dtype is {name!r}, but {unsupported}; use weight_dtype auto.")
-    return True
+    is_asked = name in FORMATS or (name == "auto" and dtype == torch.float32)
+    return wanted if is_asked and unsupported is None else None
 
 
-def pack(name: str, target: Target, draft: DFlash | None) -> None:
-    """Pack the linear layers of both models, and their heads in float16, so that logits keep their
-    precision. Does nothing if `name` is no packed format."""
-    if name not in FORMATS:
+def _has_fbgemm() -> bool:
+    return "fbgemm" in torch.backends.quantized.supported_engines
+
+
+def pack(name: str | None, target: Target, draft: DFlash | None) -> None:
+    """Pack the linear layers of both models; heads are at least in float16, so that logits keep
+    their precision."""
+    if name is None:
         return
     make = FORMATS[name]
+    head = make if make is Float32 else Float16
     for model in filter(None, (target, draft)):
         for linear in model.modules():
             if isinstance(linear, Linear) and not linear.fixed:
                 _pack(linear, make)
         if model.lm_head is not None:
-            _pack(model.lm_head, Float16)
+            _pack(model.lm_head, head)
     if target.packed_head is None:
-        target.packed_head = packed(target.output, Float16)
+        target.packed_head = packed(target.output, head)
     if draft is not None:
         draft.pack(target.packed_head, partial(packed, make=make))
 
@@ -167,12 +201,12 @@ def _pack(linear: Linear, make: type[Packed]) -> None:
 
 
 def packed(linear: AnyLinear, make: type[Packed]) -> LinearView:
-    """Return the layer with its weight packed: in float16 unless its sizes are multiples of
-    GROUP."""
+    """Return the layer with its weight packed. int8 and int4 take sizes that are multiples of
+    GROUP; other weights are in float16 then."""
     if linear.product is not None:
         return LinearView(linear.weight, product=linear.product)
     weight = linear.dense(torch.float32).detach()
-    if any(size % GROUP for size in weight.shape):
+    if make in (Int8, Int4) and any(size % GROUP for size in weight.shape):
         make = Float16
     return LinearView(_empty(weight), product=make(weight, linear.bias))
 

@@ -10,10 +10,11 @@ from strobe.models.target import Target
 
 
 def weight_bytes(
-    module: Target | DFlash, dtype: torch.dtype, *, fp8: bool, packed: bool = False
+    module: Target | DFlash, dtype: torch.dtype, *, fp8: bool, packed: str | None = None
 ) -> int:
     """Return the bytes of a module's weights in memory; if they are packed, the most that packing
-    needs. The module may be on the meta device."""
+    needs. packed: their format. The module may be on the meta device."""
+    loaded = 4 if packed == "float32" else 2
     total = 0
     for part in module.modules():
         for parameter in part.parameters(recurse=False):
@@ -24,9 +25,9 @@ def weight_bytes(
         if fp8 and isinstance(part, Linear) and not part.fixed:
             total += part.weight.numel() * (1 - dtype.itemsize) + part.out_features * 4
         if packed and isinstance(part, Linear) and not part.fixed:
-            total += part.weight.numel() * (2 - dtype.itemsize)
+            total += part.weight.numel() * (loaded - dtype.itemsize)
     if packed and isinstance(module, Target):
-        total += 2 * module.output.weight.numel()
+        total += loaded * module.output.weight.numel()
     if fp8 and isinstance(module, DFlash) and module.head_in_fp8:
         total += module.config.head_rows * (module.config.decoder.hidden_size + 4)
     return total

@@ -32,8 +32,9 @@ def shapes_of(resolved: ResolvedConfig) -> Shapes:
     """Return the models, rows and value sizes of a verify step with these settings."""
     config, dtype = resolved.config, resolved.dtype
     linear, head = dtype.itemsize if config.weight_dtype != "fp8" else 1, dtype.itemsize
-    if resolved.backends.packed:
-        linear, head = FORMATS[config.weight_dtype].value_bytes, 2
+    if (packed := resolved.backends.packed) is not None:
+        linear = FORMATS[packed].value_bytes
+        head = 4 if packed == "float32" else 2
     kv = 1 if config.kv_cache_dtype == "fp8" else dtype.itemsize
     draft = resolved.draft if resolved.method == DRAFTER_METHOD else None
     rows = 1 + (resolved.limits.num_drafts if resolved.method != "none" else 0)

@@ -220,11 +220,12 @@ def memory_bill(resolved: ResolvedConfig, target: Target, draft: DFlash) -> dict
 
 def _weight_format(resolved: ResolvedConfig) -> dict[str, str]:
     """Return the format that packed weights or a quantized target's have in memory."""
-    if resolved.backends.packed:
-        return {"held in": f"{resolved.config.weight_dtype}, heads in float16; the most at loading"}
+    packed = resolved.backends.packed
+    if packed in ("int8", "int4"):
+        return {"held in": f"{packed}, heads in float16; the most at loading"}
     stored = resolved.target.quantization
     if stored is None:
-        return {}
-    dtype = str(resolved.dtype).removeprefix("torch.")
+        return {} if packed in (None, "float32") else {"held in": packed}
+    dtype = packed or str(resolved.dtype).removeprefix("torch.")
     memory_format = "fp8, a scale for each row" if resolved.backends.fp8 else dtype
     return {"held in": f"{memory_format}; the checkpoint has them in {stored.method}"}
