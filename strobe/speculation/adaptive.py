@@ -1,44 +1,29 @@
 """The default draft policy: which requests draft, how wide, and how many drafts are verified.
 Imports no torch.
 
-The rule: plan the step that brings the most tokens per millisecond.
-
-    tokens per millisecond = (requests + sum of the verified drafts' chances) / milliseconds
-
-A draft's chance is the probability that it counts: that it and all drafts before it are right. So a
-draft is verified if its chance exceeds the price of its row, which is the milliseconds that the row
-adds times the tokens per millisecond of the best step. A request drafts if its block brings more
-than the drafter's rows cost. If no draft pays, the step is plain decoding.
-
-`_choose` compares plain decoding with every width of the drafter's block, several shares of the
-requests and all row counts that a step can have. It needs two estimates:
+It plans the step that brings the most tokens per millisecond, by two estimates:
 
 - the chances of each request's next block (`AcceptanceForecast`), from earlier blocks. Which drafts
   are verified is decided later, on the device, by the margins of this step (`allocate.py`).
 - the milliseconds of a step (`StepCosts`), measured at the start and corrected by every step.
 
-Two more rules bound what this one costs:
-
-- A width that is not used earns credit, a fixed share of the tokens generated meanwhile. Once its
-  credit covers the loss expected from using it, it is tried for one step.
-- Prompts come first: next to prompts, drafts get only the rows that prompts leave.
-
-A chain of prompt lookup replaces a request's block if it is expected to bring more, up to the last
-draft whose chance exceeds the price of a row.
+A width that is not used earns credit, a fixed share of the tokens generated meanwhile. Once its
+credit covers the loss expected from using it, it is tried for one step. A chain of prompt lookup
+replaces a request's block if it is expected to bring more. `docs/adaptive.md` explains the rules.
 """
 
 from __future__ import annotations
 
 import functools
-import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 
 from strobe.request import Request
-from strobe.speculation.acceptance import AcceptanceForecast, DraftChances, evidence
+from strobe.speculation.acceptance import AcceptanceForecast, DraftChances, evidence, knot_weights
 from strobe.speculation.costs import StepCosts, StepWork
 from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftPlan, DraftPolicy
 from strobe.speculation.policy_config import PolicyConfig
@@ -71,13 +56,13 @@ class AdaptiveDraftPolicy(DraftPolicy):
         rows(requests, drafting requests, max drafts of each): the steps that exist for them, as
         (drafts of all together, rows). max_mixed_rows: of a step with prompts and decoding."""
         self.config = config = config or PolicyConfig()
-        self.widths, self.slots, self.rows = tuple(widths), tuple(slots), functools.cache(rows)
-        self.max_mixed_rows = max_mixed_rows
+        self.widths, self.slots, self.rows = tuple(widths), tuple(slots), rows
+        self.max_mixed_rows, self.options = max_mixed_rows, functools.cache(self._list_options)
         self.costs: StepCosts | None = None
         self.chances = DraftChances(self.widths, config)
         self.chains = DraftChances(self.widths[-1:], config)
         self.forecast = AcceptanceForecast(max_requests, self.widths[-1], config)
-        self._requests: list[weakref.ref[Request] | None] = [None] * max_requests
+        self._requests = WeakValueDictionary[int, Request]()  # by slot
         self._match_lengths: dict[int, int] = {}  # of each slot's latest chain
         self._option, self._chosen_for, self._steps_left = Option(), (0, 0), 0
         self._credit, self._earned = np.zeros(len(self.widths) + 1), 0.0
@@ -100,19 +85,24 @@ class AdaptiveDraftPolicy(DraftPolicy):
         drafters = [i for i, c in enumerate(candidates) if c.on_device and not max_drafts[i]]
         if not drafters:
             return DraftPlan(max_drafts, use_chain=use_chain)
-        slots = np.array([candidates[i].slot for i in drafters])
-        limits = np.array([candidates[i].max_drafts for i in drafters])
-        ranking = np.argsort(-_within(self.forecast.expected(slots), limits).sum(1), kind="stable")
         work = work._replace(rows=work.rows + num_chained)
         self._steps_left -= 1
-        if self._steps_left <= 0 or self._chosen_for != (len(drafters), work.rows):
-            self._chosen_for = len(drafters), work.rows
-            blocks = _within(self.forecast.sample(slots), limits[:, None])[ranking]
-            self._choose(blocks, work, room - num_chained)
+        is_due = self._steps_left <= 0 or self._chosen_for != (len(drafters), work.rows)
+        if is_due or 0 < self._option.num_drafting < len(drafters):
+            fields = [(candidates[i].slot, candidates[i].max_drafts) for i in drafters]
+            slots, limits = np.array(fields).T
+            expected = self.forecast.expected(slots)
+            expected *= np.arange(self.widths[-1]) < limits[:, None]
+            ranking = np.argsort(-expected.sum(1), kind="stable")
+            drafters = [drafters[i] for i in ranking.tolist()]
+            if is_due:
+                self._chosen_for = len(drafters), work.rows
+                blocks = self.forecast.sample(slots[ranking], expected[ranking])
+                self._choose(blocks, work, room - num_chained)
         self._credit[:-1] += self._earned
         width, num_drafting, num_verified = self._option
-        for i in ranking[:num_drafting].tolist():
-            max_drafts[drafters[i]] = min(int(limits[i]), self.widths[width])
+        for i in drafters[:num_drafting]:
+            max_drafts[i] = min(candidates[i].max_drafts, self.widths[width])
         if num_verified >= sum(max_drafts) - num_chained:
             return DraftPlan(max_drafts, use_chain=use_chain)
         rates = tuple(map(tuple, self.chances.table(width).tolist()))
@@ -123,34 +113,35 @@ class AdaptiveDraftPolicy(DraftPolicy):
         return tuple(self.chances.logistic_fits())
 
     def observe(self, plan: Plan, result: StepResult) -> None:
+        if self.costs is None:  # nothing is chosen by what could be learned
+            return
         spans, config = plan.spans, self.config
         drafting = [i for i, span in enumerate(spans) if span.method is not None]
         width = bisect_left(self.widths, max([spans[i].num_drafts for i in drafting], default=0))
         work = StepWork.of(plan, result, self.slots[width])
-        if self.costs is not None and result.seconds is not None and work is not None:
+        if result.seconds is not None and work is not None:
             self.costs.observe(work, 1e3 * result.seconds, config)
         self.forecast.advance()
         for table in (self.chances, self.chains):
             table.fade(min(len(spans) / config.request_memory, 1 / config.step_memory))
         num_verified = result.num_verified or [span.num_drafts for span in spans]
-        for span, verified, accepted in zip(spans, num_verified, result.num_accepted, strict=False):
-            if span.method is None and verified and span.slot in self._match_lengths:
-                match = chain_evidence(self._match_lengths[span.slot], verified)
-                self.chains.observe(0, match, np.array([verified]), np.array([accepted]))
+        verdicts = np.array((num_verified, result.num_accepted))
+        for i, span in enumerate(spans):
+            if span.method is None and num_verified[i] and span.slot in self._match_lengths:
+                match = chain_evidence(self._match_lengths[span.slot], num_verified[i])
+                self.chains.observe(0, match, *verdicts[:, [i]])
         if drafting and result.margins is not None:
-            drafts = np.array([spans[i].num_drafts for i in drafting])
-            block = evidence(np.array(result.margins)[drafting, : self.widths[width]], drafts)
-            slots = np.array([spans[i].slot for i in drafting])
+            slots, drafts = np.array([(spans[i].slot, spans[i].num_drafts) for i in drafting]).T
+            margins = np.array(result.margins)[drafting, : self.widths[width]]
+            block = knot_weights(evidence(margins, drafts))
             self.forecast.observe(slots, self.chances.chances(width, block))
-            counts = np.array(num_verified)[drafting], np.array(result.num_accepted)[drafting]
-            self.chances.observe(width, block, *counts)
+            self.chances.observe(width, block, *verdicts[:, drafting])
 
     def _register(self, candidates: Sequence[Candidate]) -> None:
         """Note the requests that are new to their slots, and the lengths of chains' matches."""
         for request, _, _, slot, chain in candidates:
-            known = self._requests[slot]
-            if known is None or known() is not request:
-                self._requests[slot], self._steps_left = weakref.ref(request), 0
+            if self._requests.get(slot) is not request:
+                self._requests[slot], self._steps_left = request, 0
                 self.forecast.clear(slot)
             if chain.tokens:
                 self._match_lengths[slot] = chain.match_length
@@ -161,10 +152,8 @@ class AdaptiveDraftPolicy(DraftPolicy):
         assert self.costs is not None
         blocks = self.forecast.expected(np.array([c.slot for c in candidates])).sum(1)
         blocks *= [candidate.on_device for candidate in candidates]
-        chances = [
-            self.chains.chances(0, chain_evidence(chain.match_length, len(chain.tokens)))[0]
-            for *_, chain in candidates
-        ]
+        chains = [chain_evidence(c.match_length, len(c.tokens)) for *_, c in candidates]
+        chances = [self.chains.chances(0, chain)[0] for chain in chains]
         num_drafts = sum(map(len, chances))
         plain, ms = self.costs.ms(work._replace(rows=work.rows + np.array([0, num_drafts])))
         gain = sum([max(a.sum(), b) for a, b in zip(chances, blocks, strict=True)])
@@ -182,38 +171,37 @@ class AdaptiveDraftPolicy(DraftPolicy):
         a step in which they do not draft; room: number of drafts that fit."""
         assert self.costs is not None
         config, count = self.config, len(blocks)
-        steps = [(Option(), 0.0, 0, count)]
-        for width, drafts in enumerate(self.widths):
-            order = np.argsort(-blocks[..., :drafts], axis=None)
-            gains = blocks[..., :drafts].flatten()[order] / 2
-            for drafting in {max(round(share * count), 1) for share in config.shares}:
-                totals = np.cumsum(gains[order < drafting * 2 * drafts])
-                for n, rows in self.rows(count, drafting, drafts):
-                    if n <= room:
-                        draft_rows = drafting * self.slots[width]
-                        option = Option(width, drafting, n)
-                        steps.append((option, totals[2 * n - 1], draft_rows, rows))
-        options, gains, draft_rows, rows = zip(*steps, strict=True)
-        all_rows = work.rows - count + np.array(rows)
-        ms = self.costs.ms(work._replace(draft_rows=np.array(draft_rows), rows=all_rows))
-        tokens = work.requests + np.array(gains)
+        widths, num_drafting, num_drafts, draft_rows, rows = options = self.options(count)
+        within = np.arange(self.widths[-1]) < np.array(self.widths)[:, None, None, None]
+        narrowed, gains = blocks * within, np.zeros(len(widths))
+        for n in set(num_drafting[1:].tolist()):
+            likeliest = np.sort(-narrowed[:, :n].reshape(len(within), -1))
+            at = np.flatnonzero(num_drafting == n)
+            gains[at] = np.cumsum(likeliest, 1)[widths[at], 2 * num_drafts[at] - 1] / -2
+        gains[num_drafts > room] = -np.inf
+        ms = self.costs.ms(work._replace(draft_rows=draft_rows, rows=work.rows - count + rows))
+        tokens = work.requests + gains
         rate = (tokens / ms).max()
-        widths = np.array([option.width for option in options])
         value = tokens - rate * ms
         best, tried = value.argmax(), (value + self._credit[widths]).argmax()
         self._steps_left = config.hold_steps if widths[best] < 0 else min(config.hold_steps, count)
         if widths[tried] != widths[best]:
             best, self._steps_left = tried, 1
-        self._option = options[best]
+        self._option = Option(*options[:3, best].tolist())
         self._earned = config.explore_share * float(rate * ms[best])
         self._credit[widths[best]] = 0.0
 
-
-def _within(chances: Any, limits: Any) -> Any:
-    """Return chances [..., K] with 0 from each limit [...] on."""
-    return chances * (np.arange(chances.shape[-1]) < limits[..., None])
+    def _list_options(self, count: int) -> Any:
+        """Return the kinds of steps of so many requests that may draft, as the fields of `Option`,
+        rows of the drafter's blocks, and rows of these requests."""
+        options = [(*Option(), 0, count)]
+        for n in {max(round(share * count), 1) for share in self.config.shares}:
+            for width, (drafts, slots) in enumerate(zip(self.widths, self.slots, strict=True)):
+                for num_drafts, rows in self.rows(count, n, drafts):
+                    options.append((width, n, num_drafts, n * slots, rows))
+        return np.array(options).T
 
 
 def chain_evidence(match_length: int, drafts: int) -> Any:
-    """Return the evidence [1, drafts] of a chain: half the length of its match."""
-    return np.full((1, drafts), match_length / 2)
+    """Return the weights [1, drafts, B] of a chain's evidence: half the length of its match."""
+    return knot_weights(np.full((1, drafts), match_length / 2))

@@ -13,6 +13,7 @@ from strobe.speculation.acceptance import (
     AcceptanceForecast,
     DraftChances,
     evidence,
+    knot_weights,
     monotone,
 )
 from strobe.speculation.policy_config import PolicyConfig
@@ -33,7 +34,7 @@ def blocks(rng: np.random.Generator, n: int, rate: np.ndarray) -> tuple[np.ndarr
     easy = rng.integers(0, 2, n)
     right = rng.random((n, 3)) < rate[easy][:, None]
     accepted = np.where(right.all(1), 3, right.argmin(1))
-    return np.where(easy, 4.0, 1.0)[:, None].repeat(3, 1), accepted
+    return knot_weights(np.where(easy, 4.0, 1.0)[:, None].repeat(3, 1)), accepted
 
 
 def learned(rate: list[float], n: int = 2000, seed: int = 0) -> DraftChances:
@@ -55,7 +56,7 @@ def test_monotone_minimizes_squared_error(seed: int):
     rng = np.random.default_rng(seed)
     seen = rng.integers(1, 9, 4).astype(float)
     right = seen * rng.integers(0, 5, 4) / 4
-    result, grid = monotone(right, seen), np.linspace(0, 1, 21)
+    result, grid = monotone(np.stack((right, seen))), np.linspace(0, 1, 21)
     assert (np.diff(result) >= 0).all()
     loss = (seen * (result - right / seen) ** 2).sum()
     for rates in itertools.combinations_with_replacement(grid, 4):
@@ -63,7 +64,7 @@ def test_monotone_minimizes_squared_error(seed: int):
 
 
 def test_table_separates_easy_from_hard_drafts():
-    chances = learned([0.3, 0.9]).chances(0, np.array([[1.0] * 3, [4.0] * 3]))
+    chances = learned([0.3, 0.9]).chances(0, knot_weights(np.array([[1.0] * 3, [4.0] * 3])))
     assert chances[0] == pytest.approx([0.3, 0.09, 0.027], abs=0.05)
     assert chances[1] == pytest.approx([0.9, 0.81, 0.729], abs=0.05)
 
@@ -75,7 +76,7 @@ def test_chances_are_calibrated_on_recorded_blocks():
     chances, predictions, results, place = table(width), list[float](), list[int](), 0
     while place < len(traces.right):
         margins = traces.margins[-1][place : place + 1].astype(float)
-        block_evidence = evidence(margins, np.array([width]))
+        block_evidence = knot_weights(evidence(margins, np.array([width])))
         accepted = int(traces.right[place, -1])
         predictions.append(float(chances.chances(0, block_evidence).sum()))
         results.append(accepted)
@@ -102,12 +103,12 @@ def test_unused_width_follows_the_others():
     chances, rng = table(3, 7), np.random.default_rng(1)
     block_evidence, accepted = blocks(rng, 400, np.array([0.0, 0.0]))
     chances.observe(0, block_evidence, np.full(400, 3), accepted)
-    assert chances.chances(1, np.full((1, 7), 2.0))[0, 0] < 0.1
+    assert chances.chances(1, knot_weights(np.full((1, 7), 2.0)))[0, 0] < 0.1
 
 
 def test_only_verified_drafts_up_to_a_wrong_one_count():
     chances = table(4)
-    chances.observe(0, np.ones((3, 4)), np.array([4, 2, 0]), np.array([1, 2, 0]))
+    chances.observe(0, knot_weights(np.ones((3, 4))), np.array([4, 2, 0]), np.array([1, 2, 0]))
     right, seen = chances.counts[:, 0].sum(2).tolist()
     assert right == [2, 1, 0, 0]
     assert seen == [2, 2, 0, 0]
@@ -120,7 +121,7 @@ def test_faded_counts_follow_a_text_that_gets_harder():
             block_evidence, accepted = blocks(rng, 8, np.array([rate, rate]))
             chances.fade(8 / 500)
             chances.observe(0, block_evidence, np.full(8, 3), accepted)
-        after.append(chances.chances(0, np.full((1, 3), 3.0))[0, 0])
+        after.append(chances.chances(0, knot_weights(np.full((1, 3), 3.0)))[0, 0])
     assert after[0] > 0.87
     assert after[1] < 0.15
 
@@ -129,8 +130,9 @@ def test_faded_counts_follow_a_text_that_gets_harder():
 def test_constant_verdicts_are_expected_again(right: int):
     chances = table(3)
     for _ in range(20):
-        chances.observe(0, np.full((16, 3), 2.0), np.full(16, 3), np.full(16, right))
-    chance = chances.chances(0, np.full((1, 3), 2.0))[0, 0]
+        block_evidence = knot_weights(np.full((16, 3), 2.0))
+        chances.observe(0, block_evidence, np.full(16, 3), np.full(16, right))
+    chance = chances.chances(0, knot_weights(np.full((1, 3), 2.0)))[0, 0]
     assert chance > 0.97 if right else chance < 0.03
     assert chances.table(0).shape == (3, KNOTS)
 
@@ -205,7 +207,7 @@ def test_possible_blocks_average_to_the_expectation():
     expectations = forecast(2)
     step(expectations, [0, 1], [[0.5, 0.5], [0.9, 0.8]])
     slots = np.array([0, 1])
-    samples = expectations.sample(slots)
+    samples = expectations.sample(slots, expectations.expected(slots))
     assert samples.mean(1) == pytest.approx(expectations.expected(slots))
     assert (samples >= 0).all()
     assert (samples <= 1).all()
@@ -217,7 +219,7 @@ def test_possible_blocks_differ_more_among_many_requests():
     for expectations, count, share in ((few, 2, 0.5), (many, 200, 200 / 202)):
         slots = np.arange(count)
         step(expectations, slots.tolist(), [[0.7, 0.6]] * count)
-        samples = expectations.sample(slots)
+        samples = expectations.sample(slots, expectations.expected(slots))
         difference = share * (np.array([0.7, 0.6]) - INITIAL)
         assert samples[:, 0] - expectations.expected(slots) == pytest.approx(
             np.tile(difference, (count, 1))

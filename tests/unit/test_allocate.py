@@ -12,7 +12,7 @@ from layouts import facts, spans_of
 
 from strobe.runner.batch import Shape, exact_shape, lay_out
 from strobe.runner.buckets import Buckets
-from strobe.speculation.acceptance import DraftChances, evidence
+from strobe.speculation.acceptance import DraftChances, evidence, knot_weights
 from strobe.speculation.allocate import chances, choose_drafts, verified_drafts
 from strobe.speculation.policy_config import PolicyConfig
 from strobe.step import TAIL, Span, num_rows
@@ -36,9 +36,10 @@ def test_device_evidence_matches_host(seed: int):
     rng = np.random.default_rng(seed)
     margins, max_drafts = rng.gamma(1.5, 2.0, (6, 7)), rng.integers(0, 8, 6)
     host = DraftChances((7,), PolicyConfig())
-    host.observe(0, evidence(margins, max_drafts), np.full(6, 7), rng.integers(0, 8, 6))
+    block_evidence = knot_weights(evidence(margins, max_drafts))
+    host.observe(0, block_evidence, np.full(6, 7), rng.integers(0, 8, 6))
     inputs = [torch.from_numpy(x) for x in (margins, host.table(0), max_drafts)]
-    expected = host.chances(0, evidence(margins, max_drafts))
+    expected = host.chances(0, block_evidence)
     np.testing.assert_allclose(chances(*inputs).numpy(), expected)
 
 

@@ -17,7 +17,7 @@ from strobe.models.config_readers.rope import RopeConfig
 from strobe.models.target import Target
 from strobe.request import Request
 from strobe.sampling_params import SamplingParams
-from strobe.speculation.acceptance import KNOTS, DraftChances, evidence
+from strobe.speculation.acceptance import KNOTS, DraftChances, evidence, knot_weights
 from strobe.speculation.base import Drafts
 from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftPlan, DraftPolicy
 from strobe.speculation.policy_config import PolicyConfig
@@ -118,7 +118,7 @@ class MarginFit(DraftPolicy):
         for i, (span, accepted) in enumerate(zip(plan.spans, result.num_accepted, strict=True)):
             if span.method is not None:
                 counts = verified[[i]], np.array([accepted])
-                self.chances.observe(0, draft_evidence[[i]], *counts)
+                self.chances.observe(0, knot_weights(draft_evidence[[i]]), *counts)
                 for k in range(min(accepted + 1, int(verified[i]))):
                     self._reached[k].append((float(draft_evidence[i, k]), k < accepted))
 
