@@ -6,6 +6,7 @@ Imports no torch.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -80,7 +81,7 @@ class StepCosts:
 
     def ms(self, work: StepWork) -> Any:
         """Return the milliseconds of such a step."""
-        drafting = np.interp(work.draft_rows, *self._draft) * (np.asarray(work.draft_rows) > 0)
+        drafting = np.interp(work.draft_rows, *self._draft) * (work.draft_rows > 0)
         rates = self.request * work.requests + self.context * work.context
         return self.pace * (drafting + np.interp(work.rows, *self._verify) + rates)
 
@@ -88,30 +89,30 @@ class StepCosts:
         """Correct the pace, and both curves at the nearest numbers of rows, by shares of the error
         about a step. A step that took far too long, as for a capture, counts as twice as long as
         expected."""
-        expected = float(self.ms(work))
-        ratio = min(max(ms / expected, 0.5), 2.0)
+        ratio = min(max(ms / float(self.ms(work)), 0.5), 2.0)
         for (rows, costs), n in zip((self._draft, self._verify), work[:2], strict=True):
-            nearest, gain = int(np.abs(rows - n).argmin()), config.table_gain * (n > 0)
-            cost = costs[nearest] = costs[nearest] * (1 + gain * (ratio - 1))
-            np.maximum(costs[nearest:], cost, out=costs[nearest:])  # more rows never cost less
-            np.minimum(costs[:nearest], cost, out=costs[:nearest])
+            if n > 0:
+                nearest = min(range(len(rows)), key=lambda i: abs(rows[i] - n))
+                cost = costs[nearest] = costs[nearest] * (1 + config.table_gain * (ratio - 1))
+                for i, other in enumerate(costs):  # more rows never cost less
+                    costs[i] = min(other, cost) if i < nearest else max(other, cost)
         self.pace *= ratio**config.pace_gain
 
     def as_dict(self) -> dict[str, Any]:
         """Return the curves, without their far ends, and the rates."""
-        curves = {
-            name: {str(int(n)): round(float(ms), 4) for n, ms in curve.T[:-1]}
-            for name, curve in (("draft", self._draft), ("verify", self._verify))
-        }
-        return {**curves, "request": self.request, "context": self.context}
+        points = [list(zip(*curve, strict=True))[:-1] for curve in (self._draft, self._verify)]
+        draft, verify = [{str(n): round(ms, 4) for n, ms in curve} for curve in points]
+        rates = {"request": self.request, "context": self.context}
+        return {"draft": draft, "verify": verify, **rates}
 
 
-def _curve(points: Mapping[float, float]) -> Any:
-    """Return rows and milliseconds [2, N]. Fewer milliseconds for more rows are noise."""
-    rows = np.array([*sorted(points), _MANY_ROWS], dtype=np.float64)
-    costs = np.maximum.accumulate([points[n] for n in sorted(points)])
-    slope = (costs[-1] - costs[-2]) / (rows[-2] - rows[-3])
-    return np.stack((rows, [*costs, costs[-1] + slope * (_MANY_ROWS - rows[-2])]))
+def _curve(points: Mapping[float, float]) -> tuple[list[int], list[float]]:
+    """Return rows and milliseconds. Fewer milliseconds for more rows are noise."""
+    rows = sorted(map(int, points))
+    costs = list(itertools.accumulate([float(points[n]) for n in rows], max))
+    slope = (costs[-1] - costs[-2]) / (rows[-1] - rows[-2])
+    costs.append(costs[-1] + slope * (_MANY_ROWS - rows[-1]))
+    return [*rows, _MANY_ROWS], costs
 
 
 def _shares(rows: Any, knots: Any) -> Any:
