@@ -58,12 +58,16 @@ class AttentionPlan(Protocol):
 class PagedPlan(AttentionPlan, Protocol):
     """A plan that exposes its cache, so that a fused kernel can store keys and values itself.
 
-    kv(layer): the layer's cache [slots, 2, Hkv, D]; slots [T]: each row's slot in it;
+    kv(layer): the layer's cache [slots, 2, Hkv, D]; slots [T]: each row's slot in it; sizes [S]:
+    rows of each span, after which all rows are padding; None without padding;
     over(layer, q [T, Hq, D], sinks [Hq] or None) -> [T, Hq * D]: attend to K/V stored before.
     """
 
     @property
     def slots(self) -> Tensor: ...
+
+    @property
+    def sizes(self) -> Tensor | None: ...
 
     def kv(self, layer: int) -> Tensor: ...
 

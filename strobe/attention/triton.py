@@ -46,7 +46,7 @@ class TritonPlan:
         masks: Sequence[LayerMask],
     ):
         self.batch, self.store, self.masks = batch, store, masks
-        self.slots = batch.kv_slots
+        self.slots, self.sizes = batch.kv_slots, batch.sizes
         self._starts = batch.starts.contiguous()  # may be a column of the state's
         self._backend = backend
 

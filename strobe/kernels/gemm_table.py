@@ -191,16 +191,21 @@ def load() -> dict[str, Any]:
 
 def save(data: dict[str, Any], path: Path = PATH) -> None:
     """Write JSON with a line per bucket."""
+    path.write_text(to_json(data, 6) + "\n")
+
+
+def to_json(data: dict[str, Any], levels: int) -> str:
+    """Return JSON whose objects below so many levels are each on one line."""
 
     def text(value: Any, depth: int) -> str:
-        if depth == 6 or not value or not isinstance(value, dict):
+        if depth == levels or not value or not isinstance(value, dict):
             return json.dumps(value)
         lines = ",\n".join(
             f"{'  ' * (depth + 1)}{json.dumps(key)}: {text(value[key], depth + 1)}" for key in value
         )
         return f"{{\n{lines}\n{'  ' * depth}}}"
 
-    path.write_text(text(data, 0) + "\n")
+    return text(data, 0)
 
 
 def record(

@@ -7,6 +7,8 @@ pairs of a row and an expert, sorted by expert.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,62 @@ GATHERED = 1 << 26
 
 Linear = tuple[Tensor, Tensor | None]
 """The experts' weights [E, N, K] and biases [E, N]."""
+
+
+class Routing(NamedTuple):
+    """How logits choose the top_k experts of each row. Their weights are the softmax over the
+    chosen logits if `normalized`, otherwise over all, times scale [E] of the experts."""
+
+    top_k: int
+    normalized: bool = True
+    scale: Tensor | None = None
+
+
+class Gate(NamedTuple):
+    """Of the outputs of gate and up. clamped: gpt-oss's; gate and up outputs take turns, gates are
+    at most `limit`, ups within [-limit, limit]."""
+
+    name: Literal["silu", "gelu_tanh", "clamped"]
+    limit: float = 0.0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., 2 I] -> [..., I]."""
+        if self.name == "clamped":
+            return clamped_swiglu(x, ALPHA, self.limit)
+        return gated(_FUNCTIONS[self.name], x)
+
+
+ALPHA = 1.702
+"""Slope of the clamped activation's sigmoid."""
+_FUNCTIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+
+
+def gated(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """x [..., 2 I], gate outputs and then up outputs -> activation(gate) * up."""
+    gate, up = x.chunk(2, -1)
+    return activation(gate) * up
+
+
+def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
+    """x [..., 2 I], gate and up values interleaved -> (up + 1) gate sigmoid(alpha gate). Gates are
+    clamped to at most `limit`, ups to [-limit, limit] (gpt-oss model card, arXiv 2508.10925)."""
+    gate, up = x.unflatten(-1, (-1, 2)).unbind(-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * gate * torch.sigmoid(alpha * gate)
+
+
+def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """logits [T, E] -> weights [T, k] in the logits' dtype, experts [T, k].
+
+    Normalized weights, divided by their sum, equal the softmax over the k largest logits.
+    """
+    values = logits.float()
+    top, ids = values.topk(routing.top_k, dim=-1)
+    normalizer = top if routing.normalized else values
+    weights = torch.exp(top - normalizer.logsumexp(-1, keepdim=True))
+    if routing.scale is not None:
+        weights = weights * routing.scale.index_select(0, ids.flatten()).view_as(weights)
+    return weights.to(logits.dtype), ids
 
 
 def experts(

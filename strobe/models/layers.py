@@ -1,7 +1,8 @@
 """Decoder layers, defined once as calls of `strobe.models.ops`.
 
 A layer is called with (ops, x, rows) and adds to the residual stream x. An MLP, or its replacement,
-is called with (ops, x, norm), where norm is the norm before it. Legend: T rows, H hidden size.
+is called with (ops, x, norm, rows), where norm is the norm before it. Legend: T rows, H hidden
+size.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class MLP(nn.Module):
         self.gate_up_proj = Linear(size, {"gate_proj": inner, "up_proj": inner}, bias)
         self.down_proj = Linear(inner, size, bias=bias)
 
-    def forward(self, ops: TorchOps, x: Residual, norm: RMSNorm) -> None:
+    def forward(self, ops: TorchOps, x: Residual, norm: RMSNorm, rows: ForwardRows) -> None:
         inner = ops.norm_linear(x, norm, self.gate_up_proj, "silu")
         ops.add_linear(x, inner, self.down_proj)
 
@@ -53,7 +54,7 @@ class DecoderLayer(Layer):
         qkv = ops.norm_linear(x, self.input_layernorm, attention.qkv_proj)
         mixed = ops.attention(qkv, attention, rows)
         ops.add_linear(x, mixed, attention.o_proj, next_norm=self.post_attention_layernorm)
-        self.mlp(ops, x, self.post_attention_layernorm)
+        self.mlp(ops, x, self.post_attention_layernorm, rows)
 
 
 def softcapped(logits: Tensor, cap: float | None) -> Tensor:

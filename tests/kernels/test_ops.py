@@ -50,7 +50,7 @@ class Cache:
             torch.zeros(ROWS, 2, shape.num_kv_heads, shape.head_dim, device=device)
             for shape in shapes
         ]
-        self.slots = torch.arange(ROWS, device=device)
+        self.slots, self.sizes = torch.arange(ROWS, device=device), None
 
     def kv(self, layer: int) -> Tensor:
         return self.layers[layer]
@@ -290,7 +290,7 @@ class Launches(TorchDispatchMode):
         super().__init__()
         self.names: list[str] = []
         self.inside = False
-        for name in ("gather_rows", "rms_norm", "qk_norm_rope_store", "context_store"):
+        for name in ("gather_rows", "rms_norm", "qk_norm_rope_store", "context_store", "experts"):
             monkeypatch.setattr(triton_ops, name, self.recorded(name, getattr(triton_ops, name)))
         monkeypatch.setattr(attend, "over", self.recorded("attention", attend.over))
         monkeypatch.setattr(linear, "launch", self.recorded_linear(linear.launch))
@@ -378,7 +378,7 @@ def test_drafter_block_and_context_add_no_launches(
     ]
 
 
-def test_layers_with_experts_run_attention_by_kernels(
+def test_layers_with_experts_run_by_kernels(
     tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ):
     FAMILIES["qwen3_moe"](tmp_path, head_dim=64, num_hidden_layers=2, hidden_size=64)
@@ -390,5 +390,8 @@ def test_layers_with_experts_run_attention_by_kernels(
     attend = Cache(config.decoder, device)
     with Launches(monkeypatch, attend) as launches:
         model(ids, places, attend, (2,))
-    kernels = [name for name in launches.names if "." not in name]
-    assert kernels == ["gather_rows", *[*FIRST, "rms_norm"] * 2]
+    assert launches.names == [
+        "gather_rows",
+        *[*FIRST, "rms_norm", "linear", "experts"] * 2,
+        "copy_.default",
+    ]

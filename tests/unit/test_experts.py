@@ -52,7 +52,7 @@ def test_router_chooses_most_probable_experts(normalized: bool):
     for parameter in router.parameters():
         parameter.data.normal_(generator=noise)
     x = torch.randn(7, 5, generator=noise)
-    weights, chosen = router(x)
+    weights, chosen = reference_experts.route(router.logits(TorchOps(), x), router.routing)
     probabilities = torch.softmax(F.linear(x, router.weight, router.bias), -1)
     expected, order = probabilities.sort(-1, descending=True)
     expected = expected[:, :2]
@@ -83,12 +83,13 @@ def test_experts_sum_weighted_outputs(bias: bool):
             both = of_expert(module.gate_up_proj, e, x[t])
             out = of_expert(module.down_proj, e, F.silu(both[:4]) * both[4:])
             expected[t] += weight * out
-    ops = TorchOps()
-    torch.testing.assert_close(module(ops, x, (weights, chosen), residual), expected)
-    alone = torch.cat(
-        [
-            module(ops, x[t : t + 1], (weights[t : t + 1], chosen[t : t + 1]), row[None])
-            for t, row in enumerate(residual)
-        ]
-    )
+
+    def run(rows: slice) -> Tensor:
+        linears = (module.gate_up_proj, module.down_proj)
+        layers = ((linear.weight, linear.bias) for linear in linears)
+        routed = weights[rows], chosen[rows]
+        return reference_experts.experts(x[rows], *routed, *layers, module.gate, residual[rows])
+
+    torch.testing.assert_close(run(slice(0, 11)), expected)
+    alone = torch.cat([run(slice(t, t + 1)) for t in range(11)])
     torch.testing.assert_close(alone, expected)

@@ -6,14 +6,14 @@ Legend: T rows, H hidden size, E experts of inner size I, k experts per row.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from strobe.kernels.reference_experts import Gate, Routing
 from strobe.models.config import ExpertShape
 from strobe.models.config_readers.fields import HINT, Fields
-from strobe.models.linear import Linear
+from strobe.models.linear import Linear, LinearView
 from strobe.models.modules import RMSNorm
-from strobe.models.ops.torch_ops import ACTIVATIONS, Activate, Residual, TorchOps
+from strobe.models.ops.torch_ops import ExpertsLayer, ForwardRows, Residual, TorchOps
 from strobe.models.weight_mapping import WeightMapping, WeightPart
 
 
@@ -36,6 +36,9 @@ def read_counts(
     return count, top_k
 
 
+SILU = Gate("silu")
+
+
 class Router(nn.Module):
     """Chooses the experts of each row and the weights of their outputs."""
 
@@ -45,21 +48,13 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape.count, hidden_size))
         self.bias = nn.Parameter(torch.empty(shape.count)) if bias else None
 
-    def logits(self, x: Tensor) -> Tensor:
+    @property
+    def routing(self) -> Routing:
+        return Routing(self.top_k, self.normalized)
+
+    def logits(self, ops: TorchOps, x: Tensor) -> Tensor:
         """x [T, H] -> [T, E]."""
-        return F.linear(x, self.weight, self.bias)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [T, H] -> weights [T, k] in x's dtype, experts [T, k].
-
-        The k largest of softmax(logits). If `normalized` they are divided by their sum, which
-        equals the softmax over the k largest logits.
-        """
-        logits = self.logits(x).float()
-        top, experts = logits.topk(self.top_k, dim=-1)
-        normalizer = top if self.normalized else logits
-        weights = torch.exp(top - normalizer.logsumexp(-1, keepdim=True))
-        return weights.to(x.dtype), experts
+        return ops.linear(x, LinearView(self.weight, self.bias))
 
 
 class Experts(nn.Module):
@@ -69,14 +64,18 @@ class Experts(nn.Module):
         self,
         hidden_size: int,
         shape: ExpertShape,
-        activate: Activate = ACTIVATIONS["silu"],
+        gate: Gate = SILU,
         *,
         bias: bool = False,
     ):
         super().__init__()
-        self.count, self.size, self.activate = shape.count, shape.moe_intermediate_size, activate
+        self.count, self.size, self.gate = shape.count, shape.moe_intermediate_size, gate
         self.gate_up_proj = Linear(hidden_size, 2 * self.size, bias=bias, experts=self.count)
         self.down_proj = Linear(self.size, hidden_size, bias=bias, experts=self.count)
+
+    def layer(self, routing: Routing) -> ExpertsLayer:
+        """Return what `ops.experts` reads."""
+        return ExpertsLayer(routing, self.gate_up_proj, self.down_proj, self.gate)
 
     def weight_mapping(self) -> WeightMapping:
         """Most checkpoints have three linear layers per expert. Biases are stacked."""
@@ -90,12 +89,6 @@ class Experts(nn.Module):
         biases = {"gate_up_proj": (self.count, 2 * size), "down_proj": (self.count, hidden)}
         stacked = {f"{n}.bias": [WeightPart({f"{n}_bias": shape})] for n, shape in biases.items()}
         return {"gate_up_proj.weight": gate_up, "down_proj.weight": down, **stacked}
-
-    def forward(
-        self, ops: TorchOps, x: Tensor, routed: tuple[Tensor, Tensor], residual: Tensor
-    ) -> Tensor:
-        """See `ops.experts`."""
-        return ops.experts(x, routed, self.gate_up_proj, self.down_proj, self.activate, residual)
 
 
 class SparseMLP(nn.Module):
@@ -111,6 +104,10 @@ class SparseMLP(nn.Module):
             for name, parameter in self.router.named_parameters()
         }
 
-    def forward(self, ops: TorchOps, x: Residual, norm: RMSNorm) -> None:
-        rows = ops.norm(x.value, norm)
-        x.value = self.experts(ops, rows, self.router(rows), x.value)
+    @property
+    def layer(self) -> ExpertsLayer:
+        return self.experts.layer(self.router.routing)
+
+    def forward(self, ops: TorchOps, x: Residual, norm: RMSNorm, rows: ForwardRows) -> None:
+        y = ops.norm(x.value, norm)
+        x.value = ops.experts(y, self.router.logits(ops, y), self.layer, x.value, rows)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strobe.attention.mask import LayerMask
+from strobe.kernels.reference_experts import Gate, Routing
 from strobe.models.config import DecoderConfig, ExpertShape, LayerShape, TargetConfig
 from strobe.models.config_readers.decoder import (
     read_decoder,
@@ -22,8 +23,9 @@ from strobe.models.config_readers.fields import HINT, Fields
 from strobe.models.config_readers.rope import RopeConfig, read_rope
 from strobe.models.families.experts import Experts, read_counts
 from strobe.models.layers import MLP, Layer
+from strobe.models.linear import LinearView
 from strobe.models.modules import Attention, RMSNorm
-from strobe.models.ops.torch_ops import ACTIVATIONS, ForwardRows, Residual, TorchOps
+from strobe.models.ops.torch_ops import ForwardRows, Residual, TorchOps
 from strobe.models.target import Target
 from strobe.models.weight_mapping import WeightMapping, WeightPart
 
@@ -239,17 +241,15 @@ class Gemma4Router(nn.Module):
     def weight_mapping(self) -> WeightMapping:
         return {"weight": [WeightPart({"proj.weight": tuple(self.weight.shape)})]}
 
-    def logits(self, x: Tensor) -> Tensor:
+    @property
+    def routing(self) -> Routing:
+        return Routing(self.top_k, scale=self.per_expert_scale)
+
+    def logits(self, ops: TorchOps, x: Tensor) -> Tensor:
         """x [T, H] -> [T, E]."""
         size = x.shape[1:]
         normed = F.rms_norm(x, size, self.scale, self.eps) * size.numel() ** -0.5
-        return F.linear(normed, self.weight)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [T, H] -> weights [T, k] in x's dtype, experts [T, k]."""
-        top, experts = self.logits(x).float().topk(self.top_k, dim=-1)
-        expert_scale = self.per_expert_scale.index_select(0, experts.flatten()).view_as(top)
-        return (top.softmax(-1) * expert_scale).to(x.dtype), experts
+        return ops.linear(normed, LinearView(self.weight))
 
 
 class Gemma4Layer(Layer):
@@ -268,7 +268,7 @@ class Gemma4Layer(Layer):
         self.post_feedforward_layernorm = RMSNorm(*norm)
         self.layer_scalar = nn.Parameter(torch.ones(1))
 
-    def feed(self, ops: TorchOps, x: Residual) -> Tensor:
+    def feed(self, ops: TorchOps, x: Residual, rows: ForwardRows) -> Tensor:
         """Residual stream after attention -> MLP output to norm and add [T, H]."""
         mlp = self.mlp
         inner = ops.norm_linear(x, self.pre_feedforward_layernorm, mlp.gate_up_proj, "gelu_tanh")
@@ -279,7 +279,7 @@ class Gemma4Layer(Layer):
         qkv = ops.norm_linear(x, self.input_layernorm, attention.qkv_proj)
         mixed = ops.linear(ops.attention(qkv, attention, rows), attention.o_proj)
         ops.add_norm(x, mixed, self.post_attention_layernorm)
-        fed = self.feed(ops, x)
+        fed = self.feed(ops, x, rows)
         ops.add_norm(x, fed, self.post_feedforward_layernorm, scale=self.layer_scalar)
 
 
@@ -291,13 +291,14 @@ class Gemma4SparseLayer(Gemma4Layer):
         super().__init__(config, layer)
         size, eps = config.hidden_size, config.rms_norm_eps
         self.router = Gemma4Router(size, shape, eps)
-        self.experts = Experts(size, shape, ACTIVATIONS["gelu_tanh"])
+        self.experts = Experts(size, shape, Gate("gelu_tanh"))
         self.post_feedforward_layernorm_1 = RMSNorm(size, eps)
         self.pre_feedforward_layernorm_2 = RMSNorm(size, eps)
         self.post_feedforward_layernorm_2 = RMSNorm(size, eps)
 
-    def feed(self, ops: TorchOps, x: Residual) -> Tensor:
-        mlp_output = ops.norm(super().feed(ops, x), self.post_feedforward_layernorm_1)
-        rows = ops.norm(x.value, self.pre_feedforward_layernorm_2)
-        expert_output = self.experts(ops, rows, self.router(x.value), torch.zeros_like(rows))
+    def feed(self, ops: TorchOps, x: Residual, rows: ForwardRows) -> Tensor:
+        mlp_output = ops.norm(super().feed(ops, x, rows), self.post_feedforward_layernorm_1)
+        y = ops.norm(x.value, self.pre_feedforward_layernorm_2)
+        logits, layer = self.router.logits(ops, x.value), self.experts.layer(self.router.routing)
+        expert_output = ops.experts(y, logits, layer, torch.zeros_like(y), rows)
         return mlp_output + ops.norm(expert_output, self.post_feedforward_layernorm_2)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from strobe.attention.mask import LayerMask
+from strobe.kernels.reference_experts import ALPHA, Gate
 from strobe.models.config import DecoderConfig, ExpertShape, TargetConfig
 from strobe.models.config_readers.decoder import (
     read_decoder,
@@ -23,16 +22,8 @@ from strobe.models.layers import DecoderLayer
 from strobe.models.target import Target
 from strobe.models.weight_mapping import WeightMapping, WeightPart
 
-ALPHA, LIMIT = 1.702, 7.0
-"""Of the experts' activation: slope of the sigmoid, and bound of the inputs."""
-
-
-def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
-    """x [..., 2 I], gate and up values interleaved -> (up + 1) gate sigmoid(alpha gate). Gates are
-    clamped to at most `limit`, ups to [-limit, limit] (gpt-oss model card, arXiv 2508.10925)."""
-    gate, up = x.unflatten(-1, (-1, 2)).unbind(-1)
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return (up + 1) * gate * torch.sigmoid(alpha * gate)
+LIMIT = 7.0
+"""Bound of the inputs of the experts' activation."""
 
 
 def transposed(out: Tensor, value: Tensor) -> None:
@@ -101,6 +92,5 @@ def make(config: TargetConfig, max_positions: int) -> Target:
 def make_mlp(decoder: DecoderConfig) -> SparseMLP:
     shape, size = decoder.experts, decoder.hidden_size
     assert shape is not None
-    activate = partial(clamped_swiglu, alpha=ALPHA, limit=shape.limit)
-    experts = GptOssExperts(size, shape, activate, bias=True)
+    experts = GptOssExperts(size, shape, Gate("clamped", shape.limit), bias=True)
     return SparseMLP(Router(size, shape, bias=True), experts)

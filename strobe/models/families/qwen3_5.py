@@ -209,14 +209,13 @@ class SharedMLP(SparseMLP):
         self.shared_expert = MLP(replace(config, intermediate_size=shape.shared))
         self.shared_expert_gate = Linear(size, 1)
 
-    def forward(self, ops: TorchOps, x: Residual, norm: RMSNorm) -> None:
+    def forward(self, ops: TorchOps, x: Residual, norm: RMSNorm, rows: ForwardRows) -> None:
         """The residual stream is added last, since the other terms are small."""
-        rows, shared = ops.norm(x.value, norm), self.shared_expert
-        inner = ops.linear(rows, shared.gate_up_proj, "silu")
-        shared_output = (
-            ops.linear(inner, shared.down_proj) * self.shared_expert_gate(rows).sigmoid()
-        )
-        x.value = x.value + self.experts(ops, rows, self.router(rows), shared_output)
+        y, shared = ops.norm(x.value, norm), self.shared_expert
+        inner = ops.linear(y, shared.gate_up_proj, "silu")
+        gate = ops.linear(y, self.shared_expert_gate).sigmoid()
+        output = ops.linear(inner, shared.down_proj) * gate
+        x.value = x.value + ops.experts(y, self.router.logits(ops, y), self.layer, output, rows)
 
 
 class GatedAttention(Attention):
@@ -246,7 +245,7 @@ class GatedLayer(DecoderLayer):
         gate, qkv = qkv.tensor_split([attention.gate_heads * attention.head_dim], 1)
         mixed = ops.attention(qkv, attention, rows) * gate.sigmoid()
         ops.add_linear(x, mixed, attention.o_proj, next_norm=self.post_attention_layernorm)
-        self.mlp(ops, x, self.post_attention_layernorm)
+        self.mlp(ops, x, self.post_attention_layernorm, rows)
 
 
 class RecurrentLayer(Layer):
@@ -265,7 +264,7 @@ class RecurrentLayer(Layer):
     def forward(self, ops: TorchOps, x: Residual, rows: ForwardRows) -> None:
         mixed = self.linear_attn(ops, ops.norm(x.value, self.input_layernorm), rows)
         ops.add_linear(x, mixed, self.linear_attn.out_proj, next_norm=self.post_attention_layernorm)
-        self.mlp(ops, x, self.post_attention_layernorm)
+        self.mlp(ops, x, self.post_attention_layernorm, rows)
 
 
 def make(config: Qwen35Config, max_positions: int) -> Target:

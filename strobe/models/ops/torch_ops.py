@@ -9,7 +9,6 @@ channels.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 from strobe.attention.base import PagedPlan
 from strobe.attention.recurrent import RecurrentPlan
 from strobe.kernels import reference_experts, reference_recurrent
+from strobe.kernels.reference_residual import ResidualStream
 from strobe.kv.store import KVStore
 from strobe.models.linear import AnyLinear, apply
 from strobe.models.modules import Attention, RMSNorm, Rope, RotaryTable, rotate, unit_rms
@@ -29,20 +29,6 @@ if TYPE_CHECKING:
 
 Activation = Literal["silu", "gelu_tanh"]
 """Of a gated linear layer with outputs [gate | up]: activation(gate) * up."""
-
-Activate = Callable[[Tensor], Tensor]
-"""Outputs [..., 2 I] of a gated linear layer -> [..., I]."""
-
-
-def _gated(activation: Activate, x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, -1)
-    return activation(gate) * up
-
-
-ACTIVATIONS: dict[Activation, Activate] = {
-    "silu": partial(_gated, F.silu),
-    "gelu_tanh": partial(_gated, partial(F.gelu, approximate="tanh")),
-}
 
 
 class ContextWeights(NamedTuple):
@@ -55,26 +41,13 @@ class ContextWeights(NamedTuple):
     eps: float
 
 
-class ResidualStream:
-    """The residual stream of one forward, `value` [T, H], and the features captured from it. Layers
-    add to it through ops, or assign a new value; no tensor is overwritten."""
+class ExpertsLayer(NamedTuple):
+    """How rows choose experts, and the experts: gate and up as one linear layer, then down."""
 
-    def __init__(self, value: Tensor, capture: tuple[int, ...]):
-        self.value, self.capture = value, capture
-        self._captured = {0: value} if 0 in capture else {}
-
-    def begin(self, done: int, next_norm: Tensor | None) -> None:
-        """Start the layer after `done` finished ones. next_norm: the weight of the norm that reads
-        the stream after it; None for the last layer."""
-
-    def end(self, done: int) -> None:
-        """End the layer after which `done` are finished."""
-        if done in self.capture:
-            self._captured[done] = self.value
-
-    def features(self) -> Tensor | None:
-        """Return the captured features [T, n * H]; None if nothing is captured."""
-        return torch.cat([self._captured[k] for k in self.capture], -1) if self.capture else None
+    routing: reference_experts.Routing
+    gate_up: AnyLinear
+    down: AnyLinear
+    gate: reference_experts.Gate
 
 
 Residual: TypeAlias = "ResidualStream | FusedResidual"
@@ -131,7 +104,7 @@ class TorchOps:
     def linear(self, x: Tensor, linear: AnyLinear, activation: Activation | None = None) -> Tensor:
         """x [T, K] -> [T, N], or [T, N / 2] after an activation."""
         y = apply(linear, x)
-        return y if activation is None else ACTIVATIONS[activation](y)
+        return y if activation is None else reference_experts.Gate(activation)(y)
 
     def norm_linear(
         self, x: Residual, norm: RMSNorm, linear: AnyLinear, activation: Activation | None = None
@@ -170,18 +143,13 @@ class TorchOps:
         return rows.attend(attention.layer, qk[:, :q_heads], qk[:, q_heads:], v, *sinks)
 
     def experts(
-        self,
-        x: Tensor,
-        routed: tuple[Tensor, Tensor],
-        gate_up: AnyLinear,
-        down: AnyLinear,
-        activate: Activate,
-        residual: Tensor,
+        self, x: Tensor, logits: Tensor, layer: ExpertsLayer, extra: Tensor, rows: ForwardRows
     ) -> Tensor:
-        """Add the weighted outputs of each row's experts, down(activate(gate_up(x))): x, residual
-        [T, H], weights and expert ids [T, k] -> [T, H]."""
-        first, second = ((w.dense(x.dtype), w.bias) for w in (gate_up, down))
-        return reference_experts.experts(x, *routed, first, second, activate, residual)
+        """Add the weighted outputs of the experts that each row's logits [T, E] choose: x, extra
+        [T, H] -> [T, H]."""
+        first, second = ((w.dense(x.dtype), w.bias) for w in (layer.gate_up, layer.down))
+        routed = reference_experts.route(logits, layer.routing)
+        return reference_experts.experts(x, *routed, first, second, layer.gate, extra)
 
     def delta_rule(
         self, qkv: Tensor, decay: Tensor, rate: Tensor, conv: Tensor, layer: int, rows: ForwardRows

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from strobe.attention.recurrent import RecurrentPlan
+from strobe.kernels.experts import MAX_ROWS, experts
 from strobe.kernels.linear import Gemms, Weight
 from strobe.kernels.recurrent import mix
 from strobe.kernels.residual import FusedResidual
@@ -24,6 +25,7 @@ from strobe.models.modules import Attention, RMSNorm
 from strobe.models.ops.torch_ops import (
     Activation,
     ContextWeights,
+    ExpertsLayer,
     ForwardRows,
     Residual,
     TorchOps,
@@ -100,6 +102,15 @@ class TritonOps(TorchOps):
             value_norm=attention.value_norm,
         )
         return rows.paged.over(attention.layer, q, attention.sinks)
+
+    def experts(
+        self, x: Tensor, logits: Tensor, layer: ExpertsLayer, extra: Tensor, rows: ForwardRows
+    ) -> Tensor:
+        if x.shape[0] > MAX_ROWS:
+            return super().experts(x, logits, layer, extra, rows)
+        first, second = self._weight(layer.gate_up), self._weight(layer.down)
+        sizes = None if rows.paged is None else rows.paged.sizes
+        return experts(x, logits, layer.routing, first, second, layer.gate, extra, sizes)
 
     def delta_rule(
         self, qkv: Tensor, decay: Tensor, rate: Tensor, conv: Tensor, layer: int, rows: ForwardRows

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from strobe.models.config import DecoderConfig
 from strobe.models.families.experts import Router
 from strobe.models.families.gemma4 import Gemma4Router
+from strobe.models.ops.torch_ops import TorchOps
 
 _SHIFT = 131
 """Rows of the table by which a layer's draw is shifted from the previous layer's."""
@@ -39,6 +40,6 @@ class _EvenLogits:
     def __init__(self, router: Router | Gemma4Router, draw: Tensor):
         self.own, self.draw = router.logits, draw
 
-    def __call__(self, x: Tensor) -> Tensor:
-        self.own(x)
+    def __call__(self, ops: TorchOps, x: Tensor) -> Tensor:
+        self.own(ops, x)
         return self.draw[: x.shape[0]]

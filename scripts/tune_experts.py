@@ -1,0 +1,270 @@
+"""Measure tiles of the grouped GEMMs of experts on this GPU and record the fastest in
+strobe/kernels/experts.json.
+
+    python scripts/tune_experts.py --seconds 150
+
+Each candidate runs in a captured graph over copies of a layer's weights that together exceed L2,
+with even routing, and the whole layer is compared with its torch twin, which is timed as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from tune_kernels import start
+
+from strobe.kernels import experts as kernels
+from strobe.kernels import experts_table as tables
+from strobe.kernels import reference_experts as reference
+from strobe.kernels.experts_table import ExpertsConfig, Tile
+from strobe.kernels.gemm_table import Weight
+from strobe.kernels.reference_experts import Gate, Routing
+
+SHAPES = {  # experts, hidden size, inner size, experts per row, activation, bias
+    "qwen3-coder-30b-a3b": (128, 2048, 768, 8, "silu", False),
+    "qwen3.5-35b-a3b": (256, 2048, 512, 8, "silu", False),
+    "gemma-4-26b-a4b": (128, 2816, 704, 8, "gelu_tanh", False),
+    "gpt-oss-20b": (32, 2880, 2880, 4, "clamped", True),
+}
+COPIES = 3
+TOLERANCE = 0.01
+"""Maximum relative error; both round to bfloat16 after each GEMM."""
+
+
+def tiles(block_m: int) -> tuple[Tile, ...]:
+    """Return the candidates for a block of so many rows of x."""
+    if block_m == 16:
+        # Fewer rows of W would use other instructions, which add up in another order: one row
+        # would not have the bits that it has among 16.
+        few = [(64, 128, 4, s) for s in (3, 4, 5)]
+        wide = [(64, 256, 4, 3), (128, 128, 4, 3), (128, 128, 8, 3)]
+        return (*few, *wide, *((n, 64, 4, s) for n, s in ((64, 6), (128, 4), (128, 6))))
+    narrow = [(64, 128, 4, s) for s in (3, 4)] + [(128, 64, 4, s) for s in (3, 4, 5)]
+    return (*narrow, (128, 64, 8, 4), (128, 128, 8, 3), (256, 64, 8, 3), (256, 64, 8, 4))
+
+
+def blocks(bucket: int, count: int, top_k: int) -> list[tuple[int, bool]]:
+    """Return candidates of (block_m, by_pair) for a bucket."""
+    if bucket <= 4:
+        return [(16, True)]
+    average = bucket * top_k / count
+    return [(16, False)] if average <= 4 else [(32, False), (64, False)]
+
+
+def start_compiling(arch: int) -> None:
+    start(arch)
+    kernels.supports_pdl = lambda device: arch >= 90
+
+
+def compile_one(shape: str, block_m: int, by_pair: bool, tile: Tile, first: bool) -> str | None:
+    """Compile a grouped GEMM into triton's cache on disk; return the error, if any."""
+    count, hidden, inner, top_k, name, bias = SHAPES[shape]
+    meta: Any = {"device": "meta"}
+    n, k = (2 * inner, hidden) if first else (hidden, inner)
+    weight = Weight(torch.empty(count, n, k, dtype=torch.bfloat16, **meta))
+    x = torch.empty(16, k, dtype=torch.bfloat16, **meta)
+    ids = torch.empty(16, top_k, dtype=torch.int32, **meta)
+    blocks = None if by_pair else torch.empty(4, 3, dtype=torch.int32, **meta)
+    routed = kernels.Routed(ids, ids.float(), None if by_pair else ids[0], blocks, 4)
+    biases = torch.empty(count, n, dtype=torch.bfloat16, **meta) if bias else None
+    activation = Gate(name, 7.0) if first else None
+    try:
+        kernels.grouped(x, weight, biases, routed, tile, block_m, activation, warmup=True)
+    except Exception as problem:
+        return repr(problem)[:200]
+    return None
+
+
+class Layer:
+    """A layer's weights, a few times over, and its inputs."""
+
+    def __init__(self, shape: str):
+        count, hidden, inner, self.top_k, name, bias = SHAPES[shape]
+        noise = torch.Generator("cuda").manual_seed(1)
+
+        def normal(*sizes: int, scale: float = 1.0) -> Tensor:
+            values = torch.empty(sizes, dtype=torch.bfloat16, device="cuda")
+            return values.normal_(0, scale, generator=noise)
+
+        def layer(n: int, k: int) -> tuple[Weight, Tensor | None]:
+            weight = Weight(normal(count, n, k, scale=k**-0.5))
+            return weight, normal(count, n, scale=0.1) if bias else None
+
+        self.layers = [(layer(2 * inner, hidden), layer(hidden, inner)) for _ in range(COPIES)]
+        self.normal, self.count, self.hidden = normal, count, hidden
+        self.gate, self.routing = Gate(name, 7.0), Routing(self.top_k)
+
+    def inputs(self, rows: int) -> None:
+        self.x, self.extra = self.normal(rows, self.hidden), self.normal(rows, self.hidden)
+        self.logits = [self.normal(rows, self.count) for _ in range(COPIES)]
+        self.sizes = torch.tensor([rows], device="cuda")
+
+    def run(self, i: int, config: ExpertsConfig) -> Tensor:
+        logits, (gate_up, down) = self.logits[i], self.layers[i]
+        options: dict[str, Any] = {"sizes": self.sizes, "config": config}
+        return kernels.experts(
+            self.x, logits, self.routing, gate_up, down, self.gate, self.extra, **options
+        )
+
+    def twin(self, i: int) -> Tensor:
+        weights, ids = reference.route(self.logits[i], self.routing)
+        layers = ((weight.data, bias) for weight, bias in self.layers[i])
+        return reference.experts(self.x, weights, ids, *layers, self.gate, self.extra)
+
+    def touched(self) -> float:
+        """Return the bytes of the experts that a layer's rows choose, on average."""
+        ids = [logits.float().topk(self.top_k).indices for logits in self.logits]
+        number = sum(chosen.unique().numel() for chosen in ids) / COPIES
+        return number * sum(weight.data[0].nbytes for weight, _ in self.layers[0])
+
+
+def measure(call: Callable[[int], Any], repeats: int = 4) -> float:
+    """Return the microseconds of one call: the median of replays of a graph of many."""
+    call(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(COPIES * repeats):
+            call(i % COPIES)
+    times = []
+    for _ in range(7):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1000 / COPIES / repeats)
+    return statistics.median(times[2:])
+
+
+def fastest(
+    layer: Layer, routed: list[Any], block_m: int, candidates: list[Tile], *, first: bool
+) -> Tile:
+    """Time the tiles of the first or the second GEMM; return the fastest."""
+
+    def inner(i: int) -> Tensor:
+        weight, bias = layer.layers[i][0]
+        return kernels.grouped(layer.x, weight, bias, routed[i], candidates[0], block_m, layer.gate)
+
+    inputs = [layer.x if first else inner(i) for i in range(COPIES)]
+    times: dict[Tile, float] = {}
+    for tile in candidates:
+
+        def call(i: int, tile: Tile = tile) -> Tensor:
+            weight, bias = layer.layers[i][0 if first else 1]
+            gate = layer.gate if first else None
+            return kernels.grouped(inputs[i], weight, bias, routed[i], tile, block_m, gate)
+
+        try:
+            times[tile] = measure(call)
+        except Exception as error:  # too much shared memory
+            print(f"    {tile}: {type(error).__name__} {str(error)[:100]}", flush=True)
+    ranked = sorted(times, key=times.__getitem__)
+    text = ", ".join(f"{tile} {times[tile]:.1f}" for tile in ranked[:4])
+    print(f"    {'gate_up' if first else 'down'} {block_m}: {text}", flush=True)
+    return ranked[0]
+
+
+def check(layer: Layer, config: ExpertsConfig) -> float:
+    """Return the relative error; raise ArithmeticError if it is too large or two runs differ."""
+    first, second = (layer.run(0, config) for _ in range(2))
+    twin = layer.twin(0).float()
+    error = float((first.float() - twin).norm() / twin.norm())
+    if not torch.equal(first, second):
+        raise ArithmeticError("two runs differ")
+    if not error < TOLERANCE:
+        raise ArithmeticError(f"error {error:.3g}")
+    return error
+
+
+def tune(args: argparse.Namespace, pool: ProcessPoolExecutor, deadline: float) -> None:
+    data = tables.load()
+    problems = [
+        (shape, bucket, block, pair)
+        for shape in args.shapes
+        for bucket in args.rows
+        for block, pair in blocks(bucket, SHAPES[shape][0], SHAPES[shape][3])
+    ]
+    keys = dict.fromkeys(
+        (shape, block, pair, tile, first)
+        for shape, _, block, pair in problems
+        for tile in tiles(block)
+        for first in (True, False)
+    )
+    futures = {key: pool.submit(compile_one, *key) for key in keys}
+    best: dict[tuple[str, int], float] = {}
+    layers: dict[str, Layer] = {}
+    for shape, bucket, block_m, by_pair in problems:
+        if time.monotonic() > deadline:
+            break
+        if shape not in layers:
+            layers.clear()
+            torch.cuda.empty_cache()
+            layers[shape] = Layer(shape)
+        layer = layers[shape]
+        layer.inputs(bucket)
+
+        def route(
+            i: int, layer: Layer = layer, block_m: int = block_m, by_pair: bool = by_pair
+        ) -> Any:
+            logits = layer.logits[i]
+            return kernels.route(logits, layer.routing, layer.sizes, block_m, by_pair=by_pair)
+
+        routed = [route(i) for i in range(COPIES)]
+        chosen: list[Tile] = []
+        for first in (True, False):
+            key = shape, block_m, by_pair
+            working = [t for t in tiles(block_m) if futures[*key, t, first].result() is None]
+            chosen.append(fastest(layer, routed, block_m, working, first=first))
+        config = ExpertsConfig(block_m, by_pair, *chosen)
+        error = check(layer, config)
+        whole = measure(partial(layer.run, config=config))
+        floor = layer.touched() / args.bandwidth / 1e6
+        print(
+            f"{shape} {bucket:4} rows: {whole:6.1f} us, torch {measure(layer.twin):6.1f}, routing "
+            f"and sorting {measure(route):4.1f}, floor {floor:5.1f}, error {error:.4f}  {config}",
+            flush=True,
+        )
+        if whole < best.get((shape, bucket), float("inf")):
+            best[shape, bucket] = whole
+            count, hidden, inner = SHAPES[shape][:3]
+            tables.record(data, f"{count}x{2 * inner}x{hidden}", bucket, config)
+            tables.save(data, Path(args.out))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--seconds", type=float, default=150.0, help="stop after this long")
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
+    parser.add_argument("--rows", nargs="+", type=int, default=list(tables.BUCKETS))
+    parser.add_argument("--bandwidth", type=float, default=4.35, help="TB/s, for the floor")
+    parser.add_argument("--jobs", type=int, default=15, help="processes that compile")
+    parser.add_argument("--out", default=str(tables.PATH))
+    args = parser.parse_args()
+    deadline = time.monotonic() + args.seconds
+    major, minor = torch.cuda.get_device_capability()
+    # Spawned, not forked: a process that has a CUDA context must not be forked.
+    with ProcessPoolExecutor(
+        args.jobs, get_context("spawn"), start_compiling, (major * 10 + minor,)
+    ) as pool:
+        tune(args, pool, deadline)
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Tiles of the grouped GEMMs of experts, by GPU, shape and bucket of row counts.
+
+The choice depends on the bucket of the row count, never on the row count itself, so that a row's
+result does not depend on the other rows in a bucket.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from strobe.kernels.gemm_table import to_json
+
+MAX_ROWS = 512
+"""More rows run in torch's grouped GEMM."""
+
+Tile = tuple[int, int, int, int]
+"""Rows of W and columns of an iteration, warps, stages of the software pipeline."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """block_m: rows of x in a tile; by_pair: a block is one pair of a row and an expert, which need
+    not be sorted; gate_up, down: tiles of the first and of the second GEMM."""
+
+    block_m: int = 16
+    by_pair: bool = False
+    gate_up: Tile = (64, 128, 4, 4)
+    down: Tile = (64, 128, 4, 4)
+
+
+BUCKETS = (1, 4, 16, 32, 64, 128, 256, 512)
+"""Row counts are rounded up to one of these."""
+
+PATH = Path(__file__).with_name("experts.json")
+
+
+def guess(bucket: int, shape: torch.Size, dtype: torch.dtype) -> ExpertsConfig:
+    """Return a configuration for a shape without measurements."""
+    by_pair = bucket <= 4
+    if dtype == torch.float32:  # no tensor cores: small tiles
+        small = (32, 32, 4, 2)
+        return ExpertsConfig(16, by_pair, small, small)
+    if bucket * 8 <= 8 * shape[0]:
+        return ExpertsConfig(16, by_pair)
+    if bucket <= 256:
+        return ExpertsConfig(32, down=(64, 128, 4, 3))
+    return ExpertsConfig(64, False, (128, 64, 8, 4), (128, 64, 8, 4))
+
+
+@cache
+def choose(rows: int, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> ExpertsConfig:
+    """Return the measured configuration of this GPU or a `guess`. shape [E, N, K]: of the first
+    GEMM's weights."""
+    bucket = next((bucket for bucket in BUCKETS if rows <= bucket), BUCKETS[-1])
+    kind = _measured(device).get(str(dtype).removeprefix("torch."), {})
+    entry = kind.get("x".join(map(str, shape)), {}).get(str(bucket))
+    if entry is None:
+        return guess(bucket, shape, dtype)
+    tiles: dict[str, Any] = {key: tuple(entry[key]) for key in ("gate_up", "down")}
+    return ExpertsConfig(entry["block_m"], entry["by_pair"], **tiles)
+
+
+def _measured(device: torch.device) -> dict[str, Any]:
+    """Return the entry of the device, or of one with the same compute capability."""
+    if device.type != "cuda":
+        return {}
+    properties = torch.cuda.get_device_properties(device)
+    capability = f"{properties.major}.{properties.minor}"
+    same = [entry for entry in load().values() if entry["capability"] == capability]
+    return load().get(properties.name) or (same[0] if same else {})
+
+
+@cache
+def load() -> dict[str, Any]:
+    """Return GPU name -> {"capability": "9.0", dtype -> "ExNxK" -> bucket -> fields of
+    ExpertsConfig}."""
+    return json.loads(PATH.read_text())
+
+
+def record(data: dict[str, Any], shape: str, bucket: int, config: ExpertsConfig) -> None:
+    """Add a configuration in bfloat16 of this machine's GPU to `data`."""
+    properties = torch.cuda.get_device_properties(torch.device("cuda"))
+    capability = f"{properties.major}.{properties.minor}"
+    entry = data.setdefault(properties.name, {"capability": capability})
+    entry.setdefault("bfloat16", {}).setdefault(shape, {})[str(bucket)] = asdict(config)
+
+
+def save(data: dict[str, Any], path: Path = PATH) -> None:
+    """Write JSON with a line per bucket."""
+    path.write_text(to_json(data, 4) + "\n")

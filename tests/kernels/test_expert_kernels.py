@@ -1,0 +1,153 @@
+"""Kernels of experts against their torch twin."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from strobe.kernels import reference_experts as reference
+from strobe.kernels.experts import experts, route
+from strobe.kernels.experts_table import ExpertsConfig
+from strobe.kernels.gemm_table import Weight
+from strobe.kernels.reference_experts import Gate, Routing
+
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+SMALL = (32, 32, 4, 2)
+PAIRS = ExpertsConfig(16, True, SMALL, SMALL)
+SORTED = ExpertsConfig(16, False, SMALL, SMALL)
+
+
+@dataclass
+class Problem:
+    x: Tensor
+    logits: Tensor
+    gate_up: tuple[Weight, Tensor | None]
+    down: tuple[Weight, Tensor | None]
+    extra: Tensor
+
+    def run(self, routing: Routing, activation: Gate, **options: Any) -> Tensor:
+        layers = self.gate_up, self.down, activation
+        return experts(self.x, self.logits, routing, *layers, self.extra, **options)
+
+    def twin(self, routing: Routing, activation: Gate) -> Tensor:
+        weights, ids = reference.route(self.logits, routing)
+        layers = ((weight.data, bias) for weight, bias in (self.gate_up, self.down))
+        return reference.experts(self.x, weights, ids, *layers, activation, self.extra)
+
+
+def problem(
+    rows: int,
+    device: torch.device,
+    *,
+    count: int = 6,
+    hidden: int = 40,
+    inner: int = 24,
+    bias: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> Problem:
+    noise = torch.Generator().manual_seed(rows)
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=noise) * scale).to(device, dtype)
+
+    def layer(n: int, k: int) -> tuple[Weight, Tensor | None]:
+        return Weight(normal(count, n, k, scale=k**-0.5)), normal(count, n) if bias else None
+
+    x, logits = normal(rows, hidden), normal(rows, count)
+    return Problem(x, logits, layer(2 * inner, hidden), layer(hidden, inner), normal(rows, hidden))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 21])
+@pytest.mark.parametrize("config", [PAIRS, SORTED], ids=["pairs", "sorted"])
+def test_experts_match_twin(device: torch.device, rows: int, config: ExpertsConfig):
+    given = problem(rows, device)
+    routing, activation = Routing(2), Gate("silu")
+    actual = given.run(routing, activation, config=config)
+    torch.testing.assert_close(actual, given.twin(routing, activation), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("routing", "activation", "bias"),
+    [
+        (Routing(3, normalized=False), Gate("silu"), False),
+        (Routing(2), Gate("clamped", 0.5), True),
+        (Routing(2, scale=torch.tensor([0.5, 1.0, 2.0, 3.0, 0.1, 1.5])), Gate("gelu_tanh"), False),
+    ],
+    ids=["softmax over all", "clamped", "scaled gelu"],
+)  # fmt: skip
+def test_families_of_experts_match_twin(
+    device: torch.device, routing: Routing, activation: Gate, bias: bool
+):
+    if routing.scale is not None:
+        routing = routing._replace(scale=routing.scale.to(device))
+    given = problem(5, device, bias=bias)
+    actual = given.run(routing, activation, config=SORTED)
+    torch.testing.assert_close(actual, given.twin(routing, activation), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("config", [PAIRS, SORTED], ids=["pairs", "sorted"])
+def test_padding_rows_choose_no_experts(device: torch.device, config: ExpertsConfig):
+    """Their logits are NaN, and they change nothing."""
+    given, routing, activation = problem(7, device), Routing(2), Gate("silu")
+    expected = given.twin(routing, activation)
+    sizes = torch.tensor([3, 2, 0], device=device)
+    given.logits[5:] = torch.nan
+    given.x[5:] = torch.nan
+    actual = given.run(routing, activation, config=config, sizes=sizes)
+    torch.testing.assert_close(actual[:5], expected[:5], atol=1e-5, rtol=1e-4)
+    assert torch.equal(actual[5:], given.extra[5:])
+
+
+def test_sorting_lists_each_pair_once_and_cuts_blocks(device: torch.device):
+    """Every row chooses expert 1, so that it has two blocks."""
+    logits = torch.randn(21, 5, generator=torch.Generator().manual_seed(1)).to(device)
+    logits[:, 1] = 9.0
+    sizes = torch.tensor([4, 15], device=device)
+    routed = route(logits, Routing(2), sizes, 16, by_pair=False)
+    assert routed.pairs is not None
+    assert routed.blocks is not None
+    chosen = routed.ids.flatten().tolist()
+    assert chosen[38:] == [5] * 4
+    expected = sorted(range(38), key=lambda pair: (chosen[pair], pair))
+    assert routed.pairs[:38].tolist() == expected
+    used = [block for block in routed.blocks.tolist() if block[2]]
+    assert [block[0] for block in used].count(1) == 2
+    listed = [chosen[p] for _, first, n in used for p in expected[first : first + n]]
+    assert listed == [e for e, _, n in used for _ in range(n)]
+    assert sum(n for _, _, n in used) == 38
+
+
+def test_row_has_the_same_bits_in_any_batch_of_its_bucket(device: torch.device):
+    given, routing, activation = problem(21, device), Routing(2), Gate("silu")
+    expected = given.run(routing, activation, config=SORTED)
+    for rows in (slice(0, 9), slice(4, 20)):
+        part = Problem(
+            given.x[rows], given.logits[rows], given.gate_up, given.down, given.extra[rows]
+        )
+        assert torch.equal(part.run(routing, activation, config=SORTED), expected[rows])
+
+
+@NEEDS_GPU
+def test_row_alone_has_the_bits_it_has_among_sixteen(device: torch.device):
+    given = problem(16, device, count=32, hidden=512, inner=192, dtype=torch.bfloat16)
+    routing, gate = Routing(4), Gate("silu")
+    expected = given.run(routing, gate)
+    for t in range(16):
+        row, layers = slice(t, t + 1), (given.gate_up, given.down)
+        alone = Problem(given.x[row], given.logits[row], *layers, given.extra[row])
+        assert torch.equal(alone.run(routing, gate), expected[row])
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("rows", [1, 4, 16, 100, 512])
+def test_experts_match_twin_in_bf16(device: torch.device, rows: int):
+    sizes: dict[str, Any] = {"count": 32, "hidden": 512, "inner": 192, "dtype": torch.bfloat16}
+    given, routing, activation = problem(rows, device, **sizes), Routing(4), Gate("silu")
+    actual, expected = given.run(routing, activation), given.twin(routing, activation)
+    assert torch.equal(actual, given.run(routing, activation))
+    error = (actual.float() - expected.float()).norm() / expected.float().norm()
+    assert error < 0.01
