@@ -58,6 +58,8 @@ class DraftChances:
         self.counts = np.zeros((2, len(self.widths), self.widths[-1], KNOTS))
         """Right drafts, and drafts whose verdict was seen; older ones weigh less."""
         self._tables: dict[int, Any] = {}
+        self._unread = 0.0
+        """Weight of the drafts seen since the tables were made."""
 
     def table(self, width: int) -> Any:
         """Return the rates [K, B] of blocks of the width with this index."""
@@ -79,16 +81,19 @@ class DraftChances:
     def fade(self, half_lives: float) -> None:
         """Reduce the weight of all counts."""
         self.counts *= 0.5**half_lives
-        self._tables.clear()
 
     def observe(self, width: int, weights: Any, verified: Any, accepted: Any) -> None:
         """Learn from blocks: weights [n, K, B] of the evidence, drafts verified [n] and accepted
-        [n]. A position has a verdict if it was verified and all drafts before it were right."""
+        [n]. A position has a verdict if it was verified and all drafts before it were right. Rates
+        follow once the new drafts are 1 % of all."""
         ends = np.array((accepted, np.minimum(accepted + 1, verified)))
         verdicts = np.arange(weights.shape[1]) < ends[..., None]
         counts = np.einsum("cnk,nkb->ckb", verdicts, weights)
         self.counts[:, width, : weights.shape[1]] += counts
-        self._tables.clear()
+        self._unread += counts[1].sum()
+        if self._unread > 0.01 * self.counts[1].sum():
+            self._tables.clear()
+            self._unread = 0.0
 
     def logistic_fits(self) -> list[tuple[int, int, float, float]]:
         """Return, for each width and position: drafts of the block, position, and the slope and
