@@ -15,10 +15,12 @@ import pytest
 from strobe import EngineConfig, SamplingParams
 from strobe.engine.build import resolve
 from strobe.engine.engine import Engine
+from strobe.models.architectures import load_draft_config
 from strobe.speculation.draft_policy import DraftPolicy
 from strobe.step import Plan, StepResult
 from strobe.tools.bench import load
 from strobe.tools.bench.driver import Arrival, Driver, LoadRun, RequestTimes
+from strobe.tools.bench.engine_step import located_shapes
 from strobe.tools.bench.load import TRACES, best_fixed
 from strobe.tools.bench.record import record
 from strobe.tools.bench.replay import ReplayEngine, widths_of
@@ -72,6 +74,12 @@ def test_shipped_traces_have_answers_of_both_kinds(name: str, widths: tuple[int,
     assert shipped.widths == widths
     easy, hard = (shipped.arranged(mix).acceptance_length(7) for mix in ("easy", "hard"))
     assert easy > 4 > 2 > hard
+
+
+def test_shapes_take_the_block_of_the_traces():
+    with located_shapes("qwen3-8b", EngineConfig(), 8) as config:
+        draft = load_draft_config(Path(config.draft or ""))
+    assert widths_of(draft) == (3, 7)
 
 
 def accepted_per_step(traces: Traces, answer: int, width: int) -> list[int]:

@@ -92,8 +92,11 @@ def run_step(settings: StepSettings, config: EngineConfig) -> int:
 
 
 @contextmanager
-def located_shapes(shapes: str, config: EngineConfig) -> Generator[EngineConfig]:
-    """Yield the settings with the model directories, their own or temporary ones for `shapes`."""
+def located_shapes(
+    shapes: str, config: EngineConfig, block_size: int | None = None
+) -> Generator[EngineConfig]:
+    """Yield the settings with the model directories, their own or temporary ones for `shapes`.
+    block_size: of the shapes' drafter; None: as published."""
     if shapes and (config.target or config.draft):
         raise ValueError(
             f"shapes is {shapes!r}, but directories are given too; give --shapes, or --target and "
@@ -104,7 +107,7 @@ def located_shapes(shapes: str, config: EngineConfig) -> Generator[EngineConfig]
     elif config.draft is not None:
         raise ValueError("A drafter is named but no target; give --target as well, or --shapes.")
     else:
-        with directories(shapes or "demo") as (target, draft):
+        with directories(shapes or "demo", block_size) as (target, draft):
             yield replace(config, target=target, draft=draft)
 
 

@@ -51,7 +51,8 @@ def run_load(settings: LoadSettings, config: EngineConfig) -> int:
     command = command_line("load", settings, config)
     if settings.plot and missing():
         raise ValueError(missing())
-    with located_shapes(settings.shapes, config) as config, progress() as say:
+    block = max(load(Path(settings.traces)).widths) + 1 if settings.traces else None
+    with located_shapes(settings.shapes, config, block) as config, progress() as say:
         max_requests = max(settings.requests)
         config = replace(
             config, load_format="dummy", max_num_seqs=max_requests, enable_prefix_caching=False

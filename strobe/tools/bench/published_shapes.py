@@ -315,9 +315,10 @@ def draft_config(name: str) -> dict[str, Any]:
 
 
 @contextmanager
-def directories(name: str) -> Generator[tuple[str, str]]:
+def directories(name: str, block_size: int | None = None) -> Generator[tuple[str, str]]:
     """Yield temporary directories with the config.json of a target and a drafter; for demo, the
-    demo models' own directories. Raises ValueError for an unknown name."""
+    demo models' own directories. block_size: of the drafter, if not the published one. Raises
+    ValueError for an unknown name."""
     if name not in NAMES:
         raise ValueError(
             f"shapes is {name!r}; name one of {', '.join(NAMES)}, or give directories with "
@@ -328,6 +329,7 @@ def directories(name: str) -> Generator[tuple[str, str]]:
         return
     with TemporaryDirectory(prefix="strobe-shapes-") as directory:
         parts = {"target": target_config(name), "draft": draft_config(name)}
+        parts["draft"]["block_size"] = block_size or parts["draft"]["block_size"]
         for part, config in parts.items():
             path = Path(directory, part)
             path.mkdir()

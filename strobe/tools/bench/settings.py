@@ -134,7 +134,9 @@ class LoadSettings:
     )  # fmt: skip
     ways: str = option("plain,3,7,15,adaptive", "plain, adaptive and numbers of drafts.")
     traces: str = option(
-        "", "A file of strobe bench record; without it, the traces shipped with Strobe."
+        "",
+        "A file of strobe bench record, whose blocks the drafter of --shapes then has; without it, "
+        "the traces shipped with Strobe.",
     )
     mix: str = option("all", "Answers of the traces: all, easy, hard, or drifting.")
     acceptance_rate: Annotated[float, Bounds(ge=0, le=1)] | None = option(
