@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from matrix import (
-    COMBINATIONS,
     LENGTH,
+    SLOW_COMBINATIONS,
     Combination,
     Pair,
     PlainAnswers,
@@ -35,7 +35,7 @@ def plain(pair: Pair) -> PlainAnswers:
     return PlainAnswers(pair)
 
 
-@pytest.mark.parametrize("c", COMBINATIONS, ids=str)
+@pytest.mark.parametrize("c", SLOW_COMBINATIONS, ids=str)
 def test_outputs_equal_plain_decoding(c: Combination, pair: Pair, plain: PlainAnswers):
     engine = compare(c, pair, plain(c.workload))
     backends = engine.resolved.backends

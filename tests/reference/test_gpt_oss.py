@@ -116,7 +116,7 @@ def test_greedy_text_matches_transformers(model: tuple[Any, Path]):
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> PlainAnswers:
-    return PlainAnswers(make_pair(tmp_path_factory.mktemp("pair"), make))
+    return PlainAnswers(make_pair(tmp_path_factory.mktemp("pair"), make, layers=3))
 
 
 @pytest.mark.parametrize("c", FAMILY_CASES)

@@ -14,6 +14,7 @@ from captured import captured
 from matrix import (
     COMBINATIONS,
     LENGTH,
+    SLOW_COMBINATIONS,
     Combination,
     Pair,
     PlainAnswers,
@@ -35,7 +36,11 @@ from strobe.models.heads.base import BlockRows, Drafts
 from strobe.models.load import check_draft_tensors
 from strobe.sampling_params import SamplingParams
 
-DRAFTING = [c for c in COMBINATIONS if c.proposer in ("dflash", "per request")]
+DRAFTING = [
+    c
+    for c in dict.fromkeys([*COMBINATIONS, *SLOW_COMBINATIONS])
+    if c.proposer in ("dflash", "per request")
+]
 
 
 class Bigram(NamedTuple):

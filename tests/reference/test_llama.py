@@ -62,7 +62,7 @@ def test_greedy_text_matches_transformers(model: tuple[Any, Path]):
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> PlainAnswers:
     root = tmp_path_factory.mktemp("pair")
-    return PlainAnswers(make_pair(root, family=LlamaForCausalLM, rope_parameters=LLAMA3))
+    return PlainAnswers(make_pair(root, layers=3, family=LlamaForCausalLM, rope_parameters=LLAMA3))
 
 
 @pytest.mark.parametrize("c", FAMILY_CASES)

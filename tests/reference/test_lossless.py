@@ -17,6 +17,7 @@ from matrix import (
     DRAFTERS,
     FURTHER_FAMILIES,
     LENGTH,
+    SLOW_COMBINATIONS,
     Combination,
     Pair,
     PlainAnswers,
@@ -32,10 +33,11 @@ from strobe.config import EngineConfig
 from strobe.sampling_params import SamplingParams
 
 
-def test_every_pair_of_values_occurs():
-    assert set().union(*map(pairs_of, COMBINATIONS)) == all_pairs()
-    assert len(set(COMBINATIONS)) == len(COMBINATIONS) <= 80
-    assert {c.proposer for c in COMBINATIONS if c.preempts} == set(DIMENSIONS["proposer"])
+@pytest.mark.parametrize("combinations", [COMBINATIONS, SLOW_COMBINATIONS], ids=["fast", "slow"])
+def test_every_pair_of_values_occurs(combinations: list[Combination]):
+    assert set().union(*map(pairs_of, combinations)) == all_pairs()
+    assert len(set(combinations)) == len(combinations) <= 80
+    assert {c.proposer for c in combinations if c.preempts} == set(DIMENSIONS["proposer"])
 
 
 def test_every_pair_of_values_occurs_for_further_families():
@@ -55,6 +57,12 @@ def plain(pair: Pair) -> PlainAnswers:
 
 @pytest.mark.parametrize("c", COMBINATIONS, ids=str)
 def test_outputs_equal_plain_decoding(c: Combination, pair: Pair, plain: Any):
+    compare(c, pair, plain(c.workload))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("c", SLOW_COMBINATIONS, ids=str)
+def test_outputs_equal_plain_decoding_in_slow_runs(c: Combination, pair: Pair, plain: Any):
     compare(c, pair, plain(c.workload))
 
 

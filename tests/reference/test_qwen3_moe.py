@@ -86,7 +86,7 @@ def test_greedy_text_matches_transformers(model: tuple[Any, Path]):
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> PlainAnswers:
     root = tmp_path_factory.mktemp("pair")
-    return PlainAnswers(make_pair(root, family=Qwen3MoeForCausalLM, seed=3, **SHAPE))
+    return PlainAnswers(make_pair(root, layers=3, family=Qwen3MoeForCausalLM, seed=3, **SHAPE))
 
 
 @pytest.mark.parametrize("c", FAMILY_CASES)
