@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -35,6 +35,17 @@ def no_progress_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     from strobe import progress
 
     monkeypatch.setattr(progress, "INTERVAL", 1e6)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_timed_steps() -> Iterator[None]:
+    """Let engines that adapt start at once, without costs that depend on the machine: only one kind
+    of step is timed, which tells too little."""
+    from strobe.warmup import costs
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setitem(costs.SECONDS, "cpu", 0.0)
+        yield
 
 
 @pytest.fixture
