@@ -3,6 +3,7 @@ answers follow the target's distribution."""
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -175,6 +176,7 @@ def alone(target: Path, draft: Path, params: Sequence[SamplingParams] = BATCH) -
     return run(make_engine(config(target, draft, max_num_seqs=1)), PROMPTS, params)
 
 
+@functools.cache
 def plain(target: Path, draft: Path) -> list[list[int]]:
     return alone(target, draft, [sampling.clone(speculation=False) for sampling in BATCH])
 
