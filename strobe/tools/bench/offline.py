@@ -39,6 +39,7 @@ from strobe.tools.bench.report import (
 )
 from strobe.tools.bench.settings import OfflineSettings, command_line
 from strobe.tools.bench.timeline import Timeline
+from strobe.warmup.costs import measure_costs
 
 
 @dataclass
@@ -81,6 +82,9 @@ def run_offline(settings: OfflineSettings, config: EngineConfig) -> int:
         figures = header("offline", command, ways, rates) | {"rows": [], "pairs": []}
         say("loading")
         engines = {name: Engine(setup) for name, setup in ways.items()}
+        say("measuring what steps cost")
+        for engine in engines.values():
+            measure_costs(engine)
         for count in settings.requests:
             best: dict[str, OfflineRun] = {}
             # The first run warms up: on a GPU every batch shape, on a CPU any.
