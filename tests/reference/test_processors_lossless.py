@@ -11,7 +11,7 @@ import json
 import random
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -52,11 +52,12 @@ from strobe.sampling_params import SamplingParams
 LENGTH = 80
 """max_model_len of every engine here."""
 
+PROPOSERS = "dflash", "ngram", "oracle", "adversary", "wavering"
 SCRIPTS = {"oracle": oracle, "adversary": adversary, "wavering": wavering}
 
 DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "feature": ("penalties", "bias", "logprobs", "json", "texts", "everything"),
-    "proposer": ("dflash", "ngram", "oracle", "adversary", "wavering"),
+    "proposer": PROPOSERS,
     "drafts": (1, 3, 7),
     "overlap": (1, 2),
     "pool": ("ample", "tiny"),
@@ -87,6 +88,24 @@ class Combination:
         return self.pool == "tiny" and self.seqs > 1
 
 
+def relative_time(values: Mapping[str, Any]) -> float:
+    """Estimate a run's time: one request at a time takes more steps."""
+    return 5.0 if values["seqs"] == 1 else 3.0
+
+
+def fast_combinations() -> list[Combination]:
+    """Return a covering set that takes little time. It begins with combinations in which requests
+    preempt each other, one of each feature."""
+    rng = random.Random(4)
+    first: list[dict[str, Any]] = []
+    for feature, proposer in zip(DIMENSIONS["feature"], rng.sample(PROPOSERS * 2, 6), strict=True):
+        values = {name: rng.choice(values) for name, values in DIMENSIONS.items()}
+        fixed = {"feature": feature, "proposer": proposer, "pool": "tiny", "seqs": 4}
+        first.append(values | fixed)
+    found = covering(DIMENSIONS, rng, tries=200, first=first, time=relative_time)
+    return [Combination(**values) for values in found]
+
+
 def combinations() -> list[Combination]:
     """Return a covering set, and more combinations in which requests preempt each other."""
     rng = random.Random(4)
@@ -98,12 +117,17 @@ def combinations() -> list[Combination]:
     return chosen
 
 
-COMBINATIONS = combinations()
+FAST = fast_combinations()
+COMBINATIONS = [
+    *(pytest.param(c, id=str(c)) for c in FAST),
+    *(pytest.param(c, id=f"{c}-slow", marks=pytest.mark.full) for c in combinations()),
+]
 
 
 def test_every_pair_of_values_occurs():
-    assert set().union(*(pairs_of(vars(c)) for c in COMBINATIONS)) == all_pairs(DIMENSIONS)
-    assert {c.feature for c in COMBINATIONS if c.preempts} == set(DIMENSIONS["feature"])
+    for chosen in (FAST, combinations()):
+        assert set().union(*(pairs_of(vars(c)) for c in chosen)) == all_pairs(DIMENSIONS)
+        assert {c.feature for c in chosen if c.preempts} == set(DIMENSIONS["feature"])
 
 
 # requests
@@ -494,7 +518,7 @@ def check_counts(c: Combination, requests: Sequence[Request]) -> None:
                 assert counts.steps == -(-(request.num_output - 1) // (c.drafts + 1))
 
 
-@pytest.mark.parametrize("c", COMBINATIONS, ids=str)
+@pytest.mark.parametrize("c", COMBINATIONS)
 def test_speculation_changes_no_token_and_no_logprob(
     c: Combination,
     reader: Reader,
