@@ -121,7 +121,7 @@ class Fault:
     ("stage", "stride"),
     [
         ("result", 13),
-        ("commit", 23),
+        ("commit", 41),
         pytest.param("result", 1, marks=pytest.mark.full),
         pytest.param("commit", 2, marks=pytest.mark.full),
     ],

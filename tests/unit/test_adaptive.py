@@ -127,7 +127,7 @@ class Simulation:
 
 @pytest.mark.parametrize("verify", [GPU, CPU], ids=["gpu", "cpu"])
 @pytest.mark.parametrize("chance", [0.02, 0.5, 0.85, 0.97])
-@pytest.mark.parametrize("count", [1, 8, 64])
+@pytest.mark.parametrize("count", [1, pytest.param(8, marks=pytest.mark.full), 64])
 def test_adaptive_step_matches_best_fixed_number(
     count: int, chance: float, verify: dict[int, float]
 ):
@@ -137,7 +137,7 @@ def test_adaptive_step_matches_best_fixed_number(
     assert rate >= 0.98 * simulation.best_fixed_rate(chance)
 
 
-@pytest.mark.parametrize("count", [32, 64, 128])
+@pytest.mark.parametrize("count", [32, pytest.param(64, marks=pytest.mark.full), 128])
 def test_informative_margins_beat_every_fixed_number(count: int):
     simulation = Simulation(count, GPU, buckets=Buckets(256, 15, 16))
     simulation.rate(300, lambda position: 0.8)
@@ -280,7 +280,7 @@ def test_drafts_get_the_rows_left_by_prompts(count: int):
 
 
 @pytest.mark.parametrize("verify", [GPU, CPU], ids=["gpu", "cpu"])
-@pytest.mark.parametrize("count", [1, 8, 256])
+@pytest.mark.parametrize("count", [1, pytest.param(8, marks=pytest.mark.full), 256])
 def test_exploration_costs_less_than_one_percent(count: int, verify: dict[int, float]):
     simulation = Simulation(count, verify, informative=False)
     simulation.rate(500, lambda position: 0.001)

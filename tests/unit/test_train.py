@@ -753,7 +753,10 @@ def test_regenerate_works_with_a_short_context_by_default(
     assert line["output_ids"]
 
 
-@pytest.mark.parametrize("module", ["strobe.tools.train", "strobe.tools.train.regenerate"])
+@pytest.mark.parametrize(
+    "module",
+    ["strobe.tools.train", pytest.param("strobe.tools.train.regenerate", marks=pytest.mark.full)],
+)
 def test_programs_end_quietly_when_the_pipe_closes(module: str) -> None:
     run = subprocess.run(
         f"{sys.executable} -m {module} --help | true; exit ${{PIPESTATUS[0]}}",
