@@ -292,6 +292,10 @@ class Launches(TorchDispatchMode):
         self.inside = False
         for name in ("gather_rows", "rms_norm", "qk_norm_rope_store", "context_store", "experts"):
             monkeypatch.setattr(triton_ops, name, self.recorded(name, getattr(triton_ops, name)))
+        for name in ("gate", "delta_gates", "gated_norm", "add_norm"):
+            call = getattr(triton_ops.gates, name)
+            monkeypatch.setattr(triton_ops.gates, name, self.recorded(name, call))
+        monkeypatch.setattr(triton_ops, "mix", self.recorded("mix", triton_ops.mix))
         monkeypatch.setattr(attend, "over", self.recorded("attention", attend.over))
         monkeypatch.setattr(linear, "launch", self.recorded_linear(linear.launch))
 
@@ -394,4 +398,31 @@ def test_layers_with_experts_run_by_kernels(
         "gather_rows",
         *[*FIRST, "rms_norm", "linear", "experts"] * 2,
         "copy_.default",
+    ]
+
+
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "experts"])
+def test_hybrid_layers_run_by_kernels(
+    tmp_path: Path, device: torch.device, sparse: bool, monkeypatch: pytest.MonkeyPatch
+):
+    family = "qwen3_5_moe" if sparse else "qwen3_5"
+    FAMILIES[family](tmp_path, head_dim=64, num_hidden_layers=2, hidden_size=64)
+    config = load_target_config(tmp_path)
+    model = load_target(tmp_path, config, max_positions=16, dtype=torch.float32, device=device)
+    contiguous(model)
+    model.ops = TritonOps(device, torch.float32)
+    ids, places = torch.tensor(IDS, device=device), torch.arange(ROWS, device=device)
+    attend = Cache(config.decoder, device)
+    plan = plan_of(config, attend, device)
+    with Launches(monkeypatch, attend) as launches:
+        model(ids, places, plan, ())
+    dense = [GATED, "linear residual next_norm"]
+    shared = ["linear gated", "linear", "linear", "gate"]
+    mlp = ["rms_norm", *shared, "linear", "experts"] if sparse else dense
+    rule = ["linear", "delta_gates", "linear", "mix", "linear", "gated_norm"]
+    attention = ["qk_norm_rope_store", "attention", "gate", "linear residual next_norm"]
+    last = mlp if sparse else [GATED, "linear residual"]
+    assert launches.names == [
+        *("gather_rows", "rms_norm", *rule, "linear residual next_norm", *mlp),
+        *("linear norm" if sparse else "linear norm scaled", *attention, *last),
     ]

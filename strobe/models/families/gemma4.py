@@ -301,4 +301,6 @@ class Gemma4SparseLayer(Gemma4Layer):
         y = ops.norm(x.value, self.pre_feedforward_layernorm_2)
         logits, layer = self.router.logits(ops, x.value), self.experts.layer(self.router.routing)
         expert_output = ops.experts(y, logits, layer, torch.zeros_like(y), rows)
-        return mlp_output + ops.norm(expert_output, self.post_feedforward_layernorm_2)
+        both = ops.residual(mlp_output)
+        ops.add_norm(both, expert_output, self.post_feedforward_layernorm_2)
+        return both.value

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strobe.attention.mask import LayerMask
@@ -159,16 +158,12 @@ def _read_rope(fields: Fields) -> RopeConfig:
 
 
 class GatedNorm(nn.Module):
-    """x / rms(x) * weight * silu(gate)."""
+    """The weight of x / rms(x) * weight * silu(gate)."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
-
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        x = F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps)
-        return (x * F.silu(gate.float())).to(gate.dtype)
 
 
 class GatedDeltaNet(nn.Module):
@@ -180,8 +175,8 @@ class GatedDeltaNet(nn.Module):
         self.in_proj_qkv = Linear(hidden, spec.channels)
         self.in_proj_z = Linear(hidden, width)
         # Never quantized: they are small, and their errors accumulate in the states.
-        self.in_proj_b = Linear(hidden, spec.heads, fixed=True)
-        self.in_proj_a = Linear(hidden, spec.heads, fixed=True)
+        parts = {"in_proj_b": spec.heads, "in_proj_a": spec.heads}
+        self.in_proj_ba = Linear(hidden, parts, fixed=True)
         self.conv1d = nn.Conv1d(
             spec.channels, spec.channels, spec.kernel, groups=spec.channels, bias=False
         )
@@ -192,12 +187,12 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, ops: TorchOps, x: Tensor, rows: ForwardRows) -> Tensor:
         """x [T, H] -> gated outputs of the states [T, Hv * Dv]."""
-        time = F.softplus(ops.linear(x, self.in_proj_a).float() + self.dt_bias)
-        decay = -self.A_log.float().exp() * time
-        rate = ops.linear(x, self.in_proj_b).sigmoid().float()
+        ba = ops.linear(x, self.in_proj_ba)
+        decay, rate = ops.gates.delta_gates(ba, self.A_log, self.dt_bias)
         qkv, conv = ops.linear(x, self.in_proj_qkv), self.conv1d.weight[:, 0]
         out = ops.delta_rule(qkv, decay, rate, conv, self.layer, rows)
-        return self.norm(out, ops.linear(x, self.in_proj_z).view(out.shape)).flatten(1)
+        gate, norm = ops.linear(x, self.in_proj_z), self.norm
+        return ops.gates.gated_norm(out, gate, norm.weight, norm.eps)
 
 
 class SharedMLP(SparseMLP):
@@ -210,12 +205,11 @@ class SharedMLP(SparseMLP):
         self.shared_expert_gate = Linear(size, 1)
 
     def forward(self, ops: TorchOps, x: Residual, norm: RMSNorm, rows: ForwardRows) -> None:
-        """The residual stream is added last, since the other terms are small."""
         y, shared = ops.norm(x.value, norm), self.shared_expert
         inner = ops.linear(y, shared.gate_up_proj, "silu")
-        gate = ops.linear(y, self.shared_expert_gate).sigmoid()
-        output = ops.linear(inner, shared.down_proj) * gate
-        x.value = x.value + ops.experts(y, self.router.logits(ops, y), self.layer, output, rows)
+        gate = ops.linear(y, self.shared_expert_gate)
+        output = ops.gates.gate(ops.linear(inner, shared.down_proj), gate, x.value)
+        x.value = ops.experts(y, self.router.logits(ops, y), self.layer, output, rows)
 
 
 class GatedAttention(Attention):
@@ -243,7 +237,7 @@ class GatedLayer(DecoderLayer):
         attention = self.self_attn
         qkv = ops.norm_linear(x, self.input_layernorm, attention.qkv_proj)
         gate, qkv = qkv.tensor_split([attention.gate_heads * attention.head_dim], 1)
-        mixed = ops.attention(qkv, attention, rows) * gate.sigmoid()
+        mixed = ops.gates.gate(ops.attention(qkv, attention, rows), gate)
         ops.add_linear(x, mixed, attention.o_proj, next_norm=self.post_attention_layernorm)
         self.mlp(ops, x, self.post_attention_layernorm, rows)
 

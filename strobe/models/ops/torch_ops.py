@@ -17,7 +17,7 @@ from torch import Tensor
 
 from strobe.attention.base import PagedPlan
 from strobe.attention.recurrent import RecurrentPlan
-from strobe.kernels import reference_experts, reference_recurrent
+from strobe.kernels import reference_experts, reference_gates, reference_recurrent
 from strobe.kernels.reference_residual import ResidualStream
 from strobe.kv.store import KVStore
 from strobe.models.linear import AnyLinear, apply
@@ -86,7 +86,10 @@ class ForwardRows:
 
 
 class TorchOps:
-    """Stateless. Takes linear layers and norms as the modules that hold their parameters."""
+    """Stateless. Takes linear layers and norms as the modules that hold their parameters. gates:
+    operations on gates, see `strobe.kernels.reference_gates`."""
+
+    gates: Any = reference_gates
 
     def embed(self, ids: Tensor, weight: Tensor) -> Tensor:
         """ids [T], weight [V, H] -> [T, H]."""

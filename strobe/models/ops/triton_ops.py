@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from strobe.attention.recurrent import RecurrentPlan
+from strobe.kernels import gates
 from strobe.kernels.experts import MAX_ROWS, experts
 from strobe.kernels.linear import Gemms, Weight
 from strobe.kernels.recurrent import mix
@@ -35,6 +36,8 @@ from strobe.models.quantization.fp8 import FP8_ROWS
 
 class TritonOps(TorchOps):
     """For models in `dtype` on one stream, which share a workspace."""
+
+    gates = gates
 
     def __init__(self, device: torch.device, dtype: torch.dtype):
         self.gemms = Gemms(device, dtype)
@@ -81,6 +84,9 @@ class TritonOps(TorchOps):
             return super().add_linear(x, y, linear, next_norm)
         weight, bias = self._weight(linear)
         x.add_linear(self.gemms, y, weight, bias, None if next_norm is None else next_norm.weight)
+
+    def add_norm(self, x: Residual, y: Tensor, norm: RMSNorm, scale: Tensor | None = None) -> None:
+        x.value = gates.add_norm(x.value, y, norm.weight, norm.eps, scale)
 
     def attention(self, qkv: Tensor, attention: Attention, rows: ForwardRows) -> Tensor:
         if rows.paged is None:
