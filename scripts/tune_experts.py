@@ -54,6 +54,14 @@ def tiles(block_m: int) -> tuple[Tile, ...]:
         few = [(64, 128, 4, s) for s in (3, 4, 5)]
         wide = [(64, 256, 4, 3), (128, 128, 4, 3), (128, 128, 8, 3)]
         return (*few, *wide, *((n, 64, 4, s) for n, s in ((64, 6), (128, 4), (128, 6))))
+    if block_m == 128:
+        return (
+            (128, 64, 4, 3),
+            (128, 64, 8, 3),
+            (128, 64, 8, 4),
+            (128, 128, 8, 3),
+            (256, 64, 8, 3),
+        )
     narrow = [(64, 128, 4, s) for s in (3, 4)] + [(128, 64, 4, s) for s in (3, 4, 5)]
     return (*narrow, (128, 64, 8, 4), (128, 128, 8, 3), (256, 64, 8, 3), (256, 64, 8, 4))
 
@@ -63,7 +71,8 @@ def blocks(bucket: int, count: int, top_k: int) -> list[tuple[int, bool]]:
     if bucket <= 4:
         return [(16, True)]
     average = bucket * top_k / count
-    return [(16, False)] if average <= 4 else [(32, False), (64, False)]
+    sizes = [16] if average <= 4 else [32, 64] if average <= 32 else [64, 128]
+    return [(size, False) for size in sizes]
 
 
 def start_compiling(arch: int) -> None:

@@ -107,6 +107,7 @@ def _sort_kernel(
     E: tl.constexpr,
     BINS: tl.constexpr,
     WIDTH: tl.constexpr,
+    STEPS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -124,14 +125,14 @@ def _sort_kernel(
     size = tl.sum(own.to(tl.int32), 0)
     rank = tl.cumsum(own.to(tl.int32), 0) - 1
     tl.store(pairs + first + rank, place, own)
-    step = tl.arange(0, WIDTH)
+    step = tl.arange(0, STEPS)
     used = step * BLOCK_M < size
     tl.store(blocks + (block + step) * 3, expert, used)
     tl.store(blocks + (block + step) * 3 + 1, first + step * BLOCK_M, used)
     tl.store(blocks + (block + step) * 3 + 2, tl.minimum(size - step * BLOCK_M, BLOCK_M), used)
     if expert == E:  # the last program marks the blocks that are not needed
-        unused = block + step < num_blocks
-        tl.store(blocks + (block + step) * 3 + 2, 0, unused)
+        for rest in range(block, num_blocks, STEPS):
+            tl.store(blocks + (rest + step) * 3 + 2, 0, rest + step < num_blocks)
 
 
 @triton.jit
@@ -300,8 +301,9 @@ def route(
     blocks = torch.empty(num_blocks, 3, dtype=torch.int32, device=device)
     _sort_kernel[(count + 1,)](
         ids, pairs, blocks, number, num_blocks, E=count, BINS=triton.next_power_of_2(count + 1),
-        WIDTH=max(triton.next_power_of_2(number), triton.next_power_of_2(num_blocks)),
-        BLOCK_M=block_m, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        WIDTH=triton.next_power_of_2(number),
+        STEPS=max(triton.next_power_of_2(triton.cdiv(rows, block_m)), 64), BLOCK_M=block_m,
+        PDL=pdl, num_warps=8 if number > 1024 else 4, launch_pdl=pdl,
     )  # fmt: skip
     return Routed(ids, weights, pairs, blocks, num_blocks)
 

@@ -16,7 +16,7 @@ import torch
 
 from strobe.kernels.gemm_table import to_json
 
-MAX_ROWS = 512
+MAX_ROWS = 2048
 """More rows run in torch's grouped GEMM."""
 
 Tile = tuple[int, int, int, int]
@@ -34,7 +34,7 @@ class ExpertsConfig:
     down: Tile = (64, 128, 4, 4)
 
 
-BUCKETS = (1, 4, 16, 32, 64, 128, 256, 512)
+BUCKETS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048)
 """Row counts are rounded up to one of these."""
 
 PATH = Path(__file__).with_name("experts.json")
@@ -50,7 +50,7 @@ def guess(bucket: int, shape: torch.Size, dtype: torch.dtype) -> ExpertsConfig:
         return ExpertsConfig(16, by_pair)
     if bucket <= 256:
         return ExpertsConfig(32, down=(64, 128, 4, 3))
-    return ExpertsConfig(64, False, (128, 64, 8, 4), (128, 64, 8, 4))
+    return ExpertsConfig(64, False, (128, 64, 4, 3), (128, 64, 8, 4))
 
 
 @cache

@@ -143,7 +143,7 @@ def test_row_alone_has_the_bits_it_has_among_sixteen(device: torch.device):
 
 
 @NEEDS_GPU
-@pytest.mark.parametrize("rows", [1, 4, 16, 100, 512])
+@pytest.mark.parametrize("rows", [1, 4, 16, 100, 512, 1500])
 def test_experts_match_twin_in_bf16(device: torch.device, rows: int):
     sizes: dict[str, Any] = {"count": 32, "hidden": 512, "inner": 192, "dtype": torch.bfloat16}
     given, routing, activation = problem(rows, device, **sizes), Routing(4), Gate("silu")
