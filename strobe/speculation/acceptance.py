@@ -57,12 +57,14 @@ class DraftChances:
         self.widths, self.config, self.prior = tuple(widths), config, prior
         self.counts = np.zeros((2, len(self.widths), self.widths[-1], KNOTS))
         """Right drafts, and drafts whose verdict was seen; older ones weigh less."""
-        self._tables: dict[int, Any] = {}
-        self._unread = 0.0
-        """Weight of the drafts seen since the tables were made."""
+        self._tables, self._changed = dict[int, Any](), 0.0
+        """Tables by width, and the weight that came and went since they were filled."""
 
     def table(self, width: int) -> Any:
-        """Return the rates [K, B] of blocks of the width with this index."""
+        """Return the rates [K, B] of blocks of the width with this index. They follow the counts
+        once 2 % of their weight has come or gone."""
+        if self._changed > 0.02 * self.counts[1].sum():
+            self._tables, self._changed = {}, 0.0
         if width not in self._tables:
             pooled = self.counts.sum((1, 2))
             right, seen = pooled.sum(1).tolist()
@@ -80,20 +82,17 @@ class DraftChances:
 
     def fade(self, half_lives: float) -> None:
         """Reduce the weight of all counts."""
+        self._changed += (1 - 0.5**half_lives) * self.counts[1].sum()
         self.counts *= 0.5**half_lives
 
     def observe(self, width: int, weights: Any, verified: Any, accepted: Any) -> None:
         """Learn from blocks: weights [n, K, B] of the evidence, drafts verified [n] and accepted
-        [n]. A position has a verdict if it was verified and all drafts before it were right. Rates
-        follow once the new drafts are 1 % of all."""
+        [n]. A position has a verdict if it was verified and all drafts before it were right."""
         ends = np.array((accepted, np.minimum(accepted + 1, verified)))
         verdicts = np.arange(weights.shape[1]) < ends[..., None]
         counts = np.einsum("cnk,nkb->ckb", verdicts, weights)
         self.counts[:, width, : weights.shape[1]] += counts
-        self._unread += counts[1].sum()
-        if self._unread > 0.01 * self.counts[1].sum():
-            self._tables.clear()
-            self._unread = 0.0
+        self._changed += counts[1].sum()
 
     def logistic_fits(self) -> list[tuple[int, int, float, float]]:
         """Return, for each width and position: drafts of the block, position, and the slope and
