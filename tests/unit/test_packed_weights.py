@@ -19,6 +19,7 @@ from strobe.hub.gguf import gguf_directory
 from strobe.models.architectures import load_target_config
 from strobe.models.linear import Linear
 from strobe.models.load import check_draft_tensors, check_target_tensors
+from strobe.models.quantization import packed as packed_weights
 from strobe.models.quantization.packed import (
     FORMATS,
     GROUP,
@@ -41,6 +42,20 @@ BOUNDS = {"float32": 1e-6, "float16": 5e-4, "int8": 2e-2, "int4": 0.12}
 """Of the error's norm, relative to the product's, for weights of a normal distribution."""
 PROMPTS = [[5, 9, 11, 3], [4, 4, 8], [60, 1, 2, 33, 17, 9]]
 COLD = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pack weights as small as these models'."""
+    monkeypatch.setattr(packed_weights, "SMALL", 0)
+
+
+def test_small_weights_in_float32_stay_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    make_target(tmp_path, vocab_size=128)
+    monkeypatch.setattr(packed_weights, "SMALL", 128 * 32)
+    model: Any = build(resolve(config(tmp_path, method="none"))).runner.model
+    assert isinstance(model.output.product, Float32)
+    assert model.layers[0].self_attn.o_proj.product is None
 
 
 def layer(rows: int = 96, columns: int = 64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -21,6 +21,9 @@ from strobe.models.target import Target
 
 GROUP = 32
 """Inputs in a group of int4."""
+SMALL = 2**16
+"""A weight in float32 with fewer values stays unpacked: oneDNN's product takes longer to start than
+to compute."""
 _ROWS = 4096
 _BLOCK = 8
 """Rows that oneDNN's layout of a weight is chosen for. Its layout for one row is slower for more,
@@ -197,15 +200,18 @@ def pack(name: str | None, target: Target, draft: DFlash | None) -> None:
 
 def _pack(linear: Linear, make: type[Packed]) -> None:
     linear.product = packed(linear, make).product
-    linear.weight = _empty(linear.weight)
+    if linear.product is not None:
+        linear.weight = _empty(linear.weight)
 
 
 def packed(linear: AnyLinear, make: type[Packed]) -> LinearView:
-    """Return the layer with its weight packed. int8 and int4 take sizes that are multiples of
-    GROUP; other weights are in float16 then."""
+    """Return the layer with its weight packed, unless it is too small. int8 and int4 take sizes
+    that are multiples of GROUP; other weights are in float16 then."""
     if linear.product is not None:
         return LinearView(linear.weight, product=linear.product)
     weight = linear.dense(torch.float32).detach()
+    if make is Float32 and weight.numel() < SMALL:
+        return LinearView(weight, linear.bias)
     if make in (Int8, Int4) and any(size % GROUP for size in weight.shape):
         make = Float16
     return LinearView(_empty(weight), product=make(weight, linear.bias))
