@@ -120,8 +120,8 @@ class Fault:
 @pytest.mark.parametrize(
     ("stage", "stride"),
     [
-        ("result", 13),
-        ("commit", 41),
+        ("result", 9),
+        ("commit", 23),
         pytest.param("result", 1, marks=pytest.mark.full),
         pytest.param("commit", 2, marks=pytest.mark.full),
     ],
