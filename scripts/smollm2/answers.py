@@ -84,7 +84,7 @@ def own_prompts(
             [before] * len(temperatures),
             temperatures,
             max_tokens=PROMPT_TOKENS,
-            seed=1_000_000 + start,
+            seed=rng.randrange(1 << 30),
         )
         complete = (turn[:-1] for turn in turns if turn[-1] in ends and len(turn) > 4)
         prompts |= {(*before, *turn, *after) for turn in complete}
