@@ -1,19 +1,20 @@
-"""Measure GEMMs of few rows on this GPU and record the fastest in strobe/kernels/table.json.
+"""Measure kernels on this GPU and record the fastest: GEMMs of few rows in
+strobe/kernels/table.json, and a layer's experts in strobe/kernels/experts.json.
 
     python scripts/tune_kernels.py --seconds 150
+    python scripts/tune_kernels.py experts --seconds 150
 
 Each candidate is first compared with its torch twin, then runs in a captured graph of several
 launches over copies of the weight that together exceed L2. cuBLAS, with the row-wise kernels around
 it, is a candidate too. One row uses the configuration of 16 rows: the same kernel, so that decoding
-and verifying give the same bits. Without a GPU, `--dry` compiles the candidates.
+and verifying give the same bits. Without a GPU, `--dry` compiles the candidates. For experts see
+expert_tuning.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import statistics
 import sys
 import time
 from collections import deque
@@ -24,17 +25,18 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-import triton
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import expert_tuning
 from candidates import first_round, second_round
+from tuning import compile_error, graph_time, start_compiling
 
-from strobe.kernels import gemm as kernels
 from strobe.kernels import gemm_table as tables
 from strobe.kernels import reference_linear as reference
+from strobe.kernels.experts_table import BUCKETS
+from strobe.kernels.experts_table import PATH as EXPERTS_PATH
 from strobe.kernels.gemm import Workspace, launch
 from strobe.kernels.gemm_table import Gemm, GemmConfig
 from strobe.kernels.linear import Gemms, Weight
@@ -72,29 +74,6 @@ class FixedTable:
 # --- compiling, in processes without a GPU --------------------------------------------------------
 
 
-class Target:
-    """A driver that compiles kernels for `target` and loads none."""
-
-    def __init__(self, target: GPUTarget) -> None:
-        self.target = target
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
-def start(arch: int) -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the compiler prints the whole kernel it rejects
-    torch.set_num_threads(1)
-    kernels.supports_pdl = lambda device: arch >= 90
-    triton.runtime.driver.set_active(Target(GPUTarget("cuda", arch, 32)))
-
-
 def compile_one(gemm: Gemm, bucket: int, config: GemmConfig) -> str | None:
     """Compile a kernel into triton's cache on disk; return the error, if any."""
     meta = torch.device("meta")
@@ -104,23 +83,18 @@ def compile_one(gemm: Gemm, bucket: int, config: GemmConfig) -> str | None:
     x = torch.empty(bucket, gemm.k, dtype=fp8 if rows else gemm.dtype, device=meta)
     out = torch.empty(bucket, gemm.outputs, dtype=gemm.dtype, device=meta)
     inside = gemm.norm and config.fused_norm and not rows
-    workspace = Workspace(meta)
-    try:
-        launch(
-            config,
-            gemm,
-            workspace,
-            x,
-            Weight(weight, torch.empty(gemm.n, device=meta) if gemm.fp8 else None),
-            out[:, 0].long() if gemm.argmax else out,
-            norm=(torch.empty(gemm.k, dtype=gemm.dtype, device=meta), 1e-6) if inside else None,
-            residual=out if gemm.residual else None,
-            x_scale=torch.empty(bucket, device=meta) if rows else None,
-            warmup=True,
-        )
-    except Exception as problem:
-        return repr(problem)[:200]
-    return None
+    return compile_error(
+        launch,
+        config,
+        gemm,
+        Workspace(meta),
+        x,
+        Weight(weight, torch.empty(gemm.n, device=meta) if gemm.fp8 else None),
+        out[:, 0].long() if gemm.argmax else out,
+        norm=(torch.empty(gemm.k, dtype=gemm.dtype, device=meta), 1e-6) if inside else None,
+        residual=out if gemm.residual else None,
+        x_scale=torch.empty(bucket, device=meta) if rows else None,
+    )
 
 
 # --- measuring ------------------------------------------------------------------------------------
@@ -228,24 +202,12 @@ class Bench:
             raise ArithmeticError(f"RMS error {rms_error:.3g}, maximum {worst:.3g}")
 
     def measure(self, problem: Problem, config: GemmConfig) -> float:
-        """Return the microseconds of one call: the median of replays of a graph of many."""
+        """Return the microseconds of one call, after checking its result."""
         self.prepare(problem)
         self.check(problem.gemm, self.call(problem.gemm, config))
         call = self.call(problem.gemm, config, in_place=True)
         launches = max(len(self.weights), round(600 / (problem.size / 4e6)), 2)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for i in range(launches):
-                call(self.weights[i % len(self.weights)])
-        times = []
-        for _ in range(6):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) * 1000 / launches)
-        return statistics.median(times[1:])
+        return graph_time(lambda i: call(self.weights[i % len(self.weights)]), launches)
 
 
 def problems(args: argparse.Namespace) -> Iterator[Problem]:
@@ -363,30 +325,38 @@ def dry(args: argparse.Namespace, pool: ProcessPoolExecutor) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("part", nargs="?", choices=["gemms", "experts"], default="gemms")
     parser.add_argument("--seconds", type=float, default=150.0, help="stop after this long")
-    parser.add_argument("--shapes", nargs="+", default=SHAPES, help="NxK:fusion+fusion")
-    parser.add_argument("--rows", nargs="+", type=int, default=[16, 64, 32, 128])
+    parser.add_argument("--shapes", nargs="+", help="NxK:fusion+fusion; names of targets' experts")
+    parser.add_argument("--rows", nargs="+", type=int)
     parser.add_argument(
         "--kinds", nargs="+", choices=["bf16", "fp8", "fp16"], default=["bf16", "fp8"]
     )
     parser.add_argument("--first", type=int, default=40, help="candidates of the first round")
+    parser.add_argument("--bandwidth", type=float, default=4.35, help="TB/s, for experts' floor")
     parser.add_argument("--jobs", type=int, default=15, help="processes that compile")
-    parser.add_argument("--out", default=str(tables.PATH))
+    parser.add_argument("--out", help="the table to write, if not the package's")
     parser.add_argument("--log", help="a file for every measurement, as JSON lines")
     parser.add_argument("--verbose", action="store_true", help="print why a candidate fails")
     parser.add_argument("--dry", action="store_true", help="compile for sm_90 only; needs no GPU")
     args = parser.parse_args()
+    is_gemms = args.part == "gemms"
+    args.shapes = args.shapes or (SHAPES if is_gemms else list(expert_tuning.SHAPES))
+    args.rows = args.rows or ([16, 64, 32, 128] if is_gemms else list(BUCKETS))
+    args.out = args.out or str(tables.PATH if is_gemms else EXPERTS_PATH)
     deadline = time.monotonic() + args.seconds
     major, minor = (9, 0) if args.dry else torch.cuda.get_device_capability()
+    arch = major * 10 + minor
     # Spawned, not forked: a process that has a CUDA context must not be forked.
-    with ProcessPoolExecutor(args.jobs, get_context("spawn"), start, (major * 10 + minor,)) as pool:
+    with ProcessPoolExecutor(args.jobs, get_context("spawn"), start_compiling, (arch,)) as pool:
         if args.dry:
-            dry(args, pool)
+            (dry if is_gemms else expert_tuning.dry)(args, pool)
             return
-        done = tune(args, pool, deadline)
+        done = (tune if is_gemms else expert_tuning.tune)(args, pool, deadline)
         pool.shutdown(wait=False, cancel_futures=True)
-    report(done)
+    if is_gemms:
+        report(done)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from strobe.kernels.gemm import DTYPES, INTERPRETED
 from strobe.kernels.gemm_table import Weight
 from strobe.kernels.pdl import pdl_wait, supports_pdl
 from strobe.kernels.reference_experts import Gate, Routing
-from strobe.kernels.rowwise import gated, round_to
+from strobe.kernels.rowwise import gated, round_to, row_part
 
 __all__ = ["MAX_ROWS", "experts"]
 
@@ -253,9 +253,7 @@ def _sum_kernel(
     PDL: tl.constexpr,
 ):
     pdl_wait(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < H
+    row, column, inside = row_part(H, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     if tl.load(ids + row * TOP_K) < E:
         for j in tl.static_range(TOP_K):

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from strobe.kernels.pdl import pdl_wait, supports_pdl
-from strobe.kernels.rowwise import FEW_ROWS, round_to
+from strobe.kernels.rowwise import parts_of, round_to, row_part
 
 _HEADS = 4
 """Heads per program of the norm."""
@@ -25,9 +25,7 @@ def _gate_kernel(
     SIZE: tl.constexpr, BROADCAST: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < SIZE
+    row, at, inside = row_part(SIZE, BLOCK)
     if BROADCAST:
         logit = tl.load(logits + row * logits_stride).to(tl.float32)
     else:
@@ -44,8 +42,7 @@ def _delta_kernel(
     HEADS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
-    row, head = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
-    inside = head < HEADS
+    row, head, inside = row_part(HEADS, WIDTH)
     b = tl.load(ba + row * stride + head, inside, 0.0).to(tl.float32)
     time = tl.load(ba + row * stride + HEADS + head, inside, 0.0).to(tl.float32)
     time += tl.load(dt_bias + head, inside, 0.0).to(tl.float32)
@@ -81,8 +78,7 @@ def _add_norm_kernel(
     H: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
-    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    inside = at < H
+    row, at, inside = row_part(H, BLOCK)
     value = tl.load(y + row * y_stride + at, inside, 0.0).to(tl.float32)
     gain = tl.load(weight + at, inside, 0.0).to(tl.float32)
     total = value * tl.rsqrt(tl.sum(value * value, 0) / H + eps) * gain
@@ -96,9 +92,9 @@ def gate(x: Tensor, logits: Tensor, extra: Tensor | None = None) -> Tensor:
     """x [T, N] * sigmoid(logits [T, N] or [T, 1]) + extra [T, N] -> [T, N]."""
     rows, size = x.shape
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
-    block = min(1024 if rows <= FEW_ROWS else 4096, triton.next_power_of_2(size))
+    block, parts = parts_of(rows, size)
     pdl = supports_pdl(x.device)
-    _gate_kernel[(rows, triton.cdiv(size, block))](
+    _gate_kernel[(rows, parts)](
         x, logits, extra, out, x.stride(0), logits.stride(0),
         0 if extra is None else extra.stride(0), SIZE=size,
         BROADCAST=logits.shape[1] == 1 < size, BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl,

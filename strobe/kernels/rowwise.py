@@ -45,6 +45,13 @@ def round_to(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def row_part(SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Return this program's row, its columns, and which of them are below SIZE."""
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    return tl.program_id(0).to(tl.int64), at, at < SIZE
+
+
+@triton.jit
 def gated(gate, up, GELU: tl.constexpr):
     """silu(gate) * up in fp32, or with gelu (tanh) instead of silu: x sigmoid(2 y) with
     y = sqrt(2 / pi) (x + 0.044715 x^3)."""
@@ -69,9 +76,7 @@ def _norm_kernel(
     PDL: tl.constexpr,
 ):
     pdl_wait(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    inside = at < H
+    row, at, inside = row_part(H, BLOCK)
     x = tl.load(x_ptr + row * x_stride + at, inside, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + at, inside, other=0.0).to(tl.float32)
     if ADD:
@@ -188,9 +193,7 @@ def _silu_mul_kernel(
     SIZE: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < SIZE
+    row, at, inside = row_part(SIZE, BLOCK)
     gate = tl.load(x_ptr + row * x_stride + at, inside, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * x_stride + SIZE + at, inside, other=0.0).to(tl.float32)
     y = gated(gate, up, GELU)
@@ -202,9 +205,7 @@ def _quantize_kernel(
     x_ptr, out_ptr, scale_ptr, x_stride, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     pdl_wait(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    inside = at < K
+    row, at, inside = row_part(K, BLOCK)
     x = tl.load(x_ptr + row * x_stride + at, inside, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(x), 0)
     scale = tl.where(largest > 0, tl.maximum(tl.div_rn(largest, FP8_MAX), TINY), 1.0)
@@ -348,14 +349,20 @@ def context_store(
     )
 
 
+def parts_of(rows: int, size: int) -> tuple[int, int]:
+    """Return the columns of a program that processes a part of a row, and the parts of a row."""
+    block = min(1024 if rows <= FEW_ROWS else 4096, triton.next_power_of_2(size))
+    return block, triton.cdiv(size, block)
+
+
 def silu_mul(gate_up: Tensor, *, gelu: bool = False) -> Tensor:
     """gate_up [T, 2 I], gates first -> silu(gate) * up [T, I], rounded once (torch also rounds
     silu(gate)). gelu: gelu (tanh) instead of silu."""
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device)
-    block = min(1024 if rows <= FEW_ROWS else 4096, triton.next_power_of_2(size))
+    block, parts = parts_of(rows, size)
     pdl = supports_pdl(gate_up.device)
-    _silu_mul_kernel[(rows, triton.cdiv(size, block))](
+    _silu_mul_kernel[(rows, parts)](
         gate_up,
         out,
         gate_up.stride(0),

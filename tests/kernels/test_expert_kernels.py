@@ -64,10 +64,10 @@ def problem(
 @pytest.mark.parametrize("rows", [1, 3, 21])
 @pytest.mark.parametrize("config", [PAIRS, SORTED], ids=["pairs", "sorted"])
 def test_experts_match_twin(device: torch.device, rows: int, config: ExpertsConfig):
-    given = problem(rows, device)
+    layer = problem(rows, device)
     routing, activation = Routing(2), Gate("silu")
-    actual = given.run(routing, activation, config=config)
-    torch.testing.assert_close(actual, given.twin(routing, activation), atol=1e-5, rtol=1e-4)
+    actual = layer.run(routing, activation, config=config)
+    torch.testing.assert_close(actual, layer.twin(routing, activation), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -84,22 +84,22 @@ def test_families_of_experts_match_twin(
 ):
     if routing.scale is not None:
         routing = routing._replace(scale=routing.scale.to(device))
-    given = problem(5, device, bias=bias)
-    actual = given.run(routing, activation, config=SORTED)
-    torch.testing.assert_close(actual, given.twin(routing, activation), atol=1e-5, rtol=1e-4)
+    layer = problem(5, device, bias=bias)
+    actual = layer.run(routing, activation, config=SORTED)
+    torch.testing.assert_close(actual, layer.twin(routing, activation), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("config", [PAIRS, SORTED], ids=["pairs", "sorted"])
 def test_padding_rows_choose_no_experts(device: torch.device, config: ExpertsConfig):
     """Their logits are NaN, and they change nothing."""
-    given, routing, activation = problem(7, device), Routing(2), Gate("silu")
-    expected = given.twin(routing, activation)
+    layer, routing, activation = problem(7, device), Routing(2), Gate("silu")
+    expected = layer.twin(routing, activation)
     sizes = torch.tensor([3, 2, 0], device=device)
-    given.logits[5:] = torch.nan
-    given.x[5:] = torch.nan
-    actual = given.run(routing, activation, config=config, sizes=sizes)
+    layer.logits[5:] = torch.nan
+    layer.x[5:] = torch.nan
+    actual = layer.run(routing, activation, config=config, sizes=sizes)
     torch.testing.assert_close(actual[:5], expected[:5], atol=1e-5, rtol=1e-4)
-    assert torch.equal(actual[5:], given.extra[5:])
+    assert torch.equal(actual[5:], layer.extra[5:])
 
 
 def test_sorting_lists_each_pair_once_and_cuts_blocks(device: torch.device):
@@ -122,23 +122,23 @@ def test_sorting_lists_each_pair_once_and_cuts_blocks(device: torch.device):
 
 
 def test_row_has_the_same_bits_in_any_batch_of_its_bucket(device: torch.device):
-    given, routing, activation = problem(21, device), Routing(2), Gate("silu")
-    expected = given.run(routing, activation, config=SORTED)
+    layer, routing, activation = problem(21, device), Routing(2), Gate("silu")
+    expected = layer.run(routing, activation, config=SORTED)
     for rows in (slice(0, 9), slice(4, 20)):
         part = Problem(
-            given.x[rows], given.logits[rows], given.gate_up, given.down, given.extra[rows]
+            layer.x[rows], layer.logits[rows], layer.gate_up, layer.down, layer.extra[rows]
         )
         assert torch.equal(part.run(routing, activation, config=SORTED), expected[rows])
 
 
 @NEEDS_GPU
 def test_row_alone_has_the_bits_it_has_among_sixteen(device: torch.device):
-    given = problem(16, device, count=32, hidden=512, inner=192, dtype=torch.bfloat16)
+    layer = problem(16, device, count=32, hidden=512, inner=192, dtype=torch.bfloat16)
     routing, gate = Routing(4), Gate("silu")
-    expected = given.run(routing, gate)
+    expected = layer.run(routing, gate)
     for t in range(16):
-        row, layers = slice(t, t + 1), (given.gate_up, given.down)
-        alone = Problem(given.x[row], given.logits[row], *layers, given.extra[row])
+        row, layers = slice(t, t + 1), (layer.gate_up, layer.down)
+        alone = Problem(layer.x[row], layer.logits[row], *layers, layer.extra[row])
         assert torch.equal(alone.run(routing, gate), expected[row])
 
 
@@ -146,8 +146,8 @@ def test_row_alone_has_the_bits_it_has_among_sixteen(device: torch.device):
 @pytest.mark.parametrize("rows", [1, 4, 16, 100, 512, 1500])
 def test_experts_match_twin_in_bf16(device: torch.device, rows: int):
     sizes: dict[str, Any] = {"count": 32, "hidden": 512, "inner": 192, "dtype": torch.bfloat16}
-    given, routing, activation = problem(rows, device, **sizes), Routing(4), Gate("silu")
-    actual, expected = given.run(routing, activation), given.twin(routing, activation)
-    assert torch.equal(actual, given.run(routing, activation))
+    layer, routing, activation = problem(rows, device, **sizes), Routing(4), Gate("silu")
+    actual, expected = layer.run(routing, activation), layer.twin(routing, activation)
+    assert torch.equal(actual, layer.run(routing, activation))
     error = (actual.float() - expected.float()).norm() / expected.float().norm()
     assert error < 0.01

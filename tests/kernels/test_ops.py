@@ -329,10 +329,30 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def launches(
+    family: str, path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch, layers: int = 2
+) -> tuple[list[str], Tensor, Tensor | None]:
+    """Run five rows of a model and its argmax by kernels. Return what it launched, the residual
+    stream and the features after the first and the last layer."""
+    FAMILIES[family](path, head_dim=64, num_hidden_layers=layers, hidden_size=64)
+    config = load_target_config(path)
+    model = load_target(path, config, max_positions=16, dtype=torch.float32, device=device)
+    contiguous(model)
+    model.ops = TritonOps(device, torch.float32)
+    ids, places = torch.tensor(IDS, device=device), torch.arange(ROWS, device=device)
+    attend = Cache(config.decoder, device)
+    plan = plan_of(config, attend, device)
+    with Launches(monkeypatch, attend) as recorded:
+        x, features = model(ids, places, plan, (1, layers))
+        model.argmax(x)
+    return recorded.names, x, features
+
+
 ATTENTION = ["qk_norm_rope_store", "attention", "linear residual next_norm"]
 FIRST = ["linear norm", *ATTENTION]
 LATER = ["linear norm scaled", *ATTENTION]
 GATED = "linear norm scaled gated"
+HEAD = ["rms_norm", "linear argmax"]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
@@ -340,23 +360,13 @@ def test_dense_layer_has_six_launches(
     tmp_path: Path, device: torch.device, family: str, monkeypatch: pytest.MonkeyPatch
 ):
     """Norms, sums and copies, also of captured features, are fused into other kernels."""
-    FAMILIES[family](tmp_path, head_dim=64, num_hidden_layers=3, hidden_size=64)
-    config = load_target_config(tmp_path)
-    model = load_target(tmp_path, config, max_positions=16, dtype=torch.float32, device=device)
-    contiguous(model)
-    model.ops = TritonOps(device, torch.float32)
-    ids, places = torch.tensor(IDS, device=device), torch.arange(ROWS, device=device)
-    attend = Cache(config.decoder, device)
-    with Launches(monkeypatch, attend) as launches:
-        x, features = model(ids, places, attend, (1, 3))
-        model.argmax(x)
-    assert features is not None
-    assert launches.names == [
+    names, x, features = launches(family, tmp_path, device, monkeypatch, layers=3)
+    assert names == [
         *("gather_rows", *FIRST, GATED, "linear residual next_norm"),
         *(*LATER, GATED, "linear residual next_norm"),
-        *(*LATER, GATED, "linear residual"),
-        *("rms_norm", "linear argmax"),
+        *(*LATER, GATED, "linear residual", *HEAD),
     ]
+    assert features is not None
     assert x.data_ptr() == features[:, 64:].data_ptr()
 
 
@@ -377,28 +387,16 @@ def test_drafter_block_and_context_add_no_launches(
     assert launches.names == [
         *("gather_rows", *FIRST, GATED, "linear residual next_norm"),
         *(*LATER, GATED, "linear residual"),
-        *("rms_norm", "linear argmax"),
-        *("linear", "linear norm", "context_store"),
+        *(*HEAD, "linear", "linear norm", "context_store"),
     ]
 
 
 def test_layers_with_experts_run_by_kernels(
     tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ):
-    FAMILIES["qwen3_moe"](tmp_path, head_dim=64, num_hidden_layers=2, hidden_size=64)
-    config = load_target_config(tmp_path)
-    model = load_target(tmp_path, config, max_positions=16, dtype=torch.float32, device=device)
-    contiguous(model)
-    model.ops = TritonOps(device, torch.float32)
-    ids, places = torch.tensor(IDS, device=device), torch.arange(ROWS, device=device)
-    attend = Cache(config.decoder, device)
-    with Launches(monkeypatch, attend) as launches:
-        model(ids, places, attend, (2,))
-    assert launches.names == [
-        "gather_rows",
-        *[*FIRST, "rms_norm", "linear", "experts"] * 2,
-        "copy_.default",
-    ]
+    names, _, _ = launches("qwen3_moe", tmp_path, device, monkeypatch)
+    layer = [*FIRST, "rms_norm", "linear", "experts", "copy_.default"]
+    assert names == ["gather_rows", *layer, *layer, *HEAD]
 
 
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "experts"])
@@ -406,23 +404,14 @@ def test_hybrid_layers_run_by_kernels(
     tmp_path: Path, device: torch.device, sparse: bool, monkeypatch: pytest.MonkeyPatch
 ):
     family = "qwen3_5_moe" if sparse else "qwen3_5"
-    FAMILIES[family](tmp_path, head_dim=64, num_hidden_layers=2, hidden_size=64)
-    config = load_target_config(tmp_path)
-    model = load_target(tmp_path, config, max_positions=16, dtype=torch.float32, device=device)
-    contiguous(model)
-    model.ops = TritonOps(device, torch.float32)
-    ids, places = torch.tensor(IDS, device=device), torch.arange(ROWS, device=device)
-    attend = Cache(config.decoder, device)
-    plan = plan_of(config, attend, device)
-    with Launches(monkeypatch, attend) as launches:
-        model(ids, places, plan, ())
+    names, _, _ = launches(family, tmp_path, device, monkeypatch)
     dense = [GATED, "linear residual next_norm"]
     shared = ["linear gated", "linear", "linear", "gate"]
-    mlp = ["rms_norm", *shared, "linear", "experts"] if sparse else dense
+    mlp = ["rms_norm", *shared, "linear", "experts", "copy_.default"] if sparse else dense
     rule = ["linear", "delta_gates", "linear", "mix", "linear", "gated_norm"]
     attention = ["qk_norm_rope_store", "attention", "gate", "linear residual next_norm"]
     last = mlp if sparse else [GATED, "linear residual"]
-    assert launches.names == [
+    assert names == [
         *("gather_rows", "rms_norm", *rule, "linear residual next_norm", *mlp),
-        *("linear norm" if sparse else "linear norm scaled", *attention, *last),
+        *("linear norm" if sparse else "linear norm scaled", *attention, *last, *HEAD),
     ]

@@ -1,7 +1,4 @@
-"""Measure tiles of the grouped GEMMs of experts on this GPU and record the fastest in
-strobe/kernels/experts.json.
-
-    python scripts/tune_experts.py --seconds 150
+"""A layer's experts for tune_kernels.py: tiles of the two grouped GEMMs.
 
 Each candidate runs in a captured graph over copies of a layer's weights that together exceed L2,
 with even routing, and the whole layer is compared with its torch twin, which is timed as well.
@@ -10,23 +7,16 @@ with even routing, and the whole layer is compared with its torch twin, which is
 from __future__ import annotations
 
 import argparse
-import statistics
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from tune_kernels import start
+from tuning import compile_error, graph_time
 
 from strobe.kernels import experts as kernels
 from strobe.kernels import experts_table as tables
@@ -75,11 +65,6 @@ def blocks(bucket: int, count: int, top_k: int) -> list[tuple[int, bool]]:
     return [(size, False) for size in sizes]
 
 
-def start_compiling(arch: int) -> None:
-    start(arch)
-    kernels.supports_pdl = lambda device: arch >= 90
-
-
 def compile_one(shape: str, block_m: int, by_pair: bool, tile: Tile, first: bool) -> str | None:
     """Compile a grouped GEMM into triton's cache on disk; return the error, if any."""
     count, hidden, inner, top_k, name, bias = SHAPES[shape]
@@ -92,11 +77,8 @@ def compile_one(shape: str, block_m: int, by_pair: bool, tile: Tile, first: bool
     routed = kernels.Routed(ids, ids.float(), None if by_pair else ids[0], blocks, 4)
     biases = torch.empty(count, n, dtype=torch.bfloat16, **meta) if bias else None
     activation = Gate(name, 7.0) if first else None
-    try:
-        kernels.grouped(x, weight, biases, routed, tile, block_m, activation, warmup=True)
-    except Exception as problem:
-        return repr(problem)[:200]
-    return None
+    inputs = x, weight, biases, routed, tile, block_m, activation
+    return compile_error(kernels.grouped, *inputs)
 
 
 class Layer:
@@ -143,22 +125,9 @@ class Layer:
 
 
 def measure(call: Callable[[int], Any], repeats: int = 4) -> float:
-    """Return the microseconds of one call: the median of replays of a graph of many."""
+    """Return the microseconds of one call."""
     call(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(COPIES * repeats):
-            call(i % COPIES)
-    times = []
-    for _ in range(7):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1000 / COPIES / repeats)
-    return statistics.median(times[2:])
+    return graph_time(lambda i: call(i % COPIES), COPIES * repeats)
 
 
 def fastest(
@@ -201,24 +170,43 @@ def check(layer: Layer, config: ExpertsConfig) -> float:
     return error
 
 
-def tune(args: argparse.Namespace, pool: ProcessPoolExecutor, deadline: float) -> None:
-    data = tables.load()
-    problems = [
+Problem = tuple[str, int, int, bool]
+"""A shape, a bucket of rows, and a candidate of `blocks`."""
+
+
+def problems(args: argparse.Namespace) -> list[Problem]:
+    return [
         (shape, bucket, block, pair)
         for shape in args.shapes
         for bucket in args.rows
         for block, pair in blocks(bucket, SHAPES[shape][0], SHAPES[shape][3])
     ]
+
+
+def compile_all(problems: list[Problem], pool: ProcessPoolExecutor) -> dict[Any, Any]:
+    """Return the errors, as futures, by the arguments of `compile_one`."""
     keys = dict.fromkeys(
         (shape, block, pair, tile, first)
         for shape, _, block, pair in problems
         for tile in tiles(block)
         for first in (True, False)
     )
-    futures = {key: pool.submit(compile_one, *key) for key in keys}
+    return {key: pool.submit(compile_one, *key) for key in keys}
+
+
+def dry(args: argparse.Namespace, pool: ProcessPoolExecutor) -> None:
+    """Compile every candidate and print failures."""
+    for key, future in compile_all(problems(args), pool).items():
+        print(f"{future.result() or 'compiled'}  {key}", flush=True)
+
+
+def tune(args: argparse.Namespace, pool: ProcessPoolExecutor, deadline: float) -> None:
+    data = tables.load()
+    candidates = problems(args)
+    futures = compile_all(candidates, pool)
     best: dict[tuple[str, int], float] = {}
     layers: dict[str, Layer] = {}
-    for shape, bucket, block_m, by_pair in problems:
+    for shape, bucket, block_m, by_pair in candidates:
         if time.monotonic() > deadline:
             break
         if shape not in layers:
@@ -254,26 +242,3 @@ def tune(args: argparse.Namespace, pool: ProcessPoolExecutor, deadline: float) -
             count, hidden, inner = SHAPES[shape][:3]
             tables.record(data, f"{count}x{2 * inner}x{hidden}", bucket, config)
             tables.save(data, Path(args.out))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--seconds", type=float, default=150.0, help="stop after this long")
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
-    parser.add_argument("--rows", nargs="+", type=int, default=list(tables.BUCKETS))
-    parser.add_argument("--bandwidth", type=float, default=4.35, help="TB/s, for the floor")
-    parser.add_argument("--jobs", type=int, default=15, help="processes that compile")
-    parser.add_argument("--out", default=str(tables.PATH))
-    args = parser.parse_args()
-    deadline = time.monotonic() + args.seconds
-    major, minor = torch.cuda.get_device_capability()
-    # Spawned, not forked: a process that has a CUDA context must not be forked.
-    with ProcessPoolExecutor(
-        args.jobs, get_context("spawn"), start_compiling, (major * 10 + minor,)
-    ) as pool:
-        tune(args, pool, deadline)
-        pool.shutdown(wait=False, cancel_futures=True)
-
-
-if __name__ == "__main__":
-    main()
