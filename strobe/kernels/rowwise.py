@@ -220,20 +220,9 @@ def _launch_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, add: b
     block = triton.next_power_of_2(size)
     pdl = supports_pdl(x.device)
     _norm_kernel[(rows,)](
-        x,
-        residual,
-        weight,
-        out,
-        x.stride(0),
-        residual.stride(0),
-        eps,
-        H=size,
-        BLOCK=block,
-        ADD=add,
-        num_warps=min(max(block // 512, 1), 16),
-        PDL=pdl,
-        launch_pdl=pdl,
-    )
+        x, residual, weight, out, x.stride(0), residual.stride(0), eps, H=size, BLOCK=block,
+        ADD=add, num_warps=min(max(block // 512, 1), 16), PDL=pdl, launch_pdl=pdl,
+    )  # fmt: skip
     return out
 
 
@@ -352,7 +341,7 @@ def context_store(
 def parts_of(rows: int, size: int) -> tuple[int, int]:
     """Return the columns of a program that processes a part of a row, and the parts of a row."""
     block = min(1024 if rows <= FEW_ROWS else 4096, triton.next_power_of_2(size))
-    return block, triton.cdiv(size, block)
+    return int(block), -(-size // int(block))
 
 
 def silu_mul(gate_up: Tensor, *, gelu: bool = False) -> Tensor:
@@ -388,14 +377,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     block = triton.next_power_of_2(size)
     pdl = supports_pdl(x.device)
     _quantize_kernel[(rows,)](
-        x,
-        out,
-        scale,
-        x.stride(0),
-        K=size,
-        BLOCK=block,
-        num_warps=min(max(block // 512, 1), 16),
-        PDL=pdl,
-        launch_pdl=pdl,
-    )
+        x, out, scale, x.stride(0), K=size, BLOCK=block,
+        num_warps=min(max(block // 512, 1), 16), PDL=pdl, launch_pdl=pdl,
+    )  # fmt: skip
     return out, scale
