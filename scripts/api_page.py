@@ -25,6 +25,7 @@ from strobe.server.openai.protocol.responses_request import (
 from strobe.server.openai.protocol.sampling_fields import SamplingFields
 from strobe.server.openai.protocol.tables import NO_EFFECT, UNSUPPORTED, FieldRule
 from strobe.server.openai.protocol.token_requests import DetokenizeRequest, TokenizeRequest
+from strobe.server.page.endpoints import MarkdownRequest
 
 PAGE = Path(__file__).parents[1] / "docs" / "api.md"
 
@@ -32,7 +33,7 @@ GENERATING: tuple[type[RequestModel], ...] = (
     ChatCompletionRequest, CompletionRequest, ResponsesRequest, MessagesRequest
 )  # fmt: skip
 OTHER_ENDPOINTS: tuple[type[RequestModel], ...] = (
-    InputTokensRequest, CountTokensRequest, TokenizeRequest, DetokenizeRequest
+    InputTokensRequest, CountTokensRequest, TokenizeRequest, DetokenizeRequest, MarkdownRequest
 )  # fmt: skip
 ENDPOINTS = (*GENERATING, *OTHER_ENDPOINTS)
 

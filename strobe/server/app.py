@@ -41,6 +41,7 @@ from strobe.server.openai.protocol.token_requests import (
 )
 from strobe.server.openai.responses import input_tokens, responses
 from strobe.server.openai.tokens import detokenize, tokenize
+from strobe.server.page.endpoints import MarkdownRequest, MarkdownResponse, markdown
 from strobe.server.serving import Serving
 
 Handler = Callable[[Serving, Request], Awaitable[Response]]
@@ -86,6 +87,9 @@ POSTS: dict[Handler, Post] = {
     ),
     detokenize: Post(
         "/detokenize", "The text of token ids.", DetokenizeRequest, DetokenizeResponse
+    ),
+    markdown: Post(
+        "/markdown", "A text's blocks, for the page.", MarkdownRequest, MarkdownResponse
     ),
 }
 """The POST endpoints. Handlers parse the body themselves, so that every error is one sentence and

@@ -126,6 +126,7 @@ def add_get_endpoints(app: FastAPI, serving: Serving) -> None:
             settings["api_key"] = len(serving.settings.api_key)
             parts = {"engine": facts._asdict(), "config": asdict(serving.client.config)}
             info = {"version": version("strobe"), **parts, "server": settings}
+            info["template"] = _template(serving)
             return JSONResponse(_plain(info))
         except Exception as error:
             return replies.error_response(serving, error)
@@ -171,6 +172,15 @@ def _card(serving: Serving, name: str) -> dict[str, Any]:
         "owned_by": "strobe",
         "root": serving.root,
         "max_model_len": serving.facts.max_model_len,
+    }
+
+
+def _template(serving: Serving) -> dict[str, Any]:
+    forms, reads = serving.formats, serving.template_reads
+    return {
+        "reasoning": forms.reasoning and forms.reasoning.name,
+        "tools": forms.tools and forms.tools.name,
+        "variables": None if reads is None else sorted(reads),
     }
 
 

@@ -15,6 +15,7 @@ from strobe.server.openai.protocol.completion_request import CompletionRequest
 from strobe.server.openai.protocol.errors import FieldError
 from strobe.server.openai.protocol.responses_request import InputTokensRequest, ResponsesRequest
 from strobe.server.openai.protocol.token_requests import DetokenizeRequest, TokenizeRequest
+from strobe.server.page.endpoints import MarkdownRequest
 
 USER = {"role": "user", "content": "hello"}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -30,6 +31,7 @@ SMALLEST: Mapping[type[RequestModel], dict[str, Any]] = {
     CountTokensRequest: {"messages": [USER]},
     TokenizeRequest: {"prompt": "hello"},
     DetokenizeRequest: {"tokens": [1, 2]},
+    MarkdownRequest: {"text": "hello"},
 }
 GENERATING = (ChatCompletionRequest, CompletionRequest, ResponsesRequest, MessagesRequest)
 

@@ -162,7 +162,9 @@ class Page:
         self.call("Emulation.clearDeviceMetricsOverride")
         self.prefer()
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=0, y=0)
-        self.evaluate("location.protocol == 'about:' || sessionStorage.clear()")
+        self.evaluate(
+            "location.protocol == 'about:' || (sessionStorage.clear(), localStorage.clear())"
+        )
         self.problems.clear()
         self.requests.clear()
 

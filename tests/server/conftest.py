@@ -1,10 +1,14 @@
-"""One real server on the demo models, shared by the tests that speak HTTP."""
+"""One real server on the demo models, shared by the tests that speak HTTP; and a browser with a
+scripted server, shared by the tests of the page."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+from browser import NAMES, Browser, Page, find_chromium
+from page_mock import MockServer
+from page_tests import visit
 from served import Served
 
 
@@ -27,3 +31,54 @@ def server(real_server: Served) -> Served:
 def page_server(real_server: Served) -> str:
     """The URL of the real page."""
     return f"{real_server.url}/"
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    program = find_chromium()
+    if program is None:
+        pytest.skip(
+            f"The page needs a browser to be tested: none of {', '.join(NAMES)} is in PATH; "
+            "install Debian's package chromium."
+        )
+    browser = Browser(program, tmp_path_factory.mktemp("chromium"))
+    yield browser
+    browser.close()
+
+
+@pytest.fixture(scope="session")
+def one_mock() -> Iterator[MockServer]:
+    mock = MockServer()
+    yield mock
+    mock.close()
+
+
+@pytest.fixture
+def mock(one_mock: MockServer) -> MockServer:
+    """The page's scripted server, reset."""
+    one_mock.reset()
+    return one_mock
+
+
+@pytest.fixture(scope="session")
+def one_page(browser: Browser) -> Page:
+    return browser.open()
+
+
+@pytest.fixture
+def page(one_page: Page) -> Page:
+    """A page, reset."""
+    one_page.reset()
+    return one_page
+
+
+@pytest.fixture
+def chat(page: Page, mock: MockServer) -> Page:
+    """The page, loaded from the scripted server, with answers token by token."""
+    return visit(page, mock.url)
+
+
+@pytest.fixture
+def reading(page: Page, mock: MockServer) -> Page:
+    """The page with answers to read."""
+    return visit(page, mock.url, "reading")

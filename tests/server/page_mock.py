@@ -19,6 +19,7 @@ from typing import Any
 import uvicorn
 
 from strobe.server.page import files
+from strobe.server.page.markdown import blocks
 
 Json = dict[str, Any]
 
@@ -117,7 +118,8 @@ class MockServer:
     """Serves from a thread until closed. replies: the responses to the next chat requests.
 
     received: the bodies of the chat requests, keys: their Authorization headers. api_key: required
-    unless None. starting: number of 503 responses of /v1/models before the first 200.
+    unless None. starting: number of 503 responses of /server_info before the first 200. template:
+    what it says about the chat template. markdown: whether /markdown works.
     """
 
     def __init__(self):
@@ -137,6 +139,8 @@ class MockServer:
     def reset(self) -> None:
         """Clear received requests and scripted replies."""
         self.model = "strobe-demo"
+        self.template: Json = {"reasoning": "qwen3", "tools": "hermes", "variables": None}
+        self.markdown = True
         self.starting = 0
         self.api_key: str | None = None
         self.replies: deque[Reply] = deque()
@@ -150,6 +154,15 @@ class MockServer:
         self._server.should_exit = self._server.force_exit = True
         self._thread.join()
 
+    def _info(self) -> Json:
+        return {
+            "version": "0.1.0",
+            "engine": {"max_model_len": 2048, "methods": ["dflash", "none"], "sampling": {}},
+            "config": {},
+            "server": {"served_model_name": [self.model]},
+            "template": self.template,
+        }
+
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
         path = scope["path"]
         if path in self._files:
@@ -158,24 +171,18 @@ class MockServer:
             return
         headers = {k.decode(): v.decode() for k, v in scope["headers"]}
         key = headers.get("authorization")
-        if path.startswith("/v1/") and self.api_key not in (
-            None,
-            (key or "").removeprefix("Bearer "),
-        ):
+        if self.api_key not in (None, (key or "").removeprefix("Bearer ")):
             await plain(send, refusal(401, "The API key is missing or wrong."))
-        elif path == "/v1/models" and self.starting:
+        elif path == "/server_info" and self.starting:
             self.starting -= 1
             await plain(send, refusal(503, "The engine is still starting."))
-        elif path == "/v1/models":
-            entry = {
-                "id": self.model,
-                "max_model_len": 2048,
-                "owned_by": "strobe",
-                "root": "/demo",
-            }
-            await plain(send, Reply(body={"object": "list", "data": [entry]}))
-        elif path == "/version":
-            await plain(send, Reply(body={"version": "0.1.0"}))
+        elif path == "/server_info":
+            await plain(send, Reply(body=self._info()))
+        elif path == "/markdown":
+            request = json.loads(await body_of(receive))
+            parts = [b._asdict() for b in blocks(request["text"], is_open=request["open"])]
+            failed = refusal(500, "It failed.")
+            await plain(send, Reply(body={"blocks": parts}) if self.markdown else failed)
         elif path == "/v1/chat/completions":
             self.keys.append(key)
             self.received.append(json.loads(await body_of(receive)))

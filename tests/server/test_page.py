@@ -3,114 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
-from browser import NAMES, Browser, Page, find_chromium
+from browser import Page
 from page_mock import Gate, Json, MockServer, Reply, answer, refusal, step
+from page_tests import (
+    HELLO,
+    IDLE,
+    SORTED,
+    THOUGHT,
+    WIDE,
+    WIDTH,
+    ask,
+    ask_and_wait,
+    bars,
+    contrast,
+    figures,
+    origins,
+    rounds,
+    run,
+    visit,
+)
 
 from strobe.server.page import files
-
-CHROMIUM = find_chromium()
-needs_chromium = pytest.mark.skipif(
-    CHROMIUM is None,
-    reason=f"The page needs a browser to be tested: none of {', '.join(NAMES)} is in PATH; "
-    "install Debian's package chromium.",
-)
-IDLE = "!document.querySelector('#stop').checkVisibility()"
-WIDTH = 360
-WIDE = "document.documentElement.scrollWidth"
-
-HELLO = step(("Hel", False), drafted=0)
-SORTED = (
-    step(("Sort", False), drafted=0),
-    step(("ed", True), (": ", True), ("fig", False)),
-    step((", pear", False)),
-    step((",\n  ", True), ("plum", True), ("!", False), finish="stop"),
-)
-"""Four steps: the prefill, one with two accepted drafts, one with none, one with two."""
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    assert CHROMIUM is not None
-    browser = Browser(CHROMIUM, tmp_path_factory.mktemp("chromium"))
-    yield browser
-    browser.close()
-
-
-@pytest.fixture(scope="module")
-def one_server() -> Iterator[MockServer]:
-    server = MockServer()
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def server(one_server: MockServer) -> MockServer:
-    """The mock server, reset."""
-    one_server.reset()
-    return one_server
-
-
-@pytest.fixture(scope="module")
-def one_page(browser: Browser) -> Page:
-    return browser.open()
-
-
-@pytest.fixture
-def page(one_page: Page) -> Page:
-    """A page, reset."""
-    one_page.reset()
-    return one_page
-
-
-@pytest.fixture
-def chat(page: Page, server: MockServer) -> Page:
-    """The page, loaded from the mock server."""
-    return visit(page, server.url)
-
-
-def visit(page: Page, url: str) -> Page:
-    page.goto(url)
-    page.until("document.title != 'Strobe' || !document.querySelector('#server-note').hidden")
-    return page
-
-
-def ask(page: Page, text: str, button: str = "#send") -> None:
-    page.evaluate("document.querySelector('#prompt').focus()")
-    page.type(text)
-    page.click(button)
-
-
-def ask_and_wait(page: Page, text: str, button: str = "#send") -> None:
-    turns = len(page.texts(".turn:not(.failed)"))
-    ask(page, text, button)
-    page.until(f"document.querySelectorAll('.turn').length > {turns} && {IDLE}")
-
-
-def origins(page: Page, within: str = ".answer") -> list[list[str]]:
-    """[text, class] of each token."""
-    return page.evaluate(
-        f"[...document.querySelectorAll('{within} .token')]"
-        ".map((e) => [e.textContent, e.classList[1]])"
-    )
-
-
-def bars(page: Page, within: str = ".answer") -> list[list[int]]:
-    """[accepted, own, drafted + 1] of each bar."""
-    return page.evaluate(
-        f"[...document.querySelectorAll('{within} .bar')].map((bar) => "
-        "['--kept', '--own', '--drafted'].map((name) => +bar.style.getPropertyValue(name)))"
-    )
-
-
-def figures(page: Page, within: str = ".answer") -> dict[str, str]:
-    return page.evaluate(
-        f"Object.fromEntries([...document.querySelectorAll('{within} .figures div')]"
-        ".map((row) => [row.dataset.name, row.querySelector('dd').textContent]))"
-    )
-
 
 # ---- files ----
 
@@ -127,19 +43,17 @@ def test_page_files_exist_and_reference_only_this_server():
             assert f"/{name}" in served, f"{path} wants {name}"
 
 
-@needs_chromium
-def test_page_loads_without_errors_or_foreign_requests(chat: Page, server: MockServer):
-    server.reply(answer(*SORTED))
+def test_page_loads_without_errors_or_foreign_requests(chat: Page, mock: MockServer):
+    mock.reply(answer(*SORTED))
     ask_and_wait(chat, "sort")
     assert chat.problems == []
-    assert {f"{server.url}{name}" for name in ("", "page.css", "page.js", "version")} <= {
+    assert {f"{mock.url}{name}" for name in ("", "page.css", "page.js", "server_info")} <= {
         *chat.requests
     }
-    assert [url for url in chat.requests if not url.startswith(server.url)] == []
+    assert [url for url in chat.requests if not url.startswith(mock.url)] == []
     assert chat.text("#model") == "strobe-demo · Strobe 0.1.0 · context 2,048"
 
 
-@needs_chromium
 def test_content_policy_blocks_inline_code_and_markup(chat: Page):
     assert chat.evaluate(
         "(() => { try { document.body.innerHTML = '<b>x</b>'; } catch (e) { return e.name; } })()"
@@ -151,11 +65,10 @@ def test_content_policy_blocks_inline_code_and_markup(chat: Page):
 # ---- one answer ----
 
 
-@needs_chromium
-def test_answer_streams_as_tokens_coloured_by_origin(chat: Page, server: MockServer):
+def test_answer_streams_as_tokens_coloured_by_origin(chat: Page, mock: MockServer):
     gates = [Gate() for _ in range(4)]
     parts = [part for pair in zip(gates, SORTED, strict=True) for part in pair]
-    server.reply(answer(*parts))
+    mock.reply(answer(*parts))
     ask(chat, "Sort them")
     chat.until("document.querySelector('#stop').checkVisibility()")
     assert chat.texts(".message p") == ["Sort them"]
@@ -185,9 +98,8 @@ def test_answer_streams_as_tokens_coloured_by_origin(chat: Page, server: MockSer
     assert chat.problems == []
 
 
-@needs_chromium
-def test_origins_differ_without_colour(chat: Page, server: MockServer):
-    server.reply(answer(*SORTED))
+def test_origins_differ_without_colour(chat: Page, mock: MockServer):
+    mock.reply(answer(*SORTED))
     ask_and_wait(chat, "sort")
     style = "getComputedStyle(document.querySelector('.answer .token.%s')).textDecorationLine"
     assert chat.evaluate(style % "own") == "underline"
@@ -196,10 +108,9 @@ def test_origins_differ_without_colour(chat: Page, server: MockServer):
     assert len(legend) == 2
 
 
-@needs_chromium
-def test_markup_in_token_or_prompt_stays_text(chat: Page, server: MockServer):
+def test_markup_in_token_or_prompt_stays_text(chat: Page, mock: MockServer):
     evil = "<script>window.hit = 1</script><img src=x onerror='window.hit = 1'>"
-    server.reply(answer(step((evil, False), drafted=0), step(("<b>", True), ("&amp;", False))))
+    mock.reply(answer(step((evil, False), drafted=0), step(("<b>", True), ("&amp;", False))))
     ask_and_wait(chat, evil)
     assert chat.texts(".answer .token") == [evil, "<b>", "&amp;"]
     assert chat.texts(".message p") == [evil]
@@ -207,20 +118,9 @@ def test_markup_in_token_or_prompt_stays_text(chat: Page, server: MockServer):
     assert chat.evaluate("window.hit") is None
 
 
-THOUGHT = (
-    step(("<think>", False), drafted=0, calls=[]),
-    step(("\n", True), ("Hm", True), (",", False), thinking="Hm,"),
-    step((" t", True), ("\n", True), ("</think>", True), ("\n\n", True), ("t", False),
-         thinking=" t", content="t"),
-    step((" is", True), (" <", False), content=" is"),  # "<" is held back: it may begin a marker
-    step((" 5", True), (".", False), content=" < 5.", finish="stop"),
-)  # fmt: skip
-
-
-@needs_chromium
-def test_thinking_is_separate_and_folds_after_streaming(chat: Page, server: MockServer):
+def test_thinking_is_separate_and_folds_after_streaming(chat: Page, mock: MockServer):
     gate = Gate()
-    server.reply(answer(*THOUGHT[:2], gate, *THOUGHT[2:]))
+    mock.reply(answer(*THOUGHT[:2], gate, *THOUGHT[2:]))
     ask(chat, "think")
     chat.until("document.querySelectorAll('.bar').length == 1")
     assert chat.evaluate("document.querySelector('.thinking').open")
@@ -233,18 +133,17 @@ def test_thinking_is_separate_and_folds_after_streaming(chat: Page, server: Mock
     assert chat.texts(".parts > .tokens .token") == ["t", " is", " <", " 5", "."]
     markers = [text for text in chat.texts(".token.marker") if text.strip()]
     assert markers == ["<think>", "</think>"]
-    server.reply(answer(HELLO))
+    mock.reply(answer(HELLO))
     ask_and_wait(chat, "go on")
-    assert server.received[1]["messages"][1] == {"role": "assistant", "content": "t is < 5."}
+    assert mock.received[1]["messages"][1] == {"role": "assistant", "content": "t is < 5."}
 
 
-@needs_chromium
-def test_tool_call_is_readable_and_result_is_sent_back(chat: Page, server: MockServer):
+def test_tool_call_is_readable_and_result_is_sent_back(chat: Page, mock: MockServer):
     def call(**function: str) -> list[Json]:
         named = {"id": "call_7", "type": "function"} if "name" in function else {}
         return [{"index": 0, "function": function, **named}]
 
-    server.reply(
+    mock.reply(
         answer(
             step(("<think>", False), drafted=0, calls=[]),
             step(("\n", True), ("Ask.", False), thinking="Ask."),
@@ -261,9 +160,9 @@ def test_tool_call_is_readable_and_result_is_sent_back(chat: Page, server: MockS
     assert "".join(chat.texts(".call .token")) == raw
     assert "".join(chat.texts(".thinking .token")) == "<think>\nAsk.\n</think>\n\n"
     assert chat.text("#prompt-label") == "Result of get_weather"
-    server.reply(answer(step(("Cold.", False), drafted=0)))
+    mock.reply(answer(step(("Cold.", False), drafted=0)))
     ask_and_wait(chat, '{"degrees": 3}')
-    sent_call, result = server.received[1]["messages"][1:]
+    sent_call, result = mock.received[1]["messages"][1:]
     called = {"name": "get_weather", "arguments": '{"city": "Oslo"}'}
     assert sent_call["tool_calls"] == [{"id": "call_7", "type": "function", "function": called}]
     assert result["role"] == "tool"
@@ -272,20 +171,18 @@ def test_tool_call_is_readable_and_result_is_sent_back(chat: Page, server: MockS
     assert "get_weather" not in chat.evaluate("document.querySelector('#prompt').placeholder")
 
 
-@needs_chromium
-def test_answer_cut_by_limit_is_marked(chat: Page, server: MockServer):
-    server.reply(answer(THOUGHT[0], step(("So", False), thinking="So", finish="length")))
+def test_answer_cut_by_limit_is_marked(chat: Page, mock: MockServer):
+    mock.reply(answer(THOUGHT[0], step(("So", False), thinking="So", finish="length")))
     ask_and_wait(chat, "think")
     assert chat.texts(".notes .note") == ["Stopped at 2 tokens, its limit."]
     assert chat.text(".thinking summary") == "Thought for 2 tokens"
     assert chat.evaluate("document.querySelector('.thinking').open")  # nothing follows it
 
 
-@needs_chromium
-def test_stream_without_steps_shows_text(chat: Page, server: MockServer):
+def test_stream_without_steps_shows_text(chat: Page, mock: MockServer):
     deltas = [{"role": "assistant"}, {"reasoning_content": "Hm."}, {"content": "Yes"}]
     parts = [{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]
-    server.reply(Reply(parts))
+    mock.reply(Reply(parts))
     ask_and_wait(chat, "well?")
     assert origins(chat) == [["Hm.", "unknown"], ["Yes", "unknown"]]
     assert chat.texts(".thinking .token") == ["Hm."]
@@ -293,7 +190,6 @@ def test_stream_without_steps_shows_text(chat: Page, server: MockServer):
     assert chat.problems == []
 
 
-@needs_chromium
 def test_events_cut_at_any_byte_are_parsed(chat: Page):
     chat.evaluate(
         r"""(() => {
@@ -315,12 +211,11 @@ def test_events_cut_at_any_byte_are_parsed(chat: Page):
 # ---- conversations ----
 
 
-@needs_chromium
-def test_conversation_is_sent_and_new_chat_clears_it(chat: Page, server: MockServer):
-    server.reply(answer(*SORTED), answer(HELLO), answer(HELLO))
+def test_conversation_is_sent_and_new_chat_clears_it(chat: Page, mock: MockServer):
+    mock.reply(answer(*SORTED), answer(HELLO), answer(HELLO))
     ask_and_wait(chat, "one")
     ask_and_wait(chat, "two")
-    assert server.received[1]["messages"] == [
+    assert mock.received[1]["messages"] == [
         {"role": "user", "content": "one"},
         {"role": "assistant", "content": "Sorted: fig, pear,\n  plum!"},
         {"role": "user", "content": "two"},
@@ -329,14 +224,13 @@ def test_conversation_is_sent_and_new_chat_clears_it(chat: Page, server: MockSer
     assert chat.texts(".turn") == []
     assert chat.evaluate("document.querySelector('#welcome').checkVisibility()")
     ask_and_wait(chat, "three")
-    assert server.received[2]["messages"] == [{"role": "user", "content": "three"}]
+    assert mock.received[2]["messages"] == [{"role": "user", "content": "three"}]
 
 
-@needs_chromium
 @pytest.mark.parametrize("way", ["button", "Escape", "new chat"])
-def test_stopping_disconnects_from_the_server(way: str, chat: Page, server: MockServer):
+def test_stopping_disconnects_from_the_server(way: str, chat: Page, mock: MockServer):
     reply = Reply([HELLO, Gate()])
-    server.reply(reply, answer(HELLO))
+    mock.reply(reply, answer(HELLO))
     ask(chat, "long")
     chat.until("document.querySelector('.answer .token')")
     if way == "Escape":
@@ -348,7 +242,7 @@ def test_stopping_disconnects_from_the_server(way: str, chat: Page, server: Mock
     assert chat.texts(".notes .note") == ([] if way == "new chat" else ["Stopped."])
     ask_and_wait(chat, "next")
     before = [] if way == "new chat" else ["long", "Hel"]
-    assert [m["content"] for m in server.received[1]["messages"]] == [*before, "next"]
+    assert [m["content"] for m in mock.received[1]["messages"]] == [*before, "next"]
     assert chat.problems == []
 
 
@@ -367,21 +261,19 @@ ERRORS = {
 }
 
 
-@needs_chromium
 @pytest.mark.parametrize("case", ERRORS)
-def test_error_is_shown_and_message_restored(case: str, chat: Page, server: MockServer):
+def test_error_is_shown_and_message_restored(case: str, chat: Page, mock: MockServer):
     reply, sentence = ERRORS[case]
-    server.reply(reply, answer(HELLO))
+    mock.reply(reply, answer(HELLO))
     ask_and_wait(chat, "try")
     assert chat.texts(".notes .error[role=alert]") == [sentence]
     assert chat.evaluate("document.querySelector('#prompt').value") == "try"
     chat.press("Enter")
     chat.until(f"document.querySelector('.answer .token') && {IDLE}")
-    assert server.received[1]["messages"] == [{"role": "user", "content": "try"}]
+    assert mock.received[1]["messages"] == [{"role": "user", "content": "try"}]
     assert len(chat.texts(".turn")) == 1
 
 
-@needs_chromium
 def test_unreachable_server_is_reported(page: Page):
     server = MockServer()
     visit(page, server.url)
@@ -390,19 +282,17 @@ def test_unreachable_server_is_reported(page: Page):
     assert page.texts(".notes .error") == ["The server cannot be reached. Is it still running?"]
 
 
-@needs_chromium
-def test_page_waits_for_a_starting_server(page: Page, server: MockServer):
-    server.starting = 1
-    visit(page, server.url)
+def test_page_waits_for_a_starting_server(page: Page, mock: MockServer):
+    mock.starting = 1
+    visit(page, mock.url)
     assert page.texts("#server-note") == ["The engine is still starting. "]
     page.until("document.title == 'strobe-demo · Strobe'")
     assert not page.evaluate("document.querySelector('#server-note').checkVisibility()")
 
 
-@needs_chromium
-def test_key_is_prompted_sent_and_kept_per_tab(page: Page, server: MockServer):
-    server.api_key = "sesame"
-    visit(page, server.url)
+def test_key_is_prompted_sent_and_kept_per_tab(page: Page, mock: MockServer):
+    mock.api_key = "sesame"
+    visit(page, mock.url)
     assert "requires an API key" in page.text("#server-note")
     ask_and_wait(page, "hello")
     assert page.texts(".notes .error") == [
@@ -419,58 +309,36 @@ def test_key_is_prompted_sent_and_kept_per_tab(page: Page, server: MockServer):
     page.press("Enter")
     page.until("document.querySelector('#model').textContent.startsWith('strobe-demo')")
     assert not page.evaluate("document.querySelector('#server-note').checkVisibility()")
-    server.reply(answer(HELLO))
+    mock.reply(answer(HELLO))
     ask_and_wait(page, "")
-    assert server.keys[-1] == "Bearer sesame"
-    assert page.evaluate("JSON.stringify({...localStorage}) + document.cookie") == "{}"
+    assert mock.keys[-1] == "Bearer sesame"
+    assert "sesame" not in page.evaluate("JSON.stringify({...localStorage}) + document.cookie")
     assert "sesame" in page.evaluate("JSON.stringify({...sessionStorage})")
-    assert "sesame" not in str(server.received) + str(page.requests)
+    assert "sesame" not in str(mock.received) + str(page.requests)
 
 
 # ---- comparing ----
 
 
-def run(*words: str, drafted: int, seconds: float | None = None) -> Reply:
-    first, *rest = words
-    accepted = [(word, True) for word in rest[:-1]] if drafted else []
-    parts = [step((first, False), drafted=0)]
-    if drafted:
-        parts.append(step(*accepted, (rest[-1], False), drafted=drafted))
-    else:
-        parts += [step((word, False), drafted=0) for word in rest]
-    return answer(*parts, seconds=seconds)
-
-
-def rounds(off: Sequence[float], on: Sequence[float]) -> list[Reply]:
-    """Replies for a comparison: answers of three tokens after the first, with decoding times."""
-    words = ("one ", "two ", "three ", "four")
-    return [
-        run(*words, drafted=drafted, seconds=seconds)
-        for pair in zip(off, on, strict=True)
-        for drafted, seconds in zip((0, 15), pair, strict=True)
-    ]
-
-
-@needs_chromium
 @pytest.mark.parametrize(
     ("last", "words"),
     [("four", "The texts are identical."), ("five", "The texts differ from token 4 on.")],
 )
 def test_compare_sends_two_requests_and_shows_difference(
-    last: str, words: str, chat: Page, server: MockServer
+    last: str, words: str, chat: Page, mock: MockServer
 ):
     gate = Gate()
     off = run("one ", "two ", "three ", "four", drafted=0, seconds=0.3)
     off.parts = [*off.parts[:2], gate, *off.parts[2:]]
     more = rounds([0.3, 0.3], [0.03, 0.03])
-    server.reply(off, run("one ", "two ", "three ", last, drafted=15, seconds=0.03), *more)
+    mock.reply(off, run("one ", "two ", "three ", last, drafted=15, seconds=0.03), *more)
     ask(chat, "count", "#compare")
     chat.until("document.querySelectorAll('.answer .token').length == 2")
     assert chat.texts(".answer h3") == ["Speculation off", "Speculation on"]
-    assert len(server.received) == 1  # one runs after the other
+    assert len(mock.received) == 1  # one runs after the other
     gate.open()
     chat.until("document.querySelector('.verdict')")
-    sent = list(server.received)
+    sent = list(mock.received)
     assert [body.pop("speculation") for body in sent] == [False, True] * 3
     plain = sent[0]
     assert sent == [plain] * 6
@@ -491,12 +359,11 @@ def test_compare_sends_two_requests_and_shows_difference(
         "[...document.querySelectorAll('.answer')].map((e) => e.getBoundingClientRect().x)"
     )
     assert left < right
-    server.reply(answer(HELLO))
+    mock.reply(answer(HELLO))
     ask_and_wait(chat, "more")
-    assert server.received[6]["messages"][1]["content"] == f"one two three {last}"
+    assert mock.received[6]["messages"][1]["content"] == f"one two three {last}"
 
 
-@needs_chromium
 @pytest.mark.parametrize(
     ("off", "on", "words"),
     [
@@ -508,40 +375,37 @@ def test_compare_sends_two_requests_and_shows_difference(
     ],
 )  # fmt: skip
 def test_compare_shows_median_or_noise(
-    off: Sequence[float], on: Sequence[float], words: str, chat: Page, server: MockServer
+    off: Sequence[float], on: Sequence[float], words: str, chat: Page, mock: MockServer
 ):
-    server.reply(*rounds(off, on))
+    mock.reply(*rounds(off, on))
     ask(chat, "count", "#compare")
     chat.until("document.querySelector('.verdict')")
     assert chat.text(".verdict").startswith(words)
     assert chat.text(".verdict small").endswith("by the engine\u2019s clock.")
 
 
-@needs_chromium
-def test_rate_uses_the_engine_clock(chat: Page, server: MockServer):
+def test_rate_uses_the_engine_clock(chat: Page, mock: MockServer):
     """All chunks arrive at once."""
-    server.reply(answer(*SORTED, seconds=0.07))
+    mock.reply(answer(*SORTED, seconds=0.07))
     ask_and_wait(chat, "sort")
     assert figures(chat)["tokens/s"] == "100"
 
 
-@needs_chromium
-def test_compare_without_input_repeats_last_prompt(chat: Page, server: MockServer):
-    server.reply(answer(*SORTED), run("a", "b", drafted=0), run("a", "b", drafted=15))
+def test_compare_without_input_repeats_last_prompt(chat: Page, mock: MockServer):
+    mock.reply(answer(*SORTED), run("a", "b", drafted=0), run("a", "b", drafted=15))
     chat.click("#compare")
     assert chat.text("#status") == "Type a message first."
     ask_and_wait(chat, "sort")
     chat.click("#compare")
     chat.until("document.querySelector('.verdict')")
-    for body in server.received:
+    for body in mock.received:
         assert body["messages"] == [{"role": "user", "content": "sort"}]
     assert chat.text(".verdict small").endswith("as seen in this browser.")
 
 
-@needs_chromium
-def test_compare_says_why_the_server_did_not_speculate(chat: Page, server: MockServer):
+def test_compare_says_why_the_server_did_not_speculate(chat: Page, mock: MockServer):
     plain = [step(("a", False), drafted=0), step(("b", False), drafted=0)]
-    server.reply(answer(*plain), answer(*plain, off_reason="no drafter is loaded"))
+    mock.reply(answer(*plain), answer(*plain, off_reason="no drafter is loaded"))
     ask(chat, "x", "#compare")
     chat.until("document.querySelector('.verdict')")
     assert chat.text(".verdict").startswith("The server did not speculate: no drafter is loaded.")
@@ -550,25 +414,23 @@ def test_compare_says_why_the_server_did_not_speculate(chat: Page, server: MockS
     assert reported["speculation"] == "off, because no drafter is loaded"
 
 
-@needs_chromium
-def test_stopped_comparison_shows_no_result(chat: Page, server: MockServer):
+def test_stopped_comparison_shows_no_result(chat: Page, mock: MockServer):
     reply = Reply([HELLO, Gate()])
-    server.reply(reply)
+    mock.reply(reply)
     ask(chat, "x", "#compare")
     chat.until("document.querySelector('.answer .token')")
     chat.press("Escape")
     assert reply.gone.wait(10)
     chat.until(f"document.querySelector('.verdict') && {IDLE}")
     assert chat.text(".verdict") == "No comparison: not both answers were completed."
-    assert len(server.received) == 1
+    assert len(mock.received) == 1
 
 
 # ---- settings and examples ----
 
 
-@needs_chromium
-def test_settings_reach_the_request_and_survive_a_reload(chat: Page, server: MockServer):
-    server.reply(answer(HELLO), answer(HELLO))
+def test_settings_reach_the_request_and_survive_a_reload(chat: Page, mock: MockServer):
+    mock.reply(answer(HELLO), answer(HELLO))
     ask_and_wait(chat, "plain")
     chat.click("#open-settings")
     for name, text in {"system": "Be brief.", "temperature": "0.5", "maxTokens": "40", "seed": "7",
@@ -581,10 +443,10 @@ def test_settings_reach_the_request_and_survive_a_reload(chat: Page, server: Moc
         field.value = "off"; field.dispatchEvent(new Event("input", {bubbles: true})); })()"""
     )
     chat.press("Escape")
-    visit(chat, server.url)
+    visit(chat, mock.url)
     assert chat.text("#in-effect").startswith("thinking off · speculation off · temperature 0.5")
     ask_and_wait(chat, "set")
-    plain, configured = server.received
+    plain, configured = mock.received
     common = {
         "model": "strobe-demo",
         "stream": True,
@@ -610,31 +472,27 @@ def test_settings_reach_the_request_and_survive_a_reload(chat: Page, server: Moc
     }
 
 
-@needs_chromium
 @pytest.mark.parametrize(("name", "text"), [("temperature", "-1"), ("tools", "{}")])
-def test_invalid_setting_is_shown_and_not_sent(
-    name: str, text: str, chat: Page, server: MockServer
-):
+def test_invalid_setting_is_shown_and_not_sent(name: str, text: str, chat: Page, mock: MockServer):
     chat.evaluate(f"document.querySelector('[name={name}]').value = {text!r}")
     ask(chat, "x")
     chat.until("document.querySelector('#settings').open")
     assert chat.evaluate("document.activeElement.name") == name
     assert chat.evaluate("document.activeElement.validationMessage")
-    assert server.received == []
+    assert mock.received == []
 
 
-@needs_chromium
-def test_examples_suit_the_served_model(page: Page, server: MockServer):
+def test_examples_suit_the_served_model(page: Page, mock: MockServer):
     note = "document.querySelector('#demo-note').checkVisibility()"
-    visit(page, server.url)
+    visit(page, mock.url)
     assert page.evaluate(note)
     page.click("#examples li:last-child button")
     assert "weather" in page.evaluate("document.querySelector('#prompt').value")
     assert page.text("#in-effect").endswith("tools: get_weather")
     page.click("#examples li:first-child button")
     assert "tools" not in page.text("#in-effect")
-    server.model = "Qwen/Qwen3-8B"
-    visit(page, server.url)
+    mock.model = "Qwen/Qwen3-8B"
+    visit(page, mock.url)
     assert not page.evaluate(note)
     page.click("#examples li:first-child button")
     assert page.evaluate("document.querySelector('#prompt').value").endswith("of France?")
@@ -644,18 +502,17 @@ def test_examples_suit_the_served_model(page: Page, server: MockServer):
 # ---- keyboard, screen readers, phones ----
 
 
-@needs_chromium
-def test_page_works_with_the_keyboard_alone(chat: Page, server: MockServer):
+def test_page_works_with_the_keyboard_alone(chat: Page, mock: MockServer):
     focus = "document.activeElement.id || document.activeElement.className"
-    server.reply(answer(*SORTED))
+    mock.reply(answer(*SORTED))
     assert chat.evaluate(focus) == "prompt"
     chat.type("one")
     chat.press("Enter", shift=True)
     chat.type("two")
-    assert server.received == []
+    assert mock.received == []
     chat.press("Enter")
     chat.until(f"document.querySelector('.answer') && {IDLE}")
-    assert server.received[0]["messages"][0]["content"] == "one\ntwo"
+    assert mock.received[0]["messages"][0]["content"] == "one\ntwo"
     assert chat.evaluate(focus) == "prompt"
     seen: list[str] = []
     for _ in range(5):
@@ -686,9 +543,8 @@ def test_page_works_with_the_keyboard_alone(chat: Page, server: MockServer):
     assert order == ["prompt", "compare", "send"]
 
 
-@needs_chromium
-def test_pointer_shows_token_and_step(chat: Page, server: MockServer):
-    server.reply(answer(*SORTED))
+def test_pointer_shows_token_and_step(chat: Page, mock: MockServer):
+    mock.reply(answer(*SORTED))
     ask_and_wait(chat, "sort")
     chat.click(".answer .token.accepted")
     assert "ed drafted and accepted" in chat.text("#token-note")
@@ -697,10 +553,9 @@ def test_pointer_shows_token_and_step(chat: Page, server: MockServer):
     assert chat.texts(".token.lit") == [",\n  ", "plum", "!"]
 
 
-@needs_chromium
-def test_screen_reader_is_notified(chat: Page, server: MockServer):
+def test_screen_reader_is_notified(chat: Page, mock: MockServer):
     gate = Gate()
-    server.reply(answer(SORTED[0], gate, *SORTED[1:]))
+    mock.reply(answer(SORTED[0], gate, *SORTED[1:]))
     ask(chat, "sort")
     chat.until("document.querySelector('.answer .token')")
     assert chat.text("#status") == "Answering …"
@@ -720,14 +575,13 @@ def test_screen_reader_is_notified(chat: Page, server: MockServer):
     ]
 
 
-@needs_chromium
-def test_phone_layout_fits_and_keeps_the_input_visible(page: Page, server: MockServer):
+def test_phone_layout_fits_and_keeps_the_input_visible(page: Page, mock: MockServer):
     page.resize(WIDTH, 740, phone=True)
-    visit(page, server.url)
+    visit(page, mock.url)
     assert page.evaluate(WIDE) == WIDTH
     long = step(("x" * 300, False), drafted=0)
     many = [step(("word ", False)) for _ in range(200)]
-    server.reply(answer(long, *many), answer(long, *many))
+    mock.reply(answer(long, *many), answer(long, *many))
     page.evaluate("document.querySelector('#prompt').focus()")
     page.type("y" * 300)
     page.tap("#compare")
@@ -747,11 +601,10 @@ def test_phone_layout_fits_and_keeps_the_input_visible(page: Page, server: MockS
     assert page.evaluate(WIDE) == WIDTH
 
 
-@needs_chromium
-def test_page_follows_the_answer_until_the_reader_scrolls_up(chat: Page, server: MockServer):
+def test_page_follows_the_answer_until_the_reader_scrolls_up(chat: Page, mock: MockServer):
     gates = [Gate(), Gate()]
     lines = [step((f"line {n}\n", False)) for n in range(60)]
-    server.reply(answer(*lines[:40], gates[0], *lines[40:50], gates[1], *lines[50:]))
+    mock.reply(answer(*lines[:40], gates[0], *lines[40:50], gates[1], *lines[50:]))
     ask(chat, "much")
     place = "document.documentElement.scrollHeight - innerHeight - scrollY"
     chat.until(f"document.querySelectorAll('.bar').length == 40 && scrollY > 0 && {place} < 2")
@@ -764,7 +617,6 @@ def test_page_follows_the_answer_until_the_reader_scrolls_up(chat: Page, server:
     assert chat.evaluate("scrollY") == 0
 
 
-@needs_chromium
 def test_page_works_with_a_real_server(page: Page, page_server: str):
     """End to end, with the demo models."""
     visit(page, page_server)
@@ -782,11 +634,10 @@ def test_page_works_with_a_real_server(page: Page, page_server: str):
     assert [url for url in page.requests if not url.startswith(page_server)] == []
 
 
-@needs_chromium
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_both_colour_schemes_have_enough_contrast(scheme: str, chat: Page, server: MockServer):
+def test_both_colour_schemes_have_enough_contrast(scheme: str, chat: Page, mock: MockServer):
     chat.prefer(prefers_color_scheme=scheme)
-    server.reply(answer(*SORTED))
+    mock.reply(answer(*SORTED))
     ask_and_wait(chat, "sort")
     for name in ("own", "accepted"):
         ink, paper = chat.evaluate(
@@ -794,15 +645,3 @@ def test_both_colour_schemes_have_enough_contrast(scheme: str, chat: Page, serve
               getComputedStyle(document.querySelector('.answer .token.{name}')))"""
         )
         assert contrast(ink, paper) >= 7, (name, ink, paper)
-
-
-def contrast(first: str, second: str) -> float:
-    """The WCAG contrast ratio of two CSS colours."""
-
-    def luminance(colour: str) -> float:
-        channels = [int(c) / 255 for c in re.findall(r"\d+", colour)[:3]]
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-        return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-
-    light, dark = sorted((luminance(first), luminance(second)), reverse=True)
-    return (light + 0.05) / (dark + 0.05)

@@ -30,6 +30,7 @@ from strobe.server.openai.protocol.tables import NO_EFFECT, UNSUPPORTED
 from strobe.server.openai.protocol.token_requests import DetokenizeResponse, TokenizeResponse
 from strobe.server.openai.protocol.tools import FUNCTION_FIELDS
 from strobe.server.page import files as page_files
+from strobe.server.page.endpoints import MarkdownBlock, MarkdownResponse
 
 ROOT = Path(__file__).parents[2]
 PLACE = r"{(\w+)(?::path)?}"
@@ -93,6 +94,7 @@ def test_page_lists_every_object_field(place: str, page: str):
         answers.SpeculationReport.model_fields, answers.Step.model_fields,
         answers.ModelCard.model_fields,
         TokenizeResponse.model_fields, DetokenizeResponse.model_fields,
+        MarkdownResponse.model_fields, MarkdownBlock.model_fields,
         answers.CompletionLogprobs.model_fields, answers.TokenLogprob.model_fields,
         answers.PromptLogprob.model_fields, answers.ErrorDetail.model_fields,
     ],

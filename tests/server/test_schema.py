@@ -53,6 +53,7 @@ BASES: dict[str, dict[str, Any]] = {
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "hi"}]},
     "/tokenize": {"prompt": "hi"},
     "/detokenize": {"tokens": [5, 6]},
+    "/markdown": {"text": "hi"},
 }
 ALLOWED = {503, 504}
 """5xx that are not the server's fault; all others fail a test."""

@@ -1,54 +1,56 @@
-// One answer on the page: sections of coloured tokens, tool calls, the strip and figures.
+// One answer on the page: its stream, one of two views of it, and its figures.
 
+import { collect } from "./calls.js";
 import { element, number } from "./dom.js";
-import { Sections } from "./sections.js";
-import { Strip } from "./strip.js";
+import { ReadingView } from "./reading.js";
+import { TokenView } from "./tokens.js";
 
 const OFF = "the request turned speculation off"; // intended, so not worth a note
 
-/** The tokens on the page: span -> {answer, token}. */
-export const tokenOf = new WeakMap();
-/** The bars of all strips: element -> {answer, step}. */
-export const stepOf = new WeakMap();
-
-/** An answer during generation. Add its chunks, then call finish once. */
+/** An answer during generation. Add its chunks, call paint once a frame, and finish once. */
 export class Answer {
-  constructor(title, started = performance.now()) {
-    this.sections = new Sections();
-    this.spans = [];
-    this.steps = []; // {drafted, accepted, spans, bar}
-    this.parts = []; // {kind, element, tokens}
-    this.calls = []; // {id, name, arguments, element}
-    this.times = { started, first: null, last: null };
-    this.firstTokens = 0;
+  /** view: "reading" or "tokens"; parse: see Prose. */
+  constructor(title, view, parse) {
+    this.parse = parse;
+    this.parts = []; // {delta, step} of each chunk, of which views are made
+    this.calls = []; // {id, name, arguments}
+    this.times = { started: performance.now(), first: null, last: null };
     this.content = "";
+    this.raw = ""; // the tokens' text, markers included
+    this.pieces = [];
+    this.firstTokens = 0;
+    this.verified = { steps: 0, accepted: 0 }; // steps that carried drafts
     this.finishReason = null;
     this.usage = null;
     this.report = null;
     this.done = false;
     this.failed = false; // stopped or aborted
 
-    this.strip = new Strip();
-    this.body = element("div", { class: "parts" });
     this.notes = element("div", { class: "notes" });
     this.figures = element("dl", { class: "figures" });
     this.element = element(
       "section",
       { class: "answer running", "aria-label": title },
       element("h3", {}, title),
-      this.body,
+      element("div"),
       this.notes,
-      element("footer", {}, this.strip.element, this.figures),
+      element("footer", {}, this.figures),
     );
+    this.show(view);
   }
 
-  /** The tokens' joined text, markers included. */
-  get raw() {
-    return this.sections.raw;
+  /** Show another view, made of all chunks so far. */
+  show(view) {
+    const now = view === "tokens" ? new TokenView() : new ReadingView(this.parse);
+    for (const part of this.parts) now.feed(part);
+    this.element.children[1].replaceWith(now.element);
+    this.view = now;
+    if (this.done) now.finish();
+    else now.paint();
   }
 
   get numTokens() {
-    return this.usage?.completion_tokens ?? this.spans.length;
+    return this.usage?.completion_tokens ?? this.pieces.length;
   }
 
   /** Tokens per second after the first step, by the engine's clock; null before the end. */
@@ -64,6 +66,12 @@ export class Answer {
   /** Whether the server reported the engine's decoding time. */
   get measured() {
     return Boolean(this.report?.decode_seconds);
+  }
+
+  /** Mean tokens per step that carried drafts, null before the first one. */
+  get acceptanceLength() {
+    const { steps, accepted } = this.verified;
+    return this.report?.acceptance_length ?? (steps ? 1 + accepted / steps : null);
   }
 
   /** The answer as a message of the conversation, without calls that were cut off. */
@@ -82,127 +90,56 @@ export class Answer {
   feed(chunk, time) {
     this.usage = chunk.usage ?? this.usage;
     this.report = chunk.speculation ?? this.report;
+    for (const warning of chunk.warnings ?? []) this.note(warning);
     const choice = chunk.choices?.[0];
-    if (choice) {
-      const delta = choice.delta ?? {};
-      this.content += delta.content ?? "";
-      this.finishReason = choice.finish_reason ?? this.finishReason;
-      if (choice.step) this.addStep(choice.step, delta, time);
-      else if (!this.steps.length) this.addText(delta, time);
-      else this.place(this.sections.push([], null, delta));
-      for (const call of delta.tool_calls ?? []) this.addCall(call);
+    if (!choice) return;
+    const part = { delta: choice.delta ?? {}, step: choice.step ?? null };
+    this.finishReason = choice.finish_reason ?? this.finishReason;
+    this.content += part.delta.content ?? "";
+    collect(this.calls, part.delta.tool_calls);
+    this.count(part, time);
+    this.parts.push(part);
+    this.view.feed(part);
+  }
+
+  count({ delta, step }, time) {
+    const text = (delta.reasoning_content ?? "") + (delta.content ?? "");
+    const pieces = step ? step.tokens.map(([piece]) => piece) : this.hasSteps || !text ? [] : [text];
+    if (step?.drafted) {
+      this.verified.steps += 1;
+      this.verified.accepted += step.accepted;
     }
-    this.describe();
-  }
-
-  addStep(step, delta, time) {
-    const index = this.steps.length;
-    const from = this.spans.length;
-    this.place(this.sections.push(step.tokens, index, delta));
-    const spans = this.spans.slice(from);
-    const accepted = step.tokens.filter(([, isDraft]) => isDraft).length;
-    const verify = index > 0 || step.drafted > 0; // not the prefill
-    const bar = verify ? this.strip.add(step, spans.length - accepted, accepted) : null;
-    if (bar) stepOf.set(bar, { answer: this, step: index });
-    this.steps.push({ ...step, spans, bar });
-    this.stamp(time, spans.length);
-  }
-
-  addText(delta, time) {
-    const before = this.spans.length;
-    this.place(this.sections.pushText(delta));
-    if (this.spans.length > before) this.stamp(time, 1);
-  }
-
-  stamp(time, tokens) {
-    if (this.times.first === null) this.firstTokens = tokens;
+    this.hasSteps ||= Boolean(step);
+    if (!step && !pieces.length) return;
+    this.pieces.push(...pieces);
+    this.raw += pieces.join("");
+    if (this.times.first === null) this.firstTokens = pieces.length;
     this.times.first ??= time;
     this.times.last = time;
   }
 
-  /** Put the tokens from `changed` on into their sections; only the last ones ever move. */
-  place(changed) {
-    for (let i = this.spans.length - 1; i >= changed; i--) this.spans[i].remove();
-    while (this.parts.length && empty(this.parts.at(-1))) this.parts.pop().element.remove();
-    for (let i = changed; i < this.sections.tokens.length; i++) {
-      const token = this.sections.tokens[i];
-      const span = (this.spans[i] ??= this.span(token));
-      if (this.parts.at(-1)?.kind !== token.section) this.open(token.section);
-      this.parts.at(-1).tokens.append(span);
-    }
-    for (let i = Math.max(0, changed - 1); i < this.spans.length; i++) {
-      this.spans[i].classList.toggle("marker", this.sections.tokens[i].covered === null);
-    }
+  /** Bring the page up to date, once a frame. */
+  paint() {
+    this.view.paint();
+    this.describe();
   }
 
-  span(token) {
-    const origin = token.own === null ? "unknown" : token.own ? "own" : "accepted";
-    const tabindex = this.spans.length ? -1 : 0; // one tab stop; arrow keys move from there
-    const span = element("span", { class: `token ${origin}`, tabindex }, token.piece);
-    tokenOf.set(span, { answer: this, token });
-    return span;
+  note(text, kind = "note") {
+    this.notes.append(element("p", { class: kind, role: kind === "error" ? "alert" : null }, text));
   }
 
-  open(kind) {
-    this.endThinking(true);
-    const name = { thinking: "Thinking", answer: "Answer", call: "Tool call" }[kind];
-    const label = `${name}, token by token; the arrow keys move`;
-    const tokens = element("div", { class: "tokens", role: "group", "aria-label": label });
-    let part = tokens;
-    if (kind === "thinking") {
-      part = element(
-        "details",
-        { class: "thinking", open: true },
-        element("summary", {}, "Thinking …"),
-        tokens,
-      );
-    } else if (kind === "call") {
-      part = element("div", { class: "call" }, tokens);
-    }
-    this.parts.push({ kind, element: part, tokens });
-    this.body.append(part);
-  }
-
-  /** Show the token count of thinking that has ended, and fold it if `folded`. */
-  endThinking(folded) {
-    const last = this.parts.at(-1);
-    if (last?.kind !== "thinking") return;
-    const count = last.tokens.childElementCount;
-    const tokens = count === 1 ? "token" : "tokens";
-    last.element.firstChild.textContent = `Thought for ${count} ${tokens}`;
-    if (folded) last.element.open = false;
-  }
-
-  addCall({ index, id, function: part = {} }) {
-    let call = this.calls[index];
-    if (!call) {
-      if (this.parts.at(-1)?.kind !== "call") this.open("call");
-      call = { id, name: "", arguments: "", element: element("div", { class: "readable" }) };
-      this.calls[index] = call;
-      this.parts.at(-1).tokens.before(call.element);
-    }
-    call.id ??= id;
-    call.name += part.name ?? "";
-    call.arguments += part.arguments ?? "";
-    call.element.replaceChildren(
-      element("p", {}, "Calls the tool ", element("b", {}, call.name)),
-      ...argumentList(call.arguments),
-    );
-  }
-
-  /** End the answer. note: a sentence that says why, null if the model ended it. */
+  /** End the answer. note: a sentence that says why, null if the model ended it. Returns a promise
+   * of its display. */
   finish(note = null, kind = "note") {
     this.done = true;
     this.element.classList.remove("running");
-    this.endThinking(false);
+    const shown = this.view.finish();
     if (this.finishReason === "length" && note === null) {
       note = `Stopped at ${number(this.numTokens)} tokens, its limit.`;
     }
-    if (note !== null) {
-      const role = kind === "error" ? "alert" : null;
-      this.notes.append(element("p", { class: kind, role }, note));
-    }
+    if (note !== null) this.note(note, kind);
     this.describe();
+    return shown;
   }
 
   /** Update the line of figures. */
@@ -212,42 +149,28 @@ export class Answer {
     const rows = [];
     if (this.rate !== null) rows.push(["tokens/s", number(this.rate)]);
     if (first !== null) rows.push(["first token", `${number(first - started)} ms`]);
-    const length = report?.acceptance_length ?? this.strip.acceptanceLength;
+    const length = this.acceptanceLength;
     if (length !== null) rows.push(["acceptance length", length.toFixed(1)]);
-    const steps = report?.used ? report.steps : this.strip.steps;
+    const steps = report?.used ? report.steps : this.verified.steps;
     if (steps) rows.push(["verify steps", number(steps)]);
-    if (this.spans.length) rows.push(["tokens", number(this.numTokens)]);
+    if (this.pieces.length) rows.push(["tokens", number(this.numTokens)]);
     if (report) {
       rows.push(report.used ? ["method", report.method] : ["speculation", why(report)]);
     }
+    const old = new Map([...this.figures.children].map((row) => [row.dataset.name, row]));
     this.figures.replaceChildren(
-      ...rows.map(([name, value]) =>
-        element("div", { "data-name": name }, element("dt", {}, name), element("dd", {}, value)),
-      ),
+      ...rows.map(([name, value]) => {
+        const row =
+          old.get(name) ??
+          element("div", { "data-name": name }, element("dt", {}, name), element("dd"));
+        if (row.lastChild.textContent !== value) row.lastChild.textContent = value;
+        return row;
+      }),
     );
   }
 }
 
-const empty = ({ kind, tokens }) => kind !== "call" && !tokens.hasChildNodes();
-
 function why({ off_reason: reason }) {
   if (reason === OFF) return "off";
   return `off, because ${reason ?? "the server gave no reason"}`;
-}
-
-/** Arguments as a list of names and values, or as raw text while they are not a JSON object. */
-function argumentList(text) {
-  let values = null;
-  try {
-    values = JSON.parse(text);
-  } catch {
-    // incomplete, or not valid JSON
-  }
-  if (values === null || typeof values !== "object") return text ? [element("code", {}, text)] : [];
-  const shown = (value) => (typeof value === "string" ? value : JSON.stringify(value));
-  const rows = Object.entries(values).flatMap(([name, value]) => [
-    element("dt", {}, name),
-    element("dd", {}, shown(value)),
-  ]);
-  return [element("dl", {}, ...rows)];
 }

@@ -10,7 +10,8 @@ export const ROUNDS = 3;
  */
 export function verdict(off, on, rounds, body, inTurns) {
   const result = element("p", { class: "verdict" });
-  for (const { strip } of [off, on]) strip.scale(Math.max(off.strip.height, on.strip.height));
+  const strips = [off, on].map(({ view }) => view.strip).filter(Boolean);
+  for (const strip of strips) strip.scale(Math.max(...strips.map(({ height }) => height)));
   if (off.failed || on.failed) {
     result.append("No comparison: not both answers were completed.");
     return result;
@@ -55,8 +56,7 @@ const range = (values) => `${number(Math.min(...values))} to ${number(Math.max(.
 
 function sameness(off, on) {
   if (off.raw === on.raw) return "The texts are identical.";
-  const pieces = ({ sections }) => sections.tokens.map(({ piece }) => piece);
-  const [a, b] = [pieces(off), pieces(on)];
+  const [a, b] = [off.pieces, on.pieces];
   const at = a.findIndex((piece, i) => piece !== b[i]);
   return `The texts differ from token ${(at < 0 ? a.length : at) + 1} on.`;
 }

@@ -17,3 +17,35 @@ export const byId = (id) => document.getElementById(id);
 export function number(value) {
   return value.toLocaleString("en", { maximumFractionDigits: value < 100 ? 1 : 0 });
 }
+
+/** A button that calls `press`. */
+export function button(label, press, attributes = {}) {
+  const node = element("button", { type: "button", ...attributes }, label);
+  node.addEventListener("click", press);
+  return node;
+}
+
+/** A button that copies the text that `read` returns, and says so. */
+export function copyButton(read) {
+  const node = button("Copy", async () => {
+    node.textContent = (await copy(read())) ? "Copied" : "Not copied";
+    setTimeout(() => (node.textContent = "Copy"), 1500);
+  }, { class: "quiet" });
+  return node;
+}
+
+/** Copy a text. Pages without HTTPS have no clipboard but the selection's. */
+async function copy(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    const field = element("textarea", { class: "unseen" });
+    field.value = text;
+    document.body.append(field);
+    field.select();
+    const copied = document.execCommand("copy");
+    field.remove();
+    return copied;
+  }
+}

@@ -1,6 +1,6 @@
 // The note on a token or step, shown for the pointer, a tap or the arrow keys.
 
-import { stepOf, tokenOf } from "./answer.js";
+import { stepOf, tokenOf } from "./tokens.js";
 import { byId, element } from "./dom.js";
 
 const note = byId("token-note");
@@ -37,9 +37,9 @@ function show(target) {
   hide();
   const known = tokenOf.get(target) ?? stepOf.get(target);
   if (!known) return;
-  const { answer, token } = known;
+  const { view, token } = known;
   const index = token ? token.step : known.step;
-  const step = index === null ? null : answer.steps[index];
+  const step = index === null ? null : view.steps[index];
   lit = step ? [...step.spans, step.bar].filter(Boolean) : [target];
   for (const other of lit) other.classList.add("lit");
   const lines = [stepLine(step, index)];
@@ -88,10 +88,10 @@ function place(target) {
 function move(event) {
   const here = tokenOf.get(event.target);
   if (!here || event.ctrlKey || event.metaKey || event.altKey) return;
-  const { answer } = here;
-  const spans = answer.spans.filter((span) => span.getClientRects().length);
+  const { view } = here;
+  const spans = view.spans.filter((span) => span.getClientRects().length);
   const at = spans.indexOf(event.target);
-  const jump = (by) => answer.steps[here.token.step + by]?.spans[0];
+  const jump = (by) => view.steps[here.token.step + by]?.spans[0];
   const next = {
     ArrowLeft: () => spans[at - 1],
     ArrowRight: () => spans[at + 1],

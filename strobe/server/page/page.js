@@ -2,17 +2,17 @@
 
 import { Answer } from "./answer.js";
 import { ROUNDS, verdict } from "./compare.js";
-import { byId, element, number } from "./dom.js";
+import { byId, button, element, number } from "./dom.js";
 import { DEMO, examplesFor } from "./examples.js";
 import { hide, inspect } from "./inspect.js";
 import * as settings from "./settings.js";
-import { chat, getJson, ServerError } from "./stream.js";
+import { chat, getJson, postJson, ServerError } from "./stream.js";
 
 const log = byId("log");
 const prompt = byId("prompt");
 const dialog = byId("settings");
 
-let model = null; // its entry in /v1/models
+let model = null; // its name, and what /server_info says about it
 let running = null; // the AbortController of the current stream
 let talk = newTalk();
 
@@ -74,7 +74,7 @@ async function converse(turn, compare) {
   if (model === null) await loadModel();
   const system = settings.systemMessage();
   const body = {
-    model: model?.id,
+    model: model?.name,
     messages: [...(system ? [{ role: "system", content: system }] : []), ...mine.messages],
     ...settings.request(),
   };
@@ -120,13 +120,12 @@ async function both(turn, body, signal) {
   const result = verdict(off, on, rounds, body, settings.inTurns());
   turn.append(result);
   say(result.textContent);
-  follow();
   return on;
 }
 
 /** Run another round of a comparison without showing its answers. */
 async function unseen(body, signal) {
-  const round = { off: new Answer("Speculation off"), on: new Answer("Speculation on") };
+  const round = { off: makeAnswer("Speculation off"), on: makeAnswer("Speculation on") };
   const first = () => stream(round.off, { ...body, speculation: false }, signal, true);
   const second = () => stream(round.on, { ...body, speculation: true }, signal, true);
   if (settings.inTurns()) {
@@ -143,23 +142,22 @@ async function stream(answer, body, signal, silent = false) {
   try {
     for await (const { chunk, time } of chat(body, settings.apiKey(), signal)) {
       answer.feed(chunk, time);
-      follow(answer);
+      if (!silent) paint(answer);
     }
-    answer.finish();
+    await answer.finish();
     if (!silent) say(`${answer.content || "The answer has no text."} ${number(answer.numTokens)} tokens.`);
   } catch (error) {
     answer.failed = true;
     if (signal.aborted) {
-      answer.finish("Stopped.");
+      await answer.finish("Stopped.");
       say("Stopped.");
     } else {
       const known = error instanceof ServerError;
-      answer.finish(known ? error.message : `The page failed: ${error.message}`, "error");
+      await answer.finish(known ? error.message : `The page failed: ${error.message}`, "error");
       if (error.status === 401) answer.notes.append(keyButton());
       if (!known) console.error(error);
     }
   }
-  follow(answer);
   return answer;
 }
 
@@ -178,21 +176,25 @@ function addTurn(message) {
   turn.append(element("div", { class: "answers" }));
   log.append(turn);
   pinned = true;
-  follow();
   return turn;
 }
 
 function addAnswer(turn, title) {
-  const answer = new Answer(title);
+  const answer = makeAnswer(title);
   turn.querySelector(".answers").append(answer.element);
+  shown.add(answer);
   return answer;
 }
 
-function keyButton() {
-  const button = element("button", { type: "button" }, "Enter the API key");
-  button.addEventListener("click", () => settings.openAt("key"));
-  return button;
+function makeAnswer(title) {
+  return new Answer(title, settings.view(), parseMarkdown);
 }
+
+async function parseMarkdown(text, open) {
+  return (await postJson("markdown", { text, open }, settings.apiKey())).blocks;
+}
+
+const keyButton = () => button("Enter the API key", () => settings.openAt("key"));
 
 /** Update the buttons, labels and the line under the message. */
 function refresh() {
@@ -229,29 +231,43 @@ function say(text) {
   byId("status").textContent = text;
 }
 
-let pinned = true; // whether the page is scrolled to the end and stays there
-let lastTop = 0;
 let frame = null;
-const following = new Set();
+const changed = new Set();
 
-function follow(answer) {
-  if (answer) following.add(answer);
+/** Bring an answer up to date with the next frame. */
+function paint(answer) {
+  changed.add(answer);
   frame ??= requestAnimationFrame(() => {
     frame = null;
-    for (const { strip } of following) strip.follow();
-    following.clear();
-    if (pinned) scrollTo(0, document.documentElement.scrollHeight);
+    for (const one of changed) one.paint();
+    changed.clear();
   });
+}
+
+let pinned = true; // whether the page is scrolled to the end and stays there
+let lastTop = 0;
+new ResizeObserver(() => pinned && scrollTo(0, document.documentElement.scrollHeight)).observe(log);
+
+const shown = new Set(); // the answers on the page
+
+/** Show all answers in the view of this name. */
+function showView(name) {
+  settings.setView(name);
+  document.body.dataset.view = name;
+  for (const one of byId("views").children) {
+    one.setAttribute("aria-pressed", String(one.value === name));
+  }
+  hide();
+  for (const answer of shown) answer.show(name);
 }
 
 // ---- the server ----
 
 async function loadModel() {
   const note = byId("server-note");
-  const key = settings.apiKey();
-  const answered = getJson("version", key).catch(() => null);
   try {
-    model = (await getJson("v1/models", key)).data[0];
+    const info = await getJson("server_info", settings.apiKey());
+    model = { name: info.server.served_model_name[0], ...info };
     note.hidden = true;
   } catch (error) {
     model = null;
@@ -260,30 +276,29 @@ async function loadModel() {
     note.hidden = false;
     if (error.status === 503) setTimeout(loadModel, 400); // it is still starting
   }
-  const version = (await answered)?.version;
-  const words = [model?.id, version && `Strobe ${version}`];
-  if (model?.max_model_len) words.push(`context ${number(model.max_model_len)}`);
-  byId("model").textContent = words.filter(Boolean).join(" · ");
-  document.title = model ? `${model.id} · Strobe` : "Strobe";
+  const context = model && `context ${number(model.engine.max_model_len)}`;
+  byId("model").textContent = model ? `${model.name} · Strobe ${model.version} · ${context}` : "";
+  document.title = model ? `${model.name} · Strobe` : "Strobe";
   byId("examples").hidden = !model;
-  byId("demo-note").hidden = model?.id !== DEMO;
+  byId("demo-note").hidden = model?.name !== DEMO;
   if (model) offerExamples();
+  if (model) settings.fitTo(model.template);
+  refresh();
 }
 
 /** Show the examples that suit the model. */
 function offerExamples() {
   const list = byId("examples").querySelector("ul");
   list.replaceChildren();
-  for (const example of examplesFor(model.id)) {
-    const name = element("b", {}, example.name);
-    const button = element("button", { type: "button" }, name, example.prompt);
-    button.addEventListener("click", () => {
+  for (const example of examplesFor(model.name)) {
+    const choose = button(element("b", {}, example.name), () => {
       settings.adopt(example);
       prompt.value = example.prompt;
       refresh();
       focusPrompt();
     });
-    list.append(element("li", {}, button));
+    choose.append(example.prompt);
+    list.append(element("li", {}, choose));
   }
 }
 
@@ -300,12 +315,14 @@ byId("new-chat").addEventListener("click", () => {
   talk = newTalk();
   settings.dropAdopted();
   log.replaceChildren();
+  shown.clear();
   prompt.value = "";
   hide();
   refresh();
   scrollTo(0, 0);
   focusPrompt();
 });
+byId("views").addEventListener("click", ({ target }) => target.value && showView(target.value));
 byId("open-settings").addEventListener("click", () => dialog.showModal());
 byId("options").addEventListener("input", () => {
   settings.store();
@@ -333,6 +350,7 @@ addEventListener("scroll", () => {
 });
 
 settings.restore();
+showView(settings.view());
 inspect(log);
 refresh();
 loadModel();

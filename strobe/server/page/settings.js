@@ -32,6 +32,38 @@ export function store() {
   }
 }
 
+const VIEW = "strobe.view";
+let viewName = "reading";
+
+/** The view of answers, "reading" or "tokens", which lasts beyond the tab. */
+export function view() {
+  try {
+    viewName = localStorage.getItem(VIEW) ?? viewName;
+  } catch {
+    // storage is turned off in this browser
+  }
+  return viewName === "tokens" ? "tokens" : "reading";
+}
+
+export function setView(name) {
+  viewName = name;
+  try {
+    localStorage.setItem(VIEW, name);
+  } catch {
+    // storage is turned off in this browser
+  }
+}
+
+let thinks = true; // whether the model's chat template can turn thinking on and off
+
+/** Offer only the settings that the model's chat template reads. */
+export function fitTo({ reasoning, tools: calls, variables }) {
+  const reads = (name) => variables === null || variables.includes(name);
+  thinks = reasoning !== null && reads("enable_thinking");
+  field("thinking").closest("label").hidden = !thinks;
+  field("tools").closest("label").hidden = calls === null;
+}
+
 let adopted = ""; // the tools that an example put into the field
 
 /** Adopt an example's thinking switch and tools; tools that the user entered stay. */
@@ -93,8 +125,8 @@ export function request() {
     stream_options: { include_usage: true },
     include_speculation: true,
     speculation: field("speculation").value === "on",
-    chat_template_kwargs: { enable_thinking: field("thinking").checked },
   };
+  if (thinks) body.chat_template_kwargs = { enable_thinking: field("thinking").checked };
   const numbers = { temperature: "temperature", max_tokens: "maxTokens", seed: "seed" };
   for (const [name, from] of Object.entries(numbers)) {
     if (field(from).value !== "") body[name] = field(from).valueAsNumber;
@@ -106,10 +138,8 @@ export function request() {
 
 /** A summary of the settings for the line under the message. */
 export function inEffect() {
-  const words = [
-    `thinking ${field("thinking").checked ? "on" : "off"}`,
-    `speculation ${field("speculation").value}`,
-  ];
+  const words = [`speculation ${field("speculation").value}`];
+  if (thinks) words.unshift(`thinking ${field("thinking").checked ? "on" : "off"}`);
   if (field("temperature").value !== "") words.push(`temperature ${field("temperature").value}`);
   if (field("maxTokens").value !== "") words.push(`at most ${field("maxTokens").value} tokens`);
   if (field("seed").value !== "") words.push(`seed ${field("seed").value}`);

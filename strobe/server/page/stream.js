@@ -17,18 +17,18 @@ export async function getJson(path, key) {
   return response.json();
 }
 
+/** What the server answers to a JSON body at a path. Throws ServerError. */
+export async function postJson(path, body, key) {
+  const response = await post(path, body, key);
+  return response.json();
+}
+
 /**
  * The chunks of one streamed chat completion, each as {chunk, time}: time is performance.now() when
  * its bytes arrived. Ends after [DONE]. Throws ServerError, and what fetch throws on an abort.
  */
 export async function* chat(body, key, signal) {
-  const response = await ask("v1/chat/completions", {
-    method: "POST",
-    headers: { ...headers(key), "Content-Type": "application/json" },
-    body: JSON.stringify(body),
-    signal,
-  });
-  if (!response.ok) throw await refusal(response, key);
+  const response = await post("v1/chat/completions", body, key, signal);
   for await (const { data, time } of events(response, signal)) {
     if (data === "[DONE]") return;
     const chunk = JSON.parse(data);
@@ -36,6 +36,17 @@ export async function* chat(body, key, signal) {
     yield { chunk, time };
   }
   throw new ServerError("The connection ended before the answer was complete.");
+}
+
+async function post(path, body, key, signal) {
+  const response = await ask(path, {
+    method: "POST",
+    headers: { ...headers(key), "Content-Type": "application/json" },
+    body: JSON.stringify(body),
+    signal,
+  });
+  if (!response.ok) throw await refusal(response, key);
+  return response;
 }
 
 /** The data of each server-sent event of a response; bytes may be cut anywhere. */

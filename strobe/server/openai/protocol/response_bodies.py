@@ -362,11 +362,21 @@ class Load(BaseModel):
     server_load: int
 
 
+class TemplateInfo(BaseModel):
+    """reasoning, tools: names of their formats, null for none. variables: those that the chat
+    template reads, null if unknown."""
+
+    reasoning: str | None
+    tools: str | None
+    variables: list[str] | None
+
+
 class ServerInfo(BaseModel):
     """engine: the engine's facts; config, server: settings, with the number of API keys in place
-    of the keys."""
+    of the keys. template: what the chat template knows."""
 
     version: str
     engine: dict[str, Any]
     config: dict[str, Any]
     server: dict[str, Any]
+    template: TemplateInfo

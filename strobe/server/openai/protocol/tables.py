@@ -84,6 +84,7 @@ NO_EFFECT: Mapping[str, Table] = {
     "input_tokens": {},
     "tokenize": {},
     "detokenize": {},
+    "markdown": {},
     "stream_options": {
         "include_obfuscation": FieldRule("chunks are not padded", (False,)),
     },
@@ -255,6 +256,7 @@ UNSUPPORTED: Mapping[str, Table] = {
         "media_io_kwargs": FieldRule(_MEDIA, ({},)),
     },
     "detokenize": {},
+    "markdown": {},
     "message": {
         "audio": FieldRule(_MEDIA),
         "function_call": FieldRule("use tool_calls"),

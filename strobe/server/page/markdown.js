@@ -1,0 +1,122 @@
+// Markdown on the page. The server parses it; the page builds its own elements of the result, so
+// that no text becomes markup. A text that grows is parsed from its last block on.
+
+import { copyButton, element } from "./dom.js";
+
+const TAGS = new Set(
+  "p ul ol li blockquote hr table thead tbody tr th td strong em del br code pre a h3 h4 h5 h6 span"
+    .split(" "),
+);
+const CLASSES = new Set("comment keyword name string value left center right".split(" "));
+const PAUSE = 60; // milliseconds between two requests for one text, at least
+const SHARE = 4; // and this many times what the last one took
+
+/** An element with a text that may grow. parse(text, open): its blocks, as a promise. */
+export class Prose {
+  constructor(place, parse) {
+    this.element = place;
+    this.parse = parse;
+    this.text = "";
+    this.shown = null; // the text on the page, as [text, whether it was open]
+    this.numFinal = 0; // elements that will not change, and the text before the one after them
+    this.from = 0;
+    this.open = true;
+    this.working = null;
+  }
+
+  /** Show a text. open: it will grow. Returns a promise of its display. */
+  update(text, open) {
+    this.text = text;
+    this.open = open;
+    return (this.working ??= this.work().finally(() => (this.working = null)));
+  }
+
+  async work() {
+    while (this.shown?.[0] !== this.text || this.shown[1] !== this.open) {
+      const { text, open } = this;
+      const from = open ? this.from : 0;
+      const started = performance.now();
+      this.show(await this.blocks(text.slice(from), open), text, open);
+      const pause = Math.max(PAUSE, SHARE * (performance.now() - started));
+      if (open && this.open) await new Promise((resolve) => setTimeout(resolve, pause));
+    }
+  }
+
+  /** The blocks of a text; the text itself where the server does not give them. */
+  async blocks(text, open) {
+    if (!text.trim()) return [];
+    try {
+      return await this.parse(text, open);
+    } catch {
+      return [{ line: 0, node: ["p", { plain: true }, text] }];
+    }
+  }
+
+  show(blocks, text, open) {
+    if (!open) this.numFinal = this.from = 0;
+    patch(this.element, blocks.map(({ node }) => node), this.numFinal);
+    this.shown = [text, open];
+    if (open && blocks.length > 1) {
+      this.numFinal += blocks.length - 1;
+      for (let line = blocks.at(-1).line; line > 0; line--) {
+        this.from = text.indexOf("\n", this.from) + 1;
+      }
+    }
+  }
+}
+
+const inner = new WeakMap(); // frame of a block of code or a table -> the element that it frames
+
+/** Make the children of an element from `first` on equal to nodes, changing what differs only. */
+function patch(parent, nodes, first = 0) {
+  for (const [i, node] of nodes.entries()) {
+    const old = parent.childNodes[first + i];
+    if (typeof node === "string") patchText(parent, old, node);
+    else patchElement(parent, old, node);
+  }
+  while (parent.childNodes.length > first + nodes.length) parent.lastChild.remove();
+}
+
+function patchText(parent, old, text) {
+  if (old?.nodeType !== Node.TEXT_NODE) put(parent, old, document.createTextNode(text));
+  else if (text.startsWith(old.data)) old.appendData(text.slice(old.data.length));
+  else old.data = text;
+}
+
+function patchElement(parent, old, [tag, attributes, ...children]) {
+  if (!TAGS.has(tag)) return patchText(parent, old, "");
+  const now = old?.nodeType === Node.ELEMENT_NODE && (inner.get(old) ?? old);
+  const target = now && (now.dataset.tag ?? now.localName) === tag ? now : make(tag, parent, old);
+  const { href, start, language, plain } = attributes;
+  target.className = CLASSES.has(attributes.class) ? attributes.class : "";
+  if (plain) target.className = "plain";
+  if (tag === "a" && /^(https?:\/\/|mailto:)/i.test(href)) target.href = href;
+  if (tag === "ol" && start !== undefined) target.start = start;
+  if (tag === "pre") target.closest(".code").firstChild.firstChild.textContent = language || "text";
+  patch(target, children);
+}
+
+/** Put a new element into the place of an old one. Returns the element for its children. */
+function make(tag, parent, old) {
+  let frame;
+  let target;
+  if (tag === "pre") {
+    target = element("code", { "data-tag": "pre" });
+    const head = element("header", {}, element("span"), copyButton(() => target.textContent));
+    frame = element("div", { class: "code" }, head, element("pre", { tabindex: 0 }, target));
+  } else if (tag === "table") {
+    target = element("table");
+    frame = element("div", { class: "table", tabindex: 0 }, target);
+  } else {
+    target = frame = element(tag);
+    if (tag === "a") Object.assign(target, { target: "_blank", rel: "noopener noreferrer" });
+  }
+  if (frame !== target) inner.set(frame, target);
+  put(parent, old, frame);
+  return target;
+}
+
+function put(parent, old, node) {
+  if (old) old.replaceWith(node);
+  else parent.append(node);
+}
