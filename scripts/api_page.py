@@ -14,6 +14,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from strobe.server.anthropic.protocol.messages_request import CountTokensRequest, MessagesRequest
+from strobe.server.ollama.protocol.requests import (
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    ShowRequest,
+)
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.common import RequestModel, StreamOptions
 from strobe.server.openai.protocol.completion_request import CompletionRequest
@@ -33,7 +38,8 @@ GENERATING: tuple[type[RequestModel], ...] = (
     ChatCompletionRequest, CompletionRequest, ResponsesRequest, MessagesRequest
 )  # fmt: skip
 OTHER_ENDPOINTS: tuple[type[RequestModel], ...] = (
-    InputTokensRequest, CountTokensRequest, TokenizeRequest, DetokenizeRequest, MarkdownRequest
+    InputTokensRequest, CountTokensRequest, OllamaChatRequest, OllamaGenerateRequest, ShowRequest,
+    TokenizeRequest, DetokenizeRequest, MarkdownRequest,
 )  # fmt: skip
 ENDPOINTS = (*GENERATING, *OTHER_ENDPOINTS)
 

@@ -16,7 +16,6 @@ from strobe.server.anthropic.messages import count_tokens, messages
 from strobe.server.anthropic.protocol import message_bodies as bodies
 from strobe.server.anthropic.protocol.messages_request import CountTokensRequest, MessagesRequest
 from strobe.server.get_endpoints import (
-    OLLAMA,
     READ_ERRORS,
     UNSERVED,
     add_get_endpoints,
@@ -24,6 +23,14 @@ from strobe.server.get_endpoints import (
 )
 from strobe.server.guards import ApiKeyEntry, read_keys, route
 from strobe.server.middleware import OPEN_PATHS, MiddlewareSettings, wrap
+from strobe.server.ollama.generate import MEDIA_TYPE, ollama_chat, ollama_generate
+from strobe.server.ollama.models import add_ollama_endpoints, ollama_show, refusal
+from strobe.server.ollama.protocol import bodies as ollama_bodies
+from strobe.server.ollama.protocol.requests import (
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    ShowRequest,
+)
 from strobe.server.openai import replies
 from strobe.server.openai.chat import chat
 from strobe.server.openai.completions import completions
@@ -82,6 +89,29 @@ POSTS: dict[Handler, Post] = {
         bodies.MessageTokens,
         bodies.MessageErrorResponse,
     ),
+    ollama_chat: Post(
+        "/api/chat",
+        "An answer to a conversation, in Ollama's form.",
+        OllamaChatRequest,
+        ollama_bodies.ChatAnswer,
+        ollama_bodies.OllamaError,
+        MEDIA_TYPE,
+    ),
+    ollama_generate: Post(
+        "/api/generate",
+        "An answer to a prompt, in Ollama's form.",
+        OllamaGenerateRequest,
+        ollama_bodies.GenerateAnswer,
+        ollama_bodies.OllamaError,
+        MEDIA_TYPE,
+    ),
+    ollama_show: Post(
+        "/api/show",
+        "The served model, in Ollama's form.",
+        ShowRequest,
+        ollama_bodies.ShowResponse,
+        ollama_bodies.OllamaError,
+    ),
     tokenize: Post(
         "/tokenize", "Token ids of a text or a conversation.", TokenizeRequest, TokenizeResponse
     ),
@@ -104,6 +134,7 @@ def make_app(serving: Serving) -> ASGIApp:
         app.add_api_route(post.path, route, methods=["POST"], include_in_schema=False)
     add_get_endpoints(app, serving)
     add_response_endpoints(app, serving)
+    add_ollama_endpoints(app, serving)
     _add_page(app)
     app.add_exception_handler(404, _not_found)
     app.add_exception_handler(405, _not_allowed)
@@ -177,12 +208,8 @@ async def _not_found(http: Request, error: Exception) -> Response:
     if http.url.path in UNSERVED:
         sentence = f"Strobe serves text generation; {http.url.path} is not among what it does."
         return JSONResponse(error_body(sentence, status=501, code="not_implemented"), 501)
-    if OLLAMA.match(path := route(http.scope)):
-        sentence = (
-            f"{path[:200]!r} is a path of Ollama's API, which Strobe does not speak; set the "
-            f"client to OpenAI's API, with the base URL {http.base_url}v1."
-        )
-        return JSONResponse(error_body(sentence, status=404, code="not_found"), 404)
+    if (sentence := refusal(route(http.scope))) is not None:
+        return JSONResponse(error_body(sentence, status=501, code="not_implemented"), 501)
     sentence = f"There is nothing at {http.url.path[:200]!r}; GET /docs lists what there is."
     return JSONResponse(error_body(sentence, status=404, code="not_found"), 404)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import version
@@ -29,6 +28,9 @@ READ_ERRORS: dict[str, tuple[str, ...]] = {
     "/v1/responses/{id}/input_items": ("400", "401", "404"),
     "/tokenizer_info": ("401",),
     "/server_info": _STARTING,
+    "/api/tags": _STARTING,
+    "/api/ps": _STARTING,
+    "/api/version": ("401",),
     "/reset_prefix_cache": _STARTING,
 }
 """Error statuses of these endpoints, for the OpenAPI document."""
@@ -44,12 +46,6 @@ UNSERVED = frozenset({
     "/v1/fine_tuning/jobs",
 })  # fmt: skip
 """Paths of OpenAI's API and of other servers that are not text generation."""
-
-OLLAMA = re.compile(
-    r"/api/(chat|generate|tags|show|version|ps|embed|embeddings|pull|push|create|copy|delete|blobs)"
-    r"(/|$)"
-)
-"""Paths of Ollama's API."""
 
 _FILES = ("name_or_path", "vocab_file", "merges_file", "tokenizer_file", "special_tokens_map_file")
 """Tokenizer settings that are paths of this machine and therefore not shown."""

@@ -37,6 +37,9 @@ from strobe.text.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
 
+LATEST = ":latest"
+"""The tag that Ollama's clients add to a name without one."""
+
 
 class RequestRejected(Exception):
     """A request that is rejected with an HTTP status. retry_after: seconds."""
@@ -137,6 +140,8 @@ class Serving:
         """Return the model's name for the response. Raises RequestRejected if it is not served."""
         if requested is None:
             return self.names[0]
+        if requested not in self.names and requested.endswith(LATEST):
+            requested = requested.removesuffix(LATEST)
         if requested not in self.names:
             raise RequestRejected(
                 404,

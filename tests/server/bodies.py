@@ -9,6 +9,11 @@ from typing import Any
 import pytest
 
 from strobe.server.anthropic.protocol.messages_request import CountTokensRequest, MessagesRequest
+from strobe.server.ollama.protocol.requests import (
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    ShowRequest,
+)
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.common import RequestModel
 from strobe.server.openai.protocol.completion_request import CompletionRequest
@@ -29,6 +34,9 @@ SMALLEST: Mapping[type[RequestModel], dict[str, Any]] = {
     MessagesRequest: {"messages": [USER], "max_tokens": 4096},
     InputTokensRequest: {"input": "hello"},
     CountTokensRequest: {"messages": [USER]},
+    OllamaChatRequest: {"messages": [USER]},
+    OllamaGenerateRequest: {"prompt": "hello"},
+    ShowRequest: {},
     TokenizeRequest: {"prompt": "hello"},
     DetokenizeRequest: {"tokens": [1, 2]},
     MarkdownRequest: {"text": "hello"},

@@ -95,20 +95,13 @@ def test_non_text_endpoint_is_501(tokenizer: Tokenizer, path: str, method: str):
     )
 
 
-@pytest.mark.parametrize("path", ["/api/chat", "/api/generate", "/api/tags", "/api/blobs/sha256:1"])
+@pytest.mark.parametrize("path", ["/api/pull", "/api/embed", "/api/blobs/sha256:1"])
 @pytest.mark.parametrize("root_path", ["", "/strobe"])
-def test_ollama_paths_point_to_the_openai_api(tokenizer: Tokenizer, path: str, root_path: str):
-    answer = call(
-        make_app(serving(tokenizer)),
-        root_path + path,
-        root_path=root_path,
-        headers=[("Host", "localhost:8000")],
-    )
-    assert answer.status == 404
-    assert answer.error["message"] == (
-        f"{path!r} is a path of Ollama's API, which Strobe does not speak; set the client to "
-        f"OpenAI's API, with the base URL http://localhost:8000{root_path}/v1."
-    )
+def test_refused_ollama_path_is_501(tokenizer: Tokenizer, path: str, root_path: str):
+    app = make_app(serving(tokenizer))
+    answer = call(app, root_path + path, root_path=root_path)
+    assert answer.status == 501
+    assert answer.error.startswith(f"{path} is not supported: the server ")
 
 
 @pytest.mark.parametrize(

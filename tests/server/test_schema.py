@@ -39,7 +39,7 @@ CONFIG = {
 }
 READS = (
     "/health", "/ping", "/load", "/version", "/metrics", "/v1/models", "/tokenizer_info",
-    "/server_info",
+    "/server_info", "/api/tags", "/api/ps", "/api/version",
 )  # fmt: skip
 RESET = "/reset_prefix_cache"
 HELD = ("/v1/responses/{id}", "/v1/responses/{id}/input_items")
@@ -51,6 +51,9 @@ BASES: dict[str, dict[str, Any]] = {
     "/v1/responses/input_tokens": {"input": "hi"},
     "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "hi"}]},
+    "/api/chat": {"messages": [{"role": "user", "content": "hi"}], "options": {"num_predict": 3}},
+    "/api/generate": {"prompt": "hi", "options": {"num_predict": 3}},
+    "/api/show": {},
     "/tokenize": {"prompt": "hi"},
     "/detokenize": {"tokens": [5, 6]},
     "/markdown": {"text": "hi"},
@@ -100,7 +103,7 @@ def test_every_answer_matches_the_openapi_document(api: Any, path: str, mode: st
     @given(cases)
     def holds(case: Any) -> None:
         if mode == "positive" and path in BASES:  # answers up to the context length are slow
-            limits = {name: n for name, n in BASES[path].items() if name.startswith("max_")}
+            limits = {n: v for n, v in BASES[path].items() if n.startswith(("max_", "options"))}
             case.body = {**limits, **case.body}
         statuses[checked(case)] += 1
 

@@ -46,7 +46,7 @@ async def messages(serving: Serving, http: Request) -> Response:
     if request.stream:
         failed = functools.partial(_error_response, prepared.job.request_id)
         ending = replies.StreamEnd(failed)
-        return await replies.sse_response(serving, http, runs, reply.events, deadline, ending)
+        return await replies.stream_response(serving, http, runs, reply.events, deadline, ending)
     return await replies.json_response(serving, http, runs, reply.body, deadline)
 
 

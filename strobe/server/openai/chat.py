@@ -62,7 +62,7 @@ async def chat(serving: Serving, http: Request) -> Response:
         return replies.error_response(serving, error)
     reply = ChatReply(serving, request, prepared, run, replies.wants_report(http, request))
     if request.stream:
-        return await replies.sse_response(serving, http, [run], reply.events, prepared.deadline)
+        return await replies.stream_response(serving, http, [run], reply.events, prepared.deadline)
     return await replies.json_response(serving, http, [run], reply.body, prepared.deadline)
 
 
@@ -73,17 +73,22 @@ async def prepare(
     original: HasWarnings | None = None,
     *,
     clamp_max_tokens: bool = False,
+    raw_prompt: str | None = None,
 ) -> Prepared:
     """Return the prompt as token ids, with sampling parameters and parsers.
 
     original: the other endpoint's request that `request` was converted from. clamp_max_tokens:
-    lower max_tokens to what fits the context, with a warning. Raises FieldError, RequestRejected.
+    lower max_tokens to what fits the context, with a warning. raw_prompt: the whole prompt, to
+    which the chat template is not applied. Raises FieldError, RequestRejected.
     """
     name, facts = serving.name(request.model), serving.facts
     keep, deadline = request.truncate_prompt_tokens, replies.Deadline(serving, request.timeout)
 
     def encode() -> tuple[str, list[int]]:
-        chat = render_prompt(serving, request)
+        if raw_prompt is None:
+            chat = render_prompt(serving, request)
+        else:
+            chat = RenderedChat(raw_prompt, raw_prompt, {})
         serving.check_length(chat.text, "messages", keep)
         return chat.text, prompt_ids(serving, chat, request)
 

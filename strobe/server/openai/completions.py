@@ -72,7 +72,7 @@ async def completions(serving: Serving, http: Request) -> Response:
     report = replies.wants_report(http, request)
     reply = CompletionReply(serving, request, prompts, runs, name, request_id, report)
     if request.stream:
-        return await replies.sse_response(serving, http, runs, reply.events, deadline)
+        return await replies.stream_response(serving, http, runs, reply.events, deadline)
     return await replies.json_response(serving, http, runs, reply.body, deadline)
 
 

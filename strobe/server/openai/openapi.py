@@ -15,6 +15,7 @@ from strobe.server.openai.protocol import response_bodies as answers
 POST_ERRORS = ("400", "401", "404", "408", "413", "415", "429", "503", "504")
 """Error statuses of POST endpoints."""
 
+EVENT_STREAM = "text/event-stream"
 EVENT: dict[str, Any] = {
     "type": "object",
     "required": ["data"],
@@ -37,6 +38,7 @@ class Post(NamedTuple):
     request_model: type[BaseModel]
     response_model: type[BaseModel]
     error_model: type[BaseModel] = answers.ErrorResponse
+    stream_type: str = EVENT_STREAM
 
 
 def describe(
@@ -75,7 +77,8 @@ def describe(
     for post in posts:
         good = content(post.response_model, "serialization")
         if "stream" in post.request_model.model_fields:
-            good["text/event-stream"] = {"itemSchema": EVENT}
+            item = EVENT if post.stream_type == EVENT_STREAM else good["application/json"]["schema"]
+            good[post.stream_type] = {"itemSchema": item}
         operation = {
             "operationId": post.path.strip("/").replace("/", "_"),
             "summary": post.summary,

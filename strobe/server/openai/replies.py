@@ -19,6 +19,7 @@ from strobe.outputs import logprobs_by_token
 from strobe.request import TokenLogprob
 from strobe.server.access import CLIENT_CLOSED
 from strobe.server.engine_process.client import EngineDead, EngineStopped, EngineUnavailable
+from strobe.server.openai.openapi import EVENT_STREAM
 from strobe.server.openai.protocol.errors import FieldError, error_body
 from strobe.server.openai.protocol.sampling_fields import SamplingFields
 from strobe.server.openai.runs import PromptRun, speculation, usage
@@ -117,11 +118,9 @@ class DisconnectWatcher:
         self._task.cancel()
 
 
-class EventStream(Response):
-    """A response of server-sent events. at_end: called once, however the response ends. A client
+class StreamedResponse(Response):
+    """A response that is sent in parts. at_end: called once, however the response ends. A client
     that does not read is disconnected _UNREAD_SECONDS after the deadline."""
-
-    media_type = "text/event-stream"
 
     def __init__(
         self,
@@ -129,8 +128,10 @@ class EventStream(Response):
         rest: AsyncGenerator[bytes],
         deadline: Deadline,
         at_end: Callable[[], None],
+        media_type: str,
     ):
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(headers=headers, media_type=media_type)
         del self.headers["content-length"]
         self._first, self._rest, self._at_end, self._deadline = first, rest, at_end, deadline
 
@@ -180,15 +181,16 @@ CHUNK_STREAM_END = StreamEnd(event, DONE)
 """The end of /v1/chat/completions and /v1/completions."""
 
 
-async def sse_response(
+async def stream_response(
     serving: Serving,
     http: Request,
     runs: Sequence[PromptRun],
     events: Events,
     deadline: Deadline,
     ending: StreamEnd = CHUNK_STREAM_END,
+    media_type: str = EVENT_STREAM,
 ) -> Response:
-    """Answer with an event stream. Errors before its first event are HTTP errors."""
+    """Answer with a stream of events. Errors before its first event are HTTP errors."""
     watch = DisconnectWatcher(http.receive, lambda: _close(runs))
 
     def at_end() -> None:
@@ -210,7 +212,8 @@ async def sse_response(
     except Exception as error:
         at_end()
         return error_response(serving, error)
-    return EventStream(first, _with_ending(source, runs, failing, ending.done), deadline, at_end)
+    rest = _with_ending(source, runs, failing, ending.done)
+    return StreamedResponse(first, rest, deadline, at_end, media_type)
 
 
 async def _until_deadline(

@@ -47,7 +47,7 @@ async def responses(serving: Serving, http: Request) -> Response:
     runs, deadline = [answer.run], prepared.deadline
     if request.stream:
         ending = replies.StreamEnd(reply.failed)
-        return await replies.sse_response(serving, http, runs, reply.events, deadline, ending)
+        return await replies.stream_response(serving, http, runs, reply.events, deadline, ending)
     return await replies.json_response(serving, http, runs, reply.body, deadline)
 
 

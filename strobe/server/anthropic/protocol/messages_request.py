@@ -119,6 +119,7 @@ class MessagesPrompt(RequestModel):
     _chat: ChatCompletionRequest | None = None
     _thinking: dict[str, Any] = PrivateAttr(default_factory=dict[str, Any])
     _output: dict[str, Any] = PrivateAttr(default_factory=dict[str, Any])
+    _format: dict[str, Any] | None = None
 
     def check(self) -> None:
         super().check()
@@ -126,6 +127,7 @@ class MessagesPrompt(RequestModel):
         self._thinking = self._read("thinking", ("type", "display"))
         self._output = self._read("output_config", ("effort", "format"))
         self._check_objects()
+        self._format = self._read_format()
         self._check_thread()
         items = read_items(self.messages, self._warnings)
         system = read_texts(self.system, "system", self._warnings)
@@ -168,6 +170,23 @@ class MessagesPrompt(RequestModel):
             raise invalid_value(
                 "output_config.effort", effort, f"one of {', '.join(get_args(Effort))}"
             )
+
+    def _read_format(self) -> dict[str, Any] | None:
+        output_format, path = self._output.get("format"), "output_config.format"
+        if output_format is None:
+            return None
+        split = split_fields(
+            output_format, ("type", "schema"), "", path, lenient=self._warnings.lenient
+        )
+        self._warnings.extend(split.warnings)
+        if split.fields.get("type") != "json_schema":
+            raise invalid_value(f"{path}.type", split.fields.get("type"), '"json_schema"')
+        if not isinstance(split.fields.get("schema"), Mapping):
+            raise invalid_value(
+                f"{path}.schema", split.fields.get("schema"), "a JSON schema, as an object"
+            )
+        schema = {"name": "format", "schema": split.fields["schema"]}
+        return {"type": "json_schema", "json_schema": schema}
 
     def _check_thread(self) -> None:
         """Accept a new thread without effect, and reject one that continues, after which clients
@@ -241,24 +260,7 @@ class MessagesRequest(SamplingFields, MessagesPrompt):
         }
         if self.stop_sequences:
             body["stop"] = self.stop_sequences
-        return body | {"max_tokens": self.max_tokens, "response_format": self._read_format()}
-
-    def _read_format(self) -> dict[str, Any] | None:
-        output_format, path = self._output.get("format"), "output_config.format"
-        if output_format is None:
-            return None
-        split = split_fields(
-            output_format, ("type", "schema"), "", path, lenient=self._warnings.lenient
-        )
-        self._warnings.extend(split.warnings)
-        if split.fields.get("type") != "json_schema":
-            raise invalid_value(f"{path}.type", split.fields.get("type"), '"json_schema"')
-        if not isinstance(split.fields.get("schema"), Mapping):
-            raise invalid_value(
-                f"{path}.schema", split.fields.get("schema"), "a JSON schema, as an object"
-            )
-        schema = {"name": "format", "schema": split.fields["schema"]}
-        return {"type": "json_schema", "json_schema": schema}
+        return body | {"max_tokens": self.max_tokens, "response_format": self._format}
 
     def limit(self) -> tuple[str, int | None]:
         return "max_tokens", self.max_tokens

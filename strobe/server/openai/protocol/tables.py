@@ -69,6 +69,19 @@ _ACCEPTED_MESSAGES: Table = {
 }
 """Fields that Anthropic's endpoints ignore."""
 
+_ACCEPTED_OLLAMA: Table = {
+    "keep_alive": FieldRule("the model stays loaded"),
+    "truncate": FieldRule("a prompt that does not fit is an error", (False,)),
+    "shift": FieldRule("an answer that fills the context ends there", (False,)),
+}
+"""Fields that Ollama's endpoints ignore."""
+
+_RUNNER = (
+    "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv", "use_mmap",
+    "use_mlock",
+)  # fmt: skip
+"""Options of Ollama's that set how a model is loaded."""
+
 NO_EFFECT: Mapping[str, Table] = {
     "chat": {
         **_ACCEPTED,
@@ -138,6 +151,15 @@ NO_EFFECT: Mapping[str, Table] = {
     },
     "thinking": {
         "budget_tokens": FieldRule("the length of the reasoning cannot be limited"),
+    },
+    "ollama.chat": _ACCEPTED_OLLAMA,
+    "ollama.generate": _ACCEPTED_OLLAMA,
+    "ollama.show": {"verbose": FieldRule("the answer is always the same", (False,))},
+    "options": {
+        **dict.fromkeys(_RUNNER, FieldRule("the server's options set it")),
+        "num_keep": FieldRule("no token is dropped from the context"),
+        "mirostat_tau": FieldRule("there is no mirostat"),
+        "mirostat_eta": FieldRule("there is no mirostat"),
     },
 }
 """Fields that are ignored and listed in the response's `warnings`, by endpoint or object."""
@@ -296,6 +318,30 @@ UNSUPPORTED: Mapping[str, Table] = {
     },
     "output_config": {
         "task_budget": FieldRule("use max_tokens"),
+    },
+    "ollama.chat": {"prompt": FieldRule("use messages, or /api/generate", ("",))},
+    "ollama.generate": {
+        "messages": FieldRule("use prompt, or /api/chat", ([],)),
+        "context": FieldRule("send the conversation to /api/chat", ([],)),
+        "template": FieldRule("write the whole prompt and set raw", ("",)),
+        "suffix": FieldRule("the server cannot infill text", ("",)),
+        "images": FieldRule(_MEDIA, ([],)),
+        "width": FieldRule(_MEDIA, (0,)),
+        "height": FieldRule(_MEDIA, (0,)),
+        "steps": FieldRule(_MEDIA, (0,)),
+    },
+    "ollama.show": {
+        "system": FieldRule("the answer describes the model alone", ("",)),
+        "template": FieldRule("the answer describes the model alone", ("",)),
+        "options": FieldRule("the answer describes the model alone", ({},)),
+    },
+    "ollama.message": {"images": FieldRule(_MEDIA, ([],))},
+    "options": {
+        "typical_p": FieldRule("use top_p or min_p", (1,)),
+        "tfs_z": FieldRule("use top_p or min_p", (1,)),
+        "mirostat": FieldRule("use temperature and top_p", (0,)),
+        "repeat_last_n": FieldRule("repeat_penalty counts all tokens", (-1,)),
+        "penalize_newline": FieldRule("penalties count all tokens", (True,)),
     },
 }
 """Fields that are rejected unless their value is neutral, by endpoint or object."""

@@ -1,0 +1,229 @@
+"""The endpoints /api/chat and /api/generate."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+from fastapi import Request
+from pydantic_core import from_json
+from starlette.responses import JSONResponse, Response
+
+from strobe.server.ollama.errors import error_body
+from strobe.server.ollama.protocol.requests import (
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaRequest,
+)
+from strobe.server.openai import replies
+from strobe.server.openai.chat import (
+    AssistantMessage,
+    Prepared,
+    ToolCallCollector,
+    chat_logprob,
+    prepare,
+    warnings,
+)
+from strobe.server.openai.protocol.errors import FieldError
+from strobe.server.openai.runs import PromptRun
+from strobe.server.serving import Serving
+
+MEDIA_TYPE = "application/x-ndjson"
+
+Part = Callable[[str, str, list[dict[str, Any]]], dict[str, Any]]
+"""Returns the fields of some content, thinking and calls."""
+
+
+async def ollama_chat(serving: Serving, http: Request) -> Response:
+    """Answer POST /api/chat."""
+    return await _answer(serving, http, OllamaChatRequest, _message_part)
+
+
+async def ollama_generate(serving: Serving, http: Request) -> Response:
+    """Answer POST /api/generate."""
+    return await _answer(serving, http, OllamaGenerateRequest, _text_part)
+
+
+def _message_part(content: str, thinking: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    message |= {"thinking": thinking} if thinking else {}
+    return {"message": message | ({"tool_calls": calls} if calls else {})}
+
+
+def _text_part(content: str, thinking: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"response": content} | ({"thinking": thinking} if thinking else {})
+
+
+async def _answer(
+    serving: Serving, http: Request, model: type[OllamaRequest], part: Part
+) -> Response:
+    try:
+        request = model.read(await http.body(), lenient=serving.settings.lenient)
+        name = request.model or serving.name(None)
+        if request.is_load:
+            serving.name(request.model)
+            sentences = _warnings(serving, request, warnings(serving, request, request.to_chat()))
+            return JSONResponse(
+                _head(name)
+                | {**part("", "", []), "done": True, "done_reason": "load"}
+                | replies.extras([], False, sentences)
+            )
+        prepared = await _prepare(serving, request, http)
+        run = PromptRun(serving, prepared.job)
+    except Exception as error:
+        return replies.error_response(serving, error)
+    report = replies.wants_report(http, request.to_chat())
+    reply = OllamaReply(serving, request, replace(prepared, name=name), run, part, report)
+    if request.stream:
+        ending = replies.StreamEnd(_error_line)
+        return await replies.stream_response(
+            serving, http, [run], reply.events, prepared.deadline, ending, MEDIA_TYPE
+        )
+    return await replies.json_response(serving, http, [run], reply.body, prepared.deadline)
+
+
+async def _prepare(serving: Serving, request: OllamaRequest, http: Request) -> Prepared:
+    chat, raw = request.to_chat(), request.raw_prompt
+    try:
+        prepared = await prepare(
+            serving, chat, http, request, clamp_max_tokens=True, raw_prompt=raw
+        )
+    except FieldError as error:
+        raise request.with_own_names(error) from None
+    job = prepared.job
+    if job.constraint == "response_format":
+        job = replace(job, constraint="format")
+    sentences = _warnings(serving, request, prepared.warnings)
+    return replace(prepared, job=job, warnings=sentences)
+
+
+def _warnings(serving: Serving, request: OllamaRequest, sentences: list[str]) -> list[str]:
+    """Return the warnings with this endpoint's field names, and one for another num_ctx."""
+    sentences, context = request.own_names(sentences), serving.facts.max_model_len
+    if request.num_ctx not in (None, context):
+        sentences.append(
+            f"options.num_ctx is {request.num_ctx}, but the context holds {context} tokens for "
+            "every request; the server's --max-model-len sets it."
+        )
+    return sentences
+
+
+def _head(name: str) -> dict[str, Any]:
+    return {"model": name, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
+
+
+def _error_line(body: dict[str, Any]) -> bytes:
+    """Return the last line of a stream that fails."""
+    return _line(error_body(body))
+
+
+def _line(value: dict[str, Any]) -> bytes:
+    return f"{replies.compact(value)}\n".encode("utf-8", "replace")
+
+
+class OllamaReply:
+    """Builds the response of /api/chat and /api/generate, whole or streamed."""
+
+    def __init__(
+        self,
+        serving: Serving,
+        request: OllamaRequest,
+        prepared: Prepared,
+        run: PromptRun,
+        part: Part,
+        report: bool,
+    ):
+        self.serving, self.request, self.prepared, self.run = serving, request, prepared, run
+        self.part, self.report = part, report
+        self.message = AssistantMessage(ToolCallCollector(parallel=True))
+
+    async def body(self) -> dict[str, Any]:
+        """Return the whole answer after its end."""
+        async for steps in self.run.steps():
+            for progress in steps:
+                self.message.take(progress)
+        replies.check_answers([self.run])
+        message, run = self.message, self.run
+        calls = self._calls(0, finished=True)
+        body = _head(self.prepared.name) | self.part(message.content, message.reasoning, calls)
+        if self.request.logprobs:
+            body["logprobs"] = self._logprobs(run.choices[0].logprobs)
+        return body | self._ended() | replies.extras([], False, self.prepared.warnings)
+
+    async def events(self) -> AsyncGenerator[bytes]:
+        """Yield the lines of the stream."""
+        num_sent = 0
+        first = replies.extras([], False, self.prepared.warnings)
+        async for steps in self.run.steps():
+            out = b""
+            for progress in steps:
+                parsed = progress.parsed
+                self.message.take(progress)
+                calls = self._calls(num_sent, finished=progress.finished)
+                num_sent += len(calls)
+                fields = self.part(parsed.content, parsed.reasoning, calls)
+                if self.request.logprobs and progress.delta.logprobs:
+                    fields["logprobs"] = self._logprobs(progress.delta.logprobs)
+                elif not (parsed.content or parsed.reasoning or calls):
+                    continue
+                out += _line(_head(self.prepared.name) | fields | {"done": False} | first)
+                first = {}
+            if out:
+                yield out
+        replies.check_answers([self.run])
+        if not self.run.abandoned:
+            yield _line(_head(self.prepared.name) | self.part("", "", []) | self._ended() | first)
+
+    def _calls(self, num_sent: int, *, finished: bool) -> list[dict[str, Any]]:
+        """Return the calls after the first `num_sent` that are complete: another one follows, or
+        the answer has ended."""
+        calls = self.message.calls.calls
+        return [
+            {
+                "id": call["id"],
+                "function": {
+                    "index": index,
+                    "name": call["function"]["name"],
+                    "arguments": _arguments(call["function"]["arguments"]),
+                },
+            }
+            for index, call in enumerate(calls)
+            if num_sent <= index < len(calls) - (not finished)
+        ]
+
+    def _logprobs(self, entries: list[Any]) -> list[dict[str, Any]]:
+        return [chat_logprob(entry, self.serving.tokenizer, False) for entry in entries]
+
+    def _ended(self) -> dict[str, Any]:
+        """Return the last fields: the reason of the end, counts and durations."""
+        choice = self.run.choices[0]
+        first_ended, last_ended = self.run.decoded
+        total = time.monotonic() - self.run.job.started_at
+        first_token = total if choice.first_token_seconds is None else choice.first_token_seconds
+        return {
+            "done": True,
+            "done_reason": "length" if choice.output.finish_reason == "length" else "stop",
+            "total_duration": _nanoseconds(total),
+            "load_duration": 0,
+            "prompt_eval_count": len(self.run.job.prompt_ids),
+            "prompt_eval_duration": _nanoseconds(first_token - (choice.queue_time or 0.0)),
+            "eval_count": len(choice.output.token_ids),
+            "eval_duration": _nanoseconds(last_ended - first_ended),
+        } | replies.extras([self.run], self.report, [])
+
+
+def _nanoseconds(seconds: float) -> int:
+    """Return a duration, at least 1 because clients divide by it."""
+    return max(1, int(seconds * 1e9))
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """Return a call's arguments, possibly partial if the answer was cut."""
+    try:
+        value = from_json(text, allow_partial=True)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,131 @@
+"""The endpoints /api/tags, /api/ps, /api/show and /api/version, and the paths that are refused."""
+
+from __future__ import annotations
+
+import hashlib
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, Response
+
+from strobe.hub.files import read_json, weight_files
+from strobe.server.ollama.protocol import bodies
+from strobe.server.ollama.protocol.requests import ShowRequest
+from strobe.server.openai import replies
+from strobe.server.serving import Serving
+
+VERSION = "0.12.11"
+"""The version of Ollama whose API these endpoints follow; clients compare it."""
+
+NEVER = "9999-12-31T23:59:59Z"
+"""When the model is unloaded."""
+
+_ONE_MODEL = (
+    "the server holds the one model that it was started with; run strobe pull NAME and strobe "
+    "serve NAME for another one"
+)
+REFUSED = {
+    **dict.fromkeys(("pull", "push", "create", "copy", "delete", "blobs"), _ONE_MODEL),
+    **dict.fromkeys(("embed", "embeddings"), "the server generates text and makes no embeddings"),
+}
+"""Names of Ollama's other endpoints, and why the server does not have them."""
+
+
+def refusal(path: str) -> str | None:
+    """Return a sentence for a path of Ollama's API that is not served."""
+    root, _, name = path.strip("/").partition("/")
+    reason = REFUSED.get(name.partition("/")[0]) if root == "api" else None
+    return None if reason is None else f"{path[:200]} is not supported: {reason}."
+
+
+def add_ollama_endpoints(app: FastAPI, serving: Serving) -> None:
+    """Add the GET endpoints of Ollama's API."""
+
+    @app.get("/api/version")
+    async def ollama_version() -> bodies.Version:  # pyright: ignore[reportUnusedFunction]
+        """The version of Ollama whose API the paths under /api follow."""
+        return bodies.Version(version=VERSION)
+
+    @app.get("/api/tags", response_model=bodies.ModelList)
+    async def ollama_tags() -> Response:  # pyright: ignore[reportUnusedFunction]
+        """The names of the served model, in Ollama's format."""
+        try:
+            return JSONResponse({"models": _models(serving)})
+        except Exception as error:
+            return replies.error_response(serving, error)
+
+    @app.get("/api/ps", response_model=bodies.RunningModelList)
+    async def ollama_ps() -> Response:  # pyright: ignore[reportUnusedFunction]
+        """The served model with its context length, in Ollama's format."""
+        try:
+            facts = serving.facts
+            running = {"expires_at": NEVER, "context_length": facts.max_model_len}
+            models = [
+                {**model, **running, "size_vram": 0 if facts.device == "cpu" else model["size"]}
+                for model in _models(serving)
+            ]
+            return JSONResponse({"models": models})
+        except Exception as error:
+            return replies.error_response(serving, error)
+
+
+async def ollama_show(serving: Serving, http: Request) -> Response:
+    """Answer POST /api/show, which describes the model."""
+    try:
+        request = ShowRequest.read(await http.body(), lenient=serving.settings.lenient)
+        serving.name(request.model or request.name)
+        facts, formats, details = serving.facts, serving.formats, _details(serving)
+        template = serving.chat_template or serving.tokenizer.hf.chat_template
+        family = details["family"]
+        body = {
+            "modelfile": f"# Served by Strobe.\nFROM {serving.names[0]}",
+            "parameters": "\n".join(f"{name} {value}" for name, value in facts.sampling.items()),
+            "template": template if isinstance(template, str) else "",
+            "details": details,
+            "model_info": {
+                "general.architecture": family,
+                f"{family}.context_length": facts.max_model_len,
+                f"{family}.vocab_size": facts.vocab_size,
+            },
+            "capabilities": [
+                "completion",
+                *(["tools"] if formats.tools is not None else []),
+                *(["thinking"] if formats.reasoning is not None else []),
+            ],
+            "modified_at": _modified_at(serving),
+        }
+        return JSONResponse(body | replies.extras([], False, request.warnings()))
+    except Exception as error:
+        return replies.error_response(serving, error)
+
+
+def _models(serving: Serving) -> list[dict[str, Any]]:
+    """Describe the model under each of its names."""
+    config = Path(serving.root) / "config.json"
+    description = {
+        "modified_at": _modified_at(serving),
+        "size": sum((config.parent / name).stat().st_size for name in weight_files(config.parent)),
+        "digest": hashlib.sha256(config.read_bytes()).hexdigest(),
+        "details": _details(serving),
+    }
+    names = [name if ":" in name else f"{name}:latest" for name in serving.names]
+    return [{"name": name, "model": name, **description} for name in names]
+
+
+def _modified_at(serving: Serving) -> str:
+    changed = (Path(serving.root) / "config.json").stat().st_mtime
+    return datetime.fromtimestamp(changed, UTC).isoformat().replace("+00:00", "Z")
+
+
+def _details(serving: Serving) -> dict[str, Any]:
+    family = str(read_json(Path(serving.root) / "config.json").get("model_type", "unknown"))
+    return {
+        "parent_model": "",
+        "format": "safetensors",
+        "family": family,
+        "families": [family],
+        "parameter_size": "",
+        "quantization_level": serving.facts.dtype.upper(),
+    }

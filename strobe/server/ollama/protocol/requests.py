@@ -1,0 +1,317 @@
+"""The requests of Ollama's /api/chat, /api/generate and /api/show, converted to a chat's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, WithJsonSchema
+
+from strobe.checks import MAX_INT
+from strobe.server.openai.protocol.chat_messages import ARGUMENTS_SCHEMA
+from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
+from strobe.server.openai.protocol.common import (
+    TEXT_SCHEMA,
+    FieldWarnings,
+    RequestModel,
+    check_int,
+    is_int,
+    object_schema,
+    split_fields,
+)
+from strobe.server.openai.protocol.errors import (
+    FieldError,
+    invalid_value,
+    rename_fields,
+)
+from strobe.server.openai.protocol.sampling_fields import LogprobCount
+from strobe.server.openai.protocol.tools import TOOLS_SCHEMA
+
+OPTIONS: Mapping[str, str] = {
+    **{name: name for name in (
+        "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
+        "stop", "logit_bias", "speculation", "include_speculation",
+    )},
+    "repeat_penalty": "repetition_penalty",
+    "num_predict": "max_tokens",
+}  # fmt: skip
+"""Fields of `options`, and their names in a chat request."""
+
+EFFORTS = ("low", "medium", "high", "max")
+MESSAGE_FIELDS = ("role", "content", "thinking", "tool_calls", "tool_name", "tool_call_id")
+CALL_FIELDS = ("id", "function")
+FUNCTION_FIELDS = ("name", "arguments", "index")
+
+_TEXT: dict[str, Any] = {"type": "string"}
+_CHAT_SCHEMAS = ChatCompletionRequest.model_json_schema()["properties"]
+OPTIONS_SCHEMA = object_schema(
+    {
+        **{name: _CHAT_SCHEMAS[known_as] for name, known_as in OPTIONS.items()},
+        "num_predict": {"type": "integer", "minimum": -2, "maximum": MAX_INT},
+        "num_ctx": {"type": "integer", "minimum": 1},
+    },
+    "options",
+)
+FORMAT_SCHEMA: dict[str, Any] = {"anyOf": [{"enum": ["", "json"]}, {"type": "object"}]}
+THINK_SCHEMA: dict[str, Any] = {"anyOf": [{"type": "boolean"}, {"enum": list(EFFORTS)}]}
+_FUNCTION: dict[str, Any] = {"name": TEXT_SCHEMA, "arguments": ARGUMENTS_SCHEMA, "index": {}}
+_CALL: dict[str, Any] = {"id": _TEXT, "function": object_schema(_FUNCTION, "", ("name",))}
+MESSAGES_SCHEMA: dict[str, Any] = {
+    "type": "array",
+    "items": {
+        "anyOf": [
+            object_schema(
+                {"role": {"enum": ["system", "user"]}, "content": _TEXT},
+                "ollama.message",
+                ("role", "content"),
+            ),
+            object_schema(
+                {
+                    "role": {"const": "assistant"},
+                    "content": _TEXT,
+                    "thinking": _TEXT,
+                    "tool_calls": {
+                        "type": "array",
+                        "items": object_schema(_CALL, "tool_call", ("function",)),
+                    },
+                },
+                "ollama.message",
+                ("role", "content"),
+            ),
+            object_schema(
+                {"role": {"const": "tool"}, "content": _TEXT, "tool_name": _TEXT},
+                "ollama.message",
+                ("role", "content"),
+            ),
+        ]
+    },
+}
+
+_NAMES = {
+    re.compile(rf"^{known_as}\b"): f"options.{name}" for name, known_as in OPTIONS.items()
+} | {
+    re.compile(r"\bmax_tokens\b"): "options.num_predict",
+    re.compile(r"\bresponse_format(?:\.json_schema)?(?:\.schema)?\b"): "format",
+    re.compile(r"\bchat_template_kwargs\.enable_thinking\b"): "think",
+    re.compile(r"\breasoning_effort\b"): "think",
+    re.compile(r"\.reasoning_content\b"): ".thinking",
+}
+
+
+class OllamaRequest(RequestModel):
+    """The fields of /api/chat and /api/generate. `to_chat` returns them as a chat request."""
+
+    model: str | None = Field(
+        None, description="The served model's name, with or without `:latest`. Optional."
+    )
+    stream: bool = Field(True, description="Stream the answer, one JSON object per line.")
+    format: Annotated[Any, WithJsonSchema(FORMAT_SCHEMA)] = Field(
+        None, description="`json`, or a JSON schema, which is always enforced strictly."
+    )
+    options: Annotated[Any, WithJsonSchema(OPTIONS_SCHEMA)] = Field(
+        None, description="Sampling options, listed below."
+    )
+    think: Annotated[Any, WithJsonSchema(THINK_SCHEMA)] = Field(
+        None,
+        description="true or false: passed to the chat template as enable_thinking. `low`, "
+        "`medium`, `high` or `max`: passed as reasoning_effort. Default: the template's.",
+    )
+    logprobs: bool = Field(False, description="Return log probabilities of the answer's tokens.")
+    top_logprobs: LogprobCount | None = Field(
+        None, description="With logprobs: number of top tokens per position, 0 to 20."
+    )
+
+    _chat: ChatCompletionRequest | None = None
+    _num_ctx: int | None = None
+
+    def check(self) -> None:
+        super().check()
+        body = {
+            "model": self.model,
+            **self._read_options(),
+            **self._read_think(),
+            "response_format": self._read_format(),
+            "logprobs": self.logprobs,
+            "top_logprobs": self.top_logprobs,
+            **self.prompt_fields(),
+        }
+        try:
+            self._chat = ChatCompletionRequest.read(body)
+        except FieldError as error:
+            raise self.with_own_names(error) from None
+
+    @property
+    def is_load(self) -> bool:
+        """Whether the request has no prompt and only asks to load the model."""
+        raise NotImplementedError
+
+    def prompt_fields(self) -> dict[str, Any]:
+        """The chat request's messages and tools, with an empty message if there is none. Raises
+        FieldError."""
+        raise NotImplementedError
+
+    @property
+    def raw_prompt(self) -> str | None:
+        """The prompt that the chat template is not applied to."""
+        return None
+
+    @property
+    def num_ctx(self) -> int | None:
+        """The context length that the client asks for."""
+        return self._num_ctx
+
+    def to_chat(self) -> ChatCompletionRequest:
+        """The same request as a chat request."""
+        assert self._chat is not None, "checked requests have their chat"
+        return self._chat
+
+    def with_own_names(self, error: FieldError) -> FieldError:
+        """Return a chat's error with this endpoint's field names."""
+        return error.with_names(_NAMES)
+
+    def own_names(self, sentences: Sequence[str]) -> list[str]:
+        """Return a chat's warnings with this endpoint's field names."""
+        return list(dict.fromkeys([rename_fields(sentence, _NAMES) for sentence in sentences]))
+
+    def warnings(self, template_reads: Collection[str] | None = None) -> list[str]:
+        """One sentence for each field without effect, as for a chat."""
+        return self.own_names(super().warnings() + self.to_chat().warnings(template_reads))
+
+    def _read_options(self) -> dict[str, Any]:
+        if self.options is None:
+            return {}
+        known_fields = (*OPTIONS, "num_ctx")
+        fields = _split(self.options, known_fields, "options", "options", self._warnings)
+        fields = {name: check_int(value) for name, value in fields.items()}
+        num_ctx = fields.pop("num_ctx", None)
+        if num_ctx is not None and not (is_int(num_ctx) and num_ctx > 0):
+            raise invalid_value("options.num_ctx", num_ctx, "a whole number above 0")
+        self._num_ctx = num_ctx
+        limit = fields.get("num_predict")
+        if isinstance(limit, int) and not isinstance(limit, bool) and limit <= 0:
+            del fields["num_predict"]  # Ollama's values for an answer without a limit
+        if fields.get("seed") == -1:
+            del fields["seed"]  # Ollama's value for a random seed
+        return {OPTIONS[name]: value for name, value in fields.items()}
+
+    def _read_think(self) -> dict[str, Any]:
+        if self.think is None:
+            return {}
+        if isinstance(self.think, bool):
+            return {"chat_template_kwargs": {"enable_thinking": self.think}}
+        if self.think not in EFFORTS:
+            raise invalid_value("think", self.think, f"true, false or one of {', '.join(EFFORTS)}")
+        return {"reasoning_effort": self.think}
+
+    def _read_format(self) -> dict[str, Any] | None:
+        if self.format is None or self.format == "":
+            return None
+        if self.format == "json":
+            return {"type": "json_object"}
+        if not isinstance(self.format, Mapping):
+            raise invalid_value("format", self.format, '"json" or a JSON schema, as an object')
+        return {"type": "json_schema", "json_schema": {"schema": self.format}}
+
+
+class OllamaChatRequest(OllamaRequest):
+    """The body of POST /api/chat."""
+
+    schema_key: ClassVar[str] = "ollama.chat"
+
+    messages: Annotated[list[Any], WithJsonSchema(MESSAGES_SCHEMA)] = Field(
+        [],
+        description="The conversation: objects with `role`, `content`, `thinking`, `tool_calls` "
+        "and `tool_name`. If the last message is the assistant's, the answer continues it. Without "
+        "messages, the answer is empty.",
+    )
+    tools: Annotated[list[Any], WithJsonSchema(TOOLS_SCHEMA)] | None = Field(
+        None,
+        description="Functions that the model may call: `name`, `description` and `parameters` (a "
+        "JSON schema).",
+    )
+
+    @property
+    def is_load(self) -> bool:
+        return not self.messages
+
+    def prompt_fields(self) -> dict[str, Any]:
+        messages = [
+            read_message(message, f"messages[{index}]", self._warnings)
+            for index, message in enumerate(self.messages or [{"role": "user", "content": ""}])
+        ]
+        continues = messages[-1].get("role") == "assistant"
+        return {"messages": messages, "tools": self.tools, "continue_final_message": continues}
+
+
+class OllamaGenerateRequest(OllamaRequest):
+    """The body of POST /api/generate."""
+
+    schema_key: ClassVar[str] = "ollama.generate"
+
+    prompt: str = Field(
+        "", description="The user's message. Without a prompt, the answer is empty."
+    )
+    system: str | None = Field(None, description="The system message.")
+    raw: bool = Field(False, description="Send the prompt as it is, without the chat template.")
+
+    @property
+    def is_load(self) -> bool:
+        return not self.prompt
+
+    @property
+    def raw_prompt(self) -> str | None:
+        return self.prompt if self.raw else None
+
+    def prompt_fields(self) -> dict[str, Any]:
+        if self.raw and self.system:
+            raise FieldError(
+                "system is set together with raw, whose prompt is the whole text; leave one of "
+                "them out.",
+                "system",
+            )
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        messages = [*system, {"role": "user", "content": self.prompt}]
+        return {"messages": messages, "add_special_tokens": self.raw}
+
+
+class ShowRequest(RequestModel):
+    """The body of POST /api/show."""
+
+    schema_key: ClassVar[str] = "ollama.show"
+
+    model: str | None = Field(
+        None, description="The served model's name, with or without `:latest`. Optional."
+    )
+    name: str | None = Field(None, description="Older name of model.")
+
+
+def read_message(message: Any, path: str, warnings: FieldWarnings) -> dict[str, Any]:
+    """Return a message in a chat's format, which checks its values. Raises FieldError."""
+    fields = _split(message, MESSAGE_FIELDS, "ollama.message", path, warnings)
+    read = {
+        {"thinking": "reasoning_content", "tool_name": "name"}.get(name, name): value
+        for name, value in fields.items()
+    }
+    calls = fields.get("tool_calls")
+    if isinstance(calls, list):
+        path = f"{path}.tool_calls"
+        read["tool_calls"] = [_call(call, f"{path}[{i}]", warnings) for i, call in enumerate(calls)]
+    return read
+
+
+def _call(call: Any, path: str, warnings: FieldWarnings) -> dict[str, Any]:
+    """Return an earlier call. Its `index`, its position in the answer, is ignored."""
+    fields = _split(call, CALL_FIELDS, "tool_call", path, warnings)
+    path = f"{path}.function"
+    function = _split(fields.get("function"), FUNCTION_FIELDS, "", path, warnings)
+    function.pop("index", None)
+    return {**fields, "function": function}
+
+
+def _split(
+    value: Any, known_names: Sequence[str], schema_key: str, path: str, warnings: FieldWarnings
+) -> dict[str, Any]:
+    split = split_fields(value, known_names, schema_key, path, lenient=warnings.lenient)
+    warnings += split.warnings
+    return split.fields

@@ -1,0 +1,159 @@
+"""Ollama's requests, converted to chats."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from bodies import SCHEMA, USER, refusal
+
+from strobe.server.ollama.protocol.requests import (
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaRequest,
+)
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": SCHEMA}}
+
+
+def chat(*messages: dict[str, Any], **fields: Any) -> OllamaChatRequest:
+    return OllamaChatRequest.read(json.dumps({"messages": messages or [USER], **fields}))
+
+
+def generate(prompt: str = "hello", **fields: Any) -> OllamaGenerateRequest:
+    return OllamaGenerateRequest.read(json.dumps({"prompt": prompt, **fields}))
+
+
+def sampling(request: OllamaRequest) -> dict[str, Any]:
+    return request.to_chat().sampling({})
+
+
+def test_messages_become_a_chat():
+    call = {"function": {"name": "add", "arguments": {"a": 1}, "index": 0}}
+    request = chat(
+        {"role": "system", "content": "you add"},
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": "", "thinking": "add", "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_name": "add"},
+        {"role": "assistant", "content": "It is"},
+        tools=[TOOL],
+    )
+    read = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    assert request.to_chat().conversation == [
+        {"role": "system", "content": "you add"},
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": "", "reasoning_content": "add", "tool_calls": [read]},
+        {"role": "tool", "content": "2", "name": "add"},
+        {"role": "assistant", "content": "It is"},
+    ]
+    assert request.to_chat().toolbox.names == ("add",)
+    assert request.to_chat().template_options()["continue_final_message"]
+    assert request.warnings() == []
+
+
+def test_prompt_and_system_become_a_chat():
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "hello"}]
+    assert generate(system="s").to_chat().conversation == messages
+    assert generate(system="s").raw_prompt is None
+    raw = generate("<user>hello", raw=True)
+    assert (raw.raw_prompt, raw.to_chat().add_special_tokens) == ("<user>hello", True)
+
+
+def test_options_become_sampling_parameters():
+    options = {
+        "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 3, "num_predict": 7,
+        "stop": ["x"], "repeat_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.4,
+        "speculation": False,
+    }  # fmt: skip
+    arguments = sampling(chat(options=options))
+    assert arguments.pop("speculation").method == "none"
+    expected = {**options, "repetition_penalty": 1.2, "max_tokens": 7, "stop": ("x",), "n": 1}
+    for name in ("repeat_penalty", "num_predict", "speculation"):
+        del expected[name]
+    assert arguments == expected
+
+
+@pytest.mark.parametrize("limit", [-2, -1, 0, -1.0])
+def test_ollama_values_for_no_limit_and_no_seed(limit: float):
+    arguments = sampling(chat(options={"num_predict": limit, "seed": -1}))
+    assert arguments == {"max_tokens": None, "n": 1}
+
+
+def test_format_constrains_the_answer():
+    assert sampling(chat(format="json"))["structured_outputs"] == {"json_object": True}
+    assert sampling(generate(format=SCHEMA))["structured_outputs"] == {"json": SCHEMA}
+    assert "structured_outputs" not in sampling(chat(format=""))
+
+
+@pytest.mark.parametrize(
+    ("think", "variables"),
+    [
+        (None, {}),
+        (True, {"enable_thinking": True}),
+        (False, {"enable_thinking": False}),
+        ("low", {"reasoning_effort": "low"}),
+    ],
+)
+def test_think_reaches_the_chat_template(think: Any, variables: dict[str, Any]):
+    assert chat(think=think).to_chat().template_variables() == variables
+
+
+def test_empty_prompt_only_loads():
+    assert chat(messages=[]).is_load
+    assert generate("").is_load
+    assert not generate().is_load
+
+
+def test_field_without_effect_is_a_warning():
+    request = chat(keep_alive="5m", truncate=True, options={"num_gpu": 1, "num_ctx": 99})
+    assert request.warnings() == [
+        "keep_alive has no effect: the model stays loaded.",
+        "truncate has no effect: a prompt that does not fit is an error.",
+        "options.num_gpu has no effect: the server's options set it.",
+    ]
+    assert request.num_ctx == 99
+    assert chat(think=True).warnings({"messages"}) == [
+        "think has no effect: the chat template does not read it."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"options": {"temperature": 101}}, "options.temperature is 101, but must be from 0 to"),
+        ({"options": {"num_predict": "a"}}, 'options.num_predict is "a", but must be a whole'),
+        ({"options": {"num_ctx": 0}}, "options.num_ctx is 0, but must be a whole number above 0."),
+        ({"options": {"repeat_penalty": 0}}, "options.repeat_penalty is 0, but must be above 0"),
+        ({"options": {"mirostat": 2}}, "options.mirostat is 2, which is not supported: use temp"),
+        ({"options": {"repeat_last_n": 64}}, "options.repeat_last_n is 64, which is not support"),
+        ({"options": {"temprature": 1}}, '"temprature" is not a field of options; did you mean te'),
+        ({"options": 3}, "options is 3, but must be a JSON object."),
+        ({"format": "xml"}, 'format is "xml", but must be "json" or a JSON schema, as an object'),
+        ({"think": "deep"}, 'think is "deep", but must be true, false or one of low, medium,'),
+        ({"top_logprobs": 3}, "top_logprobs is 3 without logprobs; set logprobs to true."),
+        ({"messages": [{**USER, "images": ["aGk="]}]}, 'messages[0].images is ["aGk="], which'),
+        ({"messages": [{**USER, "thinking": "x"}]}, "messages[0].thinking is set for the role u"),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
+         "messages[0].tool_calls[0].function is null, but must be a JSON object."),
+        ({"messages": ["x"]}, 'messages[0] is "x", but must be a JSON object.'),
+        ({"tools": [{}]}, 'tools[0].type is null, but must be "function"; other tools are not'),
+    ],
+)  # fmt: skip
+def test_error_names_the_field_of_ollama(fields: dict[str, Any], sentence: str):
+    error = refusal(OllamaChatRequest, **fields)
+    assert str(error).startswith(sentence)
+    assert error.param is not None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"context": [1]}, {"suffix": "x"}, {"template": "x"}, {"images": ["aGk="]}, {"width": 8}],
+)
+def test_generate_rejects_what_the_server_lacks(fields: dict[str, Any]):
+    assert refusal(OllamaGenerateRequest, **fields).code == "unsupported_parameter"
+
+
+def test_system_together_with_raw_is_rejected():
+    error = refusal(OllamaGenerateRequest, raw=True, system="s")
+    assert str(error).startswith("system is set together with raw")
