@@ -92,27 +92,28 @@ class StepCosts:
         ratio = min(max(ms / float(self.ms(work)), 0.5), 2.0)
         for (rows, costs), n in zip((self._draft, self._verify), work[:2], strict=True):
             if n > 0:
-                nearest = min(range(len(rows)), key=lambda i: abs(rows[i] - n))
-                cost = costs[nearest] = costs[nearest] * (1 + config.table_gain * (ratio - 1))
-                for i, other in enumerate(costs):  # more rows never cost less
-                    costs[i] = min(other, cost) if i < nearest else max(other, cost)
+                nearest = np.abs(rows - n).argmin()
+                costs[nearest] *= 1 + config.table_gain * (ratio - 1)
+                # More rows never cost less.
+                np.minimum(costs[:nearest], costs[nearest], out=costs[:nearest])
+                np.maximum(costs[nearest:], costs[nearest], out=costs[nearest:])
         self.pace *= ratio**config.pace_gain
 
     def as_dict(self) -> dict[str, Any]:
         """Return the curves, without their far ends, and the rates."""
-        points = [list(zip(*curve, strict=True))[:-1] for curve in (self._draft, self._verify)]
-        draft, verify = [{str(n): round(ms, 4) for n, ms in curve} for curve in points]
+        points = [zip(*map(np.ndarray.tolist, c), strict=True) for c in (self._draft, self._verify)]
+        draft, verify = [{str(n): round(ms, 4) for n, ms in list(curve)[:-1]} for curve in points]
         rates = {"request": self.request, "context": self.context}
         return {"draft": draft, "verify": verify, **rates}
 
 
-def _curve(points: Mapping[float, float]) -> tuple[list[int], list[float]]:
+def _curve(points: Mapping[float, float]) -> tuple[Any, Any]:
     """Return rows and milliseconds. Fewer milliseconds for more rows are noise."""
     rows = sorted(map(int, points))
     costs = list(itertools.accumulate([float(points[n]) for n in rows], max))
     slope = (costs[-1] - costs[-2]) / (rows[-1] - rows[-2])
     costs.append(costs[-1] + slope * (_MANY_ROWS - rows[-1]))
-    return [*rows, _MANY_ROWS], costs
+    return np.array([*rows, _MANY_ROWS]), np.array(costs)
 
 
 def _shares(rows: Any, knots: Any) -> Any:
