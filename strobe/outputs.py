@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -131,7 +132,9 @@ class StreamDelta:
 
     pieces: each new token's share of the raw text, including text that is held back or cut off at a
     stop string; logprobs: one per new token, if requested; num_verified: drafts verified in this
-    step; num_accepted: leading new tokens that were drafts; finished: whether this is the last one.
+    step; num_accepted: leading new tokens that were drafts; finished: whether this is the last one;
+    drafts: with `return_drafts`, those proposed for the step; margins: theirs, none or 0 if
+    unknown.
     """
 
     request_id: str
@@ -144,6 +147,8 @@ class StreamDelta:
     num_verified: int = 0
     num_accepted: int = 0
     finished: bool = False
+    drafts: Sequence[int] = ()
+    margins: Sequence[float] = ()
 
     @property
     def drafted(self) -> int:
@@ -204,6 +209,8 @@ class AnswerBuilder:
             num_verified=event.num_verified,
             num_accepted=num_accepted,
             finished=output.finish_reason is not None,
+            drafts=event.drafts,
+            margins=event.margins,
         )
 
     def collect(self, event: TokenEvent) -> None:

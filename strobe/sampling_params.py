@@ -102,12 +102,14 @@ class Speculation:
 
     method: "dflash", "ngram", "dflash+ngram" (prompt lookup in steps where it is expected to be
     accepted further), or "none". num_drafts: drafts verified per step, at most the engine's limit.
+    return_drafts: report each step's drafts, rejected ones included.
     """
 
     prefix: ClassVar[str] = "speculation."
 
     method: Method | None = None
     num_drafts: Count | None = option(None, "", "0 turns drafting off.")
+    return_drafts: bool = False
 
     @staticmethod
     def of(value: Any) -> Speculation:
@@ -118,7 +120,7 @@ class Speculation:
             return Speculation()
         if value is False:
             return Speculation(method="none")
-        return _parse(Speculation, value, "true, false or an object with method and num_drafts")
+        return _parse(Speculation, value, "true, false or an object with its fields")
 
 
 Bounded = Annotated[float, Field(ge=-2, le=2)]

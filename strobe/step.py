@@ -126,8 +126,8 @@ class StepResult(NamedTuple):
     tokens: per span, the target's tokens, one more than num_accepted drafts. rows: rows that the
     target ran, padding included; seconds: duration of the step. num_verified: drafts verified per
     span, if the device chose the number; margins: for each device draft, its logit minus the second
-    largest one. logprobs, prompt_logprobs: by span, if requested. errors: by span, a sentence that
-    says why its request ends.
+    largest one. logprobs, prompt_logprobs, drafts: by span, if requested. errors: by span, a
+    sentence that says why its request ends.
     """
 
     tokens: list[list[int]]
@@ -138,6 +138,7 @@ class StepResult(NamedTuple):
     margins: list[list[float]] | None = None
     logprobs: dict[int, list[TokenLogprob]] = {}  # noqa: RUF012
     prompt_logprobs: dict[int, list[TokenLogprob]] = {}  # noqa: RUF012
+    drafts: dict[int, Sequence[int]] = {}  # noqa: RUF012
     errors: dict[int, str] = {}  # noqa: RUF012
 
     def truncate(self, ends: Mapping[int, int], spans: Sequence[Span]) -> StepResult:
@@ -171,7 +172,8 @@ class TokenEvent(NamedTuple):
     finish_reason, stop_reason, error: set with the last ones. num_proposed: drafts proposed for
     this step, None if the request could not draft; num_verified: of these verified; num_accepted:
     leading `tokens` that were drafts. logprobs: one per token, if requested; num_computed_tokens:
-    positions before this step; start: with the answer's first event.
+    positions before this step; start: with the answer's first event; drafts: those proposed, if
+    requested, and their margins, none or 0 if unknown.
     """
 
     key: Hashable
@@ -186,3 +188,5 @@ class TokenEvent(NamedTuple):
     num_computed_tokens: int = 0
     start: RequestStart | None = None
     num_proposed: int | None = None
+    drafts: Sequence[int] = ()
+    margins: Sequence[float] = ()

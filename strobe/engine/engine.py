@@ -17,6 +17,7 @@ from strobe.counters import EngineStats
 from strobe.engine.admission import check_prompt, check_sampling, choose_method
 from strobe.engine.build import Components, ResolvedConfig, build, resolve
 from strobe.engine.scheduler import Scheduler
+from strobe.models.heads.base import Drafts
 from strobe.request import DEFAULT_SCHEDULING, FinishReason, Request, SchedulingOptions
 from strobe.runner.batch import Layout, Shape
 from strobe.runner.buckets import verified_rows
@@ -67,6 +68,7 @@ class Engine:
         """Called within each launch with "start", "draft" and "verify", as each is queued."""
         self._pending: deque[StepOutput] = deque()
         self._saved: list[tuple[Tensor, Tensor]] = []
+        self._reads_drafts = [False] * self.limits.max_num_seqs  # by slot
         self._request_numbers = itertools.count()
         self._last_done = 0.0
 
@@ -133,11 +135,14 @@ class Engine:
         spans, walk = plan.spans, None
         if mode.grammar:
             spans, drafts, walk = self._walk_grammars(spans, drafts)
+        readers = {i: span for i, span in enumerate(spans) if self._reads_drafts[span.slot]}
+        host_drafts = download(drafts) if readers and drafts is not None else None
         layout = self._lay_out(plan, spans, shape, margins)
         verified, errors = self._verify(layout, mode, spans, drafts, walk)
         self.on_phase("verify")
         tops = self.sampling.top_logprobs(slots) if mode.logprobs is not None else {}
-        return StepOutput(plan, layout, verified, tops, errors, host_margins, started)
+        host = Drafts(host_drafts, host_margins)
+        return StepOutput(plan, layout, verified, tops, errors, host, readers, started)
 
     def _admit(self, plan: Plan) -> None:
         """Apply a plan's admissions and page-table entries. Raises AssertionError for an invalid
@@ -148,6 +153,8 @@ class Engine:
         for new in plan.admitted:
             structured = StructuredOutputs.of(new.sampling.structured_outputs)
             self.grammars.admit(new.slot, structured, new.tokens[new.num_prompt :])
+            speculation = Speculation.of(new.sampling.speculation)
+            self._reads_drafts[new.slot] = speculation.return_drafts
 
     def _verify(
         self,
@@ -312,15 +319,11 @@ class Engine:
         Raises ValueError, naming the value, for a request that cannot run."""
         check_prompt(prompt_ids, self.resolved)
         check_sampling(sampling, self.resolved)
-        asked = Speculation.of(sampling.speculation)
-        method, num_drafts, off_reason = choose_method(
-            asked, self.resolved, self.proposers.drafters
-        )
+        asked, methods = Speculation.of(sampling.speculation), self.proposers.drafters
+        method, num_drafts, off_reason = choose_method(asked, self.resolved, methods)
         number = next(self._request_numbers)
-        if sampling.seed is not None:
-            seed = sampling.seed
-        elif seed is None:
-            seed = self.config.seed + number
+        seeds = sampling.seed, seed, self.config.seed + number
+        seed = next(value for value in seeds if value is not None)
         end_ids = () if sampling.ignore_eos else self.resolved.target.eos_ids
         if sampling.structured_outputs is not None:
             self.compile(sampling)

@@ -20,17 +20,9 @@ class ResultProcessor:
     def __init__(self, limits: Limits):
         self.limits, self.stats = limits, EngineStats()
 
-    def apply(
-        self,
-        request: Request,
-        start: int,
-        num_proposed: int | None,
-        num_verified: int,
-        i: int,
-        result: StepResult,
-    ) -> TokenEvent:
-        """Append a span's tokens up to the request's end. num_proposed: drafts proposed, None if
-        the request could not draft; num_verified: drafts verified."""
+    def apply(self, request: Request, i: int, result: StepResult, **fields: Any) -> TokenEvent:
+        """Append a span's tokens up to the request's end. fields: of the event, those that neither
+        the request nor the result knows."""
         tokens = result.tokens[i]
         request.error = result.errors.get(i)
         failed = request.error is not None
@@ -39,16 +31,11 @@ class ResultProcessor:
         request.tokens += committed
         if reason is not None:
             request.status, request.finish_reason = Status.FINISHED, reason
-        logprobs = result.logprobs.get(i, [])[:count]
-        return self.make_event(
-            request,
-            committed,
-            logprobs=logprobs,
-            num_proposed=num_proposed,
-            num_verified=num_verified,
-            num_accepted=min(result.num_accepted[i], count),
-            num_computed_tokens=start,
-        )
+        fields["num_accepted"] = min(result.num_accepted[i], count)
+        fields["logprobs"] = result.logprobs.get(i, [])[:count]
+        fields["drafts"] = drafts = result.drafts.get(i, ())
+        fields["margins"] = result.margins[i] if drafts and result.margins else ()
+        return self.make_event(request, committed, **fields)
 
     def make_event(self, request: Request, tokens: list[int], **fields: Any) -> TokenEvent:
         """Make a request's event. fields: those that the request does not know itself."""

@@ -172,8 +172,9 @@ class Scheduler:
                 num_verified = span.num_drafts if by_span is None else by_span[i]
                 num_verified = max(0, min(num_verified, self.limits.max_model_len - 1 - start))
                 can_draft = request.num_drafts and start >= record.prefill_end
-                num_proposed = span.num_drafts if can_draft else None
-                event = self.results.apply(request, start, num_proposed, num_verified, i, result)
+                fields = {"num_proposed": span.num_drafts if can_draft else None}
+                fields |= {"num_verified": num_verified, "num_computed_tokens": start}
+                event = self.results.apply(request, i, result, **fields)
                 event_pairs.append((request, event))
                 if event.finish_reason is not None:
                     ends[i] = len(event.tokens)

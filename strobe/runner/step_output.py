@@ -9,11 +9,12 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from strobe.models.heads.base import Drafts
 from strobe.request import TokenLogprob
 from strobe.runner.batch import Layout
 from strobe.sampling.logprobs import Scores
 from strobe.sampling.state import Sampled
-from strobe.step import Plan, StepResult
+from strobe.step import Plan, Span, StepResult
 from strobe.transfer import download
 
 NAN_ERROR = "The model's logits are NaN; try another dtype, or check the checkpoint's weights."
@@ -37,16 +38,19 @@ class StepOutput:
         verified: Verified,
         top_logprobs: Mapping[int, int],
         errors: Mapping[int, str],
-        margins: Tensor | None,
+        proposed: Drafts,
+        draft_readers: Mapping[int, Span],
         started_at: float,
     ):
-        """top_logprobs: by span, the number of
-        alternatives to report per token. errors: by span, why its request ends. margins [S, K]: of
-        the device's drafts, in host memory."""
+        """top_logprobs: by span, the number of alternatives to report per token. errors: by span,
+        why its request ends. proposed [S, K]: the device's drafts, if a request reads them, and
+        their margins, in host memory. draft_readers: the spans whose requests read their drafts, as
+        they are verified."""
         self.plan, self.started_at, self.done_at = plan, started_at, 0.0
         self.grammars_advanced: bool | None = False
         self._rows, self._width = layout.shape.rows, layout.shape.max_logits
-        self._top_logprobs, self._errors, self._margins = top_logprobs, errors, margins
+        self._top_logprobs, self._errors = top_logprobs, errors
+        self._proposed, self._draft_readers = proposed, draft_readers
         sampled, num_accepted, prompt_scores = verified
         self._num_verified = None if plan.num_verified is None else download(layout.drafts)
         self._tokens, self._num_accepted = download(sampled.tokens), download(num_accepted)
@@ -90,14 +94,17 @@ class StepOutput:
             entries = *prompt.get(i, ()), *logprobs.get(i, ())
             if min(row) < 0 or any(entry.logprob != entry.logprob for entry in entries):
                 errors.setdefault(i, NAN_ERROR)
-        on_device = self._num_verified
+        on_device, margins = self._num_verified, self._proposed.margins
+        readers, by_span = self._draft_readers, self._proposed.tokens
+        proposed = [()] * len(spans) if by_span is None else by_span.tolist()
         return StepResult(
             tokens,
             num_accepted,
             rows=self._rows,
             seconds=seconds,
             num_verified=None if on_device is None else on_device.tolist()[: len(spans)],
-            margins=None if self._margins is None else self._margins.tolist()[: len(spans)],
+            margins=None if margins is None else margins.tolist()[: len(spans)],
+            drafts={i: s.tokens[s.num_context_rows :] or proposed[i] for i, s in readers.items()},
             logprobs=logprobs,
             prompt_logprobs=prompt,
             errors=errors,

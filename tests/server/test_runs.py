@@ -16,6 +16,7 @@ from strobe.server.engine_process.messages import Finish, Submit
 from strobe.server.metrics import ServerMetrics
 from strobe.server.openai.protocol.errors import FieldError
 from strobe.server.openai.runs import GenerationJob, Progress, PromptRun, speculation
+from strobe.server.openai.step_report import step_of
 from strobe.server.serving import RequestRejected, Serving
 from strobe.text.tokenizer import Tokenizer
 
@@ -148,3 +149,25 @@ def test_report_has_the_engines_decoding_time(
         return speculation([run])
 
     assert asyncio.run(main())["decode_seconds"] == seconds
+
+
+def test_step_reports_rejected_drafts_and_confidence(tokenizer: Tokenizer):
+    right, wrong, own, last = (tokenizer.encode(text)[0] for text in ("a", " b", " c", " d"))
+
+    async def main() -> list[Progress]:
+        served = serving(tokenizer)
+        run = PromptRun(served, GenerationJob([5, 6], SamplingParams(), "r"))
+        drafts = {"drafts": [right, wrong, last, last], "margins": [9.0, 0.0, 1.0, 1.0]}
+        run._generation.add_events([event([own], start=START)])
+        run._generation.add_events(
+            [event([right, own], num_verified=3, num_accepted=1)._replace(**drafts)]
+        )
+        ending = event([right], num_verified=3, num_accepted=1, finish_reason="length")
+        run._generation.add_events([ending._replace(drafts=[right, wrong, last])])
+        return [p async for steps in run.steps() for p in steps]
+
+    first, second, end = [step_of(p.delta, tokenizer) for p in asyncio.run(main())]
+    assert "rejected" not in first
+    assert second["rejected"] == [tokenizer.token_text(token) for token in (wrong, last)]
+    assert second["confidence"] == [1.0, 0.5, 0.731]
+    assert end["rejected"] == end["confidence"] == []  # nothing was asked after the answer's end

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 from fastapi import Request
 from starlette.responses import Response
 
-from strobe.outputs import StreamDelta
 from strobe.request import TokenLogprob
 from strobe.server.openai import replies
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
@@ -26,6 +25,7 @@ from strobe.server.openai.runs import (
     speculation,
     usage,
 )
+from strobe.server.openai.step_report import step_of
 from strobe.server.parsers import CallDelta, Parser, Tool, make_parser
 from strobe.server.serving import Serving
 from strobe.text.tokenizer import RenderedChat, Tokenizer
@@ -363,7 +363,7 @@ class ChatReply:
         if request.return_token_ids:
             entry["token_ids"] = progress.delta.token_ids
         if self.report:
-            entry["step"] = step_of(progress.delta)
+            entry["step"] = step_of(progress.delta, self.serving.tokenizer)
         filled = delta or progress.finished or entry["logprobs"] or len(entry) > 4
         return entry if filled else None
 
@@ -378,12 +378,6 @@ class ChatReply:
     def _logprobs(self, entries: list[TokenLogprob]) -> list[dict[str, Any]]:
         as_ids = self.request.return_tokens_as_token_ids
         return [chat_logprob(entry, self.serving.tokenizer, as_ids) for entry in entries]
-
-
-def step_of(delta: StreamDelta) -> dict[str, Any]:
-    """Describe a verify step for the page: each token's text and whether it was a draft."""
-    tokens = [[piece, i < delta.num_accepted] for i, piece in enumerate(delta.pieces)]
-    return {"tokens": tokens, "drafted": delta.num_verified, "accepted": delta.num_accepted}
 
 
 def chat_logprob(entry: TokenLogprob, tokenizer: Tokenizer, as_ids: bool) -> dict[str, Any]:

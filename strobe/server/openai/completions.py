@@ -13,7 +13,6 @@ from starlette.responses import Response
 
 from strobe.request import TokenLogprob
 from strobe.server.openai import replies
-from strobe.server.openai.chat import step_of
 from strobe.server.openai.protocol.completion_request import CompletionRequest
 from strobe.server.openai.protocol.errors import FieldError
 from strobe.server.openai.runs import (
@@ -24,6 +23,7 @@ from strobe.server.openai.runs import (
     speculation,
     usage,
 )
+from strobe.server.openai.step_report import step_of
 from strobe.server.parsers.chain import Plain
 from strobe.server.serving import Serving
 
@@ -243,7 +243,7 @@ class CompletionReply:
                 if first:
                     entry["prompt_token_ids"] = prompt.ids
             if self.report:
-                entry["step"] = step_of(delta)
+                entry["step"] = step_of(delta, self.serving.tokenizer)
             chunk: dict[str, Any] = {**self.head, "choices": [entry]}
             if first and self.warnings:
                 chunk["warnings"] = self.warnings

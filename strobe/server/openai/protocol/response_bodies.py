@@ -53,11 +53,15 @@ class SpeculationReport(BaseModel):
 
 
 class Step(BaseModel):
-    """A verify step. tokens: each token's text, and whether it was an accepted draft."""
+    """A verify step. tokens: each token's text, and whether it was an accepted draft. With
+    return_drafts: rejected, the texts of the drafts that were rejected; confidence, of each draft
+    verified, the drafter's probability of it over the second best token; empty if unknown."""
 
     tokens: list[tuple[str, bool]]
     drafted: int
     accepted: int
+    rejected: list[str] | None = None
+    confidence: list[float] | None = None
 
 
 class Answer(BaseModel):

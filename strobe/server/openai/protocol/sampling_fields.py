@@ -109,6 +109,7 @@ SPECULATION_SCHEMA: dict[str, Any] = {
             {
                 "method": {"enum": list(METHODS)},
                 "num_drafts": {"type": "integer", "minimum": 0, "maximum": MAX_INT},
+                "return_drafts": {"type": "boolean"},
             }
         ),
     ]
@@ -210,8 +211,8 @@ class SamplingFields(RequestModel):
         | None
     ) = Field(
         None,
-        description="false, true, or an object with `method` and `num_drafts` (drafts per step); "
-        "default: the server's settings. It never changes the answer.",
+        description="false, true, or an object with `method`, `num_drafts` (drafts per step) and "
+        "`return_drafts`; default: the server's settings. It never changes the answer.",
     )
     priority: Annotated[Int, Bounds(-MAX_INT, MAX_INT, "0 is usual")] = Field(
         0, description="Requests with a lower number run first and are preempted last."

@@ -1,0 +1,24 @@
+"""A verify step as a stream reports it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from strobe.outputs import StreamDelta
+from strobe.text.tokenizer import Tokenizer
+
+
+def step_of(delta: StreamDelta, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Describe a verify step for the page: each token's text and whether it was a draft; if the
+    request reads its drafts, those that were rejected and the drafter's confidence in each."""
+    accepted, verified = delta.num_accepted, delta.num_verified
+    tokens = [[piece, i < accepted] for i, piece in enumerate(delta.pieces)]
+    step: dict[str, Any] = {"tokens": tokens, "drafted": verified, "accepted": accepted}
+    if delta.drafts:
+        ended = accepted == len(tokens)  # on a draft, and nothing was asked of those after it
+        rejected = () if ended else delta.drafts[accepted:verified]
+        step["rejected"] = [tokenizer.token_text(token) for token in rejected]
+        margins = delta.margins[:verified] if any(delta.margins) else ()
+        step["confidence"] = [round(1 / (1 + math.exp(-margin)), 3) for margin in margins]
+    return step
