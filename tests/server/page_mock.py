@@ -60,8 +60,10 @@ def step(
     thinking: str | None = None,
     calls: list[Json] | None = None,
     finish: str | None = None,
+    **more: list[Any],
 ) -> Json:
-    """A chunk with one step. By default its content is the tokens' text."""
+    """A chunk with one step. By default its content is the tokens' text. more: rejected drafts and
+    confidence of each draft."""
     if content is None and thinking is None and calls is None:
         content = "".join(piece for piece, _ in tokens)
     fields = {"content": content, "reasoning_content": thinking, "tool_calls": calls}
@@ -72,6 +74,7 @@ def step(
         "finish_reason": finish,
     }
     choice["step"] = {"tokens": [list(t) for t in tokens], "drafted": drafted, "accepted": accepted}
+    choice["step"] |= more
     return {"object": "chat.completion.chunk", "choices": [choice]}
 
 

@@ -80,7 +80,7 @@ def test_answer_streams_as_tokens_coloured_by_origin(chat: Page, mock: MockServe
     gates[1].open()
     chat.until("document.querySelectorAll('.bar').length == 1")
     assert origins(chat)[1:] == [["ed", "accepted"], [": ", "accepted"], ["fig", "own"]]
-    assert chat.text(".strip .mean") == "mean 3.0"
+    assert chat.text(".strip .mean") == "mean 3.0 in 1 step"
     gates[2].open()
     gates[3].open()
     chat.until(IDLE)
@@ -105,7 +105,41 @@ def test_origins_differ_without_colour(chat: Page, mock: MockServer):
     assert chat.evaluate(style % "own") == "underline"
     assert chat.evaluate(style % "accepted") == "none"
     legend = chat.texts(".legend .token")
-    assert len(legend) == 2
+    assert len(legend) == 4
+
+
+def test_rejected_drafts_are_struck_through_at_their_place(chat: Page, mock: MockServer):
+    first = step(("ed", True), (":", False), rejected=[" by", "\n"], confidence=[0.995, 0.4, 0.7])
+    mock.reply(answer(SORTED[0], first, step((" fig", False), rejected=["."], confidence=[])))
+    ask_and_wait(chat, "sort")
+    assert chat.texts(".answer .tokens > *") == ["Sort", "ed", "by", ":", ".", " fig"]
+    assert chat.texts(".answer del") == ["by", "."]
+    strike = "getComputedStyle(document.querySelector('.answer del')).textDecorationLine"
+    assert chat.evaluate(strike) == "line-through"
+    assert chat.evaluate("document.querySelector('.answer .accepted').classList[2]") == "sure-3"
+    chat.click(".answer .accepted")
+    assert "ed drafted and accepted, confidence 99 %" in chat.text("#token-note")
+    assert chat.text("#token-note").endswith("Rejected: ␣by↵")
+    chat.click(".answer del")
+    assert chat.text("#token-note") == "Step 1: 1 of 15 drafts accepted. Rejected: ␣by↵"
+    assert [text for text in chat.texts(".token.lit") if text] == ["ed", ":"]
+
+
+def test_steps_without_drafts_fold_into_one_mark(chat: Page, mock: MockServer):
+    plain = [step((f" {n}", False), drafted=0) for n in range(12)]
+    mock.reply(answer(*SORTED[:2], *plain, SORTED[3]))
+    ask_and_wait(chat, "count")
+    assert chat.texts(".strip .bars > :is(.bar, .plain)") == ["", "12", ""]
+    assert chat.text(".strip .mean") == "mean 3.0 in 2 steps, and 12 without drafts"
+    chat.click(".strip .plain")
+    assert chat.text("#token-note") == "Steps 2 to 13: nothing was drafted."
+    assert len(chat.texts(".token.lit")) == 12
+
+
+def test_answer_without_drafts_has_no_strip(chat: Page, mock: MockServer):
+    mock.reply(answer(*[step((word, False), drafted=0) for word in ("a", "b", "c")]))
+    ask_and_wait(chat, "go")
+    assert not chat.evaluate("document.querySelector('.strip').checkVisibility()")
 
 
 def test_markup_in_token_or_prompt_stays_text(chat: Page, mock: MockServer):
@@ -339,7 +373,7 @@ def test_compare_sends_two_requests_and_shows_difference(
     gate.open()
     chat.until("document.querySelector('.verdict')")
     sent = list(mock.received)
-    assert [body.pop("speculation") for body in sent] == [False, True] * 3
+    assert [body.pop("speculation") for body in sent] == [False, {"return_drafts": True}] * 3
     plain = sent[0]
     assert sent == [plain] * 6
     assert isinstance(plain["seed"], int)
@@ -455,7 +489,7 @@ def test_settings_reach_the_request_and_survive_a_reload(chat: Page, mock: MockS
     }
     assert plain == common | {
         "messages": [{"role": "user", "content": "plain"}],
-        "speculation": True,
+        "speculation": {"return_drafts": True},
         "chat_template_kwargs": {"enable_thinking": True},
     }
     assert configured == common | {
@@ -571,7 +605,7 @@ def test_screen_reader_is_notified(chat: Page, mock: MockServer):
     assert chat.accessible_names(["#prompt", "#send", ".bars"]) == [
         "Message",
         "Send",
-        "Accepted length of 3 steps: mean 2.3",
+        "Tokens per step: mean 2.3 in 3 steps",
     ]
 
 

@@ -18,6 +18,11 @@ export function number(value) {
   return value.toLocaleString("en", { maximumFractionDigits: value < 100 ? 1 : 0 });
 }
 
+/** counted(2, "step"): 2 steps. */
+export function counted(count, noun) {
+  return `${number(count)} ${noun}${count === 1 ? "" : "s"}`;
+}
+
 /** A button that calls `press`. */
 export function button(label, press, attributes = {}) {
   const node = element("button", { type: "button", ...attributes }, label);

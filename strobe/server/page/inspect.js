@@ -1,6 +1,6 @@
 // The note on a token or step, shown for the pointer, a tap or the arrow keys.
 
-import { stepOf, tokenOf } from "./tokens.js";
+import { stepOf, tokenOf, visible } from "./tokens.js";
 import { byId, element } from "./dom.js";
 
 const note = byId("token-note");
@@ -38,12 +38,14 @@ function show(target) {
   const known = tokenOf.get(target) ?? stepOf.get(target);
   if (!known) return;
   const { view, token } = known;
-  const index = token ? token.step : known.step;
+  const index = token ? token.step : known.first;
   const step = index === null ? null : view.steps[index];
-  lit = step ? [...step.spans, step.bar].filter(Boolean) : [target];
+  const steps = view.steps.slice(index, (token ? index : known.last) + 1);
+  lit = step ? steps.flatMap(({ spans, bar }) => (bar ? [...spans, bar] : spans)) : [target];
   for (const other of lit) other.classList.add("lit");
-  const lines = [stepLine(step, index)];
-  if (token) lines.unshift(element("b", {}, visible(token.piece)), ` ${origin(token, step)}`);
+  const lines = [stepLine(step, index, known.last)];
+  if (step?.rejected?.length) lines.push(` Rejected: ${visible(step.rejected.join(""))}`);
+  if (token) lines.unshift(element("b", {}, visible(token.piece)), ` ${origin(token, step, step?.spans.indexOf(target))}`);
   if (token) lines.splice(2, 0, element("br"));
   note.replaceChildren(...lines);
   note.hidden = false;
@@ -54,24 +56,21 @@ function show(target) {
   }
 }
 
-function origin({ own, covered }, step) {
+function origin({ own, covered }, step, place) {
   const what = covered === null ? "marker, " : "";
   if (own === null) return "of unknown origin";
-  if (!own) return `${what}drafted and accepted`;
+  const sure = step?.confidence?.[place];
+  const percent = sure === undefined ? "" : `, confidence ${Math.floor(100 * sure)} %`;
+  if (!own) return `${what}drafted and accepted${percent}`;
   return step.drafted || step.bar ? `${what}the target’s own` : `${what}the first token`;
 }
 
-function stepLine(step, index) {
+function stepLine(step, index, last = index) {
   if (!step) return "The server sent no steps.";
+  if (last > index) return `Steps ${index} to ${last}: nothing was drafted.`;
   if (!step.bar) return "From the prompt’s own forward pass, before any step.";
   if (!step.drafted) return `Step ${index}: nothing was drafted.`;
   return `Step ${index}: ${step.accepted} of ${step.drafted} drafts accepted.`;
-}
-
-/** A token's text with invisible characters shown. */
-function visible(piece) {
-  const signs = { " ": "␣", "\n": "↵", "\t": "⇥" };
-  return piece.replace(/[ \n\t]/g, (blank) => signs[blank]) || "(no text)";
 }
 
 /** Place the note above the target, or below if there is no room, inside the window. */

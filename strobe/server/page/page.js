@@ -96,7 +96,7 @@ async function both(turn, body, signal) {
   const on = addAnswer(turn, "Speculation on");
   turn.classList.add("compared");
   const first = () => stream(off, { ...body, speculation: false }, signal);
-  const second = () => stream(on, { ...body, speculation: true }, signal);
+  const second = () => stream(on, { ...body, speculation: settings.SHOWN }, signal);
   if (settings.inTurns()) {
     on.element.classList.add("waiting");
     await first();
@@ -127,7 +127,7 @@ async function both(turn, body, signal) {
 async function unseen(body, signal) {
   const round = { off: makeAnswer("Speculation off"), on: makeAnswer("Speculation on") };
   const first = () => stream(round.off, { ...body, speculation: false }, signal, true);
-  const second = () => stream(round.on, { ...body, speculation: true }, signal, true);
+  const second = () => stream(round.on, { ...body, speculation: settings.SHOWN }, signal, true);
   if (settings.inTurns()) {
     await first();
     if (!round.off.failed) await second();

@@ -54,6 +54,9 @@ export function setView(name) {
   }
 }
 
+/** Speculation as the page asks for it: with the drafts that are rejected. */
+export const SHOWN = { return_drafts: true };
+
 let thinks = true; // whether the model's chat template can turn thinking on and off
 
 /** Offer only the settings that the model's chat template reads. */
@@ -124,7 +127,7 @@ export function request() {
     stream: true,
     stream_options: { include_usage: true },
     include_speculation: true,
-    speculation: field("speculation").value === "on",
+    speculation: field("speculation").value === "on" && SHOWN,
   };
   if (thinks) body.chat_template_kwargs = { enable_thinking: field("thinking").checked };
   const numbers = { temperature: "temperature", max_tokens: "maxTokens", seed: "seed" };

@@ -1,19 +1,20 @@
 // An answer token by token, each in the colour of its origin, and the strip of accepted lengths.
 
 import { collect, describe } from "./calls.js";
-import { element } from "./dom.js";
+import { counted, element } from "./dom.js";
 import { Sections } from "./sections.js";
 import { Strip } from "./strip.js";
 
 /** The tokens on the page: span -> {view, token}. */
 export const tokenOf = new WeakMap();
-/** The bars of all strips: element -> {view, step}. */
+/** Bars of strips and rejected drafts: element -> {view, first, last}, numbers of steps. */
 export const stepOf = new WeakMap();
 
 export class TokenView {
   constructor() {
     this.sections = new Sections();
     this.spans = [];
+    this.rejected = []; // of the token with this index: the drafts that were rejected for it
     this.steps = []; // {drafted, accepted, spans, bar}
     this.parts = []; // {kind, element, tokens}
     this.calls = [];
@@ -41,18 +42,35 @@ export class TokenView {
     const accepted = step.tokens.filter(([, isDraft]) => isDraft).length;
     const verify = index > 0 || step.drafted > 0; // not the prefill
     const bar = verify ? this.strip.add(step, spans.length - accepted, accepted) : null;
-    if (bar) stepOf.set(bar, { view: this, step: index });
+    if (bar) stepOf.set(bar, { view: this, first: stepOf.get(bar)?.first ?? index, last: index });
+    for (const [i, span] of spans.slice(0, accepted).entries()) {
+      if (step.confidence?.length) span.classList.add(`sure-${level(step.confidence[i])}`);
+    }
     this.steps.push({ ...step, spans, bar });
+    if (step.rejected?.length && spans.length > accepted) this.strike(from + accepted, index);
+  }
+
+  /** Show a step's rejected drafts before the token that took their place. */
+  strike(place, index) {
+    const text = this.steps[index].rejected.join("").trim().replace(/\s*\n\s*/g, "↵") || "␣";
+    const struck = element("del", { class: "token rejected" }, text);
+    stepOf.set(struck, { view: this, first: index, last: index });
+    this.rejected[place] = struck;
+    this.spans[place].before(struck);
   }
 
   /** Put the tokens from `changed` on into their sections; only the last ones ever move. */
   place(changed) {
-    for (let i = this.spans.length - 1; i >= changed; i--) this.spans[i].remove();
+    for (let i = this.spans.length - 1; i >= changed; i--) {
+      this.spans[i].remove();
+      this.rejected[i]?.remove();
+    }
     while (this.parts.length && empty(this.parts.at(-1))) this.parts.pop().element.remove();
     for (let i = changed; i < this.sections.tokens.length; i++) {
       const token = this.sections.tokens[i];
       const span = (this.spans[i] ??= this.span(token));
       if (this.parts.at(-1)?.kind !== token.section) this.open(token.section);
+      if (this.rejected[i]) this.parts.at(-1).tokens.append(this.rejected[i]);
       this.parts.at(-1).tokens.append(span);
     }
     for (let i = Math.max(0, changed - 1); i < this.spans.length; i++) {
@@ -100,9 +118,8 @@ export class TokenView {
   endThinking(folded) {
     const last = this.parts.at(-1);
     if (last?.kind !== "thinking") return;
-    const count = last.tokens.childElementCount;
-    const tokens = count === 1 ? "token" : "tokens";
-    last.element.firstChild.textContent = `Thought for ${count} ${tokens}`;
+    const count = last.tokens.querySelectorAll(":scope > span").length;
+    last.element.firstChild.textContent = `Thought for ${counted(count, "token")}`;
     if (folded) last.element.open = false;
   }
 
@@ -114,6 +131,15 @@ export class TokenView {
     this.endThinking(false);
     return null;
   }
+}
+
+/** How sure the drafter was of a draft, in four levels. */
+const level = (confidence) => [0.5, 0.9, 0.99].filter((bound) => confidence > bound).length;
+
+/** A text with its invisible characters shown. */
+export function visible(text) {
+  const signs = { " ": "␣", "\n": "↵", "\t": "⇥" };
+  return text.replace(/[\n\t]|^ | $/g, (blank) => signs[blank]) || "(no text)";
 }
 
 const empty = ({ kind, tokens }) => kind !== "call" && !tokens.hasChildNodes();
