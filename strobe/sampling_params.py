@@ -57,7 +57,8 @@ class StructuredOutputs:
 
     For models that think first: after, token ids that end thinking and start the constraint;
     opener, the token that starts thinking (an answer without it is constrained from the start);
-    lead, a text that may precede the constrained text. instead: a Lark grammar that the answer may
+    budget, the number of tokens after which thinking must end; lead, a text that may precede the
+    constrained text. instead: a Lark grammar that the answer may
     follow in place of the constraint, such as one for tool calls.
     """
 
@@ -70,6 +71,7 @@ class StructuredOutputs:
     grammar: str | None = None
     after: Tokens = option((), "", _TOKENS)
     opener: Token | None = option(None, "", _TOKENS)
+    budget: Count | None = None
     lead: str = ""
     instead: str | None = None
 

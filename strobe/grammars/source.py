@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
+from strobe.grammars.rules import WHITESPACE, with_whitespace
 from strobe.json_depth import json_depth
 
 if TYPE_CHECKING:
@@ -29,10 +30,6 @@ _MESSAGES = {
     "lexer error: too many expressions": "it takes more work at a token than the limit, "
     f"{_MAX_WORK:,} expressions; shorten what repeats, such as x{{1000}}",
 }
-
-_WHITESPACE = {"whitespace_pattern": "\\n[ \\t]{0,40}| ?"}
-"""Allowed between the parts of JSON: a line break with an indent, or a space. Without a limit, a
-model that is forced into unlikely JSON may emit white space for ever."""
 
 _UNFORCED = {
     "name": "unforced",
@@ -64,17 +61,48 @@ def grammar_source(structured: StructuredOutputs) -> str:
     expression."""
     answer = _part(structured)
     parts = [{**answer, "name": "answer"}]
-    if structured.lead or structured.instead is not None:
+    if structured.lead or structured.instead is not None or structured.budget is not None:
         prefix = f"({json.dumps(structured.lead)})? " if structured.lead else ""
+        if structured.budget is not None:
+            prefix = f"{_limited_thinking(structured)} {prefix}"
         alternative = "" if structured.instead is None else " | @instead"
         parts.insert(0, {"lark_grammar": f"start: {prefix}(@answer{alternative})"})
     if structured.instead is not None:
         parts.append({"name": "instead", "lark_grammar": structured.instead})
     schema = answer.get("json_schema")
-    has_own_whitespace = isinstance(schema, Mapping) and schema.get("x-guidance") != _WHITESPACE
-    if structured.grammar is not None or structured.instead is not None or has_own_whitespace:
+    has_own_whitespace = isinstance(schema, Mapping) and schema.get("x-guidance") != WHITESPACE
+    if is_unforced(structured) or has_own_whitespace:
         parts.append(_UNFORCED)
     return json.dumps({"grammars": parts})
+
+
+def is_unforced(structured: StructuredOutputs) -> bool:
+    """Whether llguidance must not search for forced tokens: see _UNFORCED; and it does not take
+    back those that follow tokens named by id."""
+    limits_thinking = structured.budget is not None
+    return structured.grammar is not None or structured.instead is not None or limits_thinking
+
+
+def free_thinking(structured: StructuredOutputs) -> tuple[tuple[int, ...], int | None]:
+    """Return the token ids that end thinking, and the token that starts it, if the grammar does not
+    cover the thinking itself."""
+    if structured.budget is not None:
+        return (), None
+    return tuple(structured.after), structured.opener
+
+
+def _limited_thinking(structured: StructuredOutputs) -> str:
+    """Return a rule for thinking of at most `budget` tokens, with its end. Raises ValueError."""
+    if not structured.after:
+        raise ValueError(
+            f"structured_outputs.budget is {structured.budget}, but nothing in after ends what it "
+            "limits; give both or none."
+        )
+    end = " ".join(f"<[{token}]>" for token in structured.after)
+    # The first token of the end occurs nowhere else, so that the end is found at once.
+    tokens = f"<[^{structured.after[0]}]>{{0,{structured.budget}}} " if structured.budget else ""
+    opener = structured.opener
+    return f"{tokens}{end}" if opener is None else f"(<[{opener}]> {tokens}{end})?"
 
 
 def make_matcher(tokenizer: LLTokenizer, source: str) -> LLMatcher:
@@ -106,7 +134,7 @@ def _part(structured: StructuredOutputs) -> dict[str, Any]:
     if structured.json is not None:
         return {"json_schema": _with_whitespace(structured.json)}
     if structured.json_object:
-        return {"json_schema": {"type": "object", "x-guidance": _WHITESPACE}}
+        return {"json_schema": {"type": "object", "x-guidance": WHITESPACE}}
     if structured.regex is not None:
         return json.loads(LLMatcher.grammar_from_regex(structured.regex))["grammars"][0]
     if structured.choice is not None:
@@ -128,8 +156,4 @@ def _with_whitespace(schema: Any) -> Any:
             raise ValueError(f"the JSON schema is no JSON ({error})") from None
     if not isinstance(schema, Mapping):
         return schema
-    options = schema.get("x-guidance", {})
-    return {
-        **schema,
-        "x-guidance": {**_WHITESPACE, **options} if isinstance(options, Mapping) else options,
-    }
+    return with_whitespace(schema)

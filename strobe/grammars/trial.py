@@ -28,7 +28,10 @@ MEMORY_BYTES = 1 << 30
 _MAX_CACHED = 4096
 _ONE_HEAP = {"MALLOC_ARENA_MAX": "1"}
 """With several heaps, each thread of the process reserves 64 MiB, which count as used."""
-_FIELDS = ("json", "json_object", "regex", "choice", "grammar", "lead", "instead")
+_FIELDS = (
+    "json", "json_object", "regex", "choice", "grammar", "after", "opener", "budget", "lead",
+    "instead",
+)  # fmt: skip
 
 
 class GrammarsUnavailable(RuntimeError):

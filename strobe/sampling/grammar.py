@@ -19,7 +19,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
-from strobe.grammars.source import one_line
+from strobe.grammars.source import free_thinking, is_unforced, one_line
 from strobe.sampling.grammar_compiler import GrammarCompiler
 from strobe.sampling_params import StructuredOutputs
 
@@ -54,8 +54,8 @@ class GrammarCursor:
     def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, structured: StructuredOutputs):
         self.matcher, self.tokenizer = matcher, tokenizer
         self.end_ids = frozenset(tokenizer.eos_tokens)
-        self.unforced = structured.grammar is not None or structured.instead is not None
-        self.think_end, self.think_start = tuple(structured.after), structured.opener
+        self.unforced = is_unforced(structured)
+        self.think_end, self.think_start = free_thinking(structured)
         self.unconstrained = bool(self.think_end) and self.think_start is None
         self.output_ids: list[int] = []
         self.error: str | None = None

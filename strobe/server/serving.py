@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import reprlib
 import time
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 import jinja2
 import jinja2.meta
 
+from strobe.grammars.rules import ANY_TOKENS, text_with_tags
 from strobe.request import DEFAULT_SCHEDULING, SchedulingOptions
 from strobe.sampling_params import SamplingParams
 from strobe.server.engine_process.client import EngineClient, Generation
@@ -266,23 +268,46 @@ class Serving:
         return list(self.tokenizer.fast.encode(text, add_special_tokens=False).ids)
 
     def constraint(
-        self, structured: Mapping[str, Any] | None, prompt: str
+        self, structured: Mapping[str, Any] | None, prompt: str, budget: int | None = None
     ) -> Mapping[str, Any] | None:
-        """Return structured output that applies after the reasoning, if the prompt allows any."""
+        """Return structured output that applies after the reasoning, if the prompt allows any.
+        budget: the maximum number of reasoning tokens. Raises FieldError."""
         form = self.formats.reasoning
-        if structured is None or form is None:
+        if form is None or (structured is None and budget is None):
             return structured
+        after = {"after": self.marker_ids(form.end), "lead": form.gap, "budget": budget}
+        limited = {"grammar": ANY_TOKENS} if structured is None else structured
         if form.whole_answer or form.opened_by(prompt):
-            return {**structured, "after": self.marker_ids(form.end), "lead": form.gap}
+            return {**limited, **after}
         if prompt.rstrip().endswith(form.end):
             return structured
         opener = self.marker_ids(form.start)
-        if len(opener) != 1:
-            return structured
-        end = self.marker_ids(form.end)
-        return {**structured, "after": end, "opener": opener[0], "lead": form.gap}
+        if len(opener) == 1:
+            return {**limited, **after, "opener": opener[0]}
+        if budget is not None:
+            raise FieldError(
+                f"thinking_token_budget is {budget}, but this model's reasoning begins with "
+                "several tokens, for which there is no limit; leave it out.",
+                "thinking_token_budget",
+                "unsupported_parameter",
+            )
+        return structured
 
-    def call_grammar(self, tools: list[Tool], *, parallel: bool, prompt: str) -> Mapping[str, Any]:
+    def with_token_ids(self, structured: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        """Return structured output whose structural tags are a grammar of this model's tokens."""
+        if structured is None or "structural_tag" not in structured:
+            return structured
+        return {"grammar": text_with_tags(structured["structural_tag"], self.added_tokens)}
+
+    @functools.cached_property
+    def added_tokens(self) -> Mapping[str, int]:
+        """The ids of the tokens that the tokenizer adds to its vocabulary, by their texts."""
+        added = self.tokenizer.fast.get_added_tokens_decoder()
+        return {token.content: number for number, token in added.items()}
+
+    def call_grammar(
+        self, tools: list[Tool], *, parallel: bool, prompt: str, budget: int | None = None
+    ) -> Mapping[str, Any]:
         """Return structured output that forces a call of one of the tools. Raises FieldError if
         the model's call format is unknown."""
         form = self.formats.tools
@@ -296,7 +321,7 @@ class Serving:
         structured = {"grammar": self._calls(form, tools, parallel)}
         if form.whole_answer:
             return structured
-        return self.constraint(structured, prompt) or structured
+        return self.constraint(structured, prompt, budget) or structured
 
     def allow_tool_calls(
         self, structured: Mapping[str, Any], tools: list[Tool], *, parallel: bool
@@ -308,10 +333,8 @@ class Serving:
         return {**structured, "instead": self._calls(form, tools, parallel)}
 
     def _calls(self, form: ToolFormat, tools: list[Tool], parallel: bool) -> str:
-        added = self.tokenizer.fast.get_added_tokens_decoder()
-        names = {token.content: number for number, token in added.items()}
         try:
-            return form.grammar(tools, parallel=parallel, added_tokens=names)
+            return form.grammar(tools, parallel=parallel, added_tokens=self.added_tokens)
         except ValueError as error:
             raise FieldError(str(error), "tools") from None
         except (TypeError, AttributeError, LookupError, RecursionError):

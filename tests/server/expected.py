@@ -130,6 +130,26 @@ def thinks(then: Check = anything) -> Check:
     return check
 
 
+def thinks_up_to(tokens: int, end: int, then: Check = anything) -> Check:
+    """Check that the reasoning ends with the token `end` after at most so many tokens."""
+
+    def check(outcome: Outcome) -> None:
+        for answer in outcome.choices:
+            assert answer.token_ids.index(end) <= tokens + 1  # the first one starts it
+        then(outcome)
+
+    return check
+
+
+def lacks(*texts: str) -> Check:
+    """Check that no text is in the answer."""
+
+    def check(answer: AnswerResult) -> None:
+        assert not any(text in answer.text for text in texts)
+
+    return each(check)
+
+
 def begins(text: str) -> Check:
     def check(answer: AnswerResult) -> None:
         assert answer.text.startswith(text)

@@ -15,11 +15,13 @@ from expected import (
     ends,
     hides,
     is_json,
+    lacks,
     matches,
     prompt_scored,
     scored,
     stops_at,
     thinks,
+    thinks_up_to,
     without_calls,
 )
 from outcomes import AnswerResult
@@ -116,6 +118,20 @@ CHOICE = [
 ]
 
 
+TAGS = {
+    "type": "structural_tag",
+    "triggers": ["The list is"],
+    "structures": [{
+        "begin": "The list is",
+        "schema": strict_object(a={"type": "integer", "maximum": 99, "minimum": 0}),
+        "end": "; ",
+    }],
+}  # fmt: skip
+OPEN = "<|im_start|>user\nWhat day is it?<|im_end|>\n<|im_start|>assistant\n<think>\n"
+"""A prompt within the reasoning."""
+THINK_END = TOKENIZER.token_to_id("</think>")
+
+
 def response_format(schema: dict[str, Any]) -> dict[str, Any]:
     inner = {"name": "record", "strict": True, "schema": schema}
     return {"type": "json_schema", "json_schema": inner}
@@ -201,6 +217,8 @@ def _logits(chat: bool) -> list[Cell]:
         cell("negative_penalties", {"frequency_penalty": -1.5, "presence_penalty": -1.0}),
         cell("logit_bias", {"logit_bias": bias}, accepts=1.8),
         cell("allowed_token_ids", {"allowed_token_ids": allowed}, each(keeps_to), 1.8),
+        cell("bad_words", {"bad_words": ["list", " boxes", " horse"]},
+             lacks("list", " boxes", " horse"), accepts=1),
         cell("top_k", {"top_k": 2}),
         cell("top_p", {"top_p": 0.8}),
         cell("min_p", {"min_p": 0.2}),
@@ -226,6 +244,14 @@ def _structures() -> list[Cell]:
         ),
         Cell("regex", SUM, {"structured_outputs": {"regex": STEPS}}, matches(STEPS), tokens=99),
         Cell("choice", LIST, {"guided_choice": CHOICE}, matches("|".join(CHOICE))),
+        Cell(
+            "structural_tag",
+            LIST,
+            {"structured_outputs": {"structural_tag": TAGS}},
+            matches(r'(?s:.*The list is\{.{0,9}"a":.{0,9}\d+.{0,9}\}; .*)'),
+            "chat-plain",
+            accepts=1,
+        ),
         Cell("grammar", SUM, {"guided_grammar": GRAMMAR}, matches(STEPS), tokens=99),
     ]
 
@@ -252,6 +278,13 @@ def _chats() -> list[Cell]:
         Cell("reasoning_cut", DATE, {}, ends("length", tokens=20), thinking=True, tokens=20),
         Cell("reasoning_json", RECORD, {"response_format": response_format(OTHER)},
              thinks(is_json(OTHER)), thinking=True, tokens=160, accepts=4),
+        Cell("reasoning_budget", DATE, {"thinking_token_budget": 6},
+             thinks(thinks_up_to(6, THINK_END)), "chat-reasoning", thinking=True, tokens=99,
+             accepts=3),
+        Cell("reasoning_budget_json", RECORD,
+             {"thinking_token_budget": 0, "response_format": response_format(OTHER)},
+             thinks_up_to(0, THINK_END, is_json(OTHER)), "chat-reasoning_json", thinking=True,
+             tokens=160, accepts=1.5),
         Cell("reasoning_call", CALL, named, thinks(calls(tools, "check_stock")), thinking=True,
              tokens=160, accepts=5),
     ]  # fmt: skip
@@ -274,6 +307,8 @@ def _texts() -> list[Cell]:
              siblings=True, tokens=12, accepts=1),
         cell("regex", {"regex": r"The list is [a-z, ]{5,40}\."},
              matches(r"The list is [a-z, ]{5,40}\."), unlike="text-plain"),
+        cell("reasoning_budget", {"prompt": OPEN, "thinking_token_budget": 4},
+             thinks_up_to(4, THINK_END), unlike="text-plain", accepts=1),
         cell("prompts", {"prompt": both, "n": 2}, answers(4)),
         cell("token_ids", {"prompt": ids, "return_tokens_as_token_ids": True, "logprobs": 0}),
     ]  # fmt: skip

@@ -287,7 +287,7 @@ def test_request_ids_are_returned(client: openai.OpenAI):
         ({"temperature": 101}, "temperature", "invalid_value"),
         ({"max_tokens": "many"}, "max_tokens", "invalid_type"),
         ({"extra_body": {"wat": 1}}, "wat", "unknown_parameter"),
-        ({"extra_body": {"bad_words": ["x"]}}, "bad_words", "unsupported_parameter"),
+        ({"extra_body": {"use_beam_search": True}}, "use_beam_search", "unsupported_parameter"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "missing_required_parameter"),
         ({"max_tokens": 4000}, "max_tokens", "context_length_exceeded"),
         ({"messages": user("word " * 3000)}, "messages", "context_length_exceeded"),

@@ -118,15 +118,35 @@ def test_thinking_sets_a_template_variable(thinking: str | None, thinks: bool | 
     assert chat.template_variables()["a"] == 1
 
 
-def test_thinking_budget_is_a_warning():
+def test_ignored_thinking_and_effort_are_warnings():
     request = ask(thinking={"type": "disabled"}, output_config={"effort": "low"})
     assert request.warnings(template_reads={"messages"}) == [
         "thinking.type has no effect: the chat template does not read it.",
         "output_config.effort has no effect: the chat template does not read it.",
     ]
-    limited = ask(thinking={"type": "enabled", "budget_tokens": 1024, "display": "omitted"})
-    assert [warning.split()[0] for warning in limited.warnings()] == ["thinking.budget_tokens"]
+
+
+def test_budget_limits_the_thinking():
+    limited = ask(thinking={"type": "enabled", "budget_tokens": 1024.0, "display": "omitted"})
+    assert not limited.warnings()
     assert not limited.shows_thinking
+    assert limited.to_chat().thinking_budget == 1024
+    assert limited.own_names(["thinking_token_budget has no effect."]) == [
+        "thinking.budget_tokens has no effect."
+    ]
+    assert ask(thinking={"type": "enabled"}, thinking_token_budget=5).to_chat().thinking_budget == 5
+
+
+@pytest.mark.parametrize("budget", [0, -1, 1.5, "9", True])
+def test_invalid_thinking_budget(budget: Any):
+    error = refusal(MessagesRequest, thinking={"type": "enabled", "budget_tokens": budget})
+    assert error.param == "thinking.budget_tokens"
+
+
+def test_two_thinking_budgets_conflict():
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    error = refusal(MessagesRequest, thinking=thinking, thinking_token_budget=5)
+    assert error.param == "thinking_token_budget"
 
 
 @pytest.mark.parametrize("last", ["The answer is", [text("The answer is")]])

@@ -279,7 +279,8 @@ def test_invalid_constraints(model: type[SamplingFields], fields: dict[str, Any]
 @pytest.mark.parametrize(
     ("value", "param"),
     [
-        ({"type": "structural_tag"}, ".type"),
+        ({"type": "structural_tag"}, ""),
+        ({"type": "tag"}, ".type"),
         ({"type": []}, ".type"),
         ({}, ".type"),
         ("json", ""),

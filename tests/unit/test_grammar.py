@@ -469,6 +469,39 @@ def test_answer_may_start_with_or_without_thinking(grammars: GrammarCompiler, ki
                     assert rows == slow_opened(known[:done], at.drafts)
 
 
+@pytest.mark.parametrize("budget", [0, 1, 3])
+@pytest.mark.parametrize("opener", [None, 1])
+@pytest.mark.parametrize("kind", ["json", "choice", "lark"])
+def test_budget_ends_the_thinking(
+    grammars: GrammarCompiler, kind: str, opener: int | None, budget: int
+):
+    """Drafts beyond the budget are replaced by the marker; the grammar applies after it."""
+    after, tokens = (7, 8), walk(grammars, kind, 4)
+    limited = replace(KINDS[kind], after=after, opener=opener, budget=budget)
+    begun = [] if opener is None else [opener]
+    thoughts = [20, 21, 22][:budget]
+    slot = GrammarSlot(grammars, limited)
+    rows = masks(slot, [], [*begun, *thoughts, 30, 31])
+    assert slot.drafts[: len(begun) + budget + 1] == [*begun, *thoughts, 7]
+    for row in rows[len(begun) : len(begun) + budget]:
+        assert row == EVERY
+    assert rows[len(begun) + budget] == {7}
+    if opener is not None:
+        assert opener in rows[0]
+        assert rows[0] - {opener} == (slow(grammars, kind, (), forced=False) or set()) - {opener}
+    for count in range(budget + 1):  # thinking may also end earlier
+        known = [*begun, *thoughts[:count], *after]
+        (first,) = masks(GrammarSlot(grammars, limited), known, [])
+        assert first == slow(grammars, kind, (), forced=False)
+        (later,) = masks(GrammarSlot(grammars, limited), [*known, *tokens[:3]], [])
+        assert later == slow(grammars, kind, tuple(tokens[:3]), forced=False)
+
+
+def test_budget_without_a_marker_is_an_error(grammars: GrammarCompiler):
+    with pytest.raises(ValueError, match="budget is 3, but nothing in after"):
+        grammars.compile(replace(KINDS["json"], budget=3))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_lead_text_may_precede_the_answer(
     grammars: GrammarCompiler, kind: str, tokenizer: Tokenizer

@@ -79,7 +79,7 @@ async def _prepare(serving: Serving, request: MessagesRequest, http: Request) ->
     job = prepared.job
     if job.constraint == "response_format":
         job = replace(job, constraint="output_config.format")
-    return replace(prepared, job=job)
+    return replace(prepared, job=job, warnings=request.own_names(prepared.warnings))
 
 
 def _error_response(request_id: str, body: dict[str, Any]) -> bytes:

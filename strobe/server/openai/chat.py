@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from strobe.request import TokenLogprob
 from strobe.server.openai import replies
+from strobe.server.openai.constraints import structured_outputs
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.conversation import Conversation
 from strobe.server.openai.protocol.errors import FieldError, counted
@@ -109,14 +110,7 @@ async def prepare(
     toolbox, forms = request.toolbox, serving.formats
     parse = _parser(serving, request, text)
     tools = [_tool(tool) for tool in toolbox.tools]
-    parallel = request.parallel_tool_calls and toolbox.choice.name is None
-    structured = arguments.get("structured_outputs")
-    if toolbox.choice.forced:
-        chosen = [t for t in tools if toolbox.choice.name in (None, t.name)]
-        structured = serving.call_grammar(chosen, parallel=parallel, prompt=text)
-    elif structured is not None:
-        structured = serving.allow_tool_calls(structured, tools, parallel=parallel)
-        structured = serving.constraint(structured, text)
+    structured = structured_outputs(serving, request, tools, text, arguments)
     arguments["structured_outputs"] = structured
     formats = [forms.reasoning, forms.tools if toolbox.tools else None]
     if any(form is not None and form.keep_special for form in formats):
@@ -160,6 +154,10 @@ def prompt_ids(serving: Serving, chat: RenderedChat, request: Conversation) -> l
 def warnings(serving: Serving, request: HasWarnings, chat: ChatCompletionRequest) -> list[str]:
     """One sentence for each field without effect. chat: the same request as a chat."""
     sentences = request.warnings(None if chat.chat_template is not None else serving.template_reads)
+    if chat.thinking_budget is not None and serving.formats.reasoning is None:
+        sentences.append(
+            "thinking_token_budget has no effect: this model has no known format of reasoning."
+        )
     if chat.toolbox.tools and serving.formats.tools is None:
         sentences.append(
             "tools are shown to the model, but its form of calls is not known: they are text."

@@ -43,7 +43,9 @@ async def completions(serving: Serving, http: Request) -> Response:
         request = CompletionRequest.read(await http.body(), lenient=serving.settings.lenient)
         name, facts = serving.name(request.model), serving.facts
         deadline = replies.Deadline(serving, request.timeout)
-        params = serving.params(request.sampling(facts.sampling))
+        arguments = request.sampling(facts.sampling)
+        structured = serving.with_token_ids(arguments.get("structured_outputs"))
+        params = serving.params({**arguments, "structured_outputs": structured})
         count = len(request.prompts())
         serving.check_room(count * params.n, count)
         async with deadline():
@@ -55,6 +57,9 @@ async def completions(serving: Serving, http: Request) -> Response:
         arrived_at = http.scope["state"]["arrived_at"]
         for i, prompt in enumerate(prompts):
             job_id = request_id if len(prompts) == 1 else f"{request_id}-{i}"
+            if request.thinking_budget is not None:
+                limited = serving.constraint(structured, prompt.text, request.thinking_budget)
+                params = params.clone(structured_outputs=limited)
             job = GenerationJob(
                 prompt.ids,
                 params,

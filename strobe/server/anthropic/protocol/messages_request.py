@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import Field, PrivateAttr, WithJsonSchema
@@ -27,12 +27,15 @@ from strobe.server.openai.protocol.common import (
     Int,
     RequestModel,
     Texts,
+    check_int,
+    is_int,
     object_schema,
     split_fields,
 )
 from strobe.server.openai.protocol.conversation import TemplateVariables, check_template_options
 from strobe.server.openai.protocol.errors import (
     FieldError,
+    Names,
     invalid_value,
     rename_fields,
     short_json,
@@ -43,7 +46,13 @@ from strobe.server.openai.protocol.sampling_fields import STOP_SCHEMA, SamplingF
 THINKING = ("enabled", "adaptive", "disabled")
 DISPLAYS = ("summarized", "omitted")
 THINKING_SCHEMA = object_schema(
-    {"type": {"enum": list(THINKING)}, "display": {"enum": list(DISPLAYS)}}, "thinking", ("type",)
+    {
+        "type": {"enum": list(THINKING)},
+        "display": {"enum": list(DISPLAYS)},
+        "budget_tokens": {"type": "integer", "minimum": 1, "maximum": MAX_INT},
+    },
+    "thinking",
+    ("type",),
 )
 THREAD_SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -68,6 +77,7 @@ _NAMES = {
     re.compile(r"\bresponse_format(?:\.json_schema)?\b"): "output_config.format",
 }
 _STOP = {re.compile(r"^stop\b"): "stop_sequences"}
+_BUDGET = {re.compile(r"\bthinking_token_budget\b"): "thinking.budget_tokens"}
 
 
 class MessagesPrompt(RequestModel):
@@ -94,8 +104,8 @@ class MessagesPrompt(RequestModel):
     thinking: Annotated[Any, WithJsonSchema(THINKING_SCHEMA)] = Field(
         None,
         description="`type`: `enabled`, `adaptive` or `disabled`, passed to the chat template as "
-        "enable_thinking; default: the template's. `display: omitted` leaves the text of the "
-        "thinking out of the response.",
+        "enable_thinking; default: the template's. `budget_tokens` limits the tokens of the "
+        "thinking. `display: omitted` leaves its text out of the response.",
     )
     output_config: Annotated[Any, WithJsonSchema(OUTPUT_SCHEMA)] = Field(
         None,
@@ -124,7 +134,7 @@ class MessagesPrompt(RequestModel):
     def check(self) -> None:
         super().check()
         check_template_options(self.chat_template_kwargs)
-        self._thinking = self._read("thinking", ("type", "display"))
+        self._thinking = self._read("thinking", ("type", "display", "budget_tokens"))
         self._output = self._read("output_config", ("effort", "format"))
         self._check_objects()
         self._format = self._read_format()
@@ -165,6 +175,9 @@ class MessagesPrompt(RequestModel):
             value = self._thinking.get(name)
             if value not in values and (name == "type" or value is not None):
                 raise invalid_value(f"thinking.{name}", value, f"one of {', '.join(values)}")
+        budget = check_int(self._thinking.get("budget_tokens"))
+        if budget is not None and not (is_int(budget) and 1 <= budget <= MAX_INT):
+            raise invalid_value("thinking.budget_tokens", budget, "a whole number above 0")
         effort = self._output.get("effort")
         if effort is not None and effort not in get_args(Effort):
             raise invalid_value(
@@ -260,6 +273,14 @@ class MessagesRequest(SamplingFields, MessagesPrompt):
         }
         if self.stop_sequences:
             body["stop"] = self.stop_sequences
+        if (budget := self._thinking.get("budget_tokens")) is not None:
+            if self.thinking_token_budget is not None:
+                raise FieldError(
+                    "thinking_token_budget is set together with thinking.budget_tokens; give one "
+                    "of them.",
+                    "thinking_token_budget",
+                )
+            body["thinking_token_budget"] = budget
         return body | {"max_tokens": self.max_tokens, "response_format": self._format}
 
     def limit(self) -> tuple[str, int | None]:
@@ -270,8 +291,15 @@ class MessagesRequest(SamplingFields, MessagesPrompt):
         return self.to_chat().sampling(defaults)
 
     def with_own_names(self, error: FieldError) -> FieldError:
-        renamed = super().with_own_names(error)
-        return renamed.with_names(_STOP) if self.stop_sequences else renamed
+        return super().with_own_names(error).with_names(self._own_names())
+
+    def own_names(self, sentences: Sequence[str]) -> list[str]:
+        """Return a chat's warnings with this endpoint's field names."""
+        return [rename_fields(sentence, self._own_names()) for sentence in sentences]
+
+    def _own_names(self) -> Names:
+        names: Names = _STOP if self.stop_sequences else {}
+        return {**names, **_BUDGET} if "budget_tokens" in self._thinking else names
 
 
 class CountTokensRequest(MessagesPrompt):

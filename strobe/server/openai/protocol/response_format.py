@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
+from strobe.grammars.rules import text_without
 from strobe.server.openai.protocol.common import (
     TEXT_SCHEMA,
     FieldWarnings,
@@ -15,10 +16,11 @@ from strobe.server.openai.protocol.common import (
     texts,
 )
 from strobe.server.openai.protocol.errors import FieldError, invalid_value, short_json
+from strobe.server.openai.protocol.structural_tags import TAGS_SCHEMA, read_tags
 
 RESPONSE_FORMAT_FIELDS = ("type", "json_schema")
 JSON_SCHEMA_FIELDS = ("name", "schema", "strict")
-KINDS = ("json", "json_object", "regex", "choice", "grammar")
+KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 SINGLE_FIELDS: Mapping[str, str] = {
     "guided_json": "json",
@@ -31,9 +33,9 @@ SINGLE_FIELDS: Mapping[str, str] = {
 }
 """Fields that hold one kind of constraint: vLLM's older ones and SGLang's."""
 
-SOURCES = ("response_format", "structured_outputs", *SINGLE_FIELDS)
+SOURCES = ("response_format", "structured_outputs", *SINGLE_FIELDS, "bad_words")
 
-FORMATS = "text, json_object and json_schema"
+_TYPES = ("text", "json_object", "json_schema")
 
 _JSON_TEXT: dict[str, Any] = {
     "type": "string",
@@ -46,6 +48,7 @@ VALUE_SCHEMAS: Mapping[str, dict[str, Any]] = {
     "regex": TEXT_SCHEMA,
     "choice": {"type": "array", "minItems": 1, "items": TEXT_SCHEMA},
     "grammar": TEXT_SCHEMA,
+    "structural_tag": {"anyOf": [TAGS_SCHEMA, _JSON_TEXT]},
 }
 """The JSON schema of each kind's value."""
 
@@ -78,6 +81,7 @@ RESPONSE_FORMAT_SCHEMA: dict[str, Any] = {
             "response_format",
             ("type", "json_schema"),
         ),
+        TAGS_SCHEMA,
     ]
 }
 TEXT_FORMAT_SCHEMA: dict[str, Any] = {
@@ -127,6 +131,8 @@ def _read(source: str, value: Any, warnings: FieldWarnings) -> Constraint | None
         return _response_format(value, warnings)
     if source == "structured_outputs":
         return _structured_outputs(value, warnings)
+    if source == "bad_words":
+        return Constraint(source, "grammar", text_without(value)) if value else None
     kind = SINGLE_FIELDS[source]
     return Constraint(source, kind, _value(kind, value, source))
 
@@ -145,12 +151,16 @@ def _structured_outputs(outputs: Any, warnings: FieldWarnings) -> Constraint | N
             f"{path} {problem}, but must hold exactly one of {', '.join(KINDS)}.", path
         )
     kind = set_names[0]
+    if kind == "structural_tag":
+        return Constraint(path, kind, read_tags(split.fields[kind], f"{path}.{kind}", warnings))
     return Constraint(path, kind, _value(kind, split.fields[kind], f"{path}.{kind}"))
 
 
 def _response_format(value: Any, warnings: FieldWarnings) -> Constraint | None:
     path = "response_format"
-    kind = _format_type(value, path)
+    kind = _format_type(value, path, (*_TYPES, "structural_tag"))
+    if kind == "structural_tag":
+        return Constraint(path, kind, read_tags(value, path, warnings))
     split = split_fields(value, RESPONSE_FORMAT_FIELDS, path, path, lenient=warnings.lenient)
     warnings += split.warnings
     inner = split.fields.get("json_schema")
@@ -178,7 +188,7 @@ def _response_format(value: Any, warnings: FieldWarnings) -> Constraint | None:
 def read_text_format(value: Any, warnings: FieldWarnings) -> dict[str, Any]:
     """Convert text.format of /v1/responses to a chat's response_format. Raises FieldError."""
     path = "text.format"
-    kind = _format_type(value, path)
+    kind = _format_type(value, path, _TYPES)
     known_fields = ("type", *JSON_SCHEMA_FIELDS) if kind == "json_schema" else ("type",)
     split = split_fields(value, known_fields, "json_schema", path, lenient=warnings.lenient)
     warnings += split.warnings
@@ -191,15 +201,16 @@ def read_text_format(value: Any, warnings: FieldWarnings) -> dict[str, Any]:
     }
 
 
-def _format_type(value: Any, path: str) -> str:
+def _format_type(value: Any, path: str, types: Sequence[str]) -> str:
+    listed = f"{', '.join(types[:-1])} and {types[-1]}"
     if not isinstance(value, Mapping):
-        raise invalid_value(path, value, "an object with a type", f"the types are {FORMATS}")
+        raise invalid_value(path, value, "an object with a type", f"the types are {listed}")
     kind = value.get("type")
     if kind is None:
         raise _missing(f"{path}.type")
-    if kind not in ("text", "json_object", "json_schema"):
+    if kind not in types:
         raise FieldError(
-            f"{path}.type is {short_json(kind)}, which is not supported; the types are {FORMATS}.",
+            f"{path}.type is {short_json(kind)}, which is not supported; the types are {listed}.",
             f"{path}.type",
             "unsupported_parameter" if kind == "structural_tag" else "invalid_value",
         )

@@ -172,6 +172,15 @@ class SamplingFields(RequestModel):
     stop: Annotated[Texts, WithJsonSchema(STOP_SCHEMA)] = Field(
         (), description="A string, or up to 64 strings, that end the answer. They are cut from it."
     )
+    bad_words: Annotated[Texts, WithJsonSchema(STOP_SCHEMA)] = Field(
+        (),
+        description="Up to 64 strings that the answer must not contain, not even within a word. "
+        "They do not constrain reasoning.",
+    )
+    thinking_token_budget: Annotated[Int, Bounds(-1, MAX_INT, "-1 sets no limit")] | None = Field(
+        None,
+        description="Maximum number of tokens of the reasoning, which then ends; -1: no limit.",
+    )
     stop_token_ids: TokenIds = Field((), description="Token ids that end the answer.")
     include_stop_str_in_output: bool = Field(False, description="Keep the stop string in the text.")
     ignore_eos: bool = Field(False, description="Continue after the model's end tokens.")
@@ -182,7 +191,7 @@ class SamplingFields(RequestModel):
     structured_outputs: Annotated[Any, WithJsonSchema(STRUCTURED_OUTPUTS_SCHEMA)] = Field(
         None,
         description="Constrains the answer: exactly one of `json` (a schema), `json_object: true`, "
-        "`regex`, `choice` (a list of strings) and `grammar` (Lark or EBNF).",
+        "`regex`, `choice` (a list of strings), `grammar` (Lark or EBNF) and `structural_tag`.",
     )
     guided_json: SchemaField = Field(None, description="Same as `structured_outputs.json`.")
     guided_regex: TextField = Field(None, description="Same as `structured_outputs.regex`.")
@@ -228,7 +237,8 @@ class SamplingFields(RequestModel):
 
     def check(self) -> None:
         super().check()
-        self._check_stop()
+        for name in ("stop", "bad_words"):
+            self._check_texts(name)
         if self.cache_salt == "":
             raise FieldError(
                 "cache_salt is empty, but must be a string of one or more characters; leave it out "
@@ -237,13 +247,16 @@ class SamplingFields(RequestModel):
             )
         constraints = {name: getattr(self, name) for name in SOURCES if self.is_set(name)}
         self._constraint = read_constraint(constraints, self._warnings)
-        if self._constraint is not None and self.ignore_eos:
+        sources = [] if self._constraint is None else [self._constraint.source]
+        if self.thinking_budget is not None:
+            sources.append("thinking_token_budget")
+        if sources and self.ignore_eos:
             raise FieldError(
-                f"ignore_eos is true together with {self._constraint.source}, whose end is the "
-                "answer's end; leave one of them out.",
+                f"ignore_eos is true together with {sources[0]}, whose end is the answer's end; "
+                "leave one of them out.",
                 "ignore_eos",
             )
-        if self._constraint is not None:
+        if self._constraint is not None and self._constraint.source != "bad_words":
             source = self._constraint.source
             if self.min_tokens:
                 self._warnings.append(f"min_tokens has no effect where {source} is at its end.")
@@ -259,20 +272,27 @@ class SamplingFields(RequestModel):
                 "min_tokens",
             )
 
-    def _check_stop(self) -> None:
-        """Limit the stop texts, because every new token is searched for each of them."""
-        if len(self.stop) > MAX_STOPS:
+    def _check_texts(self, name: str) -> None:
+        """Limit the texts of a field, because every new token is searched for each of them."""
+        texts: tuple[str, ...] = getattr(self, name)
+        if len(texts) > MAX_STOPS:
             raise FieldError(
-                f"stop holds {len(self.stop)} strings, but the limit is {MAX_STOPS}; send fewer.",
-                "stop",
+                f"{name} holds {len(texts)} strings, but the limit is {MAX_STOPS}; send fewer.",
+                name,
             )
-        longest = max(map(len, self.stop), default=0)
+        longest = max(map(len, texts), default=0)
         if longest > MAX_STOP_CHARS:
             raise FieldError(
-                f"stop holds a string of {longest} characters, but each may have at most "
+                f"{name} holds a string of {longest} characters, but each may have at most "
                 f"{MAX_STOP_CHARS}; shorten it.",
-                "stop",
+                name,
             )
+
+    @property
+    def thinking_budget(self) -> int | None:
+        """The maximum number of reasoning tokens, None without a limit."""
+        budget = self.thinking_token_budget
+        return None if budget == -1 else budget
 
     @property
     def constraint(self) -> str:

@@ -1,0 +1,82 @@
+"""Rules of llguidance's grammars: JSON, and answers that are otherwise free."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+ANY_TOKENS = "start: <[*]>*"
+"""A grammar that allows every answer."""
+
+
+WHITESPACE = {"whitespace_pattern": "\\n[ \\t]{0,40}| ?"}
+"""Allowed between the parts of JSON: a line break with an indent, or a space. Without a limit, a
+model that is forced into unlikely JSON may emit white space for ever."""
+
+
+class Tag(NamedTuple):
+    """A part of an answer in which JSON follows `begin` and precedes `end`. trigger: the beginning
+    of `begin` after which the tag must follow."""
+
+    trigger: str
+    begin: str
+    schema: Mapping[str, Any]
+    end: str
+
+
+def text_without(texts: Sequence[str]) -> str:
+    """Return a grammar for any text that contains none of the texts."""
+    banned = "|".join(map(_escape, texts))
+    return f"start: TEXT\nTEXT: /(?s:.*)/ & ~BANNED\nBANNED: /(?s:.*)({banned})(?s:.*)/"
+
+
+def text_with_tags(tags: Sequence[Tag], added_tokens: Mapping[str, int]) -> str:
+    """Return a grammar for any text in which each trigger begins a tag. added_tokens: ids of the
+    tokens that markers may be."""
+    triggers = list(dict.fromkeys(tag.trigger for tag in tags))
+    rules = [f"start: ({' | '.join(f'tag{i}' for i in range(len(triggers)))})* TEXT"]
+    for i, trigger in enumerate(triggers):
+        bodies = [
+            " ".join((
+                *_pieces(tag.begin.removeprefix(trigger), added_tokens),
+                f"%json {json.dumps(with_whitespace(tag.schema))}",
+                *_pieces(tag.end, added_tokens),
+            ))
+            for tag in tags
+            if tag.trigger == trigger
+        ]  # fmt: skip
+        pieces = _pieces(trigger, added_tokens)
+        if trigger in added_tokens:
+            rules.append(f"tag{i}: TEXT {pieces[0]} ({' | '.join(bodies)})")
+        else:
+            rules.append(f"tag{i}: trigger{i} ({' | '.join(bodies)})")
+            rules.append(f"trigger{i}[lazy]: TEXT {json.dumps(trigger)}")
+    return "\n".join([*rules, "TEXT: /(?s:.*)/"])
+
+
+def with_whitespace(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a JSON schema with WHITESPACE, unless it has a pattern of its own."""
+    options = schema.get("x-guidance", {})
+    return {
+        **schema,
+        "x-guidance": {**WHITESPACE, **options} if isinstance(options, Mapping) else options,
+    }
+
+
+def _pieces(text: str, added_tokens: Mapping[str, int]) -> list[str]:
+    """Return a rule for each token and each other piece of a text. Tokens are named by id, because
+    for llguidance the text of an added token never matches the token."""
+    pattern = "|".join(map(re.escape, sorted(added_tokens, key=len, reverse=True)))
+    pieces = re.split(f"({pattern})", text) if pattern else [text]
+    return [
+        f"<[{added_tokens[piece]}]>" if piece in added_tokens else json.dumps(piece)
+        for piece in pieces
+        if piece
+    ]
+
+
+def _escape(text: str) -> str:
+    """Return a regular expression for exactly this text."""
+    return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)

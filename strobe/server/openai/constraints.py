@@ -1,0 +1,38 @@
+"""The structured output of a chat: the request's constraint, tool calls and limited reasoning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
+from strobe.server.openai.protocol.errors import FieldError
+from strobe.server.parsers import Tool
+from strobe.server.serving import Serving
+
+
+def structured_outputs(
+    serving: Serving,
+    request: ChatCompletionRequest,
+    tools: list[Tool],
+    prompt: str,
+    arguments: Mapping[str, Any],
+) -> Mapping[str, Any] | None:
+    """Return the chat's structured output, None for a free answer. tools: the request's; arguments:
+    its keyword arguments of SamplingParams. Raises FieldError."""
+    choice, budget = request.toolbox.choice, request.thinking_budget
+    parallel = request.parallel_tool_calls and choice.name is None
+    reasoning = serving.formats.reasoning
+    if budget is not None and tools and reasoning is not None and reasoning.whole_answer:
+        raise FieldError(
+            f"thinking_token_budget is {budget} together with tools, but this model calls them "
+            "within its reasoning; leave one of them out.",
+            "thinking_token_budget",
+        )
+    if choice.forced:
+        chosen = [tool for tool in tools if choice.name in (None, tool.name)]
+        return serving.call_grammar(chosen, parallel=parallel, prompt=prompt, budget=budget)
+    structured = serving.with_token_ids(arguments.get("structured_outputs"))
+    if structured is not None:
+        structured = serving.allow_tool_calls(structured, tools, parallel=parallel)
+    return serving.constraint(structured, prompt, budget)

@@ -1,0 +1,157 @@
+"""Reads structural tags, in vLLM's older form and in the newer one of triggered tags."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic_core import from_json
+
+from strobe.grammars.rules import Tag
+from strobe.server.openai.protocol.common import (
+    TEXT_SCHEMA,
+    FieldWarnings,
+    object_schema,
+    split_fields,
+    texts,
+)
+from strobe.server.openai.protocol.errors import FieldError, invalid_value, short_json
+
+_SHAPE: dict[str, Any] = {"type": "object"}
+_TRIGGERS: dict[str, Any] = {"type": "array", "minItems": 1, "items": TEXT_SCHEMA}
+_OLD_TAG = object_schema(
+    {"begin": TEXT_SCHEMA, "schema": _SHAPE, "end": {"type": "string"}}, "", ("begin", "schema")
+)
+_CONTENT = object_schema(
+    {"type": {"const": "json_schema"}, "json_schema": _SHAPE}, "", ("type", "json_schema")
+)
+_NEW_TAG = object_schema(
+    {"type": {"const": "tag"}, "begin": TEXT_SCHEMA, "content": _CONTENT,
+     "end": {"type": "string"}},
+    "",
+    ("begin", "content"),
+)  # fmt: skip
+STRUCTURES_SCHEMA: dict[str, Any] = {"type": "array", "minItems": 1, "items": _OLD_TAG}
+FORMAT_SCHEMA = object_schema(
+    {"type": {"const": "triggered_tags"}, "triggers": _TRIGGERS,
+     "tags": {"type": "array", "minItems": 1, "items": _NEW_TAG}},
+    "triggered_tags",
+    ("type", "triggers", "tags"),
+)  # fmt: skip
+TAGS_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        object_schema(
+            {"type": {"const": "structural_tag"}, "structures": STRUCTURES_SCHEMA,
+             "triggers": _TRIGGERS},
+            "",
+            ("type", "structures", "triggers"),
+        ),
+        object_schema(
+            {"type": {"const": "structural_tag"}, "format": FORMAT_SCHEMA}, "", ("type", "format")
+        ),
+    ]
+}  # fmt: skip
+
+
+def read_tags(value: Any, path: str, warnings: FieldWarnings) -> list[Tag]:
+    """Return the tags of an object, or of its text as JSON. Raises FieldError."""
+    if isinstance(value, str):
+        try:
+            value = from_json(value, allow_inf_nan=False)
+        except ValueError as error:
+            raise invalid_value(
+                path, value, "a structural tag", f"as JSON it fails: {error}"
+            ) from None
+    fields = _split(value, ("type", "structures", "triggers", "format"), "", path, warnings)
+    if fields.get("type", "structural_tag") != "structural_tag":
+        raise invalid_value(f"{path}.type", fields["type"], '"structural_tag"')
+    if ("format" in fields) == ("structures" in fields):
+        raise FieldError(
+            f"{path} must hold either format or structures with triggers; give one of them.", path
+        )
+    if "structures" in fields:
+        read, listed, where = _old_tag, fields["structures"], f"{path}.structures"
+    else:
+        path = f"{path}.format"
+        known_names = ("type", "triggers", "tags")
+        fields = _split(fields["format"], known_names, "triggered_tags", path, warnings)
+        if fields.get("type") != "triggered_tags":
+            raise FieldError(
+                f"{path}.type is {short_json(fields.get('type'))}, which is not supported; the "
+                "only type is triggered_tags.",
+                f"{path}.type",
+                "unsupported_parameter",
+            )
+        read, listed, where = _new_tag, fields.get("tags"), f"{path}.tags"
+    triggers = texts(fields.get("triggers", ()), f"{path}.triggers")
+    if not isinstance(listed, list | tuple) or not listed:
+        raise invalid_value(where, listed, "a list of one or more tags")
+    tags: list[Tag] = []
+    for index, entry in enumerate(listed):
+        place = f"{where}[{index}]"
+        begin, schema, end = read(entry, place, warnings)
+        tags.append(Tag(_trigger(begin, triggers, place), begin, schema, end))
+    return tags
+
+
+def _old_tag(value: Any, path: str, warnings: FieldWarnings) -> tuple[str, Mapping[str, Any], str]:
+    fields = _split(value, ("begin", "schema", "end"), "", path, warnings)
+    return (
+        _text(fields.get("begin"), f"{path}.begin"),
+        _schema(fields.get("schema"), f"{path}.schema"),
+        _text(fields.get("end", ""), f"{path}.end", empty=True),
+    )
+
+
+def _new_tag(value: Any, path: str, warnings: FieldWarnings) -> tuple[str, Mapping[str, Any], str]:
+    fields = _split(value, ("type", "begin", "content", "end"), "", path, warnings)
+    if fields.get("type", "tag") != "tag":
+        raise invalid_value(f"{path}.type", fields["type"], '"tag"')
+    inner = f"{path}.content"
+    content = _split(fields.get("content"), ("type", "json_schema"), "", inner, warnings)
+    if content.get("type") != "json_schema":
+        raise FieldError(
+            f"{inner}.type is {short_json(content.get('type'))}, which is not supported; the only "
+            "type is json_schema.",
+            f"{inner}.type",
+            "unsupported_parameter",
+        )
+    return (
+        _text(fields.get("begin"), f"{path}.begin"),
+        _schema(content.get("json_schema"), f"{inner}.json_schema"),
+        _text(fields.get("end", ""), f"{path}.end", empty=True),
+    )
+
+
+def _trigger(begin: str, triggers: Sequence[str], path: str) -> str:
+    """Return the longest trigger that a tag begins with. Raises FieldError."""
+    fitting = [trigger for trigger in triggers if begin.startswith(trigger)]
+    if not fitting:
+        raise FieldError(
+            f"{path}.begin is {short_json(begin)}, which begins with none of the triggers "
+            f"{short_json(list(triggers))}; add its beginning to them.",
+            f"{path}.begin",
+        )
+    return max(fitting, key=len)
+
+
+def _text(value: Any, path: str, *, empty: bool = False) -> str:
+    if not isinstance(value, str) or not (value or empty):
+        raise invalid_value(
+            path, value, "a string" if empty else "a string of one or more characters"
+        )
+    return value
+
+
+def _schema(value: Any, path: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise invalid_value(path, value, "a JSON schema, as an object")
+    return value
+
+
+def _split(
+    value: Any, known_names: Sequence[str], schema_key: str, path: str, warnings: FieldWarnings
+) -> dict[str, Any]:
+    split = split_fields(value, known_names, schema_key, path, lenient=warnings.lenient)
+    warnings += split.warnings
+    return split.fields

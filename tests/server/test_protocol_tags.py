@@ -1,0 +1,81 @@
+"""Structural tags, banned words and the limit of the reasoning, as requests hold them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from bodies import GENERATING, SCHEMA, chat, refusal
+
+from strobe.grammars.rules import Tag
+from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
+from strobe.server.openai.protocol.sampling_fields import SamplingFields
+
+STRUCTURE = {"begin": "<f=add>", "schema": SCHEMA, "end": "</f>"}
+OLD = {"type": "structural_tag", "structures": [STRUCTURE], "triggers": ["<f", "<f="]}
+CONTENT = {"type": "json_schema", "json_schema": SCHEMA}
+NEW_TAG = {"type": "tag", "begin": "<f=add>", "content": CONTENT, "end": "</f>"}
+FORMAT = {"type": "triggered_tags", "triggers": ["<f", "<f="], "tags": [NEW_TAG]}
+NEW = {"type": "structural_tag", "format": FORMAT}
+
+
+@pytest.mark.parametrize("tags", [OLD, NEW])
+@pytest.mark.parametrize("as_text", [False, True])
+def test_structural_tags_are_read(tags: dict[str, Any], as_text: bool):
+    read = [Tag("<f=", "<f=add>", SCHEMA, "</f>")]
+    given = {"structural_tag": json.dumps(tags) if as_text else tags}
+    request = chat(structured_outputs=given)
+    assert request.sampling({})["structured_outputs"] == {"structural_tag": read}
+    formatted = chat(response_format=tags)
+    assert formatted.sampling({})["structured_outputs"] == {"structural_tag": read}
+
+
+@pytest.mark.parametrize(
+    ("tags", "param"),
+    [
+        ({**OLD, **NEW}, ""),
+        ({**OLD, "triggers": ["<g"]}, ".structures[0].begin"),
+        ({**OLD, "triggers": [3]}, ".triggers[0]"),
+        ({**OLD, "structures": []}, ".structures"),
+        ({**OLD, "structures": [{**STRUCTURE, "schema": "x"}]}, ".structures[0].schema"),
+        ({**OLD, "structures": [{**STRUCTURE, "begin": ""}]}, ".structures[0].begin"),
+        ({**OLD, "structures": [{**STRUCTURE, "end": 1}]}, ".structures[0].end"),
+        ({**NEW, "format": {**FORMAT, "type": "sequence"}}, ".format.type"),
+        ({**NEW, "format": {**FORMAT, "at_least_one": True}}, ".format.at_least_one"),
+        ({**NEW, "format": {**FORMAT, "tags": [{**NEW_TAG, "type": 1}]}}, ".format.tags[0].type"),
+        ({**NEW, "format": {**FORMAT, "tags": [{**NEW_TAG, "content": {"type": "any_text"}}]}},
+         ".format.tags[0].content.type"),
+    ],
+)  # fmt: skip
+def test_invalid_structural_tag(tags: dict[str, Any], param: str):
+    error = refusal(ChatCompletionRequest, response_format=tags)
+    assert error.param == f"response_format{param}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"bad_words": ["a", 1]}, "bad_words[1]"),
+        ({"bad_words": [""]}, "bad_words[0]"),
+        ({"bad_words": ["a"] * 65}, "bad_words"),
+        ({"bad_words": ["a" * 1001]}, "bad_words"),
+        ({"bad_words": ["a"], "guided_regex": "b"}, "bad_words"),
+        ({"bad_words": ["a"], "ignore_eos": True}, "ignore_eos"),
+        ({"thinking_token_budget": -2}, "thinking_token_budget"),
+        ({"thinking_token_budget": 5, "ignore_eos": True}, "ignore_eos"),
+        ({"thinking_budget": 5}, "thinking_budget"),
+    ],
+)
+@pytest.mark.parametrize("model", GENERATING)
+def test_invalid_limits_of_an_answer(
+    model: type[SamplingFields], fields: dict[str, Any], param: str
+):
+    assert refusal(model, **fields).param == param
+
+
+def test_empty_and_unlimited_fields_change_nothing():
+    request = chat(bad_words=[], thinking_token_budget=-1, ignore_eos=True, min_tokens=3)
+    assert request.thinking_budget is None
+    assert "structured_outputs" not in request.sampling({})
+    assert chat(bad_words="a", min_tokens=3).warnings() == []
