@@ -122,6 +122,12 @@ def after_trial(matcher: LLMatcher) -> LLMatcher:
     return trial if trial.is_error() else matcher
 
 
+def unfollowed(matcher: LLMatcher) -> str:
+    """Return the sentence for a matcher that failed within an answer."""
+    reason = one_line(matcher.get_error())
+    return f"structured_outputs: the grammar cannot be followed further: {reason}"
+
+
 def one_line(text: str) -> str:
     """Shorten llguidance's message to one line: it may quote the whole grammar and its state."""
     line = " ".join(text.partition("<state>")[0].split()).rstrip(".")

@@ -19,7 +19,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
-from strobe.grammars.source import free_thinking, is_unforced, one_line
+from strobe.grammars.source import free_thinking, is_unforced, unfollowed
 from strobe.sampling.grammar_compiler import GrammarCompiler
 from strobe.sampling_params import StructuredOutputs
 
@@ -73,8 +73,7 @@ class GrammarCursor:
         return self.error
 
     def fail(self) -> None:
-        reason = one_line(self.matcher.get_error())
-        self.error = f"structured_outputs: the grammar cannot be followed further: {reason}"
+        self.error = unfollowed(self.matcher)
 
     def walk(self, drafts: list[int]) -> list[MaskJob]:
         """Replace drafts by forced tokens in place; return the masks to compute."""
