@@ -8,11 +8,11 @@ from rich.console import Console
 
 class Wrapping:
     """Wraps text while it streams: a word that reaches the right edge is erased and moved to the
-    next line. Text that does not go to a terminal is left as it is."""
+    next line. Text that does not go to a terminal is left as it is. rows: line breaks so far."""
 
     def __init__(self, console: Console, column: int = 0):
         """column: the cursor's column."""
-        self._console, self._column = console, column
+        self._console, self._column, self.rows = console, column, 0
         self._word: list[str] = []  # printed characters of the last word, with their styles
         self._width = 0  # of the word
 
@@ -23,7 +23,9 @@ class Wrapping:
             return f"{before}{text}{after}" if text else ""
         # A terminal keeps the cursor in its last column after writing there: leave it free.
         room = console.width - 1
-        return "".join([self._put(char, f"{before}{char}{after}", room) for char in text])
+        wrapped = "".join([self._put(char, f"{before}{char}{after}", room) for char in text])
+        self.rows += wrapped.count("\n")
+        return wrapped
 
     def _put(self, char: str, piece: str, room: int) -> str:
         if char == "\n":

@@ -9,10 +9,12 @@ import time
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
+from strobe.checks import brief
+from strobe.cli.answer_view import AnswerView
 from strobe.cli.flags import (
     ChatFlags,
     Debug,
@@ -24,26 +26,24 @@ from strobe.cli.flags import (
     sampling,
 )
 from strobe.cli.prompt import Prompt
-from strobe.server.parsers import (
-    REASONING_FORMATS,
-    Parsed,
-    Parser,
-    ReasoningFormat,
-    detect,
-    make_parser,
-)
+from strobe.compat.arguments import parse_value
+from strobe.server.parsers import REASONING_FORMATS, detect
 from strobe.wording import counted
-from strobe.wrapping import Wrapping
 
 COMMANDS = {
     "/new": "Start over.",
+    "/retry": "Answer the last message again.",
     "/system TEXT": "Replace the system message with TEXT; without TEXT, remove it.",
+    "/set NAME VALUE": "Set a sampling parameter, or reset it; alone, list all.",
     "/think on|off": "Let the model think before it answers, or not.",
     "/spec on|off": "Speculate, or decode one token at a time.",
     "/save FILE": "Write the conversation to FILE as JSON.",
+    "/load FILE": "Continue the conversation that FILE holds.",
     "/help": "Show this list.",
     "/exit": "Leave, as Ctrl-D and two Ctrl-C do.",
 }
+PARAMETERS: tuple[str, ...] = tuple(get_type_hints(ChatFlags))
+"""Sampling parameters that /set knows."""
 NAMES = {command.split()[0] for command in COMMANDS}
 
 
@@ -79,14 +79,14 @@ class _ChatSession:
     """A conversation and the commands that change it."""
 
     def __init__(self, console: Any, llm: Any, params: Any, system: str | None, thinking: bool):
-        self.console, self.llm, self.params = console, llm, params
+        self.console, self.llm, self.params, self.defaults = console, llm, params, params
         self.system, self.thinking = system, thinking
         self.messages = conversation(None, system)
         template = llm.tokenizer.hf.chat_template
         name = detect(template if isinstance(template, str) else None)[1]
         self.format = REASONING_FORMATS[name] if name is not None else None
         if self.format is not None and self.format.keep_special:
-            self.params = params.clone(skip_special_tokens=False)
+            self.params = self.defaults = params.clone(skip_special_tokens=False)
 
     def run(self) -> int:
         """Read and answer until the input ends or the user leaves; return the exit status."""
@@ -127,7 +127,7 @@ class _ChatSession:
         on = {"on": True, "off": False}.get(rest)
         if name == "/help":
             for command, description in COMMANDS.items():
-                _say(self.console, f"{command:14} {description}")
+                _say(self.console, f"{command:16} {description}")
         elif name == "/new":
             self.messages = conversation(None, self.system)
         elif name == "/system":
@@ -136,6 +136,12 @@ class _ChatSession:
             self.messages = conversation(None, self.system) + turns
         elif name == "/save" and rest:
             self._save(Path(os.path.expanduser(rest)))
+        elif name == "/load" and rest:
+            self._load(Path(os.path.expanduser(rest)))
+        elif name == "/retry" and not rest:
+            self._retry()
+        elif name == "/set":
+            self._set(*rest.split(maxsplit=1))
         elif name == "/think" and on is not None:
             self.thinking = on
         elif name == "/spec" and on is not None:
@@ -158,12 +164,56 @@ class _ChatSession:
                 style="dim",
             )
 
+    def _load(self, path: Path) -> None:
+        try:
+            messages = _read_messages(path)
+        except ValueError as error:
+            _say(self.console, str(error), style="red")
+            return
+        systems = [message["content"] for message in messages if message["role"] == "system"]
+        self.messages, self.system = messages, systems[0] if systems else None
+        _say(self.console, f"{counted(len(messages), 'message')} loaded from {path}.", style="dim")
+
+    def _retry(self) -> None:
+        """Replace the last answer, by another one if it is sampled."""
+        last = [message["role"] for message in self.messages][-1:]
+        if last == ["assistant"]:
+            self.messages.pop()
+        elif last != ["user"]:
+            _say(self.console, "There is no message to answer; write one.")
+            return
+        if self.params.seed is not None:
+            self.params = self.params.clone(seed=self.params.seed + 1)
+        self._answer()
+
+    def _set(self, name: str | None = None, value: str | None = None) -> None:
+        """Set a sampling parameter, or reset it, or list all of them."""
+        names = PARAMETERS
+        if name is None:
+            for known in names:
+                _say(self.console, f"{known:26} {getattr(self.params, known)}")
+            return
+        name = name.replace("-", "_")
+        if name not in names:
+            _say(self.console, f"{brief(name)} is not a parameter; /set lists them.")
+            return
+        new = getattr(self.defaults, name)
+        if value is not None:
+            new = {"true": True, "false": False, "none": None}.get(value.lower(), value)
+            new = parse_value(new) if isinstance(new, str) else new
+        try:
+            self.params = self.params.clone(**{name: new})
+        except ValueError as error:
+            _say(self.console, str(error), style="red")
+        else:
+            _say(self.console, f"{name} is {getattr(self.params, name)}.", style="dim")
+
     def _answer(self) -> None:
         """Stream one answer and append it to the conversation."""
         console, began, delta, note = self.console, time.perf_counter(), None, ""
         if sys.stdin.isatty():
             console.print("[bold green]strobe>[/bold green] ", end="")
-        shown = _AnswerView(console, self.format, len("strobe> ") if sys.stdin.isatty() else 0)
+        shown = AnswerView(console, self.format, len("strobe> ") if sys.stdin.isatty() else 0)
         options = {"enable_thinking": self.thinking}
         try:
             shown.begin(self.llm.tokenizer.chat_text(self.messages, **options))
@@ -177,7 +227,8 @@ class _ChatSession:
         except KeyboardInterrupt:
             note = " (stopped)"
         shown.end()
-        _say(console, note, style="dim")
+        if note or not shown.at_line_start:
+            _say(console, note, style="dim")
         if delta is None:
             self.messages.pop()
             return
@@ -185,60 +236,29 @@ class _ChatSession:
         _say(console, _summary(delta.output, time.perf_counter() - began), style="dim")
 
 
-class _AnswerView:
-    """Prints an answer; its thinking is dimmed on a terminal and left out elsewhere."""
-
-    def __init__(self, console: Any, form: ReasoningFormat | None, column: int = 0):
-        self.console, self.form, self.content = console, form, ""
-        self._wrapping = Wrapping(console, column)
-        self._parser: Parser | None = None
-        self._thinking = False
-
-    def begin(self, prompt: str) -> None:
-        """Prepare the parser. prompt: the conversation as rendered for the model."""
-        if self.form is not None:
-            opened = self.form.opened_by(prompt)
-            self._parser = make_parser(None, self.form.name, tools=None, thinking_open=opened)
-
-    def push(self, text: str) -> None:
-        """Show more of the answer."""
-        if self._parser is None:
-            self._show(text)
-        else:
-            self._take(self._parser.push(text))
-
-    def end(self) -> None:
-        """Show text that the parser held back."""
-        if self._parser is not None:
-            self._take(self._parser.finish())
-        self._turn(False)
-
-    def _take(self, parsed: Parsed) -> None:
-        if parsed.reasoning and self.console.is_terminal:
-            self._turn(True)
-            self._print(parsed.reasoning)
-        if parsed.content:
-            if self._thinking:
-                self._turn(False)
-                self._print("\n\n")
-            self._show(parsed.content)
-
-    def _show(self, text: str) -> None:
-        self.content += text
-        self._print(text)
-
-    def _print(self, text: str) -> None:
-        print(self._wrapping.wrap(text), end="", flush=True)
-
-    def _turn(self, thinking: bool) -> None:
-        if thinking != self._thinking and not self.console.no_color:
-            print("\033[2m" if thinking else "\033[0m", end="", flush=True)
-        self._thinking = thinking
-
-
 def _say(console: Any, text: str, style: str | None = None) -> None:
     """Print a line of the program's own, wrapped at words only on a terminal."""
     console.print(text, style=style, markup=False, soft_wrap=not console.is_terminal)
+
+
+def _read_messages(path: Path) -> list[dict[str, Any]]:
+    """Read a conversation that /save has written. Raises ValueError."""
+    try:
+        messages = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}.") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}.") from None
+    if not isinstance(messages, list) or not all(
+        isinstance(message, dict)
+        and message.get("role") in ("system", "user", "assistant")
+        and isinstance(message.get("content"), str)
+        for message in messages
+    ):
+        raise ValueError(
+            f"{path} is not a conversation: it must be a list of objects with role and content."
+        )
+    return messages
 
 
 def _summary(answer: Any, seconds: float) -> str:

@@ -24,7 +24,7 @@ from rich.console import Console
 from textpair import Pair
 
 from strobe import LLM, EngineConfig, SamplingParams
-from strobe.cli.chat import _AnswerView
+from strobe.cli.answer_view import AnswerView
 from strobe.cli.prompt import history_file
 from strobe.demo_models import FAMILIES
 from strobe.models.checkpoint import Checkpoint
@@ -323,18 +323,45 @@ def test_chat_commands_change_the_next_answer(
     assert all(f"\n{command}" in out for command in ("/new ", "/think on|off ", "/exit "))
 
 
+def test_chat_loads_retries_and_sets_parameters(
+    main: Callable[..., Any], pair: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    saved, again, damaged = tmp_path / "a.json", tmp_path / "b.json", tmp_path / "c.json"
+    damaged.write_text('[{"role": "user"}]')
+    saved.write_text(json.dumps([{"role": "system", "content": "Be brief."},
+                                 {"role": "user", "content": "hi"}]))  # fmt: skip
+    lines = ["/retry", f"/load {damaged}", "/load /nowhere", f"/load {saved}", "/set max_tokens 3"]
+    lines += ["/retry", "/set max-tokens 2", "/retry", "/set temperature -1", "/set wat 1", "/set"]
+    lines += ["/set max_tokens", f"/save {again}"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+    status, out, _ = main("chat", f"--target={pair.target}", f"--draft={pair.draft}", *GREEDY)
+    assert status == 0
+    assert "There is no message to answer; write one.\n" in out
+    assert f"{damaged} is not a conversation: it must be a list of objects with role" in out
+    assert "/nowhere cannot be read: No such file or directory.\n" in out
+    assert f"2 messages loaded from {saved}.\n" in out
+    assert out.index("\n3 tokens, ") < out.index("\n2 tokens, ")
+    assert "temperature is -1" in out
+    assert "'wat' is not a parameter; /set lists them.\n" in out
+    assert "\nmin_p " in out
+    assert out.endswith(f"\n3 messages saved in {again}.\n")
+    assert [message["role"] for message in json.loads(again.read_text())] == [
+        "system", "user", "assistant",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_thinking_is_dimmed_on_a_terminal_and_omitted_elsewhere(
-    terminal: bool, capsys: pytest.CaptureFixture[str]
+    terminal: bool,
 ):
     console = Console(force_terminal=terminal, file=io.StringIO(), color_system="standard")
-    shown = _AnswerView(console, REASONING_FORMATS["qwen3"])
+    shown = AnswerView(console, REASONING_FORMATS["qwen3"])
     shown.begin("<|im_start|>assistant\n")
     for piece in ("<think>\nI am ", "asked.\n</th", "ink>\n\nYes", "."):
         shown.push(piece)
     shown.end()
     dim = "\033[2mI am asked.\n\033[0m\n" if terminal else ""
-    out = capsys.readouterr().out
+    out = console.file.getvalue()
     assert out.replace("\n", "") == f"{dim}Yes.".replace("\n", "")
     assert shown.content.strip() == "Yes."
 
@@ -515,13 +542,13 @@ def test_no_history_without_a_home_directory(monkeypatch: pytest.MonkeyPatch, tm
     assert history_file() is None
 
 
-def test_chat_wraps_answers_between_words(capsys: pytest.CaptureFixture[str]):
+def test_chat_wraps_answers_between_words():
     console = Console(force_terminal=True, file=io.StringIO(), width=20, _environ={"TERM": "xterm"})
-    shown = _AnswerView(console, None, column=8)
+    shown = AnswerView(console, None, column=8)
     for piece in ("One two th", "ree four"):
         shown.push(piece)
     shown.end()
-    assert "\033[3D\033[K\nthree four" in capsys.readouterr().out
+    assert "\033[3D\033[K\nthree four" in console.file.getvalue()
     assert shown.content == "One two three four"
 
 
