@@ -163,7 +163,8 @@ class Page:
         self.prefer()
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=0, y=0)
         self.evaluate(
-            "location.protocol == 'about:' || (sessionStorage.clear(), localStorage.clear())"
+            "location.protocol == 'about:' || (sessionStorage.clear(), localStorage.clear(), "
+            "new Promise((resolve) => indexedDB.deleteDatabase('strobe').onsuccess = resolve))"
         )
         self.problems.clear()
         self.requests.clear()
@@ -173,6 +174,12 @@ class Page:
         self._loaded.clear()
         self.call("Page.navigate", url=url)
         assert self._loaded.wait(PATIENCE), f"{url} did not load"
+
+    def reload(self) -> None:
+        """Load the page again."""
+        self._loaded.clear()
+        self.call("Page.reload")
+        assert self._loaded.wait(PATIENCE), "the page did not load again"
 
     def evaluate(self, expression: str) -> Any:
         """Return an expression's value, or its promise's. Raises AssertionError if it throws."""

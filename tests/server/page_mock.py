@@ -160,7 +160,11 @@ class MockServer:
     def _info(self) -> Json:
         return {
             "version": "0.1.0",
-            "engine": {"max_model_len": 2048, "methods": ["dflash", "none"], "sampling": {}},
+            "engine": {
+                "max_model_len": 2048,
+                "methods": ["dflash", "ngram", "none"],
+                "sampling": {"top_p": 0.9},
+            },
             "config": {},
             "server": {"served_model_name": [self.model]},
             "template": self.template,

@@ -467,7 +467,7 @@ def test_settings_reach_the_request_and_survive_a_reload(chat: Page, mock: MockS
     mock.reply(answer(HELLO), answer(HELLO))
     ask_and_wait(chat, "plain")
     chat.click("#open-settings")
-    for name, text in {"system": "Be brief.", "temperature": "0.5", "maxTokens": "40", "seed": "7",
+    for name, text in {"system": "Be brief.", "temperature": "0.5", "max_tokens": "40", "seed": "7",
                        "tools": '[{"type": "function"}]'}.items():  # fmt: skip
         chat.evaluate(f"document.querySelector('[name={name}]').focus()")
         chat.type(text)
@@ -481,6 +481,7 @@ def test_settings_reach_the_request_and_survive_a_reload(chat: Page, mock: MockS
     assert chat.text("#in-effect").startswith("thinking off · speculation off · temperature 0.5")
     ask_and_wait(chat, "set")
     plain, configured = mock.received
+    assert isinstance(plain.pop("seed"), int)
     common = {
         "model": "strobe-demo",
         "stream": True,
@@ -554,7 +555,7 @@ def test_page_works_with_the_keyboard_alone(chat: Page, mock: MockServer):
         seen.append(chat.evaluate(focus))
         if seen[-1] == "token own lit":
             break
-    assert seen == ["token own lit"]  # one tab stop for all tokens
+    assert seen == ["quiet"] * 2 + ["token own lit"]  # one tab stop for all tokens
     assert "Sort the first token" in chat.text("#token-note")
     chat.press("ArrowRight")
     chat.press("ArrowRight")
@@ -571,10 +572,10 @@ def test_page_works_with_the_keyboard_alone(chat: Page, mock: MockServer):
     chat.press("Escape")
     assert not chat.evaluate("document.querySelector('#token-note').checkVisibility()")
     order: list[str] = []
-    for _ in range(3):
+    for _ in range(6):
         chat.press("Tab")
         order.append(chat.evaluate(focus))
-    assert order == ["prompt", "compare", "send"]
+    assert order == ["quiet"] * 2 + ["prompt", "attach", "compare", "send"]
 
 
 def test_pointer_shows_token_and_step(chat: Page, mock: MockServer):

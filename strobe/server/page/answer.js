@@ -25,6 +25,8 @@ export class Answer {
     this.report = null;
     this.done = false;
     this.failed = false; // stopped or aborted
+    this.ending = null; // the sentence that says why it ended, if the model did not end it
+    this.before = { pieces: 0, tokens: 0 }; // those of the streams that this one continues
 
     this.notes = element("div", { class: "notes" });
     this.figures = element("dl", { class: "figures" });
@@ -39,6 +41,34 @@ export class Answer {
     this.show(view);
   }
 
+  /** Make an answer of what `record` returned. */
+  static restore(title, view, parse, record) {
+    const answer = new Answer(title, view, parse);
+    for (const part of record.parts) answer.add(part, null);
+    const { usage, report, finishReason, failed, times, firstTokens, before } = record;
+    Object.assign(answer, { usage, report, finishReason, failed, times, firstTokens, before });
+    answer.finish(record.ending, record.failed ? "error" : "note");
+    return answer;
+  }
+
+  /** The answer as plain data. */
+  get record() {
+    const { parts, usage, report, finishReason, failed, firstTokens, before, ending } = this;
+    const { started, first, last } = this.times;
+    const times = { started: 0, first: first && first - started, last: last && last - started };
+    return { parts, usage, report, finishReason, failed, firstTokens, before, ending, times };
+  }
+
+  /** Begin another stream, which continues this answer. */
+  resume() {
+    this.before = { pieces: this.pieces.length, tokens: this.numTokens };
+    this.times = { started: performance.now(), first: null, last: null };
+    this.usage = this.report = this.finishReason = this.ending = null;
+    this.done = this.failed = this.view.done = false;
+    this.notes.replaceChildren();
+    this.element.classList.add("running");
+  }
+
   /** Show another view, made of all chunks so far. */
   show(view) {
     const now = view === "tokens" ? new TokenView() : new ReadingView(this.parse);
@@ -50,17 +80,19 @@ export class Answer {
   }
 
   get numTokens() {
-    return this.usage?.completion_tokens ?? this.pieces.length;
+    const { pieces, tokens } = this.before;
+    return tokens + (this.usage?.completion_tokens ?? this.pieces.length - pieces);
   }
 
   /** Tokens per second after the first step, by the engine's clock; null before the end. */
   get rate() {
     const { started, first, last } = this.times;
-    const decoded = this.numTokens - this.firstTokens;
+    const tokens = this.numTokens - this.before.tokens;
+    const decoded = tokens - this.firstTokens;
     if (this.measured) return decoded / this.report.decode_seconds;
     if (first === null || !this.done) return null;
     if (last > first) return (1000 * decoded) / (last - first);
-    return (1000 * this.numTokens) / (last - started);
+    return (1000 * tokens) / (last - started);
   }
 
   /** Whether the server reported the engine's decoding time. */
@@ -71,20 +103,14 @@ export class Answer {
   /** Mean tokens per step that carried drafts, null before the first one. */
   get acceptanceLength() {
     const { steps, accepted } = this.verified;
-    return this.report?.acceptance_length ?? (steps ? 1 + accepted / steps : null);
+    const counted = steps ? 1 + accepted / steps : null;
+    return this.before.tokens ? counted : (this.report?.acceptance_length ?? counted);
   }
 
-  /** The answer as a message of the conversation, without calls that were cut off. */
-  get message() {
-    const message = { role: "assistant", content: this.content };
-    if (this.calls.length && !this.failed) {
-      message.tool_calls = this.calls.map(({ id, name, arguments: text }) => ({
-        id,
-        type: "function",
-        function: { name, arguments: text },
-      }));
-    }
-    return message;
+  /** The answer as a node of a conversation, without calls that were cut off. */
+  get node() {
+    const calls = this.failed ? [] : this.calls;
+    return { role: "assistant", content: this.content, calls, record: this.record };
   }
 
   feed(chunk, time) {
@@ -93,8 +119,11 @@ export class Answer {
     for (const warning of chunk.warnings ?? []) this.note(warning);
     const choice = chunk.choices?.[0];
     if (!choice) return;
-    const part = { delta: choice.delta ?? {}, step: choice.step ?? null };
     this.finishReason = choice.finish_reason ?? this.finishReason;
+    this.add({ delta: choice.delta ?? {}, step: choice.step ?? null }, time);
+  }
+
+  add(part, time) {
     this.content += part.delta.content ?? "";
     collect(this.calls, part.delta.tool_calls);
     this.count(part, time);
@@ -113,6 +142,7 @@ export class Answer {
     if (!step && !pieces.length) return;
     this.pieces.push(...pieces);
     this.raw += pieces.join("");
+    if (time === null) return;
     if (this.times.first === null) this.firstTokens = pieces.length;
     this.times.first ??= time;
     this.times.last = time;
@@ -128,10 +158,17 @@ export class Answer {
     this.notes.append(element("p", { class: kind, role: kind === "error" ? "alert" : null }, text));
   }
 
+  /** End an answer that is not complete. Returns a promise of its display. */
+  fail(note, kind) {
+    this.failed = true;
+    return this.finish(note, kind);
+  }
+
   /** End the answer. note: a sentence that says why, null if the model ended it. Returns a promise
    * of its display. */
   finish(note = null, kind = "note") {
     this.done = true;
+    this.ending = note;
     this.element.classList.remove("running");
     const shown = this.view.finish();
     if (this.finishReason === "length" && note === null) {
@@ -151,7 +188,7 @@ export class Answer {
     if (first !== null) rows.push(["first token", `${number(first - started)} ms`]);
     const length = this.acceptanceLength;
     if (length !== null) rows.push(["acceptance length", length.toFixed(1)]);
-    const steps = report?.used ? report.steps : this.verified.steps;
+    const steps = report?.used && !this.before.tokens ? report.steps : this.verified.steps;
     if (steps) rows.push(["verify steps", number(steps)]);
     if (this.pieces.length) rows.push(["tokens", number(this.numTokens)]);
     if (report) {

@@ -1,213 +1,101 @@
-// The chat: the conversation, sending, stopping, comparing.
+// The page: its header, its sidebar and the field for messages, around the conversation.
 
-import { Answer } from "./answer.js";
-import { ROUNDS, verdict } from "./compare.js";
-import { byId, button, element, number } from "./dom.js";
+import { Chat, keyButton, say } from "./chat.js";
+import { Conversation } from "./conversation.js";
+import { button, byId, element, number } from "./dom.js";
 import { DEMO, examplesFor } from "./examples.js";
+import { Attachments } from "./files.js";
 import { hide, inspect } from "./inspect.js";
 import * as settings from "./settings.js";
-import { chat, getJson, postJson, ServerError } from "./stream.js";
+import { Sidebar } from "./sidebar.js";
+import { getJson, ServerError } from "./stream.js";
 
 const log = byId("log");
 const prompt = byId("prompt");
 const dialog = byId("settings");
 
 let model = null; // its name, and what /server_info says about it
-let running = null; // the AbortController of the current stream
-let talk = newTalk();
 
-/** messages: the conversation without the system message. pending: calls without a result. */
-function newTalk() {
-  return { messages: [], pending: [] };
-}
+const chat = new Chat({
+  model: async () => {
+    if (model === null) await loadModel();
+    return model?.name;
+  },
+  onChange: refresh,
+  onSave: async (conversation) => {
+    await sidebar.save(conversation);
+    if (conversation === chat.conversation) show(conversation.id);
+  },
+});
 
-// ---- sending ----
+const sidebar = new Sidebar({
+  onOpen: (conversation) => {
+    closeDrawer();
+    if (conversation.id === chat.conversation.id) return;
+    chat.open(conversation);
+    show(conversation.id);
+    follow(true);
+    focusPrompt();
+  },
+  onRemove: (id) => id === chat.conversation.id && newChat(),
+});
+
+const attachments = new Attachments(byId("attachments"), () => refresh());
+
+// ---- messages ----
 
 /** Send the message or compare with it; with an empty message, compare on the last prompt. */
 async function submit(compare) {
   const text = prompt.value;
-  const typed = text.trim() !== "";
-  const again = !typed && compare && talk.messages.length > 0;
-  if (running) return say("Still answering. Press Escape to stop it first.");
+  const typed = text.trim() !== "" || attachments.files.length > 0;
+  const again = !typed && compare && chat.turns.length > 0;
+  if (chat.running) return say("Still answering. Press Escape to stop it first.");
   if (!typed && !again) return say("Type a message first.");
   if (!settings.valid()) return;
-  for (const failed of log.querySelectorAll(".turn.failed")) failed.remove();
-
-  const before = { ...talk, messages: [...talk.messages] };
-  if (again) {
-    const isPrompt = ({ role }) => role !== "assistant";
-    talk.messages.length = talk.messages.findLastIndex(isPrompt) + 1;
-  } else {
-    talk.messages.push(messageOf(text));
-    prompt.value = "";
-  }
+  const files = attachments.take();
+  if (typed) prompt.value = "";
+  follow(true);
   focusPrompt();
-  const turn = addTurn(again ? null : talk.messages.at(-1));
-  const mine = talk;
-  if (!mine.pending.length) {
-    const answered = await converse(turn, compare);
-    if (talk === mine && !answered) {
-      Object.assign(mine, before);
-      turn.classList.add("failed");
-      if (!prompt.value && typed) prompt.value = text;
-    }
+  const { conversation } = chat;
+  const answered = await (again ? chat.compareAgain() : chat.send(text, files, compare));
+  if (!answered && typed && !prompt.value && conversation === chat.conversation) {
+    prompt.value = text;
+    attachments.set(files);
   }
   refresh();
   focusPrompt();
 }
 
-/** The typed text as a message: a tool's result while a call waits for one. */
-function messageOf(text) {
-  if (!talk.pending.length) return { role: "user", content: text };
-  const [call, ...rest] = talk.pending;
-  talk.pending = rest;
-  return { role: "tool", tool_call_id: call.id, name: call.name, content: text };
+async function attach(files) {
+  const problems = await attachments.add(files);
+  if (problems.length) tellProblem(problems.join(" "));
+  focusPrompt();
 }
 
-/** Stream one answer, or two, into a turn. Returns whether the conversation has a new message. */
-async function converse(turn, compare) {
-  const mine = talk;
-  running = new AbortController();
-  const { signal } = running;
-  refresh();
-  say("Answering …");
-  if (model === null) await loadModel();
-  const system = settings.systemMessage();
-  const body = {
-    model: model?.name,
-    messages: [...(system ? [{ role: "system", content: system }] : []), ...mine.messages],
-    ...settings.request(),
-  };
-  const answer = compare
-    ? await both(turn, body, signal)
-    : await stream(addAnswer(turn, "Answer"), body, signal);
-  running = null;
-  if (!answer.numTokens) return false;
-  mine.messages.push(answer.message);
-  mine.pending = answer.message.tool_calls ? [...answer.calls] : [];
-  return true;
-}
-
-/** Run a request without and with speculation, ROUNDS times, and show the first round. Returns the
- * answer with speculation. */
-async function both(turn, body, signal) {
-  body.seed ??= crypto.getRandomValues(new Uint32Array(1))[0];
-  const off = addAnswer(turn, "Speculation off");
-  const on = addAnswer(turn, "Speculation on");
-  turn.classList.add("compared");
-  const first = () => stream(off, { ...body, speculation: false }, signal);
-  const second = () => stream(on, { ...body, speculation: settings.SHOWN }, signal);
-  if (settings.inTurns()) {
-    on.element.classList.add("waiting");
-    await first();
-    on.element.classList.remove("waiting");
-    if (off.failed) on.finish("Not run, because the other one did not end.");
-    else await second();
-  } else {
-    await Promise.all([first(), second()]);
-  }
-  const rounds = [{ off, on }];
-  const note = element("p", { class: "note" });
-  turn.append(note);
-  while (rounds.length < ROUNDS && !off.failed && !on.failed && on.report?.used) {
-    note.textContent = `Measuring again: run ${rounds.length + 1} of ${ROUNDS} …`;
-    say(note.textContent);
-    const round = await unseen(body, signal);
-    if (round.off.failed || round.on.failed) break;
-    rounds.push(round);
-  }
-  note.remove();
-  const result = verdict(off, on, rounds, body, settings.inTurns());
-  turn.append(result);
-  say(result.textContent);
-  return on;
-}
-
-/** Run another round of a comparison without showing its answers. */
-async function unseen(body, signal) {
-  const round = { off: makeAnswer("Speculation off"), on: makeAnswer("Speculation on") };
-  const first = () => stream(round.off, { ...body, speculation: false }, signal, true);
-  const second = () => stream(round.on, { ...body, speculation: settings.SHOWN }, signal, true);
-  if (settings.inTurns()) {
-    await first();
-    if (!round.off.failed) await second();
-  } else {
-    await Promise.all([first(), second()]);
-  }
-  return round;
-}
-
-async function stream(answer, body, signal, silent = false) {
-  answer.times.started = performance.now();
-  try {
-    for await (const { chunk, time } of chat(body, settings.apiKey(), signal)) {
-      answer.feed(chunk, time);
-      if (!silent) paint(answer);
-    }
-    await answer.finish();
-    if (!silent) say(`${answer.content || "The answer has no text."} ${number(answer.numTokens)} tokens.`);
-  } catch (error) {
-    answer.failed = true;
-    if (signal.aborted) {
-      await answer.finish("Stopped.");
-      say("Stopped.");
-    } else {
-      const known = error instanceof ServerError;
-      await answer.finish(known ? error.message : `The page failed: ${error.message}`, "error");
-      if (error.status === 401) answer.notes.append(keyButton());
-      if (!known) console.error(error);
-    }
-  }
-  return answer;
+function newChat() {
+  settings.dropAdopted();
+  prompt.value = "";
+  hide();
+  chat.open(new Conversation());
+  show(null);
+  scrollTo(0, 0);
+  focusPrompt();
 }
 
 // ---- display ----
 
-function addTurn(message) {
-  const turn = element("article", { class: "turn" });
-  if (message === null) {
-    turn.append(element("p", { class: "note" }, "The same prompt, compared."));
-  } else {
-    const author = message.role === "tool" ? `Result of ${message.name}` : "You";
-    const block = element("div", { class: `message ${message.role}` });
-    block.append(element("h2", {}, author), element("p", {}, message.content));
-    turn.append(block);
-  }
-  turn.append(element("div", { class: "answers" }));
-  log.append(turn);
-  pinned = true;
-  return turn;
-}
-
-function addAnswer(turn, title) {
-  const answer = makeAnswer(title);
-  turn.querySelector(".answers").append(answer.element);
-  shown.add(answer);
-  return answer;
-}
-
-function makeAnswer(title) {
-  return new Answer(title, settings.view(), parseMarkdown);
-}
-
-async function parseMarkdown(text, open) {
-  return (await postJson("markdown", { text, open }, settings.apiKey())).blocks;
-}
-
-const keyButton = () => button("Enter the API key", () => settings.openAt("key"));
-
 /** Update the buttons, labels and the line under the message. */
 function refresh() {
-  const [call] = talk.pending;
+  const [call] = chat.conversation.pending;
+  const running = Boolean(chat.running);
   byId("welcome").hidden = log.hasChildNodes();
   byId("stop").hidden = !running;
-  byId("send").hidden = Boolean(running);
-  byId("compare").disabled = Boolean(running);
+  byId("send").hidden = running;
+  byId("compare").disabled = running;
   byId("prompt-label").classList.toggle("plain", !call);
   byId("prompt-label").textContent = call ? `Result of ${call.name}` : "Message";
   prompt.placeholder = call ? `What ${call.name} returned, as text or JSON` : "Ask something";
   byId("in-effect").textContent = settings.inEffect();
-  log.setAttribute("aria-busy", String(Boolean(running)));
   fit();
 }
 
@@ -226,29 +114,21 @@ function focusPrompt() {
   else if (!dialog.open) prompt.focus();
 }
 
-/** Announce a text to screen readers. */
-function say(text) {
-  byId("status").textContent = text;
-}
-
-let frame = null;
-const changed = new Set();
-
-/** Bring an answer up to date with the next frame. */
-function paint(answer) {
-  changed.add(answer);
-  frame ??= requestAnimationFrame(() => {
-    frame = null;
-    for (const one of changed) one.paint();
-    changed.clear();
-  });
+/** Tell a problem above the conversation. */
+function tellProblem(...parts) {
+  byId("server-note").replaceChildren(...parts);
+  byId("server-note").hidden = false;
 }
 
 let pinned = true; // whether the page is scrolled to the end and stays there
 let lastTop = 0;
-new ResizeObserver(() => pinned && scrollTo(0, document.documentElement.scrollHeight)).observe(log);
+const toEnd = () => scrollTo(0, document.documentElement.scrollHeight);
+new ResizeObserver(() => pinned && toEnd()).observe(log);
 
-const shown = new Set(); // the answers on the page
+function follow(end) {
+  pinned = end;
+  if (end) toEnd();
+}
 
 /** Show all answers in the view of this name. */
 function showView(name) {
@@ -258,7 +138,29 @@ function showView(name) {
     one.setAttribute("aria-pressed", String(one.value === name));
   }
   hide();
-  for (const answer of shown) answer.show(name);
+  chat.show(name);
+}
+
+/** Remember the shown conversation in the page's address. */
+function show(id) {
+  history.replaceState(null, "", id ? `#${id}` : location.pathname + location.search);
+  sidebar.mark(id);
+}
+
+const narrow = matchMedia("(max-width: 68rem)");
+
+/** Open or close the sidebar. A wide page remembers it. */
+function openSidebar(open) {
+  byId("sidebar").hidden = !open;
+  byId("open-sidebar").setAttribute("aria-expanded", String(open));
+  document.body.classList.toggle("with-sidebar", open);
+  if (!narrow.matches) settings.remember("sidebar", open ? "" : "closed");
+  if (open && narrow.matches) byId("search").focus();
+}
+
+/** Close the sidebar where it covers the conversation. */
+function closeDrawer() {
+  if (narrow.matches && !byId("sidebar").hidden) openSidebar(false);
 }
 
 // ---- the server ----
@@ -272,8 +174,7 @@ async function loadModel() {
   } catch (error) {
     model = null;
     const text = error instanceof ServerError ? error.message : "The server names no model.";
-    note.replaceChildren(text, " ", ...(error.status === 401 ? [keyButton()] : []));
-    note.hidden = false;
+    tellProblem(text, " ", ...(error.status === 401 ? [keyButton()] : []));
     if (error.status === 503) setTimeout(loadModel, 400); // it is still starting
   }
   const context = model && `context ${number(model.engine.max_model_len)}`;
@@ -282,7 +183,7 @@ async function loadModel() {
   byId("examples").hidden = !model;
   byId("demo-note").hidden = model?.name !== DEMO;
   if (model) offerExamples();
-  if (model) settings.fitTo(model.template);
+  if (model) settings.fitTo(model);
   refresh();
 }
 
@@ -309,26 +210,35 @@ byId("composer").addEventListener("submit", (event) => {
   submit(false);
 });
 byId("compare").addEventListener("click", () => submit(true));
-byId("stop").addEventListener("click", () => running?.abort());
-byId("new-chat").addEventListener("click", () => {
-  running?.abort();
-  talk = newTalk();
-  settings.dropAdopted();
-  log.replaceChildren();
-  shown.clear();
-  prompt.value = "";
-  hide();
-  refresh();
-  scrollTo(0, 0);
-  focusPrompt();
-});
+byId("stop").addEventListener("click", () => chat.stop());
+byId("new-chat").addEventListener("click", newChat);
 byId("views").addEventListener("click", ({ target }) => target.value && showView(target.value));
 byId("open-settings").addEventListener("click", () => dialog.showModal());
+byId("open-sidebar").addEventListener("click", () => openSidebar(byId("sidebar").hidden));
+byId("column").addEventListener("click", closeDrawer, { capture: true });
+byId("close-sidebar").addEventListener("click", () => openSidebar(false));
 byId("options").addEventListener("input", () => {
   settings.store();
   refresh();
 });
 byId("options").elements.namedItem("key").addEventListener("change", loadModel);
+
+byId("attach").addEventListener("click", () => byId("files").click());
+byId("files").addEventListener("change", async ({ target }) => {
+  await attach([...target.files]);
+  target.value = "";
+});
+addEventListener("dragover", (event) => event.preventDefault());
+addEventListener("drop", (event) => {
+  event.preventDefault();
+  attach([...event.dataTransfer.files]);
+});
+prompt.addEventListener("paste", (event) => {
+  const files = [...event.clipboardData.files];
+  if (!files.length) return;
+  event.preventDefault();
+  attach(files);
+});
 
 prompt.addEventListener("input", fit);
 prompt.addEventListener("keydown", (event) => {
@@ -338,8 +248,9 @@ prompt.addEventListener("keydown", (event) => {
 });
 addEventListener("keydown", (event) => {
   if (event.key !== "Escape" || dialog.open) return;
+  if (narrow.matches && !byId("sidebar").hidden) return closeDrawer();
   hide();
-  running?.abort();
+  chat.stop();
 });
 addEventListener("scroll", () => {
   const { scrollHeight, scrollTop, clientHeight } = document.documentElement;
@@ -348,9 +259,23 @@ addEventListener("scroll", () => {
   else if (scrollTop < lastTop) pinned = false;
   lastTop = scrollTop;
 });
+document.addEventListener("visibilitychange", () => document.hidden || sidebar.load());
+for (const kind of ["error", "unhandledrejection"]) {
+  addEventListener(kind, ({ reason, message }) => {
+    tellProblem(`The page failed: ${reason?.message ?? message}. Reload it to go on.`);
+  });
+}
 
 settings.restore();
 showView(settings.view());
+openSidebar(!narrow.matches && settings.recall("sidebar") !== "closed");
+narrow.addEventListener("change", ({ matches }) => matches && openSidebar(false));
 inspect(log);
 refresh();
 loadModel();
+await sidebar.start();
+const linked = sidebar.find(location.hash.slice(1));
+if (linked) {
+  chat.open(linked);
+  sidebar.mark(linked.id);
+}

@@ -27,7 +27,7 @@ export async function postJson(path, body, key) {
  * The chunks of one streamed chat completion, each as {chunk, time}: time is performance.now() when
  * its bytes arrived. Ends after [DONE]. Throws ServerError, and what fetch throws on an abort.
  */
-export async function* chat(body, key, signal) {
+export async function* stream(body, key, signal) {
   const response = await post("v1/chat/completions", body, key, signal);
   for await (const { data, time } of events(response, signal)) {
     if (data === "[DONE]") return;

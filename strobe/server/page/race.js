@@ -5,10 +5,10 @@ import { element, number } from "./dom.js";
 export const ROUNDS = 3;
 
 /**
- * The sentences under a comparison. off, on: the answers of the first round; rounds: {off, on} of
- * each finished round; body: the request of all rounds.
+ * The sentences under a race. off, on: the answers of the first round. race: {rounds: the rates
+ * {off, on} of each finished round, seed, temperature, inTurns}.
  */
-export function verdict(off, on, rounds, body, inTurns) {
+export function verdict(off, on, { rounds, seed, temperature, inTurns }) {
   const result = element("p", { class: "verdict" });
   const strips = [off, on].map(({ view }) => view.strip).filter(Boolean);
   for (const strip of strips) strip.scale(Math.max(...strips.map(({ height }) => height)));
@@ -23,9 +23,9 @@ export function verdict(off, on, rounds, body, inTurns) {
     result.append(...speeds(rounds));
   }
   result.append(element("span", {}, sameness(off, on)));
-  const temperature = body.temperature ?? "the model’s own";
   const order = inTurns ? "one after the other" : "at the same time";
-  const conditions = `All with seed ${body.seed} and temperature ${temperature}, ${order}`;
+  const heat = temperature ?? "the model’s own";
+  const conditions = `All with seed ${seed} and temperature ${heat}, ${order}`;
   const clock = off.measured && on.measured ? "by the engine’s clock" : "as seen in this browser";
   result.append(element("small", {}, `${conditions}; rates after the first token, ${clock}.`));
   return result;
@@ -33,8 +33,8 @@ export function verdict(off, on, rounds, body, inTurns) {
 
 /** The comparison of the rounds' rates: by their medians if their ranges do not overlap. */
 function speeds(rounds) {
-  const off = rounds.map((round) => round.off.rate).filter((rate) => rate !== null);
-  const on = rounds.map((round) => round.on.rate).filter((rate) => rate !== null);
+  const off = rounds.map((round) => round.off).filter((rate) => rate !== null);
+  const on = rounds.map((round) => round.on).filter((rate) => rate !== null);
   if (!off.length || !on.length) return [];
   const times = `${number(median(on) / median(off))}×`;
   const runs = off.length === 1 ? "one run each" : `medians of ${off.length} runs each`;

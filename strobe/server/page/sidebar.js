@@ -1,0 +1,171 @@
+// The list of conversations: search, rename, delete, export, import.
+
+import { Conversation, fromJson, fromMarkdown, toMarkdown } from "./conversation.js";
+import { button, byId, counted, element } from "./dom.js";
+import { fileName, save } from "./files.js";
+import * as store from "./store.js";
+
+const list = byId("conversations");
+const search = byId("search");
+const note = byId("sidebar-note");
+
+export class Sidebar {
+  /** onOpen: called with a conversation that was chosen; onRemove: with the id of one removed. */
+  constructor({ onOpen, onRemove }) {
+    Object.assign(this, { onOpen, onRemove });
+    this.current = null; // the id of the shown conversation
+    this.conversations = []; // the newest first
+    search.addEventListener("input", () => this.show());
+    byId("export-all").addEventListener("click", () => this.exportAll());
+    byId("import").addEventListener("change", ({ target }) => this.import(target));
+  }
+
+  async start() {
+    if (!(await store.start())) tell("This browser keeps no conversations beyond this page.");
+    await this.load();
+  }
+
+  /** Read the conversations that other pages may have changed; those that are newer here stay. */
+  async load() {
+    this.conversations = (await store.all()).map((record) => {
+      const known = this.find(record.id);
+      return known?.updated >= record.updated ? known : new Conversation(record);
+    });
+    this.show();
+  }
+
+  async save(conversation) {
+    const others = this.conversations.filter(({ id }) => id !== conversation.id);
+    this.conversations = [...others, conversation].sort((a, b) => b.updated - a.updated);
+    await store.put(conversation.record);
+    this.show();
+  }
+
+  /** The stored conversation of an id, if there is one. */
+  find(id) {
+    return this.conversations.find((conversation) => conversation.id === id);
+  }
+
+  /** Mark the conversation that is shown. */
+  mark(id) {
+    this.current = id;
+    this.show();
+  }
+
+  show() {
+    const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const found = this.conversations.filter((conversation) => {
+      const text = words.length ? conversation.text.toLowerCase() : "";
+      return words.every((word) => text.includes(word));
+    });
+    list.replaceChildren(...found.map((conversation) => this.item(conversation)));
+    const none = words.length ? "No conversation has these words." : "Conversations appear here.";
+    byId("no-conversations").textContent = found.length ? "" : none;
+    byId("export-all").disabled = !this.conversations.length;
+  }
+
+  item(conversation) {
+    const { id, title } = conversation;
+    const open = button(title, () => this.onOpen(this.find(id)), {
+      class: "quiet",
+      "aria-current": id === this.current && "true",
+    });
+    const more = button("⋯", () => this.showMenu(conversation, item, more), {
+      class: "quiet more",
+      "aria-label": `More on ${title}`,
+      "aria-haspopup": "true",
+    });
+    const item = element("li", {}, open, more);
+    return item;
+  }
+
+  showMenu(conversation, item, opener) {
+    const menu = byId("menu");
+    const choose = (label, act) =>
+      button(label, () => {
+        menu.hidePopover();
+        act();
+      }, { class: "quiet" });
+    menu.replaceChildren(
+      choose("Rename", () => this.rename(conversation, item)),
+      choose("Export as Markdown", () =>
+        save(fileName(conversation.title, "md"), toMarkdown(conversation), "text/markdown"),
+      ),
+      choose("Export as JSON", () =>
+        save(fileName(conversation.title, "json"), asJson([conversation]), "application/json"),
+      ),
+      choose("Delete", () => this.remove(conversation)),
+    );
+    menu.showPopover();
+    const { right, bottom } = opener.getBoundingClientRect();
+    menu.style.left = `${Math.max(8, right - menu.offsetWidth)}px`;
+    menu.style.top = `${Math.min(bottom, innerHeight - menu.offsetHeight - 8)}px`;
+    menu.firstChild.focus();
+  }
+
+  rename(conversation, item) {
+    const field = element("input", { "aria-label": "Title", maxlength: 200 });
+    field.value = conversation.title;
+    let done = false;
+    const end = async (title) => {
+      if (done) return;
+      done = true;
+      if (title) await this.save(Object.assign(conversation, { title }));
+      else this.show();
+    };
+    field.addEventListener("keydown", (event) => {
+      event.stopPropagation();
+      if (event.key === "Enter") end(field.value.trim());
+      if (event.key === "Escape") end("");
+    });
+    field.addEventListener("blur", () => end(field.value.trim()));
+    item.replaceChildren(field);
+    field.select();
+  }
+
+  async remove(conversation) {
+    await store.remove(conversation.id);
+    this.onRemove(conversation.id);
+    await this.load();
+    const undo = button("Undo", async () => {
+      note.hidden = true;
+      await this.save(conversation);
+    });
+    tell(`Deleted “${conversation.title}”. `, undo);
+    undo.focus();
+  }
+
+  exportAll() {
+    save("strobe-conversations.json", asJson(this.conversations), "application/json");
+  }
+
+  async import(field) {
+    let count = 0;
+    const problems = [];
+    for (const file of field.files) {
+      try {
+        const text = await file.text();
+        const isJson = /\.json$/i.test(file.name);
+        for (const conversation of isJson ? fromJson(text) : [fromMarkdown(text)]) {
+          await store.put(conversation.record);
+          count += 1;
+        }
+      } catch (error) {
+        problems.push(`${file.name} cannot be imported: ${error.message}.`);
+      }
+    }
+    field.value = "";
+    await this.load();
+    tell([...problems, count && `Imported ${counted(count, "conversation")}.`].filter(Boolean).join(" "));
+  }
+}
+
+function asJson(conversations) {
+  const records = conversations.map(({ record }) => record);
+  return JSON.stringify({ strobe: 1, conversations: records }, null, 1);
+}
+
+function tell(...parts) {
+  note.replaceChildren(...parts);
+  note.hidden = false;
+}
