@@ -1,9 +1,10 @@
-"""Run other projects' clients, unmodified, against Strobe's server: lm-eval, vllm's `bench serve`
-and Anthropic's. Each gets its own environment; see README.md in this directory.
+"""Run other projects' clients, unmodified, against Strobe's server. Each gets its own environment;
+see README.md in this directory.
 
-    python scripts/clients/run.py lm_eval [--count 24] [--directory build/clients]
-    python scripts/clients/run.py vllm [--count 20] [--directory build/clients]
-    python scripts/clients/run.py anthropic [--count 6] [--directory build/clients]
+    python scripts/clients/run.py all [--count 6] [--directory build/clients]
+    python scripts/clients/run.py openai|anthropic|ollama|litellm|langchain|instructor|...
+    python scripts/clients/run.py lm_eval [--count 24]
+    python scripts/clients/run.py vllm [--count 20]
 
 Prints a Markdown table with date, versions and machine. Exits with 1, with the reason on standard
 error, if an answer is missing or depends on speculation.
@@ -15,11 +16,16 @@ import argparse
 import sys
 from pathlib import Path
 
+from answers import PACKAGES, talk_to_all, talker
 from benchmark import benchmark
 from evaluation import evaluate
-from messages import talk
 
-CLIENTS = {"lm_eval": (evaluate, 24), "vllm": (benchmark, 20), "anthropic": (talk, 6)}
+CLIENTS = {
+    "all": (talk_to_all, 6),
+    **{name: (talker(name), 6) for name in PACKAGES},
+    "lm_eval": (evaluate, 24),
+    "vllm": (benchmark, 20),
+}
 """The function that runs each client, and its default number of questions or prompts."""
 
 

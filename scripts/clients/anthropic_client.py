@@ -1,40 +1,34 @@
-"""Send requests to the server with Anthropic's client, in that client's environment.
-
-    python messages_client.py URL KEY QUESTIONS OUT
-
-QUESTIONS is a JSON list of texts. OUT gets a JSON object: the answers by kind of request.
-"""
+"""Anthropic's client: messages, streams, tools and the client's own loop over them, structured
+outputs, counts, errors."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import anthropic
 from anthropic.types import Message
 from pydantic import BaseModel
-
-MODEL = "strobe-demo"
-WEATHER = "What is the weather in Athens in celsius?"
-TURTLE = (
-    "Take this text and write a JSON object with the keys animal, name and age. "
-    "The white turtle of Noah is called Bamin and is 12 years old."
+from shared import (
+    DEGREES,
+    FUNCTION,
+    MAX_TOKENS,
+    MODEL,
+    PARAMETERS,
+    TURTLE,
+    UNITS,
+    WEATHER,
+    run,
+    user,
 )
-UNITS = ["celsius", "kelvin"]
+
 TOOL: Any = {
-    "name": "get_weather",
-    "description": "Use this to know the weather in a city.",
-    "input_schema": {
-        "type": "object",
-        "properties": {"city": {"type": "string"}, "unit": {"enum": UNITS}},
-        "required": ["city", "unit"],
-    },
+    "name": FUNCTION["function"]["name"],
+    "description": FUNCTION["function"]["description"],
+    "input_schema": PARAMETERS,
 }
-COMMON: Any = {"model": MODEL, "max_tokens": 256, "extra_body": {"temperature": 0}}
+COMMON: Any = {"model": MODEL, "max_tokens": MAX_TOKENS, "extra_body": {"temperature": 0}}
 PLAIN: Any = {**COMMON, "thinking": {"type": "disabled"}}
 
 
@@ -50,10 +44,6 @@ def content_of(message: Any) -> list[Any]:
     for block in blocks:
         block.pop("id", None)
     return [*blocks, message.stop_reason]
-
-
-def user(text: str) -> Any:
-    return [{"role": "user", "content": text}]
 
 
 def created(client: anthropic.Anthropic, question: str) -> list[Any]:
@@ -76,7 +66,7 @@ def with_tools(client: anthropic.Anthropic) -> list[Any]:
         first = stream.get_final_message()
     assert {"thinking", "signature", "input_json"} <= kinds, kinds
     (use,) = [block for block in first.content if block.type == "tool_use"]
-    result = {"type": "tool_result", "tool_use_id": use.id, "content": '{"degrees": 31}'}
+    result = {"type": "tool_result", "tool_use_id": use.id, "content": DEGREES}
     answered: Any = {"role": "assistant", "content": first.content}
     messages = [*question, answered, {"role": "user", "content": [result]}]
     second = client.messages.create(messages=messages, tools=[TOOL], **PLAIN)
@@ -92,7 +82,7 @@ def tool_runner(client: anthropic.Anthropic) -> list[Any]:
     @anthropic.beta_tool
     def get_weather(city: str, unit: str) -> str:
         """Use this to know the weather in a city."""
-        return '{"degrees": 31}'
+        return DEGREES
 
     options: Any = {**COMMON, "max_tokens": 16384, "messages": user(WEATHER)}
     results = list(client.beta.messages.tool_runner(tools=[get_weather], **options))
@@ -151,23 +141,21 @@ def rejected(client: anthropic.Anthropic, url: str) -> list[Any]:
     return names
 
 
-def main(url: str, key: str, questions_file: str, out: str) -> None:
-    questions: list[str] = json.loads(Path(questions_file).read_text(encoding="utf-8"))
+def answers(url: str, key: str, questions: list[str]) -> dict[str, Any]:
     client = anthropic.Anthropic(base_url=url, api_key=key, max_retries=0)
     async_client = anthropic.AsyncAnthropic(base_url=url, api_key=key, max_retries=0)
-    results = {
-        "create": [created(client, text) for text in questions],
-        "stream": [streamed(client, text) for text in questions],
-        "async, all at once": at_once(async_client, questions),
+    return {
+        "messages": [created(client, text) for text in questions],
+        "messages, streamed": [streamed(client, text) for text in questions],
+        "messages, all at once": at_once(async_client, questions),
         "stop_sequences": [stopped(client, text) for text in questions],
-        "stream with thinking and a tool, its result, count_tokens": [with_tools(client)],
+        "thinking, a tool and its result, count_tokens": [with_tools(client)],
         "tool_runner": [tool_runner(client)],
         "tool_choice": [forced(client)],
-        "parse": [parsed(client)],
+        "structured output": [parsed(client)],
         "errors": [rejected(client, url)],
     }
-    Path(out).write_text(json.dumps(results), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run(answers)
