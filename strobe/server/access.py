@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from strobe.server.logs import Fields, timestamp
+from strobe.server.traces import Traces
 
 CLIENT_CLOSED = 499  # nginx's status for a client that disconnected before the response's end
 MAX_PATH_CHARS = 256
@@ -49,8 +50,8 @@ class RequestId:
 
 
 class AccessLog:
-    """Logs one line per request on "strobe.access" when its response has ended; at DEBUG for
-    successful requests to the POLLED paths.
+    """Logs one line per request on "strobe.access" when its response has ended, at DEBUG for
+    successful requests to the POLLED paths, and exports the span of any other.
 
     Fields: time (of its arrival), request_id, client, method, path (its first 256 characters,
     without the query), status, duration_ms, bytes (of the body sent), error (the exception's type,
@@ -59,9 +60,16 @@ class AccessLog:
     failed.
     """
 
-    def __init__(self, app: ASGIApp, clock: Callable[[], float] = time.perf_counter):
-        self.app = app
-        self.clock = clock
+    def __init__(
+        self,
+        app: ASGIApp,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        logs: bool = True,
+        traces: Traces | None = None,
+    ):
+        """logs: write the lines."""
+        self.app, self.clock, self.logs, self.traces = app, clock, logs, traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -114,7 +122,10 @@ class AccessLog:
             line["error"] = seen.error
         polled = scope["path"].endswith(POLLED) and seen.outcome < 400
         fields = Fields(line | state["log"] | line)  # our fields come first and win
-        _log.log(logging.DEBUG if polled else logging.INFO, fields)
+        if self.logs:
+            _log.log(logging.DEBUG if polled else logging.INFO, fields)
+        if self.traces is not None and not polled:
+            self.traces.record(scope["headers"], fields, arrived, seconds)
 
 
 class ResponseCounter:

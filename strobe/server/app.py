@@ -50,6 +50,7 @@ from strobe.server.openai.responses import input_tokens, responses
 from strobe.server.openai.tokens import detokenize, tokenize
 from strobe.server.page.endpoints import MarkdownRequest, MarkdownResponse, markdown
 from strobe.server.serving import Serving
+from strobe.server.traces import Traces
 
 Handler = Callable[[Serving, Request], Awaitable[Response]]
 
@@ -148,6 +149,8 @@ def make_app(serving: Serving) -> ASGIApp:
     )
     app.openapi = document  # pyright: ignore[reportAttributeAccessIssue]
     serving.metrics.paths = frozenset([post.path for post in POSTS.values()])
+    endpoint = settings.otlp_traces_endpoint
+    traces = None if endpoint is None else Traces(endpoint)
     return wrap(
         app,
         MiddlewareSettings(
@@ -162,6 +165,7 @@ def make_app(serving: Serving) -> ASGIApp:
         shutdown=serving.shutdown,
         on_reject=serving.metrics.record_rejected,
         on_response=serving.metrics.record_http,
+        traces=traces,
     )
 
 

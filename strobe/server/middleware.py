@@ -30,6 +30,7 @@ from strobe.server.guards import (
     is_loopback,
     send_error,
 )
+from strobe.server.traces import Traces
 
 __all__ = [
     "OPEN_PATHS",
@@ -99,6 +100,7 @@ def wrap(
     shutdown: Shutdown | None = None,
     on_reject: OnReject | None = None,
     on_response: Callable[[str, str, int], None] | None = None,
+    traces: Traces | None = None,
 ) -> ASGIApp:
     """Return the application wrapped in all middleware, in the order above.
 
@@ -124,8 +126,8 @@ def wrap(
     app = ErrorForms(app)
     if on_response is not None:
         app = ResponseCounter(app, on_response)
-    if settings.access_log:
-        app = AccessLog(app)
+    if settings.access_log or traces is not None:
+        app = AccessLog(app, logs=settings.access_log, traces=traces)
     return RequestId(app)
 
 

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from strobe.checks import Texts, option, settings
 from strobe.server.logs import configure_logging
+from strobe.server.traces import check_endpoint
 
 TEXT_THREADS = 4
 """Maximum number of threads that render templates and encode texts."""
@@ -106,6 +107,11 @@ class ServerConfig:
     )
     cors_origin: Texts = option((), "Origins whose pages may call the API; * is all.")
     access_log: bool = option(True, "Write one line per request.")
+    otlp_traces_endpoint: Annotated[str, AfterValidator(check_endpoint)] | None = option(
+        None,
+        "Send a span of each request to this OpenTelemetry collector, such as "
+        "http://localhost:4318/v1/traces; needs strobe[otel].",
+    )
     log_level: str = option("info", "debug, info, warning or error.")
     log_json: bool = option(False, "Write log lines as JSON objects.")
     log_prompts: bool = option(False, "Let prompts and answers appear in the log.")

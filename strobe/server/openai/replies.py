@@ -351,12 +351,18 @@ def _finish(serving: Serving, http: Request, runs: Sequence[PromptRun], *, strea
         finish_reason=",".join(dict.fromkeys(c.output.finish_reason or "abort" for c in choices)),
         speculation=report["method"],
         acceptance_length=None if length is None else round(length, 3),
+        queue_ms=_earliest_ms([choice.queue_time for choice in choices]),
+        first_token_ms=_earliest_ms([choice.first_token_seconds for choice in choices]),
     )
     if serving.settings.log_prompts:
         prompts = [run.job.prompt_ids for run in runs]
         decode = serving.tokenizer.decode
         line["prompts"] = [decode(ids, skip_special_tokens=False) for ids in prompts]
         line["answers"] = [choice.output.text for choice in choices]
+
+
+def _earliest_ms(seconds: Sequence[float | None]) -> float | None:
+    return min([round(1e3 * s, 3) for s in seconds if s is not None], default=None)
 
 
 def _log_fields(http: Request) -> dict[str, Any]:
