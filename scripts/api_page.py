@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from strobe.server.anthropic.protocol.messages_request import CountTokensRequest, MessagesRequest
+from strobe.server.batches.protocol import BatchRequest, MessageBatchRequest
 from strobe.server.ollama.protocol.requests import (
     OllamaChatRequest,
     OllamaGenerateRequest,
@@ -38,8 +39,8 @@ GENERATING: tuple[type[RequestModel], ...] = (
     ChatCompletionRequest, CompletionRequest, ResponsesRequest, MessagesRequest
 )  # fmt: skip
 OTHER_ENDPOINTS: tuple[type[RequestModel], ...] = (
-    InputTokensRequest, CountTokensRequest, OllamaChatRequest, OllamaGenerateRequest, ShowRequest,
-    TokenizeRequest, DetokenizeRequest, MarkdownRequest,
+    InputTokensRequest, CountTokensRequest, BatchRequest, MessageBatchRequest, OllamaChatRequest,
+    OllamaGenerateRequest, ShowRequest, TokenizeRequest, DetokenizeRequest, MarkdownRequest,
 )  # fmt: skip
 ENDPOINTS = (*GENERATING, *OTHER_ENDPOINTS)
 

@@ -12,9 +12,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
 from strobe.server import page
+from strobe.server.access import RequestId
 from strobe.server.anthropic.messages import count_tokens, messages
 from strobe.server.anthropic.protocol import message_bodies as bodies
 from strobe.server.anthropic.protocol.messages_request import CountTokensRequest, MessagesRequest
+from strobe.server.batches.endpoints import add_batch_endpoints
+from strobe.server.batches.runner import BatchRunner
+from strobe.server.batches.store import BatchStore
+from strobe.server.error_forms import ErrorForms
 from strobe.server.get_endpoints import (
     READ_ERRORS,
     UNSERVED,
@@ -136,6 +141,11 @@ def make_app(serving: Serving) -> ASGIApp:
     add_get_endpoints(app, serving)
     add_response_endpoints(app, serving)
     add_ollama_endpoints(app, serving)
+    runner: BatchRunner | None = None
+    if (directory := serving.settings.batch_dir) is not None:
+        runner = BatchRunner(serving, BatchStore(Path(directory)), RequestId(ErrorForms(app)))
+        serving.background.append(runner)
+    add_batch_endpoints(app, serving, runner)
     _add_page(app)
     app.add_exception_handler(404, _not_found)
     app.add_exception_handler(405, _not_allowed)

@@ -42,8 +42,7 @@ UNSERVED = frozenset({
         for name in ("embeddings", "score", "rerank", "pooling", "classify")
     ),
     "/v1/moderations", "/v1/audio/speech", "/v1/audio/transcriptions", "/v1/audio/translations",
-    "/v1/images/generations", "/v1/images/edits", "/v1/realtime", "/v1/files", "/v1/batches",
-    "/v1/fine_tuning/jobs",
+    "/v1/images/generations", "/v1/images/edits", "/v1/realtime", "/v1/fine_tuning/jobs",
 })  # fmt: skip
 """Paths of OpenAI's API and of other servers that are not text generation."""
 

@@ -169,6 +169,8 @@ class Server:
             if ready.done():
                 facts = ready.result()
                 logger.info(self._greeting(serving, f"{facts.device}, {facts.dtype}"))
+                for work in serving.background:
+                    work.resume()
                 await asyncio.wait({stopped, http}, return_when=asyncio.FIRST_COMPLETED)
             ready.cancel()
             stopped.cancel()
@@ -200,6 +202,8 @@ class Server:
         client = serving.client
         client.restart = False
         self.shutdown.stopping = True
+        for work in serving.background:
+            await work.stop()
         if client.dead:
             logger.error("the engine's process has ended; the server stops")
             await asyncio.sleep(_POLL)  # the open requests' errors go out first

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jinja2
 import jinja2.meta
@@ -60,6 +60,18 @@ class RequestRejected(Exception):
 
 
 logger = logging.getLogger(__name__)
+
+
+class Background(Protocol):
+    """Work that the server does beside its requests, such as batches."""
+
+    def resume(self) -> None:
+        """Go on with what a previous run of the server left unfinished."""
+        ...
+
+    async def stop(self) -> None:
+        """Stop, so that a later run can go on."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -115,6 +127,7 @@ class Serving:
     shutdown: Shutdown = field(default_factory=Shutdown)
     created: int = field(default_factory=lambda: int(time.time()))
     retry_estimator: RetryEstimator = field(default_factory=RetryEstimator)
+    background: list[Background] = field(default_factory=list[Background])
     handling: int = 0
     """Number of requests whose handlers are running."""
 

@@ -102,6 +102,9 @@ class ServerConfig:
     response_memory: Count = option(
         64 << 20, "Bytes of the newest responses to store for /v1/responses/ID; 0 stores none."
     )
+    batch_dir: str | None = option(
+        None, "Directory of the files of /v1/batches and /v1/messages/batches; none: no batches."
+    )
     lenient: bool = option(
         False, "Accept unknown fields, with a warning in the response, instead of a 400."
     )

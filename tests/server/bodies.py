@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from strobe.server.anthropic.protocol.messages_request import CountTokensRequest, MessagesRequest
+from strobe.server.batches.protocol import BatchRequest, MessageBatchRequest
 from strobe.server.ollama.protocol.requests import (
     OllamaChatRequest,
     OllamaGenerateRequest,
@@ -34,6 +35,8 @@ SMALLEST: Mapping[type[RequestModel], dict[str, Any]] = {
     MessagesRequest: {"messages": [USER], "max_tokens": 4096},
     InputTokensRequest: {"input": "hello"},
     CountTokensRequest: {"messages": [USER]},
+    BatchRequest: {"input_file_id": "file_1", "endpoint": "/v1/completions"},
+    MessageBatchRequest: {"requests": [{"custom_id": "a", "params": {}}]},
     OllamaChatRequest: {"messages": [USER]},
     OllamaGenerateRequest: {"prompt": "hello"},
     ShowRequest: {},

@@ -13,10 +13,10 @@ from served import Served
 
 
 @pytest.fixture(scope="session")
-def real_server() -> Iterator[Served]:
+def real_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """`strobe serve` with its defaults, except that every step drafts, however busy the machine is.
     For modules that have a `server` of their own."""
-    served = Served("--no-adaptive")
+    served = Served("--no-adaptive", f"--batch-dir={tmp_path_factory.mktemp('batches')}")
     yield served
     assert served.stop() == 0
 

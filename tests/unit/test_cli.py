@@ -78,7 +78,7 @@ FLAGS = {
         "--root-path", "--served-model-name", "--chat-template", "--default-chat-template-kwargs",
         "--trust-request-chat-template", "--tool-call-parser", "--reasoning-parser",
         "--max-waiting", "--request-timeout", "--grace", "--restart-engine",
-        "--no-restart-engine", "--lenient", "--max-body-bytes", "--response-memory",
+        "--no-restart-engine", "--lenient", "--batch-dir", "--max-body-bytes", "--response-memory",
         "--cors-origin", "--access-log", "--no-access-log", "--log-level",
         "--log-json", "--log-prompts", "--otlp-traces-endpoint",
         *[flag for flag in ENGINE_FLAGS if flag != "--target"],

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from strobe.server.batch import AnswerFile, read_requests
+from strobe.server.batches.lines import AnswerFile, read_requests
 from strobe.server.settings import LogSettings
 
 ROOT = Path(__file__).parents[2]

@@ -149,6 +149,11 @@ NO_EFFECT: Mapping[str, Table] = {
         "is_error": FieldRule("chat templates cannot express it; say so in the content", (False,)),
         "data": FieldRule("only the service that created it can read it"),
     },
+    "batches": {
+        "completion_window": FieldRule("a batch has no deadline", ("24h",)),
+        "output_expires_after": FieldRule("files stay until they are deleted"),
+    },
+    "message_batches": {},
     "ollama.chat": _ACCEPTED_OLLAMA,
     "ollama.generate": _ACCEPTED_OLLAMA,
     "ollama.show": {"verbose": FieldRule("the answer is always the same", (False,))},
@@ -318,6 +323,8 @@ UNSUPPORTED: Mapping[str, Table] = {
     "output_config": {
         "task_budget": FieldRule("use max_tokens"),
     },
+    "batches": {},
+    "message_batches": {},
     "ollama.chat": {"prompt": FieldRule("use messages, or /api/generate", ("",))},
     "ollama.generate": {
         "messages": FieldRule("use prompt, or /api/chat", ([],)),

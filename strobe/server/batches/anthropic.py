@@ -1,0 +1,143 @@
+"""The endpoints /v1/messages/batches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import JSONResponse, Response
+
+from strobe.server.batches.lines import read_requests
+from strobe.server.batches.pages import listed, not_found
+from strobe.server.batches.protocol import MessageBatchRequest
+from strobe.server.batches.runner import BatchRunner
+from strobe.server.batches.store import RUNNING, succeeded
+from strobe.server.openai import replies
+from strobe.server.serving import RequestRejected, Serving
+
+PATH = "/v1/messages"
+
+
+async def create(serving: Serving, runner: BatchRunner, owner: str, http: Request) -> Response:
+    """Answer POST /v1/messages/batches."""
+    request = MessageBatchRequest.read(await http.body(), lenient=serving.settings.lenient)
+    lines = [
+        {"custom_id": r["custom_id"], "method": "POST", "url": PATH, "body": r["params"]}
+        for r in request.requests
+    ]
+    known = {"endpoint": PATH, "total": len(lines), "errors": None, "status": "in_progress"}
+    record = runner.store.add("msgbatch", owner, known)
+    record["lines"] = record["id"]
+    content = b"".join([json.dumps(line).encode() + b"\n" for line in lines])
+    runner.store.write_lines(record["id"], content)
+    runner.store.save({**record, "owner": owner})
+    runner.start(record["id"])
+    return JSONResponse(
+        _batch(runner, record, http) | replies.extras([], False, request.warnings())
+    )
+
+
+async def batches(serving: Serving, runner: BatchRunner, owner: str, http: Request) -> Response:
+    """Answer GET /v1/messages/batches."""
+    records = runner.store.records("msgbatch", owner)
+    page = listed([_batch(runner, r, http) for r in records], http, after="after_id")
+    return JSONResponse({name: value for name, value in page.items() if name != "object"})
+
+
+async def batch(serving: Serving, runner: BatchRunner, owner: str, http: Request) -> Response:
+    """Answer GET /v1/messages/batches/ID."""
+    return JSONResponse(_batch(runner, _find(runner, owner, http), http))
+
+
+async def cancel(serving: Serving, runner: BatchRunner, owner: str, http: Request) -> Response:
+    """Answer POST /v1/messages/batches/ID/cancel."""
+    record = _find(runner, owner, http)
+    if record["status"] in RUNNING:
+        record = runner.cancel(record)
+    return JSONResponse(_batch(runner, record, http))
+
+
+async def delete(serving: Serving, runner: BatchRunner, owner: str, http: Request) -> Response:
+    """Answer DELETE /v1/messages/batches/ID."""
+    record = _ended(_find(runner, owner, http), "cancel it first")
+    runner.store.delete(record["id"])
+    return JSONResponse({"id": record["id"], "type": "message_batch_deleted"})
+
+
+async def results(serving: Serving, runner: BatchRunner, owner: str, http: Request) -> Response:
+    """Answer GET /v1/messages/batches/ID/results."""
+    record = _ended(_find(runner, owner, http), "ask again later")
+    lines = [replies.compact(line).encode() + b"\n" for line in _results(runner, record)]
+    return Response(b"".join(lines), media_type="application/x-jsonl")
+
+
+def _results(runner: BatchRunner, record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the result of each request, in the order of the answers."""
+    answered: set[str] = set()
+    for answer in runner.store.answers(record["id"]):
+        body = answer["response"]["body"]
+        good = {"type": "succeeded", "message": body}
+        result = good if succeeded(answer) else {"type": "errored", "error": body}
+        answered.add(answer["custom_id"])
+        yield {"custom_id": answer["custom_id"], "result": result}
+    for line in read_requests(runner.store.lines_path(record["lines"]), None, (PATH,)):
+        if line.custom_id not in answered:
+            yield {"custom_id": line.custom_id, "result": {"type": "canceled"}}
+
+
+def _find(runner: BatchRunner, owner: str, http: Request) -> dict[str, Any]:
+    name = http.path_params["id"]
+    record = runner.store.get(name, owner) if name.startswith("msgbatch_") else None
+    if record is None:
+        raise not_found("batch", name)
+    return record
+
+
+def _ended(record: dict[str, Any], hint: str) -> dict[str, Any]:
+    if record["status"] in RUNNING:
+        raise RequestRejected(
+            400,
+            f"The batch {record['id']} has not ended; {hint}.",
+            code="batch_not_ended",
+        )
+    return record
+
+
+def _batch(runner: BatchRunner, record: Mapping[str, Any], http: Request) -> dict[str, Any]:
+    """Return a batch in Anthropic's format."""
+    status, name = record["status"], record["id"]
+    ended = status not in RUNNING
+    succeeded, errored = runner.counts(name)
+    left = record["total"] - succeeded - errored
+    running = "canceling" if status == "cancelling" else "in_progress"
+    ended_at = next((record[key] for key in _ENDS if record.get(key)), None)
+    return {
+        "id": name,
+        "type": "message_batch",
+        "processing_status": "ended" if ended else running,
+        "request_counts": {
+            "processing": 0 if ended else left,
+            "succeeded": succeeded,
+            "errored": errored,
+            "canceled": left if ended else 0,
+            "expired": 0,
+        },
+        "created_at": _time(record["created_at"]),
+        "ended_at": _time(ended_at),
+        "expires_at": _time(record["created_at"] + 86400),
+        "archived_at": None,
+        "cancel_initiated_at": _time(record.get("cancelling_at")),
+        "results_url": f"{http.base_url}v1/messages/batches/{name}/results" if ended else None,
+    }
+
+
+_ENDS = ("completed_at", "cancelled_at", "failed_at")
+
+
+def _time(seconds: int | None) -> str | None:
+    if seconds is None:
+        return None
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")

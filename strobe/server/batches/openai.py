@@ -1,0 +1,200 @@
+"""The endpoints /v1/files and /v1/batches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from email import message_from_bytes, policy
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import JSONResponse, Response
+
+from strobe.server.batches.lines import read_requests
+from strobe.server.batches.pages import listed, not_found
+from strobe.server.batches.protocol import BatchRequest
+from strobe.server.batches.runner import BatchRunner
+from strobe.server.batches.store import ERRORS, OUTPUT, RUNNING
+from strobe.server.openai import replies
+from strobe.server.openai.protocol.errors import FieldError, invalid_value
+from strobe.server.serving import RequestRejected, Serving
+
+_TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+_FORM = "multipart/form-data"
+
+
+async def upload(serving: Serving, runner: BatchRunner, owner: str, http: Request) -> Response:
+    """Answer POST /v1/files."""
+    if "authorization" not in http.headers:
+        raise RequestRejected(
+            401,
+            "An upload needs the header Authorization, even if the server takes any key, because "
+            "other sites' pages can send forms; set it as OpenAI's clients do.",
+            code="missing_authorization",
+        )
+    kind = http.headers.get("content-type", "")
+    if not kind.lower().startswith(_FORM):
+        raise RequestRejected(
+            415,
+            f"The Content-Type is {kind[:100]!r}, but must be {_FORM}; send the file as a form.",
+            code="unsupported_media_type",
+        )
+    fields, filename, content = _form(kind, await http.body())
+    if (purpose := fields.pop("purpose", None)) != "batch":
+        raise invalid_value("purpose", purpose, '"batch"', "other files have no use here")
+    if fields:
+        name = next(iter(fields))
+        raise FieldError(
+            f"{name[:60]!r} is not a field of an upload; leave it out.",
+            name[:200],
+            "unknown_parameter",
+        )
+    if content is None:
+        raise FieldError(
+            "file is missing; the upload needs it.", "file", "missing_required_parameter"
+        )
+    known = {"filename": filename, "bytes": len(content), "purpose": "batch"}
+    record = runner.store.add("file", owner, known)
+    runner.store.write_lines(record["id"], content)
+    return JSONResponse(_file(record))
+
+
+def _form(kind: str, body: bytes) -> tuple[dict[str, str], str, bytes | None]:
+    """Return a form's texts, and the name and content of its file. Raises FieldError."""
+    head = b"Content-Type: " + kind.encode("latin-1") + b"\r\n\r\n"
+    form = message_from_bytes(head + body, policy=policy.HTTP)
+    if not form.is_multipart() or form.defects:
+        raise FieldError("The body is not a multipart form; send the file as a form.", None)
+    fields: dict[str, str] = {}
+    filename, content = "", None
+    for part in form.iter_parts():
+        name = part.get_param("name", header="content-disposition")
+        value = part.get_payload(decode=True)
+        data = value if isinstance(value, bytes) else b""
+        if name == "file":
+            filename, content = part.get_filename() or "", data
+        else:
+            fields[str(name)] = data.decode(errors="replace")
+    return fields, filename, content
+
+
+async def files(serving: Serving, runner: BatchRunner, owner: str, http: Request) -> Response:
+    """Answer GET /v1/files."""
+    purpose = http.query_params.get("purpose", "batch")
+    records = runner.store.records("file", owner) if purpose == "batch" else []
+    return JSONResponse(listed(list(map(_file, records)), http, ("purpose",)))
+
+
+async def file(serving: Serving, runner: BatchRunner, owner: str, http: Request) -> Response:
+    """Answer GET /v1/files/ID."""
+    name = http.path_params["id"]
+    if (record := runner.store.get(name, owner)) is not None and name.startswith("file_"):
+        return JSONResponse(_file(record))
+    content = runner.store.content(name, owner)
+    batch = runner.store.get(name.removesuffix(OUTPUT).removesuffix(ERRORS), owner)
+    if content is None or batch is None:
+        raise not_found("file", name)
+    output = {"filename": f"{name}.jsonl", "bytes": len(content), "purpose": "batch_output"}
+    return JSONResponse(_file({**batch, "id": name, **output}))
+
+
+async def content(serving: Serving, runner: BatchRunner, owner: str, http: Request) -> Response:
+    """Answer GET /v1/files/ID/content."""
+    name = http.path_params["id"]
+    lines = runner.store.content(name, owner)
+    if lines is None:
+        raise not_found("file", name)
+    return Response(lines, media_type="application/jsonl")
+
+
+async def delete(serving: Serving, runner: BatchRunner, owner: str, http: Request) -> Response:
+    """Answer DELETE /v1/files/ID."""
+    name = http.path_params["id"]
+    if not name.startswith("file_") or runner.store.get(name, owner) is None:
+        raise not_found("file", name)
+    runner.store.delete(name)
+    return JSONResponse({"id": name, "object": "file", "deleted": True})
+
+
+async def create(serving: Serving, runner: BatchRunner, owner: str, http: Request) -> Response:
+    """Answer POST /v1/batches."""
+    request = BatchRequest.read(await http.body(), lenient=serving.settings.lenient)
+    store, source = runner.store, request.input_file_id
+    if not source.startswith("file_") or store.get(source, owner) is None:
+        raise not_found("file", source, "input_file_id")
+    errors: list[dict[str, Any]] | None = None
+    total = 0
+    try:
+        total = len(read_requests(store.lines_path(source), source, (request.endpoint,)))
+    except ValueError as error:
+        errors = [{"code": "invalid_request", "message": str(error), "param": None, "line": None}]
+    fields: dict[str, Any] = {
+        "endpoint": request.endpoint,
+        "lines": source,
+        "metadata": request.metadata,
+        "total": total,
+        "errors": errors,
+        "status": "validating" if errors is None else "failed",
+    }
+    fields |= {} if errors is None else {"failed_at": int(time.time())}
+    record = store.add("batch", owner, fields)
+    if errors is None:
+        runner.start(record["id"])
+    extras = replies.extras([], False, request.warnings())
+    return JSONResponse(_batch(runner, record) | extras)
+
+
+async def batches(serving: Serving, runner: BatchRunner, owner: str, http: Request) -> Response:
+    """Answer GET /v1/batches."""
+    records = runner.store.records("batch", owner)
+    return JSONResponse(listed([_batch(runner, record) for record in records], http))
+
+
+async def batch(serving: Serving, runner: BatchRunner, owner: str, http: Request) -> Response:
+    """Answer GET /v1/batches/ID."""
+    return JSONResponse(_batch(runner, _find(runner, owner, http)))
+
+
+async def cancel(serving: Serving, runner: BatchRunner, owner: str, http: Request) -> Response:
+    """Answer POST /v1/batches/ID/cancel."""
+    record = _find(runner, owner, http)
+    if record["status"] in RUNNING:
+        record = runner.cancel(record)
+    return JSONResponse(_batch(runner, record))
+
+
+def _find(runner: BatchRunner, owner: str, http: Request) -> dict[str, Any]:
+    name = http.path_params["id"]
+    record = runner.store.get(name, owner) if name.startswith("batch_") else None
+    if record is None:
+        raise not_found("batch", name)
+    return record
+
+
+def _file(record: Mapping[str, Any]) -> dict[str, Any]:
+    names: Sequence[str] = ("id", "bytes", "created_at", "filename", "purpose")
+    known = {name: record[name] for name in names}
+    return {"object": "file", **known, "status": "processed", "expires_at": None}
+
+
+def _batch(runner: BatchRunner, record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a batch in OpenAI's format."""
+    name, ended = record["id"], record["status"] not in RUNNING
+    completed, failed = runner.counts(name)
+    errors = record["errors"]
+    return {
+        "id": name,
+        "object": "batch",
+        "endpoint": record["endpoint"],
+        "errors": None if errors is None else {"object": "list", "data": errors},
+        "input_file_id": record["lines"],
+        "completion_window": "24h",
+        "status": record["status"],
+        "output_file_id": f"{name}{OUTPUT}" if ended and completed else None,
+        "error_file_id": f"{name}{ERRORS}" if ended and failed else None,
+        "created_at": record["created_at"],
+        "expires_at": None,
+        **{f"{status}_at": record.get(f"{status}_at") for status in _TIMES},
+        "request_counts": {"total": record["total"], "completed": completed, "failed": failed},
+        "metadata": record["metadata"],
+    }
