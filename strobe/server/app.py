@@ -222,6 +222,9 @@ async def _not_found(http: Request, error: Exception) -> Response:
     if http.url.path in UNSERVED:
         sentence = f"Strobe serves text generation; {http.url.path} is not among what it does."
         return JSONResponse(error_body(sentence, status=501, code="not_implemented"), 501)
+    if route(http.scope) == "/infill":
+        sentence = "/infill is not supported: use /v1/completions with prompt and suffix."
+        return JSONResponse(error_body(sentence, status=501, code="not_implemented"), 501)
     if (sentence := refusal(route(http.scope))) is not None:
         return JSONResponse(error_body(sentence, status=501, code="not_implemented"), 501)
     sentence = f"There is nothing at {http.url.path[:200]!r}; GET /docs lists what there is."

@@ -125,7 +125,7 @@ def test_field_without_effect_is_a_warning():
         ({"options": {"num_predict": "a"}}, 'options.num_predict is "a", but must be a whole'),
         ({"options": {"num_ctx": 0}}, "options.num_ctx is 0, but must be a whole number above 0."),
         ({"options": {"repeat_penalty": 0}}, "options.repeat_penalty is 0, but must be above 0"),
-        ({"options": {"mirostat": 2}}, "options.mirostat is 2, which is not supported: use temp"),
+        ({"options": {"mirostat": 2}}, "options.mirostat is 2, which is not supported: the samp"),
         ({"options": {"repeat_last_n": 64}}, "options.repeat_last_n is 64, which is not support"),
         ({"options": {"temprature": 1}}, '"temprature" is not a field of options; did you mean te'),
         ({"options": 3}, "options is 3, but must be a JSON object."),

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from strobe.request import TokenLogprob
 from strobe.server.openai import replies
+from strobe.server.openai.infill import infill_ids
 from strobe.server.openai.protocol.completion_request import CompletionRequest
 from strobe.server.openai.protocol.errors import FieldError
 from strobe.server.openai.runs import (
@@ -84,21 +85,27 @@ async def completions(serving: Serving, http: Request) -> Response:
 async def _prompt(
     serving: Serving, request: CompletionRequest, raw_prompt: str | list[int]
 ) -> Prompt:
-    tokenizer = serving.tokenizer
+    tokenizer, suffix = serving.tokenizer, request.suffix
+
+    def infilled(ids: list[int]) -> list[int]:
+        return infill_ids(serving, ids, suffix) if suffix else ids
 
     def read() -> Prompt:
         if isinstance(raw_prompt, str):
             try:
                 serving.check_length(raw_prompt, "prompt", request.truncate_prompt_tokens)
-                ids = tokenizer.encode(raw_prompt, add_special_tokens=request.add_special_tokens)
+                special = request.add_special_tokens
+                first = tokenizer.encode("", add_special_tokens=special) if suffix else []
+                ids = tokenizer.encode(raw_prompt, add_special_tokens=special and not suffix)
             except FieldError:
                 raise
             except ValueError as error:
                 raise FieldError(str(error), "prompt") from None
-            return Prompt(raw_prompt, ids)
+            return Prompt(raw_prompt, [*first, *infilled(ids)])
         size = serving.facts.vocab_size
         valid_ids = [token for token in raw_prompt if token < size]
-        return Prompt(tokenizer.decode(valid_ids, skip_special_tokens=False), raw_prompt)
+        text = tokenizer.decode(valid_ids, skip_special_tokens=False)
+        return Prompt(text, infilled(raw_prompt))
 
     prompt = await serving.in_thread(read)
     ids = serving.fit(prompt.ids, request.limit(), request.truncate_prompt_tokens, "prompt")

@@ -67,6 +67,11 @@ class CompletionRequest(SamplingFields):
         "tokens per position, 0 to 20; not in a stream.",
     )
     echo: bool = Field(False, description="Begin the text with the prompt.")
+    suffix: str | None = Field(
+        None,
+        description="The answer is the text between prompt and suffix; for models with tokens "
+        "that mark it, such as `<|fim_middle|>`.",
+    )
     response_format: FormatField = Field(
         None,
         description="`text`, `json_object`, or `json_schema` with `json_schema.schema`, which is "
@@ -99,6 +104,13 @@ class CompletionRequest(SamplingFields):
         self._prompts = self._read_prompts()
         check_stream(self.stream, self.stream_options, self.prompt_logprobs, self._warnings)
         check_truncation(self.truncate_prompt_tokens)
+        others = ("echo", "prompt_logprobs", "truncate_prompt_tokens")
+        if self.suffix and (names := [n for n in others if getattr(self, n)]):
+            raise FieldError(
+                f"{names[0]} is set together with suffix, which precedes the answer as well; leave "
+                "one of them out.",
+                names[0],
+            )
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
             raise FieldError(
                 "max_tokens is 0, which makes no token; ask for 1 or more, or set echo to true for "

@@ -56,6 +56,13 @@ _ACCEPTED: Table = {
     "timings_per_token": FieldRule("include_speculation reports each step", (False,)),
     "return_progress": FieldRule("prefill progress is not reported", (False,)),
     "stream_interval": FieldRule("every step is streamed as soon as it ends", (1,)),
+    "xtc_threshold": FieldRule("there is no XTC sampler"),
+    **dict.fromkeys(
+        ("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
+        FieldRule("there is no DRY sampler"),
+    ),
+    "mirostat_tau": FieldRule("there is no mirostat sampler"),
+    "mirostat_eta": FieldRule("there is no mirostat sampler"),
 }
 """Fields that every generating endpoint ignores."""
 
@@ -160,13 +167,14 @@ NO_EFFECT: Mapping[str, Table] = {
     "options": {
         **dict.fromkeys(_RUNNER, FieldRule("the server's options set it")),
         "num_keep": FieldRule("no token is dropped from the context"),
-        "mirostat_tau": FieldRule("there is no mirostat"),
-        "mirostat_eta": FieldRule("there is no mirostat"),
+        "mirostat_tau": FieldRule("there is no mirostat sampler"),
+        "mirostat_eta": FieldRule("there is no mirostat sampler"),
     },
 }
 """Fields that are ignored and listed in the response's `warnings`, by endpoint or object."""
 
 _BEAMS = "there is no beam search"
+_SAMPLERS = "the samplers are temperature, top_k, top_p, min_p and penalties"
 _PROCESSORS = "requests cannot run code here; use logit_bias or allowed_token_ids"
 _MEDIA = "only text is supported"
 _NO_TEMPLATE_ARGUMENT = "put it into chat_template_kwargs"
@@ -178,6 +186,17 @@ _REFUSED: Table = {
     "custom_params": FieldRule(_PROCESSORS, ({},)),
     "use_beam_search": FieldRule(_BEAMS, (False,)),
     "length_penalty": FieldRule(_BEAMS, (1.0,)),
+    "typical_p": FieldRule(_SAMPLERS, (1,)),
+    "tfs_z": FieldRule(_SAMPLERS, (1,)),
+    "top_a": FieldRule(_SAMPLERS, (0,)),
+    "top_n_sigma": FieldRule(_SAMPLERS, (-1, 0)),
+    "xtc_probability": FieldRule(_SAMPLERS, (0,)),
+    "dry_multiplier": FieldRule(_SAMPLERS, (0,)),
+    "dynatemp_range": FieldRule(_SAMPLERS, (0,)),
+    "mirostat": FieldRule(_SAMPLERS, (0,)),
+    "n_predict": FieldRule("use max_tokens", (-1,)),
+    "n_probs": FieldRule("use logprobs", (0,)),
+    "logprob_token_ids": FieldRule("use logprobs with top tokens", ([],)),
     "early_stopping": FieldRule(_BEAMS, (False,)),
     "repetition_detection": FieldRule("use stop or max_tokens to end an answer"),
     "stop_regex": FieldRule("use stop, which takes plain strings", ("", [])),
@@ -240,7 +259,6 @@ UNSUPPORTED: Mapping[str, Table] = {
         **_REFUSED,
         **_THINKING,
         "messages": FieldRule("this endpoint takes prompt"),
-        "suffix": FieldRule("the server cannot infill text", ("",)),
         "prompt_embeds": FieldRule("use text or token ids", ([],)),
         "tools": FieldRule("use /v1/chat/completions", ([],)),
         "reasoning_effort": FieldRule("use /v1/chat/completions"),
@@ -330,7 +348,7 @@ UNSUPPORTED: Mapping[str, Table] = {
         "messages": FieldRule("use prompt, or /api/chat", ([],)),
         "context": FieldRule("send the conversation to /api/chat", ([],)),
         "template": FieldRule("write the whole prompt and set raw", ("",)),
-        "suffix": FieldRule("the server cannot infill text", ("",)),
+        "suffix": FieldRule("use /v1/completions", ("",)),
         "images": FieldRule(_MEDIA, ([],)),
         "width": FieldRule(_MEDIA, (0,)),
         "height": FieldRule(_MEDIA, (0,)),
@@ -343,9 +361,8 @@ UNSUPPORTED: Mapping[str, Table] = {
     },
     "ollama.message": {"images": FieldRule(_MEDIA, ([],))},
     "options": {
-        "typical_p": FieldRule("use top_p or min_p", (1,)),
-        "tfs_z": FieldRule("use top_p or min_p", (1,)),
-        "mirostat": FieldRule("use temperature and top_p", (0,)),
+        **dict.fromkeys(("typical_p", "tfs_z"), FieldRule(_SAMPLERS, (1,))),
+        "mirostat": FieldRule(_SAMPLERS, (0,)),
         "repeat_last_n": FieldRule("repeat_penalty counts all tokens", (-1,)),
         "penalize_newline": FieldRule("penalties count all tokens", (True,)),
     },
