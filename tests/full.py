@@ -14,6 +14,7 @@ FULL: dict[str, tuple[str, ...]] = {
     "tests/server/test_page.py": ("",),
     "tests/server/test_page_chats.py": ("",),
     "tests/server/test_page_reading.py": ("",),
+    "tests/server/test_page_server.py": ("",),
     "tests/server/test_stopping.py": (
         "signalled twice",
         "test_third_engine_end",

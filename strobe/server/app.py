@@ -53,7 +53,12 @@ from strobe.server.openai.protocol.token_requests import (
 )
 from strobe.server.openai.responses import input_tokens, responses
 from strobe.server.openai.tokens import detokenize, tokenize
-from strobe.server.page.endpoints import MarkdownRequest, MarkdownResponse, markdown
+from strobe.server.page.endpoints import (
+    MarkdownRequest,
+    MarkdownResponse,
+    add_event_stream,
+    markdown,
+)
 from strobe.server.serving import Serving
 from strobe.server.traces import Traces
 
@@ -146,6 +151,7 @@ def make_app(serving: Serving) -> ASGIApp:
         runner = BatchRunner(serving, BatchStore(Path(directory)), RequestId(ErrorForms(app)))
         serving.background.append(runner)
     add_batch_endpoints(app, serving, runner)
+    add_event_stream(app, serving)
     _add_page(app)
     app.add_exception_handler(404, _not_found)
     app.add_exception_handler(405, _not_allowed)

@@ -25,6 +25,9 @@ OnReject = Callable[[int, str], None]
 
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
+UNCOUNTED = frozenset({"/markdown"})
+"""Paths that do not count among a key's concurrent requests."""
+
 _host = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^\s:/@\[\]]+)(:[0-9]*)?", re.IGNORECASE | re.ASCII)
 _digits = re.compile(rb"[0-9]{1,4000}")  # int() reads no more
 
@@ -145,7 +148,8 @@ class AllowedHosts:
 
 class ApiKeyGuard:
     """Requires `Authorization: Bearer KEY`, or Anthropic's `x-api-key: KEY`, except on the open
-    paths; else 401. Requests beyond a key's max_concurrency are a 429.
+    paths; else 401. Requests beyond a key's max_concurrency are a 429; reads and UNCOUNTED paths,
+    which the page asks for during an answer, do not count.
 
     Sets scope["state"]["api_key"] to the key's digest, and adds its name to the log. Keys are
     compared in constant time. OPTIONS passes, because browsers send it without a key; no handler
@@ -185,6 +189,8 @@ class ApiKeyGuard:
             )
         elif key is None or route(scope) in self.open_paths:
             await self.app(scope, receive, send)
+        elif scope["method"] in SAFE_METHODS or route(scope) in UNCOUNTED:
+            await self._run(key, scope, receive, send, 0)
         elif key.max_concurrency is not None and self.running[key] >= key.max_concurrency:
             self.on_reject(429, "api_key_busy")
             await send_error(
@@ -196,18 +202,20 @@ class ApiKeyGuard:
                 headers=[(b"retry-after", b"1")],
             )
         else:
-            await self._run(key, scope, receive, send)
+            await self._run(key, scope, receive, send, 1)
 
-    async def _run(self, key: ApiKeyEntry, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _run(
+        self, key: ApiKeyEntry, scope: Scope, receive: Receive, send: Send, count: int
+    ) -> None:
         state = scope.setdefault("state", {})
         state["api_key"] = hashlib.sha256(key.secret.encode()).digest()
         if key.name:
             state.setdefault("log", {})["key"] = key.name
-        self.running[key] += 1
+        self.running[key] += count
         try:
             await self.app(scope, receive, send)
         finally:
-            self.running[key] -= 1
+            self.running[key] -= count
 
     def _key(self, scope: Scope) -> ApiKeyEntry | None:
         # For constant time: digests are of equal length, and every key is compared.

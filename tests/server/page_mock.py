@@ -121,8 +121,8 @@ class MockServer:
     """Serves from a thread until closed. replies: the responses to the next chat requests.
 
     received: the bodies of the chat requests, keys: their Authorization headers. api_key: required
-    unless None. starting: number of 503 responses of /server_info before the first 200. template:
-    what it says about the chat template. markdown: whether /markdown works.
+    unless None. state: what /events sends; with a problem, /server_info is a 503. template: what
+    /server_info says about the chat template. markdown: whether /markdown works.
     """
 
     def __init__(self):
@@ -144,7 +144,7 @@ class MockServer:
         self.model = "strobe-demo"
         self.template: Json = {"reasoning": "qwen3", "tools": "hermes", "variables": None}
         self.markdown = True
-        self.starting = 0
+        self.state: Json = {"problem": None}
         self.api_key: str | None = None
         self.replies: deque[Reply] = deque()
         self.received: list[Json] = []
@@ -170,6 +170,18 @@ class MockServer:
             "template": self.template,
         }
 
+    async def _events(self, receive: Any, send: Any) -> None:
+        """Send the state whenever it has changed, until the client disconnects."""
+        headers = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        leaving, last = asyncio.ensure_future(left(receive)), None
+        while not leaving.done():
+            if self.state != last:
+                last = self.state
+                event = f"data: {json.dumps(last)}\n\n".encode()
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+            await asyncio.wait([leaving], timeout=0.01)
+
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
         path = scope["path"]
         if path in self._files:
@@ -180,9 +192,10 @@ class MockServer:
         key = headers.get("authorization")
         if self.api_key not in (None, (key or "").removeprefix("Bearer ")):
             await plain(send, refusal(401, "The API key is missing or wrong."))
-        elif path == "/server_info" and self.starting:
-            self.starting -= 1
-            await plain(send, refusal(503, "The engine is still starting."))
+        elif path == "/server_info" and self.state["problem"]:
+            await plain(send, refusal(503, self.state["problem"]))
+        elif path == "/events":
+            await self._events(receive, send)
         elif path == "/server_info":
             await plain(send, Reply(body=self._info()))
         elif path == "/markdown":

@@ -338,6 +338,9 @@ def test_requests_above_a_keys_limit_are_429():
     assert "may run 1 request at once" in call(alone, headers=bearer).error["message"]
     assert refused == [(429, "api_key_busy")]
     assert call(app, "/health", method="GET", headers=bearer).status == 200
+    assert call(app, "/events", method="GET", headers=bearer).status == 200
+    assert call(app, "/markdown", headers=bearer).status == 200
+    assert app.running[KEYS[0]] == 2
     other_key = [("Authorization", "Bearer schl\u00fcssel two")]
     assert call(app, headers=other_key).status == 200
 

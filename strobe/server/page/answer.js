@@ -79,6 +79,27 @@ export class Answer {
     else now.paint();
   }
 
+  /** Milliseconds from the request to the last token. */
+  get duration() {
+    const { started, last } = this.times;
+    return last === null ? 0 : last - started;
+  }
+
+  /** Show the answer again as it came. Returns a function that shows it up to a time in ms. */
+  replay() {
+    const view = this.view instanceof TokenView ? new TokenView() : new ReadingView(this.parse);
+    this.view.element.replaceWith(view.element);
+    this.view = view;
+    let next = 0;
+    return (time) => {
+      while (next < this.parts.length && (this.parts[next].at ?? 0) <= time) {
+        view.feed(this.parts[next++]);
+      }
+      view.paint();
+      if (time >= this.duration) view.finish();
+    };
+  }
+
   get numTokens() {
     const { pieces, tokens } = this.before;
     return tokens + (this.usage?.completion_tokens ?? this.pieces.length - pieces);
@@ -126,6 +147,7 @@ export class Answer {
   add(part, time) {
     this.content += part.delta.content ?? "";
     collect(this.calls, part.delta.tool_calls);
+    if (time !== null) part.at = Math.round(time - this.times.started);
     this.count(part, time);
     this.parts.push(part);
     this.view.feed(part);

@@ -18,10 +18,11 @@ export function say(text) {
 export class Chat {
   /**
    * model: returns the served model's name, as a promise. onChange: called after every change of
-   * what is shown; onSave: with the conversation, after every change of it.
+   * what is shown; onSave: with the conversation, after every change of it. onShare, onPicture:
+   * called with a turn, and with the button that was pressed.
    */
-  constructor({ model, onChange, onSave }) {
-    Object.assign(this, { model, onChange, onSave });
+  constructor({ model, onChange, onSave, onShare, onPicture }) {
+    Object.assign(this, { model, onChange, onSave, onShare, onPicture });
     this.conversation = new Conversation();
     this.turns = [];
     this.running = null; // the AbortController of the current stream
@@ -79,6 +80,8 @@ export class Chat {
       edit: idle && isUser && (() => turn.edit((text) => this.editMessage(turn, text))),
       regenerate: idle && node && (() => this.again(turn)),
       resume: idle && canResume && (() => this.resume(turn)),
+      share: node && answerNode?.request && (({ target }) => this.onShare(turn, target)),
+      picture: answerNode && (() => this.onPicture(turn)),
     };
   }
 
@@ -245,7 +248,7 @@ export class Chat {
     race.off = off.record;
     const result = verdict(off, on, race);
     note.replaceWith(result);
-    say(result.textContent);
+    say(result.querySelector("p")?.textContent ?? result.textContent);
     return on;
   }
 

@@ -39,8 +39,25 @@ export function copyButton(read) {
   return node;
 }
 
+/** Show choices, as [label, act], in the menu at an element. */
+export function showMenu(choices, { right, bottom }) {
+  const menu = byId("menu");
+  menu.replaceChildren(
+    ...choices.map(([label, act]) =>
+      button(label, () => {
+        menu.hidePopover();
+        act();
+      }, { class: "quiet" }),
+    ),
+  );
+  menu.showPopover();
+  menu.style.left = `${Math.max(8, right - menu.offsetWidth)}px`;
+  menu.style.top = `${Math.min(bottom, innerHeight - menu.offsetHeight - 8)}px`;
+  menu.firstChild.focus();
+}
+
 /** Copy a text. Pages without HTTPS have no clipboard but the selection's. */
-async function copy(text) {
+export async function copy(text) {
   try {
     await navigator.clipboard.writeText(text);
     return true;

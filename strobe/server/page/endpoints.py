@@ -1,12 +1,15 @@
-"""What the page asks of the server beyond the API: /markdown."""
+"""What the page asks of the server beyond the API: /markdown and /events."""
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import AsyncGenerator
 from typing import Annotated, Any, ClassVar
 
-from fastapi import Request
+from fastapi import FastAPI, Request
 from pydantic import BaseModel, Field, WithJsonSchema
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from strobe.server.openai import replies
 from strobe.server.openai.protocol.common import RequestModel
@@ -16,6 +19,11 @@ from strobe.server.serving import Serving
 
 MAX_CHARS = 200_000
 """Characters of the longest text that is rendered."""
+
+EVENT_SECONDS = 0.5
+"""Time between two looks at the engine's state for /events."""
+SILENT_SECONDS = 15.0
+"""Time without news after which /events sends a comment, so that a broken connection is found."""
 
 
 class MarkdownRequest(RequestModel):
@@ -67,3 +75,52 @@ async def markdown(serving: Serving, http: Request) -> Response:
         return Response(await serving.in_thread(render), media_type="application/json")
     except Exception as error:
         return replies.error_response(serving, error)
+
+
+def add_event_stream(app: FastAPI, serving: Serving) -> None:
+    """Add GET /events, the engine's state whenever it has changed."""
+
+    @app.get("/events", include_in_schema=False)
+    async def events() -> Response:  # pyright: ignore[reportUnusedFunction]
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        return StreamingResponse(
+            engine_events(serving), media_type="text/event-stream", headers=headers
+        )
+
+
+async def engine_events(serving: Serving) -> AsyncGenerator[bytes]:
+    """Yield the engine's state as server-sent events, until the server stops."""
+    last, sent_at = None, 0.0
+    while True:
+        now, state = time.monotonic(), engine_state(serving)
+        if state != last:
+            last, sent_at = state, now
+            yield replies.event({**state, "time": round(now, 3)})
+        elif now - sent_at >= SILENT_SECONDS:
+            sent_at = now
+            yield b": nothing new\n\n"
+        if serving.shutdown.stopping:
+            return
+        await asyncio.sleep(EVENT_SECONDS)
+
+
+def engine_state(serving: Serving) -> dict[str, Any]:
+    """Return why the engine cannot answer, None if it can, and its load and totals."""
+    client, problem = serving.client, None
+    if serving.shutdown.stopping:
+        problem = "The server is stopping."
+    elif not client.can_answer:
+        problem = client.state
+    state: dict[str, Any] = {"problem": problem}
+    if problem is None and (snapshot := client.snapshot) is not None:
+        counts = snapshot.stats.draft_counts
+        state |= {
+            "running": snapshot.running,
+            "waiting": snapshot.waiting,
+            "kv_used": round(snapshot.kv_used, 4),
+            "tokens": snapshot.stats.generation_tokens,
+            "draft_steps": counts.steps,
+            "verified": counts.num_verified,
+            "accepted": counts.num_accepted,
+        }
+    return state

@@ -2,11 +2,14 @@
 
 import { Chat, keyButton, say } from "./chat.js";
 import { Conversation } from "./conversation.js";
-import { button, byId, element, number } from "./dom.js";
+import { button, byId, copy, element, number, showMenu } from "./dom.js";
 import { DEMO, examplesFor } from "./examples.js";
-import { Attachments } from "./files.js";
+import { Attachments, fileName, save } from "./files.js";
 import { hide, inspect } from "./inspect.js";
+import { Live } from "./live.js";
 import * as settings from "./settings.js";
+import { draw } from "./picture.js";
+import { linkOf, runIn } from "./share.js";
 import { Sidebar } from "./sidebar.js";
 import { getJson, ServerError } from "./stream.js";
 
@@ -26,6 +29,38 @@ const chat = new Chat({
     await sidebar.save(conversation);
     if (conversation === chat.conversation) show(conversation.id);
   },
+  onShare: ({ node, answerNode: { request } }, button) => {
+    const run = { prompt: node.content, files: node.files ?? [], request };
+    const { path } = chat.conversation;
+    const before = path.slice(0, path.indexOf(node)).map(({ role, content }) => ({ role, content }));
+    const share = async (history) => {
+      const copied = await copy(await linkOf(history.length ? { ...run, history } : run));
+      say(copied ? "The link is copied." : "The link could not be copied.");
+      button.textContent = copied ? "Copied" : "Not copied";
+      setTimeout(() => (button.textContent = "Link"), 1500);
+    };
+    const choices = [
+      ["Copy a link to this run", () => share([])],
+      ["Copy it with the messages before", () => share(before)],
+    ];
+    if (before.length) showMenu(choices, button.getBoundingClientRect());
+    else share([]);
+  },
+  onPicture: async ({ node, shown, results }) => {
+    const answer = shown.at(-1);
+    const figures = [...answer.figures.children].map(({ firstChild, lastChild }) =>
+      /^\d/.test(lastChild.textContent)
+        ? `${lastChild.textContent} ${firstChild.textContent}`
+        : `${firstChild.textContent} ${lastChild.textContent}`,
+    );
+    const verdict = results.querySelector(".verdict")?.innerText;
+    const picture = await draw(answer, {
+      title: node?.content ?? "",
+      about: byId("model").textContent,
+      lines: [figures.join("   ·   "), ...(verdict ? [verdict] : [])],
+    });
+    save(fileName(node?.content ?? "answer", "png"), picture);
+  },
 });
 
 const sidebar = new Sidebar({
@@ -38,6 +73,13 @@ const sidebar = new Sidebar({
     focusPrompt();
   },
   onRemove: (id) => id === chat.conversation.id && newChat(),
+});
+
+const live = new Live(byId("live"), (problem) => {
+  if (problem) tellProblem(problem);
+  else if (model) byId("server-note").hidden = true;
+  say(problem ?? "The server can answer again.");
+  if (!problem && !model) loadModel();
 });
 
 const attachments = new Attachments(byId("attachments"), () => refresh());
@@ -175,7 +217,6 @@ async function loadModel() {
     model = null;
     const text = error instanceof ServerError ? error.message : "The server names no model.";
     tellProblem(text, " ", ...(error.status === 401 ? [keyButton()] : []));
-    if (error.status === 503) setTimeout(loadModel, 400); // it is still starting
   }
   const context = model && `context ${number(model.engine.max_model_len)}`;
   byId("model").textContent = model ? `${model.name} · Strobe ${model.version} · ${context}` : "";
@@ -203,6 +244,34 @@ function offerExamples() {
   }
 }
 
+/** Show what the address names: a stored conversation, or a run that is ready to be sent. */
+async function openAddress() {
+  const linked = sidebar.find(location.hash.slice(1));
+  if (linked && linked !== chat.conversation) {
+    chat.open(linked);
+    sidebar.mark(linked.id);
+  }
+  try {
+    const run = await runIn(location.hash);
+    if (run) prepare(run);
+  } catch {
+    tellProblem("The link holds no run that can be read; ask for it again.");
+  }
+}
+
+/** Fill in a run of a link: its settings apply until the page is left. */
+function prepare({ prompt: text, files = [], request, history = [] }) {
+  const conversation = new Conversation();
+  for (const { role, content } of history) conversation.add({ role, content });
+  chat.open(conversation);
+  settings.adoptRequest(request);
+  attachments.set(files);
+  prompt.value = text;
+  show(null);
+  refresh();
+  tellProblem(`This link has set the message and the settings, with seed ${request.seed}. Send runs it.`);
+}
+
 // ---- event listeners ----
 
 byId("composer").addEventListener("submit", (event) => {
@@ -221,7 +290,10 @@ byId("options").addEventListener("input", () => {
   settings.store();
   refresh();
 });
-byId("options").elements.namedItem("key").addEventListener("change", loadModel);
+byId("options").elements.namedItem("key").addEventListener("change", () => {
+  loadModel();
+  live.start(settings.apiKey());
+});
 
 byId("attach").addEventListener("click", () => byId("files").click());
 byId("files").addEventListener("change", async ({ target }) => {
@@ -273,9 +345,7 @@ narrow.addEventListener("change", ({ matches }) => matches && openSidebar(false)
 inspect(log);
 refresh();
 loadModel();
+live.start(settings.apiKey());
 await sidebar.start();
-const linked = sidebar.find(location.hash.slice(1));
-if (linked) {
-  chat.open(linked);
-  sidebar.mark(linked.id);
-}
+await openAddress();
+addEventListener("hashchange", openAddress);

@@ -1,6 +1,6 @@
 // The comparison of answers to one request without and with speculation.
 
-import { element, number } from "./dom.js";
+import { button, element, number } from "./dom.js";
 
 export const ROUNDS = 3;
 
@@ -28,7 +28,50 @@ export function verdict(off, on, { rounds, seed, temperature, inTurns }) {
   const conditions = `All with seed ${seed} and temperature ${heat}, ${order}`;
   const clock = off.measured && on.measured ? "by the engine’s clock" : "as seen in this browser";
   result.append(element("small", {}, `${conditions}; rates after the first token, ${clock}.`));
-  return result;
+  return element("div", {}, tracks(off, on, rounds), result);
+}
+
+/** The lanes' times at their median rates as bars, and a button that shows both answers again, as
+ * they came but at those rates. */
+function tracks(off, on, rounds) {
+  const lanes = [
+    { name: "off", answer: off },
+    { name: "on", answer: on },
+  ];
+  for (const lane of lanes) {
+    const rates = rounds.map((round) => round[lane.name]).filter((rate) => rate !== null);
+    lane.ms = rates.length ? (1000 * lane.answer.numTokens) / median(rates) : lane.answer.duration;
+  }
+  const longest = Math.max(...lanes.map(({ ms }) => ms));
+  if (!longest) return "";
+  for (const lane of lanes) {
+    lane.bar = element("i", { class: `lane ${lane.name}` });
+    lane.bar.style.setProperty("--share", lane.ms / longest);
+    lane.row = element(
+      "div",
+      {},
+      element("dt", {}, `Speculation ${lane.name}`),
+      element("dd", {}, lane.bar, `${number(lane.ms / 1000)} s`),
+    );
+  }
+  const again = button("Watch the race", () => run(lanes, longest, again), { class: "quiet" });
+  return element("div", { class: "race" }, element("dl", {}, ...lanes.map(({ row }) => row)), again);
+}
+
+function run(lanes, longest, again) {
+  again.disabled = true;
+  const started = performance.now();
+  const shows = lanes.map(({ answer }) => answer.replay());
+  const frame = (now) => {
+    const time = again.isConnected ? Math.max(now - started, 0) : Infinity;
+    for (const [i, { answer, bar, ms }] of lanes.entries()) {
+      bar.style.setProperty("--share", Math.min(time, ms) / longest);
+      shows[i](time < ms ? (time * answer.duration) / ms : Infinity);
+    }
+    if (time < longest) requestAnimationFrame(frame);
+    else again.disabled = false;
+  };
+  requestAnimationFrame(frame);
 }
 
 /** The comparison of the rounds' rates: by their medians if their ranges do not overlap. */

@@ -266,7 +266,7 @@ function speculation() {
   return method === "on" ? SHOWN : { method, ...SHOWN };
 }
 
-/** Adopt the settings of a request, as `request` makes it. */
+/** Adopt the settings of a request, as `request` makes it, until the page is left or they change. */
 export function adoptRequest(body) {
   const { method } = body.speculation || {};
   const values = {
@@ -280,7 +280,7 @@ export function adoptRequest(body) {
   };
   for (const [name] of NUMBERS) values[name] = String(body[name] ?? "");
   set(values);
-  store();
+  showPresets();
 }
 
 /** A summary of the settings for the line under the message. */

@@ -1,7 +1,7 @@
 // The list of conversations: search, rename, delete, export, import.
 
 import { Conversation, fromJson, fromMarkdown, toMarkdown } from "./conversation.js";
-import { button, byId, counted, element } from "./dom.js";
+import { button, byId, counted, element, showMenu } from "./dom.js";
 import { fileName, save } from "./files.js";
 import * as store from "./store.js";
 
@@ -70,7 +70,7 @@ export class Sidebar {
       class: "quiet",
       "aria-current": id === this.current && "true",
     });
-    const more = button("⋯", () => this.showMenu(conversation, item, more), {
+    const more = button("⋯", () => this.offer(conversation, item, more), {
       class: "quiet more",
       "aria-label": `More on ${title}`,
       "aria-haspopup": "true",
@@ -79,28 +79,21 @@ export class Sidebar {
     return item;
   }
 
-  showMenu(conversation, item, opener) {
-    const menu = byId("menu");
-    const choose = (label, act) =>
-      button(label, () => {
-        menu.hidePopover();
-        act();
-      }, { class: "quiet" });
-    menu.replaceChildren(
-      choose("Rename", () => this.rename(conversation, item)),
-      choose("Export as Markdown", () =>
-        save(fileName(conversation.title, "md"), toMarkdown(conversation), "text/markdown"),
-      ),
-      choose("Export as JSON", () =>
-        save(fileName(conversation.title, "json"), asJson([conversation]), "application/json"),
-      ),
-      choose("Delete", () => this.remove(conversation)),
-    );
-    menu.showPopover();
-    const { right, bottom } = opener.getBoundingClientRect();
-    menu.style.left = `${Math.max(8, right - menu.offsetWidth)}px`;
-    menu.style.top = `${Math.min(bottom, innerHeight - menu.offsetHeight - 8)}px`;
-    menu.firstChild.focus();
+  offer(conversation, item, opener) {
+    const { title } = conversation;
+    const choices = [
+      ["Rename", () => this.rename(conversation, item)],
+      [
+        "Export as Markdown",
+        () => save(fileName(title, "md"), toMarkdown(conversation), "text/markdown"),
+      ],
+      [
+        "Export as JSON",
+        () => save(fileName(title, "json"), asJson([conversation]), "application/json"),
+      ],
+      ["Delete", () => this.remove(conversation)],
+    ];
+    showMenu(choices, opener.getBoundingClientRect());
   }
 
   rename(conversation, item) {

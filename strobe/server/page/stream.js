@@ -23,6 +23,13 @@ export async function postJson(path, body, key) {
   return response.json();
 }
 
+/** The server's states, as /events sends them. Throws as `stream` does. */
+export async function* serverEvents(key, signal) {
+  const response = await ask("events", { headers: headers(key), signal });
+  if (!response.ok) throw await refusal(response, key);
+  for await (const { data } of events(response, signal)) yield JSON.parse(data);
+}
+
 /**
  * The chunks of one streamed chat completion, each as {chunk, time}: time is performance.now() when
  * its bytes arrived. Ends after [DONE]. Throws ServerError, and what fetch throws on an abort.

@@ -67,7 +67,7 @@ export class Turn {
    * Offer what can be done. versions: of the message and of the answer, as {all, at, choose};
    * the others: called when pressed, null where they make no sense.
    */
-  offer({ said, answered, edit, regenerate, resume }) {
+  offer({ said, answered, edit, regenerate, resume, share, picture }) {
     const text = () => this.answerNode?.content ?? this.shown.at(-1)?.content ?? "";
     const when = (label, press) => press && button(label, press, { class: "quiet" });
     replace(this.actions, [
@@ -83,6 +83,8 @@ export class Turn {
             text() && copyButton(text),
             when("Regenerate", regenerate),
             when("Continue", resume),
+            when("Link", share),
+            when("Picture", picture),
           ]
         : [],
     );
