@@ -22,8 +22,11 @@ from strobe.kernels import experts as kernels
 from strobe.kernels import experts_table as tables
 from strobe.kernels import reference_experts as reference
 from strobe.kernels.experts_table import ExpertsConfig, Tile
-from strobe.kernels.gemm_table import Weight
 from strobe.kernels.reference_experts import Gate, Routing
+from strobe.models.linear import LinearView
+from strobe.models.quantization.fp8 import Fp8Groups
+from strobe.models.quantization.kernel_weights import kernel_weight
+from strobe.models.quantization.mxfp4 import Mxfp4
 
 SHAPES = {  # experts, hidden size, inner size, experts per row, activation, bias
     "qwen3-coder-30b-a3b": (128, 2048, 768, 8, "silu", False),
@@ -32,12 +35,20 @@ SHAPES = {  # experts, hidden size, inner size, experts per row, activation, bia
     "gpt-oss-20b": (32, 2880, 2880, 4, "clamped", True),
 }
 COPIES = 3
+GROUP = 128
+"""Values of FP8 that share a scale."""
+PACKED = {"bf16": "", "fp8": "e4m3", "mxfp4": "e2m1"}
 TOLERANCE = 0.01
 """Maximum relative error; both round to bfloat16 after each GEMM."""
 
 
-def tiles(block_m: int) -> tuple[Tile, ...]:
+def tiles(block_m: int, kind: str) -> tuple[Tile, ...]:
     """Return the candidates for a block of so many rows of x."""
+    if kind == "mxfp4":
+        if block_m <= 32:
+            wide = [(128, k, w, s) for k, w in ((128, 4), (256, 4), (128, 8)) for s in (3, 4, 6)]
+            return (*((64, k, 4, s) for k in (128, 256) for s in (3, 4, 6)), *wide)
+        return tuple((n, 128, w, s) for n, w in ((64, 4), (128, 4), (128, 8)) for s in (3, 4))
     if block_m == 16:
         # Fewer rows of W would use other instructions, which add up in another order: one row
         # would not have the bits that it has among 16.
@@ -65,12 +76,14 @@ def blocks(bucket: int, count: int, top_k: int) -> list[tuple[int, bool]]:
     return [(size, False) for size in sizes]
 
 
-def compile_one(shape: str, block_m: int, by_pair: bool, tile: Tile, first: bool) -> str | None:
+def compile_one(
+    kind: str, shape: str, block_m: int, by_pair: bool, tile: Tile, first: bool
+) -> str | None:
     """Compile a grouped GEMM into triton's cache on disk; return the error, if any."""
     count, hidden, inner, top_k, name, bias = SHAPES[shape]
     meta: Any = {"device": "meta"}
     n, k = (2 * inner, hidden) if first else (hidden, inner)
-    weight = Weight(torch.empty(count, n, k, dtype=torch.bfloat16, **meta))
+    weight = kernel_weight(random_weight(kind, (count, n, k), None, torch.device("meta")))
     x = torch.empty(16, k, dtype=torch.bfloat16, **meta)
     ids = torch.empty(16, top_k, dtype=torch.int32, **meta)
     blocks = None if by_pair else torch.empty(4, 3, dtype=torch.int32, **meta)
@@ -81,10 +94,29 @@ def compile_one(shape: str, block_m: int, by_pair: bool, tile: Tile, first: bool
     return compile_error(kernels.grouped, *inputs)
 
 
+def random_weight(
+    kind: str, shape: tuple[int, int, int], bias: Tensor | None, device: torch.device
+) -> LinearView:
+    """Return weights of experts whose products are about as large as their inputs."""
+    count, n, k = shape
+    if kind == "bf16":
+        weight = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        return LinearView(weight.normal_(0, k**-0.5), bias)
+    is_fp8 = kind == "fp8"
+    columns = k if is_fp8 else -(-k // 64) * 32
+    values = torch.empty(count, n, columns, dtype=torch.uint8, device=device)
+    values.random_(0, 256).bitwise_and_(0xF7)  # no NaN
+    if is_fp8:
+        scale = torch.empty(count, -(-k // GROUP), n, device=device).fill_(0.01 * k**-0.5)
+        return LinearView(values, bias, scale, Fp8Groups(GROUP))
+    words = torch.empty(count, -(-k // 128), n, dtype=torch.int32, device=device)
+    return LinearView(values, bias, words.fill_(0x78797A78), Mxfp4(k))
+
+
 class Layer:
     """A layer's weights, a few times over, and its inputs."""
 
-    def __init__(self, shape: str):
+    def __init__(self, kind: str, shape: str):
         count, hidden, inner, self.top_k, name, bias = SHAPES[shape]
         noise = torch.Generator("cuda").manual_seed(1)
 
@@ -92,11 +124,12 @@ class Layer:
             values = torch.empty(sizes, dtype=torch.bfloat16, device="cuda")
             return values.normal_(0, scale, generator=noise)
 
-        def layer(n: int, k: int) -> tuple[Weight, Tensor | None]:
-            weight = Weight(normal(count, n, k, scale=k**-0.5))
-            return weight, normal(count, n, scale=0.1) if bias else None
+        def layer(n: int, k: int) -> LinearView:
+            biases = normal(count, n, scale=0.1) if bias else None
+            return random_weight(kind, (count, n, k), biases, torch.device("cuda"))
 
-        self.layers = [(layer(2 * inner, hidden), layer(hidden, inner)) for _ in range(COPIES)]
+        self.linears = [(layer(2 * inner, hidden), layer(hidden, inner)) for _ in range(COPIES)]
+        self.layers = [[(kernel_weight(x), x.bias) for x in pair] for pair in self.linears]
         self.normal, self.count, self.hidden = normal, count, hidden
         self.gate, self.routing = Gate(name, 7.0), Routing(self.top_k)
 
@@ -114,14 +147,14 @@ class Layer:
 
     def twin(self, i: int) -> Tensor:
         weights, ids = reference.route(self.logits[i], self.routing)
-        layers = ((weight.data, bias) for weight, bias in self.layers[i])
-        return reference.experts(self.x, weights, ids, *layers, self.gate, self.extra)
+        return reference.experts(self.x, weights, ids, *self.linears[i], self.gate, self.extra)
 
     def touched(self) -> float:
         """Return the bytes of the experts that a layer's rows choose, on average."""
         ids = [logits.float().topk(self.top_k).indices for logits in self.logits]
         number = sum(chosen.unique().numel() for chosen in ids) / COPIES
-        return number * sum(weight.data[0].nbytes for weight, _ in self.layers[0])
+        tensors = (x for linear in self.linears[0] for x in (linear.weight, linear.scale))
+        return number * sum(x[0].nbytes for x in tensors if x is not None)
 
 
 def measure(call: Callable[[int], Any], repeats: int = 4) -> float:
@@ -170,13 +203,14 @@ def check(layer: Layer, config: ExpertsConfig) -> float:
     return error
 
 
-Problem = tuple[str, int, int, bool]
-"""A shape, a bucket of rows, and a candidate of `blocks`."""
+Problem = tuple[str, str, int, int, bool]
+"""A kind of weights, a shape, a bucket of rows, and a candidate of `blocks`."""
 
 
 def problems(args: argparse.Namespace) -> list[Problem]:
     return [
-        (shape, bucket, block, pair)
+        (kind, shape, bucket, block, pair)
+        for kind in args.kinds
         for shape in args.shapes
         for bucket in args.rows
         for block, pair in blocks(bucket, SHAPES[shape][0], SHAPES[shape][3])
@@ -186,9 +220,9 @@ def problems(args: argparse.Namespace) -> list[Problem]:
 def compile_all(problems: list[Problem], pool: ProcessPoolExecutor) -> dict[Any, Any]:
     """Return the errors, as futures, by the arguments of `compile_one`."""
     keys = dict.fromkeys(
-        (shape, block, pair, tile, first)
-        for shape, _, block, pair in problems
-        for tile in tiles(block)
+        (kind, shape, block, pair, tile, first)
+        for kind, shape, _, block, pair in problems
+        for tile in tiles(block, kind)
         for first in (True, False)
     )
     return {key: pool.submit(compile_one, *key) for key in keys}
@@ -204,16 +238,16 @@ def tune(args: argparse.Namespace, pool: ProcessPoolExecutor, deadline: float) -
     data = tables.load()
     candidates = problems(args)
     futures = compile_all(candidates, pool)
-    best: dict[tuple[str, int], float] = {}
-    layers: dict[str, Layer] = {}
-    for shape, bucket, block_m, by_pair in candidates:
+    best: dict[tuple[str, str, int], float] = {}
+    layers: dict[tuple[str, str], Layer] = {}
+    for kind, shape, bucket, block_m, by_pair in candidates:
         if time.monotonic() > deadline:
             break
-        if shape not in layers:
+        if (kind, shape) not in layers:
             layers.clear()
             torch.cuda.empty_cache()
-            layers[shape] = Layer(shape)
-        layer = layers[shape]
+            layers[kind, shape] = Layer(kind, shape)
+        layer = layers[kind, shape]
         layer.inputs(bucket)
 
         def route(
@@ -225,20 +259,24 @@ def tune(args: argparse.Namespace, pool: ProcessPoolExecutor, deadline: float) -
         routed = [route(i) for i in range(COPIES)]
         chosen: list[Tile] = []
         for first in (True, False):
-            key = shape, block_m, by_pair
-            working = [t for t in tiles(block_m) if futures[*key, t, first].result() is None]
+            key = kind, shape, block_m, by_pair
+            every = tiles(block_m, kind)
+            working = [tile for tile in every if futures[*key, tile, first].result() is None]
             chosen.append(fastest(layer, routed, block_m, working, first=first))
         config = ExpertsConfig(block_m, by_pair, *chosen)
         error = check(layer, config)
         whole = measure(partial(layer.run, config=config))
+        twin = f", torch {measure(layer.twin):6.1f}" if kind == "bf16" else ""
         floor = layer.touched() / args.bandwidth / 1e6
         print(
-            f"{shape} {bucket:4} rows: {whole:6.1f} us, torch {measure(layer.twin):6.1f}, routing "
-            f"and sorting {measure(route):4.1f}, floor {floor:5.1f}, error {error:.4f}  {config}",
+            f"{kind} {shape} {bucket:4} rows: {whole:6.1f} us{twin}, routing and sorting "
+            f"{measure(route):4.1f}, floor {floor:5.1f}, error {error:.4f}  {config}",
             flush=True,
         )
-        if whole < best.get((shape, bucket), float("inf")):
-            best[shape, bucket] = whole
+        if whole < best.get((kind, shape, bucket), float("inf")):
+            best[kind, shape, bucket] = whole
             count, hidden, inner = SHAPES[shape][:3]
-            tables.record(data, f"{count}x{2 * inner}x{hidden}", bucket, config)
+            size = f"{count}x{2 * inner}x{hidden}"
+            name = tables.kind_of(torch.bfloat16, PACKED[kind])
+            tables.record(data, name, size, bucket, config)
             tables.save(data, Path(args.out))

@@ -330,9 +330,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=150.0, help="stop after this long")
     parser.add_argument("--shapes", nargs="+", help="NxK:fusion+fusion; names of targets' experts")
     parser.add_argument("--rows", nargs="+", type=int)
-    parser.add_argument(
-        "--kinds", nargs="+", choices=["bf16", "fp8", "fp16"], default=["bf16", "fp8"]
-    )
+    parser.add_argument("--kinds", nargs="+", choices=["bf16", "fp8", "fp16", "mxfp4"])
     parser.add_argument("--first", type=int, default=40, help="candidates of the first round")
     parser.add_argument("--bandwidth", type=float, default=4.35, help="TB/s, for experts' floor")
     parser.add_argument("--jobs", type=int, default=15, help="processes that compile")
@@ -343,6 +341,7 @@ def main() -> None:
     args = parser.parse_args()
     is_gemms = args.part == "gemms"
     args.shapes = args.shapes or (SHAPES if is_gemms else list(expert_tuning.SHAPES))
+    args.kinds = args.kinds or (["bf16", "fp8"] if is_gemms else ["bf16"])
     args.rows = args.rows or ([16, 64, 32, 128] if is_gemms else list(BUCKETS))
     args.out = args.out or str(tables.PATH if is_gemms else EXPERTS_PATH)
     deadline = time.monotonic() + args.seconds

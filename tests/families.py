@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from hybrid import EXPERTS, make_hybrid
 from parity import LLAMA3
+from quantized import quantize, with_mxfp4_experts
 from tiny import make_target
 from transformers import (
     Gemma4ForCausalLM,
@@ -57,4 +59,18 @@ FAMILIES["gemma4 with experts"] = (
         "moe_intermediate_size": 24,
     },
 )
+
+
+def gpt_oss_in_mxfp4(path: Path, **changes: Any) -> None:
+    make_target(path, GptOssForCausalLM, **changes)
+    with_mxfp4_experts(path)
+
+
+def experts_in_fp8(path: Path, **changes: Any) -> None:
+    make_target(path, Qwen3MoeForCausalLM, **changes)
+    quantize(path, path.with_name("plain"), (24, 32), stored=lambda name: ".experts." in name)
+
+
+FAMILIES["gpt_oss in MXFP4"] = gpt_oss_in_mxfp4, FAMILIES["gpt_oss"][1]
+FAMILIES["experts in FP8"] = experts_in_fp8, FAMILIES["qwen3_moe"][1]
 """By family: the function that writes a target, and changes to its config."""

@@ -1,4 +1,5 @@
-"""Block-wise FP8 checkpoints, converted from others by a transcription of the format."""
+"""FP8 checkpoints by blocks, converted from others by a transcription of the format, and random
+experts in MXFP4."""
 
 from __future__ import annotations
 
@@ -61,3 +62,21 @@ def quantize(
     save_file(values, plain / "model.safetensors", metadata={"format": "pt"})
     known = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": block}
     edit_json(path / "config.json", quantization_config=known | keys)
+
+
+def with_mxfp4_experts(path: Path) -> dict[str, tuple[Tensor, Tensor]]:
+    """Replace gpt-oss's experts in a checkpoint by random ones in MXFP4. Return their blocks and
+    scales by tensor name."""
+    noise, experts = torch.Generator().manual_seed(5), dict[str, tuple[Tensor, Tensor]]()
+    tensors = load_file(path / "model.safetensors")
+    for name in [n for n in tensors if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        count, inner, rows = tensors.pop(name).shape
+        blocks = torch.randint(0, 256, (count, rows, inner // 32, 16), generator=noise)
+        scales = torch.randint(121, 124, (count, rows, inner // 32), generator=noise)
+        blocks, scales = blocks.to(torch.uint8), scales.to(torch.uint8)
+        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = blocks, scales
+        experts[name] = blocks, scales
+    save_file(tensors, path / "model.safetensors")
+    config = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    edit_json(path / "config.json", quantization_config=config)
+    return experts

@@ -54,7 +54,7 @@ def choose_backends(
     if config.kernels == "triton" and unsupported is not None:
         raise ValueError(f"kernels is 'triton', but {unsupported}; use kernels auto.")
     unsupported = unsupported or (None if kernels else "kernels is 'torch'")
-    unsupported = unsupported or fp8_unsupported(target.decoder, device)
+    unsupported = unsupported or fp8_unsupported(device)
     if config.weight_dtype == "fp8" and unsupported is not None:
         raise ValueError(f"weight_dtype is 'fp8', but {unsupported}; use weight_dtype auto.")
     is_stored_in_fp8 = target.quantization is not None and target.quantization.method == "fp8"

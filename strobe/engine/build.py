@@ -175,7 +175,7 @@ def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
         target = load_target(Path(config.target), resolved.target, **options)
         if quantization is not None and not backends.fp8:
             size = sum(parameter.nbytes for parameter in target.parameters())
-            logger.info("Weights in %s are held in %s: %d bytes.", quantization.method, dtype, size)
+            logger.info("Weights in %s take %d bytes in memory.", quantization.method, size)
     drafter = None
     if resolved.draft is not None:
         drafter = load_draft(Path(config.draft or ""), resolved.draft, target, **options)

@@ -40,30 +40,42 @@ BUCKETS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048)
 PATH = Path(__file__).with_name("experts.json")
 
 
-def guess(bucket: int, shape: torch.Size, dtype: torch.dtype) -> ExpertsConfig:
+Shape = tuple[int, ...]
+
+
+def guess(bucket: int, shape: Shape, dtype: torch.dtype, packed: str = "") -> ExpertsConfig:
     """Return a configuration for a shape without measurements."""
     by_pair = bucket <= 4
     if dtype == torch.float32:  # no tensor cores: small tiles
-        small = (32, 32, 4, 2)
+        small = (32, 128 if packed == "e2m1" else 32, 4, 2)
         return ExpertsConfig(16, by_pair, small, small)
     if bucket * 8 <= 8 * shape[0]:
         return ExpertsConfig(16, by_pair)
     if bucket <= 256:
         return ExpertsConfig(32, down=(64, 128, 4, 3))
+    if packed == "e2m1":
+        return ExpertsConfig(64)
     return ExpertsConfig(64, False, (128, 64, 4, 3), (128, 64, 8, 4))
 
 
 @cache
-def choose(rows: int, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> ExpertsConfig:
+def choose(
+    rows: int, shape: Shape, dtype: torch.dtype, device: torch.device, packed: str = ""
+) -> ExpertsConfig:
     """Return the measured configuration of this GPU or a `guess`. shape [E, N, K]: of the first
-    GEMM's weights."""
+    GEMM's weights; packed: their format."""
     bucket = next((bucket for bucket in BUCKETS if rows <= bucket), BUCKETS[-1])
-    kind = _measured(device).get(str(dtype).removeprefix("torch."), {})
+    kind = _measured(device).get(kind_of(dtype, packed), {})
     entry = kind.get("x".join(map(str, shape)), {}).get(str(bucket))
     if entry is None:
-        return guess(bucket, shape, dtype)
+        return guess(bucket, shape, dtype, packed)
     tiles: dict[str, Any] = {key: tuple(entry[key]) for key in ("gate_up", "down")}
     return ExpertsConfig(entry["block_m"], entry["by_pair"], **tiles)
+
+
+def kind_of(dtype: torch.dtype, packed: str) -> str:
+    """Return the table's key of a model's dtype and the format of packed weights, if any."""
+    return "/".join(filter(None, (str(dtype).removeprefix("torch."), packed)))
 
 
 def _measured(device: torch.device) -> dict[str, Any]:
@@ -78,17 +90,17 @@ def _measured(device: torch.device) -> dict[str, Any]:
 
 @cache
 def load() -> dict[str, Any]:
-    """Return GPU name -> {"capability": "9.0", dtype -> "ExNxK" -> bucket -> fields of
+    """Return GPU name -> {"capability": "9.0", kind -> "ExNxK" -> bucket -> fields of
     ExpertsConfig}."""
     return json.loads(PATH.read_text())
 
 
-def record(data: dict[str, Any], shape: str, bucket: int, config: ExpertsConfig) -> None:
-    """Add a configuration in bfloat16 of this machine's GPU to `data`."""
+def record(data: dict[str, Any], kind: str, shape: str, bucket: int, config: ExpertsConfig) -> None:
+    """Add a configuration of this machine's GPU to `data`."""
     properties = torch.cuda.get_device_properties(torch.device("cuda"))
     capability = f"{properties.major}.{properties.minor}"
     entry = data.setdefault(properties.name, {"capability": capability})
-    entry.setdefault("bfloat16", {}).setdefault(shape, {})[str(bucket)] = asdict(config)
+    entry.setdefault(kind, {}).setdefault(shape, {})[str(bucket)] = asdict(config)
 
 
 def save(data: dict[str, Any], path: Path = PATH) -> None:

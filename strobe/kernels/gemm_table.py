@@ -32,6 +32,10 @@ class Weight(NamedTuple):
     data: torch.Tensor
     scale: torch.Tensor | None = None
 
+    @property
+    def shape(self) -> torch.Size:
+        return self.data.shape
+
 
 @dataclass(frozen=True, slots=True)
 class Gemm:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +18,23 @@ GATHERED = 1 << 26
 """Weights that a GEMM over gathered blocks holds at once."""
 
 
-Linear = tuple[Tensor, Tensor | None]
-"""The experts' weights [E, N, K] and biases [E, N]."""
+class Format(Protocol):
+    """How weights are stored that are dequantized for each use."""
+
+    def dequantize(self, values: Tensor, scale: Tensor) -> Tensor: ...
+
+
+class Linear(Protocol):
+    """The experts' weights [E, N, K] and biases [E, N]. scale, format: of quantized weights."""
+
+    @property
+    def weight(self) -> Tensor: ...
+    @property
+    def bias(self) -> Tensor | None: ...
+    @property
+    def scale(self) -> Tensor | None: ...
+    @property
+    def format(self) -> Format | None: ...
 
 
 class Routing(NamedTuple):
@@ -90,7 +105,7 @@ def experts(
     """x, residual [T, H], weights and expert ids [T, k] -> residual + the weighted outputs of each
     row's experts, down(activate(gate_up(x)))."""
     of_pair, order = ids.flatten().sort(stable=True)
-    every = torch.arange(gate_up[0].shape[0], device=x.device)
+    every = torch.arange(gate_up.weight.shape[0], device=x.device)
     ends = torch.searchsorted(of_pair, every, right=True, out_int32=True)
     inner = _linear(x.index_select(0, order // ids.shape[1]), gate_up, of_pair, ends)
     pairs = _linear(activate(inner), down, of_pair, ends)
@@ -100,13 +115,41 @@ def experts(
 
 
 def _linear(x: Tensor, linear: Linear, of_pair: Tensor, ends: Tensor) -> Tensor:
-    weight, bias = linear
-    y = grouped_gemm(x, weight, ends)
-    return y if bias is None else y + bias.index_select(0, of_pair)
+    stored, scale = linear.format, linear.scale
+    if stored is None or scale is None:
+        y = grouped_gemm(x, linear.weight, ends)
+    else:
+        y = _dequantized_gemm(x, linear.weight, scale, stored, ends)
+    return y if linear.bias is None else y + linear.bias.index_select(0, of_pair)
+
+
+def _dequantized_gemm(
+    x: Tensor, values: Tensor, scale: Tensor, stored: Format, ends: Tensor
+) -> Tensor:
+    """`grouped_gemm` of quantized weights. A few experts are dequantized at a time, so that memory
+    never holds them all; on a CPU one at a time, if a row chose it."""
+    on_cpu, begins = x.device.type == "cpu", F.pad(ends, (1, 0))
+    step = 1 if on_cpu else max(GATHERED // values[0].numel(), 1)
+    rows, y = torch.arange(x.shape[0], device=x.device), None
+    for first in range(0, values.shape[0], step):
+        part = slice(first, first + step)
+        begin, end = begins[first], ends[part][-1]
+        if on_cpu and begin == end:
+            continue
+        weights = stored.dequantize(values[part], scale[part]).to(x.dtype)
+        # The rows of these experts first, so that no value of `ends` is needed on the host.
+        turned = x.index_select(0, (rows + begin) % x.shape[0])
+        product = grouped_gemm(turned, weights, ends[part] - begin)
+        product = product.index_select(0, (rows - begin) % x.shape[0])
+        inside = ((rows >= begin) & (rows < end))[:, None]
+        y = product if y is None else torch.where(inside, product, y)
+    assert y is not None
+    return y
 
 
 def grouped_gemm(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """x [P, K], weights [E, N, K] -> [P, N]: rows ends[e - 1] .. ends[e] times weights[e].
+    """x [P, K], weights [E, N, K] -> [P, N]: rows ends[e - 1] .. ends[e] times weights[e]; rows
+    past the last end may be anything.
 
     ends [E] int32, on x's device, so that a GPU does not wait for the host.
     """
@@ -152,7 +195,8 @@ def blocked_gemm(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     row = torch.arange(rows, device=x.device)
     owner = torch.searchsorted(ends, row, right=True).clamp(max=count - 1)
     place = first[owner] * size + row - begins[owner]
-    return torch.cat(parts).flatten(0, 1).index_select(0, place)
+    places = torch.cat(parts).flatten(0, 1)
+    return places.index_select(0, place.clamp(max=places.shape[0] - 1))
 
 
 def _split(cells: Tensor, expert: Tensor, step: int) -> Iterable[tuple[Tensor, Tensor]]:

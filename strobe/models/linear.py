@@ -53,7 +53,7 @@ class Linear(nn.Module):
         self.register_buffer("scale", None, persistent=False)
         self.format: Format | None = None
         self.product: Product | None = None
-        self.fixed = fixed or experts > 0
+        self.fixed = fixed
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -(inputs**-0.5), inputs**-0.5)
 

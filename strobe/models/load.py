@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import NotRequired, TypedDict, TypeVar, Unpack
@@ -21,7 +22,8 @@ from strobe.models.config_readers.tensor_names import draft_parts
 from strobe.models.dflash import DFlash
 from strobe.models.linear import Linear
 from strobe.models.modules import Attention, RMSNorm, RotaryTable
-from strobe.models.quantization.fp8 import FP8_ROWS, fp8_copy, fp8_rows
+from strobe.models.quantization.fp8 import fp8_copy, hold_rows
+from strobe.models.quantization.held import fill_random
 from strobe.models.quantization.methods import apply_quantization
 from strobe.models.target import Target
 from strobe.models.weight_mapping import WeightMapping, mapping_of
@@ -98,32 +100,29 @@ def _fill(
         layer = (
             owner if isinstance(owner, Linear) and leaf == "weight" and not owner.fixed else None
         )
-        is_half = layer is not None and options.get("packed") not in (None, "float32")
+        is_half = meta.ndim == 2 and layer and options.get("packed") not in (None, "float32")
         dtype = torch.float16 if is_half else options["dtype"]
         if not isinstance(meta, nn.Parameter) or not meta.is_floating_point():
             dtype = meta.dtype
         value = torch.empty(meta.shape, dtype=dtype, device=options["device"])
         write(name, value)
         if layer is not None and options.get("fp8"):
-            value, layer.scale = fp8_rows(value)
-            layer.format = FP8_ROWS
+            value = hold_rows(layer, value)
         if isinstance(meta, nn.Parameter):
             value = nn.Parameter(value, requires_grad=False)
         setattr(owner, leaf, value)
 
 
-def _fill_at_random(module: nn.Module, options: LoadOptions) -> None:
-    """Fill with random weights for measurements of speed: normal, or 1 for norms, with a fixed
-    seed."""
+def _fill_at_random(module: Target | DFlash, options: LoadOptions) -> None:
+    """Fill with random weights, with a fixed seed."""
     generator = torch.Generator(options["device"]).manual_seed(0)
+    mapping = _quantized_mapping(module)
+    _fill(module, mapping, partial(fill_random, generator=generator), options)
 
-    def write(name: str, value: Tensor) -> None:
-        if value.ndim == 1 or not value.is_floating_point():
-            value.fill_(1)
-        else:
-            value.normal_(0.0, 0.02, generator=generator)
 
-    _fill(module, mapping_of(module), write, options)
+def _quantized_mapping(module: Target | DFlash) -> WeightMapping:
+    """Return the mapping of a checkpoint that has all that its config says."""
+    return apply_quantization(module, mapping_of(module), {}, module.config.quantization)
 
 
 def _read_tensors(module: Target | DFlash, checkpoint: Checkpoint, options: LoadOptions) -> None:
@@ -177,24 +176,25 @@ def _meta_draft(
     return module
 
 
+def _check(module: Model, directory: Path, load_format: str) -> Model:
+    is_dummy = load_format == "dummy"
+    _quantized_mapping(module) if is_dummy else _check_tensors(module, Checkpoint(directory))
+    return module
+
+
 def check_target_tensors(
     directory: Path, config: TargetConfig, load_format: str = "auto"
 ) -> Target:
     """Return the target on the meta device. Raises ValueError, after reading headers only, for
     tensors that do not fit the config."""
-    module = _meta_target(config, 1)
-    if load_format != "dummy":
-        _check_tensors(module, Checkpoint(directory))
-    return module
+    return _check(_meta_target(config, 1), directory, load_format)
 
 
 def check_draft_tensors(directory: Path, config: DraftConfig, load_format: str = "auto") -> DFlash:
     """Return the drafter on the meta device; see `check_target_tensors`."""
     nothing = torch.empty(0, device="meta")
     module = _meta_draft(directory, config, 1, (nothing, nothing), load_format)
-    if load_format != "dummy":
-        _check_tensors(module, Checkpoint(directory))
-    return module
+    return _check(module, directory, load_format)
 
 
 def load_target(

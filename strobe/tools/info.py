@@ -86,9 +86,11 @@ def _quantization(quantization: Quantization | None, decoder: DecoderConfig) -> 
     if quantization is None:
         return {}
     rows, columns = quantization.block
-    memory_format = "dequantized when loaded"
-    if quantization.method == "fp8" and decoder.experts is None:  # experts' GEMMs are not in FP8
-        memory_format = "kept in FP8 with a scale per row on a GPU with FP8, else dequantized"
+    memory_format = "kept in FP8 with a scale per row on a GPU with FP8, else dequantized"
+    if quantization.method == "mxfp4":
+        memory_format = "kept as they are"
+    elif decoder.experts is not None:
+        memory_format = f"experts kept as they are, the rest {memory_format}"
     return {
         "quantization": f"{quantization.method}, a scale per {rows} x {columns} values, "
         f"{memory_format}"

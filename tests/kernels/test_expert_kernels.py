@@ -14,6 +14,7 @@ from strobe.kernels.experts import experts, route
 from strobe.kernels.experts_table import ExpertsConfig
 from strobe.kernels.gemm_table import Weight
 from strobe.kernels.reference_experts import Gate, Routing
+from strobe.models.linear import LinearView
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SMALL = (32, 32, 4, 2)
@@ -35,7 +36,7 @@ class Problem:
 
     def twin(self, routing: Routing, activation: Gate) -> Tensor:
         weights, ids = reference.route(self.logits, routing)
-        layers = ((weight.data, bias) for weight, bias in (self.gate_up, self.down))
+        layers = (LinearView(weight.data, bias) for weight, bias in (self.gate_up, self.down))
         return reference.experts(self.x, weights, ids, *layers, activation, self.extra)
 
 

@@ -10,16 +10,18 @@ import pytest
 import torch
 from matrix import FAMILY_CASES, PlainAnswers, compare, make_pair
 from parity import GEOMETRY, Case, check_layers, check_rejected, check_text
-from safetensors.torch import load_file, save_file
-from tiny import LAYERS, edit_json, make_draft, make_target
+from quantized import with_mxfp4_experts
+from tiny import LAYERS, edit_json, make_draft, make_engine, make_target, run
 from transformers import GptOssForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from strobe.config import EngineConfig
 from strobe.engine.build import resolve
 from strobe.models.architectures import load_target_config
+from strobe.models.linear import Linear
 from strobe.models.load import check_draft_tensors, check_target_tensors, load_target
-from strobe.models.quantization.mxfp4 import unpack
+from strobe.models.quantization.mxfp4 import Mxfp4, fill_scales, fill_values
+from strobe.sampling_params import SamplingParams
 from strobe.tools.doctor.pair_checks import memory_bill
 from strobe.tools.info import describe
 
@@ -65,21 +67,10 @@ def as_published(path: Path) -> None:
 
 def packed(path: Path, hf: Any) -> None:
     """Write random experts in MXFP4, and set `hf`'s to transformers' values of them."""
-    noise = torch.Generator().manual_seed(5)
-    tensors = load_file(path / "model.safetensors")
-    for i, layer in enumerate(hf.model.layers):
-        for name in ("gate_up_proj", "down_proj"):
-            key = f"model.layers.{i}.mlp.experts.{name}"
-            count, inner, rows = tensors.pop(key).shape
-            blocks = torch.randint(0, 256, (count, rows, inner // 32, 16), generator=noise)
-            scales = torch.randint(121, 124, (count, rows, inner // 32), generator=noise)
-            blocks, scales = blocks.to(torch.uint8), scales.to(torch.uint8)
-            tensors[f"{key}_blocks"], tensors[f"{key}_scales"] = blocks, scales
-            value = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
-            getattr(layer.mlp.experts, name).data.copy_(value.view(count, inner, rows))
-    save_file(tensors, path / "model.safetensors")
-    config = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
-    edit_json(path / "config.json", quantization_config=config)
+    for name, (blocks, scales) in with_mxfp4_experts(path).items():
+        parameter = hf.get_parameter(name)
+        value = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+        parameter.data.copy_(value.view(parameter.shape))
 
 
 CASES = {
@@ -124,14 +115,17 @@ def test_outputs_equal_plain_decoding(c: Any, plain: PlainAnswers):
     compare(c, plain.pair, plain(c.workload))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_mxfp4_values_match_the_format(dtype: torch.dtype):
+@pytest.mark.parametrize("groups", [3, 4])
+def test_mxfp4_values_match_the_format(groups: int):
     """E2M1: a sign, two exponent bits with a bias of 1, one mantissa bit. Also compared with
-    transformers, over every pair of values and the usual scales."""
-    blocks = torch.arange(256, dtype=torch.uint8).view(1, 4, 4, 16)
-    scales = torch.tensor([[118, 127, 120, 130]] * 4, dtype=torch.uint8)[None]
-    out = torch.empty(1, 4, 128, dtype=dtype)
-    unpack(out, blocks, scales)
+    transformers, over every pair of values and usual and extreme scales."""
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 4, 4, 16)[:, :, :groups]
+    scales = torch.tensor([[118, 192, 0, 130]] * 4, dtype=torch.uint8)[None, :, :groups]
+    values = torch.empty(1, 4, 64, dtype=torch.uint8)
+    words = torch.empty(1, 1, 4, dtype=torch.int32)
+    fill_values(values, blocks)
+    fill_scales(words, scales)
+    out = Mxfp4(32 * groups).dequantize(values, words)
 
     def value(code: int) -> float:
         sign, exponent, half = -1 if code & 8 else 1, code >> 1 & 3, code & 1
@@ -139,27 +133,35 @@ def test_mxfp4_values_match_the_format(dtype: torch.dtype):
 
     expected = [
         value(byte >> shift & 15) * 2.0 ** (int(scales[0, 0, byte // 16 % 4]) - 127)
-        for byte in range(256)
+        for byte in blocks.flatten().tolist()
         for shift in (0, 4)
     ]
     assert out.flatten().tolist() == expected
-    reference = convert_moe_packed_tensors(blocks, scales, dtype=dtype)
+    reference = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
     assert torch.equal(out, reference.transpose(1, 2).contiguous().view_as(out))
 
 
-def test_packed_experts_are_counted_in_full(tmp_path: Path):
+def test_packed_experts_stay_packed(tmp_path: Path):
     make(tmp_path / "whole")
     packed(tmp_path / "packed", make(tmp_path / "packed"))
-    sizes: list[int] = []
+    models: list[Any] = []
     for name in ("whole", "packed"):
         path, device = tmp_path / name, torch.device("cpu")
         config = load_target_config(path)
-        model = load_target(path, config, max_positions=64, dtype=torch.float32, device=device)
-        sizes.append(sum(p.nbytes for p in model.parameters()))
-    assert sizes[0] == sizes[1]
+        options: dict[str, Any] = {"max_positions": 64, "dtype": torch.float32, "device": device}
+        models.append(load_target(path, config, **options))
+    held = [
+        sum(tensor.nbytes for name, tensor in model.state_dict(keep_vars=True).items())
+        + sum(b.nbytes for n, b in model.named_buffers() if n.endswith("proj.scale"))
+        for model in models
+    ]
+    linears = [m for m in models[0].modules() if isinstance(m, Linear) and m.weight.ndim == 3]
+    values = sum(linear.weight.numel() for linear in linears)
+    # Every group of 32 values takes 16 bytes, but units are of two groups and scales of four.
+    assert held[0] - held[1] == values * 4 - 2 * values // 2 - 4 * values // 32
     facts = [describe(tmp_path / name) for name in ("whole", "packed")]
-    assert facts[0]["parameters"] == facts[1]["parameters"] == sizes[0] // 4
-    assert facts[1]["quantization"] == "mxfp4, a scale per 1 x 32 values, dequantized when loaded"
+    assert facts[0]["parameters"] == facts[1]["parameters"] == held[0] // 4
+    assert facts[1]["quantization"] == "mxfp4, a scale per 1 x 32 values, kept as they are"
     draft, bills = make_draft(tmp_path / "draft"), list[dict[str, Any]]()
     for name in ("whole", "packed"):
         resolved = resolve(EngineConfig(str(tmp_path / name), draft=str(draft)))
@@ -169,10 +171,26 @@ def test_packed_experts_are_counted_in_full(tmp_path: Path):
             check_draft_tensors(draft, resolved.draft),
         )
         bills.append(memory_bill(resolved, *modules))
-    head = model.output.weight.nbytes  # packed beside the weights, which are freed after it
-    assert [bill["target's weights"] for bill in bills] == [sizes[0] + head, sizes[1] + head]
-    assert bills[1]["held in"] == "float32; the checkpoint has them in mxfp4"
+    head = models[0].output.weight.nbytes  # packed beside the weights, which are freed after it
+    assert [bill["target's weights"] for bill in bills] == [size + head for size in held]
+    kept = "experts in mxfp4 as in the checkpoint, the rest in float32"
+    assert bills[1]["held in"] == kept
     assert "held in" not in bills[0]
+
+
+def test_random_weights_are_packed_too(tmp_path: Path):
+    make(tmp_path)
+    packed(tmp_path, make(tmp_path))
+    (tmp_path / "model.safetensors").unlink()
+    draft = make_draft(tmp_path / "draft")
+    config = EngineConfig(str(tmp_path), draft=str(draft), load_format="dummy", method="none")
+    engine = make_engine(config)
+    linear = engine.components.runner.model.layers[0].mlp.experts.down_proj
+    assert linear.weight.dtype == torch.uint8
+    weight = linear.dense(torch.float32)
+    assert weight.isfinite().all()
+    assert 0.01 < weight.std() < 0.1
+    run(engine, [[1, 2, 3]], SamplingParams(max_tokens=4))
 
 
 BAD = {

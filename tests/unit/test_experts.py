@@ -86,9 +86,8 @@ def test_experts_sum_weighted_outputs(bias: bool):
 
     def run(rows: slice) -> Tensor:
         linears = (module.gate_up_proj, module.down_proj)
-        layers = ((linear.weight, linear.bias) for linear in linears)
         routed = weights[rows], chosen[rows]
-        return reference_experts.experts(x[rows], *routed, *layers, module.gate, residual[rows])
+        return reference_experts.experts(x[rows], *routed, *linears, module.gate, residual[rows])
 
     torch.testing.assert_close(run(slice(0, 11)), expected)
     alone = torch.cat([run(slice(t, t + 1)) for t in range(11)])

@@ -18,6 +18,7 @@ from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM
 from strobe.config import EngineConfig
 from strobe.engine.build import resolve
 from strobe.models.architectures import load_draft_config, load_target_config
+from strobe.models.linear import Linear
 from strobe.models.load import check_draft_tensors, check_target_tensors, load_draft, load_target
 from strobe.models.quantization.fp8 import dequantized, fp8_rows
 from strobe.models.quantization.sizes import weight_bytes
@@ -129,7 +130,11 @@ def test_fp8_checkpoint_matches_scaled_linear_layers(
 ):
     loaded_fp8, loaded_plain = map(loaded, pairs[family])
     for name, value in loaded_plain.named_parameters():
-        assert torch.equal(loaded_fp8.get_parameter(name), value), name
+        layer, _, leaf = name.rpartition(".")
+        module = loaded_fp8.get_submodule(layer)
+        is_linear = isinstance(module, Linear) and leaf == "weight"
+        actual = module.dense(torch.float32) if is_linear else module.get_parameter(leaf)
+        assert torch.equal(actual, value), name
     draft, prompts = make_draft(tmp_path), [[1, 2, 3], [5, 6, 7, 8, 9]]
     greedy = SamplingParams(temperature=0.0, max_tokens=12)
     answers = [
@@ -199,10 +204,10 @@ def test_memory_bill_reports_fp8_storage(
         assert small["parameters"] == plain["parameters"]
         assert small["bytes_on_disk"] < plain["bytes_on_disk"]
         assert small["quantization"].startswith("fp8, a scale per 20 x 28 values, ")
-    assert facts["experts"][0]["quantization"].endswith("values, dequantized when loaded")
-    assert facts["dense"][0]["quantization"].endswith(
-        "kept in FP8 with a scale per row on a GPU with FP8, else dequantized"
-    )
+    rows = "kept in FP8 with a scale per row on a GPU with FP8, else dequantized"
+    assert facts["dense"][0]["quantization"].endswith(f"values, {rows}")
+    kept = f"values, experts kept as they are, the rest {rows}"
+    assert facts["experts"][0]["quantization"].endswith(kept)
     draft, bills = make_draft(tmp_path), list[dict[str, Any]]()
     for path in pairs["experts"]:
         resolved = resolve(EngineConfig(str(path), draft=str(draft)))
@@ -212,14 +217,17 @@ def test_memory_bill_reports_fp8_storage(
             check_draft_tensors(draft, resolved.draft),
         )
         bills.append(memory_bill(resolved, *modules))
-    size = sum(p.nbytes for p in loaded(pairs["experts"][1]).parameters())
+    models = [loaded(path) for path in pairs["experts"]]
+    small, size = (sum(p.nbytes for p in model.parameters()) for model in models)
+    scales = sum(b.nbytes for n, b in models[0].named_buffers() if n.endswith("scale"))
+    assert 3 * (small + scales) < 2 * size
     head = 4 * resolved.target.decoder.vocab_size * resolved.target.decoder.hidden_size
-    assert [bill["target's weights"] for bill in bills] == [size + head, size + head]
-    assert bills[0]["held in"] == "float32; the checkpoint has them in fp8"
+    assert [bill["target's weights"] for bill in bills] == [small + scales + head, size + head]
+    assert bills[0]["held in"] == "experts in fp8 as in the checkpoint, the rest in float32"
     assert "held in" not in bills[1]
     with caplog.at_level(logging.INFO, "strobe.engine.build"):
         make_engine(EngineConfig(str(pairs["experts"][0])))
-    assert f"Weights in fp8 are held in torch.float32: {size} bytes." in caplog.messages
+    assert f"Weights in fp8 take {small} bytes in memory." in caplog.messages
 
 
 NAMES = {

@@ -75,6 +75,19 @@ def test_engine_answers_as_with_dequantized_weights(family: str, tmp_path: Path,
     assert answers[0] == answers[1]
 
 
+def test_experts_are_held_in_fp8_on_demand(tmp_path: Path):
+    FAMILIES["experts"](tmp_path)
+    plain, small = load(tmp_path), load(tmp_path, fp8=True)
+    size = sum(p.nbytes for p in small.parameters())
+    size += sum(b.nbytes for n, b in small.named_buffers() if n.endswith("scale"))
+    planned = check_target_tensors(tmp_path, load_target_config(tmp_path))
+    assert weight_bytes(planned, torch.float32, fp8=True) == size
+    linear = small.layers[1].mlp.experts.gate_up_proj
+    assert linear.weight.dtype == torch.uint8
+    expected = plain.layers[1].mlp.experts.gate_up_proj.weight
+    assert (linear.dense(torch.float32) - expected).norm() < 0.04 * expected.norm()
+
+
 def test_planned_bytes_are_those_held(tmp_path: Path):
     FAMILIES["experts"](tmp_path / "int8")
     to_int8(tmp_path / "int8", tmp_path / "plain")

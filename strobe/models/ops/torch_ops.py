@@ -150,9 +150,8 @@ class TorchOps:
     ) -> Tensor:
         """Add the weighted outputs of the experts that each row's logits [T, E] choose: x, extra
         [T, H] -> [T, H]."""
-        first, second = ((w.dense(x.dtype), w.bias) for w in (layer.gate_up, layer.down))
-        routed = reference_experts.route(logits, layer.routing)
-        return reference_experts.experts(x, *routed, first, second, layer.gate, extra)
+        routed, linears = reference_experts.route(logits, layer.routing), layer[1:3]
+        return reference_experts.experts(x, *routed, *linears, layer.gate, extra)
 
     def delta_rule(
         self, qkv: Tensor, decay: Tensor, rate: Tensor, conv: Tensor, layer: int, rows: ForwardRows

@@ -31,7 +31,7 @@ from strobe.models.ops.torch_ops import (
     Residual,
     TorchOps,
 )
-from strobe.models.quantization.fp8 import FP8_ROWS
+from strobe.models.quantization.kernel_weights import kernel_weight
 
 
 class TritonOps(TorchOps):
@@ -41,16 +41,16 @@ class TritonOps(TorchOps):
 
     def __init__(self, device: torch.device, dtype: torch.dtype):
         self.gemms = Gemms(device, dtype)
-        self._weights: dict[AnyLinear, tuple[Weight, Tensor | None]] = {}
+        self._weights: dict[AnyLinear, tuple[Any, Tensor | None]] = {}
 
-    def _weight(self, linear: AnyLinear) -> tuple[Weight, Tensor | None]:
+    def _weight(self, linear: AnyLinear) -> tuple[Any, Tensor | None]:
         """Return the layer's weight and bias for kernels. A format without a kernel is dequantized
         for this call."""
         cached = self._weights.get(linear)
         if cached is None:
-            if linear.format not in (None, FP8_ROWS):
+            weight = kernel_weight(linear)
+            if weight is None:
                 return Weight(linear.dense(self.gemms.dtype)), linear.bias
-            weight = Weight(linear.weight, linear.scale)
             cached = self._weights[linear] = weight, linear.bias
         return cached
 

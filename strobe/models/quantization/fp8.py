@@ -1,5 +1,6 @@
 """FP8 checkpoints, as published for Qwen3 and DeepSeek: a weight `X.weight` in e4m3 with one scale
-per block in `X.weight_scale_inv`. In memory, FP8 weights have one scale per row.
+per block in `X.weight_scale_inv`. In memory, FP8 weights have one scale per row; experts keep their
+blocks.
 
 quantization_config is `{"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
 "weight_block_size": [128, 128], "modules_to_not_convert": [...]}`. The dtypes of the tensors tell
@@ -9,6 +10,7 @@ which weights are quantized.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
@@ -18,7 +20,8 @@ from torch import Tensor, nn
 from strobe.models.config import DecoderConfig, Quantization
 from strobe.models.config_readers.fields import HINT, Fields
 from strobe.models.linear import Linear, LinearView
-from strobe.models.weight_mapping import FLOATS, Fill, WeightMapping, WeightPart
+from strobe.models.quantization.held import hold, scale_at
+from strobe.models.weight_mapping import FLOATS, Fill, WeightMapping, WeightPart, copy
 
 STORED = "F8_E4M3"
 HINT_OTHER = "use a checkpoint in FP8 with scales by blocks, or an unquantized one."
@@ -47,14 +50,50 @@ def apply(
     dtypes: Mapping[str, str],
     quantization: Quantization,
 ) -> WeightMapping:
-    """Dequantize FP8 tensors when they are read. A linear layer is held in FP8 only if all its
-    tensors are stored in FP8."""
+    """Hold experts in FP8, and dequantize other FP8 tensors when they are read. A linear layer is
+    held in FP8 only if all its tensors are stored in FP8, which is assumed without `dtypes`."""
+    every = chain.from_iterable(part.sources for parts in mapping.values() for part in parts)
+    dtypes = dtypes or dict.fromkeys(every, STORED)
     add_scales = partial(_with_scales, dtypes=dtypes, block=quantization.block)
+    scaled = {name: [add_scales(part) for part in parts] for name, parts in mapping.items()}
     for path, linear in module.named_modules():
         if isinstance(linear, Linear):
-            sources = chain.from_iterable(part.sources for part in mapping[f"{path}.weight"])
-            linear.fixed |= any(dtypes.get(name) != STORED for name in sources)
-    return {name: [add_scales(part) for part in parts] for name, parts in mapping.items()}
+            parts = mapping[f"{path}.weight"]
+            sources = chain.from_iterable(part.sources for part in parts)
+            if any(dtypes.get(name) != STORED for name in sources):
+                linear.fixed = True
+            elif linear.weight.ndim == 3 and all(part.fill is copy for part in parts):
+                scaled |= _hold_blocks(path, linear, parts, quantization.block)
+    return scaled
+
+
+def _hold_blocks(
+    path: str, linear: Linear, parts: list[WeightPart], block: tuple[int, int]
+) -> WeightMapping:
+    """Make experts hold their values, and each block's scale once per row."""
+    count, outputs, inputs = linear.weight.shape
+    values, scales = list[WeightPart](), list[WeightPart]()
+    for part in parts:
+        (name,) = part.sources
+        *outer, rows, _ = linear.weight[part.at].shape
+        shape = (*outer, -(-rows // block[0]), -(-inputs // block[1]))
+        fill = partial(_fill_scales, rows=block[0])
+        values.append(part._replace(fill=_fill_bytes, dtypes=(STORED,)))
+        scales.append(WeightPart({name + SCALE: shape}, scale_at(part.at), fill))
+    groups = -(-inputs // block[1])
+    scale = (count, groups, outputs)
+    hold(linear, (count, outputs, inputs), scale, torch.float32, Fp8Groups(block[1]))
+    return {f"{path}.weight": values, f"{path}.scale": scales}
+
+
+def _fill_bytes(out: Tensor, values: Tensor) -> None:
+    out.copy_(values.view(torch.uint8))
+
+
+def _fill_scales(out: Tensor, scales: Tensor, *, rows: int) -> None:
+    """scales [..., N / rows, G] -> out [..., G, N]."""
+    by_row = scales.to(out.device).repeat_interleave(rows, -2)[..., : out.shape[-1], :]
+    out.copy_(by_row.transpose(-2, -1))
 
 
 def _with_scales(
@@ -121,19 +160,37 @@ def fp8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Fp8Rows:
-    """e4m3 values with one float32 scale per row [N]; see `fp8_rows`."""
+    """e4m3 values with one float32 scale per row [..., N]; see `fp8_rows`. Experts' are bytes."""
 
     def dequantize(self, values: Tensor, scale: Tensor) -> Tensor:
-        return values.float() * scale[:, None]
+        return values.view(torch.float8_e4m3fn).float() * scale[..., None]
 
 
 FP8_ROWS = Fp8Rows()
 
 
-def unsupported_reason(decoder: DecoderConfig, device: torch.device) -> str | None:
-    """Return the reason that a GPU cannot multiply this model's weights in FP8, None if it can."""
-    if decoder.experts is not None:
-        return "experts have no GEMM in FP8"
+@dataclass(frozen=True)
+class Fp8Groups:
+    """Bytes of e4m3 [..., N, K], and scales [..., K / group, N] float32 of `group` values of a row
+    each."""
+
+    group: int
+
+    def dequantize(self, values: Tensor, scale: Tensor) -> Tensor:
+        by_value = scale.transpose(-2, -1).repeat_interleave(self.group, -1)
+        return values.view(torch.float8_e4m3fn).float() * by_value[..., : values.shape[-1]]
+
+
+def hold_rows(linear: Linear, weight: Tensor) -> Tensor:
+    """Return the values of a layer's weight in FP8, and make the layer hold them."""
+    rows, scale = fp8_rows(weight.flatten(0, -2))
+    linear.scale, linear.format = scale.view(weight.shape[:-1]), FP8_ROWS
+    rows = rows.view(weight.shape)
+    return rows if weight.ndim == 2 else rows.view(torch.uint8)
+
+
+def unsupported_reason(device: torch.device) -> str | None:
+    """Return the reason that a GPU cannot multiply weights in FP8, None if it can."""
     if torch.cuda.get_device_capability(device) < (8, 9):
         return "this GPU has no FP8 (compute capability 8.9 or above)"
     return None

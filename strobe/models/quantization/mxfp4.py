@@ -1,4 +1,5 @@
-"""MXFP4 weights, as published for gpt-oss: 4-bit values with one power of two per 32 values.
+"""MXFP4 weights, as published for gpt-oss: 4-bit values with one power of two per 32 values. Linear
+layers hold them as they are, in the order of `strobe.kernels.unpack`.
 
 Format: OCP Microscaling Formats (MX) specification 1.0, E2M1 values with E8M0 scales.
 """
@@ -6,14 +7,17 @@ Format: OCP Microscaling Formats (MX) specification 1.0, E2M1 values with E8M0 s
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strobe.models.config import DecoderConfig, Quantization
 from strobe.models.config_readers.fields import HINT, Fields
 from strobe.models.linear import Linear
-from strobe.models.weight_mapping import WeightMapping, WeightPart
+from strobe.models.quantization.held import hold, scale_at
+from strobe.models.weight_mapping import Fill, WeightMapping, WeightPart
 
 BLOCK = 32
 """Values that share a scale."""
@@ -21,6 +25,8 @@ BLOCK = 32
 _SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = (*_SIZES, *(-size for size in _SIZES))
 _BIAS = 127
+MAX_EXPONENT = 65
+"""See `strobe.kernels.unpack`; weights are many orders of magnitude smaller."""
 
 
 def read(fields: Fields, decoder: DecoderConfig) -> Quantization:
@@ -39,38 +45,74 @@ def read(fields: Fields, decoder: DecoderConfig) -> Quantization:
     return Quantization("mxfp4", (1, BLOCK))
 
 
+@dataclass(frozen=True)
+class Mxfp4:
+    """Two groups of 32 values in 32 bytes: byte j holds value j of the first in its low bits and of
+    the second in its high bits. A scale [K / 128, N] int32 holds the exponents of four groups.
+    inputs: K, which need not be a multiple of 128."""
+
+    inputs: int
+
+    def dequantize(self, values: Tensor, scale: Tensor) -> Tensor:
+        """values [..., N, K / 2], scale [..., K / 128, N] -> [..., N, K] float32, exactly."""
+        table = torch.tensor(_VALUES, dtype=torch.float32, device=values.device)
+        packed = values.unflatten(-1, (-1, BLOCK))
+        codes = torch.stack([packed & 15, packed >> 4], -2).flatten(-3, -2)
+        exponents = scale[..., None].view(torch.uint8).transpose(-3, -2).flatten(-2)
+        exponents = exponents[..., : codes.shape[-2], None].int() - _BIAS
+        return torch.ldexp(table[codes.int()], exponents).flatten(-2)[..., : self.inputs]
+
+
 def apply(
     module: nn.Module,
     mapping: WeightMapping,
     dtypes: Mapping[str, str],
     quantization: Quantization,
 ) -> WeightMapping:
-    """Dequantize experts' weights when they are read. X is stored as X_blocks and X_scales."""
-    packed = dict(mapping)
+    """Hold experts' weights in MXFP4. X is stored as X_blocks and X_scales."""
+    mapping = dict(mapping)
     for path, linear in module.named_modules():
         if isinstance(linear, Linear) and linear.weight.ndim == 3:
-            name = f"{path}.weight"
-            packed[name] = [_packed(part, linear.weight) for part in mapping[name]]
-    return packed
+            weight, (count, outputs, inputs) = linear.weight, linear.weight.shape
+            parts = mapping[f"{path}.weight"]
+            mapping[f"{path}.weight"] = [
+                _part(part, weight, "blocks", fill_values) for part in parts
+            ]
+            mapping[f"{path}.scale"] = [
+                _part(part, weight, "scales", fill_scales) for part in parts
+            ]
+            values, words = (count, outputs, -(-inputs // 64) * BLOCK), -(-inputs // 128)
+            hold(linear, values, (count, words, outputs), torch.int32, Mxfp4(inputs))
+    return mapping
 
 
-def _packed(part: WeightPart, weight: Tensor) -> WeightPart:
+def _part(part: WeightPart, weight: Tensor, name: str, fill: Fill) -> WeightPart:
+    """Return the part of values or of scales for a part of an unquantized weight."""
     *outer, inputs = weight[part.at].shape
-    scales = (*outer, inputs // BLOCK)
-    shapes = {"blocks": (*scales, BLOCK // 2), "scales": scales}
-    sources = {f"{name}_{k}": shape for name in part.sources for k, shape in shapes.items()}
-    return part._replace(sources=sources, fill=unpack, dtypes=("U8",))
+    groups = inputs // BLOCK
+    shape = (*outer, groups, BLOCK // 2) if name == "blocks" else (*outer, groups)
+    at = part.at if name == "blocks" else scale_at(part.at)
+    return WeightPart({f"{source}_{name}": shape for source in part.sources}, at, fill, ("U8",))
 
 
-def unpack(out: Tensor, blocks: Tensor, scales: Tensor) -> None:
-    """blocks [E, N, K / 32, 16] uint8, two values each, the first in the low bits; scales [E, N, K
-    / 32] uint8, exponents plus 127 -> out [E, N, K] in its dtype, on its device.
+def fill_values(out: Tensor, blocks: Tensor) -> None:
+    """blocks [..., N, K / 32, 16] uint8, two values each, the first in the low bits -> out [..., N,
+    K / 2], one matrix at a time, to save memory."""
+    for matrix, packed in zip(out.flatten(0, -3), blocks.flatten(0, -4), strict=True):
+        packed = packed.to(out.device)
+        codes = torch.stack([packed & 15, packed >> 4], -1).flatten(2)  # [N, K / 32, 32]
+        codes = F.pad(codes, (0, 0, 0, codes.shape[1] % 2)).unflatten(1, (-1, 2))
+        matrix.copy_((codes[:, :, 0] | codes[:, :, 1] << 4).flatten(1))
 
-    One matrix at a time, to save memory. Exact in bfloat16 and float32.
-    """
-    values = torch.tensor(_VALUES, dtype=torch.float32, device=out.device)
-    for matrix, packed, exponents in zip(out, blocks, scales, strict=True):
-        packed, exponents = packed.to(out.device), exponents.to(out.device)
-        codes = torch.stack([packed & 15, packed >> 4], -1).flatten(2).int()
-        unpacked = torch.ldexp(values[codes], exponents.int()[..., None] - _BIAS)
-        matrix.copy_(unpacked.view(matrix.shape))
+
+def fill_scales(out: Tensor, scales: Tensor) -> None:
+    """scales [..., N, K / 32] uint8, exponents plus 127 -> out [..., K / 128, N] int32. Raises
+    ValueError for a scale above 2^`MAX_EXPONENT`."""
+    scales = scales.to(out.device)
+    if (largest := int(scales.max()) - _BIAS) > MAX_EXPONENT:
+        raise ValueError(
+            f"A block of MXFP4 has the scale 2^{largest}, but at most 2^{MAX_EXPONENT} is "
+            "supported; download the checkpoint again or use an unquantized one."
+        )
+    padded = F.pad(scales, (0, -scales.shape[-1] % 4))
+    out.copy_(padded.contiguous().view(torch.int32).transpose(-2, -1))

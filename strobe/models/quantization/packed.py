@@ -188,7 +188,7 @@ def pack(name: str | None, target: Target, draft: DFlash | None) -> None:
     head = make if make is Float32 else Float16
     for model in filter(None, (target, draft)):
         for linear in model.modules():
-            if isinstance(linear, Linear) and not linear.fixed:
+            if isinstance(linear, Linear) and linear.weight.ndim == 2 and not linear.fixed:
                 _pack(linear, make)
         if model.lm_head is not None:
             _pack(model.lm_head, head)

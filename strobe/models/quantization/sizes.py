@@ -23,8 +23,8 @@ def weight_bytes(
         if isinstance(part, Linear) and part.scale is not None:
             total += part.scale.nbytes
         if fp8 and isinstance(part, Linear) and not part.fixed:
-            total += part.weight.numel() * (1 - dtype.itemsize) + part.out_features * 4
-        if packed and isinstance(part, Linear) and not part.fixed:
+            total += part.weight.numel() * (1 - dtype.itemsize) + part.weight[..., 0].numel() * 4
+        if packed and isinstance(part, Linear) and part.weight.ndim == 2 and not part.fixed:
             total += part.weight.numel() * (loaded - dtype.itemsize)
     if packed and isinstance(module, Target):
         total += loaded * module.output.weight.numel()

@@ -57,12 +57,14 @@ class Rates:
 
 @dataclass(frozen=True)
 class Widths:
-    """Bytes per value of the linear layers, the head, all other weights, and keys and values."""
+    """Bytes per value of the linear layers, the head, all other weights, keys and values, and
+    experts, which by default are as linear layers."""
 
     linear: float
     head: int
     rest: int
     kv: int
+    experts: float | None = None
 
 
 @dataclass(frozen=True)
@@ -82,13 +84,16 @@ class Shapes:
         them; operations count the top-k experts of each row.
         """
         decoder, rows = self.target.decoder, requests * self.rows
-        read, small = layer_values(self.target, touched_experts(decoder, rows))
+        touched, widths = touched_experts(decoder, rows), self.widths
+        read, small = layer_values(self.target, touched)
+        packed = 0.0 if widths.experts is None else widths.experts - widths.linear
         values, _ = layer_values(self.target, active_experts(decoder))
         state_values = 0 if self.target.states is None else self.target.states.values
         # States are in fp32 and read and written once; each row takes four multiply-adds per value.
         stored = rows * kv_values(decoder) * self.widths.kv + requests * 8 * state_values
         return Work(
             self._weights(read, small, head_values(decoder))
+            + packed * expert_values(decoder, touched)
             + self.context_bytes(decoder, requests, context)
             + stored,
             2 * rows * values,
@@ -170,6 +175,14 @@ def linear_values(decoder: DecoderConfig, experts: float | None = None) -> float
             shape.count + 3 * shape.shared + 3 * shape.moe_intermediate_size * num_experts
         )
     return values * decoder.hidden_size
+
+
+def expert_values(decoder: DecoderConfig, experts: float) -> float:
+    """Count the 3 H J values of so many experts of size J in each layer that has them."""
+    shape = decoder.experts
+    if shape is None:
+        return 0.0
+    return sum(shape.layers) * 3 * decoder.hidden_size * shape.moe_intermediate_size * experts
 
 
 def active_experts(decoder: DecoderConfig) -> int:

@@ -38,7 +38,10 @@ def shapes_of(resolved: ResolvedConfig) -> Shapes:
     kv = 1 if config.kv_cache_dtype == "fp8" else dtype.itemsize
     draft = resolved.draft if resolved.method == DRAFTER_METHOD else None
     rows = 1 + (resolved.limits.num_drafts if resolved.method != "none" else 0)
-    return Shapes(resolved.target, draft, rows, Widths(linear, head, dtype.itemsize, kv))
+    stored = resolved.target.quantization
+    experts = {"mxfp4": 17 / 32, "fp8": 1 + 4 / stored.block[1]}[stored.method] if stored else None
+    widths = Widths(linear, head, dtype.itemsize, kv, experts)
+    return Shapes(resolved.target, draft, rows, widths)
 
 
 def header(name: str, command: str, ways: dict[str, ResolvedConfig], rates: Rates) -> Figures:

@@ -228,4 +228,9 @@ def _weight_format(resolved: ResolvedConfig) -> dict[str, str]:
         return {} if packed in (None, "float32") else {"held in": packed}
     dtype = packed or str(resolved.dtype).removeprefix("torch.")
     memory_format = "fp8, a scale for each row" if resolved.backends.fp8 else dtype
+    if resolved.target.decoder.experts is not None:
+        memory_format = (
+            f"experts in {stored.method} as in the checkpoint, the rest in {memory_format}"
+        )
+        return {"held in": memory_format}
     return {"held in": f"{memory_format}; the checkpoint has them in {stored.method}"}
