@@ -23,7 +23,7 @@ def answers(url: str, key: str, questions: list[str]) -> dict[str, Any]:
         parts = client.chat(messages=user(question), stream=True, **common)
         return "".join(part.message.content or "" for part in parts)
 
-    assert MODEL in [model.model for model in client.list().models]
+    assert f"{MODEL}:latest" in [model.model for model in client.list().models]
     called = client.chat(messages=user(WEATHER), tools=[FUNCTION], **common)
     (call,) = called.message.tool_calls or []
     formatted = client.chat(messages=user(TURTLE), format=Turtle.model_json_schema(), **common)
