@@ -141,7 +141,9 @@ def make_app(serving: Serving) -> ASGIApp:
     """Return the ASGI application with all routes and middleware."""
     app = FastAPI(title="Strobe", version=version("strobe"), docs_url=None, redoc_url=None)
     for handler, post in POSTS.items():
-        route = _bound(handler, serving, generates="stream" in post.request_model.model_fields)
+        generates = "stream" in post.request_model.model_fields
+        untyped = issubclass(post.error_model, ollama_bodies.OllamaError)
+        route = _bound(handler, serving, generates=generates, untyped=untyped)
         app.add_api_route(post.path, route, methods=["POST"], include_in_schema=False)
     add_get_endpoints(app, serving)
     add_response_endpoints(app, serving)
@@ -186,14 +188,14 @@ def make_app(serving: Serving) -> ASGIApp:
 
 
 def _bound(
-    handler: Handler, serving: Serving, *, generates: bool
+    handler: Handler, serving: Serving, *, generates: bool, untyped: bool
 ) -> Callable[[Request], Awaitable[Response]]:
     """Return the route for a handler, which reads the body first and counts running handlers.
-    generates: reject the request early if the queue is full."""
+    generates: reject the request early if the queue is full. untyped: see `read_body`."""
 
     async def serve(http: Request) -> Response:
         try:
-            await replies.read_body(serving, http)
+            await replies.read_body(serving, http, untyped=untyped)
             if generates:
                 serving.check_room(1)  # a full server spends no time on parsing
         except Exception as error:

@@ -95,6 +95,19 @@ def test_non_text_endpoint_is_501(tokenizer: Tokenizer, path: str, method: str):
     )
 
 
+@pytest.mark.parametrize("origin", [None, "http://localhost", "null"])
+@pytest.mark.parametrize("kind", ["", "application/x-www-form-urlencoded", "application/json"])
+@pytest.mark.parametrize("path", ["/api/chat", "/v1/chat/completions"])
+def test_body_without_a_type_is_read_from_programs_of_ollama(
+    tokenizer: Tokenizer, path: str, kind: str, origin: str | None
+):
+    """litellm sends no Content-Type to Ollama, and curl a form's. Browsers always send Origin."""
+    headers = [("Content-Type", kind), *([("Origin", origin)] if origin else [])]
+    answer = call(make_app(serving(tokenizer)), path, headers=headers, body=[b"{"])
+    is_read = kind == "application/json" or (path == "/api/chat" and origin is None)
+    assert answer.status == (400 if is_read else 415)
+
+
 @pytest.mark.parametrize("path", ["/api/pull", "/api/embed", "/api/blobs/sha256:1"])
 @pytest.mark.parametrize("root_path", ["", "/strobe"])
 def test_refused_ollama_path_is_501(tokenizer: Tokenizer, path: str, root_path: str):

@@ -78,15 +78,17 @@ def error_response(serving: Serving, error: Exception) -> Response:
     return JSONResponse(body, status, headers)
 
 
-async def read_body(serving: Serving, http: Request) -> None:
+async def read_body(serving: Serving, http: Request, *, untyped: bool = False) -> None:
     """Read the body, which `http` then caches for the handler.
 
-    Raises RequestRejected if its Content-Type is not JSON, since any web page may post text, or if
-    it does not arrive within request_timeout; ClientDisconnect.
+    untyped: clients of the endpoint send no Content-Type, or curl's. Raises RequestRejected if the
+    Content-Type is not JSON, since any web page may post text, unless it is untyped and comes from
+    no web page, or if it does not arrive within request_timeout; ClientDisconnect.
     """
     http.scope["state"]["arrived_at"] = time.monotonic()
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json" and not kind.endswith("+json"):
+    accepted = untyped and "origin" not in http.headers
+    if kind != "application/json" and not kind.endswith("+json") and not accepted:
         raise RequestRejected(
             415,
             f"The Content-Type is {kind[:100]!r}, but must be application/json; send that header.",
