@@ -62,8 +62,8 @@ class DraftChances:
 
     def table(self, width: int) -> Any:
         """Return the rates [K, B] of blocks of the width with this index. They follow the counts
-        once 10 % of their weight has come or gone."""
-        if self._changed > 0.1 * self.counts[1].sum():
+        once 2 % of their weight has come or gone."""
+        if self._changed > 0.02 * self.counts[1].sum():
             self._tables, self._changed = {}, 0.0
         if width not in self._tables:
             pooled = self.counts.sum((1, 2))
