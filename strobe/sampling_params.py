@@ -58,8 +58,8 @@ class StructuredOutputs:
     For models that think first: after, token ids that end thinking and start the constraint;
     opener, the token that starts thinking (an answer without it is constrained from the start);
     budget, the number of tokens after which thinking must end; lead, a text that may precede the
-    constrained text. instead: a Lark grammar that the answer may
-    follow in place of the constraint, such as one for tool calls.
+    constrained text. instead: a Lark grammar that the answer may follow in place of the constraint,
+    such as one for tool calls.
     """
 
     prefix: ClassVar[str] = "structured_outputs."

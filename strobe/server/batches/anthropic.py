@@ -11,7 +11,7 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from strobe.server.batches.lines import read_requests
-from strobe.server.batches.pages import listed, not_found
+from strobe.server.batches.pages import find_batch, listed
 from strobe.server.batches.protocol import MessageBatchRequest
 from strobe.server.batches.runner import BatchRunner
 from strobe.server.batches.store import RUNNING, succeeded
@@ -49,12 +49,12 @@ async def batches(serving: Serving, runner: BatchRunner, owner: str, http: Reque
 
 async def batch(serving: Serving, runner: BatchRunner, owner: str, http: Request) -> Response:
     """Answer GET /v1/messages/batches/ID."""
-    return JSONResponse(_batch(runner, _find(runner, owner, http), http))
+    return JSONResponse(_batch(runner, find_batch(runner.store, owner, http, "msgbatch_"), http))
 
 
 async def cancel(serving: Serving, runner: BatchRunner, owner: str, http: Request) -> Response:
     """Answer POST /v1/messages/batches/ID/cancel."""
-    record = _find(runner, owner, http)
+    record = find_batch(runner.store, owner, http, "msgbatch_")
     if record["status"] in RUNNING:
         record = runner.cancel(record)
     return JSONResponse(_batch(runner, record, http))
@@ -62,14 +62,14 @@ async def cancel(serving: Serving, runner: BatchRunner, owner: str, http: Reques
 
 async def delete(serving: Serving, runner: BatchRunner, owner: str, http: Request) -> Response:
     """Answer DELETE /v1/messages/batches/ID."""
-    record = _ended(_find(runner, owner, http), "cancel it first")
+    record = _ended(find_batch(runner.store, owner, http, "msgbatch_"), "cancel it first")
     runner.store.delete(record["id"])
     return JSONResponse({"id": record["id"], "type": "message_batch_deleted"})
 
 
 async def results(serving: Serving, runner: BatchRunner, owner: str, http: Request) -> Response:
     """Answer GET /v1/messages/batches/ID/results."""
-    record = _ended(_find(runner, owner, http), "ask again later")
+    record = _ended(find_batch(runner.store, owner, http, "msgbatch_"), "ask again later")
     lines = [replies.compact(line).encode() + b"\n" for line in _results(runner, record)]
     return Response(b"".join(lines), media_type="application/x-jsonl")
 
@@ -86,14 +86,6 @@ def _results(runner: BatchRunner, record: Mapping[str, Any]) -> Iterator[dict[st
     for line in read_requests(runner.store.lines_path(record["lines"]), None, (PATH,)):
         if line.custom_id not in answered:
             yield {"custom_id": line.custom_id, "result": {"type": "canceled"}}
-
-
-def _find(runner: BatchRunner, owner: str, http: Request) -> dict[str, Any]:
-    name = http.path_params["id"]
-    record = runner.store.get(name, owner) if name.startswith("msgbatch_") else None
-    if record is None:
-        raise not_found("batch", name)
-    return record
 
 
 def _ended(record: dict[str, Any], hint: str) -> dict[str, Any]:

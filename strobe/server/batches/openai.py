@@ -11,7 +11,7 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from strobe.server.batches.lines import read_requests
-from strobe.server.batches.pages import listed, not_found
+from strobe.server.batches.pages import find_batch, listed, not_found
 from strobe.server.batches.protocol import BatchRequest
 from strobe.server.batches.runner import BatchRunner
 from strobe.server.batches.store import ERRORS, OUTPUT, RUNNING
@@ -152,23 +152,15 @@ async def batches(serving: Serving, runner: BatchRunner, owner: str, http: Reque
 
 async def batch(serving: Serving, runner: BatchRunner, owner: str, http: Request) -> Response:
     """Answer GET /v1/batches/ID."""
-    return JSONResponse(_batch(runner, _find(runner, owner, http)))
+    return JSONResponse(_batch(runner, find_batch(runner.store, owner, http, "batch_")))
 
 
 async def cancel(serving: Serving, runner: BatchRunner, owner: str, http: Request) -> Response:
     """Answer POST /v1/batches/ID/cancel."""
-    record = _find(runner, owner, http)
+    record = find_batch(runner.store, owner, http, "batch_")
     if record["status"] in RUNNING:
         record = runner.cancel(record)
     return JSONResponse(_batch(runner, record))
-
-
-def _find(runner: BatchRunner, owner: str, http: Request) -> dict[str, Any]:
-    name = http.path_params["id"]
-    record = runner.store.get(name, owner) if name.startswith("batch_") else None
-    if record is None:
-        raise not_found("batch", name)
-    return record
 
 
 def _file(record: Mapping[str, Any]) -> dict[str, Any]:

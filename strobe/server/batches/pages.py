@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import Request
 
+from strobe.server.batches.store import BatchStore
 from strobe.server.openai.protocol.errors import FieldError, invalid_value, short_json
 from strobe.server.serving import RequestRejected
 
@@ -58,3 +59,13 @@ def not_found(kind: str, name: str, param: str | None = None) -> RequestRejected
         code=f"{kind}_not_found",
         param=param,
     )
+
+
+def find_batch(store: BatchStore, owner: str, http: Request, prefix: str) -> dict[str, Any]:
+    """Return the owner's batch that the path names. prefix: of the names of its interface. Raises
+    RequestRejected."""
+    name = http.path_params["id"]
+    record = store.get(name, owner) if name.startswith(prefix) else None
+    if record is None:
+        raise not_found("batch", name)
+    return record

@@ -18,7 +18,6 @@ from strobe.server.openai.protocol.common import (
     check_int,
     is_int,
     object_schema,
-    split_fields,
 )
 from strobe.server.openai.protocol.errors import (
     FieldError,
@@ -182,7 +181,7 @@ class OllamaRequest(RequestModel):
         if self.options is None:
             return {}
         known_fields = (*OPTIONS, "num_ctx")
-        fields = _split(self.options, known_fields, "options", "options", self._warnings)
+        fields = self._warnings.split(self.options, known_fields, "options", "options")
         fields = {name: check_int(value) for name, value in fields.items()}
         num_ctx = fields.pop("num_ctx", None)
         if num_ctx is not None and not (is_int(num_ctx) and num_ctx > 0):
@@ -288,7 +287,7 @@ class ShowRequest(RequestModel):
 
 def read_message(message: Any, path: str, warnings: FieldWarnings) -> dict[str, Any]:
     """Return a message in a chat's format, which checks its values. Raises FieldError."""
-    fields = _split(message, MESSAGE_FIELDS, "ollama.message", path, warnings)
+    fields = warnings.split(message, MESSAGE_FIELDS, "ollama.message", path)
     read = {
         {"thinking": "reasoning_content", "tool_name": "name"}.get(name, name): value
         for name, value in fields.items()
@@ -302,16 +301,8 @@ def read_message(message: Any, path: str, warnings: FieldWarnings) -> dict[str, 
 
 def _call(call: Any, path: str, warnings: FieldWarnings) -> dict[str, Any]:
     """Return an earlier call. Its `index`, its position in the answer, is ignored."""
-    fields = _split(call, CALL_FIELDS, "tool_call", path, warnings)
+    fields = warnings.split(call, CALL_FIELDS, "tool_call", path)
     path = f"{path}.function"
-    function = _split(fields.get("function"), FUNCTION_FIELDS, "", path, warnings)
+    function = warnings.split(fields.get("function"), FUNCTION_FIELDS, "", path)
     function.pop("index", None)
     return {**fields, "function": function}
-
-
-def _split(
-    value: Any, known_names: Sequence[str], schema_key: str, path: str, warnings: FieldWarnings
-) -> dict[str, Any]:
-    split = split_fields(value, known_names, schema_key, path, lenient=warnings.lenient)
-    warnings += split.warnings
-    return split.fields

@@ -50,6 +50,14 @@ class FieldWarnings(list[str]):
         super().__init__()
         self.lenient = lenient
 
+    def split(
+        self, value: Any, known_names: Collection[str], schema_key: str, path: str
+    ) -> dict[str, Any]:
+        """Return an object's known fields, and take in its warnings; see `split_fields`."""
+        fields, warnings = split_fields(value, known_names, schema_key, path, lenient=self.lenient)
+        self.extend(warnings)
+        return fields
+
 
 class SplitFields(NamedTuple):
     """An object's known fields without nulls, and a warning for each field without effect."""

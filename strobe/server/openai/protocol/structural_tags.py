@@ -12,7 +12,6 @@ from strobe.server.openai.protocol.common import (
     TEXT_SCHEMA,
     FieldWarnings,
     object_schema,
-    split_fields,
     texts,
 )
 from strobe.server.openai.protocol.errors import FieldError, invalid_value, short_json
@@ -62,7 +61,7 @@ def read_tags(value: Any, path: str, warnings: FieldWarnings) -> list[Tag]:
             raise invalid_value(
                 path, value, "a structural tag", f"as JSON it fails: {error}"
             ) from None
-    fields = _split(value, ("type", "structures", "triggers", "format"), "", path, warnings)
+    fields = warnings.split(value, ("type", "structures", "triggers", "format"), "", path)
     if fields.get("type", "structural_tag") != "structural_tag":
         raise invalid_value(f"{path}.type", fields["type"], '"structural_tag"')
     if ("format" in fields) == ("structures" in fields):
@@ -74,7 +73,7 @@ def read_tags(value: Any, path: str, warnings: FieldWarnings) -> list[Tag]:
     else:
         path = f"{path}.format"
         known_names = ("type", "triggers", "tags")
-        fields = _split(fields["format"], known_names, "triggered_tags", path, warnings)
+        fields = warnings.split(fields["format"], known_names, "triggered_tags", path)
         if fields.get("type") != "triggered_tags":
             raise FieldError(
                 f"{path}.type is {short_json(fields.get('type'))}, which is not supported; the "
@@ -95,7 +94,7 @@ def read_tags(value: Any, path: str, warnings: FieldWarnings) -> list[Tag]:
 
 
 def _old_tag(value: Any, path: str, warnings: FieldWarnings) -> tuple[str, Mapping[str, Any], str]:
-    fields = _split(value, ("begin", "schema", "end"), "", path, warnings)
+    fields = warnings.split(value, ("begin", "schema", "end"), "", path)
     return (
         _text(fields.get("begin"), f"{path}.begin"),
         _schema(fields.get("schema"), f"{path}.schema"),
@@ -104,11 +103,11 @@ def _old_tag(value: Any, path: str, warnings: FieldWarnings) -> tuple[str, Mappi
 
 
 def _new_tag(value: Any, path: str, warnings: FieldWarnings) -> tuple[str, Mapping[str, Any], str]:
-    fields = _split(value, ("type", "begin", "content", "end"), "", path, warnings)
+    fields = warnings.split(value, ("type", "begin", "content", "end"), "", path)
     if fields.get("type", "tag") != "tag":
         raise invalid_value(f"{path}.type", fields["type"], '"tag"')
     inner = f"{path}.content"
-    content = _split(fields.get("content"), ("type", "json_schema"), "", inner, warnings)
+    content = warnings.split(fields.get("content"), ("type", "json_schema"), "", inner)
     if content.get("type") != "json_schema":
         raise FieldError(
             f"{inner}.type is {short_json(content.get('type'))}, which is not supported; the only "
@@ -147,11 +146,3 @@ def _schema(value: Any, path: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise invalid_value(path, value, "a JSON schema, as an object")
     return value
-
-
-def _split(
-    value: Any, known_names: Sequence[str], schema_key: str, path: str, warnings: FieldWarnings
-) -> dict[str, Any]:
-    split = split_fields(value, known_names, schema_key, path, lenient=warnings.lenient)
-    warnings += split.warnings
-    return split.fields
