@@ -19,6 +19,7 @@ from shared import (
     TURTLE,
     UNITS,
     WEATHER,
+    rejections,
     run,
     user,
 )
@@ -131,14 +132,7 @@ def rejected(client: anthropic.Anthropic, url: str) -> list[Any]:
         (anthropic.BadRequestError,
          lambda: client.messages.create(messages=image, stream=True, **PLAIN)),
     ]  # fmt: skip
-    names: list[str] = []
-    for kind, attempt in tries:
-        try:
-            attempt()
-        except kind as error:
-            names += [type(error).__name__] if error.request_id else []
-    assert len(names) == len(tries), names
-    return names
+    return rejections(tries)
 
 
 def answers(url: str, key: str, questions: list[str]) -> dict[str, Any]:

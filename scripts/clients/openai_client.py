@@ -8,7 +8,7 @@ from typing import Any
 
 import openai
 from pydantic import BaseModel
-from shared import DEGREES, FUNCTION, MAX_TOKENS, MODEL, TURTLE, WEATHER, run, user
+from shared import DEGREES, FUNCTION, MAX_TOKENS, MODEL, TURTLE, WEATHER, rejections, run, user
 
 COMMON: Any = {"model": MODEL, "temperature": 0, "max_tokens": MAX_TOKENS}
 
@@ -74,14 +74,7 @@ def rejected(client: openai.OpenAI) -> list[str]:
         (openai.BadRequestError, lambda: client.chat.completions.create(
             messages=user("Hello."), **{**COMMON, "temperature": -1})),
     ]  # fmt: skip
-    names: list[str] = []
-    for kind, attempt in tries:
-        try:
-            attempt()
-        except kind as error:
-            names.append(type(error).__name__)
-    assert len(names) == len(tries), names
-    return names
+    return rejections(tries)
 
 
 def answers(url: str, key: str, questions: list[str]) -> dict[str, Any]:

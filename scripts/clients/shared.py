@@ -42,6 +42,19 @@ def user(text: str) -> Any:
     return [{"role": "user", "content": text}]
 
 
+def rejections(tries: list[tuple[type[Any], Callable[[], Any]]]) -> list[str]:
+    """Make requests that the server rejects; return the names of the client's errors. Raises
+    AssertionError if one has no request id, and any error that is not of its class."""
+    names: list[str] = []
+    for kind, attempt in tries:
+        try:
+            attempt()
+        except kind as error:
+            names += [type(error).__name__] if error.request_id else []
+    assert len(names) == len(tries), names
+    return names
+
+
 def run(answers: Callable[[str, str, list[str]], dict[str, Any]]) -> None:
     """Write what `answers(url, key, questions)` returns to the program's OUT."""
     url, key, questions_file, out = sys.argv[1:]
