@@ -26,7 +26,6 @@ class SlowPlan:
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
-        assert sinks is None
         batch, mask = self.batch, self.masks[layer]
         self.store.write(layer, batch.kv_slots, k, v)
         out = torch.full((q.shape[0], q.shape[1] * q.shape[2]), float("nan"))
@@ -46,9 +45,18 @@ class SlowPlan:
                 allowed = (
                     allowed & (positions - keys < mask.window) & (keys - positions < mask.window)
                 )
-            part = torch.nn.functional.scaled_dot_product_attention(
-                q[rows].transpose(0, 1)[None], seen, values, allowed, enable_gqa=True
-            )
+            part = q[rows].transpose(0, 1)[None]
+            if sinks is None:
+                part = torch.nn.functional.scaled_dot_product_attention(
+                    part, seen, values, allowed, enable_gqa=True
+                )
+            else:
+                groups = part.shape[1] // seen.shape[1]
+                seen, values = (x.repeat_interleave(groups, 1) for x in (seen, values))
+                logits = part @ seen.transpose(2, 3) * part.shape[-1] ** -0.5
+                logits = logits.masked_fill(~allowed, float("-inf"))
+                column = sinks.view(1, -1, 1, 1).expand(-1, -1, size, -1)
+                part = torch.cat((logits, column), -1).softmax(-1)[..., :-1] @ values
             out[rows] = part[0].transpose(0, 1).reshape(size, -1)
         return out
 
