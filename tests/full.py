@@ -12,6 +12,7 @@ import re
 FULL: dict[str, tuple[str, ...]] = {
     "tests/server/test_openai_client.py": ("test_key_is_required",),
     "tests/server/test_page.py": ("",),
+    "tests/server/test_page_access.py": ("",),
     "tests/server/test_page_chats.py": ("",),
     "tests/server/test_page_reading.py": ("",),
     "tests/server/test_page_server.py": ("",),

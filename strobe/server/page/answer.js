@@ -31,8 +31,8 @@ export class Answer {
     this.notes = element("div", { class: "notes" });
     this.figures = element("dl", { class: "figures" });
     this.element = element(
-      "section",
-      { class: "answer running", "aria-label": title },
+      "div",
+      { class: "answer running", role: "group", "aria-label": title },
       element("h3", {}, title),
       element("div"),
       this.notes,

@@ -118,7 +118,7 @@ export class Turn {
         form.requestSubmit();
       }
     });
-    this.message.replaceChildren(form);
+    this.message.replaceChildren(this.message.firstChild, form);
     field.style.height = `${field.scrollHeight + 2}px`;
     field.focus();
   }
