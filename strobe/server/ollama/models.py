@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from strobe.hub.files import read_json, weight_files
+from strobe.hub.files import GGUF_LINK, read_json, weight_files
 from strobe.server.ollama.protocol import bodies
 from strobe.server.ollama.protocol.requests import ShowRequest
 from strobe.server.openai import replies
@@ -120,10 +120,11 @@ def _modified_at(serving: Serving) -> str:
 
 
 def _details(serving: Serving) -> dict[str, Any]:
-    family = str(read_json(Path(serving.root) / "config.json").get("model_type", "unknown"))
+    root = Path(serving.root)
+    family = str(read_json(root / "config.json").get("model_type", "unknown"))
     return {
         "parent_model": "",
-        "format": "safetensors",
+        "format": "gguf" if weight_files(root) == [GGUF_LINK] else "safetensors",
         "family": family,
         "families": [family],
         "parameter_size": "",
