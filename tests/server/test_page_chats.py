@@ -179,6 +179,7 @@ def test_list_is_a_drawer_on_narrow_pages(page: Page, mock: MockServer):
     assert not page.evaluate(shown)
     mock.reply(answer(HELLO))
     ask_and_wait(page, "hi")
+    page.until("document.querySelector('#conversations li')")
     page.click("#open-sidebar")
     assert page.evaluate(shown)
     assert page.evaluate("document.activeElement.id") == "search"
@@ -187,6 +188,19 @@ def test_list_is_a_drawer_on_narrow_pages(page: Page, mock: MockServer):
     page.click("#open-sidebar")
     page.click("#conversations li > button")
     assert not page.evaluate(shown)
+
+
+def test_conversations_stored_while_the_database_is_deleted_are_kept(wide: Page, mock: MockServer):
+    """As another page deletes it, or a newer one changes its version."""
+    deletion = "indexedDB.deleteDatabase('strobe')"
+    wide.evaluate(f"new Promise((done) => ({deletion}.onsuccess = () => done(0)))")
+    mock.reply(answer(HELLO))
+    ask_and_wait(wide, "hi")
+    wait(wide)
+    wide.reload()
+    wide.until("document.querySelector('.answer')")
+    assert wide.texts(SAID) == ["hi"]
+    assert wide.problems == []
 
 
 # ---- branched and continued ----
@@ -278,8 +292,8 @@ def test_attached_files_are_sent_as_text(reading: Page, mock: MockServer):
     give_file(reading, "#files", "a.py", "x = '```'\n")
     reading.until("document.querySelector('#attachments li')")
     give_file(reading, "#files", "b.bin", "a\0b")
-    reading.until("!document.querySelector('#server-note').hidden")
-    assert reading.text("#server-note") == "b.bin is not a text file."
+    reading.until("!document.querySelector('#page-note').hidden")
+    assert reading.text("#page-note") == "b.bin is not a text file."
     ask_and_wait(reading, "What is it?")
     assert mock.received[0]["messages"][0]["content"] == (
         "a.py:\n````\nx = '```'\n````\n\nWhat is it?"

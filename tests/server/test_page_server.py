@@ -110,7 +110,7 @@ def test_link_reproduces_a_run(reading: Page, mock: MockServer):
     reading.until("document.querySelector('#prompt').value")
     assert reading.evaluate("document.querySelector('#prompt').value") == "é <b>\nwhy?"
     seed = mock.received[1]["seed"]
-    assert f"with seed {seed}. Send runs it." in reading.text("#server-note")
+    assert f"with seed {seed}. Send runs it." in reading.text("#page-note")
     assert len(mock.received) == 2  # nothing runs before it is sent
     ask_and_wait(reading, "")
     again, first = mock.received[2], mock.received[1]
@@ -141,10 +141,8 @@ def test_link_carries_earlier_messages_if_asked(reading: Page, mock: MockServer)
 def test_broken_link_is_one_sentence(code: str, page: Page, mock: MockServer):
     page.goto("about:blank")
     visit(page, f"{mock.url}#run={code}", "reading")
-    page.until("!document.querySelector('#server-note').hidden")
-    assert page.text("#server-note") == (
-        "The link holds no run that can be read; ask for it again."
-    )
+    page.until("!document.querySelector('#page-note').hidden")
+    assert page.text("#page-note") == ("The link holds no run that can be read; ask for it again.")
     assert page.problems == []
 
 

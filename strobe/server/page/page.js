@@ -16,6 +16,8 @@ import { getJson, ServerError } from "./stream.js";
 const log = byId("log");
 const prompt = byId("prompt");
 const dialog = byId("settings");
+const serverNote = byId("server-note");
+const pageNote = byId("page-note");
 
 let model = null; // its name, and what /server_info says about it
 
@@ -76,8 +78,8 @@ const sidebar = new Sidebar({
 });
 
 const live = new Live(byId("live"), (problem) => {
-  if (problem) tellProblem(problem);
-  else if (model) byId("server-note").hidden = true;
+  if (problem) tell(serverNote, problem);
+  else if (model) serverNote.hidden = true;
   say(problem ?? "The server can answer again.");
   if (!problem && !model) loadModel();
 });
@@ -94,6 +96,7 @@ async function submit(compare) {
   if (chat.running) return say("Still answering. Press Escape to stop it first.");
   if (!typed && !again) return say("Type a message first.");
   if (!settings.valid()) return;
+  pageNote.hidden = true;
   const files = attachments.take();
   if (typed) prompt.value = "";
   follow(true);
@@ -110,13 +113,14 @@ async function submit(compare) {
 
 async function attach(files) {
   const problems = await attachments.add(files);
-  if (problems.length) tellProblem(problems.join(" "));
+  if (problems.length) tellError(problems.join(" "));
   focusPrompt();
 }
 
 function newChat() {
   settings.dropAdopted();
   prompt.value = "";
+  pageNote.hidden = true;
   hide();
   chat.open(new Conversation());
   show(null);
@@ -156,10 +160,16 @@ function focusPrompt() {
   else if (!dialog.open) prompt.focus();
 }
 
-/** Tell a problem above the conversation. */
-function tellProblem(...parts) {
-  byId("server-note").replaceChildren(...parts);
-  byId("server-note").hidden = false;
+/** Show one of the notes above the conversation. */
+function tell(note, ...parts) {
+  note.replaceChildren(...parts);
+  note.hidden = false;
+}
+
+/** Tell a problem of the page until the next message. */
+function tellError(text) {
+  pageNote.className = "error";
+  tell(pageNote, text);
 }
 
 let pinned = true; // whether the page is scrolled to the end and stays there
@@ -208,15 +218,14 @@ function closeDrawer() {
 // ---- the server ----
 
 async function loadModel() {
-  const note = byId("server-note");
   try {
     const info = await getJson("server_info", settings.apiKey());
     model = { name: info.server.served_model_name[0], ...info };
-    note.hidden = true;
+    serverNote.hidden = true;
   } catch (error) {
     model = null;
     const text = error instanceof ServerError ? error.message : "The server names no model.";
-    tellProblem(text, " ", ...(error.status === 401 ? [keyButton()] : []));
+    tell(serverNote, text, " ", ...(error.status === 401 ? [keyButton()] : []));
   }
   const context = model && `context ${number(model.engine.max_model_len)}`;
   byId("model").textContent = model ? `${model.name} · Strobe ${model.version} · ${context}` : "";
@@ -255,7 +264,7 @@ async function openAddress() {
     const run = await runIn(location.hash);
     if (run) prepare(run);
   } catch {
-    tellProblem("The link holds no run that can be read; ask for it again.");
+    tellError("The link holds no run that can be read; ask for it again.");
   }
 }
 
@@ -269,7 +278,8 @@ function prepare({ prompt: text, files = [], request, history = [] }) {
   prompt.value = text;
   show(null);
   refresh();
-  tellProblem(`This link has set the message and the settings, with seed ${request.seed}. Send runs it.`);
+  pageNote.className = "notice";
+  tell(pageNote, `This link has set the message and the settings, with seed ${request.seed}. Send runs it.`);
 }
 
 // ---- event listeners ----
@@ -334,7 +344,7 @@ addEventListener("scroll", () => {
 document.addEventListener("visibilitychange", () => document.hidden || sidebar.load());
 for (const kind of ["error", "unhandledrejection"]) {
   addEventListener(kind, ({ reason, message }) => {
-    tellProblem(`The page failed: ${reason?.message ?? message}. Reload it to go on.`);
+    tellError(`The page failed: ${reason?.message ?? message}. Reload it to go on.`);
   });
 }
 

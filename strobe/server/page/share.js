@@ -25,6 +25,8 @@ export async function runIn(fragment) {
 }
 
 async function through(transform, bytes) {
-  const stream = new Blob([bytes]).stream().pipeThrough(transform);
-  return new Uint8Array(await new Response(stream).arrayBuffer());
+  const reader = new Blob([bytes]).stream().pipeThrough(transform).getReader();
+  const chunks = [];
+  for (let part; !(part = await reader.read()).done; ) chunks.push(part.value);
+  return new Uint8Array(await new Blob(chunks).arrayBuffer());
 }

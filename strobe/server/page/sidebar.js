@@ -15,19 +15,25 @@ export class Sidebar {
     Object.assign(this, { onOpen, onRemove });
     this.current = null; // the id of the shown conversation
     this.conversations = []; // the newest first
+    this.saves = 0; // so many so far
     search.addEventListener("input", () => this.show());
     byId("export-all").addEventListener("click", () => this.exportAll());
     byId("import").addEventListener("change", ({ target }) => this.import(target));
   }
 
   async start() {
-    if (!(await store.start())) tell("This browser keeps no conversations beyond this page.");
+    if (!(await store.kept)) tell("This browser keeps no conversations beyond this page.");
     await this.load();
   }
 
   /** Read the conversations that other pages may have changed; those that are newer here stay. */
   async load() {
-    this.conversations = (await store.all()).map((record) => {
+    let records, saves;
+    do {
+      saves = this.saves;
+      records = await store.all();
+    } while (saves !== this.saves); // what was saved meanwhile may be missing
+    this.conversations = records.map((record) => {
       const known = this.find(record.id);
       return known?.updated >= record.updated ? known : new Conversation(record);
     });
@@ -37,6 +43,7 @@ export class Sidebar {
   async save(conversation) {
     const others = this.conversations.filter(({ id }) => id !== conversation.id);
     this.conversations = [...others, conversation].sort((a, b) => b.updated - a.updated);
+    this.saves += 1;
     await store.put(conversation.record);
     this.show();
   }

@@ -3,32 +3,31 @@
 const NAME = "strobe";
 const STORE = "conversations";
 
-let database = null; // a promise of the database, null where it cannot be opened
+let opened = open(); // a promise of the database; null after another page has closed it
 const memory = new Map();
+
+/** Whether conversations outlast the page, as a promise. */
+export const kept = opened.then(() => true, () => false); // false: turned off in this browser
 
 function open() {
   return new Promise((resolve, reject) => {
     const request = indexedDB.open(NAME, 1);
     request.onupgradeneeded = () => request.result.createObjectStore(STORE, { keyPath: "id" });
     request.onsuccess = () => {
-      request.result.onversionchange = () => request.result.close();
-      resolve(request.result);
+      const database = request.result;
+      database.onclose = () => (opened = null);
+      database.onversionchange = () => {
+        database.close();
+        opened = null;
+      };
+      resolve(database);
     };
     request.onerror = () => reject(request.error);
   });
 }
 
-/** Open the database. Returns whether conversations will outlast the page. */
-export async function start() {
-  try {
-    database = await open();
-  } catch {
-    database = null; // turned off in this browser
-  }
-  return database !== null;
-}
-
-function run(mode, work) {
+async function run(mode, work) {
+  const database = await (opened ??= open());
   return new Promise((resolve, reject) => {
     const transaction = database.transaction(STORE, mode);
     const request = work(transaction.objectStore(STORE));
@@ -39,20 +38,16 @@ function run(mode, work) {
 
 /** All records, the newest first. */
 export async function all() {
-  const records = database ? await run("readonly", (store) => store.getAll()) : [...memory.values()];
+  const records = (await kept) ? await run("readonly", (store) => store.getAll()) : [...memory.values()];
   return records.sort((a, b) => b.updated - a.updated);
 }
 
-export async function get(id) {
-  return database ? run("readonly", (store) => store.get(id)) : memory.get(id);
-}
-
 export async function put(record) {
-  if (database) await run("readwrite", (store) => store.put(record));
+  if (await kept) await run("readwrite", (store) => store.put(record));
   else memory.set(record.id, record);
 }
 
 export async function remove(id) {
-  if (database) await run("readwrite", (store) => store.delete(id));
+  if (await kept) await run("readwrite", (store) => store.delete(id));
   else memory.delete(id);
 }
