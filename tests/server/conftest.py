@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from browser import NAMES, Browser, Page, find_chromium
+from browser import Browser, Page
+from chromium import Chromium
+from firefox import Firefox
 from page_mock import MockServer
 from page_tests import visit
 from served import Served
@@ -33,15 +35,17 @@ def page_server(real_server: Served) -> str:
     return f"{real_server.url}/"
 
 
-@pytest.fixture(scope="session")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    program = find_chromium()
+@pytest.fixture(scope="session", params=[Chromium, Firefox], ids=lambda kind: kind.__name__)
+def browser(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Browser]:
+    kind: type[Chromium | Firefox] = request.param
+    program = kind.find()
     if program is None:
         pytest.skip(
-            f"The page needs a browser to be tested: none of {', '.join(NAMES)} is in PATH; "
-            "install Debian's package chromium."
+            f"None of {', '.join(kind.names)} is in PATH; install Debian's package {kind.names[0]}."
         )
-    browser = Browser(program, tmp_path_factory.mktemp("chromium"))
+    browser = kind(program, tmp_path_factory.mktemp("profile"))
     yield browser
     browser.close()
 

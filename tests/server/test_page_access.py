@@ -96,7 +96,7 @@ LOOKS = {
 def test_page_breaks_none_of_the_rules(name: str, look: str, page: Page, mock: MockServer):
     width, scheme, view = LOOKS[look]
     page.resize(width, 800)
-    page.prefer(prefers_color_scheme=scheme, prefers_reduced_motion="reduce")
+    page.prefer(scheme=scheme, reduced_motion=True)
     visit(page, mock.url, view)
     STATES[name](page, mock)
     assert violations(page) == []
@@ -117,7 +117,7 @@ def test_narrowest_page_shows_everything(view: str, page: Page, mock: MockServer
 
 
 def test_nothing_moves_where_motion_is_reduced(page: Page, mock: MockServer):
-    page.prefer(prefers_reduced_motion="reduce")
+    page.prefer(reduced_motion=True)
     visit(page, mock.url, "tokens")
     streaming(page, mock)
     assert page.evaluate("document.getAnimations().length") == 0
