@@ -95,7 +95,7 @@ class World:
         self.places = self.rng.choice(traces.starts, self.count)
 
     def step(self) -> None:
-        widths, load = self.traces.widths, BatchLoad(self.count, 0, 0, self.count * CONTEXT)
+        widths, load = self.traces.widths, BatchLoad(0, self.count * CONTEXT)
         found = self.policy.plan(self.candidates, load)
         longest = max(found.max_drafts)
         width = next((i for i, n in enumerate(widths) if n >= longest), 0)

@@ -36,6 +36,7 @@ _REQUIREMENTS = {
     "dict_type": "be a mapping",
     "no_list": "be a list",
     "too_short": "hold one or more",
+    "too_long": "hold at most {max_length}",
 }
 """Requirements on a value, by pydantic's error type; they follow "must" in error sentences."""
 
@@ -92,10 +93,10 @@ def brief(value: Any) -> str:
 
 
 def as_tuple(value: Any) -> Any:
-    """Convert an iterable to a tuple, for fields that hold a sequence."""
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+    """Convert an iterable to a tuple, and None to an empty one."""
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable | None):
         raise PydanticCustomError("no_list", "no list")
-    return tuple(value)
+    return () if value is None else tuple(value)
 
 
 Texts = Annotated[Sequence[str], BeforeValidator(as_tuple)]

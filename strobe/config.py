@@ -24,11 +24,9 @@ _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 def parse_bytes(value: int | str) -> int:
     """Parse 1073741824, "1GiB" or "512M" (powers of two) to bytes. Raises ValueError."""
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
     match = re.fullmatch(r"\s*(\d{1,30}(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", str(value).lower())
     size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
-    if isinstance(value, bool) or size < 1:
+    if size < 1:
         raise ValueError(
             f"kv_cache_memory is {brief(value)}, but must be a size such as 2GiB or 1073741824."
         )
@@ -88,8 +86,10 @@ class EngineConfig:
         "probabilistic: drafts are sampled as the request's own tokens are, with the same noise; "
         "greedy: they are the drafter's most probable tokens.",
     )
-    max_model_len: Count | None = option(
-        None, "Maximum tokens of prompt and answer together; by default the model's limit."
+    max_model_len: Annotated[int, Field(ge=2)] | None = option(
+        None,
+        "Maximum tokens of prompt and answer together; by default the model's limit.",
+        "less leaves no room for an answer.",
     )
     max_num_seqs: Count = option(32, "Maximum requests decoding at once.")
     max_num_batched_tokens: Count | None = option(
@@ -221,10 +221,6 @@ def resolve_limits(
         raise ValueError(
             f"max_model_len is {length}, but the model's positions end at {model_max}; "
             f"ask for at most {model_max}."
-        )
-    if length < 2:
-        raise ValueError(
-            "max_model_len is 1, which leaves no room for an answer; ask for 2 or more."
         )
     num_drafts = config.num_drafts
     if num_drafts is None and draft is not None:

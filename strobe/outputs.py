@@ -85,10 +85,10 @@ class SpeculationReport:
 
 class Logprob(NamedTuple):
     """A token's natural log probability under the model itself, before temperature, penalties and
-    masks; its rank from 1; its text."""
+    masks; its rank from 1, None if the request named the token; its text."""
 
     logprob: float
-    rank: int
+    rank: int | None
     decoded_token: str
 
 
@@ -173,7 +173,7 @@ class AnswerBuilder:
     ):
         self.tokenizer, self.params, self.request_id = tokenizer, params, request_id
         self.output = CompletionOutput(index)
-        if params.logprobs is not None:
+        if params.logprobs is not None or params.logprob_token_ids:
             self.output.logprobs, self.output.cumulative_logprob = [], 0.0
         self.draft_counts = DraftCounts()
         self.method, self.off_reason = "none", None
@@ -250,7 +250,10 @@ class AnswerBuilder:
             output.finish_reason, output.stop_reason = event.finish_reason, event.stop_reason
             output.error = event.error
         if output.logprobs is not None:
-            output.logprobs += [logprobs_by_token(logprob, self.tokenizer) for logprob in logprobs]
+            ranked = not self.params.logprob_token_ids
+            output.logprobs += [
+                logprobs_by_token(logprob, self.tokenizer, ranked=ranked) for logprob in logprobs
+            ]
             output.cumulative_logprob = sum(
                 [logprob.logprob for logprob in logprobs], output.cumulative_logprob or 0.0
             )
@@ -272,11 +275,13 @@ class AnswerBuilder:
         )
 
 
-def logprobs_by_token(logprob: TokenLogprob, tokenizer: Tokenizer) -> dict[int, Logprob]:
+def logprobs_by_token(
+    logprob: TokenLogprob, tokenizer: Tokenizer, *, ranked: bool = True
+) -> dict[int, Logprob]:
     """Convert one token's log probabilities to vLLM's form: keyed by token id, the token itself
-    first."""
+    first. ranked: the others are the top tokens, in order."""
     by_token = {
-        token: Logprob(value, rank, tokenizer.token_text(token))
+        token: Logprob(value, rank if ranked else None, tokenizer.token_text(token))
         for rank, (token, value) in enumerate(logprob.top, start=1)
     }
     chosen = Logprob(logprob.logprob, logprob.rank, tokenizer.token_text(logprob.token))

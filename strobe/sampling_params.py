@@ -21,6 +21,9 @@ MAX_ANSWERS = 16384
 MAX_LOGPROBS = 1000
 """Maximum number of top log probabilities per token."""
 
+MAX_NAMED = 128
+"""Maximum number of logprob_token_ids, as in vLLM."""
+
 STRUCTURES = ("json", "json_object", "regex", "choice", "grammar")
 
 Count = Annotated[int, Field(ge=0, le=MAX_INT)]
@@ -132,8 +135,6 @@ Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 def _as_texts(value: Any) -> Any:
     """Convert None to no texts and a single text to a tuple of one."""
-    if value is None:
-        return ()
     return as_tuple([value] if isinstance(value, str) else value)
 
 
@@ -190,13 +191,14 @@ class SamplingParams:
         None, "Return log probabilities of each generated token and of this many top tokens."
     )
     prompt_logprobs: Logprobs | None = option(None, "The same for the prompt's tokens.")
+    logprob_token_ids: Annotated[Tokens, Field(max_length=MAX_NAMED)] = option(
+        (), "Token ids to return log probabilities of, in place of the top tokens.", _TOKENS
+    )
     structured_outputs: Annotated[
         StructuredOutputs | Mapping[str, Any] | None, PlainValidator(StructuredOutputs.of)
     ] = option(None, "The answer's form: json, json_object, regex, choice or grammar.")
     stop: Stops = option((), "Texts that end the answer and are cut off.")
-    stop_token_ids: Annotated[
-        Tokens, BeforeValidator(lambda value: () if value is None else value)
-    ] = option((), "Token ids that end the answer.", _TOKENS)
+    stop_token_ids: Tokens = option((), "Token ids that end the answer.", _TOKENS)
     include_stop_str_in_output: bool = option(False, "Leave the stop text in the answer.")
     ignore_eos: bool = option(False, "Do not end the answer at the model's end tokens.")
     skip_special_tokens: bool = option(True, "Leave special tokens out of the text.")

@@ -202,6 +202,8 @@ def draw_sampling(rng: random.Random) -> SamplingParams:
         fields["allowed_token_ids"] = sorted(rng.sample(range(VOCAB), rng.choice((1, 10, 40))))
     if chance(0.3):
         fields["logprobs"] = rng.choice((0, 1, 3, 7, VOCAB))
+    if fields.get("logprobs") == 7:
+        fields["logprob_token_ids"] = [VOCAB - 1, 3, 3, 0]
     if chance(0.3):
         fields["prompt_logprobs"] = rng.choice((0, 1, 3, VOCAB))
     if chance(0.2):

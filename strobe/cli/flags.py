@@ -173,6 +173,7 @@ _API_ONLY = (
     "allowed_token_ids",
     "logprobs",
     "prompt_logprobs",
+    "logprob_token_ids",
     "structured_outputs",
 )
 if TYPE_CHECKING:

@@ -23,9 +23,8 @@ def check_prompt(prompt_ids: Sequence[int], resolved: ResolvedConfig) -> None:
 
 def check_sampling(sampling: SamplingParams, resolved: ResolvedConfig) -> None:
     """Raises ValueError for token ids and counts beyond the vocabulary."""
-    _check_ids("stop_token_ids", sampling.stop_token_ids, resolved)
-    _check_ids("allowed_token_ids", sampling.allowed_token_ids or (), resolved)
-    _check_ids("logit_bias", list(sampling.logit_bias or ()), resolved)
+    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids"):
+        _check_ids(name, list(getattr(sampling, name) or ()), resolved)
     structured = StructuredOutputs.of(sampling.structured_outputs)
     if structured is not None:
         _check_ids("structured_outputs.after", structured.after, resolved)

@@ -140,9 +140,9 @@ class Engine:
         layout = self._lay_out(plan, spans, shape, margins)
         verified, errors = self._verify(layout, mode, spans, drafts, walk)
         self.on_phase("verify")
-        tops = self.sampling.top_logprobs(slots) if mode.logprobs is not None else {}
+        columns = self.sampling.score_columns(slots)
         host = Drafts(host_drafts, host_margins)
-        return StepOutput(plan, layout, verified, tops, errors, host, readers, started)
+        return StepOutput(plan, layout, verified, columns, errors, host, readers, started)
 
     def _admit(self, plan: Plan) -> None:
         """Apply a plan's admissions and page-table entries. Raises AssertionError for an invalid

@@ -244,8 +244,7 @@ class Scheduler:
         if not records:
             return [], DraftPlan([])
         max_drafts = self.limits.num_drafts
-        context = sum([record.start for record in records])
-        load = BatchLoad(len(records), self._prompt_rows(), len(self.waiting), context)
+        load = BatchLoad(self._prompt_rows(), sum([record.start for record in records]))
         candidates = [self._candidate(r, min(r.request.num_drafts, max_drafts)) for r in records]
         policy, default = self.draft_policy, DraftPolicy().plan(candidates, load)
         plan = self._advice.of("The draft policy", lambda: policy.plan(candidates, load), default)

@@ -36,20 +36,20 @@ class StepOutput:
         plan: Plan,
         layout: Layout,
         verified: Verified,
-        top_logprobs: Mapping[int, int],
+        score_columns: Mapping[int, slice],
         errors: Mapping[int, str],
         proposed: Drafts,
         draft_readers: Mapping[int, Span],
         started_at: float,
     ):
-        """top_logprobs: by span, the number of alternatives to report per token. errors: by span,
-        why its request ends. proposed [S, K]: the device's drafts, if a request reads them, and
+        """score_columns: by span, the columns of its scores to report. errors: by span, why its
+        request ends. proposed [S, K]: the device's drafts, if a request reads them, and
         their margins, in host memory. draft_readers: the spans whose requests read their drafts, as
         they are verified."""
         self.plan, self.started_at, self.done_at = plan, started_at, 0.0
         self.grammars_advanced: bool | None = False
         self._rows, self._width = layout.shape.rows, layout.shape.max_logits
-        self._top_logprobs, self._errors = top_logprobs, errors
+        self._score_columns, self._errors = score_columns, errors
         self._proposed, self._draft_readers = proposed, draft_readers
         sampled, num_accepted, prompt_scores = verified
         self._num_verified = None if plan.num_verified is None else download(layout.drafts)
@@ -81,13 +81,13 @@ class StepOutput:
         logprobs: dict[int, list[TokenLogprob]] = {}
         prompt: dict[int, list[TokenLogprob]] = {}
         if self._scores is not None:
-            for i, top in self._top_logprobs.items():
-                logprobs[i] = _token_logprobs(self._scores, i * width, tokens[i], top)
+            for i, columns in self._score_columns.items():
+                logprobs[i] = _token_logprobs(self._scores, i * width, tokens[i], columns)
         if self._prompt_scores is not None:
             first = 0
             for i, (scored, top) in enumerate((s.scored_tokens, s.top_logprobs) for s in spans):
                 if scored:
-                    prompt[i] = _token_logprobs(self._prompt_scores, first, scored, top)
+                    prompt[i] = _token_logprobs(self._prompt_scores, first, scored, slice(top))
                     first += len(scored)
         errors = dict(self._errors)
         for i, row in enumerate(tokens):
@@ -112,10 +112,11 @@ class StepOutput:
 
 
 def _token_logprobs(
-    scores: Scores, first: int, tokens: Sequence[int], top: int
+    scores: Scores, first: int, tokens: Sequence[int], columns: slice
 ) -> list[TokenLogprob]:
     """Return the log probabilities of `tokens`, which are at the rows from `first` on."""
     rows = slice(first, first + len(tokens))
-    values, ranks, best, ids = [part[rows].tolist() for part in scores]
-    tops = [tuple(zip(i[:top], b[:top], strict=True)) for i, b in zip(ids, best, strict=True)]
+    values, ranks = scores.values[rows].tolist(), scores.ranks[rows].tolist()
+    best, ids = scores.top_values[rows, columns].tolist(), scores.top_ids[rows, columns].tolist()
+    tops = [tuple(zip(i, b, strict=True)) for i, b in zip(ids, best, strict=True)]
     return list(map(TokenLogprob, tokens, values, ranks, tops))

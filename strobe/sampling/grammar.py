@@ -69,11 +69,8 @@ class GrammarCursor:
             elif self.unconstrained:
                 self.unconstrained = not self._ends_thinking(self.output_ids)
             elif self.error is None and not self.matcher.consume_token(token):
-                self.fail()
+                self.error = unfollowed(self.matcher)
         return self.error
-
-    def fail(self) -> None:
-        self.error = unfollowed(self.matcher)
 
     def walk(self, drafts: list[int]) -> list[MaskJob]:
         """Replace drafts by forced tokens in place; return the masks to compute."""
@@ -195,7 +192,7 @@ class GrammarState:
         errors: dict[int, str] = {}
         for i, (cursor, _) in walk.jobs.items():
             if cursor.matcher.is_error() and cursor.error is None:
-                cursor.fail()
+                cursor.error = unfollowed(cursor.matcher)
             if cursor.error is not None:
                 errors[i], masks[i] = cursor.error, -1
             elif cursor.think_start is not None and not cursor.output_ids:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 class Scores(NamedTuple):
     """The model's log probabilities of A rows: of the next token [A] float32, its rank [A] int64
-    from 1, and the values and ids of the k most probable tokens [A, k]."""
+    from 1, and the values and ids of m named and the k most probable tokens [A, m + k]."""
 
     values: Tensor
     ranks: Tensor
@@ -18,18 +18,20 @@ class Scores(NamedTuple):
     top_ids: Tensor
 
 
-def score(logits: Tensor, tokens: Tensor, top: int) -> Scores:
-    """logits [A, V], the token after each row [A], number of top tokens -> Scores.
+def score(logits: Tensor, tokens: Tensor, top: int, *named: Tensor) -> Scores:
+    """logits [A, V], the token after each row [A] (below 0 counts as 0), number of top tokens,
+    named tokens [A, m], if any -> Scores.
 
     Tokens of equal log probability share the better rank and are listed by ascending id.
     """
     log_probs = logits.float().log_softmax(-1)
-    values = log_probs.gather(1, tokens[:, None])
+    values = log_probs.gather(1, tokens.clamp(min=0)[:, None])
     ranks = (log_probs > values).sum(-1) + 1
     ids = log_probs.topk(top, -1).indices.sort(-1).values
     top_values = log_probs.gather(1, ids)
     order = top_values.sort(dim=-1, descending=True, stable=True).indices
-    return Scores(values[:, 0], ranks, top_values.gather(1, order), ids.gather(1, order))
+    ids = torch.cat([*named, ids.gather(1, order)], 1)
+    return Scores(values[:, 0], ranks, log_probs.gather(1, ids), ids)
 
 
 def concat(parts: list[Scores]) -> Scores:

@@ -24,6 +24,7 @@ from strobe.sampling.noise import noise_key
 from strobe.sampling.processors import ENDS, IN_PROMPT, PROCESSED, STRUCTURED, Tables, process
 from strobe.sampling.processors import LogitRows as LogitRows
 from strobe.sampling.sampler import RowParams, argmax, best_two, sample_rows
+from strobe.sampling_params import MAX_NAMED
 from strobe.step import Admission
 from strobe.transfer import upload
 
@@ -85,7 +86,9 @@ class SamplingState:
         # Rows: temperature, top_p, min_p; top_k, key.
         self.floats = torch.zeros(3, num_slots, dtype=torch.float32, device=device)
         self.ints = torch.zeros(2, num_slots, dtype=torch.int64, device=device)
+        self.named = torch.zeros(num_slots, MAX_NAMED, dtype=torch.int64, device=device)
         self._modes = [GREEDY] * num_slots
+        self._score_columns: list[slice | None] = [None] * num_slots
         self._process, self._argmax = process, argmax
         if kernels:
             from strobe.kernels import processors, sampling
@@ -96,7 +99,7 @@ class SamplingState:
     def num_bytes(num_slots: int, vocab_size: int) -> int:
         """Return the device memory of all tables in bytes."""
         slot = Tables.make(1, vocab_size, torch.device("meta"))
-        return (num_slots + 1) * (sum(table.nbytes for table in slot) + 28)
+        return (num_slots + 1) * (sum(table.nbytes for table in slot) + 28 + 8 * MAX_NAMED)
 
     def admit(self, admissions: Sequence[Admission]) -> None:
         """Write new requests' parameters to their slots."""
@@ -109,7 +112,13 @@ class SamplingState:
             biased = bool(s.logit_bias) or s.allowed_token_ids is not None
             processed = biased or s.penalizes or s.min_tokens > 0
             structured = s.structured_outputs is not None
-            mode = SamplingMode(s.temperature > 0, s.filters, processed, structured, s.logprobs)
+            ids, top = s.logprob_token_ids, s.logprobs
+            columns = None if top is None else slice(MAX_NAMED, MAX_NAMED + top)
+            if ids:
+                self.named[a.slot, : len(ids)] = upload(ids, self.device)
+                columns, top = slice(len(ids)), 0
+            self._score_columns[a.slot] = columns
+            mode = SamplingMode(s.temperature > 0, s.filters, processed, structured, top)
             self._modes[a.slot] = mode
             kind = PROCESSED * mode.processed + STRUCTURED * mode.grammar
             ints.append((a.slot, max(s.top_k, 0), noise_key(a.seed, a.sibling), kind))
@@ -158,10 +167,10 @@ class SamplingState:
             logprobs=next((n for n in TOP_SIZES if n >= max(tops)), max(tops)) if tops else None,
         )
 
-    def top_logprobs(self, slots: Sequence[int]) -> dict[int, int]:
-        """Return the number of top log probabilities by index of slots that request any."""
-        counts = [self._modes[slot].logprobs for slot in slots]
-        return {i: top for i, top in enumerate(counts) if top is not None}
+    def score_columns(self, slots: Sequence[int]) -> dict[int, slice]:
+        """Return the columns of `Scores` to report by index of slots that request any."""
+        columns = [self._score_columns[slot] for slot in slots]
+        return {i: part for i, part in enumerate(columns) if part is not None}
 
     def sample(
         self, logits: Tensor, rows: LogitRows, mode: SamplingMode, masks: Tensor | None = None
@@ -174,7 +183,7 @@ class SamplingState:
             processed = self._process(logits, self.tables, rows, masks, processed=mode.processed)
         tokens = self._race(processed, rows, mode) if mode.sampled else self._argmax(processed)
         top = mode.logprobs
-        scores = None if top is None else score(logits, tokens.clamp(min=0), top)
+        scores = None if top is None else score(logits, tokens, top, self.named[rows.slots])
         margins = best_two(logits)[1] if mode.margins else None
         return Sampled(tokens, scores, margins)
 

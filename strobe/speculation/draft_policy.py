@@ -28,12 +28,10 @@ class Candidate(NamedTuple):
 
 
 class BatchLoad(NamedTuple):
-    """Requests that decode in this step, prompt rows still to be computed by requests that run or
-    could start now, waiting requests, and positions of the decoding requests together."""
+    """Prompt rows still to be computed by requests that run or could start now, and positions of
+    the decoding requests together."""
 
-    num_decoding: int
-    prompt_rows: int
-    num_waiting: int
+    prompt_rows: int = 0
     context_tokens: int = 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -160,6 +161,20 @@ def begins(text: str) -> Check:
 def hides(answer: AnswerResult) -> None:
     assert not answer.reasoning
     assert "think>" not in answer.text
+
+
+def named(texts: Sequence[str]) -> Check:
+    """Check that every token has its log probability and those of the named tokens."""
+
+    def check(answer: AnswerResult) -> None:
+        assert len(answer.logprobs) == len(answer.token_ids)
+        for token, value, best in answer.logprobs:
+            assert value is not None
+            assert [text for text in best if text != token] == [t for t in texts if t != token]
+            assert best.get(token, value) == value
+            assert sum(map(math.exp, {**best, token: value}.values())) <= 1 + 1e-5
+
+    return each(check)
 
 
 def scored(top: int, *, echoed: bool = False) -> Check:

@@ -17,6 +17,7 @@ from expected import (
     is_json,
     lacks,
     matches,
+    named,
     prompt_scored,
     scored,
     stops_at,
@@ -160,6 +161,9 @@ def _plain(chat: bool) -> list[Cell]:
     return [
         cell("plain", {}),
         cell("logprobs", top, scored(3)),
+        cell("logprob_token_ids",
+             {"logprobs": True if chat else 0, "logprob_token_ids": ids_of(" horse, I")},
+             named([" horse", ",", " I"])),
         cell("prompt_logprobs", {"prompt_logprobs": 2}, each(prompt_scored), streams=False),
         cell("stop", {"stop": " words"}, stops_at(" words"), unlike=last),
         cell("stops", {**stop, **top}, stops_at(*stop["stop"]), unlike=last),

@@ -10,6 +10,7 @@ import pytest
 from bodies import GENERATING, SCHEMA, SMALLEST, chat, complete, refusal, respond
 
 from strobe.sampling_params import SamplingParams, Speculation
+from strobe.server.anthropic.protocol.messages_request import MessagesRequest
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.common import RequestModel
 from strobe.server.openai.protocol.completion_request import CompletionRequest
@@ -124,6 +125,23 @@ def test_logprobs_of_a_chat():
     for fields in ({"top_logprobs": 1}, {"logprobs": True, "top_logprobs": 21}):
         assert refusal(ChatCompletionRequest, **fields).param == "top_logprobs"
     assert refusal(ChatCompletionRequest, logprobs=3).param == "logprobs"
+
+
+def test_logprob_token_ids_need_logprobs_and_take_the_place_of_top_tokens():
+    ids = {"logprob_token_ids": [5, 7]}
+    sampling = chat(logprobs=True, **ids).sampling({})
+    assert (sampling["logprobs"], sampling["logprob_token_ids"]) == (0, (5, 7))
+    assert complete(logprobs=0, **ids).sampling({})["logprob_token_ids"] == (5, 7)
+    assert "logprobs" not in chat(logprob_token_ids=[]).sampling({})
+    assert chat(logprobs=True, **ids).warnings() == []
+    assert "top_logprobs has no effect" in chat(logprobs=True, top_logprobs=2, **ids).warnings()[0]
+    assert "logprobs has no effect" in complete(logprobs=2, **ids).warnings()[0]
+    for model, hint in ((ChatCompletionRequest, "true"), (CompletionRequest, "0")):
+        assert f"set logprobs to {hint}" in str(refusal(model, **ids))
+        many = refusal(model, logprob_token_ids=[5] * 129)
+        assert many.param == "logprob_token_ids"
+    for model in (ResponsesRequest, MessagesRequest):
+        assert refusal(model, **ids).param == "logprob_token_ids"
 
 
 def test_logprobs_of_a_response():

@@ -61,7 +61,7 @@ class Simulation:
     def step(self, chance: Callable[[int], float]) -> None:
         """chance(position): mean chance of a draft to be right."""
         count = len(self.candidates)
-        draft_plan = self.policy.plan(self.candidates, BatchLoad(count, 0, 0))
+        draft_plan = self.policy.plan(self.candidates, BatchLoad())
         self.plans.append(draft_plan)
         longest = max(draft_plan.max_drafts)
         spans = [
@@ -235,7 +235,7 @@ def test_without_costs_every_request_drafts_its_maximum():
         candidate._replace(max_drafts=n)
         for candidate, n in zip(simulation.candidates, (15, 2, 0), strict=True)
     ]
-    plan = simulation.policy.plan(candidates, BatchLoad(3, 0, 0))
+    plan = simulation.policy.plan(candidates, BatchLoad())
     assert plan == DraftPlan([15, 2, 0])
     simulation.rate(100, lambda position: 0.01)
     assert set(map(str, simulation.plans)) == {str(DraftPlan([15] * 3))}
@@ -252,7 +252,7 @@ def test_request_limits_hold_and_chains_share_rows():
         first._replace(max_drafts=0, on_device=False),
     ]
     for _ in range(50):
-        plan = simulation.policy.plan(mixed, BatchLoad(4, 300, 1))
+        plan = simulation.policy.plan(mixed, BatchLoad(300))
         assert plan.max_drafts[0] <= 15
         assert plan.max_drafts[1] <= 2
         assert 0 < plan.max_drafts[2] <= 9
@@ -267,7 +267,7 @@ def test_drafts_get_the_rows_left_by_prompts(count: int):
     simulation = Simulation(count, GPU, informative=False)
     simulation.rate(100, lambda position: 0.99)
     for load_rows, prompt_rows in ((0, 0), (100, 100), (9000, max(512 - count, 256))):
-        plan = simulation.policy.plan(simulation.candidates, BatchLoad(count, load_rows, 0))
+        plan = simulation.policy.plan(simulation.candidates, BatchLoad(load_rows))
         num_drafts = sum(plan.max_drafts)
         num_verified = num_drafts if plan.num_verified is None else plan.num_verified
         if prompt_rows:
@@ -275,7 +275,7 @@ def test_drafts_get_the_rows_left_by_prompts(count: int):
         elif count < 300:  # with 300 requests, whole blocks hardly pay
             assert num_verified > 0
     if count == 8:
-        plan = simulation.policy.plan(simulation.candidates, BatchLoad(count, 100, 0))
+        plan = simulation.policy.plan(simulation.candidates, BatchLoad(100))
         assert sum(plan.max_drafts) == 8 * 15, "there is room for all"
 
 

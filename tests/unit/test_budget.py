@@ -14,7 +14,7 @@ from strobe.sampling_params import SamplingParams
 from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftPlan, DraftPolicy
 from strobe.step import num_rows
 
-LOAD = BatchLoad(num_decoding=3, prompt_rows=40, num_waiting=2)
+LOAD = BatchLoad(prompt_rows=40)
 
 
 def candidate(max_drafts: int) -> Candidate:
@@ -114,9 +114,7 @@ def test_policy_is_called_once_per_step_with_load():
     plan = world.launch()
     ((candidates, load),) = policy.seen
     assert candidates == [Candidate(first, 3, True, plan.spans[0].slot)]
-    assert load == BatchLoad(
-        num_decoding=1, prompt_rows=25 - 9 + 5, num_waiting=2, context_tokens=3
-    )
+    assert load == BatchLoad(prompt_rows=25 - 9 + 5, context_tokens=3)
     assert world.requests_of(plan) == [first, second]
 
 

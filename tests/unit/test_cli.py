@@ -47,8 +47,8 @@ ENGINE_FIELDS = [
 SAMPLING_FIELDS = [
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
-    "allowed_token_ids", "logprobs", "prompt_logprobs", "structured_outputs", "stop",
-    "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens",
+    "allowed_token_ids", "logprobs", "prompt_logprobs", "logprob_token_ids", "structured_outputs",
+    "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens",
     "speculation",
 ]  # fmt: skip
 SAMPLING_FLAGS = [

@@ -112,6 +112,31 @@ def test_logprobs_have_vllms_form_and_transformers_values(
             check_entry(llm, entry, row, token, 2)
 
 
+@pytest.mark.parametrize("speculation", SPECULATION, ids=str)
+def test_named_tokens_have_transformers_values_beside_top_tokens(
+    llm: LLM, hf: Any, speculation: Any
+):
+    named = [2000, 7, 300]
+    ask = WARM.clone(logprob_token_ids=named, speculation=speculation)
+    params = [ask, WARM.clone(logprobs=3), ask.clone(logprobs=0, logprob_token_ids=named[:1])]
+    outputs = generate(llm, [PROMPTS[0]] * 3, params)
+    for output, ids in zip(outputs, (named, None, named[:1]), strict=True):
+        (completion,) = output.outputs
+        assert completion.token_ids == outputs[0].outputs[0].token_ids
+        truth = true_logprobs(hf, [*output.prompt_token_ids, *completion.token_ids])
+        rows = truth[len(output.prompt_token_ids) - 1 :]
+        assert completion.logprobs is not None
+        for row, token, entry in zip(rows, completion.token_ids, completion.logprobs, strict=False):
+            if ids is None:
+                check_entry(llm, entry, row, token, 3)
+                continue
+            assert list(entry) == [token, *(t for t in ids if t != token)]
+            assert entry[token].rank == int((row > row[token]).sum()) + 1
+            for candidate, logprob in entry.items():
+                assert math.isclose(logprob.logprob, row[candidate].item(), abs_tol=1e-4)
+                assert candidate == token or logprob.rank is None
+
+
 def test_logprobs_are_none_by_default(llm: LLM):
     (output,) = generate(llm, PROMPTS[0], GREEDY)
     assert output.prompt_logprobs is None
@@ -147,7 +172,7 @@ def test_logprobs_are_unaffected_by_processors(llm: LLM, hf: Any):
         row = truth[len(output.prompt_token_ids) - 1 + i]
         check_entry(llm, entry, row, token, 0)
     assert any(
-        entry[t].rank > 50
+        (entry[t].rank or 0) > 50
         for t, entry in zip(completion.token_ids, completion.logprobs, strict=True)
     )
 
@@ -316,6 +341,7 @@ def test_demo_models_draft_json_as_well_as_text():
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {2048: 1}}, "logit_bias holds token id 2048, but the vocabulary has ids 0 to"),
     ({"allowed_token_ids": [5, 9999]}, "allowed_token_ids holds token id 9999"),
+    ({"logprob_token_ids": [2048]}, "logprob_token_ids holds token id 2048"),
     ({"structured_outputs": {"regex": "(a"}}, "the grammar does not compile: .*unclosed group"),
     ({"structured_outputs": {"json": {"type": "hamster"}}}, "does not compile: .*hamster"),
     ({"structured_outputs": {"regex": "a", "after": [9999]}}, "after holds token id 9999"),

@@ -43,6 +43,19 @@ def test_ties_share_the_better_rank_and_lower_id_comes_first():
     assert scores.top_ids.tolist() == [[1, 3, 5, 2, 4]] * 6
 
 
+def test_named_tokens_precede_the_top_tokens_in_their_order():
+    rng = random.Random(3)
+    rows = [rng.sample([i / 8 for i in range(-60, 60)], 37) for _ in range(4)]
+    named = torch.tensor([[30, 2], [2, 30], [7, 7], [0, 36]])
+    logits, tokens = torch.tensor(rows), torch.arange(4)
+    scores, plain = score(logits, tokens, 5, named), score(logits, tokens, 5)
+    assert torch.equal(scores.top_ids, torch.cat([named, plain.top_ids], 1))
+    assert torch.equal(scores.top_values[:, 2:], plain.top_values)
+    for row, ids, values in zip(rows, named.tolist(), scores.top_values.tolist(), strict=True):
+        for token, value in zip(ids, values, strict=False):
+            assert math.isclose(value, slow(row, token, 0)[0], abs_tol=1e-5)
+
+
 def test_scoring_keeps_logits_and_accepts_no_rows():
     logits = torch.randn(4, 7, generator=torch.Generator().manual_seed(0))
     before = logits.clone()

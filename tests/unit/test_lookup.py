@@ -97,7 +97,7 @@ class PolicyRun:
         Steps accept so many drafts of a block or of a chain."""
         use_chain: list[list[bool]] = []
         for _ in range(steps):
-            draft_plan = self.policy.plan(self.candidates, BatchLoad(len(self.candidates), 0, 0))
+            draft_plan = self.policy.plan(self.candidates, BatchLoad())
             chained = draft_plan.use_chain or [bool(c.chain.tokens) for c in self.candidates]
             spans, accepted = list[Span](), list[int]()
             for i, (by_chain, n) in enumerate(zip(chained, draft_plan.max_drafts, strict=True)):
@@ -114,7 +114,7 @@ def test_chain_replaces_the_block_when_more_is_expected():
     run = PolicyRun(2)
     use_chain = run.take_steps(block_accepted=0, chain_accepted=3, steps=60)
     assert use_chain[-1] == [True, True]
-    draft_plan = run.policy.plan(run.candidates, BatchLoad(2, 0, 0))
+    draft_plan = run.policy.plan(run.candidates, BatchLoad())
     assert draft_plan.max_drafts == [3, 3], "and the drafter does not run"
     use_chain = run.take_steps(block_accepted=3, chain_accepted=0, steps=200)
     assert use_chain[-1] == [False, False]
@@ -129,5 +129,5 @@ def test_chain_drafts_below_the_row_price_are_not_verified():
     cheap, expensive = PolicyRun(1), PolicyRun(1, row_ms=4.0)
     for run in (cheap, expensive):
         run.candidates = [candidate._replace(on_device=False) for candidate in run.candidates]
-    assert cheap.policy.plan(cheap.candidates, BatchLoad(1, 0, 0)).max_drafts == [3]
-    assert expensive.policy.plan(expensive.candidates, BatchLoad(1, 0, 0)).max_drafts[0] < 3
+    assert cheap.policy.plan(cheap.candidates, BatchLoad()).max_drafts == [3]
+    assert expensive.policy.plan(expensive.candidates, BatchLoad()).max_drafts[0] < 3

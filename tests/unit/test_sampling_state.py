@@ -85,7 +85,7 @@ def test_kernels_use_one_mode_for_sampled_mixtures():
 
 def test_num_bytes_matches_the_tables():
     state = SamplingState(7, 100, CPU)
-    held = [*state.tables, state.floats, state.ints]
+    held = [*state.tables, state.floats, state.ints, state.named]
     assert SamplingState.num_bytes(7, 100) == sum(t.nbytes for t in held)
 
 
@@ -145,7 +145,7 @@ def test_scores_come_from_raw_logits():
     sampled = state.sample(logits, rows_of([0, 1, 2]), state.mode([0, 1, 2]))
     assert sampled.tokens.tolist() == [4] * 3
     assert sampled.scores is not None
-    expected = score(logits, sampled.tokens, 5)
+    expected = score(logits, sampled.tokens, 5, state.named[:3])
     assert all(torch.equal(a, b) for a, b in zip(sampled.scores, expected, strict=True))
 
 

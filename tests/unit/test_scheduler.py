@@ -128,7 +128,7 @@ def test_verified_drafts_respect_request_and_policy():
         ("r1", 2),
         ("r2", 0),
     ]
-    assert load == BatchLoad(num_decoding=3, prompt_rows=0, num_waiting=0, context_tokens=6)
+    assert load == BatchLoad(prompt_rows=0, context_tokens=6)
 
 
 def test_newest_request_is_preempted_and_resumes():

@@ -166,24 +166,25 @@ class CompletionReply:
             entry["logprobs"] = parts.as_dict()
         if request.prompt_logprobs is not None and run.prompt_logprobs is not None:
             entry["prompt_logprobs"] = replies.prompt_logprobs(
-                [self._cut(entry) for entry in run.prompt_logprobs], self.serving.tokenizer
+                [
+                    entry and entry._replace(top=entry.top[: request.prompt_logprobs])
+                    for entry in run.prompt_logprobs
+                ],
+                self.serving.tokenizer,
             )
         if request.return_token_ids:
             entry["token_ids"] = choice.output.token_ids
             entry["prompt_token_ids"] = prompt.ids
         return entry
 
-    def _cut(self, entry: TokenLogprob | None) -> TokenLogprob | None:
-        count = self.request.prompt_logprobs or 0
-        return None if entry is None else entry._replace(top=entry.top[:count])
-
     def _prompt_part(self, run: PromptRun, prompt: Prompt) -> LogprobsBuilder:
         """Return the prompt's tokens and their log probabilities, for echo."""
-        parts, tokenizer = LogprobsBuilder(), self.serving.tokenizer
+        parts, tokenizer, count = LogprobsBuilder(), self.serving.tokenizer, self.request.logprobs
         entries = run.prompt_logprobs or [None] * len(prompt.ids)
         for token, entry in zip(prompt.ids, entries, strict=True):
             text = tokenizer.token_text(token)
             scored = entry or TokenLogprob(token, 0.0, 1)
+            scored = scored._replace(top=scored.top[:count])
             parts.add([scored], [text], self, first=entry is None)
         return parts
 
@@ -286,11 +287,10 @@ class LogprobsBuilder:
         first: bool = False,
     ) -> None:
         """Add tokens and their texts. first: a prompt's first token, which has no logprob."""
-        count = reply.request.logprobs or 0
         for entry, piece in zip(entries, pieces, strict=True):
             self.tokens.append(self._name(entry.token, reply))
             self.values.append(None if first else entry.logprob)
-            best = {self._name(token, reply): value for token, value in entry.top[:count]}
+            best = {self._name(token, reply): value for token, value in entry.top}
             best.setdefault(self._name(entry.token, reply), entry.logprob)
             self.top.append(None if first else best)
             self.offsets.append(self.offset)

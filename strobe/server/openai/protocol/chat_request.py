@@ -9,8 +9,15 @@ from pydantic import Field, WithJsonSchema
 from pydantic.config import JsonDict
 
 from strobe.checks import MAX_INT
-from strobe.sampling_params import MAX_ANSWERS
-from strobe.server.openai.protocol.common import Bounds, FieldWarnings, Int, StreamOptions
+from strobe.sampling_params import MAX_ANSWERS, MAX_NAMED
+from strobe.server.openai.protocol.common import (
+    IDS_SCHEMA,
+    Bounds,
+    FieldWarnings,
+    Int,
+    StreamOptions,
+    TokenIds,
+)
 from strobe.server.openai.protocol.conversation import Conversation, Messages
 from strobe.server.openai.protocol.errors import FieldError
 from strobe.server.openai.protocol.sampling_fields import FormatField, LogprobCount, SamplingFields
@@ -19,6 +26,12 @@ from strobe.server.openai.protocol.tools import CHOICE_SCHEMA
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 NOT_ZERO: JsonDict = {"not": {"const": 0}}
+
+NamedIds = Annotated[TokenIds, WithJsonSchema({**IDS_SCHEMA, "maxItems": MAX_NAMED})]
+NAMED_IDS = (
+    f"With logprobs: up to {MAX_NAMED} token ids whose log probabilities are returned at each "
+    "position of the answer, in place of the top tokens."
+)
 
 CONFLICT = "is set together with a tool_choice that forces a call"
 
@@ -49,6 +62,7 @@ class ChatCompletionRequest(SamplingFields, Conversation):
     top_logprobs: LogprobCount | None = Field(
         None, description="With logprobs: number of top tokens per position, 0 to 20."
     )
+    logprob_token_ids: NamedIds = Field((), description=NAMED_IDS)
     prompt_logprobs: LogprobCount | None = Field(
         None,
         description="Return the log probabilities of the prompt's tokens and of this many top "
@@ -112,6 +126,8 @@ class ChatCompletionRequest(SamplingFields, Conversation):
                 f"top_logprobs is {self.top_logprobs} without logprobs; set logprobs to true.",
                 "top_logprobs",
             )
+        top = ("top_logprobs", self.top_logprobs) if self.logprobs else None
+        check_named_ids(self.logprob_token_ids, top, "true", self._warnings)
         self._check_forced_call()
         self._check_effort()
 
@@ -153,6 +169,7 @@ class ChatCompletionRequest(SamplingFields, Conversation):
         arguments["n"] = self.n
         if self.logprobs:
             arguments["logprobs"] = self.top_logprobs or 0
+            arguments["logprob_token_ids"] = self.logprob_token_ids
         if self.prompt_logprobs is not None:
             arguments["prompt_logprobs"] = self.prompt_logprobs
         if self.toolbox.choice.forced:
@@ -179,6 +196,22 @@ class ChatCompletionRequest(SamplingFields, Conversation):
                 for path in self.toolbox.strict
             ]
         return sentences
+
+
+def check_named_ids(
+    ids: tuple[int, ...], top: tuple[str, int | None] | None, hint: str, warnings: FieldWarnings
+) -> None:
+    """Check logprob_token_ids. top: the field that sets the number of top tokens, and its value;
+    None without logprobs. hint: a value of logprobs. Raises FieldError."""
+    name = "logprob_token_ids"
+    if len(ids) > MAX_NAMED:
+        raise FieldError(
+            f"{name} holds {len(ids)} ids, but the limit is {MAX_NAMED}; send fewer.", name
+        )
+    if ids and top is None:
+        raise FieldError(f"{name} is set without logprobs; set logprobs to {hint}.", name)
+    if ids and top is not None and top[1]:
+        warnings.append(f"{top[0]} has no effect: {name} names the tokens.")
 
 
 def check_stream(

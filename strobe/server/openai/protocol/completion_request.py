@@ -9,7 +9,14 @@ from pydantic import Field, PrivateAttr, WithJsonSchema
 
 from strobe.checks import MAX_INT
 from strobe.sampling_params import MAX_ANSWERS
-from strobe.server.openai.protocol.chat_request import NOT_ZERO, check_stream, check_truncation
+from strobe.server.openai.protocol.chat_request import (
+    NAMED_IDS,
+    NOT_ZERO,
+    NamedIds,
+    check_named_ids,
+    check_stream,
+    check_truncation,
+)
 from strobe.server.openai.protocol.common import (
     IDS_SCHEMA,
     Bounds,
@@ -61,6 +68,7 @@ class CompletionRequest(SamplingFields):
         description="Return the log probabilities of the answer's tokens and of this many top "
         "tokens per position, 0 to 20; with echo, also for the prompt.",
     )
+    logprob_token_ids: NamedIds = Field((), description=NAMED_IDS)
     prompt_logprobs: LogprobCount | None = Field(
         None,
         description="Return the log probabilities of the prompt's tokens and of this many top "
@@ -104,6 +112,8 @@ class CompletionRequest(SamplingFields):
         self._prompts = self._read_prompts()
         check_stream(self.stream, self.stream_options, self.prompt_logprobs, self._warnings)
         check_truncation(self.truncate_prompt_tokens)
+        top = None if self.logprobs is None else ("logprobs", self.logprobs)
+        check_named_ids(self.logprob_token_ids, top, "0", self._warnings)
         others = ("echo", "prompt_logprobs", "truncate_prompt_tokens")
         if self.suffix and (names := [n for n in others if getattr(self, n)]):
             raise FieldError(
@@ -174,6 +184,7 @@ class CompletionRequest(SamplingFields):
         arguments["n"] = self.answers
         if self.logprobs is not None:
             arguments["logprobs"] = self.logprobs
+            arguments["logprob_token_ids"] = self.logprob_token_ids
         elif self.answers > self.n:
             arguments["logprobs"] = 0
         prompt_counts = [count for count in (self.prompt_logprobs,) if count is not None]

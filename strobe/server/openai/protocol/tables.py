@@ -196,7 +196,6 @@ _REFUSED: Table = {
     "mirostat": FieldRule(_SAMPLERS, (0,)),
     "n_predict": FieldRule("use max_tokens", (-1,)),
     "n_probs": FieldRule("use logprobs", (0,)),
-    "logprob_token_ids": FieldRule("use logprobs with top tokens", ([],)),
     "early_stopping": FieldRule(_BEAMS, (False,)),
     "repetition_detection": FieldRule("use stop or max_tokens to end an answer"),
     "stop_regex": FieldRule("use stop, which takes plain strings", ("", [])),
@@ -218,6 +217,9 @@ _REFUSED: Table = {
 }
 """Fields that every generating endpoint rejects."""
 
+_NAMED_IDS: Table = {
+    "logprob_token_ids": FieldRule("use /v1/chat/completions or /v1/completions", ([],))
+}
 _THINKING: Table = {"thinking": FieldRule("use chat_template_kwargs or reasoning_effort", ({},))}
 
 _KEEP_ALL = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
@@ -267,6 +269,7 @@ UNSUPPORTED: Mapping[str, Table] = {
     },
     "responses": {
         **_REFUSED,
+        **_NAMED_IDS,
         **_THINKING,
         **_REFUSED_RESPONSES,
         "background": FieldRule("a request always waits for its answer", (False,)),
@@ -282,6 +285,7 @@ UNSUPPORTED: Mapping[str, Table] = {
     },
     "messages": {
         **_REFUSED,
+        **_NAMED_IDS,
         **_REFUSED_MESSAGES,
         "max_completion_tokens": FieldRule("use max_tokens"),
         "max_tokens_to_sample": FieldRule("use max_tokens"),
