@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
 import uvicorn
 
 from strobe.server.page import files
@@ -117,17 +118,10 @@ def refusal(status: int, message: str, **headers: str) -> Reply:
     return Reply(status=status, body={"error": error}, headers=headers)
 
 
-class MockServer:
-    """Serves from a thread until closed. replies: the responses to the next chat requests.
-
-    received: the bodies of the chat requests, keys: their Authorization headers. api_key: required
-    unless None. state: what /events sends; with a problem, /server_info is a 503. template: what
-    /server_info says about the chat template. markdown: whether /markdown works.
-    """
+class ThreadedServer:
+    """Serves from a thread until closed."""
 
     def __init__(self):
-        self.reset()
-        self._files = files()
         self._socket = socket.socket()
         self._socket.bind(("127.0.0.1", 0))
         self._socket.listen()
@@ -138,6 +132,60 @@ class MockServer:
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],))
         self._thread.start()
+
+    def close(self) -> None:
+        self._server.should_exit = self._server.force_exit = True
+        self._thread.join()
+
+    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+        raise NotImplementedError
+
+
+class PathProxy(ThreadedServer):
+    """Shows another server below a path, which the other server does not get to see."""
+
+    def __init__(self, url: str, path: str):
+        self._other, self._path = url, path
+        super().__init__()
+        self.url += path.lstrip("/") + "/"
+
+    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+        if not scope["path"].startswith(f"{self._path}/"):
+            await plain(send, refusal(404, f"There is nothing at {scope['path']}."))
+            return
+        url = self._other + scope["path"].removeprefix(self._path)
+        headers = [(k, v) for k, v in scope["headers"] if k != b"connection"]
+        body = await body_of(receive)
+        async with (
+            httpx.AsyncClient(timeout=None) as client,
+            client.stream(scope["method"], url, headers=headers, content=body) as answer,
+        ):
+            start = {"status": answer.status_code, "headers": answer.headers.raw}
+            await send({"type": "http.response.start", **start})
+            leaving = asyncio.ensure_future(left(receive))
+            passing = asyncio.ensure_future(self._pass(answer, send))
+            await asyncio.wait((leaving, passing), return_when=asyncio.FIRST_COMPLETED)
+            for task in (leaving, passing):
+                task.cancel()
+
+    async def _pass(self, answer: httpx.Response, send: Any) -> None:
+        async for chunk in answer.aiter_raw():
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body"})
+
+
+class MockServer(ThreadedServer):
+    """A scripted server. replies: the responses to the next chat requests.
+
+    received: the bodies of the chat requests, keys: their Authorization headers. api_key: required
+    unless None. state: what /events sends; with a problem, /server_info is a 503. template: what
+    /server_info says about the chat template. markdown: whether /markdown works.
+    """
+
+    def __init__(self):
+        self.reset()
+        self._files = files()
+        super().__init__()
 
     def reset(self) -> None:
         """Clear received requests and scripted replies."""
@@ -152,10 +200,6 @@ class MockServer:
 
     def reply(self, *replies: Reply) -> None:
         self.replies.extend(replies)
-
-    def close(self) -> None:
-        self._server.should_exit = self._server.force_exit = True
-        self._thread.join()
 
     def _info(self) -> Json:
         return {

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from browser import Page
-from page_mock import Json, MockServer, answer, step
+from page_mock import Json, MockServer, PathProxy, answer, step
 from page_tests import (
     HELLO,
     IDLE,
@@ -19,6 +20,7 @@ from page_tests import (
     show,
     visit,
 )
+from served import Served
 
 
 def state(**counts: Any) -> Json:
@@ -50,6 +52,7 @@ def copied(page: Page, *labels: str) -> str:
 
 
 def test_live_line_shows_load_and_drafting(reading: Page, mock: MockServer):
+    reading.until("document.querySelector('#live').textContent == 'idle'")
     mock.state = state(kv_used=0.04)
     reading.until("document.querySelector('#live').textContent == 'idle · K/V 4 %'")
     mock.state = state(running=2, waiting=1, tokens=100, time=10.0)
@@ -92,6 +95,35 @@ def test_hidden_page_reads_no_events(reading: Page, mock: MockServer):
     assert reading.text("#live").startswith("idle")
     reading.evaluate("document.dispatchEvent(new Event('visibilitychange')), 0")
     reading.until("document.querySelector('#live').textContent.startsWith('1 running')")
+
+
+# ---- keys and proxies ----
+
+
+@pytest.fixture
+def proxy() -> Iterator[PathProxy]:
+    served = Served("--root-path=/strobe", "--api-key=sesame", "--no-adaptive")
+    proxy = PathProxy(served.url, "/strobe")
+    yield proxy
+    proxy.close()
+    assert served.stop() == 0
+
+
+def test_page_works_below_a_path_with_a_key(page: Page, proxy: PathProxy):
+    visit(page, proxy.url, "reading")
+    assert "requires an API key" in page.text("#server-note")
+    page.click("#server-note button")
+    page.type("sesame")
+    page.press("Enter")
+    page.until("document.querySelector('#live').textContent.startsWith('idle')")
+    page.click("#examples li:nth-child(4) button")
+    ask_and_wait(page, "")
+    page.until("document.querySelector('.code code') && location.hash")
+    page.reload()
+    page.until("document.querySelector('.code code')")
+    assert page.text("#model").startswith("strobe-demo")
+    assert [url for url in page.requests if not url.startswith(proxy.url)] == []
+    page.goto("about:blank")
 
 
 # ---- links ----

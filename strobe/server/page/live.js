@@ -44,7 +44,8 @@ export class Live {
       this.problem = state.problem;
       this.onChange(state.problem);
     }
-    if (state.problem || state.tokens === undefined) return this.clear(state.problem);
+    if (state.problem) return this.clear(state.problem);
+    if (state.tokens === undefined) return this.clear("idle"); // since the engine started
     if (state.tokens < (this.events.at(-1)?.tokens ?? 0)) this.events = []; // another engine
     this.events.push(state);
     while (this.events.length > 2 && state.time - this.events[1].time > WINDOW) this.events.shift();
