@@ -210,7 +210,7 @@ class Page(ABC):
 
     @abstractmethod
     def screenshot(self, path: Path) -> None:
-        """Write a PNG of the window; no test compares pixels."""
+        """Write a picture of the window; no test compares pixels."""
 
 
 def write(path: Path, data: str) -> None:

@@ -146,4 +146,5 @@ class ChromiumPage(Page):
         return tree["nodes"][0]["name"]["value"].strip() == name
 
     def screenshot(self, path: Path) -> None:
-        write(path, self.call("Page.captureScreenshot")["data"])
+        kind = path.suffix[1:]
+        write(path, self.call("Page.captureScreenshot", format=kind, quality=85)["data"])

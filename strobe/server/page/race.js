@@ -51,11 +51,11 @@ function tracks(off, on, rounds) {
       "div",
       {},
       element("dt", {}, `Speculation ${lane.name}`),
-      element("dd", {}, lane.bar, `${number(lane.ms / 1000)} s`),
+      element("dd", {}, lane.bar, `${(lane.ms / 1000).toFixed(2)} s`),
     );
   }
-  const again = button("Watch the race", () => run(lanes, longest, again), { class: "quiet" });
-  return element("div", { class: "race" }, element("dl", {}, ...lanes.map(({ row }) => row)), again);
+  const again = button("Watch the race", () => run(lanes, longest, again));
+  return element("div", { class: "race small" }, element("dl", {}, ...lanes.map(({ row }) => row)), again);
 }
 
 function run(lanes, longest, again) {
