@@ -23,6 +23,7 @@ from strobe.server.ollama.protocol.requests import (
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.common import RequestModel, StreamOptions
 from strobe.server.openai.protocol.completion_request import CompletionRequest
+from strobe.server.openai.protocol.infill_request import InfillRequest
 from strobe.server.openai.protocol.responses_request import (
     InputTokensRequest,
     ResponsesRequest,
@@ -100,6 +101,8 @@ def tables() -> dict[str, list[Row]]:
     for model in GENERATING:
         rows_by_table[model.schema_key] = model_rows(model, SamplingFields.model_fields)
         rows_by_table[model.schema_key] += place_rows(model.schema_key, common)
+    rows_by_table["infill"] = model_rows(InfillRequest, SamplingFields.model_fields)
+    rows_by_table["infill"] += place_rows("infill", common)
     for model in OTHER_ENDPOINTS:
         rows_by_table[model.schema_key] = model_rows(model) + place_rows(model.schema_key)
     for options in (StreamOptions, ResponsesStreamOptions):

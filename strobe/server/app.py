@@ -39,11 +39,13 @@ from strobe.server.ollama.protocol.requests import (
 from strobe.server.openai import replies
 from strobe.server.openai.chat import chat
 from strobe.server.openai.completions import completions
+from strobe.server.openai.infill import infill
 from strobe.server.openai.openapi import Post, describe
 from strobe.server.openai.protocol import response_bodies as answers
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.completion_request import CompletionRequest
 from strobe.server.openai.protocol.errors import error_body
+from strobe.server.openai.protocol.infill_request import InfillRequest
 from strobe.server.openai.protocol.responses_request import InputTokensRequest, ResponsesRequest
 from strobe.server.openai.protocol.token_requests import (
     DetokenizeRequest,
@@ -73,6 +75,12 @@ POSTS: dict[Handler, Post] = {
     ),
     completions: Post(
         "/v1/completions", "The continuation of a prompt.", CompletionRequest, answers.Completion
+    ),
+    infill: Post(
+        "/infill",
+        "The text between a prefix and a suffix, in llama.cpp's form.",
+        InfillRequest,
+        answers.Infill,
     ),
     responses: Post(
         "/v1/responses",
@@ -229,9 +237,6 @@ def _static(show: Callable[[], Response]) -> Callable[[Request], Awaitable[Respo
 async def _not_found(http: Request, error: Exception) -> Response:
     if http.url.path in UNSERVED:
         sentence = f"Strobe serves text generation; {http.url.path} is not among what it does."
-        return JSONResponse(error_body(sentence, status=501, code="not_implemented"), 501)
-    if route(http.scope) == "/infill":
-        sentence = "/infill is not supported: use /v1/completions with prompt and suffix."
         return JSONResponse(error_body(sentence, status=501, code="not_implemented"), 501)
     if (sentence := refusal(route(http.scope))) is not None:
         return JSONResponse(error_body(sentence, status=501, code="not_implemented"), 501)

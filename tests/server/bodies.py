@@ -19,6 +19,7 @@ from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.common import RequestModel
 from strobe.server.openai.protocol.completion_request import CompletionRequest
 from strobe.server.openai.protocol.errors import FieldError
+from strobe.server.openai.protocol.infill_request import InfillRequest
 from strobe.server.openai.protocol.responses_request import InputTokensRequest, ResponsesRequest
 from strobe.server.openai.protocol.token_requests import DetokenizeRequest, TokenizeRequest
 from strobe.server.page.endpoints import MarkdownRequest
@@ -31,6 +32,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 SMALLEST: Mapping[type[RequestModel], dict[str, Any]] = {
     ChatCompletionRequest: {"messages": [USER]},
     CompletionRequest: {"prompt": "hello"},
+    InfillRequest: {"input_prefix": "hello"},
     ResponsesRequest: {"input": "hello"},
     MessagesRequest: {"messages": [USER], "max_tokens": 4096},
     InputTokensRequest: {"input": "hello"},
@@ -44,7 +46,9 @@ SMALLEST: Mapping[type[RequestModel], dict[str, Any]] = {
     DetokenizeRequest: {"tokens": [1, 2]},
     MarkdownRequest: {"text": "hello"},
 }
-GENERATING = (ChatCompletionRequest, CompletionRequest, ResponsesRequest, MessagesRequest)
+GENERATING = (
+    ChatCompletionRequest, CompletionRequest, InfillRequest, ResponsesRequest, MessagesRequest
+)  # fmt: skip
 
 
 def chat(**fields: Any) -> ChatCompletionRequest:

@@ -68,7 +68,7 @@ def rows(page: str, place: str) -> dict[str, str]:
 def test_page_lists_every_request_field(model: type[RequestModel], page: str):
     named = rows(page, model.schema_key)
     if issubclass(model, SamplingFields):
-        named |= rows(page, "shared")
+        named = rows(page, "shared") | named
     for name in model.model_fields:
         assert named.pop(name).startswith("supported"), name
     for name in NO_EFFECT[model.schema_key]:

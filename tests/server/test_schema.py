@@ -47,6 +47,7 @@ MODEL = "/v1/models/{name}"
 BASES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3},
     "/v1/completions": {"prompt": "hi", "max_tokens": 3},
+    "/infill": {"input_prefix": "hi", "n_predict": 3},
     "/v1/responses": {"input": "hi", "max_output_tokens": 16},
     "/v1/responses/input_tokens": {"input": "hi"},
     "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3},
@@ -134,7 +135,8 @@ def test_field_combinations_match_the_openapi_document(api: Any, path: str, exam
         statuses[checked(case)] += 1
 
     holds()
-    assert statuses[200] >= examples / 4, statuses
+    if path != "/infill":  # the demo models have no tokens for it
+        assert statuses[200] >= examples / 4, statuses
 
 
 TOGETHER = (

@@ -6,16 +6,17 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import Request
 from starlette.responses import Response
 
 from strobe.request import TokenLogprob
 from strobe.server.openai import replies
-from strobe.server.openai.infill import infill_ids
+from strobe.server.openai.infill_prompt import end_ids, infill_ids
 from strobe.server.openai.protocol.completion_request import CompletionRequest
 from strobe.server.openai.protocol.errors import FieldError
+from strobe.server.openai.protocol.infill_request import InfillRequest
 from strobe.server.openai.runs import (
     ChoiceState,
     GenerationJob,
@@ -37,16 +38,44 @@ class Prompt:
     ids: list[int]
 
 
+class Started(NamedTuple):
+    """Prompts that the engine has."""
+
+    name: str
+    request_id: str
+    deadline: replies.Deadline
+    prompts: list[Prompt]
+    runs: list[PromptRun]
+
+
 async def completions(serving: Serving, http: Request) -> Response:
     """Answer POST /v1/completions."""
-    runs: list[PromptRun] = []
     try:
         request = CompletionRequest.read(await http.body(), lenient=serving.settings.lenient)
+        started = await start(serving, request, http)
+    except Exception as error:
+        return replies.error_response(serving, error)
+    reply = CompletionReply(serving, request, started, replies.wants_report(http, request))
+    if request.stream:
+        return await replies.stream_response(
+            serving, http, started.runs, reply.events, started.deadline
+        )
+    return await replies.json_response(serving, http, started.runs, reply.body, started.deadline)
+
+
+async def start(
+    serving: Serving, request: CompletionRequest | InfillRequest, http: Request
+) -> Started:
+    """Submit the request's prompts. Raises FieldError and others of `replies.to_error`."""
+    runs: list[PromptRun] = []
+    try:
         name, facts = serving.name(request.model), serving.facts
         deadline = replies.Deadline(serving, request.timeout)
         arguments = request.sampling(facts.sampling)
         structured = serving.with_token_ids(arguments.get("structured_outputs"))
         params = serving.params({**arguments, "structured_outputs": structured})
+        if request.gap is not None:
+            params = params.clone(stop_token_ids=(*params.stop_token_ids, *end_ids(serving)))
         count = len(request.prompts())
         serving.check_room(count * params.n, count)
         async with deadline():
@@ -71,36 +100,32 @@ async def completions(serving: Serving, http: Request) -> Response:
                 request.scheduling,
             )
             runs.append(PromptRun(serving, job))
-    except Exception as error:
+    except Exception:
         for run in runs:
             run.close()
-        return replies.error_response(serving, error)
-    report = replies.wants_report(http, request)
-    reply = CompletionReply(serving, request, prompts, runs, name, request_id, report)
-    if request.stream:
-        return await replies.stream_response(serving, http, runs, reply.events, deadline)
-    return await replies.json_response(serving, http, runs, reply.body, deadline)
+        raise
+    return Started(name, request_id, deadline, prompts, runs)
 
 
 async def _prompt(
-    serving: Serving, request: CompletionRequest, raw_prompt: str | list[int]
+    serving: Serving, request: CompletionRequest | InfillRequest, raw_prompt: str | list[int]
 ) -> Prompt:
-    tokenizer, suffix = serving.tokenizer, request.suffix
+    tokenizer, gap, field = serving.tokenizer, request.gap, request.prompt_field
 
     def infilled(ids: list[int]) -> list[int]:
-        return infill_ids(serving, ids, suffix) if suffix else ids
+        return ids if gap is None else infill_ids(serving, ids, gap)
 
     def read() -> Prompt:
         if isinstance(raw_prompt, str):
             try:
-                serving.check_length(raw_prompt, "prompt", request.truncate_prompt_tokens)
+                serving.check_length(raw_prompt, field, request.truncate_prompt_tokens)
                 special = request.add_special_tokens
-                first = tokenizer.encode("", add_special_tokens=special) if suffix else []
-                ids = tokenizer.encode(raw_prompt, add_special_tokens=special and not suffix)
+                first = tokenizer.encode("", add_special_tokens=special and gap is not None)
+                ids = tokenizer.encode(raw_prompt, add_special_tokens=special and gap is None)
             except FieldError:
                 raise
             except ValueError as error:
-                raise FieldError(str(error), "prompt") from None
+                raise FieldError(str(error), field) from None
             return Prompt(raw_prompt, [*first, *infilled(ids)])
         size = serving.facts.vocab_size
         valid_ids = [token for token in raw_prompt if token < size]
@@ -108,7 +133,7 @@ async def _prompt(
         return Prompt(text, infilled(raw_prompt))
 
     prompt = await serving.in_thread(read)
-    ids = serving.fit(prompt.ids, request.limit(), request.truncate_prompt_tokens, "prompt")
+    ids = serving.fit(prompt.ids, request.limit(), request.truncate_prompt_tokens, field)
     if len(ids) < len(prompt.ids):
         text = await serving.in_thread(lambda: tokenizer.decode(ids, skip_special_tokens=False))
         return Prompt(text, ids)
@@ -122,20 +147,18 @@ class CompletionReply:
         self,
         serving: Serving,
         request: CompletionRequest,
-        prompts: list[Prompt],
-        runs: list[PromptRun],
-        name: str,
-        request_id: str,
+        started: Started,
         report: bool,
     ):
-        self.serving, self.request, self.prompts, self.runs = serving, request, prompts, runs
+        self.serving, self.request = serving, request
+        self.prompts, self.runs = started.prompts, started.runs
         self.report = report
         self.warnings = request.warnings()
         self.head = {
-            "id": f"cmpl-{request_id}",
+            "id": f"cmpl-{started.request_id}",
             "object": "text_completion",
             "created": int(time.time()),
-            "model": name,
+            "model": started.name,
         }
         self._offsets: dict[tuple[int, int], int] = {}
 

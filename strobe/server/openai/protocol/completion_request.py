@@ -27,6 +27,7 @@ from strobe.server.openai.protocol.common import (
     token_ids,
 )
 from strobe.server.openai.protocol.errors import FieldError, invalid_value
+from strobe.server.openai.protocol.infill_request import Gap
 from strobe.server.openai.protocol.sampling_fields import FormatField, LogprobCount, SamplingFields
 
 _IDS: dict[str, Any] = {**IDS_SCHEMA, "minItems": 1}
@@ -43,6 +44,7 @@ class CompletionRequest(SamplingFields):
     """The body of POST /v1/completions."""
 
     schema_key: ClassVar[str] = "completions"
+    prompt_field: ClassVar[str] = "prompt"
 
     prompt: Annotated[Any, WithJsonSchema(PROMPT_SCHEMA)] = Field(
         None, description="A string, a list of strings, token ids, or a list of lists of token ids."
@@ -169,6 +171,11 @@ class CompletionRequest(SamplingFields):
     def prompts(self) -> list[str | list[int]]:
         """Each prompt, a text or token ids."""
         return list(self._prompts)
+
+    @property
+    def gap(self) -> Gap | None:
+        """The text to fill in between prompt and suffix."""
+        return Gap("suffix", self.suffix) if self.suffix else None
 
     def limit(self) -> tuple[str, int | None]:
         return "max_tokens", self.max_tokens

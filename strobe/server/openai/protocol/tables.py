@@ -95,6 +95,15 @@ NO_EFFECT: Mapping[str, Table] = {
         "prediction": FieldRule("drafts come from the server's own drafter"),
     },
     "completions": _ACCEPTED,
+    "infill": {
+        **_ACCEPTED,
+        "samplers": FieldRule("the order of the samplers is fixed"),
+        "n_indent": FieldRule("lines may have any indentation"),
+        "t_max_prompt_ms": FieldRule("use timeout"),
+        "t_max_predict_ms": FieldRule("use timeout or n_predict"),
+        "response_fields": FieldRule("the response is always complete"),
+    },
+    "infill.file": {"time": FieldRule("files keep their order")},
     "responses": {
         **{name: rule for name, rule in _ACCEPTED.items() if name not in ("metadata", "store")},
         "max_tool_calls": FieldRule("it limits built-in tools, which this server does not have"),
@@ -266,6 +275,15 @@ UNSUPPORTED: Mapping[str, Table] = {
         "reasoning_effort": FieldRule("use /v1/chat/completions"),
         "reasoning": FieldRule("use /v1/chat/completions", ({},)),
         "chat_template_kwargs": FieldRule("use /v1/chat/completions", ({},)),
+    },
+    "infill": {
+        **{name: rule for name, rule in _REFUSED.items() if name != "n_predict"},
+        **_NAMED_IDS,
+        "n": FieldRule("there is one answer", (1,)),
+        "n_probs": FieldRule("use /v1/completions", (0,)),
+        "logprobs": FieldRule("use /v1/completions", (False,)),
+        "grammar": FieldRule("use ebnf", ("",)),
+        "repeat_last_n": FieldRule("repeat_penalty counts all tokens", (-1,)),
     },
     "responses": {
         **_REFUSED,

@@ -1,0 +1,88 @@
+"""The request of /infill, which is llama.cpp's, and the gap that a completion fills in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, NamedTuple
+
+from pydantic import Field, PrivateAttr, WithJsonSchema
+
+from strobe.checks import MAX_INT
+from strobe.server.openai.protocol.common import Bounds, Int, object_schema
+from strobe.server.openai.protocol.errors import invalid_value
+from strobe.server.openai.protocol.sampling_fields import SamplingFields
+
+_TEXT: dict[str, Any] = {"type": "string"}
+FILES_SCHEMA: dict[str, Any] = {
+    "type": "array",
+    "items": object_schema({"filename": _TEXT, "text": _TEXT}, "infill.file", ("text",)),
+}
+
+
+class Gap(NamedTuple):
+    """A text to fill in after a prompt. field: the request's field that asks for it. suffix: the
+    text after it; files: names and texts of other files; start: how the answer begins."""
+
+    field: str
+    suffix: str
+    files: tuple[tuple[str, str], ...] = ()
+    start: str = ""
+
+
+class InfillRequest(SamplingFields):
+    """The body of POST /infill."""
+
+    schema_key: ClassVar[str] = "infill"
+    prompt_field: ClassVar[str] = "input_prefix"
+    truncate_prompt_tokens: ClassVar[int | None] = None
+    add_special_tokens: ClassVar[bool] = True
+
+    input_prefix: str = Field("", description="The text before the answer.")
+    input_suffix: str = Field("", description="The text after the answer.")
+    input_extra: Annotated[list[Any], WithJsonSchema(FILES_SCHEMA)] = Field(
+        [], description="Other files of the repository: objects with `filename` and `text`."
+    )
+    prompt: str = Field("", description="The beginning of the answer, which the text leaves out.")
+    n_predict: Annotated[Int, Bounds(-1, MAX_INT, "-1 asks for all that fit")] = Field(
+        -1,
+        description="Maximum number of tokens to generate; -1: as many as fit. With 0 the prompt "
+        "alone is computed, for the prefix cache.",
+    )
+    repeat_penalty: Annotated[float, Bounds(0, 100, "1 is off", above=True)] | None = Field(
+        None, description="Same as `repetition_penalty`."
+    )
+
+    _files: tuple[tuple[str, str], ...] = PrivateAttr(())
+
+    def check(self) -> None:
+        super().check()
+        self._files = tuple(
+            [self._file(item, f"input_extra[{i}]") for i, item in enumerate(self.input_extra)]
+        )
+
+    def _file(self, item: Any, path: str) -> tuple[str, str]:
+        fields = self._warnings.split(item, ("filename", "text"), "infill.file", path)
+        name, text = fields.get("filename", "file"), fields.get("text")
+        for field, value in (("filename", name), ("text", text)):
+            if not isinstance(value, str):
+                raise invalid_value(f"{path}.{field}", value, "a string")
+        return name, str(text)
+
+    def prompts(self) -> list[str | list[int]]:
+        """The text before the answer, as the only prompt."""
+        return [self.input_prefix]
+
+    @property
+    def gap(self) -> Gap:
+        return Gap("input_suffix", self.input_suffix, self._files, self.prompt)
+
+    def limit(self) -> tuple[str, int | None]:
+        return "n_predict", None if self.n_predict < 0 else max(self.n_predict, 1)
+
+    def sampling(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
+        arguments = super().sampling(defaults)
+        if self.repeat_penalty is not None:
+            arguments["repetition_penalty"] = self.repeat_penalty
+        if self.seed == -1:  # llama.cpp's value for a random seed
+            del arguments["seed"]
+        return arguments
