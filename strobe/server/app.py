@@ -45,7 +45,7 @@ from strobe.server.openai.protocol import response_bodies as answers
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.completion_request import CompletionRequest
 from strobe.server.openai.protocol.errors import error_body
-from strobe.server.openai.protocol.infill_request import InfillRequest
+from strobe.server.openai.protocol.infill import Infill, InfillRequest
 from strobe.server.openai.protocol.responses_request import InputTokensRequest, ResponsesRequest
 from strobe.server.openai.protocol.token_requests import (
     DetokenizeRequest,
@@ -80,7 +80,7 @@ POSTS: dict[Handler, Post] = {
         "/infill",
         "The text between a prefix and a suffix, in llama.cpp's form.",
         InfillRequest,
-        answers.Infill,
+        Infill,
     ),
     responses: Post(
         "/v1/responses",

@@ -27,7 +27,7 @@ from strobe.server.openai.protocol.common import (
     token_ids,
 )
 from strobe.server.openai.protocol.errors import FieldError, invalid_value
-from strobe.server.openai.protocol.infill_request import Gap
+from strobe.server.openai.protocol.infill import Gap
 from strobe.server.openai.protocol.sampling_fields import FormatField, LogprobCount, SamplingFields
 
 _IDS: dict[str, Any] = {**IDS_SCHEMA, "minItems": 1}

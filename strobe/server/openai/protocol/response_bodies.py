@@ -210,36 +210,6 @@ class Completion(Answer):
     choices: list[CompletionChoice]
 
 
-class InfillTimings(BaseModel):
-    """Numbers of tokens, milliseconds and tokens per second. cache_n: prompt tokens from the prefix
-    cache; prompt_n: all others."""
-
-    cache_n: int
-    prompt_n: int
-    prompt_ms: float
-    prompt_per_second: float
-    predicted_n: int
-    predicted_ms: float
-    predicted_per_second: float
-
-
-class Infill(BaseModel):
-    """An answer of /infill, or the last event of its stream."""
-
-    content: str
-    stop: bool
-    stop_type: Literal["eos", "limit", "word"] | None = None
-    stopping_word: str | None = None
-    model: str | None = None
-    tokens_predicted: int | None = None
-    tokens_evaluated: int | None = None
-    tokens_cached: int | None = None
-    truncated: bool | None = None
-    timings: InfillTimings | None = None
-    speculation: SpeculationReport | None = None
-    warnings: list[str] | None = None
-
-
 class InputTokensDetails(BaseModel):
     cached_tokens: int = 0
     cache_write_tokens: int = 0

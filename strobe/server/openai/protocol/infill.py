@@ -1,15 +1,16 @@
-"""The request of /infill, which is llama.cpp's, and the gap that a completion fills in."""
+"""The request and response of llama.cpp's /infill, and the gap that a completion fills in."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import Field, PrivateAttr, WithJsonSchema
+from pydantic import BaseModel, Field, PrivateAttr, WithJsonSchema
 
 from strobe.checks import MAX_INT
 from strobe.server.openai.protocol.common import Bounds, Int, object_schema
 from strobe.server.openai.protocol.errors import invalid_value
+from strobe.server.openai.protocol.response_bodies import SpeculationReport
 from strobe.server.openai.protocol.sampling_fields import SamplingFields
 
 _TEXT: dict[str, Any] = {"type": "string"}
@@ -86,3 +87,33 @@ class InfillRequest(SamplingFields):
         if self.seed == -1:  # llama.cpp's value for a random seed
             del arguments["seed"]
         return arguments
+
+
+class InfillTimings(BaseModel):
+    """Numbers of tokens, milliseconds and tokens per second. cache_n: prompt tokens from the prefix
+    cache; prompt_n: all others."""
+
+    cache_n: int
+    prompt_n: int
+    prompt_ms: float
+    prompt_per_second: float
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_second: float
+
+
+class Infill(BaseModel):
+    """An answer of /infill, or the last event of its stream."""
+
+    content: str
+    stop: bool
+    stop_type: Literal["eos", "limit", "word"] | None = None
+    stopping_word: str | None = None
+    model: str | None = None
+    tokens_predicted: int | None = None
+    tokens_evaluated: int | None = None
+    tokens_cached: int | None = None
+    truncated: bool | None = None
+    timings: InfillTimings | None = None
+    speculation: SpeculationReport | None = None
+    warnings: list[str] | None = None
