@@ -112,7 +112,7 @@ def test_rejected_drafts_are_struck_through_at_their_place(chat: Page, mock: Moc
     first = step(("ed", True), (":", False), rejected=[" by", "\n"], confidence=[0.995, 0.4, 0.7])
     mock.reply(answer(SORTED[0], first, step((" fig", False), rejected=["."], confidence=[])))
     ask_and_wait(chat, "sort")
-    assert chat.texts(".answer .tokens > *") == ["Sort", "ed", "by", ":", ".", " fig"]
+    assert chat.texts(".answer .tokens > div > *") == ["Sort", "ed", "by", ":", ".", " fig"]
     assert chat.texts(".answer del") == ["by", "."]
     strike = "getComputedStyle(document.querySelector('.answer del')).textDecorationLine"
     assert chat.evaluate(strike) == "line-through"

@@ -172,8 +172,8 @@ export class Answer {
 
   /** Bring the page up to date, once a frame. */
   paint() {
-    this.view.paint();
     this.describe();
+    this.view.paint(); // which measures, so nothing may change after it
   }
 
   note(text, kind = "note") {

@@ -62,16 +62,19 @@ export class TokenView {
   /** Put the tokens from `changed` on into their sections; only the last ones ever move. */
   place(changed) {
     for (let i = this.spans.length - 1; i >= changed; i--) {
+      const line = this.spans[i].parentNode;
       this.spans[i].remove();
       this.rejected[i]?.remove();
+      if (!line.hasChildNodes()) line.remove();
     }
     while (this.parts.length && empty(this.parts.at(-1))) this.parts.pop().element.remove();
     for (let i = changed; i < this.sections.tokens.length; i++) {
       const token = this.sections.tokens[i];
       const span = (this.spans[i] ??= this.span(token));
       if (this.parts.at(-1)?.kind !== token.section) this.open(token.section);
-      if (this.rejected[i]) this.parts.at(-1).tokens.append(this.rejected[i]);
-      this.parts.at(-1).tokens.append(span);
+      const line = lastLine(this.parts.at(-1));
+      if (this.rejected[i]) line.append(this.rejected[i]);
+      line.append(span);
     }
     for (let i = Math.max(0, changed - 1); i < this.spans.length; i++) {
       this.spans[i].classList.toggle("marker", this.sections.tokens[i].covered === null);
@@ -118,7 +121,7 @@ export class TokenView {
   endThinking(folded) {
     const last = this.parts.at(-1);
     if (last?.kind !== "thinking") return;
-    const count = last.tokens.querySelectorAll(":scope > span").length;
+    const count = last.tokens.querySelectorAll("span").length;
     last.element.firstChild.textContent = `Thought for ${counted(count, "token")}`;
     if (folded) last.element.open = false;
   }
@@ -135,6 +138,13 @@ export class TokenView {
 
 /** How sure the drafter was of a draft, in four levels. */
 const level = (confidence) => [0.5, 0.9, 0.99].filter((bound) => confidence > bound).length;
+
+/** The line for the next token. A line is an element of its own, so that a new token moves only it. */
+function lastLine({ tokens }) {
+  const line = tokens.lastChild;
+  if (line && !line.lastChild.textContent.endsWith("\n")) return line;
+  return tokens.appendChild(element("div"));
+}
 
 /** A text with its invisible characters shown. */
 export function visible(text) {
