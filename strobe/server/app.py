@@ -16,7 +16,7 @@ from strobe.server.access import RequestId
 from strobe.server.anthropic.messages import count_tokens, messages
 from strobe.server.anthropic.protocol import message_bodies as bodies
 from strobe.server.anthropic.protocol.messages_request import CountTokensRequest, MessagesRequest
-from strobe.server.batches.endpoints import add_batch_endpoints
+from strobe.server.batches.endpoints import CREATES, add_batch_endpoints
 from strobe.server.batches.runner import BatchRunner
 from strobe.server.batches.store import BatchStore
 from strobe.server.error_forms import ErrorForms
@@ -170,8 +170,9 @@ def make_app(serving: Serving) -> ASGIApp:
     if settings.api_key_file is not None:
         keys += read_keys(Path(settings.api_key_file))
     keyless = OPEN_PATHS if keys else None
+    posts = [*POSTS.values(), *([] if runner is None else CREATES.values())]
     document = functools.cache(
-        lambda: describe(app, POSTS.values(), READ_ERRORS, keyless, lenient=settings.lenient)
+        lambda: describe(app, posts, READ_ERRORS, keyless, lenient=settings.lenient)
     )
     app.openapi = document  # pyright: ignore[reportAttributeAccessIssue]
     serving.metrics.paths = frozenset([post.path for post in POSTS.values()])

@@ -13,11 +13,13 @@ import pytest
 from asgi import call
 from engineless import serving
 from polling import PATIENCE, until
+from pydantic import BaseModel
 from served import Served
 from talk import Talk
 
 from strobe.config import DEMO_MODELS
 from strobe.server.app import make_app
+from strobe.server.batches import bodies
 from strobe.server.batches.runner import BatchRunner
 from strobe.server.batches.store import BatchStore
 from strobe.text.tokenizer import Tokenizer
@@ -43,6 +45,12 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture(scope="module")
 def client(server: Served) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+
+
+def is_documented(text: str, model: type[BaseModel]) -> None:
+    """Assert that a list of the server's has items, and all fields of its model and no others."""
+    assert json.loads(text)["data"]
+    assert model.model_validate_json(text).model_dump(exclude_unset=True) == json.loads(text)
 
 
 def ended(client: openai.OpenAI, name: str) -> Any:
@@ -78,6 +86,8 @@ def test_openai_batch_gives_the_answers_of_its_requests(server: Served, client: 
     assert client.files.retrieve(batch.output_file_id).bytes == len(answer) + 1
     assert batch.id in [listed.id for listed in client.batches.list(limit=1)]
     assert source.id in [listed.id for listed in client.files.list(purpose="batch")]
+    is_documented(server.get("/v1/files"), bodies.FileList)
+    is_documented(server.get("/v1/batches"), bodies.BatchList)
     assert client.files.delete(source.id).deleted
     with pytest.raises(openai.NotFoundError):
         client.files.content(source.id)
@@ -114,6 +124,7 @@ def test_message_batch_gives_the_answers_of_its_requests(server: Served):
     assert by_id["a"]["message"]["content"] == direct["content"]
     assert by_id["bad"]["error"]["error"]["type"] == "invalid_request_error"
     assert batch["id"] in server.get(path)
+    is_documented(server.get(path), bodies.MessageBatchList)
     with Talk(server.url, f"{path}/{batch['id']}", method="DELETE") as talk:
         assert talk.json() == {"id": batch["id"], "type": "message_batch_deleted"}
 

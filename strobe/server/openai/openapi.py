@@ -88,7 +88,7 @@ def describe(
                 **dict.fromkeys(POST_ERRORS, error(post.error_model)),
             },
         }
-        schema["paths"][post.path] = {"post": operation}
+        schema["paths"].setdefault(post.path, {})["post"] = operation
     if open_paths is not None:
         schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         schema["security"] = [{"key": []}]

@@ -1,0 +1,123 @@
+"""Models of the responses about files and batches, for the OpenAPI document."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel
+
+
+class File(BaseModel):
+    """An uploaded file, or the answers of a batch."""
+
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: Literal["batch", "batch_output"]
+    status: Literal["processed"]
+    expires_at: int | None
+
+
+class DeletedFile(BaseModel):
+    id: str
+    object: Literal["file"]
+    deleted: bool
+
+
+class Page(BaseModel):
+    """Part of a list, newest first unless the request orders otherwise."""
+
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class FileList(Page):
+    object: Literal["list"]
+    data: list[File]
+
+
+class BatchError(BaseModel):
+    code: str
+    message: str
+    param: str | None
+    line: int | None
+
+
+class BatchErrors(BaseModel):
+    object: Literal["list"]
+    data: list[BatchError]
+
+
+class BatchCounts(BaseModel):
+    total: int
+    completed: int
+    failed: int
+
+
+class Batch(BaseModel):
+    """A batch in OpenAI's format. Times are seconds since 1970."""
+
+    id: str
+    object: Literal["batch"]
+    endpoint: str
+    errors: BatchErrors | None
+    input_file_id: str
+    completion_window: str
+    status: Literal[
+        "validating", "failed", "in_progress", "finalizing", "completed", "cancelling", "cancelled"
+    ]
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    expires_at: int | None
+    in_progress_at: int | None
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: BatchCounts
+    metadata: dict[str, str] | None
+    warnings: list[str] | None = None
+
+
+class BatchList(Page):
+    object: Literal["list"]
+    data: list[Batch]
+
+
+class MessageBatchCounts(BaseModel):
+    processing: int
+    succeeded: int
+    errored: int
+    canceled: int
+    expired: int
+
+
+class MessageBatch(BaseModel):
+    """A batch in Anthropic's format."""
+
+    id: str
+    type: Literal["message_batch"]
+    processing_status: Literal["in_progress", "canceling", "ended"]
+    request_counts: MessageBatchCounts
+    created_at: str
+    ended_at: str | None
+    expires_at: str
+    archived_at: str | None
+    cancel_initiated_at: str | None
+    results_url: str | None
+    warnings: list[str] | None = None
+
+
+class MessageBatchList(Page):
+    data: list[MessageBatch]
+
+
+class DeletedMessageBatch(BaseModel):
+    id: str
+    type: Literal["message_batch_deleted"]
