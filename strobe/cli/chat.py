@@ -84,6 +84,7 @@ class _ChatSession:
         self.messages = conversation(None, system)
         template = llm.tokenizer.hf.chat_template
         name = detect(template if isinstance(template, str) else None)[1]
+        self.can_think = isinstance(template, str) and "enable_thinking" in template
         self.format = REASONING_FORMATS[name] if name is not None else None
         if self.format is not None and self.format.keep_special:
             self.params = self.defaults = params.clone(skip_special_tokens=False)
@@ -130,10 +131,16 @@ class _ChatSession:
                 _say(self.console, f"{command:16} {description}")
         elif name == "/new":
             self.messages = conversation(None, self.system)
+            self._confirm("The conversation is empty.")
         elif name == "/system":
             self.system = rest or None
             turns = [message for message in self.messages if message["role"] != "system"]
             self.messages = conversation(None, self.system) + turns
+            self._confirm(
+                f"The system message is {brief(rest)} now."
+                if rest
+                else "There is no system message."
+            )
         elif name == "/save" and rest:
             self._save(Path(os.path.expanduser(rest)))
         elif name == "/load" and rest:
@@ -144,13 +151,19 @@ class _ChatSession:
             self._set(*rest.split(maxsplit=1))
         elif name == "/think" and on is not None:
             self.thinking = on
+            unread = " But this model's chat template does not read it."
+            self._confirm(f"Thinking is {rest}.{'' if self.can_think else unread}")
         elif name == "/spec" and on is not None:
             self.params = self.params.clone(speculation=None if on else False)
+            self._confirm(f"Speculation is {rest}.")
         elif name in NAMES:
             (usage,) = [command for command in COMMANDS if command.split()[0] == name]
             _say(self.console, f"{name} {rest}".strip() + f" is not complete; write {usage}.")
         else:
             _say(self.console, f"{name} is not a command; /help lists them.")
+
+    def _confirm(self, sentence: str) -> None:
+        _say(self.console, sentence, style="dim")
 
     def _save(self, path: Path) -> None:
         try:
@@ -158,11 +171,7 @@ class _ChatSession:
         except OSError as error:
             _say(self.console, f"{path} cannot be written: {error.strerror}.", style="red")
         else:
-            _say(
-                self.console,
-                f"{counted(len(self.messages), 'message')} saved in {path}.",
-                style="dim",
-            )
+            self._confirm(f"{counted(len(self.messages), 'message')} saved in {path}.")
 
     def _load(self, path: Path) -> None:
         try:
@@ -172,7 +181,7 @@ class _ChatSession:
             return
         systems = [message["content"] for message in messages if message["role"] == "system"]
         self.messages, self.system = messages, systems[0] if systems else None
-        _say(self.console, f"{counted(len(messages), 'message')} loaded from {path}.", style="dim")
+        self._confirm(f"{counted(len(messages), 'message')} loaded from {path}.")
 
     def _retry(self) -> None:
         """Replace the last answer, by another one if it is sampled."""
@@ -206,7 +215,7 @@ class _ChatSession:
         except ValueError as error:
             _say(self.console, str(error), style="red")
         else:
-            _say(self.console, f"{name} is {getattr(self.params, name)}.", style="dim")
+            self._confirm(f"{name} is {getattr(self.params, name)}.")
 
     def _answer(self) -> None:
         """Stream one answer and append it to the conversation."""

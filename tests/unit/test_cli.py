@@ -299,8 +299,9 @@ def test_piped_chat_prints_plain_text(
     shown = out.splitlines()
     assert shown.pop(len(text.splitlines()) + 1).endswith("/new starts over.")
     assert [line for line in shown if not line.startswith("6 tokens, ")] == (
-        f"{text}\n{second_text}\n{text}\n/halp is not a command; /help lists them.".splitlines()
-    )
+        f"{text}\n{second_text}\nThe conversation is empty.\n{text}\n"
+        "/halp is not a command; /help lists them."
+    ).splitlines()
     assert out.count("tokens/s, plain: no drafter is loaded") == 3
 
 
@@ -310,6 +311,7 @@ def test_chat_commands_change_the_next_answer(
     path = tmp_path / "saved.json"
     lines = ["/system Be brief.", "hi", "/spec off", "hi", f"/save {path}", "/save", "/spec maybe"]
     lines += ["/system", "/save /nowhere/saved.json", "/save ~nobody-here/saved.json", "/help"]
+    lines += ["/think on", "/new"]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
     status, out, _ = main("chat", f"--target={pair.target}", f"--draft={pair.draft}", *GREEDY)
     assert status == 0
@@ -318,6 +320,14 @@ def test_chat_commands_change_the_next_answer(
     assert saved[0]["content"] == "Be brief."
     assert out.index("dflash: ") < out.index("plain: the request turned speculation off")
     assert f"5 messages saved in {path}.\n" in out
+    for sentence in (
+        "The system message is 'Be brief.' now.",
+        "There is no system message.",
+        "Speculation is off.",
+        "Thinking is on.",
+        "The conversation is empty.",
+    ):
+        assert f"\n{sentence}\n" in f"\n{out}"
     assert "/save is not complete; write /save FILE.\n" in out
     assert "/spec maybe is not complete; write /spec on|off.\n" in out
     assert "/nowhere/saved.json cannot be written: No such file or directory.\n" in out
