@@ -18,6 +18,7 @@ PACKAGES = {
     "ollama": "ollama",
     "litellm": "litellm",
     "langchain": "langchain-openai",
+    "langchain_ollama": "langchain-ollama",
     "instructor": "instructor",
     "pydantic_ai": "pydantic-ai-slim",
     "openai_agents": "openai-agents",
