@@ -178,7 +178,13 @@ class Page(ABC):
 
     def type(self, text: str) -> None:
         """Insert text at the focus, as an input method does."""
-        self.evaluate(f"document.execCommand('insertText', false, {json.dumps(text)})")
+        self.evaluate(
+            f"""(async () => {{
+              document.execCommand("insertText", false, {json.dumps(text)});
+              // Firefox scrolls to it a frame later.
+              for (let i = 0; i < 2; i++) await new Promise(requestAnimationFrame);
+            }})()"""
+        )
 
     @abstractmethod
     def move_mouse_away(self) -> None:

@@ -116,6 +116,17 @@ def test_narrowest_page_shows_everything(view: str, page: Page, mock: MockServer
     assert page.evaluate(f"{small}.length") == 0
 
 
+def test_new_chat_begins_at_the_top(page: Page, mock: MockServer):
+    page.resize(320, 640, phone=True)
+    visit(page, mock.url, "tokens")
+    assert page.evaluate("scrollY") == 0
+    converse(page, mock)
+    page.click("#new-chat")
+    page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    assert page.evaluate("scrollY") == 0
+    assert page.evaluate("document.querySelector('.top').offsetHeight") < 100  # two rows
+
+
 def test_nothing_moves_where_motion_is_reduced(page: Page, mock: MockServer):
     page.prefer(reduced_motion=True)
     visit(page, mock.url, "tokens")

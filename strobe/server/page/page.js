@@ -157,7 +157,7 @@ addEventListener("pointerdown", ({ pointerType }) => (touched = pointerType === 
 /** Focus the field, except after a touch, when a keyboard would cover the answer. */
 function focusPrompt() {
   if (touched) prompt.blur();
-  else if (!dialog.open) prompt.focus();
+  else if (!dialog.open) prompt.focus({ preventScroll: true }); // the dock is always in view
 }
 
 /** Show one of the notes above the conversation. */
@@ -175,7 +175,7 @@ function tellError(text) {
 let pinned = true; // whether the page is scrolled to the end and stays there
 let lastTop = 0;
 const toEnd = () => scrollTo(0, document.documentElement.scrollHeight);
-new ResizeObserver(() => pinned && toEnd()).observe(log);
+new ResizeObserver(() => pinned && log.hasChildNodes() && toEnd()).observe(log);
 
 function follow(end) {
   pinned = end;
@@ -354,6 +354,7 @@ openSidebar(!narrow.matches && settings.recall("sidebar") !== "closed");
 narrow.addEventListener("change", ({ matches }) => matches && openSidebar(false));
 inspect(log);
 refresh();
+focusPrompt();
 loadModel();
 live.start(settings.apiKey());
 await sidebar.start();
