@@ -27,6 +27,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from bookkeeping import check_engine
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import numpy as np
@@ -59,6 +61,7 @@ from strobe.sampling.sampler import RowParams, sample_rows
 from strobe.sampling_params import SamplingParams
 from strobe.speculation.adaptive import AdaptiveDraftPolicy
 from strobe.speculation.costs import StepCosts
+from strobe.speculation.draft_policy import DraftPolicy
 
 LENGTH = 128
 """max_model_len of every engine here."""
@@ -283,7 +286,7 @@ class EngineFactory:
             answers += Run(engine).finish([request])
         return answers
 
-    def engine(self, setup: Setup, answers: Sequence[list[Answer]]) -> Engine:
+    def config(self, setup: Setup) -> EngineConfig:
         pair = self.pair(setup.family)
         drafts, loads = setup.num_drafts, setup.drafter in ("dflash", "mixed")
         needed = setup.max_num_seqs * (drafts + 1)
@@ -305,24 +308,34 @@ class EngineFactory:
             dtype="float32",
             kv_cache_memory="64MiB",
         )
-        if setup.pool is not None:
-            pages = -(-LENGTH // setup.page_size) * setup.pool + 2
-            resolved = resolve(config)
-            groups = resolved.kv_groups
-            size = sum(group.bytes_per_page(setup.page_size) for group in groups.values())
-            config = config.with_(kv_cache_memory=(pages + 1) * size)
-        resolved = resolve(config)
-        parts = build(resolved)
+        if setup.pool is None:
+            return config
+        pages = -(-LENGTH // setup.page_size) * setup.pool + 2
+        groups = resolve(config).kv_groups
+        size = sum(group.bytes_per_page(setup.page_size) for group in groups.values())
+        return config.with_(kv_cache_memory=(pages + 1) * size)
+
+    def engine(self, setup: Setup, answers: Sequence[list[Answer]]) -> Engine:
+        resolved = resolve(self.config(setup))
+        parts, drafts = build(resolved), setup.num_drafts
         if setup.padded and self.device == "cpu" and setup.family != "gpt_oss":
             captured(parts, setup.max_num_seqs, resolved.limits.num_drafts)
         if setup.drafter == "script":
             put(parts, {"ngram": Scripted(parts.state, drafts, wavering)})
-        policy = RandomRows(repr(setup)) if setup.policy == "random" else None
-        engine = watched(Engine(resolved, components=parts, draft_policy=policy))
-        budget = engine.scheduler.draft_policy
-        if isinstance(budget, AdaptiveDraftPolicy):
-            budget.costs = StepCosts({8: 1.0, 64: 1.5}, {1: 10.0, 101: 50.0})
-        return engine
+        return prepared(watched(Engine(resolved, components=parts, draft_policy=policy(setup))))
+
+
+def policy(setup: Setup) -> DraftPolicy | None:
+    """Return the engine's draft policy if it is not its own."""
+    return RandomRows(repr(setup)) if setup.policy == "random" else None
+
+
+def prepared(engine: Engine) -> Engine:
+    """Give an adaptive policy fixed costs."""
+    budget = engine.scheduler.draft_policy
+    if isinstance(budget, AdaptiveDraftPolicy):
+        budget.costs = StepCosts({8: 1.0, 64: 1.5}, {1: 10.0, 101: 50.0})
+    return engine
 
 
 class Run:
@@ -336,7 +349,7 @@ class Run:
     def step(self) -> None:
         for event in self.engine.step():
             self.logprobs.setdefault((event.key, event.sibling), []).extend(event.logprobs)
-        self.engine.check()
+        check_engine(self.engine)
         self.steps += 1
         assert self.steps < 20000, "the engine never becomes idle"
 

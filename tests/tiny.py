@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bookkeeping import check_engine
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import Qwen3ForCausalLM
@@ -358,7 +359,7 @@ def drain(
             logprobs[request] += event.logprobs
             if event.finish_reason is not None:
                 ended.add(request)
-        engine.check()
+        check_engine(engine)
         if each_step is not None:
             each_step(list(requests))
         steps += 1

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
+from bookkeeping import check_scheduler
+
 from strobe.config import Limits
 from strobe.engine.scheduler import Scheduler
 from strobe.kv.pages import PagePool
@@ -195,7 +197,7 @@ class Device:
             if entry is None:
                 continue
             if position < self.limits.max_model_len:
-                assert self.pool.holders(entry[0]) == 1, "a page without one owner is written"
+                assert self.pool._holders[entry[0]] == 1, "a page without one owner is written"
             content = tuple(known[: position + 1]) if position < start + true else (-1,)
             self.kv[entry] = content
 
@@ -424,7 +426,7 @@ class World:
         return self.collect()
 
     def check(self) -> None:
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
 
     def drain(self, max_steps: int = 2000) -> list[TokenEvent]:
         """Step until no work is left; return all events."""

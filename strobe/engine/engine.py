@@ -365,10 +365,3 @@ class Engine:
         """Raise if a GPU is unusable, as after an illegal access."""
         if self.resolved.device.type == "cuda":
             torch.cuda.synchronize(self.resolved.device)
-
-    def check(self) -> None:
-        """Raise AssertionError if the bookkeeping of host and device disagrees."""
-        self.scheduler.check()
-        for record in self.scheduler.running:
-            if not record.in_flight:
-                assert int(self.state.cursor[record.slot, 0]) == record.lease.length

@@ -226,19 +226,6 @@ class Scheduler:
         self.finish(request, "error")
         return [self.results.make_event(request, [])]
 
-    def check(self) -> None:
-        """Raise AssertionError if the bookkeeping is inconsistent."""
-        self.pool.check()
-        held = [*self.running, *self._finishing]
-        assert len({r.slot for r in held}) == len(held), "a slot is used twice"
-        assert len(held) + len(self._slots) == self.limits.max_num_seqs, "a slot is lost"
-        if not held:
-            assert self.pool.available == self.pool.capacity, "an idle engine holds pages"
-        for record in held:
-            assert len(record.lease.reserved) == record.in_flight
-            if record.is_decoding and not record.in_flight and not record.finishing:
-                assert record.lease.length == record.start == len(record.request.tokens) - 1
-
     def _decode_spans(self, records: list[RunningRequest]) -> tuple[Scheduled, DraftPlan]:
         """Make the decoding requests' spans: each one's newest token and the drafts to verify."""
         if not records:

@@ -75,9 +75,6 @@ class PagePool:
                 else:
                     self._free.append(page)
 
-    def holders(self, page: int) -> int:
-        return self._holders.get(page, 0)
-
     def key(self, parent: bytes, tokens: Sequence[int]) -> bytes:
         """Return the content key of a full page: a hash of its tokens and all tokens before."""
         return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
@@ -107,15 +104,3 @@ class PagePool:
             del self._page_of[key], self._key_of[page]
             self._free.append(page)
         self._cached.clear()
-
-    def check(self) -> None:
-        """Raise AssertionError unless each page is in one state and the indexes agree."""
-        free, held, cached = set(self._free), set(self._holders), set(self._cached)
-        assert len(free) == len(self._free), "a page is free twice"
-        states = len(free) + len(held) + len(cached)
-        assert free | held | cached == set(range(1, self.num_pages)), "a page is lost"
-        assert states == self.capacity, "a page has two states"
-        assert all(count > 0 for count in self._holders.values()), "a held page has no holder"
-        assert {page: key for key, page in self._page_of.items()} == self._key_of
-        assert set(self._key_of) <= held | cached, "a free page is indexed"
-        assert all(self._key_of[page] == key for page, key in self._cached.items())

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from bookkeeping import check_engine
 from matrix import Pair, plain_answers
 from torch import Tensor
 
@@ -27,7 +28,7 @@ def finish(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
     """Run until the engine is idle and return the requests' outputs."""
     while engine.has_work:
         engine.step()
-    engine.check()
+    check_engine(engine)
     return [request.output_ids for request in requests]
 
 

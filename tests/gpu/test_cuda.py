@@ -1,6 +1,7 @@
 """The demo models on a GPU, with and without speculation, compared with the CPU."""
 
 import pytest
+from bookkeeping import check_engine
 from on_gpu import NEEDS_GPU
 
 from strobe import LLM, SamplingParams
@@ -15,7 +16,7 @@ SEEDED = SamplingParams(temperature=1.0, top_p=0.9, seed=11, max_tokens=96)
 def answers(params: SamplingParams, **options: object) -> list[list[int]]:
     llm = LLM(dtype="float32", kv_cache_memory="1GiB", **options)
     outputs = llm.generate(prompts_of(llm, choose_examples(12)), params, use_tqdm=False)
-    llm.engine.check()
+    check_engine(llm.engine)
     return [output.outputs[0].token_ids for output in outputs]
 
 

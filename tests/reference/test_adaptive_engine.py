@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from bookkeeping import check_engine
 from tiny import VOCAB, RandomRows, Scripted, make_engine, pool_bytes, put, run, watched
 
 from strobe import EngineConfig, SamplingParams
@@ -107,7 +108,7 @@ def test_drafting_pauses_for_bad_drafts_and_resumes(
         script.answers[request] = prompt + answer
     while engine.has_work:
         engine.step()
-        engine.check()
+        check_engine(engine)
     assert [request.output_ids for request in requests] == plain
     first, second, third = policy.num_drafts.values()
     full = count * resolved.limits.num_drafts
@@ -142,6 +143,6 @@ def test_any_plan_respects_pages_and_context(
     requests = [engine.add(prompt, sampling) for prompt in PROMPTS]
     while engine.has_work:
         engine.step()
-        engine.check()
+        check_engine(engine)
     assert [request.output_ids for request in requests] == plain
     assert any(request.num_preemptions for request in requests) == (pages == 20)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from bookkeeping import check_engine, check_pool
 from captured import captured
 from tiny import RandomRows, Scripted, make_engine, put, run, watched, wavering
 
@@ -88,7 +89,7 @@ def test_replayed_and_plain_steps_choose_the_same_drafts(
             script.answers[requests[-1]] = prompt + answer
         while engine.has_work:
             engine.step()
-            engine.check()
+            check_engine(engine)
         assert [request.output_ids for request in requests] == plain * 2
         reports.append([request.draft_counts for request in requests])
     assert reports[0] == reports[1]
@@ -140,7 +141,7 @@ def test_accepted_drafts_advance_replayed_steps(target: Any):
         script.answers[request] = prompt + answer
     while engine.has_work:
         engine.step()
-        engine.check()
+        check_engine(engine)
     assert [request.output_ids for request in requests] == plain
     assert double.replayed > double.captured
     assert sum(request.draft_counts.num_accepted for request in requests) > 50
@@ -332,7 +333,7 @@ def test_warm_up_captures_every_adaptive_choice(
 def test_warm_up_leaves_no_state(target: Any, draft: Callable[..., Path]):
     engine = warmed(target, draft())
     pool = engine.components.pool
-    pool.check()
+    check_pool(pool)
     assert not engine.has_work
     assert engine.stats == EngineStats()
     assert pool.available == pool.capacity

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from bookkeeping import check_engine
 from dflash_transcription import Transcription
 from tiny import (
     HIDDEN,
@@ -375,7 +376,7 @@ def test_steps_match_reference_loop(lucky: tuple[Any, Path, Path], prompt: list[
     outputs: list[list[int]] = []
     while engine.has_work:
         outputs += [event.tokens for event in engine.step()]
-        engine.check()
+        check_engine(engine)
     assert sum(map(len, outputs)) == 60 == request.num_output
     assert outputs[:-1] == expected[: len(outputs) - 1]
     assert expected[len(outputs) - 1][: len(outputs[-1])] == outputs[-1]

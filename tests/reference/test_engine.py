@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from bookkeeping import check_engine
 from slow_sampling import race
 from tiny import EOS_IDS, VOCAB, greedy, make_engine, pool_bytes, run
 
@@ -241,16 +242,16 @@ def test_abort_frees_pages_and_keeps_others_running(
     requests = [engine.add(prompt, COLD) for prompt in texts]
     for _ in range(3):
         engine.step()
-        engine.check()
+        check_engine(engine)
     assert requests[3].status is Status.WAITING
     for request in (requests[0], requests[3]):
         engine.finish(request, "abort")
-        engine.check()
+        check_engine(engine)
     output = list(requests[0].output_ids)
     for _ in range(100):
         for event in engine.step():
             assert event.key not in (requests[0].key, requests[3].key)
-        engine.check()
+        check_engine(engine)
     assert not engine.has_work
     assert requests[0].output_ids == output
     assert requests[3].output_ids == []
@@ -286,7 +287,7 @@ def test_engine_recovers_after_failed_step(
             engine.step()
         except MemoryError:
             failures += 1
-        engine.check()
+        check_engine(engine)
     assert not engine.has_work
     assert failures > 3
     assert [r.output_ids for r in requests] == [alone(target, p, COLD) for p in texts]
@@ -297,10 +298,10 @@ def test_check_detects_host_and_device_disagreement(target: Any):
     engine = make_engine(config(target))
     engine.add([1, 2, 3], COLD)
     engine.step()
-    engine.check()
+    check_engine(engine)
     engine.state.cursor[engine.scheduler.running[0].slot, 0] += 1
     with pytest.raises(AssertionError):
-        engine.check()
+        check_engine(engine)
 
 
 def test_check_detects_a_lost_page(target: Any):
@@ -312,7 +313,7 @@ def test_check_detects_a_lost_page(target: Any):
         engine.step()
     assert not engine.has_work
     with pytest.raises(AssertionError):
-        engine.check()
+        check_engine(engine)
 
 
 def test_pool_uses_requested_memory(target: Any, draft: Callable[..., Path]):

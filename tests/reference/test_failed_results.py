@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from bookkeeping import check_engine
 from hybrid import make_hybrid
 from tiny import make_engine, make_tokenizer, run
 
@@ -65,7 +66,7 @@ def finished(engine: Engine, requests: list[Request]) -> int:
                 starts += [event.key] if event.start is not None else []
         except (MemoryError, KeyboardInterrupt):
             failures += 1
-        engine.check()
+        check_engine(engine)
         if not engine.has_work:
             break
     assert not engine.has_work, "the engine hangs"

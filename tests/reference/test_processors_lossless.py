@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import slow_processors
 import torch
+from bookkeeping import check_engine
 from llguidance import LLMatcher
 from pairwise import all_pairs, covering, pairs_of
 from slow_sampling import race
@@ -645,7 +646,7 @@ def test_failed_step_counts_no_token_twice(
             engine.step()
         except MemoryError:
             failures += 1
-        engine.check()
+        check_engine(engine)
     assert failures > 5
     assert [r.output_ids for r in requests] == [a.tokens for a in expected]
 
@@ -665,7 +666,7 @@ def test_stuck_grammar_ends_only_its_request(reader: Reader):
     assert last.error == stuck.error
     assert (other.finish_reason, other.error) == ("stop", None)
     assert not engine.has_work
-    engine.check()
+    check_engine(engine)
 
 
 def test_grammar_end_finishes_the_answer_before_min_tokens(reader: Reader):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from bookkeeping import check_engine
 from captured import captured
 from hybrid import EXPERTS, KINDS, ROPE, make_hybrid
 from matrix import EXPERT_CASES, FAMILY_CASES, PlainAnswers, compare, make_pair
@@ -222,7 +223,7 @@ def test_replayed_steps_match_eager_steps(
         script.answers = dict(zip(requests, map(list.__add__, texts, expected), strict=True))
         while engine.has_work:
             engine.step()
-            engine.check()
+            check_engine(engine)
         assert [request.output_ids for request in requests] == expected
         assert double.captured > 1
         assert double.replayed > 1
@@ -271,7 +272,7 @@ def test_answers_finish_when_every_second_step_fails(
             engine.step()
         except MemoryError:
             failures += 1
-        engine.check()
+        check_engine(engine)
     assert failures > 10
     assert [request.finish_reason for request in requests] == ["length"] * 3
     expected = plain_answers(hybrid[1], *map(tuple, texts))
@@ -307,7 +308,7 @@ def test_failed_step_restarts_its_requests(
             engine.step()
         except MemoryError:
             failures += 1
-        engine.check()
+        check_engine(engine)
     assert failures == 3
     assert [r.output_ids for r in requests] == plain_answers(path, *map(tuple, TEXTS))
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bookkeeping import check_engine
 from polling import PATIENCE, until
 from textpair import Pair, make_pair
 from tiny import make_engine, run
@@ -141,7 +142,7 @@ def working(pair: Pair, **options: Any) -> Iterator[Desk]:
         desk.allow(FREE)
         until(lambda: not desk.thread.is_alive(), "the worker leaves")
         assert desk.failure is None
-        desk.engine.check()
+        check_engine(desk.engine)
     finally:
         desk.allow(FREE)
         desk.pipe.close()

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bookkeeping import check_engine
 from safetensors.torch import load_file, save_file
 from textpair import Pair
 from tiny import edit_json, make_target
@@ -546,8 +547,8 @@ def test_settings_requiring_a_drafter(
     [
         ({"max_num_seq": 4}, "max_num_seq is not an engine option; there are"),
         (
-            {"tensor_parallel_size": 2},
-            "tensor_parallel_size is 2, but Strobe runs on one GPU; give 1",
+            {"pipeline_parallel_size": 2},
+            "pipeline_parallel_size is 2, but Strobe runs on one GPU; give 1",
         ),
         ({"enable_prefix_caching": "no"}, "enable_prefix_caching is 'no'"),
         ({"enable_prefix_caching": 1}, "enable_prefix_caching is 1"),
@@ -787,7 +788,7 @@ def test_bad_prompts_fail_alone(llm: LLM):
         assert (answer.finish_reason, answer.text, answer.token_ids) == ("error", "", []), bad
         assert output.finished
         says(str(answer.error), part)
-    llm.engine.check()
+    check_engine(llm.engine)
     assert not llm.engine.has_work
 
 
@@ -796,7 +797,7 @@ def test_streaming_a_bad_prompt_raises(llm: LLM, bad: Any, part: str):
     with pytest.raises(ValueError, match=r"\.$") as caught:
         next(llm.stream(bad, GREEDY))
     says(str(caught.value), part)
-    llm.engine.check()
+    check_engine(llm.engine)
 
 
 @pytest.mark.parametrize("call", [None, 3.5, b"hello", {"prmpt": "x"}, ""])
@@ -861,7 +862,7 @@ def test_unsupported_params_fail_alone(llm: LLM, changes: dict[str, Any], part: 
     for answer in bad.outputs:
         assert answer.finish_reason == "error"
         says(str(answer.error), part)
-    llm.engine.check()
+    check_engine(llm.engine)
 
 
 def test_unavailable_method_fails_alone(pair: Pair):

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from bookkeeping import check_engine
 from textpair import Pair
 
 from strobe import EngineConfig
@@ -262,12 +263,12 @@ def test_decode_leaves_the_engine_idle_and_unmarked(pair: Pair):
     assert window.tokens >= 5 * 3
     assert engine.on_phase == mark
     assert not engine.has_work
-    engine.check()
+    check_engine(engine)
     short = replace(params, max_tokens=4)
     with pytest.raises(ValueError, match="did not run to the last step; ask for fewer steps"):
         step.decode(engine, random_prompts, short, 0, 9)
     assert not engine.has_work
-    engine.check()
+    check_engine(engine)
 
 
 def test_offline_compares_real_answers(main: Callable[..., Any], pair: Pair, tmp_path: Path):

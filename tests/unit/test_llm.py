@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bookkeeping import check_engine
 from textpair import Pair
 from tiny import Scripted, edit_json, make_engine, wavering
 
@@ -48,7 +49,7 @@ def assert_idle(llm: LLM) -> None:
     assert not llm.engine.has_work
     pool = llm.engine.components.pool
     assert pool.available == pool.capacity
-    llm.engine.check()
+    check_engine(llm.engine)
 
 
 def answers(outputs: Sequence[RequestOutput]) -> list[list[int]]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from bookkeeping import check_engine
 from textpair import EOS_IDS, Pair
 from transformers import AutoModelForCausalLM
 
@@ -44,7 +45,7 @@ def _idle(llm: LLM) -> Iterator[None]:
     yield
     assert not llm.engine.has_work
     assert llm.engine.components.pool.available == llm.engine.components.pool.capacity
-    llm.engine.check()
+    check_engine(llm.engine)
 
 
 def generate(llm: LLM, prompt: Any, params: Any) -> list[RequestOutput]:

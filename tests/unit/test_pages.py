@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
+from bookkeeping import check_pool
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -92,7 +93,7 @@ class Pages(RuleBasedStateMachine):
             sequence.tokens.append(data.draw(st.integers(0, 1)))
         for position in range(first, min(first + count, LIMIT)):
             page, offset = sequence.slot(position)
-            assert self.pool.holders(page) == 1, "a shared page is written"
+            assert self.pool._holders[page] == 1, "a shared page is written"
             true = position < first + accepted
             self.kv[page, offset] = tuple(sequence.tokens[: position + 1]) if true else GARBAGE
         sequence.length += accepted
@@ -156,13 +157,13 @@ class Pages(RuleBasedStateMachine):
 
     @invariant()
     def pool_is_consistent(self):
-        self.pool.check()
+        check_pool(self.pool)
         assert self.pool.available == NUM_PAGES - 1 - len(self.held())
         holders: dict[int, int] = {}
         for sequence in self.live:
             for page in sequence.lease.pages:
                 holders[page] = holders.get(page, 0) + 1
-        assert all(self.pool.holders(page) == count for page, count in holders.items())
+        assert all(self.pool._holders[page] == count for page, count in holders.items())
         assert 0 not in holders, "the reserved page is held"
 
     @invariant()
@@ -176,7 +177,7 @@ class Pages(RuleBasedStateMachine):
     def unfilled_pages_are_private(self):
         for sequence in self.live:
             for page in sequence.lease.pages[sequence.lease.length // SIZE :]:
-                assert self.pool.holders(page) == 1
+                assert self.pool._holders[page] == 1
 
     @invariant()
     def pages_cover_the_reservation(self):
@@ -189,7 +190,7 @@ class Pages(RuleBasedStateMachine):
             while sequence.steps:
                 sequence.lease.commit(sequence.steps.pop(0)[1])
             sequence.lease.release()
-        self.pool.check()
+        check_pool(self.pool)
         assert self.pool.available == self.pool.capacity
 
 
@@ -222,7 +223,7 @@ def test_release_is_final():
     ):
         with pytest.raises(LeaseError):
             call()
-    pool.check()
+    check_pool(pool)
     assert pool.available == pool.capacity
 
 
@@ -287,14 +288,14 @@ def test_equal_content_is_published_once():
     second.commit(4)
     first.publish([1, 2, 3, 4])
     second.publish([1, 2, 3, 4])
-    pool.check()
+    check_pool(pool)
     third = Lease(pool, 16)
     third.adopt([1, 2, 3, 4, 5])
     assert third.pages == first.pages
     first.release()
     second.release()
     third.release()
-    pool.check()
+    check_pool(pool)
     assert pool.available == pool.capacity
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from bookkeeping import check_engine
 from textpair import Pair
 
 from strobe import LLM, SamplingParams
@@ -61,7 +62,7 @@ def test_costs_are_measured_and_leave_no_trace(pair: Pair, kinds: list[tuple[int
     assert all(ms > 0 for part in ("draft", "verify") for ms in table[part].values())
     assert policy.costs.ms(StepWork(0, 1)) > 0
     assert len(llm.generate("hello", GREEDY)[0].outputs[0].token_ids) == 8
-    engine.check()
+    check_engine(engine)
 
 
 def test_cpu_is_timed_with_few_requests(pair: Pair, kinds: list[tuple[int, int, Option]]):

@@ -1,0 +1,45 @@
+"""Checks of an engine's bookkeeping. They raise AssertionError."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from strobe.engine.engine import Engine
+    from strobe.engine.scheduler import Scheduler
+    from strobe.kv.pages import PagePool
+
+
+def check_engine(engine: Engine) -> None:
+    """Check that the bookkeeping of host and device agrees."""
+    check_scheduler(engine.scheduler)
+    for record in engine.scheduler.running:
+        if not record.in_flight:
+            assert int(engine.state.cursor[record.slot, 0]) == record.lease.length
+
+
+def check_scheduler(scheduler: Scheduler) -> None:
+    """Check that slots, leases and pages are consistent."""
+    check_pool(scheduler.pool)
+    held = [*scheduler.running, *scheduler._finishing]
+    assert len({r.slot for r in held}) == len(held), "a slot is used twice"
+    assert len(held) + len(scheduler._slots) == scheduler.limits.max_num_seqs, "a slot is lost"
+    if not held:
+        assert scheduler.pool.available == scheduler.pool.capacity, "an idle engine holds pages"
+    for record in held:
+        assert len(record.lease.reserved) == record.in_flight
+        if record.is_decoding and not record.in_flight and not record.finishing:
+            assert record.lease.length == record.start == len(record.request.tokens) - 1
+
+
+def check_pool(pool: PagePool) -> None:
+    """Check that each page is in one state, and that the indexes agree."""
+    free, held, cached = set(pool._free), set(pool._holders), set(pool._cached)
+    assert len(free) == len(pool._free), "a page is free twice"
+    states = len(free) + len(held) + len(cached)
+    assert free | held | cached == set(range(1, pool.num_pages)), "a page is lost"
+    assert states == pool.capacity, "a page has two states"
+    assert all(count > 0 for count in pool._holders.values()), "a held page has no holder"
+    assert {page: key for key, page in pool._page_of.items()} == pool._key_of
+    assert set(pool._key_of) <= held | cached, "a free page is indexed"
+    assert all(pool._key_of[page] == key for page, key in pool._cached.items())
