@@ -116,6 +116,12 @@ class EngineConfig:
         None,
         "Steps in flight: 1 waits for each, 2 launches the next meanwhile; by default 2 on a GPU.",
     )
+    tensor_parallel_size: Count = option(
+        1, "Ranks that each hold a part of every layer, one process and on GPUs one GPU each."
+    )
+    draft_tensor_parallel_size: Count | None = option(
+        None, "Ranks that the drafter is split over: 1 or, by default, tensor_parallel_size."
+    )
     load_format: Literal["auto", "dummy"] = option(
         "auto", "auto reads weights; dummy creates random ones from config.json, to measure speed."
     )

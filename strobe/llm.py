@@ -27,6 +27,7 @@ from strobe.outputs import (
     collect_metrics,
     logprobs_by_token,
 )
+from strobe.ranks.leader import start_engine
 from strobe.request import DEFAULT_SCHEDULING, Request, SchedulingOptions
 from strobe.sampling_params import SamplingParams
 from strobe.step import RequestStart
@@ -57,7 +58,7 @@ class LLM:
             paths = {n: str(path) for n, path in names.items() if path is not None}
             resolved = resolve(EngineConfig().with_(**translate(paths | options).values))
             self.tokenizer = Tokenizer(Path(resolved.config.target))
-            engine = Engine(resolved)
+            engine = start_engine(resolved)
             measure_costs(engine)
         else:
             self.tokenizer = Tokenizer(Path(engine.config.target))

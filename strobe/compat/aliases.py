@@ -22,6 +22,8 @@ RENAMED = {
     "max_running_requests": "max_num_seqs",
     "block_size": "page_size",
     "mem_fraction_static": "gpu_memory_utilization",
+    "tp_size": "tensor_parallel_size",
+    "tp": "tensor_parallel_size",
     "kv_cache_memory_bytes": "kv_cache_memory",
     "random_seed": "seed",
     "speculative_draft_model_path": "draft",
@@ -62,6 +64,7 @@ SPECULATIVE = {
     "num_speculative_tokens": "num_drafts",
     "attention_backend": "draft_attention_backend",
     "draft_sample_method": "draft_sample_method",
+    "draft_tensor_parallel_size": "draft_tensor_parallel_size",
     "revision": "draft_revision",
     "prompt_lookup_max": "ngram_max",
     "prompt_lookup_min": "ngram_min",
@@ -88,7 +91,6 @@ _OWN_TOKENIZER = "Strobe reads the tokenizer as the checkpoint has it"
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     **dict.fromkeys(
         (
-            *("tensor_parallel_size", "tp_size", "tp"),
             *("pipeline_parallel_size", "pp_size", "pp"),
             *("data_parallel_size", "dp_size", "dp"),
         ),
@@ -112,15 +114,13 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
 """Options that only accept values for what Strobe does anyway, and why it rejects others."""
 
 SPECULATIVE_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
-    "draft_tensor_parallel_size": ((1,), _ONE_GPU),
-    "tensor_parallel_size": ((1,), _ONE_GPU),
     "rejection_sample_method": (("standard", "strict"), "Strobe only verifies without loss"),
     "parallel_drafting": ((True,), "DFlash always drafts a block at once"),
     "enforce_eager": ((False,), "cuda_graphs holds for target and drafter together"),
     "kv_cache_dtype": (("auto",), "kv_cache_dtype holds for target and drafter together"),
     "disable_padded_drafter_batch": ((False,), "DFlash drafts whole blocks"),
     "disable_eagle_block_drop": ((True, False), "DFlash needs no such drop"),
-    "use_local_argmax_reduction": ((False,), _ONE_GPU),
+    "use_local_argmax_reduction": ((True, False), "ranks always reduce their parts first"),
     "use_heterogeneous_vocab": ((False,), "target and drafter share one vocabulary"),
 }
 """The same for keys of speculative_config."""

@@ -8,7 +8,7 @@ from typing import Any
 from strobe.compat.aliases import ALIASES, FLAGS
 
 _SHORT = {
-    "-tp": "tensor_parallel_size",
+    "-tp": "tp",
     "-pp": "pipeline_parallel_size",
     "-dp": "data_parallel_size",
     "-sc": "speculative_config",

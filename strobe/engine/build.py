@@ -26,6 +26,8 @@ from strobe.models.ops.torch_ops import TorchOps
 from strobe.models.quantization.packed import pack
 from strobe.models.quantization.sizes import weight_bytes
 from strobe.models.target import Target
+from strobe.parallel.devices import choose_device
+from strobe.parallel.split import Split
 from strobe.runner.buckets import Buckets
 from strobe.runner.graphs import CUDACapturer, Eager, Graphs
 from strobe.runner.memory import plan_pages, scratch_bytes
@@ -43,7 +45,8 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class ResolvedConfig:
     """Settings and checkpoint configs after all checks, before any weight is read. draft: None
-    without a drafter; scratch: GPU bytes of a step besides weights and KV cache."""
+    without a drafter; scratch: GPU bytes of a step besides weights and KV cache; split: the part of
+    the models that this rank holds, which target and draft describe."""
 
     config: EngineConfig
     target: TargetConfig
@@ -54,6 +57,7 @@ class ResolvedConfig:
     dtype: torch.dtype
     backends: BackendChoice
     scratch: int
+    split: Split
 
     @property
     def kv_groups(self) -> dict[str, KVSpec]:
@@ -97,22 +101,9 @@ class Components:
     states: StateStore | None = None
 
 
-def choose_device(name: str) -> torch.device:
-    """Return the device of that name; "auto" is a CUDA GPU if there is one. Raises ValueError."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    kind, _, number = name.partition(":")
-    if kind == "cpu":
-        return torch.device(kind)
-    index, count = int(number or 0), torch.cuda.device_count()
-    if index >= count:
-        hint = f"ask for cuda:0 to cuda:{count - 1}" if count else "ask for cpu"
-        raise ValueError(f"device is {name!r}, but this machine has {count} CUDA devices; {hint}.")
-    return torch.device(kind, index)
-
-
-def resolve(config: EngineConfig) -> ResolvedConfig:
-    """Read and check configs and tensor headers. Raises ValueError with a hint."""
+def resolve(config: EngineConfig, rank: int = 0) -> ResolvedConfig:
+    """Read and check configs and tensor headers, of a rank's part of the models. Raises ValueError
+    with a hint."""
     config = locate_models(config)
     target_path, draft_path = Path(config.target), Path(config.draft or "")
     target = load_target_config(target_path)
@@ -129,7 +120,8 @@ def resolve(config: EngineConfig) -> ResolvedConfig:
         draft = load_draft_config(draft_path, target_path)
         check_pair(draft, target, draft_path)
     method = config.method or ("none" if draft is None else DRAFTER_METHOD)
-    device = choose_device(config.device)
+    split = Split.of(config, rank)
+    device = choose_device(config.device, rank, split.size)
     if config.gpu_memory_utilization is not None and device.type == "cpu":
         logger.warning("gpu_memory_utilization has no effect on a CPU; kv_cache_memory has.")
     model_max = min(model.decoder.max_position for model in (target, draft) if model is not None)
@@ -140,16 +132,16 @@ def resolve(config: EngineConfig) -> ResolvedConfig:
     backends = choose_backends(config, target, draft, device, dtype)
     if config.load_format != "dummy":
         fetch_weights(*filter(None, (config.draft, config.target)))
-    modules: list[Target | DFlash] = [check_target_tensors(target_path, target, config.load_format)]
+    target, draft = split.split(target, draft)
+    open = split.opener(config.load_format)
+    modules: list[Target | DFlash] = [check_target_tensors(target_path, target, open)]
     if draft is not None:
-        modules.append(check_draft_tensors(draft_path, draft, config.load_format))
-    scratch = 0
-    if device.type == "cuda":
-        features = 0 if draft is None else len(draft.capture)
-        scratch = scratch_bytes(limits, target.decoder, features, dtype)
+        modules.append(check_draft_tensors(draft_path, draft, open))
+    features = 0 if draft is None else len(draft.capture)
+    scratch = scratch_bytes(limits, target.decoder, features, dtype) if gpu else 0
     weights = sum(weight_bytes(m, dtype, fp8=backends.fp8, packed=backends.packed) for m in modules)
     resolved = ResolvedConfig(
-        config, target, draft, method, limits, device, dtype, backends, scratch
+        config, target, draft, method, limits, device, dtype, backends, scratch, split
     )
     resolved.num_pages(weights)
     return resolved
@@ -169,7 +161,8 @@ def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
         torch.cuda.set_device(device)  # streams, events and kernels are the current device's
     max_positions, backends = limits.max_model_len + limits.lookahead + 1, resolved.backends
     options: dict[str, Any] = {"max_positions": max_positions, "dtype": dtype, "device": device}
-    options |= {"load_format": config.load_format, "fp8": backends.fp8, "packed": backends.packed}
+    options |= {"open": resolved.split.opener(config.load_format)}
+    options |= {"fp8": backends.fp8, "packed": backends.packed}
     quantization = resolved.target.quantization
     if target is None:
         target = load_target(Path(config.target), resolved.target, **options)
@@ -179,17 +172,17 @@ def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
     drafter = None
     if resolved.draft is not None:
         drafter = load_draft(Path(config.draft or ""), resolved.draft, target, **options)
-    pack(backends.packed, target, drafter)
     ops = TorchOps()
     if backends.kernels:
         from strobe.models.ops.triton_ops import TritonOps
 
         ops = TritonOps(device, dtype)  # models of one stream share a workspace
     for model in filter(None, (target, drafter)):
-        model.ops = ops
+        model.ops = resolved.split.ops(ops, model)
+    pack(backends.packed, target, drafter)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what loading left over counts as free
-    pages = resolved.num_pages()
+    pages = resolved.split.fewest(resolved.num_pages(), device)
     spare = int(backends.graphs)  # a page for rows that only fill up a bucket
     size = pages + spare, limits.page_size, device
     stores = {name: KVStore(spec, *size) for name, spec in resolved.kv_groups.items()}

@@ -44,11 +44,13 @@ class Engine:
         components: Components | None = None,
         draft_policy: DraftPolicy | None = None,
         simulated_acceptance: SimulatedAcceptance | None = None,
+        on_launch: Callable[[Plan, int], None] = lambda plan, in_flight: None,
     ):
         """config: settings, resolved or not. components: parts built elsewhere (tests swap in a
         scripted proposer). draft_policy: decides the number of drafts per step.
         simulated_acceptance: the number of drafts to accept, regardless of the target, to measure
-        speed. Raises ValueError for settings that do not fit."""
+        speed. on_launch: called with each plan and the number of steps in flight, before it runs.
+        Raises ValueError for settings that do not fit."""
         self.resolved = resolve(config) if isinstance(config, EngineConfig) else config
         self.config, self.limits = self.resolved.config, self.resolved.limits
         self.components = components or build(self.resolved)
@@ -63,7 +65,7 @@ class Engine:
             draft_policy=draft_policy or self._make_draft_policy(),
         )
         self.max_in_flight = self.resolved.backends.overlap
-        self.simulated_acceptance = simulated_acceptance
+        self.simulated_acceptance, self.on_launch = simulated_acceptance, on_launch
         self.on_phase: Callable[[str], None] = lambda name: None
         """Called within each launch with "start", "draft" and "verify", as each is queued."""
         self._pending: deque[StepOutput] = deque()
@@ -125,6 +127,7 @@ class Engine:
     def launch(self, plan: Plan) -> StepOutput:
         """Run one plan on the device. Waits for no result unless a grammar needs one."""
         started = time.perf_counter()
+        self.on_launch(plan, len(self._pending))
         self._admit(plan)
         self.on_phase("start")
         slots = [span.slot for span in plan.spans]
@@ -143,6 +146,12 @@ class Engine:
         columns = self.sampling.score_columns(slots)
         host = Drafts(host_drafts, host_margins)
         return StepOutput(plan, layout, verified, columns, errors, host, readers, started)
+
+    def follow(self, plan: Plan, in_flight: int) -> None:
+        """Run a plan of another engine, which had so many steps in flight."""
+        while len(self._pending) > in_flight:
+            self._result(self._pending.popleft())
+        self._pending.append(self.launch(plan))
 
     def _admit(self, plan: Plan) -> None:
         """Apply a plan's admissions and page-table entries. Raises AssertionError for an invalid
@@ -362,6 +371,7 @@ class Engine:
         self.components.pool.clear_cache()
 
     def check_device(self) -> None:
-        """Raise if a GPU is unusable, as after an illegal access."""
+        """Raise if a GPU is unusable, as after an illegal access, or another rank has ended."""
+        self.resolved.split.check()
         if self.resolved.device.type == "cuda":
             torch.cuda.synchronize(self.resolved.device)

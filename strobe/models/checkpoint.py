@@ -91,6 +91,14 @@ class Checkpoint:
             self.shapes[name], self.dtypes[name] = tensor.stored.shape, tensor.dtype
             self._places[name] = file, tensor.stored.start, tensor.stored.end
 
+    def fit(self, name: str, shape: tuple[int, ...], stacked: tuple[int, ...]) -> None:
+        """Check the shape that a module asks for. stacked: see `WeightPart`. Raises ValueError."""
+        if self.shapes[name] != shape:
+            raise ValueError(
+                f"{self.directory}: tensor {name} has shape {list(self.shapes[name])}, config.json "
+                f"asks for {list(shape)}; weights and config.json must come from one checkpoint."
+            )
+
     def bytes_of(self, name: str) -> int:
         _, start, end = self._places[name]
         return end - start
@@ -106,6 +114,11 @@ class Checkpoint:
             data = data.clone()
         return data.view(dtype).view(self.shapes[name])
 
+    def release(self, name: str) -> None:
+        """Release the tensor's pages after reading it."""
+        file, start, end = self._places[name]
+        file.release(start, end)
+
     def fill(self, out: Tensor, part: WeightPart) -> None:
         """Fill one part of a parameter, and release each page after reading it, so that the host
         does not hold a second copy of the weights."""
@@ -113,8 +126,8 @@ class Checkpoint:
         tensors = [self.read(name) for name in part.sources]
         if part.fill is not copy or out.ndim == 0 or isinstance(places[0][0], GGUFFile):
             part.fill(out, *tensors)
-            for file, start, end in places:
-                file.release(start, end)
+            for name in part.sources:
+                self.release(name)
             return
         ((file, start, _),), (stored,) = places, tensors
         count = max(AT_ONCE // stored[:1].nbytes, 1)

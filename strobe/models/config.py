@@ -48,7 +48,8 @@ class DecoderConfig:
     masks: one for each layer with attention. qk_norm: whether queries and keys are normed, as in
     Qwen3. value_scale: factor of the values. output_gate: whether attention's output is gated.
     layer_shapes: of each layer, if they differ. sinks: whether all layers' heads have an extra
-    logit in the softmax. norm_offset: added to the weights of all RMS norms.
+    logit in the softmax. norm_offset: added to the weights of all RMS norms. vocab_part: index
+    and number of the parts of embedding and head, of which the model holds one.
     """
 
     hidden_size: int
@@ -71,6 +72,14 @@ class DecoderConfig:
     sinks: bool = False
     norm_offset: float = 0.0
     experts: ExpertShape | None = None
+    vocab_part: tuple[int, int] = (0, 1)
+
+    def own_rows(self, rows: int) -> int:
+        """Return the rows that the model holds of an embedding or a head of `rows`; the last part
+        may have fewer."""
+        part, parts = self.vocab_part
+        width = -(-rows // parts)
+        return min(width, rows - part * width)
 
     def shape_of(self, layer: int) -> LayerShape:
         if self.layer_shapes:

@@ -50,12 +50,9 @@ class DFlash(Decoder):
         self.fc = Linear(features, hidden)
         self.hidden_norm = RMSNorm(hidden, decoder.rms_norm_eps)
         self._attentions = [layer.self_attn for layer in layers]
-        self.embed_tokens = (
-            nn.Embedding(decoder.vocab_size, hidden) if "embed_tokens" in own_tensors else None
-        )
-        self.lm_head = (
-            Linear(hidden, config.head_rows, fixed=True) if "lm_head" in own_tensors else None
-        )
+        rows, head_rows = map(decoder.own_rows, (decoder.vocab_size, config.head_rows))
+        self.embed_tokens = nn.Embedding(rows, hidden) if "embed_tokens" in own_tensors else None
+        self.lm_head = Linear(hidden, head_rows, fixed=True) if "lm_head" in own_tensors else None
         self.target_ids: Tensor | None = None
         self._shared = (embedding, LinearView(head_weight))  # a tuple: not our parameters
         self.fp8_head: LinearView | None = None
@@ -164,7 +161,8 @@ class DFlash(Decoder):
     def head_in_fp8(self) -> bool:
         """Whether the drafter gets an FP8 copy of the target's head. It needs only the largest
         logits, and cuBLAS needs a multiple of 16 rows."""
-        return self.plain_head and self.config.head_rows % 16 == 0
+        rows = self.config.decoder.own_rows(self.config.head_rows)
+        return self.plain_head and rows % 16 == 0
 
     def argmax(self, x: Tensor) -> Tensor:
         """Residual stream [R, H] -> the most probable tokens [R]."""

@@ -34,6 +34,8 @@ HARMLESS = ("rotary_emb.inv_freq",)
 """Suffixes of tensors that older exporters wrote and that hold no trained values."""
 
 Model = TypeVar("Model", Target, DFlash)
+Open = Callable[[Path], Checkpoint] | None
+"""Opens a checkpoint; None for random weights."""
 
 
 def _check_tensors(module: Target | DFlash, checkpoint: Checkpoint) -> WeightMapping:
@@ -49,11 +51,7 @@ def _check_tensors(module: Target | DFlash, checkpoint: Checkpoint) -> WeightMap
                 raise ValueError(
                     f"{path}: tensor {name} is missing; download or save the checkpoint again."
                 )
-            if shapes[name] != shape:
-                raise ValueError(
-                    f"{path}: tensor {name} has shape {list(shapes[name])}, config.json asks for "
-                    f"{list(shape)}; weights and config.json must come from one checkpoint."
-                )
+            checkpoint.fit(name, shape, part.stacked)
             if dtypes[name] not in part.dtypes:
                 raise ValueError(
                     f"{path}: tensor {name} holds {dtypes[name]} values, but only "
@@ -73,13 +71,13 @@ def _check_tensors(module: Target | DFlash, checkpoint: Checkpoint) -> WeightMap
 
 
 class LoadOptions(TypedDict):
-    """Where to put the weights and in which dtype. load_format: "dummy" for random weights. fp8:
-    hold linear layers in FP8. packed: the format they are packed in afterwards; they are loaded in
-    float16 unless it is float32."""
+    """Where to put the weights and in which dtype. open: see `Open`. fp8: hold linear layers in
+    FP8. packed: the format they are packed in afterwards; they are loaded in float16 unless it is
+    float32."""
 
     dtype: torch.dtype
     device: torch.device
-    load_format: NotRequired[str]
+    open: NotRequired[Open]
     fp8: NotRequired[bool]
     packed: NotRequired[str | None]
 
@@ -166,9 +164,9 @@ def _meta_draft(
     config: DraftConfig,
     max_positions: int,
     shared: tuple[Tensor, Tensor],
-    load_format: str = "auto",
+    open: Open,
 ) -> DFlash:
-    shapes = None if load_format == "dummy" else Checkpoint(directory).shapes
+    shapes = open and open(directory).shapes
     own_tensors, skipped = draft_parts(shapes, config, directory)
     with torch.device("meta"):
         module = DFlash(config, *shared, max_positions, own_tensors)
@@ -176,25 +174,21 @@ def _meta_draft(
     return module
 
 
-def _check(module: Model, directory: Path, load_format: str) -> Model:
-    is_dummy = load_format == "dummy"
-    _quantized_mapping(module) if is_dummy else _check_tensors(module, Checkpoint(directory))
+def _check(module: Model, directory: Path, open: Open) -> Model:
+    _check_tensors(module, open(directory)) if open else _quantized_mapping(module)
     return module
 
 
-def check_target_tensors(
-    directory: Path, config: TargetConfig, load_format: str = "auto"
-) -> Target:
+def check_target_tensors(directory: Path, config: TargetConfig, open: Open = Checkpoint) -> Target:
     """Return the target on the meta device. Raises ValueError, after reading headers only, for
     tensors that do not fit the config."""
-    return _check(_meta_target(config, 1), directory, load_format)
+    return _check(_meta_target(config, 1), directory, open)
 
 
-def check_draft_tensors(directory: Path, config: DraftConfig, load_format: str = "auto") -> DFlash:
+def check_draft_tensors(directory: Path, config: DraftConfig, open: Open = Checkpoint) -> DFlash:
     """Return the drafter on the meta device; see `check_target_tensors`."""
     nothing = torch.empty(0, device="meta")
-    module = _meta_draft(directory, config, 1, (nothing, nothing), load_format)
-    return _check(module, directory, load_format)
+    return _check(_meta_draft(directory, config, 1, (nothing, nothing), open), directory, open)
 
 
 def load_target(
@@ -218,15 +212,14 @@ def load_draft(
     if config.embedding_scale is None:
         config = replace(config, embedding_scale=target.config.embedding_scale)
     shared = target.embed_tokens.weight, target.output.weight
-    load_format = options.get("load_format")
-    module = _meta_draft(directory, config, max_positions, shared, load_format or "auto")
+    module = _meta_draft(directory, config, max_positions, shared, options.get("open", Checkpoint))
     module = _load(module, directory, options)
     module.fold()
     if options.get("fp8") and module.head_in_fp8:
         module.fp8_head = fp8_copy(module.output.weight)
     if config.draft_vocab_size is not None:
         ids = torch.arange(config.draft_vocab_size)
-        if load_format != "dummy":
+        if options.get("open", Checkpoint):
             ids = load_target_ids(Checkpoint(directory), config)
         module.target_ids = ids.to(options["device"])
     return module
@@ -234,10 +227,10 @@ def load_draft(
 
 def _load(module: Model, directory: Path, options: LoadOptions) -> Model:
     """Fill the module, fold what is computed once, and freeze it."""
-    if options.get("load_format") == "dummy":
-        _fill_at_random(module, options)
+    if open := options.get("open", Checkpoint):
+        _read_tensors(module, open(directory), options)
     else:
-        _read_tensors(module, Checkpoint(directory), options)
+        _fill_at_random(module, options)
     module.to(options["device"])
     module.requires_grad_(False)
     for submodule in module.modules():

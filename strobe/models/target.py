@@ -22,8 +22,8 @@ class Target(Decoder):
 
     def __init__(self, config: TargetConfig, layers: Sequence[Layer], max_positions: int):
         super().__init__(config.decoder, layers, max_positions)
-        vocabulary, hidden = config.decoder.vocab_size, config.decoder.hidden_size
-        self.config = config
+        decoder, hidden = config.decoder, config.decoder.hidden_size
+        self.config, vocabulary = config, decoder.own_rows(decoder.vocab_size)
         table = torch.empty(vocabulary, hidden)
         if not table.is_meta:  # drawing takes seconds there
             nn.init.normal_(table)

@@ -31,13 +31,15 @@ class WeightPart(NamedTuple):
 
     sources: names and required shapes of the tensors. at: index of the part in the parameter. fill:
     writes the part from the tensors, which are on the CPU as stored, in the order of `sources`, and
-    valid only during the call. dtypes: allowed dtypes of the tensors.
+    valid only during the call. dtypes: allowed dtypes of the tensors. stacked: numbers of outputs
+    of the layers that each tensor stacks, if there are several.
     """
 
     sources: Mapping[str, tuple[int, ...]]
     at: tuple[int | slice, ...] = ()
     fill: Fill = copy
     dtypes: tuple[str, ...] = FLOATS
+    stacked: tuple[int, ...] = ()
 
     def under(self, prefix: str) -> WeightPart:
         return self._replace(sources={prefix + n: shape for n, shape in self.sources.items()})
@@ -83,8 +85,10 @@ def mapping_of(module: nn.Module, names: Collection[str] = ()) -> WeightMapping:
             mapped.setdefault(prefix + name, [part.under(prefix) for part in parts])
     mapping: WeightMapping = {}
     for name, parameter in module.named_parameters():
+        owner = module.get_submodule(name.rpartition(".")[0])
+        stacks = tuple(owner.parts.values()) if isinstance(owner, Linear) else ()
         whole = next((n for n in (name, name.removesuffix(".weight")) if n in names), name)
-        plain_parts = [WeightPart({whole: tuple(parameter.shape)})]
+        plain_parts = [WeightPart({whole: tuple(parameter.shape)}, stacked=stacks)]
         parts = mapped.get(name, plain_parts)
         stacked_there = whole in names and not any(whole in part.sources for part in parts)
         mapping[name] = plain_parts if stacked_there else parts

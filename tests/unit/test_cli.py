@@ -41,7 +41,8 @@ ENGINE_FIELDS = [
     "target", "draft", "revision", "draft_revision", "method", "num_drafts",
     "adaptive", "draft_sample_method", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
     "kv_cache_memory", "gpu_memory_utilization", "page_size", "enable_prefix_caching", "dtype",
-    "device", "overlap", "load_format", "weight_dtype", "kv_cache_dtype", "attention_backend",
+    "device", "overlap", "tensor_parallel_size", "draft_tensor_parallel_size", "load_format",
+    "weight_dtype", "kv_cache_dtype", "attention_backend",
     "draft_attention_backend", "kernels", "cuda_graphs", "seed", "ngram_max", "ngram_min",
 ]  # fmt: skip
 SAMPLING_FIELDS = [
@@ -62,7 +63,8 @@ ENGINE_FLAGS = [
     "--max-num-seqs", "--max-num-batched-tokens", "--kv-cache-memory",
     "--gpu-memory-utilization", "--page-size", "--revision", "--draft-revision",
     "--enable-prefix-caching",
-    "--no-enable-prefix-caching", "--dtype", "--device", "--overlap", "--load-format",
+    "--no-enable-prefix-caching", "--dtype", "--device", "--overlap", "--tensor-parallel-size",
+    "--draft-tensor-parallel-size", "--load-format",
     "--weight-dtype", "--kv-cache-dtype", "--attention-backend", "--draft-attention-backend",
     "--kernels", "--cuda-graphs", "--no-cuda-graphs", "--ngram-max", "--ngram-min",
 ]  # fmt: skip

@@ -119,16 +119,21 @@ def changed(options: dict[str, Any]) -> dict[str, Any]:
                 "--mem-fraction-static",
                 "0.75",
                 "--tp-size",
-                "1",
+                "2",
             ],
-            {"target": "t", "max_model_len": 99, "gpu_memory_utilization": 0.75},
+            {
+                "target": "t",
+                "max_model_len": 99,
+                "tensor_parallel_size": 2,
+                "gpu_memory_utilization": 0.75,
+            },
         ),
         (
             [
                 "--model=t",
                 "--gpu-memory-utilization=.5",
                 "-tp",
-                "1",
+                "2",
                 "--enforce-eager",
                 "--dtype",
                 "half",
@@ -137,6 +142,7 @@ def changed(options: dict[str, Any]) -> dict[str, Any]:
                 "target": "t",
                 "gpu_memory_utilization": 0.5,
                 "cuda_graphs": False,
+                "tensor_parallel_size": 2,
                 "dtype": "float16",
             },
         ),
@@ -178,10 +184,6 @@ def test_options_of_other_engines_reach_settings(
         ),
         (sc(method="ngram", model="d"), "model is 'd', but ngram has no model"),
         (
-            sc(model="d", draft_tensor_parallel_size=2),
-            "draft_tensor_parallel_size is 2, but Strobe runs on one",
-        ),
-        (
             sc(model="d", rejection_sample_method="synthetic"),
             "rejection_sample_method is 'synthetic'",
         ),
@@ -214,8 +216,8 @@ def test_options_of_other_engines_reach_settings(
             "speculative_dflash_block_size is 8, but speculative_num_draft_tokens is 16",
         ),
         (
-            ["--tensor-parallel-size=2"],
-            "tensor_parallel_size is 2, but Strobe runs on one GPU; give 1.",
+            ["--pipeline-parallel-size=2"],
+            "pipeline_parallel_size is 2, but Strobe runs on one GPU; give 1.",
         ),
         (
             ["--quantization=awq"],
@@ -256,7 +258,7 @@ def test_unsupported_alias_is_named(
 def test_options_without_effect_are_accepted_and_reported(caplog: pytest.LogCaptureFixture):
     options = {
         "trust_remote_code": True, "limit_mm_per_prompt": {"image": 5}, "swap_space": 4,
-        "enable_chunked_prefill": False, "disable_log_stats": False, "tensor_parallel_size": 1,
+        "enable_chunked_prefill": False, "disable_log_stats": False, "pipeline_parallel_size": 1,
         "cpu_offload_gb": 0,
         "speculative_config": None, "max_num_seqs": None, "enforce_eager": False,
         "seed": 0,

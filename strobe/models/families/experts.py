@@ -70,7 +70,9 @@ class Experts(nn.Module):
     ):
         super().__init__()
         self.count, self.size, self.gate = shape.count, shape.moe_intermediate_size, gate
-        self.gate_up_proj = Linear(hidden_size, 2 * self.size, bias=bias, experts=self.count)
+        both = {"gate_proj": self.size, "up_proj": self.size}
+        outputs = 2 * self.size if gate.name == "clamped" else both  # which take turns
+        self.gate_up_proj = Linear(hidden_size, outputs, bias=bias, experts=self.count)
         self.down_proj = Linear(self.size, hidden_size, bias=bias, experts=self.count)
 
     def layer(self, routing: Routing) -> ExpertsLayer:

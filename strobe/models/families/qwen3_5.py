@@ -31,7 +31,7 @@ from strobe.models.linear import Linear
 from strobe.models.modules import Attention, RMSNorm
 from strobe.models.ops.torch_ops import ForwardRows, Residual, TorchOps
 from strobe.models.target import Target
-from strobe.models.weight_mapping import WeightMapping, copy, stacked
+from strobe.models.weight_mapping import WeightMapping, WeightPart, copy, stacked
 
 logger = logging.getLogger(__name__)
 
@@ -172,6 +172,8 @@ class GatedDeltaNet(nn.Module):
     def __init__(self, config: DecoderConfig, spec: StateSpec, layer: int):
         super().__init__()
         self.layer, hidden, width = layer, config.hidden_size, spec.heads * spec.value_dim
+        keys = spec.key_heads * spec.key_dim
+        self.channels = keys, keys, width
         self.in_proj_qkv = Linear(hidden, spec.channels)
         self.in_proj_z = Linear(hidden, width)
         # Never quantized: they are small, and their errors accumulate in the states.
@@ -184,6 +186,14 @@ class GatedDeltaNet(nn.Module):
         self.A_log = nn.Parameter(torch.ones(spec.heads))
         self.norm = GatedNorm(spec.value_dim, config.rms_norm_eps)
         self.out_proj = Linear(width, hidden)
+
+    def weight_mapping(self) -> WeightMapping:
+        """Queries, keys and values are one layer, in checkpoints as well."""
+        names = {"in_proj_qkv.weight": self.in_proj_qkv.weight, "conv1d.weight": self.conv1d.weight}
+        return {
+            name: [WeightPart({name: tuple(weight.shape)}, stacked=self.channels)]
+            for name, weight in names.items()
+        }
 
     def forward(self, ops: TorchOps, x: Tensor, rows: ForwardRows) -> Tensor:
         """x [T, H] -> gated outputs of the states [T, Hv * Dv]."""

@@ -92,7 +92,8 @@ def _part(part: WeightPart, weight: Tensor, name: str, fill: Fill) -> WeightPart
     groups = inputs // BLOCK
     shape = (*outer, groups, BLOCK // 2) if name == "blocks" else (*outer, groups)
     at = part.at if name == "blocks" else scale_at(part.at)
-    return WeightPart({f"{source}_{name}": shape for source in part.sources}, at, fill, ("U8",))
+    sources = {f"{source}_{name}": shape for source in part.sources}
+    return part._replace(sources=sources, at=at, fill=fill, dtypes=("U8",))
 
 
 def fill_values(out: Tensor, blocks: Tensor) -> None:

@@ -29,5 +29,6 @@ def weight_bytes(
     if packed and isinstance(module, Target):
         total += loaded * module.output.weight.numel()
     if fp8 and isinstance(module, DFlash) and module.head_in_fp8:
-        total += module.config.head_rows * (module.config.decoder.hidden_size + 4)
+        decoder = module.config.decoder
+        total += decoder.own_rows(module.config.head_rows) * (decoder.hidden_size + 4)
     return total

@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from strobe.config import EngineConfig
 from strobe.engine.engine import Engine
 from strobe.grammars.trial import GrammarsUnavailable
+from strobe.ranks.leader import start_engine
 from strobe.request import Request
 from strobe.sampling_params import METHODS
 from strobe.server.engine_process.messages import (
@@ -53,7 +54,7 @@ def run_engine(pipe: Connection, config: EngineConfig, logs: LogSettings) -> Non
         signal.signal(number, signal.SIG_IGN)  # the server decides when to stop
     logs.configure()
     try:
-        engine = Engine(config)
+        engine = start_engine(config)
         warm_up(engine)
         measure_costs(engine)
     except ValueError as error:

@@ -22,6 +22,7 @@ from strobe.config import EngineConfig
 from strobe.engine.build import ResolvedConfig, resolve
 from strobe.engine.engine import Engine
 from strobe.hub.locate import locate_models
+from strobe.ranks.leader import start_engine
 from strobe.request import Request, Status
 from strobe.sampling_params import SamplingParams
 from strobe.speculation.registry import DRAFTER_METHOD
@@ -185,7 +186,7 @@ def _measure(
     """Time the steps and prefills of one way, with an engine that lives only for this call."""
     say(f"{name}: building the engine")
     forced = settings.acceptance_length if name != "plain" else None
-    engine = Engine(setup, simulated_acceptance=forced)
+    engine = start_engine(setup, simulated_acceptance=forced)
     _check_pages(settings, engine)
     if settings.routing == "even":
         route_evenly(engine.components.runner.model, setup.limits.max_num_batched_tokens)

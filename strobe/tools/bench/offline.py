@@ -17,6 +17,7 @@ from strobe.engine.build import ResolvedConfig, resolve
 from strobe.engine.engine import Engine
 from strobe.hub.locate import locate_models
 from strobe.models.architectures import load_draft_config, load_target_config
+from strobe.ranks.leader import start_engine
 from strobe.request import Request
 from strobe.sampling_params import SamplingParams
 from strobe.speculation.registry import DRAFTER_METHOD
@@ -81,7 +82,7 @@ def run_offline(settings: OfflineSettings, config: EngineConfig) -> int:
         rates = measure(first.device, first.dtype, fp8=config.weight_dtype == "fp8")
         figures = header("offline", command, ways, rates) | {"rows": [], "pairs": []}
         say("loading")
-        engines = {name: Engine(setup) for name, setup in ways.items()}
+        engines = {name: start_engine(setup) for name, setup in ways.items()}
         say("measuring what steps cost")
         for engine in engines.values():
             measure_costs(engine)

@@ -15,6 +15,7 @@ from strobe.engine.engine import Engine
 from strobe.models.config import DraftConfig, TargetConfig
 from strobe.models.config_readers.rope import RopeConfig
 from strobe.models.target import Target
+from strobe.ranks.leader import start_engine
 from strobe.request import Request
 from strobe.sampling_params import SamplingParams
 from strobe.speculation.acceptance import KNOTS, DraftChances, evidence, knot_weights
@@ -163,6 +164,8 @@ def make_engine(
     target: the loaded target, None to load it."""
     config = resolved.config.with_(adaptive=True)
     resolved = replace(resolved, draft=draft, config=config)
+    if resolved.split.size > 1:
+        return start_engine(resolved, draft_policy=policy)
     return Engine(resolved, components=build(resolved, target), draft_policy=policy)
 
 

@@ -76,7 +76,12 @@ def examine(config: EngineConfig, say: Callable[[str], None] = lambda text: None
     resolved = attempt(report, "settings", lambda: resolve(_for_short_runs(config)))
     if resolved is None:
         return report
-    modules = check_target_tensors(target, target_config), check_draft_tensors(draft, draft_config)
+    assert resolved.draft is not None
+    open = resolved.split.opener("auto")
+    modules = (
+        check_target_tensors(target, resolved.target, open),
+        check_draft_tensors(draft, resolved.draft, open),
+    )
     report.facts["memory"] = memory_bill(resolved, *modules)
     _measure(report, resolved, tokenizer, say)
     return report

@@ -1,0 +1,34 @@
+"""Exchange of tensors between ranks.
+
+Legend: R rows, C columns.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class RankFailed(RuntimeError):
+    """A rank has ended, stands still or is out of step; no rank can go on."""
+
+
+class Group(Protocol):
+    """The ranks that hold a model together. Every rank makes the same calls in the same order, and
+    gets the same bits."""
+
+    rank: int
+    size: int
+
+    def check(self) -> None:
+        """Raise RankFailed if the group has ended."""
+        ...
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Add up the ranks' tensors of one shape, in the order of ranks. May overwrite x."""
+        ...
+
+    def join(self, x: Tensor) -> Tensor:
+        """Join the ranks' columns: x [R, C] -> [R, size * C]."""
+        ...

@@ -1,0 +1,111 @@
+"""The operations of layers on one of several ranks.
+
+Legend: R and T rows, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from strobe.models.config import TargetConfig
+from strobe.models.dflash import DFlash
+from strobe.models.linear import AnyLinear, Linear
+from strobe.models.modules import RMSNorm
+from strobe.models.ops.torch_ops import Activation, ExpertsLayer, ForwardRows, Residual, TorchOps
+from strobe.models.target import Target
+from strobe.parallel.group import Group
+from strobe.sampling.sampler import MAX_MARGIN, NO_TOKEN, best_two
+
+PARTIAL = ("o_proj", "out_proj", "down_proj")
+"""Linear layers whose inputs are split, by name: the sum of their outputs is the whole output."""
+
+
+def partial_linears(model: nn.Module, group: Group) -> frozenset[Linear]:
+    """Return the layers whose inputs are split. Only the first rank keeps their biases."""
+    names = {path: m for path, m in model.named_modules() if isinstance(m, Linear)}
+    found = [linear for path, linear in names.items() if path.rpartition(".")[2] in PARTIAL]
+    for linear in found:
+        if linear.bias is not None and group.rank:
+            linear.bias.zero_()
+    return frozenset(found)
+
+
+class RankOps(TorchOps):
+    """Operations of one model that add up or join what the ranks compute. A subclass says, by its
+    second base, how a rank computes its part.
+
+    partial: layers of whose outputs the ranks compute parts of the sums. vocab_rows, head_rows:
+    rows of all parts of the embedding and of the head.
+    """
+
+    group: Group
+    partial: frozenset[Linear]
+    vocab_rows: int
+    head_rows: int
+
+    def embed(self, ids: Tensor, weight: Tensor) -> Tensor:
+        places = ids - self.group.rank * -(-self.vocab_rows // self.group.size)
+        own = (places >= 0) & (places < weight.shape[0])
+        x = super().embed(places.clamp(0, weight.shape[0] - 1), weight)
+        return self.group.sum(x.masked_fill_(~own[:, None], 0))
+
+    def linear(
+        self, x: Tensor, linear: AnyLinear, activation: Activation | None = None, **norm: Any
+    ) -> Tensor:
+        y = super().linear(x, linear, activation, **norm)
+        return self.group.sum(y) if linear in self.partial else y
+
+    def add_linear(
+        self, x: Residual, y: Tensor, linear: AnyLinear, next_norm: RMSNorm | None = None
+    ) -> None:
+        if linear in self.partial:
+            x.value = x.value + self.linear(y, linear)
+        else:
+            super().add_linear(x, y, linear, next_norm)
+
+    def experts(
+        self, x: Tensor, logits: Tensor, layer: ExpertsLayer, extra: Tensor, rows: ForwardRows
+    ) -> Tensor:
+        if layer.down not in self.partial:
+            return super().experts(x, logits, layer, extra, rows)
+        return extra + self.group.sum(
+            super().experts(x, logits, layer, torch.zeros_like(extra), rows)
+        )
+
+    def head(self, x: Tensor, norm: RMSNorm, head: AnyLinear) -> Tensor:
+        logits = super().head(x, norm, head)
+        missing = -(-self.head_rows // self.group.size) - logits.shape[1]
+        return self.group.join(F.pad(logits, (0, missing)))[:, : self.head_rows]
+
+    def argmax(self, x: Tensor, norm: RMSNorm, head: AnyLinear) -> Tensor:
+        return self.best_two(x, norm, head)[0]
+
+    def best_two(self, x: Tensor, norm: RMSNorm, head: AnyLinear) -> tuple[Tensor, Tensor]:
+        """Each rank sends its largest logit, the id and the margin over its second largest."""
+        logits = super().head(x, norm, head)
+        ids, margins = best_two(logits)
+        ids = ids.clamp(min=0) + self.group.rank * -(-self.head_rows // self.group.size)
+        values = logits.float().amax(1)
+        sent = torch.stack([values, ids.float(), margins], 1)  # ids below 2^24 are exact
+        values, ids, margins = self.group.join(sent).unflatten(1, (-1, 3)).unbind(2)
+        first = values.argmax(1, keepdim=True)  # of equal ones the lowest id's
+        best = values.gather(1, first)
+        second = values.scatter(1, first, float("-inf")).amax(1, keepdim=True)
+        margins = torch.minimum(margins.gather(1, first), best - second)
+        ids = ids.gather(1, first).long().masked_fill_(best.isnan(), NO_TOKEN)
+        return ids[:, 0], margins[:, 0].nan_to_num_(0.0).clamp_(0.0, MAX_MARGIN)
+
+
+def make_rank_ops(ops: TorchOps, model: Target | DFlash, group: Group) -> RankOps:
+    """Make the operations that compute a rank's part of a model as `ops` do."""
+    kind, config = type(ops), model.config
+    made: Any = object.__new__(type(f"Rank{kind.__name__}", (RankOps, kind), {}))
+    made.__dict__ |= ops.__dict__
+    made.group, made.partial = group, partial_linears(model, group)
+    made.vocab_rows = config.decoder.vocab_size
+    made.head_rows = made.vocab_rows if isinstance(config, TargetConfig) else config.head_rows
+    return made

@@ -1,0 +1,99 @@
+"""A checkpoint as one rank sees it: each tensor is the rank's part of it.
+
+Only the part is read from the file, unless it is stored in GGUF's quantized formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from strobe.hub.files import read_json
+from strobe.models.checkpoint import Checkpoint
+from strobe.models.quantization.fp8 import SCALE
+from strobe.models.weight_mapping import WeightPart
+
+BY_VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
+"""Tensors whose last part may be smaller."""
+
+Pieces = list[tuple[int, int]]
+"""First index and length of the parts of a dimension, in order."""
+
+
+class ShardedCheckpoint(Checkpoint):
+    """The modules' shapes tell which dimension of a tensor is split. A tensor that stacks several
+    layers has a part of each. block: rows and columns that share a scale."""
+
+    def __init__(self, directory: Path, rank: int, size: int):
+        super().__init__(directory)
+        self.rank, self.size = rank, size
+        self._pieces: dict[str, dict[int, Pieces]] = {}
+        fields = read_json(directory / "config.json")
+        method = fields.get("quantization_config") or (fields.get("text_config") or {}).get(
+            "quantization_config"
+        )
+        self.block: Sequence[int] = (method or {}).get("weight_block_size") or (1, 1)
+
+    def fit(self, name: str, shape: tuple[int, ...], stacked: tuple[int, ...]) -> None:
+        stored = self.shapes[name]
+        if len(stored) != len(shape):
+            super().fit(name, shape, stacked)
+        pieces = dict[int, Pieces]()
+        for dim, (whole, part) in enumerate(zip(stored, shape, strict=True)):
+            if name.endswith(SCALE):
+                pieces[dim] = self._blocks(name.removesuffix(SCALE), dim, whole)
+            elif whole != part:
+                pieces[dim] = self._parts(name, whole, part, stacked)
+            if pieces.get(dim) and sum(length for _, length in pieces[dim]) != part:
+                raise self._misfit(name, whole)
+        self._pieces[name] = pieces
+
+    def _misfit(self, name: str, whole: int) -> ValueError:
+        return ValueError(
+            f"{self.directory}: tensor {name} has {whole} rows, columns or blocks, which "
+            f"{self.size} ranks cannot share; ask for another tensor_parallel_size."
+        )
+
+    def _parts(self, name: str, whole: int, part: int, stacked: tuple[int, ...]) -> Pieces:
+        """Return this rank's pieces of a dimension of size `whole`, `part` in all."""
+        if name.endswith(BY_VOCABULARY):
+            return [(self.rank * -(-whole // self.size), part)]
+        copies, pieces, first = part * self.size // whole, Pieces(), 0
+        if not copies or whole * copies != part * self.size or self.size % copies:
+            raise self._misfit(name, whole)
+        for outputs in stacked or (part,):
+            length = part * outputs // sum(stacked or (part,))
+            pieces.append((first + self.rank // copies * length, length))
+            first += length * self.size // copies
+        return pieces
+
+    def _blocks(self, name: str, dim: int, whole: int) -> Pieces:
+        """Return the blocks, `whole` in all, of the pieces of a weight's dimension. Raises
+        ValueError if a piece begins or ends within one of several blocks."""
+        pieces = self._pieces[name].get(dim)
+        if pieces is None or whole == 1:
+            return [(0, whole)]
+        block, found = self.block[dim - len(self.shapes[name])], Pieces()
+        for start, length in pieces:
+            first, last = start // block, (start + length - 1) // block
+            if length % block and block % length:  # on one rank or another
+                raise self._misfit(name + SCALE, whole)
+            found.append((first, last - first + 1))
+        return found
+
+    def read(self, name: str) -> Tensor:
+        value = super().read(name)
+        for dim, pieces in self._pieces.get(name, {}).items():
+            parts = [value.narrow(dim, *piece) for piece in pieces]
+            value = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        return value
+
+    def fill(self, out: Tensor, part: WeightPart) -> None:
+        if not any(name in self._pieces for name in part.sources):
+            return super().fill(out, part)
+        part.fill(out, *map(self.read, part.sources))
+        for name in part.sources:
+            self.release(name)

@@ -1,0 +1,134 @@
+"""The part of a model's configs that one of several ranks holds.
+
+Query heads, intermediate sizes, experts' sizes and recurrent heads are divided by the number of
+ranks. Key-value heads are, too, or copied if there are fewer of them. Embedding and head are split
+by vocabulary, whose last part may be smaller.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from strobe.config import EngineConfig
+from strobe.models.checkpoint import Checkpoint
+from strobe.models.config import DecoderConfig, DraftConfig, TargetConfig
+from strobe.models.dflash import DFlash
+from strobe.models.load import Open
+from strobe.models.ops.torch_ops import TorchOps
+from strobe.models.target import Target
+from strobe.parallel.group import Group
+from strobe.parallel.ops import make_rank_ops
+from strobe.parallel.shards import ShardedCheckpoint
+
+
+@dataclass(frozen=True)
+class Split:
+    """One rank's part. size: number of ranks; draft_size: number of ranks that the drafter's layers
+    are split over; group: the ranks, once they have met. Raises ValueError."""
+
+    rank: int
+    size: int
+    draft_size: int
+    group: Group | None = None
+
+    def __post_init__(self):
+        if self.draft_size not in (1, self.size):
+            raise ValueError(
+                f"draft_tensor_parallel_size is {self.draft_size}; ask for 1 or for "
+                f"tensor_parallel_size, which is {self.size}."
+            )
+
+    @staticmethod
+    def of(config: EngineConfig, rank: int) -> Split:
+        size = config.tensor_parallel_size
+        return Split(rank, size, config.draft_tensor_parallel_size or size)
+
+    def opener(self, load_format: str) -> Open:
+        """Return what opens a checkpoint as the rank sees it; None for random weights."""
+        if load_format == "dummy":
+            return None
+        if self.size == 1:
+            return Checkpoint
+        return partial(ShardedCheckpoint, rank=self.rank, size=self.size)
+
+    def ops(self, ops: TorchOps, model: Target | DFlash) -> TorchOps:
+        """Return the operations that compute the rank's part of the model as `ops` do."""
+        return ops if self.group is None else make_rank_ops(ops, model, self.group)
+
+    def fewest(self, pages: int, device: torch.device) -> int:
+        """Return the smallest number of pages of all ranks."""
+        if self.group is None:
+            return pages
+        return int(self.group.join(torch.tensor([[pages]], device=device)).min())
+
+    def check(self) -> None:
+        """Raise RankFailed if another rank has ended."""
+        if self.group is not None:
+            self.group.check()
+
+    def split(
+        self, target: TargetConfig, draft: DraftConfig | None
+    ) -> tuple[TargetConfig, DraftConfig | None]:
+        """Return the configs of the rank's parts. Raises ValueError for a size that the number of
+        ranks does not divide."""
+        vocab_part = self.rank, self.size
+        decoder = replace(_split("target", target.decoder, self.size), vocab_part=vocab_part)
+        states = target.states
+        if states is not None:
+            heads = _divide("target", "linear_num_value_heads", states.heads, self.size)
+            keys = _divide("target", "linear_num_key_heads", states.key_heads, self.size)
+            states = replace(states, heads=heads, key_heads=keys)
+        target = replace(target, decoder=decoder, states=states)
+        if draft is not None:
+            decoder = _split("drafter", draft.decoder, self.draft_size)
+            draft = replace(draft, decoder=replace(decoder, vocab_part=vocab_part))
+        return target, draft
+
+
+def _has_mlp(config: DecoderConfig) -> bool:
+    """Whether layers have an MLP that is no expert."""
+    experts = config.experts
+    return experts is None or experts.shared > 0 or not all(experts.layers)
+
+
+def _divide(model: str, name: str, value: int, size: int) -> int:
+    if value % size:
+        raise ValueError(
+            f"tensor_parallel_size is {size}, which does not divide the {model}'s {name} {value}; "
+            f"ask for a number that does."
+        )
+    return value // size
+
+
+def _split(model: str, config: DecoderConfig, size: int) -> DecoderConfig:
+    """Return the config of one of `size` equal parts of the layers."""
+
+    def kv_heads(count: int) -> int:
+        if count < size:  # ranks share a head
+            _divide(model, "num_attention_heads", config.num_heads, size)
+            if size % count:
+                _divide(model, "num_key_value_heads", count, size)
+            return 1
+        return _divide(model, "num_key_value_heads", count, size)
+
+    experts, inner = config.experts, config.intermediate_size
+    if experts is not None:
+        own = _divide(model, "moe_intermediate_size", experts.moe_intermediate_size, size)
+        shared = _divide(model, "shared_expert_intermediate_size", experts.shared, size)
+        experts = replace(experts, moe_intermediate_size=own, shared=shared)
+    if _has_mlp(config):
+        inner = _divide(model, "intermediate_size", inner, size)
+    return replace(
+        config,
+        num_heads=_divide(model, "num_attention_heads", config.num_heads, size),
+        num_kv_heads=kv_heads(config.num_kv_heads),
+        layer_shapes=tuple(
+            replace(shape, num_kv_heads=kv_heads(shape.num_kv_heads))
+            for shape in config.layer_shapes
+        ),
+        intermediate_size=inner,
+        experts=experts,
+    )

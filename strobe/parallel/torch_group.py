@@ -1,0 +1,67 @@
+"""Exchange of tensors between ranks by torch.distributed: NCCL on GPUs, Gloo elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from mmap import mmap
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+
+from strobe.parallel.group import RankFailed
+
+
+def make_store(port: int = 0) -> TCPStore:
+    """Make the store through which ranks of this machine meet; with a port, join that one."""
+    return TCPStore("127.0.0.1", port, is_master=not port, wait_for_workers=False)
+
+
+class TorchGroup:
+    """memory: [size, 8] int64 that all ranks share, for the step that each has launched last.
+    on_wait: raises if another rank has ended."""
+
+    failure: RankFailed | None = None
+
+    def __init__(
+        self,
+        memory: mmap,
+        rank: int,
+        size: int,
+        on_wait: Callable[[], None],
+        store: TCPStore,
+        device: torch.device,
+    ):
+        self.rank, self.size, self.on_wait = rank, size, on_wait
+        self._steps = np.frombuffer(memory, np.int64, size * 8).reshape(size, -1)[:, 0]
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        own = device if device.type == "cuda" else None
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=own)
+
+    @property
+    def step(self) -> int:
+        return int(self._steps[self.rank])
+
+    @step.setter
+    def step(self, number: int) -> None:
+        self._steps[self.rank] = number
+
+    def last_step(self, rank: int) -> int:
+        """Return the step that the rank has launched last."""
+        return int(self._steps[rank])
+
+    def check(self) -> None:
+        """Raise RankFailed if the group has ended."""
+        self.on_wait()
+
+    def sum(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        dist.all_reduce(x)
+        return x
+
+    def join(self, x: Tensor) -> Tensor:
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(parts, x.contiguous())
+        return torch.cat(parts, 1)

@@ -1,0 +1,60 @@
+"""A rank that runs the first rank's plans: python -m strobe.ranks.follower PIPE MEMORY, both file
+descriptors."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+from dataclasses import replace
+from mmap import mmap
+from multiprocessing.connection import Connection
+
+from strobe.engine.engine import Engine
+from strobe.parallel.group import RankFailed
+from strobe.parallel.shared_memory import memory_size
+from strobe.parallel.torch_group import make_store
+from strobe.ranks.leader import make_group, share_threads
+from strobe.ranks.messages import Failure, Launch, Start
+
+
+def main(pipe: Connection, memory_fd: int) -> None:
+    """Run plans until the first rank sends None or ends."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the first rank decides when to stop
+    logging.disable(logging.WARNING)  # the first rank says the same
+    start: Start = pipe.recv()
+    resolved, leader = start.resolved, os.getppid()
+    rank, size = resolved.split.rank, resolved.split.size
+    share_threads(resolved)
+
+    def check() -> None:
+        if os.getppid() != leader:
+            raise EOFError("the first rank has ended")
+
+    try:
+        store = None if start.port is None else make_store(start.port)
+        group = make_group(resolved, mmap(memory_fd, memory_size(size)), check, store)
+        resolved = replace(resolved, split=replace(resolved.split, group=group))
+        engine = Engine(resolved, **start.options)
+        message: Launch | None
+        while (message := pipe.recv()) is not None:
+            if message.step != group.step + 1:
+                raise RankFailed(
+                    f"Rank {rank} has run step {group.step}, but is told to run {message.step}."
+                )
+            group.step = message.step
+            engine.follow(message.plan, message.in_flight)
+    except (EOFError, ConnectionError):
+        return
+    except BaseException as error:
+        kind = "" if isinstance(error, ValueError | RankFailed) else f"{type(error).__name__}: "
+        failure = Failure(f"Rank {rank} has ended: {kind}{error}", isinstance(error, ValueError))
+        with contextlib.suppress(OSError):
+            pipe.send(failure)
+
+
+if __name__ == "__main__":
+    main(Connection(int(sys.argv[1])), int(sys.argv[2]))

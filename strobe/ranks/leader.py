@@ -1,0 +1,218 @@
+"""The first rank: starts the others, sends them plans, and ends them together."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from mmap import mmap
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from socket import socketpair
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from strobe.config import EngineConfig
+from strobe.engine.build import ResolvedConfig, resolve
+from strobe.engine.engine import Engine
+from strobe.parallel.group import RankFailed
+from strobe.parallel.shared_memory import STALL_SECONDS, SharedMemoryGroup, memory_size
+from strobe.parallel.torch_group import TorchGroup, make_store
+from strobe.ranks.messages import Failure, Launch, Start
+from strobe.speculation.draft_policy import DraftPolicy
+from strobe.step import Plan
+
+logger = logging.getLogger(__name__)
+
+_STOP_SECONDS, _CHECK_SECONDS = 5.0, 1.0
+
+
+def start_engine(
+    config: EngineConfig | ResolvedConfig,
+    *,
+    draft_policy: DraftPolicy | None = None,
+    simulated_acceptance: float | None = None,
+) -> Engine:
+    """Make an engine, and the other ranks of its group if its settings ask for several; see
+    `Engine`. Raises ValueError for settings that do not fit."""
+    resolved = resolve(config) if isinstance(config, EngineConfig) else config
+    options: dict[str, Any] = {"simulated_acceptance": simulated_acceptance}
+    if resolved.split.size == 1:
+        return Engine(resolved, draft_policy=draft_policy, **options)
+    share_threads(resolved)
+    ranks = Ranks(resolved, options)
+    try:
+        resolved = replace(resolved, split=replace(resolved.split, group=ranks.group))
+        engine = Engine(resolved, draft_policy=draft_policy, on_launch=ranks.send, **options)
+    except BaseException as error:
+        ranks.stop()
+        if isinstance(error, RankFailed) and ranks.failure is not None:
+            raise ranks.failure.exception() from None
+        raise
+    weakref.finalize(engine, ranks.stop)
+    return engine
+
+
+def of_rank(resolved: ResolvedConfig, rank: int) -> ResolvedConfig:
+    """Return the first rank's settings as another rank has them."""
+    device, draft, part = resolved.device, resolved.draft, (rank, resolved.split.size)
+    if device.type == "cuda":
+        device = torch.device("cuda", rank)
+    target, draft = [
+        config and replace(config, decoder=replace(config.decoder, vocab_part=part))
+        for config in (resolved.target, draft)
+    ]
+    assert target is not None
+    split = replace(resolved.split, rank=rank)
+    return replace(resolved, device=device, target=target, draft=draft, split=split)
+
+
+def in_shared_memory(device: torch.device) -> bool:
+    """Whether ranks exchange tensors through shared memory: on CPUs that make writes visible in
+    order."""
+    return device.type == "cpu" and platform.machine().lower() in ("x86_64", "amd64")
+
+
+def make_group(
+    resolved: ResolvedConfig, memory: mmap, on_wait: Callable[[], None], store: TCPStore | None
+) -> SharedMemoryGroup | TorchGroup:
+    """Meet the other ranks. store: where, unless they share memory."""
+    place = memory, resolved.split.rank, resolved.split.size, on_wait
+    if store is None:
+        return SharedMemoryGroup(*place)
+    return TorchGroup(*place, store, resolved.device)
+
+
+def share_threads(resolved: ResolvedConfig) -> None:
+    """Give each rank on a CPU its share of the cores."""
+    if resolved.device.type == "cpu":
+        share = max((os.cpu_count() or 1) // resolved.split.size, 1)
+        torch.set_num_threads(min(torch.get_num_threads(), share))
+
+
+class Ranks:
+    """The other ranks' processes. failure: why the group has ended."""
+
+    def __init__(self, resolved: ResolvedConfig, options: dict[str, Any]):
+        size = resolved.split.size
+        self.failure: Failure | None = None
+        self._stopping, self._reported = False, threading.Event()
+        memory, self._memory_fd = _shared_memory(memory_size(size))
+        self._device, store = resolved.device, None
+        if not in_shared_memory(resolved.device):
+            store = make_store()
+        self._processes = list[subprocess.Popen[bytes]]()
+        self._pipes = list[Connection]()
+        for rank in range(1, size):
+            port = None if store is None else store.port
+            self._start(Start(of_rank(resolved, rank), options, port))
+        self.group = make_group(resolved, memory, self._check, store)
+        self._watch = threading.Thread(target=self._wait, daemon=True, name="strobe-ranks")
+        self._watch.start()
+
+    def _start(self, start: Start) -> None:
+        here, there = socketpair()
+        fds = there.fileno(), self._memory_fd
+        command = [sys.executable, "-m", "strobe.ranks.follower", *map(str, fds)]
+        self._processes.append(subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL))
+        there.close()
+        pipe = Connection(here.detach())
+        self._pipes.append(pipe)
+        pipe.send(start)
+
+    def send(self, plan: Plan, in_flight: int) -> None:
+        """Send a plan to the other ranks. Raises RankFailed if the group has ended."""
+        self.group.check()
+        self.group.step += 1
+        message = Launch(self.group.step, in_flight, plan)
+        for pipe in self._pipes:
+            try:
+                pipe.send(message)
+            except OSError:  # the thread finds out why
+                self._watch.join(_STOP_SECONDS)
+                self.group.check()
+                raise
+
+    def _check(self) -> None:
+        if self.failure is not None:
+            self._reported.set()
+            raise RankFailed(self.failure.error)
+
+    def _wait(self) -> None:
+        """Thread that waits for the end of a rank, and then ends the others."""
+        pipe: Any = self._first_failed()
+        if self._stopping:
+            return
+        self.failure = self._reason(self._pipes.index(pipe) + 1)
+        for process in self._processes:
+            process.kill()
+        if self._device.type == "cuda" and not self._reported.wait(_STOP_SECONDS):
+            logger.error("%s", self.failure.error)
+            os._exit(1)  # the GPU waits for the other ranks forever, and this process for the GPU
+
+    def _first_failed(self) -> Connection:
+        """Wait until a rank ends or, on GPUs, does not launch steps any more; return its pipe."""
+        behind = dict[Connection, float]()
+        while True:
+            ready: Any = connection.wait(self._pipes, timeout=_CHECK_SECONDS)
+            if ready:
+                return ready[0]
+            if isinstance(self.group, SharedMemoryGroup):
+                continue  # which notices a rank that stands still
+            for rank, pipe in enumerate(self._pipes, start=1):
+                if not 0 < self.group.last_step(rank) < self.group.step:
+                    behind.pop(pipe, None)
+                elif time.monotonic() - behind.setdefault(pipe, time.monotonic()) > STALL_SECONDS:
+                    return pipe
+
+    def _reason(self, rank: int) -> Failure:
+        step = self.group.last_step(rank)
+        if not self._pipes[rank - 1].poll():
+            return Failure(
+                f"Rank {rank} stands still: it launched step {step} last, while rank 0 launched "
+                f"{self.group.step} more than {STALL_SECONDS:.0f} s ago.",
+                False,
+            )
+        try:
+            return self._pipes[rank - 1].recv()
+        except (EOFError, OSError):
+            code = self._processes[rank - 1].wait()
+            last = f"in step {step}" if step else "while it started"
+            return Failure(f"Rank {rank} has ended {last} (exit code {code}).", False)
+
+    def stop(self) -> None:
+        """End the other ranks. A second call has no effect."""
+        if self._stopping:
+            return
+        self._stopping = True
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(None)  # closing it would not wake them while the thread waits for it
+        for process in self._processes:
+            try:
+                process.wait(_STOP_SECONDS if self.group.failure is None else 0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._watch.join()
+        for pipe in self._pipes:
+            pipe.close()
+        os.close(self._memory_fd)
+
+
+def _shared_memory(size: int) -> tuple[mmap, int]:
+    """Return zeroed memory that other processes can map by its file descriptor."""
+    with tempfile.TemporaryFile(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as file:
+        file.truncate(size)
+        return mmap(file.fileno(), size), os.dup(file.fileno())

@@ -1,0 +1,36 @@
+"""What the first rank and the others send each other."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from strobe.engine.build import ResolvedConfig
+from strobe.parallel.group import RankFailed
+from strobe.step import Plan
+
+
+class Start(NamedTuple):
+    """The settings of a rank. options: see `Engine`. port: of the store where ranks meet, None if
+    they share memory."""
+
+    resolved: ResolvedConfig
+    options: dict[str, Any]
+    port: int | None
+
+
+class Launch(NamedTuple):
+    """A plan to run: the number of its step, and of the steps that were in flight before it."""
+
+    step: int
+    in_flight: int
+    plan: Plan
+
+
+class Failure(NamedTuple):
+    """Why a rank has ended. user_error: whether its settings are at fault."""
+
+    error: str
+    user_error: bool
+
+    def exception(self) -> Exception:
+        return ValueError(self.error) if self.user_error else RankFailed(self.error)

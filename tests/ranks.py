@@ -1,0 +1,101 @@
+"""Engines of several ranks in the threads of one process, to compare with an engine alone."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strobe.config import EngineConfig
+from strobe.engine.build import resolve
+from strobe.engine.engine import Engine
+from strobe.ranks.leader import of_rank
+from strobe.step import Plan
+
+SECONDS = 60.0
+
+
+class Exchange:
+    """The ranks' tensors, and the barrier before and after reading them."""
+
+    def __init__(self, size: int):
+        self.size, self.parts = size, [torch.empty(0)] * size
+        self.barrier = threading.Barrier(size, timeout=SECONDS)
+
+
+class ThreadGroup:
+    """A rank among the threads of a process."""
+
+    def __init__(self, exchange: Exchange, rank: int):
+        self.exchange, self.rank, self.size = exchange, rank, exchange.size
+
+    def check(self) -> None:
+        if self.exchange.barrier.broken:
+            raise threading.BrokenBarrierError
+
+    def _gather(self, x: Tensor) -> list[Tensor]:
+        self.exchange.parts[self.rank] = x
+        self.exchange.barrier.wait()
+        parts = [part.clone() for part in self.exchange.parts]
+        self.exchange.barrier.wait()
+        return parts
+
+    def sum(self, x: Tensor) -> Tensor:
+        return torch.stack(self._gather(x)).sum(0)
+
+    def join(self, x: Tensor) -> Tensor:
+        return torch.cat(self._gather(x), 1)
+
+
+@contextmanager
+def ranks(config: EngineConfig, size: int, **options: Any) -> Iterator[Engine]:
+    """Yield the first of `size` ranks; the others follow it. options: of the first engine."""
+    resolved = resolve(config.with_(tensor_parallel_size=size))
+    exchange = Exchange(size)
+    plans = [queue.Queue[tuple[Plan, int] | None]() for _ in range(size)]
+    errors: list[BaseException] = []
+
+    def make(rank: int, **options: Any) -> Engine:
+        own = of_rank(resolved, rank)
+        return Engine(
+            replace(own, split=replace(own.split, group=ThreadGroup(exchange, rank))), **options
+        )
+
+    def guarded(run: Callable[[int], None], rank: int) -> None:
+        try:
+            run(rank)
+        except BaseException as error:
+            errors.append(error)
+            exchange.barrier.abort()
+
+    def follow(rank: int) -> None:
+        engine = make(rank)
+        while (message := plans[rank].get()) is not None:
+            engine.follow(*message)
+
+    def send(plan: Plan, in_flight: int) -> None:
+        for inbox in plans[1:]:
+            inbox.put((plan, in_flight))
+
+    threads = [threading.Thread(target=guarded, args=(follow, r)) for r in range(1, size)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield make(0, on_launch=send, **options)
+    except BaseException:
+        exchange.barrier.abort()
+        raise
+    finally:
+        for inbox in plans:
+            inbox.put(None)
+        for thread in threads:
+            thread.join(SECONDS)
+        real = [e for e in errors if not isinstance(e, threading.BrokenBarrierError)]
+        if real:
+            raise real[0]

@@ -1,0 +1,205 @@
+"""Ranks as processes: they start, end together, and say why."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import make_draft, make_target, make_tokenizer, run
+
+from strobe.config import EngineConfig
+from strobe.engine.engine import Engine
+from strobe.parallel import shared_memory
+from strobe.parallel.group import RankFailed
+from strobe.ranks import leader
+from strobe.ranks.leader import Ranks, start_engine
+from strobe.sampling_params import SamplingParams
+
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11]]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
+    SamplingParams(temperature=1, seed=3, max_tokens=24, ignore_eos=True, logprobs=2),
+]
+
+
+def finish(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> EngineConfig:
+    make_target(tmp_path / "target")
+    make_tokenizer(tmp_path / "target")
+    return EngineConfig(
+        target=str(tmp_path / "target"),
+        draft=str(make_draft(tmp_path / "draft")),
+        device="cpu",
+        kv_cache_memory="8MiB",
+        max_model_len=96,
+        max_num_seqs=4,
+        tensor_parallel_size=2,
+    )
+
+
+@pytest.fixture
+def started(
+    settings: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[Engine, Ranks]]:
+    """Return a function that starts an engine; it returns the other ranks as well."""
+    made: list[Ranks] = []
+
+    class Watched(Ranks):
+        def __init__(self, *args: Any):
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(leader, "Ranks", Watched)
+    threads = torch.get_num_threads()
+
+    def start(**changes: Any) -> tuple[Engine, Ranks]:
+        engine = start_engine(settings.with_(**changes))
+        return engine, made[-1]
+
+    yield start
+    for each in made:
+        if not each._stopping:
+            each.stop()
+    torch.set_num_threads(threads)
+
+
+def test_processes_answer_as_one_rank_does(settings: EngineConfig, started: Any):
+    expected = run(Engine(settings.with_(tensor_parallel_size=1)), PROMPTS, PARAMS)
+    engine, others = started()
+    assert run(engine, PROMPTS, PARAMS) == expected
+    assert run(engine, PROMPTS, PARAMS) == expected
+    (process,) = others._processes
+    del engine
+    others.stop()
+    assert process.returncode == 0
+
+
+def test_processes_answer_as_one_rank_does_by_gloo(
+    settings: EngineConfig, started: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """Gloo serves CPUs of other kinds, and calls torch.distributed as NCCL does."""
+    monkeypatch.setattr(leader, "in_shared_memory", lambda device: False)
+    monkeypatch.setattr(leader, "STALL_SECONDS", 0.5)
+    expected = run(Engine(settings.with_(tensor_parallel_size=1)), PROMPTS, PARAMS)
+    engine, others = started()
+    try:
+        assert run(engine, PROMPTS, PARAMS) == expected
+        (process,) = others._processes
+        engine.add(PROMPTS[0], PARAMS[0].clone(max_tokens=60))
+        engine.step()
+        os.kill(process.pid, signal.SIGSTOP)
+        with pytest.raises(RuntimeError):  # by Gloo, once the process is killed
+            finish(engine)
+        with pytest.raises(RankFailed, match=r"Rank 1 stands still: it launched step \d+ last"):
+            engine.check_device()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "stalls"])
+def test_group_ends_with_a_rank(
+    started: Any, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+):
+    if number == signal.SIGSTOP:
+        monkeypatch.setattr(shared_memory, "STALL_SECONDS", 0.5)
+    engine, others = started()
+    engine.add(PROMPTS[0], PARAMS[0].clone(max_tokens=60))
+    for _ in range(3):
+        engine.step()
+    (process,) = others._processes
+    os.kill(process.pid, number)
+    sentence = (
+        r"Rank 1 has ended in step \d+ \(exit code -9\)\."
+        if number == signal.SIGKILL
+        else r"Rank 1 stands still: its last exchange of tensors was number \d+, in step \d+"
+    )
+    with pytest.raises(RankFailed, match=sentence):
+        finish(engine)
+    with pytest.raises(RankFailed, match="Rank 1"):
+        engine.check_device()
+    others.stop()
+    assert process.returncode == -9
+
+
+def test_rank_that_is_out_of_step_ends_the_group(started: Any):
+    engine, others = started()
+    engine.add(PROMPTS[0], PARAMS[0])
+    engine.step()
+    others.group.step += 1  # the next plan does not follow
+    with pytest.raises(RankFailed, match=r"Rank 1 has ended: Rank 1 has run step 1, but is told"):
+        finish(engine)
+
+
+def test_ranks_in_different_steps_are_noticed(started: Any):
+    engine, others = started()
+    engine.add(PROMPTS[0], PARAMS[0])
+    send = others.send
+
+    def misled(plan: Any, in_flight: int) -> None:
+        send(plan, in_flight)
+        others.group.step += 1
+
+    engine.on_launch = misled
+    with pytest.raises(RankFailed, match=r"The ranks are out of step: they run the steps \[2, 1\]"):
+        engine.step()
+
+
+def test_failure_of_one_rank_at_the_start_is_the_groups(
+    started: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    own = leader.of_rank
+    monkeypatch.setattr(
+        leader,
+        "of_rank",
+        lambda resolved, rank: own(
+            leader.replace(resolved, config=resolved.config.with_(kv_cache_memory=2**60)), rank
+        ),
+    )
+    with pytest.raises(ValueError, match=r"^Rank 1 has ended: kv_cache_memory is 1152921504606"):
+        started()
+    assert "kv_cache_memory" not in capfd.readouterr().err
+
+
+def test_ranks_end_with_the_first_ones_process(settings: EngineConfig):
+    """Also when that has no time to stop them."""
+    code = f"""
+import os, signal
+from strobe.config import EngineConfig
+from strobe.ranks import leader
+made = []
+init = leader.Ranks.__init__
+def keep(self, *args):
+    init(self, *args)
+    made.append(self)
+leader.Ranks.__init__ = keep
+leader.start_engine({settings!r})
+print(made[0]._processes[0].pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == -9, done.stderr
+    number = int(done.stdout)
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{number}").exists() and "Z" not in _state(number):
+        assert time.monotonic() < deadline, "the other rank goes on"
+        os.sched_yield()
+
+
+def _state(number: int) -> str:
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
