@@ -91,11 +91,13 @@ class Lease:
     def publish(self, tokens: Sequence[int]) -> None:
         """Add full committed pages to the prefix cache; `tokens`: the sequence's, as far as
         known."""
-        full = min(self.length, len(tokens)) // self.pool.page_size
+        size = self.pool.page_size
+        full = min(self.length, len(tokens)) // size
         if full > self._published:
             self.pool.extend(self.keys, tokens)
         for i in range(self._published, full):
-            self.pool.publish(self.pages[i], self.keys[i])
+            own, parent = tokens[i * size : (i + 1) * size], self.keys[i - 1] if i else None
+            self.pool.publish(self.pages[i], self.keys[i], own, parent, self.keys.root)
         self._published = full
 
     def _require_open(self, call: str) -> None:

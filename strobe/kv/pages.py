@@ -12,16 +12,20 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from strobe.request import PageKeys
+
+OnStored = Callable[[bytes, bytes | None, bytes, Sequence[int]], None]
+"""(key, key of the page before or None, key before the first page, tokens) of an indexed page."""
 
 
 class PagePool:
     """A fixed number of pages with reference counts, and an index of full pages by content."""
 
     def __init__(self, num_pages: int, page_size: int):
-        """num_pages: including the reserved page."""
+        """num_pages: including the reserved page. on_stored, on_removed: called when a page is
+        indexed or is not any more."""
         if num_pages < 2 or page_size < 1:
             raise ValueError(
                 f"A pool of {num_pages} pages of {page_size} tokens holds nothing; it needs a "
@@ -33,6 +37,8 @@ class PagePool:
         self._cached: OrderedDict[int, bytes] = OrderedDict()
         self._key_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
+        self.on_stored: OnStored = lambda key, parent, root, tokens: None
+        self.on_removed: Callable[[bytes], None] = lambda key: None
 
     @property
     def available(self) -> int:
@@ -54,6 +60,7 @@ class PagePool:
             else:
                 page, key = self._cached.popitem(last=False)
                 del self._page_of[key], self._key_of[page]
+                self.on_removed(key)
             self._holders[page] = 1
             pages.append(page)
         return pages
@@ -87,12 +94,16 @@ class PagePool:
             keys.append(self.key(keys[-1] if keys else keys.root, tokens[end - size : end]))
         return keys[: (len(tokens) - 1) // size]
 
-    def publish(self, page: int, key: bytes) -> None:
-        """Index a full, committed page for later requests; the first page with a key keeps it."""
+    def publish(
+        self, page: int, key: bytes, tokens: Sequence[int] = (), parent: bytes | None = None,
+        root: bytes = b"",
+    ) -> None:  # fmt: skip
+        """Index a full, committed page for later requests; the first page with a key keeps it.
+        tokens, parent, root: for `on_stored`."""
         assert self._holders.get(page, 0) > 0, f"page {page} is not held"
         if key not in self._page_of and page not in self._key_of:
-            self._page_of[key] = page
-            self._key_of[page] = key
+            self._page_of[key], self._key_of[page] = page, key
+            self.on_stored(key, parent, root, tokens)
 
     def lookup(self, key: bytes) -> int | None:
         """Return the page with this content, or None if there is none or it was evicted."""
@@ -103,4 +114,5 @@ class PagePool:
         for page, key in self._cached.items():
             del self._page_of[key], self._key_of[page]
             self._free.append(page)
+            self.on_removed(key)
         self._cached.clear()

@@ -133,7 +133,12 @@ class Server:
         """Start, serve and stop. Returns the exit status. Raises ValueError if the engine cannot
         start."""
         settings = self.settings
-        client = EngineClient(self.config, settings.logs, restart=settings.restart_engine)
+        client = EngineClient(
+            self.config,
+            settings.logs,
+            restart=settings.restart_engine,
+            kv_events=settings.kv_events,
+        )
         client.on_death = self._stop.set
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(QuietErrorHandler())
@@ -168,6 +173,7 @@ class Server:
             await asyncio.wait({ready, stopped, http}, return_when=asyncio.FIRST_COMPLETED)
             if ready.done():
                 facts = ready.result()
+                serving.metrics.engine_started(self.config.page_size, facts.pages)
                 logger.info(self._greeting(serving, f"{facts.device}, {facts.dtype}"))
                 for work in serving.background:
                     work.resume()

@@ -120,6 +120,12 @@ class ServerMetrics:
         self._kv_used = self._gauge(
             "vllm:kv_cache_usage_perc", "Share of the K/V pages in use, 0 to 1."
         )
+        self._cache_config = Gauge(
+            "vllm:cache_config_info",
+            "The engine's K/V pages, in labels: tokens of each, and their number.",
+            [*OWN_LABELS, "block_size", "num_gpu_blocks"],
+            registry=self._registry,
+        )
         self._gauge("strobe:open_answers", "Answers that clients wait for.").set_function(
             lambda: self.open_answers()
         )
@@ -254,6 +260,11 @@ class ServerMetrics:
         self._running.set(snapshot.running)
         self._waiting.set(snapshot.waiting)
         self._kv_used.set(snapshot.kv_used)
+
+    def engine_started(self, page_size: int, pages: int) -> None:
+        """Record the engine's pages, for routers."""
+        self._cache_config.clear()
+        self._cache_config.labels(*self.own, str(page_size), str(pages)).set(1)
 
     def engine_restarted(self) -> None:
         """Record a restart of the engine process."""

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, model_validator
 
 from strobe.checks import Texts, option, settings
+from strobe.server.kv_events import KVEventsConfig, check_kv_events
 from strobe.server.logs import configure_logging
 from strobe.server.traces import check_endpoint
 
@@ -115,6 +116,11 @@ class ServerConfig:
         "Send a span of each request to this OpenTelemetry collector, such as "
         "http://localhost:4318/v1/traces; needs strobe[otel].",
     )
+    kv_events_config: Annotated[str, AfterValidator(check_kv_events)] | None = option(
+        None,
+        "Publish changes of the prefix cache by ZeroMQ, for routers: a JSON object with vLLM's "
+        'keys, such as {"enable_kv_cache_events": true}; needs strobe[kv-events].',
+    )
     log_level: str = option("info", "debug, info, warning or error.")
     log_json: bool = option(False, "Write log lines as JSON objects.")
     log_prompts: bool = option(False, "Let prompts and answers appear in the log.")
@@ -129,6 +135,11 @@ class ServerConfig:
             )
         _ = self.template_variables
         return self
+
+    @property
+    def kv_events(self) -> KVEventsConfig | None:
+        """Where to publish changes of the prefix cache, if anywhere."""
+        return None if self.kv_events_config is None else KVEventsConfig.of(self.kv_events_config)
 
     @property
     def template_variables(self) -> dict[str, Any]:

@@ -61,6 +61,7 @@ EXPOSED = {
     ("strobe:http_requests_refused_total", "counter"),
 }
 FOR_OTHERS = {
+    ("vllm:cache_config_info", "gauge"),
     ("vllm:time_per_output_token_seconds", "histogram"),
     ("vllm:request_time_per_output_token_seconds", "histogram"),
     ("vllm:request_prefill_time_seconds", "histogram"),

@@ -82,7 +82,7 @@ FLAGS = {
         "--max-waiting", "--request-timeout", "--grace", "--restart-engine",
         "--no-restart-engine", "--lenient", "--batch-dir", "--max-body-bytes", "--response-memory",
         "--cors-origin", "--access-log", "--no-access-log", "--log-level",
-        "--log-json", "--log-prompts", "--otlp-traces-endpoint",
+        "--log-json", "--log-prompts", "--otlp-traces-endpoint", "--kv-events-config",
         *[flag for flag in ENGINE_FLAGS if flag != "--target"],
         "--method", "--seed",
     ],

@@ -34,6 +34,7 @@ from strobe.server.engine_process.messages import (
     Submit,
 )
 from strobe.server.engine_process.snapshot import EngineSnapshot
+from strobe.server.kv_events import KVEventsConfig
 from strobe.server.settings import LogSettings
 from strobe.step import TokenEvent
 
@@ -143,8 +144,15 @@ class EngineClient:
     EngineUnavailable, and `facts` is None until the engine is ready again.
     """
 
-    def __init__(self, config: EngineConfig, logs: LogSettings, *, restart: bool = False):
-        self.config, self.logs, self.restart = config, logs, restart
+    def __init__(
+        self,
+        config: EngineConfig,
+        logs: LogSettings,
+        *,
+        restart: bool = False,
+        kv_events: KVEventsConfig | None = None,
+    ):
+        self.config, self.logs, self.restart, self.kv_events = config, logs, restart, kv_events
         self.facts: Ready | None = None
         self.failed: Failed | None = None
         self.dead = False
@@ -166,7 +174,7 @@ class EngineClient:
         self._pipe, self._child_pipe = context.Pipe()
         self.process = context.Process(
             target=_run,
-            args=(self._child_pipe, self.config, self.logs),
+            args=(self._child_pipe, self.config, self.logs, self.kv_events),
             name="strobe-engine",
             daemon=True,
         )
@@ -377,9 +385,11 @@ def _blocked(number: signal.Signals) -> Generator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _run(pipe: Connection, config: EngineConfig, logs: LogSettings) -> None:
+def _run(
+    pipe: Connection, config: EngineConfig, logs: LogSettings, kv_events: KVEventsConfig | None
+) -> None:
     """Run the worker. Only the engine process imports it, and with it torch."""
     gc.disable()  # imports leave no garbage to search for
     worker = importlib.import_module("strobe.server.engine_process.worker")
     gc.enable()
-    worker.run_engine(pipe, config, logs)
+    worker.run_engine(pipe, config, logs, kv_events)

@@ -13,7 +13,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from multiprocessing.connection import Connection
 
 from strobe.config import EngineConfig
@@ -36,6 +36,7 @@ from strobe.server.engine_process.messages import (
     Submit,
 )
 from strobe.server.engine_process.snapshot import EngineSnapshot
+from strobe.server.kv_events import KVEventPublisher, KVEventsConfig
 from strobe.server.settings import LogSettings
 from strobe.step import TokenEvent
 from strobe.warmup.costs import measure_costs
@@ -48,7 +49,12 @@ _RETRY_GRAMMARS = 5.0
 """Seconds between attempts to compile grammars again."""
 
 
-def run_engine(pipe: Connection, config: EngineConfig, logs: LogSettings) -> None:
+def run_engine(
+    pipe: Connection,
+    config: EngineConfig,
+    logs: LogSettings,
+    kv_events: KVEventsConfig | None = None,
+) -> None:
     """The process's main function. Returns when the server sends Stop or has ended."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the server decides when to stop
@@ -57,6 +63,8 @@ def run_engine(pipe: Connection, config: EngineConfig, logs: LogSettings) -> Non
         engine = start_engine(config)
         warm_up(engine)
         measure_costs(engine)
+        pool = engine.components.pool
+        publish = None if kv_events is None else KVEventPublisher(kv_events, pool).flush
     except ValueError as error:
         send(pipe, Failed(str(error), True))
         return
@@ -66,7 +74,7 @@ def run_engine(pipe: Connection, config: EngineConfig, logs: LogSettings) -> Non
         raise
     gc.freeze()  # what is here stays: a search of it for garbage would delay a step by 0.1 s
     send(pipe, facts(engine))
-    Worker(engine, pipe).run()
+    Worker(engine, pipe, publish or (lambda: None)).run()
 
 
 def send(pipe: Connection, message: FromEngine) -> None:
@@ -97,8 +105,10 @@ def facts(engine: Engine) -> Ready:
 class Worker:
     """Turns messages into requests, and the engine's events into messages."""
 
-    def __init__(self, engine: Engine, pipe: Connection):
-        self.engine, self.pipe = engine, pipe
+    def __init__(
+        self, engine: Engine, pipe: Connection, after_step: Callable[[], None] = lambda: None
+    ):
+        self.engine, self.pipe, self.after_step = engine, pipe, after_step
         self.inbox: queue.SimpleQueue[FromServer | Rejected | Grammars] = queue.SimpleQueue()
         self.grammars: queue.SimpleQueue[Submit] = queue.SimpleQueue()
         self.compiling: set[int] = set()
@@ -112,6 +122,7 @@ class Worker:
         threading.Thread(target=self._compile, daemon=True, name="strobe-grammars").start()
         while self._process_inbox():
             events = self._step()
+            self.after_step()
             idle = not self.engine.has_work
             now = time.monotonic()
             due = idle or now - self.last_snapshot >= _SNAPSHOT_EVERY

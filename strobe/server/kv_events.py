@@ -1,0 +1,176 @@
+"""Changes of the prefix cache, published by ZeroMQ as vLLM publishes them, so that routers know
+which server has which prefix. Needs strobe[kv-events].
+
+A message has three frames: the topic, a sequence number (8 bytes, big-endian) and a batch in
+msgpack, {"ts", "events", "data_parallel_rank"}. Events are maps with a "type": BlockStored,
+BlockRemoved and AllBlocksCleared, which is the first event of an engine. The replay socket answers
+a sequence number with all batches kept from there on, and the number -1.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from importlib.util import find_spec
+from itertools import count
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from strobe.checks import MAX_INT, brief, option, settings
+from strobe.kv.pages import PagePool
+
+_END = (-1).to_bytes(8, "big", signed=True)
+_POLL = 0.1
+"""Seconds between two looks at the replay socket."""
+
+Positive = Annotated[int, Field(ge=1, le=MAX_INT)]
+
+
+@settings
+class KVEventsConfig:
+    """vLLM's KVEventsConfig. Raises ValueError."""
+
+    enable_kv_cache_events: bool = False
+    publisher: Literal["zmq", "null"] | None = option(None, "By default zmq if events are enabled.")
+    endpoint: str = option("tcp://*:5557", "Bound if it names * or ipc, else connected to.")
+    replay_endpoint: str | None = option(None, "Bound, for subscribers that missed messages.")
+    buffer_steps: Positive = option(10_000, "Batches kept for them.")
+    hwm: Positive = option(100_000, "Messages queued per subscriber, beyond which they are lost.")
+    max_queue_size: Positive = option(100_000, "Batches that wait to be published.")
+    topic: str = ""
+
+    @staticmethod
+    def of(text: str) -> KVEventsConfig | None:
+        """Parse a JSON object; return None if it enables nothing. Raises ValueError."""
+        try:
+            values = json.loads(text)
+        except ValueError:
+            values = None
+        if not isinstance(values, dict):
+            raise ValueError(
+                f"kv_events_config is {brief(text)}, but must be a JSON object, such as "
+                '{"enable_kv_cache_events": true}.'
+            )
+        try:
+            config = KVEventsConfig(**values)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"kv_events_config: {error}") from None
+        is_on = config.enable_kv_cache_events and config.publisher != "null"
+        return config if is_on else None
+
+
+def check_kv_events(text: str) -> str:
+    """Return the text of a config. Raises ValueError if it is invalid or ZeroMQ is missing."""
+    if KVEventsConfig.of(text) is not None:
+        missing = [name for name in ("zmq", "msgspec") if find_spec(name) is None]
+        if missing:
+            raise ValueError(
+                f"kv_events_config enables events, but {missing[0]} is not installed; install "
+                "strobe[kv-events], or leave the option out."
+            )
+    return text
+
+
+class KVEventPublisher:
+    """Records changes of a pool's index, and publishes those of each step from a thread."""
+
+    def __init__(self, config: KVEventsConfig, pool: PagePool):
+        """Raises ValueError for an endpoint that cannot be used."""
+        import msgspec
+        import zmq
+
+        self._block_size, self._topic = pool.page_size, config.topic.encode()
+        self._encode = msgspec.msgpack.Encoder().encode
+        context = zmq.Context.instance()
+        self._socket, self._replay = context.socket(zmq.PUB), None
+        self._socket.set_hwm(config.hwm)
+        binds = any(part in config.endpoint for part in ("*", "::", "ipc://", "inproc://"))
+        _open(self._socket.bind if binds else self._socket.connect, "endpoint", config.endpoint)
+        if config.replay_endpoint is not None:
+            self._replay = context.socket(zmq.ROUTER)
+            self._replay.set_hwm(0)  # a socket drops what is above
+            _open(self._replay.bind, "replay_endpoint", config.replay_endpoint)
+        self._events: list[dict[str, Any]] = [{"type": "AllBlocksCleared"}]
+        self._batches = queue.Queue[dict[str, Any]](config.max_queue_size)
+        self._sent = deque[tuple[bytes, bytes]](maxlen=config.buffer_steps)
+        pool.on_stored, pool.on_removed = self._stored, self._removed
+        self.flush()
+        threading.Thread(target=self._publish, daemon=True, name="strobe-kv-events").start()
+
+    def _stored(self, key: bytes, parent: bytes | None, root: bytes, tokens: Sequence[int]) -> None:
+        """Record a page. Pages of one sequence, one after another, are one event."""
+        last: dict[str, Any] = self._events[-1] if self._events else {"type": ""}
+        is_stored = last["type"] == "BlockStored"
+        if parent is not None and is_stored and last["block_hashes"][-1] == number(parent):
+            last["block_hashes"].append(number(key))
+            last["token_ids"] += tokens
+            return
+        self._events.append(
+            {
+                "type": "BlockStored",
+                "block_hashes": [number(key)],
+                "parent_block_hash": None if parent is None else number(parent),
+                "token_ids": list(tokens),
+                "block_size": self._block_size,
+                "lora_id": None,
+                "medium": "GPU",
+                "lora_name": None,
+                "extra_keys": [[root.hex()]] if root and parent is None else None,
+            }
+        )
+
+    def _removed(self, key: bytes) -> None:
+        event = {"type": "BlockRemoved", "block_hashes": [number(key)], "medium": "GPU"}
+        self._events.append(event)
+
+    def flush(self) -> None:
+        """Publish what was recorded since the last call; wait if the queue is full."""
+        if not self._events:
+            return
+        batch = {"ts": time.time(), "events": self._events, "data_parallel_rank": 0}
+        self._events = []
+        self._batches.put(batch)
+
+    def _publish(self) -> None:
+        for number_sent in count():
+            while True:
+                self._answer_replays()
+                try:
+                    batch = self._batches.get(timeout=_POLL)
+                    break
+                except queue.Empty:
+                    continue
+            frames = number_sent.to_bytes(8, "big"), self._encode(batch)
+            self._sent.append(frames)
+            self._socket.send_multipart((self._topic, *frames))
+            self._batches.task_done()
+
+    def _answer_replays(self) -> None:
+        while self._replay is not None and self._replay.poll(0):
+            client, *_, start = self._replay.recv_multipart()
+            for sequence, payload in self._sent:
+                if sequence >= start:
+                    self._replay.send_multipart((client, b"", sequence, payload))
+            self._replay.send_multipart((client, b"", _END, b""))
+
+
+def number(key: bytes) -> int:
+    """Return a page's key as vLLM's events name blocks: 64 bits of it."""
+    return int.from_bytes(key, "big") & 0xFFFFFFFFFFFFFFFF
+
+
+def _open(use: Any, name: str, endpoint: str) -> None:
+    import zmq
+
+    try:
+        use(endpoint)
+    except zmq.ZMQError as error:
+        raise ValueError(
+            f"kv_events_config: {name} is {endpoint!r}, which cannot be used ({error}); name "
+            "another."
+        ) from None

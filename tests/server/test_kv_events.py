@@ -1,0 +1,185 @@
+"""Events of the prefix cache, as a router subscribes to them."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from strobe.kv.lease import Lease, reserve_all
+from strobe.kv.pages import PagePool
+from strobe.request import PageKeys
+from strobe.server.kv_events import KVEventPublisher, KVEventsConfig, number
+from strobe.server.settings import ServerConfig
+
+SECONDS = 30_000  # ms
+
+
+class BlockStored(msgspec.Struct, tag=True):
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[Any] | None = None
+
+
+class BlockRemoved(msgspec.Struct, tag=True):
+    block_hashes: list[int]
+    medium: str | None
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True):
+    pass
+
+
+class Batch(msgspec.Struct):
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int | None = None
+
+
+decode = msgspec.msgpack.Decoder(Batch).decode
+
+
+class Router:
+    """Rebuilds a cache's content from events: each block's tokens and parent."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, tuple[int | None, list[int]]] = {}
+
+    def apply(self, batch: Batch) -> None:
+        for event in batch.events:
+            if isinstance(event, AllBlocksCleared):
+                self.blocks.clear()
+            elif isinstance(event, BlockRemoved):
+                for block in event.block_hashes:
+                    del self.blocks[block]
+            else:
+                parent, size = event.parent_block_hash, event.block_size
+                for i, block in enumerate(event.block_hashes):
+                    assert block not in self.blocks
+                    self.blocks[block] = parent, event.token_ids[i * size : (i + 1) * size]
+                    parent = block
+
+
+class Operations:
+    """Random use of a pool by sequences with common prefixes, as a scheduler uses it."""
+
+    def __init__(self, pool: PagePool):
+        self.pool, self.rng = pool, random.Random(3)
+        self.tokens_of: dict[bytes, list[int]] = {}
+        self.held: list[tuple[Lease, list[int]]] = []
+
+    def run(self) -> None:
+        kind = self.rng.random()
+        if kind < 0.5 and len(self.held) < 6:
+            tokens = [self.rng.randrange(2) for _ in range(self.rng.randint(1, 20))]
+            lease = Lease(self.pool, 40, PageKeys(self.rng.choice(("", "", "salt"))))
+            lease.adopt(tokens)
+            if reserve_all([(lease, len(tokens) - lease.length)]):
+                lease.commit(len(tokens) - lease.length)
+                lease.publish(tokens)
+                self.held.append((lease, tokens))
+                for i, key in enumerate(lease.keys):
+                    self.tokens_of[key] = tokens[i * 4 : i * 4 + 4]
+            else:
+                lease.release()
+        elif self.held and kind < 0.99:
+            self.held.pop(self.rng.randrange(len(self.held)))[0].release()
+        else:
+            self.pool.clear_cache()
+
+
+def test_router_rebuilds_the_cache_from_events_alone(tmp_path: Path):
+    pool = PagePool(24, 4)
+    addresses = {n: f"ipc://{tmp_path}/{n}" for n in ("endpoint", "replay_endpoint")}
+    values: dict[str, Any] = {"enable_kv_cache_events": True, "topic": "kv", **addresses}
+    config = KVEventsConfig(buffer_steps=10**6, **values)
+    publisher, operations = KVEventPublisher(config, pool), Operations(pool)
+    subscriber = zmq.Context.instance().socket(zmq.SUB)
+    subscriber.connect(config.endpoint)
+    subscriber.subscribe(b"kv")
+    for _ in range(10_000):
+        operations.run()
+        publisher.flush()
+    live = dict[int, bytes]()
+    while not live:  # a subscriber is connected at some time after it asks
+        operations.run()
+        publisher.flush()
+        while subscriber.poll(1):
+            topic, sequence, payload = subscriber.recv_multipart()
+            assert topic == b"kv"
+            live[int.from_bytes(sequence, "big")] = payload
+
+    publisher._batches.join()
+    batches = replay(config, 0)
+    assert list(batches) == list(range(len(batches)))
+    router, late = Router(), Router()
+    for sequence, payload in batches.items():
+        router.apply(decode(payload))
+        assert live.get(sequence, payload) == payload
+    pages = pool._page_of
+    assert router.blocks.keys() == {number(key) for key in pages}
+    assert len(pages) > 5
+    for key in pages:
+        assert router.blocks[number(key)][1] == operations.tokens_of[key]
+    for parent, _ in router.blocks.values():
+        assert parent is None or isinstance(parent, int)
+    missed = replay(config, len(batches) - 3)
+    assert missed == dict(list(batches.items())[-3:])
+    late.apply(decode(batches[0]))
+    assert late.blocks == {}
+
+
+def replay(config: KVEventsConfig, start: int) -> dict[int, bytes]:
+    """Ask for the batches from a sequence number on; return their payloads."""
+    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket.set_hwm(0)
+    assert config.replay_endpoint is not None
+    socket.connect(config.replay_endpoint)
+    socket.send_multipart((b"", start.to_bytes(8, "big")))
+    batches = dict[int, bytes]()
+    while socket.poll(SECONDS):
+        _, sequence, payload = socket.recv_multipart()
+        found = int.from_bytes(sequence, "big", signed=True)
+        if found == -1:
+            socket.close()
+            return batches
+        batches[found] = payload
+    raise AssertionError("the replay does not end")
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("5", "kv_events_config is '5', but must be a JSON object"),
+        ("{", "kv_events_config is '{', but must be a JSON object"),
+        ('{"endpoint": 3}', "kv_events_config: endpoint is 3, but must be a text"),
+        ('{"publisher": "kafka"}', "kv_events_config: publisher is 'kafka', but must be"),
+        ('{"port": 5557}', "kv_events_config: KVEventsConfig has no field 'port'"),
+        ('{"hwm": 0}', "kv_events_config: hwm is 0, but must be at least 1"),
+    ],
+)
+def test_invalid_configs_are_named(text: str, part: str):
+    with pytest.raises(ValueError, match=f"^{re.escape(part)}"):
+        ServerConfig(kv_events_config=text)
+
+
+@pytest.mark.parametrize("values", [{}, {"enable_kv_cache_events": True, "publisher": "null"}])
+def test_events_are_off_unless_enabled(values: dict[str, Any]):
+    assert ServerConfig(kv_events_config=json.dumps(values)).kv_events is None
+
+
+def test_endpoint_in_use_is_named(tmp_path: Path):
+    values = {"enable_kv_cache_events": True, "endpoint": f"ipc://{tmp_path}/missing/socket"}
+    with pytest.raises(ValueError, match=r"endpoint is 'ipc://.*socket', which cannot be used"):
+        KVEventPublisher(KVEventsConfig(**values), PagePool(4, 4))
