@@ -15,6 +15,7 @@ from torch import Tensor
 from strobe.config import EngineConfig
 from strobe.engine.build import resolve
 from strobe.engine.engine import Engine
+from strobe.parallel.group import RankFailed
 from strobe.ranks.leader import of_rank
 from strobe.step import Plan
 
@@ -34,6 +35,7 @@ class ThreadGroup:
 
     def __init__(self, exchange: Exchange, rank: int):
         self.exchange, self.rank, self.size = exchange, rank, exchange.size
+        self.failure: RankFailed | None = None
 
     def check(self) -> None:
         if self.exchange.barrier.broken:

@@ -86,7 +86,7 @@ SAME = {
 }
 """Other names for values of our settings. Naming a library of attention kernels means `auto`."""
 
-_ONE_GPU = "Strobe runs on one GPU"
+_ONE_GPU = "only tensor_parallel_size splits a model"
 _OWN_TOKENIZER = "Strobe reads the tokenizer as the checkpoint has it"
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     **dict.fromkeys(

@@ -155,6 +155,7 @@ def kv_spec(decoder: DecoderConfig, dtype: torch.dtype) -> KVSpec:
 
 def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
     """Load the weights, size the pool and wire the parts. target: weights loaded elsewhere."""
+    resolved.split.require_group()
     config, limits = resolved.config, resolved.limits
     device, dtype = resolved.device, resolved.dtype
     if device.type == "cuda":

@@ -102,6 +102,7 @@ class Engine:
             self._pending.popleft()
             return events
         except BaseException as error:
+            self.resolved.split.fail(error)
             if ended := self._cancel(plan, launched, f"{type(error).__name__}: {error}"):
                 return ended
             raise

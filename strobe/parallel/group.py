@@ -20,6 +20,8 @@ class Group(Protocol):
 
     rank: int
     size: int
+    failure: RankFailed | None
+    """Why the group has ended."""
 
     def check(self) -> None:
         """Raise RankFailed if the group has ended."""

@@ -100,12 +100,16 @@ class RankOps(TorchOps):
         return ids[:, 0], margins[:, 0].nan_to_num_(0.0).clamp_(0.0, MAX_MARGIN)
 
 
-def make_rank_ops(ops: TorchOps, model: Target | DFlash, group: Group) -> RankOps:
-    """Make the operations that compute a rank's part of a model as `ops` do."""
+def make_rank_ops(
+    ops: TorchOps, model: Target | DFlash, group: Group, *, layers_split: bool
+) -> RankOps:
+    """Make the operations that compute a rank's part of a model as `ops` do. layers_split: whether
+    its layers are split, not only embedding and head."""
     kind, config = type(ops), model.config
     made: Any = object.__new__(type(f"Rank{kind.__name__}", (RankOps, kind), {}))
     made.__dict__ |= ops.__dict__
-    made.group, made.partial = group, partial_linears(model, group)
+    made.group = group
+    made.partial = partial_linears(model, group) if layers_split else frozenset()
     made.vocab_rows = config.decoder.vocab_size
     made.head_rows = made.vocab_rows if isinstance(config, TargetConfig) else config.head_rows
     return made

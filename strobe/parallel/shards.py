@@ -60,7 +60,10 @@ class ShardedCheckpoint(Checkpoint):
     def _parts(self, name: str, whole: int, part: int, stacked: tuple[int, ...]) -> Pieces:
         """Return this rank's pieces of a dimension of size `whole`, `part` in all."""
         if name.endswith(BY_VOCABULARY):
-            return [(self.rank * -(-whole // self.size), part)]
+            width = -(-whole // self.size)
+            if part != min(width, whole - self.rank * width):
+                raise self._misfit(name, whole)
+            return [(self.rank * width, part)]
         copies, pieces, first = part * self.size // whole, Pieces(), 0
         if not copies or whole * copies != part * self.size or self.size % copies:
             raise self._misfit(name, whole)

@@ -54,9 +54,9 @@ class SharedMemoryGroup:
 
     def check(self) -> None:
         """Raise RankFailed if the group has ended."""
+        self.on_wait()
         if self.failure is not None:
             raise self.failure
-        self.on_wait()
 
     def last_step(self, rank: int) -> int:
         """Return the step of the rank's last collective."""

@@ -19,7 +19,7 @@ from strobe.models.dflash import DFlash
 from strobe.models.load import Open
 from strobe.models.ops.torch_ops import TorchOps
 from strobe.models.target import Target
-from strobe.parallel.group import Group
+from strobe.parallel.group import Group, RankFailed
 from strobe.parallel.ops import make_rank_ops
 from strobe.parallel.shards import ShardedCheckpoint
 
@@ -56,13 +56,29 @@ class Split:
 
     def ops(self, ops: TorchOps, model: Target | DFlash) -> TorchOps:
         """Return the operations that compute the rank's part of the model as `ops` do."""
-        return ops if self.group is None else make_rank_ops(ops, model, self.group)
+        if self.group is None:
+            return ops
+        size = self.size if isinstance(model, Target) else self.draft_size
+        return make_rank_ops(ops, model, self.group, layers_split=size > 1)
+
+    def require_group(self) -> None:
+        """Raise ValueError if the rank's model is useless because the other ranks are missing."""
+        if self.size > 1 and self.group is None:
+            raise ValueError(
+                f"tensor_parallel_size is {self.size}, but this command runs one rank; leave it "
+                "out."
+            )
 
     def fewest(self, pages: int, device: torch.device) -> int:
         """Return the smallest number of pages of all ranks."""
         if self.group is None:
             return pages
         return int(self.group.join(torch.tensor([[pages]], device=device)).min())
+
+    def fail(self, error: BaseException) -> None:
+        """End the group: after a failed step, ranks may have run different parts of it."""
+        if self.group is not None and self.group.failure is None:
+            self.group.failure = RankFailed(f"A step failed on the first rank: {error}")
 
     def check(self) -> None:
         """Raise RankFailed if another rank has ended."""
@@ -75,6 +91,9 @@ class Split:
         """Return the configs of the rank's parts. Raises ValueError for a size that the number of
         ranks does not divide."""
         vocab_part = self.rank, self.size
+        for rows in (target.decoder.vocab_size, *([] if draft is None else [draft.head_rows])):
+            if rows <= (self.size - 1) * -(-rows // self.size):
+                _divide("target", "vocab_size", rows, self.size)
         decoder = replace(_split("target", target.decoder, self.size), vocab_part=vocab_part)
         states = target.states
         if states is not None:

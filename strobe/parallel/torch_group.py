@@ -23,8 +23,6 @@ class TorchGroup:
     """memory: [size, 8] int64 that all ranks share, for the step that each has launched last.
     on_wait: raises if another rank has ended."""
 
-    failure: RankFailed | None = None
-
     def __init__(
         self,
         memory: mmap,
@@ -35,6 +33,7 @@ class TorchGroup:
         device: torch.device,
     ):
         self.rank, self.size, self.on_wait = rank, size, on_wait
+        self.failure: RankFailed | None = None
         self._steps = np.frombuffer(memory, np.int64, size * 8).reshape(size, -1)[:, 0]
         backend = "nccl" if device.type == "cuda" else "gloo"
         own = device if device.type == "cuda" else None
@@ -55,6 +54,8 @@ class TorchGroup:
     def check(self) -> None:
         """Raise RankFailed if the group has ended."""
         self.on_wait()
+        if self.failure is not None:
+            raise self.failure
 
     def sum(self, x: Tensor) -> Tensor:
         x = x.contiguous()

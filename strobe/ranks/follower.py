@@ -8,6 +8,8 @@ import logging
 import os
 import signal
 import sys
+import threading
+import time
 from dataclasses import replace
 from mmap import mmap
 from multiprocessing.connection import Connection
@@ -33,6 +35,14 @@ def main(pipe: Connection, memory_fd: int) -> None:
     def check() -> None:
         if os.getppid() != leader:
             raise EOFError("the first rank has ended")
+
+    def end_with_leader() -> None:
+        """End the process even if it waits for its GPU, which waits for the first rank."""
+        while os.getppid() == leader:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=end_with_leader, daemon=True, name="strobe-leader").start()
 
     try:
         store = None if start.port is None else make_store(start.port)

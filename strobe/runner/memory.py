@@ -38,6 +38,8 @@ def plan_pages(
     min_pages = limits.max_pages + 1
     min_bytes = min_pages * per_page
     free = free_memory(device)
+    if device.type == "cpu":  # which all ranks share
+        free //= config.tensor_parallel_size
     seqs, rows = f"max_num_seqs is {limits.max_num_seqs}, whose", limits.max_num_batched_tokens
     smaller = "use a smaller model, dtype bfloat16 or another device"
     lower = "lower max_num_batched_tokens or max_num_seqs"

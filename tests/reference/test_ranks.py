@@ -67,10 +67,13 @@ def answers(engine: Engine) -> list[list[int]]:
 
 
 def check_ranks(settings: EngineConfig, size: int) -> None:
-    expected = answers(Engine(settings))
+    """Also drafts must be those of one rank, except in near ties."""
+    alone = Engine(settings)
+    expected = answers(alone)
     with ranks(settings, size) as engine:
         assert answers(engine) == expected
-        assert engine.stats.draft_counts.num_accepted or settings.draft is None
+        accepted = [e.stats.draft_counts.num_accepted for e in (alone, engine)]
+        assert accepted[0] == accepted[1] > 0 or settings.adaptive
 
 
 SHORT = {("qwen3", 2), ("gpt_oss in MXFP4", 2), ("qwen3_5_moe", 2), ("gemma4 with experts", 2)}
@@ -93,7 +96,7 @@ def test_ranks_answer_as_one_does(tmp_path: Path, family: str, size: int):
 @pytest.mark.parametrize(
     "options",
     [
-        {"draft_tensor_parallel_size": 1},
+        {"draft_tensor_parallel_size": 1, "adaptive": False},
         {"overlap": 2, "adaptive": False},
         {"method": "dflash+ngram", "page_size": 4},
         {"draft_sample_method": "greedy", "kv_cache_dtype": "fp8"},

@@ -129,6 +129,7 @@ def metrics() -> ServerMetrics:
 def busy(metrics: ServerMetrics) -> ServerMetrics:
     """Metrics with at least one observation each."""
     metrics.engine(snapshot(draft_counts=accepted(3, 2, 1), confidence=((3, 0, 0.5, 1.0),)))
+    metrics.engine_started(16, 4096)
     metrics.record_verified(num_verified=3, num_accepted=1, context_tokens=5, phase="answer")
     metrics.record_rejected(429, "queue_full")
     metrics.record_http("/v1/completions", "POST", 200)

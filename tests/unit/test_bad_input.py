@@ -548,7 +548,7 @@ def test_settings_requiring_a_drafter(
         ({"max_num_seq": 4}, "max_num_seq is not an engine option; there are"),
         (
             {"pipeline_parallel_size": 2},
-            "pipeline_parallel_size is 2, but Strobe runs on one GPU; give 1",
+            "pipeline_parallel_size is 2, but only tensor_parallel_size splits a model; give 1",
         ),
         ({"enable_prefix_caching": "no"}, "enable_prefix_caching is 'no'"),
         ({"enable_prefix_caching": 1}, "enable_prefix_caching is 1"),

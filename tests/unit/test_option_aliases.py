@@ -217,7 +217,7 @@ def test_options_of_other_engines_reach_settings(
         ),
         (
             ["--pipeline-parallel-size=2"],
-            "pipeline_parallel_size is 2, but Strobe runs on one GPU; give 1.",
+            "pipeline_parallel_size is 2, but only tensor_parallel_size splits a model; give 1.",
         ),
         (
             ["--quantization=awq"],

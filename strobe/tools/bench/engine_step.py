@@ -131,6 +131,11 @@ def _ways(settings: StepSettings, config: EngineConfig) -> dict[str, EngineConfi
 
 def _check_fits(settings: StepSettings, setup: ResolvedConfig) -> None:
     """Raise ValueError if prompts and steps do not fit the context, or the drafts the block."""
+    if settings.routing == "even" and setup.split.size > 1:
+        raise ValueError(
+            f"routing is 'even' and tensor_parallel_size is {setup.split.size}, but only the first "
+            "rank's routing can be set; leave one of them out."
+        )
     if settings.routing == "even":
         check_experts(setup.target.decoder)
     limits, drafts = setup.limits, setup.limits.num_drafts
