@@ -23,6 +23,7 @@ from strobe.config import DEMO_MODELS
 from strobe.demo_models import FAMILIES, read_heldout
 from strobe.engine.engine import Engine
 from strobe.models.architectures import load_draft_config, load_target_config
+from strobe.ranks.leader import start_engine
 from strobe.sampling_params import SamplingParams
 from strobe.text.tokenizer import Tokenizer
 from strobe.tools.bench import engine_step as step
@@ -236,11 +237,11 @@ def test_step_holds_one_engine_at_a_time(main: Callable[..., Any], monkeypatch: 
     alive: list[int] = []
 
     def make_engine(*arguments: Any, **options: Any) -> Engine:
-        engine = Engine(*arguments, **options)
+        engine = start_engine(*arguments, **options)
         engines.append(weakref.ref(engine))
         return engine
 
-    monkeypatch.setattr(step, "Engine", make_engine)
+    monkeypatch.setattr(step, "start_engine", make_engine)
     monkeypatch.setattr(
         step, "release", lambda _: alive.append(sum(ref() is not None for ref in engines))
     )

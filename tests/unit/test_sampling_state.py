@@ -17,7 +17,7 @@ from strobe.sampling.logprobs import score
 from strobe.sampling.processors import LogitRows, process
 from strobe.sampling.sampler import sample_rows
 from strobe.sampling.state import GREEDY, SamplingMode, SamplingState
-from strobe.sampling_params import SamplingParams
+from strobe.sampling_params import MAX_NAMED, SamplingParams
 
 CPU = torch.device("cpu")
 
@@ -164,7 +164,7 @@ def test_captured_sampling_never_syncs():
     sampled = state.sample(logits, rows, mode, masks)
     assert sampled.tokens.shape == (6,)
     assert sampled.scores is not None
-    assert sampled.scores.top_ids.shape == (6, 5)
+    assert sampled.scores.top_ids.shape == (6, MAX_NAMED + 5)
     two = torch.zeros(2, dtype=torch.int64, device=meta)
     state.count_tokens(two, torch.zeros(2, 3, dtype=torch.int64, device=meta), two, two)
 
