@@ -185,7 +185,7 @@ class _ChatSession:
 
     def _retry(self) -> None:
         """Replace the last answer, by another one if it is sampled."""
-        last = [message["role"] for message in self.messages][-1:]
+        last, kept = [message["role"] for message in self.messages][-1:], list(self.messages)
         if last == ["assistant"]:
             self.messages.pop()
         elif last != ["user"]:
@@ -193,7 +193,8 @@ class _ChatSession:
             return
         if self.params.seed is not None:
             self.params = self.params.clone(seed=self.params.seed + 1)
-        self._answer()
+        if not self._answer():
+            self.messages = kept
 
     def _set(self, name: str | None = None, value: str | None = None) -> None:
         """Set a sampling parameter, or reset it, or list all of them."""
@@ -217,8 +218,9 @@ class _ChatSession:
         else:
             self._confirm(f"{name} is {getattr(self.params, name)}.")
 
-    def _answer(self) -> None:
-        """Stream one answer and append it to the conversation."""
+    def _answer(self) -> bool:
+        """Stream one answer and append it to the conversation. Returns False, and removes the
+        message, if there is none."""
         console, began, delta, note = self.console, time.perf_counter(), None, ""
         if sys.stdin.isatty():
             console.print("[bold green]strobe>[/bold green] ", end="")
@@ -232,7 +234,7 @@ class _ChatSession:
         except ValueError as error:
             self.messages.pop()
             _say(console, f"{error} /new starts over.", style="red")
-            return
+            return False
         except KeyboardInterrupt:
             note = " (stopped)"
         shown.end()
@@ -240,9 +242,10 @@ class _ChatSession:
             _say(console, note, style="dim")
         if delta is None:
             self.messages.pop()
-            return
+            return False
         self.messages.append({"role": "assistant", "content": shown.content.strip()})
         _say(console, _summary(delta.output, time.perf_counter() - began), style="dim")
+        return True
 
 
 def _say(console: Any, text: str, style: str | None = None) -> None:

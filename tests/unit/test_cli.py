@@ -363,6 +363,20 @@ def test_chat_loads_retries_and_sets_parameters(
     ]  # fmt: skip
 
 
+def test_retry_without_an_answer_keeps_the_last_one(
+    main: Callable[..., Any], pair: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    saved, again = tmp_path / "a.json", tmp_path / "b.json"
+    messages = [{"role": "user", "content": "hi " * 999}, {"role": "assistant", "content": "Yes."}]
+    saved.write_text(json.dumps(messages))
+    lines = [f"/load {saved}", "/retry", f"/save {again}"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+    status, out, _ = main("chat", f"--target={pair.target}", *GREEDY)
+    assert status == 0
+    assert "The prompt has" in out
+    assert json.loads(again.read_text()) == messages
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_thinking_is_dimmed_on_a_terminal_and_omitted_elsewhere(
     terminal: bool,
