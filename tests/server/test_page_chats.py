@@ -272,6 +272,20 @@ def test_failed_regeneration_keeps_the_answer(reading: Page, mock: MockServer):
     assert reading.texts(ANSWERED) == ["one", "two"]
 
 
+def test_failed_edit_keeps_the_message_before_it(reading: Page, mock: MockServer):
+    mock.reply(answer(say("one")), refusal(500, "It failed."), answer(say("two")))
+    ask_and_wait(reading, "count")
+    press(reading, "Edit", 0)
+    reading.type(" again")
+    reading.press("Enter")
+    reading.until("document.querySelector('.turn.failed')")
+    assert reading.texts(".notes .error") == ["It failed."]
+    ask_and_wait(reading, "go on")
+    assert [m["content"] for m in mock.received[2]["messages"]] == ["count", "one", "go on"]
+    reading.until(f"document.querySelectorAll('{ANSWERED}').length == 2")
+    assert reading.texts(ANSWERED) == ["one", "two"]
+
+
 def test_leaving_a_conversation_keeps_what_was_answered(wide: Page, mock: MockServer):
     mock.reply(answer(say("half", None), Gate()))
     ask(wide, "long")

@@ -191,6 +191,8 @@ export class Chat {
     } else {
       turn.element.classList.add("failed");
       conversation.remove(turn.node);
+      const edited = conversation.versions(turn.node).at(-1);
+      if (edited) conversation.choose(edited); // the message before the edit, and what followed
     }
     if (this.conversation === conversation) this.saved();
     else if (answered) this.onSave(conversation);
@@ -255,7 +257,8 @@ export class Chat {
   /** Run both lanes once. Returns whether both ended, and then adds their rates to the race. */
   async round(off, on, body, race, signal, silent = false) {
     const first = () => this.stream(off, { ...body, speculation: false }, signal, silent);
-    const second = () => this.stream(on, { ...body, speculation: settings.SHOWN }, signal, silent);
+    const speculation = body.speculation || settings.SHOWN; // off: what the server does
+    const second = () => this.stream(on, { ...body, speculation }, signal, silent);
     if (!race.inTurns) {
       await Promise.all([first(), second()]);
     } else {

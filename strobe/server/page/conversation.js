@@ -88,7 +88,8 @@ function titleOf({ content, files = [] }) {
   return words.length > 60 ? `${words.slice(0, 59).trimEnd()}…` : words;
 }
 
-function toMessage({ role, content, files = [], call, calls = [] }) {
+/** A message as the API takes it, files among its text. */
+export function toMessage({ role, content, files = [], call, calls = [] }) {
   if (role === "tool") return { role, tool_call_id: call.id, name: call.name, content };
   const message = { role, content };
   if (files.length) message.content = [...files.map(quoted), content].join("\n\n").trim();

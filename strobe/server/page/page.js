@@ -1,7 +1,7 @@
 // The page: its header, its sidebar and the field for messages, around the conversation.
 
 import { Chat, keyButton, say } from "./chat.js";
-import { Conversation } from "./conversation.js";
+import { Conversation, toMessage } from "./conversation.js";
 import { button, byId, copy, element, number, showMenu } from "./dom.js";
 import { DEMO, examplesFor } from "./examples.js";
 import { Attachments, fileName, save } from "./files.js";
@@ -34,7 +34,9 @@ const chat = new Chat({
   onShare: ({ node, answerNode: { request } }, button) => {
     const run = { prompt: node.content, files: node.files ?? [], request };
     const { path } = chat.conversation;
-    const before = path.slice(0, path.indexOf(node)).map(({ role, content }) => ({ role, content }));
+    const before = path
+      .slice(0, path.indexOf(node))
+      .map((each) => ({ role: each.role, content: toMessage(each).content }));
     const share = async (history) => {
       const copied = await copy(await linkOf(history.length ? { ...run, history } : run));
       say(copied ? "The link is copied." : "The link could not be copied.");
