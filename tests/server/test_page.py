@@ -117,6 +117,8 @@ def test_rejected_drafts_are_struck_through_at_their_place(chat: Page, mock: Moc
     strike = "getComputedStyle(document.querySelector('.answer del')).textDecorationLine"
     assert chat.evaluate(strike) == "line-through"
     assert chat.evaluate("document.querySelector('.answer .accepted').classList[2]") == "sure-3"
+    shades = "[...document.querySelectorAll('.answer del span')].map(({ className }) => className)"
+    assert chat.evaluate(shades) == ["sure-0", ""]
     chat.click(".answer .accepted")
     assert "ed drafted and accepted, confidence 99 %" in chat.text("#token-note")
     assert chat.text("#token-note").endswith("Rejected: ␣by↵")

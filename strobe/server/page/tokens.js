@@ -52,8 +52,15 @@ export class TokenView {
 
   /** Show a step's rejected drafts before the token that took their place. */
   strike(place, index) {
-    const text = this.steps[index].rejected.join("").trim().replace(/\s*\n\s*/g, "↵") || "␣";
-    const struck = element("del", { class: "token rejected" }, text);
+    const { rejected, accepted, confidence } = this.steps[index];
+    const drafts = rejected.map((text, i) => {
+      const start = i === 0 ? text.trimStart() : text;
+      const shown = i === rejected.length - 1 ? start.trimEnd() : start;
+      const sure = confidence?.length ? `sure-${level(confidence[accepted + i])}` : "";
+      return shown && element("span", { class: sure }, shown.replace(/\s*\n\s*/g, "↵"));
+    });
+    const struck = element("del", { class: "token rejected" }, ...drafts.filter(Boolean));
+    if (!struck.textContent.trim()) struck.textContent = "␣";
     stepOf.set(struck, { view: this, first: index, last: index });
     this.rejected[place] = struck;
     this.spans[place].before(struck);
