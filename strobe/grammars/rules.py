@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 ANY_TOKENS = "start: <[*]>*"
@@ -17,12 +17,13 @@ model that is forced into unlikely JSON may emit white space for ever."""
 
 
 class Tag(NamedTuple):
-    """A part of an answer in which JSON follows `begin` and precedes `end`. trigger: the beginning
-    of `begin` after which the tag must follow."""
+    """A part of an answer in which constrained text follows `begin` and precedes `end`. trigger:
+    the beginning of `begin` after which the tag must follow. content: a JSON schema, or a kind
+    of grammar and its text, as `source.lark` takes them."""
 
     trigger: str
     begin: str
-    schema: Mapping[str, Any]
+    content: Mapping[str, Any] | tuple[str, str]
     end: str
 
 
@@ -32,16 +33,18 @@ def text_without(texts: Sequence[str]) -> str:
     return f"start: TEXT\nTEXT: /(?s:.*)/ & ~BANNED\nBANNED: /(?s:.*)({banned})(?s:.*)/"
 
 
-def text_with_tags(tags: Sequence[Tag], added_tokens: Mapping[str, int]) -> str:
+def text_with_tags(
+    tags: Sequence[Tag], added_tokens: Mapping[str, int], lark: Callable[[str, str], str]
+) -> str:
     """Return a grammar for any text in which each trigger begins a tag. added_tokens: ids of the
-    tokens that markers may be."""
+    tokens that markers may be. lark: converts contents that are grammars."""
     triggers = list(dict.fromkeys(tag.trigger for tag in tags))
     rules = [f"start: ({' | '.join(f'tag{i}' for i in range(len(triggers)))})* TEXT"]
     for i, trigger in enumerate(triggers):
         bodies = [
             " ".join((
                 *_pieces(tag.begin.removeprefix(trigger), added_tokens),
-                f"%json {json.dumps(with_whitespace(tag.schema))}",
+                _content(tag.content, lark),
                 *_pieces(tag.end, added_tokens),
             ))
             for tag in tags
@@ -54,6 +57,13 @@ def text_with_tags(tags: Sequence[Tag], added_tokens: Mapping[str, int]) -> str:
             rules.append(f"tag{i}: trigger{i} ({' | '.join(bodies)})")
             rules.append(f"trigger{i}[lazy]: TEXT {json.dumps(trigger)}")
     return "\n".join([*rules, "TEXT: /(?s:.*)/"])
+
+
+def _content(content: Mapping[str, Any] | tuple[str, str], lark: Callable[[str, str], str]) -> str:
+    """Return a rule for a tag's content. Line ends part nested Lark from what follows."""
+    if isinstance(content, tuple):
+        return f"%lark {{\n{lark(*content)}\n}}"
+    return f"%json {json.dumps(with_whitespace(content))}"
 
 
 def with_whitespace(schema: Mapping[str, Any]) -> dict[str, Any]:

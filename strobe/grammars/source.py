@@ -142,10 +142,17 @@ def _part(structured: StructuredOutputs) -> dict[str, Any]:
     if structured.json_object:
         return {"json_schema": {"type": "object", "x-guidance": WHITESPACE}}
     if structured.regex is not None:
-        return json.loads(LLMatcher.grammar_from_regex(structured.regex))["grammars"][0]
+        return {"lark_grammar": lark("regex", structured.regex)}
     if structured.choice is not None:
         return {"lark_grammar": f"start: {' | '.join(map(json.dumps, structured.choice))}"}
-    return {"lark_grammar": grammar_from("grammar", structured.grammar or "")}
+    return {"lark_grammar": lark("grammar", structured.grammar or "")}
+
+
+def lark(kind: str, text: str) -> str:
+    """Return a "regex", or a "grammar" in Lark or EBNF, as a Lark grammar."""
+    if kind == "grammar":
+        return grammar_from("grammar", text)
+    return json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]["lark_grammar"]
 
 
 def _with_whitespace(schema: Any) -> Any:

@@ -17,6 +17,7 @@ import jinja2
 import jinja2.meta
 
 from strobe.grammars.rules import ANY_TOKENS, text_with_tags
+from strobe.grammars.source import lark, one_line
 from strobe.request import DEFAULT_SCHEDULING, SchedulingOptions
 from strobe.sampling_params import SamplingParams
 from strobe.server.engine_process.client import EngineClient, Generation
@@ -307,10 +308,18 @@ class Serving:
         return structured
 
     def with_token_ids(self, structured: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-        """Return structured output whose structural tags are a grammar of this model's tokens."""
+        """Return structured output whose structural tags are a grammar of this model's tokens.
+        Raises FieldError."""
         if structured is None or "structural_tag" not in structured:
             return structured
-        return {"grammar": text_with_tags(structured["structural_tag"], self.added_tokens)}
+        try:
+            tags = text_with_tags(structured["structural_tag"], self.added_tokens, lark)
+        except ValueError as error:
+            raise FieldError(
+                f"The content of a structural tag is no grammar: {one_line(str(error))}",
+                "structural_tag",
+            ) from None
+        return {"grammar": tags}
 
     @functools.cached_property
     def added_tokens(self) -> Mapping[str, int]:

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 from bodies import GENERATING, SCHEMA, chat, refusal
+from llguidance import LLTokenizer
 
-from strobe.grammars.rules import Tag
+from strobe.grammars.rules import Tag, text_with_tags
+from strobe.grammars.source import grammar_source, lark, make_matcher
+from strobe.sampling_params import StructuredOutputs
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.sampling_fields import SamplingFields
 
@@ -18,6 +21,7 @@ CONTENT = {"type": "json_schema", "json_schema": SCHEMA}
 NEW_TAG = {"type": "tag", "begin": "<f=add>", "content": CONTENT, "end": "</f>"}
 FORMAT = {"type": "triggered_tags", "triggers": ["<f", "<f="], "tags": [NEW_TAG]}
 NEW = {"type": "structural_tag", "format": FORMAT}
+LARK = 'start: "x" one\none: /[0-9]/'
 
 
 @pytest.mark.parametrize("tags", [OLD, NEW])
@@ -29,6 +33,30 @@ def test_structural_tags_are_read(tags: dict[str, Any], as_text: bool):
     assert request.sampling({})["structured_outputs"] == {"structural_tag": read}
     formatted = chat(response_format=tags)
     assert formatted.sampling({})["structured_outputs"] == {"structural_tag": read}
+
+
+@pytest.mark.parametrize(
+    ("content", "allowed", "refused"),
+    [
+        ({"type": "regex", "pattern": "[a/}]{2}"}, "<f=add>/}</f>", "<f=add>b"),
+        (
+            {"type": "grammar", "grammar": 'start: "x" one\none: /[0-9]/'},
+            "<f=add>x7</f> so",
+            "<f=add>7",
+        ),
+        ({"type": "grammar", "grammar": 'root ::= "y"+'}, "<f=add>yy</f>", "<f=add>x"),
+    ],
+)
+def test_tags_hold_regular_expressions_and_grammars(
+    content: dict[str, Any], allowed: str, refused: str
+):
+    tags = {**NEW, "format": {**FORMAT, "tags": [{**NEW_TAG, "content": content}]}}
+    given = chat(response_format=tags).sampling({})["structured_outputs"]["structural_tag"]
+    grammar = StructuredOutputs(grammar=text_with_tags(given, {}, lark))
+    tokenizer = LLTokenizer("byte")
+    for text, fits in ((f"First {allowed}", True), (f"First {refused}", False)):
+        matcher = make_matcher(tokenizer, grammar_source(grammar))
+        assert matcher.consume_tokens(tokenizer.tokenize_str(text)) == fits, matcher.get_error()
 
 
 @pytest.mark.parametrize(
@@ -44,6 +72,8 @@ def test_structural_tags_are_read(tags: dict[str, Any], as_text: bool):
         ({**NEW, "format": {**FORMAT, "type": "sequence"}}, ".format.type"),
         ({**NEW, "format": {**FORMAT, "at_least_one": True}}, ".format.at_least_one"),
         ({**NEW, "format": {**FORMAT, "tags": [{**NEW_TAG, "type": 1}]}}, ".format.tags[0].type"),
+        ({**NEW, "format": {**FORMAT, "tags": [{**NEW_TAG, "content": {"type": "regex"}}]}},
+         ".format.tags[0].content.pattern"),
         ({**NEW, "format": {**FORMAT, "tags": [{**NEW_TAG, "content": {"type": "any_text"}}]}},
          ".format.tags[0].content.type"),
     ],

@@ -21,9 +21,21 @@ _TRIGGERS: dict[str, Any] = {"type": "array", "minItems": 1, "items": TEXT_SCHEM
 _OLD_TAG = object_schema(
     {"begin": TEXT_SCHEMA, "schema": _SHAPE, "end": {"type": "string"}}, "", ("begin", "schema")
 )
-_CONTENT = object_schema(
-    {"type": {"const": "json_schema"}, "json_schema": _SHAPE}, "", ("type", "json_schema")
-)
+CONTENTS = {"json_schema": "json_schema", "regex": "pattern", "grammar": "grammar"}
+"""The field of each type of content."""
+_CONTENT: dict[str, Any] = {
+    "anyOf": [
+        object_schema(
+            {
+                "type": {"const": kind},
+                name: _SHAPE if kind == name == "json_schema" else TEXT_SCHEMA,
+            },
+            "",
+            ("type", name),
+        )
+        for kind, name in CONTENTS.items()
+    ]
+}
 _NEW_TAG = object_schema(
     {"type": {"const": "tag"}, "begin": TEXT_SCHEMA, "content": _CONTENT,
      "end": {"type": "string"}},
@@ -88,12 +100,16 @@ def read_tags(value: Any, path: str, warnings: FieldWarnings) -> list[Tag]:
     tags: list[Tag] = []
     for index, entry in enumerate(listed):
         place = f"{where}[{index}]"
-        begin, schema, end = read(entry, place, warnings)
-        tags.append(Tag(_trigger(begin, triggers, place), begin, schema, end))
+        begin, content, end = read(entry, place, warnings)
+        tags.append(Tag(_trigger(begin, triggers, place), begin, content, end))
     return tags
 
 
-def _old_tag(value: Any, path: str, warnings: FieldWarnings) -> tuple[str, Mapping[str, Any], str]:
+Parts = tuple[str, Mapping[str, Any] | tuple[str, str], str]
+"""A tag's beginning, content and end."""
+
+
+def _old_tag(value: Any, path: str, warnings: FieldWarnings) -> Parts:
     fields = warnings.split(value, ("begin", "schema", "end"), "", path)
     return (
         _text(fields.get("begin"), f"{path}.begin"),
@@ -102,22 +118,25 @@ def _old_tag(value: Any, path: str, warnings: FieldWarnings) -> tuple[str, Mappi
     )
 
 
-def _new_tag(value: Any, path: str, warnings: FieldWarnings) -> tuple[str, Mapping[str, Any], str]:
+def _new_tag(value: Any, path: str, warnings: FieldWarnings) -> Parts:
     fields = warnings.split(value, ("type", "begin", "content", "end"), "", path)
     if fields.get("type", "tag") != "tag":
         raise invalid_value(f"{path}.type", fields["type"], '"tag"')
     inner = f"{path}.content"
-    content = warnings.split(fields.get("content"), ("type", "json_schema"), "", inner)
-    if content.get("type") != "json_schema":
+    content = warnings.split(fields.get("content"), ("type", *CONTENTS.values()), "", inner)
+    kind = content.get("type")
+    if not isinstance(kind, str) or kind not in CONTENTS:
         raise FieldError(
-            f"{inner}.type is {short_json(content.get('type'))}, which is not supported; the only "
-            "type is json_schema.",
+            f"{inner}.type is {short_json(kind)}, which is not supported; the types are "
+            f"{', '.join(CONTENTS)}.",
             f"{inner}.type",
             "unsupported_parameter",
         )
+    value, where = content.get(CONTENTS[kind]), f"{inner}.{CONTENTS[kind]}"
+    constraint = _schema(value, where) if kind == "json_schema" else (kind, _text(value, where))
     return (
         _text(fields.get("begin"), f"{path}.begin"),
-        _schema(content.get("json_schema"), f"{inner}.json_schema"),
+        constraint,
         _text(fields.get("end", ""), f"{path}.end", empty=True),
     )
 
