@@ -122,7 +122,7 @@ class RankFactory(EngineFactory):
 
 @pytest.mark.parametrize(
     "seed",
-    [pytest.param(seed, marks=[] if seed < 2 else [pytest.mark.full]) for seed in range(24)],
+    [pytest.param(seed, marks=[] if seed < 2 else [pytest.mark.full]) for seed in range(12)],
 )
 def test_random_engine_of_ranks_answers_like_plain_decoding(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
