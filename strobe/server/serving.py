@@ -16,8 +16,7 @@ from typing import Any, Protocol, TypeVar
 import jinja2
 import jinja2.meta
 
-from strobe.grammars.rules import ANY_TOKENS, text_with_tags
-from strobe.grammars.source import lark, one_line
+from strobe.grammars.rules import ANY_TOKENS
 from strobe.request import DEFAULT_SCHEDULING, SchedulingOptions
 from strobe.sampling_params import SamplingParams
 from strobe.server.engine_process.client import EngineClient, Generation
@@ -25,6 +24,7 @@ from strobe.server.engine_process.messages import Ready
 from strobe.server.guards import Shutdown
 from strobe.server.metrics import ServerMetrics
 from strobe.server.openai.protocol.errors import FieldError, counted
+from strobe.server.openai.protocol.structural_tags import tags_grammar
 from strobe.server.parsers import (
     REASONING_FORMATS,
     TOOL_FORMATS,
@@ -312,14 +312,7 @@ class Serving:
         Raises FieldError."""
         if structured is None or "structural_tag" not in structured:
             return structured
-        try:
-            tags = text_with_tags(structured["structural_tag"], self.added_tokens, lark)
-        except ValueError as error:
-            raise FieldError(
-                f"The content of a structural tag is no grammar: {one_line(str(error))}",
-                "structural_tag",
-            ) from None
-        return {"grammar": tags}
+        return {"grammar": tags_grammar(structured["structural_tag"], self.added_tokens)}
 
     @functools.cached_property
     def added_tokens(self) -> Mapping[str, int]:

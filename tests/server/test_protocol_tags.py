@@ -13,7 +13,9 @@ from strobe.grammars.rules import Tag, text_with_tags
 from strobe.grammars.source import grammar_source, lark, make_matcher
 from strobe.sampling_params import StructuredOutputs
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
+from strobe.server.openai.protocol.errors import FieldError
 from strobe.server.openai.protocol.sampling_fields import SamplingFields
+from strobe.server.openai.protocol.structural_tags import tags_grammar
 
 STRUCTURE = {"begin": "<f=add>", "schema": SCHEMA, "end": "</f>"}
 OLD = {"type": "structural_tag", "structures": [STRUCTURE], "triggers": ["<f", "<f="]}
@@ -57,6 +59,12 @@ def test_tags_hold_regular_expressions_and_grammars(
     for text, fits in ((f"First {allowed}", True), (f"First {refused}", False)):
         matcher = make_matcher(tokenizer, grammar_source(grammar))
         assert matcher.consume_tokens(tokenizer.tokenize_str(text)) == fits, matcher.get_error()
+
+
+def test_content_that_is_no_grammar_is_refused():
+    tag = Tag("<f", "<f>", ("grammar", "0"), "")
+    with pytest.raises(FieldError, match=r"^The content of a structural tag is no grammar: "):
+        tags_grammar([tag], {})
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from strobe.grammars.rules import Tag
+from strobe.grammars.rules import Tag, text_with_tags
+from strobe.grammars.source import lark, one_line
 from strobe.server.openai.protocol.common import (
     TEXT_SCHEMA,
     FieldWarnings,
@@ -107,6 +108,17 @@ def read_tags(value: Any, path: str, warnings: FieldWarnings) -> list[Tag]:
 
 Parts = tuple[str, Mapping[str, Any] | tuple[str, str], str]
 """A tag's beginning, content and end."""
+
+
+def tags_grammar(tags: Sequence[Tag], added_tokens: Mapping[str, int]) -> str:
+    """Return the grammar of a text with these tags; see `text_with_tags`. Raises FieldError."""
+    try:
+        return text_with_tags(tags, added_tokens, lark)
+    except ValueError as error:
+        raise FieldError(
+            f"The content of a structural tag is no grammar: {one_line(str(error))}",
+            "structural_tag",
+        ) from None
 
 
 def _old_tag(value: Any, path: str, warnings: FieldWarnings) -> Parts:
