@@ -100,7 +100,7 @@ async def start(
                 request.scheduling,
             )
             runs.append(PromptRun(serving, job))
-    except Exception:
+    except Exception:  # whatever failed: nobody will read the prompts that already run
         for run in runs:
             run.close()
         raise
