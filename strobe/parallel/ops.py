@@ -106,10 +106,12 @@ def make_rank_ops(
     """Make the operations that compute a rank's part of a model as `ops` do. layers_split: whether
     its layers are split, not only embedding and head."""
     kind, config = type(ops), model.config
-    made: Any = object.__new__(type(f"Rank{kind.__name__}", (RankOps, kind), {}))
-    made.__dict__ |= ops.__dict__
-    made.group = group
-    made.partial = partial_linears(model, group) if layers_split else frozenset()
-    made.vocab_rows = config.decoder.vocab_size
-    made.head_rows = made.vocab_rows if isinstance(config, TargetConfig) else config.head_rows
-    return made
+    rank_ops: Any = object.__new__(type(f"Rank{kind.__name__}", (RankOps, kind), {}))
+    rank_ops.__dict__ |= ops.__dict__
+    rank_ops.group = group
+    rank_ops.partial = partial_linears(model, group) if layers_split else frozenset()
+    rank_ops.vocab_rows = config.decoder.vocab_size
+    rank_ops.head_rows = rank_ops.vocab_rows
+    if not isinstance(config, TargetConfig):
+        rank_ops.head_rows = config.head_rows
+    return rank_ops
