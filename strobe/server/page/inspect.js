@@ -35,7 +35,7 @@ export function hide() {
 
 function show(target) {
   hide();
-  const known = tokenOf.get(target) ?? stepOf.get(target);
+  const known = tokenOf.get(target) ?? stepOf.get(target.closest("del") ?? target);
   if (!known) return;
   const { view, token } = known;
   const index = token ? token.step : known.first;
