@@ -28,6 +28,7 @@ from strobe.hub.locate import locate_models
 from strobe.server.app import make_app
 from strobe.server.connections import AT_ONCE, Connection, QuietErrorHandler
 from strobe.server.engine_process.client import EngineClient, EngineDead
+from strobe.server.engine_process.messages import Ready
 from strobe.server.guards import Shutdown, is_loopback, read_keys
 from strobe.server.metrics import ServerMetrics
 from strobe.server.openai.protocol.errors import counted
@@ -45,6 +46,20 @@ _BACKLOG = 2048
 def serve(config: EngineConfig, settings: ServerConfig) -> int:
     """Serve until a signal stops the server. Returns the exit status. Raises ValueError for invalid
     settings."""
+    settings, template = prepare(config, settings)
+    listener = listen(settings.host, settings.port)
+    settings = replace(settings, host=listener.getsockname()[0])
+    warn_if_open(settings)
+    try:
+        config = locate_checkpoint(config)
+        return asyncio.run(Server(config, settings, template, listener).run())
+    finally:
+        listener.close()
+
+
+def prepare(config: EngineConfig, settings: ServerConfig) -> tuple[ServerConfig, str | None]:
+    """Configure the log, and return the settings with names and the environment's key, and the chat
+    template that replaces the checkpoint's. Raises ValueError for files that cannot be used."""
     from_environment = [key for key in [os.environ.get("STROBE_API_KEY")] if key]
     settings = replace(settings, api_key=(*settings.api_key, *from_environment))
     settings.logs.configure()
@@ -54,20 +69,25 @@ def serve(config: EngineConfig, settings: ServerConfig) -> int:
     _check_certificate(settings)
     if settings.api_key_file is not None:
         read_keys(Path(settings.api_key_file))
-    listener = _listen(settings.host, settings.port)
-    settings = replace(settings, host=listener.getsockname()[0])
+    return settings, template
+
+
+def warn_if_open(settings: ServerConfig) -> None:
+    """Log a warning if the network can use the server without a key."""
     if not (is_loopback(settings.host) or settings.api_key or settings.api_key_file):
         logger.warning(
             "Everyone on the network who reaches %s can use this server, because it asks for no "
             "key; set --api-key.",
             settings.host,
         )
-    try:
-        config = locate_models(config)
-        read_json(Path(config.target) / "config.json")  # raises if this is no checkpoint
-        return asyncio.run(Server(config, settings, template, listener).run())
-    finally:
-        listener.close()
+
+
+def locate_checkpoint(config: EngineConfig) -> EngineConfig:
+    """Return the configuration with directories in place of hub names, which are downloaded. Raises
+    ValueError if the target is no checkpoint."""
+    config = locate_models(config)
+    read_json(Path(config.target) / "config.json")
+    return config
 
 
 def _check_certificate(settings: ServerConfig) -> None:
@@ -85,7 +105,7 @@ def _check_certificate(settings: ServerConfig) -> None:
         ) from None
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """Return a listening socket. Raises ValueError if the address cannot be bound."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -132,13 +152,7 @@ class Server:
     async def run(self) -> int:
         """Start, serve and stop. Returns the exit status. Raises ValueError if the engine cannot
         start."""
-        settings = self.settings
-        client = EngineClient(
-            self.config,
-            settings.logs,
-            restart=settings.restart_engine,
-            kv_events=settings.kv_events,
-        )
+        client = make_client(self.config, self.settings)
         client.on_death = self._stop.set
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(QuietErrorHandler())
@@ -147,11 +161,8 @@ class Server:
         client.start()
         http: asyncio.Task[None] | None = None
         try:
-            tokenizer = await asyncio.to_thread(Tokenizer, Path(self.config.target))
-            serving = make_serving(self.settings, client, tokenizer, self.template)
+            serving = await load_serving(self.settings, client, self.template)
             serving.shutdown = self.shutdown
-            client.on_snapshot = serving.metrics.engine
-            client.on_restart = serving.metrics.engine_restarted
             server = _Uvicorn(
                 uvicorn.Config(
                     make_app(serving),
@@ -168,12 +179,11 @@ class Server:
                 )
             )
             http = asyncio.create_task(server.serve(sockets=[self.listener]))
-            ready = asyncio.create_task(client.ready())
+            ready = asyncio.create_task(engine_ready(serving))
             stopped = asyncio.create_task(self._stop.wait())
             await asyncio.wait({ready, stopped, http}, return_when=asyncio.FIRST_COMPLETED)
             if ready.done():
                 facts = ready.result()
-                serving.metrics.engine_started(self.config.page_size, facts.pages)
                 logger.info(self._greeting(serving, f"{facts.device}, {facts.dtype}"))
                 for work in serving.background:
                     work.resume()
@@ -206,10 +216,7 @@ class Server:
     async def _end(self, serving: Serving, server: uvicorn.Server, http: asyncio.Task[None]) -> int:
         """Drain requests, then stop the engine and the HTTP server. Returns the exit status."""
         client = serving.client
-        client.restart = False
-        self.shutdown.stopping = True
-        for work in serving.background:
-            await work.stop()
+        await begin_stop(serving)
         if client.dead:
             logger.error("the engine's process has ended; the server stops")
             await asyncio.sleep(_POLL)  # the open requests' errors go out first
@@ -231,6 +238,40 @@ class Server:
         except TimeoutError:
             server.force_exit = True
         return status
+
+
+def make_client(config: EngineConfig, settings: ServerConfig) -> EngineClient:
+    """Return the client of an engine process that is yet to start."""
+    return EngineClient(
+        config, settings.logs, restart=settings.restart_engine, kv_events=settings.kv_events
+    )
+
+
+async def load_serving(
+    settings: ServerConfig, client: EngineClient, template: str | None
+) -> Serving:
+    """Load the tokenizer while the engine starts, and return the endpoints' shared state. Raises
+    as `make_serving`."""
+    tokenizer = await asyncio.to_thread(Tokenizer, Path(client.config.target))
+    serving = make_serving(settings, client, tokenizer, template)
+    client.on_snapshot = serving.metrics.engine
+    client.on_restart = serving.metrics.engine_restarted
+    return serving
+
+
+async def engine_ready(serving: Serving) -> Ready:
+    """Wait for the engine's first start and return its facts. Raises as `EngineClient.ready`."""
+    facts = await serving.client.ready()
+    serving.metrics.engine_started(serving.client.config.page_size, facts.pages)
+    return facts
+
+
+async def begin_stop(serving: Serving) -> None:
+    """Reject new requests, restart the engine no more, and end background work."""
+    serving.client.restart = False
+    serving.shutdown.stopping = True
+    for work in serving.background:
+        await work.stop()
 
 
 def make_serving(
