@@ -103,9 +103,7 @@ class EngineConfig:
         None, "Share of a GPU's memory that may be in use, others' included; by default the rest."
     )
     page_size: Count = option(16, "Tokens per page of the KV cache.")
-    enable_prefix_caching: bool = option(
-        True, "Reuse pages of earlier requests that begin with the same tokens."
-    )
+    enable_prefix_caching: bool = option(True, "Reuse pages of requests with the same prefix.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "auto, float32, bfloat16 or float16; auto is float32 on a CPU."
     )
@@ -119,9 +117,8 @@ class EngineConfig:
     tensor_parallel_size: Count = option(
         1, "Ranks that each hold a part of every layer, one process and on GPUs one GPU each."
     )
-    draft_tensor_parallel_size: Count | None = option(
-        None, "Ranks that the drafter is split over: 1 or, by default, tensor_parallel_size."
-    )
+    draft_tensor_parallel_size: Count | None = option(None, "Ranks of the drafter: 1 or all.")
+    enable_expert_parallel: bool = option(False, "Give each rank whole experts, not parts of all.")
     load_format: Literal["auto", "dummy"] = option(
         "auto", "auto reads weights; dummy creates random ones from config.json, to measure speed."
     )

@@ -96,7 +96,10 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
         ),
         ((1,), _ONE_GPU),
     ),
-    "enable_expert_parallel": ((False,), _ONE_GPU),
+    **dict.fromkeys(
+        ("expert_parallel_size", "ep_size", "ep"),
+        ((1,), "enable_expert_parallel gives each rank some of the experts"),
+    ),
     "cpu_offload_gb": ((0, 0.0), "Strobe keeps all weights on the device"),
     "enable_lora": ((False,), "Strobe loads no adapters"),
     "quantization": ((), "Strobe takes weights as the checkpoint has them, or weight_dtype fp8"),
@@ -143,7 +146,7 @@ ALIASES = frozenset({
 })  # fmt: skip
 """All accepted names besides our own."""
 FLAGS = frozenset({
-    *SWITCHES, "enable_expert_parallel", "enable_lora", "skip_tokenizer_init", "disable_log_stats",
+    *SWITCHES, "enable_lora", "skip_tokenizer_init", "disable_log_stats",
     "enable_auto_tool_choice", "enable_metrics", "disable_chunked_mm_input", "language_model_only",
     "enable_chunked_prefill", "trust_remote_code",
 })  # fmt: skip

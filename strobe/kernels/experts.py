@@ -211,9 +211,9 @@ def _sum_kernel(
     pdl_wait(PDL)
     row, column, inside = row_part(H, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
-    if tl.load(ids + row * TOP_K) < E:
-        for j in tl.static_range(TOP_K):
-            total += tl.load(y + (row * TOP_K + j) * H + column, inside, 0.0).to(tl.float32)
+    for j in tl.static_range(TOP_K):
+        computed = inside & (tl.load(ids + row * TOP_K + j) < E)
+        total += tl.load(y + (row * TOP_K + j) * H + column, computed, 0.0).to(tl.float32)
     if extra is not None:
         total += tl.load(extra + row * extra_stride + column, inside, 0.0).to(tl.float32)
     tl.store(out + row * H + column, round_to(total, out.dtype.element_ty), inside)
@@ -288,7 +288,7 @@ def experts(
     pdl = supports_pdl(x.device)
     _sum_kernel[(rows, triton.cdiv(size, block))](
         y, routed.ids, extra, out, 0 if extra is None else extra.stride(0), H=size,
-        E=logits.shape[1], TOP_K=routing.top_k, BLOCK=block, PDL=pdl,
+        E=gate_up[0].shape[0], TOP_K=routing.top_k, BLOCK=block, PDL=pdl,
         num_warps=4 if block > 512 else 2, launch_pdl=pdl,
     )  # fmt: skip
     return out

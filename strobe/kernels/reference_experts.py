@@ -39,11 +39,13 @@ class Linear(Protocol):
 
 class Routing(NamedTuple):
     """How logits choose the top_k experts of each row. Their weights are the softmax over the
-    chosen logits if `normalized`, otherwise over all, times scale [E] of the experts."""
+    chosen logits if `normalized`, otherwise over all, times scale [E] of the experts. held: first
+    and number of the experts at hand, if not all; the others add nothing to a row."""
 
     top_k: int
     normalized: bool = True
     scale: Tensor | None = None
+    held: tuple[int, int] | None = None
 
 
 class Gate(NamedTuple):
@@ -82,7 +84,8 @@ def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
 def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     """logits [T, E] -> weights [T, k] in the logits' dtype, experts [T, k].
 
-    Normalized weights, divided by their sum, equal the softmax over the k largest logits.
+    Normalized weights, divided by their sum, equal the softmax over the k largest logits. Experts
+    are numbered from the first at hand; all others have the number after the last.
     """
     values = logits.float()
     top, ids = values.topk(routing.top_k, dim=-1)
@@ -90,6 +93,10 @@ def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     weights = torch.exp(top - normalizer.logsumexp(-1, keepdim=True))
     if routing.scale is not None:
         weights = weights * routing.scale.index_select(0, ids.flatten()).view_as(weights)
+    if routing.held is not None:
+        first, count = routing.held
+        ids = ids - first
+        ids.masked_fill_((ids < 0) | (ids >= count), count)
     return weights.to(logits.dtype), ids
 
 
@@ -101,9 +108,11 @@ def experts(
     down: Linear,
     activate: Callable[[Tensor], Tensor],
     residual: Tensor,
+    *,
+    complete: bool = True,
 ) -> Tensor:
     """x, residual [T, H], weights and expert ids [T, k] -> residual + the weighted outputs of each
-    row's experts, down(activate(gate_up(x)))."""
+    row's experts, down(activate(gate_up(x))). complete: whether all ids are below E."""
     of_pair, order = ids.flatten().sort(stable=True)
     every = torch.arange(gate_up.weight.shape[0], device=x.device)
     ends = torch.searchsorted(of_pair, every, right=True, out_int32=True)
@@ -111,6 +120,8 @@ def experts(
     pairs = _linear(activate(inner), down, of_pair, ends)
     # Back in the rows' order, so that each row always adds up its own results in the same order.
     outputs = torch.empty_like(pairs).index_copy_(0, order, pairs).view(*ids.shape, -1)
+    if not complete:
+        outputs.masked_fill_((ids == every.shape[0])[..., None], 0)
     return torch.baddbmm(residual[:, None], weights[:, None], outputs)[:, 0]
 
 
@@ -120,7 +131,9 @@ def _linear(x: Tensor, linear: Linear, of_pair: Tensor, ends: Tensor) -> Tensor:
         y = grouped_gemm(x, linear.weight, ends)
     else:
         y = _dequantized_gemm(x, linear.weight, scale, stored, ends)
-    return y if linear.bias is None else y + linear.bias.index_select(0, of_pair)
+    if linear.bias is None:
+        return y
+    return y + linear.bias.index_select(0, of_pair.clamp(max=linear.bias.shape[0] - 1))
 
 
 def _dequantized_gemm(
@@ -130,7 +143,7 @@ def _dequantized_gemm(
     never holds them all; on a CPU one at a time, if a row chose it."""
     on_cpu, begins = x.device.type == "cpu", F.pad(ends, (1, 0))
     step = 1 if on_cpu else max(GATHERED // values[0].numel(), 1)
-    rows, y = torch.arange(x.shape[0], device=x.device), None
+    rows, y = torch.arange(x.shape[0], device=x.device), x.new_zeros(x.shape[0], values.shape[1])
     for first in range(0, values.shape[0], step):
         part = slice(first, first + step)
         begin, end = begins[first], ends[part][-1]
@@ -142,8 +155,7 @@ def _dequantized_gemm(
         product = grouped_gemm(turned, weights, ends[part] - begin)
         product = product.index_select(0, (rows - begin) % x.shape[0])
         inside = ((rows >= begin) & (rows < end))[:, None]
-        y = product if y is None else torch.where(inside, product, y)
-    assert y is not None
+        y = torch.where(inside, product, y)
     return y
 
 

@@ -25,12 +25,14 @@ def _route_kernel(
     logits,  # [T, E]
     scale,  # [E]; or None
     sizes,  # int64 [S]: rows of each span, their sum without padding; or None
-    ids,  # int32 [T, k]: E for padding rows
+    ids,  # int32 [T, k]: from the first expert at hand; HELD for padding rows and other experts
     weights,  # fp32 [T, k]
     rows,
     stride,
     spans,
     E: tl.constexpr,
+    FIRST: tl.constexpr,
+    HELD: tl.constexpr,
     TOP_K: tl.constexpr,
     NORMALIZED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -78,7 +80,8 @@ def _route_kernel(
     at = row[:, None] * TOP_K + slot[None, :]
     stored = inside[:, None] & (slot < TOP_K)[None, :]
     tl.store(weights + at, share, stored)
-    tl.store(ids + at, tl.where(live[:, None], chosen, E), stored)
+    at_hand = (chosen >= FIRST) & (chosen < FIRST + HELD)
+    tl.store(ids + at, tl.where(live[:, None] & at_hand, chosen - FIRST, HELD), stored)
 
 
 @triton.jit
@@ -134,19 +137,21 @@ def route(
     logits: Tensor, routing: Routing, sizes: Tensor | None, block_m: int, *, by_pair: bool
 ) -> Routed:
     """logits [T, E]; sizes [S] int64: rows of each span, all rows if None."""
-    (rows, count), top_k, device = logits.shape, routing.top_k, logits.device
+    (rows, total), top_k, device = logits.shape, routing.top_k, logits.device
+    first, count = routing.held or (0, total)
     pdl = supports_pdl(device)
     number = rows * top_k
     places = torch.empty(2 * number, dtype=torch.int32, device=device)
     ids, pairs = places[:number].view(rows, top_k), places[number:]
     weights = torch.empty(rows, top_k, dtype=torch.float32, device=device)
-    width = triton.next_power_of_2(count)
+    width = triton.next_power_of_2(total)
     block = min(max(_ROUTED_CELLS // width, 1), triton.next_power_of_2(rows))
     spans = 0 if sizes is None else sizes.shape[0]
     _route_kernel[(triton.cdiv(rows, block),)](
         logits, routing.scale, sizes, ids, weights, rows, logits.stride(0), spans,
-        E=count, TOP_K=top_k, NORMALIZED=routing.normalized, BLOCK=block, WIDTH=width,
-        SPANS=triton.next_power_of_2(max(spans, 1)), PDL=pdl, num_warps=4, launch_pdl=pdl,
+        E=total, FIRST=first, HELD=count, TOP_K=top_k, NORMALIZED=routing.normalized,
+        BLOCK=block, WIDTH=width, SPANS=triton.next_power_of_2(max(spans, 1)), PDL=pdl,
+        num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     if by_pair:
         return Routed(ids, weights, None, None, number)

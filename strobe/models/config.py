@@ -28,7 +28,8 @@ class ExpertShape:
     count: experts per layer. top_k: experts per row. layers: whether each layer has experts instead
     of an MLP. normalized: whether a row's weights add up to 1. bias: whether the experts' linear
     layers have a bias. limit: bound of a clamped activation's inputs. shared: intermediate size of
-    an MLP for all rows next to the experts; 0 if there is none.
+    an MLP for all rows next to the experts; 0 if there is none. held: first and number of the
+    experts that the model holds, if not all; the router still chooses among all.
     """
 
     count: int
@@ -39,6 +40,7 @@ class ExpertShape:
     bias: bool = False
     limit: float = 0.0
     shared: int = 0
+    held: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from strobe.models.config import TargetConfig
 from strobe.models.dflash import DFlash
+from strobe.models.families.experts import Experts
 from strobe.models.linear import AnyLinear, Linear
 from strobe.models.modules import RMSNorm
 from strobe.models.ops.torch_ops import Activation, ExpertsLayer, ForwardRows, Residual, TorchOps
@@ -25,11 +26,13 @@ PARTIAL = ("o_proj", "out_proj", "down_proj")
 
 
 def partial_linears(model: nn.Module, group: Group) -> frozenset[Linear]:
-    """Return the layers whose inputs are split. Only the first rank keeps their biases."""
+    """Return the layers whose inputs are split, or experts of which each rank has some. Only the
+    first rank keeps biases of layers whose inputs are split."""
     names = {path: m for path, m in model.named_modules() if isinstance(m, Linear)}
+    whole = {m.down_proj for m in model.modules() if isinstance(m, Experts) and m.held is not None}
     found = [linear for path, linear in names.items() if path.rpartition(".")[2] in PARTIAL]
     for linear in found:
-        if linear.bias is not None and group.rank:
+        if linear.bias is not None and group.rank and linear not in whole:
             linear.bias.zero_()
     return frozenset(found)
 

@@ -5,6 +5,7 @@ Only the part is read from the file, unless it is stored in GGUF's quantized for
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,17 +20,27 @@ from strobe.models.weight_mapping import WeightPart
 BY_VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 """Tensors whose last part may be smaller."""
 
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
 Pieces = list[tuple[int, int]]
 """First index and length of the parts of a dimension, in order."""
 
 
 class ShardedCheckpoint(Checkpoint):
     """The modules' shapes tell which dimension of a tensor is split. A tensor that stacks several
-    layers has a part of each. block: rows and columns that share a scale."""
+    layers has a part of each. whole_experts: leave out other ranks' experts, if each has tensors of
+    its own. block: rows and columns that share a scale."""
 
-    def __init__(self, directory: Path, rank: int, size: int):
+    def __init__(self, directory: Path, rank: int, size: int, *, whole_experts: bool = False):
         super().__init__(directory)
         self.rank, self.size = rank, size
+        if whole_experts:
+            found = {name: _EXPERT.search(name) for name in self.shapes}
+            numbers = {name: int(match[1]) for name, match in found.items() if match}
+            part = -(-(max(numbers.values(), default=0) + 1) // size)
+            for name, number in numbers.items():
+                if number // part != rank:
+                    del self.shapes[name]
         self._pieces: dict[str, dict[int, Pieces]] = {}
         fields = read_json(directory / "config.json")
         method = fields.get("quantization_config") or (fields.get("text_config") or {}).get(
@@ -46,7 +57,8 @@ class ShardedCheckpoint(Checkpoint):
             if name.endswith(SCALE):
                 pieces[dim] = self._blocks(name.removesuffix(SCALE), dim, whole)
             elif whole != part:
-                pieces[dim] = self._parts(name, whole, part, stacked)
+                stacks = stacked if sum(stacked) == part else ()  # of outputs, not of experts
+                pieces[dim] = self._parts(name, whole, part, stacks)
             if pieces.get(dim) and sum(length for _, length in pieces[dim]) != part:
                 raise self._misfit(name, whole)
         self._pieces[name] = pieces

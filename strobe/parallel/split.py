@@ -1,14 +1,15 @@
 """The part of a model's configs that one of several ranks holds.
 
-Query heads, intermediate sizes, experts' sizes and recurrent heads are divided by the number of
-ranks. Key-value heads are, too, or copied if there are fewer of them. Embedding and head are split
-by vocabulary, whose last part may be smaller.
+Query heads, intermediate sizes, recurrent heads and experts' sizes or numbers are divided by the
+number of ranks. Key-value heads are, too, or copied if there are fewer of them. Embedding and head
+are split by vocabulary, whose last part may be smaller.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,15 +24,19 @@ from strobe.parallel.group import Group, RankFailed
 from strobe.parallel.ops import make_rank_ops
 from strobe.parallel.shards import ShardedCheckpoint
 
+Config = TypeVar("Config", TargetConfig, DraftConfig)
+
 
 @dataclass(frozen=True)
 class Split:
     """One rank's part. size: number of ranks; draft_size: number of ranks that the drafter's layers
-    are split over; group: the ranks, once they have met. Raises ValueError."""
+    are split over; whole_experts: whether a rank has some of the experts, not a part of each;
+    group: the ranks, once they have met. Raises ValueError."""
 
     rank: int
     size: int
     draft_size: int
+    whole_experts: bool = False
     group: Group | None = None
 
     def __post_init__(self):
@@ -44,7 +49,13 @@ class Split:
     @staticmethod
     def of(config: EngineConfig, rank: int) -> Split:
         size = config.tensor_parallel_size
-        return Split(rank, size, config.draft_tensor_parallel_size or size)
+        whole_experts = config.enable_expert_parallel
+        if whole_experts and size == 1:
+            raise ValueError(
+                "enable_expert_parallel is set, but tensor_parallel_size is 1; leave it out, or "
+                "ask for several ranks."
+            )
+        return Split(rank, size, config.draft_tensor_parallel_size or size, whole_experts)
 
     def opener(self, load_format: str) -> Open:
         """Return what opens a checkpoint as the rank sees it; None for random weights."""
@@ -52,7 +63,8 @@ class Split:
             return None
         if self.size == 1:
             return Checkpoint
-        return partial(ShardedCheckpoint, rank=self.rank, size=self.size)
+        place: dict[str, Any] = {"rank": self.rank, "size": self.size}
+        return partial(ShardedCheckpoint, **place, whole_experts=self.whole_experts)
 
     def ops(self, ops: TorchOps, model: Target | DFlash) -> TorchOps:
         """Return the operations that compute the rank's part of the model as `ops` do."""
@@ -90,11 +102,14 @@ class Split:
     ) -> tuple[TargetConfig, DraftConfig | None]:
         """Return the configs of the rank's parts. Raises ValueError for a size that the number of
         ranks does not divide."""
-        vocab_part = self.rank, self.size
         for rows in (target.decoder.vocab_size, *([] if draft is None else [draft.head_rows])):
             if rows <= (self.size - 1) * -(-rows // self.size):
                 _divide("target", "vocab_size", rows, self.size)
-        decoder = replace(_split("target", target.decoder, self.size), vocab_part=vocab_part)
+        if self.whole_experts and target.decoder.experts is None:
+            raise ValueError(
+                "enable_expert_parallel is set, but the target has no experts; leave it out."
+            )
+        decoder = _split("target", target.decoder, self.size, self.whole_experts)
         states = target.states
         if states is not None:
             heads = _divide("target", "linear_num_value_heads", states.heads, self.size)
@@ -102,9 +117,17 @@ class Split:
             states = replace(states, heads=heads, key_heads=keys)
         target = replace(target, decoder=decoder, states=states)
         if draft is not None:
-            decoder = _split("drafter", draft.decoder, self.draft_size)
-            draft = replace(draft, decoder=replace(decoder, vocab_part=vocab_part))
-        return target, draft
+            draft = replace(draft, decoder=_split("drafter", draft.decoder, self.draft_size))
+        return self.of_rank(target), draft and self.of_rank(draft)
+
+    def of_rank(self, config: Config) -> Config:
+        """Return a config of parts with those that differ between ranks."""
+        decoder = replace(config.decoder, vocab_part=(self.rank, self.size))
+        experts = decoder.experts
+        if self.whole_experts and experts is not None:
+            count = experts.count // self.size
+            decoder = replace(decoder, experts=replace(experts, held=(self.rank * count, count)))
+        return replace(config, decoder=decoder)
 
 
 def _has_mlp(config: DecoderConfig) -> bool:
@@ -122,7 +145,9 @@ def _divide(model: str, name: str, value: int, size: int) -> int:
     return value // size
 
 
-def _split(model: str, config: DecoderConfig, size: int) -> DecoderConfig:
+def _split(
+    model: str, config: DecoderConfig, size: int, whole_experts: bool = False
+) -> DecoderConfig:
     """Return the config of one of `size` equal parts of the layers."""
 
     def kv_heads(count: int) -> int:
@@ -135,9 +160,13 @@ def _split(model: str, config: DecoderConfig, size: int) -> DecoderConfig:
 
     experts, inner = config.experts, config.intermediate_size
     if experts is not None:
-        own = _divide(model, "moe_intermediate_size", experts.moe_intermediate_size, size)
+        inner_size = experts.moe_intermediate_size
+        if whole_experts:
+            _divide(model, "num_experts", experts.count, size)
+        else:
+            inner_size = _divide(model, "moe_intermediate_size", inner_size, size)
         shared = _divide(model, "shared_expert_intermediate_size", experts.shared, size)
-        experts = replace(experts, moe_intermediate_size=own, shared=shared)
+        experts = replace(experts, moe_intermediate_size=inner_size, shared=shared)
     if _has_mlp(config):
         inner = _divide(model, "intermediate_size", inner, size)
     return replace(

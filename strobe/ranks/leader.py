@@ -66,15 +66,10 @@ def start_engine(
 
 def of_rank(resolved: ResolvedConfig, rank: int) -> ResolvedConfig:
     """Return the first rank's settings as another rank has them."""
-    device, draft, part = resolved.device, resolved.draft, (rank, resolved.split.size)
+    device, split = resolved.device, replace(resolved.split, rank=rank)
     if device.type == "cuda":
         device = torch.device("cuda", rank)
-    target, draft = [
-        config and replace(config, decoder=replace(config.decoder, vocab_part=part))
-        for config in (resolved.target, draft)
-    ]
-    assert target is not None
-    split = replace(resolved.split, rank=rank)
+    target, draft = split.of_rank(resolved.target), resolved.draft and split.of_rank(resolved.draft)
     return replace(resolved, device=device, target=target, draft=draft, split=split)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -37,7 +37,19 @@ class Problem:
     def twin(self, routing: Routing, activation: Gate) -> Tensor:
         weights, ids = reference.route(self.logits, routing)
         layers = (LinearView(weight.data, bias) for weight, bias in (self.gate_up, self.down))
-        return reference.experts(self.x, weights, ids, *layers, activation, self.extra)
+        complete = routing.held is None
+        return reference.experts(
+            self.x, weights, ids, *layers, activation, self.extra, complete=complete
+        )
+
+    def held(self, first: int, count: int) -> Problem:
+        """The same with the weights of some experts only."""
+        part = slice(first, first + count)
+        layers = [
+            (Weight(weight.data[part]), None if bias is None else bias[part])
+            for weight, bias in (self.gate_up, self.down)
+        ]
+        return replace(self, gate_up=layers[0], down=layers[1], extra=torch.zeros_like(self.extra))
 
 
 def problem(
@@ -88,6 +100,22 @@ def test_families_of_experts_match_twin(
     layer = problem(5, device, bias=bias)
     actual = layer.run(routing, activation, config=SORTED)
     torch.testing.assert_close(actual, layer.twin(routing, activation), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("config", [PAIRS, SORTED, None], ids=["pairs", "sorted", "twin"])
+def test_parts_of_the_experts_add_up_to_all(device: torch.device, config: ExpertsConfig | None):
+    """Also with experts that no row chose, and rows that chose none of a part's experts."""
+    layer, routing, activation = problem(9, device, bias=True), Routing(2), Gate("silu")
+    layer.logits[:, 4] = -9.0
+    layer.logits[:3, 0] = 9.0
+    total = layer.extra.clone()
+    for first, count in ((0, 1), (1, 3), (4, 1), (5, 1)):
+        part, held = layer.held(first, count), routing._replace(held=(first, count))
+        if config is None:
+            total += part.twin(held, activation)
+        else:
+            total += part.run(held, activation, config=config)
+    torch.testing.assert_close(total, layer.twin(routing, activation), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("config", [PAIRS, SORTED], ids=["pairs", "sorted"])

@@ -37,7 +37,8 @@ SAMPLINGS = [
     GREEDY.clone(structured_outputs={"regex": "[ab]{4,9}"}, ignore_eos=False),
 ]
 DIVISIBLE: dict[str, dict[str, Any]] = {
-    "gpt_oss in MXFP4": {"intermediate_size": 128},
+    "gpt_oss": {"num_local_experts": 8},
+    "gpt_oss in MXFP4": {"intermediate_size": 128, "num_local_experts": 8},
     "qwen3_5": {"linear_num_key_heads": 4, "linear_num_value_heads": 8},
     "qwen3_5_moe": {"linear_num_key_heads": 4, "linear_num_value_heads": 8},
 }
@@ -66,11 +67,12 @@ def answers(engine: Engine) -> list[list[int]]:
     return run(engine, PROMPTS, SAMPLINGS) + run(engine, PROMPTS, SAMPLINGS)
 
 
-def check_ranks(settings: EngineConfig, size: int) -> None:
-    """Also drafts must be those of one rank, except in near ties."""
+def check_ranks(settings: EngineConfig, size: int, **options: Any) -> None:
+    """Also drafts must be those of one rank, except in near ties. options: settings that a rank
+    alone does not have."""
     alone = Engine(settings)
     expected = answers(alone)
-    with ranks(settings, size) as engine:
+    with ranks(settings.with_(**options), size) as engine:
         assert answers(engine) == expected
         accepted = [e.stats.draft_counts.num_accepted for e in (alone, engine)]
         assert accepted[0] == accepted[1] > 0 or settings.adaptive
@@ -91,6 +93,21 @@ SHORT = {("qwen3", 2), ("gpt_oss in MXFP4", 2), ("qwen3_5_moe", 2), ("gemma4 wit
 def test_ranks_answer_as_one_does(tmp_path: Path, family: str, size: int):
     """Four ranks share two key-value heads, and the vocabulary of 61 tokens divides by none."""
     check_ranks(config(tmp_path, family), size)
+
+
+SPARSE = [name for name in FAMILIES if any(part in name for part in ("moe", "oss", "experts"))]
+
+
+@pytest.mark.parametrize(
+    ("family", "size"),
+    [
+        pytest.param(family, size, marks=[] if (family, size) in SHORT else [pytest.mark.full])
+        for family in SPARSE
+        for size in (2, 4)
+    ],
+)
+def test_ranks_with_some_of_the_experts_answer_as_one_does(tmp_path: Path, family: str, size: int):
+    check_ranks(config(tmp_path, family), size, enable_expert_parallel=True)
 
 
 @pytest.mark.parametrize(
@@ -169,6 +186,22 @@ def test_sizes_that_ranks_do_not_divide_are_named(
     settings = config(tmp_path, family, tensor_parallel_size=size)
     with pytest.raises(ValueError, match=rf"tensor_parallel_size is {size}.* {part}"):
         resolve(settings)
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "problem"),
+    [
+        ("qwen3", 2, "the target has no experts"),
+        ("qwen3_moe", 1, "tensor_parallel_size is 1"),
+        ("qwen3_moe", 3, "the target's num_experts 8"),
+    ],
+)
+def test_experts_that_ranks_cannot_share_are_refused(
+    tmp_path: Path, family: str, size: int, problem: str
+):
+    settings = config(tmp_path, family)
+    with pytest.raises(ValueError, match=problem):
+        resolve(settings.with_(tensor_parallel_size=size, enable_expert_parallel=True))
 
 
 @pytest.mark.parametrize(("block", "fits"), [((24, 32), True), ((16, 8), False), ((6, 6), True)])

@@ -41,7 +41,8 @@ ENGINE_FIELDS = [
     "target", "draft", "revision", "draft_revision", "method", "num_drafts",
     "adaptive", "draft_sample_method", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
     "kv_cache_memory", "gpu_memory_utilization", "page_size", "enable_prefix_caching", "dtype",
-    "device", "overlap", "tensor_parallel_size", "draft_tensor_parallel_size", "load_format",
+    "device", "overlap", "tensor_parallel_size", "draft_tensor_parallel_size",
+    "enable_expert_parallel", "load_format",
     "weight_dtype", "kv_cache_dtype", "attention_backend",
     "draft_attention_backend", "kernels", "cuda_graphs", "seed", "ngram_max", "ngram_min",
 ]  # fmt: skip

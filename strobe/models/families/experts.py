@@ -58,7 +58,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """All experts of a layer."""
+    """The experts of a layer that the model holds, the `first` to `first + count`."""
 
     def __init__(
         self,
@@ -69,7 +69,8 @@ class Experts(nn.Module):
         bias: bool = False,
     ):
         super().__init__()
-        self.count, self.size, self.gate = shape.count, shape.moe_intermediate_size, gate
+        self.size, self.gate, self.held = shape.moe_intermediate_size, gate, shape.held
+        self.first, self.count = shape.held or (0, shape.count)
         both = {"gate_proj": self.size, "up_proj": self.size}
         outputs = 2 * self.size if gate.name == "clamped" else both  # which take turns
         self.gate_up_proj = Linear(hidden_size, outputs, bias=bias, experts=self.count)
@@ -77,6 +78,7 @@ class Experts(nn.Module):
 
     def layer(self, routing: Routing) -> ExpertsLayer:
         """Return what `ops.experts` reads."""
+        routing = routing._replace(held=self.held)
         return ExpertsLayer(routing, self.gate_up_proj, self.down_proj, self.gate)
 
     def weight_mapping(self) -> WeightMapping:
@@ -85,9 +87,9 @@ class Experts(nn.Module):
         gate_up, down = list[WeightPart](), list[WeightPart]()
         for e in range(self.count):
             for first, name in ((0, "gate_proj"), (size, "up_proj")):
-                sources = {f"{e}.{name}.weight": (size, hidden)}
+                sources = {f"{self.first + e}.{name}.weight": (size, hidden)}
                 gate_up.append(WeightPart(sources, (e, slice(first, first + size))))
-            down.append(WeightPart({f"{e}.down_proj.weight": (hidden, size)}, (e,)))
+            down.append(WeightPart({f"{self.first + e}.down_proj.weight": (hidden, size)}, (e,)))
         biases = {"gate_up_proj": (self.count, 2 * size), "down_proj": (self.count, hidden)}
         stacked = {f"{n}.bias": [WeightPart({f"{n}_bias": shape})] for n, shape in biases.items()}
         return {"gate_up_proj.weight": gate_up, "down_proj.weight": down, **stacked}

@@ -150,8 +150,9 @@ class TorchOps:
     ) -> Tensor:
         """Add the weighted outputs of the experts that each row's logits [T, E] choose: x, extra
         [T, H] -> [T, H]."""
-        routed, linears = reference_experts.route(logits, layer.routing), layer[1:3]
-        return reference_experts.experts(x, *routed, *linears, layer.gate, extra)
+        routing, gate_up, down, gate = layer
+        routed, complete = reference_experts.route(logits, routing), routing.held is None
+        return reference_experts.experts(x, *routed, gate_up, down, gate, extra, complete=complete)
 
     def delta_rule(
         self, qkv: Tensor, decay: Tensor, rate: Tensor, conv: Tensor, layer: int, rows: ForwardRows
