@@ -65,7 +65,7 @@ ENGINE_FLAGS = [
     "--gpu-memory-utilization", "--page-size", "--revision", "--draft-revision",
     "--enable-prefix-caching",
     "--no-enable-prefix-caching", "--dtype", "--device", "--overlap", "--tensor-parallel-size",
-    "--draft-tensor-parallel-size", "--load-format",
+    "--draft-tensor-parallel-size", "--enable-expert-parallel", "--load-format",
     "--weight-dtype", "--kv-cache-dtype", "--attention-backend", "--draft-attention-backend",
     "--kernels", "--cuda-graphs", "--no-cuda-graphs", "--ngram-max", "--ngram-min",
 ]  # fmt: skip
