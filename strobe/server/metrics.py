@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
-from operator import attrgetter
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 from prometheus_client import (
     CollectorRegistry,
@@ -20,17 +19,14 @@ from prometheus_client import (
     ProcessCollector,
     disable_created_metrics,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4 as TEXT
 from prometheus_client.exposition import choose_encoder, generate_latest
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.openmetrics.exposition import ALLOWUTF8
 from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST as OPENMETRICS
-from prometheus_client.registry import Collector
 
-from strobe.counters import EngineStats
-from strobe.outputs import METRICS
 from strobe.server.engine_process.snapshot import EngineSnapshot
+from strobe.server.engine_totals import IDLE, OWN_LABELS, EngineTotals, TotalsCollector
 
 Phase = Literal["thinking", "answer", "tool"]
 
@@ -59,59 +55,23 @@ COUNT_BOUNDS = (1.0, 2.0, 5.0, 10.0, 20.0)
 LENGTH_BOUNDS = (*(float(m * 10**e) for e in range(6) for m in (1, 2, 5)), 1e6)
 
 
-IDLE = EngineSnapshot(0, 0, 0.0, EngineStats())
-
-
-OWN_LABELS = ("model_name", "engine")
-"""Labels of every metric except the process's and HTTP's."""
-
-
-class EngineTotals(Collector):
-    """The engine's totals: its latest snapshot's plus those of engines before a restart."""
-
-    def __init__(self, own: tuple[str, str]):
-        self._own = own
-        self._before = EngineStats()
-        self.snapshot = IDLE
-
-    def restart(self) -> None:
-        """Keep the totals of an engine that has ended, since the next one counts from 0."""
-        self._before.merge(self.snapshot.stats)
-        self.snapshot = IDLE
-
-    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        stats = EngineStats()
-        stats.merge(self._before)
-        stats.merge(self.snapshot.stats)
-        for attribute, name, help in METRICS:
-            value = attrgetter(attribute)(stats)
-            by_position = isinstance(value, list)
-            labels = [*OWN_LABELS, "position"] if by_position else OWN_LABELS
-            family = CounterMetricFamily(name, help, labels=labels)
-            for position, count in enumerate(value if by_position else [value]):
-                family.add_metric([*self._own, *[str(position)] * by_position], count)
-            yield family
-        for column, name in ((2, "slope"), (3, "intercept")):
-            gauge = GaugeMetricFamily(
-                f"strobe:spec_decode_confidence_{name}",
-                f"A draft's chance, about sigmoid(slope * evidence + intercept): the {name}.",
-                labels=[*OWN_LABELS, "block_drafts", "position"],
-            )
-            for row in self.snapshot.confidence:
-                gauge.add_metric([*self._own, str(row[0]), str(row[1])], row[column])
-            yield gauge
-
-
 class ServerMetrics:
     """All metrics: the server's own and the engine's totals.
 
-    Metrics have the labels OWN_LABELS. Names are vLLM's where vLLM has the metric.
+    Metrics have the labels OWN_LABELS. Names are vLLM's where vLLM has the metric. engines: the
+    series of each engine; the first ones also count what belongs to none.
     """
 
-    def __init__(self, model_name: str, engine: str = "0"):
+    def __init__(self, model_name: str, first: ServerMetrics | None = None):
+        """first: the first engine's metrics, whose families these join."""
         disable_created_metrics()  # the library's *_created series, which vLLM lacks
-        self.own = model_name, engine
-        self._registry = CollectorRegistry()
+        self._registry = CollectorRegistry() if first is None else first._registry
+        self._families: dict[str, Any] = {} if first is None else first._families
+        self._collector = TotalsCollector() if first is None else first._collector
+        self.engines: list[ServerMetrics] = [] if first is None else first.engines
+        self.own = model_name, str(len(self.engines))
+        self.engines.append(self)
+        self._pages: tuple[str, ...] = ()
         self.open_answers: Callable[[], int] = int
         self.paths: frozenset[str] = frozenset()
 
@@ -120,28 +80,33 @@ class ServerMetrics:
         self._kv_used = self._gauge(
             "vllm:kv_cache_usage_perc", "Share of the K/V pages in use, 0 to 1."
         )
-        self._cache_config = Gauge(
+        self._cache_config = self._family(
+            Gauge,
             "vllm:cache_config_info",
             "The engine's K/V pages, in labels: tokens of each, and their number.",
-            [*OWN_LABELS, "block_size", "num_gpu_blocks"],
-            registry=self._registry,
+            "block_size",
+            "num_gpu_blocks",
         )
         self._gauge("strobe:open_answers", "Answers that clients wait for.").set_function(
             lambda: self.open_answers()
         )
-        self._gauge("strobe:server_tasks", "Tasks on the server's event loop.").set_function(_tasks)
         self._restarts = self._counter(
             "strobe:engine_restarts", "Restarts of the engine process after it ended."
         ).labels(*self.own)
         self._totals = EngineTotals(self.own)
-        self._registry.register(self._totals)
-        ProcessCollector(registry=self._registry)
-        self._http = Counter(
-            "http_requests",
-            "HTTP requests answered.",
-            ["handler", "method", "status"],
-            registry=self._registry,
-        )
+        self._collector.engines.append(self._totals)
+        if first is None:
+            self._gauge("strobe:server_tasks", "Tasks on the server's event loop.").set_function(
+                _tasks
+            )
+            self._registry.register(self._collector)
+            ProcessCollector(registry=self._registry)
+            self._http = Counter(
+                "http_requests",
+                "HTTP requests answered.",
+                ["handler", "method", "status"],
+                registry=self._registry,
+            )
 
         verified = [
             self._counter(name, help, "context", "phase")
@@ -243,16 +208,27 @@ class ServerMetrics:
             "strobe:http_requests_refused", "Requests answered with an error.", "status", "reason"
         )
 
+    def _family(self, kind: Any, name: str, help: str, *labels: str, **options: Any) -> Any:
+        """Return the metric of that name, which all engines share."""
+        if name not in self._families:
+            self._families[name] = kind(
+                name, help, [*OWN_LABELS, *labels], registry=self._registry, **options
+            )
+        return self._families[name]
+
     def _gauge(self, name: str, help: str) -> Gauge:
-        gauge = Gauge(name, help, OWN_LABELS, registry=self._registry)
-        return gauge.labels(*self.own)
+        return self._family(Gauge, name, help).labels(*self.own)
 
     def _counter(self, name: str, help: str, *labels: str) -> Counter:
-        return Counter(name, help, [*OWN_LABELS, *labels], registry=self._registry)
+        return self._family(Counter, name, help, *labels)
 
     def _histogram(self, name: str, help: str, bounds: tuple[float, ...]) -> Histogram:
-        histogram = Histogram(name, help, OWN_LABELS, registry=self._registry, buckets=bounds)
-        return histogram.labels(*self.own)
+        return self._family(Histogram, name, help, buckets=bounds).labels(*self.own)
+
+    def add_engines(self, count: int) -> None:
+        """Add series of further engines."""
+        for _ in range(count):
+            ServerMetrics(self.own[0], self)
 
     def engine(self, snapshot: EngineSnapshot) -> None:
         """Record the engine's latest snapshot."""
@@ -263,8 +239,10 @@ class ServerMetrics:
 
     def engine_started(self, page_size: int, pages: int) -> None:
         """Record the engine's pages, for routers."""
-        self._cache_config.clear()
-        self._cache_config.labels(*self.own, str(page_size), str(pages)).set(1)
+        if self._pages:
+            self._cache_config.remove(*self.own, *self._pages)
+        self._pages = str(page_size), str(pages)
+        self._cache_config.labels(*self.own, *self._pages).set(1)
 
     def engine_restarted(self) -> None:
         """Record a restart of the engine process."""
