@@ -21,8 +21,14 @@ READS, READ_INTERVAL = 5, 0.005  # of the load; seconds
 def prepare() -> None:
     """Set the variables that the user has not set, unless torch is imported already."""
     if sys.platform == "linux" and "torch" not in sys.modules:
-        cores, allowed = len(os.sched_getaffinity(0)), core_quota()
-        os.environ.update(choose_environment(os.environ, min(cores, allowed or cores), cores))
+        cores = len(os.sched_getaffinity(0))
+        os.environ.update(choose_environment(os.environ, usable_cores(), cores))
+
+
+def usable_cores() -> int:
+    """Return the number of cores that the process may run on and its CPU quota allows."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return min(cores, core_quota() or cores)
 
 
 def choose_environment(

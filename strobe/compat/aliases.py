@@ -24,6 +24,9 @@ RENAMED = {
     "mem_fraction_static": "gpu_memory_utilization",
     "tp_size": "tensor_parallel_size",
     "tp": "tensor_parallel_size",
+    "data_parallel_size": "data_parallel_size",
+    "dp_size": "data_parallel_size",
+    "dp": "data_parallel_size",
     "kv_cache_memory_bytes": "kv_cache_memory",
     "random_seed": "seed",
     "speculative_draft_model_path": "draft",
@@ -89,13 +92,7 @@ SAME = {
 _ONE_GPU = "only tensor_parallel_size splits a model"
 _OWN_TOKENIZER = "Strobe reads the tokenizer as the checkpoint has it"
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
-    **dict.fromkeys(
-        (
-            *("pipeline_parallel_size", "pp_size", "pp"),
-            *("data_parallel_size", "dp_size", "dp"),
-        ),
-        ((1,), _ONE_GPU),
-    ),
+    **dict.fromkeys(("pipeline_parallel_size", "pp_size", "pp"), ((1,), _ONE_GPU)),
     **dict.fromkeys(
         ("expert_parallel_size", "ep_size", "ep"),
         ((1,), "enable_expert_parallel gives each rank some of the experts"),
@@ -210,6 +207,8 @@ def translate(options: Mapping[str, Any]) -> Translation:
         elif name == "trust_remote_code" and _switch(name, value):
             logger.warning("trust_remote_code is set, but code of a checkpoint's own is never run.")
     _tokenizer(set_options, translation.values)
+    if translation.values.get("data_parallel_size") == 1:
+        del translation.values["data_parallel_size"]  # true where there are no replicas, too
     return translation
 
 

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from itertools import count
 from typing import Annotated, Any, Literal
@@ -63,6 +64,23 @@ class KVEventsConfig:
         is_on = config.enable_kv_cache_events and config.publisher != "null"
         return config if is_on else None
 
+    def of_rank(self, rank: int) -> KVEventsConfig:
+        """Return the settings of one of several engines, with endpoints of its own as in vLLM: the
+        port plus `rank`, or a name that ends with the rank."""
+        replay = self.replay_endpoint
+        return replace(
+            self,
+            endpoint=_endpoint_of(self.endpoint, rank),
+            replay_endpoint=None if replay is None else _endpoint_of(replay, rank),
+        )
+
+
+def _endpoint_of(endpoint: str, rank: int) -> str:
+    address, _, port = endpoint.rpartition(":")
+    if rank and port.isdecimal():
+        return f"{address}:{int(port) + rank}"
+    return f"{endpoint}_dp{rank}" if rank else endpoint
+
 
 def check_kv_events(text: str) -> str:
     """Return the text of a config. Raises ValueError if it is invalid or ZeroMQ is missing."""
@@ -79,11 +97,13 @@ def check_kv_events(text: str) -> str:
 class KVEventPublisher:
     """Records changes of a pool's index, and publishes those of each step from a thread."""
 
-    def __init__(self, config: KVEventsConfig, pool: PagePool):
-        """Raises ValueError for an endpoint that cannot be used."""
+    def __init__(self, config: KVEventsConfig, pool: PagePool, rank: int = 0):
+        """rank: the number of the engine among a server's, added to its ports. Raises ValueError
+        for an endpoint that cannot be used."""
         import msgspec
         import zmq
 
+        self._rank, config = rank, config.of_rank(rank)
         self._block_size, self._topic = pool.page_size, config.topic.encode()
         self._encode = msgspec.msgpack.Encoder().encode
         context = zmq.Context.instance()
@@ -132,7 +152,7 @@ class KVEventPublisher:
         """Publish what was recorded since the last call; wait if the queue is full."""
         if not self._events:
             return
-        batch = {"ts": time.time(), "events": self._events, "data_parallel_rank": 0}
+        batch = {"ts": time.time(), "events": self._events, "data_parallel_rank": self._rank}
         self._events = []
         self._batches.put(batch)
 

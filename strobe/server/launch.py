@@ -2,8 +2,9 @@
 
 SIGTERM, SIGINT: reject new requests > finish running ones within the grace period > exit 0
 a second signal: end the grace period at once
-the engine process ends: fail open requests > restart it
-the third time within a minute, or with --no-restart-engine: fail open requests > exit 1
+the engine process ends: fail its open requests > restart it
+the third time within a minute, or with --no-restart-engine: fail open requests > exit 1 if it is
+the last one
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import signal
 import socket
 import ssl
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from strobe.server.app import make_app
 from strobe.server.connections import AT_ONCE, Connection, QuietErrorHandler
 from strobe.server.engine_process.client import EngineClient, EngineDead
 from strobe.server.engine_process.messages import Ready
+from strobe.server.engine_process.replicas import Replicas
 from strobe.server.guards import Shutdown, is_loopback, read_keys
 from strobe.server.metrics import ServerMetrics
 from strobe.server.openai.protocol.errors import counted
@@ -182,9 +185,10 @@ class Server:
             ready = asyncio.create_task(engine_ready(serving))
             stopped = asyncio.create_task(self._stop.wait())
             await asyncio.wait({ready, stopped, http}, return_when=asyncio.FIRST_COMPLETED)
-            if ready.done():
-                facts = ready.result()
-                logger.info(self._greeting(serving, f"{facts.device}, {facts.dtype}"))
+            if ready.done() or client.dead:
+                facts = await ready
+                several = f"{n} engines, " if (n := len(client.engines)) > 1 else ""
+                logger.info(self._greeting(serving, f"{several}{facts.device}, {facts.dtype}"))
                 for work in serving.background:
                     work.resume()
                 await asyncio.wait({stopped, http}, return_when=asyncio.FIRST_COMPLETED)
@@ -240,48 +244,59 @@ class Server:
         return status
 
 
-def make_client(config: EngineConfig, settings: ServerConfig) -> EngineClient:
-    """Return the client of an engine process that is yet to start."""
+def make_client(config: EngineConfig, settings: ServerConfig) -> EngineClient | Replicas:
+    """Return the client of an engine process, or of several, that are yet to start. Raises
+    ValueError if the machine has too few GPUs."""
+    if settings.data_parallel_size > 1:
+        return Replicas(config, settings)
     return EngineClient(
         config, settings.logs, restart=settings.restart_engine, kv_events=settings.kv_events
     )
 
 
 async def load_serving(
-    settings: ServerConfig, client: EngineClient, template: str | None
+    settings: ServerConfig, client: EngineClient | Replicas, template: str | None
 ) -> Serving:
     """Load the tokenizer while the engine starts, and return the endpoints' shared state. Raises
     as `make_serving`."""
     tokenizer = await asyncio.to_thread(Tokenizer, Path(client.config.target))
-    serving = make_serving(settings, client, tokenizer, template)
-    client.on_snapshot = serving.metrics.engine
-    client.on_restart = serving.metrics.engine_restarted
-    return serving
+    return make_serving(settings, client, tokenizer, template)
 
 
 async def engine_ready(serving: Serving) -> Ready:
     """Wait for the engine's first start and return its facts. Raises as `EngineClient.ready`."""
-    facts = await serving.client.ready()
-    serving.metrics.engine_started(serving.client.config.page_size, facts.pages)
-    return facts
+    return await serving.client.ready()
 
 
 async def begin_stop(serving: Serving) -> None:
-    """Reject new requests, restart the engine no more, and end background work."""
-    serving.client.restart = False
+    """Reject new requests, restart no engine any more, and end background work."""
+    for engine in serving.client.engines:
+        engine.restart = False
     serving.shutdown.stopping = True
     for work in serving.background:
         await work.stop()
 
 
 def make_serving(
-    settings: ServerConfig, client: EngineClient, tokenizer: Tokenizer, template: str | None
+    settings: ServerConfig,
+    client: EngineClient | Replicas,
+    tokenizer: Tokenizer,
+    template: str | None,
 ) -> Serving:
     """Return the endpoints' shared state. template: replaces the checkpoint's chat template. Raises
     ValueError for a template that does not compile and for unknown parsers."""
     if template is not None:
         check_template(tokenizer, template)
     chat_template = template or tokenizer.hf.chat_template
+    metrics = ServerMetrics(settings.served_model_name[0])
+    page_size = client.config.page_size
+    metrics.add_engines(len(client.engines) - 1)
+    for engine, own in zip(client.engines, metrics.engines, strict=True):
+        own.open_answers = partial(getattr, engine, "num_open")
+        engine.on_snapshot, engine.on_restart = own.engine, own.engine_restarted
+        engine.on_ready = lambda facts, own=own: own.engine_started(page_size, facts.pages)
+        if engine.facts is not None:
+            engine.on_ready(engine.facts)
     return Serving(
         settings=settings,
         client=client,
@@ -290,7 +305,7 @@ def make_serving(
         root=client.config.target,
         chat_template=template,
         formats=Formats.of(settings, chat_template if isinstance(chat_template, str) else None),
-        metrics=ServerMetrics(settings.served_model_name[0]),
+        metrics=metrics,
     )
 
 

@@ -56,17 +56,20 @@ def timestamp(seconds: float) -> str:
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per record: time, level, logger, and its message or its fields."""
+    """One JSON object per record: time, level, logger, the engine if there are several, and its
+    message or its fields."""
 
-    def __init__(self, *, show_text: bool = False):
+    def __init__(self, *, show_text: bool = False, engine: int | None = None):
         super().__init__()
-        self.show_text = show_text
+        self.show_text, self.engine = show_text, engine
 
     def format(self, record: logging.LogRecord) -> str:
         content: Any = record.msg
         fields = Fields(
             time=timestamp(record.created), level=record.levelname, logger=_logger(record)
         )
+        if (engine := getattr(record, "engine", self.engine)) is not None:
+            fields["engine"] = engine
         if isinstance(content, Fields):
             fields.update(content)
         else:
@@ -78,16 +81,18 @@ class JsonFormatter(logging.Formatter):
 
 
 class PlainFormatter(logging.Formatter):
-    """Time, level, logger and message. Further lines of a record are indented, so that no text in
-    it can pass for a record."""
+    """Time, level, logger, the engine if there are several, and message. Further lines of a record
+    are indented, so that no text in it can pass for a record."""
 
-    def __init__(self, *, show_text: bool = False):
+    def __init__(self, *, show_text: bool = False, engine: int | None = None):
         super().__init__()
-        self.show_text = show_text
+        self.show_text, self.engine = show_text, engine
 
     def format(self, record: logging.LogRecord) -> str:
         head = f"{timestamp(record.created)} {record.levelname} {_logger(record)}: "
         trace = _trace(record, self.show_text)
+        if (engine := getattr(record, "engine", self.engine)) is not None:
+            head += f"engine {engine}: "
         fields = record.msg.plain if isinstance(record.msg, Fields) else None
         text = head + (fields or _message(record, self.show_text))
         text += f"\n{trace}" if trace else ""
@@ -95,14 +100,19 @@ class PlainFormatter(logging.Formatter):
 
 
 def configure_logging(
-    level: str = "info", *, as_json: bool = False, show_text: bool = False
+    level: str = "info",
+    *,
+    as_json: bool = False,
+    show_text: bool = False,
+    engine: int | None = None,
 ) -> None:
     """Send this process's records to stderr; for programs, not for libraries.
 
     level: minimum level of Strobe's and uvicorn's records ("debug", "info", "warning", "error");
     other libraries log warnings and errors only. show_text: exceptions keep their messages, which
-    may quote a prompt. uvicorn's handlers are removed, and its access log is off, since
-    "strobe.access" replaces it. Raises ValueError for an unknown level.
+    may quote a prompt. engine: the number of this process's engine, if there are several. uvicorn's
+    handlers are removed, and its access log is off, since "strobe.access" replaces it. Raises
+    ValueError for an unknown level.
     """
     levels = logging.getLevelNamesMapping()
     number = levels.get(level.upper())
@@ -112,7 +122,7 @@ def configure_logging(
         )
     make = JsonFormatter if as_json else PlainFormatter
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(make(show_text=show_text))
+    handler.setFormatter(make(show_text=show_text, engine=engine))
     logging.basicConfig(handlers=[handler], level=max(number, logging.WARNING), force=True)
     logging.getLogger("strobe").setLevel(number)
     for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
@@ -120,6 +130,13 @@ def configure_logging(
         logger.handlers.clear()  # set by an earlier uvicorn.Config
         logger.setLevel(number)
         logger.propagate = name != "uvicorn.access"
+
+
+def engine_logger(
+    logger: logging.Logger, engine: int | None
+) -> logging.LoggerAdapter[logging.Logger]:
+    """Return a logger whose records name that engine, if it is one of several."""
+    return logging.LoggerAdapter(logger, {} if engine is None else {"engine": engine})
 
 
 def _logger(record: logging.LogRecord) -> str:

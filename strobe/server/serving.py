@@ -21,6 +21,7 @@ from strobe.request import DEFAULT_SCHEDULING, SchedulingOptions
 from strobe.sampling_params import SamplingParams
 from strobe.server.engine_process.client import EngineClient, Generation
 from strobe.server.engine_process.messages import Ready
+from strobe.server.engine_process.replicas import Replicas
 from strobe.server.guards import Shutdown
 from strobe.server.metrics import ServerMetrics
 from strobe.server.openai.protocol.errors import FieldError, counted
@@ -118,7 +119,7 @@ class Serving:
     """State of one server, shared by its endpoints."""
 
     settings: ServerConfig
-    client: EngineClient
+    client: EngineClient | Replicas
     tokenizer: Tokenizer
     names: tuple[str, ...]
     root: str
@@ -134,7 +135,6 @@ class Serving:
 
     def __post_init__(self) -> None:
         self.responses = ResponseStore(self.settings.response_memory)
-        self.metrics.open_answers = lambda: self.client.num_open
         self._text_threads = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="strobe-text")
         self._longest_token = max(map(len, self.tokenizer.fast.get_vocab()), default=1)
         self.template_reads = _variables(self.chat_template or self.tokenizer.hf.chat_template)

@@ -24,9 +24,12 @@ class LogSettings:
     level: str = "info"
     as_json: bool = False
     show_text: bool = False
+    engine: int | None = None
 
     def configure(self) -> None:
-        configure_logging(self.level, as_json=self.as_json, show_text=self.show_text)
+        configure_logging(
+            self.level, as_json=self.as_json, show_text=self.show_text, engine=self.engine
+        )
 
 
 def _visible(names: Texts) -> Texts:
@@ -63,6 +66,11 @@ class ServerConfig:
     ssl_certfile: str | None = option(None, "Certificate chain, as PEM; the server speaks HTTPS.")
     ssl_keyfile: str | None = option(None, "Its private key, where the chain's file has none.")
     root_path: str = option("", "Path below which a proxy shows the server, such as /strobe.")
+    data_parallel_size: Annotated[int, Field(ge=1)] = option(
+        1,
+        "Engines behind the server, each with the whole model and, on GPUs, tensor_parallel_size "
+        "GPUs of its own.",
+    )
     served_model_name: Annotated[Texts, AfterValidator(_visible)] = option(
         (), "Names of the model in requests; responses have the first one."
     )

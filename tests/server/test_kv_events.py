@@ -140,6 +140,14 @@ def test_router_rebuilds_the_cache_from_events_alone(tmp_path: Path):
     assert late.blocks == {}
 
 
+def test_engine_of_several_names_its_rank(tmp_path: Path):
+    addresses = {n: f"ipc://{tmp_path}/{n}" for n in ("endpoint", "replay_endpoint")}
+    config = KVEventsConfig(enable_kv_cache_events=True, **addresses)
+    KVEventPublisher(config, PagePool(4, 4), 3)._batches.join()
+    (batch,) = replay(config.of_rank(3), 0).values()
+    assert decode(batch).data_parallel_rank == 3
+
+
 def replay(config: KVEventsConfig, start: int) -> dict[int, bytes]:
     """Ask for the batches from a sequence number on; return their payloads."""
     socket = zmq.Context.instance().socket(zmq.DEALER)

@@ -78,7 +78,8 @@ FLAGS = {
     "serve": [
         "--host", "--port", "--allowed-hosts",
         "--api-key", "--api-key-file", "--ssl-certfile", "--ssl-keyfile",
-        "--root-path", "--served-model-name", "--chat-template", "--default-chat-template-kwargs",
+        "--root-path", "--data-parallel-size", "--served-model-name", "--chat-template",
+        "--default-chat-template-kwargs",
         "--trust-request-chat-template", "--tool-call-parser", "--reasoning-parser",
         "--max-waiting", "--request-timeout", "--grace", "--restart-engine",
         "--no-restart-engine", "--lenient", "--batch-dir", "--max-body-bytes", "--response-memory",

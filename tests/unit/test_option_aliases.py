@@ -305,6 +305,28 @@ def test_server_accepts_aliases_for_model_and_options(main: Main, monkeypatch: p
     assert "target is 't', but model is 'u'" in err
 
 
+def test_only_the_server_has_replicas(
+    main: Main, monkeypatch: pytest.MonkeyPatch, llm_options: dict[str, Any]
+):
+    sizes: list[int] = []
+    monkeypatch.setattr(
+        "strobe.server.launch.serve",
+        lambda config, settings: sizes.append(settings.data_parallel_size) or 0,
+    )
+    monkeypatch.setattr("os._exit", lambda status: None)
+    for options in (["-dp", "2"], ["--dp=2"], ["--dp-size=2"], ["--data-parallel-size=2"], []):
+        main("serve", *options)
+    assert sizes == [2, 2, 2, 2, 1]
+    status, _, err = main("serve", "--data-parallel-size=0")
+    assert (status, err) == (2, "strobe: data_parallel_size is 0, but must be at least 1.\n")
+    for command in ("generate", "run-batch"):
+        status, _, err = main(command, "--data-parallel-size=2")
+        assert status == 2
+        assert err == f"strobe: strobe {command} takes no data_parallel_size; leave it out.\n"
+    assert main("generate", "hello", "--no-chat", "--data-parallel-size=1")[0] == 0
+    assert "data_parallel_size" not in llm_options
+
+
 def test_info_reads_pair_from_speculative_config(main: Main, pair: Pair):
     speculative = json.dumps({**DFLASH, "model": str(pair.draft), "num_speculative_tokens": 7})
     status, out, _ = main(

@@ -6,17 +6,13 @@ All of it runs on the event loop's thread and never blocks on the engine.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import gc
-import importlib
 import itertools
 import logging
 import multiprocessing
 import signal
 from collections import deque
-from collections.abc import Callable, Generator, Hashable
-from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Hashable
+from dataclasses import replace
 
 from strobe.config import EngineConfig
 from strobe.request import FinishReason, SchedulingOptions
@@ -33,8 +29,10 @@ from strobe.server.engine_process.messages import (
     Stop,
     Submit,
 )
+from strobe.server.engine_process.process import Replica, blocked, run
 from strobe.server.engine_process.snapshot import EngineSnapshot
 from strobe.server.kv_events import KVEventsConfig
+from strobe.server.logs import engine_logger
 from strobe.server.settings import LogSettings
 from strobe.step import TokenEvent
 
@@ -69,6 +67,7 @@ class Generation:
 
     def __init__(self, client: EngineClient, key: int, answers: int):
         self._client, self.key = client, key
+        self.engine = 0  # the number of the replica that answers
         self.open = set(range(answers))
         self.first_ended = self.last_ended = 0.0  # of steps with tokens, by the engine's clock
         self._events: deque[list[TokenEvent]] = deque()
@@ -141,7 +140,8 @@ class EngineClient:
     """Starts the engine process and exchanges messages with it.
 
     restart: restart the process if it ends after it was ready. Open requests then fail with
-    EngineUnavailable, and `facts` is None until the engine is ready again.
+    EngineUnavailable, and `facts` is None until the engine is ready again. engines: the clients of
+    all engines, as in `Replicas`. replica: which of them this is, None for the only one.
     """
 
     def __init__(
@@ -151,8 +151,12 @@ class EngineClient:
         *,
         restart: bool = False,
         kv_events: KVEventsConfig | None = None,
+        replica: Replica | None = None,
     ):
-        self.config, self.logs, self.restart, self.kv_events = config, logs, restart, kv_events
+        self.config, self.restart, self.kv_events = config, restart, kv_events
+        self.engines, self.replica = [self], replica
+        number = None if replica is None else replica.number
+        self.logs, self._logger = replace(logs, engine=number), engine_logger(logger, number)
         self.facts: Ready | None = None
         self.failed: Failed | None = None
         self.dead = False
@@ -160,6 +164,7 @@ class EngineClient:
         self.grammar_fault: str | None = None
         self.snapshot: EngineSnapshot | None = None
         self.on_snapshot: Callable[[EngineSnapshot], None] = lambda snapshot: None
+        self.on_ready: Callable[[Ready], None] = lambda facts: None
         self.on_death: Callable[[], None] = lambda: None
         self.on_restart: Callable[[], None] = lambda: None
         self._generations: dict[Hashable, Generation] = {}
@@ -173,8 +178,8 @@ class EngineClient:
         context = multiprocessing.get_context("spawn")
         self._pipe, self._child_pipe = context.Pipe()
         self.process = context.Process(
-            target=_run,
-            args=(self._child_pipe, self.config, self.logs, self.kv_events),
+            target=run,
+            args=(self._child_pipe, self.config, self.logs, self.kv_events, self.replica),
             name="strobe-engine",
             daemon=True,
         )
@@ -182,7 +187,7 @@ class EngineClient:
     def start(self) -> None:
         """Start the process; needs a running event loop. The process ignores Ctrl-C, since the
         server stops it."""
-        with _blocked(signal.SIGINT):
+        with blocked(signal.SIGINT):
             self.process.start()
         self._child_pipe.close()
         asyncio.get_running_loop().add_reader(self._pipe.fileno(), self._readable)
@@ -260,7 +265,7 @@ class EngineClient:
             try:
                 self._pipe.send(Stop())
             except OSError:
-                logger.debug("the engine's process had ended before it was stopped")
+                self._logger.debug("the engine's process had ended before it was stopped")
         if self.facts is None:
             self.process.kill()
         await asyncio.to_thread(self.process.join, timeout)
@@ -294,12 +299,13 @@ class EngineClient:
             self.grammar_fault = message.fault
         elif isinstance(message, Ready):
             if self.restarting:
-                logger.info("the engine can answer again")
+                self._logger.info("the engine can answer again")
             self.facts, self.restarting = message, False
             self._ready.set()
+            self.on_ready(message)
         else:
             if self.restarting:
-                logger.error("%s", message.error)
+                self._logger.error("%s", message.error)
             self.failed = message
 
     def _dispatch(self, step: StepEvents) -> None:
@@ -350,7 +356,7 @@ class EngineClient:
         self._ends.append(now)
         if len(self._ends) < MAX_ENDS:
             return True
-        logger.error(
+        self._logger.error(
             "the engine's process has ended %d times within a minute; it is not started again",
             MAX_ENDS,
         )
@@ -360,7 +366,7 @@ class EngineClient:
         """Start a new process after the old one has released the device."""
         self.process.kill()
         await asyncio.to_thread(self.process.join)
-        logger.error(
+        self._logger.error(
             "the engine's process ended (exit code %s); it is started again", self.process.exitcode
         )
         self.grammar_fault = None
@@ -369,27 +375,6 @@ class EngineClient:
         try:
             self.start()
         except OSError as error:
-            logger.error("the engine's process cannot be started again (%s)", error)
+            self._logger.error("the engine's process cannot be started again (%s)", error)
             self.dead, self.restarting = True, False
             self.on_death()
-
-
-@contextlib.contextmanager
-def _blocked(number: signal.Signals) -> Generator[None]:
-    """Block a signal, also in processes started inside the block."""
-    resource_tracker.ensure_running()  # if started inside the block, it would unblock signals
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _run(
-    pipe: Connection, config: EngineConfig, logs: LogSettings, kv_events: KVEventsConfig | None
-) -> None:
-    """Run the worker. Only the engine process imports it, and with it torch."""
-    gc.disable()  # imports leave no garbage to search for
-    worker = importlib.import_module("strobe.server.engine_process.worker")
-    gc.enable()
-    worker.run_engine(pipe, config, logs, kv_events)

@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable, Hashable
 from multiprocessing.connection import Connection
 
+import torch
+
 from strobe.config import EngineConfig
 from strobe.engine.engine import Engine
 from strobe.grammars.trial import GrammarsUnavailable
@@ -35,6 +37,7 @@ from strobe.server.engine_process.messages import (
     Stop,
     Submit,
 )
+from strobe.server.engine_process.process import Replica
 from strobe.server.engine_process.snapshot import EngineSnapshot
 from strobe.server.kv_events import KVEventPublisher, KVEventsConfig
 from strobe.server.settings import LogSettings
@@ -54,17 +57,21 @@ def run_engine(
     config: EngineConfig,
     logs: LogSettings,
     kv_events: KVEventsConfig | None = None,
+    replica: Replica | None = None,
 ) -> None:
     """The process's main function. Returns when the server sends Stop or has ended."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the server decides when to stop
     logs.configure()
     try:
+        if replica is not None:
+            check_gpus(config, replica)
         engine = start_engine(config)
         warm_up(engine)
         measure_costs(engine)
         pool = engine.components.pool
-        publish = None if kv_events is None else KVEventPublisher(kv_events, pool).flush
+        rank = 0 if replica is None else replica.number
+        publish = None if kv_events is None else KVEventPublisher(kv_events, pool, rank).flush
     except ValueError as error:
         send(pipe, Failed(str(error), True))
         return
@@ -75,6 +82,16 @@ def run_engine(
     gc.freeze()  # what is here stays: a search of it for garbage would delay a step by 0.1 s
     send(pipe, facts(engine))
     Worker(engine, pipe, publish or (lambda: None)).run()
+
+
+def check_gpus(config: EngineConfig, replica: Replica) -> None:
+    """Raise ValueError if the machine lacks a replica's GPUs."""
+    if config.device != "cpu" and torch.cuda.device_count() < config.tensor_parallel_size:
+        raise ValueError(
+            f"Engine {replica.number} of data_parallel_size has the CUDA devices "
+            f"{replica.environment['CUDA_VISIBLE_DEVICES']}, of which this machine has "
+            f"{torch.cuda.device_count()}; ask for fewer engines, or for device cpu."
+        )
 
 
 def send(pipe: Connection, message: FromEngine) -> None:

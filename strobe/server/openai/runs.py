@@ -13,6 +13,7 @@ from strobe.outputs import AnswerBuilder, SpeculationReport, StreamDelta
 from strobe.request import DEFAULT_SCHEDULING, SchedulingOptions, TokenLogprob
 from strobe.sampling_params import SamplingParams
 from strobe.server.engine_process.client import PromptRejected
+from strobe.server.metrics import ServerMetrics
 from strobe.server.openai.protocol.errors import FieldError
 from strobe.server.parsers import Parsed, Parser
 from strobe.server.parsers.chain import Plain
@@ -52,13 +53,21 @@ class Progress(NamedTuple):
 class ChoiceState:
     """State of one answer during generation."""
 
-    def __init__(self, serving: Serving, job: GenerationJob, index: int, started_at: float):
+    def __init__(
+        self,
+        serving: Serving,
+        metrics: ServerMetrics,
+        job: GenerationJob,
+        index: int,
+        started_at: float,
+    ):
         self.job, self.index, self.parser = job, index, job.parser()
         self.builder = AnswerBuilder(
             serving.tokenizer, job.params, request_id=job.request_id, index=index
         )
         self.output, self.draft_counts = self.builder.output, self.builder.draft_counts
-        self._serving, self._started_at, self._last_token_at = serving, started_at, started_at
+        self._serving, self._metrics = serving, metrics
+        self._started_at = self._last_token_at = started_at
         self.queue_time: float | None = None
         self.first_token_seconds: float | None = None
         """Seconds from the request's arrival to its first token."""
@@ -86,7 +95,7 @@ class ChoiceState:
                 parsed.calls + rest.calls,
             )
         if event.num_verified:
-            self._serving.metrics.record_verified(
+            self._metrics.record_verified(
                 num_verified=event.num_verified,
                 num_accepted=delta.num_accepted,
                 context_tokens=event.num_computed_tokens,
@@ -103,15 +112,15 @@ class ChoiceState:
         now = time.monotonic()
         if first:
             self.first_token_seconds = now - self._started_at
-            self._serving.metrics.record_first_token(self.first_token_seconds)
+            self._metrics.record_first_token(self.first_token_seconds)
         else:
-            self._serving.metrics.record_inter_token(now - self._last_token_at, num_tokens)
+            self._metrics.record_inter_token(now - self._last_token_at, num_tokens)
         self._last_token_at = now
 
     def record_finished(self) -> None:
         """Record a finished or aborted answer in the metrics."""
         self._serving.retry_estimator.record_finished()
-        self._serving.metrics.record_finished(
+        self._metrics.record_finished(
             reason=self.output.finish_reason or "abort",
             seconds=time.monotonic() - self._started_at,
             queue_seconds=self.queue_time,
@@ -127,16 +136,17 @@ class PromptRun:
     def __init__(self, serving: Serving, job: GenerationJob):
         """Submit the prompt to the engine. Raises RequestRejected, EngineDead."""
         self.job = job
-        self.choices = [
-            ChoiceState(serving, job, index, job.started_at) for index in range(job.params.n)
-        ]
         self.rejected = False
         self.num_cached = 0
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
-        self._metrics = serving.metrics
         self._generation = serving.submit(
             job.prompt_ids, job.params, job.request_id, job.scheduling
         )
+        self._metrics = serving.metrics.engines[self._generation.engine]
+        self.choices = [
+            ChoiceState(serving, self._metrics, job, index, job.started_at)
+            for index in range(job.params.n)
+        ]
         self._metrics.record_request(job.params.n, job.params.max_tokens)
 
     async def steps(self) -> AsyncIterator[list[Progress]]:

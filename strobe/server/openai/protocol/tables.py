@@ -52,7 +52,7 @@ _ACCEPTED: Table = {
         "responses always report usage; streams do with stream_options.include_usage", ({},)
     ),
     "log_metrics": FieldRule("/metrics counts every request"),
-    "data_parallel_rank": FieldRule("there is only one engine"),
+    "data_parallel_rank": FieldRule("the server chooses the engine"),
     "timings_per_token": FieldRule("include_speculation reports each step", (False,)),
     "return_progress": FieldRule("prefill progress is not reported", (False,)),
     "stream_interval": FieldRule("every step is streamed as soon as it ends", (1,)),

@@ -1,0 +1,85 @@
+"""Starting an engine process. Imports no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import signal
+from collections.abc import Generator, Mapping
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+from strobe.config import EngineConfig
+from strobe.openmp import usable_cores
+from strobe.server.kv_events import KVEventsConfig
+from strobe.server.settings import LogSettings
+
+
+class Replica(NamedTuple):
+    """One of several engines of a server. environment: variables of its process."""
+
+    number: int
+    environment: Mapping[str, str]
+
+
+def make_replicas(
+    config: EngineConfig, count: int, environ: Mapping[str, str] = os.environ
+) -> list[Replica]:
+    """Share the machine among so many engines: each has its CUDA devices and its part of the cores.
+    Raises ValueError if CUDA_VISIBLE_DEVICES names too few."""
+    ranks = config.tensor_parallel_size
+    if config.device.startswith("cuda:"):
+        raise ValueError(
+            f"device is {config.device!r}, but data_parallel_size is {count}, and each engine has "
+            "GPUs of its own; ask for cuda, and choose GPUs by CUDA_VISIBLE_DEVICES."
+        )
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    devices = list(map(str, range(count * ranks)))
+    if visible is not None:
+        devices = [name for name in visible.split(",") if name.strip()]
+    if config.device != "cpu" and len(devices) < count * ranks:
+        raise ValueError(
+            f"data_parallel_size is {count}, which takes {count * ranks} GPUs, but "
+            f"CUDA_VISIBLE_DEVICES is {visible!r}; ask for fewer, or for device cpu."
+        )
+    threads = max(usable_cores() // (count * ranks), 1)
+    set_threads = environ.get("OMP_NUM_THREADS", "")
+    threads = min(threads, int(set_threads)) if set_threads.isdecimal() else threads
+    replicas: list[Replica] = []
+    for index in range(count):
+        environment = {"OMP_NUM_THREADS": str(threads)}
+        if config.device != "cpu":
+            own = devices[index * ranks : (index + 1) * ranks]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+        replicas.append(Replica(index, environment))
+    return replicas
+
+
+@contextlib.contextmanager
+def blocked(number: signal.Signals) -> Generator[None]:
+    """Block a signal, also in processes started inside the block."""
+    resource_tracker.ensure_running()  # if started inside the block, it would unblock signals
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def run(
+    pipe: Connection,
+    config: EngineConfig,
+    logs: LogSettings,
+    kv_events: KVEventsConfig | None,
+    replica: Replica | None,
+) -> None:
+    """Run the worker. Only the engine process imports it, and with it torch."""
+    if replica is not None:
+        os.environ.update(replica.environment)
+    gc.disable()  # imports leave no garbage to search for
+    worker = importlib.import_module("strobe.server.engine_process.worker")
+    gc.enable()
+    worker.run_engine(pipe, config, logs, kv_events, replica)

@@ -1,0 +1,364 @@
+"""Several engines as one: routing, failures and sums, with engines that only record messages."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+from typing import Any
+
+import pytest
+from engineless import START, event, samples, serving
+
+from strobe.config import DEMO_MODELS, EngineConfig
+from strobe.counters import DraftCounts, EngineStats
+from strobe.request import DEFAULT_SCHEDULING, SchedulingOptions
+from strobe.sampling_params import SamplingParams
+from strobe.server.engine_process import replicas as module
+from strobe.server.engine_process.client import (
+    EngineClient,
+    EngineDead,
+    EngineUnavailable,
+    Generation,
+)
+from strobe.server.engine_process.messages import Grammars, Ready, Release
+from strobe.server.engine_process.process import Replica, make_replicas
+from strobe.server.engine_process.replicas import OPEN_TOKENS, PrefixIndex, Replicas, prefix_keys
+from strobe.server.engine_process.snapshot import EngineSnapshot
+from strobe.server.engine_process.worker import check_gpus
+from strobe.server.kv_events import KVEventsConfig
+from strobe.server.launch import make_serving
+from strobe.server.logs import JsonFormatter, PlainFormatter
+from strobe.server.openai.runs import GenerationJob, PromptRun
+from strobe.server.settings import ServerConfig
+from strobe.text.tokenizer import Tokenizer
+
+READY = Ready(2048, 4, 2048, 15, ("dflash", "none"), {}, "float32", "cpu", 100)
+PAGE = 16
+CPU = EngineConfig(device="cpu")
+
+
+class FakeEngine(EngineClient):
+    """A client that is ready and sends nothing."""
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self.sent: list[Any] = []
+        self._handle(READY._replace())
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Replicas:
+    return make(monkeypatch)
+
+
+def make(patch: pytest.MonkeyPatch, **config: Any) -> Replicas:
+    patch.setattr(module, "EngineClient", FakeEngine)
+    return Replicas(CPU.with_(**config), ServerConfig(data_parallel_size=2))
+
+
+def submit(client: Replicas, prompt: list[int], salt: str = "", **params: Any) -> Generation:
+    options = SchedulingOptions(cache_salt=salt) if salt else DEFAULT_SCHEDULING
+    return client.submit(prompt, SamplingParams(**params), "r", options)
+
+
+def prompt(start: int, pages: int = 10) -> list[int]:
+    """A prompt that fills so many pages and begins one more."""
+    return list(range(start, start + pages * PAGE + 1))
+
+
+def restart(engine: EngineClient) -> None:
+    engine.facts, engine.restarting = None, True
+
+
+# routing
+
+
+def test_other_prompts_spread_evenly(pair: Replicas):
+    assert [submit(pair, prompt(n)).engine for n in (0, 300, 600)] == [0, 1, 0]
+    for generation in [submit(pair, prompt(n)) for n in (900, 1200)]:
+        generation.close()
+    assert [submit(pair, [n]).engine for n in (1, 2, 3)] == [1, 0, 1]
+
+
+def test_idle_engines_take_turns(pair: Replicas):
+    order: list[int] = []
+    for number in range(4):
+        generation = submit(pair, prompt(300 * number))
+        order.append(generation.engine)
+        generation.close()
+    assert order == [0, 1, 0, 1]
+
+
+def test_prompt_goes_where_most_of_it_is_cached(pair: Replicas):
+    first, second = prompt(0), [*prompt(0)[: 4 * PAGE], *prompt(600, 6)]
+    generations = [submit(pair, first) for _ in range(3)]
+    assert [generation.engine for generation in generations] == [0, 0, 0]
+    generations.append(submit(pair, second))
+    assert generations[-1].engine == 1
+    for generation in generations:
+        generation.close()
+    assert [submit(pair, [*text, 1]).engine for text in (second, second, first)] == [1, 1, 0]
+
+
+def test_conversations_stay_on_their_engines(pair: Replicas):
+    texts = [prompt(300 * number) for number in range(4)]
+    for turn in range(3):
+        generations = [submit(pair, text) for text in texts]
+        assert [generation.engine for generation in generations] == [0, 1, 0, 1]
+        for number, generation in enumerate(generations):
+            generation.close()
+            texts[number] = texts[number] + prompt(2000 + 50 * number + turn, 2)
+
+
+def test_cached_prefix_yields_to_busier_engine(pair: Replicas):
+    text = prompt(0, pages=(OPEN_TOKENS * 5 // 2) // PAGE)
+    submit(pair, text)
+    assert pair.engines[0].num_open == 1
+    submit(pair, text)
+    assert pair.engines[0].num_open == 2
+    assert submit(pair, text, n=1).engine == 0
+    assert submit(pair, text).engine == 1
+
+
+def test_engine_without_free_place_is_avoided(pair: Replicas):
+    text = prompt(0, pages=90)
+    assert submit(pair, text, n=READY.max_num_seqs).engine == 0
+    assert submit(pair, text).engine == 1
+    assert submit(pair, prompt(3000), n=READY.max_num_seqs).engine == 1
+    assert submit(pair, text).engine in (0, 1)
+
+
+def test_salts_share_no_prefix(pair: Replicas):
+    submit(pair, prompt(0), "a").close()
+    assert submit(pair, prompt(0), "b").engine == 1
+    assert submit(pair, prompt(0), "a").engine == 0
+
+
+def test_without_prefix_cache_only_load_counts(monkeypatch: pytest.MonkeyPatch):
+    client = make(monkeypatch, enable_prefix_caching=False)
+    submit(client, prompt(0)).close()
+    assert submit(client, prompt(0)).engine == 1
+
+
+def test_restart_and_release_forget_prefixes(pair: Replicas):
+    submit(pair, prompt(0)).close()
+    restart(pair.engines[0])
+    assert submit(pair, prompt(600)).engine == 1
+    pair.engines[0]._handle(READY._replace())
+    submit(pair, prompt(900)).close()
+    for generation in list(pair.engines[1]._generations.values()):
+        generation.close()
+    assert submit(pair, prompt(600)).engine == 1
+    pair.send(Release())
+    assert all(Release() in engine.sent for engine in pair.engines)  # pyright: ignore
+    assert submit(pair, prompt(600)).engine == 0
+
+
+def test_index_evicts_ends_of_oldest_prompts():
+    index, old, new = PrefixIndex(6), prefix_keys(prompt(0, 4), "", PAGE), range(3)
+    index.add(old)
+    index.add(new)
+    assert (index.match(old), index.match(new)) == (3, 3)
+    index.add(old[:1])
+    index.add([7, 8, 9])
+    assert index.match(old) == 1
+
+
+def test_last_token_is_never_cached():
+    assert len(prefix_keys(list(range(2 * PAGE)), "", PAGE)) == 1
+    assert prefix_keys(list(range(PAGE)), "", PAGE) == []
+
+
+# failures
+
+
+def test_requests_avoid_engine_that_restarts(pair: Replicas):
+    submit(pair, prompt(0)).close()
+    restart(pair.engines[0])
+    assert pair.can_answer
+    assert [submit(pair, prompt(0)).engine for _ in range(2)] == [1, 1]
+    restart(pair.engines[1])
+    assert not pair.can_answer
+    assert (pair.facts, pair.state) == (None, "The engine is restarting.")
+    with pytest.raises(EngineUnavailable):
+        submit(pair, prompt(0))
+
+
+def test_last_death_ends_all(pair: Replicas):
+    deaths: list[str] = []
+    pair.on_death = lambda: deaths.append("all")
+    for number, engine in enumerate(pair.engines):
+        assert (pair.dead, deaths) == (False, [])
+        if number:
+            restart(pair.engines[1])
+            with pytest.raises(EngineUnavailable):
+                submit(pair, prompt(0))
+        engine.dead = True
+        engine.on_death()
+    assert (pair.dead, deaths, pair.state) == (True, ["all"], "All engines have ended.")
+    with pytest.raises(EngineDead):
+        submit(pair, prompt(0))
+
+
+def test_first_failure_ends_start(pair: Replicas):
+    async def main() -> Ready:
+        for engine in pair.engines:
+            engine.facts = None
+            engine._ready.clear()
+        pair.engines[1].failed = None
+        pair.engines[1]._ready.set()
+        return await pair.ready()
+
+    with pytest.raises(EngineDead, match="ended before it could answer"):
+        asyncio.run(main())
+
+
+def test_grammars_go_where_they_compile(pair: Replicas):
+    pair.engines[0]._handle(Grammars("no compiler"))
+    assert pair.grammar_fault is None
+    grammar = {"structured_outputs": {"regex": "a"}}
+    assert [submit(pair, [n], **grammar).engine for n in range(3)] == [1, 1, 1]
+    assert submit(pair, [5]).engine == 0
+    pair.engines[1]._handle(Grammars("no memory"))
+    assert pair.grammar_fault == "no compiler"
+
+
+# sums
+
+
+def test_state_is_that_of_all_engines(pair: Replicas):
+    assert pair.snapshot is None
+    for number, engine in enumerate(pair.engines, start=1):
+        counts = DraftCounts(steps=number)
+        stats = EngineStats(generation_tokens=10 * number, draft_counts=counts)
+        engine.snapshot = EngineSnapshot(number, 2 * number, 0.2 * number, stats)
+    assert pair.facts == READY._replace(max_num_seqs=8, pages=200)
+    snapshot = pair.snapshot
+    assert snapshot is not None
+    assert (snapshot.running, snapshot.waiting, snapshot.kv_used) == (3, 6, pytest.approx(0.3))
+    assert (snapshot.stats.generation_tokens, snapshot.stats.draft_counts.steps) == (30, 3)
+    restart(pair.engines[0])
+    assert pair.facts == READY
+    assert pair.snapshot == pair.engines[1].snapshot
+
+
+def test_request_counts_for_the_engine_that_answers(pair: Replicas):
+    served = make_serving(
+        ServerConfig(served_model_name=("m",)), pair, Tokenizer(DEMO_MODELS / "target"), None
+    )
+
+    async def main() -> None:
+        for number, tokens in enumerate(([5], [6], [7])):
+            run = PromptRun(served, GenerationJob(tokens, SamplingParams(), "r"))
+            assert run._generation.engine == number % 2
+            run._generation.add_events([event([9], start=START, finish_reason="stop")])
+            async for _ in run.steps():
+                pass
+        PromptRun(served, GenerationJob([8], SamplingParams(n=2), "r"))
+
+    def by_engine(name: str, **labels: str) -> list[float]:
+        found = [s for s in samples(served.metrics, name) if labels.items() <= s.labels.items()]
+        return [s.value for s in sorted(found, key=lambda s: s.labels["engine"])]
+
+    asyncio.run(main())
+    assert by_engine("vllm:request_success", finished_reason="stop") == [2, 1]
+    assert by_engine("strobe:open_answers") == [0, 2]
+    assert by_engine("vllm:cache_config_info", num_gpu_blocks="100") == [1, 1]
+    snapshot = EngineSnapshot(3, 0, 0.5, EngineStats(steps=7))
+    pair.engines[1].on_snapshot(snapshot)
+    assert by_engine("strobe:engine_steps") == [0, 7]
+    pair.engines[1].on_restart()
+    pair.engines[1]._handle(READY._replace(pages=50))
+    assert by_engine("strobe:engine_restarts") == [0, 1]
+    assert by_engine("vllm:cache_config_info") == [1, 1]
+    assert by_engine("vllm:cache_config_info", num_gpu_blocks="50") == [1]
+
+
+def test_all_engines_fill_the_queue_together(pair: Replicas):
+    served = serving(max_waiting=1)
+    served.client = pair
+    served.check_room(2 * READY.max_num_seqs + 1)
+    with pytest.raises(ValueError, match="takes at most 9 at once"):
+        served.check_room(2 * READY.max_num_seqs + 2)
+
+
+# processes
+
+
+def environments(count: int, visible: str | None, **config: Any) -> list[dict[str, str]]:
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    made = make_replicas(EngineConfig(**config), count, environ)
+    assert [replica.number for replica in made] == list(range(count))
+    return [dict(replica.environment) for replica in made]
+
+
+@pytest.mark.parametrize(
+    ("visible", "ranks", "expected"),
+    [
+        (None, 1, ["0", "1"]),
+        (None, 2, ["0,1", "2,3"]),
+        ("6,GPU-a,2,1,0", 2, ["6,GPU-a", "2,1"]),
+    ],
+)
+def test_each_engine_has_its_gpus(visible: str | None, ranks: int, expected: list[str]):
+    made = environments(2, visible, tensor_parallel_size=ranks)
+    assert [variables["CUDA_VISIBLE_DEVICES"] for variables in made] == expected
+
+
+def test_engines_share_the_cores(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("strobe.server.engine_process.process.usable_cores", lambda: 9)
+    assert environments(2, None, device="cpu") == [{"OMP_NUM_THREADS": "4"}] * 2
+    made = environments(2, "", device="cpu", tensor_parallel_size=2)
+    assert made == [{"OMP_NUM_THREADS": "2"}] * 2
+    assert environments(16, None, device="cpu") == [{"OMP_NUM_THREADS": "1"}] * 16
+    fewer = make_replicas(CPU, 2, {"OMP_NUM_THREADS": "3"})
+    assert fewer[0].environment == {"OMP_NUM_THREADS": "3"}
+
+
+def test_missing_gpus_are_one_sentence(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(
+        ValueError,
+        match=re.escape(
+            "data_parallel_size is 2, which takes 4 GPUs, but CUDA_VISIBLE_DEVICES is '0,1,2'; ask "
+            "for fewer, or for device cpu."
+        ),
+    ):
+        environments(2, "0,1,2", tensor_parallel_size=2)
+    with pytest.raises(ValueError, match=r"^device is 'cuda:1', but data_parallel_size is 2"):
+        environments(2, None, device="cuda:1")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    third = Replica(1, {"CUDA_VISIBLE_DEVICES": "2,3"})
+    with pytest.raises(ValueError, match="has the CUDA devices 2,3, of which this machine has 1;"):
+        check_gpus(EngineConfig(tensor_parallel_size=2), third)
+    check_gpus(EngineConfig(), third)
+    check_gpus(EngineConfig(device="cpu", tensor_parallel_size=2), third)
+
+
+def test_each_engine_publishes_at_its_own_port():
+    config = KVEventsConfig(endpoint="tcp://*:5557", replay_endpoint="tcp://*:5577")
+    assert config.of_rank(0) == config
+    other = config.of_rank(2)
+    assert (other.endpoint, other.replay_endpoint) == ("tcp://*:5559", "tcp://*:5579")
+    assert KVEventsConfig(endpoint="ipc:///run/kv").of_rank(1).endpoint == "ipc:///run/kv_dp1"
+
+
+def test_log_names_the_engine(pair: Replicas, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.INFO, "strobe"):
+        for engine in (*pair.engines, EngineClient(CPU, ServerConfig().logs)):
+            engine.restarting = True
+            engine._handle(READY)
+    texts = [PlainFormatter().format(record) for record in caplog.records]
+    assert [text.split(": ", 1)[1] for text in texts] == [
+        "engine 0: the engine can answer again",
+        "engine 1: the engine can answer again",
+        "the engine can answer again",
+    ]
+    records = [json.loads(JsonFormatter().format(record)) for record in caplog.records]
+    assert [record.get("engine") for record in records] == [0, 1, None]
+    own = JsonFormatter(engine=pair.engines[1].logs.engine)
+    assert json.loads(own.format(caplog.records[2]))["engine"] == 1

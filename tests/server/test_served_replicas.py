@@ -1,0 +1,133 @@
+"""`strobe serve --data-parallel-size 2` on the demo models."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+from collections.abc import Iterator
+
+import pytest
+from polling import PATIENCE, until
+from served import Served, child_of
+from talk import CHAT, Talk
+
+MESSAGES = [{"role": "user", "content": "Sort these words: pear kiwi apple fig"}]
+BODY = {"messages": MESSAGES, "max_tokens": 60, "temperature": 0}
+LONG = {**BODY, "max_tokens": 250, "ignore_eos": True}
+
+
+@contextlib.contextmanager
+def serving(*options: str) -> Iterator[Served]:
+    served = Served("--no-adaptive", "--data-parallel-size=2", *options)
+    try:
+        yield served
+    finally:
+        for pid in child_of(served.process.pid):
+            os.kill(pid, signal.SIGCONT)
+        served.process.kill()
+        served.process.wait(PATIENCE)
+
+
+def by_engine(served: Served, name: str) -> list[float]:
+    """The sums of a metric's samples by engine."""
+    pattern = rf'^{re.escape(name)}{{[^}}]*engine="(\d)"[^}}]*}} (\S+)$'
+    sums = [0.0, 0.0]
+    for engine, value in re.findall(pattern, served.get("/metrics"), re.M):
+        sums[int(engine)] += float(value)
+    return sums
+
+
+def opened(served: Served, count: int) -> list[Talk]:
+    """Open so many requests with all engines paused."""
+    for pid in child_of(served.process.pid):
+        os.kill(pid, signal.SIGSTOP)
+    talks = [Talk(served.url, CHAT, {**LONG, "cache_salt": str(i)}) for i in range(count)]
+    half = [count // 2] * 2
+    until(lambda: by_engine(served, "strobe:open_answers") == half, "each engine has its half")
+    return talks
+
+
+def test_engines_answer_alike_and_keep_conversations():
+    with serving() as served:
+        texts: list[str] = []
+        for salt in ("a", "b"):
+            with Talk(served.url, CHAT, {**BODY, "cache_salt": salt}) as talk:
+                texts.append(talk.json()["choices"][0]["message"]["content"])
+        assert texts[0] == texts[1] != ""
+        assert by_engine(served, "vllm:request_success_total") == [1, 1]
+        assert by_engine(served, "vllm:prefix_cache_hits_total") == [0, 0]
+        turns = [*MESSAGES, {"role": "assistant", "content": texts[0]}, *MESSAGES]
+        for salt in ("b", "b", "a"):
+            with Talk(served.url, CHAT, {**BODY, "messages": turns, "cache_salt": salt}) as talk:
+                assert talk.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+        assert by_engine(served, "vllm:request_success_total") == [2, 3]
+        until(lambda: all(by_engine(served, "vllm:prefix_cache_hits_total")), "both engines report")
+        info = re.findall(r"^vllm:cache_config_info{.*} 1\.0$", served.get("/metrics"), re.M)
+        assert len(info) == 2
+        assert "engine 0: warmed up" in served.log
+        assert "engine 1: warmed up" in served.log
+        assert "on 2 engines, cpu" in served.log
+        assert served.stop() == 0
+        assert "Traceback" not in served.log
+
+
+@pytest.mark.full
+def test_killed_engine_fails_only_its_own_requests():
+    with serving() as served:
+        talks, (killed, other) = opened(served, 6), sorted(child_of(served.process.pid))
+        os.kill(killed, signal.SIGKILL)
+        until(lambda: served.metric("strobe:open_answers") == 3, "its requests have failed")
+        assert served.get("/health") == ""
+        os.kill(other, signal.SIGCONT)
+        with Talk(served.url, CHAT, {**LONG, "max_tokens": 5}) as talk:
+            assert talk.json()["usage"]["completion_tokens"] == 5
+        statuses: list[int] = []
+        for talk in talks:
+            statuses.append(talk.status)
+            body = talk.json()
+            if talk.status == 200:
+                assert body["usage"]["completion_tokens"] == 250
+            else:
+                assert body["error"]["code"] == "engine_restarting"
+                assert "send the request again" in body["error"]["message"]
+        assert sorted(statuses) == [200] * 3 + [503] * 3
+        until(lambda: len(child_of(served.process.pid)) == 2, "a new engine has begun")
+        until(lambda: "the engine can answer again" in served.log, "it can answer")
+        assert sorted(by_engine(served, "strobe:engine_restarts_total")) == [0, 1]
+        finished = by_engine(served, "vllm:request_success_total")
+        for number in range(4):
+            with Talk(served.url, CHAT, {**BODY, "cache_salt": f"new {number}"}) as talk:
+                assert talk.status == 200
+        later = by_engine(served, "vllm:request_success_total")
+        assert all(before < after for before, after in zip(finished, later, strict=True))
+        assert re.search(r"engine \d: the engine's process ended \(exit code -9\)", served.log)
+        assert served.stop() == 0
+        assert "Traceback" not in served.log
+
+
+@pytest.mark.full
+def test_sigterm_drains_all_engines():
+    with serving("--grace=600") as served:
+        talks = opened(served, 4)
+        served.process.send_signal(signal.SIGTERM)
+        until(lambda: "stopping: finishing 4 answers" in served.log, "the server is stopping")
+        for pid in child_of(served.process.pid):
+            os.kill(pid, signal.SIGCONT)
+        assert [talk.json()["usage"]["completion_tokens"] for talk in talks] == [250] * 4
+        assert served.process.wait(PATIENCE) == 0
+        assert "Traceback" not in served.log
+
+
+@pytest.mark.full
+def test_server_ends_with_its_last_engine():
+    with serving("--no-restart-engine") as served:
+        first, last = child_of(served.process.pid)
+        os.kill(first, signal.SIGKILL)
+        until(lambda: len(child_of(served.process.pid)) == 1, "it has ended")
+        with Talk(served.url, CHAT, BODY) as talk:
+            assert talk.status == 200
+        os.kill(last, signal.SIGKILL)
+        assert served.process.wait(PATIENCE) == 1
+        assert "Traceback" not in served.log
