@@ -1,0 +1,87 @@
+"""Tokens/s of `strobe serve` with one engine and with several, on a CPU.
+
+    python benchmarks/replicas.py [--replicas 2] [--rounds 3] [--json FILE] [-- OPTIONS]
+
+Every way answers the same held-out prompts of the demo models, greedily and with equally many
+tokens. There are enough clients to fill all places of all engines. The ways alternate; the best
+round of each counts. Options after -- go to `strobe serve`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import time
+from datetime import date
+from importlib.metadata import version
+from typing import Any
+
+from serving import Server, bodies, load
+
+from strobe import LLM
+from strobe.openmp import usable_cores
+from strobe.tools.demo import choose_examples, prompts_of
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--requests", type=int, default=192)
+    parser.add_argument("--max-num-seqs", type=int, default=16, help="places of each engine")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", help="write the figures to this file")
+    parser.add_argument("arguments", nargs="*", help="of strobe serve, after --")
+    options = parser.parse_args()
+    llm = LLM(device="cpu")
+    prompts: list[Any] = prompts_of(llm, choose_examples(options.requests))
+    requests = bodies(prompts, options.max_tokens, False)
+    cores, count = usable_cores(), options.replicas
+    concurrency = count * options.max_num_seqs
+    several = f"{count} engines, one thread each"
+    ways = {"one engine, one thread": (1, 1), f"one engine, {cores} threads": (1, cores)}
+    ways[several] = (count, 1)
+    servers: dict[str, Server] = {}
+    rates: dict[str, list[float]] = {name: [] for name in ways}
+    try:
+        for name, (engines, threads) in ways.items():
+            os.environ["OMP_NUM_THREADS"] = str(threads)
+            servers[name] = Server([
+                "--device=cpu", "--no-enable-prefix-caching", f"--data-parallel-size={engines}",
+                f"--max-num-seqs={options.max_num_seqs}", *options.arguments,
+            ])  # fmt: skip
+        for round_index in range(options.rounds + 1):
+            for name, server in servers.items():
+                began = time.perf_counter()
+                tokens = asyncio.run(load(server.port, requests, concurrency))
+                if round_index:  # the first one warms up
+                    rates[name].append(tokens / (time.perf_counter() - began))
+    finally:
+        for server in servers.values():
+            server.process.terminate()
+            server.process.wait(60)
+    best = {name: max(all_rates) for name, all_rates in rates.items()}
+    figures = {
+        "date": date.today().isoformat(),
+        "machine": f"{platform.machine()}, {cores} cores",
+        "versions": {name: version(name) for name in ("strobe", "torch")},
+        "requests": options.requests,
+        "concurrency": concurrency,
+        "max_tokens": options.max_tokens,
+        "arguments": options.arguments,
+        "tokens_per_s": {name: round(rate, 1) for name, rate in best.items()},
+        "all_rounds": {name: [round(r) for r in all_rates] for name, all_rates in rates.items()},
+        "ratio": {name: round(best[several] / rate, 2) for name, rate in best.items()},
+    }
+    print(json.dumps(figures, indent=2))
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(figures, file, indent=2)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
