@@ -53,7 +53,8 @@ class GrammarTrial:
                 "memory": MEMORY_BYTES,
             }
         )
-        self.seconds = TIMEOUT_SECONDS
+        self.seconds: float | None = TIMEOUT_SECONDS
+        """Limit of each grammar; None if all have been tried elsewhere."""
         self._faults: OrderedDict[bytes, str] = OrderedDict()
         self._process: subprocess.Popen[str] | None = None
         self._ready = False
@@ -68,6 +69,8 @@ class GrammarTrial:
             raise GrammarError(str(error)) from None
         check_length(question)
         key = hashlib.blake2b(question.encode()).digest()
+        if self.seconds is None:
+            return key
         with self._lock:
             fault = self._faults.get(key)
             if fault is None:

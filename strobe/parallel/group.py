@@ -27,6 +27,10 @@ class Group(Protocol):
         """Raise RankFailed if the group has ended."""
         ...
 
+    def close(self) -> None:
+        """End the exchange, also one that a rank waits for."""
+        ...
+
     def sum(self, x: Tensor) -> Tensor:
         """Add up the ranks' tensors of one shape, in the order of ranks. May overwrite x."""
         ...

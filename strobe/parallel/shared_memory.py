@@ -27,8 +27,9 @@ from strobe.parallel.group import RankFailed
 
 PLACE = 1 << 20
 """Bytes of a rank's place; larger tensors are exchanged in parts."""
-STALL_SECONDS = 20.0
-"""A rank that is awaited longer stands still."""
+STALL_SECONDS, START_SECONDS = 20.0, 900.0
+"""A rank that is awaited longer stands still; the second holds until the first step, because ranks
+may take different times to load their weights."""
 _LINE = 64
 _SPINS, _CHECK_SECONDS = 200, 0.01
 
@@ -40,8 +41,7 @@ def memory_size(size: int) -> int:
 
 class SharedMemoryGroup:
     """on_wait: called while waiting; raises if another rank has ended. step: number of the step
-    that runs; 0 while starting, which may take the ranks different times. failure: why the group
-    has ended."""
+    that runs, 0 while starting. failure: why the group has ended."""
 
     def __init__(self, memory: mmap, rank: int, size: int, on_wait: Callable[[], None]):
         self.rank, self.size, self.on_wait, self.step = rank, size, on_wait, 0
@@ -57,6 +57,9 @@ class SharedMemoryGroup:
         self.on_wait()
         if self.failure is not None:
             raise self.failure
+
+    def close(self) -> None:
+        """Do nothing: whoever waits checks the other ranks."""
 
     def last_step(self, rank: int) -> int:
         """Return the step of the rank's last collective."""
@@ -115,7 +118,7 @@ class SharedMemoryGroup:
                 continue
             checked = waited
             self.check()
-            if self.step and waited > STALL_SECONDS:
+            if waited > (STALL_SECONDS if self.step else START_SECONDS):
                 self.failure = RankFailed(
                     f"Rank {rank} stands still: its last exchange of tensors was number "
                     f"{self._done[rank]}, in step {self.last_step(rank)}, and rank {self.rank} has "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from mmap import mmap
 
@@ -10,8 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
+from torch.distributed import distributed_c10d
 
 from strobe.parallel.group import RankFailed
+
+_MEET_SECONDS = 0.01
 
 
 def make_store(port: int = 0) -> TCPStore:
@@ -35,9 +39,18 @@ class TorchGroup:
         self.rank, self.size, self.on_wait = rank, size, on_wait
         self.failure: RankFailed | None = None
         self._steps = np.frombuffer(memory, np.int64, size * 8).reshape(size, -1)[:, 0]
+        self._meet(store)
         backend = "nccl" if device.type == "cuda" else "gloo"
         own = device if device.type == "cuda" else None
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=own)
+
+    def _meet(self, store: TCPStore) -> None:
+        """Wait until all ranks are there. Raises what `on_wait` does if one has ended, which
+        torch.distributed would wait for."""
+        store.set(f"rank {self.rank}", "")
+        while not store.check([f"rank {rank}" for rank in range(self.size)]):
+            self.on_wait()
+            time.sleep(_MEET_SECONDS)
 
     @property
     def step(self) -> int:
@@ -56,6 +69,14 @@ class TorchGroup:
         self.on_wait()
         if self.failure is not None:
             raise self.failure
+
+    def close(self) -> None:
+        """Abort what runs, so that a GPU does not wait for a rank that has ended, and make room for
+        another group of this process."""
+        if dist.is_initialized():
+            on_gpu = dist.get_backend() == "nccl"
+            abort = distributed_c10d._abort_process_group  # pyright: ignore[reportPrivateUsage]
+            (abort if on_gpu else dist.destroy_process_group)()
 
     def sum(self, x: Tensor) -> Tensor:
         x = x.contiguous()

@@ -49,6 +49,9 @@ def main(pipe: Connection, memory_fd: int) -> None:
         group = make_group(resolved, mmap(memory_fd, memory_size(size)), check, store)
         resolved = replace(resolved, split=replace(resolved.split, group=group))
         engine = Engine(resolved, **start.options)
+        engine.grammars.compiler.trial.seconds = None  # the first rank tries grammars
+        if start.prepare is not None:
+            start.prepare(engine.runner.model)
         message: Launch | None
         while (message := pipe.recv()) is not None:
             if message.step != group.step + 1:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import platform
+import struct
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,7 @@ from dataclasses import replace
 from mmap import mmap
 from multiprocessing import connection
 from multiprocessing.connection import Connection
-from socket import socketpair
+from socket import SO_SNDTIMEO, SOL_SOCKET, socketpair
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from strobe.engine.engine import Engine
 from strobe.parallel.group import RankFailed
 from strobe.parallel.shared_memory import STALL_SECONDS, SharedMemoryGroup, memory_size
 from strobe.parallel.torch_group import TorchGroup, make_store
-from strobe.ranks.messages import Failure, Launch, Start
+from strobe.ranks.messages import Failure, Launch, Prepare, Start
 from strobe.speculation.draft_policy import DraftPolicy
 from strobe.step import Plan
 
@@ -43,18 +44,26 @@ def start_engine(
     *,
     draft_policy: DraftPolicy | None = None,
     simulated_acceptance: float | None = None,
+    prepare: Prepare | None = None,
 ) -> Engine:
     """Make an engine, and the other ranks of its group if its settings ask for several; see
-    `Engine`. Raises ValueError for settings that do not fit."""
+    `Engine`. prepare: changes each rank's target once it is loaded. Raises ValueError for settings
+    that do not fit."""
     resolved = resolve(config) if isinstance(config, EngineConfig) else config
     options: dict[str, Any] = {"simulated_acceptance": simulated_acceptance}
     if resolved.split.size == 1:
-        return Engine(resolved, draft_policy=draft_policy, **options)
+        engine = Engine(resolved, draft_policy=draft_policy, **options)
+        if prepare is not None:
+            prepare(engine.runner.model)
+        return engine
     share_threads(resolved)
-    ranks = Ranks(resolved, options)
+    ranks = Ranks(resolved, options, prepare)
     try:
-        resolved = replace(resolved, split=replace(resolved.split, group=ranks.group))
+        group = ranks.meet(resolved)
+        resolved = replace(resolved, split=replace(resolved.split, group=group))
         engine = Engine(resolved, draft_policy=draft_policy, on_launch=ranks.send, **options)
+        if prepare is not None:
+            prepare(engine.runner.model)
     except BaseException as error:
         ranks.stop()
         if isinstance(error, RankFailed) and ranks.failure is not None:
@@ -99,21 +108,28 @@ def share_threads(resolved: ResolvedConfig) -> None:
 class Ranks:
     """The other ranks' processes. failure: why the group has ended."""
 
-    def __init__(self, resolved: ResolvedConfig, options: dict[str, Any]):
+    def __init__(
+        self, resolved: ResolvedConfig, options: dict[str, Any], prepare: Prepare | None = None
+    ):
         size = resolved.split.size
         self.failure: Failure | None = None
+        self.group: SharedMemoryGroup | TorchGroup | None = None
+        self._blocked: Connection | None = None
         self._stopping, self._reported = False, threading.Event()
-        memory, self._memory_fd = _shared_memory(memory_size(size))
-        self._device, store = resolved.device, None
+        self._memory, self._memory_fd = _shared_memory(memory_size(size))
+        self._device, self._store = resolved.device, None
         if not in_shared_memory(resolved.device):
-            store = make_store()
+            self._store = make_store()
         self._processes = list[subprocess.Popen[bytes]]()
         self._pipes = list[Connection]()
-        for rank in range(1, size):
-            port = None if store is None else store.port
-            self._start(Start(of_rank(resolved, rank), options, port))
-        self.group = make_group(resolved, memory, self._check, store)
         self._watch = threading.Thread(target=self._wait, daemon=True, name="strobe-ranks")
+        port = None if self._store is None else self._store.port
+        try:
+            for rank in range(1, size):
+                self._start(Start(of_rank(resolved, rank), options, prepare, port))
+        except BaseException:
+            self.stop()
+            raise
         self._watch.start()
 
     def _start(self, start: Start) -> None:
@@ -122,19 +138,29 @@ class Ranks:
         command = [sys.executable, "-m", "strobe.ranks.follower", *map(str, fds)]
         self._processes.append(subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL))
         there.close()
+        # A rank that stands still does not empty its pipe.
+        here.setsockopt(SOL_SOCKET, SO_SNDTIMEO, struct.pack("ll", int(STALL_SECONDS), 0))
         pipe = Connection(here.detach())
         self._pipes.append(pipe)
         pipe.send(start)
 
+    def meet(self, resolved: ResolvedConfig) -> SharedMemoryGroup | TorchGroup:
+        """Meet the other ranks. Raises RankFailed if one has ended."""
+        self.group = make_group(resolved, self._memory, self._check, self._store)
+        return self.group
+
     def send(self, plan: Plan, in_flight: int) -> None:
         """Send a plan to the other ranks. Raises RankFailed if the group has ended."""
+        assert self.group is not None
         self.group.check()
         self.group.step += 1
         message = Launch(self.group.step, in_flight, plan)
         for pipe in self._pipes:
             try:
                 pipe.send(message)
-            except OSError:  # the thread finds out why
+            except OSError as error:  # the thread finds out why
+                if isinstance(error, BlockingIOError):
+                    self._blocked = pipe
                 self._watch.join(_STOP_SECONDS)
                 self.group.check()
                 raise
@@ -152,31 +178,49 @@ class Ranks:
         self.failure = self._reason(self._pipes.index(pipe) + 1)
         for process in self._processes:
             process.kill()
-        if self._device.type == "cuda" and not self._reported.wait(_STOP_SECONDS):
+        if self.group is not None:
+            self.group.close()
+        if self._device.type == "cuda" and not self._reported.wait(_STOP_SECONDS) and self._stuck():
             logger.error("%s", self.failure.error)
             os._exit(1)  # the GPU waits for the other ranks forever, and this process for the GPU
 
+    def _stuck(self) -> bool:
+        """Whether the GPU still waits for ranks that have ended."""
+
+        def wait() -> None:
+            with contextlib.suppress(RuntimeError):
+                torch.cuda.synchronize(self._device)
+
+        waiting = threading.Thread(target=wait, daemon=True)
+        waiting.start()
+        waiting.join(_STOP_SECONDS)
+        return waiting.is_alive()
+
     def _first_failed(self) -> Connection:
-        """Wait until a rank ends or, on GPUs, does not launch steps any more; return its pipe."""
-        behind = dict[Connection, float]()
+        """Wait until a rank ends or stands still; return its pipe."""
+        behind = dict[Connection, tuple[int, float]]()  # its last step, and since when
         while True:
             ready: Any = connection.wait(self._pipes, timeout=_CHECK_SECONDS)
             if ready:
                 return ready[0]
-            if isinstance(self.group, SharedMemoryGroup):
-                continue  # which notices a rank that stands still
+            if self._blocked is not None:
+                return self._blocked
+            if not isinstance(self.group, TorchGroup):
+                continue  # ranks on CPUs notice one that stands still
             for rank, pipe in enumerate(self._pipes, start=1):
-                if not 0 < self.group.last_step(rank) < self.group.step:
-                    behind.pop(pipe, None)
-                elif time.monotonic() - behind.setdefault(pipe, time.monotonic()) > STALL_SECONDS:
+                last, now = self.group.last_step(rank), time.monotonic()
+                if not 0 < last < self.group.step or behind.get(pipe, (0, now))[0] != last:
+                    behind[pipe] = last, now
+                elif now - behind[pipe][1] > STALL_SECONDS:
                     return pipe
 
     def _reason(self, rank: int) -> Failure:
-        step = self.group.last_step(rank)
-        if not self._pipes[rank - 1].poll():
+        group = self.group
+        step = 0 if group is None else group.last_step(rank)
+        if group is not None and not self._pipes[rank - 1].poll():
             return Failure(
                 f"Rank {rank} stands still: it launched step {step} last, while rank 0 launched "
-                f"{self.group.step} more than {STALL_SECONDS:.0f} s ago.",
+                f"{group.step} more than {STALL_SECONDS:.0f} s ago.",
                 False,
             )
         try:
@@ -191,16 +235,20 @@ class Ranks:
         if self._stopping:
             return
         self._stopping = True
+        running = self.failure is None and (self.group is None or self.group.failure is None)
         for pipe in self._pipes:
             with contextlib.suppress(OSError):
                 pipe.send(None)  # closing it would not wake them while the thread waits for it
         for process in self._processes:
             try:
-                process.wait(_STOP_SECONDS if self.group.failure is None else 0)
+                process.wait(_STOP_SECONDS if running else 0)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        self._watch.join()
+        if self._watch.ident is not None:
+            self._watch.join()
+        if self.group is not None:
+            self.group.close()
         for pipe in self._pipes:
             pipe.close()
         os.close(self._memory_fd)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
+
+from torch import nn
 
 from strobe.engine.build import ResolvedConfig
 from strobe.parallel.group import RankFailed
 from strobe.step import Plan
 
+Prepare = Callable[[nn.Module], None]
+
 
 class Start(NamedTuple):
-    """The settings of a rank. options: see `Engine`. port: of the store where ranks meet, None if
-    they share memory."""
+    """The settings of a rank. options: see `Engine`. prepare: changes the target once it is loaded.
+    port: of the store where ranks meet, None if they share memory."""
 
     resolved: ResolvedConfig
     options: dict[str, Any]
+    prepare: Prepare | None
     port: int | None
 
 

@@ -95,18 +95,50 @@ def test_processes_answer_as_one_rank_does_by_gloo(
     monkeypatch.setattr(leader, "STALL_SECONDS", 0.5)
     expected = run(Engine(settings.with_(tensor_parallel_size=1)), PROMPTS, PARAMS)
     engine, others = started()
-    try:
-        assert run(engine, PROMPTS, PARAMS) == expected
-        (process,) = others._processes
-        engine.add(PROMPTS[0], PARAMS[0].clone(max_tokens=60))
-        engine.step()
-        os.kill(process.pid, signal.SIGSTOP)
-        with pytest.raises(RuntimeError):  # by Gloo, once the process is killed
-            finish(engine)
-        with pytest.raises(RankFailed, match=r"Rank 1 stands still: it launched step \d+ last"):
-            engine.check_device()
-    finally:
-        torch.distributed.destroy_process_group()
+    assert run(engine, PROMPTS, PARAMS) == expected
+    (process,) = others._processes
+    others.stop()
+    assert process.returncode == 0
+    engine, others = started()  # also after another group of this process
+    (process,) = others._processes
+    engine.add(PROMPTS[0], PARAMS[0].clone(max_tokens=60))
+    engine.step()
+    os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(RuntimeError):  # by Gloo, once the process is killed
+        finish(engine)
+    with pytest.raises(RankFailed, match=r"Rank 1 stands still: it launched step \d+ last"):
+        engine.check_device()
+
+
+def test_rank_that_ends_before_the_others_meet_it_is_named(
+    started: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """torch.distributed would wait for it for minutes."""
+    monkeypatch.setattr(leader, "in_shared_memory", lambda device: False)
+    start = leader.Ranks._start
+
+    def start_and_kill(self: Ranks, message: Any) -> None:
+        start(self, message)
+        self._processes[-1].kill()
+
+    monkeypatch.setattr(leader.Ranks, "_start", start_and_kill)
+    with pytest.raises(RankFailed, match=r"Rank 1 has ended while it started \(exit code -9\)"):
+        started()
+
+
+def test_rank_that_reads_no_more_plans_ends_the_group(
+    started: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """The plans fill its pipe, which the first rank would wait for."""
+    monkeypatch.setattr(leader, "STALL_SECONDS", 1.0)
+    engine, others = started()
+    engine.add(PROMPTS[0], PARAMS[0])
+    engine.step()
+    (process,) = others._processes
+    os.kill(process.pid, signal.SIGSTOP)
+    plan: Any = "x" * (1 << 24)
+    with pytest.raises(RankFailed, match="Rank 1 stands still: it launched step 1 last, while"):
+        others.send(plan, 0)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "stalls"])
