@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 
 from rich.console import Console
@@ -131,11 +132,6 @@ def _ways(settings: StepSettings, config: EngineConfig) -> dict[str, EngineConfi
 
 def _check_fits(settings: StepSettings, setup: ResolvedConfig) -> None:
     """Raise ValueError if prompts and steps do not fit the context, or the drafts the block."""
-    if settings.routing == "even" and setup.split.size > 1:
-        raise ValueError(
-            f"routing is 'even' and tensor_parallel_size is {setup.split.size}, but only the first "
-            "rank's routing can be set; leave one of them out."
-        )
     if settings.routing == "even":
         check_experts(setup.target.decoder)
     limits, drafts = setup.limits, setup.limits.num_drafts
@@ -191,10 +187,10 @@ def _measure(
     """Time the steps and prefills of one way, with an engine that lives only for this call."""
     say(f"{name}: building the engine")
     forced = settings.acceptance_length if name != "plain" else None
-    engine = start_engine(setup, simulated_acceptance=forced)
+    max_rows, evenly = setup.limits.max_num_batched_tokens, settings.routing == "even"
+    prepare = partial(route_evenly, max_rows=max_rows) if evenly else None
+    engine = start_engine(setup, simulated_acceptance=forced, prepare=prepare)
     _check_pages(settings, engine)
-    if settings.routing == "even":
-        route_evenly(engine.components.runner.model, setup.limits.max_num_batched_tokens)
     rows: list[Figures] = []
     for length in settings.prompt_lens:
         for count in settings.requests:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from strobe.models.config import DecoderConfig, DraftConfig, TargetConfig
+from strobe.models.config import DecoderConfig, DraftConfig, ExpertShape, TargetConfig
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def linear_values(decoder: DecoderConfig, experts: float | None = None) -> float
         heads += (1 + layer.own_values) * layer.num_kv_heads
         values += heads * layer.head_dim
     if shape is not None:
-        num_experts = shape.count if experts is None else experts
+        num_experts = shape.count * held_share(shape) if experts is None else experts
         values += sparse * (
             shape.count + 3 * shape.shared + 3 * shape.moe_intermediate_size * num_experts
         )
@@ -185,19 +185,25 @@ def expert_values(decoder: DecoderConfig, experts: float) -> float:
     return sum(shape.layers) * 3 * decoder.hidden_size * shape.moe_intermediate_size * experts
 
 
-def active_experts(decoder: DecoderConfig) -> int:
-    """Return the number of experts that each row uses."""
-    return 0 if decoder.experts is None else decoder.experts.top_k
+def held_share(shape: ExpertShape) -> float:
+    """Return the share of a layer's experts that a rank holds."""
+    return 1.0 if shape.held is None else shape.held[1] / shape.count
+
+
+def active_experts(decoder: DecoderConfig) -> float:
+    """Return the number of experts that each row uses, on average on each rank."""
+    shape = decoder.experts
+    return 0.0 if shape is None else shape.top_k * held_share(shape)
 
 
 def touched_experts(decoder: DecoderConfig, rows: float) -> float:
     """Return E (1 - (1 - k / E)^rows), the expected number of a layer's E experts that at least
     one row uses if each row uses k. Exact for uniform, independent routing (linearity of
-    expectation); real routers are less even and touch fewer."""
+    expectation); real routers are less even and touch fewer. Of these, a rank's share."""
     shape = decoder.experts
     if shape is None:
         return 0.0
-    return shape.count * (1 - (1 - shape.top_k / shape.count) ** rows)
+    return held_share(shape) * shape.count * (1 - (1 - shape.top_k / shape.count) ** rows)
 
 
 def layer_values(target: TargetConfig, experts: float | None = None) -> tuple[float, int]:
