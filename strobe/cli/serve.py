@@ -7,7 +7,7 @@ import os
 from dataclasses import asdict, dataclass, field
 from typing import Annotated
 
-from tyro.conf import OmitArgPrefixes, Positional, arg
+from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg
 
 from strobe.cli.flags import ServedFlags, ServerFlags
 from strobe.config import EngineConfig
@@ -27,13 +27,26 @@ class Serve:
             help_behavior_hint="",
         ),
     ] = ""
+    ray: FlagCreatePairsOff[
+        Annotated[
+            bool,
+            arg(
+                help="Serve on a Ray cluster: the running one, else one of this machine alone; "
+                "--data-parallel-size is the number of replicas. Needs strobe[ray].",
+                help_behavior_hint="",
+            ),
+        ]
+    ] = False
     server: OmitArgPrefixes[ServerFlags] = field(default_factory=ServerFlags)
     engine: OmitArgPrefixes[ServedFlags] = field(default_factory=ServedFlags)
 
     def run(self) -> int:
-        from strobe.server.launch import serve
-
         config = EngineConfig(**asdict(self.engine), target=self.target)
-        status = serve(config, ServerConfig(**asdict(self.server)))
+        settings = ServerConfig(**asdict(self.server))
+        if self.ray:
+            from strobe.integrations import serve_on_ray as serve
+        else:
+            from strobe.server.launch import serve
+        status = serve(config, settings)
         logging.shutdown()
         os._exit(status)  # sys.exit would wait for threads that still encode a request's text

@@ -27,6 +27,7 @@ RENAMED = {
     "data_parallel_size": "data_parallel_size",
     "dp_size": "data_parallel_size",
     "dp": "data_parallel_size",
+    "num_replicas": "data_parallel_size",
     "kv_cache_memory_bytes": "kv_cache_memory",
     "random_seed": "seed",
     "speculative_draft_model_path": "draft",

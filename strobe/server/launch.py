@@ -16,6 +16,7 @@ import os
 import signal
 import socket
 import ssl
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -49,6 +50,8 @@ _BACKLOG = 2048
 def serve(config: EngineConfig, settings: ServerConfig) -> int:
     """Serve until a signal stops the server. Returns the exit status. Raises ValueError for invalid
     settings."""
+    settings.logs.configure()
+    logger.info("Strobe starts with %s.", config.target or "the demo models")
     settings, template = prepare(config, settings)
     listener = listen(settings.host, settings.port)
     settings = replace(settings, host=listener.getsockname()[0])
@@ -61,12 +64,10 @@ def serve(config: EngineConfig, settings: ServerConfig) -> int:
 
 
 def prepare(config: EngineConfig, settings: ServerConfig) -> tuple[ServerConfig, str | None]:
-    """Configure the log, and return the settings with names and the environment's key, and the chat
-    template that replaces the checkpoint's. Raises ValueError for files that cannot be used."""
+    """Return the settings with the model's names and the environment's key, and the chat template
+    that replaces the checkpoint's. Raises ValueError for files that cannot be used."""
     from_environment = [key for key in [os.environ.get("STROBE_API_KEY")] if key]
     settings = replace(settings, api_key=(*settings.api_key, *from_environment))
-    settings.logs.configure()
-    logger.info("Strobe starts with %s.", config.target or "the demo models")
     template = read_template(settings.chat_template)
     settings = served_names(config, settings)
     _check_certificate(settings)
@@ -188,7 +189,8 @@ class Server:
             if ready.done() or client.dead:
                 facts = await ready
                 several = f"{n} engines, " if (n := len(client.engines)) > 1 else ""
-                logger.info(self._greeting(serving, f"{several}{facts.device}, {facts.dtype}"))
+                where = f"{several}{facts.device}, {facts.dtype}, drafting with {facts.methods[0]}"
+                logger.info(greeting(self.settings, self.listener.getsockname(), where))
                 for work in serving.background:
                     work.resume()
                 await asyncio.wait({stopped, http}, return_when=asyncio.FIRST_COMPLETED)
@@ -206,16 +208,6 @@ class Server:
     def _on_stop_signal(self) -> None:
         self._force_stop = self._stop.is_set()
         self._stop.set()
-
-    def _greeting(self, serving: Serving, url: str) -> str:
-        host, port = self.listener.getsockname()[:2]
-        host = f"[{host}]" if ":" in host else host
-        scheme = "http" if self.settings.ssl_certfile is None else "https"
-        methods, base = serving.facts.methods, f"{scheme}://{host}:{port}"
-        return (
-            f"Strobe serves {serving.names[0]} on {url}, drafting with {methods[0]}: "
-            f"{base}/ is a page to try it, {base}/docs its API."
-        )
 
     async def _end(self, serving: Serving, server: uvicorn.Server, http: asyncio.Task[None]) -> int:
         """Drain requests, then stop the engine and the HTTP server. Returns the exit status."""
@@ -266,6 +258,18 @@ async def load_serving(
 async def engine_ready(serving: Serving) -> Ready:
     """Wait for the engine's first start and return its facts. Raises as `EngineClient.ready`."""
     return await serving.client.ready()
+
+
+def greeting(settings: ServerConfig, address: Sequence[Any], where: str) -> str:
+    """Return the log's line for a server that can answer. address: host and port."""
+    host, port = address[:2]
+    host = f"[{host}]" if ":" in host else host
+    scheme = "http" if settings.ssl_certfile is None else "https"
+    base = f"{scheme}://{host}:{port}"
+    return (
+        f"Strobe serves {settings.served_model_name[0]} on {where}: {base}/ is a page to try it, "
+        f"{base}/docs its API."
+    )
 
 
 async def begin_stop(serving: Serving) -> None:

@@ -32,10 +32,10 @@ class StoredResponse:
 
 class ResponseStore:
     """The newest responses by owner and id, up to MAX_RESPONSES and `max_bytes` of JSON. The oldest
-    are evicted."""
+    are evicted. id_prefix: the beginning of the ids of responses stored here."""
 
     def __init__(self, max_bytes: int):
-        self.max_bytes, self.num_bytes = max_bytes, 0
+        self.max_bytes, self.num_bytes, self.id_prefix = max_bytes, 0, "resp_"
         self._responses: OrderedDict[tuple[bytes | None, str], StoredResponse] = OrderedDict()
 
     def __len__(self) -> int:

@@ -76,7 +76,7 @@ FLAGS = {
     ],
     "chat": ["--thinking", "--system", "--debug", *SAMPLING_FLAGS, *ENGINE_FLAGS, "--method"],
     "serve": [
-        "--host", "--port", "--allowed-hosts",
+        "--ray", "--host", "--port", "--allowed-hosts",
         "--api-key", "--api-key-file", "--ssl-certfile", "--ssl-keyfile",
         "--root-path", "--data-parallel-size", "--served-model-name", "--chat-template",
         "--default-chat-template-kwargs",

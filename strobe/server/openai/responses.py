@@ -214,7 +214,7 @@ class ResponseReply:
         """Return the response so far, which echoes the request's options."""
         request, params = self.request, self.prepared.job.params
         response: dict[str, Any] = {
-            "id": f"resp_{self.prepared.job.request_id}",
+            "id": self._saver.store.id_prefix + self.prepared.job.request_id,
             "object": "response",
             "created_at": self.created,
             "model": self.prepared.name,

@@ -1,0 +1,208 @@
+"""Sends HTTP requests to the application in another process, and its responses back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic_core import from_json
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from strobe.server.anthropic import errors as anthropic
+from strobe.server.error_forms import FORMS
+from strobe.server.guards import route
+from strobe.server.ollama import errors as ollama
+from strobe.server.openai.protocol.errors import error_body
+from strobe.server.openai.replies import CHUNK_STREAM_END, typed_event
+
+PROMPT_FIELDS = ("cache_salt", "system", "instructions", "tools", "messages", "prompt", "input")
+"""Fields of a request from which its prompt is made, in that order: where these texts of two
+requests begin alike, so do their prompts. Requests with different salts share no cached prefix."""
+MAX_PROMPT = 1 << 16
+"""Characters of a prompt to compare."""
+_SCOPE = (
+    *("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string"),
+    *("root_path", "headers", "client", "server"),
+)
+_response_id = re.compile(r"resp_([a-z0-9]+)_")
+
+
+@dataclass
+class ForwardedRequest:
+    """An HTTP request: ASGI's scope and the body.
+
+    prompt: the text that the router compares with earlier prompts; empty: any replica can answer
+    equally well. owner: the replica that stores the response that the request names, if any.
+    excluded: replicas that are chosen only if there are no others.
+    """
+
+    scope: dict[str, Any]
+    body: bytes
+    prompt: str = ""
+    owner: str = ""
+    excluded: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(scope: Scope, body: bytes) -> ForwardedRequest:
+        """Return the request with what its router needs, from a body that is a JSON object."""
+        try:
+            fields: Any = from_json(body) if scope["method"] == "POST" else None
+        except ValueError:
+            fields = None
+        fields = fields if isinstance(fields, dict) else {}
+        texts = [_text(fields[name]) for name in PROMPT_FIELDS if fields.get(name)]
+        owner = _response_id.search(f"{scope['path']} {fields.get('previous_response_id')}")
+        headers = scope["headers"]
+        if route(scope) == "/metrics":  # merge_metrics reads the plain format
+            headers = [header for header in headers if header[0] != b"accept"]
+        return ForwardedRequest(
+            {name: scope[name] for name in _SCOPE if name in scope} | {"headers": headers},
+            body,
+            prompt="\n".join(texts)[:MAX_PROMPT],
+            owner=owner[1] if owner else "",
+        )
+
+
+def _text(value: Any) -> str:
+    """Return the texts in a JSON value, without the names of its fields."""
+    if isinstance(value, dict | list):
+        return "\n".join(map(_text, value.values() if isinstance(value, dict) else value))
+    return str(value)
+
+
+async def read_body(receive: Receive, limit: int) -> bytes | None:
+    """Return the body, or its beginning if it is longer than `limit` bytes, which the replica then
+    rejects; None if the client disconnected."""
+    body = bytearray()
+    while len(body) <= limit:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        body += message.get("body", b"")
+        if not message.get("more_body", False):
+            break
+    return bytes(body)
+
+
+async def respond(app: ASGIApp, request: ForwardedRequest) -> AsyncGenerator[list[Message]]:
+    """Yield the application's messages, several at once if they come faster than they are taken. If
+    the generator is closed, the application sees that the client disconnected."""
+    bodies: list[Message] = [{"type": "http.request", "body": request.body, "more_body": False}]
+    messages: list[Message] = []
+    wake, disconnected = asyncio.Event(), asyncio.Event()
+
+    async def receive() -> Message:
+        if bodies:
+            return bodies.pop()
+        await disconnected.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        messages.append(message)
+        wake.set()
+
+    task = asyncio.ensure_future(app({**request.scope, "state": {}}, receive, send))
+    task.add_done_callback(lambda _: wake.set())
+    try:
+        while not task.done() or messages:
+            await wake.wait()
+            wake.clear()
+            if messages:
+                yield messages[:]
+                messages.clear()
+        await task
+    finally:
+        disconnected.set()
+
+
+def _add_loads(bodies: Mapping[str, bytes]) -> bytes:
+    """Add the numbers of answers of /load."""
+    return json.dumps(
+        {"server_load": sum(from_json(body)["server_load"] for body in bodies.values())}
+    ).encode()
+
+
+def merge_metrics(pages: Mapping[str, bytes]) -> bytes:
+    """Merge the replicas' pages of metrics; each sample gets the label `replica`."""
+    families: dict[str, dict[str, None]] = {}  # lines by family; the inner one is an ordered set
+    for replica, page in pages.items():
+        family: dict[str, None] = {}
+        for line in page.decode().splitlines():
+            if line.startswith("#"):
+                family = families.setdefault(line.split(" ")[2], {})
+            else:
+                end = len(re.split("[{ ]", line, maxsplit=1)[0])
+                rest = f",{line[end + 1 :]}" if line[end] == "{" else f"}}{line[end:]}"
+                line = f'{line[:end]}{{replica="{replica}"{rest}'
+            family[line] = None
+    return "".join(f"{line}\n" for family in families.values() for line in family).encode()
+
+
+MERGED: Mapping[str, Callable[[Mapping[str, bytes]], bytes]] = {
+    "/metrics": merge_metrics,
+    "/load": _add_loads,
+    "/reset_prefix_cache": lambda bodies: b"",
+}
+"""Paths that all replicas answer: each makes one body of theirs, by replica."""
+
+
+def merge(path: str, responses: Mapping[str, Sequence[Message]]) -> list[Message]:
+    """Return one response for a path in MERGED: an error if one of the replicas' is an error."""
+    for messages in responses.values():
+        if messages[0]["status"] != 200:
+            return list(messages)
+    start = next(iter(responses.values()))[0]
+    body = MERGED[path](
+        {
+            replica: b"".join(message.get("body", b"") for message in messages[1:])
+            for replica, messages in responses.items()
+        }
+    )
+    headers = [header for header in start["headers"] if header[0] != b"content-length"]
+    headers.append((b"content-length", str(len(body)).encode()))
+    return [{**start, "headers": headers}, {"type": "http.response.body", "body": body}]
+
+
+def without_request_id(send: Send) -> Send:
+    """Return `send` without the header of the request's id, for a proxy that adds it."""
+
+    async def send_rest(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = [h for h in message["headers"] if h[0] != b"x-request-id"]
+            message = {**message, "headers": headers}
+        await send(message)
+
+    return send_rest
+
+
+async def send_failure(
+    request: ForwardedRequest, send: Send, start: Message | None, sentence: str, code: str
+) -> None:
+    """End a response whose replica is lost, in the form of the path's API. start: the response's
+    first message, if it was sent."""
+    path, body = f"{route(request.scope)}/", error_body(sentence, status=503, code=code)
+    ids = [value.decode() for name, value in request.scope["headers"] if name == b"x-request-id"]
+    for prefix, to_body in FORMS.items():
+        if path.startswith(f"{prefix}/"):
+            body = to_body(body, ids[0] if ids else "")
+    content = json.dumps(body).encode()
+    if start is None:
+        headers = [(b"content-type", b"application/json"), (b"retry-after", b"5")]
+        headers.append((b"content-length", str(len(content)).encode()))
+        await send({"type": "http.response.start", "status": 503, "headers": headers})
+    elif path.startswith(f"{anthropic.PATH}/"):
+        content = typed_event(body)
+    elif path.startswith(f"{ollama.PATH}/"):
+        content += b"\n"
+    elif path.startswith("/v1/responses/"):
+        fields = {name: body["error"][name] for name in ("code", "message", "param")}
+        content = typed_event({"type": "error", **fields})
+    elif any(b"event-stream" in value for _, value in start["headers"]):
+        content = CHUNK_STREAM_END.error_events(body) + CHUNK_STREAM_END.done
+    else:
+        raise ConnectionError(sentence)  # part of a body of known length: nothing can follow
+    await send({"type": "http.response.body", "body": content})

@@ -1,0 +1,91 @@
+"""Ray Serve: which replica answers a request.
+
+Ray copies this module's code into its processes, so that classes to compare by identity must be in
+others.
+"""
+
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportPrivateImportUsage=false
+# pyright: reportAssignmentType=false, reportArgumentType=false
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ray.serve._private.request_router import PowerOfTwoChoicesRequestRouter
+from ray.serve.request_router import LocalityMixin, MultiplexMixin, RequestRouter
+
+from strobe.integrations.forwarding import ForwardedRequest
+
+try:  # Ray's public name for it, in ray.serve.llm, imports vLLM or SGLang too
+    from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router import (
+        PrefixCacheAffinityRouter as PrefixRouter,
+    )
+except ImportError:
+
+    class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):
+        """Chooses the less busy of two replicas, for versions of Ray without the other router."""
+
+        choose_replicas = PowerOfTwoChoicesRequestRouter.choose_replicas
+
+
+logger = logging.getLogger(__name__)
+
+
+class ReplicaRouter(PrefixRouter):
+    """Ray's prefix-aware router, for HTTP requests.
+
+    It prefers the replica that has answered the prompt with the longest common prefix, unless
+    another is much less busy. A request that names a stored response goes to the replica that
+    stores it; one without a prompt, to the less busy of two. Prefixes are kept by an actor, without
+    which requests are routed as if they had no prompt.
+    """
+
+    async def choose_replicas(
+        self, candidate_replicas: list[Any], pending_request: Any = None
+    ) -> Sequence[Sequence[Any]]:
+        """Return groups of replicas, the best first."""
+        request = _forwarded(pending_request) or ForwardedRequest({}, b"")
+        others = [r for r in candidate_replicas if _id(r) not in request.excluded]
+        owners = [r for r in others if _id(r) == request.owner]
+        if owners:
+            return [owners]
+        if 0 < len(others) < len(candidate_replicas):
+            return [others]
+        if request.prompt:
+            try:
+                return await super().choose_replicas(candidate_replicas, pending_request)
+            except Exception as error:
+                logger.warning("Prefixes are not compared (%s).", type(error).__name__)
+        usual = PowerOfTwoChoicesRequestRouter.choose_replicas
+        return await usual(self, candidate_replicas, pending_request)
+
+    def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
+        request = _forwarded(pending_request)
+        if request is not None and request.prompt:
+            _try(super().on_request_routed, pending_request, replica_id, result)
+
+    def on_replica_actor_died(self, replica_id: Any) -> None:
+        _try(super().on_replica_actor_died, replica_id)
+
+    def update_replicas(self, replicas: list[Any]) -> None:
+        _try(super().update_replicas, replicas)
+
+
+def _try(update: Callable[..., None], *arguments: Any) -> None:
+    """Run an update, which informs the prefixes' actor last."""
+    try:
+        update(*arguments)
+    except Exception as error:
+        logger.warning("Prefixes are not updated (%s).", type(error).__name__)
+
+
+def _forwarded(pending: Any) -> ForwardedRequest | None:
+    """Return the HTTP request of a call; None if it is another call."""
+    arguments = () if pending is None else pending.args
+    return arguments[0] if arguments and isinstance(arguments[0], ForwardedRequest) else None
+
+
+def _id(replica: Any) -> str:
+    return replica.replica_id.unique_id

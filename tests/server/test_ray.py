@@ -1,0 +1,275 @@
+"""Replicas on a Ray cluster of this machine."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import signal
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from polling import PATIENCE, until
+from served import Served, child_of
+
+from strobe.cli.main import main
+
+needs_ray = pytest.mark.skipif(
+    find_spec("ray") is None, reason="Ray is not installed: pip install 'strobe[ray]'"
+)
+KEY = "sk-of-a-test"
+LOST = "The replica that answered this request was lost; send the request again."
+
+
+def application(**args: Any) -> Any:
+    """Return Serve's application for the arguments of `serve run`."""
+    return importlib.import_module("strobe.integrations.ray").app({"device": "cpu", **args})
+
+
+def replica_of(app: Any) -> Any:
+    """Return the deployment of the replicas; `app` is the ingress's."""
+    (replica, _) = app._bound_deployment.init_args
+    return replica._bound_deployment
+
+
+def test_missing_ray_is_a_one_line_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("strobe.integrations.find_spec", lambda name: None)
+    assert main(["serve", "--ray"]) == 2
+    assert "pip install 'strobe[ray]'" in capsys.readouterr().err
+
+
+@needs_ray
+def test_command_lines_texts_become_options():
+    app = application(num_replicas="3", max_num_seqs="8", access_log="false", api_key="7", dp="3")
+    config, settings, template = replica_of(app).init_args
+    assert (config.max_num_seqs, config.device, template) == (8, "cpu", None)
+    assert settings.access_log is False
+    assert settings.api_key == ("7",)
+    assert settings.data_parallel_size == 1
+    assert replica_of(app).num_replicas == app._bound_deployment.num_replicas == 3
+
+
+@needs_ray
+def test_replicas_follow_the_load():
+    scaling = '{"min_replicas": 1, "max_replicas": 4, "target_ongoing_requests": 20}'
+    config = replica_of(application(autoscaling_config=scaling))._deployment_config
+    assert config.autoscaling_config.max_replicas == 4
+    assert config.autoscaling_config.target_ongoing_requests == 20
+
+
+@needs_ray
+def test_gpus_of_a_replica_are_one_bundle():
+    app = application(device="cuda", tensor_parallel_size=2, grace=7)
+    replica = replica_of(app)
+    assert replica.ray_actor_options["num_gpus"] == 2
+    assert replica._replica_config.placement_group_bundles == [{"CPU": 1, "GPU": 2}]
+    assert replica._deployment_config.graceful_shutdown_timeout_s > 7
+
+
+@needs_ray
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ({"port": "9000"}, "port is set, but Ray's proxies listen"),
+        ({"ssl_certfile": "a.pem"}, "ssl_certfile is set, but Ray's proxies"),
+        ({"batch_dir": "batches"}, "batch_dir is set, but with Ray every replica"),
+        ({"kv_events_config": "{}"}, "kv_events_config is set, but with Ray"),
+        ({"replicas": "2"}, "replicas is neither an option of strobe serve nor"),
+        ({"max_num_seqs": "many"}, "max_num_seqs is 'many', but must be a whole number"),
+        ({"num_replicas": "0"}, "data_parallel_size is 0, but must be at least 1"),
+        ({"num_replicas": 2, "autoscaling_config": {}}, "num_replicas is 2, but autoscaling_"),
+        ({"autoscaling_config": "{4"}, "autoscaling_config is '{4', but must be an object"),
+        ({"device": "cuda:1"}, "device is 'cuda:1', but Ray chooses the GPU"),
+    ],
+)
+def test_options_without_a_meaning_on_ray_are_rejected(args: dict[str, Any], expected: str):
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        application(**args)
+
+
+@needs_ray
+def test_replica_whose_engine_is_dead_is_unhealthy():
+    replica = importlib.import_module("strobe.integrations.ray").Replica
+
+    client = SimpleNamespace(dead=True, state="The engine has ended.")
+    dead = SimpleNamespace(serving=SimpleNamespace(client=client))
+    with pytest.raises(RuntimeError, match="The engine has ended"):
+        replica.check_health(dead)
+
+
+def processes(title: str, ancestor: int) -> list[int]:
+    """Return ids of the processes with that title that descend from `ancestor`."""
+    parents: dict[int, int] = {}
+    named: list[int] = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            status = (path / "stat").read_text().rpartition(")")[2].split()
+            command = (path / "cmdline").read_text()
+        except OSError:
+            continue
+        parents[int(path.name)] = int(status[1])
+        if command.startswith(title):
+            named.append(int(path.name))
+
+    def descends(pid: int) -> bool:
+        while pid > 1 and pid != ancestor:
+            pid = parents.get(pid, 0)
+        return pid == ancestor
+
+    return [pid for pid in named if descends(pid)]
+
+
+class Cluster(Served):
+    """`strobe serve --ray` with two replicas."""
+
+    def __init__(self) -> None:
+        super().__init__("--ray", "--num-replicas=2", f"--api-key={KEY}")
+
+    @property
+    def replica_pids(self) -> list[int]:
+        return processes("ray::ServeReplica:strobe:Replica", self.process.pid)
+
+    @property
+    def replicas(self) -> set[str]:
+        """The ids of the replicas, as all of them say."""
+        return set(re.findall(r'request_success_total{replica="(\w+)"', self.get("/metrics")))
+
+    def post(self, path: str, body: Any, key: str = KEY) -> tuple[int, str]:
+        """Send a request; returns the status and the whole body."""
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+        content = json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, content, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+
+class Stream(threading.Thread):
+    """A streamed answer of /v1/responses. replica: the one that answers; text: all events."""
+
+    def __init__(self, cluster: Cluster, prompt: str, max_tokens: int):
+        super().__init__(daemon=True)
+        body = {"input": prompt, "stream": True, "max_output_tokens": max_tokens}
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+        content = json.dumps(body | {"ignore_eos": True}).encode()
+        request = urllib.request.Request(f"{cluster.url}/v1/responses", content, headers)
+        self.answer = urllib.request.urlopen(request, timeout=PATIENCE)
+        self.text = self.answer.readline().decode() + self.answer.readline().decode()
+        (self.replica,) = re.findall(r'"id":"resp_([a-z0-9]+)_', self.text)
+        self.start()
+
+    def run(self) -> None:
+        with self.answer:
+            self.text += self.answer.read().decode()
+
+    @property
+    def ended_well(self) -> bool:
+        """Whether the stream ended with a whole answer."""
+        self.join(PATIENCE)
+        last_event = re.findall(r"^event: (\S+)$", self.text, re.M)[-1]
+        return last_event in ("response.completed", "response.incomplete")
+
+
+def streams_of_both(cluster: Cluster, max_tokens: int) -> list[Stream]:
+    """Return open streams, of which each replica answers one at least."""
+    streams: list[Stream] = []
+
+    def both() -> bool:
+        prompt = f"{len(streams)} {'abcdefghijklmnopqrstuvwxyz'[len(streams)] * 40}"
+        streams.append(Stream(cluster, prompt, max_tokens))
+        return len({stream.replica for stream in streams}) == 2
+
+    until(both, "both replicas answer")
+    return streams
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    cluster = Cluster()
+    yield cluster
+    stream = Stream(cluster, "Tell me more.", 200)
+    assert cluster.stop() == 0
+    assert stream.ended_well  # SIGTERM lets open answers end
+
+
+@needs_ray
+@pytest.mark.full
+def test_every_endpoint_is_served(cluster: Cluster):
+    assert "<html" in cluster.get("/")
+    assert cluster.get("/health") == ""
+    status, body = cluster.post("/v1/completions", {"prompt": "a", "max_tokens": 4})
+    assert (status, json.loads(body)["usage"]["completion_tokens"]) == (200, 4)
+    status, body = cluster.post("/v1/completions", {"prompt": "a"}, key="wrong")
+    assert (status, json.loads(body)["error"]["code"]) == (401, "invalid_api_key")
+    status, body = cluster.post("/v1/messages", {"max_tokens": 4})
+    assert (status, json.loads(body)["type"]) == (400, "error")
+    assert cluster.post("/reset_prefix_cache", None)[0] == 200
+
+
+@needs_ray
+@pytest.mark.full
+def test_stored_responses_stay_with_their_replica(cluster: Cluster):
+    for _ in range(4):
+        status, body = cluster.post("/v1/responses", {"input": "Hi", "max_output_tokens": 16})
+        name = json.loads(body)["id"]
+        follow_up = {"input": "And?", "previous_response_id": name, "max_output_tokens": 16}
+        status, body = cluster.post("/v1/responses", follow_up)
+        assert status == 200, body
+
+
+@needs_ray
+@pytest.mark.full
+def test_equal_prompts_go_where_their_prefix_is_cached(cluster: Cluster):
+    prompt = "The same beginning of many prompts, long enough for some pages of it. " * 2
+    bodies = [{"prompt": f"{prompt}{i}", "max_tokens": 2} for i in range(4)]
+    answers = [json.loads(cluster.post("/v1/completions", body)[1]) for body in bodies]
+    cached = [a["usage"]["prompt_tokens_details"]["cached_tokens"] for a in answers]
+    assert all(cached[1:]), cached
+
+
+@needs_ray
+@pytest.mark.full
+def test_replica_that_ends_engine_restarts_while_others_answer(cluster: Cluster):
+    before = cluster.replicas
+    streams = streams_of_both(cluster, 400)
+    (engine,) = child_of(cluster.replica_pids[0])
+    os.kill(engine, signal.SIGKILL)
+    until(lambda: not all(stream.is_alive() for stream in streams), "its streams end")
+    for i in range(10):
+        status, body = cluster.post("/v1/completions", {"prompt": f"{i}", "max_tokens": 2})
+        assert status == 200, body
+    failed = {s.replica for s in streams if not s.ended_well}
+    assert len(failed) == 1
+    for stream in streams:
+        assert (stream.replica in failed) == ("engine's process ended" in stream.text)
+    until(lambda: len(child_of(cluster.replica_pids[0])) == 1, "the engine is started again")
+    assert cluster.replicas == before
+
+
+@needs_ray
+@pytest.mark.full
+def test_lost_replica_fails_only_its_own_requests_and_comes_back(cluster: Cluster):
+    streams = streams_of_both(cluster, 400)
+    lost, *_ = cluster.replica_pids
+    os.kill(lost, signal.SIGKILL)
+    for i in range(10):
+        status, body = cluster.post("/v1/completions", {"prompt": f"{i}", "max_tokens": 2})
+        assert status == 200, body
+    failed = {s.replica for s in streams if not s.ended_well}
+    assert len(failed) == 1
+    for stream in streams:
+        assert (stream.replica in failed) == (LOST in stream.text)
+    until(lambda: len(cluster.replicas) == 2, "the replica is replaced")
+    assert cluster.replicas.isdisjoint(failed)
