@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable
 from mmap import mmap
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,10 +45,10 @@ class SharedMemoryGroup:
     def __init__(self, memory: mmap, rank: int, size: int, on_wait: Callable[[], None]):
         self.rank, self.size, self.on_wait, self.step = rank, size, on_wait, 0
         self.failure: RankFailed | None = None
-        self._numbers = np.frombuffer(memory, np.int64, size * _LINE // 8).reshape(size, -1)
-        self._done = self._numbers[:, 0]
+        self._numbers = memoryview(memory)[: size * _LINE].cast("q", (size, _LINE // 8))
         data = torch.frombuffer(memory, dtype=torch.uint8, offset=size * _LINE)
         self._places = data.view(2, size, PLACE)
+        self._views: dict[tuple[int, int, torch.dtype], tuple[Tensor, ...]] = {}
         self._count = 0
 
     def check(self) -> None:
@@ -63,11 +62,12 @@ class SharedMemoryGroup:
 
     def last_step(self, rank: int) -> int:
         """Return the step of the rank's last collective."""
-        return int(self._numbers[rank, 1 + (self._done[rank] & 1)])
+        return self._numbers[rank, 1 + (self._numbers[rank, 0] & 1)]
 
     def sum(self, x: Tensor) -> Tensor:
         out = x.contiguous()
-        for part in out.view(-1).split(PLACE // x.itemsize):
+        whole = out.view(-1)
+        for part in [whole] if x.nbytes <= PLACE else whole.split(PLACE // x.itemsize):
             first, *others = self._exchange(part)
             torch.add(first, others[0], out=part)
             for other in others[1:]:
@@ -87,28 +87,31 @@ class SharedMemoryGroup:
                     out[start : start + height, rank, first : first + width] = part.view_as(block)
         return out.view(rows, -1)
 
-    def _exchange(self, x: Tensor) -> list[Tensor]:
+    def _exchange(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return every rank's values x [n], valid until the next exchange."""
         self._count += 1
-        count, turn = self._count, self._count & 1
-        places, steps = self._places[turn, :, : x.nbytes].view(x.dtype), self._numbers[:, 1 + turn]
-        places[self.rank] = x
-        steps[self.rank] = self.step
-        self._done[self.rank] = count
-        for rank in range(self.size):
-            if self._done[rank] < count:
+        count, turn, numbers, ranks = self._count, self._count & 1, self._numbers, range(self.size)
+        key = turn, x.numel(), x.dtype
+        views = self._views.get(key)
+        if views is None:
+            views = self._places[turn, :, : x.nbytes].view(x.dtype).unbind()
+            self._views[key] = views
+        views[self.rank].copy_(x)
+        numbers[self.rank, 1 + turn] = self.step
+        numbers[self.rank, 0] = count
+        for rank in ranks:
+            if numbers[rank, 0] < count:
                 self._wait(rank, count)
-        if (steps != self.step).any():
-            self.failure = RankFailed(
-                f"The ranks are out of step: they run the steps {steps.tolist()}."
-            )
+        steps = [numbers[rank, 1 + turn] for rank in ranks]
+        if steps.count(self.step) < self.size:
+            self.failure = RankFailed(f"The ranks are out of step: they run the steps {steps}.")
             raise self.failure
-        return list(places.unbind())
+        return views
 
     def _wait(self, rank: int, count: int) -> None:
         """Wait until the rank reaches a collective. Raises RankFailed if it stands still."""
         spins, started, checked = 0, time.monotonic(), 0.0
-        while self._done[rank] < count:
+        while self._numbers[rank, 0] < count:
             spins += 1
             if spins < _SPINS:
                 continue
@@ -121,7 +124,8 @@ class SharedMemoryGroup:
             if waited > (STALL_SECONDS if self.step else START_SECONDS):
                 self.failure = RankFailed(
                     f"Rank {rank} stands still: its last exchange of tensors was number "
-                    f"{self._done[rank]}, in step {self.last_step(rank)}, and rank {self.rank} has "
-                    f"waited for number {count}, in step {self.step}, for {waited:.0f} s."
+                    f"{self._numbers[rank, 0]}, in step {self.last_step(rank)}, and rank "
+                    f"{self.rank} has waited for number {count}, in step {self.step}, for "
+                    f"{waited:.0f} s."
                 )
                 raise self.failure
