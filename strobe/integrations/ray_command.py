@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import signal
+import socket
 from dataclasses import replace
 from typing import Any
 
@@ -76,14 +77,16 @@ def _connect() -> bool:
     """Connect to Ray. Returns whether its cluster was started here. Raises ValueError if Serve runs
     there already, because its proxies then listen elsewhere."""
     options = {"namespace": SERVE_NAMESPACE, "logging_level": logging.WARNING}
-    address = os.environ.get("RAY_ADDRESS")
+    host, _, port = os.environ.get("RAY_ADDRESS", "").removeprefix("ray://").rpartition(":")
     try:
+        if host and port.isdecimal():  # Ray itself tries for minutes
+            socket.create_connection((host, int(port)), 10.0).close()
         ray.init("auto", **options)
-    except ConnectionError:
-        if address:
+    except OSError as error:
+        if host:
             raise ValueError(
-                f"RAY_ADDRESS is {address!r}, but no Ray cluster answers there; start it, or unset "
-                "RAY_ADDRESS to serve on this machine."
+                f"RAY_ADDRESS is {os.environ['RAY_ADDRESS']!r}, but no Ray cluster answers there "
+                f"({error}); start it, or unset RAY_ADDRESS to serve on this machine."
             ) from None
         ray.init("local", include_dashboard=False, **options)
         return True

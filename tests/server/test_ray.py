@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -105,6 +106,16 @@ def test_replica_whose_engine_is_dead_is_unhealthy():
     dead = SimpleNamespace(serving=SimpleNamespace(client=client))
     with pytest.raises(RuntimeError, match="The engine has ended"):
         replica.check_health(dead)
+
+
+@needs_ray
+def test_ray_address_that_nothing_answers_is_rejected(monkeypatch: pytest.MonkeyPatch):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{unused.getsockname()[1]}")
+        command = importlib.import_module("strobe.integrations.ray_command")
+        with pytest.raises(ValueError, match="but no Ray cluster answers there"):
+            command._connect()
 
 
 def processes(title: str, ancestor: int) -> list[int]:
