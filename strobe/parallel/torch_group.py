@@ -1,21 +1,32 @@
-"""Exchange of tensors between ranks by torch.distributed: NCCL on GPUs, Gloo elsewhere."""
+"""Exchange of tensors between ranks by torch.distributed: on GPUs symmetric memory for small sums
+and NCCL, elsewhere Gloo."""
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections.abc import Callable
 from mmap import mmap
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed import distributed_c10d
+from torch.distributed import ReduceOp, distributed_c10d
 
 from strobe.parallel.group import RankFailed
 
+if TYPE_CHECKING:
+    from strobe.parallel.symmetric_memory import SymmetricMemory
+
+logger = logging.getLogger(__name__)
+
 _MEET_SECONDS = 0.01
+_NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+"""NVLink multicast is a resource of the whole machine, which its other users may need."""
 
 
 def make_store(port: int = 0) -> TCPStore:
@@ -40,9 +51,10 @@ class TorchGroup:
         self.failure: RankFailed | None = None
         self._steps = np.frombuffer(memory, np.int64, size * 8).reshape(size, -1)[:, 0]
         self._meet(store)
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        own = device if device.type == "cuda" else None
+        os.environ.update(_NO_MULTICAST)
+        backend, own = ("nccl", device) if device.type == "cuda" else ("gloo", None)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=own)
+        self._symmetric = None if own is None else self._make_symmetric(own)
 
     def _meet(self, store: TCPStore) -> None:
         """Wait until all ranks are there. Raises what `on_wait` does if one has ended, which
@@ -51,6 +63,20 @@ class TorchGroup:
         while not store.check([f"rank {rank}" for rank in range(self.size)]):
             self.on_wait()
             time.sleep(_MEET_SECONDS)
+
+    def _make_symmetric(self, device: torch.device) -> SymmetricMemory | None:
+        """Make symmetric memory if all ranks can."""
+        from strobe.parallel.symmetric_memory import LIMITS, SymmetricMemory
+
+        made, world = None, dist.group.WORLD
+        if self.size in LIMITS and world is not None:
+            try:
+                made = SymmetricMemory(world, device)
+            except RuntimeError as error:
+                logger.warning("Ranks add up tensors by NCCL alone: %s", error)
+        agreed = torch.tensor(int(made is not None), device=device)
+        dist.all_reduce(agreed, ReduceOp.MIN)
+        return made if agreed.item() else None
 
     @property
     def step(self) -> int:
@@ -75,11 +101,14 @@ class TorchGroup:
         another group of this process."""
         if dist.is_initialized():
             on_gpu = dist.get_backend() == "nccl"
+            self._symmetric = None
             abort = distributed_c10d._abort_process_group  # pyright: ignore[reportPrivateUsage]
             (abort if on_gpu else dist.destroy_process_group)()
 
     def sum(self, x: Tensor) -> Tensor:
         x = x.contiguous()
+        if self._symmetric is not None and self._symmetric.fits(x):
+            return self._symmetric.sum(x)
         dist.all_reduce(x)
         return x
 

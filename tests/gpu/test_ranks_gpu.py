@@ -1,0 +1,118 @@
+"""Ranks on GPUs: exchanges of one rank in a captured graph, and groups of two GPUs."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from mmap import mmap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from matrix import make_pair
+from on_gpu import NEEDS_GPU, ON_GPU
+from tiny import make_tokenizer, run
+
+from strobe.config import EngineConfig
+from strobe.engine.engine import Engine
+from strobe.parallel.group import RankFailed
+from strobe.parallel.shared_memory import memory_size
+from strobe.parallel.torch_group import TorchGroup, make_store
+from strobe.ranks import leader
+from strobe.ranks.leader import Ranks, start_engine
+from strobe.sampling_params import SamplingParams
+
+pytestmark = NEEDS_GPU
+
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11], [5, 6] * 10]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, logprobs=2),
+    SamplingParams(temperature=1, seed=3, max_tokens=48, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=48, structured_outputs={"regex": "[ab]{4,9}"}),
+]
+
+
+@pytest.fixture
+def alone() -> Iterator[TorchGroup]:
+    group = TorchGroup(
+        mmap(-1, memory_size(1)), 0, 1, lambda: None, make_store(), torch.device("cuda", 0)
+    )
+    yield group
+    group.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("rows", [1, 7, 4096], ids=["small", "odd", "large"])
+def test_exchanges_of_one_rank_change_nothing(alone: TorchGroup, dtype: torch.dtype, rows: int):
+    """Also in a captured graph, through symmetric memory and NCCL."""
+    x = torch.randn(rows, 4096, device="cuda").to(dtype)
+    assert torch.equal(alone.sum(x.clone()), x)
+    assert torch.equal(alone.join(x), x)
+    held = torch.zeros_like(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = alone.sum(held.clone()) + alone.join(held)
+    held.copy_(x)
+    graph.replay()
+    assert torch.equal(out, x + x)
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> EngineConfig:
+    pair = make_pair(tmp_path, **ON_GPU)
+    make_tokenizer(pair.target)
+    return EngineConfig(
+        target=str(pair.target),
+        draft=str(pair.draft),
+        device="cuda",
+        dtype="float32",
+        kv_cache_memory="64MiB",
+        max_model_len=128,
+        max_num_seqs=4,
+        tensor_parallel_size=2,
+    )
+
+
+def finish_steps(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
+
+
+@TWO_GPUS
+@pytest.mark.parametrize("changes", [{}, {"cuda_graphs": False}, {"method": "none"}], ids=str)
+def test_two_ranks_answer_as_one_does(settings: EngineConfig, changes: dict[str, Any]):
+    expected = run(Engine(settings.with_(tensor_parallel_size=1)), PROMPTS, PARAMS)
+    engine = start_engine(settings.with_(**changes))
+    assert run(engine, PROMPTS, PARAMS) == expected
+    assert run(engine, PROMPTS, PARAMS) == expected
+
+
+@TWO_GPUS
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "stalls"])
+def test_group_ends_with_a_rank(
+    settings: EngineConfig, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+):
+    """This process lives on, and can make another group."""
+    made: list[Ranks] = []
+    init = Ranks.__init__
+
+    def keep(self: Ranks, *args: Any) -> None:
+        init(self, *args)
+        made.append(self)
+
+    monkeypatch.setattr(leader.Ranks, "__init__", keep)
+    monkeypatch.setattr(leader, "STALL_SECONDS", 2.0)
+    engine = start_engine(settings)
+    expected = run(engine, PROMPTS, PARAMS)
+    engine.add(PROMPTS[0], PARAMS[0])
+    engine.step()
+    os.kill(made[0]._processes[0].pid, number)
+    with pytest.raises(RuntimeError):
+        finish_steps(engine)
+    with pytest.raises(RankFailed, match="Rank 1"):
+        engine.check_device()
+    made[0].stop()
+    assert run(start_engine(settings), PROMPTS, PARAMS) == expected
