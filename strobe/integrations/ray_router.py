@@ -5,7 +5,7 @@ others.
 """
 
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportPrivateImportUsage=false
-# pyright: reportAssignmentType=false, reportArgumentType=false
+# pyright: reportAssignmentType=false, reportArgumentType=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
