@@ -1,0 +1,56 @@
+"""`strobe serve --tensor-parallel-size 2` on the demo models."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from polling import PATIENCE, until
+from served import Served
+from talk import CHAT, Talk
+
+MESSAGES = [{"role": "user", "content": "Sort these words: pear kiwi apple fig"}]
+BODY = {"messages": MESSAGES, "max_tokens": 60, "temperature": 0}
+LONG = {**BODY, "max_tokens": 900, "ignore_eos": True}
+
+
+def followers(served: Served) -> list[int]:
+    """Return the process ids of the other ranks."""
+    found = list[int]()
+    for path in Path(f"/proc/{served.engine_pid}/task").glob("*/children"):
+        children = map(int, path.read_text().split())
+        found += [c for c in children if "follower" in Path(f"/proc/{c}/cmdline").read_text()]
+    return found
+
+
+def text(served: Served) -> str:
+    with Talk(served.url, CHAT, BODY) as talk:
+        return talk.json()["choices"][0]["message"]["content"]
+
+
+@pytest.mark.full
+def test_killed_rank_fails_open_requests_and_the_group_starts_again():
+    """SIGTERM ends all ranks."""
+    served = Served("--no-adaptive", "--tensor-parallel-size=2", "--max-model-len=1024")
+    try:
+        answer = text(served)
+        (rank,) = followers(served)
+        with Talk(served.url, CHAT, {**LONG, "stream": True}) as talk:
+            events = talk.events()
+            next(events)
+            os.kill(rank, signal.SIGKILL)
+            *_, last, done = events
+        assert "send the request again" in last["error"]["message"]
+        assert done == "[DONE]"
+        assert "Rank 1 has ended in step" in served.log
+        assert "(exit code -9)" in served.log
+        until(lambda: "the engine can answer again" in served.log, "the group has started again")
+        assert text(served) == answer != ""
+        (rank,) = followers(served)
+        assert served.stop() == 0
+        until(lambda: not Path(f"/proc/{rank}").exists(), "the other rank has ended")
+    finally:
+        served.process.kill()
+        served.process.wait(PATIENCE)
