@@ -4,36 +4,33 @@ Ray copies this module's code into its processes, so that classes to compare by 
 others.
 """
 
-# pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportPrivateImportUsage=false
-# pyright: reportAssignmentType=false, reportArgumentType=false, reportGeneralTypeIssues=false
-
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
-
-from ray.serve._private.request_router import PowerOfTwoChoicesRequestRouter
-from ray.serve.request_router import LocalityMixin, MultiplexMixin, RequestRouter
 
 from strobe.integrations.forwarding import ForwardedRequest
 
-try:  # Ray's public name for it, in ray.serve.llm, imports vLLM or SGLang too
-    from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router import (
-        PrefixCacheAffinityRouter as PrefixRouter,
-    )
-except ImportError:
-
-    class PrefixRouter(LocalityMixin, MultiplexMixin, RequestRouter):
-        """Chooses the less busy of two replicas, for versions of Ray without the other router."""
-
-        choose_replicas = PowerOfTwoChoicesRequestRouter.choose_replicas
-
-
 logger = logging.getLogger(__name__)
 
+_routers: Any = import_module("ray.serve.request_router")
+_less_busy: Any = import_module("ray.serve._private.request_router").PowerOfTwoChoicesRequestRouter
 
-class ReplicaRouter(PrefixRouter):
+
+def _prefix_router() -> Any:
+    """Return Ray's prefix-aware router; for a version without it, one that chooses the less busy of
+    two replicas."""
+    try:  # its public name, in ray.serve.llm, imports vLLM or SGLang too
+        name = "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router"
+        return import_module(name).PrefixCacheAffinityRouter
+    except ImportError:
+        bases = (_routers.LocalityMixin, _routers.MultiplexMixin, _routers.RequestRouter)
+        return type("LessBusyRouter", bases, {"choose_replicas": _less_busy.choose_replicas})
+
+
+class ReplicaRouter(_prefix_router()):
     """Ray's prefix-aware router, for HTTP requests.
 
     It prefers the replica that has answered the prompt with the longest common prefix, unless
@@ -58,8 +55,7 @@ class ReplicaRouter(PrefixRouter):
                 return await super().choose_replicas(candidate_replicas, pending_request)
             except Exception as error:
                 logger.warning("Prefixes are not compared (%s).", type(error).__name__)
-        usual = PowerOfTwoChoicesRequestRouter.choose_replicas
-        return await usual(self, candidate_replicas, pending_request)
+        return await _less_busy.choose_replicas(self, candidate_replicas, pending_request)
 
     def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
         request = _forwarded(pending_request)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
 import os
@@ -22,6 +23,7 @@ from polling import PATIENCE, until
 from served import Served, child_of
 
 from strobe.cli.main import main
+from strobe.integrations.forwarding import ForwardedRequest
 
 needs_ray = pytest.mark.skipif(
     find_spec("ray") is None, reason="Ray is not installed: pip install 'strobe[ray]'"
@@ -116,6 +118,36 @@ def test_ray_address_that_nothing_answers_is_rejected(monkeypatch: pytest.Monkey
         command = importlib.import_module("strobe.integrations.ray_command")
         with pytest.raises(ValueError, match="but no Ray cluster answers there"):
             command._connect()
+
+
+@needs_ray
+@pytest.mark.parametrize(
+    ("excluded", "owner", "expected"),
+    [
+        ((), "b", [["b"]]),
+        (("a",), "", [["b", "c"]]),
+        (("a", "b"), "b", [["c"]]),
+        (("a", "b", "c"), "", "less busy"),
+        ((), "gone", "less busy"),
+    ],
+)
+def test_router_prefers_owners_and_avoids_excluded_replicas(
+    monkeypatch: pytest.MonkeyPatch, excluded: tuple[str, ...], owner: str, expected: Any
+):
+    """The prefixes' actor is missing here, so that the router falls back to the less busy one."""
+    module = importlib.import_module("strobe.integrations.ray_router")
+
+    async def less_busy(router: Any, candidates: Any, pending: Any) -> str:
+        return "less busy"
+
+    monkeypatch.setattr(module, "_less_busy", SimpleNamespace(choose_replicas=less_busy))
+    request = ForwardedRequest({}, b"", prompt="Hello", owner=owner, excluded=excluded)
+    ids = [SimpleNamespace(replica_id=SimpleNamespace(unique_id=name)) for name in "abc"]
+    router = object.__new__(module.ReplicaRouter)
+    chosen = asyncio.run(router.choose_replicas(ids, SimpleNamespace(args=(request,))))
+    if isinstance(chosen, list):
+        chosen = [[replica.replica_id.unique_id for replica in group] for group in chosen]
+    assert chosen == expected
 
 
 def processes(title: str, ancestor: int) -> list[int]:
