@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest -rs -n auto --maxprocesses 4 --dist loadfile \
 	--no-loadscope-reorder -p no:schemathesis
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: serve demo soak fuzz test pytest test-all test-gpu check style types format bench clean
+.PHONY: serve demo soak fuzz test pytest test-all test-gpu test-ray check style types format bench clean
 
 # A small language model, fetched once; the demo models where it cannot be fetched. Options go behind
 # `strobe serve` itself: .venv/bin/strobe serve --help
@@ -44,6 +44,11 @@ fuzz: $(VENV)/.dev
 
 test-gpu: $(VENV)/.dev
 	$(BIN)/python -m pytest -m gpu
+
+# Replicas on a Ray cluster of this machine. Ray is too large to be installed with the rest.
+test-ray: $(VENV)/.dev
+	$(PIP) -e ".[ray]"
+	$(BIN)/python -m pytest -p no:schemathesis tests/server/test_ray.py
 
 check: style types
 
