@@ -38,7 +38,6 @@ from strobe.server.app import make_app
 from strobe.server.guards import route
 from strobe.server.launch import (
     begin_stop,
-    engine_ready,
     load_serving,
     locate_checkpoint,
     make_client,
@@ -134,7 +133,7 @@ class Replica:
             self.serving = await load_serving(settings, client, template)
             self.serving.responses.id_prefix = f"resp_{self.id}_"
             self.app = make_app(self.serving)
-            await engine_ready(self.serving)
+            await client.ready()
         except BaseException:
             await client.stop()
             raise

@@ -31,7 +31,6 @@ from strobe.hub.locate import locate_models
 from strobe.server.app import make_app
 from strobe.server.connections import AT_ONCE, Connection, QuietErrorHandler
 from strobe.server.engine_process.client import EngineClient, EngineDead
-from strobe.server.engine_process.messages import Ready
 from strobe.server.engine_process.replicas import Replicas
 from strobe.server.guards import Shutdown, is_loopback, read_keys
 from strobe.server.metrics import ServerMetrics
@@ -183,7 +182,7 @@ class Server:
                 )
             )
             http = asyncio.create_task(server.serve(sockets=[self.listener]))
-            ready = asyncio.create_task(engine_ready(serving))
+            ready = asyncio.create_task(client.ready())
             stopped = asyncio.create_task(self._stop.wait())
             await asyncio.wait({ready, stopped, http}, return_when=asyncio.FIRST_COMPLETED)
             if ready.done() or client.dead:
@@ -253,11 +252,6 @@ async def load_serving(
     as `make_serving`."""
     tokenizer = await asyncio.to_thread(Tokenizer, Path(client.config.target))
     return make_serving(settings, client, tokenizer, template)
-
-
-async def engine_ready(serving: Serving) -> Ready:
-    """Wait for the engine's first start and return its facts. Raises as `EngineClient.ready`."""
-    return await serving.client.ready()
 
 
 def greeting(settings: ServerConfig, address: Sequence[Any], where: str) -> str:
