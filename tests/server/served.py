@@ -27,6 +27,15 @@ def child_of(pid: int) -> list[int]:
     return [child for child, name in names.items() if "spawn_main" in name]
 
 
+def launched(*options: str, **variables: str) -> subprocess.Popen[str]:
+    """Start a server; variables: of its environment."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "strobe", "serve", "--device=cpu", *options],
+        cwd=ROOT, env=ENVIRONMENT | variables,
+        stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+
+
 class Served:
     """A running server: its URL, its log so far, and methods to stop it.
 
@@ -39,10 +48,7 @@ class Served:
         self._ready = threading.Event()
         self.url = ""
         self._paused: int | None = None
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "strobe", "serve", "--port=0", "--device=cpu", *options],
-            cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
-        )  # fmt: skip
+        self.process = launched("--port=0", *options)
         assert self.process.stderr is not None
         reader = threading.Thread(target=self._read, args=(self.process.stderr,), daemon=True)
         reader.start()

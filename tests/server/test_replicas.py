@@ -94,7 +94,7 @@ def test_idle_engines_take_turns(pair: Replicas):
     assert order == [0, 1, 0, 1]
 
 
-def test_prompt_goes_where_most_of_it_is_cached(pair: Replicas):
+def test_prompt_goes_to_its_longest_prefix(pair: Replicas):
     first, second = prompt(0), [*prompt(0)[: 4 * PAGE], *prompt(600, 6)]
     generations = [submit(pair, first) for _ in range(3)]
     assert [generation.engine for generation in generations] == [0, 0, 0]
@@ -189,6 +189,13 @@ def test_requests_avoid_engine_that_restarts(pair: Replicas):
         submit(pair, prompt(0))
 
 
+def test_engine_may_end_during_a_submission(pair: Replicas, monkeypatch: pytest.MonkeyPatch):
+    first = pair.engines[0]
+    monkeypatch.setattr(first, "send", lambda message: restart(first))
+    assert submit(pair, prompt(0)).engine == 0
+    assert submit(pair, prompt(0)).engine == 1
+
+
 def test_last_death_ends_all(pair: Replicas):
     deaths: list[str] = []
     pair.on_death = lambda: deaths.append("all")
@@ -262,8 +269,8 @@ def test_request_counts_for_the_engine_that_answers(pair: Replicas):
         PromptRun(served, GenerationJob([8], SamplingParams(n=2), "r"))
 
     def by_engine(name: str, **labels: str) -> list[float]:
-        found = [s for s in samples(served.metrics, name) if labels.items() <= s.labels.items()]
-        return [s.value for s in sorted(found, key=lambda s: s.labels["engine"])]
+        own = [s for s in samples(served.metrics, name) if labels.items() <= s.labels.items()]
+        return [s.value for s in sorted(own, key=lambda s: s.labels["engine"])]
 
     asyncio.run(main())
     assert by_engine("vllm:request_success", finished_reason="stop") == [2, 1]
@@ -292,9 +299,9 @@ def test_all_engines_fill_the_queue_together(pair: Replicas):
 
 def environments(count: int, visible: str | None, **config: Any) -> list[dict[str, str]]:
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    made = make_replicas(EngineConfig(**config), count, environ)
-    assert [replica.number for replica in made] == list(range(count))
-    return [dict(replica.environment) for replica in made]
+    replicas = make_replicas(EngineConfig(**config), count, environ)
+    assert [replica.number for replica in replicas] == list(range(count))
+    return [dict(replica.environment) for replica in replicas]
 
 
 @pytest.mark.parametrize(
@@ -306,15 +313,15 @@ def environments(count: int, visible: str | None, **config: Any) -> list[dict[st
     ],
 )
 def test_each_engine_has_its_gpus(visible: str | None, ranks: int, expected: list[str]):
-    made = environments(2, visible, tensor_parallel_size=ranks)
-    assert [variables["CUDA_VISIBLE_DEVICES"] for variables in made] == expected
+    variables = environments(2, visible, tensor_parallel_size=ranks)
+    assert [entry["CUDA_VISIBLE_DEVICES"] for entry in variables] == expected
 
 
 def test_engines_share_the_cores(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("strobe.server.engine_process.process.usable_cores", lambda: 9)
     assert environments(2, None, device="cpu") == [{"OMP_NUM_THREADS": "4"}] * 2
-    made = environments(2, "", device="cpu", tensor_parallel_size=2)
-    assert made == [{"OMP_NUM_THREADS": "2"}] * 2
+    variables = environments(2, "", device="cpu", tensor_parallel_size=2)
+    assert variables == [{"OMP_NUM_THREADS": "2"}] * 2
     assert environments(16, None, device="cpu") == [{"OMP_NUM_THREADS": "1"}] * 16
     fewer = make_replicas(CPU, 2, {"OMP_NUM_THREADS": "3"})
     assert fewer[0].environment == {"OMP_NUM_THREADS": "3"}
@@ -333,7 +340,7 @@ def test_missing_gpus_are_one_sentence(monkeypatch: pytest.MonkeyPatch):
         environments(2, None, device="cuda:1")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     third = Replica(1, {"CUDA_VISIBLE_DEVICES": "2,3"})
-    with pytest.raises(ValueError, match="has the CUDA devices 2,3, of which this machine has 1;"):
+    with pytest.raises(ValueError, match=r"engine 1 the CUDA devices 2,3, but .* has 1 of"):
         check_gpus(EngineConfig(tensor_parallel_size=2), third)
     check_gpus(EngineConfig(), third)
     check_gpus(EngineConfig(device="cpu", tensor_parallel_size=2), third)

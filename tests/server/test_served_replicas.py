@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 from polling import PATIENCE, until
-from served import Served, child_of
+from served import Served, child_of, launched
 from talk import CHAT, Talk
 
 MESSAGES = [{"role": "user", "content": "Sort these words: pear kiwi apple fig"}]
@@ -121,11 +121,37 @@ def test_sigterm_drains_all_engines():
 
 
 @pytest.mark.full
+def test_failed_start_of_one_engine_is_reported_once():
+    process = launched("--port=0", "--data-parallel-size=2")
+    try:
+        until(lambda: len(child_of(process.pid)) == 2, "both engines begin to start")
+        os.kill(max(child_of(process.pid)), signal.SIGKILL)
+        _, log = process.communicate(timeout=PATIENCE)
+    finally:
+        process.kill()
+    assert process.returncode == 1
+    assert log.count("ended before it could answer") == 1
+    assert "Traceback" not in log
+
+
+@pytest.mark.full
+def test_missing_gpu_is_one_sentence_and_status_2():
+    options = "--port=0", "--data-parallel-size=2", "--device=cuda"
+    process = launched(*options, CUDA_VISIBLE_DEVICES="77,78")
+    try:
+        _, log = process.communicate(timeout=PATIENCE)
+    finally:
+        process.kill()
+    assert process.returncode == 2
+    assert log.count("strobe: data_parallel_size gives engine") == 1
+
+
+@pytest.mark.full
 def test_server_ends_with_its_last_engine():
     with serving("--no-restart-engine") as served:
         first, last = child_of(served.process.pid)
         os.kill(first, signal.SIGKILL)
-        until(lambda: len(child_of(served.process.pid)) == 1, "it has ended")
+        until(lambda: "stays off; the others go on" in served.log, "it has ended")
         with Talk(served.url, CHAT, BODY) as talk:
             assert talk.status == 200
         os.kill(last, signal.SIGKILL)

@@ -7,15 +7,13 @@ import os
 import random
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
 from polling import PATIENCE, until
-from served import ENVIRONMENT, ROOT, Served, child_of
+from served import Served, child_of, launched
 from talk import CHAT, Talk
 
 MESSAGES = [{"role": "user", "content": "Sort these words: pear kiwi apple fig"}]
@@ -222,13 +220,6 @@ def unused_port() -> int:
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
     raise AssertionError("no port is free")
-
-
-def launched(*options: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "strobe", "serve", "--device=cpu", *options],
-        cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
-    )  # fmt: skip
 
 
 def listens(url: str) -> bool:

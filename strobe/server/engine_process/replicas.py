@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from strobe.config import EngineConfig
 from strobe.counters import EngineStats
@@ -15,7 +17,10 @@ from strobe.server.engine_process.client import EngineClient, Generation
 from strobe.server.engine_process.messages import FromServer, Ready
 from strobe.server.engine_process.process import make_replicas
 from strobe.server.engine_process.snapshot import EngineSnapshot
+from strobe.server.logs import engine_logger
 from strobe.server.settings import ServerConfig
+
+logger = logging.getLogger(__name__)
 
 OPEN_TOKENS = 64
 """Prompt tokens that a request computes again rather than share an engine with one more answer."""
@@ -54,9 +59,9 @@ def prefix_keys(prompt_ids: Sequence[int], cache_salt: str, page_size: int) -> l
 class Replicas:
     """What `EngineClient` is for one engine, for several.
 
-    A request goes where most of its prompt is cached, unless other answers outweigh that; see
-    `_cost`. An engine that ends fails its own requests and is restarted, while the others go on;
-    this ends with the last one.
+    A request goes where the longest prefix of its prompt is cached, unless open answers outweigh
+    that; see `_cost`. An engine that ends fails its own requests and is restarted, while the others
+    go on; this ends with the last one.
     """
 
     def __init__(self, config: EngineConfig, settings: ServerConfig):
@@ -73,14 +78,18 @@ class Replicas:
             )
             for replica in make_replicas(config, settings.data_parallel_size)
         ]
-        for engine in self.engines:
-            engine.on_death = self._engine_died
+        for number, engine in enumerate(self.engines):
+            engine.on_death = partial(self._engine_died, number)
         self._prefixes: dict[int, tuple[Ready, PrefixIndex]] = {}
         self._num_routed = [0] * len(self.engines)
 
-    def _engine_died(self) -> None:
+    def _engine_died(self, number: int) -> None:
         if self.dead:
             self.on_death()
+        elif self.engines[number].facts is not None:
+            engine_logger(logger, number).error(
+                "the engine's process has ended and stays off; the others go on"
+            )
 
     @property
     def _answering(self) -> list[EngineClient]:
@@ -178,10 +187,10 @@ class Replicas:
             engine = next((e for e in self.engines if not e.dead), self.engines[0])
             return engine.submit(prompt_ids, params, request_id, scheduling)
         number = costs[min(costs)]
-        generation = self.engines[number].submit(prompt_ids, params, request_id, scheduling)
-        generation.engine = number
         self._index(number).add(keys)
         self._num_routed[number] += 1
+        generation = self.engines[number].submit(prompt_ids, params, request_id, scheduling)
+        generation.engine = number
         return generation
 
     def _cost(self, number: int, keys: Sequence[int], has_grammar: bool) -> tuple[int, ...]:

@@ -88,9 +88,9 @@ def check_gpus(config: EngineConfig, replica: Replica) -> None:
     """Raise ValueError if the machine lacks a replica's GPUs."""
     if config.device != "cpu" and torch.cuda.device_count() < config.tensor_parallel_size:
         raise ValueError(
-            f"Engine {replica.number} of data_parallel_size has the CUDA devices "
-            f"{replica.environment['CUDA_VISIBLE_DEVICES']}, of which this machine has "
-            f"{torch.cuda.device_count()}; ask for fewer engines, or for device cpu."
+            f"data_parallel_size gives engine {replica.number} the CUDA devices "
+            f"{replica.environment['CUDA_VISIBLE_DEVICES']}, but this machine has "
+            f"{torch.cuda.device_count()} of them; ask for fewer engines, or for device cpu."
         )
 
 
