@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from tyro.conf import Positional, arg
+from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from strobe.cli.flags import Json
-from strobe.config import DEMO_MODELS
+from strobe.config import DEMO_MODELS, EngineConfig
 
 
 @dataclass(frozen=True)
@@ -34,17 +34,29 @@ class Info:
             help_behavior_hint="",
         ),
     ] = None
+    tensor_parallel_size: Annotated[
+        int, arg(help="Also say what each of so many ranks holds.", metavar="INT")
+    ] = 1
+    enable_expert_parallel: FlagCreatePairsOff[
+        Annotated[bool, arg(help="Give each rank whole experts, not parts of all.")]
+    ] = False
     json: Json = False
 
     def run(self) -> int:
         from strobe.hub.locate import find_pair
+        from strobe.parallel.split import Split
         from strobe.tools.info import describe, show
 
+        config = EngineConfig(
+            tensor_parallel_size=self.tensor_parallel_size,
+            enable_expert_parallel=self.enable_expert_parallel,
+        )
         model, draft = self.model, self.draft
         if not model:
             model, draft = str(DEMO_MODELS / "target"), draft or str(DEMO_MODELS / "draft")
         else:
             model, draft = find_pair(model, draft)
-        facts = describe(Path(model), Path(draft) if draft is not None else None)
+        split = Split.of(config, 0)
+        facts = describe(Path(model), Path(draft) if draft is not None else None, split)
         print(json.dumps(facts)) if self.json else show(facts)
         return 0

@@ -130,6 +130,9 @@ class Split:
         return replace(config, decoder=decoder)
 
 
+ALONE = Split(0, 1, 1)
+
+
 def _has_mlp(config: DecoderConfig) -> bool:
     """Whether layers have an MLP that is no expert."""
     experts = config.experts

@@ -55,6 +55,7 @@ def start_engine(
         engine = Engine(resolved, draft_policy=draft_policy, **options)
         if prepare is not None:
             prepare(engine.runner.model)
+        _log_memory(engine)
         return engine
     share_threads(resolved)
     ranks = Ranks(resolved, options, prepare)
@@ -70,7 +71,19 @@ def start_engine(
             raise ranks.failure.exception() from None
         raise
     weakref.finalize(engine, ranks.stop)
+    _log_memory(engine)
     return engine
+
+
+def _log_memory(engine: Engine) -> None:
+    groups, size = engine.resolved.kv_groups.values(), engine.limits.page_size
+    pages, ranks = engine.components.pool.capacity, engine.resolved.split.size
+    logger.info(
+        "keys and values have %.2f GB%s, room for %d tokens",
+        pages * sum(spec.bytes_per_page(size) for spec in groups) / 1e9,
+        f" on each of {ranks} ranks" if ranks > 1 else "",
+        pages * size,
+    )
 
 
 def of_rank(resolved: ResolvedConfig, rank: int) -> ResolvedConfig:

@@ -7,30 +7,39 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from strobe.hub.download import fetch_weights
 from strobe.hub.files import GGUF_LINK, read_json
 from strobe.hub.gguf_file import read_header
 from strobe.models.architectures import load_draft_config, load_target_config
 from strobe.models.checkpoint import Checkpoint
-from strobe.models.config import DecoderConfig, Quantization
+from strobe.models.config import DecoderConfig, DraftConfig, Quantization, TargetConfig
 from strobe.models.config_readers.detection import method_of
 from strobe.models.config_readers.pair import check_pair
 from strobe.models.load import check_draft_tensors, check_target_tensors
 from strobe.models.quantization.fp8 import SCALE
+from strobe.parallel.split import ALONE, Split
 
 
-def describe(model: Path, draft: Path | None = None) -> dict[str, Any]:
+def describe(model: Path, draft: Path | None = None, split: Split = ALONE) -> dict[str, Any]:
     """Return the facts of a target or a drafter, and of the pair if `draft` is set.
 
-    Raises ValueError for a damaged or unsupported checkpoint, or a pair that does not fit.
+    Raises ValueError for a damaged or unsupported checkpoint, a pair that does not fit, or ranks
+    that cannot share the model.
     """
     if method_of(read_json(model / "config.json")) is not None:
         if draft is not None:
             raise ValueError(f"{model} is a drafter itself; name the target first, then --draft.")
+        if split.size > 1:
+            raise ValueError(
+                f"{model} is a drafter; name the target that ranks share, then --draft."
+            )
         return _draft_facts(model)
     config = load_target_config(model)
-    if draft is not None:
-        check_pair(load_draft_config(draft, model), config, draft)
+    draft_config = None if draft is None else load_draft_config(draft, model)
+    if draft is not None and draft_config is not None:
+        check_pair(draft_config, config, draft)
     fetch_weights(model)
     check_target_tensors(model, config)
     facts = {
@@ -51,10 +60,37 @@ def describe(model: Path, draft: Path | None = None) -> dict[str, Any]:
             "recurrent_state_bytes_per_request": 4 * config.states.values,
             "prefix_caching": "off, since no page holds the state of recurrent layers",
         }
+    if split.size > 1:
+        facts |= _rank_facts(split, (model, draft), config, draft_config)
     if draft is not None:
         facts["draft"] = _draft_facts(draft, model)
         facts["pair"] = "fits"
     return facts
+
+
+def _rank_facts(
+    split: Split,
+    paths: tuple[Path, Path | None],
+    target: TargetConfig,
+    draft: DraftConfig | None,
+) -> dict[str, Any]:
+    """Return what the first of several ranks holds, which no other one exceeds."""
+    target, draft = split.split(target, draft)
+    open, configs = split.opener("auto"), [target, *filter(None, (draft,))]
+    modules: list[nn.Module] = [check_target_tensors(paths[0], target, open)]
+    if paths[1] is not None and draft is not None:
+        modules.append(check_draft_tensors(paths[1], draft, open))
+    return {
+        "ranks": split.size,
+        "parameters_on_each_rank": sum(p.numel() for m in modules for p in m.parameters()),
+        "kv_bytes_per_token_bf16_on_each_rank": sum(_kv_bytes(c.decoder) for c in configs),
+    }
+
+
+def _kv_bytes(decoder: DecoderConfig) -> int:
+    """Return the bytes of a token's keys and values in bfloat16."""
+    layers = map(decoder.shape_of, range(len(decoder.masks)))
+    return 4 * sum(shape.num_kv_heads * shape.head_dim for shape in layers)
 
 
 def _draft_facts(path: Path, target: Path | None = None) -> dict[str, Any]:
@@ -110,8 +146,6 @@ def _decoder_facts(path: Path, decoder: DecoderConfig) -> dict[str, Any]:
     checkpoint = Checkpoint(path)
     shapes = {n: s for n, s in checkpoint.shapes.items() if not n.endswith((SCALE, "_scales"))}
     counts = [math.prod(s) * (2 if n.endswith("_blocks") else 1) for n, s in shapes.items()]
-    heads = map(decoder.shape_of, range(len(decoder.masks)))
-    kv = 2 * sum(shape.num_kv_heads * shape.head_dim for shape in heads)
     return {
         "parameters": sum(counts),
         "bytes_on_disk": sum(map(checkpoint.bytes_of, checkpoint.shapes)),
@@ -121,7 +155,7 @@ def _decoder_facts(path: Path, decoder: DecoderConfig) -> dict[str, Any]:
         f"{decoder.head_dim} wide",
         "vocabulary": decoder.vocab_size,
         "context": decoder.max_position,
-        "kv_bytes_per_token_bf16": 2 * kv,
+        "kv_bytes_per_token_bf16": _kv_bytes(decoder),
     }
 
 

@@ -89,7 +89,7 @@ FLAGS = {
         "--method", "--seed",
     ],
     "demo": ["--prompts", "--max-tokens", "--repeats", "--json", "--debug", *ENGINE_FLAGS],
-    "info": ["--draft", "--json"],
+    "info": ["--draft", "--tensor-parallel-size", "--enable-expert-parallel", "--json"],
 }  # fmt: skip
 
 
@@ -254,8 +254,10 @@ def test_json_goes_to_stdout_and_debug_to_stderr(pair: Pair):
             "accepted_per_position", "off_reason", "rows_verified", "drafts_made",
             "rested_steps", "rest_reason",
         ]  # fmt: skip
-    loaded, lines = run.stderr.splitlines()[:2], run.stderr.splitlines()[2:]
+    *loaded, memory = run.stderr.splitlines()[:3]
+    lines = run.stderr.splitlines()[3:]
     assert all(line.startswith("strobe.models.load: loaded ") for line in loaded)
+    assert memory.startswith("strobe.ranks.leader: keys and values have 0.0")
     assert len(lines) == sum(o["outputs"][0]["speculation"]["steps"] for o in outputs)
     assert all(line.startswith("strobe.engine.result_processor: verify request=") for line in lines)
 
@@ -625,6 +627,20 @@ def test_info_describes_target_drafter_and_pair(
     assert draft["parameters"] == 24_832
     facts = json.loads(main("info", pair.target, "--draft", pair.draft, "--json")[1])
     assert facts == {**target, "draft": draft, "pair": "fits"}
+
+
+def test_info_says_what_each_rank_holds(main: Callable[..., Any], pair: Pair, no_weights: None):
+    """Norms and the drafter's fc are on both ranks."""
+    out = main("info", pair.target, "--draft", pair.draft, "--tensor-parallel-size=2", "--json")[1]
+    facts, draft = json.loads(out), json.loads(main("info", pair.draft, "--json")[1])
+    assert facts["ranks"] == 2
+    whole = facts["parameters"] + draft["parameters"]
+    assert whole / 2 < facts["parameters_on_each_rank"] < whole * 0.53
+    kv = "kv_bytes_per_token_bf16"
+    assert facts[f"{kv}_on_each_rank"] == (facts[kv] + draft[kv]) / 2
+    status, _, err = main("info", pair.target, "--tensor-parallel-size=3")
+    assert status == 2
+    assert "does not divide the target's" in err
 
 
 def test_info_prints_a_table(
