@@ -69,6 +69,9 @@ def test_engines_answer_alike_and_keep_conversations():
         assert "engine 0: warmed up" in served.log
         assert "engine 1: warmed up" in served.log
         assert "on 2 engines, cpu" in served.log
+        lines = re.compile(r"status=200 .* engine=(\d)")
+        until(lambda: len(lines.findall(served.log)) == 5, "each answer has its line")
+        assert sorted(lines.findall(served.log)) == ["0", "0", "1", "1", "1"]
         assert served.stop() == 0
         assert "Traceback" not in served.log
 

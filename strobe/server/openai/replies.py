@@ -356,6 +356,8 @@ def _finish(serving: Serving, http: Request, runs: Sequence[PromptRun], *, strea
         queue_ms=_earliest_ms([choice.queue_time for choice in choices]),
         first_token_ms=_earliest_ms([choice.first_token_seconds for choice in choices]),
     )
+    if len(serving.metrics.engines) > 1:
+        line["engine"] = ",".join(map(str, sorted({run.engine for run in runs})))
     if serving.settings.log_prompts:
         prompts = [run.job.prompt_ids for run in runs]
         decode = serving.tokenizer.decode

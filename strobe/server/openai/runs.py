@@ -142,7 +142,7 @@ class PromptRun:
         self._generation = serving.submit(
             job.prompt_ids, job.params, job.request_id, job.scheduling
         )
-        self._metrics = serving.metrics.engines[self._generation.engine]
+        self._metrics = serving.metrics.engines[self.engine]
         self.choices = [
             ChoiceState(serving, self._metrics, job, index, job.started_at)
             for index in range(job.params.n)
@@ -177,6 +177,11 @@ class PromptRun:
     @property
     def abandoned(self) -> bool:
         return self._generation.closed and any(not choice.finished for choice in self.choices)
+
+    @property
+    def engine(self) -> int:
+        """The number of the engine that answers."""
+        return self._generation.engine
 
     @property
     def decoded(self) -> tuple[float, float]:
