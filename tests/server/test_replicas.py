@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import re
 from typing import Any
 
@@ -23,7 +24,7 @@ from strobe.server.engine_process.client import (
     Generation,
 )
 from strobe.server.engine_process.messages import Grammars, Ready, Release
-from strobe.server.engine_process.process import Replica, make_replicas
+from strobe.server.engine_process.process import Replica, make_replicas, run
 from strobe.server.engine_process.replicas import OPEN_TOKENS, PrefixIndex, Replicas, prefix_keys
 from strobe.server.engine_process.snapshot import EngineSnapshot
 from strobe.server.engine_process.worker import check_gpus
@@ -145,18 +146,20 @@ def test_without_prefix_cache_only_load_counts(monkeypatch: pytest.MonkeyPatch):
     assert submit(client, prompt(0)).engine == 1
 
 
-def test_restart_and_release_forget_prefixes(pair: Replicas):
+def test_restart_forgets_prefixes(pair: Replicas):
     submit(pair, prompt(0)).close()
     restart(pair.engines[0])
-    assert submit(pair, prompt(600)).engine == 1
     pair.engines[0]._handle(READY._replace())
-    submit(pair, prompt(900)).close()
-    for generation in list(pair.engines[1]._generations.values()):
-        generation.close()
-    assert submit(pair, prompt(600)).engine == 1
+    assert submit(pair, prompt(0)).engine == 1
+
+
+def test_release_forgets_prefixes(pair: Replicas):
+    submit(pair, prompt(0)).close()
     pair.send(Release())
-    assert all(Release() in engine.sent for engine in pair.engines)  # pyright: ignore
-    assert submit(pair, prompt(600)).engine == 0
+    for engine in pair.engines:
+        assert isinstance(engine, FakeEngine)
+        assert engine.sent[-1] == Release()
+    assert submit(pair, prompt(0)).engine == 1
 
 
 def test_index_evicts_ends_of_oldest_prompts():
@@ -325,6 +328,26 @@ def test_engines_share_the_cores(monkeypatch: pytest.MonkeyPatch):
     assert environments(16, None, device="cpu") == [{"OMP_NUM_THREADS": "1"}] * 16
     fewer = make_replicas(CPU, 2, {"OMP_NUM_THREADS": "3"})
     assert fewer[0].environment == {"OMP_NUM_THREADS": "3"}
+
+
+def test_process_has_its_environment_before_torch(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6")
+    seen: list[Any] = []
+
+    class Worker:
+        @staticmethod
+        def run_engine(*arguments: Any) -> None:
+            seen.append(arguments)
+
+    def imported(name: str) -> type[Worker]:
+        seen.append((name.rpartition(".")[2], os.environ["CUDA_VISIBLE_DEVICES"]))
+        return Worker
+
+    monkeypatch.setattr("importlib.import_module", imported)
+    pipe: Any = object()
+    replica = Replica(1, {"CUDA_VISIBLE_DEVICES": "6"})
+    run(pipe, CPU, ServerConfig().logs, None, replica)
+    assert seen == [("worker", "6"), (pipe, CPU, ServerConfig().logs, None, replica)]
 
 
 def test_missing_gpus_are_one_sentence(monkeypatch: pytest.MonkeyPatch):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
+import msgspec
 import pytest
+import zmq
 from polling import PATIENCE, until
 from served import Served, child_of, launched
 from talk import CHAT, Talk
@@ -74,6 +78,21 @@ def test_engines_answer_alike_and_keep_conversations():
         assert sorted(lines.findall(served.log)) == ["0", "0", "1", "1", "1"]
         assert served.stop() == 0
         assert "Traceback" not in served.log
+
+
+@pytest.mark.full
+def test_each_engine_publishes_its_cache(tmp_path: Path):
+    endpoints = {name: f"ipc://{tmp_path}/{name}" for name in ("endpoint", "replay_endpoint")}
+    config = json.dumps({"enable_kv_cache_events": True, **endpoints})
+    with serving(f"--kv-events-config={config}"):
+        for rank, suffix in enumerate(("", "_dp1")):
+            socket = zmq.Context.instance().socket(zmq.DEALER)
+            socket.connect(f"{endpoints['replay_endpoint']}{suffix}")
+            socket.send_multipart((b"", bytes(8)))
+            assert socket.poll(1000 * PATIENCE)
+            batch = msgspec.msgpack.decode(socket.recv_multipart()[2])
+            assert batch["data_parallel_rank"] == rank
+            socket.close(0)
 
 
 @pytest.mark.full
