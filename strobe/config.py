@@ -114,9 +114,7 @@ class EngineConfig:
         None,
         "Steps in flight: 1 waits for each, 2 launches the next meanwhile; by default 2 on a GPU.",
     )
-    tensor_parallel_size: Count = option(
-        1, "Ranks that each hold a part of every layer, one process and on GPUs one GPU each."
-    )
+    tensor_parallel_size: Count = option(1, "GPUs, or on a CPU processes, that share each layer.")
     draft_tensor_parallel_size: Count | None = option(None, "Ranks of the drafter: 1 or all.")
     enable_expert_parallel: bool = option(False, "Give each rank whole experts, not parts of all.")
     load_format: Literal["auto", "dummy"] = option(

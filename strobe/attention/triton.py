@@ -12,8 +12,8 @@ from strobe.attention.base import Batch
 from strobe.attention.mask import LayerMask
 from strobe.kv.store import KVStore
 
-CAPABILITIES = ((9, 0), (10, 0), (10, 3))
-"""Data-centre GPUs with the 227 KB of shared memory per block that the configurations need."""
+MIN_CAPABILITY = (8, 0)
+"""Of 8.0, 8.9 and 12.0, kernels are compiled in tests; only on 9.0 have they run."""
 HEAD_DIMS = (64, 128, 256, 512)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -24,8 +24,8 @@ def unsupported_reason(head_dim: int, dtype: torch.dtype, device: torch.device) 
         return "triton is not installed"
     if device.type != "cuda" or not torch.cuda.is_available():
         return f"it needs a CUDA device, not {device.type}"
-    if (capability := torch.cuda.get_device_capability(device)) not in CAPABILITIES:
-        return "it is built for compute capability 9.0 and 10.x, but the device has {}.{}".format(
+    if (capability := torch.cuda.get_device_capability(device)) < MIN_CAPABILITY:
+        return "it needs compute capability 8.0 or above, but the device has {}.{}".format(
             *capability
         )
     if head_dim not in HEAD_DIMS:

@@ -47,6 +47,9 @@ def choose_backends(
     if draft is not None and config.draft_attention_backend is not None:
         requested, option = config.draft_attention_backend, "draft_attention_backend"
     draft_attention = _backend(option, requested, (draft or target).decoder, device, dtype)
+    no_fp8 = fp8_unsupported(device) if "triton" in (attention, draft_attention) else None
+    if config.kv_cache_dtype == "fp8" and no_fp8 is not None:
+        raise ValueError(f"kv_cache_dtype is 'fp8', but {no_fp8}; use kv_cache_dtype auto.")
     unsupported = _unsupported(target.decoder, device, dtype)
     if unsupported is None and "reference" in (attention, draft_attention):
         unsupported = "the kernels need attention_backend triton"
@@ -54,7 +57,7 @@ def choose_backends(
     if config.kernels == "triton" and unsupported is not None:
         raise ValueError(f"kernels is 'triton', but {unsupported}; use kernels auto.")
     unsupported = unsupported or (None if kernels else "kernels is 'torch'")
-    unsupported = unsupported or fp8_unsupported(device)
+    unsupported = unsupported or no_fp8
     if config.weight_dtype == "fp8" and unsupported is not None:
         raise ValueError(f"weight_dtype is 'fp8', but {unsupported}; use weight_dtype auto.")
     is_stored_in_fp8 = target.quantization is not None and target.quantization.method == "fp8"

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from strobe.kernels.attention_table import AttentionConfig, config_of
+from strobe.kernels.gemm_table import shared_memory
 from strobe.kernels.pdl import pdl_wait, supports_pdl
 
 if TYPE_CHECKING:
@@ -278,7 +279,7 @@ class AttentionWorkspace:
     def __init__(self, device: torch.device, head_dim: int, programs: int | None = None):
         """head_dim: maximum over all models. programs: target number of programs when blocks are
         split."""
-        self.head_dim = head_dim
+        self.head_dim, self.shared_memory = head_dim, shared_memory(device)
         self.programs = programs or self.programs_of(device)
         pairs = self.programs * _PAIRS
         self.partials = torch.empty(pairs * head_dim, dtype=torch.float32, device=device)
@@ -331,7 +332,7 @@ def paged_attention(
     rows, heads, dim = q.shape
     kv_heads, group = kv.shape[2], heads // kv.shape[2]
     if config is None:
-        rest = q.dtype, kv.dtype, workspace.programs
+        rest = q.dtype, kv.dtype, workspace.programs, workspace.shared_memory
         config = config_of(dim, longest * group, sizes.shape[0], kv_heads, *rest)
     columns = tables.shape[1]
     max_keys = columns * page_size

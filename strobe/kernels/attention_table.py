@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from strobe.kernels.gemm_table import SHARED_MEMORY
+
 
 class AttentionConfig(NamedTuple):
     """A configuration of the attention kernel.
@@ -82,6 +84,22 @@ ONE_PER_SM: dict[tuple[int, int, int], AttentionConfig] = {
 }
 
 
+MUCH_SHARED_MEMORY = 160 * 1024
+"""Bytes that all configurations above do with: an sm_80 has 163 KB, an sm_90 227 KB."""
+
+# Overrides for GPUs whose programs may use 99 KB of shared memory, such as sm_86, sm_89 and sm_120.
+# Not measured.
+LESS_SHARED_MEMORY: dict[tuple[int, int, int], AttentionConfig] = {
+    (128, 128, 2): AttentionConfig(128, 64, 8, 2, False),
+    (256, 16, 2): AttentionConfig(16, 32, 4, 3, False),
+    (256, 64, 2): AttentionConfig(64, 32, 8, 2, False),
+    (256, 128, 2): AttentionConfig(64, 32, 8, 2, True),
+    (512, 16, 2): AttentionConfig(16, 32, 4, 2, False),
+    (512, 64, 2): AttentionConfig(32, 32, 4, 2, False),
+    (512, 128, 2): AttentionConfig(32, 32, 4, 2, False),
+}
+
+
 def config_of(
     head_dim: int,
     pairs: int,
@@ -90,11 +108,14 @@ def config_of(
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
     programs: int,
+    shared: int = SHARED_MEMORY,
 ) -> AttentionConfig:
     """Return the configuration for a model of `dtype` whose longest span has `pairs` (row, head)
-    pairs. programs: target number of programs when blocks are split. Measured by
-    `python benchmarks/attention.py`."""
+    pairs. programs: target number of programs when blocks are split. shared: bytes of shared memory
+    that a program may use. Measured by `python benchmarks/attention.py`."""
     block = next((size for size in (16, 32, 64) if pairs <= size), 128)
     key = head_dim, block, 4 if dtype == torch.float32 else kv_dtype.itemsize
+    if shared < MUCH_SHARED_MEMORY:
+        return LESS_SHARED_MEMORY.get(key, CONFIGS[key])
     fits_at_once = spans * kv_heads * -(-pairs // block) <= programs
     return ONE_PER_SM.get(key, CONFIGS[key]) if fits_at_once else CONFIGS[key]

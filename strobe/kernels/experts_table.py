@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from strobe.kernels.gemm_table import to_json
+from strobe.kernels.gemm_table import SHARED_MEMORY, shared_memory, to_json
 
 MAX_ROWS = 2048
 """More rows run in torch's grouped GEMM."""
@@ -43,8 +43,15 @@ PATH = Path(__file__).with_name("experts.json")
 Shape = tuple[int, ...]
 
 
-def guess(bucket: int, shape: Shape, dtype: torch.dtype, packed: str = "") -> ExpertsConfig:
-    """Return a configuration for a shape without measurements."""
+def guess(
+    bucket: int,
+    shape: Shape,
+    dtype: torch.dtype,
+    packed: str = "",
+    shared: int = SHARED_MEMORY,
+) -> ExpertsConfig:
+    """Return a configuration for a shape without measurements. shared: bytes of shared memory that
+    a program may use."""
     by_pair = bucket <= 4
     if dtype == torch.float32:  # no tensor cores: small tiles
         small = (32, 128 if packed == "e2m1" else 32, 4, 2)
@@ -68,7 +75,7 @@ def choose(
     kind = _measured(device).get(kind_of(dtype, packed), {})
     entry = kind.get("x".join(map(str, shape)), {}).get(str(bucket))
     if entry is None:
-        return guess(bucket, shape, dtype, packed)
+        return guess(bucket, shape, dtype, packed, shared_memory(device))
     tiles: dict[str, Any] = {key: tuple(entry[key]) for key in ("gate_up", "down")}
     return ExpertsConfig(entry["block_m"], entry["by_pair"], **tiles)
 

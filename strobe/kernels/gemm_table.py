@@ -23,7 +23,14 @@ GROUP = 128
 """Columns of x that share a scale if W is fp8 and x is quantized inside the GEMM."""
 
 SHARED_MEMORY = 227 * 1024
-"""Bytes of shared memory per multiprocessor of an sm_90."""
+"""Bytes of shared memory that a program may use on an sm_90 or sm_100."""
+
+
+def shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory that a program may use."""
+    if device.type != "cuda":
+        return SHARED_MEMORY
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 class Weight(NamedTuple):
@@ -122,8 +129,11 @@ def balanced_split(tiles: int, blocks: int, slots: int) -> int:
     return min((split for split in range(1, 9) if split == 1 or blocks // split >= 4), key=cost)
 
 
-def guess(gemm: Gemm, bucket: int, processors: int = 132) -> GemmConfig:
-    """Return a configuration for a shape without measurements.
+def guess(
+    gemm: Gemm, bucket: int, processors: int = 132, shared: int = SHARED_MEMORY
+) -> GemmConfig:
+    """Return a configuration for a shape without measurements. shared: bytes of shared memory that
+    a program may use.
 
     64 rows of W per tile (128 if the tile of x is large or W is gated), 128 columns per iteration,
     as many stages as let two programs share a multiprocessor, and a split that fills all of them
@@ -139,7 +149,7 @@ def guess(gemm: Gemm, bucket: int, processors: int = 132) -> GemmConfig:
         k = 128 if m < 128 or gemm.fp8 else 64
         warps = 8 if m * n >= 128 * 64 else 4
         step = (n + m) * k * gemm.item
-        stages = max(3, min(6, SHARED_MEMORY // 2 // step))
+        stages = max(3, min(6, shared // 2 // step))
     config = GemmConfig(
         block_n=n, block_k=k, warps=warps, stages=stages, groups=bucket <= 32, prefetch=512
     )
@@ -161,7 +171,7 @@ class GemmTable:
         same = [entry for entry in data.values() if entry["capability"] == capability]
         entry = data.get(gpu) or (same[0] if same else {"gemms": {}})
         self.gemms: dict[str, Any] = entry["gemms"]
-        self.processors = 132
+        self.processors, self.shared_memory = 132, SHARED_MEMORY
 
     def choose(self, gemm: Gemm, bucket: int) -> GemmConfig:
         """Return the measured configuration, or one of the same GEMM with or without norm or
@@ -175,7 +185,7 @@ class GemmTable:
             entry = sizes.get(f"{gemm.n}x{gemm.k}", {}).get(str(bucket))
             if entry is not None:
                 return GemmConfig(**entry)
-        return guess(gemm, bucket, self.processors)
+        return guess(gemm, bucket, self.processors, self.shared_memory)
 
     @classmethod
     def of(cls, device: torch.device) -> GemmTable:
@@ -185,6 +195,7 @@ class GemmTable:
         properties = torch.cuda.get_device_properties(device)
         table = cls(load(), properties.name, f"{properties.major}.{properties.minor}")
         table.processors = properties.multi_processor_count
+        table.shared_memory = shared_memory(device)
         return table
 
 

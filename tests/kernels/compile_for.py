@@ -1,0 +1,192 @@
+"""Compile kernels for a GPU that need not be there: python compile_for.py CAPABILITY SHARED, such
+as 89 101376, the bytes of shared memory that a program may use.
+
+Prints a line of JSON for each compiled kernel: its name and its bytes of shared memory. Wrappers
+run as they are, on CPU tensors whose contents nobody reads; instead of launching a kernel, they
+only compile it, as Triton's `warmup` does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+Call = Callable[[], object]
+CPU = torch.device("cpu")
+
+
+class Target:
+    """What Triton asks of a GPU's driver before it compiles."""
+
+    def __init__(self, capability: int):
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_instead() -> None:
+    """Let launches only compile and print."""
+    run, seen = JITFunction.run, set[str]()
+
+    def compiled(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel: Any = run(self, *args, grid=grid, warmup=True, **options)
+        if kernel.hash not in seen:
+            seen.add(kernel.hash)
+            print(json.dumps({"kernel": self.__name__, "shared": kernel.metadata.shared}))
+        return kernel
+
+    JITFunction.run = compiled  # type: ignore[method-assign]
+
+
+def attention(capability: int, shared: int) -> Iterator[Call]:
+    """Every configuration that a GPU with so much shared memory chooses; on 8.9 in all dtypes."""
+    from strobe.attention.mask import LayerMask
+    from strobe.kernels.attention import AttentionWorkspace, paged_attention
+    from strobe.kernels.attention_table import CONFIGS
+
+    workspace, spans = AttentionWorkspace(CPU, 512, 132), torch.zeros(2, dtype=torch.int64)
+    workspace.shared_memory = shared
+    kinds = {4: (torch.float32, torch.float32), 2: (torch.bfloat16, torch.bfloat16)}
+    kinds[1] = torch.bfloat16, torch.float8_e4m3fn
+    for dim, pairs, item in CONFIGS:
+        if item != 2 and capability != 89:  # below 8.9 there is no FP8
+            continue
+        dtype, kv_dtype = kinds[item]
+        yield partial(
+            paged_attention,
+            torch.empty(2 * pairs // 4, 8, dim, dtype=dtype),
+            torch.zeros(64, 2, 2, dim).to(kv_dtype),
+            starts=spans,
+            sizes=spans + pairs // 4,
+            row_starts=spans,
+            tables=torch.zeros(2, 128, dtype=torch.int64),
+            table_rows=spans,
+            page_size=16,
+            mask=LayerMask(True, None),
+            longest=pairs // 4,
+            workspace=workspace,
+        )
+
+
+def gemms(capability: int, shared: int) -> Iterator[Call]:
+    """Guesses for each fusion and bucket; on 8.9 in all dtypes."""
+    from strobe.kernels.gemm_table import BUCKETS, GemmTable
+    from strobe.kernels.linear import Gemms, Weight
+
+    for dtype in (torch.bfloat16, torch.float32)[: 1 + (capability == 89)]:
+        table = GemmTable({})
+        table.shared_memory = shared
+        layers, gain = Gemms(CPU, dtype, table=table), torch.ones(1024, dtype=dtype)
+        weights = [Weight(torch.empty(rows, 1024, dtype=dtype)) for rows in (1024, 1536, 4096)]
+        norm, (add, qkv, wide) = (gain, 1e-6), weights
+        for rows in BUCKETS:
+            x = torch.empty(rows, 1024, dtype=dtype)
+            yield partial(layers.linear, x, qkv, norm=norm)
+            yield partial(layers.linear, x, wide, gated=True)
+            yield partial(layers.add, x, add, x.clone(), next_norm=gain)
+            yield partial(layers.head_argmax, x, wide, norm=norm)
+
+
+def grouped(_: int, shared: int) -> Iterator[Call]:
+    """Experts in bfloat16 and packed, in each bucket."""
+    from strobe.kernels.experts import PackedWeight, experts
+    from strobe.kernels.experts_table import BUCKETS, guess
+    from strobe.kernels.gemm_table import Weight
+    from strobe.kernels.reference_experts import Gate, Routing
+
+    def layer(kind: str, n: int, k: int) -> Any:
+        if kind == "e2m1":
+            words = torch.zeros(8, k // 128, n, dtype=torch.int32)
+            return PackedWeight(torch.empty(8, n, k // 2, dtype=torch.uint8), words, k, 32)
+        if kind == "e4m3":
+            scale = torch.ones(8, k // 128, n)
+            return PackedWeight(torch.empty(8, n, k, dtype=torch.uint8), scale, k, 128)
+        return Weight(torch.empty(8, n, k, dtype=torch.bfloat16))
+
+    for kind in ("", "e2m1", "e4m3"):
+        up, down = layer(kind, 1024, 256), layer(kind, 256, 512)
+        for bucket in BUCKETS:
+            x = torch.empty(bucket, 256, dtype=torch.bfloat16)
+            config = guess(bucket, tuple(up.shape), x.dtype, kind, shared)
+            yield partial(
+                experts, x, torch.empty(bucket, 8), Routing(2), (up, None), (down, None),
+                Gate("silu"), torch.empty_like(x), config=config,
+            )  # fmt: skip
+
+
+def others(*_: int) -> Iterator[Call]:
+    """Gates, recurrent layers, sampling, norms and rope."""
+    from strobe.kernels import gates, recurrent, rowwise, sampling
+    from strobe.kernels.steps import gather_rows
+    from strobe.models.config import StateSpec
+
+    wide = torch.empty(8, 4096, dtype=torch.bfloat16)
+    heads = torch.empty(8, 32, 128, dtype=torch.bfloat16)
+    few, rows = torch.zeros(8), torch.zeros(8, dtype=torch.int64)
+    yield partial(gates.gate, wide, wide)
+    yield partial(gates.delta_gates, wide[:, :64], few.repeat(4), few.repeat(4))
+    yield partial(gates.gated_norm, heads, heads, wide[0, :128], 1e-6)
+    yield partial(gates.add_norm, wide, wide.clone(), wide[0], 1e-6, None)
+    spec = StateSpec(1, 32, 16, 128, 128, 4)
+    stored = [
+        torch.zeros(2, 32, 128, 128),
+        torch.zeros(2, 19, spec.channels, dtype=torch.bfloat16),
+        torch.zeros(2, 16, 2, 32),
+        torch.zeros(2, 16, 16, 128),
+        torch.zeros(2, 16, 32, 128),
+    ]
+    spans = tuple(torch.zeros(1, dtype=torch.int64) for _ in range(5))
+    x, gate = torch.empty(16, spec.channels, dtype=torch.bfloat16), torch.empty(16, 32)
+    conv = torch.empty(spec.channels, 4, dtype=torch.bfloat16)
+    for longest in (1, 16, 64):
+        yield partial(recurrent.mix, x, gate, gate, conv, spans, stored, longest, spec)
+    logits = torch.empty(8, 151936)
+    yield partial(sampling.argmax, logits)
+    yield partial(sampling.argmax, logits, torch.empty(8))
+    yield partial(sampling.sample_rows, logits, few, few, few, rows, rows, rows)
+    yield partial(gather_rows, wide, rows)
+    yield partial(rowwise.rms_norm, wide, wide[0], 1e-6)
+    yield partial(rowwise.add_rms_norm, wide, wide.clone(), wide[0], 1e-6)
+    yield partial(rowwise.silu_mul, wide)
+    angles, gain = torch.empty(64, 128), wide[0, :128]
+    yield partial(
+        rowwise.qk_norm_rope_store, wide, gain, gain, 1e-6, angles, angles, rows, rows,
+        torch.empty(64, 2, 8, 128, dtype=torch.bfloat16), 16, 8,
+    )  # fmt: skip
+
+
+def main() -> int:
+    capability, shared = int(sys.argv[1]), int(sys.argv[2])
+    triton.runtime.driver.set_active(Target(capability))  # type: ignore[arg-type]
+    compile_instead()
+    failed = 0
+    for group in (attention, gemms, grouped, others):
+        for call in group(capability, shared):
+            try:
+                call()
+            except Exception as error:
+                failed += 1
+                print(group.__name__, type(error).__name__, str(error)[-600:], file=sys.stderr)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

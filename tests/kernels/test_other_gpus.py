@@ -1,0 +1,32 @@
+"""Kernels compile for GPUs that are not there, and fit their shared memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("compile_for.py")
+SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 120: 99 << 10}
+"""Bytes that a program may use, by compute capability (CUDA's programming guide)."""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
+def test_kernels_compile_and_fit_the_shared_memory(capability: int, tmp_path: Path):
+    shared = SHARED_MEMORY[capability]
+    done = subprocess.run(
+        [sys.executable, SCRIPT, str(capability), str(shared)],
+        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len({kernel["kernel"] for kernel in kernels}) > 20
+    assert [kernel for kernel in kernels if kernel["shared"] > shared] == []
