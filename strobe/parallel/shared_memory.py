@@ -58,7 +58,7 @@ class SharedMemoryGroup:
             raise self.failure
 
     def close(self) -> None:
-        """Do nothing: whoever waits checks the other ranks."""
+        """Do nothing: a rank that waits checks the others itself."""
 
     def last_step(self, rank: int) -> int:
         """Return the step of the rank's last collective."""

@@ -23,7 +23,7 @@ from strobe.server.settings import ServerConfig
 logger = logging.getLogger(__name__)
 
 OPEN_TOKENS = 64
-"""Prompt tokens that a request computes again rather than share an engine with one more answer."""
+"""Cached prompt tokens that weigh as much as one open answer."""
 
 
 class PrefixIndex:
@@ -39,7 +39,7 @@ class PrefixIndex:
         return sum(1 for _ in known)
 
     def add(self, keys: Sequence[int]) -> None:
-        """Add a prompt's pages, the last ones as the first to be evicted."""
+        """Add a prompt's pages in reverse, so that its last ones are evicted first."""
         for key in reversed(keys):
             self._keys[key] = None
             self._keys.move_to_end(key)
@@ -57,7 +57,7 @@ def prefix_keys(prompt_ids: Sequence[int], cache_salt: str, page_size: int) -> l
 
 
 class Replicas:
-    """What `EngineClient` is for one engine, for several.
+    """The client of several engines, with `EngineClient`'s interface.
 
     A request goes where the longest prefix of its prompt is cached, unless open answers outweigh
     that; see `_cost`. An engine that ends fails its own requests and is restarted, while the others
@@ -97,7 +97,7 @@ class Replicas:
 
     @property
     def facts(self) -> Ready | None:
-        """Facts that hold for all engines that can answer, and their places and pages together."""
+        """Facts common to all engines that can answer, with the sums of their slots and pages."""
         facts = [engine.facts for engine in self._answering if engine.facts is not None]
         return facts[0]._replace(
             max_model_len=min(entry.max_model_len for entry in facts),
@@ -195,7 +195,7 @@ class Replicas:
 
     def _cost(self, number: int, keys: Sequence[int], has_grammar: bool) -> tuple[int, ...]:
         """Return an engine's cost of a prompt: whether it can compile no grammar for it, whether it
-        would wait for a place, the weight of open answers less the prompt's cached tokens, and
+        would wait for a slot, the weight of open answers less the prompt's cached tokens, and
         among equals the number of requests that the engine got so far."""
         engine = self.engines[number]
         assert engine.facts is not None
