@@ -112,8 +112,9 @@ async def respond(app: ASGIApp, request: ForwardedRequest) -> AsyncGenerator[lis
             await wake.wait()
             wake.clear()
             if messages:
-                yield messages[:]
-                messages.clear()
+                batch = messages[:]
+                messages.clear()  # before the caller runs: more can come meanwhile
+                yield batch
         await task
     finally:
         disconnected.set()

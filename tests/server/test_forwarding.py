@@ -110,6 +110,24 @@ def test_closing_a_response_disconnects_the_client():
     assert seen == ['"ask"', "http.disconnect"]
 
 
+def test_slow_reader_gets_all_messages():
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await _events(send, b"first")
+        for _ in range(2):
+            await asyncio.sleep(0)
+        await _events(send, b"second")
+
+    async def read() -> list[Any]:
+        parts: list[Any] = []
+        async for batch in respond(app, request("/v1/completions")):
+            parts += [message.get("body") for message in batch]
+            for _ in range(5):  # the application sends the rest meanwhile
+                await asyncio.sleep(0)
+        return parts
+
+    assert asyncio.run(read()) == [None, b"first", None, b"second"]
+
+
 def test_failing_application_fails_the_response():
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await _events(send, b"half")
