@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class RankFailed(RuntimeError):
-    """A rank has ended, stands still or is out of step; no rank can go on."""
+    """A rank has ended, has stalled or is out of step; no rank can go on."""
 
 
 class Group(Protocol):
@@ -22,6 +22,10 @@ class Group(Protocol):
     size: int
     failure: RankFailed | None
     """Why the group has ended."""
+
+    def end_step(self) -> None:
+        """Record that a step is launched in whole."""
+        ...
 
     def check(self) -> None:
         """Raise RankFailed if the group has ended."""

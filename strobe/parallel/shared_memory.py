@@ -27,7 +27,7 @@ from strobe.parallel.group import RankFailed
 PLACE = 1 << 20
 """Bytes of a rank's place; larger tensors are exchanged in parts."""
 STALL_SECONDS, START_SECONDS = 20.0, 900.0
-"""A rank that is awaited longer stands still; the second holds until the first step, because ranks
+"""A rank that is awaited longer has stalled; the second holds until the first step, because ranks
 may take different times to load their weights."""
 _LINE = 64
 _SPINS, _CHECK_SECONDS = 200, 0.01
@@ -56,6 +56,9 @@ class SharedMemoryGroup:
         self.on_wait()
         if self.failure is not None:
             raise self.failure
+
+    def end_step(self) -> None:
+        """Do nothing: each exchange records the step."""
 
     def close(self) -> None:
         """Do nothing: a rank that waits checks the others itself."""
@@ -109,7 +112,7 @@ class SharedMemoryGroup:
         return views
 
     def _wait(self, rank: int, count: int) -> None:
-        """Wait until the rank reaches a collective. Raises RankFailed if it stands still."""
+        """Wait until the rank reaches a collective. Raises RankFailed if it has stalled."""
         spins, started, checked = 0, time.monotonic(), 0.0
         while self._numbers[rank, 0] < count:
             spins += 1
@@ -123,7 +126,7 @@ class SharedMemoryGroup:
             self.check()
             if waited > (STALL_SECONDS if self.step else START_SECONDS):
                 self.failure = RankFailed(
-                    f"Rank {rank} stands still: its last exchange of tensors was number "
+                    f"Rank {rank} has stalled: its last exchange of tensors was number "
                     f"{self._numbers[rank, 0]}, in step {self.last_step(rank)}, and rank "
                     f"{self.rank} has waited for number {count}, in step {self.step}, for "
                     f"{waited:.0f} s."

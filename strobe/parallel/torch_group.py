@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable
 from mmap import mmap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,12 +32,18 @@ _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1
 
 def make_store(port: int = 0) -> TCPStore:
     """Make the store through which ranks of this machine meet; with a port, join that one."""
-    return TCPStore("127.0.0.1", port, is_master=not port, wait_for_workers=False)
+    if port:
+        return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # else it listens on all interfaces
+        port, fd = listener.getsockname()[1], listener.detach()
+    options: dict[str, Any] = {"wait_for_workers": False, "master_listen_fd": fd}
+    return TCPStore("127.0.0.1", port, is_master=True, **options)
 
 
 class TorchGroup:
-    """memory: [size, 8] int64 that all ranks share, for the step that each has launched last.
-    on_wait: raises if another rank has ended."""
+    """memory: [size, 8] int64 that all ranks share: the last step that a rank began, the last one
+    that it launched in whole, and the exchanges that it began. on_wait: raises if another rank has
+    ended."""
 
     def __init__(
         self,
@@ -49,10 +56,13 @@ class TorchGroup:
     ):
         self.rank, self.size, self.on_wait = rank, size, on_wait
         self.failure: RankFailed | None = None
-        self._steps = np.frombuffer(memory, np.int64, size * 8).reshape(size, -1)[:, 0]
+        self._numbers = np.frombuffer(memory, np.int64, size * 8).reshape(size, -1)
+        self._own = self._numbers[rank]
         self._meet(store)
-        os.environ.update(_NO_MULTICAST)
-        backend, own = ("nccl", device) if device.type == "cuda" else ("gloo", None)
+        backend, own = "gloo", None
+        if device.type == "cuda":
+            backend, own = "nccl", device
+            os.environ.update(_NO_MULTICAST)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=own)
         self._symmetric = None if own is None else self._make_symmetric(own)
 
@@ -80,15 +90,27 @@ class TorchGroup:
 
     @property
     def step(self) -> int:
-        return int(self._steps[self.rank])
+        return int(self._own[0])
 
     @step.setter
     def step(self, number: int) -> None:
-        self._steps[self.rank] = number
+        self._own[0] = number
+
+    def end_step(self) -> None:
+        """Record that the step is launched in whole."""
+        self._own[1] = self._own[0]
 
     def last_step(self, rank: int) -> int:
-        """Return the step that the rank has launched last."""
-        return int(self._steps[rank])
+        """Return the last step that the rank began."""
+        return int(self._numbers[rank, 0])
+
+    def progress(self, rank: int) -> tuple[int, ...] | None:
+        """Return numbers that change while the rank gets on; None if this one waits for nothing of
+        it."""
+        began, launched, exchanges = self._numbers[rank, :3].tolist()
+        if launched == self.step and exchanges >= self._own[2]:
+            return None
+        return began, launched, exchanges
 
     def check(self) -> None:
         """Raise RankFailed if the group has ended."""
@@ -106,13 +128,15 @@ class TorchGroup:
             (abort if on_gpu else dist.destroy_process_group)()
 
     def sum(self, x: Tensor) -> Tensor:
-        x = x.contiguous()
-        if self._symmetric is not None and self._symmetric.fits(x):
-            return self._symmetric.sum(x)
+        x, symmetric = x.contiguous(), self._symmetric
+        self._own[2] += 1
+        if symmetric is not None and symmetric.fits(x):
+            return symmetric.sum(x)
         dist.all_reduce(x)
         return x
 
     def join(self, x: Tensor) -> Tensor:
+        self._own[2] += 1
         parts = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(parts, x.contiguous())
         return torch.cat(parts, 1)

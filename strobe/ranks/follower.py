@@ -1,5 +1,5 @@
-"""A rank that runs the first rank's plans: python -m strobe.ranks.follower PIPE MEMORY, both file
-descriptors."""
+"""A rank that runs the first rank's plans: python -m strobe.ranks.follower PIPE MEMORY LEADER, two
+file descriptors and the first rank's process id."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from strobe.ranks.leader import make_group, share_threads
 from strobe.ranks.messages import Failure, Launch, Start
 
 
-def main(pipe: Connection, memory_fd: int) -> None:
+def main(pipe: Connection, memory_fd: int, leader: int) -> None:
     """Run plans until the first rank sends None or ends."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the first rank decides when to stop
     logging.disable(logging.WARNING)  # the first rank says the same
     start: Start = pipe.recv()
-    resolved, leader = start.resolved, os.getppid()
+    resolved = start.resolved
     rank, size = resolved.split.rank, resolved.split.size
     share_threads(resolved)
 
@@ -56,10 +56,11 @@ def main(pipe: Connection, memory_fd: int) -> None:
         while (message := pipe.recv()) is not None:
             if message.step != group.step + 1:
                 raise RankFailed(
-                    f"Rank {rank} has run step {group.step}, but is told to run {message.step}."
+                    f"Rank {rank} has run step {group.step}, but was told to run {message.step}."
                 )
             group.step = message.step
             engine.follow(message.plan, message.in_flight)
+            group.end_step()
     except (EOFError, ConnectionError):
         return
     except BaseException as error:
@@ -70,4 +71,4 @@ def main(pipe: Connection, memory_fd: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Connection(int(sys.argv[1])), int(sys.argv[2]))
+    main(Connection(int(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3]))

@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import TCPStore
 from strobe.config import EngineConfig
 from strobe.engine.build import ResolvedConfig, resolve
 from strobe.engine.engine import Engine
+from strobe.openmp import usable_cores
 from strobe.parallel.group import RankFailed
 from strobe.parallel.shared_memory import STALL_SECONDS, SharedMemoryGroup, memory_size
 from strobe.parallel.torch_group import TorchGroup, make_store
@@ -114,7 +115,7 @@ def make_group(
 def share_threads(resolved: ResolvedConfig) -> None:
     """Give each rank on a CPU its share of the cores."""
     if resolved.device.type == "cpu":
-        share = max((os.cpu_count() or 1) // resolved.split.size, 1)
+        share = max(usable_cores() // resolved.split.size, 1)
         torch.set_num_threads(min(torch.get_num_threads(), share))
 
 
@@ -148,10 +149,15 @@ class Ranks:
     def _start(self, start: Start) -> None:
         here, there = socketpair()
         fds = there.fileno(), self._memory_fd
-        command = [sys.executable, "-m", "strobe.ranks.follower", *map(str, fds)]
-        self._processes.append(subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL))
+        # -P: modules of the working directory must not take the place of installed ones.
+        command = [sys.executable, "-P", "-m", "strobe.ranks.follower"]
+        command += map(str, (*fds, os.getpid()))
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        self._processes.append(
+            subprocess.Popen(command, pass_fds=fds, env=environment, stdin=subprocess.DEVNULL)
+        )
         there.close()
-        # A rank that stands still does not empty its pipe.
+        # A stalled rank does not empty its pipe.
         here.setsockopt(SOL_SOCKET, SO_SNDTIMEO, struct.pack("ll", int(STALL_SECONDS), 0))
         pipe = Connection(here.detach())
         self._pipes.append(pipe)
@@ -210,8 +216,8 @@ class Ranks:
         return waiting.is_alive()
 
     def _first_failed(self) -> Connection:
-        """Wait until a rank ends or stands still; return its pipe."""
-        behind = dict[Connection, tuple[int, float]]()  # its last step, and since when
+        """Wait until a rank ends or stalls; return its pipe."""
+        behind = dict[Connection, tuple[Any, float]]()  # its progress, and since when
         while True:
             ready: Any = connection.wait(self._pipes, timeout=_CHECK_SECONDS)
             if ready:
@@ -219,12 +225,12 @@ class Ranks:
             if self._blocked is not None:
                 return self._blocked
             if not isinstance(self.group, TorchGroup):
-                continue  # ranks on CPUs notice one that stands still
+                continue  # whoever waits in shared memory notices a stalled rank
             for rank, pipe in enumerate(self._pipes, start=1):
-                last, now = self.group.last_step(rank), time.monotonic()
-                if not 0 < last < self.group.step or behind.get(pipe, (0, now))[0] != last:
-                    behind[pipe] = last, now
-                elif now - behind[pipe][1] > STALL_SECONDS:
+                progress, now = self.group.progress(rank), time.monotonic()
+                if progress is None or behind.get(pipe, (None, now))[0] != progress:
+                    behind[pipe] = progress, now
+                elif self.group.step and now - behind[pipe][1] > STALL_SECONDS:
                     return pipe
 
     def _reason(self, rank: int) -> Failure:
@@ -232,7 +238,7 @@ class Ranks:
         step = 0 if group is None else group.last_step(rank)
         if group is not None and not self._pipes[rank - 1].poll():
             return Failure(
-                f"Rank {rank} stands still: it launched step {step} last, while rank 0 launched "
+                f"Rank {rank} has stalled: the last step it began is {step}, while rank 0 began "
                 f"{group.step} more than {STALL_SECONDS:.0f} s ago.",
                 False,
             )

@@ -106,7 +106,7 @@ def test_processes_answer_as_one_rank_does_by_gloo(
     os.kill(process.pid, signal.SIGSTOP)
     with pytest.raises(RuntimeError):  # by Gloo, once the process is killed
         finish(engine)
-    with pytest.raises(RankFailed, match=r"Rank 1 stands still: it launched step \d+ last"):
+    with pytest.raises(RankFailed, match=r"Rank 1 has stalled: the last step it began is \d+,"):
         engine.check_device()
 
 
@@ -137,7 +137,7 @@ def test_rank_that_reads_no_more_plans_ends_the_group(
     (process,) = others._processes
     os.kill(process.pid, signal.SIGSTOP)
     plan: Any = "x" * (1 << 24)
-    with pytest.raises(RankFailed, match="Rank 1 stands still: it launched step 1 last, while"):
+    with pytest.raises(RankFailed, match="Rank 1 has stalled: the last step it began is 1, while"):
         others.send(plan, 0)
 
 
@@ -156,7 +156,7 @@ def test_group_ends_with_a_rank(
     sentence = (
         r"Rank 1 has ended in step \d+ \(exit code -9\)\."
         if number == signal.SIGKILL
-        else r"Rank 1 stands still: its last exchange of tensors was number \d+, in step \d+"
+        else r"Rank 1 has stalled: its last exchange of tensors was number \d+, in step \d+"
     )
     with pytest.raises(RankFailed, match=sentence):
         finish(engine)
@@ -171,7 +171,7 @@ def test_rank_that_is_out_of_step_ends_the_group(started: Any):
     engine.add(PROMPTS[0], PARAMS[0])
     engine.step()
     others.group.step += 1  # the next plan does not follow
-    with pytest.raises(RankFailed, match=r"Rank 1 has ended: Rank 1 has run step 1, but is told"):
+    with pytest.raises(RankFailed, match=r"Rank 1 has ended: Rank 1 has run step 1, but was told"):
         finish(engine)
 
 
@@ -223,7 +223,10 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == -9, done.stderr
-    number = int(done.stdout)
+    wait_for_end(int(done.stdout))
+
+
+def wait_for_end(number: int) -> None:
     deadline = time.monotonic() + 30
     while Path(f"/proc/{number}").exists() and "Z" not in _state(number):
         assert time.monotonic() < deadline, "the other rank goes on"
@@ -235,3 +238,54 @@ def _state(number: int) -> str:
         return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return "Z"
+
+
+def stop_in_step(model: Any) -> None:
+    """Let the other ranks stop in the middle of their third forward."""
+    if os.environ.get("STROBE_TEST_LEADER") == str(os.getpid()):
+        return
+    embed, calls = model.ops.embed, [0]
+
+    def counted(*args: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 3:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return embed(*args)
+
+    model.ops.embed = counted
+
+
+def test_rank_that_stalls_within_a_step_ends_a_group_by_gloo(
+    settings: EngineConfig, monkeypatch: pytest.MonkeyPatch
+):
+    """All ranks have begun the step by then."""
+    monkeypatch.setattr(leader, "in_shared_memory", lambda device: False)
+    monkeypatch.setattr(leader, "STALL_SECONDS", 1.0)
+    monkeypatch.setenv("STROBE_TEST_LEADER", str(os.getpid()))
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    threads = torch.get_num_threads()
+    engine = start_engine(settings, prepare=stop_in_step)
+    engine.add(PROMPTS[0], PARAMS[0])
+    with pytest.raises(RuntimeError):
+        finish(engine)
+    with pytest.raises(RankFailed, match=r"Rank 1 has stalled: the last step it began is 3, while"):
+        engine.check_device()
+    torch.set_num_threads(threads)
+
+
+def test_rank_ends_if_the_first_one_ends_before_they_meet(settings: EngineConfig):
+    code = f"""
+import os, signal
+from strobe.ranks import leader
+start = leader.Ranks._start
+def start_and_end(self, message):
+    start(self, message)
+    print(self._processes[0].pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+leader.Ranks._start = start_and_end
+from strobe.config import EngineConfig
+leader.start_engine({settings!r})
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == -9, done.stderr
+    wait_for_end(int(done.stdout))

@@ -32,7 +32,7 @@ def text(served: Served) -> str:
 
 @pytest.mark.full
 def test_killed_rank_fails_open_requests_and_the_group_starts_again():
-    """SIGTERM ends all ranks."""
+    """Also if no request is open. SIGTERM ends all ranks."""
     served = Served("--no-adaptive", "--tensor-parallel-size=2", "--max-model-len=1024")
     try:
         answer = text(served)
@@ -48,8 +48,11 @@ def test_killed_rank_fails_open_requests_and_the_group_starts_again():
         assert "(exit code -9)" in served.log
         until(lambda: "the engine can answer again" in served.log, "the group has started again")
         assert text(served) == answer != ""
+        os.kill(*followers(served), signal.SIGKILL)  # of an idle engine
+        until(lambda: served.log.count("the engine can answer again") == 2, "and once more")
         (rank,) = followers(served)
         assert served.stop() == 0
+        assert "Traceback" not in served.log
         until(lambda: not Path(f"/proc/{rank}").exists(), "the other rank has ended")
     finally:
         served.process.kill()

@@ -21,6 +21,7 @@ import torch
 from strobe.config import EngineConfig
 from strobe.engine.engine import Engine
 from strobe.grammars.trial import GrammarsUnavailable
+from strobe.parallel.group import RankFailed
 from strobe.ranks.leader import start_engine
 from strobe.request import Request
 from strobe.sampling_params import METHODS
@@ -48,8 +49,9 @@ from strobe.warmup.steps import warm_up
 logger = logging.getLogger(__name__)
 
 _SNAPSHOT_EVERY = 0.1
-_RETRY_GRAMMARS = 5.0
-"""Seconds between attempts to compile grammars again."""
+_RETRY_GRAMMARS, _CHECK_RANKS = 5.0, 1.0
+"""Seconds between attempts to compile grammars again, and between looks at an idle engine's ranks.
+"""
 
 
 def run_engine(
@@ -81,7 +83,11 @@ def run_engine(
         raise
     gc.freeze()  # what is here stays: a search of it for garbage would delay a step by 0.1 s
     send(pipe, facts(engine))
-    Worker(engine, pipe, publish or (lambda: None)).run()
+    try:
+        Worker(engine, pipe, publish or (lambda: None)).run()
+    except RankFailed as error:
+        logger.error("%s", error)
+        raise SystemExit(1) from None
 
 
 def check_gpus(config: EngineConfig, replica: Replica) -> None:
@@ -154,9 +160,11 @@ class Worker:
 
     def _step(self) -> list[TokenEvent]:
         """Run one engine step. If it fails, the engine retries its requests one by one, unless the
-        device itself has failed, which ends the process."""
+        device itself or a rank has failed, which ends the process."""
         try:
             return self.engine.step()
+        except RankFailed:
+            raise
         except Exception:  # any failure: the requests of other clients go on
             logger.exception("an engine step failed; its requests are tried again, one by one")
             self.engine.check_device()
@@ -219,12 +227,15 @@ class Worker:
     def _process_inbox(self) -> bool:
         """Handle all messages in the inbox; waits for one if the engine is idle. Returns False
         for Stop."""
-        wait = not self.engine.has_work
+        wait, split = not self.engine.has_work, self.engine.resolved.split
         while True:
             try:
-                message = self.inbox.get(block=wait)
+                message = self.inbox.get(block=wait, timeout=_CHECK_RANKS if split.group else None)
             except queue.Empty:
-                return True
+                if not wait:
+                    return True
+                split.check()
+                continue
             wait = False  # send the message's effects before waiting again
             if isinstance(message, Stop):
                 return False
