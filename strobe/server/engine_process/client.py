@@ -1,6 +1,7 @@
 """The server's end of the pipe to the engine process. Imports no torch.
 
-All of it runs on the event loop's thread and never blocks on the engine.
+All of it runs on the event loop's thread. It waits for the engine only while the pipe is full, and
+kills an engine process that has stalled.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from strobe.server.engine_process.messages import (
 )
 from strobe.server.engine_process.process import Replica, blocked, run
 from strobe.server.engine_process.snapshot import EngineSnapshot
+from strobe.server.engine_process.watchdog import FULL_PIPE_SECONDS, Watchdog, limit_sends
 from strobe.server.kv_events import KVEventsConfig
 from strobe.server.logs import engine_logger
 from strobe.server.settings import LogSettings
@@ -177,6 +179,10 @@ class EngineClient:
     def _prepare(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, self._child_pipe = context.Pipe()
+        limit_sends(self._pipe.fileno(), FULL_PIPE_SECONDS)
+        self._watchdog = Watchdog(
+            lambda: self.facts is not None and self.num_open > 0, self._stalled
+        )
         self.process = context.Process(
             target=run,
             args=(self._child_pipe, self.config, self.logs, self.kv_events, self.replica),
@@ -191,6 +197,11 @@ class EngineClient:
             self.process.start()
         self._child_pipe.close()
         asyncio.get_running_loop().add_reader(self._pipe.fileno(), self._readable)
+        self._watchdog.start(self.process.pid)
+
+    def _stalled(self, problem: str) -> None:
+        self._logger.error("the engine's process %s; it is killed", problem)
+        self._died()
 
     async def ready(self) -> Ready:
         """Wait until the engine is ready and return its facts. If it cannot start, raises
@@ -236,12 +247,13 @@ class EngineClient:
         return generation
 
     def send(self, message: FromServer) -> None:
-        """Send a message; the engine process always empties the pipe. Messages are dropped while
-        the process restarts."""
+        """Send a message. Messages are dropped while the process restarts."""
         if self.restarting:
             return
         try:
             self._pipe.send(message)
+        except BlockingIOError:
+            self._stalled(f"has not read from its full pipe for {FULL_PIPE_SECONDS} s")
         except OSError:
             self._died()
 
@@ -259,6 +271,7 @@ class EngineClient:
             if not self._pipe.closed:
                 asyncio.get_running_loop().remove_reader(self._pipe.fileno())
             self.dead = True
+            self._watchdog.stop()
             for generation in list(self._generations.values()):
                 generation.fail(EngineStopped("The server stops before this answer has ended."))
             self._generations.clear()
@@ -282,6 +295,7 @@ class EngineClient:
             self._died()
 
     def _handle(self, message: FromEngine) -> None:
+        self._watchdog.reset()
         if isinstance(message, StepEvents):
             self._dispatch(message)
             if message.snapshot is not None:
@@ -320,10 +334,13 @@ class EngineClient:
                 self.release(generation)
 
     def _died(self) -> None:
-        """Fail all open answers after the pipe broke, then restart the process or give up."""
+        """Kill the process after the pipe broke, fail all open answers, then restart the process
+        or give up."""
         if self.dead or self._pipe.closed:
             return
         asyncio.get_running_loop().remove_reader(self._pipe.fileno())
+        self._watchdog.stop()
+        self.process.kill()
         restarts = self._may_restart()
         for generation in list(self._generations.values()):
             generation.fail(
@@ -364,7 +381,6 @@ class EngineClient:
 
     async def _restart(self) -> None:
         """Start a new process after the old one has released the device."""
-        self.process.kill()
         await asyncio.to_thread(self.process.join)
         self._logger.error(
             "the engine's process ended (exit code %s); it is started again", self.process.exitcode
