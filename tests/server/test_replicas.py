@@ -57,9 +57,9 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Replicas:
     return make(monkeypatch)
 
 
-def make(patch: pytest.MonkeyPatch, **config: Any) -> Replicas:
+def make(patch: pytest.MonkeyPatch, count: int = 2, **config: Any) -> Replicas:
     patch.setattr(module, "EngineClient", FakeEngine)
-    return Replicas(CPU.with_(**config), ServerConfig(data_parallel_size=2))
+    return Replicas(CPU.with_(**config), ServerConfig(data_parallel_size=count))
 
 
 def submit(client: Replicas, prompt: list[int], salt: str = "", **params: Any) -> Generation:
@@ -126,6 +126,30 @@ def test_cached_prefix_yields_to_busier_engine(pair: Replicas):
     assert submit(pair, text).engine == 1
 
 
+@pytest.mark.parametrize("prefix_pages", [20, 60, 400])
+def test_shared_prefix_does_not_starve_engines(monkeypatch: pytest.MonkeyPatch, prefix_pages: int):
+    client = make(monkeypatch, 4)
+    for engine in client.engines:
+        engine.facts = READY._replace(max_num_seqs=64, pages=2000)
+    shared = prompt(0, prefix_pages)
+    engines = [submit(client, [*shared, *[number] * 50]).engine for number in range(32)]
+    assert all(5 <= engines.count(number) <= 9 for number in range(4))
+
+
+def test_long_shared_prefix_does_not_scatter_conversations(pair: Replicas):
+    shared = prompt(0, 40)
+    for engine in pair.engines:
+        engine.facts = READY._replace(max_num_seqs=64, pages=2000)
+    texts = [shared[: 40 * PAGE] + prompt(2000 * number, 40) for number in (1, 2)]
+    generations = [submit(pair, shared, n=9) for _ in range(2)]
+    assert [generation.engine for generation in generations] == [0, 1]
+    for generation in generations:
+        generation.close()
+    first = submit(pair, texts[0]).engine
+    assert submit(pair, texts[1]).engine == 1 - first
+    assert [submit(pair, texts[0]).engine for _ in range(6)] == [first] * 6
+
+
 def test_engine_without_free_place_is_avoided(pair: Replicas):
     text = prompt(0, pages=90)
     assert submit(pair, text, n=READY.max_num_seqs).engine == 0
@@ -151,6 +175,19 @@ def test_restart_forgets_prefixes(pair: Replicas):
     restart(pair.engines[0])
     pair.engines[0]._handle(READY._replace())
     assert submit(pair, prompt(0)).engine == 1
+
+
+def test_restarted_engine_takes_turns_again(pair: Replicas):
+    restart(pair.engines[0])
+    for number in range(5):
+        submit(pair, [number]).close()
+    pair.engines[0]._handle(READY._replace())
+    engines: list[int] = []
+    for number in range(4):
+        generation = submit(pair, [number])
+        engines.append(generation.engine)
+        generation.close()
+    assert engines == [0, 1, 0, 1]
 
 
 def test_release_forgets_prefixes(pair: Replicas):

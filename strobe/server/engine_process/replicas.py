@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 OPEN_TOKENS = 64
 """Cached prompt tokens that weigh as much as one open answer."""
+MAX_CREDIT = 8 * OPEN_TOKENS
+"""Most cached tokens that count, so that requests that share a long prefix spread as well."""
 
 
 class PrefixIndex:
@@ -32,6 +34,10 @@ class PrefixIndex:
     def __init__(self, max_pages: int):
         self._max_pages = max_pages
         self._keys: OrderedDict[int, None] = OrderedDict()
+
+    def clear(self) -> None:
+        """Forget all prefixes."""
+        self._keys.clear()
 
     def match(self, keys: Sequence[int]) -> int:
         """Return the number of a prompt's first pages that are in the cache."""
@@ -162,7 +168,8 @@ class Replicas:
 
     def send(self, message: FromServer) -> None:
         """Send all engines a message that concerns no generation: Release."""
-        self._prefixes.clear()
+        for _, index in self._prefixes.values():
+            index.clear()
         for engine in self.engines:
             engine.send(message)
 
@@ -178,41 +185,44 @@ class Replicas:
         if self.config.enable_prefix_caching:
             keys = prefix_keys(prompt_ids, scheduling.cache_salt, self.config.page_size)
         has_grammar = params.structured_outputs is not None
-        costs = {
-            self._cost(number, keys, has_grammar): number
+        cached = {
+            number: self.config.page_size * self._index(number).match(keys)
             for number, engine in enumerate(self.engines)
             if engine.can_answer
         }
-        if not costs:  # an engine that will be able to answer, or else any, says why it cannot
+        if not cached:  # an engine that will be able to answer, or else any, says why it cannot
             engine = next((e for e in self.engines if not e.dead), self.engines[0])
             return engine.submit(prompt_ids, params, request_id, scheduling)
-        number = costs[min(costs)]
+        on_all = min(cached.values())
+        number = min(cached, key=lambda n: self._cost(n, cached[n] - on_all, has_grammar))
         self._index(number).add(keys)
         self._num_routed[number] += 1
         generation = self.engines[number].submit(prompt_ids, params, request_id, scheduling)
         generation.engine = number
         return generation
 
-    def _cost(self, number: int, keys: Sequence[int], has_grammar: bool) -> tuple[int, ...]:
+    def _cost(self, number: int, num_cached: int, has_grammar: bool) -> tuple[int, ...]:
         """Return an engine's cost of a prompt: whether it can compile no grammar for it, whether it
-        would wait for a slot, the weight of open answers less the prompt's cached tokens, and
-        among equals the number of requests that the engine got so far."""
+        would wait for a slot, the weight of open answers less that of cached tokens, and among
+        equals the cached tokens and the number of requests that the engine got so far. num_cached:
+        tokens of the prompt in this engine's cache beyond those in every engine's."""
         engine = self.engines[number]
         assert engine.facts is not None
-        num_open, num_cached = engine.num_open, self._index(number).match(keys)
         return (
             has_grammar and engine.grammar_fault is not None,
-            num_open >= engine.facts.max_num_seqs,
-            OPEN_TOKENS * num_open - self.config.page_size * num_cached,
+            engine.num_open >= engine.facts.max_num_seqs,
+            OPEN_TOKENS * engine.num_open - min(num_cached, MAX_CREDIT),
+            -num_cached,
             self._num_routed[number],
-            number,
         )
 
     def _index(self, number: int) -> PrefixIndex:
-        """Return the index of an engine's cache, a new one after each start of its process."""
+        """Return the index of an engine's cache, a new one after each start of its process. Its
+        engine does not make up for the requests that others got before."""
         facts = self.engines[number].facts
         assert facts is not None
         known = self._prefixes.get(number)
         if known is None or known[0] is not facts:
             known = self._prefixes[number] = facts, PrefixIndex(facts.pages)
+            self._num_routed[number] = max(self._num_routed)
         return known[1]
