@@ -291,7 +291,8 @@ def make_serving(
     metrics.add_engines(len(client.engines) - 1)
     for engine, own in zip(client.engines, metrics.engines, strict=True):
         own.open_answers = partial(getattr, engine, "num_open")
-        engine.on_snapshot, engine.on_restart = own.engine, own.engine_restarted
+        engine.on_snapshot, engine.on_end = own.engine, own.engine_ended
+        engine.on_restart = own.engine_restarted
         engine.on_ready = lambda facts, own=own: own.engine_started(page_size, facts.pages)
         if engine.facts is not None:
             engine.on_ready(engine.facts)

@@ -239,16 +239,20 @@ class ServerMetrics:
 
     def engine_started(self, page_size: int, pages: int) -> None:
         """Record the engine's pages, for routers."""
-        if self._pages:
-            self._cache_config.remove(*self.own, *self._pages)
         self._pages = str(page_size), str(pages)
         self._cache_config.labels(*self.own, *self._pages).set(1)
 
+    def engine_ended(self) -> None:
+        """Record the end of the engine process: its totals stay, its gauges and pages go."""
+        self._totals.restart()
+        self.engine(IDLE)
+        if self._pages:
+            self._cache_config.remove(*self.own, *self._pages)
+        self._pages = ()
+
     def engine_restarted(self) -> None:
         """Record a restart of the engine process."""
-        self._totals.restart()
         self._restarts.inc()
-        self.engine(IDLE)
 
     def record_verified(
         self, *, num_verified: int, num_accepted: int, context_tokens: int, phase: str

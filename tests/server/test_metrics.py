@@ -257,6 +257,7 @@ def test_totals_do_not_fall_when_the_engine_restarts(metrics: ServerMetrics):
     metrics.engine(
         snapshot(running=3, steps=7, draft_counts=accepted(5, 2), confidence=fit, kv_used=0.5)
     )
+    metrics.engine_ended()
     metrics.engine_restarted()
     assert value(metrics, "strobe:engine_restarts_total") == 1
     assert value(metrics, "strobe:engine_steps_total") == 7
@@ -265,6 +266,7 @@ def test_totals_do_not_fall_when_the_engine_restarts(metrics: ServerMetrics):
     metrics.engine(snapshot(steps=2, draft_counts=accepted(1, 1, 1)))
     assert value(metrics, "strobe:engine_steps_total") == 9
     assert [value(metrics, per_position, position=str(i)) for i in range(3)] == [6, 3, 1]
+    metrics.engine_ended()
     metrics.engine_restarted()
     assert value(metrics, "strobe:engine_restarts_total") == 2
     assert value(metrics, "strobe:engine_steps_total") == 9

@@ -7,7 +7,9 @@ import json
 import logging
 import os
 import re
+from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from engineless import START, event, samples, serving
@@ -252,6 +254,31 @@ def test_last_death_ends_all(pair: Replicas):
         submit(pair, prompt(0))
 
 
+def test_requests_of_an_ended_engine_go_to_the_others(pair: Replicas):
+    ends: list[int] = []
+
+    async def main() -> list[EngineDead]:
+        failures: list[EngineDead] = []
+        for number, engine in enumerate(pair.engines):
+            engine.restart = False
+            engine.process = Mock()
+            engine.on_end = partial(ends.append, number)
+            generation = submit(pair, prompt(0))
+            assert generation.engine == number
+            engine._died()
+            with pytest.raises(EngineDead) as failure:
+                await anext(generation)
+            failures.append(failure.value)
+        return failures
+
+    first, last = asyncio.run(main())
+    assert isinstance(first, EngineUnavailable)
+    assert "send the request again" in str(first)
+    assert first.code == "engine_ended"
+    assert not isinstance(last, EngineUnavailable)
+    assert ends == [0, 1]
+
+
 def test_first_failure_ends_start(pair: Replicas):
     async def main() -> Ready:
         for engine in pair.engines:
@@ -319,6 +346,10 @@ def test_request_counts_for_the_engine_that_answers(pair: Replicas):
     snapshot = EngineSnapshot(3, 0, 0.5, EngineStats(steps=7))
     pair.engines[1].on_snapshot(snapshot)
     assert by_engine("strobe:engine_steps") == [0, 7]
+    pair.engines[1].on_end()
+    assert by_engine("strobe:engine_steps") == [0, 7]
+    assert by_engine("vllm:num_requests_running") == [0, 0]
+    assert by_engine("vllm:cache_config_info") == [1]
     pair.engines[1].on_restart()
     pair.engines[1]._handle(READY._replace(pages=50))
     assert by_engine("strobe:engine_restarts") == [0, 1]

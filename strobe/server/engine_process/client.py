@@ -141,9 +141,10 @@ class Generation:
 class EngineClient:
     """Starts the engine process and exchanges messages with it.
 
-    restart: restart the process if it ends after it was ready. Open requests then fail with
-    EngineUnavailable, and `facts` is None until the engine is ready again. engines: the clients of
-    all engines, as in `Replicas`. replica: which of them this is, None for the only one.
+    restart: restart the process if it ends after it was ready; `facts` is None until the engine is
+    ready again. engines: the clients of all engines, as in `Replicas`. replica: which of them this
+    is, None for the only one. Open requests fail with EngineUnavailable if the engine is restarted
+    or others go on.
     """
 
     def __init__(
@@ -168,6 +169,7 @@ class EngineClient:
         self.on_snapshot: Callable[[EngineSnapshot], None] = lambda snapshot: None
         self.on_ready: Callable[[Ready], None] = lambda facts: None
         self.on_death: Callable[[], None] = lambda: None
+        self.on_end: Callable[[], None] = lambda: None
         self.on_restart: Callable[[], None] = lambda: None
         self._generations: dict[Hashable, Generation] = {}
         self._keys = itertools.count()
@@ -342,19 +344,20 @@ class EngineClient:
         self._watchdog.stop()
         self.process.kill()
         restarts = self._may_restart()
+        others = any(not engine.dead for engine in self.engines if engine is not self)
         for generation in list(self._generations.values()):
             generation.fail(
                 EngineUnavailable(
-                    "The engine's process ended while it was answering and is started again; send "
-                    "the request again.",
-                    "engine_restarting",
+                    "The engine's process ended while it was answering; send the request again.",
+                    "engine_restarting" if restarts else "engine_ended",
                 )
-                if restarts
+                if restarts or others
                 else EngineDead("The engine's process ended while it was answering.")
             )
         self._generations.clear()
         self.facts = None if restarts else self.facts
         self.restarting, self.dead = restarts, not restarts
+        self.on_end()
         if restarts:
             self._pipe.close()
             self._restart_task = asyncio.get_running_loop().create_task(self._restart())

@@ -85,7 +85,7 @@ class Replicas:
             for replica in make_replicas(config, settings.data_parallel_size)
         ]
         for number, engine in enumerate(self.engines):
-            engine.on_death = partial(self._engine_died, number)
+            engine.engines, engine.on_death = self.engines, partial(self._engine_died, number)
         self._prefixes: dict[int, tuple[Ready, PrefixIndex]] = {}
         self._num_routed = [0] * len(self.engines)
 
