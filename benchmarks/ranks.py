@@ -1,10 +1,11 @@
-"""Plain decoding and start of one rank and of several, with the demo models on a CPU.
+"""Plain decoding and start of one rank and of several, with the demo models.
 
-    python benchmarks/ranks.py [--ranks 2] [--concurrency 1] [--rounds 3] [--json FILE]
+    python benchmarks/ranks.py [--device cpu] [--ranks 2] [--concurrency 1] [--rounds 3]
+                               [--json FILE]
 
 Every run is a process of its own that starts an engine, decodes plainly for a number of steps and
-prints its figures. One rank uses all cores, several share them. The ways alternate; the best round
-of each counts. A start lasts until the engine can take a request, imports not included.
+prints its figures. On a CPU one rank uses all cores, several share them. The ways alternate; the
+best round of each counts. A start lasts until the engine can take a request, imports not included.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 
-def run(ranks: int, concurrency: int, steps: int) -> dict[str, float]:
+def run(device: str, ranks: int, concurrency: int, steps: int) -> dict[str, float]:
     """Time one engine. Returns seconds until it starts, and tokens/s."""
     from strobe.config import EngineConfig
     from strobe.ranks.leader import start_engine
@@ -30,7 +31,7 @@ def run(ranks: int, concurrency: int, steps: int) -> dict[str, float]:
 
     began = time.perf_counter()
     engine = start_engine(
-        EngineConfig(method="none", device="cpu", tensor_parallel_size=ranks, adaptive=False)
+        EngineConfig(method="none", device=device, tensor_parallel_size=ranks, adaptive=False)
     )
     started = time.perf_counter() - began
     params = SamplingParams(temperature=0.0, max_tokens=steps + 20, ignore_eos=True)
@@ -46,6 +47,7 @@ def run(ranks: int, concurrency: int, steps: int) -> dict[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--concurrency", type=int, default=1)
     parser.add_argument("--steps", type=int, default=300)
@@ -54,7 +56,7 @@ def main() -> int:
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(run(options.one, options.concurrency, options.steps)))
+        print(json.dumps(run(options.device, options.one, options.concurrency, options.steps)))
         return 0
     rounds: dict[int, list[dict[str, float]]] = {1: [], options.ranks: []}
     for _ in range(options.rounds):
@@ -74,6 +76,7 @@ def main() -> int:
         "date": date.today().isoformat(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "versions": {name: version(name) for name in ("strobe", "torch")},
+        "device": options.device,
         "concurrency": options.concurrency,
         "ranks": best,
         "speed_ratio": round(several["tokens_per_s"] / one["tokens_per_s"], 2),

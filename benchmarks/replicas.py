@@ -1,6 +1,7 @@
-"""Tokens/s of `strobe serve` with one engine and with several, on a CPU.
+"""Tokens/s of `strobe serve` with one engine and with several.
 
-    python benchmarks/replicas.py [--replicas 2] [--rounds 3] [--json FILE] [-- OPTIONS]
+    python benchmarks/replicas.py [--device cpu] [--replicas 2] [--rounds 3] [--json FILE]
+                                  [-- OPTIONS]
 
 Every way answers the same held-out prompts of the demo models, greedily and with equally many
 tokens. There are enough clients to fill all places of all engines. The ways alternate; the best
@@ -28,6 +29,7 @@ from strobe.tools.demo import choose_examples, prompts_of
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--requests", type=int, default=192)
     parser.add_argument("--max-num-seqs", type=int, default=16, help="places of each engine")
@@ -50,8 +52,9 @@ def main() -> int:
         for name, (engines, threads) in ways.items():
             os.environ["OMP_NUM_THREADS"] = str(threads)
             servers[name] = Server([
-                "--device=cpu", "--no-enable-prefix-caching", f"--data-parallel-size={engines}",
-                f"--max-num-seqs={options.max_num_seqs}", *options.arguments,
+                f"--device={options.device}", f"--data-parallel-size={engines}",
+                "--no-enable-prefix-caching", f"--max-num-seqs={options.max_num_seqs}",
+                *options.arguments,
             ])  # fmt: skip
         for round_index in range(options.rounds + 1):
             for name, server in servers.items():
@@ -68,6 +71,7 @@ def main() -> int:
         "date": date.today().isoformat(),
         "machine": f"{platform.machine()}, {cores} cores",
         "versions": {name: version(name) for name in ("strobe", "torch")},
+        "device": options.device,
         "requests": options.requests,
         "concurrency": concurrency,
         "max_tokens": options.max_tokens,

@@ -205,7 +205,9 @@ def memory_bill(resolved: ResolvedConfig, target: Target, draft: DFlash) -> dict
         )
         for module in (target, draft)
     )
-    free = free_memory(resolved.device)
+    ranks, free = resolved.split.size, free_memory(resolved.device)
+    if resolved.device.type == "cpu":  # which all ranks share
+        free //= ranks
     room = max(free - first - second - resolved.state_bytes - resolved.scratch, 0)
     return {
         "target's weights": first,
@@ -215,6 +217,7 @@ def memory_bill(resolved: ResolvedConfig, target: Target, draft: DFlash) -> dict
         "drafter's keys and values of a token": sum(per_token.values()) - per_token["target"],
         "free memory": free,
         "tokens that fit": room // sum(per_token.values()),
+        **({"ranks, each with as much": ranks} if ranks > 1 else {}),
     }
 
 
