@@ -1,38 +1,12 @@
-"""A machine's free memory."""
+"""A device's free memory."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import torch
+
+from strobe.host_memory import free_host_memory
 
 
 def free_memory(device: torch.device) -> int:
     """Return the bytes that can still be allocated on the device."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    # On Linux MemAvailable, which includes droppable caches; elsewhere half of all memory.
-    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    room = _field(Path("/proc/meminfo"), "MemAvailable:", 1024, whole // 2)
-    return min(room, _container_room(room))
-
-
-def _container_room(default: int, root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the bytes left under the container's limit (cgroup v2), or the default if none."""
-    try:
-        limit, used = [(root / f"memory.{name}").read_text().strip() for name in ("max", "current")]
-    except OSError:
-        return default
-    if limit == "max":
-        return default
-    return int(limit) - int(used) + _field(root / "memory.stat", "inactive_file", 1, 0)
-
-
-def _field(path: Path, name: str, unit: int, default: int) -> int:
-    """Return the number after a name in a kernel file, in bytes."""
-    try:
-        rows = [line.split() for line in path.read_text().splitlines()]
-    except OSError:
-        return default
-    return next((int(row[1]) * unit for row in rows if row[:1] == [name]), default)
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_memory()

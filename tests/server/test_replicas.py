@@ -26,7 +26,7 @@ from strobe.server.engine_process.client import (
     Generation,
 )
 from strobe.server.engine_process.messages import Grammars, Ready, Release
-from strobe.server.engine_process.process import Replica, make_replicas, run
+from strobe.server.engine_process.process import Replica, make_replicas, run, share_memory
 from strobe.server.engine_process.replicas import OPEN_TOKENS, PrefixIndex, Replicas, prefix_keys
 from strobe.server.engine_process.snapshot import EngineSnapshot
 from strobe.server.engine_process.worker import check_gpus
@@ -396,6 +396,26 @@ def test_engines_share_the_cores(monkeypatch: pytest.MonkeyPatch):
     assert environments(16, None, device="cpu") == [{"OMP_NUM_THREADS": "1"}] * 16
     fewer = make_replicas(CPU, 2, {"OMP_NUM_THREADS": "3"})
     assert fewer[0].environment == {"OMP_NUM_THREADS": "3"}
+
+
+@pytest.mark.parametrize(
+    ("free", "asked", "expected"),
+    [(64 << 30, None, None), (6 << 30, None, 768 << 20), (6 << 30, "1G", "1G")],
+)
+def test_caches_share_the_memory_of_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, free: int, asked: str | None, expected: Any
+):
+    monkeypatch.setattr("strobe.server.engine_process.process.free_host_memory", lambda: free)
+    config = CPU.with_(kv_cache_memory=asked, tensor_parallel_size=2)
+    assert share_memory(config, 2).kv_cache_memory == expected
+
+
+def test_caches_beyond_memory_are_one_sentence(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("strobe.server.engine_process.process.free_host_memory", lambda: 7 << 30)
+    with pytest.raises(
+        ValueError, match=r"^data_parallel_size is 2 and kv_cache_memory is 4G, which takes 8589934"
+    ):
+        make(monkeypatch, kv_cache_memory="4G")
 
 
 def test_process_has_its_environment_before_torch(monkeypatch: pytest.MonkeyPatch):

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from textpair import Pair
 from tiny import edit_json, make_target
 
-from strobe import LLM, SamplingParams, free_memory
+from strobe import LLM, SamplingParams, free_memory, host_memory
 from strobe.cli import main as cli
 from strobe.engine import build
 from strobe.models.architectures import load_draft_config
@@ -633,14 +633,14 @@ def test_gpu_memory_utilization_sizes_the_kv_cache(pair: Pair, monkeypatch: pyte
 
 
 def test_free_memory_respects_container_limit(tmp_path: Path):
-    assert free_memory._container_room(7, tmp_path) == 7
+    assert host_memory._container_room(7, tmp_path) == 7
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("700\n")
-    assert free_memory._container_room(7, tmp_path) == 300
+    assert host_memory._container_room(7, tmp_path) == 300
     (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 200\n")
-    assert free_memory._container_room(7, tmp_path) == 500
+    assert host_memory._container_room(7, tmp_path) == 500
     (tmp_path / "memory.max").write_text("max\n")
-    assert free_memory._container_room(7, tmp_path) == 7
+    assert host_memory._container_room(7, tmp_path) == 7
     assert 0 < free_memory.free_memory(torch.device("cpu")) < 2**50
 
 

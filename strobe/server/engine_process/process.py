@@ -12,10 +12,14 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
-from strobe.config import EngineConfig
+from strobe.config import EngineConfig, parse_bytes
+from strobe.host_memory import free_host_memory
 from strobe.openmp import usable_cores
 from strobe.server.kv_events import KVEventsConfig
 from strobe.server.settings import LogSettings
+
+_CPU_DEFAULT = 1 << 30
+"""Bytes of an engine's KV cache on a CPU by default."""
 
 
 class Replica(NamedTuple):
@@ -56,6 +60,24 @@ def make_replicas(
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(own)
         replicas.append(Replica(index, environment))
     return replicas
+
+
+def share_memory(config: EngineConfig, count: int) -> EngineConfig:
+    """Return the configuration of each of `count` engines, so that their KV caches together fit a
+    CPU's memory. Raises ValueError if kv_cache_memory is too large for that."""
+    if config.device != "cpu":
+        return config
+    free, num_caches = free_host_memory(), count * config.tensor_parallel_size
+    if config.kv_cache_memory is None:
+        share = free // (2 * num_caches)
+        return config.with_(kv_cache_memory=share) if share < _CPU_DEFAULT else config
+    total = num_caches * parse_bytes(config.kv_cache_memory)
+    if total > free:
+        raise ValueError(
+            f"data_parallel_size is {count} and kv_cache_memory is {config.kv_cache_memory}, which "
+            f"takes {total} bytes in all, but cpu has {free} bytes free; ask for less."
+        )
+    return config
 
 
 @contextlib.contextmanager

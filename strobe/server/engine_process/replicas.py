@@ -15,7 +15,7 @@ from strobe.request import SchedulingOptions
 from strobe.sampling_params import SamplingParams
 from strobe.server.engine_process.client import EngineClient, Generation
 from strobe.server.engine_process.messages import FromServer, Ready
-from strobe.server.engine_process.process import make_replicas
+from strobe.server.engine_process.process import make_replicas, share_memory
 from strobe.server.engine_process.snapshot import EngineSnapshot
 from strobe.server.logs import engine_logger
 from strobe.server.settings import ServerConfig
@@ -71,8 +71,8 @@ class Replicas:
     """
 
     def __init__(self, config: EngineConfig, settings: ServerConfig):
-        """Raises ValueError if the machine has too few GPUs."""
-        self.config = config
+        """Raises ValueError if the machine has too few GPUs or too little memory."""
+        self.config = config = share_memory(config, settings.data_parallel_size)
         self.on_death: Callable[[], None] = lambda: None
         self.engines = [
             EngineClient(
