@@ -66,7 +66,7 @@ class ServerConfig:
     ssl_certfile: str | None = option(None, "Certificate chain, as PEM; the server speaks HTTPS.")
     ssl_keyfile: str | None = option(None, "Its private key, where the chain's file has none.")
     root_path: str = option("", "Path below which a proxy shows the server, such as /strobe.")
-    data_parallel_size: Annotated[int, Field(ge=1)] = option(
+    data_parallel_size: Annotated[int, Field(ge=1, le=256)] = option(
         1,
         "Engines behind the server, each with the whole model and, on GPUs, tensor_parallel_size "
         "GPUs of its own.",
@@ -104,8 +104,8 @@ class ServerConfig:
     )
     restart_engine: bool = option(
         True,
-        "Restart the engine process when it ends; the third time within a minute, or if this is "
-        "off, the server exits with 1.",
+        "Restart an engine process that ends, unless it ends the third time within a minute; the "
+        "server exits with 1 once no engine is left.",
     )
     max_body_bytes: Count = option(32 << 20, "Largest request body in bytes.")
     response_memory: Count = option(

@@ -319,6 +319,8 @@ def test_only_the_server_has_replicas(
     assert sizes == [2, 2, 2, 2, 1]
     status, _, err = main("serve", "--data-parallel-size=0")
     assert (status, err) == (2, "strobe: data_parallel_size is 0, but must be at least 1.\n")
+    status, _, err = main("serve", "--dp", "100000")
+    assert (status, err) == (2, "strobe: data_parallel_size is 100000, but must be at most 256.\n")
     for command in ("generate", "run-batch"):
         status, _, err = main(command, "--data-parallel-size=2")
         assert status == 2
