@@ -81,6 +81,10 @@ def apply_options(command: Any, options: Mapping[str, Any], name: str) -> Any:
     field_of = {"target": "model" if "model" in attributes else "target", "draft": "draft"}
     field_of = {setting: name for setting, name in field_of.items() if name in attributes}
     chosen = {setting: attributes[name] or None for setting, name in field_of.items()}
+    for f in () if groups else fields(command):
+        if f.name in EngineConfig.__dataclass_fields__:
+            field_of[f.name] = f.name
+            chosen[f.name] = value if (value := attributes[f.name]) != f.default else None
     for group in groups.values():
         for f in fields(group):
             value = getattr(group, f.name)

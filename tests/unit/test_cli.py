@@ -638,6 +638,9 @@ def test_info_says_what_each_rank_holds(main: Callable[..., Any], pair: Pair, no
     assert whole / 2 < facts["parameters_on_each_rank"] < whole * 0.53
     kv = "kv_bytes_per_token_bf16"
     assert facts[f"{kv}_on_each_rank"] == (facts[kv] + draft[kv]) / 2
+    assert json.loads(main("info", pair.target, "--tp-size", 2, "--json")[1])["ranks"] == 2
+    status, _, err = main("info", pair.target, "--tensor-parallel-size=2", "--tp=4")
+    assert (status, "both set tensor_parallel_size" in err) == (2, True)
     status, _, err = main("info", pair.target, "--tensor-parallel-size=3")
     assert status == 2
     assert "does not divide the target's" in err
