@@ -74,6 +74,26 @@ class KVEventsConfig:
             replay_endpoint=None if replay is None else _endpoint_of(replay, rank),
         )
 
+    @property
+    def binds(self) -> bool:
+        return any(part in self.endpoint for part in ("*", "::", "ipc://", "inproc://"))
+
+    def check_ports(self, count: int) -> None:
+        """Raise ValueError if two sockets of `count` engines would have the same port."""
+        texts = [text.rpartition(":")[2] for text in (self.endpoint, self.replay_endpoint or "")]
+        if not self.binds or not all(text.isdecimal() for text in texts):
+            return
+        first, replay = map(int, texts)
+        if abs(first - replay) < count:
+            raise ValueError(
+                f"kv_events_config: the ports of endpoint and replay_endpoint, {first} and "
+                f"{replay}, overlap, since each of {count} engines adds its number to them; leave "
+                f"at least {count} between them."
+                if count > 1
+                else f"kv_events_config: endpoint and replay_endpoint have the same port, {first}; "
+                "give two."
+            )
+
 
 def _endpoint_of(endpoint: str, rank: int) -> str:
     address, _, port = endpoint.rpartition(":")
@@ -97,20 +117,20 @@ def check_kv_events(text: str) -> str:
 class KVEventPublisher:
     """Records changes of a pool's index, and publishes those of each step from a thread."""
 
-    def __init__(self, config: KVEventsConfig, pool: PagePool, rank: int = 0):
-        """rank: the number of the engine among a server's, added to its ports. Raises ValueError
-        for an endpoint that cannot be used."""
+    def __init__(self, config: KVEventsConfig, rank: int = 0):
+        """Open the sockets. rank: the number of the engine among a server's, added to its ports.
+        Raises ValueError for an endpoint that cannot be used."""
         import msgspec
         import zmq
 
         self._rank, config = rank, config.of_rank(rank)
-        self._block_size, self._topic = pool.page_size, config.topic.encode()
+        self._block_size, self._topic = 0, config.topic.encode()
         self._encode = msgspec.msgpack.Encoder().encode
         context = zmq.Context.instance()
         self._socket, self._replay = context.socket(zmq.PUB), None
         self._socket.set_hwm(config.hwm)
-        binds = any(part in config.endpoint for part in ("*", "::", "ipc://", "inproc://"))
-        _open(self._socket.bind if binds else self._socket.connect, "endpoint", config.endpoint)
+        use = self._socket.bind if config.binds else self._socket.connect
+        _open(use, "endpoint", config.endpoint)
         if config.replay_endpoint is not None:
             self._replay = context.socket(zmq.ROUTER)
             self._replay.set_hwm(0)  # a socket drops what is above
@@ -118,6 +138,10 @@ class KVEventPublisher:
         self._events: list[dict[str, Any]] = [{"type": "AllBlocksCleared"}]
         self._batches = queue.Queue[dict[str, Any]](config.max_queue_size)
         self._sent = deque[tuple[bytes, bytes]](maxlen=config.buffer_steps)
+
+    def start(self, pool: PagePool) -> None:
+        """Publish the changes of a pool from now on."""
+        self._block_size = pool.page_size
         pool.on_stored, pool.on_removed = self._stored, self._removed
         self.flush()
         threading.Thread(target=self._publish, daemon=True, name="strobe-kv-events").start()

@@ -142,6 +142,8 @@ class ServerConfig:
                 f"root_path is {self.root_path!r}, but must begin with / and not end with it."
             )
         _ = self.template_variables
+        if self.kv_events is not None:
+            self.kv_events.check_ports(self.data_parallel_size)
         return self
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import msgspec
 import pytest
 import zmq
 
+from strobe.config import EngineConfig
 from strobe.kv.lease import Lease, reserve_all
 from strobe.kv.pages import PagePool
 from strobe.request import PageKeys
+from strobe.server.engine_process import worker
 from strobe.server.kv_events import KVEventPublisher, KVEventsConfig, number
-from strobe.server.settings import ServerConfig
+from strobe.server.settings import LogSettings, ServerConfig
 
 SECONDS = 30_000  # ms
 
@@ -104,7 +107,8 @@ def test_router_rebuilds_the_cache_from_events_alone(tmp_path: Path):
     addresses = {n: f"ipc://{tmp_path}/{n}" for n in ("endpoint", "replay_endpoint")}
     values: dict[str, Any] = {"enable_kv_cache_events": True, "topic": "kv", **addresses}
     config = KVEventsConfig(buffer_steps=10**6, **values)
-    publisher, operations = KVEventPublisher(config, pool), Operations(pool)
+    publisher, operations = KVEventPublisher(config), Operations(pool)
+    publisher.start(pool)
     subscriber = zmq.Context.instance().socket(zmq.SUB)
     subscriber.connect(config.endpoint)
     subscriber.subscribe(b"kv")
@@ -143,7 +147,9 @@ def test_router_rebuilds_the_cache_from_events_alone(tmp_path: Path):
 def test_engine_of_several_names_its_rank(tmp_path: Path):
     addresses = {n: f"ipc://{tmp_path}/{n}" for n in ("endpoint", "replay_endpoint")}
     config = KVEventsConfig(enable_kv_cache_events=True, **addresses)
-    KVEventPublisher(config, PagePool(4, 4), 3)._batches.join()
+    publisher = KVEventPublisher(config, 3)
+    publisher.start(PagePool(4, 4))
+    publisher._batches.join()
     (batch,) = replay(config.of_rank(3), 0).values()
     assert decode(batch).data_parallel_rank == 3
 
@@ -187,7 +193,38 @@ def test_events_are_off_unless_enabled(values: dict[str, Any]):
     assert ServerConfig(kv_events_config=json.dumps(values)).kv_events is None
 
 
-def test_endpoint_in_use_is_named(tmp_path: Path):
-    values = {"enable_kv_cache_events": True, "endpoint": f"ipc://{tmp_path}/missing/socket"}
-    with pytest.raises(ValueError, match=r"endpoint is 'ipc://.*socket', which cannot be used"):
-        KVEventPublisher(KVEventsConfig(**values), PagePool(4, 4))
+@pytest.mark.parametrize(
+    ("count", "endpoint", "replay", "part"),
+    [
+        (1, "tcp://*:5557", "tcp://*:5558", None),
+        (1, "tcp://*:5557", "tcp://*:5557", "have the same port, 5557; give two."),
+        (2, "tcp://*:5557", "tcp://*:5558", "5557 and 5558, overlap, since each of 2 engines"),
+        (4, "tcp://*:5557", "tcp://*:5554", "leave at least 4 between them."),
+        (4, "tcp://*:5557", "tcp://*:5561", None),
+        (4, "tcp://router:5557", "tcp://*:5558", None),
+        (4, "ipc:///run/kv", "ipc:///run/replay", None),
+    ],
+)
+def test_ports_that_overlap_are_named(count: int, endpoint: str, replay: str, part: str | None):
+    values = {"enable_kv_cache_events": True, "endpoint": endpoint, "replay_endpoint": replay}
+    text = json.dumps(values)
+    if part is None:
+        assert ServerConfig(kv_events_config=text, data_parallel_size=count).kv_events is not None
+        return
+    with pytest.raises(ValueError, match=re.escape(part)):
+        ServerConfig(kv_events_config=text, data_parallel_size=count)
+
+
+def test_endpoint_in_use_is_named_before_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(worker, "start_engine", lambda config: pytest.fail("weights were read"))
+    monkeypatch.setattr("signal.signal", lambda number, handler: None)
+    monkeypatch.setattr(LogSettings, "configure", lambda settings: None)
+    address = f"ipc://{tmp_path}/missing/socket"
+    config = KVEventsConfig(enable_kv_cache_events=True, endpoint=address)
+    server, engine = Pipe()
+    worker.run_engine(engine, EngineConfig(), LogSettings(), config)
+    failed = server.recv()
+    assert failed.user_error
+    assert f"endpoint is '{address}', which cannot be used" in failed.error

@@ -68,12 +68,13 @@ def run_engine(
     try:
         if replica is not None:
             check_gpus(config, replica)
+        rank = 0 if replica is None else replica.number
+        publisher = None if kv_events is None else KVEventPublisher(kv_events, rank)
         engine = start_engine(config)
         warm_up(engine)
         measure_costs(engine)
-        pool = engine.components.pool
-        rank = 0 if replica is None else replica.number
-        publish = None if kv_events is None else KVEventPublisher(kv_events, pool, rank).flush
+        if publisher is not None:
+            publisher.start(engine.components.pool)
     except ValueError as error:
         send(pipe, Failed(str(error), True))
         return
@@ -84,7 +85,7 @@ def run_engine(
     gc.freeze()  # what is here stays: a search of it for garbage would delay a step by 0.1 s
     send(pipe, facts(engine))
     try:
-        Worker(engine, pipe, publish or (lambda: None)).run()
+        Worker(engine, pipe, publisher.flush if publisher is not None else lambda: None).run()
     except RankFailed as error:
         logger.error("%s", error)
         raise SystemExit(1) from None
