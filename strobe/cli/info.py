@@ -35,7 +35,7 @@ class Info:
         ),
     ] = None
     tensor_parallel_size: Annotated[
-        int, arg(help="Also say what each of so many ranks holds.", metavar="INT")
+        int, arg(help="Also show what each of this many ranks holds.", metavar="INT")
     ] = 1
     enable_expert_parallel: FlagCreatePairsOff[
         Annotated[bool, arg(help="Give each rank whole experts, not parts of all.")]

@@ -148,7 +148,7 @@ MERGED: Mapping[str, Callable[[Mapping[str, bytes]], bytes]] = {
     "/load": _add_loads,
     "/reset_prefix_cache": lambda bodies: b"",
 }
-"""Paths that all replicas answer: each makes one body of theirs, by replica."""
+"""Paths that all replicas answer; each function merges the replicas' bodies into one."""
 
 
 def merge(path: str, responses: Mapping[str, Sequence[Message]]) -> list[Message]:

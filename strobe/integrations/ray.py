@@ -58,7 +58,7 @@ _REFUSED = {
 ROUTER_SETTINGS = {"match_rate_threshold": 0.5, "do_eviction": True}
 """Settings of Ray's prefix-aware router, which by itself ignores load and forgets no prompt."""
 STOP_SECONDS = 15
-"""Time of a replica to stop its engine after its last request."""
+"""Seconds a replica has to stop its engine after its last request."""
 MAX_ONGOING = 1 << 20
 """Requests that Ray lets a replica answer at once: the replica's own limits are reached first."""
 LOST = "The replica that answered this request was lost; send the request again."
@@ -108,7 +108,7 @@ class Ingress:
                 stream.cancel()
 
     async def _from_all(self, request: ForwardedRequest, send: Send) -> None:
-        """Send a response that is made of those of all replicas, or the first one's error."""
+        """Send a response merged from all replicas, or the first one's error."""
         results = await self.replicas.broadcast("answer_whole", request).results_async(
             return_exceptions=True
         )

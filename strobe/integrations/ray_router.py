@@ -54,7 +54,9 @@ class ReplicaRouter(_prefix_router()):
             try:
                 return await super().choose_replicas(candidate_replicas, pending_request)
             except Exception as error:
-                logger.warning("Prefixes are not compared (%s).", type(error).__name__)
+                logger.warning(
+                    "The prefix router failed (%s); routing by load.", type(error).__name__
+                )
         return await _less_busy.choose_replicas(self, candidate_replicas, pending_request)
 
     def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
@@ -74,7 +76,7 @@ def _try(update: Callable[..., None], *arguments: Any) -> None:
     try:
         update(*arguments)
     except Exception as error:
-        logger.warning("Prefixes are not updated (%s).", type(error).__name__)
+        logger.warning("The prefix router was not updated (%s).", type(error).__name__)
 
 
 def _forwarded(pending: Any) -> ForwardedRequest | None:

@@ -95,7 +95,9 @@ class ServerConfig:
         "How the model marks its thinking: deepseek_r1, gemma4, mistral, qwen3, openai_gptoss, "
         "none or auto.",
     )
-    max_waiting: Count = option(256, "Answers that may wait for a place; further ones are a 429.")
+    max_waiting: Count = option(
+        256, "Answers that may wait for a slot; more are rejected with 429."
+    )
     request_timeout: Seconds = option(
         600.0, "Seconds one request may take; 0 is no limit.", "give seconds; 0 is no limit."
     )

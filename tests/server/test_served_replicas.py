@@ -173,7 +173,7 @@ def test_server_ends_with_its_last_engine():
     with serving("--no-restart-engine") as served:
         first, last = child_of(served.process.pid)
         os.kill(first, signal.SIGKILL)
-        until(lambda: "stays off; the others go on" in served.log, "it has ended")
+        until(lambda: "will not be restarted; the other engines keep" in served.log, "it has ended")
         with Talk(served.url, CHAT, BODY) as talk:
             assert talk.status == 200
         os.kill(last, signal.SIGKILL)

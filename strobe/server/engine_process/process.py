@@ -32,8 +32,8 @@ class Replica(NamedTuple):
 def make_replicas(
     config: EngineConfig, count: int, environ: Mapping[str, str] = os.environ
 ) -> list[Replica]:
-    """Share the machine among so many engines: each has its CUDA devices and its part of the cores.
-    Raises ValueError if CUDA_VISIBLE_DEVICES names too few."""
+    """Divide the machine's GPUs and cores among `count` engines. Raises ValueError if
+    CUDA_VISIBLE_DEVICES names too few GPUs."""
     ranks = config.tensor_parallel_size
     if config.device.startswith("cuda:"):
         raise ValueError(

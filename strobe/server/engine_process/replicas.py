@@ -94,7 +94,8 @@ class Replicas:
             self.on_death()
         elif self.engines[number].facts is not None:
             engine_logger(logger, number).error(
-                "the engine's process has ended and stays off; the others go on"
+                "the engine's process ended and will not be restarted; the other engines keep "
+                "serving"
             )
 
     @property
