@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from urllib.parse import urljoin
 
 from browser import Browser, Json, Page, write
 
@@ -62,17 +63,23 @@ class FirefoxPage(Page):
     def __init__(self, browser: Firefox, context: str):
         super().__init__()
         self._browser, self._context = browser, context
+        self._icon, self._left = "", set[str]()
+        """The page's icon and those of pages left, which Firefox may load later."""
 
     def call(self, method: str, **params: Any) -> Json:
         return self._browser.call(method, {"context": self._context, **params})
 
     def take(self, method: str, params: Json) -> None:
         if method == "network.beforeRequestSent":
-            self.requests.append(params["request"]["url"])
+            url = params["request"]["url"]
+            if url not in self._left or url == self._icon:
+                self.requests.append(url)
         elif params["level"] in ("error", "warn"):
             self.problems.append(params["text"])
 
     def goto(self, url: str) -> None:
+        self._left.add(self._icon)
+        self._icon = urljoin(url, "icon.svg")
         self.call("browsingContext.navigate", url=url, wait="complete")
 
     def reload(self) -> None:
