@@ -68,7 +68,11 @@ def test_curl_example_returns_the_answer_shown(server: tuple[Served, bool]):
     message = response["choices"][0]["message"]
     assert set(shown["choices"][0]["message"]) <= set(message)
     assert set(shown["speculation"]) <= set(response["speculation"])
-    assert response["speculation"]["acceptance_length"] >= 1
+    speculation = response["speculation"]
+    if speculation["drafted"]:  # none if drafting paid at no step, as on a busy machine
+        assert speculation["acceptance_length"] >= 1
+    else:
+        assert speculation["rest_reason"]
     if is_real:
         assert message["content"] == shown["choices"][0]["message"]["content"]
 
