@@ -22,6 +22,10 @@ GPU_MIXED_TOKENS = 512
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
+CPU_KV_CACHE = 1 << 30
+"""Bytes of the KV cache on a CPU by default, if one context needs no more."""
+
+
 def parse_bytes(value: int | str) -> int:
     """Parse 1073741824, "1GiB" or "512M" (powers of two) to bytes. Raises ValueError."""
     match = re.fullmatch(r"\s*(\d{1,30}(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", str(value).lower())

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from strobe.config import EngineConfig, Limits, parse_bytes
+from strobe.config import CPU_KV_CACHE, EngineConfig, Limits, parse_bytes
 from strobe.free_memory import free_memory
 from strobe.kv.store import KVSpec
 from strobe.models.config import DecoderConfig
 from strobe.runner.buckets import MAX_CAPTURED_ROWS
 from strobe.sampling.state import SamplingState
 
-_CPU_DEFAULT = 1 << 30
 _GPU_SHARE = 0.92
 
 
@@ -71,7 +70,7 @@ def plan_pages(
     elif device.type == "cuda":
         budget = int(free * _GPU_SHARE)
     else:
-        budget = min(max(_CPU_DEFAULT, min_bytes), free // 2)
+        budget = min(max(CPU_KV_CACHE, min_bytes), free // 2)
     pages = min(budget // per_page, max_useful)
     if pages < min_pages:
         hint = f"raise {setting} or " if min_bytes <= free else ""

@@ -12,14 +12,11 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
-from strobe.config import EngineConfig, parse_bytes
+from strobe.config import CPU_KV_CACHE, EngineConfig, parse_bytes
 from strobe.host_memory import free_host_memory
 from strobe.openmp import usable_cores
 from strobe.server.kv_events import KVEventsConfig
 from strobe.server.settings import LogSettings
-
-_CPU_DEFAULT = 1 << 30
-"""Bytes of an engine's KV cache on a CPU by default."""
 
 
 class Replica(NamedTuple):
@@ -70,7 +67,7 @@ def share_memory(config: EngineConfig, count: int) -> EngineConfig:
     free, num_caches = free_host_memory(), count * config.tensor_parallel_size
     if config.kv_cache_memory is None:
         share = free // (2 * num_caches)
-        return config.with_(kv_cache_memory=share) if share < _CPU_DEFAULT else config
+        return config.with_(kv_cache_memory=share) if share < CPU_KV_CACHE else config
     total = num_caches * parse_bytes(config.kv_cache_memory)
     if total > free:
         raise ValueError(
