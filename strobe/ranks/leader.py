@@ -54,37 +54,41 @@ def start_engine(
     options: dict[str, Any] = {"simulated_acceptance": simulated_acceptance}
     if resolved.split.size == 1:
         engine = Engine(resolved, draft_policy=draft_policy, **options)
-        if prepare is not None:
-            prepare(engine.runner.model)
-        _log_memory(engine)
-        return engine
-    share_threads(resolved)
-    ranks = Ranks(resolved, options, prepare)
-    try:
-        group = ranks.meet(resolved)
-        resolved = replace(resolved, split=replace(resolved.split, group=group))
-        engine = Engine(resolved, draft_policy=draft_policy, on_launch=ranks.send, **options)
-        if prepare is not None:
-            prepare(engine.runner.model)
-    except BaseException as error:
-        ranks.stop()
-        if isinstance(error, RankFailed) and ranks.failure is not None:
-            raise ranks.failure.exception() from None
-        raise
-    weakref.finalize(engine, ranks.stop)
-    _log_memory(engine)
-    return engine
-
-
-def _log_memory(engine: Engine) -> None:
-    groups, size = engine.resolved.kv_groups.values(), engine.limits.page_size
-    pages, ranks = engine.components.pool.capacity, engine.resolved.split.size
+    else:
+        engine = _start_group(resolved, draft_policy, options, prepare)
+    if prepare is not None:
+        prepare(engine.runner.model)
+    groups, size = resolved.kv_groups.values(), engine.limits.page_size
+    pages, ranks = engine.components.pool.capacity, resolved.split.size
     logger.info(
         "keys and values have %.2f GB%s, room for %d tokens",
         pages * sum(spec.bytes_per_page(size) for spec in groups) / 1e9,
         f" on each of {ranks} ranks" if ranks > 1 else "",
         pages * size,
     )
+    return engine
+
+
+def _start_group(
+    resolved: ResolvedConfig,
+    draft_policy: DraftPolicy | None,
+    options: dict[str, Any],
+    prepare: Prepare | None,
+) -> Engine:
+    """Make the other ranks and the first one's engine, with which they end."""
+    share_threads(resolved)
+    ranks = Ranks(resolved, options, prepare)
+    try:
+        group = ranks.meet(resolved)
+        resolved = replace(resolved, split=replace(resolved.split, group=group))
+        engine = Engine(resolved, draft_policy=draft_policy, on_launch=ranks.send, **options)
+    except BaseException as error:
+        ranks.stop()
+        if isinstance(error, RankFailed) and ranks.failure is not None:
+            raise ranks.failure.exception() from None
+        raise
+    weakref.finalize(engine, ranks.stop)
+    return engine
 
 
 def of_rank(resolved: ResolvedConfig, rank: int) -> ResolvedConfig:
