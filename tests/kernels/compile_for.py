@@ -13,8 +13,10 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
@@ -22,24 +24,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from scripts.tuning import Target
+
 Call = Callable[[], object]
 CPU = torch.device("cpu")
-
-
-class Target:
-    """What Triton asks of a GPU's driver before it compiles."""
-
-    def __init__(self, capability: int):
-        self.target = GPUTarget("cuda", capability, 32)
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 def compile_instead() -> None:
@@ -175,7 +163,7 @@ def others(*_: int) -> Iterator[Call]:
 
 def main() -> int:
     capability, shared = int(sys.argv[1]), int(sys.argv[2])
-    triton.runtime.driver.set_active(Target(capability))  # type: ignore[arg-type]
+    triton.runtime.driver.set_active(Target(GPUTarget("cuda", capability, 32)))  # type: ignore[arg-type]
     compile_instead()
     failed = 0
     for group in (attention, gemms, grouped, others):
