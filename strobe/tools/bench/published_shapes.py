@@ -50,6 +50,13 @@ _QWEN3: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "tie_word_embeddings": False,
     },
+    "qwen3-32b": {
+        "hidden_size": 5120,
+        "intermediate_size": 25600,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 64,
+        "tie_word_embeddings": False,
+    },
 }
 _LLAMA: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
@@ -288,7 +295,7 @@ def draft_config(name: str) -> dict[str, Any]:
     """Return the drafter's config.json.
 
     - Qwen3 8B and 4B: z-lab's Qwen3-8B-DFlash-b16 and Qwen3-4B-DFlash-b16. None is published for
-      0.6B; its drafter follows the same rule.
+      0.6B and 32B; their drafters follow the same rule.
     - Llama 3.1: published layers, block and captured layers; heads and intermediate size are
       assumed to equal the target's.
     - Qwen3-Coder: published layers, block and size; the rest equals Qwen3.5-35B-A3B's.
