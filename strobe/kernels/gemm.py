@@ -93,6 +93,7 @@ def _gemm(
     arrivals,  # int32 [tiles], zero between launches
     best,  # int64 [BLOCK_M], and with margins [BLOCK_M] second keys; MIN_KEY between launches
     margins,  # fp32 [M] of an ARGMAX: largest logit minus the second, up to MAX_MARGIN; or None
+    largest,  # fp32 [M] of an ARGMAX: the logit itself; or None
     rows,  # M
     x_stride,
     residual_stride,
@@ -265,6 +266,8 @@ def _gemm(
                 tl.store(arrivals + TILES, 0)
                 key = tl.load(best + ms, mask=live, other=0, cache_modifier=".cg")
                 tl.store(y + ms, 0x7FFFFFFF - (key & 0xFFFFFFFF), mask=live)
+                if largest is not None:
+                    tl.store(largest + ms, _logit(key), mask=live)
                 if margins is not None:
                     key2 = tl.load(best + BLOCK_M + ms, mask=live, other=0, cache_modifier=".cg")
                     margin = _logit(key) - _logit(key2)
@@ -314,19 +317,19 @@ def launch(
     bias: Tensor | None = None,
     gelu: bool = False,
     margins: Tensor | None = None,
+    largest: Tensor | None = None,
     warmup: bool = False,
 ) -> Scaled | None:
     """Launch the kernel with `config`, a Triton one; `warmup` only compiles it.
 
     scaled: x as the previous GEMM prepared it. next_norm: the weight of the norm after this GEMM,
     for which to prepare and return the result. gelu: the gate's activation is gelu (tanh) instead
-    of silu. margins [M]: filled by an argmax.
+    of silu. margins, largest [M]: filled by an argmax.
     """
     bucket = block_m(bucket_of(x.shape[0]))
     tiles = config.tiles(gemm)
     split = 1 if gemm.argmax else config.split_k
     workspace.reserve(tiles * split * bucket * (config.block_n + 1) if split > 1 else 0, tiles + 1)
-    data = weight.data
     groups = gemm.fp8 and x_scale is None
     assert config.block_k == GROUP or not groups
     assert gemm.n * gemm.k < 2**31 or not gemm.gated  # offsets from the first row
@@ -337,7 +340,7 @@ def launch(
         if gemm.gated:
             shape, block = [2, *shape], [2, config.block_n // 2, config.block_k]
         strides = [columns * gemm.k, gemm.k, 1][-len(shape) :]
-        descriptor = TensorDescriptor(data, shape, strides, block)
+        descriptor = TensorDescriptor(weight.data, shape, strides, block)
     # Ranges of K start at multiples of block_k; only the last one may reach the end of W.
     blocks = -(-gemm.k // config.block_k)
     range_bytes = (gemm.k - (split - 1) * blocks // split * config.block_k) * gemm.item
@@ -345,32 +348,30 @@ def launch(
     pdl = supports_pdl(x.device)
     prepared = None
     if next_norm is not None:
-        sums = torch.empty(x.shape[0], tiles, dtype=torch.float32, device=out.device)
-        prepared = Scaled(torch.empty(out.shape, dtype=out.dtype, device=out.device), sums)
-    eps = 0.0 if norm is None else norm[1]
-    if scaled is not None:
-        x, norm = scaled.data, None
-    num_parts = 0 if scaled is None else scaled.sums.shape[1]
-    kernel = _gemm.warmup if warmup else _gemm[(tiles * split,)]
-    options: dict[str, Any] = {"grid": (tiles * split,)} if warmup else {}
+        squares = out.new_empty(x.shape[0], tiles, dtype=torch.float32)
+        prepared = Scaled(out.new_empty(out.shape), squares)
+    gain, eps = norm or (None, 0.0)
+    x, sums = scaled or (x, None)
+    num_parts = 0 if sums is None else sums.shape[1]
+    kernel: Any = _gemm.warmup if warmup else _gemm[(tiles * split,)]
     kernel(
         x,
         x_scale,
-        data,
+        weight.data,
         descriptor,
         weight.scale,
         bias,
-        None if norm is None else norm[0],
-        None if scaled is None else scaled.sums,
+        gain if sums is None else None,
+        sums,
         residual,
         out,
         next_norm,
-        None if prepared is None else prepared.data,
-        None if prepared is None else prepared.sums,
+        *(prepared or (None, None)),
         workspace.partials,
         workspace.arrived,
         workspace.best,
         margins,
+        largest,
         x.shape[0],
         x.stride(0),
         0 if residual is None else residual.stride(0),
@@ -394,6 +395,6 @@ def launch(
         num_warps=config.warps,
         num_stages=config.stages,
         launch_pdl=pdl,
-        **options,
+        **({"grid": (tiles * split,)} if warmup else {}),
     )
     return prepared

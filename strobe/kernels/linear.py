@@ -116,18 +116,20 @@ class Gemms:
         norm: tuple[Tensor, float] | None = None,
         scaled: Scaled | None = None,
         margins: Tensor | None = None,
+        largest: Tensor | None = None,
     ) -> Tensor:
         """x [R, K], weight [V, K] -> [R] int64: the argmax of norm(x) Wᵀ, without logits in memory.
 
         Logits are rounded to the model's dtype first; the lowest id wins a tie, and a row with a
         NaN gives -1. margins [R] float32: filled with the margins over the second largest logit, as
-        in `sampler.best_two`.
+        in `sampler.best_two`. largest [R] float32: filled with the largest logits.
         """
         config, gemm = self._choose(x, weight, norm if scaled is None else None, argmax=True)
         if config.kernel == "cublas":
-            return argmax(self._unfused(x, weight, norm, None, False, None), margins)
+            return argmax(self._unfused(x, weight, norm, None, False, None), margins, largest)
         out = x.new_empty(x.shape[0], dtype=torch.int64)
-        self._launch(config, gemm, x, weight, norm, None, out, scaled=scaled, margins=margins)
+        place = config, gemm, x, weight, norm, None, out
+        self._launch(*place, scaled=scaled, margins=margins, largest=largest)
         return out
 
     def _choose(
@@ -166,6 +168,7 @@ class Gemms:
         bias: Tensor | None = None,
         gelu: bool = False,
         margins: Tensor | None = None,
+        largest: Tensor | None = None,
     ) -> Scaled | None:
         x_scale = None
         by_rows = gemm.fp8 and not config.groups
@@ -192,6 +195,7 @@ class Gemms:
             bias=bias,
             gelu=gelu,
             margins=margins,
+            largest=largest,
         )
 
     def _unfused(

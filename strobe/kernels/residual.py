@@ -5,6 +5,8 @@ Legend: T rows, H hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -56,16 +58,36 @@ class FusedResidual:
     ) -> None:
         """Add x Wᵀ + bias. next_norm: the weight of the norm that reads the sum; None at the end of
         a layer."""
+        out, next_norm = self._begin_sum(next_norm)
+        scaled = None
+        if next_norm is None:
+            gemms.linear(x, weight, bias=bias, residual=self.value, out=out)
+        else:
+            _, scaled = gemms.add(x, weight, self.value, bias=bias, next_norm=next_norm, out=out)
+        self._end_sum(out, next_norm, scaled)
+
+    def add_parts(
+        self,
+        add: Callable[..., tuple[Tensor, Scaled | None]],
+        part: Tensor,
+        next_norm: Tensor | None,
+    ) -> None:
+        """Add the sum of the ranks' parts [T, H]. add: as `RankMemory.add`. next_norm: as for
+        `add_linear`."""
+        out, next_norm = self._begin_sum(next_norm)
+        _, scaled = add(part, self.value, next_norm=next_norm, out=out)
+        self._end_sum(out, next_norm, scaled)
+
+    def _begin_sum(self, next_norm: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the tensor to write, and the weight of the norm that reads it."""
         out = self.value
         if next_norm is None and self._place is not None:
             out = self._last_feature = self._place
         elif out is self._last_feature:
             out = torch.empty_like(out, memory_format=torch.contiguous_format)
-        next_norm, scaled = self._next_norm if next_norm is None else next_norm, None
-        if next_norm is None:
-            gemms.linear(x, weight, bias=bias, residual=self.value, out=out)
-        else:
-            _, scaled = gemms.add(x, weight, self.value, bias=bias, next_norm=next_norm, out=out)
+        return out, self._next_norm if next_norm is None else next_norm
+
+    def _end_sum(self, out: Tensor, next_norm: Tensor | None, scaled: Scaled | None) -> None:
         self.value = out
         self._prepared = None if scaled is None or next_norm is None else (out, next_norm, scaled)
 

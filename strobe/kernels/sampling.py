@@ -124,8 +124,10 @@ def _argmax_kernel(
 
 
 @triton.jit
-def _margin_kernel(words_ptr, second_keys_ptr, out_ptr, margins_ptr, parts, SIZE: tl.constexpr):
-    """Write each row's token and margin."""
+def _margin_kernel(
+    words_ptr, second_keys_ptr, out_ptr, margins_ptr, largest_ptr, parts, SIZE: tl.constexpr
+):
+    """Write each row's token and margin, and its largest logit unless largest_ptr is None."""
     index, at = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
     words = tl.load(words_ptr + index * parts + at, at < parts, other=NO_WORD)
     second_keys = tl.load(second_keys_ptr + index * parts + at, at < parts, other=-NAN_KEY)
@@ -134,15 +136,18 @@ def _margin_kernel(words_ptr, second_keys_ptr, out_ptr, margins_ptr, parts, SIZE
     second_key = tl.max(tl.maximum(other_keys, second_keys), 0)
     top = key_of((best >> 32).to(tl.int32).to(tl.float32, bitcast=True))
     margin = top.to(tl.float32, bitcast=True)
+    if largest_ptr is not None:
+        tl.store(largest_ptr + index, margin)
     margin -= key_of(second_key.to(tl.float32, bitcast=True)).to(tl.float32, bitcast=True)
     margin = tl.where(margin == margin, margin, 0.0)
     tl.store(margins_ptr + index, tl.minimum(margin, MAX_MARGIN))
     tl.store(out_ptr + index, token_of(best))
 
 
-def argmax(logits: Tensor, margins: Tensor | None = None) -> Tensor:
+def argmax(logits: Tensor, margins: Tensor | None = None, largest: Tensor | None = None) -> Tensor:
     """logits [R, V] -> [R] int64, each row's first argmax, -1 for rows with a NaN.
-    margins [R] float32: filled as by `strobe.sampling.sampler.best_two`."""
+    margins [R] float32: filled as by `strobe.sampling.sampler.best_two`. largest [R] float32, with
+    margins: filled with the largest logits."""
     rows, size = logits.shape
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     block = min(ARGMAX_BLOCK, triton.next_power_of_2(size))
@@ -156,7 +161,8 @@ def argmax(logits: Tensor, margins: Tensor | None = None) -> Tensor:
     )
     if second_keys is not None:
         size = triton.next_power_of_2(blocks)
-        _margin_kernel[(rows,)](words, second_keys, out, margins, blocks, SIZE=size, num_warps=1)
+        place = words, second_keys, out, margins, largest
+        _margin_kernel[(rows,)](*place, blocks, SIZE=size, num_warps=1)
     elif blocks > 1:
         take_best(words, out, blocks)
     return out

@@ -50,6 +50,11 @@ class RankOps(TorchOps):
     vocab_rows: int
     head_rows: int
 
+    @property
+    def first_id(self) -> int:
+        """The first id of the rank's part of the head."""
+        return self.group.rank * -(-self.head_rows // self.group.size)
+
     def embed(self, ids: Tensor, weight: Tensor) -> Tensor:
         places = ids - self.group.rank * -(-self.vocab_rows // self.group.size)
         own = (places >= 0) & (places < weight.shape[0])
@@ -91,7 +96,7 @@ class RankOps(TorchOps):
         """Each rank sends its largest logit, the id and the margin over its second largest."""
         logits = super().head(x, norm, head)
         ids, margins = best_two(logits)
-        ids = ids.clamp(min=0) + self.group.rank * -(-self.head_rows // self.group.size)
+        ids = ids.clamp(min=0) + self.first_id
         values = logits.float().amax(1)
         sent = torch.stack([values, ids.float(), margins], 1)  # ids below 2^24 are exact
         values, ids, margins = self.group.join(sent).unflatten(1, (-1, 3)).unbind(2)
@@ -104,12 +109,12 @@ class RankOps(TorchOps):
 
 
 def make_rank_ops(
-    ops: TorchOps, model: Target | DFlash, group: Group, *, layers_split: bool
+    kind: type[RankOps], ops: TorchOps, model: Target | DFlash, group: Group, *, layers_split: bool
 ) -> RankOps:
     """Make the operations that compute a rank's part of a model as `ops` do. layers_split: whether
     its layers are split, not only embedding and head."""
-    kind, config = type(ops), model.config
-    rank_ops: Any = object.__new__(type(f"Rank{kind.__name__}", (RankOps, kind), {}))
+    config = model.config
+    rank_ops: Any = object.__new__(kind)
     rank_ops.__dict__ |= ops.__dict__
     rank_ops.group = group
     rank_ops.partial = partial_linears(model, group) if layers_split else frozenset()

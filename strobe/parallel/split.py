@@ -21,7 +21,7 @@ from strobe.models.load import Open
 from strobe.models.ops.torch_ops import TorchOps
 from strobe.models.target import Target
 from strobe.parallel.group import Group, RankFailed
-from strobe.parallel.ops import make_rank_ops
+from strobe.parallel.ops import RankOps, make_rank_ops
 from strobe.parallel.shards import ShardedCheckpoint
 
 Config = TypeVar("Config", TargetConfig, DraftConfig)
@@ -70,8 +70,11 @@ class Split:
         """Return the operations that compute the rank's part of the model as `ops` do."""
         if self.group is None:
             return ops
+        kind = RankOps
+        if type(ops) is not TorchOps:
+            from strobe.parallel.triton_ops import RankTritonOps as kind
         size = self.size if isinstance(model, Target) else self.draft_size
-        return make_rank_ops(ops, model, self.group, layers_split=size > 1)
+        return make_rank_ops(kind, ops, model, self.group, layers_split=size > 1)
 
     def require_group(self) -> None:
         """Raise ValueError if the rank's model is useless because the other ranks are missing."""

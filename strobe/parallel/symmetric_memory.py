@@ -1,39 +1,86 @@
-"""Sums of few rows over GPUs of one machine, through memory that all of them can read.
+"""Memory of GPUs of one machine that all of them can write to, for exchanges of few rows.
 
-Each rank writes its tensor to a buffer, then reads everyone's and adds them up in the order of
-ranks: one launch, in captured graphs too. Of a large tensor every rank would read all copies in
-whole; NCCL exchanges each part once.
+torch.distributed maps it; `strobe.kernels.ranks` exchanges through it, in captured graphs too. NCCL
+exchanges larger tensors.
 """
 
 from __future__ import annotations
 
+from datetime import timedelta
+from itertools import count
+from typing import Any
+
 import torch
-import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
+from torch._C import _distributed_c10d
+from torch._C._distributed_c10d import Store
 
-LIMITS = {1: 1 << 22, 2: 1 << 22, 4: 1 << 19, 8: 1 << 18}
-"""The largest tensors, in bytes, by number of ranks. Not measured."""
-_ALIGNMENT = 16
+from strobe.kernels.ranks import ENDED, RankMemory
+
+ROWS = {1: 512, 2: 512, 4: 256, 8: 64}
+"""The most rows that are exchanged at once, by number of ranks."""
+_MAP_SECONDS = timedelta(seconds=60)
+_numbers = count()
 
 
 class SymmetricMemory:
-    """Raises RuntimeError unless the GPUs can read each other's memory."""
+    """Raises RuntimeError unless the GPUs can write to each other's memory."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device):
-        self._name = group.group_name
-        buffer = symmetric.empty(LIMITS[group.size()], dtype=torch.uint8, device=device)
-        symmetric.rendezvous(buffer, group)
-        self._buffers = {dtype: buffer.view(dtype) for dtype in (torch.bfloat16, torch.float32)}
+    def __init__(self, store: Store, rank: int, size: int, device: torch.device):
+        rows = ROWS[size]
+        self._buffer = symmetric.empty(
+            RankMemory.bytes_of(rows, size), dtype=torch.uint8, device=device
+        )
+        self._buffer.zero_()
+        torch.cuda.synchronize(device)
+        self._mapped = _map(self._buffer, store, rank, size)
+        addresses = torch.tensor(self._mapped.buffer_ptrs, device=device)
+        counts = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.rows = RankMemory(rank, addresses, counts)
+        # Copied by the GPU's copy engine, while its multiprocessors wait.
+        self._stream = torch.cuda.Stream(device)
+        self._ended = torch.full((rows, size), ENDED).pin_memory()
 
-    def fits(self, x: Tensor) -> bool:
-        """Whether the kernel takes a tensor of this size, dtype and alignment."""
-        buffer = self._buffers.get(x.dtype)
-        if buffer is None or x.nbytes > buffer.nbytes:
-            return False
-        return not (x.nbytes % _ALIGNMENT or x.data_ptr() % _ALIGNMENT)
+    def end(self) -> None:
+        """End all waiting for other ranks; what is exchanged then has no meaning."""
+        numbers = self._buffer[: self._ended.nbytes].view(torch.int64)
+        with torch.cuda.stream(self._stream):
+            numbers.copy_(self._ended.flatten(), non_blocking=True)
 
-    def sum(self, x: Tensor) -> Tensor:
-        """Add up the ranks' contiguous tensors of one shape."""
-        own = self._buffers[x.dtype][: x.numel()].view(x.shape)
-        return torch.ops.symm_mem.one_shot_all_reduce_copy(own, x, "sum", self._name)
+
+def _map(buffer: Tensor, store: Store, rank: int, size: int) -> Any:
+    """Map the ranks' buffers. torch keeps a group's store by its name, for which each group needs
+    its own."""
+    name, counted = f"strobe-{next(_numbers)}", _CountedStore(store)
+    c10d: Any = _distributed_c10d
+    c10d._SymmetricMemory.set_group_info(name, rank, size, counted)
+    group = c10d.ProcessGroup(counted, rank, size)
+    group._set_group_name(name)
+    c10d._register_process_group(name, group)
+    return c10d._SymmetricMemory.rendezvous(buffer, name)
+
+
+class _CountedStore(Store):
+    """Counts the exchanges of one group. torch counts those of a process, in keys
+    ".../number/rank": a process that was in a group before would wait for numbers that the others,
+    which were not, never reach."""
+
+    def __init__(self, store: Store):
+        super().__init__()
+        self._store = store
+        self._first: int | None = None
+
+    def _key(self, key: str) -> str:
+        head, number, rank = key.rsplit("/", 2)
+        self._first = int(number) if self._first is None else self._first
+        return f"{head}/{int(number) - self._first}/{rank}"
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(self._key(key), value)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(self._key(key))
+
+    def wait(self, keys: list[str], timeout: timedelta = _MAP_SECONDS) -> None:
+        self._store.wait([self._key(key) for key in keys], timeout)

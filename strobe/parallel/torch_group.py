@@ -1,5 +1,5 @@
-"""Exchange of tensors between ranks by torch.distributed: on GPUs symmetric memory for small sums
-and NCCL, elsewhere Gloo."""
+"""Exchange of tensors between ranks: on GPUs through memory that all can write to and NCCL,
+elsewhere by Gloo."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from torch.distributed import ReduceOp, distributed_c10d
 from strobe.parallel.group import RankFailed
 
 if TYPE_CHECKING:
+    from strobe.kernels.workspace import Scaled
     from strobe.parallel.symmetric_memory import SymmetricMemory
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class TorchGroup:
             backend, own = "nccl", device
             os.environ.update(_NO_MULTICAST)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=own)
-        self._symmetric = None if own is None else self._make_symmetric(own)
+        self._symmetric = None if own is None else self._make_symmetric(store, own)
 
     def _meet(self, store: TCPStore) -> None:
         """Wait until all ranks are there. Raises what `on_wait` does if one has ended, which
@@ -74,14 +75,14 @@ class TorchGroup:
             self.on_wait()
             time.sleep(_MEET_SECONDS)
 
-    def _make_symmetric(self, device: torch.device) -> SymmetricMemory | None:
+    def _make_symmetric(self, store: TCPStore, device: torch.device) -> SymmetricMemory | None:
         """Make symmetric memory if all ranks can."""
-        from strobe.parallel.symmetric_memory import LIMITS, SymmetricMemory
+        from strobe.parallel.symmetric_memory import ROWS, SymmetricMemory
 
-        made, world = None, dist.group.WORLD
-        if self.size in LIMITS and world is not None:
+        made = None
+        if self.size in ROWS:
             try:
-                made = SymmetricMemory(world, device)
+                made = SymmetricMemory(store, self.rank, self.size, device)
             except RuntimeError as error:
                 logger.warning("Ranks add up tensors by NCCL alone: %s", error)
         agreed = torch.tensor(int(made is not None), device=device)
@@ -123,17 +124,44 @@ class TorchGroup:
         another group of this process."""
         if dist.is_initialized():
             on_gpu = dist.get_backend() == "nccl"
-            self._symmetric = None
+            if self._symmetric is not None:
+                self._symmetric.end()
             abort = distributed_c10d._abort_process_group  # pyright: ignore[reportPrivateUsage]
             (abort if on_gpu else dist.destroy_process_group)()
 
+    def fits(self, x: Tensor) -> bool:
+        """Whether tensors like x are exchanged through symmetric memory."""
+        return self._symmetric is not None and self._symmetric.rows.fits(x)
+
     def sum(self, x: Tensor) -> Tensor:
-        x, symmetric = x.contiguous(), self._symmetric
+        if self.fits(x):
+            return self.add(x)[0]
+        x = x.contiguous()
         self._own[2] += 1
-        if symmetric is not None and symmetric.fits(x):
-            return symmetric.sum(x)
         dist.all_reduce(x)
         return x
+
+    def add(
+        self,
+        part: Tensor,
+        residual: Tensor | None = None,
+        *,
+        next_norm: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Scaled | None]:
+        """part [R, C] -> residual + the sum of the ranks' parts; as `RankMemory.add`."""
+        if self._symmetric is None or not self._symmetric.rows.fits(part):
+            total = self.sum(part)
+            return total if residual is None else torch.add(residual, total, out=out), None
+        self._own[2] += 1
+        norm = None if part.dtype == torch.float16 else next_norm  # may overflow before its norm
+        return self._symmetric.rows.add(part, residual, next_norm=norm, out=out)
+
+    def best(self, values: Tensor, ids: Tensor, margins: Tensor, first: int) -> Tensor:
+        """Choose among the ranks' largest logits, as `RankMemory.best`."""
+        assert self._symmetric is not None
+        self._own[2] += 1
+        return self._symmetric.rows.best(values, ids, margins, first)
 
     def join(self, x: Tensor) -> Tensor:
         self._own[2] += 1

@@ -121,8 +121,9 @@ def grouped(_: int, shared: int) -> Iterator[Call]:
 
 
 def others(*_: int) -> Iterator[Call]:
-    """Gates, recurrent layers, sampling, norms and rope."""
+    """Gates, recurrent layers, sampling, norms and rope, and exchanges between ranks."""
     from strobe.kernels import gates, recurrent, rowwise, sampling
+    from strobe.kernels.ranks import RankMemory
     from strobe.kernels.steps import gather_rows
     from strobe.models.config import StateSpec
 
@@ -154,6 +155,9 @@ def others(*_: int) -> Iterator[Call]:
     yield partial(rowwise.rms_norm, wide, wide[0], 1e-6)
     yield partial(rowwise.add_rms_norm, wide, wide.clone(), wide[0], 1e-6)
     yield partial(rowwise.silu_mul, wide)
+    memory = RankMemory(0, rows[:2], rows)
+    yield partial(memory.add, wide, wide.clone(), next_norm=wide[0])
+    yield partial(memory.best, few, rows, few, 0)
     angles, gain = torch.empty(64, 128), wide[0, :128]
     yield partial(
         rowwise.qk_norm_rope_store, wide, gain, gain, 1e-6, angles, angles, rows, rows,

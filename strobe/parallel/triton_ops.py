@@ -1,0 +1,46 @@
+"""The operations of layers on one of several ranks, by Triton kernels. Legend as in `ops.py`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from strobe.kernels.residual import FusedResidual
+from strobe.models.linear import AnyLinear
+from strobe.models.modules import RMSNorm
+from strobe.models.ops.torch_ops import ExpertsLayer, ForwardRows, Residual
+from strobe.models.ops.triton_ops import TritonOps
+from strobe.parallel.ops import RankOps
+from strobe.parallel.torch_group import TorchGroup
+
+
+class RankTritonOps(RankOps, TritonOps):
+    """The sum of few rows is one launch, with the residual stream and the next norm; so is the
+    choice among the largest logits of the ranks."""
+
+    group: TorchGroup  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def add_linear(
+        self, x: Residual, y: Tensor, linear: AnyLinear, next_norm: RMSNorm | None = None
+    ) -> None:
+        if linear not in self.partial or not isinstance(x, FusedResidual):
+            return super().add_linear(x, y, linear, next_norm)
+        part = TritonOps.linear(self, y, linear)
+        x.add_parts(self.group.add, part, None if next_norm is None else next_norm.weight)
+
+    def experts(
+        self, x: Tensor, logits: Tensor, layer: ExpertsLayer, extra: Tensor, rows: ForwardRows
+    ) -> Tensor:
+        if layer.down not in self.partial:
+            return super().experts(x, logits, layer, extra, rows)
+        part = TritonOps.experts(self, x, logits, layer, torch.zeros_like(extra), rows)
+        return self.group.add(part, extra)[0]
+
+    def best_two(self, x: Tensor, norm: RMSNorm, head: AnyLinear) -> tuple[Tensor, Tensor]:
+        if not self.group.fits(x):
+            return super().best_two(x, norm, head)
+        margins, largest = torch.empty(2, x.shape[0], dtype=torch.float32, device=x.device)
+        weight, _ = self._weight(head)
+        x = self.norm(x, norm)
+        ids = self.gemms.head_argmax(x, weight, margins=margins, largest=largest)
+        return self.group.best(largest, ids, margins, self.first_id), margins

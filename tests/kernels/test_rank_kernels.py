@@ -1,0 +1,121 @@
+"""Exchanges between ranks, whose memory is all on one device here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from strobe.kernels.ranks import ENDED, RankMemory
+from strobe.kernels.workspace import Scaled
+from strobe.sampling.sampler import best_two
+
+ROWS = 5
+
+
+class Ranks:
+    """Ranks that run one after the other: first each sends its rows and waits for nobody, then each
+    receives."""
+
+    def __init__(self, size: int, device: torch.device):
+        room = RankMemory.bytes_of(ROWS, size)
+        self.buffers = [torch.zeros(room, dtype=torch.uint8, device=device) for _ in range(size)]
+        self.numbers = [b[: ROWS * size * 8].view(torch.int64) for b in self.buffers]
+        addresses = torch.tensor([b.data_ptr() for b in self.buffers], device=device)
+        self.memories = [
+            RankMemory(rank, addresses, torch.zeros(ROWS, dtype=torch.int64, device=device))
+            for rank in range(size)
+        ]
+
+    def run(self, call: Callable[..., Any], *args: Any) -> list[Any]:
+        """Return every rank's result."""
+        for numbers in self.numbers:
+            numbers.fill_(ENDED)
+        for memory in self.memories:
+            before = memory.counts.clone()
+            call(memory, *args)
+            memory.counts.copy_(before)
+        return [call(memory, *args) for memory in self.memories]
+
+
+def add(
+    memory: RankMemory, parts: Sequence[Tensor], residual: Tensor | None, norm: Tensor | None
+) -> tuple[Tensor, Scaled | None]:
+    return memory.add(parts[memory.rank], residual, next_norm=norm)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_sum(size: int, dtype: torch.dtype, device: torch.device):
+    """With numbers of rows that change, so that rows are at different places."""
+    ranks = Ranks(size, device)
+    generator = torch.Generator().manual_seed(0)
+    for rows, columns in ((1, 96), (ROWS, 128), (2, 1000), (ROWS, 96)):
+        made = torch.randn(size + 1, rows, columns, generator=generator).to(device, dtype)
+        *parts, residual = made.unbind()
+        norm = torch.rand(columns, generator=generator).to(device, dtype)
+        total = torch.zeros_like(residual, dtype=torch.float32)
+        for part in parts:
+            total += part.float()
+        expected = (total + residual.float()).to(dtype)
+        for out, scaled in ranks.run(add, parts, residual, norm):
+            assert torch.equal(out, expected)
+            wide = expected.float()
+            torch.testing.assert_close(scaled.sums[:, 0], (wide * wide).sum(1))
+            assert torch.equal(scaled.data, (wide * norm.float()).to(dtype))
+        for out, scaled in ranks.run(add, parts, None, None):
+            assert torch.equal(out, total.to(dtype))
+            assert scaled is None
+
+
+def test_sum_of_rows_with_a_stride_replaces_the_residual(device: torch.device):
+    ranks = Ranks(2, device)
+    wide = torch.arange(2 * 3 * 64, dtype=torch.float32, device=device).view(2, 3, 64)
+    residual = torch.ones(3, 96, device=device)[:, :32]
+    streams = {memory.rank: residual.clone() for memory in ranks.memories}
+
+    def add_in_place(memory: RankMemory) -> Tensor:
+        stream = streams[memory.rank] = residual.clone()
+        return memory.add(wide[memory.rank, :, 16:48], stream, out=stream)[0]
+
+    for rank, out in enumerate(ranks.run(add_in_place)):
+        assert out is streams[rank]
+        assert torch.equal(out, wide[:, :, 16:48].sum(0) + 1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_best(size: int, device: torch.device):
+    """Ties, NaN and infinities; logits of one rank and of many have the same best one."""
+    logits = torch.randn(ROWS, 32 * size, generator=torch.Generator().manual_seed(0)).to(device)
+    logits[0, 5] = logits[0, -3] = 9.0
+    logits[1, -1] = float("nan")
+    logits[2, [1, 2]] = float("inf")
+    logits[3, -2] = float("inf")
+    expected, expected_margins = best_two(logits)
+    parts = [part.contiguous() for part in logits.chunk(size, 1)]
+
+    def best(memory: RankMemory) -> tuple[Tensor, Tensor]:
+        ids, margins = best_two(parts[memory.rank])
+        values = parts[memory.rank].amax(1)
+        return memory.best(values, ids, margins, 32 * memory.rank), margins
+
+    for ids, margins in Ranks(size, device).run(best):
+        assert torch.equal(ids, expected)
+        known = expected >= 0
+        torch.testing.assert_close(margins[known], expected_margins[known])
+        assert (margins >= 0).all()
+
+
+def test_what_does_not_fit(device: torch.device):
+    (memory,) = Ranks(1, device).memories
+    x = torch.zeros(ROWS, 8192, dtype=torch.bfloat16, device=device)
+    assert memory.fits(x)
+    assert memory.fits(x[:, ::2]) is False
+    assert not memory.fits(x.float())
+    assert not memory.fits(x[:0])
+    assert not memory.fits(x.repeat(2, 1))
+    assert not memory.fits(x.long())
+    assert not memory.fits(x[0])
