@@ -22,7 +22,7 @@ from torch import Tensor
 from strobe.kernels.gemm import DTYPES
 from strobe.kernels.pdl import pdl_wait, supports_pdl
 from strobe.kernels.rowwise import round_to
-from strobe.kernels.workspace import MAX_MARGIN, Scaled
+from strobe.kernels.workspace import MAX_MARGIN
 
 ROW_BYTES = tl.constexpr(16384)
 ENDED = 1 << 62
@@ -63,36 +63,55 @@ class RankMemory:
         part: Tensor,
         residual: Tensor | None = None,
         *,
-        next_norm: Tensor | None = None,
+        next_norm: tuple[Tensor, float] | None = None,
         out: Tensor | None = None,
-    ) -> tuple[Tensor, Scaled | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """part [R, C] -> residual + the sum of the ranks' parts, in their order, rounded once; and
-        with the weight of the next norm [C] the same prepared for it, as `Gemms.add` does."""
-        rows, columns = part.shape
-        out = torch.empty_like(part, memory_format=torch.contiguous_format) if out is None else out
-        scaled = None
-        if next_norm is not None:
-            sums = torch.empty(rows, 1, dtype=torch.float32, device=part.device)
-            scaled = Scaled(torch.empty_like(part, memory_format=torch.contiguous_format), sums)
+        with the weight [C] and epsilon of the next RMSNorm the same after it."""
+        out = part.new_empty(part.shape) if out is None else out
+        return out, self._sum(part, residual, next_norm, out)
+
+    def embed(self, ids: Tensor, weight: Tensor, first: int) -> Tensor:
+        """ids [R] int64 -> [R, H], the embeddings. weight [V, H]: the rank's part of the table,
+        which begins at id `first`."""
+        out = weight.new_empty(ids.shape[0], weight.shape[1])
+        self._sum(weight, None, None, out, ids, first)
+        return out
+
+    def _sum(
+        self,
+        part: Tensor,
+        residual: Tensor | None,
+        next_norm: tuple[Tensor, float] | None,
+        out: Tensor,
+        ids: Tensor | None = None,
+        first: int = 0,
+    ) -> Tensor | None:
+        rows, columns = out.shape
+        weight, eps = next_norm or (None, 0.0)
+        normed = None if weight is None else out.new_empty(out.shape)
         block = triton.next_power_of_2(columns)
         _sum_kernel[(rows,)](
             part,
+            ids,
             residual,
             out,
-            next_norm,
-            None if scaled is None else scaled.data,
-            None if scaled is None else scaled.sums,
+            weight,
+            normed,
             self.addresses,
             self.counts,
             part.stride(0),
             0 if residual is None else residual.stride(0),
             out.stride(0),
+            eps,
+            first,
+            part.shape[0],
             C=columns,
             BLOCK=block,
             DTYPE=DTYPES[part.dtype],
             **self._options(min(max(block // 512, 1), 16)),
         )
-        return out, scaled
+        return normed
 
     def best(self, values: Tensor, ids: Tensor, margins: Tensor, first: int) -> Tensor:
         """values [R] float32, ids [R] int64, margins [R] float32: each row's largest logit of this
@@ -143,19 +162,22 @@ def _send(
     tl.debug_barrier()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "table_rows"])
 def _sum_kernel(
-    part,  # [R, C]
+    part,  # [R, C]; with ids a table [V, C]
+    ids,  # [R] of the table's rows, from `first` on; or None
     residual,  # [R, C]; or None
     out,  # [R, C], which may be residual
-    next_weight,  # [C], of the next norm; or None
-    next_x,  # [R, C]: out times next_weight
-    next_sums,  # fp32 [R]: squares of out
+    weight,  # [C], of the next norm; or None
+    normed,  # [R, C]
     addresses,
     counts,
     part_stride,
     residual_stride,
     out_stride,
+    eps,
+    first,
+    table_rows,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -167,11 +189,15 @@ def _sum_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     live = columns < C
-    if next_weight is not None:
-        scale = tl.load(next_weight + columns, mask=live, other=0.0).to(tl.float32)
+    if weight is not None:
+        scale = tl.load(weight + columns, mask=live, other=0.0).to(tl.float32)
     pdl_wait(PDL)
     number = tl.load(counts + row) + 1
-    x = tl.load(part + row * part_stride + columns, mask=live, other=0.0)
+    source, here = row, live
+    if ids is not None:
+        source = tl.load(ids + row) - first
+        here = live & (source >= 0) & (source < table_rows)
+    x = tl.load(part + source * part_stride + columns, mask=here, other=0.0)
     if residual is not None:
         before = tl.load(residual + row * residual_stride + columns, mask=live, other=0.0)
     _send(x, columns, live, number, row, addresses, DTYPE, RANK, SIZE, ROWS)
@@ -187,15 +213,15 @@ def _sum_kernel(
         total += before.to(tl.float32)
     result = round_to(total, DTYPE)
     tl.store(out + row * out_stride + columns, result, mask=live)
-    if next_weight is not None:
+    if weight is not None:
         wide = result.to(tl.float32)
-        tl.store(next_sums + row, tl.sum(wide * wide, axis=0))
-        tl.store(next_x + row * C + columns, round_to(wide * scale, DTYPE), mask=live)
+        wide = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / C + eps) * scale
+        tl.store(normed + row * C + columns, round_to(wide, DTYPE), mask=live)
     tl.debug_barrier()  # all threads have read the number
     tl.store(counts + row, number)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def _best_kernel(
     values,
     ids,

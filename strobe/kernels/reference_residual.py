@@ -5,8 +5,21 @@ Legend: T rows, H hidden size.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
+
+
+class Norm(Protocol):
+    """An RMSNorm."""
+
+    eps: float
+
+    @property
+    def weight(self) -> Tensor:
+        """[H]."""
+        ...
 
 
 class ResidualStream:
@@ -17,9 +30,9 @@ class ResidualStream:
         self.value, self.capture = value, capture
         self._captured = {0: value} if 0 in capture else {}
 
-    def begin(self, done: int, next_norm: Tensor | None) -> None:
-        """Start the layer after `done` finished ones. next_norm: the weight of the norm that reads
-        the stream after it; None for the last layer."""
+    def begin(self, done: int, next_norm: Norm | None) -> None:
+        """Start the layer after `done` finished ones. next_norm: the norm that reads the stream
+        after it; None for the last layer."""
 
     def end(self, done: int) -> None:
         """End the layer after which `done` are finished."""

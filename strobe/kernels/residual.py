@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from strobe.kernels.linear import Gemms, Scaled, Weight
+from strobe.kernels.reference_residual import Norm
 
 
 class FusedResidual:
@@ -31,13 +32,12 @@ class FusedResidual:
         if 0 in self._places:
             self._places[0].copy_(value)
         self._place: Tensor | None = None  # where the current layer's feature is written
-        self._next_norm: Tensor | None = None  # the weight of the norm after the current layer
+        self._next_norm: Norm | None = None  # after the current layer
         self._last_feature: Tensor | None = None  # must not be overwritten
-        self._prepared: tuple[Tensor, Tensor, Scaled] | None = None
+        self._prepared: tuple[Tensor, Tensor, Scaled | Tensor] | None = None
 
-    def begin(self, done: int, next_norm: Tensor | None) -> None:
-        """Begin a layer, after which `done` layers are done. next_norm: the weight of the norm
-        after it."""
+    def begin(self, done: int, next_norm: Norm | None) -> None:
+        """Begin a layer, after which `done` layers are done. next_norm: the norm after it."""
         self._place, self._next_norm = self._places.get(done), next_norm
 
     def end(self, done: int) -> None:
@@ -54,32 +54,33 @@ class FusedResidual:
         x: Tensor,
         weight: Weight,
         bias: Tensor | None,
-        next_norm: Tensor | None,
+        next_norm: Norm | None,
     ) -> None:
-        """Add x Wᵀ + bias. next_norm: the weight of the norm that reads the sum; None at the end of
-        a layer."""
+        """Add x Wᵀ + bias. next_norm: the norm that reads the sum; None at the end of a layer."""
         out, next_norm = self._begin_sum(next_norm)
         scaled = None
         if next_norm is None:
             gemms.linear(x, weight, bias=bias, residual=self.value, out=out)
         else:
-            _, scaled = gemms.add(x, weight, self.value, bias=bias, next_norm=next_norm, out=out)
+            norm = next_norm.weight
+            _, scaled = gemms.add(x, weight, self.value, bias=bias, next_norm=norm, out=out)
         self._end_sum(out, next_norm, scaled)
 
     def add_parts(
         self,
-        add: Callable[..., tuple[Tensor, Scaled | None]],
+        add: Callable[..., tuple[Tensor, Tensor | None]],
         part: Tensor,
-        next_norm: Tensor | None,
+        next_norm: Norm | None,
     ) -> None:
         """Add the sum of the ranks' parts [T, H]. add: as `RankMemory.add`. next_norm: as for
         `add_linear`."""
         out, next_norm = self._begin_sum(next_norm)
-        _, scaled = add(part, self.value, next_norm=next_norm, out=out)
-        self._end_sum(out, next_norm, scaled)
+        norm = None if next_norm is None else (next_norm.weight, next_norm.eps)
+        _, normed = add(part, self.value, next_norm=norm, out=out)
+        self._end_sum(out, next_norm, normed)
 
-    def _begin_sum(self, next_norm: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the tensor to write, and the weight of the norm that reads it."""
+    def _begin_sum(self, next_norm: Norm | None) -> tuple[Tensor, Norm | None]:
+        """Return the tensor to write, and the norm that reads it."""
         out = self.value
         if next_norm is None and self._place is not None:
             out = self._last_feature = self._place
@@ -87,12 +88,24 @@ class FusedResidual:
             out = torch.empty_like(out, memory_format=torch.contiguous_format)
         return out, self._next_norm if next_norm is None else next_norm
 
-    def _end_sum(self, out: Tensor, next_norm: Tensor | None, scaled: Scaled | None) -> None:
-        self.value = out
-        self._prepared = None if scaled is None or next_norm is None else (out, next_norm, scaled)
+    def _end_sum(
+        self, out: Tensor, next_norm: Norm | None, prepared: Scaled | Tensor | None
+    ) -> None:
+        self.value, self._prepared = out, None
+        if next_norm is not None and prepared is not None:
+            self._prepared = out, next_norm.weight, prepared
 
     def scaled(self, norm: Tensor) -> Scaled | None:
         """Return the stream as the last sum prepared it for the norm of this weight, or None."""
+        prepared = self._prepared_for(norm)
+        return prepared if isinstance(prepared, Scaled) else None
+
+    def normed(self, norm: Tensor) -> Tensor | None:
+        """Return the stream after the norm of this weight if the last sum computed it."""
+        prepared = self._prepared_for(norm)
+        return prepared if isinstance(prepared, Tensor) else None
+
+    def _prepared_for(self, norm: Tensor) -> Scaled | Tensor | None:
         if self._prepared is None or self._prepared[0] is not self.value:
             return None
         return self._prepared[2] if self._prepared[1] is norm else None

@@ -93,7 +93,7 @@ class Decoder(nn.Module):
         rows = ForwardRows(positions, attend, self.tables)
         pairs = zip(self.layers, self._next_norms, strict=True)
         for done, (layer, norm) in enumerate(pairs, start=1):
-            stream.begin(done, None if norm is None else norm.weight)
+            stream.begin(done, norm)
             layer(ops, stream, rows)
             stream.end(done)
         return stream.value, stream.features()

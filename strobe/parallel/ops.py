@@ -51,12 +51,17 @@ class RankOps(TorchOps):
     head_rows: int
 
     @property
+    def first_row(self) -> int:
+        """The first id of the rank's part of the embedding."""
+        return self.group.rank * -(-self.vocab_rows // self.group.size)
+
+    @property
     def first_id(self) -> int:
         """The first id of the rank's part of the head."""
         return self.group.rank * -(-self.head_rows // self.group.size)
 
     def embed(self, ids: Tensor, weight: Tensor) -> Tensor:
-        places = ids - self.group.rank * -(-self.vocab_rows // self.group.size)
+        places = ids - self.first_row
         own = (places >= 0) & (places < weight.shape[0])
         x = super().embed(places.clamp(0, weight.shape[0] - 1), weight)
         return self.group.sum(x.masked_fill_(~own[:, None], 0))

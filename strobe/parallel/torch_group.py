@@ -21,7 +21,6 @@ from torch.distributed import ReduceOp, distributed_c10d
 from strobe.parallel.group import RankFailed
 
 if TYPE_CHECKING:
-    from strobe.kernels.workspace import Scaled
     from strobe.parallel.symmetric_memory import SymmetricMemory
 
 logger = logging.getLogger(__name__)
@@ -146,16 +145,23 @@ class TorchGroup:
         part: Tensor,
         residual: Tensor | None = None,
         *,
-        next_norm: Tensor | None = None,
+        next_norm: tuple[Tensor, float] | None = None,
         out: Tensor | None = None,
-    ) -> tuple[Tensor, Scaled | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """part [R, C] -> residual + the sum of the ranks' parts; as `RankMemory.add`."""
         if self._symmetric is None or not self._symmetric.rows.fits(part):
             total = self.sum(part)
             return total if residual is None else torch.add(residual, total, out=out), None
         self._own[2] += 1
-        norm = None if part.dtype == torch.float16 else next_norm  # may overflow before its norm
-        return self._symmetric.rows.add(part, residual, next_norm=norm, out=out)
+        return self._symmetric.rows.add(part, residual, next_norm=next_norm, out=out)
+
+    def embed(self, ids: Tensor, weight: Tensor, first: int) -> Tensor | None:
+        """Embed rows, as `RankMemory.embed`; None if they are too many or too wide."""
+        if not self.fits(weight[:1].expand(len(ids), -1)):
+            return None
+        assert self._symmetric is not None
+        self._own[2] += 1
+        return self._symmetric.rows.embed(ids, weight, first)
 
     def best(self, values: Tensor, ids: Tensor, margins: Tensor, first: int) -> Tensor:
         """Choose among the ranks' largest logits, as `RankMemory.best`."""

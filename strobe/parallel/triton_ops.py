@@ -8,7 +8,7 @@ from torch import Tensor
 from strobe.kernels.residual import FusedResidual
 from strobe.models.linear import AnyLinear
 from strobe.models.modules import RMSNorm
-from strobe.models.ops.torch_ops import ExpertsLayer, ForwardRows, Residual
+from strobe.models.ops.torch_ops import Activation, ExpertsLayer, ForwardRows, Residual
 from strobe.models.ops.triton_ops import TritonOps
 from strobe.parallel.ops import RankOps
 from strobe.parallel.torch_group import TorchGroup
@@ -20,13 +20,25 @@ class RankTritonOps(RankOps, TritonOps):
 
     group: TorchGroup  # pyright: ignore[reportIncompatibleVariableOverride]
 
+    def embed(self, ids: Tensor, weight: Tensor) -> Tensor:
+        x = self.group.embed(ids, weight, self.first_row)
+        return super().embed(ids, weight) if x is None else x
+
+    def norm_linear(
+        self, x: Residual, norm: RMSNorm, linear: AnyLinear, activation: Activation | None = None
+    ) -> Tensor:
+        normed = x.normed(norm.weight) if isinstance(x, FusedResidual) else None
+        if normed is None:
+            return super().norm_linear(x, norm, linear, activation)
+        return self.linear(normed, linear, activation)
+
     def add_linear(
         self, x: Residual, y: Tensor, linear: AnyLinear, next_norm: RMSNorm | None = None
     ) -> None:
         if linear not in self.partial or not isinstance(x, FusedResidual):
             return super().add_linear(x, y, linear, next_norm)
         part = TritonOps.linear(self, y, linear)
-        x.add_parts(self.group.add, part, None if next_norm is None else next_norm.weight)
+        x.add_parts(self.group.add, part, next_norm)
 
     def experts(
         self, x: Tensor, logits: Tensor, layer: ExpertsLayer, extra: Tensor, rows: ForwardRows

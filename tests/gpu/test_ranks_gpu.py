@@ -17,7 +17,6 @@ from tiny import make_tokenizer, run
 
 from strobe.config import EngineConfig
 from strobe.engine.engine import Engine
-from strobe.kernels.ranks import ENDED, RankMemory
 from strobe.parallel.group import RankFailed
 from strobe.parallel.shared_memory import memory_size
 from strobe.parallel.torch_group import TorchGroup, make_store
@@ -59,39 +58,6 @@ def test_exchanges_of_one_rank_change_nothing(alone: TorchGroup, dtype: torch.dt
     held.copy_(x)
     graph.replay()
     assert torch.equal(out, x + x)
-
-
-def test_two_ranks_of_one_gpu_meet():
-    """Kernels of two ranks that run at once, in captured graphs that are replayed."""
-    rows, size, device = 64, 2, torch.device("cuda", 0)
-    room = RankMemory.bytes_of(rows, size)
-    buffers = [torch.zeros(room, dtype=torch.uint8, device=device) for _ in range(size)]
-    addresses = torch.tensor([buffer.data_ptr() for buffer in buffers], device=device)
-    parts = torch.randn(size, rows, 4096, device=device).bfloat16()
-    residual, norm = torch.randn(rows, 4096, device=device).bfloat16(), parts[0, 0]
-    expected = (parts.float().sum(0) + residual.float()).bfloat16()
-    streams, graphs, outs = [], [], []
-    for rank in range(size):
-        memory = RankMemory(rank, addresses, torch.zeros(rows, dtype=torch.int64, device=device))
-        for buffer in buffers:
-            buffer[: rows * size * 8].view(torch.int64).fill_(ENDED)
-        memory.add(parts[rank], residual, next_norm=norm)  # compiles
-        memory.counts.zero_()
-        stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for used in (1, rows, 3, rows):
-                out = memory.add(parts[rank, :used], residual[:used], next_norm=norm)[0]
-        streams.append(stream), graphs.append(graph), outs.append(out)
-    for buffer in buffers:
-        buffer.zero_()
-    torch.cuda.synchronize()
-    for _ in range(50):
-        for stream, graph in zip(streams, graphs, strict=True):
-            with torch.cuda.stream(stream):
-                graph.replay()
-    torch.cuda.synchronize()
-    for out in outs:
-        assert torch.equal(out, expected)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from strobe.kernels.ranks import ENDED, RankMemory
-from strobe.kernels.workspace import Scaled
+from strobe.kernels.reference_rowwise import rms_norm
 from strobe.sampling.sampler import best_two
 
 ROWS = 5
@@ -43,8 +43,9 @@ class Ranks:
 
 def add(
     memory: RankMemory, parts: Sequence[Tensor], residual: Tensor | None, norm: Tensor | None
-) -> tuple[Tensor, Scaled | None]:
-    return memory.add(parts[memory.rank], residual, next_norm=norm)
+) -> tuple[Tensor, Tensor | None]:
+    next_norm = None if norm is None else (norm, 1e-6)
+    return memory.add(parts[memory.rank], residual, next_norm=next_norm)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
@@ -61,14 +62,12 @@ def test_sum(size: int, dtype: torch.dtype, device: torch.device):
         for part in parts:
             total += part.float()
         expected = (total + residual.float()).to(dtype)
-        for out, scaled in ranks.run(add, parts, residual, norm):
+        for out, normed in ranks.run(add, parts, residual, norm):
             assert torch.equal(out, expected)
-            wide = expected.float()
-            torch.testing.assert_close(scaled.sums[:, 0], (wide * wide).sum(1))
-            assert torch.equal(scaled.data, (wide * norm.float()).to(dtype))
-        for out, scaled in ranks.run(add, parts, None, None):
+            torch.testing.assert_close(normed, rms_norm(expected, norm, 1e-6))
+        for out, normed in ranks.run(add, parts, None, None):
             assert torch.equal(out, total.to(dtype))
-            assert scaled is None
+            assert normed is None
 
 
 def test_sum_of_rows_with_a_stride_replaces_the_residual(device: torch.device):
@@ -84,6 +83,13 @@ def test_sum_of_rows_with_a_stride_replaces_the_residual(device: torch.device):
     for rank, out in enumerate(ranks.run(add_in_place)):
         assert out is streams[rank]
         assert torch.equal(out, wide[:, :, 16:48].sum(0) + 1)
+
+
+def test_embed(device: torch.device):
+    table = torch.randn(10, 64, generator=torch.Generator().manual_seed(0)).to(device)
+    parts, ids = table.split(4), torch.tensor([9, 0, 4, 3], device=device)
+    for rows in Ranks(3, device).run(lambda m: m.embed(ids, parts[m.rank], 4 * m.rank)):
+        assert torch.equal(rows, table[ids])
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

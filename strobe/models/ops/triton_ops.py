@@ -83,7 +83,7 @@ class TritonOps(TorchOps):
         if not isinstance(x, FusedResidual):
             return super().add_linear(x, y, linear, next_norm)
         weight, bias = self._weight(linear)
-        x.add_linear(self.gemms, y, weight, bias, None if next_norm is None else next_norm.weight)
+        x.add_linear(self.gemms, y, weight, bias, next_norm)
 
     def add_norm(self, x: Residual, y: Tensor, norm: RMSNorm, scale: Tensor | None = None) -> None:
         x.value = gates.add_norm(x.value, y, norm.weight, norm.eps, scale)
