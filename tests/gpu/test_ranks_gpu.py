@@ -12,9 +12,18 @@ from typing import Any
 import pytest
 import torch
 from matrix import make_pair
-from on_gpu import NEEDS_GPU, ON_GPU
+from on_gpu import (
+    NEEDS_GPU,
+    ON_GPU,
+    REGRET,
+    check_captured,
+    finish,
+    keys_and_values,
+    largest_regret,
+)
 from tiny import make_tokenizer, run
 
+from strobe import LLM
 from strobe.config import EngineConfig
 from strobe.engine.engine import Engine
 from strobe.parallel.group import RankFailed
@@ -23,6 +32,7 @@ from strobe.parallel.torch_group import TorchGroup, make_store
 from strobe.ranks import leader
 from strobe.ranks.leader import Ranks, start_engine
 from strobe.sampling_params import SamplingParams
+from strobe.tools.demo import choose_examples, prompts_of
 
 pytestmark = NEEDS_GPU
 
@@ -88,6 +98,24 @@ def test_two_ranks_answer_as_one_does(settings: EngineConfig, changes: dict[str,
     engine = start_engine(settings.with_(**changes))
     assert run(engine, PROMPTS, PARAMS) == expected
     assert run(engine, PROMPTS, PARAMS) == expected
+
+
+@TWO_GPUS
+def test_two_ranks_in_bf16():
+    """The first rank's steps are captured or not; the second one's always are."""
+    llm = LLM(device="cpu", kv_cache_memory="64MiB")
+    texts = [list(prompt) for prompt in prompts_of(llm, choose_examples(8))]
+    params = SamplingParams(temperature=0.0, max_tokens=80)
+    outputs: list[list[list[int]]] = []
+
+    def answers(engine: Engine) -> list[list[int]]:
+        outputs.append(finish(engine, [engine.add(text, params) for text in texts]))
+        return outputs[-1]
+
+    config = EngineConfig(device="cuda", dtype="bfloat16", kv_cache_memory="1GiB", overlap=1)
+    config = config.with_(max_num_seqs=8, tensor_parallel_size=2)
+    check_captured(lambda: start_engine(config), answers, keys_and_values)
+    assert largest_regret(texts, outputs[0]) <= REGRET
 
 
 @TWO_GPUS
