@@ -201,6 +201,9 @@ class Ranks:
         self.failure = self._reason(self._pipes.index(pipe) + 1)
         for process in self._processes:
             process.kill()
+        for process in self._processes:  # what they still write would undo the end of waiting
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_STOP_SECONDS)
         if self.group is not None:
             self.group.close()
         if self._device.type == "cuda" and not self._reported.wait(_STOP_SECONDS) and self._stuck():
