@@ -1,4 +1,5 @@
-"""Microseconds of a recurrent layer's convolution and gated delta rule, by sequences and rows.
+"""Microseconds of a recurrent layer's convolution, gates, delta rule and norm, by sequences and
+rows.
 
     python benchmarks/recurrent.py [--sequences 1,8,32] [--rows 1,16] [--values 16,32,64]
         [--warps 2,4,8] [--dtype bfloat16] [--parts]
@@ -19,10 +20,11 @@ from functools import partial
 import torch
 
 import strobe.kernels.recurrent as kernels
+from strobe.kernels.reference_recurrent import DeltaInput
 from strobe.kv.states import StateSpec, StateStore
 
 LAYERS, PENDING = 24, 16
-PARTS = "_convolve_kernel", "_delta_kernel", "_save_kernel"
+PARTS = "_convolve_kernel", "_delta_kernel", "_finish_kernel"
 
 
 class Nothing:
@@ -41,9 +43,10 @@ def measure(count: int, rows: int, dtype: torch.dtype) -> float:
     for held in store.tensors:
         held.copy_(random(held.shape))
     store.gates.abs_().neg_()
-    x = random(count * rows, spec.channels, dtype=dtype)
-    weight = random(spec.channels, spec.kernel, dtype=dtype)
-    decay, rate = -random(count * rows, spec.heads).abs(), random(count * rows, spec.heads).abs()
+    sizes = [spec.channels, spec.heads * spec.value_dim, 2 * spec.heads]
+    projected = random(count * rows, sum(sizes), dtype=dtype).split(sizes, 1)
+    shapes = (spec.channels, spec.kernel), (spec.heads,), (spec.heads,), (spec.value_dim,)
+    x = DeltaInput(*projected, *(random(shape, dtype=dtype) for shape in shapes), 1e-6)
     filled = partial(torch.full, (count,), device=device)
     first = torch.arange(0, count * rows, rows, device=device)
     slots = torch.arange(count, device=device)
@@ -52,7 +55,7 @@ def measure(count: int, rows: int, dtype: torch.dtype) -> float:
     def run() -> None:
         for layer in range(LAYERS):
             held = [part[layer] for part in store.tensors]
-            kernels.mix(x, decay, rate, weight, spans, held, rows, spec)
+            kernels.mix(x, spans, held, rows, spec)
 
     run()
     graph = torch.cuda.CUDAGraph()

@@ -176,8 +176,10 @@ def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
     ops = TorchOps()
     if backends.kernels:
         from strobe.models.ops.triton_ops import TritonOps
+        from strobe.models.quantization.kernel_weights import join_all
 
         ops = TritonOps(device, dtype)  # models of one stream share a workspace
+        join_all(target)
     for model in filter(None, (target, drafter)):
         model.ops = resolved.split.ops(ops, model)
     pack(backends.packed, target, drafter)

@@ -1,5 +1,6 @@
 # pyright: basic, reportCallIssue=false
-"""Recurrent layers: convolution, gated delta rule, and saving a block until it is verified.
+"""Recurrent layers in three launches: convolution and gates; the gated delta rule; the norm of its
+outputs, and saving a block until it is verified.
 
 Up to 16 rows are computed at once (Yang et al., arXiv 2412.06464, section 3.2), so that the state S
 is read once for all of them. With rates b, unit keys K and cumulative decay c, the changes U solve
@@ -9,7 +10,7 @@ does not depend on later rows, so K and U are saved and the next forward applies
 
 Legend: S spans, T rows, P maximum rows of a block, C channels of the convolution, Hk / Hv key
 and value heads, Dk / Dv their sizes, N slots. The torch twin is
-`strobe.kernels.reference_recurrent.mix`.
+`strobe.kernels.reference_recurrent.gated_mix`.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ import triton.language as tl
 from torch import Tensor
 
 from strobe.kernels.pdl import pdl_wait, supports_pdl
+from strobe.kernels.rowwise import round_to
 
 if TYPE_CHECKING:
+    from strobe.kernels.reference_recurrent import DeltaWeights
     from strobe.kv.states import StateSpec
 
 _ROWS = 8
 _CHANNELS = 256
+_HEADS = 4  # of a program of the norm
 _WARPS = 4  # of a program of the delta rule
 
 
@@ -39,36 +43,46 @@ def values_of(count: int) -> int:
 
 @triton.jit
 def _convolve_kernel(
-    x, weight, window, slots, firsts, sizes, accepted, fresh, out,
-    P: tl.constexpr, C: tl.constexpr, KERNEL: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    x, ba, weight, a_log, dt_bias, window, slots, firsts, sizes, accepted, fresh, out, decay, rate,
+    x_stride, ba_stride,
+    P: tl.constexpr, C: tl.constexpr, KERNEL: tl.constexpr, HV: tl.constexpr, HEADS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Convolve a span's rows and apply SiLU."""
+    """Convolve a span's rows and apply SiLU; the last program of the rows computes their gates."""
     pdl_wait(PDL)
-    span = tl.program_id(0)
-    lanes = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    inside = lanes < C
-    size, first, num_accepted = (
-        tl.load(sizes + span),
-        tl.load(firsts + span),
-        tl.load(accepted + span),
-    )
-    continues = tl.load(fresh + span) == 0
-    window += tl.load(slots + span) * (KERNEL - 1 + P) * C + lanes
-    x += first * C + lanes
-    begin = tl.program_id(1) * ROWS
-    for row in range(begin, tl.minimum(begin + ROWS, size)):
-        total = tl.zeros([BLOCK], tl.float32)
-        for tap in tl.static_range(KERNEL):
-            source = row - (KERNEL - 1) + tap
-            if source >= 0:
-                value = tl.load(x + source * C, inside, other=0.0)
-            else:
-                source_row = num_accepted + source + KERNEL - 1
-                value = tl.load(window + source_row * C, inside & continues, other=0.0)
-            scale = tl.load(weight + lanes * KERNEL + tap, inside, other=0.0)
-            total += value.to(tl.float32) * scale.to(tl.float32)
-        tl.store(out + (first + row) * C + lanes, total * tl.sigmoid(total), inside)
+    span, part, begin = tl.program_id(0), tl.program_id(2), tl.program_id(1) * ROWS
+    size, first = tl.load(sizes + span), tl.load(firsts + span)
+    if part == tl.num_programs(2) - 1:
+        row, head = begin + tl.arange(0, ROWS), tl.arange(0, HEADS)
+        inside = (row < size)[:, None] & (head < HV)[None, :]
+        at = (first + row)[:, None] * ba_stride + head[None, :]
+        b = tl.load(ba + at, inside, 0.0).to(tl.float32)
+        time = tl.load(ba + HV + at, inside, 0.0).to(tl.float32)
+        time += tl.load(dt_bias + head, head < HV, 0.0).to(tl.float32)[None, :]
+        # log(1 + e^t) without overflow
+        time = tl.maximum(time, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(time)))
+        scale = tl.exp(tl.load(a_log + head, head < HV, 0.0).to(tl.float32))[None, :]
+        at = (first + row)[:, None] * HV + head[None, :]
+        tl.store(decay + at, -scale * time, inside)
+        tl.store(rate + at, 1.0 / (1.0 + tl.exp(-b)), inside)
+    else:
+        lanes = part * BLOCK + tl.arange(0, BLOCK)
+        inside = lanes < C
+        num_accepted, continues = tl.load(accepted + span), tl.load(fresh + span) == 0
+        window += tl.load(slots + span) * (KERNEL - 1 + P) * C + lanes
+        x += first * x_stride + lanes
+        for row in range(begin, tl.minimum(begin + ROWS, size)):
+            total = tl.zeros([BLOCK], tl.float32)
+            for tap in tl.static_range(KERNEL):
+                source = row - (KERNEL - 1) + tap
+                if source >= 0:
+                    value = tl.load(x + source * x_stride, inside, other=0.0)
+                else:
+                    source_row = num_accepted + source + KERNEL - 1
+                    value = tl.load(window + source_row * C, inside & continues, other=0.0)
+                scale = tl.load(weight + lanes * KERNEL + tap, inside, other=0.0)
+                total += value.to(tl.float32) * scale.to(tl.float32)
+            tl.store(out + (first + row) * C + lanes, total * tl.sigmoid(total), inside)
 
 
 @triton.jit
@@ -148,21 +162,24 @@ def _delta_kernel(
     decay, rate = decay + first * HV + head, rate + first * HV + head
     out += (first * HV + head) * DV
     if SINGLE:
+        # Loaded before the state is stored, so that all loads are in flight together.
+        live = size > 0
+        k = _unit(tl.load(rows + at_k, key_mask & live, other=0.0), 0)
+        q = _unit(tl.load(rows + at_q, key_mask & live, other=0.0), 0) * (DK**-0.5)
+        v = tl.load(rows + at_v, value_mask & live, other=0.0)
+        keep, row_rate = tl.exp(tl.load(decay, live, other=0.0)), tl.load(rate, live, other=0.0)
         for i in range(num_accepted):
-            k = _unit(tl.load(saved_keys + i * (HK * DK) + keys, key_mask, other=0.0), 0)
+            last = _unit(tl.load(saved_keys + i * (HK * DK) + keys, key_mask, other=0.0), 0)
             change = tl.load(changes + i * (HV * DV) + values, value_mask, other=0.0)
-            current = current * tl.exp(tl.load(gates + i * 2 * HV)) + k[:, None] * change[None, :]
+            current *= tl.exp(tl.load(gates + i * 2 * HV))
+            current += last[:, None] * change[None, :]
         tl.store(place, current, both)
-        if size > 0:
-            k = _unit(tl.load(rows + at_k, key_mask, other=0.0), 0)
-            q = _unit(tl.load(rows + at_q, key_mask, other=0.0), 0) * (DK**-0.5)
-            v = tl.load(rows + at_v, value_mask, other=0.0)
-            current *= tl.exp(tl.load(decay))
-            change = (v - tl.sum(current * k[:, None], 0)) * tl.load(rate)
-            current += k[:, None] * change[None, :]
-            tl.store(out + values, tl.sum(current * q[:, None], 0), value_mask)
-            tl.debug_barrier()  # all threads have read the last block
-            tl.store(changes + values, change, value_mask)
+        current *= keep
+        newest = (v - tl.sum(current * k[:, None], 0)) * row_rate
+        current += k[:, None] * newest[None, :]
+        tl.store(out + values, tl.sum(current * q[:, None], 0), value_mask & live)
+        tl.debug_barrier()  # all threads have read the last block
+        tl.store(changes + values, newest, value_mask & live)
     else:
         offset = tl.arange(0, 16)
         for begin in range(0, num_accepted, 16):
@@ -198,91 +215,123 @@ def _delta_kernel(
 
 
 @triton.jit
-def _save_kernel(
-    x, rows, decay, rate, window, gates, saved_keys, slots, firsts, sizes, accepted, fresh,
-    P: tl.constexpr, C: tl.constexpr, KERNEL: tl.constexpr, HV: tl.constexpr, KEYS: tl.constexpr,
-    TAPS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+def _norm(
+    x, z, gain, out, z_stride, eps, row, live, part,
+    HV: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Save what the next forward needs of the span's rows: the convolution's inputs, the gates and
-    the keys, which are the KEYS channels after the queries. The window moves forward in place, so
-    a program reads all it needs of it before it writes."""
+    """x / rms(x) * gain * silu(z) of a row's GROUP heads; 0 if the row is not live."""
+    head, at = part * GROUP + tl.arange(0, GROUP), tl.arange(0, VALUES)
+    inside = (head < HV)[:, None] & (at < DV)[None, :]
+    place = head[:, None] * DV + at[None, :]
+    value = tl.load(x + row * (HV * DV) + place, inside & live, 0.0).to(tl.float32)
+    logit = tl.load(z + row * z_stride + place, inside & live, 0.0).to(tl.float32)
+    scale = tl.load(gain + at, at < DV, 0.0).to(tl.float32)[None, :]
+    unit = tl.rsqrt(tl.sum(value * value, 1) / DV + eps)[:, None]
+    y = value * unit * scale * (logit / (1.0 + tl.exp(-logit)))
+    tl.store(out + row * (HV * DV) + place, round_to(y, out.dtype.element_ty), inside)
+
+
+@triton.jit
+def _finish_kernel(
+    x, rows, decay, rate, window, gates, saved_keys, slots, firsts, sizes, accepted, fresh,
+    outputs, z, gain, normed, x_stride, z_stride, eps, count, num_norms,
+    P: tl.constexpr, C: tl.constexpr, KERNEL: tl.constexpr, HV: tl.constexpr, DV: tl.constexpr,
+    KEYS: tl.constexpr, TAPS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, VALUES: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Norm the outputs, and save what the next forward needs of the spans' rows: the convolution's
+    inputs, the gates and the keys, which are the KEYS channels after the queries. The window moves
+    forward in place, so a program reads all it needs of it before it writes."""
     pdl_wait(PDL)
-    span = tl.program_id(0)
-    lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = lanes < C
-    slot, first, size = tl.load(slots + span), tl.load(firsts + span), tl.load(sizes + span)
-    num_accepted, continues = tl.load(accepted + span), tl.load(fresh + span) == 0
-    window += slot * (KERNEL - 1 + P) * C + lanes
-    x += first * C + lanes
-    skipped = tl.where(size > P, size, 0)
-    at = tl.arange(0, TAPS)[:, None]
-    back = skipped - (KERNEL - 1) + at
-    tap_mask = (at < KERNEL - 1) & inside[None, :]
-    value = tl.load(x[None, :] + back * C, tap_mask & (back >= 0), other=0.0)
-    source = window[None, :] + (num_accepted + back + KERNEL - 1) * C
-    before = tl.load(source, tap_mask & continues & (back < 0), other=0.0)
-    tl.debug_barrier()  # all threads have read the window
-    tl.store(window[None, :] + at * C, tl.where(back >= 0, value, before), tap_mask)
-    if size <= P:
-        for i in range(size):
-            newest = tl.load(x + i * C, inside, other=0.0)
-            tl.store(window + (KERNEL - 1 + i) * C, newest, inside)
-        key_mask = (lanes >= KEYS) & (lanes < 2 * KEYS)
-        for i in range(size):
-            key = tl.load(rows + (first + i) * C + lanes, key_mask, other=0.0)
-            tl.store(saved_keys + (slot * P + i) * KEYS + lanes - KEYS, key, key_mask)
-        if tl.program_id(1) == 0:
-            heads = tl.arange(0, HEADS)
-            spots, real = gates + slot * P * 2 * HV + heads, heads < HV
-            for j in range(size):
-                row = (first + j) * HV + heads
-                tl.store(spots + j * 2 * HV, tl.load(decay + row, real), real)
-                tl.store(spots + (j * 2 + 1) * HV, tl.load(rate + row, real), real)
+    PARTS: tl.constexpr = (HV + GROUP - 1) // GROUP
+    WIDE: tl.constexpr = (C + BLOCK - 1) // BLOCK
+    if tl.program_id(0) < num_norms:
+        row, every = (tl.program_id(0) // PARTS).to(tl.int64), tl.arange(0, SPANS)
+        live = row < tl.sum(tl.load(sizes + every, every < count, 0), 0)
+        part = tl.program_id(0) % PARTS
+        _norm(outputs, z, gain, normed, z_stride, eps, row, live, part, HV, DV, GROUP, VALUES)
+    else:
+        span, part = (tl.program_id(0) - num_norms) // WIDE, (tl.program_id(0) - num_norms) % WIDE
+        lanes = part * BLOCK + tl.arange(0, BLOCK)
+        inside = lanes < C
+        slot, first, size = tl.load(slots + span), tl.load(firsts + span), tl.load(sizes + span)
+        num_accepted, continues = tl.load(accepted + span), tl.load(fresh + span) == 0
+        window += slot * (KERNEL - 1 + P) * C + lanes
+        x += first * x_stride + lanes
+        skipped = tl.where(size > P, size, 0)
+        at = tl.arange(0, TAPS)[:, None]
+        back = skipped - (KERNEL - 1) + at
+        tap_mask = (at < KERNEL - 1) & inside[None, :]
+        value = tl.load(x[None, :] + back * x_stride, tap_mask & (back >= 0), other=0.0)
+        source = window[None, :] + (num_accepted + back + KERNEL - 1) * C
+        before = tl.load(source, tap_mask & continues & (back < 0), other=0.0)
+        tl.debug_barrier()  # all threads have read the window
+        tl.store(window[None, :] + at * C, tl.where(back >= 0, value, before), tap_mask)
+        if size <= P:
+            for i in range(size):
+                newest = tl.load(x + i * x_stride, inside, other=0.0)
+                tl.store(window + (KERNEL - 1 + i) * C, newest, inside)
+            key_mask = (lanes >= KEYS) & (lanes < 2 * KEYS)
+            for i in range(size):
+                key = tl.load(rows + (first + i) * C + lanes, key_mask, other=0.0)
+                tl.store(saved_keys + (slot * P + i) * KEYS + lanes - KEYS, key, key_mask)
+            if part == 0:
+                heads = tl.arange(0, HEADS)
+                spots, real = gates + slot * P * 2 * HV + heads, heads < HV
+                for j in range(size):
+                    row = (first + j) * HV + heads
+                    tl.store(spots + j * 2 * HV, tl.load(decay + row, real), real)
+                    tl.store(spots + (j * 2 + 1) * HV, tl.load(rate + row, real), real)
 
 
 def mix(
     x: Tensor,
-    decay: Tensor,
-    rate: Tensor,
-    weight: Tensor,
+    z: Tensor,
+    ba: Tensor,
+    weights: DeltaWeights,
     spans: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     stored: Sequence[Tensor],
     longest: int,
     spec: StateSpec,
 ) -> Tensor:
-    """x [T, C], log decay and rate [T, Hv] float32, weight [C, kernel], spans (slots, first rows,
-    sizes, accepted rows of the last block, whether a sequence begins) [S] -> outputs [T, Hv, Dv].
+    """x [T, C], z [T, Hv Dv] and ba [T, 2 Hv] of any row stride, spans (slots, first rows, sizes,
+    accepted rows of the last block, whether a sequence begins) [S] -> normed and gated outputs
+    [T, Hv Dv], 0 for rows after the spans'.
 
     stored, updated in place: state [N, Hv, Dk, Dv], window [N, kernel - 1 + P, C], gates
     [N, P, 2, Hv], keys [N, P, Hk, Dk] and changes [N, P, Hv, Dv]; all in float32 but the window.
     longest: maximum rows of a span.
     """
     state, window, gates, keys, changes = stored
-    rows, block = x.shape[0], gates.shape[1]
-    x, weight, decay, rate = (part.contiguous() for part in (x, weight, decay, rate))
-    count = spans[0].shape[0]
-    convolved = torch.empty(rows, spec.channels, dtype=torch.float32, device=x.device)
-    out = torch.zeros(rows, spec.heads, spec.value_dim, dtype=x.dtype, device=x.device)
+    rows, count, heads = x.shape[0], spans[0].shape[0], spec.heads
+    floats = x.new_empty(rows * (spec.channels + 2 * heads), dtype=torch.float32)
+    convolved, decay, rate = floats.split([rows * n for n in (spec.channels, heads, heads)])
+    out, normed = x.new_empty((2, rows, heads * spec.value_dim))
     pdl = supports_pdl(x.device)
-    shared = {"P": block, "C": spec.channels, "PDL": pdl, "launch_pdl": pdl}
+    shared = {"P": gates.shape[1], "C": spec.channels, "HV": heads, "PDL": pdl, "launch_pdl": pdl}
     wide = triton.cdiv(spec.channels, _CHANNELS)
-    _convolve_kernel[(count, triton.cdiv(longest, _ROWS), wide)](
-        x, weight, window, *spans, convolved,
-        KERNEL=spec.kernel, ROWS=_ROWS, BLOCK=_CHANNELS, num_warps=2, **shared,
+    width = triton.next_power_of_2(heads)
+    _convolve_kernel[(count, triton.cdiv(longest, _ROWS), wide + 1)](
+        x, ba, weights.conv.contiguous(), weights.a_log, weights.dt_bias, window, *spans,
+        convolved, decay, rate, x.stride(0), ba.stride(0),
+        KERNEL=spec.kernel, HEADS=width, ROWS=_ROWS, BLOCK=_CHANNELS, num_warps=2, **shared,
     )  # fmt: skip
     values = values_of(count)
-    _delta_kernel[(count, spec.heads, triton.cdiv(spec.value_dim, values))](
+    _delta_kernel[(count, heads, triton.cdiv(spec.value_dim, values))](
         convolved, decay, rate, state, gates, keys, changes, *spans, out,
-        HK=spec.key_heads, HV=spec.heads, DK=spec.key_dim, DV=spec.value_dim,
+        HK=spec.key_heads, DK=spec.key_dim, DV=spec.value_dim,
         KEYS=max(16, triton.next_power_of_2(spec.key_dim)), VALUES=values,
         SINGLE=longest == 1,
         PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
         num_warps=_WARPS, num_stages=1, **shared,
     )  # fmt: skip
-    _save_kernel[(count, wide)](
+    num_norms = rows * triton.cdiv(heads, _HEADS)
+    _finish_kernel[(num_norms + count * wide,)](
         x, convolved, decay, rate, window, gates, keys, *spans,
-        KERNEL=spec.kernel, HV=spec.heads, KEYS=spec.key_heads * spec.key_dim,
-        TAPS=triton.next_power_of_2(spec.kernel - 1), HEADS=triton.next_power_of_2(spec.heads),
-        BLOCK=_CHANNELS, num_warps=2, **shared,
+        out, z, weights.gain, normed, x.stride(0), z.stride(0), weights.eps, count, num_norms,
+        KERNEL=spec.kernel, DV=spec.value_dim, KEYS=spec.key_heads * spec.key_dim,
+        TAPS=triton.next_power_of_2(spec.kernel - 1), HEADS=width, BLOCK=_CHANNELS, GROUP=_HEADS,
+        VALUES=triton.next_power_of_2(spec.value_dim), SPANS=triton.next_power_of_2(count),
+        num_warps=4, **shared,
     )  # fmt: skip
-    return out
+    return normed

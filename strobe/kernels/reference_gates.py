@@ -19,7 +19,7 @@ def delta_gates(ba: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Ten
     """ba [T, 2 Hv], outputs for the rate and then for the time -> log decay and rate [T, Hv] of the
     gated delta rule, in fp32."""
     b, a = ba.chunk(2, -1)
-    return -a_log.float().exp() * F.softplus(a.float() + dt_bias), b.sigmoid().float()
+    return -a_log.float().exp() * F.softplus(a.float() + dt_bias), b.float().sigmoid()
 
 
 def gated_norm(x: Tensor, logits: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from strobe.kernels.reference_gates import delta_gates, gated_norm
+
 if TYPE_CHECKING:
     from strobe.kv.states import StateSpec
 
@@ -20,6 +22,17 @@ CHUNK = 64
 """Rows per GEMM when a span has many rows."""
 FEW = 16
 """Spans of up to this many rows are computed row by row."""
+
+
+class DeltaWeights(NamedTuple):
+    """Of a layer: the convolution's [C, kernel]; a_log, dt_bias [Hv] of the gates; gain [Dv] and
+    eps of the norm after it."""
+
+    conv: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
+    gain: Tensor
+    eps: float
 
 
 class PaddedGroup(NamedTuple):
@@ -32,6 +45,22 @@ class PaddedGroup(NamedTuple):
     starts_fresh: Tensor
     rows: Tensor
     valid: Tensor
+
+
+def gated_mix(
+    x: Tensor,
+    z: Tensor,
+    ba: Tensor,
+    weights: DeltaWeights,
+    groups: Sequence[PaddedGroup],
+    stored: Sequence[Tensor],
+    spec: StateSpec,
+) -> Tensor:
+    """`mix` with gates from ba [T, 2 Hv], and its outputs normed and gated by z [T, Hv Dv] ->
+    [T, Hv Dv]."""
+    decay, rate = delta_gates(ba, weights.a_log, weights.dt_bias)
+    out = mix(x, decay, rate, weights.conv, groups, stored, spec)
+    return gated_norm(out, z, weights.gain, weights.eps)
 
 
 def mix(

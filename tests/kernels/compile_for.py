@@ -124,15 +124,13 @@ def others(*_: int) -> Iterator[Call]:
     """Gates, recurrent layers, sampling, norms and rope, and exchanges between ranks."""
     from strobe.kernels import gates, recurrent, rowwise, sampling
     from strobe.kernels.ranks import RankMemory
+    from strobe.kernels.reference_recurrent import DeltaWeights
     from strobe.kernels.steps import gather_rows
     from strobe.models.config import StateSpec
 
     wide = torch.empty(8, 4096, dtype=torch.bfloat16)
-    heads = torch.empty(8, 32, 128, dtype=torch.bfloat16)
     few, rows = torch.zeros(8), torch.zeros(8, dtype=torch.int64)
     yield partial(gates.gate, wide, wide)
-    yield partial(gates.delta_gates, wide[:, :64], few.repeat(4), few.repeat(4))
-    yield partial(gates.gated_norm, heads, heads, wide[0, :128], 1e-6)
     yield partial(gates.add_norm, wide, wide.clone(), wide[0], 1e-6, None)
     spec = StateSpec(1, 32, 16, 128, 128, 4)
     stored = [
@@ -143,10 +141,12 @@ def others(*_: int) -> Iterator[Call]:
         torch.zeros(2, 16, 32, 128),
     ]
     spans = tuple(torch.zeros(1, dtype=torch.int64) for _ in range(5))
-    x, gate = torch.empty(16, spec.channels, dtype=torch.bfloat16), torch.empty(16, 32)
+    projected = torch.empty(16, spec.channels + 4096 + 64, dtype=torch.bfloat16)
+    parts = projected.split([spec.channels, 4096, 64], 1)
     conv = torch.empty(spec.channels, 4, dtype=torch.bfloat16)
+    weights = DeltaWeights(conv, wide[0, :32], wide[0, :32], wide[0, :128], 1e-6)
     for longest in (1, 16, 64):
-        yield partial(recurrent.mix, x, gate, gate, conv, spans, stored, longest, spec)
+        yield partial(recurrent.mix, *parts, weights, spans, stored, longest, spec)
     logits = torch.empty(8, 151936)
     yield partial(sampling.argmax, logits)
     yield partial(sampling.argmax, logits, torch.empty(8))

@@ -24,21 +24,6 @@ def test_gate_matches_twin(device: torch.device, columns: int, with_extra: bool)
     torch.testing.assert_close(gates.gate(x, logits, extra), reference.gate(x, logits, extra))
 
 
-def test_delta_gates_match_twin_at_any_size(device: torch.device):
-    ba = normal(device, 5, 12) * torch.tensor([0.1, 1, 10, 50, 200], device=device)[:, None]
-    a_log, dt_bias = normal(device, 6, seed=2), normal(device, 6, seed=3)
-    actual = gates.delta_gates(ba, a_log, dt_bias)
-    for mine, twin in zip(actual, reference.delta_gates(ba, a_log, dt_bias), strict=True):
-        torch.testing.assert_close(mine, twin, atol=1e-6, rtol=1e-5)
-
-
-def test_gated_norm_matches_twin(device: torch.device):
-    x, logits = normal(device, 3, 6, 12), normal(device, 3, 80, seed=2)[:, :72]
-    weight = normal(device, 12, seed=3)
-    expected = reference.gated_norm(x, logits, weight, 1e-6)
-    torch.testing.assert_close(gates.gated_norm(x, logits, weight, 1e-6), expected)
-
-
 @pytest.mark.parametrize("scale", [None, 0.37])
 def test_add_norm_matches_twin(device: torch.device, scale: float | None):
     x, y, weight = normal(device, 3, 48), normal(device, 3, 48, seed=2), normal(device, 48, seed=3)

@@ -36,6 +36,7 @@ from strobe.models.load import load_draft, load_target
 from strobe.models.ops import triton_ops
 from strobe.models.ops.torch_ops import TorchOps
 from strobe.models.ops.triton_ops import TritonOps
+from strobe.models.quantization.kernel_weights import join_all
 from strobe.models.quantization.methods import METHODS
 
 IDS, ROWS = [3, 1, 4, 1, 5], 5
@@ -114,6 +115,7 @@ def run_both(path: Path, device: torch.device, *, fp8: bool = False) -> list[tup
     ids, places = torch.tensor(IDS, device=device), torch.arange(ROWS, device=device)
     caches = [Cache(config.decoder, device) for _ in range(2)]
     contiguous(fused)
+    join_all(fused)
     fused.ops = TritonOps(device, torch.float32)
     x, expected = plain(ids, places, plan_of(config, caches[0], device), tuple(layers))
     y, actual = fused(ids, places, plan_of(config, caches[1], device), tuple(layers))
@@ -292,7 +294,7 @@ class Launches(TorchDispatchMode):
         self.inside = False
         for name in ("gather_rows", "rms_norm", "qk_norm_rope_store", "context_store", "experts"):
             monkeypatch.setattr(triton_ops, name, self.recorded(name, getattr(triton_ops, name)))
-        for name in ("gate", "delta_gates", "gated_norm", "add_norm"):
+        for name in ("gate", "add_norm"):
             call = getattr(triton_ops.gates, name)
             monkeypatch.setattr(triton_ops.gates, name, self.recorded(name, call))
         monkeypatch.setattr(triton_ops, "mix", self.recorded("mix", triton_ops.mix))
@@ -338,6 +340,7 @@ def launches(
     config = load_target_config(path)
     model = load_target(path, config, max_positions=16, dtype=torch.float32, device=device)
     contiguous(model)
+    join_all(model)
     model.ops = TritonOps(device, torch.float32)
     ids, places = torch.tensor(IDS, device=device), torch.arange(ROWS, device=device)
     attend = Cache(config.decoder, device)
@@ -408,10 +411,10 @@ def test_hybrid_layers_run_by_kernels(
     dense = [GATED, "linear residual next_norm"]
     shared = ["linear gated", "linear", "linear", "gate"]
     mlp = ["rms_norm", *shared, "linear", "experts", "copy_.default"] if sparse else dense
-    rule = ["linear", "delta_gates", "linear", "mix", "linear", "gated_norm"]
+    rule = ["linear norm", "mix"]
     attention = ["qk_norm_rope_store", "attention", "gate", "linear residual next_norm"]
     last = mlp if sparse else [GATED, "linear residual"]
     assert names == [
-        *("gather_rows", "rms_norm", *rule, "linear residual next_norm", *mlp),
+        *("gather_rows", *rule, "linear residual next_norm", *mlp),
         *("linear norm" if sparse else "linear norm scaled", *attention, *last, *HEAD),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -66,15 +67,32 @@ def stores(spec: StateSpec, pending: int, dtype: torch.dtype, device: torch.devi
     return pair
 
 
-def mix_both(
-    pair: Any, batch: Batch, x: Tensor, decay: Tensor, rate: Tensor, weight: Tensor
-) -> Any:
+def weights_of(spec: StateSpec, dtype: torch.dtype, noise: torch.Generator, device: Any) -> Any:
+    """Return random weights. a_log, dt_bias: spread the decay."""
+    conv = torch.randn(spec.channels, spec.kernel, generator=noise)
+    a_log, dt_bias, gain = (
+        torch.randn(size, generator=noise) for size in (spec.heads, spec.heads, spec.value_dim)
+    )
+    parts = (part.to(device, dtype) for part in (conv, a_log - 1, dt_bias, 1 + gain / 4))
+    return reference_recurrent.DeltaWeights(*parts, eps=1e-2)
+
+
+def project(
+    spec: StateSpec, rows: int, dtype: torch.dtype, noise: torch.Generator, device: torch.device
+) -> Sequence[Tensor]:
+    """Return random outputs of one layer for qkv, z, and rate and time."""
+    sizes = [spec.channels, spec.heads * spec.value_dim, 2 * spec.heads]
+    y = torch.randn(rows, sum(sizes), generator=noise)
+    return y.to(device, dtype).split(sizes, 1)
+
+
+def mix_both(pair: Any, batch: Batch, projected: Sequence[Tensor], weights: Any) -> Any:
     """Return the outputs of plain torch and of the kernels, each with its own store."""
     nothing: Any = None
     plain, fused = (RecurrentPlan(nothing, batch, store) for store in pair)
-    rows, spec = (x, decay, rate, weight), plain.states.spec
+    rows, spec = (*projected, weights), plain.states.spec
     return (
-        reference_recurrent.mix(*rows, plain.groups, plain.stored(0), spec),
+        reference_recurrent.gated_mix(*rows, plain.groups, plain.stored(0), spec),
         recurrent.mix(*rows, fused.spans, fused.stored(0), batch.longest, spec),
     )
 
@@ -84,18 +102,16 @@ def mix_both(
 def test_steps_match_plain_torch(spec: StateSpec, dtype: torch.dtype, device: torch.device):
     noise = torch.Generator().manual_seed(8)
     pair = stores(spec, PENDING, dtype, device)
-    weight = torch.randn(spec.channels, spec.kernel, generator=noise).to(device, dtype)
+    weights = weights_of(spec, dtype, noise, device)
     for spans in STEPS:
         batch = batch_of(spans, 3, device)
-        rows = len(batch.positions)
-        x = torch.randn(rows, spec.channels, generator=noise).to(device, dtype)
-        x[-3:] = float("nan")
-        decay = -torch.rand(rows, spec.heads, generator=noise).to(device)
-        rate = torch.rand(rows, spec.heads, generator=noise).to(device)
-        expected, actual = mix_both(pair, batch, x, decay, rate, weight)
+        projected = project(spec, len(batch.positions), dtype, noise, device)
+        for part in projected:
+            part[-3:] = float("nan")
+        expected, actual = mix_both(pair, batch, projected, weights)
         close = {"atol": BOUND[dtype], "rtol": BOUND[dtype]}
         torch.testing.assert_close(actual[:-3], expected[:-3], **close)
-        assert not actual[-3:].isnan().any()
+        assert not actual[-3:].any()
         for slot, start, size in spans:
             if slot == SLOTS:
                 continue
@@ -106,7 +122,8 @@ def test_steps_match_plain_torch(spec: StateSpec, dtype: torch.dtype, device: to
             tf32 = dtype == torch.bfloat16 and device.type == "cuda"
             torch.testing.assert_close(ours, theirs, atol=TF32 if tf32 else 2e-5, rtol=1e-4)
             if size <= PENDING:
-                assert torch.equal(pair[0].gates[0, slot, :size], pair[1].gates[0, slot, :size])
+                ours, theirs = (store.gates[0, slot, :size] for store in pair)
+                torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
                 for name in ("keys", "changes"):
                     ours, theirs = (getattr(store, name)[0, slot, :size] for store in pair)
                     torch.testing.assert_close(ours, theirs, atol=TF32 if tf32 else 2e-5, rtol=1e-4)
@@ -120,7 +137,9 @@ def test_blocks_of_16_rows_match_across_prefill_and_decode(similar: bool, device
     spec, pending = StateSpec(1, 2, 1, 16, 16, 4), 20
     noise = torch.Generator().manual_seed(5)
     pair = stores(spec, pending, torch.float32, device)
-    weight = torch.randn(spec.channels, spec.kernel, generator=noise).to(device)
+    weights = weights_of(spec, torch.float32, noise, device)
+    if similar:
+        weights = weights._replace(dt_bias=weights.dt_bias - 7)
     steps = [
         [(0, 0, 50), (1, 0, 16)],  # a prompt, and a block
         [(0, 50, 20), (1, 16, 20)],  # whose rows are all accepted; blocks of more than 16 rows
@@ -131,15 +150,25 @@ def test_blocks_of_16_rows_match_across_prefill_and_decode(similar: bool, device
     ]
     for spans in steps:
         batch = batch_of(spans, 0, device, longest=1)
-        rows = len(batch.positions)
-        x = torch.randn(rows, spec.channels, generator=noise).to(device)
-        decay = -torch.rand(rows, spec.heads, generator=noise).to(device)
-        rate = torch.rand(rows, spec.heads, generator=noise).to(device)
+        x, z, ba = project(spec, len(batch.positions), torch.float32, noise, device)
         if similar:
             x = x[:1] + 0.01 * x
-            decay, rate = 0.001 * decay, 1 - 0.01 * rate
-        expected, actual = mix_both(pair, batch, x, decay, rate, weight)
+            ba[:, : spec.heads] += 5
+        expected, actual = mix_both(pair, batch, (x, z, ba), weights)
         torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
         for slot in (0, 1):
             ours, theirs = (store.state[0, slot] for store in pair)
             torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
+def test_gates_match_plain_torch_at_any_size(device: torch.device):
+    spec = StateSpec(1, 6, 1, 8, 8, 4)
+    noise = torch.Generator().manual_seed(1)
+    pair = stores(spec, 5, torch.float32, device)
+    x, z, ba = project(spec, 5, torch.float32, noise, device)
+    ba *= torch.tensor([0.1, 1, 10, 50, 200], device=device)[:, None]
+    mix_both(pair, batch_of([(0, 0, 5)], 0, device), (x, z, ba), weights_of(
+        spec, torch.float32, noise, device
+    ))  # fmt: skip
+    ours, theirs = (store.gates[0, 0] for store in pair)
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)

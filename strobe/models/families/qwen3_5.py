@@ -8,6 +8,7 @@ one state per sequence. Legend as in `strobe.models.layers`; Hv value heads of D
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from strobe.attention.mask import LayerMask
+from strobe.kernels.reference_recurrent import DeltaWeights
 from strobe.kv.states import StateSpec
 from strobe.models.config import DecoderConfig, ExpertShape, TargetConfig
 from strobe.models.config_readers.decoder import (
@@ -27,9 +29,10 @@ from strobe.models.config_readers.fields import HINT, Fields, positive
 from strobe.models.config_readers.rope import RopeConfig, read_rope
 from strobe.models.families.experts import Experts, Router, SparseMLP, read_counts
 from strobe.models.layers import MLP, DecoderLayer, Layer
-from strobe.models.linear import Linear
+from strobe.models.linear import Linear, LinearView
 from strobe.models.modules import Attention, RMSNorm
 from strobe.models.ops.torch_ops import ForwardRows, Residual, TorchOps
+from strobe.models.quantization.kernel_weights import join_linears
 from strobe.models.target import Target
 from strobe.models.weight_mapping import WeightMapping, WeightPart, copy, stacked
 
@@ -186,6 +189,10 @@ class GatedDeltaNet(nn.Module):
         self.A_log = nn.Parameter(torch.ones(spec.heads))
         self.norm = GatedNorm(spec.value_dim, config.rms_norm_eps)
         self.out_proj = Linear(width, hidden)
+        self.joined: LinearView | None = None
+
+    def join(self) -> None:
+        self.joined = join_linears(self.in_proj_qkv, self.in_proj_z, self.in_proj_ba)
 
     def weight_mapping(self) -> WeightMapping:
         """Queries, keys and values are one layer, in checkpoints as well."""
@@ -195,14 +202,21 @@ class GatedDeltaNet(nn.Module):
             for name, weight in names.items()
         }
 
-    def forward(self, ops: TorchOps, x: Tensor, rows: ForwardRows) -> Tensor:
-        """x [T, H] -> gated outputs of the states [T, Hv * Dv]."""
-        ba = ops.linear(x, self.in_proj_ba)
-        decay, rate = ops.gates.delta_gates(ba, self.A_log, self.dt_bias)
-        qkv, conv = ops.linear(x, self.in_proj_qkv), self.conv1d.weight[:, 0]
-        out = ops.delta_rule(qkv, decay, rate, conv, self.layer, rows)
-        gate, norm = ops.linear(x, self.in_proj_z), self.norm
-        return ops.gates.gated_norm(out, gate, norm.weight, norm.eps)
+    def project(self, ops: TorchOps, x: Residual, norm: RMSNorm) -> Sequence[Tensor]:
+        """Residual stream -> qkv [T, C], gates z [T, Hv Dv], outputs for rate and time
+        [T, 2 Hv]."""
+        linears = self.in_proj_qkv, self.in_proj_z, self.in_proj_ba
+        if self.joined is None:
+            y = ops.norm(x.value, norm)
+            return [ops.linear(y, linear) for linear in linears]
+        y = ops.norm_linear(x, norm, self.joined)
+        return y.split([linear.out_features for linear in linears], 1)
+
+    def forward(self, ops: TorchOps, x: Residual, norm: RMSNorm, rows: ForwardRows) -> Tensor:
+        """Residual stream -> normed and gated outputs of the states [T, Hv Dv]."""
+        conv, gated = self.conv1d.weight[:, 0], self.norm
+        weights = DeltaWeights(conv, self.A_log, self.dt_bias, gated.weight, gated.eps)
+        return ops.delta_rule(self.project(ops, x, norm), weights, self.layer, rows)
 
 
 class SharedMLP(SparseMLP):
@@ -266,7 +280,7 @@ class RecurrentLayer(Layer):
         self.mlp = mlp or MLP(decoder)
 
     def forward(self, ops: TorchOps, x: Residual, rows: ForwardRows) -> None:
-        mixed = self.linear_attn(ops, ops.norm(x.value, self.input_layernorm), rows)
+        mixed = self.linear_attn(ops, x, self.input_layernorm, rows)
         ops.add_linear(x, mixed, self.linear_attn.out_proj, next_norm=self.post_attention_layernorm)
         self.mlp(ops, x, self.post_attention_layernorm, rows)
 

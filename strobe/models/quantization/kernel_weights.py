@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
 from strobe.kernels.gemm_table import Weight
 from strobe.kernels.unpack import PackedWeight
-from strobe.models.linear import AnyLinear
+from strobe.models.linear import AnyLinear, Linear, LinearView
 from strobe.models.quantization.fp8 import FP8_ROWS, Fp8Groups
 from strobe.models.quantization.mxfp4 import BLOCK, Mxfp4
 
@@ -24,3 +29,32 @@ def kernel_weight(linear: AnyLinear) -> Weight | PackedWeight | None:
     if isinstance(stored, Fp8Groups) and stored.group % 32 == 0:
         return PackedWeight(weight, scale, inputs, stored.group)
     return None
+
+
+@runtime_checkable
+class JoinsLinears(Protocol):
+    """A module with linear layers that can be one."""
+
+    def join(self) -> None:
+        """Join them if their formats allow it."""
+        ...
+
+
+def join_all(model: nn.Module) -> None:
+    """Join the linear layers that kernels compute at once, on the device."""
+    for module in model.modules():
+        if isinstance(module, JoinsLinears):
+            module.join()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()  # the former weights: the next ones may need the room
+
+
+def join_linears(*linears: Linear) -> LinearView | None:
+    """Return a layer with the outputs of all; their weights become views of its weight. None if one
+    has a bias or is quantized."""
+    if any(x.bias is not None or x.format or x.product for x in linears):
+        return None
+    weight = torch.cat([x.weight.data for x in linears])
+    for linear, part in zip(linears, weight.split([len(x.weight) for x in linears]), strict=True):
+        linear.weight.data = part
+    return LinearView(weight)
