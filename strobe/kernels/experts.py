@@ -272,13 +272,14 @@ def experts(
     sizes: Tensor | None = None,
     config: ExpertsConfig | None = None,
 ) -> Tensor:
-    """x [T, H], logits [T, E], weights and biases of the experts, extra [T, H] -> extra + the
-    weighted outputs of each row's experts [T, H]. sizes [S] int64: rows of each span; rows after
-    them are padding and choose no experts. config: the table's if None."""
+    """x [T, H], logits [T, E] ([T, E + 1] with a shared expert), weights and biases of the experts,
+    extra [T, H] -> extra + the weighted outputs of each row's experts [T, H]. sizes [S] int64: rows
+    of each span; rows after them are padding and choose no experts. config: the table's if None."""
     if config is None:
         weight = gate_up[0]
         kind = weight.kind if isinstance(weight, PackedWeight) else ""
-        config = choose(x.shape[0], weight.shape, x.dtype, x.device, kind)
+        shape = weight.shape[0] - routing.shared, *weight.shape[1:]
+        config = choose(x.shape[0], shape, x.dtype, x.device, kind)
     routed = route(logits, routing, sizes, config.block_m, by_pair=config.by_pair)
     inner = grouped(x, *gate_up, routed, config.gate_up, config.block_m, activation)
     y = grouped(inner, *down, routed, config.down, config.block_m, None)
@@ -288,7 +289,7 @@ def experts(
     pdl = supports_pdl(x.device)
     _sum_kernel[(rows, triton.cdiv(size, block))](
         y, routed.ids, extra, out, 0 if extra is None else extra.stride(0), H=size,
-        E=gate_up[0].shape[0], TOP_K=routing.top_k, BLOCK=block, PDL=pdl,
+        E=gate_up[0].shape[0], TOP_K=routed.ids.shape[1], BLOCK=block, PDL=pdl,
         num_warps=4 if block > 512 else 2, launch_pdl=pdl,
     )  # fmt: skip
     return out

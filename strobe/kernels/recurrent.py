@@ -27,7 +27,7 @@ from strobe.kernels.pdl import pdl_wait, supports_pdl
 from strobe.kernels.rowwise import round_to
 
 if TYPE_CHECKING:
-    from strobe.kernels.reference_recurrent import DeltaWeights
+    from strobe.kernels.reference_recurrent import DeltaInput
     from strobe.kv.states import StateSpec
 
 _ROWS = 8
@@ -42,6 +42,26 @@ def values_of(count: int) -> int:
 
 
 @triton.jit
+def _gates(
+    ba, a_log, dt_bias, decay, rate, stride, first, begin, size,
+    HV: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Compute the log decay and the rate of ROWS rows."""
+    row, head = begin + tl.arange(0, ROWS), tl.arange(0, HEADS)
+    inside = (row < size)[:, None] & (head < HV)[None, :]
+    at = (first + row)[:, None] * stride + head[None, :]
+    b = tl.load(ba + at, inside, 0.0).to(tl.float32)
+    time = tl.load(ba + HV + at, inside, 0.0).to(tl.float32)
+    time += tl.load(dt_bias + head, head < HV, 0.0).to(tl.float32)[None, :]
+    # log(1 + e^t) without overflow
+    time = tl.maximum(time, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(time)))
+    scale = tl.exp(tl.load(a_log + head, head < HV, 0.0).to(tl.float32))[None, :]
+    place = (first + row)[:, None] * HV + head[None, :]
+    tl.store(decay + place, -scale * time, inside)
+    tl.store(rate + place, 1.0 / (1.0 + tl.exp(-b)), inside)
+
+
+@triton.jit
 def _convolve_kernel(
     x, ba, weight, a_log, dt_bias, window, slots, firsts, sizes, accepted, fresh, out, decay, rate,
     x_stride, ba_stride,
@@ -50,36 +70,25 @@ def _convolve_kernel(
 ):  # fmt: skip
     """Convolve a span's rows and apply SiLU; the last program of the rows computes their gates."""
     pdl_wait(PDL)
-    span, part, begin = tl.program_id(0), tl.program_id(2), tl.program_id(1) * ROWS
+    span, begin = tl.program_id(0), tl.program_id(1) * ROWS
     size, first = tl.load(sizes + span), tl.load(firsts + span)
-    if part == tl.num_programs(2) - 1:
-        row, head = begin + tl.arange(0, ROWS), tl.arange(0, HEADS)
-        inside = (row < size)[:, None] & (head < HV)[None, :]
-        at = (first + row)[:, None] * ba_stride + head[None, :]
-        b = tl.load(ba + at, inside, 0.0).to(tl.float32)
-        time = tl.load(ba + HV + at, inside, 0.0).to(tl.float32)
-        time += tl.load(dt_bias + head, head < HV, 0.0).to(tl.float32)[None, :]
-        # log(1 + e^t) without overflow
-        time = tl.maximum(time, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(time)))
-        scale = tl.exp(tl.load(a_log + head, head < HV, 0.0).to(tl.float32))[None, :]
-        at = (first + row)[:, None] * HV + head[None, :]
-        tl.store(decay + at, -scale * time, inside)
-        tl.store(rate + at, 1.0 / (1.0 + tl.exp(-b)), inside)
+    if tl.program_id(2) == tl.num_programs(2) - 1:
+        _gates(ba, a_log, dt_bias, decay, rate, ba_stride, first, begin, size, HV, HEADS, ROWS)
     else:
-        lanes = part * BLOCK + tl.arange(0, BLOCK)
+        lanes = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
         inside = lanes < C
         num_accepted, continues = tl.load(accepted + span), tl.load(fresh + span) == 0
-        window += tl.load(slots + span) * (KERNEL - 1 + P) * C + lanes
-        x += first * x_stride + lanes
+        before = window + tl.load(slots + span) * (KERNEL - 1 + P) * C + lanes
+        newest = x + first * x_stride + lanes
         for row in range(begin, tl.minimum(begin + ROWS, size)):
             total = tl.zeros([BLOCK], tl.float32)
             for tap in tl.static_range(KERNEL):
                 source = row - (KERNEL - 1) + tap
                 if source >= 0:
-                    value = tl.load(x + source * x_stride, inside, other=0.0)
+                    value = tl.load(newest + source * x_stride, inside, other=0.0)
                 else:
                     source_row = num_accepted + source + KERNEL - 1
-                    value = tl.load(window + source_row * C, inside & continues, other=0.0)
+                    value = tl.load(before + source_row * C, inside & continues, other=0.0)
                 scale = tl.load(weight + lanes * KERNEL + tap, inside, other=0.0)
                 total += value.to(tl.float32) * scale.to(tl.float32)
             tl.store(out + (first + row) * C + lanes, total * tl.sigmoid(total), inside)
@@ -232,6 +241,45 @@ def _norm(
 
 
 @triton.jit
+def _save(
+    x, rows, decay, rate, window, gates, saved_keys, x_stride, slot, first, size, num_accepted,
+    continues, part, P: tl.constexpr, C: tl.constexpr, KERNEL: tl.constexpr, HV: tl.constexpr,
+    KEYS: tl.constexpr, TAPS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Save what the next forward needs of BLOCK channels of a span: the convolution's inputs, the
+    gates and the keys, which are the KEYS channels after the queries. The window moves forward in
+    place, so a program reads all it needs of it before it writes."""
+    lanes = part * BLOCK + tl.arange(0, BLOCK)
+    inside = lanes < C
+    window += slot * (KERNEL - 1 + P) * C + lanes
+    x += first * x_stride + lanes
+    skipped = tl.where(size > P, size, 0)
+    at = tl.arange(0, TAPS)[:, None]
+    back = skipped - (KERNEL - 1) + at
+    tap_mask = (at < KERNEL - 1) & inside[None, :]
+    value = tl.load(x[None, :] + back * x_stride, tap_mask & (back >= 0), other=0.0)
+    source = window[None, :] + (num_accepted + back + KERNEL - 1) * C
+    before = tl.load(source, tap_mask & continues & (back < 0), other=0.0)
+    tl.debug_barrier()  # all threads have read the window
+    tl.store(window[None, :] + at * C, tl.where(back >= 0, value, before), tap_mask)
+    if size <= P:
+        for i in range(size):
+            newest = tl.load(x + i * x_stride, inside, other=0.0)
+            tl.store(window + (KERNEL - 1 + i) * C, newest, inside)
+        key_mask = (lanes >= KEYS) & (lanes < 2 * KEYS)
+        for i in range(size):
+            key = tl.load(rows + (first + i) * C + lanes, key_mask, other=0.0)
+            tl.store(saved_keys + (slot * P + i) * KEYS + lanes - KEYS, key, key_mask)
+        if part == 0:
+            heads = tl.arange(0, HEADS)
+            spots, real = gates + slot * P * 2 * HV + heads, heads < HV
+            for j in range(size):
+                row = (first + j) * HV + heads
+                tl.store(spots + j * 2 * HV, tl.load(decay + row, real), real)
+                tl.store(spots + (j * 2 + 1) * HV, tl.load(rate + row, real), real)
+
+
+@triton.jit(do_not_specialize=["count", "num_norms"])
 def _finish_kernel(
     x, rows, decay, rate, window, gates, saved_keys, slots, firsts, sizes, accepted, fresh,
     outputs, z, gain, normed, x_stride, z_stride, eps, count, num_norms,
@@ -239,81 +287,52 @@ def _finish_kernel(
     KEYS: tl.constexpr, TAPS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
     GROUP: tl.constexpr, VALUES: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Norm the outputs, and save what the next forward needs of the spans' rows: the convolution's
-    inputs, the gates and the keys, which are the KEYS channels after the queries. The window moves
-    forward in place, so a program reads all it needs of it before it writes."""
+    """Norm the outputs in the first programs, save the spans in the others."""
     pdl_wait(PDL)
     PARTS: tl.constexpr = (HV + GROUP - 1) // GROUP
     WIDE: tl.constexpr = (C + BLOCK - 1) // BLOCK
-    if tl.program_id(0) < num_norms:
-        row, every = (tl.program_id(0) // PARTS).to(tl.int64), tl.arange(0, SPANS)
+    program = tl.program_id(0)
+    if program < num_norms:
+        row, every = (program // PARTS).to(tl.int64), tl.arange(0, SPANS)
         live = row < tl.sum(tl.load(sizes + every, every < count, 0), 0)
-        part = tl.program_id(0) % PARTS
+        part = program % PARTS
         _norm(outputs, z, gain, normed, z_stride, eps, row, live, part, HV, DV, GROUP, VALUES)
     else:
-        span, part = (tl.program_id(0) - num_norms) // WIDE, (tl.program_id(0) - num_norms) % WIDE
-        lanes = part * BLOCK + tl.arange(0, BLOCK)
-        inside = lanes < C
-        slot, first, size = tl.load(slots + span), tl.load(firsts + span), tl.load(sizes + span)
-        num_accepted, continues = tl.load(accepted + span), tl.load(fresh + span) == 0
-        window += slot * (KERNEL - 1 + P) * C + lanes
-        x += first * x_stride + lanes
-        skipped = tl.where(size > P, size, 0)
-        at = tl.arange(0, TAPS)[:, None]
-        back = skipped - (KERNEL - 1) + at
-        tap_mask = (at < KERNEL - 1) & inside[None, :]
-        value = tl.load(x[None, :] + back * x_stride, tap_mask & (back >= 0), other=0.0)
-        source = window[None, :] + (num_accepted + back + KERNEL - 1) * C
-        before = tl.load(source, tap_mask & continues & (back < 0), other=0.0)
-        tl.debug_barrier()  # all threads have read the window
-        tl.store(window[None, :] + at * C, tl.where(back >= 0, value, before), tap_mask)
-        if size <= P:
-            for i in range(size):
-                newest = tl.load(x + i * x_stride, inside, other=0.0)
-                tl.store(window + (KERNEL - 1 + i) * C, newest, inside)
-            key_mask = (lanes >= KEYS) & (lanes < 2 * KEYS)
-            for i in range(size):
-                key = tl.load(rows + (first + i) * C + lanes, key_mask, other=0.0)
-                tl.store(saved_keys + (slot * P + i) * KEYS + lanes - KEYS, key, key_mask)
-            if part == 0:
-                heads = tl.arange(0, HEADS)
-                spots, real = gates + slot * P * 2 * HV + heads, heads < HV
-                for j in range(size):
-                    row = (first + j) * HV + heads
-                    tl.store(spots + j * 2 * HV, tl.load(decay + row, real), real)
-                    tl.store(spots + (j * 2 + 1) * HV, tl.load(rate + row, real), real)
+        span = (program - num_norms) // WIDE
+        _save(
+            x, rows, decay, rate, window, gates, saved_keys, x_stride, tl.load(slots + span),
+            tl.load(firsts + span), tl.load(sizes + span), tl.load(accepted + span),
+            tl.load(fresh + span) == 0, (program - num_norms) % WIDE,
+            P, C, KERNEL, HV, KEYS, TAPS, HEADS, BLOCK,
+        )  # fmt: skip
 
 
 def mix(
-    x: Tensor,
-    z: Tensor,
-    ba: Tensor,
-    weights: DeltaWeights,
+    x: DeltaInput,
     spans: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     stored: Sequence[Tensor],
     longest: int,
     spec: StateSpec,
 ) -> Tensor:
-    """x [T, C], z [T, Hv Dv] and ba [T, 2 Hv] of any row stride, spans (slots, first rows, sizes,
-    accepted rows of the last block, whether a sequence begins) [S] -> normed and gated outputs
-    [T, Hv Dv], 0 for rows after the spans'.
+    """Spans (slots, first rows, sizes, accepted rows of the last block, whether a sequence begins)
+    [S] -> normed and gated outputs [T, Hv Dv], 0 for rows after the spans'.
 
     stored, updated in place: state [N, Hv, Dk, Dv], window [N, kernel - 1 + P, C], gates
     [N, P, 2, Hv], keys [N, P, Hk, Dk] and changes [N, P, Hv, Dv]; all in float32 but the window.
     longest: maximum rows of a span.
     """
     state, window, gates, keys, changes = stored
-    rows, count, heads = x.shape[0], spans[0].shape[0], spec.heads
-    floats = x.new_empty(rows * (spec.channels + 2 * heads), dtype=torch.float32)
+    rows, count, heads = x.qkv.shape[0], spans[0].shape[0], spec.heads
+    floats = x.qkv.new_empty(rows * (spec.channels + 2 * heads), dtype=torch.float32)
     convolved, decay, rate = floats.split([rows * n for n in (spec.channels, heads, heads)])
-    out, normed = x.new_empty((2, rows, heads * spec.value_dim))
-    pdl = supports_pdl(x.device)
+    out, normed = x.qkv.new_empty((2, rows, heads * spec.value_dim))
+    pdl = supports_pdl(x.qkv.device)
     shared = {"P": gates.shape[1], "C": spec.channels, "HV": heads, "PDL": pdl, "launch_pdl": pdl}
     wide = triton.cdiv(spec.channels, _CHANNELS)
     width = triton.next_power_of_2(heads)
     _convolve_kernel[(count, triton.cdiv(longest, _ROWS), wide + 1)](
-        x, ba, weights.conv.contiguous(), weights.a_log, weights.dt_bias, window, *spans,
-        convolved, decay, rate, x.stride(0), ba.stride(0),
+        x.qkv, x.ba, x.conv.contiguous(), x.a_log, x.dt_bias, window, *spans,
+        convolved, decay, rate, x.qkv.stride(0), x.ba.stride(0),
         KERNEL=spec.kernel, HEADS=width, ROWS=_ROWS, BLOCK=_CHANNELS, num_warps=2, **shared,
     )  # fmt: skip
     values = values_of(count)
@@ -322,13 +341,13 @@ def mix(
         HK=spec.key_heads, DK=spec.key_dim, DV=spec.value_dim,
         KEYS=max(16, triton.next_power_of_2(spec.key_dim)), VALUES=values,
         SINGLE=longest == 1,
-        PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
+        PRECISION="tf32x3" if out.dtype == torch.float32 else "tf32",
         num_warps=_WARPS, num_stages=1, **shared,
     )  # fmt: skip
     num_norms = rows * triton.cdiv(heads, _HEADS)
     _finish_kernel[(num_norms + count * wide,)](
-        x, convolved, decay, rate, window, gates, keys, *spans,
-        out, z, weights.gain, normed, x.stride(0), z.stride(0), weights.eps, count, num_norms,
+        x.qkv, convolved, decay, rate, window, gates, keys, *spans,
+        out, x.z, x.gain, normed, x.qkv.stride(0), x.z.stride(0), x.eps, count, num_norms,
         KERNEL=spec.kernel, DV=spec.value_dim, KEYS=spec.key_heads * spec.key_dim,
         TAPS=triton.next_power_of_2(spec.kernel - 1), HEADS=width, BLOCK=_CHANNELS, GROUP=_HEADS,
         VALUES=triton.next_power_of_2(spec.value_dim), SPANS=triton.next_power_of_2(count),

@@ -40,12 +40,14 @@ class Linear(Protocol):
 class Routing(NamedTuple):
     """How logits choose the top_k experts of each row. Their weights are the softmax over the
     chosen logits if `normalized`, otherwise over all, times scale [E] of the experts. held: first
-    and number of the experts at hand, if not all; the others add nothing to a row."""
+    and number of the experts at hand, if not all; the others add nothing to a row. shared: one more
+    expert, which all rows choose; its weight is the sigmoid of the last logit."""
 
     top_k: int
     normalized: bool = True
     scale: Tensor | None = None
     held: tuple[int, int] | None = None
+    shared: bool = False
 
 
 class Gate(NamedTuple):
@@ -82,12 +84,17 @@ def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
 
 
 def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    """logits [T, E] -> weights [T, k] in the logits' dtype, experts [T, k].
+    """logits [T, E] -> weights [T, k] in the logits' dtype, experts [T, k]; with a shared expert,
+    logits [T, E + 1] -> [T, k + 1].
 
     Normalized weights, divided by their sum, equal the softmax over the k largest logits. Experts
     are numbered from the first at hand; all others have the number after the last.
     """
     values = logits.float()
+    if routing.shared:
+        weights, ids = route(logits[:, :-1], routing._replace(shared=False))
+        share, last = values[:, -1:].sigmoid(), logits.shape[1] - 1
+        return torch.cat([weights, share.to(weights)], 1), F.pad(ids, (0, 1), value=last)
     top, ids = values.topk(routing.top_k, dim=-1)
     normalizer = top if routing.normalized else values
     weights = torch.exp(top - normalizer.logsumexp(-1, keepdim=True))

@@ -24,10 +24,14 @@ FEW = 16
 """Spans of up to this many rows are computed row by row."""
 
 
-class DeltaWeights(NamedTuple):
-    """Of a layer: the convolution's [C, kernel]; a_log, dt_bias [Hv] of the gates; gain [Dv] and
-    eps of the norm after it."""
+class DeltaInput(NamedTuple):
+    """Rows and weights of a layer. qkv [T, C], gates z [T, Hv Dv] and outputs for rate and time ba
+    [T, 2 Hv], of any row stride; the convolution's weight [C, kernel]; a_log, dt_bias [Hv] of the
+    gates; gain [Dv] and eps of the norm."""
 
+    qkv: Tensor
+    z: Tensor
+    ba: Tensor
     conv: Tensor
     a_log: Tensor
     dt_bias: Tensor
@@ -48,19 +52,12 @@ class PaddedGroup(NamedTuple):
 
 
 def gated_mix(
-    x: Tensor,
-    z: Tensor,
-    ba: Tensor,
-    weights: DeltaWeights,
-    groups: Sequence[PaddedGroup],
-    stored: Sequence[Tensor],
-    spec: StateSpec,
+    x: DeltaInput, groups: Sequence[PaddedGroup], stored: Sequence[Tensor], spec: StateSpec
 ) -> Tensor:
-    """`mix` with gates from ba [T, 2 Hv], and its outputs normed and gated by z [T, Hv Dv] ->
-    [T, Hv Dv]."""
-    decay, rate = delta_gates(ba, weights.a_log, weights.dt_bias)
-    out = mix(x, decay, rate, weights.conv, groups, stored, spec)
-    return gated_norm(out, z, weights.gain, weights.eps)
+    """`mix` with its gates computed, and its outputs normed and gated -> [T, Hv Dv]."""
+    decay, rate = delta_gates(x.ba, x.a_log, x.dt_bias)
+    out = mix(x.qkv, decay, rate, x.conv, groups, stored, spec)
+    return gated_norm(out, x.z, x.gain, x.eps)
 
 
 def mix(

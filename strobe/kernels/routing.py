@@ -1,7 +1,8 @@
 # pyright: basic, reportCallIssue=false, reportAttributeAccessIssue=false
 """The experts of each row, and the pairs of a row and an expert sorted by expert.
 
-Legend: T rows, E experts, k experts per row, P = T k pairs, row after row.
+Legend: T rows, E experts, k experts per row, P = T k pairs, row after row. A shared expert, which
+all rows choose, follows the E, and is a row's last.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def _route_kernel(
     FIRST: tl.constexpr,
     HELD: tl.constexpr,
     TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,  # 1 with a shared expert, the sigmoid of whose logit is its weight
     NORMALIZED: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -57,9 +59,9 @@ def _route_kernel(
     order = tl.where(values == values, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), 0x7FFFFFFF)
     keys = (order.to(tl.int64) << 32) | (WIDTH - 1 - column)[None, :]
     keys = tl.where((column < E)[None, :], keys, -(2**63))
-    slot = tl.arange(0, triton.next_power_of_2(TOP_K))
-    best = tl.zeros([BLOCK, triton.next_power_of_2(TOP_K)], tl.float32) + float("-inf")
-    chosen = tl.zeros([BLOCK, triton.next_power_of_2(TOP_K)], tl.int32)
+    slot = tl.arange(0, triton.next_power_of_2(TOP_K + SHARED))
+    best = tl.zeros([BLOCK, triton.next_power_of_2(TOP_K + SHARED)], tl.float32) + float("-inf")
+    chosen = tl.zeros([BLOCK, triton.next_power_of_2(TOP_K + SHARED)], tl.int32)
     for j in tl.static_range(TOP_K):
         key = tl.max(keys, 1)
         keys = tl.where(keys == key[:, None], -(2**63), keys)
@@ -77,8 +79,12 @@ def _route_kernel(
     share = tl.exp(best - top[:, None]) / total[:, None]
     if scale is not None:
         share *= tl.load(scale + tl.where(chosen < E, chosen, 0)).to(tl.float32)
-    at = row[:, None] * TOP_K + slot[None, :]
-    stored = inside[:, None] & (slot < TOP_K)[None, :]
+    if SHARED:
+        logit = tl.load(logits + row * stride + E, inside, 0.0).to(tl.float32)[:, None]
+        share = tl.where((slot == TOP_K)[None, :], 1.0 / (1.0 + tl.exp(-logit)), share)
+        chosen = tl.where((slot == TOP_K)[None, :], E, chosen)
+    at = row[:, None] * (TOP_K + SHARED) + slot[None, :]
+    stored = inside[:, None] & (slot < TOP_K + SHARED)[None, :]
     tl.store(weights + at, share, stored)
     at_hand = (chosen >= FIRST) & (chosen < FIRST + HELD)
     tl.store(ids + at, tl.where(live[:, None] & at_hand, chosen - FIRST, HELD), stored)
@@ -136,20 +142,23 @@ class Routed(NamedTuple):
 def route(
     logits: Tensor, routing: Routing, sizes: Tensor | None, block_m: int, *, by_pair: bool
 ) -> Routed:
-    """logits [T, E]; sizes [S] int64: rows of each span, all rows if None."""
-    (rows, total), top_k, device = logits.shape, routing.top_k, logits.device
-    first, count = routing.held or (0, total)
+    """logits [T, E], or [T, E + 1] with a shared expert; sizes [S] int64: rows of each span, all
+    rows if None."""
+    rows, device, shared = logits.shape[0], logits.device, int(routing.shared)
+    total, chosen = logits.shape[1] - shared, routing.top_k + shared
+    first, count = routing.held or (0, total + shared)
     pdl = supports_pdl(device)
-    number = rows * top_k
+    number = rows * chosen
     places = torch.empty(2 * number, dtype=torch.int32, device=device)
-    ids, pairs = places[:number].view(rows, top_k), places[number:]
-    weights = torch.empty(rows, top_k, dtype=torch.float32, device=device)
+    ids, pairs = places[:number].view(rows, chosen), places[number:]
+    weights = torch.empty(rows, chosen, dtype=torch.float32, device=device)
     width = triton.next_power_of_2(total)
     block = min(max(_ROUTED_CELLS // width, 1), triton.next_power_of_2(rows))
     spans = 0 if sizes is None else sizes.shape[0]
     _route_kernel[(triton.cdiv(rows, block),)](
         logits, routing.scale, sizes, ids, weights, rows, logits.stride(0), spans,
-        E=total, FIRST=first, HELD=count, TOP_K=top_k, NORMALIZED=routing.normalized,
+        E=total, FIRST=first, HELD=count, TOP_K=routing.top_k, SHARED=shared,
+        NORMALIZED=routing.normalized,
         BLOCK=block, WIDTH=width, SPANS=triton.next_power_of_2(max(spans, 1)), PDL=pdl,
         num_warps=4, launch_pdl=pdl,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from strobe.models.config import TargetConfig
 from strobe.models.dflash import DFlash
-from strobe.models.families.experts import Experts
+from strobe.models.families.experts import Experts, SparseMLP
 from strobe.models.linear import AnyLinear, Linear
 from strobe.models.modules import RMSNorm
 from strobe.models.ops.torch_ops import Activation, ExpertsLayer, ForwardRows, Residual, TorchOps
@@ -25,7 +25,7 @@ PARTIAL = ("o_proj", "out_proj", "down_proj")
 """Linear layers whose inputs are split, by name: the sum of their outputs is the whole output."""
 
 
-def partial_linears(model: nn.Module, group: Group) -> frozenset[Linear]:
+def partial_linears(model: nn.Module, group: Group) -> frozenset[AnyLinear]:
     """Return the layers whose inputs are split, or experts of which each rank has some. Only the
     first rank keeps biases of layers whose inputs are split."""
     names = {path: m for path, m in model.named_modules() if isinstance(m, Linear)}
@@ -34,7 +34,8 @@ def partial_linears(model: nn.Module, group: Group) -> frozenset[Linear]:
     for linear in found:
         if linear.bias is not None and group.rank and linear not in whole:
             linear.bias.zero_()
-    return frozenset(found)
+    joined = (m.layer.down for m in model.modules() if isinstance(m, SparseMLP))
+    return frozenset[AnyLinear]([*found, *joined])
 
 
 class RankOps(TorchOps):
@@ -46,7 +47,7 @@ class RankOps(TorchOps):
     """
 
     group: Group
-    partial: frozenset[Linear]
+    partial: frozenset[AnyLinear]
     vocab_rows: int
     head_rows: int
 

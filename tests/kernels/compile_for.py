@@ -115,7 +115,7 @@ def grouped(_: int, shared: int) -> Iterator[Call]:
             x = torch.empty(bucket, 256, dtype=torch.bfloat16)
             config = guess(bucket, tuple(up.shape), x.dtype, kind, shared)
             yield partial(
-                experts, x, torch.empty(bucket, 8), Routing(2), (up, None), (down, None),
+                experts, x, torch.empty(bucket, 8), Routing(2, shared=not kind), (up, None), (down, None),
                 Gate("silu"), torch.empty_like(x), config=config,
             )  # fmt: skip
 
@@ -124,7 +124,7 @@ def others(*_: int) -> Iterator[Call]:
     """Gates, recurrent layers, sampling, norms and rope, and exchanges between ranks."""
     from strobe.kernels import gates, recurrent, rowwise, sampling
     from strobe.kernels.ranks import RankMemory
-    from strobe.kernels.reference_recurrent import DeltaWeights
+    from strobe.kernels.reference_recurrent import DeltaInput
     from strobe.kernels.steps import gather_rows
     from strobe.models.config import StateSpec
 
@@ -144,9 +144,9 @@ def others(*_: int) -> Iterator[Call]:
     projected = torch.empty(16, spec.channels + 4096 + 64, dtype=torch.bfloat16)
     parts = projected.split([spec.channels, 4096, 64], 1)
     conv = torch.empty(spec.channels, 4, dtype=torch.bfloat16)
-    weights = DeltaWeights(conv, wide[0, :32], wide[0, :32], wide[0, :128], 1e-6)
+    layer = DeltaInput(*parts, conv, wide[0, :32], wide[0, :32], wide[0, :128], 1e-6)
     for longest in (1, 16, 64):
-        yield partial(recurrent.mix, *parts, weights, spans, stored, longest, spec)
+        yield partial(recurrent.mix, layer, spans, stored, longest, spec)
     logits = torch.empty(8, 151936)
     yield partial(sampling.argmax, logits)
     yield partial(sampling.argmax, logits, torch.empty(8))

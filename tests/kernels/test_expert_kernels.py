@@ -14,7 +14,7 @@ from strobe.kernels.experts import experts, route
 from strobe.kernels.experts_table import ExpertsConfig
 from strobe.kernels.gemm_table import Weight
 from strobe.kernels.reference_experts import Gate, Routing
-from strobe.models.linear import LinearView
+from strobe.models.linear import LinearView, apply
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SMALL = (32, 32, 4, 2)
@@ -81,6 +81,23 @@ def test_experts_match_twin(device: torch.device, rows: int, config: ExpertsConf
     routing, activation = Routing(2), Gate("silu")
     actual = layer.run(routing, activation, config=config)
     torch.testing.assert_close(actual, layer.twin(routing, activation), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 21])
+@pytest.mark.parametrize("config", [PAIRS, SORTED], ids=["pairs", "sorted"])
+def test_all_rows_choose_a_shared_expert(device: torch.device, rows: int, config: ExpertsConfig):
+    """Compares with the shared expert's own two linear layers; the last two rows are padding."""
+    layer, routing, activation = problem(rows + 2, device), Routing(2, shared=True), Gate("silu")
+    sizes = torch.tensor([rows], device=device)
+    actual = layer.run(routing, activation, config=config, sizes=sizes)[:rows]
+    gate_up, down = (LinearView(weight.data[5]) for weight, _ in (layer.gate_up, layer.down))
+    output = apply(down, activation(apply(gate_up, layer.x)))
+    extra = layer.extra + output * layer.logits[:, 5:].sigmoid()
+    others = replace(layer.held(0, 5), logits=layer.logits[:, :5], extra=extra)
+    expected = others.twin(Routing(2), activation)[:rows]
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
+    twin = layer.twin(routing, activation)[:rows]
+    torch.testing.assert_close(twin, expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,7 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "gpt_oss": partial(make_target, family=GptOssForCausalLM, **GPT_OSS),
     "qwen3_5": partial(make_hybrid, **HYBRID),
     "qwen3_5_moe": partial(make_hybrid, **HYBRID, **EXPERTS),
+    "joined": partial(make_hybrid, **HYBRID, **EXPERTS | {"shared_expert_intermediate_size": 24}),
     "gemma4": partial(make_target, **GEMMA4),
     "gemma4_moe": partial(make_target, **GEMMA4, **GEMMA4_MOE),
 }
@@ -402,14 +403,15 @@ def test_layers_with_experts_run_by_kernels(
     assert names == ["gather_rows", *layer, *layer, *HEAD]
 
 
-@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "experts"])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "joined"])
 def test_hybrid_layers_run_by_kernels(
-    tmp_path: Path, device: torch.device, sparse: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, device: torch.device, family: str, monkeypatch: pytest.MonkeyPatch
 ):
-    family = "qwen3_5_moe" if sparse else "qwen3_5"
+    """A shared MLP as large as an expert is one."""
     names, _, _ = launches(family, tmp_path, device, monkeypatch)
     dense = [GATED, "linear residual next_norm"]
-    shared = ["linear gated", "linear", "linear", "gate"]
+    sparse = family != "qwen3_5"
+    shared = ["linear gated", "linear", "linear", "gate"] if family == "qwen3_5_moe" else []
     mlp = ["rms_norm", *shared, "linear", "experts", "copy_.default"] if sparse else dense
     rule = ["linear norm", "mix"]
     attention = ["qk_norm_rope_store", "attention", "gate", "linear residual next_norm"]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("triton")
 
@@ -68,32 +66,31 @@ def stores(spec: StateSpec, pending: int, dtype: torch.dtype, device: torch.devi
 
 
 def weights_of(spec: StateSpec, dtype: torch.dtype, noise: torch.Generator, device: Any) -> Any:
-    """Return random weights. a_log, dt_bias: spread the decay."""
+    """Return random weights, with an empty input."""
     conv = torch.randn(spec.channels, spec.kernel, generator=noise)
     a_log, dt_bias, gain = (
         torch.randn(size, generator=noise) for size in (spec.heads, spec.heads, spec.value_dim)
     )
     parts = (part.to(device, dtype) for part in (conv, a_log - 1, dt_bias, 1 + gain / 4))
-    return reference_recurrent.DeltaWeights(*parts, eps=1e-2)
+    return reference_recurrent.DeltaInput(conv, conv, conv, *parts, eps=1e-2)
 
 
-def project(
-    spec: StateSpec, rows: int, dtype: torch.dtype, noise: torch.Generator, device: torch.device
-) -> Sequence[Tensor]:
-    """Return random outputs of one layer for qkv, z, and rate and time."""
+def project(spec: StateSpec, rows: int, weights: Any, noise: torch.Generator) -> Any:
+    """Return the weights with rows of one linear layer."""
     sizes = [spec.channels, spec.heads * spec.value_dim, 2 * spec.heads]
-    y = torch.randn(rows, sum(sizes), generator=noise)
-    return y.to(device, dtype).split(sizes, 1)
+    y = torch.randn(rows, sum(sizes), generator=noise).to(weights.conv)
+    qkv, z, ba = y.split(sizes, 1)
+    return weights._replace(qkv=qkv, z=z, ba=ba)
 
 
-def mix_both(pair: Any, batch: Batch, projected: Sequence[Tensor], weights: Any) -> Any:
+def mix_both(pair: Any, batch: Batch, x: Any) -> Any:
     """Return the outputs of plain torch and of the kernels, each with its own store."""
     nothing: Any = None
     plain, fused = (RecurrentPlan(nothing, batch, store) for store in pair)
-    rows, spec = (*projected, weights), plain.states.spec
+    spec = plain.states.spec
     return (
-        reference_recurrent.gated_mix(*rows, plain.groups, plain.stored(0), spec),
-        recurrent.mix(*rows, fused.spans, fused.stored(0), batch.longest, spec),
+        reference_recurrent.gated_mix(x, plain.groups, plain.stored(0), spec),
+        recurrent.mix(x, fused.spans, fused.stored(0), batch.longest, spec),
     )
 
 
@@ -105,10 +102,10 @@ def test_steps_match_plain_torch(spec: StateSpec, dtype: torch.dtype, device: to
     weights = weights_of(spec, dtype, noise, device)
     for spans in STEPS:
         batch = batch_of(spans, 3, device)
-        projected = project(spec, len(batch.positions), dtype, noise, device)
-        for part in projected:
+        x = project(spec, len(batch.positions), weights, noise)
+        for part in (x.qkv, x.z, x.ba):
             part[-3:] = float("nan")
-        expected, actual = mix_both(pair, batch, projected, weights)
+        expected, actual = mix_both(pair, batch, x)
         close = {"atol": BOUND[dtype], "rtol": BOUND[dtype]}
         torch.testing.assert_close(actual[:-3], expected[:-3], **close)
         assert not actual[-3:].any()
@@ -150,11 +147,11 @@ def test_blocks_of_16_rows_match_across_prefill_and_decode(similar: bool, device
     ]
     for spans in steps:
         batch = batch_of(spans, 0, device, longest=1)
-        x, z, ba = project(spec, len(batch.positions), torch.float32, noise, device)
+        x = project(spec, len(batch.positions), weights, noise)
         if similar:
-            x = x[:1] + 0.01 * x
-            ba[:, : spec.heads] += 5
-        expected, actual = mix_both(pair, batch, (x, z, ba), weights)
+            x = x._replace(qkv=x.qkv[:1] + 0.01 * x.qkv)
+            x.ba[:, : spec.heads] += 5
+        expected, actual = mix_both(pair, batch, x)
         torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
         for slot in (0, 1):
             ours, theirs = (store.state[0, slot] for store in pair)
@@ -165,10 +162,8 @@ def test_gates_match_plain_torch_at_any_size(device: torch.device):
     spec = StateSpec(1, 6, 1, 8, 8, 4)
     noise = torch.Generator().manual_seed(1)
     pair = stores(spec, 5, torch.float32, device)
-    x, z, ba = project(spec, 5, torch.float32, noise, device)
-    ba *= torch.tensor([0.1, 1, 10, 50, 200], device=device)[:, None]
-    mix_both(pair, batch_of([(0, 0, 5)], 0, device), (x, z, ba), weights_of(
-        spec, torch.float32, noise, device
-    ))  # fmt: skip
+    x = project(spec, 5, weights_of(spec, torch.float32, noise, device), noise)
+    x.ba.mul_(torch.tensor([0.1, 1, 10, 50, 200], device=device)[:, None])
+    mix_both(pair, batch_of([(0, 0, 5)], 0, device), x)
     ours, theirs = (store.gates[0, 0] for store in pair)
     torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)

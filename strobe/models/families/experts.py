@@ -40,21 +40,27 @@ SILU = Gate("silu")
 
 
 class Router(nn.Module):
-    """Chooses the experts of each row and the weights of their outputs."""
+    """Chooses the experts of each row and the weights of their outputs. joined: with an output for
+    a shared expert."""
 
     def __init__(self, hidden_size: int, shape: ExpertShape, *, bias: bool = False):
         super().__init__()
         self.top_k, self.normalized = shape.top_k, shape.normalized
         self.weight = nn.Parameter(torch.empty(shape.count, hidden_size))
         self.bias = nn.Parameter(torch.empty(shape.count)) if bias else None
+        self.joined: LinearView | None = None
+
+    @property
+    def linear(self) -> LinearView:
+        return self.joined or LinearView(self.weight, self.bias)
 
     @property
     def routing(self) -> Routing:
-        return Routing(self.top_k, self.normalized)
+        return Routing(self.top_k, self.normalized, shared=self.joined is not None)
 
     def logits(self, ops: TorchOps, x: Tensor) -> Tensor:
-        """x [T, H] -> [T, E]."""
-        return ops.linear(x, LinearView(self.weight, self.bias))
+        """x [T, H] -> [T, E], or [T, E + 1] with a shared expert."""
+        return ops.linear(x, self.linear)
 
 
 class Experts(nn.Module):

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strobe.attention.mask import LayerMask
@@ -227,19 +226,34 @@ def make_layer(decoder: DecoderConfig, layer: int) -> Layer:
     return Gemma4SparseLayer(decoder, layer, decoder.experts)
 
 
+class RouterNorm(RMSNorm):
+    """Also divides by the square root of the size."""
+
+    def fold(self, scale: float = 1.0) -> None:
+        super().fold(scale * self.weight.numel() ** -0.5)
+
+
 class Gemma4Router(nn.Module):
     """Chooses experts by a row's direction. The weights are the softmax over the k largest logits,
     each times the expert's scale."""
 
     def __init__(self, hidden_size: int, shape: ExpertShape, eps: float):
         super().__init__()
-        self.top_k, self.eps = shape.top_k, eps
-        self.scale = nn.Parameter(torch.ones(hidden_size))
+        self.top_k = shape.top_k
+        self.norm = RouterNorm(hidden_size, eps)
         self.weight = nn.Parameter(torch.empty(shape.count, hidden_size))
         self.per_expert_scale = nn.Parameter(torch.ones(shape.count))
 
     def weight_mapping(self) -> WeightMapping:
-        return {"weight": [WeightPart({"proj.weight": tuple(self.weight.shape)})]}
+        """The norm's weight is called scale."""
+        return {
+            "weight": [WeightPart({"proj.weight": tuple(self.weight.shape)})],
+            "norm.weight": [WeightPart({"scale": tuple(self.norm.weight.shape)})],
+        }
+
+    @property
+    def linear(self) -> LinearView:
+        return LinearView(self.weight)
 
     @property
     def routing(self) -> Routing:
@@ -247,9 +261,7 @@ class Gemma4Router(nn.Module):
 
     def logits(self, ops: TorchOps, x: Tensor) -> Tensor:
         """x [T, H] -> [T, E]."""
-        size = x.shape[1:]
-        normed = F.rms_norm(x, size, self.scale, self.eps) * size.numel() ** -0.5
-        return ops.linear(normed, LinearView(self.weight))
+        return ops.norm_linear(ops.residual(x), self.norm, self.linear)
 
 
 class Gemma4Layer(Layer):

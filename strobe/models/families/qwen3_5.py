@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from strobe.attention.mask import LayerMask
-from strobe.kernels.reference_recurrent import DeltaWeights
+from strobe.kernels.reference_recurrent import DeltaInput
 from strobe.kv.states import StateSpec
 from strobe.models.config import DecoderConfig, ExpertShape, TargetConfig
 from strobe.models.config_readers.decoder import (
@@ -31,7 +31,7 @@ from strobe.models.families.experts import Experts, Router, SparseMLP, read_coun
 from strobe.models.layers import MLP, DecoderLayer, Layer
 from strobe.models.linear import Linear, LinearView
 from strobe.models.modules import Attention, RMSNorm
-from strobe.models.ops.torch_ops import ForwardRows, Residual, TorchOps
+from strobe.models.ops.torch_ops import ExpertsLayer, ForwardRows, Residual, TorchOps
 from strobe.models.quantization.kernel_weights import join_linears
 from strobe.models.target import Target
 from strobe.models.weight_mapping import WeightMapping, WeightPart, copy, stacked
@@ -203,8 +203,7 @@ class GatedDeltaNet(nn.Module):
         }
 
     def project(self, ops: TorchOps, x: Residual, norm: RMSNorm) -> Sequence[Tensor]:
-        """Residual stream -> qkv [T, C], gates z [T, Hv Dv], outputs for rate and time
-        [T, 2 Hv]."""
+        """Residual stream -> qkv, z and ba; see `DeltaInput`."""
         linears = self.in_proj_qkv, self.in_proj_z, self.in_proj_ba
         if self.joined is None:
             y = ops.norm(x.value, norm)
@@ -214,21 +213,43 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, ops: TorchOps, x: Residual, norm: RMSNorm, rows: ForwardRows) -> Tensor:
         """Residual stream -> normed and gated outputs of the states [T, Hv Dv]."""
-        conv, gated = self.conv1d.weight[:, 0], self.norm
-        weights = DeltaWeights(conv, self.A_log, self.dt_bias, gated.weight, gated.eps)
-        return ops.delta_rule(self.project(ops, x, norm), weights, self.layer, rows)
+        qkv, z, ba = self.project(ops, x, norm)
+        weights = self.conv1d.weight[:, 0], self.A_log, self.dt_bias, self.norm.weight
+        return ops.delta_rule(DeltaInput(qkv, z, ba, *weights, self.norm.eps), self.layer, rows)
 
 
 class SharedMLP(SparseMLP):
-    """Experts, and a shared MLP for all rows whose output is multiplied by a gate."""
+    """Experts, and a shared MLP for all rows whose output is multiplied by a gate. joined: their
+    weights in one layer each, the shared one last."""
 
     def __init__(self, config: DecoderConfig, shape: ExpertShape):
         size = config.hidden_size
         super().__init__(Router(size, shape), Experts(size, shape), called="gate")
         self.shared_expert = MLP(replace(config, intermediate_size=shape.shared))
         self.shared_expert_gate = Linear(size, 1)
+        self.joined: tuple[LinearView, LinearView] | None = None
+
+    def join(self) -> None:
+        """Make the shared MLP one more expert, if it is as large as one and no rank has whole
+        experts."""
+        experts, shared = self.experts, self.shared_expert
+        if experts.held is not None or self.joined is not None:
+            return
+        router = join_linears(self.router.linear, self.shared_expert_gate)
+        gate_up = join_linears(experts.gate_up_proj, shared.gate_up_proj)
+        down = join_linears(experts.down_proj, shared.down_proj)
+        if router and gate_up and down:
+            self.router.joined, self.joined = router, (gate_up, down)
+
+    @property
+    def layer(self) -> ExpertsLayer:
+        layer = super().layer
+        gate_up, down = self.joined or (layer.gate_up, layer.down)
+        return layer._replace(gate_up=gate_up, down=down)
 
     def forward(self, ops: TorchOps, x: Residual, norm: RMSNorm, rows: ForwardRows) -> None:
+        if self.joined is not None:
+            return super().forward(ops, x, norm, rows)
         y, shared = ops.norm(x.value, norm), self.shared_expert
         inner = ops.linear(y, shared.gate_up_proj, "silu")
         gate = ops.linear(y, self.shared_expert_gate)

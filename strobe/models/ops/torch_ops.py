@@ -18,7 +18,7 @@ from torch import Tensor
 from strobe.attention.base import PagedPlan
 from strobe.attention.recurrent import RecurrentPlan
 from strobe.kernels import reference_experts, reference_gates
-from strobe.kernels.reference_recurrent import DeltaWeights, gated_mix
+from strobe.kernels.reference_recurrent import DeltaInput, gated_mix
 from strobe.kernels.reference_residual import ResidualStream
 from strobe.kv.store import KVStore
 from strobe.models.linear import AnyLinear, apply
@@ -155,15 +155,13 @@ class TorchOps:
         routed, complete = reference_experts.route(logits, routing), routing.held is None
         return reference_experts.experts(x, *routed, gate_up, down, gate, extra, complete=complete)
 
-    def delta_rule(
-        self, projected: Sequence[Tensor], weights: DeltaWeights, layer: int, rows: ForwardRows
-    ) -> Tensor:
+    def delta_rule(self, x: DeltaInput, layer: int, rows: ForwardRows) -> Tensor:
         """Convolution and gated delta rule over the sequences' states (Yang et al., arXiv
-        2412.06464), and the norm after it: qkv [T, C], gates z [T, Hv Dv] and outputs for rate and
-        time ba [T, 2 Hv] -> [T, Hv Dv]. layer: index among the recurrent layers."""
+        2412.06464), and the norm after it -> [T, Hv Dv]. layer: index among the recurrent layers.
+        """
         plan: RecurrentPlan = rows.recurrent
         spans, held = plan.groups, plan.stored(layer)
-        return gated_mix(*projected, weights, spans, held, plan.states.spec)
+        return gated_mix(x, spans, held, plan.states.spec)
 
     def head(self, x: Tensor, norm: RMSNorm, head: AnyLinear) -> Tensor:
         """Residual stream [R, H], head [V, H] -> logits [R, V]."""

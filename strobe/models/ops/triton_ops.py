@@ -7,7 +7,6 @@ residual stream. Legend as in `torch_ops.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from strobe.kernels import gates
 from strobe.kernels.experts import MAX_ROWS, experts
 from strobe.kernels.linear import Gemms, Weight
 from strobe.kernels.recurrent import mix
-from strobe.kernels.reference_recurrent import DeltaWeights
+from strobe.kernels.reference_recurrent import DeltaInput
 from strobe.kernels.residual import FusedResidual
 from strobe.kernels.rowwise import context_store, qk_norm_rope_store, rms_norm
 from strobe.kernels.steps import gather_rows
@@ -120,12 +119,10 @@ class TritonOps(TorchOps):
         sizes = None if rows.paged is None else rows.paged.sizes
         return experts(x, logits, layer.routing, first, second, layer.gate, extra, sizes)
 
-    def delta_rule(
-        self, projected: Sequence[Tensor], weights: DeltaWeights, layer: int, rows: ForwardRows
-    ) -> Tensor:
+    def delta_rule(self, x: DeltaInput, layer: int, rows: ForwardRows) -> Tensor:
         plan: RecurrentPlan = rows.recurrent
         longest, stored = plan.batch.longest, plan.stored(layer)
-        return mix(*projected, weights, plan.spans, stored, longest, plan.states.spec)
+        return mix(x, plan.spans, stored, longest, plan.states.spec)
 
     def argmax(self, x: Tensor, norm: RMSNorm, head: AnyLinear) -> Tensor:
         return self.gemms.head_argmax(self.norm(x, norm), self._weight(head)[0])

@@ -9,7 +9,7 @@ from torch import nn
 
 from strobe.kernels.gemm_table import Weight
 from strobe.kernels.unpack import PackedWeight
-from strobe.models.linear import AnyLinear, Linear, LinearView
+from strobe.models.linear import AnyLinear, LinearView
 from strobe.models.quantization.fp8 import FP8_ROWS, Fp8Groups
 from strobe.models.quantization.mxfp4 import BLOCK, Mxfp4
 
@@ -49,12 +49,16 @@ def join_all(model: nn.Module) -> None:
                 torch.cuda.empty_cache()  # the former weights: the next ones may need the room
 
 
-def join_linears(*linears: Linear) -> LinearView | None:
-    """Return a layer with the outputs of all; their weights become views of its weight. None if one
-    has a bias or is quantized."""
+def join_linears(*linears: AnyLinear) -> LinearView | None:
+    """Return a layer with the outputs of all, or experts and one more of their shape; the weights
+    become views of its weight. None if shapes differ, or if one has a bias or is quantized."""
+    weights, most = [x.weight for x in linears], max(x.weight.ndim for x in linears)
+    parts = [weight.data if weight.ndim == most else weight.data[None] for weight in weights]
     if any(x.bias is not None or x.format or x.product for x in linears):
         return None
-    weight = torch.cat([x.weight.data for x in linears])
-    for linear, part in zip(linears, weight.split([len(x.weight) for x in linears]), strict=True):
-        linear.weight.data = part
-    return LinearView(weight)
+    if len({part.shape[1:] for part in parts}) > 1:
+        return None
+    joined = torch.cat(parts)
+    for weight, part in zip(weights, joined.split([len(part) for part in parts]), strict=True):
+        weight.data = part.view(weight.shape)
+    return LinearView(joined)
