@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from strobe.kernels.pdl import pdl_wait, supports_pdl
+from strobe.kernels.reference_gates import Norm
 from strobe.kernels.rowwise import parts_of, round_to, row_part
 
 
@@ -48,6 +49,28 @@ def _add_norm_kernel(
     tl.store(out + row * H + at, round_to(total, out.dtype.element_ty), inside)
 
 
+@triton.jit
+def _unit(x, eps, H: tl.constexpr):
+    return x * tl.rsqrt(tl.sum(x * x, 0) / H + eps)
+
+
+@triton.jit
+def _add_norms_kernel(
+    x, y, z, of_y, of_z, of_both, scale, out, x_stride, y_stride, z_stride, y_eps, z_eps, eps,
+    H: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    pdl_wait(PDL)
+    row, at, inside = row_part(H, BLOCK)
+    before = tl.load(x + row * x_stride + at, inside, 0.0).to(tl.float32)
+    first = tl.load(y + row * y_stride + at, inside, 0.0).to(tl.float32)
+    second = tl.load(z + row * z_stride + at, inside, 0.0).to(tl.float32)
+    both = _unit(first, y_eps, H) * tl.load(of_y + at, inside, 0.0).to(tl.float32)
+    both += _unit(second, z_eps, H) * tl.load(of_z + at, inside, 0.0).to(tl.float32)
+    total = before + _unit(both, eps, H) * tl.load(of_both + at, inside, 0.0).to(tl.float32)
+    total *= tl.load(scale).to(tl.float32)
+    tl.store(out + row * H + at, round_to(total, out.dtype.element_ty), inside)
+
+
 def gate(x: Tensor, logits: Tensor, extra: Tensor | None = None) -> Tensor:
     """x [T, N] * sigmoid(logits [T, N] or [T, 1]) + extra [T, N] -> [T, N]."""
     rows, size = x.shape
@@ -70,6 +93,22 @@ def add_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, scale: Tensor | N
     pdl = supports_pdl(x.device)
     _add_norm_kernel[(rows,)](
         x, y, weight, scale, out, x.stride(0), y.stride(0), eps, H=size, BLOCK=block, PDL=pdl,
+        num_warps=min(max(block // 512, 1), 16), launch_pdl=pdl,
+    )  # fmt: skip
+    return out
+
+
+def add_norms(
+    x: Tensor, y: Tensor, z: Tensor, norms: tuple[Norm, Norm, Norm], scale: Tensor
+) -> Tensor:
+    """(x + norm(norm_y(y) + norm_z(z))) * scale [1] -> [T, H]; norms: of y, z and their sum."""
+    rows, size = x.shape
+    out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
+    block = triton.next_power_of_2(size)
+    pdl = supports_pdl(x.device)
+    _add_norms_kernel[(rows,)](
+        x, y, z, *(norm.weight for norm in norms), scale, out, x.stride(0), y.stride(0),
+        z.stride(0), *(norm.eps for norm in norms), H=size, BLOCK=block, PDL=pdl,
         num_warps=min(max(block // 512, 1), 16), launch_pdl=pdl,
     )  # fmt: skip
     return out

@@ -114,12 +114,13 @@ def experts(
     gate_up: Linear,
     down: Linear,
     activate: Callable[[Tensor], Tensor],
-    residual: Tensor,
+    residual: Tensor | None,
     *,
     complete: bool = True,
 ) -> Tensor:
-    """x, residual [T, H], weights and expert ids [T, k] -> residual + the weighted outputs of each
-    row's experts, down(activate(gate_up(x))). complete: whether all ids are below E."""
+    """x, residual [T, H] or None for 0, weights and expert ids [T, k] -> residual + the weighted
+    outputs of each row's experts, down(activate(gate_up(x))). complete: whether all ids are below
+    E."""
     of_pair, order = ids.flatten().sort(stable=True)
     every = torch.arange(gate_up.weight.shape[0], device=x.device)
     ends = torch.searchsorted(of_pair, every, right=True, out_int32=True)
@@ -129,6 +130,8 @@ def experts(
     outputs = torch.empty_like(pairs).index_copy_(0, order, pairs).view(*ids.shape, -1)
     if not complete:
         outputs.masked_fill_((ids == every.shape[0])[..., None], 0)
+    if residual is None:
+        return torch.bmm(weights[:, None], outputs)[:, 0]
     return torch.baddbmm(residual[:, None], weights[:, None], outputs)[:, 0]
 
 

@@ -5,8 +5,20 @@ Legend: T rows, Hv value heads of Dv.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch.nn.functional as F
 from torch import Tensor
+
+
+class Norm(Protocol):
+    """x [T, H] / rms(x) * weight [H] -> [T, H]."""
+
+    @property
+    def weight(self) -> Tensor: ...
+    @property
+    def eps(self) -> float: ...
+    def __call__(self, x: Tensor, /) -> Tensor: ...
 
 
 def gate(x: Tensor, logits: Tensor, extra: Tensor | None = None) -> Tensor:
@@ -26,3 +38,11 @@ def gated_norm(x: Tensor, logits: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [T, Hv, Dv] / rms(x) * weight [Dv] * silu(logits [T, Hv Dv]) -> [T, Hv Dv]."""
     x = F.rms_norm(x.float(), weight.shape, weight.float(), eps).flatten(1)
     return (x * F.silu(logits.float())).to(logits.dtype)
+
+
+def add_norms(
+    x: Tensor, y: Tensor, z: Tensor, norms: tuple[Norm, Norm, Norm], scale: Tensor
+) -> Tensor:
+    """(x + norm(norm_y(y) + norm_z(z))) * scale [1] -> [T, H]; norms: of y, z and their sum."""
+    of_y, of_z, of_both = norms
+    return (x + of_both(of_y(y) + of_z(z))) * scale

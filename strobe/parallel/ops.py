@@ -82,13 +82,12 @@ class RankOps(TorchOps):
             super().add_linear(x, y, linear, next_norm)
 
     def experts(
-        self, x: Tensor, logits: Tensor, layer: ExpertsLayer, extra: Tensor, rows: ForwardRows
+        self, x: Tensor, logits: Tensor, layer: ExpertsLayer, onto: Tensor | None, rows: ForwardRows
     ) -> Tensor:
         if layer.down not in self.partial:
-            return super().experts(x, logits, layer, extra, rows)
-        return extra + self.group.sum(
-            super().experts(x, logits, layer, torch.zeros_like(extra), rows)
-        )
+            return super().experts(x, logits, layer, onto, rows)
+        y = self.group.sum(super().experts(x, logits, layer, None, rows))
+        return y if onto is None else onto + y
 
     def head(self, x: Tensor, norm: RMSNorm, head: AnyLinear) -> Tensor:
         logits = super().head(x, norm, head)

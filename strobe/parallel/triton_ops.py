@@ -41,12 +41,12 @@ class RankTritonOps(RankOps, TritonOps):
         x.add_parts(self.group.add, part, next_norm)
 
     def experts(
-        self, x: Tensor, logits: Tensor, layer: ExpertsLayer, extra: Tensor, rows: ForwardRows
+        self, x: Tensor, logits: Tensor, layer: ExpertsLayer, onto: Tensor | None, rows: ForwardRows
     ) -> Tensor:
         if layer.down not in self.partial:
-            return super().experts(x, logits, layer, extra, rows)
-        part = TritonOps.experts(self, x, logits, layer, torch.zeros_like(extra), rows)
-        return self.group.add(part, extra)[0]
+            return super().experts(x, logits, layer, onto, rows)
+        part = TritonOps.experts(self, x, logits, layer, None, rows)
+        return self.group.add(part, torch.zeros_like(part) if onto is None else onto)[0]
 
     def best_two(self, x: Tensor, norm: RMSNorm, head: AnyLinear) -> tuple[Tensor, Tensor]:
         if not self.group.fits(x):

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -115,8 +116,8 @@ def grouped(_: int, shared: int) -> Iterator[Call]:
             x = torch.empty(bucket, 256, dtype=torch.bfloat16)
             config = guess(bucket, tuple(up.shape), x.dtype, kind, shared)
             yield partial(
-                experts, x, torch.empty(bucket, 8), Routing(2, shared=not kind), (up, None), (down, None),
-                Gate("silu"), torch.empty_like(x), config=config,
+                experts, x, torch.empty(bucket, 8), Routing(2, shared=not kind), (up, None),
+                (down, None), Gate("silu"), torch.empty_like(x), config=config,
             )  # fmt: skip
 
 
@@ -132,6 +133,8 @@ def others(*_: int) -> Iterator[Call]:
     few, rows = torch.zeros(8), torch.zeros(8, dtype=torch.int64)
     yield partial(gates.gate, wide, wide)
     yield partial(gates.add_norm, wide, wide.clone(), wide[0], 1e-6, None)
+    norm = SimpleNamespace(weight=wide[0], eps=1e-6)
+    yield partial(gates.add_norms, wide, wide, wide, (norm,) * 3, wide[0, :1])
     spec = StateSpec(1, 32, 16, 128, 128, 4)
     stored = [
         torch.zeros(2, 32, 128, 128),

@@ -9,6 +9,7 @@ from torch import Tensor
 from strobe.kernels import gates
 from strobe.kernels import reference_gates as reference
 from strobe.kernels.reference_rowwise import rms_norm
+from strobe.models.modules import RMSNorm
 
 
 def normal(device: torch.device, *shape: int, seed: int = 1) -> Tensor:
@@ -30,3 +31,13 @@ def test_add_norm_matches_twin(device: torch.device, scale: float | None):
     factor = None if scale is None else torch.tensor([scale], device=device)
     expected = (x + rms_norm(y, weight, 1e-6)) * (1.0 if scale is None else scale)
     torch.testing.assert_close(gates.add_norm(x, y, weight, 1e-6, factor), expected)
+
+
+def test_add_norms_matches_twin(device: torch.device):
+    x, y, z = normal(device, 3, 48), normal(device, 3, 60, seed=2)[:, :48], normal(device, 3, 48)
+    norms = tuple(RMSNorm(48, eps) for eps in (1e-6, 1e-2, 0.3))
+    for i, norm in enumerate(norms):
+        norm.weight = torch.nn.Parameter(normal(device, 48, seed=3 + i), requires_grad=False)
+    scale = torch.tensor([0.37], device=device)
+    expected = reference.add_norms(x, y, z, norms, scale)
+    torch.testing.assert_close(gates.add_norms(x, y, z, norms, scale), expected)

@@ -280,19 +280,23 @@ class Gemma4Layer(Layer):
         self.post_feedforward_layernorm = RMSNorm(*norm)
         self.layer_scalar = nn.Parameter(torch.ones(1))
 
-    def feed(self, ops: TorchOps, x: Residual, rows: ForwardRows) -> Tensor:
+    def feed(self, ops: TorchOps, x: Residual) -> Tensor:
         """Residual stream after attention -> MLP output to norm and add [T, H]."""
         mlp = self.mlp
         inner = ops.norm_linear(x, self.pre_feedforward_layernorm, mlp.gate_up_proj, "gelu_tanh")
         return ops.linear(inner, mlp.down_proj)
+
+    def add_feed(self, ops: TorchOps, x: Residual, rows: ForwardRows) -> None:
+        """Add the part after attention."""
+        fed = self.feed(ops, x)
+        ops.add_norm(x, fed, self.post_feedforward_layernorm, scale=self.layer_scalar)
 
     def forward(self, ops: TorchOps, x: Residual, rows: ForwardRows) -> None:
         attention = self.self_attn
         qkv = ops.norm_linear(x, self.input_layernorm, attention.qkv_proj)
         mixed = ops.linear(ops.attention(qkv, attention, rows), attention.o_proj)
         ops.add_norm(x, mixed, self.post_attention_layernorm)
-        fed = self.feed(ops, x, rows)
-        ops.add_norm(x, fed, self.post_feedforward_layernorm, scale=self.layer_scalar)
+        self.add_feed(ops, x, rows)
 
 
 class Gemma4SparseLayer(Gemma4Layer):
@@ -308,11 +312,10 @@ class Gemma4SparseLayer(Gemma4Layer):
         self.pre_feedforward_layernorm_2 = RMSNorm(size, eps)
         self.post_feedforward_layernorm_2 = RMSNorm(size, eps)
 
-    def feed(self, ops: TorchOps, x: Residual, rows: ForwardRows) -> Tensor:
-        mlp_output = ops.norm(super().feed(ops, x, rows), self.post_feedforward_layernorm_1)
-        y = ops.norm(x.value, self.pre_feedforward_layernorm_2)
+    def add_feed(self, ops: TorchOps, x: Residual, rows: ForwardRows) -> None:
+        fed, y = self.feed(ops, x), ops.norm(x.value, self.pre_feedforward_layernorm_2)
         logits, layer = self.router.logits(ops, x.value), self.experts.layer(self.router.routing)
-        expert_output = ops.experts(y, logits, layer, torch.zeros_like(y), rows)
-        both = ops.residual(mlp_output)
-        ops.add_norm(both, expert_output, self.post_feedforward_layernorm_2)
-        return both.value
+        routed = ops.experts(y, logits, layer, None, rows)
+        norms = self.post_feedforward_layernorm_1, self.post_feedforward_layernorm_2
+        norms = *norms, self.post_feedforward_layernorm
+        x.value = ops.gates.add_norms(x.value, fed, routed, norms, self.layer_scalar)

@@ -147,13 +147,13 @@ class TorchOps:
         return rows.attend(attention.layer, qk[:, :q_heads], qk[:, q_heads:], v, *sinks)
 
     def experts(
-        self, x: Tensor, logits: Tensor, layer: ExpertsLayer, extra: Tensor, rows: ForwardRows
+        self, x: Tensor, logits: Tensor, layer: ExpertsLayer, onto: Tensor | None, rows: ForwardRows
     ) -> Tensor:
-        """Add the weighted outputs of the experts that each row's logits [T, E] choose: x, extra
-        [T, H] -> [T, H]."""
+        """Add the weighted outputs of the experts that each row's logits [T, E] choose onto a
+        tensor [T, H], or return them: x [T, H] -> [T, H]."""
         routing, gate_up, down, gate = layer
         routed, complete = reference_experts.route(logits, routing), routing.held is None
-        return reference_experts.experts(x, *routed, gate_up, down, gate, extra, complete=complete)
+        return reference_experts.experts(x, *routed, gate_up, down, gate, onto, complete=complete)
 
     def delta_rule(self, x: DeltaInput, layer: int, rows: ForwardRows) -> Tensor:
         """Convolution and gated delta rule over the sequences' states (Yang et al., arXiv

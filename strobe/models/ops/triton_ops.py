@@ -111,13 +111,13 @@ class TritonOps(TorchOps):
         return rows.paged.over(attention.layer, q, attention.sinks)
 
     def experts(
-        self, x: Tensor, logits: Tensor, layer: ExpertsLayer, extra: Tensor, rows: ForwardRows
+        self, x: Tensor, logits: Tensor, layer: ExpertsLayer, onto: Tensor | None, rows: ForwardRows
     ) -> Tensor:
         if x.shape[0] > MAX_ROWS:
-            return super().experts(x, logits, layer, extra, rows)
+            return super().experts(x, logits, layer, onto, rows)
         first, second = self._weight(layer.gate_up), self._weight(layer.down)
         sizes = None if rows.paged is None else rows.paged.sizes
-        return experts(x, logits, layer.routing, first, second, layer.gate, extra, sizes)
+        return experts(x, logits, layer.routing, first, second, layer.gate, onto, sizes)
 
     def delta_rule(self, x: DeltaInput, layer: int, rows: ForwardRows) -> Tensor:
         plan: RecurrentPlan = rows.recurrent
