@@ -71,6 +71,17 @@ def _add_norms_kernel(
     tl.store(out + row * H + at, round_to(total, out.dtype.element_ty), inside)
 
 
+@triton.jit
+def _cap_kernel(logits, stride, cap, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    pdl_wait(PDL)
+    row, at, inside = row_part(SIZE, BLOCK)
+    x = tl.load(logits + row * stride + at, inside, 0.0).to(tl.float32)
+    power = tl.exp(-2.0 * tl.abs(x) / cap)  # at most 1; a NaN stays one
+    y = cap * (1.0 - power) / (1.0 + power)
+    y = tl.where(x < 0, -y, y)
+    tl.store(logits + row * stride + at, round_to(y, logits.dtype.element_ty), inside)
+
+
 def gate(x: Tensor, logits: Tensor, extra: Tensor | None = None) -> Tensor:
     """x [T, N] * sigmoid(logits [T, N] or [T, 1]) + extra [T, N] -> [T, N]."""
     rows, size = x.shape
@@ -112,3 +123,16 @@ def add_norms(
         num_warps=min(max(block // 512, 1), 16), launch_pdl=pdl,
     )  # fmt: skip
     return out
+
+
+def softcapped(logits: Tensor, cap: float | None) -> Tensor:
+    """Return logits [R, V], now cap * tanh(logits / cap) unless cap is None."""
+    if cap is not None:
+        rows, size = logits.shape
+        block, parts = parts_of(rows, size)
+        pdl = supports_pdl(logits.device)
+        _cap_kernel[(rows, parts)](
+            logits, logits.stride(0), cap, SIZE=size, BLOCK=block, PDL=pdl, num_warps=4,
+            launch_pdl=pdl,
+        )  # fmt: skip
+    return logits

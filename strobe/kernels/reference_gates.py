@@ -1,4 +1,4 @@
-"""Gates and the operations around them, in plain torch.
+"""Gates, and the operations around them, in plain torch.
 
 Legend: T rows, Hv value heads of Dv.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -46,3 +47,8 @@ def add_norms(
     """(x + norm(norm_y(y) + norm_z(z))) * scale [1] -> [T, H]; norms: of y, z and their sum."""
     of_y, of_z, of_both = norms
     return (x + of_both(of_y(y) + of_z(z))) * scale
+
+
+def softcapped(logits: Tensor, cap: float | None) -> Tensor:
+    """Return cap * tanh(logits / cap); the logits if cap is None."""
+    return logits if cap is None else cap * torch.tanh(logits / cap)

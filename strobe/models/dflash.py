@@ -14,7 +14,7 @@ from strobe.kv.store import KVStore
 from strobe.models.config import DraftConfig
 from strobe.models.heads import head_of
 from strobe.models.heads.base import Head
-from strobe.models.layers import Decoder, DecoderLayer, softcapped
+from strobe.models.layers import Decoder, DecoderLayer
 from strobe.models.linear import AnyLinear, Linear, LinearView
 from strobe.models.modules import RMSNorm
 from strobe.models.ops.torch_ops import Attend, ContextWeights, ForwardRows
@@ -150,7 +150,7 @@ class DFlash(Decoder):
         logits = self.ops.head(x, self.norm, self.output)
         if self.config.output_multiplier != 1.0:
             logits = logits * self.config.output_multiplier
-        return softcapped(logits, self.config.logit_softcap)
+        return self.ops.gates.softcapped(logits, self.config.logit_softcap)
 
     @property
     def plain_head(self) -> bool:

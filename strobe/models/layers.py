@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
 from strobe.models.config import DecoderConfig
@@ -55,11 +54,6 @@ class DecoderLayer(Layer):
         mixed = ops.attention(qkv, attention, rows)
         ops.add_linear(x, mixed, attention.o_proj, next_norm=self.post_attention_layernorm)
         self.mlp(ops, x, self.post_attention_layernorm, rows)
-
-
-def softcapped(logits: Tensor, cap: float | None) -> Tensor:
-    """Return cap * tanh(logits / cap); the logits if cap is None."""
-    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 class Decoder(nn.Module):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from strobe.models.config import TargetConfig
-from strobe.models.layers import Decoder, Layer, softcapped
+from strobe.models.layers import Decoder, Layer
 from strobe.models.linear import AnyLinear, Linear, LinearView
 from strobe.models.ops.torch_ops import Attend
 from strobe.sampling.sampler import argmax
@@ -54,7 +54,7 @@ class Target(Decoder):
     def head(self, x: Tensor) -> Tensor:
         """Residual stream [R, H] -> logits [R, V]."""
         logits = self.ops.head(x, self.norm, self.output)
-        return softcapped(logits, self.config.logit_softcap)
+        return self.ops.gates.softcapped(logits, self.config.logit_softcap)
 
     def argmax(self, x: Tensor) -> Tensor:
         """Residual stream [R, H] -> the most probable tokens [R]."""

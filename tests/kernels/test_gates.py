@@ -41,3 +41,12 @@ def test_add_norms_matches_twin(device: torch.device):
     scale = torch.tensor([0.37], device=device)
     expected = reference.add_norms(x, y, z, norms, scale)
     torch.testing.assert_close(gates.add_norms(x, y, z, norms, scale), expected)
+
+
+def test_softcapped_matches_twin(device: torch.device):
+    """Also of logits far above the cap, infinite ones and NaN."""
+    logits = normal(device, 3, 2000) * torch.tensor([[0.1], [30.0], [3000.0]], device=device)
+    logits[1, :3] = torch.tensor([float("inf"), float("-inf"), float("nan")])
+    expected = reference.softcapped(logits, 30.0)
+    torch.testing.assert_close(gates.softcapped(logits, 30.0), expected, equal_nan=True)
+    assert gates.softcapped(logits, None) is logits
