@@ -34,24 +34,29 @@ def _gate_kernel(
 
 
 @triton.jit
+def _unit(x, eps, H: tl.constexpr):
+    return x * tl.rsqrt(tl.sum(x * x, 0) / H + eps)
+
+
+@triton.jit
 def _add_norm_kernel(
-    x, y, weight, scale, out, x_stride, y_stride, eps,
+    x, y, weight, scale, out, next_weight, normed, x_stride, y_stride, eps, next_eps,
     H: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
     row, at, inside = row_part(H, BLOCK)
     value = tl.load(y + row * y_stride + at, inside, 0.0).to(tl.float32)
     gain = tl.load(weight + at, inside, 0.0).to(tl.float32)
-    total = value * tl.rsqrt(tl.sum(value * value, 0) / H + eps) * gain
+    total = _unit(value, eps, H) * gain
     total += tl.load(x + row * x_stride + at, inside, 0.0).to(tl.float32)
     if scale is not None:
         total *= tl.load(scale).to(tl.float32)
-    tl.store(out + row * H + at, round_to(total, out.dtype.element_ty), inside)
-
-
-@triton.jit
-def _unit(x, eps, H: tl.constexpr):
-    return x * tl.rsqrt(tl.sum(x * x, 0) / H + eps)
+    rounded = round_to(total, out.dtype.element_ty)
+    tl.store(out + row * H + at, rounded, inside)
+    if next_weight is not None:
+        gain = tl.load(next_weight + at, inside, 0.0).to(tl.float32)
+        after = _unit(rounded.to(tl.float32), next_eps, H) * gain
+        tl.store(normed + row * H + at, round_to(after, out.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -96,17 +101,33 @@ def gate(x: Tensor, logits: Tensor, extra: Tensor | None = None) -> Tensor:
     return out
 
 
-def add_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, scale: Tensor | None) -> Tensor:
-    """(x + y / rms(y) * weight [H]) * scale [1] -> [T, H]; x, y [T, H]."""
+def add_norm(
+    x: Tensor,
+    y: Tensor,
+    weight: Tensor,
+    eps: float,
+    scale: Tensor | None,
+    then: Norm | None = None,
+    normed: Tensor | None = None,
+) -> Tensor:
+    """(x + y / rms(y) * weight [H]) * scale [1] -> [T, H]; x, y [T, H]. normed [T, H]: filled with
+    the rounded sum after the norm `then`."""
     rows, size = y.shape
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(size)
     pdl = supports_pdl(x.device)
     _add_norm_kernel[(rows,)](
-        x, y, weight, scale, out, x.stride(0), y.stride(0), eps, H=size, BLOCK=block, PDL=pdl,
+        x, y, weight, scale, out, None if then is None else then.weight, normed, x.stride(0),
+        y.stride(0), eps, 0.0 if then is None else then.eps, H=size, BLOCK=block, PDL=pdl,
         num_warps=min(max(block // 512, 1), 16), launch_pdl=pdl,
     )  # fmt: skip
     return out
+
+
+def add_norm_twice(x: Tensor, y: Tensor, norm: Norm, then: Norm) -> tuple[Tensor, Tensor]:
+    """x, y [T, H] -> the sum x + norm(y), and then(sum)."""
+    normed = torch.empty(y.shape, dtype=x.dtype, device=x.device)
+    return add_norm(x, y, norm.weight, norm.eps, None, then, normed), normed
 
 
 def add_norms(

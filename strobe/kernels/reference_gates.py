@@ -41,6 +41,12 @@ def gated_norm(x: Tensor, logits: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (x * F.silu(logits.float())).to(logits.dtype)
 
 
+def add_norm_twice(x: Tensor, y: Tensor, norm: Norm, then: Norm) -> tuple[Tensor, Tensor]:
+    """x, y [T, H] -> the sum x + norm(y), and then(sum)."""
+    total = x + norm(y)
+    return total, then(total)
+
+
 def add_norms(
     x: Tensor, y: Tensor, z: Tensor, norms: tuple[Norm, Norm, Norm], scale: Tensor
 ) -> Tensor:

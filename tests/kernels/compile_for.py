@@ -135,6 +135,7 @@ def others(*_: int) -> Iterator[Call]:
     yield partial(gates.add_norm, wide, wide.clone(), wide[0], 1e-6, None)
     yield partial(gates.softcapped, wide, 30.0)
     norm = SimpleNamespace(weight=wide[0], eps=1e-6)
+    yield partial(gates.add_norm_twice, wide, wide, norm, norm)
     yield partial(gates.add_norms, wide, wide, wide, (norm,) * 3, wide[0, :1])
     spec = StateSpec(1, 32, 16, 128, 128, 4)
     stored = [

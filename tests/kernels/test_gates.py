@@ -41,6 +41,8 @@ def test_add_norms_matches_twin(device: torch.device):
     scale = torch.tensor([0.37], device=device)
     expected = reference.add_norms(x, y, z, norms, scale)
     torch.testing.assert_close(gates.add_norms(x, y, z, norms, scale), expected)
+    expected = reference.add_norm_twice(x, y, *norms[1:])
+    torch.testing.assert_close(gates.add_norm_twice(x, y, *norms[1:]), expected)
 
 
 def test_softcapped_matches_twin(device: torch.device):

@@ -286,8 +286,9 @@ class Gemma4Layer(Layer):
         inner = ops.norm_linear(x, self.pre_feedforward_layernorm, mlp.gate_up_proj, "gelu_tanh")
         return ops.linear(inner, mlp.down_proj)
 
-    def add_feed(self, ops: TorchOps, x: Residual, rows: ForwardRows) -> None:
-        """Add the part after attention."""
+    def add_all(self, ops: TorchOps, x: Residual, mixed: Tensor, rows: ForwardRows) -> None:
+        """Add attention's output [T, H], and then the MLP's."""
+        ops.add_norm(x, mixed, self.post_attention_layernorm)
         fed = self.feed(ops, x)
         ops.add_norm(x, fed, self.post_feedforward_layernorm, scale=self.layer_scalar)
 
@@ -295,8 +296,7 @@ class Gemma4Layer(Layer):
         attention = self.self_attn
         qkv = ops.norm_linear(x, self.input_layernorm, attention.qkv_proj)
         mixed = ops.linear(ops.attention(qkv, attention, rows), attention.o_proj)
-        ops.add_norm(x, mixed, self.post_attention_layernorm)
-        self.add_feed(ops, x, rows)
+        self.add_all(ops, x, mixed, rows)
 
 
 class Gemma4SparseLayer(Gemma4Layer):
@@ -312,8 +312,10 @@ class Gemma4SparseLayer(Gemma4Layer):
         self.pre_feedforward_layernorm_2 = RMSNorm(size, eps)
         self.post_feedforward_layernorm_2 = RMSNorm(size, eps)
 
-    def add_feed(self, ops: TorchOps, x: Residual, rows: ForwardRows) -> None:
-        fed, y = self.feed(ops, x), ops.norm(x.value, self.pre_feedforward_layernorm_2)
+    def add_all(self, ops: TorchOps, x: Residual, mixed: Tensor, rows: ForwardRows) -> None:
+        norms = self.post_attention_layernorm, self.pre_feedforward_layernorm_2
+        x.value, y = ops.gates.add_norm_twice(x.value, mixed, *norms)
+        fed = self.feed(ops, x)
         logits, layer = self.router.logits(ops, x.value), self.experts.layer(self.router.routing)
         routed = ops.experts(y, logits, layer, None, rows)
         norms = self.post_feedforward_layernorm_1, self.post_feedforward_layernorm_2
