@@ -7,6 +7,8 @@ weighted sum. Experts that no row chose are not read, and padding rows choose no
     _grouped_kernel   a tile of an expert's weight times a block of its rows; twice
     _sum_kernel       each row's outputs, added in the order of its experts
 
+More than MAX_ROWS rows use torch's grouped GEMMs between these kernels.
+
 Legend: T rows, H hidden size, E experts of inner size I, k experts per row, P = T k pairs, row
 after row; W [N, K] an expert's weight. No result depends on the order in which programs run, and a
 row's bits do not depend on the other rows in a bucket of row counts. The torch twin is
@@ -27,12 +29,12 @@ from strobe.kernels.experts_table import MAX_ROWS, ExpertsConfig, choose
 from strobe.kernels.gemm import DTYPES, INTERPRETED
 from strobe.kernels.gemm_table import Weight
 from strobe.kernels.pdl import pdl_wait, supports_pdl
-from strobe.kernels.reference_experts import Gate, Routing
+from strobe.kernels.reference_experts import Gate, Linear, Routing, grouped_gemm, has_grouped
 from strobe.kernels.routing import Routed, route
-from strobe.kernels.rowwise import gated, round_to, row_part
+from strobe.kernels.rowwise import gated, round_to, row_part, silu_mul
 from strobe.kernels.unpack import PackedWeight, e2m1, e2m1_unit, e4m3
 
-__all__ = ["MAX_ROWS", "PackedWeight", "experts"]
+__all__ = ["PackedWeight", "experts", "serves"]
 
 _ACTIVATIONS: dict[str, int] = {"silu": 1, "gelu_tanh": 2, "clamped": 3}
 
@@ -197,8 +199,10 @@ def _grouped_kernel(
 
 @triton.jit
 def _sum_kernel(
-    y,  # [T, k, H]
-    ids,  # int32 [T, k]
+    y,  # [P, H]
+    ids,  # int32 [P]
+    places,  # int32 [P], of the pairs in y; or None if they are in order
+    shares,  # fp32 [P], to multiply y with; or None
     extra,  # [T, H]; or None
     out,  # [T, H]
     extra_stride,
@@ -212,8 +216,11 @@ def _sum_kernel(
     row, column, inside = row_part(H, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for j in tl.static_range(TOP_K):
-        computed = inside & (tl.load(ids + row * TOP_K + j) < E)
-        total += tl.load(y + (row * TOP_K + j) * H + column, computed, 0.0).to(tl.float32)
+        pair = row * TOP_K + j
+        computed = tl.load(ids + pair) < E
+        place = pair if places is None else tl.load(places + pair).to(tl.int64)
+        part = tl.load(y + place * H + column, inside & computed, 0.0).to(tl.float32)
+        total += part if shares is None else part * tl.load(shares + pair, computed, 0.0)
     if extra is not None:
         total += tl.load(extra + row * extra_stride + column, inside, 0.0).to(tl.float32)
     tl.store(out + row * H + column, round_to(total, out.dtype.element_ty), inside)
@@ -261,6 +268,11 @@ def grouped(
     return y
 
 
+def serves(x: Tensor, gate_up: Linear) -> bool:
+    """Whether `experts` can compute x [T, H]."""
+    return x.shape[0] <= MAX_ROWS or (gate_up.format is None and has_grouped(x))
+
+
 def experts(
     x: Tensor,
     logits: Tensor,
@@ -275,6 +287,8 @@ def experts(
     """x [T, H], logits [T, E] ([T, E + 1] with a shared expert), weights and biases of the experts,
     extra [T, H] -> extra + the weighted outputs of each row's experts [T, H]. sizes [S] int64: rows
     of each span; rows after them are padding and choose no experts. config: the table's if None."""
+    if x.shape[0] > MAX_ROWS:
+        return _many(x, logits, routing, gate_up, down, activation, extra, sizes)
     if config is None:
         weight = gate_up[0]
         kind = weight.kind if isinstance(weight, PackedWeight) else ""
@@ -283,13 +297,51 @@ def experts(
     routed = route(logits, routing, sizes, config.block_m, by_pair=config.by_pair)
     inner = grouped(x, *gate_up, routed, config.gate_up, config.block_m, activation)
     y = grouped(inner, *down, routed, config.down, config.block_m, None)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rows, size = x.shape
+    return _add_up(y, routed, extra, gate_up[0].shape[0])
+
+
+def _add_up(
+    y: Tensor, routed: Routed, extra: Tensor | None, count: int, places: Tensor | None = None
+) -> Tensor:
+    """y [P, H] -> [T, H]: the sum of each row's outputs and of extra. places: where they are in y,
+    which is not yet multiplied by their weights; None if they are in order and multiplied."""
+    (rows, top_k), size = routed.ids.shape, y.shape[1]
+    out = y.new_empty(rows, size)
     block = min(triton.next_power_of_2(size), 512 if rows <= 64 else 2048)
-    pdl = supports_pdl(x.device)
+    pdl = supports_pdl(y.device)
     _sum_kernel[(rows, triton.cdiv(size, block))](
-        y, routed.ids, extra, out, 0 if extra is None else extra.stride(0), H=size,
-        E=gate_up[0].shape[0], TOP_K=routed.ids.shape[1], BLOCK=block, PDL=pdl,
-        num_warps=4 if block > 512 else 2, launch_pdl=pdl,
+        y, routed.ids, places, None if places is None else routed.weights, extra, out,
+        0 if extra is None else extra.stride(0), H=size, E=count, TOP_K=top_k, BLOCK=block,
+        PDL=pdl, num_warps=4 if block > 512 else 2, launch_pdl=pdl,
     )  # fmt: skip
     return out
+
+
+def _many(
+    x: Tensor,
+    logits: Tensor,
+    routing: Routing,
+    gate_up: tuple[AnyWeight, Tensor | None],
+    down: tuple[AnyWeight, Tensor | None],
+    activation: Gate,
+    extra: Tensor | None,
+    sizes: Tensor | None,
+) -> Tensor:
+    """`experts` of many rows, by grouped GEMMs of torch."""
+    routed, count = route(logits, routing, sizes, 1, by_pair=True), gate_up[0].shape[0]
+    of_pair, order = routed.ids.flatten().sort(stable=True)
+    every = torch.arange(count, dtype=torch.int32, device=x.device)
+    ends = torch.searchsorted(of_pair, every, right=True, out_int32=True)
+    places = torch.empty_like(of_pair)
+    places[order] = torch.arange(len(order), dtype=torch.int32, device=x.device)
+
+    def linear(x: Tensor, weight: AnyWeight, bias: Tensor | None) -> Tensor:
+        y = grouped_gemm(x, weight.data, ends)
+        return y if bias is None else y.add_(bias.index_select(0, of_pair.clamp(max=count - 1)))
+
+    inner = linear(x.index_select(0, order // routed.ids.shape[1]), *gate_up)
+    if activation.name == "clamped":
+        inner = activation(inner)
+    else:
+        inner = silu_mul(inner, gelu=activation.name == "gelu_tanh")
+    return _add_up(linear(inner, *down), routed, extra, count, places)

@@ -175,12 +175,12 @@ def grouped_gemm(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
     ends [E] int32, on x's device, so that a GPU does not wait for the host.
     """
-    if _has_grouped(x):
+    if has_grouped(x):
         return F.grouped_mm(x, weights.transpose(1, 2), offs=ends)
     return blocked_gemm(x, weights, ends)
 
 
-def _has_grouped(x: Tensor) -> bool:
+def has_grouped(x: Tensor) -> bool:
     """Whether torch's grouped GEMM serves: on a GPU it is a kernel for bfloat16 on compute
     capability 9.0 and 10.x, and otherwise a loop that waits for the device."""
     if x.shape[1] * x.element_size() % 16:  # rows must be aligned to 16 bytes

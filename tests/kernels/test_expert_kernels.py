@@ -100,7 +100,7 @@ def test_all_rows_choose_a_shared_expert(device: torch.device, rows: int, config
     torch.testing.assert_close(twin, expected, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
+FAMILIES = pytest.mark.parametrize(
     ("routing", "activation", "bias"),
     [
         (Routing(3, normalized=False), Gate("silu"), False),
@@ -109,12 +109,22 @@ def test_all_rows_choose_a_shared_expert(device: torch.device, rows: int, config
     ],
     ids=["softmax over all", "clamped", "scaled gelu"],
 )  # fmt: skip
+
+
+@FAMILIES
+@pytest.mark.parametrize("rows", [5, 90], ids=["kernels", "torch's grouped GEMM"])
 def test_families_of_experts_match_twin(
-    device: torch.device, routing: Routing, activation: Gate, bias: bool
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    routing: Routing,
+    activation: Gate,
+    bias: bool,
+    rows: int,
 ):
+    monkeypatch.setattr("strobe.kernels.experts.MAX_ROWS", 64)
     if routing.scale is not None:
         routing = routing._replace(scale=routing.scale.to(device))
-    layer = problem(5, device, bias=bias)
+    layer = problem(rows, device, bias=bias)
     actual = layer.run(routing, activation, config=SORTED)
     torch.testing.assert_close(actual, layer.twin(routing, activation), atol=1e-5, rtol=1e-4)
 
@@ -135,9 +145,13 @@ def test_parts_of_the_experts_add_up_to_all(device: torch.device, config: Expert
     torch.testing.assert_close(total, layer.twin(routing, activation), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("config", [PAIRS, SORTED], ids=["pairs", "sorted"])
-def test_padding_rows_choose_no_experts(device: torch.device, config: ExpertsConfig):
+@pytest.mark.parametrize("config", [PAIRS, SORTED, None], ids=["pairs", "sorted", "many"])
+def test_padding_rows_choose_no_experts(
+    device: torch.device, config: ExpertsConfig | None, monkeypatch: pytest.MonkeyPatch
+):
     """Their logits are NaN, and they change nothing."""
+    if config is None:
+        monkeypatch.setattr("strobe.kernels.experts.MAX_ROWS", 4)
     layer, routing, activation = problem(7, device), Routing(2), Gate("silu")
     expected = layer.twin(routing, activation)
     sizes = torch.tensor([3, 2, 0], device=device)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from strobe.attention.recurrent import RecurrentPlan
 from strobe.kernels import gates
-from strobe.kernels.experts import MAX_ROWS, experts
+from strobe.kernels.experts import experts, serves
 from strobe.kernels.linear import Gemms, Weight
 from strobe.kernels.recurrent import mix
 from strobe.kernels.reference_recurrent import DeltaInput
@@ -113,7 +113,7 @@ class TritonOps(TorchOps):
     def experts(
         self, x: Tensor, logits: Tensor, layer: ExpertsLayer, onto: Tensor | None, rows: ForwardRows
     ) -> Tensor:
-        if x.shape[0] > MAX_ROWS:
+        if not serves(x, layer.gate_up):
             return super().experts(x, logits, layer, onto, rows)
         first, second = self._weight(layer.gate_up), self._weight(layer.down)
         sizes = None if rows.paged is None else rows.paged.sizes
