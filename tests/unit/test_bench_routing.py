@@ -87,12 +87,21 @@ def test_step_with_even_routing_and_profile(
     assert launches["aten::topk"] == load_target_config(tmp_path / "target").decoder.num_layers
 
 
-@pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-coder-30b-a3b", "qwen3.5-35b-a3b"])
-def test_parts_add_up_to_the_work_of_a_step(name: str):
+@pytest.mark.parametrize(
+    ("name", "packed"),
+    [
+        ("qwen3-8b", None),
+        ("qwen3-coder-30b-a3b", None),
+        ("qwen3.5-35b-a3b", None),
+        ("gpt-oss-20b", 0.53),
+    ],
+)
+def test_parts_add_up_to_the_work_of_a_step(name: str, packed: float | None):
     with published_shapes.directories(name) as (target, _):
         config = load_target_config(Path(target))
-    shapes = floor.Shapes(config, None, 4, floor.Widths(2, 2, 2, 2))
+    shapes = floor.Shapes(config, None, 4, floor.Widths(2, 2, 2, 2, experts=packed))
     unit = floor.Rates(1.0, 1.0, 1.0, 1.0)
     parts, whole = profiling.floor_by_part(shapes, unit, 8, 300), shapes.verify(8, 300)
+    assert min(part["bytes"] for part in parts) > 0
     assert sum(part["bytes"] for part in parts) == pytest.approx(whole.bytes)
     assert sum(part["operations"] for part in parts) == pytest.approx(whole.operations)

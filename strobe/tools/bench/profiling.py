@@ -80,13 +80,15 @@ def _parts(shapes: Shapes, requests: int, context: float) -> dict[str, Work]:
     active, _ = layer_values(target, active_experts(decoder))
     head, states = head_values(decoder), 0 if target.states is None else target.states.values
     verify = shapes.verify(requests, context)
-    linear = read * widths.linear + head * widths.head
+    width = widths.linear if widths.experts is None else widths.experts
+    experts = (read - without) * width
+    linear = experts + without * widths.linear + head * widths.head
     stored = rows * kv_values(decoder) * widths.kv
     attention = requests * attention_operations(decoder, shapes.rows, context)
     keys = stored + shapes.context_bytes(decoder, requests, context)
     state = requests * 8 * states
     return {
-        "target: experts": Work((read - without) * widths.linear, 2 * rows * (active - without)),
+        "target: experts": Work(experts, 2 * rows * (active - without)),
         "target: other linear layers": Work(without * widths.linear, 2 * rows * without),
         "target: head": Work(head * widths.head, 0, 2 * rows * head),
         "target: keys and values": Work(keys, 0, attention),
