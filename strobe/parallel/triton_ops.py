@@ -46,7 +46,7 @@ class RankTritonOps(RankOps, TritonOps):
         if layer.down not in self.partial:
             return super().experts(x, logits, layer, onto, rows)
         part = TritonOps.experts(self, x, logits, layer, None, rows)
-        return self.group.add(part, torch.zeros_like(part) if onto is None else onto)[0]
+        return self.group.add(part, onto)[0]
 
     def best_two(self, x: Tensor, norm: RMSNorm, head: AnyLinear) -> tuple[Tensor, Tensor]:
         if not self.group.fits(x):
