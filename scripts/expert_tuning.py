@@ -44,11 +44,11 @@ TOLERANCE = 0.01
 
 def tiles(block_m: int, kind: str) -> tuple[Tile, ...]:
     """Return the candidates for a block of so many rows of x."""
-    if kind == "mxfp4":
-        if block_m <= 32:
-            wide = [(128, k, w, s) for k, w in ((128, 4), (256, 4), (128, 8)) for s in (3, 4, 6)]
-            return (*((64, k, 4, s) for k in (128, 256) for s in (3, 4, 6)), *wide)
-        return tuple((n, 128, w, s) for n, w in ((64, 4), (128, 4), (128, 8)) for s in (3, 4))
+    if kind == "mxfp4":  # an iteration always has 128 columns
+        if block_m == 8:
+            return tuple((n, 128, w, s) for n, w in ((32, 2), (64, 4)) for s in (4, 6))
+        stages = (3, 4) if block_m <= 32 else (2, 3)
+        return tuple((n, 128, w, s) for n, w in ((64, 4), (128, 4), (128, 8)) for s in stages)
     if block_m == 16:
         # Fewer rows of W would use other instructions, which add up in another order: one row
         # would not have the bits that it has among 16.
@@ -67,11 +67,13 @@ def tiles(block_m: int, kind: str) -> tuple[Tile, ...]:
     return (*narrow, (128, 64, 8, 4), (128, 128, 8, 3), (256, 64, 8, 3), (256, 64, 8, 4))
 
 
-def blocks(bucket: int, count: int, top_k: int) -> list[tuple[int, bool]]:
+def blocks(kind: str, bucket: int, count: int, top_k: int) -> list[tuple[int, bool]]:
     """Return candidates of (block_m, by_pair) for a bucket."""
     if bucket <= 4:
-        return [(16, True)]
+        return [(8 if kind == "mxfp4" else 16, True)]
     average = bucket * top_k / count
+    if kind == "mxfp4":
+        return [(16 if average <= 8 else 32 if average <= 16 else 64, False)]
     sizes = [16] if average <= 4 else [32, 64] if average <= 32 else [64, 128]
     return [(size, False) for size in sizes]
 
@@ -110,7 +112,8 @@ def random_weight(
         scale = torch.empty(count, -(-k // GROUP), n, device=device).fill_(0.01 * k**-0.5)
         return LinearView(values, bias, scale, Fp8Groups(GROUP))
     words = torch.empty(count, -(-k // 128), n, dtype=torch.int32, device=device)
-    return LinearView(values, bias, words.fill_(0x78797A78), Mxfp4(k))
+    words.view(torch.uint8).random_(120 + 62, 123 + 62)
+    return LinearView(values, bias, words, Mxfp4(k))
 
 
 class Layer:
@@ -213,7 +216,7 @@ def problems(args: argparse.Namespace) -> list[Problem]:
         for kind in args.kinds
         for shape in args.shapes
         for bucket in args.rows
-        for block, pair in blocks(bucket, SHAPES[shape][0], SHAPES[shape][3])
+        for block, pair in blocks(kind, bucket, SHAPES[shape][0], SHAPES[shape][3])
     ]
 
 

@@ -4,7 +4,8 @@ weighted sum. Experts that no row chose are not read, and padding rows choose no
 
     routing.py        each row's experts and weights; pairs of a row and an expert, sorted by expert
                       and cut into blocks
-    _grouped_kernel   a tile of an expert's weight times a block of its rows; twice
+    _grouped_kernel   a tile of an expert's weight times a block of its rows; twice. For MXFP4 in
+                      bfloat16: mxfp4.py
     _sum_kernel       each row's outputs, added in the order of its experts
 
 More than MAX_ROWS rows use torch's grouped GEMMs between these kernels.
@@ -32,7 +33,12 @@ from strobe.kernels.pdl import pdl_wait, supports_pdl
 from strobe.kernels.reference_experts import Gate, Linear, Routing, grouped_gemm, has_grouped
 from strobe.kernels.routing import Routed, route
 from strobe.kernels.rowwise import gated, round_to, row_part, silu_mul
-from strobe.kernels.unpack import PackedWeight, e2m1, e2m1_unit, e4m3
+from strobe.kernels.unpack import PackedWeight, e2m1, e4m3
+
+HAS_GLUON = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
+"""Whether Triton is new enough for `mxfp4.py`; without it MXFP4 is unpacked slowly."""
+if HAS_GLUON:
+    from strobe.kernels.mxfp4 import instructions, mxfp4_kernel
 
 __all__ = ["PackedWeight", "experts", "serves"]
 
@@ -67,9 +73,8 @@ def _grouped_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     E: tl.constexpr,
-    LINE: tl.constexpr,  # bytes of a packed row
+    LINE: tl.constexpr,  # bytes or, of E2M1, words of a packed row
     E2M1: tl.constexpr,
-    SWAP: tl.constexpr,  # E2M1 only: W is the right operand of the dot
     GROUP: tl.constexpr,  # values of E4M3 that share a scale
     TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -126,32 +131,17 @@ def _grouped_kernel(
                     w = w.to(tl.float32)
                 a = _columns(lines, live, k, ks, K, TAIL)
                 total = tl.dot(w, a, total, input_precision="ieee")
-        elif E2M1:  # 64 values are 32 bytes of a row, and 128 share a word of exponents
-            unit = tl.arange(0, 32)
+        elif E2M1:
             spots = weight + expert.to(tl.int64) * (N * LINE) + sources[:, None] * LINE
-            spots += unit[None, :]
-            WORDS: tl.constexpr = (K + 127) // 128
-            words = scale + expert.to(tl.int64) * (WORDS * N) + sources
-            if SWAP:
-                total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            scales = scale + expert.to(tl.int64) * ((K + 127) // 128 * N) + sources[:, None]
             for k in tl.range(0, K, BLOCK_K):
-                for part in tl.static_range(0, BLOCK_K, 64):
-                    if part % 128 == 0:
-                        at = (k + part) // 128
-                        word = tl.load(words + at * N, at < WORDS, other=0)
-                    w = tl.load(spots + (k + part) // 2, k + part < K, other=0)
-                    low, high = e2m1(w, word, part % 128 // 32, DTYPE)
-                    a = _columns(lines, live, k + part, unit, K, TAIL)
-                    b = _columns(lines, live, k + part + 32, unit, K, TAIL)
-                    if SWAP:
-                        total = tl.dot(tl.trans(a), tl.trans(low), total, input_precision="ieee")
-                        total = tl.dot(tl.trans(b), tl.trans(high), total, input_precision="ieee")
-                    else:
-                        total = tl.dot(low, a, total, input_precision="ieee")
-                        total = tl.dot(high, b, total, input_precision="ieee")
-            if SWAP:
-                total = tl.trans(total)
-            total *= e2m1_unit(DTYPE)
+                column = (k + ks)[None, :]
+                word = column // 64 * 8 + column % 8 // 2 * 2 + column // 32 % 2
+                words = tl.load(spots + word, column < K, 0)
+                exponents = tl.load(scales + column // 128 * N, column < K, 0)
+                w = e2m1(words, exponents, column)
+                a = _columns(lines, live, k, ks, K, TAIL)
+                total = tl.dot(w.to(a.dtype), a, total, input_precision="ieee")
         else:
             BY_ROW: tl.constexpr = GROUP >= K
             spots = weight + expert.to(tl.int64) * (N * LINE) + sources[:, None] * LINE
@@ -246,24 +236,30 @@ def grouped(
     kind, group = (weight.kind, weight.group) if isinstance(weight, PackedWeight) else ("", 0)
     outputs = n if activation is None else n // 2
     block_n, block_k, warps, stages = tile
-    if kind == "e4m3":
-        block_k = math.gcd(block_k, group) if group < k else block_k
-    # As the right operand, W needs no shuffles between the loads and the tensor cores' registers,
-    # but few rows of x cannot use the instructions for 64 rows then.
-    swap = kind == "e2m1" and block_m <= 32 and not INTERPRETED
     y = x.new_empty(number, outputs)
     pdl = supports_pdl(x.device)
     grid = (triton.cdiv(n, block_n) * routed.num_blocks,)
-    kernel = _grouped_kernel.warmup if warmup else _grouped_kernel[grid]
-    options: dict[str, Any] = {"grid": grid} if warmup else {}
-    kernel(
-        x, weight.data, weight.scale, bias, routed.ids, routed.pairs, routed.blocks,
+    data, options = weight.data, dict[str, Any]()
+    kernel: Any = _grouped_kernel
+    if kind == "e2m1":
+        data = data.view(torch.int32)
+    if kind == "e2m1" and x.dtype == torch.bfloat16 and HAS_GLUON and not INTERPRETED:
+        kernel, options = mxfp4_kernel, {"STAGES": stages, **instructions(block_m)}
+    else:
+        if kind == "e4m3" and group < k:
+            block_k = math.gcd(block_k, group)
+        options = {
+            "LINE": data.shape[2], "E2M1": kind == "e2m1", "GROUP": group, "BLOCK_K": block_k,
+            "DTYPE": DTYPES[x.dtype], "num_stages": stages,
+        }  # fmt: skip
+    if warmup:
+        options["grid"] = grid
+    (kernel.warmup if warmup else kernel[grid])(
+        x, data, weight.scale, bias, routed.ids, routed.pairs, routed.blocks,
         routed.weights, y, x.stride(0), 0.0 if activation is None else activation.limit,
-        N=n, K=k, E=count, LINE=weight.data.shape[2], E2M1=kind == "e2m1", SWAP=swap,
-        GROUP=group, TOP_K=routed.ids.shape[1], BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+        N=n, K=k, E=count, TOP_K=routed.ids.shape[1], BLOCK_M=block_m, BLOCK_N=block_n,
         ACTIVATION=_ACTIVATIONS[activation.name] if activation else 0,
-        DOWN=activation is None, DTYPE=DTYPES[x.dtype], PDL=pdl, num_warps=warps,
-        num_stages=stages, launch_pdl=pdl, **options,
+        DOWN=activation is None, PDL=pdl, num_warps=warps, launch_pdl=pdl, **options,
     )  # fmt: skip
     return y
 

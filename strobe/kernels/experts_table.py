@@ -20,7 +20,7 @@ MAX_ROWS = 2048
 """More rows run in torch's grouped GEMM."""
 
 Tile = tuple[int, int, int, int]
-"""Rows of W and columns of an iteration, warps, stages of the software pipeline."""
+"""Rows of W and columns of an iteration (MXFP4: always 128), warps, stages of the pipeline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +56,18 @@ def guess(
     if dtype == torch.float32:  # no tensor cores: small tiles
         small = (32, 128 if packed == "e2m1" else 32, 4, 2)
         return ExpertsConfig(16, by_pair, small, small)
+    if packed == "e2m1":
+        if by_pair:
+            return ExpertsConfig(8, True, (32, 128, 2, 6), (32, 128, 2, 6))
+        if bucket <= 2 * shape[0]:
+            return ExpertsConfig(16)
+        if bucket <= 4 * shape[0]:
+            return ExpertsConfig(32, False, (128, 128, 4, 3), (128, 128, 4, 3))
+        return ExpertsConfig(64, False, (128, 128, 8, 3), (128, 128, 8, 3))
     if bucket * 8 <= 8 * shape[0]:
         return ExpertsConfig(16, by_pair)
     if bucket <= 256:
         return ExpertsConfig(32, down=(64, 128, 4, 3))
-    if packed == "e2m1":
-        return ExpertsConfig(64)
     return ExpertsConfig(64, False, (128, 64, 4, 3), (128, 64, 8, 4))
 
 
@@ -69,15 +75,15 @@ def guess(
 def choose(
     rows: int, shape: Shape, dtype: torch.dtype, device: torch.device, packed: str = ""
 ) -> ExpertsConfig:
-    """Return the measured configuration of this GPU or a `guess`. shape [E, N, K]: of the first
-    GEMM's weights; packed: their format."""
+    """Return the configuration measured on this GPU, on a similar one, or a `guess`. shape [E, N,
+    K]: of the first GEMM's weights; packed: their format."""
     bucket = next((bucket for bucket in BUCKETS if rows <= bucket), BUCKETS[-1])
-    kind = _measured(device).get(kind_of(dtype, packed), {})
-    entry = kind.get("x".join(map(str, shape)), {}).get(str(bucket))
-    if entry is None:
-        return guess(bucket, shape, dtype, packed, shared_memory(device))
-    tiles: dict[str, Any] = {key: tuple(entry[key]) for key in ("gate_up", "down")}
-    return ExpertsConfig(entry["block_m"], entry["by_pair"], **tiles)
+    kind, name = kind_of(dtype, packed), "x".join(map(str, shape))
+    for table in _measured(device):
+        if entry := table.get(kind, {}).get(name, {}).get(str(bucket)):
+            tiles: dict[str, Any] = {key: tuple(entry[key]) for key in ("gate_up", "down")}
+            return ExpertsConfig(entry["block_m"], entry["by_pair"], **tiles)
+    return guess(bucket, shape, dtype, packed, shared_memory(device))
 
 
 def kind_of(dtype: torch.dtype, packed: str) -> str:
@@ -85,14 +91,15 @@ def kind_of(dtype: torch.dtype, packed: str) -> str:
     return "/".join(filter(None, (str(dtype).removeprefix("torch."), packed)))
 
 
-def _measured(device: torch.device) -> dict[str, Any]:
-    """Return the entry of the device, or of one with the same compute capability."""
+def _measured(device: torch.device) -> list[dict[str, Any]]:
+    """Return the entries of the device and of others with the same compute capability."""
     if device.type != "cuda":
-        return {}
+        return []
     properties = torch.cuda.get_device_properties(device)
     capability = f"{properties.major}.{properties.minor}"
-    same = [entry for entry in load().values() if entry["capability"] == capability]
-    return load().get(properties.name) or (same[0] if same else {})
+    similar = [entry for entry in load().values() if entry["capability"] == capability]
+    own = load().get(properties.name)
+    return similar if own is None else [own, *similar]
 
 
 @cache

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).with_name("compile_for.py")
-SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 120: 99 << 10}
+SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
 """Bytes that a program may use, by compute capability (CUDA's programming guide)."""
 
 

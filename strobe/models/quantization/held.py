@@ -38,7 +38,7 @@ def fill_random(name: str, value: Tensor, generator: torch.Generator) -> None:
     if value.dtype == torch.uint8:
         value.random_(0, 256, generator=generator).bitwise_and_(0xF7)  # no NaN of E4M3
     elif value.dtype == torch.int32:
-        value.fill_(0x79797979)  # exponents of MXFP4, each 2^-6
+        value.view(torch.uint8).fill_(121 + 62)  # exponents of MXFP4, each 2^-6
     elif value.ndim == 1 or not value.is_floating_point():
         value.fill_(1)
     elif name.endswith(".scale"):

@@ -25,6 +25,10 @@ BLOCK = 32
 _SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = (*_SIZES, *(-size for size in _SIZES))
 _BIAS = 127
+_SHIFT = 62
+"""What kernels add to the exponents of scales."""
+_PLACES = ((6, 15), (3, 12), (0, 13), (9, 14))
+"""Of the sizes and signs of four values in the half of a word."""
 MAX_EXPONENT = 65
 """See `strobe.kernels.unpack`; weights are many orders of magnitude smaller."""
 
@@ -47,19 +51,19 @@ def read(fields: Fields, decoder: DecoderConfig) -> Quantization:
 
 @dataclass(frozen=True)
 class Mxfp4:
-    """Two groups of 32 values in 32 bytes: byte j holds value j of the first in its low bits and of
-    the second in its high bits. A scale [K / 128, N] int32 holds the exponents of four groups.
-    inputs: K, which need not be a multiple of 128."""
+    """64 values in 32 bytes. A scale [K / 128, N] int32 holds the exponents of four groups. inputs:
+    K, which need not be a multiple of 128."""
 
     inputs: int
 
     def dequantize(self, values: Tensor, scale: Tensor) -> Tensor:
         """values [..., N, K / 2], scale [..., K / 128, N] -> [..., N, K] float32, exactly."""
         table = torch.tensor(_VALUES, dtype=torch.float32, device=values.device)
-        packed = values.unflatten(-1, (-1, BLOCK))
-        codes = torch.stack([packed & 15, packed >> 4], -2).flatten(-3, -2)
+        halves = values.view(torch.int16).unflatten(-1, (-1, 4, 2, 2)).int()
+        codes = [(halves >> size & 7) | (halves >> sign & 1) << 3 for size, sign in _PLACES]
+        codes = torch.stack(codes, -1).movedim((-3, -1), (-4, -3)).flatten(-3).flatten(-3, -2)
         exponents = scale[..., None].view(torch.uint8).transpose(-3, -2).flatten(-2)
-        exponents = exponents[..., : codes.shape[-2], None].int() - _BIAS
+        exponents = exponents[..., : codes.shape[-2], None].int() - (_BIAS + _SHIFT)
         return torch.ldexp(table[codes.int()], exponents).flatten(-2)[..., : self.inputs]
 
 
@@ -103,7 +107,12 @@ def fill_values(out: Tensor, blocks: Tensor) -> None:
         packed = packed.to(out.device)
         codes = torch.stack([packed & 15, packed >> 4], -1).flatten(2)  # [N, K / 32, 32]
         codes = F.pad(codes, (0, 0, 0, codes.shape[1] % 2)).unflatten(1, (-1, 2))
-        matrix.copy_((codes[:, :, 0] | codes[:, :, 1] << 4).flatten(1))
+        pairs = codes.int().unflatten(-1, (4, 4, 2)).unbind(-3)  # 4 x [N, K / 64, 2, lane, 2]
+        halves = torch.zeros_like(pairs[0])
+        for codes, (size, sign) in zip(pairs, _PLACES, strict=True):
+            halves |= (codes & 7) << size | codes >> 3 << sign
+        halves = halves.transpose(-3, -2).to(torch.int16)
+        matrix.copy_(halves.flatten(1).view(torch.uint8))
 
 
 def fill_scales(out: Tensor, scales: Tensor) -> None:
@@ -115,5 +124,5 @@ def fill_scales(out: Tensor, scales: Tensor) -> None:
             f"A block of MXFP4 has the scale 2^{largest}, but at most 2^{MAX_EXPONENT} is "
             "supported; download the checkpoint again or use an unquantized one."
         )
-    padded = F.pad(scales, (0, -scales.shape[-1] % 4))
+    padded = F.pad(scales + _SHIFT, (0, -scales.shape[-1] % 4))
     out.copy_(padded.contiguous().view(torch.int32).transpose(-2, -1))
