@@ -7,6 +7,7 @@ with even routing, and the whole layer is compared with its torch twin, which is
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -238,7 +239,8 @@ def dry(args: argparse.Namespace, pool: ProcessPoolExecutor) -> None:
 
 
 def tune(args: argparse.Namespace, pool: ProcessPoolExecutor, deadline: float) -> None:
-    data = tables.load()
+    out: Path = args.out
+    data = json.loads(out.read_text()) if out.is_file() else {}
     candidates = problems(args)
     futures = compile_all(candidates, pool)
     best: dict[tuple[str, str, int], float] = {}
@@ -282,4 +284,4 @@ def tune(args: argparse.Namespace, pool: ProcessPoolExecutor, deadline: float) -
             size = f"{count}x{2 * inner}x{hidden}"
             name = tables.kind_of(torch.bfloat16, PACKED[kind])
             tables.record(data, name, size, bucket, config)
-            tables.save(data, Path(args.out))
+            tables.save(data, out)

@@ -1,8 +1,9 @@
-"""Measure kernels on this GPU and record the fastest: GEMMs of few rows in
-strobe/kernels/table.json, and a layer's experts in strobe/kernels/experts.json.
+"""Measure kernels on this GPU and record the fastest for this user, in table.json (GEMMs of few
+rows) and experts.json (a layer's experts) of the directory strobe/kernels in the user's cache.
 
-    python scripts/tune_kernels.py --seconds 150
+    python scripts/tune_kernels.py --target MODEL --draft DRAFTER
     python scripts/tune_kernels.py experts --seconds 150
+    python scripts/tune_kernels.py --out strobe/kernels/table.json     (for the package)
 
 Each candidate is first compared with its torch twin, then runs in a captured graph of several
 launches over copies of the weight that together exceed L2. cuBLAS, with the row-wise kernels around
@@ -31,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import expert_tuning
 from candidates import first_round, second_round
+from model_shapes import gemm_shapes
 from tuning import compile_error, graph_time, start_compiling
 
 from strobe.kernels import gemm_table as tables
@@ -227,7 +229,8 @@ def tune(args: argparse.Namespace, pool: ProcessPoolExecutor, deadline: float) -
     device = torch.device("cuda")
     properties = torch.cuda.get_device_properties(device)
     capability = f"{properties.major}.{properties.minor}"
-    data = tables.load()
+    out: Path = args.out
+    data = json.loads(out.read_text()) if out.is_file() else {}
     bench = Bench(device)
     queue = deque(problems(args))
     done: list[Problem] = []
@@ -277,7 +280,7 @@ def tune(args: argparse.Namespace, pool: ProcessPoolExecutor, deadline: float) -
         if problem.times:
             for bucket in (16, 1) if problem.bucket == 16 else (problem.bucket,):
                 tables.record(data, properties.name, capability, problem.gemm, bucket, best)
-            tables.save(data, Path(args.out))
+            tables.save(data, out)
         if problem.rounds == 0 and problem.times:
             ranked = sorted(problem.times, key=problem.times.__getitem__)[:NUM_REFINED]
             problem.candidates = second_round(problem.gemm, ranked)
@@ -334,16 +337,22 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=40, help="candidates of the first round")
     parser.add_argument("--bandwidth", type=float, default=4.35, help="TB/s, for experts' floor")
     parser.add_argument("--jobs", type=int, default=15, help="processes that compile")
-    parser.add_argument("--out", help="the table to write, if not the package's")
+    parser.add_argument("--target", help="tune the GEMMs of this model's directory or shapes")
+    parser.add_argument("--draft", help="and of this drafter's directory")
+    parser.add_argument("--out", help="the table to write, if not the user's")
     parser.add_argument("--log", help="a file for every measurement, as JSON lines")
     parser.add_argument("--verbose", action="store_true", help="print why a candidate fails")
     parser.add_argument("--dry", action="store_true", help="compile for sm_90 only; needs no GPU")
     args = parser.parse_args()
     is_gemms = args.part == "gemms"
+    if is_gemms and args.target:
+        args.shapes = gemm_shapes(args.target, args.draft)
     args.shapes = args.shapes or (SHAPES if is_gemms else list(expert_tuning.SHAPES))
     args.kinds = args.kinds or (["bf16", "fp8"] if is_gemms else ["bf16"])
     args.rows = args.rows or ([16, 64, 32, 128] if is_gemms else list(BUCKETS))
-    args.out = args.out or str(tables.PATH if is_gemms else EXPERTS_PATH)
+    own = tables.own_path(tables.PATH if is_gemms else EXPERTS_PATH)
+    args.out = Path(args.out or own or sys.exit("There is no home directory; name a file: --out."))
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + args.seconds
     major, minor = (9, 0) if args.dry else torch.cuda.get_device_capability()
     arch = major * 10 + minor

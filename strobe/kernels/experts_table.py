@@ -6,7 +6,6 @@ result does not depend on the other rows in a bucket.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from strobe.kernels.gemm_table import SHARED_MEMORY, shared_memory, to_json
+from strobe.kernels.gemm_table import SHARED_MEMORY, entry_of, read, shared_memory, to_json
 
 MAX_ROWS = 2048
 """More rows run in torch's grouped GEMM."""
@@ -79,11 +78,11 @@ def choose(
     K]: of the first GEMM's weights; packed: their format."""
     bucket = next((bucket for bucket in BUCKETS if rows <= bucket), BUCKETS[-1])
     kind, name = kind_of(dtype, packed), "x".join(map(str, shape))
-    for table in _measured(device):
-        if entry := table.get(kind, {}).get(name, {}).get(str(bucket)):
-            tiles: dict[str, Any] = {key: tuple(entry[key]) for key in ("gate_up", "down")}
-            return ExpertsConfig(entry["block_m"], entry["by_pair"], **tiles)
-    return guess(bucket, shape, dtype, packed, shared_memory(device))
+    entry = _measured(device).get(kind, {}).get(name, {}).get(str(bucket))
+    if entry is None:
+        return guess(bucket, shape, dtype, packed, shared_memory(device))
+    tiles: dict[str, Any] = {key: tuple(entry[key]) for key in ("gate_up", "down")}
+    return ExpertsConfig(entry["block_m"], entry["by_pair"], **tiles)
 
 
 def kind_of(dtype: torch.dtype, packed: str) -> str:
@@ -91,22 +90,19 @@ def kind_of(dtype: torch.dtype, packed: str) -> str:
     return "/".join(filter(None, (str(dtype).removeprefix("torch."), packed)))
 
 
-def _measured(device: torch.device) -> list[dict[str, Any]]:
-    """Return the entries of the device and of others with the same compute capability."""
+def _measured(device: torch.device) -> dict[str, Any]:
+    """Return the device's entries, completed by those of others with the same capability."""
     if device.type != "cuda":
-        return []
+        return {}
     properties = torch.cuda.get_device_properties(device)
-    capability = f"{properties.major}.{properties.minor}"
-    similar = [entry for entry in load().values() if entry["capability"] == capability]
-    own = load().get(properties.name)
-    return similar if own is None else [own, *similar]
+    return entry_of(load(), properties.name, f"{properties.major}.{properties.minor}")
 
 
 @cache
 def load() -> dict[str, Any]:
     """Return GPU name -> {"capability": "9.0", kind -> "ExNxK" -> bucket -> fields of
     ExpertsConfig}."""
-    return json.loads(PATH.read_text())
+    return read(PATH)
 
 
 def record(data: dict[str, Any], kind: str, shape: str, bucket: int, config: ExpertsConfig) -> None:

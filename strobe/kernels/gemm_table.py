@@ -1,4 +1,5 @@
-"""Configurations of GEMMs: measured (`table.json`), or a guess for unknown shapes.
+"""Configurations of GEMMs: measured (`table.json`, and in a user's cache what
+scripts/tune_kernels.py measured there), or a guess for unknown shapes.
 
 The choice depends on the GEMM and the bucket of its row count, never on the row count itself, so
 that a row's result does not depend on the other rows in a bucket.
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
+
+from strobe.hub.cache import cache_directory
 
 BUCKETS = (1, 16, 32, 64, 128)
 """Row counts are rounded up to one of these."""
@@ -163,14 +166,12 @@ class GemmTable:
     """Measured configurations for one GPU, by GEMM and bucket.
 
     `data`: GPU name -> {"capability": "9.0", "gemms": {kind: {fusion: {"NxK": {bucket: fields of
-    GemmConfig that differ from the defaults}}}}}. A GPU that is not in it uses the entries of one
-    with the same compute capability.
+    GemmConfig that differ from the defaults}}}}}. What a GPU has no entries for, it takes from
+    others with the same compute capability.
     """
 
     def __init__(self, data: dict[str, Any], gpu: str = "", capability: str = "") -> None:
-        same = [entry for entry in data.values() if entry["capability"] == capability]
-        entry = data.get(gpu) or (same[0] if same else {"gemms": {}})
-        self.gemms: dict[str, Any] = entry["gemms"]
+        self.gemms: dict[str, Any] = entry_of(data, gpu, capability).get("gemms", {})
         self.processors, self.shared_memory = 132, SHARED_MEMORY
 
     def choose(self, gemm: Gemm, bucket: int) -> GemmConfig:
@@ -201,7 +202,47 @@ class GemmTable:
 
 @cache
 def load() -> dict[str, Any]:
-    return json.loads(PATH.read_text())
+    return read(PATH)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return a table of the package, with this user's measurements over it. Raises ValueError if
+    those cannot be read."""
+    data, own = json.loads(path.read_text()), own_path(path)
+    if own is None or not own.is_file():
+        return data
+    try:
+        return merge(data, json.loads(own.read_text()))
+    except (AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{own} is no table of kernel configurations ({error}); delete it, or write it anew "
+            "with scripts/tune_kernels.py."
+        ) from None
+
+
+def own_path(path: Path) -> Path | None:
+    """Return the user's file of the same name, which may not exist; None without a home."""
+    try:
+        return cache_directory("kernels") / path.name
+    except ValueError:
+        return None
+
+
+def merge(data: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of both; a configuration, which holds no objects, is taken whole."""
+    if not any(isinstance(value, dict) for value in own.values()):
+        return own
+    parts = {k: merge(data.get(k, {}), v) for k, v in own.items() if isinstance(v, dict)}
+    return {**data, **own, **parts}
+
+
+def entry_of(data: dict[str, Any], gpu: str, capability: str) -> dict[str, Any]:
+    """Return a GPU's entries, and for what it has none those of others with the same capability."""
+    similar = [entry for entry in data.values() if entry["capability"] == capability]
+    entry: dict[str, Any] = {}
+    for more in [*reversed(similar), *(data[name] for name in [gpu] if name in data)]:
+        entry = merge(entry, more)
+    return entry
 
 
 def save(data: dict[str, Any], path: Path = PATH) -> None:

@@ -1,0 +1,66 @@
+"""Tables of kernel configurations: the package's, and what a user has measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scripts.model_shapes import gemm_shapes
+from strobe.kernels import experts_table
+from strobe.kernels import gemm_table as tables
+from strobe.kernels.gemm_table import Gemm, GemmTable
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's table of GEMMs, which is not there yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = tables.own_path(tables.PATH)
+    assert path is not None
+    path.parent.mkdir(parents=True)
+    return path
+
+
+def measured(shape: str, **config: int) -> dict[str, Any]:
+    return {"capability": "9.0", "gemms": {"bfloat16": {"plain": {shape: {"16": config}}}}}
+
+
+def test_a_users_measurements_come_first(own: Path):
+    """The rest is the package's, of the same GPU or of one with the same compute capability."""
+    package = tables.read(tables.PATH)
+    own.write_text(
+        json.dumps({"Own": measured("64x32", stages=7), "NVIDIA H200": measured("6144x4096")})
+    )
+    data = tables.read(tables.PATH)
+    small, qkv = (Gemm(n, k, torch.bfloat16) for n, k in ((64, 32), (6144, 4096)))
+    assert GemmTable(data, "Own", "9.0").choose(small, 16).stages == 7
+    assert GemmTable(data, "Similar", "9.0").choose(small, 16).stages == 7
+    assert GemmTable(data, "Other", "8.0").choose(small, 16).stages != 7
+    of_package = GemmTable(package, "NVIDIA H200", "9.0")
+    assert GemmTable(data, "Own", "9.0").choose(qkv, 32) == of_package.choose(qkv, 32)
+    assert GemmTable(data, "NVIDIA H200", "9.0").choose(qkv, 16) == tables.GemmConfig()
+    assert GemmTable(data, "NVIDIA H200", "9.0").choose(qkv, 32) == of_package.choose(qkv, 32)
+    assert GemmTable(data, "Own", "8.9").choose(small, 16).stages == 7
+    assert experts_table.read(experts_table.PATH)  # has no table of the user's
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '"x"'])
+def test_a_broken_table_of_the_user_is_named(own: Path, text: str):
+    own.write_text(text)
+    with pytest.raises(
+        ValueError, match=f"{own} is no table of kernel configurations .* delete it"
+    ):
+        tables.read(tables.PATH)
+
+
+def test_shapes_of_a_model():
+    """Joined layers together, heads for argmaxes and logits, and the drafter's context."""
+    shapes = gemm_shapes("qwen3.5-35b-a3b")
+    assert {"12352x2048", "257x2048", "2048x4096:residual", "248320x2048:argmax"} <= set(shapes)
+    assert {"12288x2048:gated", "2048x10240", "8192x2048"} <= set(shapes)
+    assert "64x2048" not in shapes
+    assert "256x2048" not in shapes
