@@ -1,10 +1,11 @@
 """Time from process start to the first token, with local weights, with cold and warm kernels.
 
-    python benchmarks/startup.py [--shapes qwen3-8b] [--directory DIR] [--json FILE]
+    python benchmarks/startup.py [--shapes qwen3-8b] [--ranks 1 2] [--directory DIR] [--json FILE]
 
 Writes a checkpoint of the shape with random weights (16 GB for qwen3-8b), then starts processes
 that load it, warm up like a server and answer one prompt: first with an empty cache of compiled
-kernels, then with the first one's cache. Reading the weights alone is timed as well.
+kernels, then with the first one's cache. Reading the weights alone is timed as well. With several
+numbers of ranks, each has these two starts; the first ones of later numbers find some kernels.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ import sys
 import tempfile
 import time
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 
 ANSWER = """
 import sys, time
 from strobe import EngineConfig, SamplingParams
-from strobe.engine.engine import Engine
+from strobe.ranks.leader import start_engine
 from strobe.warmup.steps import warm_up
-engine = Engine(EngineConfig(sys.argv[1], draft=sys.argv[2], dtype="bfloat16", max_model_len=4096))
+ranks = {"tensor_parallel_size": int(sys.argv[3])}
+config = EngineConfig(sys.argv[1], draft=sys.argv[2], dtype="bfloat16", max_model_len=4096, **ranks)
+engine = start_engine(config)
 warm_up(engine)
 request = engine.add(list(range(100, 356)), SamplingParams(temperature=0.0, max_tokens=2))
 while not request.num_output:
@@ -71,6 +75,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--shapes", default="qwen3-8b")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1])
     parser.add_argument("--directory", type=Path)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -87,11 +92,12 @@ def main() -> int:
             "reading_the_weights": round(time.perf_counter() - began, 1),
         }
         environment = {**os.environ, "TRITON_CACHE_DIR": str(Path(root) / "kernels")}
-        for name in ("cold", "warm"):
+        for ranks, name in product(arguments.ranks, ("cold", "warm")):
             began = time.perf_counter()
-            command = [sys.executable, "-c", ANSWER, str(target), str(draft)]
+            command = [sys.executable, "-c", ANSWER, str(target), str(draft), str(ranks)]
             subprocess.run(command, check=True, env=environment)
-            report[f"first_token_{name}"] = round(time.perf_counter() - began, 1)
+            key = f"first_token_{name}" + (f"_{ranks}_ranks" if ranks > 1 else "")
+            report[key] = round(time.perf_counter() - began, 1)
     print(json.dumps(report, indent=2))
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=2) + "\n")
