@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from test_expert_kernels import NEEDS_GPU, PAIRS, SORTED, Problem
 from torch import Tensor
 
-from strobe.kernels.experts_table import ExpertsConfig
+from strobe.kernels.experts_table import ExpertsConfig, choose
 from strobe.kernels.reference_experts import Gate, Routing
 from strobe.models.linear import LinearView
 from strobe.models.ops.torch_ops import ExpertsLayer, TorchOps
@@ -131,6 +133,20 @@ def test_row_of_packed_experts_has_the_same_bits_in_any_batch(device: torch.devi
     rows, weights = slice(4, 20), (values.gate_up, values.down)
     part = Problem(values.x[rows], values.logits[rows], *weights, values.extra[rows])
     assert torch.equal(part.run(layer.routing, layer.gate, **options), expected[rows])
+
+
+def test_tables_of_similar_gpus_complement_each_other(monkeypatch: pytest.MonkeyPatch):
+    def entry(stages: int, *kinds: str) -> dict[str, Any]:
+        config = asdict(ExpertsConfig(down=(64, 128, 4, stages)))
+        return {"capability": "9.0", **{kind: {"8x64x32": {"16": config}} for kind in kinds}}
+
+    table = {"similar": entry(5, "bfloat16", "bfloat16/e2m1"), "own": entry(6, "bfloat16/e2m1")}
+    monkeypatch.setattr("strobe.kernels.experts_table.load", lambda: table)
+    own = SimpleNamespace(name="own", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: own)
+    for packed, stages in (("", 5), ("e2m1", 6)):
+        args = 9, (8, 64, 32), torch.bfloat16, torch.device("cuda"), packed
+        assert choose.__wrapped__(*args) == ExpertsConfig(down=(64, 128, 4, stages))
 
 
 WIDE: dict[str, Any] = {"count": 32, "hidden": 704, "inner": 352, "dtype": torch.bfloat16}
