@@ -250,7 +250,7 @@ def grouped(
             block_k = math.gcd(block_k, group)
         options = {
             "LINE": data.shape[2], "E2M1": kind == "e2m1", "GROUP": group, "BLOCK_K": block_k,
-            "DTYPE": DTYPES[x.dtype], "num_stages": stages,
+            "DTYPE": DTYPES[x.dtype], "num_stages": 1 if kind == "e2m1" else stages,
         }  # fmt: skip
     if warmup:
         options["grid"] = grid
