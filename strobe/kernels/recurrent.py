@@ -1,6 +1,6 @@
 # pyright: basic, reportCallIssue=false
 """Recurrent layers in three launches: convolution and gates; the gated delta rule; the norm of its
-outputs, and saving a block until it is verified.
+outputs, and saving a block until it is verified. With single rows the rule convolves them itself.
 
 Up to 16 rows are computed at once (Yang et al., arXiv 2412.06464, section 3.2), so that the state S
 is read once for all of them. With rates b, unit keys K and cumulative decay c, the changes U solve
@@ -42,23 +42,29 @@ def values_of(count: int) -> int:
 
 
 @triton.jit
-def _gates(
-    ba, a_log, dt_bias, decay, rate, stride, first, begin, size,
-    HV: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Compute the log decay and the rate of ROWS rows."""
-    row, head = begin + tl.arange(0, ROWS), tl.arange(0, HEADS)
-    inside = (row < size)[:, None] & (head < HV)[None, :]
-    at = (first + row)[:, None] * stride + head[None, :]
-    b = tl.load(ba + at, inside, 0.0).to(tl.float32)
-    time = tl.load(ba + HV + at, inside, 0.0).to(tl.float32)
-    time += tl.load(dt_bias + head, head < HV, 0.0).to(tl.float32)[None, :]
+def _gates(ba, a_log, dt_bias, head, mask, at, HV: tl.constexpr):
+    """Return the log decay and the rate of heads. at: place of their rates' inputs in ba."""
+    b = tl.load(ba + at, mask, 0.0).to(tl.float32)
+    time = tl.load(ba + HV + at, mask, 0.0).to(tl.float32)
+    time += tl.load(dt_bias + head, mask, 0.0).to(tl.float32)
     # log(1 + e^t) without overflow
     time = tl.maximum(time, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(time)))
-    scale = tl.exp(tl.load(a_log + head, head < HV, 0.0).to(tl.float32))[None, :]
-    place = (first + row)[:, None] * HV + head[None, :]
-    tl.store(decay + place, -scale * time, inside)
-    tl.store(rate + place, 1.0 / (1.0 + tl.exp(-b)), inside)
+    scale = tl.exp(tl.load(a_log + head, mask, 0.0).to(tl.float32))
+    return -scale * time, 1.0 / (1.0 + tl.exp(-b))
+
+
+@triton.jit
+def _convolved(x, before, weight, lanes, mask, continues, C: tl.constexpr, KERNEL: tl.constexpr):
+    """Return lanes of one row x after convolution and SiLU. before: the rows before it."""
+    total = tl.zeros(lanes.shape, tl.float32)
+    for tap in tl.static_range(KERNEL):
+        if tap < KERNEL - 1:
+            value = tl.load(before + tap * C + lanes, mask & continues, other=0.0)
+        else:
+            value = tl.load(x + lanes, mask, other=0.0)
+        scale = tl.load(weight + lanes * KERNEL + tap, mask, other=0.0)
+        total += value.to(tl.float32) * scale.to(tl.float32)
+    return total * tl.sigmoid(total)
 
 
 @triton.jit
@@ -73,17 +79,21 @@ def _convolve_kernel(
     span, begin = tl.program_id(0), tl.program_id(1) * ROWS
     size, first = tl.load(sizes + span), tl.load(firsts + span)
     if tl.program_id(2) == tl.num_programs(2) - 1:
-        _gates(ba, a_log, dt_bias, decay, rate, ba_stride, first, begin, size, HV, HEADS, ROWS)
+        row, head = begin + tl.arange(0, ROWS)[:, None], tl.arange(0, HEADS)[None, :]
+        real, at = (row < size) & (head < HV), (first + row) * ba_stride + head
+        row_decay, row_rate = _gates(ba, a_log, dt_bias, head, real, at, HV)
+        tl.store(decay + (first + row) * HV + head, row_decay, real)
+        tl.store(rate + (first + row) * HV + head, row_rate, real)
     else:
         lanes = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
         inside = lanes < C
         num_accepted, continues = tl.load(accepted + span), tl.load(fresh + span) == 0
         before = window + tl.load(slots + span) * (KERNEL - 1 + P) * C + lanes
         newest = x + first * x_stride + lanes
-        for row in range(begin, tl.minimum(begin + ROWS, size)):
+        for i in range(begin, tl.minimum(begin + ROWS, size)):
             total = tl.zeros([BLOCK], tl.float32)
             for tap in tl.static_range(KERNEL):
-                source = row - (KERNEL - 1) + tap
+                source = i - (KERNEL - 1) + tap
                 if source >= 0:
                     value = tl.load(newest + source * x_stride, inside, other=0.0)
                 else:
@@ -91,7 +101,7 @@ def _convolve_kernel(
                     value = tl.load(before + source_row * C, inside & continues, other=0.0)
                 scale = tl.load(weight + lanes * KERNEL + tap, inside, other=0.0)
                 total += value.to(tl.float32) * scale.to(tl.float32)
-            tl.store(out + (first + row) * C + lanes, total * tl.sigmoid(total), inside)
+            tl.store(out + (first + i) * C + lanes, total * tl.sigmoid(total), inside)
 
 
 @triton.jit
@@ -145,13 +155,15 @@ def _apply_changes(state, k, changes, decay, total, PRECISION: tl.constexpr):
 
 @triton.jit
 def _delta_kernel(
-    rows, decay, rate, state, gates, saved_keys, changes, slots, firsts, sizes, accepted, fresh,
-    out, P: tl.constexpr, C: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr,
-    DV: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, SINGLE: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    x, ba, weight, a_log, dt_bias, window, rows, decay, rate, state, gates, saved_keys, changes,
+    slots, firsts, sizes, accepted, fresh, out, x_stride, ba_stride,
+    P: tl.constexpr, C: tl.constexpr, KERNEL: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    SINGLE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Update VALUES channels of one head's state by the accepted rows of the last block, then
-    compute the span's rows, 16 at once; without tensor cores if every span is a SINGLE row."""
+    compute the span's rows, 16 at once; without tensor cores if every span is a SINGLE row, which
+    is convolved here, and whose key and gates are written to rows, decay and rate."""
     pdl_wait(PDL)
     span, head = tl.program_id(0), tl.program_id(1)
     keys = tl.arange(0, KEYS)
@@ -173,10 +185,17 @@ def _delta_kernel(
     if SINGLE:
         # Loaded before the state is stored, so that all loads are in flight together.
         live = size > 0
-        k = _unit(tl.load(rows + at_k, key_mask & live, other=0.0), 0)
-        q = _unit(tl.load(rows + at_q, key_mask & live, other=0.0), 0) * (DK**-0.5)
-        v = tl.load(rows + at_v, value_mask & live, other=0.0)
-        keep, row_rate = tl.exp(tl.load(decay, live, other=0.0)), tl.load(rate, live, other=0.0)
+        x += first * x_stride
+        before = window + (slot * (KERNEL - 1 + P) + num_accepted) * C
+        k = _convolved(x, before, weight, at_k, key_mask & live, continues, C, KERNEL)
+        q = _convolved(x, before, weight, at_q, key_mask & live, continues, C, KERNEL)
+        v = _convolved(x, before, weight, at_v, value_mask & live, continues, C, KERNEL)
+        row_decay, row_rate = _gates(ba, a_log, dt_bias, head, live, first * ba_stride + head, HV)
+        if tl.program_id(2) == 0:
+            tl.store(rows + at_k, k, key_mask & live & (head % (HV // HK) == 0))
+            tl.store(decay, row_decay, live)
+            tl.store(rate, row_rate, live)
+        k, q, keep = _unit(k, 0), _unit(q, 0) * (DK**-0.5), tl.exp(row_decay)
         for i in range(num_accepted):
             last = _unit(tl.load(saved_keys + i * (HK * DK) + keys, key_mask, other=0.0), 0)
             change = tl.load(changes + i * (HV * DV) + values, value_mask, other=0.0)
@@ -328,16 +347,19 @@ def mix(
     out, normed = x.qkv.new_empty((2, rows, heads * spec.value_dim))
     pdl = supports_pdl(x.qkv.device)
     shared = {"P": gates.shape[1], "C": spec.channels, "HV": heads, "PDL": pdl, "launch_pdl": pdl}
+    shared["KERNEL"] = spec.kernel
     wide = triton.cdiv(spec.channels, _CHANNELS)
     width = triton.next_power_of_2(heads)
-    _convolve_kernel[(count, triton.cdiv(longest, _ROWS), wide + 1)](
-        x.qkv, x.ba, x.conv.contiguous(), x.a_log, x.dt_bias, window, *spans,
-        convolved, decay, rate, x.qkv.stride(0), x.ba.stride(0),
-        KERNEL=spec.kernel, HEADS=width, ROWS=_ROWS, BLOCK=_CHANNELS, num_warps=2, **shared,
-    )  # fmt: skip
+    inputs = x.qkv, x.ba, x.conv.contiguous(), x.a_log, x.dt_bias, window
+    strides = x.qkv.stride(0), x.ba.stride(0)
+    if longest > 1:
+        _convolve_kernel[(count, triton.cdiv(longest, _ROWS), wide + 1)](
+            *inputs, *spans, convolved, decay, rate, *strides,
+            HEADS=width, ROWS=_ROWS, BLOCK=_CHANNELS, num_warps=2, **shared,
+        )  # fmt: skip
     values = values_of(count)
     _delta_kernel[(count, heads, triton.cdiv(spec.value_dim, values))](
-        convolved, decay, rate, state, gates, keys, changes, *spans, out,
+        *inputs, convolved, decay, rate, state, gates, keys, changes, *spans, out, *strides,
         HK=spec.key_heads, DK=spec.key_dim, DV=spec.value_dim,
         KEYS=max(16, triton.next_power_of_2(spec.key_dim)), VALUES=values,
         SINGLE=longest == 1,
@@ -348,7 +370,7 @@ def mix(
     _finish_kernel[(num_norms + count * wide,)](
         x.qkv, convolved, decay, rate, window, gates, keys, *spans,
         out, x.z, x.gain, normed, x.qkv.stride(0), x.z.stride(0), x.eps, count, num_norms,
-        KERNEL=spec.kernel, DV=spec.value_dim, KEYS=spec.key_heads * spec.key_dim,
+        DV=spec.value_dim, KEYS=spec.key_heads * spec.key_dim,
         TAPS=triton.next_power_of_2(spec.kernel - 1), HEADS=width, BLOCK=_CHANNELS, GROUP=_HEADS,
         VALUES=triton.next_power_of_2(spec.value_dim), SPANS=triton.next_power_of_2(count),
         num_warps=4, **shared,
