@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from strobe.kernels.reference_recurrent import DeltaInput
     from strobe.kv.states import StateSpec
 
-_ROWS = 8
-_CHANNELS = 256
+_ROWS = 16
+_CHANNELS = 128
 _HEADS = 4  # of a program of the norm
 _WARPS = 4  # of a program of the delta rule
 
@@ -85,23 +85,21 @@ def _convolve_kernel(
         tl.store(decay + (first + row) * HV + head, row_decay, real)
         tl.store(rate + (first + row) * HV + head, row_rate, real)
     else:
-        lanes = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-        inside = lanes < C
+        lanes, i = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK), begin + tl.arange(0, ROWS)
+        inside = (i < size)[:, None] & (lanes < C)[None, :]
         num_accepted, continues = tl.load(accepted + span), tl.load(fresh + span) == 0
-        before = window + tl.load(slots + span) * (KERNEL - 1 + P) * C + lanes
-        newest = x + first * x_stride + lanes
-        for i in range(begin, tl.minimum(begin + ROWS, size)):
-            total = tl.zeros([BLOCK], tl.float32)
-            for tap in tl.static_range(KERNEL):
-                source = i - (KERNEL - 1) + tap
-                if source >= 0:
-                    value = tl.load(newest + source * x_stride, inside, other=0.0)
-                else:
-                    source_row = num_accepted + source + KERNEL - 1
-                    value = tl.load(before + source_row * C, inside & continues, other=0.0)
-                scale = tl.load(weight + lanes * KERNEL + tap, inside, other=0.0)
-                total += value.to(tl.float32) * scale.to(tl.float32)
-            tl.store(out + (first + i) * C + lanes, total * tl.sigmoid(total), inside)
+        before = window + (tl.load(slots + span) * (KERNEL - 1 + P) + num_accepted) * C
+        total = tl.zeros([ROWS, BLOCK], tl.float32)
+        for tap in tl.static_range(KERNEL):
+            source = (i - (KERNEL - 1) + tap)[:, None]
+            at_x = (first + source) * x_stride + lanes[None, :]
+            value = tl.load(x + at_x, inside & (source >= 0), other=0.0)
+            at_window = (source + KERNEL - 1) * C + lanes[None, :]
+            old = tl.load(before + at_window, inside & (source < 0) & continues, other=0.0)
+            scale = tl.load(weight + lanes * KERNEL + tap, lanes < C, other=0.0).to(tl.float32)
+            total += tl.where(source >= 0, value, old).to(tl.float32) * scale[None, :]
+        at_out = (first + i)[:, None] * C + lanes[None, :]
+        tl.store(out + at_out, total * tl.sigmoid(total), inside)
 
 
 @triton.jit
@@ -263,7 +261,8 @@ def _norm(
 def _save(
     x, rows, decay, rate, window, gates, saved_keys, x_stride, slot, first, size, num_accepted,
     continues, part, P: tl.constexpr, C: tl.constexpr, KERNEL: tl.constexpr, HV: tl.constexpr,
-    KEYS: tl.constexpr, TAPS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    KEYS: tl.constexpr, TAPS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Save what the next forward needs of BLOCK channels of a span: the convolution's inputs, the
     gates and the keys, which are the KEYS channels after the queries. The window moves forward in
@@ -282,20 +281,20 @@ def _save(
     tl.debug_barrier()  # all threads have read the window
     tl.store(window[None, :] + at * C, tl.where(back >= 0, value, before), tap_mask)
     if size <= P:
-        for i in range(size):
-            newest = tl.load(x + i * x_stride, inside, other=0.0)
-            tl.store(window + (KERNEL - 1 + i) * C, newest, inside)
-        key_mask = (lanes >= KEYS) & (lanes < 2 * KEYS)
-        for i in range(size):
-            key = tl.load(rows + (first + i) * C + lanes, key_mask, other=0.0)
-            tl.store(saved_keys + (slot * P + i) * KEYS + lanes - KEYS, key, key_mask)
-        if part == 0:
-            heads = tl.arange(0, HEADS)
-            spots, real = gates + slot * P * 2 * HV + heads, heads < HV
-            for j in range(size):
-                row = (first + j) * HV + heads
-                tl.store(spots + j * 2 * HV, tl.load(decay + row, real), real)
-                tl.store(spots + (j * 2 + 1) * HV, tl.load(rate + row, real), real)
+        key_mask = ((lanes >= KEYS) & (lanes < 2 * KEYS))[None, :]
+        heads = tl.arange(0, HEADS)[None, :]
+        for begin in range(0, size, ROWS):
+            i = begin + tl.arange(0, ROWS)[:, None]
+            real = (i < size) & inside[None, :]
+            newest = tl.load(x[None, :] + i * x_stride, real, other=0.0)
+            tl.store(window[None, :] + (KERNEL - 1 + i) * C, newest, real)
+            key = tl.load(rows + (first + i) * C + lanes[None, :], real & key_mask, other=0.0)
+            place = (slot * P + i) * KEYS + (lanes - KEYS)[None, :]
+            tl.store(saved_keys + place, key, real & key_mask)
+            gated = (i < size) & (heads < HV) & (part == 0)
+            row_gates, spot = (first + i) * HV + heads, gates + (slot * P + i) * 2 * HV + heads
+            tl.store(spot, tl.load(decay + row_gates, gated), gated)
+            tl.store(spot + HV, tl.load(rate + row_gates, gated), gated)
 
 
 @triton.jit(do_not_specialize=["count", "num_norms"])
@@ -303,8 +302,9 @@ def _finish_kernel(
     x, rows, decay, rate, window, gates, saved_keys, slots, firsts, sizes, accepted, fresh,
     outputs, z, gain, normed, x_stride, z_stride, eps, count, num_norms,
     P: tl.constexpr, C: tl.constexpr, KERNEL: tl.constexpr, HV: tl.constexpr, DV: tl.constexpr,
-    KEYS: tl.constexpr, TAPS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
-    GROUP: tl.constexpr, VALUES: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr,
+    KEYS: tl.constexpr, TAPS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, VALUES: tl.constexpr, SPANS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Norm the outputs in the first programs, save the spans in the others."""
     pdl_wait(PDL)
@@ -322,7 +322,7 @@ def _finish_kernel(
             x, rows, decay, rate, window, gates, saved_keys, x_stride, tl.load(slots + span),
             tl.load(firsts + span), tl.load(sizes + span), tl.load(accepted + span),
             tl.load(fresh + span) == 0, (program - num_norms) % WIDE,
-            P, C, KERNEL, HV, KEYS, TAPS, HEADS, BLOCK,
+            P, C, KERNEL, HV, KEYS, TAPS, HEADS, ROWS, BLOCK,
         )  # fmt: skip
 
 
@@ -348,14 +348,14 @@ def mix(
     pdl = supports_pdl(x.qkv.device)
     shared = {"P": gates.shape[1], "C": spec.channels, "HV": heads, "PDL": pdl, "launch_pdl": pdl}
     shared["KERNEL"] = spec.kernel
-    wide = triton.cdiv(spec.channels, _CHANNELS)
     width = triton.next_power_of_2(heads)
     inputs = x.qkv, x.ba, x.conv.contiguous(), x.a_log, x.dt_bias, window
     strides = x.qkv.stride(0), x.ba.stride(0)
     if longest > 1:
+        wide = triton.cdiv(spec.channels, _CHANNELS)
         _convolve_kernel[(count, triton.cdiv(longest, _ROWS), wide + 1)](
             *inputs, *spans, convolved, decay, rate, *strides,
-            HEADS=width, ROWS=_ROWS, BLOCK=_CHANNELS, num_warps=2, **shared,
+            HEADS=width, ROWS=_ROWS, BLOCK=_CHANNELS, num_warps=4, **shared,
         )  # fmt: skip
     values = values_of(count)
     _delta_kernel[(count, heads, triton.cdiv(spec.value_dim, values))](
@@ -366,12 +366,14 @@ def mix(
         PRECISION="tf32x3" if out.dtype == torch.float32 else "tf32",
         num_warps=_WARPS, num_stages=1, **shared,
     )  # fmt: skip
-    num_norms = rows * triton.cdiv(heads, _HEADS)
-    _finish_kernel[(num_norms + count * wide,)](
+    num_norms, taps = rows * triton.cdiv(heads, _HEADS), triton.next_power_of_2(spec.kernel - 1)
+    size = min(_ROWS, triton.next_power_of_2(gates.shape[1]))
+    block = _ROWS * _CHANNELS // max(size, taps)
+    _finish_kernel[(num_norms + count * triton.cdiv(spec.channels, block),)](
         x.qkv, convolved, decay, rate, window, gates, keys, *spans,
         out, x.z, x.gain, normed, x.qkv.stride(0), x.z.stride(0), x.eps, count, num_norms,
         DV=spec.value_dim, KEYS=spec.key_heads * spec.key_dim,
-        TAPS=triton.next_power_of_2(spec.kernel - 1), HEADS=width, BLOCK=_CHANNELS, GROUP=_HEADS,
+        TAPS=taps, HEADS=width, ROWS=size, BLOCK=block, GROUP=_HEADS,
         VALUES=triton.next_power_of_2(spec.value_dim), SPANS=triton.next_power_of_2(count),
         num_warps=4, **shared,
     )  # fmt: skip
