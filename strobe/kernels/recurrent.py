@@ -54,16 +54,21 @@ def _gates(ba, a_log, dt_bias, head, mask, at, HV: tl.constexpr):
 
 
 @triton.jit
-def _convolved(x, before, weight, lanes, mask, continues, C: tl.constexpr, KERNEL: tl.constexpr):
-    """Return lanes of one row x after convolution and SiLU. before: the rows before it."""
+def _history(before, weight, lanes, mask, C: tl.constexpr, KERNEL: tl.constexpr):
+    """Return the part of a row's convolution that comes from the rows before it."""
     total = tl.zeros(lanes.shape, tl.float32)
-    for tap in tl.static_range(KERNEL):
-        if tap < KERNEL - 1:
-            value = tl.load(before + tap * C + lanes, mask & continues, other=0.0)
-        else:
-            value = tl.load(x + lanes, mask, other=0.0)
-        scale = tl.load(weight + lanes * KERNEL + tap, mask, other=0.0)
-        total += value.to(tl.float32) * scale.to(tl.float32)
+    for tap in tl.static_range(KERNEL - 1):
+        value = tl.load(before + tap * C + lanes, mask, other=0.0).to(tl.float32)
+        total += value * tl.load(weight + lanes * KERNEL + tap, mask, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
+def _convolved(total, x, weight, lanes, mask, KERNEL: tl.constexpr):
+    """Add the row x itself to its convolution, and apply SiLU."""
+    value = tl.load(x + lanes, mask, other=0.0).to(tl.float32)
+    scale = tl.load(weight + lanes * KERNEL + KERNEL - 1, mask, other=0.0).to(tl.float32)
+    total += value * scale
     return total * tl.sigmoid(total)
 
 
@@ -75,9 +80,11 @@ def _convolve_kernel(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Convolve a span's rows and apply SiLU; the last program of the rows computes their gates."""
-    pdl_wait(PDL)
     span, begin = tl.program_id(0), tl.program_id(1) * ROWS
     size, first = tl.load(sizes + span), tl.load(firsts + span)
+    place = tl.load(slots + span) * (KERNEL - 1 + P) + tl.load(accepted + span)
+    continues = tl.load(fresh + span) == 0
+    pdl_wait(PDL)
     if tl.program_id(2) == tl.num_programs(2) - 1:
         row, head = begin + tl.arange(0, ROWS)[:, None], tl.arange(0, HEADS)[None, :]
         real, at = (row < size) & (head < HV), (first + row) * ba_stride + head
@@ -87,8 +94,7 @@ def _convolve_kernel(
     else:
         lanes, i = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK), begin + tl.arange(0, ROWS)
         inside = (i < size)[:, None] & (lanes < C)[None, :]
-        num_accepted, continues = tl.load(accepted + span), tl.load(fresh + span) == 0
-        before = window + (tl.load(slots + span) * (KERNEL - 1 + P) + num_accepted) * C
+        before = window + place * C
         total = tl.zeros([ROWS, BLOCK], tl.float32)
         for tap in tl.static_range(KERNEL):
             source = (i - (KERNEL - 1) + tap)[:, None]
@@ -162,7 +168,6 @@ def _delta_kernel(
     """Update VALUES channels of one head's state by the accepted rows of the last block, then
     compute the span's rows, 16 at once; without tensor cores if every span is a SINGLE row, which
     is convolved here, and whose key and gates are written to rows, decay and rate."""
-    pdl_wait(PDL)
     span, head = tl.program_id(0), tl.program_id(1)
     keys = tl.arange(0, KEYS)
     values = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
@@ -173,6 +178,8 @@ def _delta_kernel(
     place = state + (slot * HV + head) * (DK * DV) + (keys[:, None] * DV + values[None, :])
     both = key_mask[:, None] & value_mask[None, :]
     current = tl.load(place, both & continues, other=0.0)
+    # All that the last forward saved is read, and the state written, before the previous kernel
+    # ends: only forwards use them.
     key = head // (HV // HK)
     at_q, at_k, at_v = key * DK + keys, (HK + key) * DK + keys, 2 * HK * DK + head * DV + values
     rows, gates = rows + first * C, gates + slot * P * 2 * HV + head
@@ -181,25 +188,28 @@ def _delta_kernel(
     decay, rate = decay + first * HV + head, rate + first * HV + head
     out += (first * HV + head) * DV
     if SINGLE:
-        # Loaded before the state is stored, so that all loads are in flight together.
         live = size > 0
-        x += first * x_stride
         before = window + (slot * (KERNEL - 1 + P) + num_accepted) * C
-        k = _convolved(x, before, weight, at_k, key_mask & live, continues, C, KERNEL)
-        q = _convolved(x, before, weight, at_q, key_mask & live, continues, C, KERNEL)
-        v = _convolved(x, before, weight, at_v, value_mask & live, continues, C, KERNEL)
-        row_decay, row_rate = _gates(ba, a_log, dt_bias, head, live, first * ba_stride + head, HV)
-        if tl.program_id(2) == 0:
-            tl.store(rows + at_k, k, key_mask & live & (head % (HV // HK) == 0))
-            tl.store(decay, row_decay, live)
-            tl.store(rate, row_rate, live)
-        k, q, keep = _unit(k, 0), _unit(q, 0) * (DK**-0.5), tl.exp(row_decay)
+        old_k = _history(before, weight, at_k, key_mask & live & continues, C, KERNEL)
+        old_q = _history(before, weight, at_q, key_mask & live & continues, C, KERNEL)
+        old_v = _history(before, weight, at_v, value_mask & live & continues, C, KERNEL)
         for i in range(num_accepted):
             last = _unit(tl.load(saved_keys + i * (HK * DK) + keys, key_mask, other=0.0), 0)
             change = tl.load(changes + i * (HV * DV) + values, value_mask, other=0.0)
             current *= tl.exp(tl.load(gates + i * 2 * HV))
             current += last[:, None] * change[None, :]
         tl.store(place, current, both)
+        pdl_wait(PDL)
+        x += first * x_stride
+        k = _convolved(old_k, x, weight, at_k, key_mask & live, KERNEL)
+        q = _convolved(old_q, x, weight, at_q, key_mask & live, KERNEL)
+        v = _convolved(old_v, x, weight, at_v, value_mask & live, KERNEL)
+        row_decay, row_rate = _gates(ba, a_log, dt_bias, head, live, first * ba_stride + head, HV)
+        if tl.program_id(2) == 0:
+            tl.store(rows + at_k, k, key_mask & live & (head % (HV // HK) == 0))
+            tl.store(decay, row_decay, live)
+            tl.store(rate, row_rate, live)
+        k, q, keep = _unit(k, 0), _unit(q, 0) * (DK**-0.5), tl.exp(row_decay)
         current *= keep
         newest = (v - tl.sum(current * k[:, None], 0)) * row_rate
         current += k[:, None] * newest[None, :]
@@ -219,6 +229,7 @@ def _delta_kernel(
         if size <= P:
             tl.store(place, current, both)
         tl.debug_barrier()  # all threads have read the last block
+        pdl_wait(PDL)
         for begin in range(0, size, 16):
             row, row_mask = begin + offset, begin + offset < size
             k = _unit(_part(rows, row, row_mask, at_k, key_mask, C), 1)
