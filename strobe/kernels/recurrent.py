@@ -255,14 +255,16 @@ def _delta_kernel(
 def _norm(
     x, z, gain, out, z_stride, eps, row, live, part,
     HV: tl.constexpr, DV: tl.constexpr, GROUP: tl.constexpr, VALUES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """x / rms(x) * gain * silu(z) of a row's GROUP heads; 0 if the row is not live."""
     head, at = part * GROUP + tl.arange(0, GROUP), tl.arange(0, VALUES)
     inside = (head < HV)[:, None] & (at < DV)[None, :]
     place = head[:, None] * DV + at[None, :]
-    value = tl.load(x + row * (HV * DV) + place, inside & live, 0.0).to(tl.float32)
     logit = tl.load(z + row * z_stride + place, inside & live, 0.0).to(tl.float32)
     scale = tl.load(gain + at, at < DV, 0.0).to(tl.float32)[None, :]
+    pdl_wait(PDL)
+    value = tl.load(x + row * (HV * DV) + place, inside & live, 0.0).to(tl.float32)
     unit = tl.rsqrt(tl.sum(value * value, 1) / DV + eps)[:, None]
     y = value * unit * scale * (logit / (1.0 + tl.exp(-logit)))
     tl.store(out + row * (HV * DV) + place, round_to(y, out.dtype.element_ty), inside)
@@ -273,7 +275,7 @@ def _save(
     x, rows, decay, rate, window, gates, saved_keys, x_stride, slot, first, size, num_accepted,
     continues, part, P: tl.constexpr, C: tl.constexpr, KERNEL: tl.constexpr, HV: tl.constexpr,
     KEYS: tl.constexpr, TAPS: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Save what the next forward needs of BLOCK channels of a span: the convolution's inputs, the
     gates and the keys, which are the KEYS channels after the queries. The window moves forward in
@@ -289,6 +291,7 @@ def _save(
     value = tl.load(x[None, :] + back * x_stride, tap_mask & (back >= 0), other=0.0)
     source = window[None, :] + (num_accepted + back + KERNEL - 1) * C
     before = tl.load(source, tap_mask & continues & (back < 0), other=0.0)
+    pdl_wait(PDL)
     tl.debug_barrier()  # all threads have read the window
     tl.store(window[None, :] + at * C, tl.where(back >= 0, value, before), tap_mask)
     if size <= P:
@@ -317,8 +320,8 @@ def _finish_kernel(
     BLOCK: tl.constexpr, GROUP: tl.constexpr, VALUES: tl.constexpr, SPANS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Norm the outputs in the first programs, save the spans in the others."""
-    pdl_wait(PDL)
+    """Norm the outputs in the first programs, save the spans in the others. Before the rule's
+    launch ends, only what it does not write is read."""
     PARTS: tl.constexpr = (HV + GROUP - 1) // GROUP
     WIDE: tl.constexpr = (C + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
@@ -326,14 +329,14 @@ def _finish_kernel(
         row, every = (program // PARTS).to(tl.int64), tl.arange(0, SPANS)
         live = row < tl.sum(tl.load(sizes + every, every < count, 0), 0)
         part = program % PARTS
-        _norm(outputs, z, gain, normed, z_stride, eps, row, live, part, HV, DV, GROUP, VALUES)
+        _norm(outputs, z, gain, normed, z_stride, eps, row, live, part, HV, DV, GROUP, VALUES, PDL)
     else:
         span = (program - num_norms) // WIDE
         _save(
             x, rows, decay, rate, window, gates, saved_keys, x_stride, tl.load(slots + span),
             tl.load(firsts + span), tl.load(sizes + span), tl.load(accepted + span),
             tl.load(fresh + span) == 0, (program - num_norms) % WIDE,
-            P, C, KERNEL, HV, KEYS, TAPS, HEADS, ROWS, BLOCK,
+            P, C, KERNEL, HV, KEYS, TAPS, HEADS, ROWS, BLOCK, PDL,
         )  # fmt: skip
 
 
