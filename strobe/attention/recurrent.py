@@ -20,13 +20,15 @@ from strobe.kv.store import KVStore
 
 
 class RecurrentBackend:
-    """Another backend's attention, and recurrent states for the layers without attention."""
+    """Another backend's attention, and recurrent states for the layers without attention. kernels:
+    use a triton kernel."""
 
-    def __init__(self, backend: AttentionBackend, states: StateStore):
-        self.backend, self.states = backend, states
+    def __init__(self, backend: AttentionBackend, states: StateStore, *, kernels: bool = False):
+        self.backend, self.states, self.kernels = backend, states, kernels
 
     def plan(self, batch: Batch, store: KVStore, masks: Sequence[LayerMask]) -> RecurrentPlan:
-        return RecurrentPlan(self.backend.plan(batch, store, masks), batch, self.states)
+        attend = self.backend.plan(batch, store, masks)
+        return RecurrentPlan(attend, batch, self.states, kernels=self.kernels)
 
 
 class RecurrentPlan:
@@ -36,8 +38,15 @@ class RecurrentPlan:
     that were accepted. A sequence starts from a zero state, whatever the slot held before.
     """
 
-    def __init__(self, attend: AttentionPlan, batch: Batch, states: StateStore):
+    def __init__(
+        self, attend: AttentionPlan, batch: Batch, states: StateStore, *, kernels: bool = False
+    ):
         self.attend, self.batch, self.states = attend, batch, states
+        if kernels:
+            from strobe.kernels.steps import cover
+
+            self.accepted, self.starts_fresh = cover(batch, states.length, states.pending)
+            return
         start, sizes = batch.starts, batch.sizes
         self.starts_fresh = start == 0
         num_pending = start - states.length.index_select(0, batch.slots)

@@ -206,7 +206,7 @@ def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
     grammars = GrammarState(GrammarCompiler(tokenizer, vocab, resolved.target.eos_ids))
     backend, draft_backend = make_backends(backends, resolved.target, resolved.draft, device)
     if states is not None:
-        backend = RecurrentBackend(backend, states)
+        backend = RecurrentBackend(backend, states, kernels=backends.kernels)
     buckets, graphs = None, Eager()
     if backends.graphs:
         buckets = Buckets(

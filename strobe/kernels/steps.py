@@ -2,7 +2,7 @@
 """A step's bookkeeping on the device: the rows' positions and K/V slots, and accepting drafts.
 
 Legend: S spans, T rows, K drafts per span, W rows of a span with logits. The torch twins are in
-`strobe.runner.state`.
+`strobe.runner.state`, and of recurrent states in `strobe.attention.recurrent`.
 """
 
 from __future__ import annotations
@@ -222,3 +222,34 @@ def gather_rows(table: Tensor, index: Tensor) -> Tensor:
         launch_pdl=pdl,
     )
     return out
+
+
+@triton.jit(do_not_specialize=["spans"])
+def _cover_kernel(
+    slots, starts, sizes, length, accepted, fresh, spans,
+    P: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    pdl_wait(PDL)
+    lanes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    valid = lanes < spans
+    slot, start = tl.load(slots + lanes, valid, 0), tl.load(starts + lanes, valid, 0)
+    size, covered = tl.load(sizes + lanes, valid, 0), tl.load(length + slot, valid, 0)
+    pending = tl.minimum(tl.maximum(start - covered, 0), P)
+    tl.store(accepted + lanes, tl.where(start == 0, 0, pending), valid)
+    tl.store(fresh + lanes, start == 0, valid)
+    tl.store(length + slot, tl.where(size > P, start + size, start), valid)
+
+
+def cover(batch: Any, length: Tensor, pending: int) -> tuple[Tensor, Tensor]:
+    """A batch of S spans -> rows of the last block that were accepted [S] int64, whether a sequence
+    begins [S]. length [N]: positions in each slot's state, updated. pending: maximum rows of a
+    block."""
+    size = batch.slots.shape[0]
+    accepted = torch.empty(size, dtype=torch.int64, device=length.device)
+    fresh = torch.empty(size, dtype=torch.bool, device=length.device)
+    pdl = supports_pdl(length.device)
+    _cover_kernel[(triton.cdiv(size, _BLOCK),)](
+        batch.slots, batch.starts, batch.sizes, length, accepted, fresh, size,
+        P=pending, BLOCK=_BLOCK, num_warps=1, PDL=pdl, launch_pdl=pdl,
+    )  # fmt: skip
+    return accepted, fresh

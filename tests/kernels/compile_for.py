@@ -126,7 +126,7 @@ def others(*_: int) -> Iterator[Call]:
     from strobe.kernels import gates, recurrent, rowwise, sampling
     from strobe.kernels.ranks import RankMemory
     from strobe.kernels.reference_recurrent import DeltaInput
-    from strobe.kernels.steps import gather_rows
+    from strobe.kernels.steps import cover, gather_rows
     from strobe.models.config import StateSpec
 
     wide = torch.empty(8, 4096, dtype=torch.bfloat16)
@@ -152,6 +152,7 @@ def others(*_: int) -> Iterator[Call]:
     layer = DeltaInput(*parts, conv, wide[0, :32], wide[0, :32], wide[0, :128], 1e-6)
     for longest in (1, 16, 64):
         yield partial(recurrent.mix, layer, spans, stored, longest, spec)
+    yield partial(cover, SimpleNamespace(slots=rows, starts=rows, sizes=rows), rows, 16)
     logits = torch.empty(8, 151936)
     yield partial(sampling.argmax, logits)
     yield partial(sampling.argmax, logits, torch.empty(8))

@@ -86,7 +86,12 @@ def project(spec: StateSpec, rows: int, weights: Any, noise: torch.Generator) ->
 def mix_both(pair: Any, batch: Batch, x: Any) -> Any:
     """Return the outputs of plain torch and of the kernels, each with its own store."""
     nothing: Any = None
-    plain, fused = (RecurrentPlan(nothing, batch, store) for store in pair)
+    plain, fused = (
+        RecurrentPlan(nothing, batch, store, kernels=kernels)
+        for store, kernels in zip(pair, (False, True), strict=True)
+    )
+    assert torch.equal(plain.accepted, fused.accepted)
+    assert torch.equal(plain.starts_fresh, fused.starts_fresh)
     spec = plain.states.spec
     return (
         reference_recurrent.gated_mix(x, plain.groups, plain.stored(0), spec),
