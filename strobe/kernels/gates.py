@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from strobe.kernels.pdl import pdl_wait, supports_pdl
-from strobe.kernels.reference_gates import Norm
+from strobe.kernels.reference_residual import Norm
 from strobe.kernels.rowwise import parts_of, round_to, row_part
 
 

@@ -5,21 +5,11 @@ Legend: T rows, Hv value heads of Dv.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
-class Norm(Protocol):
-    """x [T, H] / rms(x) * weight [H] -> [T, H]."""
-
-    @property
-    def weight(self) -> Tensor: ...
-    @property
-    def eps(self) -> float: ...
-    def __call__(self, x: Tensor, /) -> Tensor: ...
+from strobe.kernels.reference_residual import Norm
 
 
 def gate(x: Tensor, logits: Tensor, extra: Tensor | None = None) -> Tensor:

@@ -21,6 +21,10 @@ class Norm(Protocol):
         """[H]."""
         ...
 
+    def __call__(self, x: Tensor, /) -> Tensor:
+        """x [T, H] -> [T, H]."""
+        ...
+
 
 class ResidualStream:
     """The residual stream of one forward, `value` [T, H], and the features captured from it. Layers
