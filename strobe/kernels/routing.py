@@ -95,9 +95,11 @@ def _sort_kernel(
     ids,  # int32 [P]
     pairs,  # int32 [P]: pairs sorted by expert
     blocks,  # int32 [blocks, 3]: expert, first of its places in `pairs`, number of them
-    count,  # P
+    rows,
     num_blocks,
-    E: tl.constexpr,
+    E: tl.constexpr,  # with a shared expert
+    TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,
     BINS: tl.constexpr,
     WIDTH: tl.constexpr,
     STEPS: tl.constexpr,
@@ -107,7 +109,8 @@ def _sort_kernel(
     pdl_wait(PDL)
     expert = tl.program_id(0)
     place = tl.arange(0, WIDTH)
-    owner = tl.load(ids + place, place < count, E)
+    pair = place // TOP_K * (TOP_K + SHARED) + place % TOP_K
+    owner = tl.load(ids + pair, place < rows * TOP_K, E)
     bins = tl.arange(0, BINS)
     counts = tl.where(bins < E, tl.histogram(owner, BINS), 0)
     needed = (counts + BLOCK_M - 1) // BLOCK_M
@@ -115,9 +118,16 @@ def _sort_kernel(
     first = tl.sum(tl.where(before, counts, 0), 0)
     block = tl.sum(tl.where(before, needed, 0), 0)
     own = (owner == expert) & (expert < E)
+    if SHARED:  # its pairs need no sorting, and all follow the others
+        last = place * (TOP_K + SHARED) + TOP_K
+        chose = tl.load(ids + last, place < rows, E) == E - 1
+        own = tl.where(expert == E - 1, chose, own)
+        pair = tl.where(expert == E - 1, last, pair)
+        shared_blocks = (tl.sum(chose.to(tl.int32), 0) + BLOCK_M - 1) // BLOCK_M
+        block += tl.where(expert == E, shared_blocks, 0)
     size = tl.sum(own.to(tl.int32), 0)
     rank = tl.cumsum(own.to(tl.int32), 0) - 1
-    tl.store(pairs + first + rank, place, own)
+    tl.store(pairs + first + rank, pair, own)
     step = tl.arange(0, STEPS)
     used = step * BLOCK_M < size
     tl.store(blocks + (block + step) * 3, expert, used)
@@ -168,9 +178,10 @@ def route(
     num_blocks = min(number, number // block_m + count, count * -(-rows // block_m))
     blocks = torch.empty(num_blocks, 3, dtype=torch.int32, device=device)
     _sort_kernel[(count + 1,)](
-        ids, pairs, blocks, number, num_blocks, E=count, BINS=triton.next_power_of_2(count + 1),
-        WIDTH=triton.next_power_of_2(number),
+        ids, pairs, blocks, rows, num_blocks, E=count, TOP_K=routing.top_k, SHARED=shared,
+        BINS=triton.next_power_of_2(count + 1),
+        WIDTH=triton.next_power_of_2(rows * routing.top_k),
         STEPS=max(triton.next_power_of_2(triton.cdiv(rows, block_m)), 64), BLOCK_M=block_m,
-        PDL=pdl, num_warps=8 if number > 1024 else 4, launch_pdl=pdl,
+        PDL=pdl, num_warps=8 if rows * routing.top_k > 1024 else 4, launch_pdl=pdl,
     )  # fmt: skip
     return Routed(ids, weights, pairs, blocks, num_blocks)
