@@ -35,10 +35,13 @@ from strobe.kernels.routing import Routed, route
 from strobe.kernels.rowwise import gated, round_to, row_part, silu_mul
 from strobe.kernels.unpack import PackedWeight, e2m1, e4m3
 
-HAS_GLUON = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
-"""Whether Triton is new enough for `mxfp4.py`; without it MXFP4 is unpacked slowly."""
-if HAS_GLUON:
+try:
     from strobe.kernels.mxfp4 import instructions, mxfp4_kernel
+except (AttributeError, ImportError):
+    HAS_GLUON = False
+else:
+    HAS_GLUON = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
+"""Whether Triton has what `mxfp4.py` uses of Gluon; without it MXFP4 is unpacked slowly."""
 
 __all__ = ["PackedWeight", "experts", "serves"]
 

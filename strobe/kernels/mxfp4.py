@@ -45,6 +45,7 @@ _UNPACK = gl.constexpr(
     """
 )
 _EIGHT = gl.constexpr((gl.bfloat16,) * 8)
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7 and 3.6
 
 
 @gluon.jit
@@ -91,7 +92,7 @@ def _wait_for_step(STAGES: gl.constexpr, WGMMA: gl.constexpr):
     async_copy.wait_group(STAGES - 2)
     if WGMMA:
         hopper.fence_async_shared()
-        gl.thread_barrier()
+        _barrier()
 
 
 @gluon.jit
