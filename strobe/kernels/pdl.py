@@ -4,7 +4,8 @@ kernel still runs, and wait for it. This hides the launches, of which a step has
 
 A kernel launched this way must call `pdl_wait` before it writes anything that others use, and
 before it reads what the previous kernel writes. Writes of earlier kernels are complete, since the
-previous kernel has waited for them; so at least one program of every launch must call it."""
+previous kernel has waited for them; so at least one program of every launch must call it. What only
+kernels before the previous one use may be read and written earlier, as a layer's state is."""
 
 from __future__ import annotations
 

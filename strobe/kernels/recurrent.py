@@ -363,7 +363,8 @@ def mix(
     shared = {"P": gates.shape[1], "C": spec.channels, "HV": heads, "PDL": pdl, "launch_pdl": pdl}
     shared["KERNEL"] = spec.kernel
     width = triton.next_power_of_2(heads)
-    inputs = x.qkv, x.ba, x.conv.contiguous(), x.a_log, x.dt_bias, window
+    assert x.conv.is_contiguous()  # a copy would be the launch before the rule's
+    inputs = x.qkv, x.ba, x.conv, x.a_log, x.dt_bias, window
     strides = x.qkv.stride(0), x.ba.stride(0)
     if longest > 1:
         wide = triton.cdiv(spec.channels, _CHANNELS)

@@ -193,7 +193,8 @@ class GatedDeltaNet(nn.Module):
         self.joined: LinearView | None = None
 
     def join(self) -> None:
-        self.joined = join_linears(self.in_proj_qkv, self.in_proj_z, self.in_proj_ba)
+        if self.joined is None:
+            self.joined = join_linears(self.in_proj_qkv, self.in_proj_z, self.in_proj_ba)
 
     def weight_mapping(self) -> WeightMapping:
         """Queries, keys and values are one layer, in checkpoints as well."""
