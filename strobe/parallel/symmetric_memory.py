@@ -20,7 +20,7 @@ from strobe.kernels.ranks import ENDED, RankMemory
 
 ROWS = {1: 512, 2: 512, 4: 256, 8: 64}
 """The most rows that are exchanged at once, by number of ranks."""
-_MAP_SECONDS = timedelta(seconds=60)
+_MAP_SECONDS = timedelta(seconds=20)
 _numbers = count()
 
 

@@ -83,7 +83,9 @@ class TorchGroup:
             try:
                 made = SymmetricMemory(store, self.rank, self.size, device)
             except RuntimeError as error:
+                self.on_wait()
                 logger.warning("Ranks add up tensors by NCCL alone: %s", error)
+        self.on_wait()
         agreed = torch.tensor(int(made is not None), device=device)
         dist.all_reduce(agreed, ReduceOp.MIN)
         return made if agreed.item() else None
