@@ -10,7 +10,6 @@ from torch import nn
 
 from strobe.models import load
 from strobe.models.architectures import load_draft_config, load_target_config
-from strobe.models.families.experts import Router
 from strobe.models.linear import Linear, LinearView
 from strobe.models.quantization.kernel_weights import join_all
 from strobe.tools.bench import published_shapes
@@ -47,8 +46,9 @@ def _shapes(model: nn.Module) -> list[str]:
     parts = {_storage(view.weight) for view in joined}
     names = [_name("", view.weight) for view in joined if view.weight.ndim == 2]
     for path, module in model.named_modules():
-        if isinstance(module, Router):
-            names.append(_name("", module.linear.weight))
+        router = getattr(module, "linear", None)
+        if isinstance(router, LinearView):
+            names.append(_name("", router.weight))
         elif isinstance(module, Linear) and not path.endswith("lm_head"):
             weight = module.weight
             if weight.ndim == 2 and _storage(weight) not in parts:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from strobe.kernels.gemm_table import SHARED_MEMORY, entry_of, read, shared_memory, to_json
+from strobe.kernels.gemm_table import SHARED_MEMORY, entry_of, read, shared_memory, write
 
 MAX_ROWS = 2048
 """More rows run in torch's grouped GEMM."""
@@ -37,6 +37,8 @@ BUCKETS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048)
 """Row counts are rounded up to one of these."""
 
 PATH = Path(__file__).with_name("experts.json")
+LEVELS = 4
+"""Objects above a configuration; see `load`."""
 
 
 Shape = tuple[int, ...]
@@ -81,8 +83,12 @@ def choose(
     entry = _measured(device).get(kind, {}).get(name, {}).get(str(bucket))
     if entry is None:
         return guess(bucket, shape, dtype, packed, shared_memory(device))
+    return _build(entry)
+
+
+def _build(entry: dict[str, Any]) -> ExpertsConfig:
     tiles: dict[str, Any] = {key: tuple(entry[key]) for key in ("gate_up", "down")}
-    return ExpertsConfig(entry["block_m"], entry["by_pair"], **tiles)
+    return ExpertsConfig(**entry | tiles)
 
 
 def kind_of(dtype: torch.dtype, packed: str) -> str:
@@ -95,14 +101,14 @@ def _measured(device: torch.device) -> dict[str, Any]:
     if device.type != "cuda":
         return {}
     properties = torch.cuda.get_device_properties(device)
-    return entry_of(load(), properties.name, f"{properties.major}.{properties.minor}")
+    return entry_of(load(), properties.name, f"{properties.major}.{properties.minor}", LEVELS)
 
 
 @cache
 def load() -> dict[str, Any]:
     """Return GPU name -> {"capability": "9.0", kind -> "ExNxK" -> bucket -> fields of
     ExpertsConfig}."""
-    return read(PATH)
+    return read(PATH, LEVELS, _build)
 
 
 def record(data: dict[str, Any], kind: str, shape: str, bucket: int, config: ExpertsConfig) -> None:
@@ -114,5 +120,4 @@ def record(data: dict[str, Any], kind: str, shape: str, bucket: int, config: Exp
 
 
 def save(data: dict[str, Any], path: Path = PATH) -> None:
-    """Write JSON with a line per bucket."""
-    path.write_text(to_json(data, 4) + "\n")
+    write(data, path, LEVELS)

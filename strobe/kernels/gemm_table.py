@@ -8,6 +8,7 @@ that a row's result does not depend on the other rows in a bucket.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,8 @@ BUCKETS = (1, 16, 32, 64, 128)
 """Row counts are rounded up to one of these."""
 
 PATH = Path(__file__).with_name("table.json")
+LEVELS = 6
+"""Objects above a configuration; see `GemmTable`."""
 
 GROUP = 128
 """Columns of x that share a scale if W is fp8 and x is quantized inside the GEMM."""
@@ -171,7 +174,7 @@ class GemmTable:
     """
 
     def __init__(self, data: dict[str, Any], gpu: str = "", capability: str = "") -> None:
-        self.gemms: dict[str, Any] = entry_of(data, gpu, capability).get("gemms", {})
+        self.gemms: dict[str, Any] = entry_of(data, gpu, capability, LEVELS).get("gemms", {})
         self.processors, self.shared_memory = 132, SHARED_MEMORY
 
     def choose(self, gemm: Gemm, bucket: int) -> GemmConfig:
@@ -202,22 +205,37 @@ class GemmTable:
 
 @cache
 def load() -> dict[str, Any]:
-    return read(PATH)
+    return read(PATH, LEVELS, lambda config: GemmConfig(**config))
 
 
-def read(path: Path) -> dict[str, Any]:
-    """Return a table of the package, with this user's measurements over it. Raises ValueError if
-    those cannot be read."""
+def read(path: Path, levels: int, build: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+    """Return a table of the package, with this user's measurements over it. levels: of objects
+    above a configuration, which `build` turns into one. Raises ValueError if the user's file
+    cannot be read."""
     data, own = json.loads(path.read_text()), own_path(path)
     if own is None or not own.is_file():
         return data
     try:
-        return merge(data, json.loads(own.read_text()))
-    except (AttributeError, ValueError) as error:
+        measured = json.loads(own.read_text())
+        for entry in measured.values():
+            entry["capability"]
+        for config in _configs(measured, levels):
+            build(config)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{own} is no table of kernel configurations ({error}); delete it, or write it anew "
-            "with scripts/tune_kernels.py."
+            f"{own} is no table of kernel configurations of this version ({error}); delete it, or "
+            "write it anew with scripts/tune_kernels.py."
         ) from None
+    return merge(data, measured, levels)
+
+
+def _configs(entry: dict[str, Any], levels: int) -> Iterator[dict[str, Any]]:
+    if not levels:
+        yield entry
+        return
+    for key, value in entry.items():
+        if key != "capability":
+            yield from _configs(value, levels - 1)
 
 
 def own_path(path: Path) -> Path | None:
@@ -228,26 +246,31 @@ def own_path(path: Path) -> Path | None:
         return None
 
 
-def merge(data: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of both; a configuration, which holds no objects, is taken whole."""
-    if not any(isinstance(value, dict) for value in own.values()):
+def merge(data: Any, own: Any, levels: int) -> Any:
+    """Return the entries of both, `own` first; configurations are taken whole."""
+    if not levels or not isinstance(own, dict) or not isinstance(data, dict):
         return own
-    parts = {k: merge(data.get(k, {}), v) for k, v in own.items() if isinstance(v, dict)}
-    return {**data, **own, **parts}
+    return data | {k: merge(data.get(k), value, levels - 1) for k, value in own.items()}
 
 
-def entry_of(data: dict[str, Any], gpu: str, capability: str) -> dict[str, Any]:
+def entry_of(data: dict[str, Any], gpu: str, capability: str, levels: int) -> dict[str, Any]:
     """Return a GPU's entries, and for what it has none those of others with the same capability."""
     similar = [entry for entry in data.values() if entry["capability"] == capability]
     entry: dict[str, Any] = {}
     for more in [*reversed(similar), *(data[name] for name in [gpu] if name in data)]:
-        entry = merge(entry, more)
+        entry = merge(entry, more, levels - 1)
     return entry
 
 
 def save(data: dict[str, Any], path: Path = PATH) -> None:
-    """Write JSON with a line per bucket."""
-    path.write_text(to_json(data, 6) + "\n")
+    write(data, path, LEVELS)
+
+
+def write(data: dict[str, Any], path: Path, levels: int) -> None:
+    """Write JSON with a line per bucket; whoever reads meanwhile finds the old file or the new."""
+    new = path.with_suffix(".new")
+    new.write_text(to_json(data, levels) + "\n")
+    new.replace(path)
 
 
 def to_json(data: dict[str, Any], levels: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,17 @@ from strobe.kernels.gemm_table import Gemm, GemmTable
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The user's table of GEMMs, which is not there yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = tables.own_path(tables.PATH)
     assert path is not None
     path.parent.mkdir(parents=True)
-    return path
+    tables.load.cache_clear()
+    experts_table.load.cache_clear()
+    yield path
+    tables.load.cache_clear()
+    experts_table.load.cache_clear()
 
 
 def measured(shape: str, **config: int) -> dict[str, Any]:
@@ -31,11 +36,12 @@ def measured(shape: str, **config: int) -> dict[str, Any]:
 
 def test_a_users_measurements_come_first(own: Path):
     """The rest is the package's, of the same GPU or of one with the same compute capability."""
-    package = tables.read(tables.PATH)
+    package = tables.load()
+    tables.load.cache_clear()
     own.write_text(
         json.dumps({"Own": measured("64x32", stages=7), "NVIDIA H200": measured("6144x4096")})
     )
-    data = tables.read(tables.PATH)
+    data = tables.load()
     small, qkv = (Gemm(n, k, torch.bfloat16) for n, k in ((64, 32), (6144, 4096)))
     assert GemmTable(data, "Own", "9.0").choose(small, 16).stages == 7
     assert GemmTable(data, "Similar", "9.0").choose(small, 16).stages == 7
@@ -45,16 +51,31 @@ def test_a_users_measurements_come_first(own: Path):
     assert GemmTable(data, "NVIDIA H200", "9.0").choose(qkv, 16) == tables.GemmConfig()
     assert GemmTable(data, "NVIDIA H200", "9.0").choose(qkv, 32) == of_package.choose(qkv, 32)
     assert GemmTable(data, "Own", "8.9").choose(small, 16).stages == 7
-    assert experts_table.read(experts_table.PATH)  # has no table of the user's
+    assert experts_table.load()  # has no table of the user's
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '"x"'])
+BROKEN = [
+    "{",
+    "[]",
+    '{"GPU": 5}',
+    '{"GPU": {"gemms": {}}}',
+    json.dumps({"GPU": measured("64x32", lanes=7)}),
+]
+
+
+def test_an_empty_table_and_an_empty_entry_change_nothing(own: Path):
+    package = tables.load()
+    for text in ("{}", '{"NVIDIA H200": {"capability": "9.0"}}'):
+        own.write_text(text)
+        tables.load.cache_clear()
+        assert tables.load() == package
+
+
+@pytest.mark.parametrize("text", BROKEN)
 def test_a_broken_table_of_the_user_is_named(own: Path, text: str):
     own.write_text(text)
-    with pytest.raises(
-        ValueError, match=f"{own} is no table of kernel configurations .* delete it"
-    ):
-        tables.read(tables.PATH)
+    with pytest.raises(ValueError, match=f"{own} is no table of kernel configurations .*delete it"):
+        tables.load()
 
 
 def test_shapes_of_a_model():
@@ -62,5 +83,6 @@ def test_shapes_of_a_model():
     shapes = gemm_shapes("qwen3.5-35b-a3b")
     assert {"12352x2048", "257x2048", "2048x4096:residual", "248320x2048:argmax"} <= set(shapes)
     assert {"12288x2048:gated", "2048x10240", "8192x2048"} <= set(shapes)
+    assert "128x2816" in gemm_shapes("gemma-4-26b-a4b")  # of the router
     assert "64x2048" not in shapes
     assert "256x2048" not in shapes
