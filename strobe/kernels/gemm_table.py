@@ -188,7 +188,9 @@ class GemmTable:
             sizes = kind.get(like.fusion, {})
             entry = sizes.get(f"{gemm.n}x{gemm.k}", {}).get(str(bucket))
             if entry is not None:
-                return GemmConfig(**entry)
+                config = GemmConfig(**entry)
+                # All that were tuned with a norm leave it to a launch of its own.
+                return replace(config, fused_norm=config.fused_norm and not (gemm.norm and norm))
         return guess(gemm, bucket, self.processors, self.shared_memory)
 
     @classmethod
