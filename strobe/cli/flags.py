@@ -182,15 +182,12 @@ _API_ONLY = (
 )
 if TYPE_CHECKING:
     EngineFlags = DemoFlags = SamplingFlags = ChatFlags = ServedFlags = Any
-    ServerFlags = OneEngineFlags = Any
+    ServerFlags = Any
 else:
     EngineFlags = flags(EngineConfig, "EngineFlags", omit=("seed",), defaults=None)
     DemoFlags = flags(EngineConfig, "DemoFlags", omit=("seed", "method"), defaults=None)
     ServedFlags = flags(EngineConfig, "ServedFlags", omit=("target",), defaults=None)
     ServerFlags = flags(ServerConfig, "ServerFlags", defaults=None)
-    OneEngineFlags = flags(
-        ServerConfig, "OneEngineFlags", omit=("data_parallel_size",), defaults=None
-    )
     SamplingFlags = flags(SamplingParams, "SamplingFlags", omit=_API_ONLY, defaults=SHOWN)
     ChatFlags = flags(SamplingParams, "ChatFlags", omit=(*_API_ONLY, "n"), defaults=SHOWN)
 

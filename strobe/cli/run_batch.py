@@ -8,7 +8,7 @@ from typing import Annotated
 
 from tyro.conf import OmitArgPrefixes, arg
 
-from strobe.cli.flags import EngineFlags, OneEngineFlags
+from strobe.cli.flags import EngineFlags, ServerFlags
 from strobe.config import EngineConfig
 from strobe.server.settings import ServerConfig
 
@@ -37,7 +37,7 @@ class RunBatch:
             help_behavior_hint="(required)",
         ),
     ] = ""
-    server: OmitArgPrefixes[OneEngineFlags] = field(default_factory=OneEngineFlags)
+    server: OmitArgPrefixes[ServerFlags] = field(default_factory=ServerFlags)
     engine: OmitArgPrefixes[EngineFlags] = field(default_factory=EngineFlags)
 
     def run(self) -> int:

@@ -6,6 +6,7 @@ import asyncio
 import sys
 from contextlib import closing
 from dataclasses import replace
+from http import HTTPStatus
 from pathlib import Path
 
 from strobe.config import EngineConfig
@@ -13,8 +14,8 @@ from strobe.hub.locate import locate_models
 from strobe.progress import Progress
 from strobe.server.app import make_app
 from strobe.server.batches.lines import AnswerFile, BatchLine, answer_line, call, read_requests
-from strobe.server.engine_process.client import EngineClient, EngineDead
-from strobe.server.launch import make_serving, served_names
+from strobe.server.engine_process.client import EngineDead
+from strobe.server.launch import make_client, make_serving, served_names
 from strobe.server.serving import read_template
 from strobe.server.settings import ServerConfig
 from strobe.text.tokenizer import Tokenizer
@@ -27,8 +28,8 @@ def run_batch(config: EngineConfig, settings: ServerConfig, source: Path, out: P
     settings = replace(
         served_names(config, settings), access_log=False, api_key=(), api_key_file=None
     )
-    # Requests come from no network.
-    settings = replace(settings, allowed_hosts=("*",), batch_dir=None)
+    # Requests come from no network. The other engines answer those of one that has ended.
+    settings = replace(settings, allowed_hosts=("*",), batch_dir=None, restart_engine=False)
     requests = read_requests(source)
     with closing(AnswerFile(out, source)) as answers:
         remaining = [line for line in requests if line.custom_id not in answers.answered]
@@ -58,10 +59,10 @@ async def _run(
     """Write an answer to each line. Returns the number of failed requests."""
     if not lines:
         return 0
-    client = EngineClient(config, settings.logs)
+    client = make_client(config, settings)
     client.start()
     try:
-        tokenizer = await asyncio.to_thread(Tokenizer, Path(config.target))
+        tokenizer = await asyncio.to_thread(Tokenizer, Path(client.config.target))
         facts = await client.ready()
         app = make_app(make_serving(settings, client, tokenizer, template))
         concurrency = asyncio.Semaphore(facts.max_num_seqs + min(settings.max_waiting, 64))
@@ -71,6 +72,9 @@ async def _run(
             nonlocal failed
             async with concurrency:
                 status, body = await call(app, line)
+                for _ in range(1, settings.data_parallel_size):
+                    if status == HTTPStatus.SERVICE_UNAVAILABLE:  # its engine has ended
+                        status, body = await call(app, line)
             if client.dead:
                 raise EngineDead("The engine's process has ended; start again to go on.")
             await answers.add(answer_line(line, status, body))

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from strobe.server import batch
 from strobe.server.batches.lines import AnswerFile, read_requests
 from strobe.server.settings import LogSettings
 
@@ -86,6 +87,30 @@ def test_second_run_resumes_after_answered_lines(
     assert second_run["a"]["response"]["body"]["choices"] == first["body"]["choices"]
 
 
+def test_two_engines_answer_and_take_over(
+    files: tuple[Path, Path],
+    main: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """A line whose engine ended is asked once more."""
+    call, asked = batch.call, list[str]()
+
+    async def first_fails(app: Any, line: Any) -> tuple[int, Any]:
+        asked.append(line.custom_id)
+        return (503, {}) if asked.count(line.custom_id) == 1 else await call(app, line)
+
+    monkeypatch.setattr(batch, "call", first_fails)
+    monkeypatch.setattr(LogSettings, "configure", lambda self: None)
+    status, _, err = main(*arguments(files), "--data-parallel-size=2", "--kv-cache-memory=64MiB")
+    assert status == 1
+    assert "3 requests answered, 1 failed" in err
+    found = answers(files[1])
+    assert [found[name]["response"]["status_code"] for name in ("a", "b", "c", "bad")] == [
+        *[200] * 3, 400,
+    ]  # fmt: skip
+    assert sorted(asked) == sorted(2 * list(found))
+
+
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
@@ -133,7 +158,7 @@ def run_rejected(
 ) -> Callable[[], str]:
     """Return a function that runs the command, checks that it fails with one sentence before the
     engine starts, and returns the sentence."""
-    monkeypatch.setattr("strobe.server.batch.EngineClient", NoEngine)
+    monkeypatch.setattr("strobe.server.batch.make_client", NoEngine)
 
     def run() -> str:
         status, _, err = main("run-batch", f"-i={files[0]}", f"-o={files[1]}", "--device=cpu")
