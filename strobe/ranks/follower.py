@@ -14,7 +14,6 @@ from dataclasses import replace
 from mmap import mmap
 from multiprocessing.connection import Connection
 
-from strobe.engine.engine import Engine
 from strobe.parallel.group import RankFailed
 from strobe.parallel.shared_memory import memory_size
 from strobe.parallel.torch_group import make_store
@@ -48,7 +47,7 @@ def main(pipe: Connection, memory_fd: int, leader: int) -> None:
         store = None if start.port is None else make_store(start.port)
         group = make_group(resolved, mmap(memory_fd, memory_size(size)), check, store)
         resolved = replace(resolved, split=replace(resolved.split, group=group))
-        engine = Engine(resolved, **start.options)
+        engine = start.make(resolved, **start.options)
         engine.grammars.compiler.trial.seconds = None  # the first rank tries grammars
         if start.prepare is not None:
             start.prepare(engine.runner.model)

@@ -31,7 +31,7 @@ from strobe.openmp import usable_cores
 from strobe.parallel.group import RankFailed
 from strobe.parallel.shared_memory import STALL_SECONDS, SharedMemoryGroup, memory_size
 from strobe.parallel.torch_group import TorchGroup, make_store
-from strobe.ranks.messages import Failure, Launch, Prepare, Start
+from strobe.ranks.messages import Failure, Launch, Make, Prepare, Start
 from strobe.speculation.draft_policy import DraftPolicy
 from strobe.step import Plan
 
@@ -46,16 +46,19 @@ def start_engine(
     draft_policy: DraftPolicy | None = None,
     simulated_acceptance: float | None = None,
     prepare: Prepare | None = None,
+    make: Make = Engine,
 ) -> Engine:
     """Make an engine, and the other ranks of its group if its settings ask for several; see
-    `Engine`. prepare: changes each rank's target once it is loaded. Raises ValueError for settings
-    that do not fit."""
+    `Engine`. prepare: changes each rank's target once it is loaded. make: a subclass with the
+    options that differ. Raises ValueError for settings that do not fit."""
     resolved = resolve(config) if isinstance(config, EngineConfig) else config
-    options: dict[str, Any] = {"simulated_acceptance": simulated_acceptance}
+    options: dict[str, Any] = {}
+    if simulated_acceptance is not None:
+        options["simulated_acceptance"] = simulated_acceptance
     if resolved.split.size == 1:
-        engine = Engine(resolved, draft_policy=draft_policy, **options)
+        engine = make(resolved, draft_policy=draft_policy, **options)
     else:
-        engine = _start_group(resolved, draft_policy, options, prepare)
+        engine = _start_group(resolved, draft_policy, make, options, prepare)
     if prepare is not None:
         prepare(engine.runner.model)
     groups, size = resolved.kv_groups.values(), engine.limits.page_size
@@ -72,16 +75,17 @@ def start_engine(
 def _start_group(
     resolved: ResolvedConfig,
     draft_policy: DraftPolicy | None,
+    make: Make,
     options: dict[str, Any],
     prepare: Prepare | None,
 ) -> Engine:
     """Make the other ranks and the first one's engine, with which they end."""
     share_threads(resolved)
-    ranks = Ranks(resolved, options, prepare)
+    ranks = Ranks(resolved, make, options, prepare)
     try:
         group = ranks.meet(resolved)
         resolved = replace(resolved, split=replace(resolved.split, group=group))
-        engine = Engine(resolved, draft_policy=draft_policy, on_launch=ranks.send, **options)
+        engine = make(resolved, draft_policy=draft_policy, on_launch=ranks.send, **options)
     except BaseException as error:
         ranks.stop()
         if isinstance(error, RankFailed) and ranks.failure is not None:
@@ -127,7 +131,11 @@ class Ranks:
     """The other ranks' processes. failure: why the group has ended."""
 
     def __init__(
-        self, resolved: ResolvedConfig, options: dict[str, Any], prepare: Prepare | None = None
+        self,
+        resolved: ResolvedConfig,
+        make: Make,
+        options: dict[str, Any],
+        prepare: Prepare | None = None,
     ):
         size = resolved.split.size
         self.failure: Failure | None = None
@@ -144,7 +152,7 @@ class Ranks:
         port = None if self._store is None else self._store.port
         try:
             for rank in range(1, size):
-                self._start(Start(of_rank(resolved, rank), options, prepare, port))
+                self._start(Start(of_rank(resolved, rank), make, options, prepare, port))
         except BaseException:
             self.stop()
             raise

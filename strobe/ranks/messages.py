@@ -8,17 +8,20 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from strobe.engine.build import ResolvedConfig
+from strobe.engine.engine import Engine
 from strobe.parallel.group import RankFailed
 from strobe.step import Plan
 
 Prepare = Callable[[nn.Module], None]
+Make = Callable[..., Engine]
 
 
 class Start(NamedTuple):
-    """The settings of a rank. options: see `Engine`. prepare: changes the target once it is loaded.
-    port: of the store where ranks meet, None if they share memory."""
+    """The settings of a rank. make: `Engine` or a subclass; options: of it. prepare: changes the
+    target once it is loaded. port: of the store where ranks meet, None if they share memory."""
 
     resolved: ResolvedConfig
+    make: Make
     options: dict[str, Any]
     prepare: Prepare | None
     port: int | None

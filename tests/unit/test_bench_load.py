@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from strobe import EngineConfig, SamplingParams
 from strobe.engine.build import resolve
 from strobe.engine.engine import Engine
 from strobe.models.architectures import load_draft_config
+from strobe.ranks.leader import start_engine
 from strobe.speculation.draft_policy import DraftPolicy
 from strobe.step import Plan, StepResult
 from strobe.tools.bench import load
@@ -160,7 +162,7 @@ def test_traces_reach_requested_acceptance_rate(chance: float):
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("overlap", [1, 2])
 def test_replay_accepts_drafts_as_recorded(traces: Traces, width: int, overlap: int):
-    engine = ReplayEngine(resolve(config(load_format="dummy", overlap=overlap)), traces)
+    engine = ReplayEngine(resolve(config(load_format="dummy", overlap=overlap)), traces=traces)
     engine.scheduler.draft_policy = policy = ObservingPolicy()
     params = SamplingParams(max_tokens=40, ignore_eos=True, speculation={"num_drafts": width})
     requests = [
@@ -186,8 +188,21 @@ def test_replay_accepts_drafts_as_recorded(traces: Traces, width: int, overlap: 
             offsets[span.slot] += 1 + result.num_accepted[i]
 
 
+def test_two_ranks_replay_as_recorded(traces: Traces):
+    setup = resolve(config(load_format="dummy", overlap=2, tensor_parallel_size=2))
+    engine = start_engine(setup, make=partial(ReplayEngine, traces=traces))
+    params = SamplingParams(max_tokens=40, ignore_eos=True, speculation={"num_drafts": WIDTHS[-1]})
+    requests = [engine.add([1] * 4, params, seed=int(start)) for start in traces.starts]
+    while engine.has_work:
+        engine.step()
+    for i, request in enumerate(requests):
+        assert request.draft_counts.steps == len(accepted_per_step(traces, i, WIDTHS[-1]))
+
+
 def test_replay_continues_into_the_next_answer(easy_then_hard: Traces):
-    engine = ReplayEngine(resolve(config(load_format="dummy", adaptive=False)), easy_then_hard)
+    engine = ReplayEngine(
+        resolve(config(load_format="dummy", adaptive=False)), traces=easy_then_hard
+    )
     params = SamplingParams(max_tokens=61, ignore_eos=True)
     request = engine.add([1, 2, 3], params, seed=0)
     accepted: list[int] = []
@@ -202,13 +217,13 @@ def test_traces_of_another_block_size_are_rejected(traces: Traces):
     narrow = replace(traces, widths=WIDTHS[:2], margins=traces.margins[:2])
     with pytest.raises(ValueError, match="of blocks of 3 and 7 drafts, but this drafter's have 3, "
                                          "7 and 15; record"):  # fmt: skip
-        ReplayEngine(resolve(config(load_format="dummy")), narrow)
+        ReplayEngine(resolve(config(load_format="dummy")), traces=narrow)
 
 
 @pytest.mark.parametrize("overlap", [1, 2])
 def test_driver_sends_next_request_when_one_ends(easy_then_hard: Traces, overlap: int):
     settings = config(load_format="dummy", adaptive=False, overlap=overlap)
-    engine = ReplayEngine(resolve(settings), easy_then_hard)
+    engine = ReplayEngine(resolve(settings), traces=easy_then_hard)
     num_active: list[int] = []
     engine_step = engine.step
 
@@ -229,7 +244,9 @@ def test_driver_sends_next_request_when_one_ends(easy_then_hard: Traces, overlap
 
 
 def test_requests_arrive_at_their_times(easy_then_hard: Traces):
-    engine = ReplayEngine(resolve(config(load_format="dummy", adaptive=False)), easy_then_hard)
+    engine = ReplayEngine(
+        resolve(config(load_format="dummy", adaptive=False)), traces=easy_then_hard
+    )
     settings = LoadSettings(prompt_len=5, concurrency="3", rate="100", max_tokens=4)
     ((labels, arrivals, count),) = load._loads(settings, easy_then_hard, 0)
     assert (labels, count, len(arrivals)) == ({"rate": 100.0, "concurrency": 3}, 3, 3000)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from rich.console import Console
 
 from strobe.config import EngineConfig
 from strobe.engine.build import ResolvedConfig, resolve
+from strobe.ranks.leader import start_engine
 from strobe.speculation.adaptive import AdaptiveDraftPolicy
 from strobe.speculation.draft_policy import DraftPolicy
 from strobe.speculation.registry import DRAFTER_METHOD
@@ -64,7 +66,8 @@ def run_load(settings: LoadSettings, config: EngineConfig) -> int:
         _check_fits(settings, setup, traces)
         say("building the engine")
         setup = replace(setup, config=setup.config.with_(adaptive=True))
-        engine = ReplayEngine(setup, traces)
+        engine = start_engine(setup, make=partial(ReplayEngine, traces=traces))
+        assert isinstance(engine, ReplayEngine)
         say("measuring what steps cost")
         measure_costs(engine)
         budget = engine.scheduler.draft_policy

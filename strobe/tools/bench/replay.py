@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,8 +34,9 @@ class ReplayEngine(Engine):
     that corresponds to position 0 of each slot's request.
     """
 
-    def __init__(self, setup: ResolvedConfig, traces: Traces):
-        """Raise ValueError if the traces' block sizes differ from the drafter's."""
+    def __init__(self, setup: ResolvedConfig, *, traces: Traces, **options: Any):
+        """options: of `Engine`. Raises ValueError if the traces' block sizes differ from the
+        drafter's."""
         assert setup.draft is not None
         widths = widths_of(setup.draft)
         if traces.widths != widths:
@@ -42,7 +44,7 @@ class ReplayEngine(Engine):
                 f"The traces are of blocks of {_words(traces.widths)} drafts, but this drafter's "
                 f"have {_words(widths)}; record traces with a drafter of its block size."
             )
-        super().__init__(setup, simulated_acceptance=self._num_accepted)
+        super().__init__(setup, simulated_acceptance=self._num_accepted, **options)
         (method, self.drafter), *_ = self.proposers.on_device.items()
         device = self.state.device
         self.widths, self.places = traces.widths, len(traces.right)
