@@ -175,7 +175,6 @@ class GatedDeltaNet(nn.Module):
     def __init__(self, config: DecoderConfig, spec: StateSpec, layer: int):
         super().__init__()
         self.layer, hidden, width = layer, config.hidden_size, spec.heads * spec.value_dim
-        self.sparse = config.experts is not None
         keys = spec.key_heads * spec.key_dim
         self.channels = keys, keys, width
         self.in_proj_qkv = Linear(hidden, spec.channels)
@@ -207,13 +206,10 @@ class GatedDeltaNet(nn.Module):
     def project(self, ops: TorchOps, x: Residual, norm: RMSNorm) -> Sequence[Tensor]:
         """Residual stream -> qkv, z and ba; see `DeltaInput`."""
         linears = self.in_proj_qkv, self.in_proj_z, self.in_proj_ba
-        sizes = [linear.out_features for linear in linears]
-        if self.joined is not None and not self.sparse:
-            return ops.norm_linear(x, norm, self.joined).split(sizes, 1)
-        # Experts do not prepare the stream for the norm, which is slow within a GEMM.
-        y = ops.norm(x.value, norm)
         if self.joined is not None:
-            return ops.linear(y, self.joined).split(sizes, 1)
+            sizes = [linear.out_features for linear in linears]
+            return ops.norm_linear(x, norm, self.joined).split(sizes, 1)
+        y = ops.norm(x.value, norm)
         return [ops.linear(y, linear) for linear in linears]
 
     def forward(self, ops: TorchOps, x: Residual, norm: RMSNorm, rows: ForwardRows) -> Tensor:
