@@ -287,7 +287,8 @@ def experts(
     extra [T, H] -> extra + the weighted outputs of each row's experts [T, H]. sizes [S] int64: rows
     of each span; rows after them are padding and choose no experts. config: the table's if None."""
     if x.shape[0] > MAX_ROWS:
-        return _many(x, logits, routing, gate_up, down, activation, extra, sizes)
+        routed = route(logits, routing, sizes, 1, by_pair=True)
+        return _many(x, routed, gate_up, down, activation, extra)
     if config is None:
         weight = gate_up[0]
         kind = weight.kind if isinstance(weight, PackedWeight) else ""
@@ -318,16 +319,14 @@ def _add_up(
 
 def _many(
     x: Tensor,
-    logits: Tensor,
-    routing: Routing,
+    routed: Routed,
     gate_up: tuple[AnyWeight, Tensor | None],
     down: tuple[AnyWeight, Tensor | None],
     activation: Gate,
     extra: Tensor | None,
-    sizes: Tensor | None,
 ) -> Tensor:
-    """`experts` of many rows, by grouped GEMMs of torch."""
-    routed, count = route(logits, routing, sizes, 1, by_pair=True), gate_up[0].shape[0]
+    """Compute the experts of many rows by torch's grouped GEMMs; see `experts`."""
+    count = gate_up[0].shape[0]
     of_pair, order = routed.ids.flatten().sort(stable=True)
     every = torch.arange(count, dtype=torch.int32, device=x.device)
     ends = torch.searchsorted(of_pair, every, right=True, out_int32=True)
