@@ -51,8 +51,8 @@ def read(fields: Fields, decoder: DecoderConfig) -> Quantization:
 
 @dataclass(frozen=True)
 class Mxfp4:
-    """64 values in 32 bytes. A scale [K / 128, N] int32 holds the exponents of four groups. inputs:
-    K, which need not be a multiple of 128."""
+    """64 values in 32 bytes, ordered as `strobe.kernels.unpack` describes. A scale [K / 128, N]
+    int32 holds the exponents of four groups. inputs: K, which need not be a multiple of 128."""
 
     inputs: int
 
