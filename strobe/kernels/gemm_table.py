@@ -169,8 +169,8 @@ class GemmTable:
     """Measured configurations for one GPU, by GEMM and bucket.
 
     `data`: GPU name -> {"capability": "9.0", "gemms": {kind: {fusion: {"NxK": {bucket: fields of
-    GemmConfig that differ from the defaults}}}}}. What a GPU has no entries for, it takes from
-    others with the same compute capability.
+    GemmConfig that differ from the defaults}}}}}. Missing entries come from
+    other GPUs of the same compute capability.
     """
 
     def __init__(self, data: dict[str, Any], gpu: str = "", capability: str = "") -> None:
@@ -226,7 +226,7 @@ def read(path: Path, levels: int, build: Callable[[dict[str, Any]], object]) -> 
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{own} is no table of kernel configurations of this version ({error}); delete it, or "
-            "write it anew with scripts/tune_kernels.py."
+            "replace it with scripts/tune_kernels.py."
         ) from None
     return merge(data, measured, levels)
 
@@ -256,7 +256,7 @@ def merge(data: Any, own: Any, levels: int) -> Any:
 
 
 def entry_of(data: dict[str, Any], gpu: str, capability: str, levels: int) -> dict[str, Any]:
-    """Return a GPU's entries, and for what it has none those of others with the same capability."""
+    """Return a GPU's entries, completed by other GPUs' of the same compute capability."""
     similar = [entry for entry in data.values() if entry["capability"] == capability]
     entry: dict[str, Any] = {}
     for more in [*reversed(similar), *(data[name] for name in [gpu] if name in data)]:
