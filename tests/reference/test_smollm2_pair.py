@@ -33,7 +33,7 @@ def llm() -> LLM:
         packaged_file("smollm2")
     except ValueError as error:
         pytest.skip(str(error))
-    return LLM("smollm2", dtype="float32", max_model_len=512, max_num_seqs=4)
+    return LLM("smollm2", dtype="float32", adaptive=False, max_model_len=512, max_num_seqs=4)
 
 
 def answers(llm: LLM, temperature: float, *, drafts: bool) -> list[Any]:
