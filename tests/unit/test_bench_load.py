@@ -24,7 +24,7 @@ from strobe.tools.bench import load
 from strobe.tools.bench.driver import Arrival, Driver, LoadRun, RequestTimes
 from strobe.tools.bench.engine_step import located_shapes
 from strobe.tools.bench.load import TRACES, best_fixed
-from strobe.tools.bench.record import record
+from strobe.tools.bench.record import RecordingEngine, record
 from strobe.tools.bench.replay import ReplayEngine, widths_of
 from strobe.tools.bench.settings import LoadSettings, RecordSettings
 from strobe.tools.bench.traces import Traces, independent
@@ -41,13 +41,12 @@ def config(**changes: Any) -> EngineConfig:
 @pytest.fixture(scope="module")
 def traces() -> Traces:
     """Traces of the demo models at temperature 1."""
+    return recorded(RecordingEngine(resolve(config(adaptive=False, overlap=1))))
+
+
+def recorded(engine: RecordingEngine) -> Traces:
     settings = RecordSettings(max_tokens=40, temperature=1.0, ignore_eos=True, at_once=2)
-    engine = Engine(config(adaptive=False, overlap=1), simulated_acceptance=_accept_none)
-    return record(engine, PROMPTS, settings, WIDTHS)
-
-
-def _accept_none(layout: Any, batch: Any) -> Any:
-    return batch.starts * 0
+    return record(engine, PROMPTS, settings)
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +95,17 @@ def accepted_per_step(traces: Traces, answer: int, width: int) -> list[int]:
 
 
 # recording
+
+
+def test_two_ranks_record_what_one_does(traces: Traces):
+    setup = resolve(config(adaptive=False, overlap=1, tensor_parallel_size=2))
+    engine = start_engine(setup, make=RecordingEngine)
+    assert isinstance(engine, RecordingEngine)
+    of_two = recorded(engine)
+    assert of_two.lengths.tolist() == traces.lengths.tolist()
+    assert np.array_equal(of_two.right, traces.right)
+    for margins, expected in zip(of_two.margins, traces.margins, strict=True):
+        np.testing.assert_allclose(margins, expected, atol=0.05)
 
 
 @pytest.mark.parametrize("width", WIDTHS)

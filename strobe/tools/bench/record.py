@@ -14,9 +14,10 @@ from torch import Tensor
 
 from strobe.attention.base import Batch
 from strobe.config import EngineConfig
-from strobe.engine.build import resolve
+from strobe.engine.build import ResolvedConfig, resolve
 from strobe.engine.engine import Engine
 from strobe.hub.locate import locate_models
+from strobe.ranks.leader import start_engine
 from strobe.request import Request
 from strobe.runner.batch import Layout
 from strobe.sampling_params import SamplingParams
@@ -58,7 +59,19 @@ class _RecordingProposer:
         self.drafter.observe(batch, hidden)
 
 
-def accept_none(layout: Layout, batch: Batch) -> Tensor:
+class RecordingEngine(Engine):
+    """Drafts at every token and accepts none. recorder: what it has drafted."""
+
+    def __init__(self, setup: ResolvedConfig, **options: Any):
+        """options: of `Engine`."""
+        assert setup.draft is not None
+        super().__init__(setup, simulated_acceptance=_accept_none, **options)
+        (method, drafter), *_ = self.proposers.on_device.items()
+        self.recorder = _RecordingProposer(drafter, widths_of(setup.draft))
+        self.proposers.on_device[method] = self.recorder
+
+
+def _accept_none(layout: Layout, batch: Batch) -> Tensor:
     return torch.zeros_like(batch.starts)
 
 
@@ -73,12 +86,12 @@ def run_record(settings: RecordSettings, config: EngineConfig) -> int:
         config = replace(config, enable_prefix_caching=False, adaptive=False, overlap=1)
         config = replace(config, max_num_seqs=settings.at_once)
         setup = resolve(config)
-        draft = setup.draft
-        if draft is None or setup.method != DRAFTER_METHOD:
+        if setup.draft is None or setup.method != DRAFTER_METHOD:
             raise ValueError("Nothing drafts; name a drafter, or leave --method out.")
         say("loading")
-        engine = Engine(setup, simulated_acceptance=accept_none)
-        traces = record(engine, prompts, settings, widths_of(draft))
+        engine = start_engine(setup, make=RecordingEngine)
+        assert isinstance(engine, RecordingEngine)
+        traces = record(engine, prompts, settings)
         note = {k: v for k, v in circumstances(command, setup).items() if k != "threads"}
         traces = replace(traces, note=note)
     traces.save(Path(settings.out))
@@ -93,14 +106,10 @@ def run_record(settings: RecordSettings, config: EngineConfig) -> int:
 
 
 def record(
-    engine: Engine,
-    prompts: Sequence[Sequence[int]],
-    settings: RecordSettings,
-    widths: Sequence[int],
+    engine: RecordingEngine, prompts: Sequence[Sequence[int]], settings: RecordSettings
 ) -> Traces:
     """Answer all prompts, one token per step, and record the drafts at every token."""
-    (method, drafter), *_ = engine.proposers.on_device.items()
-    recorder = engine.proposers.on_device[method] = _RecordingProposer(drafter, widths)
+    recorder, widths = engine.recorder, engine.recorder.widths
     params = SamplingParams(
         temperature=settings.temperature,
         top_p=settings.top_p,
