@@ -15,7 +15,7 @@ from torch import Tensor
 from strobe.config import EngineConfig
 from strobe.engine.build import resolve
 from strobe.engine.engine import Engine
-from strobe.parallel.group import RankFailed
+from strobe.parallel.group import RankFailed, share
 from strobe.ranks.leader import of_rank
 from strobe.step import Plan
 
@@ -53,6 +53,9 @@ class ThreadGroup:
 
     def join(self, x: Tensor) -> Tensor:
         return torch.cat(self._gather(x), 1)
+
+    def swap(self, x: Tensor) -> Tensor:
+        return self.join(x)[share(self.rank, self.size, len(x))]
 
 
 @contextmanager

@@ -202,7 +202,7 @@ def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
         kernels=backends.kernels,
     )
     vocab, tokenizer = resolved.target.decoder.vocab_size, Path(config.target) / "tokenizer.json"
-    sampling = SamplingState(limits.max_num_seqs, vocab, device, kernels=backends.kernels)
+    sampling = resolved.split.sampling(limits.max_num_seqs, vocab, device, backends.kernels)
     grammars = GrammarState(GrammarCompiler(tokenizer, vocab, resolved.target.eos_ids))
     backend, draft_backend = make_backends(backends, resolved.target, resolved.draft, device)
     if states is not None:

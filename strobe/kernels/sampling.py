@@ -7,6 +7,8 @@ Legend: R rows, V vocabulary."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
@@ -26,6 +28,9 @@ from strobe.kernels.gumbel_argmax import (
 )
 from strobe.kernels.top_p_threshold import SEGMENTS, WIDTH, exchange, ids_of, threshold_key
 from strobe.kernels.workspace import MAX_MARGIN
+
+if TYPE_CHECKING:
+    from strobe.sampling.sampler import RowParams
 
 MAX_PARTS = 8
 ARGMAX_BLOCK = 8192
@@ -177,24 +182,17 @@ def parts_of(rows: int, device: torch.device) -> int:
     return 1 << (min(max(max_parts, 1), MAX_PARTS).bit_length() - 1)
 
 
-def sample_rows(
-    logits: Tensor,
-    temperature: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    top_k: Tensor,
-    key: Tensor,
-    position: Tensor,
-) -> Tensor:
-    """logits [R, V] -> tokens [R] int64, as `strobe.sampling.sampler.sample_rows`.
+def sample_rows(logits: Tensor, row_params: RowParams, *, filtered: bool = True) -> Tensor:
+    """logits [R, V] -> tokens [R] int64, as `strobe.sampling.sampler.sample_rows`. filtered: has
+    no effect; the kernel takes any mixture of rows.
 
-    temperature, top_p, min_p [R] float32, temperature 0 is greedy; top_k [R] int64, 0 is off; key,
-    position [R] int64. Sums are in float32, in an order that depends on R; their rounding may move
-    the threshold by a token. Rows without probabilities (with +inf, or all -inf) count as greedy;
-    rows with a NaN give -1.
+    Sums are in float32, in an order that depends on R; their rounding may move the threshold by a
+    token. Rows without probabilities (with +inf, or all -inf) count as greedy; rows with a NaN give
+    -1.
     """
     rows, size = logits.shape
-    assert all(t.stride(0) == 1 for t in (temperature, top_p, min_p, top_k, key, position))
+    temperature, top_p, min_p, top_k, key, position = row_params
+    assert all(column.stride(0) == 1 for column in row_params)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     params = torch.empty(rows, 4, dtype=torch.float32, device=logits.device)
     parts = parts_of(rows, logits.device)

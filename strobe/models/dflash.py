@@ -140,17 +140,18 @@ class DFlash(Decoder):
 
     def head(self, x: Tensor) -> Tensor:
         """Residual stream [R, H] -> logits [R, V]; -inf for tokens outside a reduced head."""
-        logits = self._logits(x)
-        if self.target_ids is None:
-            return logits
-        full = logits.new_full((len(logits), self.config.decoder.vocab_size), -torch.inf)
-        return full.index_copy_(1, self.target_ids, logits)
+        return self.ops.whole(self.head_part(x))
 
-    def _logits(self, x: Tensor) -> Tensor:
+    def head_part(self, x: Tensor) -> Tensor:
+        """Residual stream [R, H] -> this rank's columns of the logits; all with a reduced head."""
         logits = self.ops.head(x, self.norm, self.output)
         if self.config.output_multiplier != 1.0:
             logits = logits * self.config.output_multiplier
-        return self.ops.gates.softcapped(logits, self.config.logit_softcap)
+        logits = self.ops.gates.softcapped(logits, self.config.logit_softcap)
+        if self.target_ids is None:
+            return logits
+        full = logits.new_full((len(logits), self.config.decoder.vocab_size), -torch.inf)
+        return full.index_copy_(1, self.target_ids, self.ops.whole(logits))
 
     @property
     def plain_head(self) -> bool:
@@ -166,17 +167,16 @@ class DFlash(Decoder):
 
     def argmax(self, x: Tensor) -> Tensor:
         """Residual stream [R, H] -> the most probable tokens [R]."""
-        if self.plain_head:
-            return self._known(self.ops.argmax(x, self.norm, self.fp8_head or self.output))
-        return self._known(argmax(self._logits(x)))
+        if not self.plain_head:
+            return argmax(self.head(x))
+        return self._known(self.ops.argmax(x, self.norm, self.fp8_head or self.output))
 
     def best_two(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Residual stream [R, H] -> the most probable tokens [R], and the margins of their logits
         over the second largest [R] float32."""
-        if self.plain_head:
-            ids, margins = self.ops.best_two(x, self.norm, self.fp8_head or self.output)
-        else:
-            ids, margins = best_two(self._logits(x))
+        if not self.plain_head:
+            return best_two(self.head(x))
+        ids, margins = self.ops.best_two(x, self.norm, self.fp8_head or self.output)
         return self._known(ids), margins
 
     def _known(self, ids: Tensor) -> Tensor:

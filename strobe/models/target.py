@@ -53,6 +53,10 @@ class Target(Decoder):
 
     def head(self, x: Tensor) -> Tensor:
         """Residual stream [R, H] -> logits [R, V]."""
+        return self.ops.whole(self.head_part(x))
+
+    def head_part(self, x: Tensor) -> Tensor:
+        """Residual stream [R, H] -> this rank's columns of the logits."""
         logits = self.ops.head(x, self.norm, self.output)
         return self.ops.gates.softcapped(logits, self.config.logit_softcap)
 

@@ -42,3 +42,15 @@ class Group(Protocol):
     def join(self, x: Tensor) -> Tensor:
         """Join the ranks' columns: x [R, C] -> [R, size * C]."""
         ...
+
+    def swap(self, x: Tensor) -> Tensor:
+        """Exchange columns for rows: this rank's columns of all rows, x [R, C], for all columns of
+        its share of the rows, [N, size * C], as `share` says."""
+        ...
+
+
+def share(rank: int, size: int, rows: int) -> slice:
+    """Return a rank's share of the rows: as many for every rank, so that shares may overlap."""
+    count = -(-rows // size)
+    start = min(rank * count, rows - count)
+    return slice(start, start + count)

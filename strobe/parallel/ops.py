@@ -92,7 +92,12 @@ class RankOps(TorchOps):
     def head(self, x: Tensor, norm: RMSNorm, head: AnyLinear) -> Tensor:
         logits = super().head(x, norm, head)
         missing = -(-self.head_rows // self.group.size) - logits.shape[1]
-        return self.group.join(F.pad(logits, (0, missing)))[:, : self.head_rows]
+        return F.pad(logits, (0, missing)) if missing else logits
+
+    def whole(self, logits: Tensor) -> Tensor:
+        if logits.shape[1] >= self.head_rows:
+            return logits
+        return self.group.join(logits)[:, : self.head_rows]
 
     def argmax(self, x: Tensor, norm: RMSNorm, head: AnyLinear) -> Tensor:
         return self.best_two(x, norm, head)[0]

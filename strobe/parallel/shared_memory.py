@@ -22,7 +22,7 @@ from mmap import mmap
 import torch
 from torch import Tensor
 
-from strobe.parallel.group import RankFailed
+from strobe.parallel.group import RankFailed, share
 
 PLACE = 1 << 20
 """Bytes of a rank's place; larger tensors are exchanged in parts."""
@@ -89,6 +89,9 @@ class SharedMemoryGroup:
                 for rank, part in enumerate(self._exchange(block.flatten())):
                     out[start : start + height, rank, first : first + width] = part.view_as(block)
         return out.view(rows, -1)
+
+    def swap(self, x: Tensor) -> Tensor:
+        return self.join(x)[share(self.rank, self.size, len(x))]
 
     def _exchange(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return every rank's values x [n], valid until the next exchange."""

@@ -22,7 +22,9 @@ from strobe.models.ops.torch_ops import TorchOps
 from strobe.models.target import Target
 from strobe.parallel.group import Group, RankFailed
 from strobe.parallel.ops import RankOps, make_rank_ops
+from strobe.parallel.sampling import RankSampling
 from strobe.parallel.shards import ShardedCheckpoint
+from strobe.sampling.state import SamplingState
 
 Config = TypeVar("Config", TargetConfig, DraftConfig)
 
@@ -75,6 +77,13 @@ class Split:
             from strobe.parallel.triton_ops import RankTritonOps as kind
         size = self.size if isinstance(model, Target) else self.draft_size
         return make_rank_ops(kind, ops, model, self.group, layers_split=size > 1)
+
+    def sampling(
+        self, num_slots: int, vocab_size: int, device: torch.device, kernels: bool
+    ) -> SamplingState:
+        """Make the sampler's state."""
+        state = SamplingState if self.group is None else partial(RankSampling, self.group)
+        return state(num_slots, vocab_size, device, kernels=kernels)
 
     def require_group(self) -> None:
         """Raise ValueError if the rank's model is useless because the other ranks are missing."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import ReduceOp, distributed_c10d
 
-from strobe.parallel.group import RankFailed
+from strobe.parallel.group import RankFailed, share
 
 if TYPE_CHECKING:
     from strobe.parallel.symmetric_memory import SymmetricMemory
@@ -176,3 +176,11 @@ class TorchGroup:
         parts = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(parts, x.contiguous())
         return torch.cat(parts, 1)
+
+    def swap(self, x: Tensor) -> Tensor:
+        self._own[2] += 1
+        shares = [share(rank, self.size, len(x)) for rank in range(self.size)]
+        sent = torch.cat([x[rows] for rows in shares])
+        parts = torch.empty_like(sent)
+        dist.all_to_all_single(parts, sent)
+        return torch.cat(parts.chunk(self.size), 1)

@@ -145,7 +145,7 @@ class ModelRunner:
                 logit_rows = logit_rows._replace(drafts=drafts, span=span, rank=rank)
             if all_rows and masks is not None:
                 masks = masks.index_select(0, span * width + rank)
-            sampled = self.sampling.sample(self.model.head(rows), logit_rows, mode, masks)
+            sampled = self.sampling.sample(self.model.head_part(rows), logit_rows, mode, masks)
         return sampled.select(layout) if all_rows else sampled
 
     def score_prompt(self, residual: Tensor, layout: Layout) -> Scores | None:

@@ -89,11 +89,12 @@ class SamplingState:
         self.named = torch.zeros(num_slots, MAX_NAMED, dtype=torch.int64, device=device)
         self._modes = [GREEDY] * num_slots
         self._score_columns: list[slice | None] = [None] * num_slots
-        self._process, self._argmax = process, argmax
+        self._process, self._argmax, self._sample_rows = process, argmax, sample_rows
         if kernels:
             from strobe.kernels import processors, sampling
 
             self._process, self._argmax = processors.process, sampling.argmax
+            self._sample_rows = sampling.sample_rows
 
     @staticmethod
     def num_bytes(num_slots: int, vocab_size: int) -> int:
@@ -191,11 +192,7 @@ class SamplingState:
         temperature, top_p, min_p = self.floats.index_select(1, rows.slots).unbind()
         top_k, key = self.ints.index_select(1, rows.slots).unbind()
         params = RowParams(temperature, top_p, min_p, top_k, key, rows.positions)
-        if self.kernels:
-            from strobe.kernels.sampling import sample_rows as by_kernel
-
-            return by_kernel(logits, *params)
-        return sample_rows(logits, params, filtered=mode.filtered)
+        return self._sample_rows(logits, params, filtered=mode.filtered)
 
     def count_tokens(self, slots: Tensor, tokens: Tensor, accepted: Tensor, active: Tensor) -> None:
         """Count the tokens that a step committed, for penalties: the first accepted [S] + 1 of

@@ -40,7 +40,7 @@ TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two C
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11], [5, 6] * 10]
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, logprobs=2),
-    SamplingParams(temperature=1, seed=3, max_tokens=48, ignore_eos=True),
+    SamplingParams(temperature=1, top_p=0.9, seed=3, max_tokens=48, ignore_eos=True),
     SamplingParams(temperature=0, max_tokens=48, structured_outputs={"regex": "[ab]{4,9}"}),
 ]
 
@@ -61,13 +61,14 @@ def test_exchanges_of_one_rank_change_nothing(alone: TorchGroup, dtype: torch.dt
     x = torch.randn(rows, 4096, device="cuda").to(dtype)
     assert torch.equal(alone.sum(x.clone()), x)
     assert torch.equal(alone.join(x), x)
+    assert torch.equal(alone.swap(x), x)
     held = torch.zeros_like(x)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = alone.sum(held.clone()) + alone.join(held)
+        out = alone.sum(held.clone()) + alone.join(held) + alone.swap(held)
     held.copy_(x)
     graph.replay()
-    assert torch.equal(out, x + x)
+    assert torch.equal(out, x + x + x)
 
 
 @pytest.fixture

@@ -128,6 +128,7 @@ def others(*_: int) -> Iterator[Call]:
     from strobe.kernels.reference_recurrent import DeltaInput
     from strobe.kernels.steps import cover, gather_rows
     from strobe.models.config import StateSpec
+    from strobe.sampling.sampler import RowParams
 
     wide = torch.empty(8, 4096, dtype=torch.bfloat16)
     few, rows = torch.zeros(8), torch.zeros(8, dtype=torch.int64)
@@ -156,7 +157,7 @@ def others(*_: int) -> Iterator[Call]:
     logits = torch.empty(8, 151936)
     yield partial(sampling.argmax, logits)
     yield partial(sampling.argmax, logits, torch.empty(8))
-    yield partial(sampling.sample_rows, logits, few, few, few, rows, rows, rows)
+    yield partial(sampling.sample_rows, logits, RowParams(few, few, few, rows, rows, rows))
     yield partial(gather_rows, wide, rows)
     yield partial(rowwise.rms_norm, wide, wide[0], 1e-6)
     yield partial(rowwise.add_rms_norm, wide, wide.clone(), wide[0], 1e-6)

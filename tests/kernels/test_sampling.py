@@ -45,7 +45,7 @@ def rows_of(
 
 
 def sample(logits: Tensor, rows: RowParams) -> Tensor:
-    return sampling.sample_rows(logits, *rows)
+    return sampling.sample_rows(logits, rows)
 
 
 def check_twin(tokens: Tensor, logits: Tensor, rows: RowParams) -> None:

@@ -21,7 +21,7 @@ class ArgmaxHead(Head):
     def forward(self, model: Backbone, block: BlockRows) -> Drafts:
         shape, rows = block.hidden.shape[:2], block.hidden.flatten(0, 1)
         if not block.greedy:
-            return block.choose(model.head(rows).unflatten(0, shape), 0)
+            return block.choose(model.head_part(rows).unflatten(0, shape), 0)
         if not block.margins:
             return Drafts(model.argmax(rows).view(shape))
         tokens, margins = model.best_two(rows)

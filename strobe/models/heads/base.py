@@ -28,7 +28,8 @@ class BlockRows(NamedTuple):
 
     hidden [S, D, H]: their residual stream; anchor [S]: each block's newest token. greedy: drafts
     are argmax tokens; margins: their margins are wanted. choose(logits [S, n, V], first): choose
-    the drafts from the `first` one on, by argmax or as the request's own tokens are sampled.
+    the drafts from the `first` one on, by argmax or as the request's own tokens are sampled; the
+    logits may be one rank's columns.
     """
 
     hidden: Tensor
@@ -43,6 +44,10 @@ class Backbone(Protocol):
 
     def head(self, x: Tensor) -> Tensor:
         """Return logits [R, V]; -inf for tokens outside a reduced vocabulary."""
+        ...
+
+    def head_part(self, x: Tensor) -> Tensor:
+        """Return this rank's columns of the logits, which is all that `choose` needs."""
         ...
 
     def argmax(self, x: Tensor) -> Tensor:

@@ -164,8 +164,12 @@ class TorchOps:
         return gated_mix(x, spans, held, plan.states.spec)
 
     def head(self, x: Tensor, norm: RMSNorm, head: AnyLinear) -> Tensor:
-        """Residual stream [R, H], head [V, H] -> logits [R, V]."""
+        """Residual stream [R, H], head [V, H] -> logits [R, V], or this rank's columns of them."""
         return self.linear(self.norm(x, norm), head)
+
+    def whole(self, logits: Tensor) -> Tensor:
+        """This rank's columns of logits -> all columns [R, V]. Whole logits stay as they are."""
+        return logits
 
     def argmax(self, x: Tensor, norm: RMSNorm, head: AnyLinear) -> Tensor:
         """Residual stream [R, H], head [V, H] -> the ids of the largest logits [R]."""
