@@ -464,7 +464,7 @@ def open_chat(pair: Pair, tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
 
     def open_(*options: str) -> Terminal:
         arguments = [*RUN, "chat", str(pair.target), f"--draft={pair.draft}", CPU, "--ignore-eos"]
-        arguments += ["--temperature=0", *options]
+        arguments += ["--temperature=0", "--no-adaptive", *options]
         chats.append(Terminal(arguments, XDG_STATE_HOME=str(tmp_path)))
         return chats[-1]
 
