@@ -7,12 +7,14 @@ import os
 import sys
 from collections.abc import Callable
 
+from strobe.parallel.group import RankFailed
+
 _CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF, errno.EFBIG}
 
 
 def exit_status(run: Callable[[], int]) -> int:
     """Run a program and return its exit status. A ValueError, a user's mistake, is printed as one
-    sentence; Ctrl-C and a closed pipe end it quietly."""
+    sentence, and so is the end of a rank; Ctrl-C and a closed pipe end it quietly."""
     try:
         try:
             return run()
@@ -21,6 +23,9 @@ def exit_status(run: Callable[[], int]) -> int:
     except ValueError as error:
         print(f"strobe: {error}", file=sys.stderr)
         return 2
+    except RankFailed as error:
+        print(f"strobe: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
     except OSError as error:

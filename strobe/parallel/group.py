@@ -1,13 +1,14 @@
-"""Exchange of tensors between ranks.
+"""Exchange of tensors between ranks. Imports no torch.
 
 Legend: R rows, C columns.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class RankFailed(RuntimeError):

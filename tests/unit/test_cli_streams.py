@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from strobe.cli import main as cli
+from strobe.parallel.group import RankFailed
 
 ROOT = Path(__file__).parents[2]
 PROCESSES = Path("/proc")
@@ -101,3 +102,14 @@ def test_ctrl_c_while_a_server_loads_is_quiet():
     assert server.returncode == 0, error
     assert "Traceback" not in error
     assert "KeyboardInterrupt" not in error
+
+
+def test_end_of_a_rank_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def lose_rank(arguments: Any) -> int:
+        raise RankFailed("Rank 1 has ended in step 3 (exit code -9).")
+
+    monkeypatch.setattr(cli, "_run", lose_rank)
+    assert cli.main(["generate"]) == 1
+    assert capsys.readouterr().err == "strobe: Rank 1 has ended in step 3 (exit code -9).\n"
