@@ -25,9 +25,10 @@ def choose_device(name: str, rank: int = 0, size: int = 1) -> torch.device:
             "its own; ask for cuda, and choose GPUs by CUDA_VISIBLE_DEVICES."
         )
     if size > max(count, 1):
+        hint = f"at most {count}" if count else "device cpu"
         raise ValueError(
             f"tensor_parallel_size is {size}, but this machine has {count} CUDA devices; ask for "
-            f"at most {count}."
+            f"{hint}."
         )
     index = int(number or rank)
     if index >= count:
