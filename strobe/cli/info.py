@@ -37,6 +37,10 @@ class Info:
     tensor_parallel_size: Annotated[
         int, arg(help="Also show what each of this many ranks holds.", metavar="INT")
     ] = 1
+    draft_tensor_parallel_size: Annotated[
+        int | None,
+        arg(help="Ranks that the drafter is split over: all of them, or 1.", metavar="INT"),
+    ] = None
     enable_expert_parallel: FlagCreatePairsOff[
         Annotated[bool, arg(help="Give each rank whole experts, not parts of all.")]
     ] = False
@@ -49,6 +53,7 @@ class Info:
 
         config = EngineConfig(
             tensor_parallel_size=self.tensor_parallel_size,
+            draft_tensor_parallel_size=self.draft_tensor_parallel_size,
             enable_expert_parallel=self.enable_expert_parallel,
         )
         model, draft = self.model, self.draft

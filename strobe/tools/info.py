@@ -42,6 +42,8 @@ def describe(model: Path, draft: Path | None = None, split: Split = ALONE) -> di
         check_pair(draft_config, config, draft)
     fetch_weights(model)
     check_target_tensors(model, config)
+    own_config, own_draft = split.split(config, draft_config)
+    open = split.opener("auto")
     facts = {
         "path": str(model),
         "kind": "target",
@@ -61,29 +63,21 @@ def describe(model: Path, draft: Path | None = None, split: Split = ALONE) -> di
             "prefix_caching": "off, since no page holds the state of recurrent layers",
         }
     if split.size > 1:
-        facts |= _rank_facts(split, (model, draft), config, draft_config)
-    if draft is not None:
+        facts["ranks"] = split.size
+        facts |= _rank_facts(check_target_tensors(model, own_config, open), own_config)
+    if draft is not None and own_draft is not None:
         facts["draft"] = _draft_facts(draft, model)
+        if split.size > 1:
+            facts["draft"] |= _rank_facts(check_draft_tensors(draft, own_draft, open), own_draft)
         facts["pair"] = "fits"
     return facts
 
 
-def _rank_facts(
-    split: Split,
-    paths: tuple[Path, Path | None],
-    target: TargetConfig,
-    draft: DraftConfig | None,
-) -> dict[str, Any]:
-    """Return what the first of several ranks holds, which no other one exceeds."""
-    target, draft = split.split(target, draft)
-    open, configs = split.opener("auto"), [target, *filter(None, (draft,))]
-    modules: list[nn.Module] = [check_target_tensors(paths[0], target, open)]
-    if paths[1] is not None and draft is not None:
-        modules.append(check_draft_tensors(paths[1], draft, open))
+def _rank_facts(part: nn.Module, config: TargetConfig | DraftConfig) -> dict[str, Any]:
+    """Return what the first of several ranks holds of a model, which no other one exceeds."""
     return {
-        "ranks": split.size,
-        "parameters_on_each_rank": sum(p.numel() for m in modules for p in m.parameters()),
-        "kv_bytes_per_token_bf16_on_each_rank": sum(_kv_bytes(c.decoder) for c in configs),
+        "parameters_on_each_rank": sum(parameter.numel() for parameter in part.parameters()),
+        "kv_bytes_per_token_bf16_on_each_rank": _kv_bytes(config.decoder),
     }
 
 

@@ -89,7 +89,10 @@ FLAGS = {
         "--method", "--seed",
     ],
     "demo": ["--prompts", "--max-tokens", "--repeats", "--json", "--debug", *ENGINE_FLAGS],
-    "info": ["--draft", "--tensor-parallel-size", "--enable-expert-parallel", "--json"],
+    "info": [
+        "--draft", "--tensor-parallel-size", "--draft-tensor-parallel-size",
+        "--enable-expert-parallel", "--json",
+    ],
 }  # fmt: skip
 
 
@@ -634,10 +637,13 @@ def test_info_says_what_each_rank_holds(main: Callable[..., Any], pair: Pair, no
     out = main("info", pair.target, "--draft", pair.draft, "--tensor-parallel-size=2", "--json")[1]
     facts, draft = json.loads(out), json.loads(main("info", pair.draft, "--json")[1])
     assert facts["ranks"] == 2
-    whole = facts["parameters"] + draft["parameters"]
-    assert whole / 2 < facts["parameters_on_each_rank"] < whole * 0.53
-    kv = "kv_bytes_per_token_bf16"
-    assert facts[f"{kv}_on_each_rank"] == (facts[kv] + draft[kv]) / 2
+    kv, layers = "kv_bytes_per_token_bf16", "--draft-tensor-parallel-size=1"
+    for model in (facts, facts["draft"]):
+        whole = model["parameters"]
+        assert whole / 2 < model["parameters_on_each_rank"] < whole * 0.57
+        assert model[f"{kv}_on_each_rank"] == model[kv] / 2
+    out = main("info", pair.target, "--draft", pair.draft, "--tp=2", layers, "--json")[1]
+    assert json.loads(out)["draft"][f"{kv}_on_each_rank"] == draft[kv]
     assert json.loads(main("info", pair.target, "--tp-size", 2, "--json")[1])["ranks"] == 2
     status, _, err = main("info", pair.target, "--tensor-parallel-size=2", "--tp=4")
     assert (status, "both set tensor_parallel_size" in err) == (2, True)
