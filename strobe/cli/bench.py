@@ -19,12 +19,16 @@ from strobe.tools.bench.settings import (
 
 if TYPE_CHECKING:
     BenchFlags = StepFlags = OfflineFlags = LoadFlags = RecordFlags = OneBench = Any
+    RecordEngineFlags = Any
 else:
     BenchFlags = flags(EngineConfig, "BenchFlags", omit=DECIDED, defaults=None)
     StepFlags = flags(StepSettings, "StepFlags", defaults=None)
     OfflineFlags = flags(OfflineSettings, "OfflineFlags", defaults=None)
     LoadFlags = flags(LoadSettings, "LoadFlags", defaults=None)
     RecordFlags = flags(RecordSettings, "RecordFlags", defaults=None)
+    RecordEngineFlags = flags(
+        EngineConfig, "RecordEngineFlags", omit=(*DECIDED, "adaptive", "overlap"), defaults=None
+    )
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ class Record:
     """Record traces of a real target and drafter on real prompts, for strobe bench load."""
 
     bench: OmitArgPrefixes[RecordFlags] = field(default_factory=RecordFlags)
-    engine: OmitArgPrefixes[BenchFlags] = field(default_factory=BenchFlags)
+    engine: OmitArgPrefixes[RecordEngineFlags] = field(default_factory=RecordEngineFlags)
 
     def run(self) -> int:
         from strobe.tools.bench.record import run_record

@@ -23,7 +23,7 @@ from strobe.runner.batch import Layout
 from strobe.sampling_params import SamplingParams
 from strobe.speculation.base import Drafts, Proposer
 from strobe.speculation.registry import DRAFTER_METHOD
-from strobe.step import Span
+from strobe.step import Plan, Span
 from strobe.tools.bench.prompts import read_prompts
 from strobe.tools.bench.replay import widths_of
 from strobe.tools.bench.report import circumstances, output, progress
@@ -69,6 +69,10 @@ class RecordingEngine(Engine):
         (method, drafter), *_ = self.proposers.on_device.items()
         self.recorder = _RecordingProposer(drafter, widths_of(setup.draft))
         self.proposers.on_device[method] = self.recorder
+
+    def follow(self, plan: Plan, in_flight: int) -> None:
+        super().follow(plan, in_flight)
+        self.recorder.seen.clear()  # the first rank records
 
 
 def _accept_none(layout: Layout, batch: Batch) -> Tensor:
