@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from strobe.parallel.group import Group, share
@@ -33,14 +34,30 @@ class RankSampling(SamplingState):
         slots, positions, drafts, span, rank = rows
         parts = [None if part is None else part[own] for part in (span, rank, masks)]
         rows = LogitRows(slots[own], positions[own], drafts, *parts[:2])
-        tokens, scores, margins = super().sample(logits, rows, mode, parts[2])
-        if scores is not None:
-            scores = Scores(*[self._join(part, own, count) for part in scores])
-        margins = None if margins is None else self._join(margins, own, count)
-        return Sampled(self._join(tokens, own, count), scores, margins)
+        own_results = super().sample(logits, rows, mode, parts[2])
+        return _unpack(self._join(_pack(own_results), own, count), own_results)
 
     def _join(self, part: Tensor, own: slice, count: int) -> Tensor:
-        """Join the ranks' shares of a result. Of rows in two shares, the first rank's counts."""
-        first, whole = self.group.rank * len(part), part.new_zeros(count, *part.shape[1:])
+        """Join the ranks' shares of results. Of rows in two shares, the first rank's counts."""
+        first, whole = self.group.rank * len(part), part.new_zeros(count, part.shape[1])
         whole[first : first + len(part)] = part[first - own.start :]
         return self.group.sum(whole)
+
+
+def _pack(results: Sampled) -> Tensor:
+    """Return results as columns [R, C] float32, in which ids below 2^24 are exact."""
+    columns = [results.tokens, results.margins, *(results.scores or ())]
+    return torch.cat([c.float().view(len(c), -1) for c in columns if c is not None], 1)
+
+
+def _unpack(packed: Tensor, like: Sampled) -> Sampled:
+    """Undo `_pack`."""
+    tokens, packed = packed[:, 0].long(), packed[:, 1:]
+    margins = scores = None
+    if like.margins is not None:
+        margins, packed = packed[:, 0].contiguous(), packed[:, 1:]
+    if like.scores is not None:
+        values, ranks = packed[:, 0], packed[:, 1].long()
+        top_values, top_ids = packed[:, 2:].chunk(2, 1)
+        scores = Scores(values, ranks, top_values, top_ids.long())
+    return Sampled(tokens, scores, margins)

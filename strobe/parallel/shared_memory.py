@@ -88,7 +88,7 @@ class SharedMemoryGroup:
                 block = piece[start : start + height]
                 for rank, part in enumerate(self._exchange(block.flatten())):
                     out[start : start + height, rank, first : first + width] = part.view_as(block)
-        return out.view(rows, -1)
+        return out.view(rows, self.size * columns)
 
     def swap(self, x: Tensor) -> Tensor:
         return self.join(x)[share(self.rank, self.size, len(x))]
