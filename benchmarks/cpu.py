@@ -47,7 +47,11 @@ def own_work(
     watch = Stopwatch()
     drafter = engine.proposers["dflash"]
     for runner in (engine.runner, drafter.runner):
-        for owner, name in ((runner, "forward"), (runner.model, "head"), (runner.model, "argmax")):
+        for owner, name in (
+            (runner, "forward"),
+            (runner.model, "head_part"),
+            (runner.model, "argmax"),
+        ):
             call = getattr(owner, name)
             setattr(owner, name, watch.wrap(remembering(call) if alone else call))
     drafter.observe = watch.wrap(drafter.observe)

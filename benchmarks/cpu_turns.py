@@ -81,7 +81,7 @@ class Worker:
         drafter = getattr(engine.proposers, "proposers", engine.proposers)["dflash"]
         for runner in (engine.runner, drafter.runner):
             model = runner.model
-            for owner, name in ((runner, "forward"), (model, "head"), (model, "argmax")):
+            for owner, name in ((runner, "forward"), (model, "head_part"), (model, "argmax")):
                 if hasattr(owner, name):  # an earlier version called argmax within forward
                     setattr(owner, name, self.watch.wrap(getattr(owner, name)))
         drafter.observe = self.watch.wrap(drafter.observe)

@@ -19,7 +19,6 @@ from strobe.models.linear import AnyLinear, Linear, LinearView
 from strobe.models.modules import RMSNorm
 from strobe.models.ops.torch_ops import Attend, ContextWeights, ForwardRows
 from strobe.models.weight_mapping import WeightMapping, WeightPart
-from strobe.sampling.sampler import argmax, best_two
 
 
 class DFlash(Decoder):
@@ -168,14 +167,14 @@ class DFlash(Decoder):
     def argmax(self, x: Tensor) -> Tensor:
         """Residual stream [R, H] -> the most probable tokens [R]."""
         if not self.plain_head:
-            return argmax(self.head(x))
+            return self.best_two(x)[0]
         return self._known(self.ops.argmax(x, self.norm, self.fp8_head or self.output))
 
     def best_two(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Residual stream [R, H] -> the most probable tokens [R], and the margins of their logits
         over the second largest [R] float32."""
         if not self.plain_head:
-            return best_two(self.head(x))
+            return self.ops.best_two_of(self.head_part(x))
         ids, margins = self.ops.best_two(x, self.norm, self.fp8_head or self.output)
         return self._known(ids), margins
 

@@ -14,7 +14,6 @@ from strobe.models.config import TargetConfig
 from strobe.models.layers import Decoder, Layer
 from strobe.models.linear import AnyLinear, Linear, LinearView
 from strobe.models.ops.torch_ops import Attend
-from strobe.sampling.sampler import argmax
 
 
 class Target(Decoder):
@@ -63,5 +62,5 @@ class Target(Decoder):
     def argmax(self, x: Tensor) -> Tensor:
         """Residual stream [R, H] -> the most probable tokens [R]."""
         if self.config.logit_softcap is not None:  # makes close logits equal
-            return argmax(self.head(x))
+            return self.ops.best_two_of(self.head_part(x))[0]
         return self.ops.argmax(x, self.norm, self.output)

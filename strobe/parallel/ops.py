@@ -19,7 +19,7 @@ from strobe.models.modules import RMSNorm
 from strobe.models.ops.torch_ops import Activation, ExpertsLayer, ForwardRows, Residual, TorchOps
 from strobe.models.target import Target
 from strobe.parallel.group import Group
-from strobe.sampling.sampler import MAX_MARGIN, NO_TOKEN, best_two
+from strobe.sampling.sampler import MAX_MARGIN, NO_TOKEN
 
 PARTIAL = ("o_proj", "out_proj", "down_proj")
 """Linear layers whose inputs are split, by name: the sum of their outputs is the whole output."""
@@ -103,9 +103,14 @@ class RankOps(TorchOps):
         return self.best_two(x, norm, head)[0]
 
     def best_two(self, x: Tensor, norm: RMSNorm, head: AnyLinear) -> tuple[Tensor, Tensor]:
+        return self.best_two_of(self.head(x, norm, head))
+
+    def best_two_of(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Each rank sends its largest logit, the id and the margin over its second largest."""
-        logits = super().head(x, norm, head)
-        ids, margins = best_two(logits)
+        if logits.shape[1] >= self.head_rows:
+            return super().best_two_of(logits)
+        logits = logits[:, : self.head_rows - self.first_id]  # without the last part's padding
+        ids, margins = super().best_two_of(logits)
         ids = ids.clamp(min=0) + self.first_id
         values = logits.float().amax(1)
         sent = torch.stack([values, ids.float(), margins], 1)  # ids below 2^24 are exact

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from strobe.kernels.residual import FusedResidual
+from strobe.kernels.sampling import argmax
 from strobe.models.linear import AnyLinear
 from strobe.models.modules import RMSNorm
 from strobe.models.ops.torch_ops import Activation, ExpertsLayer, ForwardRows, Residual
@@ -51,8 +55,18 @@ class RankTritonOps(RankOps, TritonOps):
     def best_two(self, x: Tensor, norm: RMSNorm, head: AnyLinear) -> tuple[Tensor, Tensor]:
         if not self.group.fits(x):
             return super().best_two(x, norm, head)
-        margins, largest = torch.empty(2, x.shape[0], dtype=torch.float32, device=x.device)
         weight, _ = self._weight(head)
-        x = self.norm(x, norm)
-        ids = self.gemms.head_argmax(x, weight, margins=margins, largest=largest)
+        return self._best(x, partial(self.gemms.head_argmax, self.norm(x, norm), weight))
+
+    def best_two_of(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        own = logits[:, : self.head_rows - self.first_id]
+        if logits.shape[1] >= self.head_rows or not self.group.fits(own[:, :1]):
+            return super().best_two_of(logits)
+        return self._best(own, partial(argmax, own))
+
+    def _best(self, rows: Tensor, find: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+        """Choose among the ranks' largest logits. find(margins, largest): returns this rank's ids
+        and fills both."""
+        margins, largest = torch.empty(2, len(rows), dtype=torch.float32, device=rows.device)
+        ids = find(margins=margins, largest=largest)
         return self.group.best(largest, ids, margins, self.first_id), margins

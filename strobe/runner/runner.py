@@ -137,12 +137,10 @@ class ModelRunner:
         else:
             span = take(layout.span_of_row)
             slots, positions = layout.slots.index_select(0, span), take(batch.positions)
-            logit_rows = LogitRows(slots, positions + 1)
             rank = take(layout.offset) - layout.context_rows.index_select(0, span) + 1
             rank = rank.clamp_(0, width - 1)
-            if mode.processed:
-                drafts = batch.ids[layout.draft_rows]
-                logit_rows = logit_rows._replace(drafts=drafts, span=span, rank=rank)
+            drafts = batch.ids[layout.draft_rows] if mode.processed else None
+            logit_rows = LogitRows(slots, positions + 1, drafts, span, rank)
             if all_rows and masks is not None:
                 masks = masks.index_select(0, span * width + rank)
             sampled = self.sampling.sample(self.model.head_part(rows), logit_rows, mode, masks)

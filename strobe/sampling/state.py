@@ -180,7 +180,6 @@ class SamplingState:
         allow, if the mode has any; rows of slots without a grammar are not read."""
         processed = logits
         if mode.processed or mode.grammar:
-            masks = masks if mode.grammar else None
             processed = self._process(logits, self.tables, rows, masks, processed=mode.processed)
         tokens = self._race(processed, rows, mode) if mode.sampled else self._argmax(processed)
         top = mode.logprobs

@@ -161,14 +161,14 @@ def test_scored_prompt_with_nan_ends_with_error(budget: int, path: Path):
 def test_nan_scores_without_nan_maximum_end_with_error(path: Path):
     """An infinite logit is a maximum, but gives no log probability."""
     engine = engine_of(path)
-    forward = engine.runner.model.head
+    forward = engine.runner.model.head_part
 
     def infinite(x: Any) -> Any:
         logits = forward(x)
         logits[:, 3] = float("inf")
         return logits
 
-    engine.runner.model.head = infinite
+    engine.runner.model.head_part = infinite
     request = engine.add(TEXTS[0], COLD.clone(logprobs=1))
     drain(engine, [request])
     check_failed(request, [])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from mmap import mmap
 from pathlib import Path
 from typing import Any
 
 import pytest
 import random_engines
+import torch
 from families import FAMILIES
 from quantized import quantize
 from random_engines import (
@@ -26,6 +28,7 @@ from tiny import make_draft, make_target, make_tokenizer, run
 from strobe.config import EngineConfig
 from strobe.engine.build import resolve
 from strobe.engine.engine import Engine
+from strobe.parallel.shared_memory import SharedMemoryGroup, memory_size
 from strobe.sampling_params import SamplingParams
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11], [5, 6] * 10, [40, 2]]
@@ -93,6 +96,28 @@ SHORT = {("qwen3", 2), ("gpt_oss in MXFP4", 2), ("qwen3_5_moe", 2), ("gemma4 wit
 def test_ranks_answer_as_one_does(tmp_path: Path, family: str, size: int):
     """Four ranks share two key-value heads, and the vocabulary of 61 tokens divides by none."""
     check_ranks(config(tmp_path, family), size)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma4"])
+def test_greedy_tokens_need_only_the_largest_logits(tmp_path: Path, family: str):
+    """Also where logits are capped, which makes close ones equal."""
+    with ranks(config(tmp_path, family, method="none"), 2) as engine:
+        ops: Any = engine.runner.model.ops
+        join, widths = ops.group.join, list[int]()
+
+        def watched(x: torch.Tensor) -> torch.Tensor:
+            widths.append(x.shape[1])
+            return join(x)
+
+        ops.group.join = watched
+        run(engine, PROMPTS[:1], [GREEDY])
+        assert set(widths) == {3}
+
+
+def test_no_rows_are_exchanged():
+    group = SharedMemoryGroup(mmap(-1, memory_size(1)), 0, 1, lambda: None)
+    for exchange in (group.join, group.swap):
+        assert exchange(torch.empty(0, 3)).shape == (0, 3)
 
 
 SPARSE = [name for name in FAMILIES if any(part in name for part in ("moe", "oss", "experts"))]

@@ -177,7 +177,11 @@ class TorchOps:
 
     def best_two(self, x: Tensor, norm: RMSNorm, head: AnyLinear) -> tuple[Tensor, Tensor]:
         """As `argmax`, and the margin of each largest logit over the second largest [R] float32."""
-        return best_two(self.head(x, norm, head))
+        return self.best_two_of(self.head(x, norm, head))
+
+    def best_two_of(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """As `best_two`, of this rank's columns of logits, or of whole ones."""
+        return best_two(logits)
 
     def context_kv(
         self, kv: Tensor, weights: ContextWeights, rows: ForwardRows

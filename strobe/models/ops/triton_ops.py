@@ -20,6 +20,7 @@ from strobe.kernels.recurrent import mix
 from strobe.kernels.reference_recurrent import DeltaInput
 from strobe.kernels.residual import FusedResidual
 from strobe.kernels.rowwise import context_store, qk_norm_rope_store, rms_norm
+from strobe.kernels.sampling import argmax
 from strobe.kernels.steps import gather_rows
 from strobe.kv.store import KVStore
 from strobe.models.linear import AnyLinear
@@ -131,6 +132,10 @@ class TritonOps(TorchOps):
         margins = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
         weight, _ = self._weight(head)
         return self.gemms.head_argmax(self.norm(x, norm), weight, margins=margins), margins
+
+    def best_two_of(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        margins = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+        return argmax(logits, margins), margins
 
     def store_context(
         self, kv: Tensor, weights: ContextWeights, rows: ForwardRows, slots: Tensor, store: KVStore
