@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed import ReduceOp, distributed_c10d
 
 from strobe.parallel.group import RankFailed, share
+from strobe.parallel.shared_memory import START_SECONDS
 
 if TYPE_CHECKING:
     from strobe.parallel.symmetric_memory import SymmetricMemory
@@ -68,11 +69,15 @@ class TorchGroup:
 
     def _meet(self, store: TCPStore) -> None:
         """Wait until all ranks are there. Raises what `on_wait` does if one has ended, which
-        torch.distributed would wait for."""
+        torch.distributed would wait for, and RankFailed if one does not come."""
         store.set(f"rank {self.rank}", "")
-        while not store.check([f"rank {rank}" for rank in range(self.size)]):
-            self.on_wait()
-            time.sleep(_MEET_SECONDS)
+        started = time.monotonic()
+        for rank in range(self.size):
+            while not store.check([f"rank {rank}"]):
+                self.on_wait()
+                if time.monotonic() - started > START_SECONDS:
+                    raise RankFailed(f"Rank {rank} has not started within {START_SECONDS:.0f} s.")
+                time.sleep(_MEET_SECONDS)
 
     def _make_symmetric(self, store: TCPStore, device: torch.device) -> SymmetricMemory | None:
         """Make symmetric memory if all ranks can."""

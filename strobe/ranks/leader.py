@@ -29,7 +29,12 @@ from strobe.engine.build import ResolvedConfig, resolve
 from strobe.engine.engine import Engine
 from strobe.openmp import usable_cores
 from strobe.parallel.group import RankFailed
-from strobe.parallel.shared_memory import STALL_SECONDS, SharedMemoryGroup, memory_size
+from strobe.parallel.shared_memory import (
+    STALL_SECONDS,
+    START_SECONDS,
+    SharedMemoryGroup,
+    memory_size,
+)
 from strobe.parallel.torch_group import TorchGroup, make_store
 from strobe.ranks.messages import Failure, Launch, Make, Prepare, Start
 from strobe.speculation.draft_policy import DraftPolicy
@@ -243,20 +248,23 @@ class Ranks:
                 continue  # whoever waits in shared memory notices a stalled rank
             for rank, pipe in enumerate(self._pipes, start=1):
                 progress, now = self.group.progress(rank), time.monotonic()
+                limit = STALL_SECONDS if self.group.step else START_SECONDS
                 if progress is None or behind.get(pipe, (None, now))[0] != progress:
                     behind[pipe] = progress, now
-                elif self.group.step and now - behind[pipe][1] > STALL_SECONDS:
+                elif now - behind[pipe][1] > limit:
                     return pipe
 
     def _reason(self, rank: int) -> Failure:
         group = self.group
         step = 0 if group is None else group.last_step(rank)
         if group is not None and not self._pipes[rank - 1].poll():
-            return Failure(
-                f"Rank {rank} has stalled: the last step it began is {step}, while rank 0 began "
-                f"{group.step} more than {STALL_SECONDS:.0f} s ago.",
-                False,
+            progress = (
+                f"the last step it began is {step}, while rank 0 began {group.step} more than "
+                f"{STALL_SECONDS:.0f} s ago"
+                if group.step
+                else f"it has not started within {START_SECONDS:.0f} s"
             )
+            return Failure(f"Rank {rank} has stalled: {progress}.", False)
         try:
             return self._pipes[rank - 1].recv()
         except (EOFError, OSError):
