@@ -12,7 +12,7 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,6 +55,8 @@ class GrammarTrial:
         )
         self.seconds: float | None = TIMEOUT_SECONDS
         """Limit of each grammar; None if all have been tried elsewhere."""
+        self.on_pass: Callable[[StructuredOutputs], None] = lambda structured: None
+        """Called with each grammar that `check` lets pass, from any thread."""
         self._faults: OrderedDict[bytes, str] = OrderedDict()
         self._process: subprocess.Popen[str] | None = None
         self._ready = False
@@ -81,6 +83,7 @@ class GrammarTrial:
                 self._faults.popitem(last=False)
         if fault:
             raise ValueError(fault)
+        self.on_pass(structured)
         return key
 
     @property

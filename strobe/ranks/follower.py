@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from mmap import mmap
 from multiprocessing.connection import Connection
@@ -19,6 +20,9 @@ from strobe.parallel.shared_memory import memory_size
 from strobe.parallel.torch_group import make_store
 from strobe.ranks.leader import make_group, share_threads
 from strobe.ranks.messages import Failure, Launch, Start
+from strobe.sampling.grammar_compiler import GrammarCompiler
+from strobe.sampling_params import StructuredOutputs
+from strobe.step import Plan
 
 
 def main(pipe: Connection, memory_fd: int, leader: int) -> None:
@@ -51,8 +55,13 @@ def main(pipe: Connection, memory_fd: int, leader: int) -> None:
         engine.grammars.compiler.trial.seconds = None  # the first rank tries grammars
         if start.prepare is not None:
             start.prepare(engine.runner.model)
-        message: Launch | None
+        grammars = GrammarsAhead(engine.grammars.compiler)
+        message: Launch | StructuredOutputs | None
         while (message := pipe.recv()) is not None:
+            if isinstance(message, StructuredOutputs):
+                grammars.compile(message)
+                continue
+            grammars.wait_for(message.plan)
             if message.step != group.step + 1:
                 raise RankFailed(
                     f"Rank {rank} has run step {group.step}, but was told to run {message.step}."
@@ -67,6 +76,24 @@ def main(pipe: Connection, memory_fd: int, leader: int) -> None:
         failure = Failure(f"Rank {rank} has ended: {kind}{error}", isinstance(error, ValueError))
         with contextlib.suppress(OSError):
             pipe.send(failure)
+
+
+class GrammarsAhead:
+    """Compiles grammars while steps run, so that no step waits for long."""
+
+    def __init__(self, compiler: GrammarCompiler):
+        self.compiler, self._pool = compiler, ThreadPoolExecutor(1)
+        self._running: list[tuple[StructuredOutputs, Future[object]]] = []
+
+    def compile(self, structured: StructuredOutputs) -> None:
+        self._running = [(s, future) for s, future in self._running if not future.done()]
+        self._running.append((structured, self._pool.submit(self.compiler.compile, structured)))
+
+    def wait_for(self, plan: Plan) -> None:
+        """Wait for the grammars of the requests that a plan admits. Admission reports what does not
+        compile."""
+        admitted = [StructuredOutputs.of(a.sampling.structured_outputs) for a in plan.admitted]
+        wait([future for structured, future in self._running if structured in admitted])
 
 
 if __name__ == "__main__":

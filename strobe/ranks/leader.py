@@ -37,6 +37,7 @@ from strobe.parallel.shared_memory import (
 )
 from strobe.parallel.torch_group import TorchGroup, make_store
 from strobe.ranks.messages import Failure, Launch, Make, Prepare, Start
+from strobe.sampling_params import StructuredOutputs
 from strobe.speculation.draft_policy import DraftPolicy
 from strobe.step import Plan
 
@@ -96,6 +97,7 @@ def _start_group(
         if isinstance(error, RankFailed) and ranks.failure is not None:
             raise ranks.failure.exception() from None
         raise
+    engine.grammars.compiler.trial.on_pass = ranks.send_grammar
     weakref.finalize(engine, ranks.stop)
     return engine
 
@@ -146,6 +148,7 @@ class Ranks:
         self.failure: Failure | None = None
         self.group: SharedMemoryGroup | TorchGroup | None = None
         self._blocked: Connection | None = None
+        self._sending = threading.Lock()
         self._stopping, self._reported = False, threading.Event()
         self._memory, self._memory_fd = _shared_memory(memory_size(size))
         self._device, self._store = resolved.device, None
@@ -191,15 +194,26 @@ class Ranks:
         self.group.check()
         self.group.step += 1
         message = Launch(self.group.step, in_flight, plan)
-        for pipe in self._pipes:
-            try:
-                pipe.send(message)
-            except OSError as error:  # the thread finds out why
-                if isinstance(error, BlockingIOError):
+        try:
+            self._send(message)
+        except OSError:  # the thread finds out why
+            self._watch.join(_STOP_SECONDS)
+            self.group.check()
+            raise
+
+    def send_grammar(self, structured: StructuredOutputs) -> None:
+        """Let the other ranks compile a grammar before its request is admitted. From any thread."""
+        with contextlib.suppress(OSError):  # the next plan finds out
+            self._send(structured)
+
+    def _send(self, message: Launch | StructuredOutputs) -> None:
+        with self._sending:
+            for pipe in self._pipes:
+                try:
+                    pipe.send(message)
+                except BlockingIOError:
                     self._blocked = pipe
-                self._watch.join(_STOP_SECONDS)
-                self.group.check()
-                raise
+                    raise
 
     def _check(self) -> None:
         if self.failure is not None:

@@ -6,9 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +19,13 @@ from tiny import make_draft, make_target, make_tokenizer, run
 
 from strobe.config import EngineConfig
 from strobe.engine.engine import Engine
-from strobe.parallel import shared_memory
+from strobe.parallel import shared_memory, torch_group
 from strobe.parallel.group import RankFailed
 from strobe.ranks import leader
+from strobe.ranks.follower import GrammarsAhead
 from strobe.ranks.leader import Ranks, start_engine
-from strobe.sampling_params import SamplingParams
+from strobe.ranks.messages import Launch
+from strobe.sampling_params import SamplingParams, StructuredOutputs
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11]]
 PARAMS = [
@@ -124,6 +128,72 @@ def test_rank_that_ends_before_the_others_meet_it_is_named(
     monkeypatch.setattr(leader.Ranks, "_start", start_and_kill)
     with pytest.raises(RankFailed, match=r"Rank 1 has ended while it started \(exit code -9\)"):
         started()
+
+
+@pytest.mark.parametrize(
+    ("in_memory", "sentence"),
+    [(True, r"Rank 1 has stalled: its last"), (False, r"Rank 1 has not started within 0 s\.")],
+    ids=["memory", "gloo"],
+)
+def test_rank_that_never_starts_is_named(
+    started: Any, monkeypatch: pytest.MonkeyPatch, in_memory: bool, sentence: str
+):
+    monkeypatch.setattr(leader, "in_shared_memory", lambda device: in_memory)
+    monkeypatch.setattr(leader, "_STOP_SECONDS", 0.1)
+    monkeypatch.setattr(shared_memory if in_memory else torch_group, "START_SECONDS", 0.2)
+    start = leader.Ranks._start
+
+    def start_and_stop(self: Ranks, message: Any) -> None:
+        start(self, message)
+        os.kill(self._processes[-1].pid, signal.SIGSTOP)
+
+    monkeypatch.setattr(leader.Ranks, "_start", start_and_stop)
+    with pytest.raises(RankFailed, match=sentence):
+        started()
+
+
+def test_grammars_compile_while_steps_run():
+    class Compiler:
+        def __init__(self) -> None:
+            self.may_end, self.compiled = threading.Event(), list[StructuredOutputs]()
+
+        def compile(self, structured: StructuredOutputs) -> None:
+            self.may_end.wait(30)
+            self.compiled.append(structured)
+
+    def plan(structured: StructuredOutputs | None) -> Any:
+        sampling = SamplingParams(structured_outputs=structured)
+        return SimpleNamespace(admitted=[SimpleNamespace(sampling=sampling)])
+
+    compiler: Any = Compiler()
+    slow, other = StructuredOutputs(regex="a+"), StructuredOutputs(regex="b+")
+    ahead = GrammarsAhead(compiler)
+    ahead.compile(slow)
+    for structured in (None, other):
+        ahead.wait_for(plan(structured))
+    assert compiler.compiled == []
+    threading.Timer(0.05, compiler.may_end.set).start()
+    ahead.wait_for(plan(slow))
+    assert compiler.compiled == [slow]
+
+
+def test_other_ranks_are_sent_grammars_before_their_requests(
+    started: Any, monkeypatch: pytest.MonkeyPatch
+):
+    sent: list[Any] = []
+    send = leader.Ranks._send
+
+    def keep(self: Ranks, message: Any) -> None:
+        sent.append(message)
+        send(self, message)
+
+    monkeypatch.setattr(leader.Ranks, "_send", keep)
+    engine, _ = started()
+    grammar = StructuredOutputs(regex="[ab]{4,9}")
+    run(engine, PROMPTS[:1], [PARAMS[0].clone(ignore_eos=False, structured_outputs=grammar)])
+    admitted = [bool(message.plan.admitted) for message in sent if isinstance(message, Launch)]
+    assert sent[0] == grammar
+    assert admitted[0]
 
 
 def test_rank_that_reads_no_more_plans_ends_the_group(
