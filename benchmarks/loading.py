@@ -1,10 +1,12 @@
 """Loading on a CPU or a GPU: seconds, and the host's peak memory relative to the weights.
 
-    python benchmarks/loading.py [--gigabytes 1.5] [--device cpu] [--directory DIR] [--json FILE]
+    python benchmarks/loading.py [--gigabytes 1.5] [--ranks 1] [--device cpu] [--directory DIR]
+                                 [--json FILE]
 
 Writes a checkpoint with random bf16 weights in the layout of Qwen3, then loads it in bf16 in its
-own process, whose memory before loading does not count. Exits with 1 if the peak exceeds the
-weights by more than 10 %.
+own process, whose memory before loading does not count; with --ranks N the parts of N ranks, one
+after another in processes of their own. Exits with 1 if the peaks together exceed the weights by
+more than 10 %.
 """
 
 from __future__ import annotations
@@ -23,25 +25,28 @@ from pathlib import Path
 import tqdm.auto
 from strobe.models.load import check_target_tensors, load_target
 from strobe.models.architectures import load_target_config
+from strobe.parallel.split import Split
 
 def field(name):
     rows = open("/proc/self/status").read().splitlines()
     return next(int(row.split()[1]) << 10 for row in rows if row.startswith(name))
 
-path, device = Path(sys.argv[1]), torch.device(sys.argv[2])
-config = load_target_config(path)
+path, device, size = Path(sys.argv[1]), torch.device(sys.argv[2]), int(sys.argv[4])
+split = Split(int(sys.argv[3]), size, size)
+config, open_part = load_target_config(path), split.opener("auto")
+config, _ = split.split(config, None)
 torch.zeros(1, device=device)
-check_target_tensors(path, config)  # imports the code, but reads no weights
+check_target_tensors(path, config, open_part)  # imports the code, but reads no weights
 open("/proc/self/clear_refs", "w").write("5")  # reset the peak
 before, began = field("VmRSS"), time.perf_counter()
-model = load_target(path, config, max_positions=8, dtype=torch.bfloat16, device=device)
+options = {"dtype": torch.bfloat16, "device": device, "open": open_part}
+model = load_target(path, config, max_positions=8, **options)
 if device.type == "cuda":
     torch.cuda.synchronize()
 seconds = time.perf_counter() - began
 weights = sum(parameter.nbytes for parameter in model.parameters())
 peak = field("VmHWM") - before
-print(json.dumps({"seconds": round(seconds, 2), "weights": weights, "peak": peak,
-                  "peak_over_weights": round(peak / weights, 3)}))
+print(json.dumps({"seconds": round(seconds, 2), "weights": weights, "peak": peak}))
 """
 
 
@@ -92,15 +97,26 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--gigabytes", type=float, default=1.5)
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--directory", type=Path)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.directory) as root:
         write(Path(root), arguments.gigabytes)
-        command = [sys.executable, "-c", LOAD, root, arguments.device]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
-    report = {"date": datetime.now(UTC).isoformat(timespec="seconds"), **json.loads(done.stdout)}
+        file = (Path(root) / "model.safetensors").stat().st_size
+        ranks: list[dict[str, float]] = []
+        for rank in range(arguments.ranks):
+            command = [sys.executable, "-c", LOAD, root, arguments.device]
+            command += [str(rank), str(arguments.ranks)]
+            done = subprocess.run(command, check=True, capture_output=True, text=True)
+            ranks.append(json.loads(done.stdout))
+    report = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "weights": file,
+        "ranks": ranks,
+        "peak_over_weights": round(sum(rank["peak"] for rank in ranks) / file, 3),
+    }
     print(json.dumps(report, indent=2))
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=2) + "\n")
