@@ -114,9 +114,12 @@ class Split:
     ) -> tuple[TargetConfig, DraftConfig | None]:
         """Return the configs of the rank's parts. Raises ValueError for a size that the number of
         ranks does not divide."""
-        for rows in (target.decoder.vocab_size, *([] if draft is None else [draft.head_rows])):
+        heads = [("target", target.decoder.vocab_size)]
+        if draft is not None:
+            heads.append(("drafter", draft.head_rows))
+        for model, rows in heads:
             if rows <= (self.size - 1) * -(-rows // self.size):
-                _divide("target", "vocab_size", rows, self.size)
+                _divide(model, "vocab_size", rows, self.size)
         if self.whole_experts and target.decoder.experts is None:
             raise ValueError(
                 "enable_expert_parallel is set, but the target has no experts; leave it out."
