@@ -61,6 +61,11 @@ class Info:
             model, draft = str(DEMO_MODELS / "target"), draft or str(DEMO_MODELS / "draft")
         else:
             model, draft = find_pair(model, draft)
+        if draft is None and self.draft_tensor_parallel_size is not None:
+            raise ValueError(
+                f"draft_tensor_parallel_size is {self.draft_tensor_parallel_size}, but there is no "
+                "drafter; name one with --draft, or leave it out."
+            )
         split = Split.of(config, 0)
         facts = describe(Path(model), Path(draft) if draft is not None else None, split)
         print(json.dumps(facts)) if self.json else show(facts)

@@ -40,10 +40,10 @@ def describe(model: Path, draft: Path | None = None, split: Split = ALONE) -> di
     draft_config = None if draft is None else load_draft_config(draft, model)
     if draft is not None and draft_config is not None:
         check_pair(draft_config, config, draft)
+    own_config, own_draft = split.split(config, draft_config)
     fetch_weights(model)
     check_target_tensors(model, config)
-    own_config, own_draft = split.split(config, draft_config)
-    open = split.opener("auto")
+    opener = split.opener("auto")
     facts = {
         "path": str(model),
         "kind": "target",
@@ -64,11 +64,12 @@ def describe(model: Path, draft: Path | None = None, split: Split = ALONE) -> di
         }
     if split.size > 1:
         facts["ranks"] = split.size
-        facts |= _rank_facts(check_target_tensors(model, own_config, open), own_config)
+        facts |= _rank_facts(check_target_tensors(model, own_config, opener), own_config)
     if draft is not None and own_draft is not None:
         facts["draft"] = _draft_facts(draft, model)
         if split.size > 1:
-            facts["draft"] |= _rank_facts(check_draft_tensors(draft, own_draft, open), own_draft)
+            part = check_draft_tensors(draft, own_draft, opener)
+            facts["draft"] |= _rank_facts(part, own_draft)
         facts["pair"] = "fits"
     return facts
 
