@@ -47,7 +47,8 @@ class RankSampling(SamplingState):
 def _pack(results: Sampled) -> Tensor:
     """Return results as columns [R, C] float32, in which ids below 2^24 are exact."""
     columns = [results.tokens, results.margins, *(results.scores or ())]
-    return torch.cat([c.float().view(len(c), -1) for c in columns if c is not None], 1)
+    wide = [c if c.ndim == 2 else c[:, None] for c in columns if c is not None]
+    return torch.cat([c.float() for c in wide], 1)
 
 
 def _unpack(packed: Tensor, like: Sampled) -> Sampled:

@@ -73,10 +73,12 @@ class KernelGroup(ThreadGroup):
 
 
 def outputs(model: Any, plan: Any, device: torch.device) -> list[Tensor]:
-    """Return the features, the logits, the best tokens and their margins."""
+    """Return the features, the logits, and the best tokens and their margins: of the model, which
+    may cap logits, and of its output layer."""
     places, layers = torch.arange(ROWS, device=device), tuple(range(3))
     x, features = model(torch.tensor(IDS, device=device), places, plan, layers)
-    return [features, model.head(x), *model.ops.best_two(x, model.norm, model.output)]
+    best = model.argmax(x), *model.ops.best_two_of(model.head_part(x))
+    return [features, model.head(x), *best, *model.ops.best_two(x, model.norm, model.output)]
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,9 @@ def test_ranks_answer_as_one_does(tmp_path: Path, family: str, size: int):
 @pytest.mark.parametrize("family", ["qwen3", "gemma4"])
 def test_greedy_tokens_need_only_the_largest_logits(tmp_path: Path, family: str):
     """Also where logits are capped, which makes close ones equal."""
-    with ranks(config(tmp_path, family, method="none"), 2) as engine:
+    settings = config(tmp_path, family, method="none")
+    expected = run(Engine(settings), PROMPTS[:1], [GREEDY])
+    with ranks(settings, 2) as engine:
         ops: Any = engine.runner.model.ops
         join, widths = ops.group.join, list[int]()
 
@@ -110,7 +112,7 @@ def test_greedy_tokens_need_only_the_largest_logits(tmp_path: Path, family: str)
             return join(x)
 
         ops.group.join = watched
-        run(engine, PROMPTS[:1], [GREEDY])
+        assert run(engine, PROMPTS[:1], [GREEDY]) == expected
         assert set(widths) == {3}
 
 

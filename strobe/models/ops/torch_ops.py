@@ -180,7 +180,7 @@ class TorchOps:
         return self.best_two_of(self.head(x, norm, head))
 
     def best_two_of(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """As `best_two`, of this rank's columns of logits, or of whole ones."""
+        """As `best_two`, from logits: this rank's columns or all."""
         return best_two(logits)
 
     def context_kv(

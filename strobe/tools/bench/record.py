@@ -72,7 +72,7 @@ class RecordingEngine(Engine):
 
     def follow(self, plan: Plan, in_flight: int) -> None:
         super().follow(plan, in_flight)
-        self.recorder.seen.clear()  # the first rank records
+        self.recorder.seen.clear()  # only the first rank keeps its recordings
 
 
 def _accept_none(layout: Layout, batch: Batch) -> Tensor:
