@@ -11,8 +11,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+STALL_SECONDS, START_SECONDS = 20.0, 900.0
+"""A rank that is awaited longer has stalled; the second holds until the first step, because ranks
+may take different times to load their weights."""
+
+
 class RankFailed(RuntimeError):
     """A rank has ended, has stalled or is out of step; no rank can go on."""
+
+
+def not_started(rank: int) -> RankFailed:
+    return RankFailed(f"Rank {rank} has not started within {START_SECONDS:.0f} s.")
 
 
 class Group(Protocol):

@@ -22,13 +22,10 @@ from mmap import mmap
 import torch
 from torch import Tensor
 
-from strobe.parallel.group import RankFailed, share
+from strobe.parallel.group import STALL_SECONDS, START_SECONDS, RankFailed, not_started, share
 
 PLACE = 1 << 20
 """Bytes of a rank's place; larger tensors are exchanged in parts."""
-STALL_SECONDS, START_SECONDS = 20.0, 900.0
-"""A rank that is awaited longer has stalled; the second holds until the first step, because ranks
-may take different times to load their weights."""
 _LINE = 64
 _SPINS, _CHECK_SECONDS = 200, 0.01
 
@@ -128,10 +125,14 @@ class SharedMemoryGroup:
             checked = waited
             self.check()
             if waited > (STALL_SECONDS if self.step else START_SECONDS):
-                self.failure = RankFailed(
-                    f"Rank {rank} has stalled: its last exchange of tensors was number "
-                    f"{self._numbers[rank, 0]}, in step {self.last_step(rank)}, and rank "
-                    f"{self.rank} has waited for number {count}, in step {self.step}, for "
-                    f"{waited:.0f} s."
-                )
+                self.failure = self._stalled(rank, count, waited)
                 raise self.failure
+
+    def _stalled(self, rank: int, count: int, waited: float) -> RankFailed:
+        if not self._numbers[rank, 0]:
+            return not_started(rank)
+        return RankFailed(
+            f"Rank {rank} has stalled: its last exchange of tensors was number "
+            f"{self._numbers[rank, 0]}, in step {self.last_step(rank)}, and rank {self.rank} has "
+            f"waited for number {count}, in step {self.step}, for {waited:.0f} s."
+        )

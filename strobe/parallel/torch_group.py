@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from mmap import mmap
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import ReduceOp, distributed_c10d
 
-from strobe.parallel.group import RankFailed, share
-from strobe.parallel.shared_memory import START_SECONDS
+from strobe.parallel.group import START_SECONDS, RankFailed, not_started, share
 
 if TYPE_CHECKING:
     from strobe.parallel.symmetric_memory import SymmetricMemory
@@ -64,7 +64,9 @@ class TorchGroup:
         if device.type == "cuda":
             backend, own = "nccl", device
             os.environ.update(_NO_MULTICAST)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=own)
+        options: dict[str, Any] = {"timeout": timedelta(seconds=START_SECONDS + 60)}
+        options |= {"rank": rank, "world_size": size, "device_id": own}
+        dist.init_process_group(backend, store=store, **options)
         self._symmetric = None if own is None else self._make_symmetric(store, own)
 
     def _meet(self, store: TCPStore) -> None:
@@ -76,7 +78,7 @@ class TorchGroup:
             while not store.check([f"rank {rank}"]):
                 self.on_wait()
                 if time.monotonic() - started > START_SECONDS:
-                    raise RankFailed(f"Rank {rank} has not started within {START_SECONDS:.0f} s.")
+                    raise not_started(rank)
                 time.sleep(_MEET_SECONDS)
 
     def _make_symmetric(self, store: TCPStore, device: torch.device) -> SymmetricMemory | None:

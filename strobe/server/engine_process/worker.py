@@ -78,6 +78,9 @@ def run_engine(
     except ValueError as error:
         send(pipe, Failed(str(error), True))
         return
+    except RankFailed as error:
+        send(pipe, Failed(f"The engine cannot start: {error}", False))
+        raise SystemExit(1) from None
     except BaseException as error:
         logger.exception("the engine cannot start")
         send(pipe, Failed(f"The engine cannot start: {type(error).__name__}: {error}", False))
