@@ -55,12 +55,12 @@ class GrammarTrial:
         )
         self.seconds: float | None = TIMEOUT_SECONDS
         """Limit of each grammar; None if all have been tried elsewhere."""
-        self.on_pass: Callable[[StructuredOutputs], None] = lambda structured: None
-        """Called with each grammar that `check` lets pass, from any thread."""
+        self.on_pass: Callable[[bytes, StructuredOutputs], None] = lambda key, structured: None
+        """Called with each grammar that `check` lets pass and its key, from any thread."""
         self._faults: OrderedDict[bytes, str] = OrderedDict()
         self._process: subprocess.Popen[str] | None = None
         self._ready = False
-        self._lock = threading.Lock()
+        self._lock, self._faults_lock = threading.Lock(), threading.Lock()
 
     def check(self, structured: StructuredOutputs) -> bytes:
         """Return a cache key for the grammar. Raises ValueError for a grammar that does not compile
@@ -73,18 +73,30 @@ class GrammarTrial:
         key = hashlib.blake2b(question.encode()).digest()
         if self.seconds is None:
             return key
-        with self._lock:
-            fault = self._faults.get(key)
-            if fault is None:
-                self._start()
-                fault = self._faults[key] = self._ask(question)
-            self._faults.move_to_end(key)
-            if len(self._faults) > _MAX_CACHED:
-                self._faults.popitem(last=False)
+        fault = self._known_fault(key)
+        if fault is None:  # a known grammar does not wait while others are tried
+            with self._lock:
+                fault = self._known_fault(key)
+                if fault is None:
+                    self._start()
+                    fault = self._ask(question)
+                    self._remember(key, fault)
         if fault:
             raise ValueError(fault)
-        self.on_pass(structured)
+        self.on_pass(key, structured)
         return key
+
+    def _known_fault(self, key: bytes) -> str | None:
+        with self._faults_lock:
+            if key in self._faults:
+                self._faults.move_to_end(key)
+            return self._faults.get(key)
+
+    def _remember(self, key: bytes, fault: str) -> None:
+        with self._faults_lock:
+            self._faults[key] = fault
+            if len(self._faults) > _MAX_CACHED:
+                self._faults.popitem(last=False)
 
     @property
     def pid(self) -> int | None:

@@ -10,7 +10,6 @@ import signal
 import sys
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from mmap import mmap
 from multiprocessing.connection import Connection
@@ -55,7 +54,7 @@ def main(pipe: Connection, memory_fd: int, leader: int) -> None:
         engine.grammars.compiler.trial.seconds = None  # the first rank tries grammars
         if start.prepare is not None:
             start.prepare(engine.runner.model)
-        grammars = GrammarsAhead(engine.grammars.compiler)
+        grammars = GrammarPrecompiler(engine.grammars.compiler)
         message: Launch | StructuredOutputs | None
         while (message := pipe.recv()) is not None:
             if isinstance(message, StructuredOutputs):
@@ -69,6 +68,8 @@ def main(pipe: Connection, memory_fd: int, leader: int) -> None:
             group.step = message.step
             engine.follow(message.plan, message.in_flight)
             group.end_step()
+        if grammars.is_busy:
+            os._exit(0)  # Python would wait for their threads
     except (EOFError, ConnectionError):
         return
     except BaseException as error:
@@ -78,22 +79,35 @@ def main(pipe: Connection, memory_fd: int, leader: int) -> None:
             pipe.send(failure)
 
 
-class GrammarsAhead:
+class GrammarPrecompiler:
     """Compiles grammars while steps run, so that no step waits for long."""
 
     def __init__(self, compiler: GrammarCompiler):
-        self.compiler, self._pool = compiler, ThreadPoolExecutor(1)
-        self._running: list[tuple[StructuredOutputs, Future[object]]] = []
+        self.compiler = compiler
+        self._threads: list[tuple[StructuredOutputs, threading.Thread]] = []
+
+    @property
+    def is_busy(self) -> bool:
+        return any(thread.is_alive() for _, thread in self._threads)
 
     def compile(self, structured: StructuredOutputs) -> None:
-        self._running = [(s, future) for s, future in self._running if not future.done()]
-        self._running.append((structured, self._pool.submit(self.compiler.compile, structured)))
+        """Start to compile a grammar, unless that is done or under way."""
+        self._threads = [(s, thread) for s, thread in self._threads if thread.is_alive()]
+        if structured not in [s for s, _ in self._threads]:
+            thread = threading.Thread(target=self._compile, args=[structured], daemon=True)
+            self._threads.append((structured, thread))
+            thread.start()
 
     def wait_for(self, plan: Plan) -> None:
-        """Wait for the grammars of the requests that a plan admits. Admission reports what does not
-        compile."""
+        """Wait for the grammars of the requests that a plan admits."""
         admitted = [StructuredOutputs.of(a.sampling.structured_outputs) for a in plan.admitted]
-        wait([future for structured, future in self._running if structured in admitted])
+        for structured, thread in self._threads:
+            if structured in admitted:
+                thread.join()
+
+    def _compile(self, structured: StructuredOutputs) -> None:
+        with contextlib.suppress(ValueError):  # which admission raises again
+            self.compiler.compile(structured)
 
 
 if __name__ == "__main__":

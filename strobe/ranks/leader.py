@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from mmap import mmap
 from multiprocessing import connection
 from multiprocessing.connection import Connection
@@ -28,15 +29,11 @@ from strobe.config import EngineConfig
 from strobe.engine.build import ResolvedConfig, resolve
 from strobe.engine.engine import Engine
 from strobe.openmp import usable_cores
-from strobe.parallel.group import RankFailed
-from strobe.parallel.shared_memory import (
-    STALL_SECONDS,
-    START_SECONDS,
-    SharedMemoryGroup,
-    memory_size,
-)
+from strobe.parallel.group import STALL_SECONDS, START_SECONDS, RankFailed, not_started
+from strobe.parallel.shared_memory import SharedMemoryGroup, memory_size
 from strobe.parallel.torch_group import TorchGroup, make_store
 from strobe.ranks.messages import Failure, Launch, Make, Prepare, Start
+from strobe.sampling.grammar_compiler import GrammarCompiler
 from strobe.sampling_params import StructuredOutputs
 from strobe.speculation.draft_policy import DraftPolicy
 from strobe.step import Plan
@@ -93,11 +90,15 @@ def _start_group(
         resolved = replace(resolved, split=replace(resolved.split, group=group))
         engine = make(resolved, draft_policy=draft_policy, on_launch=ranks.send, **options)
     except BaseException as error:
+        if isinstance(error, RuntimeError | ValueError):
+            ranks.join()  # the end of another rank may be the reason
         ranks.stop()
-        if isinstance(error, RankFailed) and ranks.failure is not None:
-            raise ranks.failure.exception() from None
+        failure = ranks.failure
+        if failure is not None and (isinstance(error, RankFailed) or not failure.user_error):
+            raise failure.exception() from None
         raise
-    engine.grammars.compiler.trial.on_pass = ranks.send_grammar
+    compiler = engine.grammars.compiler
+    compiler.trial.on_pass = partial(ranks.send_grammar, compiler)
     weakref.finalize(engine, ranks.stop)
     return engine
 
@@ -196,15 +197,23 @@ class Ranks:
         message = Launch(self.group.step, in_flight, plan)
         try:
             self._send(message)
-        except OSError:  # the thread finds out why
-            self._watch.join(_STOP_SECONDS)
+        except OSError:
+            self.join()
             self.group.check()
             raise
 
-    def send_grammar(self, structured: StructuredOutputs) -> None:
-        """Let the other ranks compile a grammar before its request is admitted. From any thread."""
-        with contextlib.suppress(OSError):  # the next plan finds out
-            self._send(structured)
+    def send_grammar(
+        self, compiler: GrammarCompiler, key: bytes, structured: StructuredOutputs
+    ) -> None:
+        """Let the other ranks compile a grammar that the first one is about to compile, before its
+        request is admitted. From any thread."""
+        if key not in compiler.compiled:
+            with contextlib.suppress(OSError):  # the next plan finds out
+                self._send(structured)
+
+    def join(self) -> None:
+        """Wait a little for the thread to find out that a rank has ended, and why."""
+        self._watch.join(2 * _CHECK_SECONDS)
 
     def _send(self, message: Launch | StructuredOutputs) -> None:
         with self._sending:
@@ -233,12 +242,16 @@ class Ranks:
                 process.wait(_STOP_SECONDS)
         if self.group is not None:
             self.group.close()
-        if self._device.type == "cuda" and not self._reported.wait(_STOP_SECONDS) and self._stuck():
+        waits = self.group is None or self._device.type == "cuda"
+        if waits and not self._reported.wait(_STOP_SECONDS) and self._stuck():
             logger.error("%s", self.failure.error)
-            os._exit(1)  # the GPU waits for the other ranks forever, and this process for the GPU
+            os._exit(1)
 
     def _stuck(self) -> bool:
-        """Whether the GPU still waits for ranks that have ended."""
+        """Whether this process still waits for ranks that have ended: torch.distributed does when
+        it makes a group, and so does the GPU, on which this process waits."""
+        if self.group is None or self._device.type != "cuda":
+            return self.group is None
 
         def wait() -> None:
             with contextlib.suppress(RuntimeError):
@@ -272,13 +285,15 @@ class Ranks:
         group = self.group
         step = 0 if group is None else group.last_step(rank)
         if group is not None and not self._pipes[rank - 1].poll():
-            progress = (
-                f"the last step it began is {step}, while rank 0 began {group.step} more than "
-                f"{STALL_SECONDS:.0f} s ago"
-                if group.step
-                else f"it has not started within {START_SECONDS:.0f} s"
+            if not group.step:
+                return Failure(str(not_started(rank)), False)
+            waiting = f"rank 0 began {group.step} more than {STALL_SECONDS:.0f} s ago"
+            if self._pipes[rank - 1] is self._blocked:
+                waiting = f"messages to it have waited for {STALL_SECONDS:.0f} s"
+            return Failure(
+                f"Rank {rank} has stalled: the last step it began is {step}, while {waiting}.",
+                False,
             )
-            return Failure(f"Rank {rank} has stalled: {progress}.", False)
         try:
             return self._pipes[rank - 1].recv()
         except (EOFError, OSError):
@@ -292,6 +307,7 @@ class Ranks:
             return
         self._stopping = True
         running = self.failure is None and (self.group is None or self.group.failure is None)
+        self._sending.acquire(timeout=_STOP_SECONDS)  # what is sent is sent whole
         for pipe in self._pipes:
             with contextlib.suppress(OSError):
                 pipe.send(None)  # closing it would not wake them while the thread waits for it

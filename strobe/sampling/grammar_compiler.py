@@ -32,7 +32,7 @@ class GrammarCompiler:
         self.words = -(-vocab_size // 32)
         self.trial = GrammarTrial(tokenizer, vocab_size, eos_ids)
         self._tokenizer: LLTokenizer | None = None
-        self._compiled: OrderedDict[bytes, tuple[float, dict[int, LLMatcher]]] = OrderedDict()
+        self.compiled: OrderedDict[bytes, tuple[float, dict[int, LLMatcher]]] = OrderedDict()
         self._lock, self._dropped = threading.Lock(), 0
 
     @property
@@ -65,9 +65,9 @@ class GrammarCompiler:
             tokenizer = self.tokenizer
         key = self.trial.check(structured)
         with self._lock:
-            seconds, by_lane = self._compiled.get(key) or (0.0, {})
+            seconds, by_lane = self.compiled.get(key) or (0.0, {})
             if by_lane:
-                self._compiled.move_to_end(key)
+                self.compiled.move_to_end(key)
                 lane = lane if seconds < _QUICK_SECONDS else next(iter(by_lane))
                 if lane in by_lane:
                     return by_lane[lane].deep_copy()
@@ -76,9 +76,9 @@ class GrammarCompiler:
         if matcher.is_error():
             raise GrammarError(matcher.get_error())
         with self._lock:
-            entry = self._compiled.setdefault(key, (time.perf_counter() - start, by_lane))
+            entry = self.compiled.setdefault(key, (time.perf_counter() - start, by_lane))
             entry[1][lane] = matcher
-            old = self._compiled.popitem(last=False) if len(self._compiled) > _MAX_CACHED else None
+            old = self.compiled.popitem(last=False) if len(self.compiled) > _MAX_CACHED else None
             self._dropped += old is not None
             trim = old is not None and self._dropped % _TRIM_EVERY == 0
         del old

@@ -22,7 +22,7 @@ from strobe.engine.engine import Engine
 from strobe.parallel import shared_memory, torch_group
 from strobe.parallel.group import RankFailed
 from strobe.ranks import leader
-from strobe.ranks.follower import GrammarsAhead
+from strobe.ranks.follower import GrammarPrecompiler
 from strobe.ranks.leader import Ranks, start_engine
 from strobe.ranks.messages import Launch
 from strobe.sampling_params import SamplingParams, StructuredOutputs
@@ -130,13 +130,26 @@ def test_rank_that_ends_before_the_others_meet_it_is_named(
         started()
 
 
-@pytest.mark.parametrize(
-    ("in_memory", "sentence"),
-    [(True, r"Rank 1 has stalled: its last"), (False, r"Rank 1 has not started within 0 s\.")],
-    ids=["memory", "gloo"],
-)
+@pytest.mark.parametrize("in_memory", [True, False], ids=["memory", "gloo"])
+def test_rank_that_ends_while_it_loads_is_named(
+    started: Any, monkeypatch: pytest.MonkeyPatch, in_memory: bool
+):
+    monkeypatch.setattr(leader, "in_shared_memory", lambda device: in_memory)
+    meet = leader.Ranks.meet
+
+    def meet_and_kill(self: Ranks, resolved: Any) -> Any:
+        group = meet(self, resolved)
+        self._processes[-1].kill()
+        return group
+
+    monkeypatch.setattr(leader.Ranks, "meet", meet_and_kill)
+    with pytest.raises(RankFailed, match=r"Rank 1 has ended while it started \(exit code -9\)"):
+        started()
+
+
+@pytest.mark.parametrize("in_memory", [True, False], ids=["memory", "gloo"])
 def test_rank_that_never_starts_is_named(
-    started: Any, monkeypatch: pytest.MonkeyPatch, in_memory: bool, sentence: str
+    started: Any, monkeypatch: pytest.MonkeyPatch, in_memory: bool
 ):
     monkeypatch.setattr(leader, "in_shared_memory", lambda device: in_memory)
     monkeypatch.setattr(leader, "_STOP_SECONDS", 0.1)
@@ -148,7 +161,7 @@ def test_rank_that_never_starts_is_named(
         os.kill(self._processes[-1].pid, signal.SIGSTOP)
 
     monkeypatch.setattr(leader.Ranks, "_start", start_and_stop)
-    with pytest.raises(RankFailed, match=sentence):
+    with pytest.raises(RankFailed, match="Rank 1 has not started within 900 s"):
         started()
 
 
@@ -158,7 +171,8 @@ def test_grammars_compile_while_steps_run():
             self.may_end, self.compiled = threading.Event(), list[StructuredOutputs]()
 
         def compile(self, structured: StructuredOutputs) -> None:
-            self.may_end.wait(30)
+            if structured.regex == "a+":
+                self.may_end.wait(30)
             self.compiled.append(structured)
 
     def plan(structured: StructuredOutputs | None) -> Any:
@@ -166,15 +180,17 @@ def test_grammars_compile_while_steps_run():
         return SimpleNamespace(admitted=[SimpleNamespace(sampling=sampling)])
 
     compiler: Any = Compiler()
-    slow, other = StructuredOutputs(regex="a+"), StructuredOutputs(regex="b+")
-    ahead = GrammarsAhead(compiler)
-    ahead.compile(slow)
-    for structured in (None, other):
-        ahead.wait_for(plan(structured))
-    assert compiler.compiled == []
+    slow, quick = StructuredOutputs(regex="a+"), StructuredOutputs(regex="b+")
+    precompiler = GrammarPrecompiler(compiler)
+    precompiler.compile(slow)
+    precompiler.compile(slow)
+    precompiler.compile(quick)
+    for structured in (None, quick):
+        precompiler.wait_for(plan(structured))
+    assert (compiler.compiled, precompiler.is_busy) == ([quick], True)
     threading.Timer(0.05, compiler.may_end.set).start()
-    ahead.wait_for(plan(slow))
-    assert compiler.compiled == [slow]
+    precompiler.wait_for(plan(slow))
+    assert (compiler.compiled, precompiler.is_busy) == ([quick, slow], False)
 
 
 def test_other_ranks_are_sent_grammars_before_their_requests(
@@ -190,10 +206,12 @@ def test_other_ranks_are_sent_grammars_before_their_requests(
     monkeypatch.setattr(leader.Ranks, "_send", keep)
     engine, _ = started()
     grammar = StructuredOutputs(regex="[ab]{4,9}")
-    run(engine, PROMPTS[:1], [PARAMS[0].clone(ignore_eos=False, structured_outputs=grammar)])
-    admitted = [bool(message.plan.admitted) for message in sent if isinstance(message, Launch)]
+    params = PARAMS[0].clone(ignore_eos=False, structured_outputs=grammar)
+    run(engine, PROMPTS, [params, params])
+    plans = [message.plan for message in sent if isinstance(message, Launch)]
     assert sent[0] == grammar
-    assert admitted[0]
+    assert len(sent) == 1 + len(plans)
+    assert plans[0].admitted
 
 
 def test_rank_that_reads_no_more_plans_ends_the_group(
