@@ -91,7 +91,7 @@ class GrammarPrecompiler:
         return any(thread.is_alive() for _, thread in self._threads)
 
     def compile(self, structured: StructuredOutputs) -> None:
-        """Start to compile a grammar, unless that is done or under way."""
+        """Start to compile a grammar, unless that is under way."""
         self._threads = [(s, thread) for s, thread in self._threads if thread.is_alive()]
         if structured not in [s for s, _ in self._threads]:
             thread = threading.Thread(target=self._compile, args=[structured], daemon=True)

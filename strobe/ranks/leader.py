@@ -250,8 +250,10 @@ class Ranks:
     def _stuck(self) -> bool:
         """Whether this process still waits for ranks that have ended: torch.distributed does when
         it makes a group, and so does the GPU, on which this process waits."""
-        if self.group is None or self._device.type != "cuda":
-            return self.group is None
+        if self.group is None:
+            return True
+        if self._device.type != "cuda":
+            return False
 
         def wait() -> None:
             with contextlib.suppress(RuntimeError):
@@ -307,7 +309,7 @@ class Ranks:
             return
         self._stopping = True
         running = self.failure is None and (self.group is None or self.group.failure is None)
-        self._sending.acquire(timeout=_STOP_SECONDS)  # what is sent is sent whole
+        alone = self._sending.acquire(timeout=_STOP_SECONDS)  # what is sent is sent whole
         for pipe in self._pipes:
             with contextlib.suppress(OSError):
                 pipe.send(None)  # closing it would not wake them while the thread waits for it
@@ -323,6 +325,8 @@ class Ranks:
             self.group.close()
         for pipe in self._pipes:
             pipe.close()
+        if alone:
+            self._sending.release()  # a later grammar finds the pipes closed
         os.close(self._memory_fd)
 
 

@@ -114,18 +114,23 @@ def test_processes_answer_as_one_rank_does_by_gloo(
         engine.check_device()
 
 
+def signal_at_start(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
+    """Send each rank's process a signal as soon as it exists."""
+    start = leader.Ranks._start
+
+    def start_and_signal(self: Ranks, message: Any) -> None:
+        start(self, message)
+        os.kill(self._processes[-1].pid, number)
+
+    monkeypatch.setattr(leader.Ranks, "_start", start_and_signal)
+
+
 def test_rank_that_ends_before_the_others_meet_it_is_named(
     started: Any, monkeypatch: pytest.MonkeyPatch
 ):
     """torch.distributed would wait for it for minutes."""
     monkeypatch.setattr(leader, "in_shared_memory", lambda device: False)
-    start = leader.Ranks._start
-
-    def start_and_kill(self: Ranks, message: Any) -> None:
-        start(self, message)
-        self._processes[-1].kill()
-
-    monkeypatch.setattr(leader.Ranks, "_start", start_and_kill)
+    signal_at_start(monkeypatch, signal.SIGKILL)
     with pytest.raises(RankFailed, match=r"Rank 1 has ended while it started \(exit code -9\)"):
         started()
 
@@ -154,13 +159,7 @@ def test_rank_that_never_starts_is_named(
     monkeypatch.setattr(leader, "in_shared_memory", lambda device: in_memory)
     monkeypatch.setattr(leader, "_STOP_SECONDS", 0.1)
     monkeypatch.setattr(shared_memory if in_memory else torch_group, "START_SECONDS", 0.2)
-    start = leader.Ranks._start
-
-    def start_and_stop(self: Ranks, message: Any) -> None:
-        start(self, message)
-        os.kill(self._processes[-1].pid, signal.SIGSTOP)
-
-    monkeypatch.setattr(leader.Ranks, "_start", start_and_stop)
+    signal_at_start(monkeypatch, signal.SIGSTOP)
     with pytest.raises(RankFailed, match="Rank 1 has not started within 900 s"):
         started()
 
@@ -204,7 +203,7 @@ def test_other_ranks_are_sent_grammars_before_their_requests(
         send(self, message)
 
     monkeypatch.setattr(leader.Ranks, "_send", keep)
-    engine, _ = started()
+    engine, others = started()
     grammar = StructuredOutputs(regex="[ab]{4,9}")
     params = PARAMS[0].clone(ignore_eos=False, structured_outputs=grammar)
     run(engine, PROMPTS, [params, params])
@@ -212,6 +211,8 @@ def test_other_ranks_are_sent_grammars_before_their_requests(
     assert sent[0] == grammar
     assert len(sent) == 1 + len(plans)
     assert plans[0].admitted
+    others.stop()  # a grammar that comes later is compiled here, and waits for nobody
+    engine.compile(params.clone(structured_outputs=StructuredOutputs(regex="[cd]")))
 
 
 def test_rank_that_reads_no_more_plans_ends_the_group(
