@@ -21,6 +21,7 @@ class RankFailed(RuntimeError):
 
 
 def not_started(rank: int) -> RankFailed:
+    """Make the failure of a rank that was awaited for START_SECONDS."""
     return RankFailed(f"Rank {rank} has not started within {START_SECONDS:.0f} s.")
 
 

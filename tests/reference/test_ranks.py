@@ -99,8 +99,9 @@ def test_ranks_answer_as_one_does(tmp_path: Path, family: str, size: int):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma4"])
-def test_greedy_tokens_need_only_the_largest_logits(tmp_path: Path, family: str):
-    """Also where logits are capped, which makes close ones equal."""
+def test_no_rank_gathers_all_logits(tmp_path: Path, family: str):
+    """Greedy tokens need the largest ones, also where logits are capped, which makes close ones
+    equal; sampled tokens need the rank's share of the rows."""
     settings = config(tmp_path, family, method="none")
     expected = run(Engine(settings), PROMPTS[:1], [GREEDY])
     with ranks(settings, 2) as engine:
@@ -114,6 +115,9 @@ def test_greedy_tokens_need_only_the_largest_logits(tmp_path: Path, family: str)
         ops.group.join = watched
         assert run(engine, PROMPTS[:1], [GREEDY]) == expected
         assert set(widths) == {3}
+        widths.clear()
+        run(engine, PROMPTS[:1], [GREEDY.clone(temperature=1.0, top_p=0.9, seed=1)])
+        assert widths == []
 
 
 def test_no_rows_are_exchanged():
