@@ -1,11 +1,15 @@
 # pyright: basic, reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false
-"""Exchange of few rows between the GPUs of one machine, in one launch each.
+"""Exchange of rows between the GPUs of one machine.
 
 A program writes its row into memory of every other rank, then its number, which grows with every
 launch, and waits until the others' numbers have grown as much. Rows go to two places in turns:
 when a rank writes to a place again, the others have begun the launch in between, so that they have
-read what was there.
+read what was there. More rows than there are programs take several launches.
+
+Large sums take two steps within a launch: each row goes to one rank, its owner, which adds it up
+and gives the others the sum. A place is still free when it is written again, since whoever has the
+owner's sum knows that the owner has heard of all ranks.
 
 Legend: R rows, C columns, N ranks.
 """
@@ -21,10 +25,22 @@ from torch import Tensor
 
 from strobe.kernels.gemm import DTYPES
 from strobe.kernels.pdl import pdl_wait, supports_pdl
+from strobe.kernels.peer_memory import (
+    ROW_BYTES,
+    await_row,
+    meet,
+    place_of,
+    read_row,
+    signal,
+    total_of,
+    write_row,
+)
 from strobe.kernels.rowwise import round_to
 from strobe.kernels.workspace import MAX_MARGIN
 
-ROW_BYTES = tl.constexpr(16384)
+_OWNER_BYTES = 1 << 20
+"""Rows have owners if that saves writing this much. It takes another exchange of numbers, about
+2.5 us, in which NVLink moves as much."""
 ENDED = 1 << 62
 """A number that ends all waiting."""
 
@@ -33,7 +49,7 @@ ENDED = 1 << 62
 class RankMemory:
     """addresses: int64 [N], on the device, where this rank finds every rank's memory: the numbers
     int64 [rows, N], then the rows of both places and all ranks. counts: int64 [rows], the launches
-    of each program."""
+    of each program, of which a launch has no more."""
 
     rank: int
     addresses: Tensor
@@ -52,11 +68,13 @@ class RankMemory:
         """Return the bytes of one rank's memory."""
         return rows * size * (8 + 2 * ROW_BYTES.value)
 
+    def takes(self, x: Tensor) -> bool:
+        """Whether tensors like x can be exchanged."""
+        return x.ndim == 2 and x.dtype in DTYPES and x.numel() > 0
+
     def fits(self, x: Tensor) -> bool:
-        """Whether a tensor [R, C] can be exchanged; its rows may have a stride."""
-        if x.ndim != 2 or x.dtype not in DTYPES or x.stride(1) != 1:
-            return False
-        return 0 < x.shape[0] <= self.max_rows and x.shape[1] * x.itemsize <= ROW_BYTES.value
+        """Whether tensors like x [R, C] can be added to others; their rows may have a stride."""
+        return self.takes(x) and x.stride(1) == 1 and x.shape[1] * x.itemsize <= ROW_BYTES.value
 
     def add(
         self,
@@ -70,6 +88,13 @@ class RankMemory:
         with the weight [C] and epsilon of the next RMSNorm the same after it."""
         out = part.new_empty(part.shape) if out is None else out
         return out, self._sum(part, residual, next_norm, out)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """x [R, C] -> the sum of the ranks' tensors, in their order."""
+        pieces = triton.cdiv(x.shape[1] * x.itemsize, ROW_BYTES.value)  # of a row
+        while x.shape[1] % pieces:
+            pieces += 1
+        return self.add(x.reshape(len(x) * pieces, -1))[0].view(x.shape)
 
     def embed(self, ids: Tensor, weight: Tensor, first: int) -> Tensor:
         """ids [R] int64 -> [R, H], the embeddings. weight [V, H]: the rank's part of the table,
@@ -91,26 +116,30 @@ class RankMemory:
         weight, eps = next_norm or (None, 0.0)
         normed = None if weight is None else out.new_empty(out.shape)
         block = triton.next_power_of_2(columns)
-        _sum_kernel[(rows,)](
-            part,
-            ids,
-            residual,
-            out,
-            weight,
-            normed,
-            self.addresses,
-            self.counts,
-            part.stride(0),
-            0 if residual is None else residual.stride(0),
-            out.stride(0),
-            eps,
-            first,
-            part.shape[0],
-            C=columns,
-            BLOCK=block,
-            DTYPE=DTYPES[part.dtype],
-            **self._options(min(max(block // 512, 1), 16)),
-        )
+        saved = rows * columns * out.itemsize * (self.size - 1) * (self.size - 2) // self.size
+        for first_row in range(0, rows, self.max_rows):
+            _sum_kernel[(min(rows - first_row, self.max_rows),)](
+                part,
+                ids,
+                residual,
+                out,
+                weight,
+                normed,
+                self.addresses,
+                self.counts,
+                part.stride(0),
+                0 if residual is None else residual.stride(0),
+                out.stride(0),
+                eps,
+                first,
+                part.shape[0],
+                first_row,
+                C=columns,
+                BLOCK=block,
+                DTYPE=DTYPES[part.dtype],
+                OWNED=saved >= _OWNER_BYTES,
+                **self._options(min(max(block // 512, 1), 16)),
+            )
         return normed
 
     def best(self, values: Tensor, ids: Tensor, margins: Tensor, first: int) -> Tensor:
@@ -118,10 +147,43 @@ class RankMemory:
         rank's part of the vocabulary, which begins at `first`, its id there, and its margin over
         the second -> the id of the largest one of all ranks, the lowest if several are equal, -1
         for rows with a NaN. Fills margins with those over the second of all."""
-        out = torch.empty_like(ids)
-        _best_kernel[(ids.shape[0],)](
-            values, ids, margins, out, self.addresses, self.counts, first, **self._options(1)
-        )
+        out, rows = torch.empty_like(ids), ids.shape[0]
+        for first_row in range(0, rows, self.max_rows):
+            _best_kernel[(min(rows - first_row, self.max_rows),)](
+                values, ids, margins, out, self.addresses, self.counts, first, first_row,
+                **self._options(1),
+            )  # fmt: skip
+        return out
+
+    def join(self, x: Tensor) -> Tensor:
+        """x [R, C] -> [R, N * C], the ranks' columns."""
+        return self._gather(x, len(x))
+
+    def swap(self, x: Tensor) -> Tensor:
+        """x [R, C] -> [ceil(R / N), N * C], the ranks' columns of this rank's `share` of rows."""
+        return self._gather(x, -(-len(x) // self.size))
+
+    def _gather(self, x: Tensor, rows: int) -> Tensor:
+        """Give every rank so many rows: all, or its share."""
+        x, columns = x.contiguous(), x.shape[1]
+        out = x.new_empty(rows, self.size * columns)
+        block = min(triton.next_power_of_2(columns), ROW_BYTES.value // x.itemsize)
+        pieces = triton.cdiv(columns, block)  # of a row
+        for first in range(0, rows * pieces, self.max_rows):
+            _gather_kernel[(min(rows * pieces - first, self.max_rows),)](
+                x,
+                out,
+                self.addresses,
+                self.counts,
+                rows,
+                len(x) - rows,
+                columns,
+                pieces,
+                first,
+                BLOCK=block,
+                DTYPE=DTYPES[x.dtype],
+                **self._options(min(max(block // 512, 1), 16)),
+            )
         return out
 
     def _options(self, warps: int) -> dict[str, object]:
@@ -130,39 +192,7 @@ class RankMemory:
         return {**place, "PDL": pdl, "num_warps": warps, "launch_pdl": pdl}
 
 
-@triton.jit
-def _place(addresses, rank, turn, source, row, DTYPE: tl.constexpr, SIZE, ROWS):
-    """Return where a rank's memory holds a row of another rank."""
-    start = tl.load(addresses + rank) + ROWS * SIZE * 8
-    start += ((turn * SIZE + source) * ROWS + row) * ROW_BYTES
-    return tl.multiple_of(start.to(tl.pointer_type(DTYPE)), 16)
-
-
-@triton.jit
-def _send(
-    values, columns, live, number, row, addresses, DTYPE: tl.constexpr, RANK: tl.constexpr,
-    SIZE: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Give a row to all other ranks, and wait for theirs."""
-    for rank in tl.static_range(SIZE):
-        if rank != RANK:
-            place = _place(addresses, rank, number % 2, RANK, row, DTYPE, SIZE, ROWS)
-            tl.store(place + columns, values, mask=live)
-    tl.debug_barrier()  # all threads' writes, then the number
-    for rank in tl.static_range(SIZE):
-        if rank != RANK:
-            numbers = tl.load(addresses + rank).to(tl.pointer_type(tl.int64))
-            tl.atomic_xchg(numbers + row * SIZE + RANK, number, sem="release", scope="sys")
-    own = tl.load(addresses + RANK).to(tl.pointer_type(tl.int64)) + row * SIZE
-    for rank in tl.static_range(SIZE):
-        if rank != RANK:
-            seen = tl.atomic_add(own + rank, 0, sem="acquire", scope="sys")
-            while seen < number:
-                seen = tl.atomic_add(own + rank, 0, sem="acquire", scope="sys")
-    tl.debug_barrier()
-
-
-@triton.jit(do_not_specialize=["first", "table_rows"])
+@triton.jit(do_not_specialize=["first", "table_rows", "first_row"])
 def _sum_kernel(
     part,  # [R, C]; with ids a table [V, C]
     ids,  # [R] of the table's rows, from `first` on; or None
@@ -178,7 +208,102 @@ def _sum_kernel(
     eps,
     first,
     table_rows,
+    first_row,  # of this launch
     C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DTYPE: tl.constexpr,
+    OWNED: tl.constexpr,  # whether each row has a rank that adds it up
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    row = program + first_row
+    columns = tl.arange(0, BLOCK)
+    live = columns < C
+    if weight is not None:
+        scale = tl.load(weight + columns, mask=live, other=0.0).to(tl.float32)
+    pdl_wait(PDL)
+    number = tl.load(counts + program) + 1
+    source, here = row, live
+    if ids is not None:
+        source = tl.load(ids + row) - first
+        here = live & (source >= 0) & (source < table_rows)
+    x = tl.load(part + source * part_stride + columns, mask=here, other=0.0)
+    before = tl.zeros([BLOCK], tl.float32)
+    if residual is not None:
+        before += tl.load(residual + row * residual_stride + columns, mask=live, other=0.0)
+    if OWNED:
+        owner, result = program % SIZE, x
+        if owner == RANK:
+            for rank in tl.static_range(SIZE):
+                if rank != RANK:
+                    await_row(number, program, rank, addresses, RANK, SIZE)
+            tl.debug_barrier()
+            total = total_of(
+                x, columns, live, number, program, addresses, BLOCK, DTYPE, RANK, SIZE, ROWS
+            )
+            result = round_to(total + before, DTYPE)
+            for rank in tl.static_range(SIZE):
+                if rank != RANK:
+                    write_row(
+                        result,
+                        columns,
+                        live,
+                        number,
+                        program,
+                        rank,
+                        addresses,
+                        DTYPE,
+                        RANK,
+                        SIZE,
+                        ROWS,
+                    )
+            tl.debug_barrier()
+            for rank in tl.static_range(SIZE):
+                if rank != RANK:
+                    signal(number, program, rank, addresses, RANK, SIZE)
+        else:
+            write_row(x, columns, live, number, program, owner, addresses, DTYPE, RANK, SIZE, ROWS)
+            tl.debug_barrier()
+            signal(number, program, owner, addresses, RANK, SIZE)
+            await_row(number, program, owner, addresses, RANK, SIZE)
+            tl.debug_barrier()
+            result = read_row(
+                columns, live, number, program, owner, addresses, DTYPE, RANK, SIZE, ROWS
+            )
+    else:
+        for rank in tl.static_range(SIZE):
+            if rank != RANK:
+                write_row(
+                    x, columns, live, number, program, rank, addresses, DTYPE, RANK, SIZE, ROWS
+                )
+        meet(number, program, addresses, RANK, SIZE)
+        total = total_of(
+            x, columns, live, number, program, addresses, BLOCK, DTYPE, RANK, SIZE, ROWS
+        )
+        result = round_to(total + before, DTYPE)
+    tl.store(out + row * out_stride + columns, result, mask=live)
+    if weight is not None:
+        wide = result.to(tl.float32)
+        wide = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / C + eps) * scale
+        tl.store(normed + row * C + columns, round_to(wide, DTYPE), mask=live)
+    tl.debug_barrier()  # all threads have read the number
+    tl.store(counts + program, number)
+
+
+@triton.jit(do_not_specialize=["rows", "last", "pieces", "first"])
+def _gather_kernel(
+    x,  # [R, C]
+    out,  # [rows, SIZE * C]
+    addresses,
+    counts,
+    rows,  # that a rank gets
+    last,  # the last rank's first one; 0 if all get the same
+    C,
+    pieces,  # of a row
+    first,  # piece of this launch
     BLOCK: tl.constexpr,
     DTYPE: tl.constexpr,
     RANK: tl.constexpr,
@@ -186,42 +311,35 @@ def _sum_kernel(
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    live = columns < C
-    if weight is not None:
-        scale = tl.load(weight + columns, mask=live, other=0.0).to(tl.float32)
+    program = tl.program_id(0).to(tl.int64)
     pdl_wait(PDL)
-    number = tl.load(counts + row) + 1
-    source, here = row, live
-    if ids is not None:
-        source = tl.load(ids + row) - first
-        here = live & (source >= 0) & (source < table_rows)
-    x = tl.load(part + source * part_stride + columns, mask=here, other=0.0)
-    if residual is not None:
-        before = tl.load(residual + row * residual_stride + columns, mask=live, other=0.0)
-    _send(x, columns, live, number, row, addresses, DTYPE, RANK, SIZE, ROWS)
-    total = tl.zeros([BLOCK], tl.float32)
+    number = tl.load(counts + program) + 1
+    row = (program + first) // pieces
+    places = tl.arange(0, BLOCK)
+    columns = (program + first) % pieces * BLOCK + places
+    live = columns < C
+    for rank in tl.static_range(SIZE):
+        if rank != RANK:
+            source = x + (tl.minimum(rank * rows, last) + row) * C
+            piece = tl.load(source + columns, mask=live, other=0.0)
+            write_row(
+                piece, places, live, number, program, rank, addresses, DTYPE, RANK, SIZE, ROWS
+            )
+    meet(number, program, addresses, RANK, SIZE)
     for rank in tl.static_range(SIZE):
         if rank == RANK:
-            total += x.to(tl.float32)
+            source = x + (tl.minimum(rank * rows, last) + row) * C
+            piece = tl.load(source + columns, mask=live, other=0.0)
         else:
-            place = _place(addresses, RANK, number % 2, rank, row, DTYPE, SIZE, ROWS)
-            other = tl.load(place + columns, mask=live, other=0.0, cache_modifier=".cg")
-            total += other.to(tl.float32)
-    if residual is not None:
-        total += before.to(tl.float32)
-    result = round_to(total, DTYPE)
-    tl.store(out + row * out_stride + columns, result, mask=live)
-    if weight is not None:
-        wide = result.to(tl.float32)
-        wide = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / C + eps) * scale
-        tl.store(normed + row * C + columns, round_to(wide, DTYPE), mask=live)
-    tl.debug_barrier()  # all threads have read the number
-    tl.store(counts + row, number)
+            piece = read_row(
+                places, live, number, program, rank, addresses, DTYPE, RANK, SIZE, ROWS
+            )
+        tl.store(out + (row * SIZE + rank) * C + columns, piece, mask=live)
+    tl.debug_barrier()
+    tl.store(counts + program, number)
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit(do_not_specialize=["first", "first_row"])
 def _best_kernel(
     values,
     ids,
@@ -230,27 +348,35 @@ def _best_kernel(
     addresses,
     counts,
     first,
+    first_row,  # of this launch
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(0).to(tl.int64)
+    row = program + first_row
     pdl_wait(PDL)
-    number = tl.load(counts + row) + 1
+    number = tl.load(counts + program) + 1
     value, margin = tl.load(values + row), tl.load(margins + row)
     token = tl.load(ids + row).to(tl.int32)
     token = tl.where(token < 0, token, token + first)
     columns = tl.arange(0, 4)
     words = tl.where(columns == 1, token, value.to(tl.int32, bitcast=True))
     words = tl.where(columns == 2, margin.to(tl.int32, bitcast=True), words)
-    _send(words, columns, columns < 3, number, row, addresses, tl.int32, RANK, SIZE, ROWS)
+    for rank in tl.static_range(SIZE):
+        if rank != RANK:
+            write_row(
+                words, columns, columns < 3, number, program, rank, addresses, tl.int32, RANK, SIZE,
+                ROWS,
+            )  # fmt: skip
+    meet(number, program, addresses, RANK, SIZE)
     failed = token < 0
     for rank in tl.static_range(SIZE):
         if rank == RANK:
             new, new_token, new_margin = value, token, margin
         else:
-            place = _place(addresses, RANK, number % 2, rank, row, tl.int32, SIZE, ROWS)
+            place = place_of(addresses, RANK, number % 2, rank, program, tl.int32, SIZE, ROWS)
             new = tl.load(place, cache_modifier=".cg").to(tl.float32, bitcast=True)
             new_token = tl.load(place + 1, cache_modifier=".cg")
             new_margin = tl.load(place + 2, cache_modifier=".cg").to(tl.float32, bitcast=True)
@@ -267,4 +393,4 @@ def _best_kernel(
     tl.store(out + row, tl.where(failed, -1, best_token).to(tl.int64))
     tl.store(margins + row, tl.minimum(tl.where(failed, 0.0, best_margin), MAX_MARGIN))
     tl.debug_barrier()
-    tl.store(counts + row, number)
+    tl.store(counts + program, number)

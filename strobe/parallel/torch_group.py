@@ -1,8 +1,9 @@
-"""Exchange of tensors between ranks: on GPUs through memory that all can write to and NCCL,
-elsewhere by Gloo."""
+"""Exchange of tensors between ranks: on GPUs through memory that all can write to, or by NCCL
+without it, elsewhere by Gloo."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from mmap import mmap
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,11 +24,12 @@ from torch.distributed import ReduceOp, distributed_c10d
 from strobe.parallel.group import START_SECONDS, RankFailed, not_started, share
 
 if TYPE_CHECKING:
+    from strobe.kernels.ranks import RankMemory
     from strobe.parallel.symmetric_memory import SymmetricMemory
 
 logger = logging.getLogger(__name__)
 
-_MEET_SECONDS = 0.01
+_MEET_SECONDS, _ABORT_SECONDS = 0.01, 5.0
 _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 """NVLink multicast is a resource of the whole machine, which its other users may need."""
 
@@ -43,8 +46,8 @@ def make_store(port: int = 0) -> TCPStore:
 
 class TorchGroup:
     """memory: [size, 8] int64 that all ranks share: the last step that a rank began, the last one
-    that it launched in whole, and the exchanges that it began. on_wait: raises if another rank has
-    ended."""
+    that it launched in whole, the exchanges that it began, and the last step that its device
+    finished. on_wait: raises if another rank has ended."""
 
     def __init__(
         self,
@@ -57,8 +60,10 @@ class TorchGroup:
     ):
         self.rank, self.size, self.on_wait = rank, size, on_wait
         self.failure: RankFailed | None = None
+        self._ending: Thread | None = None
         self._numbers = np.frombuffer(memory, np.int64, size * 8).reshape(size, -1)
         self._own = self._numbers[rank]
+        self._finished: tuple[Tensor, Tensor] | None = None
         self._meet(store)
         backend, own = "gloo", None
         if device.type == "cuda":
@@ -68,6 +73,8 @@ class TorchGroup:
         options |= {"rank": rank, "world_size": size, "device_id": own}
         dist.init_process_group(backend, store=store, **options)
         self._symmetric = None if own is None else self._make_symmetric(store, own)
+        if own is not None:
+            self._finished = self._make_finished(memory, own)
 
     def _meet(self, store: TCPStore) -> None:
         """Wait until all ranks are there. Raises what `on_wait` does if one has ended, which
@@ -91,11 +98,22 @@ class TorchGroup:
                 made = SymmetricMemory(store, self.rank, self.size, device)
             except RuntimeError as error:
                 self.on_wait()
-                logger.warning("Ranks add up tensors by NCCL alone: %s", error)
+                logger.warning("Ranks exchange tensors by NCCL: %s", error)
         self.on_wait()
         agreed = torch.tensor(int(made is not None), device=device)
         dist.all_reduce(agreed, ReduceOp.MIN)
         return made if agreed.item() else None
+
+    def _make_finished(self, memory: mmap, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        """Return the number of the last finished step on the device and in the ranks' memory, to
+        which the device copies it; None if it cannot."""
+        shared = torch.frombuffer(memory, dtype=torch.int64, count=self.size * 8)
+        runtime: Any = torch.cuda.cudart()
+        if int(runtime.cudaHostRegister(shared.data_ptr(), shared.nbytes, 0)):
+            with contextlib.suppress(RuntimeError):  # else the next operation raises CUDA's error
+                torch.zeros(1, device=device)
+            return None
+        return torch.zeros(1, dtype=torch.int64, device=device), shared[self.rank * 8 + 3][None]
 
     @property
     def step(self) -> int:
@@ -106,8 +124,13 @@ class TorchGroup:
         self._own[0] = number
 
     def end_step(self) -> None:
-        """Record that the step is launched in whole."""
+        """Record that the step is launched in whole, and once the device has run it, that, too."""
         self._own[1] = self._own[0]
+        if self._finished is None:
+            self._own[3] = self._own[0]
+        else:
+            number, shared = self._finished
+            shared.copy_(number.fill_(self.step), non_blocking=True)
 
     def last_step(self, rank: int) -> int:
         """Return the last step that the rank began."""
@@ -116,10 +139,10 @@ class TorchGroup:
     def progress(self, rank: int) -> tuple[int, ...] | None:
         """Return numbers that change while the rank gets on; None if this one waits for nothing of
         it."""
-        began, launched, exchanges = self._numbers[rank, :3].tolist()
-        if launched == self.step and exchanges >= self._own[2]:
+        began, launched, exchanges, finished = self._numbers[rank, :4].tolist()
+        if finished == self.step and exchanges >= self._own[2]:
             return None
-        return began, launched, exchanges
+        return began, launched, exchanges, finished
 
     def check(self) -> None:
         """Raise RankFailed if the group has ended."""
@@ -130,22 +153,35 @@ class TorchGroup:
     def close(self) -> None:
         """Abort what runs, so that a GPU does not wait for a rank that has ended, and make room for
         another group of this process."""
-        if dist.is_initialized():
-            on_gpu = dist.get_backend() == "nccl"
+        if self._ending is None and dist.is_initialized():
             if self._symmetric is not None:
                 self._symmetric.end()
-            abort = distributed_c10d._abort_process_group  # pyright: ignore[reportPrivateUsage]
-            (abort if on_gpu else dist.destroy_process_group)()
+            self._ending = Thread(target=self._end, daemon=True)
+            self._ending.start()
+        if self._ending is not None:  # NCCL ends what runs, and waits for graphs that contain it
+            self._ending.join(_ABORT_SECONDS)
+
+    def _end(self) -> None:
+        abort = distributed_c10d._abort_process_group  # pyright: ignore[reportPrivateUsage]
+        (abort if dist.get_backend() == "nccl" else dist.destroy_process_group)()
+        if self._finished is not None:
+            runtime: Any = torch.cuda.cudart()
+            runtime.cudaHostUnregister(self._numbers.ctypes.data)
 
     def fits(self, x: Tensor) -> bool:
-        """Whether tensors like x are exchanged through symmetric memory."""
+        """Whether `add` and `embed` take tensors like x in one launch."""
         return self._symmetric is not None and self._symmetric.rows.fits(x)
 
-    def sum(self, x: Tensor) -> Tensor:
-        if self.fits(x):
-            return self.add(x)[0]
-        x = x.contiguous()
+    def _memory_for(self, x: Tensor) -> RankMemory | None:
+        """Count an exchange of x; return the memory that it goes through, if any."""
         self._own[2] += 1
+        memory = None if self._symmetric is None else self._symmetric.rows
+        return memory if memory is not None and memory.takes(x) else None
+
+    def sum(self, x: Tensor) -> Tensor:
+        if (memory := self._memory_for(x)) is not None:
+            return memory.sum(x)
+        x = x.contiguous()
         dist.all_reduce(x)
         return x
 
@@ -158,14 +194,15 @@ class TorchGroup:
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """part [R, C] -> residual + the sum of the ranks' parts; as `RankMemory.add`."""
-        if self._symmetric is None or not self._symmetric.rows.fits(part):
+        if not self.fits(part):
             total = self.sum(part)
             return total if residual is None else torch.add(residual, total, out=out), None
+        assert self._symmetric is not None
         self._own[2] += 1
         return self._symmetric.rows.add(part, residual, next_norm=next_norm, out=out)
 
     def embed(self, ids: Tensor, weight: Tensor, first: int) -> Tensor | None:
-        """Embed rows, as `RankMemory.embed`; None if they are too many or too wide."""
+        """Embed rows, as `RankMemory.embed`; None if they are too wide."""
         if not self.fits(weight[:1].expand(len(ids), -1)):
             return None
         assert self._symmetric is not None
@@ -179,13 +216,15 @@ class TorchGroup:
         return self._symmetric.rows.best(values, ids, margins, first)
 
     def join(self, x: Tensor) -> Tensor:
-        self._own[2] += 1
+        if (memory := self._memory_for(x)) is not None:
+            return memory.join(x)
         parts = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(parts, x.contiguous())
         return torch.cat(parts, 1)
 
     def swap(self, x: Tensor) -> Tensor:
-        self._own[2] += 1
+        if (memory := self._memory_for(x)) is not None:
+            return memory.swap(x)
         sent = x.contiguous()
         if len(x) % self.size:  # shares overlap
             shares = [share(rank, self.size, len(x)) for rank in range(self.size)]

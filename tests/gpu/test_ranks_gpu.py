@@ -145,3 +145,22 @@ def test_group_ends_with_a_rank(
         engine.check_device()
     made[0].stop()
     assert run(start_engine(settings), PROMPTS, PARAMS) == expected
+
+
+@TWO_GPUS
+def test_group_ends_with_a_gpu_that_waits_for_ever(
+    settings: EngineConfig, monkeypatch: pytest.MonkeyPatch
+):
+    """The second rank's GPU waits for a number from the first one's, which is busy with something
+    else for some seconds."""
+    monkeypatch.setattr(leader, "STALL_SECONDS", 2.0)
+    engine = start_engine(settings)
+    expected = run(engine, PROMPTS, PARAMS)
+    engine.add(PROMPTS[0], PARAMS[0])
+    engine.step()
+    torch.cuda._sleep(12 * 10**9)  # cycles
+    with pytest.raises(RuntimeError):
+        finish_steps(engine)
+    with pytest.raises(RankFailed, match="Rank 1 has stalled"):
+        engine.check_device()
+    assert run(start_engine(settings), PROMPTS, PARAMS) == expected

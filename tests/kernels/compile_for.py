@@ -162,8 +162,10 @@ def others(*_: int) -> Iterator[Call]:
     yield partial(rowwise.rms_norm, wide, wide[0], 1e-6)
     yield partial(rowwise.add_rms_norm, wide, wide.clone(), wide[0], 1e-6)
     yield partial(rowwise.silu_mul, wide)
-    memory = RankMemory(0, rows[:2], rows)
+    memory = RankMemory(0, rows[:4], rows)
     yield partial(memory.add, wide, wide.clone(), next_norm=(wide[0], 1e-6))
+    yield partial(memory.sum, wide.repeat(64, 1))  # by their owners
+    yield partial(memory.swap, logits)
     yield partial(memory.embed, rows, wide, 0)
     yield partial(memory.best, few, rows, few, 0)
     angles, gain = torch.empty(64, 128), wide[0, :128]

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from strobe.kernels import ranks as ranks_module
 from strobe.kernels.ranks import ENDED, RankMemory
 from strobe.kernels.reference_rowwise import rms_norm
+from strobe.parallel.group import share
 from strobe.sampling.sampler import best_two
 
 ROWS = 5
@@ -18,7 +20,8 @@ ROWS = 5
 
 class Ranks:
     """Ranks that run one after the other: first each sends its rows and waits for nobody, then each
-    receives."""
+    receives. Sums of rows with owners are sent in a second round. As there are two places for a
+    row, a call may have two launches."""
 
     def __init__(self, size: int, device: torch.device):
         room = RankMemory.bytes_of(ROWS, size)
@@ -34,7 +37,7 @@ class Ranks:
         """Return every rank's result."""
         for numbers in self.numbers:
             numbers.fill_(ENDED)
-        for memory in self.memories:
+        for memory in self.memories * 2:
             before = memory.counts.clone()
             call(memory, *args)
             memory.counts.copy_(before)
@@ -48,13 +51,20 @@ def add(
     return memory.add(parts[memory.rank], residual, next_norm=next_norm)
 
 
+@pytest.fixture(params=[ranks_module._OWNER_BYTES, 1], ids=["", "owners"])
+def owner_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks_module, "_OWNER_BYTES", request.param)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.usefixtures("owner_bytes")
 def test_sum(size: int, dtype: torch.dtype, device: torch.device):
-    """With numbers of rows that change, so that rows are at different places."""
+    """With numbers of rows that change, so that rows are at different places, and more of them than
+    a launch has."""
     ranks = Ranks(size, device)
     generator = torch.Generator().manual_seed(0)
-    for rows, columns in ((1, 96), (ROWS, 128), (2, 1000), (ROWS, 96)):
+    for rows, columns in ((1, 96), (ROWS, 128), (2, 1000), (ROWS + 3, 96)):
         made = torch.randn(size + 1, rows, columns, generator=generator).to(device, dtype)
         *parts, residual = made.unbind()
         norm = torch.rand(columns, generator=generator).to(device, dtype)
@@ -85,9 +95,36 @@ def test_sum_of_rows_with_a_stride_replaces_the_residual(device: torch.device):
         assert torch.equal(out, wide[:, :, 16:48].sum(0) + 1)
 
 
+@pytest.mark.usefixtures("owner_bytes")
+def test_sum_of_wide_rows(device: torch.device):
+    parts = torch.randn(3, 2, 8200, generator=torch.Generator().manual_seed(0)).to(device)
+    for total in Ranks(3, device).run(lambda m: m.sum(parts[m.rank])):
+        assert torch.equal(total, parts[0] + parts[1] + parts[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("size", "rows", "columns"), [
+    (1, 3, 7), (2, 4, 3), (2, 5, 1000), (3, 7, 4000), (4, 2, 20000), (3, 1, 30000),
+])  # fmt: skip
+def test_join_and_swap(
+    size: int, rows: int, columns: int, dtype: torch.dtype, device: torch.device
+):
+    """Also in several pieces, of which the last is shorter, and with shares that overlap."""
+    ranks = Ranks(size, device)
+    parts = torch.randn(size, rows, columns, generator=torch.Generator().manual_seed(0))
+    parts = parts.to(device, dtype)
+    whole = torch.cat(parts.unbind(), 1)
+    swapped = ranks.run(lambda m: m.swap(parts[m.rank]))
+    for rank, own in enumerate(swapped):
+        assert torch.equal(own, whole[share(rank, size, rows)])
+    for joined in ranks.run(lambda m: m.join(parts[m.rank])):
+        assert torch.equal(joined, whole)
+
+
+@pytest.mark.usefixtures("owner_bytes")
 def test_embed(device: torch.device):
     table = torch.randn(10, 64, generator=torch.Generator().manual_seed(0)).to(device)
-    parts, ids = table.split(4), torch.tensor([9, 0, 4, 3], device=device)
+    parts, ids = table.split(4), torch.tensor([9, 0, 4, 3, 3, 8, 5], device=device)
     for rows in Ranks(3, device).run(lambda m: m.embed(ids, parts[m.rank], 4 * m.rank)):
         assert torch.equal(rows, table[ids])
 
@@ -95,7 +132,7 @@ def test_embed(device: torch.device):
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_best(size: int, device: torch.device):
     """Ties, NaN and infinities; logits of one rank and of many have the same best one."""
-    logits = torch.randn(ROWS, 32 * size, generator=torch.Generator().manual_seed(0)).to(device)
+    logits = torch.randn(ROWS + 2, 32 * size, generator=torch.Generator().manual_seed(0)).to(device)
     logits[0, 5] = logits[0, -3] = 9.0
     logits[1, -1] = float("nan")
     logits[2, [1, 2]] = float("inf")
@@ -121,7 +158,6 @@ def test_what_does_not_fit(device: torch.device):
     assert memory.fits(x)
     assert memory.fits(x[:, ::2]) is False
     assert not memory.fits(x.float())
-    assert not memory.fits(x[:0])
-    assert not memory.fits(x.repeat(2, 1))
-    assert not memory.fits(x.long())
-    assert not memory.fits(x[0])
+    for other in (x[:0], x.long(), x[0]):
+        assert not memory.fits(other)
+        assert not memory.takes(other)

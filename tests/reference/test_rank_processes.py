@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from mmap import mmap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,8 @@ from strobe.config import EngineConfig
 from strobe.engine.engine import Engine
 from strobe.parallel import shared_memory, torch_group
 from strobe.parallel.group import RankFailed
+from strobe.parallel.shared_memory import memory_size
+from strobe.parallel.torch_group import TorchGroup, make_store
 from strobe.ranks import leader
 from strobe.ranks.follower import GrammarPrecompiler
 from strobe.ranks.leader import Ranks, start_engine
@@ -360,6 +363,23 @@ def test_rank_that_stalls_within_a_step_ends_a_group_by_gloo(
     with pytest.raises(RankFailed, match=r"Rank 1 has stalled: the last step it began is 3, while"):
         engine.check_device()
     torch.set_num_threads(threads)
+
+
+def test_rank_gets_on_until_its_device_has_finished_the_step():
+    place = mmap(-1, memory_size(1)), 0, 1, lambda: None, make_store(), torch.device("cpu")
+    group = TorchGroup(*place)
+    group.step = 1
+    assert group.progress(0)
+    group.end_step()
+    assert group.progress(0) is None
+    device, shared = torch.zeros(2, 1, dtype=torch.int64)
+    group._finished = device, shared  # as of a GPU, which has not copied the number yet
+    group.step = 2
+    group.end_step()
+    assert shared == 2
+    assert group.progress(0)
+    group._finished = None
+    group.close()
 
 
 def test_rank_ends_if_the_first_one_ends_before_they_meet(settings: EngineConfig):
