@@ -1,11 +1,12 @@
 """Tokens/s of `strobe serve` with one engine and with several.
 
-    python benchmarks/replicas.py [--device cpu] [--replicas 2] [--rounds 3] [--json FILE]
-                                  [-- OPTIONS]
+    python benchmarks/replicas.py [--device cpu] [--shapes demo] [--replicas 2] [--rounds 3]
+                                  [--json FILE] [-- OPTIONS]
 
 Every way answers the same held-out prompts of the demo models, greedily and with equally many
 tokens. There are enough clients to fill all places of all engines. The ways alternate; the best
-round of each counts. Options after -- go to `strobe serve`.
+round of each counts. Other shapes have random weights and the demo models' tokenizer. Options
+after -- go to `strobe serve`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import asyncio
 import json
 import os
 import platform
+import shutil
 import time
 from datetime import date
 from importlib.metadata import version
@@ -23,13 +25,16 @@ from typing import Any
 from serving import Server, bodies, load
 
 from strobe import LLM
+from strobe.config import DEMO_MODELS
 from strobe.openmp import usable_cores
+from strobe.tools.bench.published_shapes import directories
 from strobe.tools.demo import choose_examples, prompts_of
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--shapes", default="demo", help="of published models, such as qwen3-8b")
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--requests", type=int, default=192)
     parser.add_argument("--max-num-seqs", type=int, default=16, help="places of each engine")
@@ -44,34 +49,22 @@ def main() -> int:
     cores, count = usable_cores(), options.replicas
     concurrency = count * options.max_num_seqs
     several = f"{count} engines, one thread each"
-    ways = {"one engine, one thread": (1, 1), f"one engine, {cores} threads": (1, cores)}
-    ways[several] = (count, 1)
-    servers: dict[str, Server] = {}
-    rates: dict[str, list[float]] = {name: [] for name in ways}
-    try:
-        for name, (engines, threads) in ways.items():
-            os.environ["OMP_NUM_THREADS"] = str(threads)
-            servers[name] = Server([
-                f"--device={options.device}", f"--data-parallel-size={engines}",
-                "--no-enable-prefix-caching", f"--max-num-seqs={options.max_num_seqs}",
-                *options.arguments,
-            ])  # fmt: skip
-        for round_index in range(options.rounds + 1):
-            for name, server in servers.items():
-                began = time.perf_counter()
-                tokens = asyncio.run(load(server.port, requests, concurrency))
-                if round_index:  # the first one warms up
-                    rates[name].append(tokens / (time.perf_counter() - began))
-    finally:
-        for server in servers.values():
-            server.process.terminate()
-            server.process.wait(60)
+    ways = {"one engine, one thread": (1, 1), several: (count, 1)}
+    if options.device == "cpu":
+        ways[f"one engine, {cores} threads"] = (1, cores)
+    with directories(options.shapes) as (target, draft):
+        models = [target, f"--draft={draft}"]
+        if options.shapes != "demo":
+            shutil.copy(DEMO_MODELS / "target" / "tokenizer.json", target)
+            models += ["--load-format=dummy", "--dtype=bfloat16"]
+        rates = measure(options, [*models, *options.arguments], requests, ways)
     best = {name: max(all_rates) for name, all_rates in rates.items()}
     figures = {
         "date": date.today().isoformat(),
         "machine": f"{platform.machine()}, {cores} cores",
         "versions": {name: version(name) for name in ("strobe", "torch")},
         "device": options.device,
+        "shapes": options.shapes,
         "requests": options.requests,
         "concurrency": concurrency,
         "max_tokens": options.max_tokens,
@@ -85,6 +78,38 @@ def main() -> int:
         with open(options.json, "w") as file:
             json.dump(figures, file, indent=2)
     return 0
+
+
+def measure(
+    options: argparse.Namespace,
+    arguments: list[str],
+    requests: list[dict[str, Any]],
+    ways: dict[str, tuple[int, int]],
+) -> dict[str, list[float]]:
+    """Return the tokens/s of each way's rounds."""
+    servers: dict[str, Server] = {}
+    rates: dict[str, list[float]] = {name: [] for name in ways}
+    try:
+        for name, (engines, threads) in ways.items():
+            os.environ["OMP_NUM_THREADS"] = str(threads)
+            servers[name] = Server([
+                f"--device={options.device}", f"--data-parallel-size={engines}",
+                "--no-enable-prefix-caching", f"--max-num-seqs={options.max_num_seqs}",
+                *arguments,
+            ])  # fmt: skip
+        for round_index in range(options.rounds + 1):
+            for name, server in servers.items():
+                began = time.perf_counter()
+                tokens = asyncio.run(
+                    load(server.port, requests, options.replicas * options.max_num_seqs)
+                )
+                if round_index:  # the first one warms up
+                    rates[name].append(tokens / (time.perf_counter() - began))
+    finally:
+        for server in servers.values():
+            server.process.terminate()
+            server.process.wait(60)
+    return rates
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def write(shapes: str, root: Path) -> tuple[Path, Path]:
     from strobe.models.weight_mapping import mapping_of
 
     target = load_target_config(paths[0])
-    kwargs = {"max_positions": 1, "dtype": torch.bfloat16, "device": device, "load_format": "dummy"}
+    kwargs = {"max_positions": 1, "dtype": torch.bfloat16, "device": device, "open": None}
     model = load.load_target(paths[0], target, **kwargs)  # type: ignore[arg-type]
     drafter = load.load_draft(paths[1], load_draft_config(paths[1]), model, **kwargs)  # type: ignore[arg-type]
     for module, path in ((model, paths[0]), (drafter, paths[1])):
@@ -98,6 +98,7 @@ def main() -> int:
             subprocess.run(command, check=True, env=environment)
             key = f"first_token_{name}" + (f"_{ranks}_ranks" if ranks > 1 else "")
             report[key] = round(time.perf_counter() - began, 1)
+            print(key, report[key], file=sys.stderr, flush=True)
     print(json.dumps(report, indent=2))
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=2) + "\n")
