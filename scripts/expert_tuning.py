@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from model_shapes import ExpertsShape, experts_shape
 from torch import Tensor
 from tuning import compile_error, graph_time
 
@@ -29,12 +30,7 @@ from strobe.models.quantization.fp8 import Fp8Groups
 from strobe.models.quantization.kernel_weights import kernel_weight
 from strobe.models.quantization.mxfp4 import Mxfp4
 
-SHAPES = {  # experts, hidden size, inner size, experts per row, activation, bias
-    "qwen3-coder-30b-a3b": (128, 2048, 768, 8, "silu", False),
-    "qwen3.5-35b-a3b": (256, 2048, 512, 8, "silu", False),
-    "gemma-4-26b-a4b": (128, 2816, 704, 8, "gelu_tanh", False),
-    "gpt-oss-20b": (32, 2880, 2880, 4, "clamped", True),
-}
+NAMES = ("qwen3-coder-30b-a3b", "qwen3.5-35b-a3b", "gemma-4-26b-a4b", "gpt-oss-20b")
 COPIES = 3
 GROUP = 128
 """Values of FP8 that share a scale."""
@@ -80,10 +76,10 @@ def blocks(kind: str, bucket: int, count: int, top_k: int) -> list[tuple[int, bo
 
 
 def compile_one(
-    kind: str, shape: str, block_m: int, by_pair: bool, tile: Tile, first: bool
+    kind: str, shape: ExpertsShape, block_m: int, by_pair: bool, tile: Tile, first: bool
 ) -> str | None:
     """Compile a grouped GEMM into triton's cache on disk; return the error, if any."""
-    count, hidden, inner, top_k, name, bias = SHAPES[shape]
+    _, count, hidden, inner, top_k, name, bias = shape
     meta: Any = {"device": "meta"}
     n, k = (2 * inner, hidden) if first else (hidden, inner)
     weight = kernel_weight(random_weight(kind, (count, n, k), None, torch.device("meta")))
@@ -120,8 +116,8 @@ def random_weight(
 class Layer:
     """A layer's weights, a few times over, and its inputs."""
 
-    def __init__(self, kind: str, shape: str):
-        count, hidden, inner, self.top_k, name, bias = SHAPES[shape]
+    def __init__(self, kind: str, shape: ExpertsShape):
+        _, count, hidden, inner, self.top_k, name, bias = shape
         noise = torch.Generator("cuda").manual_seed(1)
 
         def normal(*sizes: int, scale: float = 1.0) -> Tensor:
@@ -207,7 +203,7 @@ def check(layer: Layer, config: ExpertsConfig) -> float:
     return error
 
 
-Problem = tuple[str, str, int, int, bool]
+Problem = tuple[str, ExpertsShape, int, int, bool]
 """A kind of weights, a shape, a bucket of rows, and a candidate of `blocks`."""
 
 
@@ -215,9 +211,9 @@ def problems(args: argparse.Namespace) -> list[Problem]:
     return [
         (kind, shape, bucket, block, pair)
         for kind in args.kinds
-        for shape in args.shapes
+        for shape in [experts_shape(name, args.ranks) for name in args.shapes]
         for bucket in args.rows
-        for block, pair in blocks(kind, bucket, SHAPES[shape][0], SHAPES[shape][3])
+        for block, pair in blocks(kind, bucket, shape.count, shape.top_k)
     ]
 
 
@@ -243,8 +239,8 @@ def tune(args: argparse.Namespace, pool: ProcessPoolExecutor, deadline: float) -
     data = json.loads(out.read_text()) if out.is_file() else {}
     candidates = problems(args)
     futures = compile_all(candidates, pool)
-    best: dict[tuple[str, str, int], float] = {}
-    layers: dict[tuple[str, str], Layer] = {}
+    best: dict[tuple[str, ExpertsShape, int], float] = {}
+    layers: dict[tuple[str, ExpertsShape], Layer] = {}
     for kind, shape, bucket, block_m, by_pair in candidates:
         if time.monotonic() > deadline:
             break
@@ -274,14 +270,13 @@ def tune(args: argparse.Namespace, pool: ProcessPoolExecutor, deadline: float) -
         twin = f", torch {measure(layer.twin):6.1f}" if kind == "bf16" else ""
         floor = layer.touched() / args.bandwidth / 1e6
         print(
-            f"{kind} {shape} {bucket:4} rows: {whole:6.1f} us{twin}, routing and sorting "
+            f"{kind} {shape.name} {bucket:4} rows: {whole:6.1f} us{twin}, routing and sorting "
             f"{measure(route):4.1f}, floor {floor:5.1f}, error {error:.4f}  {config}",
             flush=True,
         )
         if whole < best.get((kind, shape, bucket), float("inf")):
             best[kind, shape, bucket] = whole
-            count, hidden, inner = SHAPES[shape][:3]
-            size = f"{count}x{2 * inner}x{hidden}"
+            size = f"{shape.count}x{2 * shape.inner}x{shape.hidden}"
             name = tables.kind_of(torch.bfloat16, PACKED[kind])
             tables.record(data, name, size, bucket, config)
             tables.save(data, out)

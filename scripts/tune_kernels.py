@@ -1,8 +1,8 @@
 """Measure kernels on this GPU and record the fastest for this user, in table.json (GEMMs of few
 rows) and experts.json (a layer's experts) of the directory strobe/kernels in the user's cache.
 
-    python scripts/tune_kernels.py --target MODEL --draft DRAFTER
-    python scripts/tune_kernels.py experts --seconds 150
+    python scripts/tune_kernels.py --target MODEL --draft DRAFTER [--tensor-parallel-size 2]
+    python scripts/tune_kernels.py experts --target MODEL --seconds 150
     python scripts/tune_kernels.py --out strobe/kernels/table.json     (for the package)
 
 Each candidate is first compared with its torch twin, then runs in a captured graph of several
@@ -331,23 +331,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("part", nargs="?", choices=["gemms", "experts"], default="gemms")
     parser.add_argument("--seconds", type=float, default=150.0, help="stop after this long")
-    parser.add_argument("--shapes", nargs="+", help="NxK:fusion+fusion; names of targets' experts")
+    parser.add_argument("--shapes", nargs="+", help="NxK:fusion+fusion; for experts like --target")
     parser.add_argument("--rows", nargs="+", type=int)
     parser.add_argument("--kinds", nargs="+", choices=["bf16", "fp8", "fp16", "mxfp4"])
     parser.add_argument("--first", type=int, default=40, help="candidates of the first round")
     parser.add_argument("--bandwidth", type=float, default=4.35, help="TB/s, for experts' floor")
     parser.add_argument("--jobs", type=int, default=15, help="processes that compile")
-    parser.add_argument("--target", help="tune the GEMMs of this model's directory or shapes")
-    parser.add_argument("--draft", help="and of this drafter's directory")
+    parser.add_argument("--target", help="tune for this model's directory or published shapes")
+    parser.add_argument("--draft", help="and for this drafter's directory")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, dest="ranks")
     parser.add_argument("--out", help="the table to write, if not the user's")
     parser.add_argument("--log", help="a file for every measurement, as JSON lines")
     parser.add_argument("--verbose", action="store_true", help="print why a candidate fails")
     parser.add_argument("--dry", action="store_true", help="compile for sm_90 only; needs no GPU")
     args = parser.parse_args()
     is_gemms = args.part == "gemms"
-    if is_gemms and args.target:
-        args.shapes = gemm_shapes(args.target, args.draft)
-    args.shapes = args.shapes or (SHAPES if is_gemms else list(expert_tuning.SHAPES))
+    if args.target:
+        ranks = args.ranks
+        args.shapes = gemm_shapes(args.target, args.draft, ranks) if is_gemms else [args.target]
+    args.shapes = args.shapes or (SHAPES if is_gemms else expert_tuning.NAMES)
     args.kinds = args.kinds or (["bf16", "fp8"] if is_gemms else ["bf16"])
     args.rows = args.rows or ([16, 64, 32, 128] if is_gemms else list(BUCKETS))
     own = tables.own_path(tables.PATH if is_gemms else EXPERTS_PATH)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.model_shapes import gemm_shapes
+from scripts.model_shapes import ExpertsShape, experts_shape, gemm_shapes
 from strobe.kernels import experts_table
 from strobe.kernels import gemm_table as tables
 from strobe.kernels.gemm_table import Gemm, GemmTable
@@ -86,3 +86,19 @@ def test_shapes_of_a_model():
     assert "128x2816" in gemm_shapes("gemma-4-26b-a4b")  # of the router
     assert "64x2048" not in shapes
     assert "256x2048" not in shapes
+
+
+def test_shapes_of_a_rank():
+    """Its outputs are added to other ranks' before they are added to the residual stream."""
+    shapes = gemm_shapes("qwen3-8b", ranks=4)
+    assert {"1536x4096", "4096x1024", "6144x4096:gated", "4096x3072"} <= set(shapes)
+    assert {"37984x4096:argmax", "4096x20480", "2560x4096"} <= set(shapes)
+
+
+def test_shapes_of_experts():
+    assert experts_shape("gpt-oss-20b") == ExpertsShape(
+        "gpt-oss-20b", 32, 2880, 2880, 4, "clamped", True
+    )
+    assert experts_shape("gemma-4-26b-a4b", 2)[1:] == (128, 2816, 352, 8, "gelu_tanh", False)
+    with pytest.raises(ValueError, match="qwen3-8b has no experts"):
+        experts_shape("qwen3-8b")
