@@ -2,7 +2,8 @@
 
     python benchmarks/exchanges.py [--ranks 2] [--columns 4096] [--rounds 200]
 
-Random sums (with residual and norm, too), joins and swaps must have the right bits on all ranks.
+Random sums (with residual and norm, too), largest logits, embeddings, joins and swaps must have the
+right bits on all ranks.
 The times are microseconds of one exchange within a captured graph of ten, beside NCCL's all-reduce,
 which is launched one by one.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import argparse
 import random
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from mmap import mmap
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import Tensor
 
 from strobe.kernels.reference_rowwise import rms_norm
 from strobe.parallel.group import share
@@ -87,10 +89,28 @@ def check(group: TorchGroup, rounds: int) -> None:
             assert torch.equal(found, expected), ("add", rows, columns)
             assert normed is not None
             torch.testing.assert_close(normed, rms_norm(expected, norm, 1e-6))
+            check_choice(group, parts)
         whole = torch.cat(parts, 1)
         assert torch.equal(group.join(own), whole), ("join", rows, columns)
         swapped = whole[share(group.rank, group.size, rows)]
         assert torch.equal(group.swap(own), swapped), ("swap", rows, columns)
+
+
+def check_choice(group: TorchGroup, parts: Sequence[Tensor]) -> None:
+    """Check the largest logits, if parts are the ranks' logits, and rows of an embedding."""
+    own, (rows, columns) = parts[group.rank], parts[0].shape
+    values, margins = own.float().topk(2).values.unbind(1)
+    found_margins = values - margins
+    first = group.rank * columns
+    found = group.best(values, own.float().argmax(1), found_margins, first)
+    logits = torch.cat(list(parts), 1).float()
+    assert torch.equal(found, logits.argmax(1)), ("best", rows, columns)
+    best, second = logits.topk(2).values.unbind(1)
+    torch.testing.assert_close(found_margins, best - second)
+    ids = torch.arange(rows * group.size, device="cuda").flip(0)
+    embedded = group.embed(ids, own, group.rank * rows)
+    assert embedded is not None
+    assert torch.equal(embedded, torch.cat(list(parts))[ids]), ("embed", rows, columns)
 
 
 def captured(call: Callable[[], Any]) -> float:

@@ -37,6 +37,9 @@ class ThreadGroup:
         self.exchange, self.rank, self.size = exchange, rank, exchange.size
         self.failure: RankFailed | None = None
 
+    def end_step(self) -> None:
+        """Do nothing."""
+
     def check(self) -> None:
         if self.exchange.barrier.broken:
             raise threading.BrokenBarrierError

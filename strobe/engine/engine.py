@@ -110,9 +110,8 @@ class Engine:
     def _save_states(self, plan: Plan) -> None:
         """Save the recurrent states of a request that runs alone, to resume from if this step
         fails, too."""
-        self._saved = []
-        if self.components.states is not None and self.scheduler.alone is not None:
-            self._saved = self.components.states.save(plan.spans[0].slot)
+        states, alone = self.components.states, self.scheduler.alone
+        self._saved = [] if states is None or alone is None else states.save(plan.spans[0].slot)
 
     def _cancel(self, plan: Plan, launched: bool, error: str) -> list[TokenEvent]:
         """Give up a failed step: only this step if its launch failed; all steps in flight if a
@@ -144,6 +143,7 @@ class Engine:
         layout = self._lay_out(plan, spans, shape, margins)
         verified, errors = self._verify(layout, mode, spans, drafts, walk)
         self.on_phase("verify")
+        self.resolved.split.end_step()
         columns = self.sampling.score_columns(slots)
         host = Drafts(host_drafts, host_margins)
         return StepOutput(plan, layout, verified, columns, errors, host, readers, started)

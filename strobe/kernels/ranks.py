@@ -3,13 +3,16 @@
 """Exchange of rows between the GPUs of one machine.
 
 A program writes its row into memory of every other rank, then its number, which grows with every
-launch, and waits until the others' numbers have grown as much. Rows go to two places in turns:
-when a rank writes to a place again, the others have begun the launch in between, so that they have
-read what was there. More rows than there are programs take several launches.
+launch, and waits until the others' numbers have grown as much. Rows go to two places in turns. A
+rank writes to a place again two launches later; by then all ranks have begun the launch in between,
+so they have read the place. More rows than there are programs take several launches.
 
-Large sums take two steps within a launch: each row goes to one rank, its owner, which adds it up
-and gives the others the sum. A place is still free when it is written again, since whoever has the
-owner's sum knows that the owner has heard of all ranks.
+Large sums of at least three ranks take two steps within a launch: each row goes to one rank, its
+owner, which adds it up and gives the others the sum. A rank that has the owner's sum knows that all
+ranks have begun the launch.
+
+Programs of a launch need not all fit on a GPU: GPUs start them in order, though CUDA does not
+promise it, so that the first unfinished one runs on all ranks.
 
 Legend: R rows, C columns, N ranks.
 """
@@ -19,6 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -39,8 +43,8 @@ from strobe.kernels.rowwise import round_to
 from strobe.kernels.workspace import MAX_MARGIN
 
 _OWNER_BYTES = 1 << 20
-"""Rows have owners if that saves writing this much. It takes another exchange of numbers, about
-2.5 us, in which NVLink moves as much."""
+"""Rows have owners if that saves writing at least this much: the second wait takes about 2.5 us, in
+which NVLink moves 1 MiB."""
 ENDED = 1 << 62
 """A number that ends all waiting."""
 
@@ -48,8 +52,8 @@ ENDED = 1 << 62
 @dataclass(frozen=True)
 class RankMemory:
     """addresses: int64 [N], on the device, where this rank finds every rank's memory: the numbers
-    int64 [rows, N], then the rows of both places and all ranks. counts: int64 [rows], the launches
-    of each program, of which a launch has no more."""
+    int64 [rows, N], then the rows of both places and all ranks, aligned to 16 bytes. counts: int64
+    [rows], how often each program has run; a launch has at most so many programs."""
 
     rank: int
     addresses: Tensor
@@ -91,10 +95,11 @@ class RankMemory:
 
     def sum(self, x: Tensor) -> Tensor:
         """x [R, C] -> the sum of the ranks' tensors, in their order."""
-        pieces = triton.cdiv(x.shape[1] * x.itemsize, ROW_BYTES.value)  # of a row
-        while x.shape[1] % pieces:
-            pieces += 1
-        return self.add(x.reshape(len(x) * pieces, -1))[0].view(x.shape)
+        rows, columns = x.shape
+        pieces = triton.cdiv(columns * x.itemsize, ROW_BYTES.value)  # of a row
+        if missing := -columns % pieces:
+            x = F.pad(x, (0, missing))
+        return self.add(x.reshape(rows * pieces, -1))[0].view(rows, -1)[:, :columns]
 
     def embed(self, ids: Tensor, weight: Tensor, first: int) -> Tensor:
         """ids [R] int64 -> [R, H], the embeddings. weight [V, H]: the rank's part of the table,
@@ -119,27 +124,11 @@ class RankMemory:
         saved = rows * columns * out.itemsize * (self.size - 1) * (self.size - 2) // self.size
         for first_row in range(0, rows, self.max_rows):
             _sum_kernel[(min(rows - first_row, self.max_rows),)](
-                part,
-                ids,
-                residual,
-                out,
-                weight,
-                normed,
-                self.addresses,
-                self.counts,
-                part.stride(0),
-                0 if residual is None else residual.stride(0),
-                out.stride(0),
-                eps,
-                first,
-                part.shape[0],
-                first_row,
-                C=columns,
-                BLOCK=block,
-                DTYPE=DTYPES[part.dtype],
-                OWNED=saved >= _OWNER_BYTES,
-                **self._options(min(max(block // 512, 1), 16)),
-            )
+                part, ids, residual, out, weight, normed, self.addresses, self.counts,
+                part.stride(0), 0 if residual is None else residual.stride(0), out.stride(0), eps,
+                first, part.shape[0], first_row, C=columns, BLOCK=block, DTYPE=DTYPES[part.dtype],
+                OWNED=saved >= _OWNER_BYTES, **self._options(min(max(block // 512, 1), 16)),
+            )  # fmt: skip
         return normed
 
     def best(self, values: Tensor, ids: Tensor, margins: Tensor, first: int) -> Tensor:
@@ -171,19 +160,9 @@ class RankMemory:
         pieces = triton.cdiv(columns, block)  # of a row
         for first in range(0, rows * pieces, self.max_rows):
             _gather_kernel[(min(rows * pieces - first, self.max_rows),)](
-                x,
-                out,
-                self.addresses,
-                self.counts,
-                rows,
-                len(x) - rows,
-                columns,
-                pieces,
-                first,
-                BLOCK=block,
-                DTYPE=DTYPES[x.dtype],
-                **self._options(min(max(block // 512, 1), 16)),
-            )
+                x, out, self.addresses, self.counts, rows, len(x) - rows, columns, pieces, first,
+                BLOCK=block, DTYPE=DTYPES[x.dtype], **self._options(min(max(block // 512, 1), 16)),
+            )  # fmt: skip
         return out
 
     def _options(self, warps: int) -> dict[str, object]:

@@ -104,6 +104,11 @@ class Split:
         if self.group is not None and self.group.failure is None:
             self.group.failure = RankFailed(f"A step failed on the first rank: {error}")
 
+    def end_step(self) -> None:
+        """Record that a step is launched in whole."""
+        if self.group is not None:
+            self.group.end_step()
+
     def check(self) -> None:
         """Raise RankFailed if another rank has ended."""
         if self.group is not None:

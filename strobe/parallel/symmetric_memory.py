@@ -17,8 +17,6 @@ from torch._C._distributed_c10d import Store
 
 from strobe.kernels.ranks import ENDED, RankMemory
 
-ROWS = {1: 1024, 2: 1024, 4: 1024, 8: 512}
-"""The most rows of one launch, by number of ranks; the largest memory is 134 MB."""
 _MAP_SECONDS = timedelta(seconds=20)
 _numbers = count()
 
@@ -27,7 +25,7 @@ class SymmetricMemory:
     """Raises RuntimeError unless the GPUs can write to each other's memory."""
 
     def __init__(self, store: Store, rank: int, size: int, device: torch.device):
-        rows = ROWS[size]
+        rows = 1024 if size <= 4 else 512  # 134 MB for four or eight ranks
         self._buffer = symmetric.empty(
             RankMemory.bytes_of(rows, size), dtype=torch.uint8, device=device
         )

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from mmap import mmap
-from threading import Thread
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -60,7 +60,8 @@ class TorchGroup:
     ):
         self.rank, self.size, self.on_wait = rank, size, on_wait
         self.failure: RankFailed | None = None
-        self._ending: Thread | None = None
+        # Made here: at the end of a program Python starts no more threads.
+        self._closing, self._ending = Event(), Thread(target=self._end, daemon=True)
         self._numbers = np.frombuffer(memory, np.int64, size * 8).reshape(size, -1)
         self._own = self._numbers[rank]
         self._finished: tuple[Tensor, Tensor] | None = None
@@ -71,10 +72,16 @@ class TorchGroup:
             os.environ.update(_NO_MULTICAST)
         options: dict[str, Any] = {"timeout": timedelta(seconds=START_SECONDS + 60)}
         options |= {"rank": rank, "world_size": size, "device_id": own}
+        if dist.is_initialized():
+            raise RuntimeError(
+                "torch.distributed is in use in this process, maybe by ranks that have not ended; "
+                "start another process."
+            )
         dist.init_process_group(backend, store=store, **options)
         self._symmetric = None if own is None else self._make_symmetric(store, own)
         if own is not None:
             self._finished = self._make_finished(memory, own)
+        self._ending.start()
 
     def _meet(self, store: TCPStore) -> None:
         """Wait until all ranks are there. Raises what `on_wait` does if one has ended, which
@@ -90,15 +97,14 @@ class TorchGroup:
 
     def _make_symmetric(self, store: TCPStore, device: torch.device) -> SymmetricMemory | None:
         """Make symmetric memory if all ranks can."""
-        from strobe.parallel.symmetric_memory import ROWS, SymmetricMemory
+        from strobe.parallel.symmetric_memory import SymmetricMemory
 
         made = None
-        if self.size in ROWS:
-            try:
-                made = SymmetricMemory(store, self.rank, self.size, device)
-            except RuntimeError as error:
-                self.on_wait()
-                logger.warning("Ranks exchange tensors by NCCL: %s", error)
+        try:
+            made = SymmetricMemory(store, self.rank, self.size, device)
+        except RuntimeError as error:
+            self.on_wait()
+            logger.warning("Ranks exchange tensors by NCCL: %s", error)
         self.on_wait()
         agreed = torch.tensor(int(made is not None), device=device)
         dist.all_reduce(agreed, ReduceOp.MIN)
@@ -109,10 +115,11 @@ class TorchGroup:
         which the device copies it; None if it cannot."""
         shared = torch.frombuffer(memory, dtype=torch.int64, count=self.size * 8)
         runtime: Any = torch.cuda.cudart()
-        if int(runtime.cudaHostRegister(shared.data_ptr(), shared.nbytes, 0)):
-            with contextlib.suppress(RuntimeError):  # else the next operation raises CUDA's error
-                torch.zeros(1, device=device)
-            return None
+        with torch.cuda.device(device):
+            if int(runtime.cudaHostRegister(shared.data_ptr(), shared.nbytes, 0)):
+                with contextlib.suppress(RuntimeError):  # the next operation raises CUDA's error
+                    torch.zeros(1, device=device)
+                return None
         return torch.zeros(1, dtype=torch.int64, device=device), shared[self.rank * 8 + 3][None]
 
     @property
@@ -124,7 +131,8 @@ class TorchGroup:
         self._own[0] = number
 
     def end_step(self) -> None:
-        """Record that the step is launched in whole, and once the device has run it, that, too."""
+        """Record that the step has been launched, and, once the device has run it, that it has
+        finished."""
         self._own[1] = self._own[0]
         if self._finished is None:
             self._own[3] = self._own[0]
@@ -136,11 +144,17 @@ class TorchGroup:
         """Return the last step that the rank began."""
         return int(self._numbers[rank, 0])
 
+    def has_launched(self, rank: int) -> bool:
+        """Whether only the rank's device has yet to finish this rank's step."""
+        return self._numbers[rank, 1] == self.step > 0
+
     def progress(self, rank: int) -> tuple[int, ...] | None:
-        """Return numbers that change while the rank gets on; None if this one waits for nothing of
-        it."""
+        """Return numbers that grow while the rank gets on; None if it has nothing to do, or if it
+        may wait for this one."""
         began, launched, exchanges, finished = self._numbers[rank, :4].tolist()
-        if finished == self.step and exchanges >= self._own[2]:
+        if not self.step:  # before the first step ranks only exchange tensors
+            return None if exchanges >= self._own[2] else (exchanges,)
+        if finished == self.step or (launched == self.step and self._own[1] != self.step):
             return None
         return began, launched, exchanges, finished
 
@@ -153,23 +167,23 @@ class TorchGroup:
     def close(self) -> None:
         """Abort what runs, so that a GPU does not wait for a rank that has ended, and make room for
         another group of this process."""
-        if self._ending is None and dist.is_initialized():
-            if self._symmetric is not None:
-                self._symmetric.end()
-            self._ending = Thread(target=self._end, daemon=True)
-            self._ending.start()
-        if self._ending is not None:  # NCCL ends what runs, and waits for graphs that contain it
-            self._ending.join(_ABORT_SECONDS)
+        if self._symmetric is not None and not self._closing.is_set():
+            self._symmetric.end()
+        self._closing.set()
+        self._ending.join(_ABORT_SECONDS)  # NCCL ends what runs, and waits for graphs with it
 
     def _end(self) -> None:
+        self._closing.wait()
         abort = distributed_c10d._abort_process_group  # pyright: ignore[reportPrivateUsage]
-        (abort if dist.get_backend() == "nccl" else dist.destroy_process_group)()
-        if self._finished is not None:
-            runtime: Any = torch.cuda.cudart()
-            runtime.cudaHostUnregister(self._numbers.ctypes.data)
+        try:
+            (abort if dist.get_backend() == "nccl" else dist.destroy_process_group)()
+        finally:
+            if self._finished is not None:
+                runtime: Any = torch.cuda.cudart()
+                runtime.cudaHostUnregister(self._numbers.ctypes.data)
 
     def fits(self, x: Tensor) -> bool:
-        """Whether `add` and `embed` take tensors like x in one launch."""
+        """Whether `add` and `embed` take tensors like x, and `best` of so many rows."""
         return self._symmetric is not None and self._symmetric.rows.fits(x)
 
     def _memory_for(self, x: Tensor) -> RankMemory | None:
@@ -202,7 +216,7 @@ class TorchGroup:
         return self._symmetric.rows.add(part, residual, next_norm=next_norm, out=out)
 
     def embed(self, ids: Tensor, weight: Tensor, first: int) -> Tensor | None:
-        """Embed rows, as `RankMemory.embed`; None if they are too wide."""
+        """Embed rows, as `RankMemory.embed`; None if they are too wide or GPUs share no memory."""
         if not self.fits(weight[:1].expand(len(ids), -1)):
             return None
         assert self._symmetric is not None

@@ -19,8 +19,8 @@ from strobe.parallel.torch_group import TorchGroup
 
 
 class RankTritonOps(RankOps, TritonOps):
-    """The sum of few rows is one launch, with the residual stream and the next norm; so is the
-    choice among the largest logits of the ranks."""
+    """A sum is one launch, with the residual stream and the next norm; so is the choice among the
+    ranks' largest logits."""
 
     group: TorchGroup  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -53,7 +53,7 @@ class RankTritonOps(RankOps, TritonOps):
         return self.group.add(part, onto)[0]
 
     def best_two(self, x: Tensor, norm: RMSNorm, head: AnyLinear) -> tuple[Tensor, Tensor]:
-        if not self.group.fits(x):
+        if not self.group.fits(x[:, :1]):
             return super().best_two(x, norm, head)
         weight, _ = self._weight(head)
         return self._best(x, partial(self.gemms.head_argmax, self.norm(x, norm), weight))

@@ -67,7 +67,6 @@ def main(pipe: Connection, memory_fd: int, leader: int) -> None:
                 )
             group.step = message.step
             engine.follow(message.plan, message.in_flight)
-            group.end_step()
         if grammars.is_busy:
             os._exit(0)  # Python would wait for their threads
     except (EOFError, ConnectionError):

@@ -275,13 +275,15 @@ class Ranks:
                 return self._blocked
             if not isinstance(self.group, TorchGroup):
                 continue  # whoever waits in shared memory notices a stalled rank
+            now, limit = time.monotonic(), STALL_SECONDS if self.group.step else START_SECONDS
             for rank, pipe in enumerate(self._pipes, start=1):
-                progress, now = self.group.progress(rank), time.monotonic()
-                limit = STALL_SECONDS if self.group.step else START_SECONDS
+                progress = self.group.progress(rank)
                 if progress is None or behind.get(pipe, (None, now))[0] != progress:
                     behind[pipe] = progress, now
-                elif now - behind[pipe][1] > limit:
-                    return pipe
+            # Once a rank stalls, others wait for it: the one that got least far comes first.
+            stalled = [pipe for pipe in self._pipes if now - behind[pipe][1] > limit]
+            if stalled:
+                return min(stalled, key=lambda pipe: behind[pipe][0])
 
     def _reason(self, rank: int) -> Failure:
         group = self.group
@@ -292,10 +294,10 @@ class Ranks:
             waiting = f"rank 0 began {group.step} more than {STALL_SECONDS:.0f} s ago"
             if self._pipes[rank - 1] is self._blocked:
                 waiting = f"messages to it have waited for {STALL_SECONDS:.0f} s"
-            return Failure(
-                f"Rank {rank} has stalled: the last step it began is {step}, while {waiting}.",
-                False,
-            )
+            state = f"the last step it began is {step}, while {waiting}"
+            if isinstance(group, TorchGroup) and group.has_launched(rank):
+                state = f"its GPU has not finished step {step} within {STALL_SECONDS:.0f} s"
+            return Failure(f"Rank {rank} has stalled: {state}.", False)
         try:
             return self._pipes[rank - 1].recv()
         except (EOFError, OSError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from strobe.kernels.reference_rowwise import rms_norm
 from strobe.parallel.group import share
 from strobe.sampling.sampler import best_two
 
-ROWS = 5
+ROWS = 6  # whose numbers, of any number of ranks, take a multiple of 16 bytes
 
 
 class Ranks:
@@ -104,7 +105,7 @@ def test_sum_of_wide_rows(device: torch.device):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("size", "rows", "columns"), [
-    (1, 3, 7), (2, 4, 3), (2, 5, 1000), (3, 7, 4000), (4, 2, 20000), (3, 1, 30000),
+    (1, 3, 7), (2, 4, 3), (2, 5, 1000), (3, 7, 4000), (4, 2, 20000), (3, 1, 40000),
 ])  # fmt: skip
 def test_join_and_swap(
     size: int, rows: int, columns: int, dtype: torch.dtype, device: torch.device
@@ -161,3 +162,36 @@ def test_what_does_not_fit(device: torch.device):
     for other in (x[:0], x.long(), x[0]):
         assert not memory.fits(other)
         assert not memory.takes(other)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="ranks wait for each other on a GPU")
+def test_ranks_that_run_at_once(monkeypatch: pytest.MonkeyPatch):
+    """Random exchanges, owned sums among them, of ranks that have a stream each."""
+    monkeypatch.setattr(ranks_module, "_OWNER_BYTES", 3000)
+    device, size = torch.device("cuda"), 3
+    ranks, chooser = Ranks(size, device), random.Random(0)
+    parts = torch.randn(size, 2 * ROWS, 300, generator=torch.Generator().manual_seed(0)).to(device)
+    calls: list[Callable[[RankMemory], Tensor]] = [
+        lambda m: m.sum(parts[m.rank]),
+        lambda m: m.sum(parts[m.rank, :2]),
+        lambda m: m.join(parts[m.rank, :3]),
+        lambda m: m.swap(parts[m.rank]),
+        lambda m: m.embed(torch.arange(size * 2 * ROWS, device=device), parts[m.rank], 0),
+    ]
+    expected = [ranks.run(call) for call in calls]  # which also loads the kernels
+    for numbers in ranks.numbers:
+        numbers.zero_()
+    for memory in ranks.memories:
+        memory.counts.zero_()
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(size)]
+    chosen = [chooser.randrange(len(calls)) for _ in range(200)]
+    found: list[list[Tensor]] = [[] for _ in chosen]
+    for i, number in enumerate(chosen):
+        for memory, stream in zip(ranks.memories, streams, strict=True):
+            with torch.cuda.stream(stream):
+                found[i].append(calls[number](memory))
+    torch.cuda.synchronize()
+    for number, results in zip(chosen, found, strict=True):
+        for result, want in zip(results, expected[number], strict=True):
+            assert torch.equal(result, want)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
-from mmap import mmap
+from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny import make_draft, make_target, make_tokenizer, run
@@ -22,8 +24,7 @@ from strobe.config import EngineConfig
 from strobe.engine.engine import Engine
 from strobe.parallel import shared_memory, torch_group
 from strobe.parallel.group import RankFailed
-from strobe.parallel.shared_memory import memory_size
-from strobe.parallel.torch_group import TorchGroup, make_store
+from strobe.parallel.torch_group import TorchGroup
 from strobe.ranks import leader
 from strobe.ranks.follower import GrammarPrecompiler
 from strobe.ranks.leader import Ranks, start_engine
@@ -365,21 +366,63 @@ def test_rank_that_stalls_within_a_step_ends_a_group_by_gloo(
     torch.set_num_threads(threads)
 
 
-def test_rank_gets_on_until_its_device_has_finished_the_step():
-    place = mmap(-1, memory_size(1)), 0, 1, lambda: None, make_store(), torch.device("cpu")
-    group = TorchGroup(*place)
+@pytest.fixture
+def group_of_four() -> TorchGroup:
+    """A group that only counts."""
+    group = object.__new__(TorchGroup)
+    group.rank, group.size, group.failure, group._finished = 0, 4, None, None
+    group._numbers = np.zeros((4, 8), np.int64)
+    group._own = group._numbers[0]
+    return group
+
+
+def set_numbers(group: TorchGroup, *numbers: tuple[int, int, int, int]) -> None:
+    """numbers: of each rank, the step that it began, launched, its exchanges, and the step that its
+    device finished."""
+    group._numbers[:, :4] = numbers
+
+
+def test_rank_with_nothing_to_do_does_not_stall(group_of_four: TorchGroup):
+    """Nor does one that waits for the first rank."""
+    group = group_of_four
+    set_numbers(group, (0, 0, 3, 0), (0, 0, 3, 0), (0, 0, 2, 0), (0, 0, 4, 0))
+    assert [group.progress(rank) is None for rank in (1, 2, 3)] == [True, False, True]
+    set_numbers(group, (7, 7, 60, 6), (7, 7, 50, 7), (7, 7, 50, 6), (7, 6, 50, 6))
+    assert [group.progress(rank) is None for rank in (1, 2, 3)] == [True, False, False]
+    set_numbers(group, (7, 6, 60, 6), (7, 7, 50, 6), (7, 6, 50, 6), (6, 6, 50, 6))
+    assert [group.progress(rank) is None for rank in (1, 2, 3)] == [True, False, False]
+
+
+def test_device_copies_the_step_that_it_has_finished(group_of_four: TorchGroup):
+    group = group_of_four
     group.step = 1
-    assert group.progress(0)
     group.end_step()
-    assert group.progress(0) is None
+    assert group._own.tolist()[:4] == [1, 1, 0, 1]
     device, shared = torch.zeros(2, 1, dtype=torch.int64)
-    group._finished = device, shared  # as of a GPU, which has not copied the number yet
-    group.step = 2
+    group._finished, group.step = (device, shared), 2
     group.end_step()
-    assert shared == 2
-    assert group.progress(0)
-    group._finished = None
-    group.close()
+    assert (group._own.tolist()[:4], shared.item()) == ([2, 2, 0, 1], 2)
+
+
+@pytest.mark.parametrize(("numbers", "message"), [
+    ((7, 6, 42, 6), "Rank 3 has stalled: the last step it began is 7, while rank 0 began 7 more"),
+    ((7, 7, 50, 5), r"Rank 3 has stalled: its GPU has not finished step 7 within 0 s\."),
+], ids=["process", "gpu"])  # fmt: skip
+def test_rank_for_which_the_others_wait_is_named(
+    group_of_four: TorchGroup,
+    monkeypatch: pytest.MonkeyPatch,
+    numbers: tuple[int, int, int, int],
+    message: str,
+):
+    monkeypatch.setattr(leader, "STALL_SECONDS", 0.0)
+    monkeypatch.setattr(leader, "_CHECK_SECONDS", 0.001)
+    pipes = [Pipe() for _ in range(3)]
+    ranks = object.__new__(Ranks)
+    ranks._pipes, ranks._blocked = [pipe[0] for pipe in pipes], None
+    ranks.group = group_of_four
+    set_numbers(group_of_four, (7, 7, 50, 6), (7, 7, 50, 6), (7, 7, 50, 6), numbers)
+    pipe = ranks._first_failed()
+    assert re.match(message, ranks._reason(ranks._pipes.index(pipe) + 1).error)
 
 
 def test_rank_ends_if_the_first_one_ends_before_they_meet(settings: EngineConfig):
