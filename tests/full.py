@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 
 FULL: dict[str, tuple[str, ...]] = {
+    "tests/reference/test_rank_processes.py": ("test_processes_answer_as_one_rank_does_by_gloo",),
     "tests/server/test_openai_client.py": ("test_key_is_required",),
     "tests/server/test_page.py": ("",),
     "tests/server/test_page_access.py": ("",),
@@ -24,7 +25,10 @@ FULL: dict[str, tuple[str, ...]] = {
         "test_server_reports_engine_start",
     ),
     "tests/unit/test_wheel.py": ("",),
-    "tests/unit/test_bench_load.py": (r"replay_accepts_drafts_as_recorded\[(1-7|2-3)\]",),
+    "tests/unit/test_bench_load.py": (
+        r"replay_accepts_drafts_as_recorded\[(1-7|2-3)\]",
+        "test_two_ranks_record_what_one_does",
+    ),
     "tests/unit/test_doctor.py": (
         r"reports_the_fault\[(?!anchor layout|truncated tensor|other vocabulary)",
     ),
