@@ -3,9 +3,8 @@
     python benchmarks/exchanges.py [--ranks 2] [--columns 4096] [--rounds 200]
 
 Random sums (with residual and norm, too), largest logits, embeddings, joins and swaps must have the
-right bits on all ranks.
-The times are microseconds of one exchange within a captured graph of ten, beside NCCL's all-reduce,
-which is launched one by one.
+right bits on all ranks. The times are microseconds of one exchange within a captured graph of ten,
+next to NCCL's all-reduce, launched one by one.
 """
 
 from __future__ import annotations
@@ -99,14 +98,13 @@ def check(group: TorchGroup, rounds: int) -> None:
 def check_choice(group: TorchGroup, parts: Sequence[Tensor]) -> None:
     """Check the largest logits, if parts are the ranks' logits, and rows of an embedding."""
     own, (rows, columns) = parts[group.rank], parts[0].shape
-    values, margins = own.float().topk(2).values.unbind(1)
-    found_margins = values - margins
-    first = group.rank * columns
-    found = group.best(values, own.float().argmax(1), found_margins, first)
+    best, second = own.float().topk(2).values.unbind(1)
+    margins = best - second
+    found = group.best(best, own.float().argmax(1), margins, group.rank * columns)
     logits = torch.cat(list(parts), 1).float()
     assert torch.equal(found, logits.argmax(1)), ("best", rows, columns)
     best, second = logits.topk(2).values.unbind(1)
-    torch.testing.assert_close(found_margins, best - second)
+    torch.testing.assert_close(margins, best - second)
     ids = torch.arange(rows * group.size, device="cuda").flip(0)
     embedded = group.embed(ids, own, group.rank * rows)
     assert embedded is not None

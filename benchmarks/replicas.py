@@ -57,7 +57,11 @@ def main() -> int:
         if options.shapes != "demo":
             shutil.copy(DEMO_MODELS / "target" / "tokenizer.json", target)
             models += ["--load-format=dummy", "--dtype=bfloat16"]
-        rates = measure(options, [*models, *options.arguments], requests, ways)
+        arguments = [
+            *models, f"--device={options.device}", "--no-enable-prefix-caching",
+            f"--max-num-seqs={options.max_num_seqs}", *options.arguments,
+        ]  # fmt: skip
+        rates = measure(ways, arguments, requests, concurrency, options.rounds)
     best = {name: max(all_rates) for name, all_rates in rates.items()}
     figures = {
         "date": date.today().isoformat(),
@@ -81,28 +85,23 @@ def main() -> int:
 
 
 def measure(
-    options: argparse.Namespace,
+    ways: dict[str, tuple[int, int]],
     arguments: list[str],
     requests: list[dict[str, Any]],
-    ways: dict[str, tuple[int, int]],
+    concurrency: int,
+    rounds: int,
 ) -> dict[str, list[float]]:
-    """Return the tokens/s of each way's rounds."""
+    """Return the tokens/s of each way's rounds. ways: numbers of engines and of their threads."""
     servers: dict[str, Server] = {}
     rates: dict[str, list[float]] = {name: [] for name in ways}
     try:
         for name, (engines, threads) in ways.items():
             os.environ["OMP_NUM_THREADS"] = str(threads)
-            servers[name] = Server([
-                f"--device={options.device}", f"--data-parallel-size={engines}",
-                "--no-enable-prefix-caching", f"--max-num-seqs={options.max_num_seqs}",
-                *arguments,
-            ])  # fmt: skip
-        for round_index in range(options.rounds + 1):
+            servers[name] = Server([*arguments, f"--data-parallel-size={engines}"])
+        for round_index in range(rounds + 1):
             for name, server in servers.items():
                 began = time.perf_counter()
-                tokens = asyncio.run(
-                    load(server.port, requests, options.replicas * options.max_num_seqs)
-                )
+                tokens = asyncio.run(load(server.port, requests, concurrency))
                 if round_index:  # the first one warms up
                     rates[name].append(tokens / (time.perf_counter() - began))
     finally:

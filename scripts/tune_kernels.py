@@ -42,6 +42,7 @@ from strobe.kernels.experts_table import PATH as EXPERTS_PATH
 from strobe.kernels.gemm import Workspace, launch
 from strobe.kernels.gemm_table import Gemm, GemmConfig
 from strobe.kernels.linear import Gemms, Weight
+from strobe.tools.bench import published_shapes
 
 SHAPES = (
     "6144x4096",  # Qwen3-8B and its DFlash drafter: query, key and value
@@ -339,13 +340,21 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=15, help="processes that compile")
     parser.add_argument("--target", help="tune for this model's directory or published shapes")
     parser.add_argument("--draft", help="and for this drafter's directory")
-    parser.add_argument("--tensor-parallel-size", type=int, default=1, dest="ranks")
+    parser.add_argument(
+        "--tensor-parallel-size", type=int, default=1, dest="ranks", help="of which to tune one"
+    )
     parser.add_argument("--out", help="the table to write, if not the user's")
     parser.add_argument("--log", help="a file for every measurement, as JSON lines")
     parser.add_argument("--verbose", action="store_true", help="print why a candidate fails")
     parser.add_argument("--dry", action="store_true", help="compile for sm_90 only; needs no GPU")
     args = parser.parse_args()
     is_gemms = args.part == "gemms"
+    if args.target and args.shapes:
+        parser.error("--target and --shapes both name what to tune; leave one out.")
+    if args.draft and (not is_gemms or not args.target or args.target in published_shapes.NAMES):
+        parser.error("--draft goes with the GEMMs of --target's directory; leave it out.")
+    if is_gemms and not args.target and args.ranks > 1:
+        parser.error("--tensor-parallel-size needs --target.")
     if args.target:
         ranks = args.ranks
         args.shapes = gemm_shapes(args.target, args.draft, ranks) if is_gemms else [args.target]

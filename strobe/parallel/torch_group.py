@@ -64,6 +64,7 @@ class TorchGroup:
         self._closing, self._ending = Event(), Thread(target=self._end, daemon=True)
         self._numbers = np.frombuffer(memory, np.int64, size * 8).reshape(size, -1)
         self._own = self._numbers[rank]
+        self._symmetric: SymmetricMemory | None = None
         self._finished: tuple[Tensor, Tensor] | None = None
         self._meet(store)
         backend, own = "gloo", None
@@ -78,10 +79,14 @@ class TorchGroup:
                 "start another process."
             )
         dist.init_process_group(backend, store=store, **options)
-        self._symmetric = None if own is None else self._make_symmetric(store, own)
-        if own is not None:
-            self._finished = self._make_finished(memory, own)
         self._ending.start()
+        if own is not None:
+            try:
+                self._symmetric = self._make_symmetric(store, own)
+                self._finished = self._make_finished(memory, own)
+            except BaseException:
+                self.close()
+                raise
 
     def _meet(self, store: TCPStore) -> None:
         """Wait until all ranks are there. Raises what `on_wait` does if one has ended, which
@@ -145,8 +150,8 @@ class TorchGroup:
         return int(self._numbers[rank, 0])
 
     def has_launched(self, rank: int) -> bool:
-        """Whether only the rank's device has yet to finish this rank's step."""
-        return self._numbers[rank, 1] == self.step > 0
+        """Whether the rank has launched this one's step, which its device may not have finished."""
+        return bool(self._numbers[rank, 1] == self.step > 0)
 
     def progress(self, rank: int) -> tuple[int, ...] | None:
         """Return numbers that grow while the rank gets on; None if it has nothing to do, or if it
@@ -176,7 +181,8 @@ class TorchGroup:
         self._closing.wait()
         abort = distributed_c10d._abort_process_group  # pyright: ignore[reportPrivateUsage]
         try:
-            (abort if dist.get_backend() == "nccl" else dist.destroy_process_group)()
+            if dist.is_initialized():
+                (abort if dist.get_backend() == "nccl" else dist.destroy_process_group)()
         finally:
             if self._finished is not None:
                 runtime: Any = torch.cuda.cudart()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from strobe.kernels import ranks as ranks_module
 from strobe.kernels.ranks import ENDED, RankMemory
 from strobe.kernels.reference_rowwise import rms_norm
 from strobe.parallel.group import share
+from strobe.parallel.torch_group import TorchGroup
 from strobe.sampling.sampler import best_two
 
 ROWS = 6  # whose numbers, of any number of ranks, take a multiple of 16 bytes
@@ -151,6 +154,19 @@ def test_best(size: int, device: torch.device):
         known = expected >= 0
         torch.testing.assert_close(margins[known], expected_margins[known])
         assert (margins >= 0).all()
+
+
+def test_torch_distributed_exchanges_nothing(device: torch.device):
+    """NCCL in a captured graph keeps a group from ending; here torch.distributed would raise, as
+    there is no group of it. More rows than a launch has, and wider ones than its memory."""
+    group = object.__new__(TorchGroup)
+    group.size, group._own = 1, np.zeros(8, np.int64)
+    group._symmetric = cast(Any, SimpleNamespace(rows=Ranks(1, device).memories[0]))
+    for rows, columns in ((1, 1), (2 * ROWS + 1, 40), (2, 5000)):
+        x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).to(device)
+        for exchange in (group.sum, group.join, group.swap, lambda x: group.add(x)[0]):
+            assert torch.equal(exchange(x), x)
+    assert group._own[2] == 12
 
 
 def test_what_does_not_fit(device: torch.device):
