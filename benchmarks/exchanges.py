@@ -98,7 +98,7 @@ def check(group: TorchGroup, rounds: int) -> None:
 def check_choice(group: TorchGroup, parts: Sequence[Tensor]) -> None:
     """Check the largest logits, if parts are the ranks' logits, and rows of an embedding."""
     own, (rows, columns) = parts[group.rank], parts[0].shape
-    best, second = own.float().topk(2).values.unbind(1)
+    best, second = own.float().topk(2).values.T.contiguous()
     margins = best - second
     found = group.best(best, own.float().argmax(1), margins, group.rank * columns)
     logits = torch.cat(list(parts), 1).float()

@@ -209,10 +209,8 @@ def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
         backend = RecurrentBackend(backend, states, kernels=backends.kernels)
     buckets, graphs = None, Eager()
     if backends.graphs:
-        buckets = Buckets(
-            limits.max_num_seqs, limits.num_drafts, limits.lookahead, narrow=config.adaptive
-        )
-        graphs = Graphs(CUDACapturer())
+        sizes = limits.max_num_seqs, limits.num_drafts, limits.lookahead
+        buckets, graphs = Buckets(*sizes, narrow=config.adaptive), Graphs(CUDACapturer())
     drafting = None if drafter is None else (drafter, stores["draft"])
     context = ProposerContext(config, state, sampling, graphs, buckets, draft_backend, drafting)
     proposers = make_proposers(context)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -23,13 +24,18 @@ class CUDACapturer:
     def capture(self, body: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """Capture the body. Returns a function that replays it and the tensors that it writes its
         result to. Garbage collection is off meanwhile: freeing another engine's graph would end the
-        capture. After a failed capture the pool is unusable, so later captures get a new one."""
+        capture. After a failed capture the pool is unusable, so later captures get a new one; torch
+        does not close it for allocations if the capture became invalid, and would end the program
+        where it frees the pool."""
         graph, collected = torch.cuda.CUDAGraph(), gc.isenabled()
         gc.disable()
         try:
             with torch.cuda.graph(graph, pool=self._pool):
                 result = body()
         except BaseException:
+            end = torch._C._cuda_endAllocateToPool  # pyright: ignore[reportPrivateUsage]
+            with suppress(RuntimeError):  # it is closed
+                end(torch.cuda.current_device(), self._pool)
             self._pool = torch.cuda.graph_pool_handle()
             raise
         finally:
@@ -58,11 +64,11 @@ class Graphs:
 
     def __init__(self, capturer: CUDACapturer):
         self.capturer = capturer
-        self._graphs: dict[Hashable, _Graph] = {}
-        self._uncapturable: set[Hashable] = set()
+        self._graphs: dict[Hashable, _Graph | None] = {}
+        """None: it runs eagerly."""
 
     def __len__(self) -> int:
-        return len(self._graphs)
+        return sum(graph is not None for graph in self._graphs.values())
 
     def run(self, key: Hashable, body: Body, packed: Tensor, *inputs: Tensor | None) -> Any:
         """Run body(packed, *inputs), captured under the key, which determines the inputs' shapes.
@@ -73,7 +79,7 @@ class Graphs:
         graph = self._graphs.get(key)
         if graph is None:
             result = body(packed, *inputs)
-            if key not in self._uncapturable:
+            if key not in self._graphs:
                 self._capture(key, body, (packed, *inputs))
             return result
         if graph.input_sources[0] is not packed:
@@ -87,14 +93,13 @@ class Graphs:
 
     def _capture(self, key: Hashable, body: Body, inputs: tuple[Tensor | None, ...]) -> None:
         """Capture the body after its first run; without memory for that, it stays eager."""
+        self._graphs[key] = None
         try:
             graph_inputs = tuple([None if tensor is None else tensor.clone() for tensor in inputs])
             replay, result = self.capturer.capture(lambda: body(*graph_inputs))
+            self._graphs[key] = _Graph(replay, graph_inputs, [inputs[0]], result)
         except RuntimeError as error:
             logger.warning("A step runs without a graph (%s): %s", key, error)
-            self._uncapturable.add(key)
-        else:
-            self._graphs[key] = _Graph(replay, graph_inputs, [inputs[0]], result)
 
 
 class Eager:

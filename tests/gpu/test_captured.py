@@ -178,7 +178,7 @@ def test_capture_survives_garbage_collection_of_an_engine(texts: list[list[int]]
     finally:
         gc.set_threshold(*before)
     assert len(engine.graphs) > 0
-    assert not engine.graphs._uncapturable  # type: ignore[union-attr]
+    assert None not in engine.graphs._graphs.values()  # type: ignore[union-attr]
 
 
 def test_capture_works_after_a_failed_one():
@@ -190,6 +190,7 @@ def test_capture_works_after_a_failed_one():
 
     with pytest.raises(RuntimeError):
         capturer.capture(failing)
+    torch.cuda.empty_cache()  # which torch refuses while it believes that a capture goes on
     replay, result = capturer.capture(lambda: x * 2)
     x.fill_(3)
     replay()
