@@ -43,31 +43,34 @@ def read_row(
 
 
 @triton.jit
-def signal(number, row, rank, addresses, RANK: tl.constexpr, SIZE: tl.constexpr):
-    """Tell a rank that a row is there; after a barrier, which waits for all threads' writes."""
-    numbers = tl.load(addresses + rank).to(tl.pointer_type(tl.int64))
-    tl.atomic_xchg(numbers + row * SIZE + RANK, number, sem="release", scope="sys")
+def signal(number, row, addresses, chosen, SIZE: tl.constexpr, RANK: tl.constexpr):
+    """Tell ranks that a row is there; after a barrier, which waits for all threads' writes. chosen
+    [next power of 2]: which of them. Each is told by a thread of its own."""
+    ranks = tl.arange(0, triton.next_power_of_2(SIZE))
+    numbers = tl.load(addresses + ranks, mask=ranks < SIZE, other=0).to(tl.pointer_type(tl.int64))
+    told = chosen & (ranks != RANK) & (ranks < SIZE)
+    tl.atomic_xchg(numbers + row * SIZE + RANK, number, mask=told, sem="release", scope="sys")
 
 
 @triton.jit
-def await_row(number, row, rank, addresses, RANK: tl.constexpr, SIZE: tl.constexpr):
-    """Wait for a rank's row; a barrier must follow."""
-    own = tl.load(addresses + RANK).to(tl.pointer_type(tl.int64)) + row * SIZE + rank
-    seen = tl.atomic_add(own, 0, sem="acquire", scope="sys")
-    while seen < number:
-        seen = tl.atomic_add(own, 0, sem="acquire", scope="sys")
+def await_rows(number, row, addresses, chosen, SIZE: tl.constexpr, RANK: tl.constexpr):
+    """Wait for ranks' rows; see `signal`. A barrier must follow."""
+    ranks = tl.arange(0, triton.next_power_of_2(SIZE))
+    awaited = chosen & (ranks != RANK) & (ranks < SIZE)
+    own = tl.load(addresses + RANK).to(tl.pointer_type(tl.int64)) + row * SIZE + ranks
+    missing = 1
+    while missing > 0:
+        seen = tl.atomic_add(own, 0, mask=awaited, sem="acquire", scope="sys")
+        missing = tl.sum((awaited & (seen < number)).to(tl.int32), 0)
 
 
 @triton.jit
-def meet(number, row, addresses, RANK: tl.constexpr, SIZE: tl.constexpr):
+def meet(number, row, addresses, SIZE: tl.constexpr, RANK: tl.constexpr):
     """Tell all other ranks that this one's row is there, and wait for theirs."""
+    every = tl.arange(0, triton.next_power_of_2(SIZE)) >= 0
     tl.debug_barrier()
-    for rank in tl.static_range(SIZE):
-        if rank != RANK:
-            signal(number, row, rank, addresses, RANK, SIZE)
-    for rank in tl.static_range(SIZE):
-        if rank != RANK:
-            await_row(number, row, rank, addresses, RANK, SIZE)
+    signal(number, row, addresses, every, SIZE, RANK)
+    await_rows(number, row, addresses, every, SIZE, RANK)
     tl.debug_barrier()
 
 

@@ -31,7 +31,7 @@ from strobe.kernels.gemm import DTYPES
 from strobe.kernels.pdl import pdl_wait, supports_pdl
 from strobe.kernels.peer_memory import (
     ROW_BYTES,
-    await_row,
+    await_rows,
     meet,
     place_of,
     read_row,
@@ -215,10 +215,9 @@ def _sum_kernel(
         before += tl.load(residual + row * residual_stride + columns, mask=live, other=0.0)
     if OWNED:
         owner, result = program % SIZE, x
+        is_owner = tl.arange(0, triton.next_power_of_2(SIZE)) == owner
         if owner == RANK:
-            for rank in tl.static_range(SIZE):
-                if rank != RANK:
-                    await_row(number, program, rank, addresses, RANK, SIZE)
+            await_rows(number, program, addresses, ~is_owner, SIZE, RANK)
             tl.debug_barrier()
             total = total_of(
                 x, columns, live, number, program, addresses, BLOCK, DTYPE, RANK, SIZE, ROWS
@@ -227,27 +226,16 @@ def _sum_kernel(
             for rank in tl.static_range(SIZE):
                 if rank != RANK:
                     write_row(
-                        result,
-                        columns,
-                        live,
-                        number,
-                        program,
-                        rank,
-                        addresses,
-                        DTYPE,
-                        RANK,
-                        SIZE,
+                        result, columns, live, number, program, rank, addresses, DTYPE, RANK, SIZE,
                         ROWS,
-                    )
+                    )  # fmt: skip
             tl.debug_barrier()
-            for rank in tl.static_range(SIZE):
-                if rank != RANK:
-                    signal(number, program, rank, addresses, RANK, SIZE)
+            signal(number, program, addresses, ~is_owner, SIZE, RANK)
         else:
             write_row(x, columns, live, number, program, owner, addresses, DTYPE, RANK, SIZE, ROWS)
             tl.debug_barrier()
-            signal(number, program, owner, addresses, RANK, SIZE)
-            await_row(number, program, owner, addresses, RANK, SIZE)
+            signal(number, program, addresses, is_owner, SIZE, RANK)
+            await_rows(number, program, addresses, is_owner, SIZE, RANK)
             tl.debug_barrier()
             result = read_row(
                 columns, live, number, program, owner, addresses, DTYPE, RANK, SIZE, ROWS
@@ -258,7 +246,7 @@ def _sum_kernel(
                 write_row(
                     x, columns, live, number, program, rank, addresses, DTYPE, RANK, SIZE, ROWS
                 )
-        meet(number, program, addresses, RANK, SIZE)
+        meet(number, program, addresses, SIZE, RANK)
         total = total_of(
             x, columns, live, number, program, addresses, BLOCK, DTYPE, RANK, SIZE, ROWS
         )
@@ -304,7 +292,7 @@ def _gather_kernel(
             write_row(
                 piece, places, live, number, program, rank, addresses, DTYPE, RANK, SIZE, ROWS
             )
-    meet(number, program, addresses, RANK, SIZE)
+    meet(number, program, addresses, SIZE, RANK)
     for rank in tl.static_range(SIZE):
         if rank == RANK:
             source = x + (tl.minimum(rank * rows, last) + row) * C
@@ -349,7 +337,7 @@ def _best_kernel(
                 words, columns, columns < 3, number, program, rank, addresses, tl.int32, RANK, SIZE,
                 ROWS,
             )  # fmt: skip
-    meet(number, program, addresses, RANK, SIZE)
+    meet(number, program, addresses, SIZE, RANK)
     failed = token < 0
     for rank in tl.static_range(SIZE):
         if rank == RANK:
