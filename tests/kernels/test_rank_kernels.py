@@ -187,14 +187,21 @@ def test_ranks_that_run_at_once(monkeypatch: pytest.MonkeyPatch):
     device, size = torch.device("cuda"), 3
     ranks, chooser = Ranks(size, device), random.Random(0)
     parts = torch.randn(size, 2 * ROWS, 300, generator=torch.Generator().manual_seed(0)).to(device)
+    total, whole = parts[0] + parts[1] + parts[2], torch.cat(list(parts), 1)
+    table = parts.flatten(0, 1)
+    ids = torch.arange(len(table), device=device).flip(0)
     calls: list[Callable[[RankMemory], Tensor]] = [
         lambda m: m.sum(parts[m.rank]),
         lambda m: m.sum(parts[m.rank, :2]),
         lambda m: m.join(parts[m.rank, :3]),
         lambda m: m.swap(parts[m.rank]),
-        lambda m: m.embed(torch.arange(size * 2 * ROWS, device=device), parts[m.rank], 0),
+        lambda m: m.embed(ids, parts[m.rank], m.rank * len(parts[0])),
     ]
-    expected = [ranks.run(call) for call in calls]  # which also loads the kernels
+    swapped = [whole[share(rank, size, len(whole))] for rank in range(size)]
+    same = [[one] * size for one in (total, total[:2], whole[:3], table[ids])]
+    expected = [*same[:3], swapped, same[3]]
+    for call in calls:  # loads the kernels
+        ranks.run(call)
     for numbers in ranks.numbers:
         numbers.zero_()
     for memory in ranks.memories:
