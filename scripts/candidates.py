@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
-from strobe.kernels.gemm_table import GROUP, Gemm, GemmConfig, block_m
+import torch
+
+from strobe.kernels.gemm_table import GROUP, LARGE, Gemm, GemmConfig, block_m
+from strobe.kernels.quack_gemm import TILES
 
 SHARED = 225 * 1024
 """Bytes of shared memory per multiprocessor for tiles in flight."""
@@ -33,7 +36,18 @@ def estimated_cost(gemm: Gemm, rows: int, config: GemmConfig, fit: int, processo
     )
 
 
+def by_quack(gemm: Gemm, bucket: int) -> list[GemmConfig]:
+    """Return what to try of quack-kernels."""
+    half = gemm.dtype != torch.float32 and not gemm.fp8
+    if bucket < 64 or not half or gemm.argmax or (gemm.gated and gemm.residual):
+        return []
+    tiles = (tile for tile in TILES if tile[0] == 64 or bucket > 64)
+    return [GemmConfig("cublas", quack=tile) for tile in tiles]
+
+
 def first_round(gemm: Gemm, bucket: int, processors: int) -> list[GemmConfig]:
+    if bucket in LARGE:
+        return []
     rows = block_m(bucket)
     families: dict[tuple[int, int, int, bool], list[tuple[float, GemmConfig]]] = {}
     shapes = product(

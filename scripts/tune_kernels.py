@@ -7,9 +7,10 @@ rows) and experts.json (a layer's experts) of the directory strobe/kernels in th
 
 Each candidate is first compared with its torch twin, then runs in a captured graph of several
 launches over copies of the weight that together exceed L2. cuBLAS, with the row-wise kernels around
-it, is a candidate too. One row uses the configuration of 16 rows: the same kernel, so that decoding
-and verifying give the same bits. Without a GPU, `--dry` compiles the candidates. For experts see
-expert_tuning.py.
+it, is a candidate too; from 64 rows on so are quack-kernels, if they are installed, and for 256 and
+512 rows (`--rows`) only these two. One row uses the configuration of 16 rows: the same kernel, so
+that decoding and verifying give the same bits. Without a GPU, `--dry` compiles the candidates. For
+experts see expert_tuning.py.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -31,11 +32,12 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import expert_tuning
-from candidates import first_round, second_round
+from candidates import by_quack, first_round, second_round
 from model_shapes import gemm_shapes
-from tuning import compile_error, graph_time, start_compiling
+from tuning import Problem, compile_error, graph_time, start_compiling
 
 from strobe.kernels import gemm_table as tables
+from strobe.kernels import quack_gemm
 from strobe.kernels import reference_linear as reference
 from strobe.kernels.experts_table import BUCKETS
 from strobe.kernels.experts_table import PATH as EXPERTS_PATH
@@ -79,6 +81,8 @@ class FixedTable:
 
 def compile_one(gemm: Gemm, bucket: int, config: GemmConfig) -> str | None:
     """Compile a kernel into triton's cache on disk; return the error, if any."""
+    if config.quack is not None:  # compiled where it is measured
+        return None
     meta = torch.device("meta")
     fp8 = torch.float8_e4m3fn
     weight = torch.empty(gemm.n, gemm.k, dtype=fp8 if gemm.fp8 else gemm.dtype, device=meta)
@@ -103,45 +107,13 @@ def compile_one(gemm: Gemm, bucket: int, config: GemmConfig) -> str | None:
 # --- measuring ------------------------------------------------------------------------------------
 
 
-@dataclass
-class Problem:
-    """One GEMM at one bucket of rows, with its measurements."""
-
-    gemm: Gemm
-    bucket: int
-    times: dict[GemmConfig, float] = field(default_factory=dict)
-    """Microseconds per launch."""
-    cublas: float = float("nan")
-    candidates: list[GemmConfig] = field(default_factory=list)
-    futures: list[Future[str | None]] = field(default_factory=list)
-    rounds: int = 0
-
-    @property
-    def name(self) -> str:
-        p = self.gemm
-        return f"{p.kind:24} {p.n:6}x{p.k:<5} {p.fusion:10} M={self.bucket:<3}"
-
-    @property
-    def size(self) -> int:
-        return self.gemm.n * self.gemm.k * self.gemm.item
-
-    def rate(self, microseconds: float) -> str:
-        return f"{microseconds:7.1f} us {self.size / microseconds / 1e6:5.2f} TB/s"
-
-    def best(self) -> tuple[GemmConfig, float]:
-        """Return the fastest configuration; cuBLAS only if it wins by more than the noise."""
-        config = min(self.times, key=self.times.__getitem__, default=GemmConfig("cublas"))
-        if not self.times or self.cublas < 0.98 * self.times[config]:
-            return GemmConfig("cublas"), self.cublas
-        return config, self.times[config]
-
-
 class Bench:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.buffers = {torch.bfloat16: torch.empty(BUFFER, dtype=torch.bfloat16, device=device)}
         self.buffers[torch.bfloat16].normal_(0, 0.02)
         self.workspace = Workspace(device)
+        self.has_quack = quack_gemm.load() is not None
         self.prepared: tuple[Gemm, int] | None = None
 
     def prepare(self, problem: Problem) -> None:
@@ -182,6 +154,7 @@ class Bench:
         changes with every call."""
         gemms = Gemms(self.device, gemm.dtype, table=FixedTable(config))
         gemms.workspace = self.workspace
+        self.gemms = gemms
         method = gemms.head_argmax if gemm.argmax else gemms.linear
         fused = dict(self.fused)
         if in_place and gemm.residual:
@@ -208,6 +181,8 @@ class Bench:
         """Return the microseconds of one call, after checking its result."""
         self.prepare(problem)
         self.check(problem.gemm, self.call(problem.gemm, config))
+        if config.quack is not None and self.gemms.quack is None:
+            raise RuntimeError("quack-kernels failed, see the log")
         call = self.call(problem.gemm, config, in_place=True)
         launches = max(len(self.weights), round(600 / (problem.size / 4e6)), 2)
         return graph_time(lambda i: call(self.weights[i % len(self.weights)]), launches)
@@ -240,8 +215,10 @@ def tune(args: argparse.Namespace, pool: ProcessPoolExecutor, deadline: float) -
         if not problem.futures:
             if problem.rounds == 0:
                 processors = properties.multi_processor_count
-                candidates = first_round(problem.gemm, problem.bucket, processors)
-                problem.candidates = candidates[: args.first]
+                candidates = first_round(problem.gemm, problem.bucket, processors)[: args.first]
+                if bench.has_quack:
+                    candidates += by_quack(problem.gemm, problem.bucket)
+                problem.candidates = candidates
             problem.futures = [
                 pool.submit(compile_one, problem.gemm, problem.bucket, config)
                 for config in problem.candidates
@@ -282,9 +259,8 @@ def tune(args: argparse.Namespace, pool: ProcessPoolExecutor, deadline: float) -
             for bucket in (16, 1) if problem.bucket == 16 else (problem.bucket,):
                 tables.record(data, properties.name, capability, problem.gemm, bucket, best)
             tables.save(data, out)
-        if problem.rounds == 0 and problem.times:
-            ranked = sorted(problem.times, key=problem.times.__getitem__)[:NUM_REFINED]
-            problem.candidates = second_round(problem.gemm, ranked)
+        if problem.rounds == 0 and problem.ranked():
+            problem.candidates = second_round(problem.gemm, problem.ranked()[:NUM_REFINED])
             problem.futures, problem.rounds = [], 1
             submit(problem)
             queue.insert(min(2, len(queue)), problem)

@@ -8,7 +8,7 @@ that a row's result does not depend on the other rows in a bucket.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -19,6 +19,8 @@ import torch
 from strobe.hub.cache import cache_directory
 
 BUCKETS = (1, 16, 32, 64, 128)
+LARGE = (256, 512)
+"""Numbers of rows that have an entry only for quack-kernels, and otherwise run in cuBLAS."""
 """Row counts are rounded up to one of these."""
 
 PATH = Path(__file__).with_name("table.json")
@@ -107,6 +109,8 @@ class GemmConfig:
     """Load W by the tensor memory accelerator."""
     prefetch: int = 0
     """Bytes of each row of W to prefetch into L2 while the previous kernel still runs."""
+    quack: Sequence[int] | None = None
+    """The tile with which quack-kernels are faster, where they are installed; see quack_gemm.py."""
 
     def tiles(self, gemm: Gemm) -> int:
         columns = self.block_n // 2 if gemm.gated else self.block_n
@@ -146,7 +150,8 @@ def guess(
     evenly. GEMMs of more than 32 rows go to cuBLAS, whose own heuristics are better.
     """
     m = block_m(bucket)
-    if m >= 64 and gemm.dtype != torch.float32 and not gemm.fp8 and not gemm.argmax:
+    half = gemm.dtype != torch.float32 and not gemm.fp8
+    if bucket in LARGE or (m >= 64 and half and not gemm.argmax):
         return GemmConfig("cublas")
     if gemm.dtype == torch.float32 and not gemm.fp8:  # no tensor cores: small tiles
         n, k, stages, warps = 32, 32, 3, 4

@@ -7,17 +7,22 @@ vocabulary. The kernel is in gemm.py, its configurations in gemm_table.py.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from strobe.kernels import quack_gemm
 from strobe.kernels.gemm import Scaled, Workspace, launch
-from strobe.kernels.gemm_table import BUCKETS, Gemm, GemmConfig, GemmTable, Weight, bucket_of
+from strobe.kernels.gemm_table import BUCKETS, LARGE, Gemm, GemmConfig, GemmTable, Weight, bucket_of
 from strobe.kernels.rowwise import quantize_rows, rms_norm, silu_mul
 from strobe.kernels.sampling import argmax
 
 __all__ = ["Gemms", "Scaled", "Weight"]
+
+logger = logging.getLogger(__name__)
 
 
 class Chooser(Protocol):
@@ -30,8 +35,8 @@ class Gemms:
     """The GEMMs of one model on one stream, each with the table's configuration.
 
     GEMMs of up to `max_rows` rows (at most 128) may run in Triton; larger ones run in cuBLAS
-    between row-wise kernels. Run every GEMM once per bucket of rows before capturing a graph, which
-    compiles the kernel and grows the workspace.
+    between row-wise kernels. Some run in quack-kernels, if these are installed. Run every GEMM once
+    per bucket of rows before capturing a graph, which compiles the kernel and grows the workspace.
     """
 
     def __init__(
@@ -47,6 +52,7 @@ class Gemms:
         self.table = GemmTable.of(device) if table is None else table
         self.max_rows = max_rows
         self.workspace = Workspace(device)
+        self.quack = quack_gemm.load() if device.type == "cuda" else None
         self.chosen: dict[tuple[object, ...], tuple[GemmConfig, Gemm]] = {}
 
     def linear(
@@ -73,6 +79,10 @@ class Gemms:
         fused_norm = norm if scaled is None else None
         has_residual = residual is not None
         config, gemm = self._choose(x, weight, fused_norm, gated=gated, residual=has_residual)
+        if config.quack is not None and bias is None and not gelu:
+            y = self._by_quack(config.quack, x, weight, norm, residual, gated, out)
+            if y is not None:
+                return y
         if config.kernel == "cublas":
             return self._unfused(x, weight, norm, residual, gated, out, bias, gelu)
         if out is None:
@@ -98,6 +108,10 @@ class Gemms:
         GEMM then normalizes.
         """
         config, gemm = self._choose(x, weight, None, residual=True)
+        if config.quack is not None and bias is None:
+            y = self._by_quack(config.quack, x, weight, None, residual, False, out)
+            if y is not None:
+                return y, None
         if config.kernel == "cublas":
             return self._unfused(x, weight, None, residual, False, out, bias), None
         if out is None:
@@ -144,6 +158,8 @@ class Gemms:
     ) -> tuple[GemmConfig, Gemm]:
         rows, fp8 = x.shape[0], weight.scale is not None
         bucket = bucket_of(rows) if rows <= self.max_rows else 0
+        if rows in LARGE and not (fp8 or argmax):
+            bucket = rows
         key = weight.data.shape, fp8, norm is not None, gated, residual, argmax, bucket
         choice = self.chosen.get(key)
         if choice is None:
@@ -197,6 +213,28 @@ class Gemms:
             margins=margins,
             largest=largest,
         )
+
+    def _by_quack(
+        self,
+        tile: Sequence[int],
+        x: Tensor,
+        weight: Weight,
+        norm: tuple[Tensor, float] | None,
+        residual: Tensor | None,
+        gated: bool,
+        out: Tensor | None,
+    ) -> Tensor | None:
+        """Run the norm and a GEMM of quack-kernels; None if they cannot."""
+        gated_sum = gated and residual is not None
+        if self.quack is None or gated_sum or not quack_gemm.takes(x, weight.data):
+            return None
+        x = x if norm is None else rms_norm(x, *norm)
+        try:
+            return self.quack(x, weight.data, tile, residual=residual, gated=gated, out=out)
+        except Exception as error:  # of any kind, as with versions that do not go together
+            self.quack = None
+            logger.warning("Other kernels take the GEMMs of quack-kernels, which failed: %s", error)
+        return None
 
     def _unfused(
         self,

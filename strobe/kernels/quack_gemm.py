@@ -1,0 +1,81 @@
+# pyright: basic, reportMissingImports=false
+"""GEMMs by quack-kernels, an optional package of kernels for Hopper GPUs, for 64 to 512 rows.
+
+A tile: rows of x, rows of W, programs along x that share loads of W, whether two tiles take turns
+on a multiprocessor.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+TILES = tuple(
+    (rows, columns, cluster, pingpong)
+    for rows, columns, pingpong in (
+        (64, 128, 1), (64, 192, 1), (128, 128, 1), (128, 160, 1), (128, 192, 1), (128, 256, 0),
+        (256, 128, 0), (256, 192, 0),
+    )
+    for cluster in (1, 2)
+)  # fmt: skip
+"""What the tuner tries."""
+
+QuackGemm = Callable[..., Tensor]
+
+
+def load() -> QuackGemm | None:
+    """Return the GEMM, or None if quack-kernels are not installed."""
+    try:
+        from quack.gemm_config import GemmConfig
+        from quack.gemm_interface import gemm_act
+    except ImportError:
+        return None
+    except Exception as error:  # of any kind, as with versions that do not go together
+        logger.warning("quack-kernels are not used, since they cannot be loaded: %s", error)
+        return None
+
+    def gemm(
+        x: Tensor,
+        weight: Tensor,
+        tile: Sequence[int],
+        *,
+        residual: Tensor | None = None,
+        gated: bool = False,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """x [M, K], weight [N, K] -> residual + x Wᵀ [M, N], or silu(gate) * up [M, N / 2]."""
+        if out is None:
+            out = x.new_empty(x.shape[0], weight.shape[0] // 2 if gated else weight.shape[0])
+        rows, columns, cluster, pingpong = tile
+        config = GemmConfig(
+            tile_m=rows,
+            tile_n=columns,
+            cluster_m=cluster,
+            pingpong=bool(pingpong),
+            is_dynamic_persistent=False,
+        )
+        gemm_act(
+            x,
+            weight.t(),
+            C=residual,
+            activation="swiglu" if gated else None,
+            postact_out=out,
+            store_preact=False,
+            tuned=False,
+            config=config,
+            concat_layout=("B",) if gated else None,
+        )
+        return out
+
+    return gemm
+
+
+def takes(x: Tensor, weight: Tensor) -> bool:
+    """Whether the GEMM can compute x Wᵀ: rows of whole 16 bytes."""
+    half = x.dtype in (torch.bfloat16, torch.float16) and weight.dtype == x.dtype
+    return half and x.stride(0) % 8 == 0 and weight.shape[1] % 8 == 0

@@ -1,0 +1,150 @@
+"""GEMMs of quack-kernels: by the library on a GPU that has it, by a double elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_linear import BF16, BOUNDS, Fixed, draw, error, make
+from torch import Tensor
+
+from scripts.candidates import by_quack, first_round
+from scripts.tuning import Problem
+from strobe.kernels import quack_gemm
+from strobe.kernels import reference_linear as reference
+from strobe.kernels.gemm_table import Gemm, GemmConfig
+from strobe.kernels.linear import Gemms
+
+TILE = (64, 192, 2, 1)
+CONFIG = GemmConfig("cublas", quack=TILE)
+
+
+@dataclass
+class Double:
+    """What `gemm_act` of quack-kernels does."""
+
+    calls: int = 0
+    fails: bool = False
+
+    def __call__(self, x: Tensor, w: Tensor, **options: Any) -> tuple[None, Tensor]:
+        self.calls += 1
+        if self.fails:
+            raise TypeError("no such argument")
+        assert options["config"].tile_m == 64
+        assert options["config"].tile_n == 192
+        y = x.float() @ w.float()
+        if options["activation"] == "swiglu":
+            assert options["concat_layout"] == ("B",)
+            gate, up = y.chunk(2, 1)
+            y = torch.nn.functional.silu(gate) * up
+        elif options["C"] is not None:
+            y = y + options["C"].float()
+        return None, options["postact_out"].copy_(y)
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Double:
+    double = Double()
+    for name, content in {
+        "quack": {},
+        "quack.gemm_config": {"GemmConfig": SimpleNamespace},
+        "quack.gemm_interface": {"gemm_act": double},
+    }.items():
+        module = ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    return double
+
+
+def gemms(device: torch.device, config: GemmConfig = CONFIG) -> Gemms:
+    made = Gemms(device, BF16, table=Fixed(config))
+    made.quack = quack_gemm.load()
+    return made
+
+
+def check(gemms: Gemms, device: torch.device, rows: int = 100) -> None:
+    """Compare all kinds of products with the twin."""
+    x, weight = draw(0, rows, 64, dtype=BF16, device=device), make(192, 64, BF16, device)
+    stream = draw(2, rows, 192, dtype=BF16, device=device)
+    norm = (draw(3, 64, dtype=BF16, device=device), 1e-6)
+    for options in ({}, {"norm": norm}, {"gated": True}, {"residual": stream}):
+        expected = reference.linear(x, weight, **options)  # type: ignore[arg-type]
+        assert error(gemms.linear(x, weight, **options), expected) < BOUNDS[BF16]  # type: ignore[arg-type]
+    expected = reference.linear(x, weight, residual=stream)
+    found, scaled = gemms.add(x, weight, stream, next_norm=stream[0], out=stream)
+    assert found is stream
+    assert scaled is None
+    assert error(found, expected) < BOUNDS[BF16]
+
+
+def test_products_match_twin(library: Double):
+    device = torch.device("cpu")
+    check(gemms(device), device)
+    assert library.calls == 5
+
+
+def test_products_match_twin_on_a_gpu(device: torch.device):
+    pytest.importorskip("quack")
+    if device.type != "cuda":
+        pytest.skip("needs a CUDA device")
+    made = gemms(device)
+    for rows in (64, 100, 512):
+        check(made, device, rows)
+    assert made.quack is not None
+
+
+def test_what_quack_does_not_serve_runs_elsewhere(library: Double):
+    cpu = torch.device("cpu")
+    made, x, weight = gemms(cpu), draw(0, 64, 64, dtype=BF16, device=cpu), make(192, 64, BF16, cpu)
+    bias = weight.data[:, 0].contiguous()
+    for options in ({"bias": bias}, {"gated": True, "gelu": True}):
+        assert (
+            error(made.linear(x, weight, **options), reference.linear(x, weight, **options)) < 0.02
+        )  # type: ignore[arg-type]
+    made.linear(draw(0, 64, 65, dtype=BF16, device=cpu), make(192, 65, BF16, cpu))
+    assert not library.calls
+
+
+def test_a_library_that_fails_is_left(library: Double, caplog: pytest.LogCaptureFixture):
+    """Its versions may not go together."""
+    library.fails = True
+    device = torch.device("cpu")
+    check(gemms(device), device)
+    assert library.calls == 1
+    assert "no such argument" in caplog.text
+
+
+def test_many_rows_have_an_entry_of_their_own(library: Double):
+    """Only their exact numbers, for which it was measured."""
+
+    class Table:
+        def choose(self, gemm: Gemm, bucket: int) -> GemmConfig:
+            return CONFIG if bucket == 512 else GemmConfig("cublas")
+
+    cpu = torch.device("cpu")
+    made = Gemms(cpu, BF16, table=Table())
+    made.quack, weight = quack_gemm.load(), make(64, 64, BF16, cpu)
+    for rows in (511, 512, 513, 256):
+        made.linear(draw(0, rows, 64, dtype=BF16, device=cpu), weight)
+    assert library.calls == 1
+
+
+def test_the_tuner_keeps_both_kernels():
+    """A tile of quack-kernels is recorded beside what serves without them."""
+    problem = Problem(Gemm(6144, 4096, BF16, gated=True), 128, cublas=60.0)
+    own = first_round(problem.gemm, 128, 132)[0]
+    quack = by_quack(problem.gemm, 128)
+    problem.times = {own: 55.0, quack[0]: 52.0, quack[1]: 53.0}
+    best, microseconds = problem.best()
+    assert (best.kernel, best.block_n, best.quack) == ("triton", own.block_n, quack[0].quack)
+    assert microseconds == 52.0
+    problem.times[quack[0]] = problem.times[quack[1]] = 54.5  # within the noise
+    assert problem.best() == (own, 55.0)
+    problem.times = {quack[0]: 52.0}
+    assert problem.best() == (quack[0], 52.0)
+    assert not first_round(problem.gemm, 512, 132)
+    assert not by_quack(Gemm(6144, 4096, torch.float32), 128)
