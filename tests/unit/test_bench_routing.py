@@ -78,13 +78,16 @@ def test_step_with_even_routing_and_profile(
     make_target(tmp_path / "target", family=Qwen3MoeForCausalLM, **MOE)
     file = tmp_path / "figures.json"
     flags = [f"--target={tmp_path / 'target'}", f"--json={file}", "--routing=even", "--profile"]
+    flags.append("--prefill=2x8")
     status, out, err = main("bench", "step", *QUICK, *flags)
     assert (status, err) == (0, "")
     assert "Operations of a step: plain, 2 requests of 8 tokens" in out
     assert "target: experts" in out
-    (row,) = json.loads(file.read_text())["rows"]
-    launches = {part["name"]: part["launches"] for part in row["profile"]}
-    assert launches["aten::topk"] == load_target_config(tmp_path / "target").decoder.num_layers
+    assert "Operations of a prefill: plain, 2 prompts of 8 tokens" in out
+    figures = json.loads(file.read_text())
+    for row in (*figures["rows"], *figures["prefill"]):
+        launches = {part["name"]: part["launches"] for part in row["profile"]}
+        assert launches["aten::topk"] == load_target_config(tmp_path / "target").decoder.num_layers
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from strobe.request import Request, Status
 from strobe.sampling_params import SamplingParams
 from strobe.speculation.registry import DRAFTER_METHOD
 from strobe.tools.bench.floor import Rates, Shapes
-from strobe.tools.bench.profiling import Profile, floor_by_part, show_profiles
+from strobe.tools.bench.profiling import Profile, floor_by_part, show_operations, show_profiles
 from strobe.tools.bench.published_shapes import directories
 from strobe.tools.bench.rates import measure, release, synchronize
 from strobe.tools.bench.report import (
@@ -199,7 +199,7 @@ def _measure(
     prefills: list[Figures] = []
     for count, length in settings.prefills:
         say(f"{name}: prefill of {count} x {length} tokens")
-        prefills.append({"method": name, **_prefill(engine, count, length)})
+        prefills.append({"method": name, **_prefill(settings, engine, count, length)})
     return rows, prefills
 
 
@@ -307,13 +307,20 @@ def _check_running(engine: Engine, requests: Sequence[Request]) -> None:
         )
 
 
-def _prefill(engine: Engine, count: int, length: int) -> Figures:
+def _prefill(settings: StepSettings, engine: Engine, count: int, length: int) -> Figures:
     """Return the median time from adding the prompts until each has its first token."""
     prompts = random_prompts(engine, count, length)
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     seconds = median(
         [_first_tokens(engine, prompts, params) for _ in range(1 + _PREFILL_REPEATS)][1:]
     )
+    profile: list[Figures] = []
+    if settings.profile:
+        profiled = Profile(engine.resolved.device)
+        profiled.mark("start")
+        _first_tokens(engine, prompts, params)
+        profiled.stop()
+        profile = profiled.operations()
     shapes: Shapes = shapes_of(engine.resolved)
     return {
         "prompts": count,
@@ -321,6 +328,7 @@ def _prefill(engine: Engine, count: int, length: int) -> Figures:
         "seconds": round(seconds, 6),
         "tokens_per_s": round(count * length / seconds, 1),
         "linear_operations_per_s": round(shapes.prefill_operations(count, length) / seconds),
+        "profile": profile,
     }
 
 
@@ -378,6 +386,9 @@ def _show(console: Console, figures: Figures) -> None:
         ]  # fmt: skip
         names = ("method", "prompts", "tokens", "seconds", "tokens/s", "TFLOP/s, linear layers")
         console.print(table("Prefill", names, cells))
+        for r in figures["prefill"]:
+            where = f"{r['method']}, {r['prompts']} prompts of {r['prompt_tokens']:,} tokens"
+            show_operations(console, f"Operations of a prefill: {where}", r["profile"])
 
 
 def _floor_cells(floor: Figures) -> list[str]:

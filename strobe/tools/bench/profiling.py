@@ -26,8 +26,8 @@ _NUM_SHOWN = 25
 
 
 class Profile:
-    """Profiles the timed steps of `decode`, in place of a `Timeline`: kernels on a GPU, torch's
-    operations on a CPU."""
+    """Profiles a prefill, or the timed steps of `decode` in place of a `Timeline`: kernels on a
+    GPU, torch's operations on a CPU."""
 
     def __init__(self, device: torch.device):
         self.device, self.steps = device, 0
@@ -104,19 +104,7 @@ def show_profiles(console: Console, rows: list[Figures]) -> None:
         if not row["profile"]:
             continue
         where = f"{row['method']}, {row['concurrency']} requests of {row['prompt_tokens']:,} tokens"
-        operations: list[Figures] = row["profile"]
-        total = sum(part["ms"] for part in operations)
-        shown: list[Figures] = operations[:_NUM_SHOWN]
-        if rest := operations[_NUM_SHOWN:]:
-            sums: Figures = {k: sum(part[k] for part in rest) for k in ("launches", "ms")}
-            shown.append(sums | {"name": f"{len(rest)} others"})
-        cells = [
-            (part["name"][:_NAME_WIDTH], number(part["launches"], 1), fine(part["ms"]),
-             number(100 * part["ms"] / total, 1))
-            for part in shown
-        ]  # fmt: skip
-        names = ("operation", "launches", "ms", "% of the sum")
-        console.print(table(f"Operations of a step: {where}", names, cells))
+        show_operations(console, f"Operations of a step: {where}", row["profile"])
         cells = [
             (part["name"], fine(part["bytes"] / 1e9), fine(part["operations"] / 1e9),
              fine(part["ms"]), number(100 * part["ms"] / row["ms"], 1))
@@ -124,3 +112,19 @@ def show_profiles(console: Console, rows: list[Figures]) -> None:
         ]  # fmt: skip
         names = ("part", "GB", "GFLOP", "floor ms", "% of the step")
         console.print(table(f"Floor by part: {where}", names, cells))
+
+
+def show_operations(console: Console, title: str, operations: list[Figures]) -> None:
+    """Print a table of a profile's longest operations; nothing without any."""
+    if not operations:
+        return
+    total, shown = sum(part["ms"] for part in operations), operations[:_NUM_SHOWN]
+    if rest := operations[_NUM_SHOWN:]:
+        sums: Figures = {k: sum(part[k] for part in rest) for k in ("launches", "ms")}
+        shown.append(sums | {"name": f"{len(rest)} others"})
+    cells = [
+        (part["name"][:_NAME_WIDTH], number(part["launches"], 1), fine(part["ms"]),
+         number(100 * part["ms"] / total, 1))
+        for part in shown
+    ]  # fmt: skip
+    console.print(table(title, ("operation", "launches", "ms", "% of the sum"), cells))

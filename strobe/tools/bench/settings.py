@@ -53,8 +53,8 @@ class StepSettings:
         "run. Only even agrees with the floor and compares with other engines."
     )  # fmt: skip
     profile: bool = option(
-        False, "Also list the operations of a step: launches, time and share of each, and the "
-        "floor of each part of the model."
+        False, "Also list the operations of a step and of a prefill: launches, time and share of "
+        "each, and the floor of each part of the model."
     )  # fmt: skip
     json: str = option("", "File to write every figure to.")
 
