@@ -152,13 +152,6 @@ def test_parallel_gpt_oss_calls_need_call_not_to_be_an_end_token():
     assert not words.accepts(words.matcher("gpt_oss", [WEATHER, LIGHT]), text)
 
 
-def test_lead_precedes_first_call(case: Case):
-    name, words = case
-    matcher = words.matcher(name, [WEATHER], lead="\n\n", parallel=True)
-    assert words.accepts(matcher, "\n\n" + render_calls(name, ROME))
-    assert not words.accepts(matcher, render_calls(name, ROME))
-
-
 def test_token_tag_is_matched_as_token_only(tagged: Vocabulary, untagged: Vocabulary):
     first = np.flatnonzero(allowed(tagged.matcher("hermes", [WEATHER])))
     assert first.tolist() == [tagged.added["<tool_call>"]]

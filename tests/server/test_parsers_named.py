@@ -139,11 +139,11 @@ def words() -> dict[str, Vocabulary]:
 def test_forced_calls_follow_format_and_schema(case: Case, words: dict[str, Vocabulary]):
     name, write, _ = case
     own = words[write.__name__]
-    single, several = own.matcher(name, TOOLS), own.matcher(name, TOOLS, parallel=True, lead="\n")
+    single, several = own.matcher(name, TOOLS), own.matcher(name, TOOLS, parallel=True)
     assert own.accepts(single, write(ROME))
     assert own.accepts(single, write(OSLO))
     assert not own.accepts(single, write(ROME, OSLO))
-    assert own.accepts(several, "\n" + write(ROME, OSLO))
+    assert own.accepts(several, write(ROME, OSLO))
     bad = [("get_time", {}), ("get_time", {"city": 1}), ("get_time", {"city": "x" * 10}), ("f", {})]
     for wrong in ("Hi", write(ROME)[:-3], *map(write, bad)):
         assert not own.accepts(single, wrong), wrong

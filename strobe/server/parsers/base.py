@@ -86,19 +86,13 @@ class ToolFormat(Protocol):
         ...
 
     def grammar(
-        self,
-        tools: Sequence[Tool],
-        *,
-        parallel: bool,
-        added_tokens: Mapping[str, int],
-        lead: str = "",
+        self, tools: Sequence[Tool], *, parallel: bool, added_tokens: Mapping[str, int]
     ) -> str:
         """Return a grammar, in llguidance's Lark, of one call of these tools, or with `parallel` of
         one or more, with the whitespace of the family's chat template.
 
         added_tokens: the ids of the tokenizer's added tokens by text; a marker among them matches
-        as that token only. lead: text before the first call, such as a reasoning format's `gap`.
-        Raises ValueError, naming the tool or token, if no grammar is possible.
+        as that token only. Raises ValueError, naming the tool or token, if no grammar is possible.
         """
         ...
 

@@ -43,12 +43,7 @@ class DeepSeek:
         )
 
     def grammar(
-        self,
-        tools: Sequence[Tool],
-        *,
-        parallel: bool,
-        added_tokens: Mapping[str, int],
-        lead: str = "",
+        self, tools: Sequence[Tool], *, parallel: bool, added_tokens: Mapping[str, int]
     ) -> str:
         calls, calls_end, call, call_end, sep = (
             marker(text, added_tokens) for text in (CALLS, CALLS_END, CALL, CALL_END, SEP)
@@ -67,7 +62,7 @@ class DeepSeek:
         repeats = f" ({separator}call)*" if parallel else ""
         return "\n".join(
             (
-                f"start: {literal(lead)} {calls} call{repeats} {calls_end}",
+                f"start: {calls} call{repeats} {calls_end}",
                 f"call: {call} function {call_end}",
                 "function: " + "\n  | ".join(alternatives),
             )

@@ -28,12 +28,7 @@ class Gemma4Calls:
         return CallText(OPENER, CLOSER, lambda _: CallGemma4(tools))
 
     def grammar(
-        self,
-        tools: Sequence[Tool],
-        *,
-        parallel: bool,
-        added_tokens: Mapping[str, int],
-        lead: str = "",
+        self, tools: Sequence[Tool], *, parallel: bool, added_tokens: Mapping[str, int]
     ) -> str:
         for text in (OPENER, CLOSER, QUOTE):
             if text not in added_tokens:
@@ -47,7 +42,7 @@ class Gemma4Calls:
         repeats = " call*" if parallel else ""
         return "\n".join(
             (
-                f"start: {literal(lead)} call{repeats}",
+                f"start: call{repeats}",
                 f"call: {opener} function {closer}",
                 f"function: {calls}",
                 *values.rules(),

@@ -36,12 +36,7 @@ class GptOss:
         return Channels(thinking_open=thinking_open, tools=names)
 
     def grammar(
-        self,
-        tools: Sequence[Tool],
-        *,
-        parallel: bool,
-        added_tokens: Mapping[str, int],
-        lead: str = "",
+        self, tools: Sequence[Tool], *, parallel: bool, added_tokens: Mapping[str, int]
     ) -> str:
         for text in (START, CHANNEL, CONSTRAIN, MESSAGE, CALL, END):
             if text not in added_tokens:
@@ -56,7 +51,7 @@ class GptOss:
         heads = (f"head_{i}: {_heads(tool, token)}" for i, tool in enumerate(tools))
         return "\n".join(
             (
-                f"start: {literal(lead)} thinking* call{repeats}",
+                f"start: thinking* call{repeats}",
                 f'thinking: {token[CHANNEL]} "analysis" {token[MESSAGE]} TEXT {token[END]} {turn}',
                 f"call: message {token[CALL]}",
                 f"message: {calls}",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from strobe.server.parsers.base import Parser, Tool
 from strobe.server.parsers.call_object import CallObject
 from strobe.server.parsers.call_text import CallText
-from strobe.server.parsers.lark import call_object, literal, marker
+from strobe.server.parsers.lark import call_object, marker
 
 OPENER, CLOSER = "<tool_call>", "</tool_call>"
 
@@ -26,19 +26,14 @@ class Hermes:
         return CallText(OPENER, CLOSER, lambda _: CallObject(CLOSER, tools))
 
     def grammar(
-        self,
-        tools: Sequence[Tool],
-        *,
-        parallel: bool,
-        added_tokens: Mapping[str, int],
-        lead: str = "",
+        self, tools: Sequence[Tool], *, parallel: bool, added_tokens: Mapping[str, int]
     ) -> str:
         objects = "\n  | ".join(call_object(tool, "arguments") for tool in tools)
         opener, closer = marker(OPENER, added_tokens), marker(CLOSER, added_tokens)
         repeats = ' ("\\n" call)*' if parallel else ""
         return "\n".join(
             (
-                f"start: {literal(lead)} call{repeats}",
+                f"start: call{repeats}",
                 f'call: {opener} "\\n" object "\\n" {closer}',
                 f"object: {objects}",
             )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from strobe.server.parsers.base import Parser, Tool
 from strobe.server.parsers.call_object import CallObject
 from strobe.server.parsers.call_text import CallText
-from strobe.server.parsers.lark import call_object, literal, marker
+from strobe.server.parsers.lark import call_object, marker
 
 OPENER = "<|python_tag|>"
 
@@ -26,14 +26,9 @@ class Llama3:
         return CallText(OPENER, "", lambda _: CallObject("", tools), bare=True)
 
     def grammar(
-        self,
-        tools: Sequence[Tool],
-        *,
-        parallel: bool,
-        added_tokens: Mapping[str, int],
-        lead: str = "",
+        self, tools: Sequence[Tool], *, parallel: bool, added_tokens: Mapping[str, int]
     ) -> str:
         calls = "\n  | ".join(call_object(tool, "parameters") for tool in tools)
         tag = f"{marker(OPENER, added_tokens)}? " if OPENER in added_tokens else ""
         repeats = ' ("; " call)*' if parallel else ""
-        return "\n".join((f"start: {literal(lead)} {tag}call{repeats}", f"call: {calls}"))
+        return "\n".join((f"start: {tag}call{repeats}", f"call: {calls}"))

@@ -33,20 +33,13 @@ class Mistral:
         return CallText(OPENER, "", lambda _: _Call(tools), separators=",]")
 
     def grammar(
-        self,
-        tools: Sequence[Tool],
-        *,
-        parallel: bool,
-        added_tokens: Mapping[str, int],
-        lead: str = "",
+        self, tools: Sequence[Tool], *, parallel: bool, added_tokens: Mapping[str, int]
     ) -> str:
         opener = marker(OPENER, added_tokens)
         if ARGS not in added_tokens:
             calls = "\n  | ".join(call_object(tool, "arguments") for tool in tools)
             repeats = ' (", " call)*' if parallel else ""
-            return "\n".join(
-                (f'start: {literal(lead)} {opener} " "? "[" call{repeats} "]"', f"call: {calls}")
-            )
+            return "\n".join((f'start: {opener} " "? "[" call{repeats} "]"', f"call: {calls}"))
         for tool in tools:
             if not _NAME.fullmatch(tool.name):
                 raise ValueError(
@@ -59,7 +52,7 @@ class Mistral:
             f"{opener} {literal(tool.name)} {middle} {arguments(tool)}" for tool in tools
         )
         repeats = " call*" if parallel else ""
-        return "\n".join((f"start: {literal(lead)} call{repeats}", f"call: {calls}"))
+        return "\n".join((f"start: call{repeats}", f"call: {calls}"))
 
 
 class _Call(CallNamed):

@@ -60,17 +60,12 @@ class Qwen3Coder:
         )
 
     def grammar(
-        self,
-        tools: Sequence[Tool],
-        *,
-        parallel: bool,
-        added_tokens: Mapping[str, int],
-        lead: str = "",
+        self, tools: Sequence[Tool], *, parallel: bool, added_tokens: Mapping[str, int]
     ) -> str:
         opener, closer = marker(OPENER, added_tokens), marker(CLOSER, added_tokens)
         repeats = ' ("\\n" call)*' if parallel else ""
         rules = [
-            f"start: {literal(lead)} call{repeats}",
+            f"start: call{repeats}",
             f'call: {opener} "\\n" function "\\n" {closer}',
             "function: " + " | ".join(f"function_{i}" for i in range(len(tools))),
         ]
