@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Sequence
 
 from strobe.server.parsers.base import Tool, held_back
+from strobe.server.parsers.call_reader import CallReader
 from strobe.server.parsers.schemas import ANY, Arguments, as_json, read_arguments
 
 OPENER, CLOSER, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
@@ -26,7 +26,7 @@ _JSON_MARK = re.compile(r'\\.|"', re.DOTALL)
 _CLOSING = {"{": "}", "[": "]"}
 
 
-class CallGemma4:
+class CallGemma4(CallReader):
     """Reads `call:name{key:value,...}` and returns the arguments as JSON.
 
         call:name{ -> key : -> value -> , -> key ...
@@ -35,47 +35,32 @@ class CallGemma4:
     A value is a string between two `<|"|>`, without escapes, which is emitted as it arrives; a
     list; an object with keys like these; or a number, boolean or null. Keys and strings may also be
     in JSON's quotes. If an argument's schema allows no strings, a string is converted to the value
-    that it spells; if it allows only strings, other values become strings.
-
-    begun, offered, verdict, raw: see `CallObject`; a call has begun at its first brace.
+    that it spells; if it allows only strings, other values become strings. A call has begun at its
+    first brace.
     """
 
     def __init__(self, tools: Sequence[Tool] = ()):
         """tools: the tools that may be called, empty for any."""
-        self.name = ""
-        self.begun = False
-        self.offered = True
-        self.verdict: Literal["whole", "broken"] | None = None
-        self.raw = ""
-        self._tools = {tool.name: tool for tool in tools}
-        self._read: Callable[[], bool] = self._head
-        self._at = 0  # position in raw up to which everything was read
+        super().__init__(tools, self._head)
         self._seen = 0  # position in raw before which the current item does not end
-        self._added: list[str] = []
         self._arguments = Arguments()
         self._open: list[str] = []  # the brackets that are open
         self._separator = ""  # in front of the next key or item
         self._types = ANY  # of the current value
 
     def push(self, text: str) -> str:
-        """Add text. Returns what it adds to the arguments."""
-        self.raw += text
-        self._added = []
-        while self.verdict is None and self._read():
-            pass
+        added = super().push(text)
         if self.begun:
             self.raw = self.raw[self._at :]
             self._seen, self._at = max(0, self._seen - self._at), 0
-        return "".join(self._added)
+        return added
 
     def finish(self) -> str:
-        """Return the rest of the arguments if the answer ends inside them."""
         if self._read == self._string:
             return _json_chars(self.raw)
         return self.raw if self._read == self._scalar else ""
 
-    # Each step reads from raw[_at:] on. It returns False if it needs more text or has set the
-    # verdict.
+    # Each step reads from raw[_at:] on.
 
     def _head(self) -> bool:
         head = _HEAD.match(self.raw)
@@ -83,10 +68,10 @@ class CallGemma4:
             rest = self.raw.lstrip()
             name = rest.removeprefix(CALL)
             if not CALL.startswith(rest) and (name == rest or not NAME.fullmatch(name or "?")):
-                self.verdict = "broken"
+                return self._break()
             return False
-        self.name, self.begun = head[1], True
-        self.offered = not self._tools or self.name in self._tools
+        self._set_name(head[1])
+        self.begun = True
         with contextlib.suppress(ValueError):  # values are then of any type
             self._arguments = read_arguments(self._tools.get(self.name, Tool(self.name)))
         self._pass(head.end())
@@ -94,12 +79,12 @@ class CallGemma4:
         return True
 
     def _bracket(self, bracket: str) -> None:
-        self._added.append(bracket)
+        self._added += bracket
         self._open.append(bracket)
         self._separator = ""
-        self._read = self._next
+        self._read = self._before_item
 
-    def _next(self) -> bool:
+    def _before_item(self) -> bool:
         """Before a key, an item or a closing bracket."""
         char = self._char()
         if not char:
@@ -136,7 +121,7 @@ class CallGemma4:
             return self._break()
         self._pass(colon.end() + 1)
         self._types = self._arguments.types(key) if len(self._open) == 1 else ANY
-        self._added.append(f"{self._separator}{_json(key)}: ")
+        self._added += f"{self._separator}{_json(key)}: "
         self._separator, self._read = "", self._value
         return True
 
@@ -147,13 +132,13 @@ class CallGemma4:
             return False
         if char in ",}]:":
             return self._break()
-        self._added.append(self._separator)
+        self._added += self._separator
         self._separator = ""
         if rest == QUOTE:
             self._pass(self._at + len(QUOTE))
             self._read = self._text
             if "string" in self._types:
-                self._added.append('"')
+                self._added += '"'
                 self._read = self._string
         elif char in "{[":
             self._pass(self._at + 1)
@@ -168,11 +153,11 @@ class CallGemma4:
     def _string(self) -> bool:
         end = self.raw.find(QUOTE, self._at)
         stop = end if end >= 0 else len(self.raw) - held_back(self.raw[self._at :], QUOTE)
-        self._added.append(_json_chars(self.raw[self._at : stop]))
+        self._added += _json_chars(self.raw[self._at : stop])
         self._pass(stop)
         if end < 0:
             return False
-        self._added.append('"')
+        self._added += '"'
         return self._ended(end + len(QUOTE))
 
     def _text(self) -> bool:
@@ -180,7 +165,7 @@ class CallGemma4:
         end = self._find(QUOTE, self._at)
         if end < 0:
             return False
-        self._added.append(as_json(self.raw[self._at : end], self._types))
+        self._added += as_json(self.raw[self._at : end], self._types)
         return self._ended(end + len(QUOTE))
 
     def _quoted(self) -> bool:
@@ -188,8 +173,7 @@ class CallGemma4:
         if end < 0:
             return False
         text = _from_json(self.raw[self._at : end])
-        value = _json(text) if "string" in self._types else as_json(text, self._types)
-        self._added.append(value)
+        self._added += _json(text) if "string" in self._types else as_json(text, self._types)
         return self._ended(end)
 
     def _scalar(self) -> bool:
@@ -198,7 +182,7 @@ class CallGemma4:
             self._seen = len(self.raw)
             return False
         text = self.raw[self._at : value_end.start()].strip()
-        self._added.append(as_json(text, self._types))
+        self._added += as_json(text, self._types)
         return self._ended(value_end.start())
 
     def _ended(self, position: int) -> bool:
@@ -216,23 +200,20 @@ class CallGemma4:
         if char != ",":
             return self._break()
         self._pass(self._at + 1)
-        self._separator, self._read = ", ", self._next
+        self._separator, self._read = ", ", self._before_item
         self._types = ANY
         return True
 
     def _close(self) -> bool:
-        self._added.append(_CLOSING[self._open.pop()])
+        self._added += _CLOSING[self._open.pop()]
         self._ended(self._at + 1)
-        if not self._open:
-            self.verdict = "whole"
-        return bool(self._open)
+        return True if self._open else self._whole()
 
     def _char(self) -> str:
         """Return the next character other than space, "" if it has not arrived."""
-        space = _SPACE.match(self.raw, self._at)
-        assert space is not None
-        self._pass(space.end())
-        return self.raw[self._at : self._at + 1]
+        char = self._next()
+        self._seen = self._at
+        return char
 
     def _pass(self, position: int) -> None:
         self._at = self._seen = position
@@ -253,10 +234,6 @@ class CallGemma4:
             position = mark.end()
         self._seen = max(position, len(self.raw) - 1)
         return -1
-
-    def _break(self) -> bool:
-        self.verdict = "broken"
-        return False
 
 
 def _json(text: str) -> str:

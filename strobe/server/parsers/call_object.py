@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 from strobe.server.parsers.base import Tool
+from strobe.server.parsers.call_reader import CallReader
 
 _KEYS = ("name", "arguments", "parameters", "type", "id")
-_SPACE = re.compile(r"[ \t\r\n]*")
 _STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\.)*"')
 _STRING_SO_FAR = re.compile(r'"(?:[^"\\\x00-\x1f]|\\.)*\\?')
 _OUTSIDE_STRING = re.compile(r'["{}\[\]<]')
 _INSIDE_STRING = re.compile(r'["\\\n<]')
 
 
-class CallObject:
+class CallObject(CallReader):
     """Reads `{"name": "...", "arguments": {...}}`, with keys in any order. `parameters` is the same
     as `arguments`; `type` and `id` are skipped.
 
@@ -25,49 +24,26 @@ class CallObject:
                                                   -> }
 
     Before both the name and the arguments' first brace have arrived, the text may not be a call.
-    After that it is one (`begun`), and its arguments are emitted as they arrive. Only their end is
-    detected; clients see any errors inside them.
-
-    offered: whether the tool may be called, known once the call has begun.
-    verdict: "whole" at the closing brace, "broken" if the text cannot continue as such an object.
-    raw: the text not read yet; all text until the call has begun.
+    After that it is one.
     """
 
     def __init__(self, closer: str = "", tools: Sequence[Tool] = ()):
         """closer: the markup after a call, which ends arguments that lack a brace or a quote.
         tools: the tools that may be called, empty for any."""
-        self._names = {tool.name for tool in tools}
-        self.name = ""
-        self.begun = False
-        self.offered = True
-        self.verdict: Literal["whole", "broken"] | None = None
-        self.raw = ""
+        super().__init__(tools, self._brace)
         self._closer = closer
-        self._at = 0
-        self._read: Callable[[], bool] = self._brace
         self._key = ""
         self._keys: set[str] = set()
-        self._added = ""
         self._arguments = ""
         self._first = 0
         self._depth = 0
         self._in_string = False
         self._has_line_break = False
 
-    def push(self, text: str) -> str:
-        """Add text. Returns what it adds to the arguments."""
-        self.raw += text
-        self._added = ""
-        while self.verdict is None and self._read():
-            pass
-        return self._added
-
     def finish(self) -> str:
-        """Return the rest of the arguments if the answer ends inside them."""
         return self.raw if self.begun and self._read == self._inside_arguments else ""
 
-    # Each step reads from raw[_at:] on. It returns False if it needs more text or has set the
-    # verdict. Its decisions do not depend on how much text has arrived.
+    # Each step reads from raw[_at:] on.
 
     def _brace(self) -> bool:
         return self._pass("{", self._member)
@@ -166,13 +142,6 @@ class CallObject:
         self._drop(self._at + 1)
         return self._whole()
 
-    def _whole(self) -> bool:
-        self.verdict = "whole"
-        return False
-
-    def _set_name(self, name: str) -> None:
-        self.name, self.offered = name, not self._names or name in self._names
-
     def _begin(self, arguments: str) -> None:
         self.begun = True
         self._added = arguments
@@ -186,13 +155,6 @@ class CallObject:
         self.raw = self.raw[count:]
         self._at = 0
 
-    def _next(self) -> str:
-        """Return the next character other than space, "" if it has not arrived."""
-        space = _SPACE.match(self.raw, self._at)
-        assert space is not None
-        self._at = space.end()
-        return self.raw[self._at : self._at + 1]
-
     def _pass(self, char: str, next_state: Callable[[], bool]) -> bool:
         if self._next() != char:
             return self._wait_or_break()
@@ -203,7 +165,3 @@ class CallObject:
     def _wait_or_break(self) -> bool:
         """Wait if the next character has not arrived, else break: it is not the expected one."""
         return self._break() if self._next() else False
-
-    def _break(self) -> bool:
-        self.verdict = "broken"
-        return False

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 from strobe.server.parsers.base import Tool
+from strobe.server.parsers.call_reader import CallReader
 from strobe.server.parsers.schemas import ANY, Arguments, as_json, is_text, read_arguments
 from strobe.server.parsers.tags import (
     FUNCTION,
@@ -22,12 +22,11 @@ from strobe.server.parsers.tags import (
     may_begin,
 )
 
-_SPACE = re.compile(r"[ \t\r\n]*")
 _NULLS = ("null", "None")
 _LONGEST_NULL = len("\r\nnull")
 
 
-class CallTags:
+class CallTags(CallReader):
     """Reads `<function=name>`, for each argument `<parameter=key>`, a line break, the value, a line
     break, `</parameter>`, and `</function>`; returns the arguments as JSON.
 
@@ -37,24 +36,14 @@ class CallTags:
     If the tool's schema says that a value is a string, it is emitted as it arrives. Other values
     are emitted at their end: as JSON if they are valid and the schema allows their type, else as a
     string. Python's True, False and None, which templates write, become JSON's. If a parameter is
-    repeated, its first value counts.
-
-    begun, offered, verdict, raw: see `CallObject`; a call has begun after its name.
+    repeated, its first value counts. A call has begun after its name.
     """
 
     def __init__(self, tools: Sequence[Tool] = (), *, opened: bool = False):
         """tools: the tools that may be called, empty for any. opened: whether `<function=` has been
         read."""
-        self.name = ""
-        self.begun = False
-        self.offered = True
-        self.verdict: Literal["whole", "broken"] | None = None
-        self.raw = ""
-        self._tools = {tool.name: tool for tool in tools}
-        self._read: Callable[[], bool] = self._name if opened else self._function
-        self._at = 0  # position in raw after the space in front of the tag
+        super().__init__(tools, self._name if opened else self._function)
         self._last = False  # whether the answer has ended
-        self._added = ""
         self._arguments = Arguments()
         self._seen_keys: set[str] = set()
         # State of the current value:
@@ -64,14 +53,6 @@ class CallTags:
         self._breaks = False  # whether its first line break is still to be skipped
         self._repeated = False
         self._end = ValueEnd((), text=False)
-
-    def push(self, text: str) -> str:
-        """Add text. Returns what it adds to the arguments."""
-        self.raw += text
-        self._added = ""
-        while self.verdict is None and self._read():
-            pass
-        return self._added
 
     def finish(self) -> str:
         """Return the rest of the arguments if the answer ends inside them, with their closing brace
@@ -85,20 +66,16 @@ class CallTags:
             else:
                 self._emit(self._unbroken(self.raw))
         elif self.verdict is None and self._seen_keys and not self.raw:
-            self._whole()
+            self._end_call()
         return added + self._added
 
-    # Each step reads from the beginning of raw. It returns False if it needs more text or has set
-    # the verdict.
+    # Each step but the first reads from the beginning of raw.
 
     def _function(self) -> bool:
-        space = _SPACE.match(self.raw, self._at)
-        assert space is not None
-        self._at = space.end()
+        self._next()
         rest = self.raw[self._at :]
         if not rest.startswith(FUNCTION):
-            self.verdict = None if FUNCTION.startswith(rest) else "broken"
-            return False
+            return False if FUNCTION.startswith(rest) else self._break()
         # raw stays complete until the name has arrived, since without a call all of it is content.
         return self._named(rest.removeprefix(FUNCTION))
 
@@ -109,11 +86,11 @@ class CallTags:
         name, end, rest = text.partition(">")
         fits = NAME.fullmatch(name)
         if not fits and (name or end):
-            self.verdict = "broken"
-        if not fits or not end:
+            return self._break()
+        if not end:
             return False
-        self.name, self.begun, self.raw = name, True, rest
-        self.offered = not self._tools or name in self._tools
+        self._set_name(name)
+        self.begun, self.raw = True, rest
         with contextlib.suppress(ValueError):  # values are then of any type
             self._arguments = read_arguments(self._tools.get(name, Tool(name)))
         self._read = self._parameters
@@ -123,12 +100,12 @@ class CallTags:
         self.raw = self.raw[blank(self.raw) :]
         if self.raw.startswith(FUNCTION_END):
             self.raw = self.raw.removeprefix(FUNCTION_END)
-            return self._whole()
+            return self._end_call()
         if may_begin(self.raw, PARAMETER, PARAMETER_END, FUNCTION_END):
             return False
         key, end, value = self.raw.removeprefix(PARAMETER).partition(">")
         if not self.raw.startswith(PARAMETER) or not NAME.fullmatch(key or "?"):
-            return self._whole()
+            return self._end_call()
         if not end:
             return False
         self.raw = value
@@ -185,10 +162,9 @@ class CallTags:
         if not self._repeated:
             self._added += arguments
 
-    def _whole(self) -> bool:
+    def _end_call(self) -> bool:
         self._added += "}" if self._seen_keys else "{}"
-        self.verdict = "whole"
-        return False
+        return self._whole()
 
 
 def _json(value: Any) -> str:

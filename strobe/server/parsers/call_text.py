@@ -3,24 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, Protocol
 
 from strobe.server.parsers.base import CallDelta, Parsed, Phase, find_first, held_back
+from strobe.server.parsers.call_reader import CallReader
 
 _SPACE = " \t\r\n"
-
-
-class Call(Protocol):
-    """Reader of one call, such as `CallObject` or `CallTags`."""
-
-    name: str
-    begun: bool
-    offered: bool
-    verdict: Literal["whole", "broken"] | None
-    raw: str
-
-    def push(self, text: str) -> str: ...
-    def finish(self) -> str: ...
 
 
 class CallText:
@@ -42,7 +29,7 @@ class CallText:
         self,
         opener: str,
         closer: str,
-        make: Callable[[bool], Call],
+        make: Callable[[bool], CallReader],
         *,
         bare: bool = False,
         inner: str = "",
