@@ -16,6 +16,7 @@ from strobe.server.engine_process.client import PromptRejected
 from strobe.server.metrics import ServerMetrics
 from strobe.server.openai.protocol.errors import FieldError
 from strobe.server.parsers import Parsed, Parser
+from strobe.server.parsers.base import join
 from strobe.server.parsers.chain import Plain
 from strobe.server.serving import Serving
 from strobe.step import TokenEvent
@@ -88,12 +89,7 @@ class ChoiceState:
         self.pieces += delta.pieces
         parsed = self.parser.push(delta.text)
         if delta.finished:
-            rest = self.parser.finish()
-            parsed = Parsed(
-                parsed.reasoning + rest.reasoning,
-                parsed.content + rest.content,
-                parsed.calls + rest.calls,
-            )
+            parsed = join([parsed, self.parser.finish()])
         if event.num_verified:
             self._metrics.record_verified(
                 num_verified=event.num_verified,

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 from strobe.outputs import StreamDelta
 from strobe.request import TokenLogprob
 from strobe.server.parsers import Parsed, Parser, Phase
+from strobe.server.parsers.base import join
 
 Kind = Literal["reasoning", "content", "call"]
 
@@ -60,7 +61,7 @@ class OrderedParser:
             end = plain.end() if plain else start + 1
             parts.append(self._push(text[start:end]))
             start = end
-        return _join(parts)
+        return join(parts)
 
     def finish(self) -> Parsed:
         return self._record(self._parser.finish())
@@ -103,16 +104,6 @@ class OrderedParser:
                 self._raw = self._raw[offset + len(shown) :]
                 return begin + offset, begin + offset + len(shown)
         return begin, begin
-
-
-def _join(parts: list[Parsed]) -> Parsed:
-    if len(parts) == 1:
-        return parts[0]
-    return Parsed(
-        "".join([part.reasoning for part in parts]),
-        "".join([part.content for part in parts]),
-        tuple(delta for part in parts for delta in part.calls),
-    )
 
 
 @dataclass

@@ -26,14 +26,6 @@ class Parsed(NamedTuple):
     content: str = ""
     calls: tuple[CallDelta, ...] = ()
 
-    def joined_with(self, parsed: Parsed) -> Parsed:
-        """Return this and the following output as one."""
-        return Parsed(
-            self.reasoning + parsed.reasoning,
-            self.content + parsed.content,
-            self.calls + parsed.calls,
-        )
-
 
 class Parser(Protocol):
     """Splits one answer, whose raw text arrives in pieces of any size.
@@ -122,6 +114,15 @@ class ReasoningFormat(Protocol):
         ...
 
     def parser(self, *, thinking_open: bool = False) -> Parser: ...
+
+
+def join(parts: Sequence[Parsed]) -> Parsed:
+    """Return consecutive outputs as one."""
+    return Parsed(
+        "".join([part.reasoning for part in parts]),
+        "".join([part.content for part in parts]),
+        tuple(delta for part in parts for delta in part.calls),
+    )
 
 
 def held_back(text: str, *markers: str) -> int:

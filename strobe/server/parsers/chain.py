@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from strobe.server.parsers.base import Parsed, Parser, Phase
+from strobe.server.parsers.base import Parsed, Parser, Phase, join
 
 
 class Plain:
@@ -35,5 +35,5 @@ class Chain:
 
     def finish(self) -> Parsed:
         split = self._thinking.finish()
-        rest = self._calls.push(split.content).joined_with(self._calls.finish())
+        rest = join([self._calls.push(split.content), self._calls.finish()])
         return Parsed(split.reasoning, rest.content, rest.calls)
