@@ -18,13 +18,13 @@ from strobe.server.parsers.base import (
 )
 from strobe.server.parsers.chain import Chain, Plain
 from strobe.server.parsers.deepseek import DeepSeek
-from strobe.server.parsers.gemma4 import Gemma4Calls, Gemma4Thinking
+from strobe.server.parsers.gemma4 import Gemma4Calls
 from strobe.server.parsers.gpt_oss import GptOss
 from strobe.server.parsers.hermes import Hermes
 from strobe.server.parsers.llama3 import Llama3
-from strobe.server.parsers.mistral import Mistral, MistralThinking
-from strobe.server.parsers.qwen3 import Qwen3
+from strobe.server.parsers.mistral import Mistral
 from strobe.server.parsers.qwen3_coder import Qwen3Coder
+from strobe.server.parsers.thinking import ThinkingTags
 
 __all__ = [
     "REASONING_FORMATS",
@@ -43,7 +43,7 @@ __all__ = [
 Format = TypeVar("Format")
 
 _GPT_OSS, _LLAMA3, _QWEN3_CODER = GptOss(), Llama3(), Qwen3Coder()
-_QWEN3 = Qwen3()
+_QWEN3 = ThinkingTags("qwen3", "<think>", "</think>", gap="\n\n", keep_special=False)
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
     {
@@ -69,8 +69,8 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = MappingProxyType(
         "deepseek_r1": _QWEN3,
         "gpt_oss": _GPT_OSS,
         "openai_gptoss": _GPT_OSS,
-        "gemma4": Gemma4Thinking(),
-        "mistral": MistralThinking(),
+        "gemma4": ThinkingTags("gemma4", "<|channel>", "<channel|>", title="thought"),
+        "mistral": ThinkingTags("mistral", "[THINK]", "[/THINK]"),
     }
 )
 """Reasoning formats by name; `openai_gptoss` and `deepseek_r1` are vLLM's names."""

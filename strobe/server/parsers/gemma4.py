@@ -1,4 +1,4 @@
-"""The tool call and reasoning formats of Gemma 4."""
+"""The tool call format of Gemma 4."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from strobe.server.parsers.call_gemma4 import CALL, CLOSER, NAME, OPENER, QUOTE,
 from strobe.server.parsers.call_text import CallText
 from strobe.server.parsers.gemma4_values import Values
 from strobe.server.parsers.lark import arguments, literal, marker
-from strobe.server.parsers.qwen3 import Thinking
-
-CHANNEL, CHANNEL_END = "<|channel>", "<channel|>"
 
 
 @dataclass(frozen=True)
@@ -58,22 +55,3 @@ def _call(tool: Tool, values: Values) -> str:
             "spaces, {, }, < and >, and give at most 200 characters."
         )
     return f"{literal(CALL + tool.name)} {values.arguments(tool)}"
-
-
-@dataclass(frozen=True)
-class Gemma4Thinking:
-    """Reasoning at the answer's beginning, between `<|channel>thought` with a line break and
-    `<channel|>`."""
-
-    name: str = "gemma4"
-    keep_special: bool = True
-    whole_answer: bool = False
-    start: str = CHANNEL
-    end: str = CHANNEL_END
-    gap: str = ""
-
-    def opened_by(self, prompt: str) -> bool:
-        return prompt.rstrip().endswith(f"{CHANNEL}thought")
-
-    def parser(self, *, thinking_open: bool = False) -> Parser:
-        return Thinking(f"{CHANNEL}thought", CHANNEL_END, thinking_open=thinking_open)

@@ -1,4 +1,4 @@
-"""The tool call and reasoning formats of Mistral's models."""
+"""The tool call formats of Mistral's models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from strobe.server.parsers.call_named import CallNamed
 from strobe.server.parsers.call_object import CallObject
 from strobe.server.parsers.call_text import CallText
 from strobe.server.parsers.lark import arguments, call_object, literal, marker
-from strobe.server.parsers.qwen3 import Thinking
 
 OPENER, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _NAME = re.compile(r"[^\s\[\]{}]{1,200}")
@@ -74,21 +73,3 @@ class _Call(CallNamed):
 
     def _comma(self) -> bool:
         return CallObject._comma(self) if self._listed else super()._comma()
-
-
-@dataclass(frozen=True)
-class MistralThinking:
-    """Reasoning at the answer's beginning, between `[THINK]` and `[/THINK]`."""
-
-    name: str = "mistral"
-    keep_special: bool = True
-    whole_answer: bool = False
-    start: str = "[THINK]"
-    end: str = "[/THINK]"
-    gap: str = ""
-
-    def opened_by(self, prompt: str) -> bool:
-        return prompt.rstrip().endswith(self.start)
-
-    def parser(self, *, thinking_open: bool = False) -> Parser:
-        return Thinking(self.start, self.end, thinking_open=thinking_open)

@@ -1,5 +1,4 @@
-"""The reasoning format of Qwen3 and similar models: `<think>`, a line break, the reasoning, a line
-break, `</think>`, an empty line, the answer."""
+"""Reasoning between two markers at an answer's beginning."""
 
 from __future__ import annotations
 
@@ -10,23 +9,24 @@ from strobe.server.parsers.base import Parsed, Parser, Phase, held_back
 
 
 @dataclass(frozen=True)
-class Qwen3:
-    """Reasoning at the answer's beginning in `<think>` tags, without the opening tag if the prompt
-    ends with it; an answer that begins otherwise has none. Line breaks between tags, reasoning and
-    answer are dropped."""
+class ThinkingTags:
+    """Reasoning at the answer's beginning between `start` and `end`, without `start` if the prompt
+    ends with it; an answer that begins otherwise has none. Line breaks between markers, reasoning
+    and answer are dropped. title: a text that always follows `start`."""
 
-    name: str = "qwen3"
-    keep_special: bool = False
+    name: str
+    start: str
+    end: str
+    gap: str = ""
+    title: str = ""
+    keep_special: bool = True
     whole_answer: bool = False
-    start: str = "<think>"
-    end: str = "</think>"
-    gap: str = "\n\n"
 
     def opened_by(self, prompt: str) -> bool:
-        return prompt.rstrip().endswith(self.start)
+        return prompt.rstrip().endswith(self.start + self.title)
 
     def parser(self, *, thinking_open: bool = False) -> Parser:
-        return Thinking(self.start, self.end, thinking_open=thinking_open)
+        return Thinking(self.start + self.title, self.end, thinking_open=thinking_open)
 
 
 class Thinking:
