@@ -147,11 +147,11 @@ def test_recorded_command_line_gives_the_same_settings(monkeypatch: pytest.Monke
         OfflineSettings(data="x y", thinking=True, repeats=1),
     ):
         name = "step" if isinstance(settings, StepSettings) else "offline"
-        words = shlex.split(command_line(name, settings, engine))
+        words = shlex.split(command_line(f"bench {name}", settings, engine))
         assert words[0] == "strobe"
         assert cli.main(words[1:]) == 0
         assert received[-2:] == [settings, engine]
-    assert command_line("step", StepSettings(), EngineConfig()) == "strobe bench step"
+    assert command_line("bench step", StepSettings(), EngineConfig()) == "strobe bench step"
 
 
 # runs

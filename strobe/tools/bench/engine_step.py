@@ -71,7 +71,7 @@ class Window:
 def run_step(settings: StepSettings, config: EngineConfig) -> int:
     """Measure, print the tables, write the file; return 0. Raises ValueError for settings that
     cannot run, before measuring."""
-    command = command_line("step", settings, config)
+    command = command_line("bench step", settings, config)
     with located_shapes(settings.shapes, config) as config, progress() as say:
         ways = {name: resolve(way) for name, way in _ways(settings, config).items()}
         for setup in ways.values():

@@ -50,7 +50,7 @@ MAX_TRIES = 5
 def run_load(settings: LoadSettings, config: EngineConfig) -> int:
     """Measure, print the table, write the file and the plot; return 0. Raises ValueError for
     settings that cannot run, before measuring."""
-    command = command_line("load", settings, config)
+    command = command_line("bench load", settings, config)
     if settings.plot and missing():
         raise ValueError(missing())
     block = max(load(Path(settings.traces)).widths) + 1 if settings.traces else None

@@ -70,7 +70,7 @@ class OfflineRun:
 def run_offline(settings: OfflineSettings, config: EngineConfig) -> int:
     """Measure, print the tables, write the file; return 0, or 1 if answers in fp32 differ. Raises
     ValueError for settings that cannot run, before measuring."""
-    command = command_line("offline", settings, config)
+    command = command_line("bench offline", settings, config)
     with progress() as say:
         say("reading prompts")
         config = locate_models(config)

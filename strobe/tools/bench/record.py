@@ -82,7 +82,7 @@ def _accept_none(layout: Layout, batch: Batch) -> Tensor:
 def run_record(settings: RecordSettings, config: EngineConfig) -> int:
     """Record the traces, write the file and print a summary; return 0. Raises ValueError for
     settings that cannot run."""
-    command = command_line("record", settings, config)
+    command = command_line("bench record", settings, config)
     with progress() as say:
         say("reading prompts")
         config = locate_models(config)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import MISSING, Field, fields
+import shlex
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,7 +11,6 @@ from pydantic import Field as Bounds
 from pydantic import model_validator
 
 from strobe.checks import MAX_INT, option, settings
-from strobe.config import EngineConfig
 from strobe.tools.bench.plots import FORMATS
 
 DECIDED = ("load_format", "max_num_seqs", "enable_prefix_caching")
@@ -233,9 +232,6 @@ class RecordSettings:
         return self
 
 
-BenchSettings = StepSettings | OfflineSettings | LoadSettings | RecordSettings
-
-
 def _is_positive(text: str) -> bool:
     return text.strip().isdecimal() and 0 < int(text) < 2**31
 
@@ -261,23 +257,18 @@ def check_file(name: str, option: str = "json") -> None:
         raise ValueError(f"{option} is {name!r}, but {problem}; name a file in one that exists.")
 
 
-def command_line(name: str, *groups: BenchSettings | EngineConfig) -> str:
-    """Return the command line that gives these settings, without defaults."""
-    import shlex
-
-    words = ["strobe", "bench", name]
+def command_line(command: str, *groups: Any) -> str:
+    """Return the command line that gives these groups of settings to a command, such as "bench
+    step", without defaults."""
+    words = ["strobe", *command.split()]
     for group in groups:
-        for f in _changed(group):
-            flag, value = f.name.replace("_", "-"), getattr(group, f.name)
+        for f in fields(group):
+            value, default = getattr(group, f.name), None if f.default is MISSING else f.default
+            if f.name in DECIDED or value == default:
+                continue
+            flag = f.name.replace("_", "-")
             if isinstance(value, bool):
                 words.append(f"--{flag}" if value else f"--no-{flag}")
             else:
                 words += [f"--{flag}", str(value)]
     return shlex.join(words)
-
-
-def _changed(group: BenchSettings | EngineConfig) -> Iterable[Field[Any]]:
-    for f in fields(group):
-        default = None if f.default is MISSING else f.default
-        if f.name not in DECIDED and getattr(group, f.name) != default:
-            yield f

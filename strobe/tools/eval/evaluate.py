@@ -19,11 +19,12 @@ from strobe.tools.bench.offline import ways_of
 from strobe.tools.bench.plots import missing
 from strobe.tools.bench.rates import release
 from strobe.tools.bench.report import Figures, circumstances, output, progress
+from strobe.tools.bench.settings import command_line
 from strobe.tools.eval import expected, measures, plots
 from strobe.tools.eval.answering import Answering, Run
 from strobe.tools.eval.datasets import DataSet, load
 from strobe.tools.eval.report import markdown, show
-from strobe.tools.eval.settings import EvalSettings, command_line
+from strobe.tools.eval.settings import EvalSettings
 
 Say = Callable[[str], None]
 
@@ -35,7 +36,7 @@ def evaluate(kind: str, settings: EvalSettings, config: EngineConfig) -> int:
     speculation. Raises ValueError for settings that cannot run, before measuring.
     """
     pair = expected.chosen(settings)
-    command = command_line(kind, settings, config)
+    command = command_line(f"eval {kind}", settings, config)
     with progress() as say:
         say("reading data sets")
         config = _located(settings, config)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
-from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, model_validator
 
 from strobe.checks import MAX_INT, option, settings
-from strobe.config import EngineConfig
-from strobe.tools.bench.settings import DECIDED, Positive, Temperature, TopP, positive_ints
+from strobe.tools.bench.settings import Positive, Temperature, TopP, positive_ints
 
 DATA_SETS = (
     "gsm8k", "gsm8k-5shot", "math500", "humaneval", "mbpp", "mbpp-tests", "mt-bench", "alpaca",
@@ -129,19 +126,3 @@ class EvalSettings:
                 "raise prompts."
             )
         return counts
-
-
-def command_line(kind: str, settings: EvalSettings, config: EngineConfig) -> str:
-    """Return the command line that gives these settings, without defaults."""
-    words = ["strobe", "eval", kind]
-    for group in (settings, config):
-        for f in fields(group):
-            value, default = getattr(group, f.name), None if f.default is MISSING else f.default
-            if f.name in DECIDED or value == default:
-                continue
-            flag = f.name.replace("_", "-")
-            if isinstance(value, bool):
-                words.append(f"--{flag}" if value else f"--no-{flag}")
-            else:
-                words += [f"--{flag}", str(value)]
-    return shlex.join(words)
