@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, WithJsonSchema
 
 from strobe.server.batches.lines import URLS
-from strobe.server.openai.protocol.common import TEXT_SCHEMA, RequestModel, split_fields
+from strobe.server.openai.protocol.common import TEXT_SCHEMA, RequestModel
 from strobe.server.openai.protocol.errors import FieldError, invalid_value, short_json
 
 _METADATA: dict[str, Any] = {
@@ -74,10 +74,7 @@ class MessageBatchRequest(RequestModel):
         names: set[str] = set()
         for index, request in enumerate(self.requests):
             path = f"requests[{index}]"
-            lenient = self._warnings.lenient
-            fields = split_fields(
-                request, ("custom_id", "params"), "", path, lenient=lenient
-            ).fields
+            fields = self._warnings.split(request, ("custom_id", "params"), "", path)
             name, params = fields.get("custom_id"), fields.get("params")
             if not isinstance(name, str) or not name:
                 raise invalid_value(f"{path}.custom_id", name, "a string of one or more characters")

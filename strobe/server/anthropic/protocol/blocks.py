@@ -9,7 +9,6 @@ from strobe.server.openai.protocol.common import (
     TEXT_SCHEMA,
     FieldWarnings,
     object_schema,
-    split_fields,
 )
 from strobe.server.openai.protocol.errors import FieldError, invalid_value, short_json
 
@@ -76,9 +75,8 @@ def read_items(messages: Any, warnings: FieldWarnings) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
     for index, message in enumerate(messages):
         path = f"messages[{index}]"
-        split = split_fields(message, ("role", "content"), "", path, lenient=warnings.lenient)
-        warnings += split.warnings
-        role, content = split.fields.get("role"), split.fields.get("content")
+        fields = warnings.split(message, ("role", "content"), "", path)
+        role, content = fields.get("role"), fields.get("content")
         if role not in ROLES:
             raise invalid_value(f"{path}.role", role, f"one of {', '.join(ROLES)}")
         if isinstance(content, str):
@@ -148,11 +146,7 @@ def _block(
             f"{path}.type",
             "unsupported_parameter",
         )
-    split = split_fields(
-        block, ("type", *BLOCK_FIELDS[kind]), "block", path, lenient=warnings.lenient
-    )
-    warnings += split.warnings
-    fields = split.fields
+    fields = warnings.split(block, ("type", *BLOCK_FIELDS[kind]), "block", path)
     for name in BLOCK_FIELDS[kind]:
         if name in ("signature", "content"):
             continue

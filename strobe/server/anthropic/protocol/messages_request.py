@@ -30,7 +30,6 @@ from strobe.server.openai.protocol.common import (
     check_int,
     is_int,
     object_schema,
-    split_fields,
 )
 from strobe.server.openai.protocol.conversation import TemplateVariables, check_template_options
 from strobe.server.openai.protocol.errors import (
@@ -165,9 +164,7 @@ class MessagesPrompt(RequestModel):
         value = getattr(self, name)
         if value is None:
             return {}
-        split = split_fields(value, known_names, name, name, lenient=self._warnings.lenient)
-        self._warnings.extend(split.warnings)
-        return split.fields
+        return self._warnings.split(value, known_names, name, name)
 
     def _check_objects(self) -> None:
         checks = (("type", THINKING), ("display", DISPLAYS))
@@ -188,18 +185,13 @@ class MessagesPrompt(RequestModel):
         output_format, path = self._output.get("format"), "output_config.format"
         if output_format is None:
             return None
-        split = split_fields(
-            output_format, ("type", "schema"), "", path, lenient=self._warnings.lenient
-        )
-        self._warnings.extend(split.warnings)
-        if split.fields.get("type") != "json_schema":
-            raise invalid_value(f"{path}.type", split.fields.get("type"), '"json_schema"')
-        if not isinstance(split.fields.get("schema"), Mapping):
-            raise invalid_value(
-                f"{path}.schema", split.fields.get("schema"), "a JSON schema, as an object"
-            )
-        schema = {"name": "format", "schema": split.fields["schema"]}
-        return {"type": "json_schema", "json_schema": schema}
+        fields = self._warnings.split(output_format, ("type", "schema"), "", path)
+        if fields.get("type") != "json_schema":
+            raise invalid_value(f"{path}.type", fields.get("type"), '"json_schema"')
+        schema = fields.get("schema")
+        if not isinstance(schema, Mapping):
+            raise invalid_value(f"{path}.schema", schema, "a JSON schema, as an object")
+        return {"type": "json_schema", "json_schema": {"name": "format", "schema": schema}}
 
     def _check_thread(self) -> None:
         """Accept a new thread without effect, and reject one that continues, after which clients

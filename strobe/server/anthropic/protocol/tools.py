@@ -9,7 +9,6 @@ from strobe.server.openai.protocol.common import (
     TEXT_SCHEMA,
     FieldWarnings,
     object_schema,
-    split_fields,
 )
 from strobe.server.openai.protocol.errors import FieldError, invalid_value, short_json
 
@@ -64,9 +63,8 @@ def _tool(tool: Any, path: str, warnings: FieldWarnings) -> dict[str, Any]:
             f"{path}.type",
             "unsupported_parameter",
         )
-    split = split_fields(tool, TOOL_FIELDS, "messages.tool", path, lenient=warnings.lenient)
-    warnings += split.warnings
-    function = {name: value for name, value in split.fields.items() if name != "type"}
+    function = warnings.split(tool, TOOL_FIELDS, "messages.tool", path)
+    function.pop("type", None)
     schema = function.pop("input_schema", None)
     if not isinstance(schema, Mapping):
         raise invalid_value(f"{path}.input_schema", schema, "a JSON schema, as an object")
@@ -84,9 +82,7 @@ def read_choice(value: Any, tools: list[dict[str, Any]], warnings: FieldWarnings
         raise invalid_value(place, value if kind is None else kind, f"{shape} {', '.join(CHOICES)}")
     known_fields = ["type", *(("name",) if kind == "tool" else ())]
     known_fields += ["disable_parallel_tool_use"] if kind != "none" else []
-    split = split_fields(value, known_fields, "", "tool_choice", lenient=warnings.lenient)
-    warnings += split.warnings
-    fields = split.fields
+    fields = warnings.split(value, known_fields, "", "tool_choice")
     single = fields.get("disable_parallel_tool_use", False)
     if not isinstance(single, bool):
         raise invalid_value("tool_choice.disable_parallel_tool_use", single, "true or false")

@@ -11,7 +11,6 @@ from strobe.server.openai.protocol.common import (
     TEXT_SCHEMA,
     FieldWarnings,
     object_schema,
-    split_fields,
 )
 from strobe.server.openai.protocol.errors import FieldError, invalid_value, short_json
 
@@ -111,9 +110,7 @@ def read_message(message: Any, path: str, warnings: FieldWarnings) -> dict[str, 
     Content becomes text or None, the role developer becomes system, and the arguments of tool
     calls become objects if they are valid JSON.
     """
-    split = split_fields(message, MESSAGE_FIELDS, "message", path, lenient=warnings.lenient)
-    warnings += split.warnings
-    fields = split.fields
+    fields = warnings.split(message, MESSAGE_FIELDS, "message", path)
     role = fields.get("role")
     if role not in ROLES:
         problem = "is missing" if role is None else f"is {short_json(role)}"
@@ -191,9 +188,7 @@ def _part(part: Any, path: str, warnings: FieldWarnings) -> str:
             f"{path}.type",
             "unsupported_parameter",
         )
-    split = split_fields(part, ("type", field), "part", path, lenient=warnings.lenient)
-    warnings += split.warnings
-    text = split.fields.get(field)
+    text = warnings.split(part, ("type", field), "part", path).get(field)
     if not isinstance(text, str):
         raise invalid_value(f"{path}.{field}", text, "a string")
     return text
@@ -201,19 +196,13 @@ def _part(part: Any, path: str, warnings: FieldWarnings) -> str:
 
 def _tool_call(call: Any, path: str, warnings: FieldWarnings) -> dict[str, Any]:
     """Return an earlier tool call. `index`, its position in a stream, is ignored."""
-    split = split_fields(call, TOOL_CALL_FIELDS, "tool_call", path, lenient=warnings.lenient)
-    warnings += split.warnings
-    fields = split.fields
+    fields = warnings.split(call, TOOL_CALL_FIELDS, "tool_call", path)
     if fields.get("type", "function") != "function":
         raise invalid_value(
             f"{path}.type", fields["type"], '"function"', "other tools are not supported"
         )
     inner = f"{path}.function"
-    split = split_fields(
-        fields.get("function"), ("name", "arguments"), "", inner, lenient=warnings.lenient
-    )
-    warnings += split.warnings
-    function = split.fields
+    function = warnings.split(fields.get("function"), ("name", "arguments"), "", inner)
     name = function.get("name")
     if not isinstance(name, str) or not name:
         raise invalid_value(f"{path}.function.name", name, "the name of a function")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Annotated, Any, ClassVar, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
     BaseModel,
@@ -53,59 +53,37 @@ class FieldWarnings(list[str]):
     def split(
         self, value: Any, known_names: Collection[str], schema_key: str, path: str
     ) -> dict[str, Any]:
-        """Return an object's known fields, and take in its warnings; see `split_fields`."""
-        fields, warnings = split_fields(value, known_names, schema_key, path, lenient=self.lenient)
-        self.extend(warnings)
+        """Return an object's known fields without nulls, and add a warning for each field without
+        effect.
+
+        schema_key: key of its rules in NO_EFFECT and UNSUPPORTED. path: its path in the request.
+        Raises FieldError if `value` is not an object or has an unknown or unsupported field.
+        """
+        if not isinstance(value, Mapping):
+            raise invalid_value(path or None, value, "a JSON object")
+        no_effect, refused = NO_EFFECT.get(schema_key, {}), UNSUPPORTED.get(schema_key, {})
+        fields: dict[str, Any] = {}
+        for name, item in value.items():
+            if item is None:
+                continue
+            full = f"{path}.{name}" if path else str(name)
+            if name in known_names:
+                fields[name] = item
+            elif (rule := no_effect.get(name)) is not None:
+                if not rule.is_neutral(item):
+                    self.append(f"{full} has no effect: {rule.reason}.")
+            elif (rule := refused.get(name)) is not None:
+                if not rule.is_neutral(item):
+                    raise FieldError(
+                        f"{full} is {short_json(item)}, which is not supported: {rule.reason}.",
+                        full,
+                        "unsupported_parameter",
+                    )
+            elif self.lenient:
+                self.append(f"{full[:200]} has no effect: this server does not know it.")
+            else:
+                raise _unknown(str(name), [*known_names, *no_effect], path, full)
         return fields
-
-
-class SplitFields(NamedTuple):
-    """An object's known fields without nulls, and a warning for each field without effect."""
-
-    fields: dict[str, Any]
-    warnings: list[str]
-
-
-def split_fields(
-    body: Any,
-    known_names: Collection[str],
-    schema_key: str,
-    path: str = "",
-    *,
-    lenient: bool = False,
-) -> SplitFields:
-    """Split an object's fields into known ones and warnings.
-
-    schema_key: key of its rules in NO_EFFECT and UNSUPPORTED. path: its path in the request.
-    lenient: see FieldWarnings. Raises FieldError if `body` is not an object or has an unknown or
-    unsupported field.
-    """
-    if not isinstance(body, Mapping):
-        raise invalid_value(path or None, body, "a JSON object")
-    no_effect, refused = NO_EFFECT.get(schema_key, {}), UNSUPPORTED.get(schema_key, {})
-    fields: dict[str, Any] = {}
-    sentences: list[str] = []
-    for name, value in body.items():
-        if value is None:
-            continue
-        full = f"{path}.{name}" if path else str(name)
-        if name in known_names:
-            fields[name] = value
-        elif (rule := no_effect.get(name)) is not None:
-            if not rule.is_neutral(value):
-                sentences.append(f"{full} has no effect: {rule.reason}.")
-        elif (rule := refused.get(name)) is not None:
-            if not rule.is_neutral(value):
-                raise FieldError(
-                    f"{full} is {short_json(value)}, which is not supported: {rule.reason}.",
-                    full,
-                    "unsupported_parameter",
-                )
-        elif lenient:
-            sentences.append(f"{full[:200]} has no effect: this server does not know it.")
-        else:
-            raise _unknown(str(name), [*known_names, *no_effect], path, full)
-    return SplitFields(fields, sentences)
 
 
 def _unknown(name: str, names: Collection[str], path: str, full: str) -> FieldError:
@@ -165,11 +143,9 @@ class RequestModel(BaseModel):
     ) -> Self:
         if isinstance(data, cls):
             return data
-        lenient = bool((info.context or {}).get("lenient"))
-        split = split_fields(data, cls.model_fields, cls.schema_key, cls.path, lenient=lenient)
-        self = handler(split.fields)
-        self._warnings = FieldWarnings(lenient=lenient)
-        self._warnings.extend(split.warnings)
+        warnings = FieldWarnings(lenient=bool((info.context or {}).get("lenient")))
+        self = handler(warnings.split(data, cls.model_fields, cls.schema_key, cls.path))
+        self._warnings = warnings
         self.check()
         return self
 
@@ -201,7 +177,7 @@ class RequestModel(BaseModel):
 def object_schema(
     properties: Mapping[str, Any], schema_key: str = "", required: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The JSON schema of an object that `split_fields` reads. properties: its known fields;
+    """The JSON schema of an object that `FieldWarnings.split` reads. properties: its known fields;
     schema_key: key of its rules. A field that is not required may be null."""
     shown_fields: dict[str, Any] = {}
     for name, rule in NO_EFFECT.get(schema_key, {}).items():

@@ -17,7 +17,6 @@ from strobe.server.openai.protocol.common import (
     TEXT_SCHEMA,
     FieldWarnings,
     object_schema,
-    split_fields,
 )
 from strobe.server.openai.protocol.errors import FieldError, invalid_value, short_json
 
@@ -131,9 +130,7 @@ def _item(item: Any, path: str, warnings: FieldWarnings) -> tuple[str, dict[str,
             f"{path}.type",
             "unsupported_parameter",
         )
-    split = split_fields(item, (*EVERY_ITEM, *known_fields), "item", path, lenient=warnings.lenient)
-    warnings += split.warnings
-    return kind, split.fields
+    return kind, warnings.split(item, (*EVERY_ITEM, *known_fields), "item", path)
 
 
 def _call(fields: Mapping[str, Any], path: str) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from strobe.server.openai.protocol.common import (
     TEXT_SCHEMA,
     FieldWarnings,
     object_schema,
-    split_fields,
     texts,
 )
 from strobe.server.openai.protocol.errors import FieldError, invalid_value, short_json
@@ -139,12 +138,11 @@ def _read(source: str, value: Any, warnings: FieldWarnings) -> Constraint | None
 
 def _structured_outputs(outputs: Any, warnings: FieldWarnings) -> Constraint | None:
     path = "structured_outputs"
-    split = split_fields(outputs, KINDS, path, path, lenient=warnings.lenient)
-    warnings += split.warnings
-    json_object = split.fields.get("json_object")
+    fields = warnings.split(outputs, KINDS, path, path)
+    json_object = fields.get("json_object")
     if json_object is not None and not isinstance(json_object, bool):
         raise invalid_value(f"{path}.json_object", json_object, "true or false")
-    set_names = [name for name, value in split.fields.items() if value is not False]
+    set_names = [name for name, value in fields.items() if value is not False]
     if len(set_names) != 1:
         problem = f"holds {' and '.join(set_names)}" if set_names else f"is {short_json(outputs)}"
         raise FieldError(
@@ -152,8 +150,8 @@ def _structured_outputs(outputs: Any, warnings: FieldWarnings) -> Constraint | N
         )
     kind = set_names[0]
     if kind == "structural_tag":
-        return Constraint(path, kind, read_tags(split.fields[kind], f"{path}.{kind}", warnings))
-    return Constraint(path, kind, _value(kind, split.fields[kind], f"{path}.{kind}"))
+        return Constraint(path, kind, read_tags(fields[kind], f"{path}.{kind}", warnings))
+    return Constraint(path, kind, _value(kind, fields[kind], f"{path}.{kind}"))
 
 
 def _response_format(value: Any, warnings: FieldWarnings) -> Constraint | None:
@@ -161,9 +159,7 @@ def _response_format(value: Any, warnings: FieldWarnings) -> Constraint | None:
     kind = _format_type(value, path, (*_TYPES, "structural_tag"))
     if kind == "structural_tag":
         return Constraint(path, kind, read_tags(value, path, warnings))
-    split = split_fields(value, RESPONSE_FORMAT_FIELDS, path, path, lenient=warnings.lenient)
-    warnings += split.warnings
-    inner = split.fields.get("json_schema")
+    inner = warnings.split(value, RESPONSE_FORMAT_FIELDS, path, path).get("json_schema")
     if kind != "json_schema":
         if inner is not None:
             raise FieldError(
@@ -174,15 +170,9 @@ def _response_format(value: Any, warnings: FieldWarnings) -> Constraint | None:
         return None if kind == "text" else Constraint(path, "json_object", True)
     if inner is None:
         raise _missing(f"{path}.json_schema")
-    schema = split_fields(
-        inner,
-        JSON_SCHEMA_FIELDS,
-        "json_schema",
-        f"{path}.json_schema",
-        lenient=warnings.lenient,
-    )
-    warnings += schema.warnings
-    return _named_schema(schema.fields, path, f"{path}.json_schema")
+    inner_path = f"{path}.json_schema"
+    fields = warnings.split(inner, JSON_SCHEMA_FIELDS, "json_schema", inner_path)
+    return _named_schema(fields, path, inner_path)
 
 
 def read_text_format(value: Any, warnings: FieldWarnings) -> dict[str, Any]:
@@ -190,15 +180,12 @@ def read_text_format(value: Any, warnings: FieldWarnings) -> dict[str, Any]:
     path = "text.format"
     kind = _format_type(value, path, _TYPES)
     known_fields = ("type", *JSON_SCHEMA_FIELDS) if kind == "json_schema" else ("type",)
-    split = split_fields(value, known_fields, "json_schema", path, lenient=warnings.lenient)
-    warnings += split.warnings
+    fields = warnings.split(value, known_fields, "json_schema", path)
     if kind != "json_schema":
         return {"type": kind}
-    _named_schema(split.fields, path, path)
-    return {
-        "type": kind,
-        "json_schema": {name: v for name, v in split.fields.items() if name != "type"},
-    }
+    _named_schema(fields, path, path)
+    del fields["type"]
+    return {"type": kind, "json_schema": fields}
 
 
 def _format_type(value: Any, path: str, types: Sequence[str]) -> str:

@@ -16,7 +16,6 @@ from strobe.server.openai.protocol.common import (
     Int,
     RequestModel,
     object_schema,
-    split_fields,
 )
 from strobe.server.openai.protocol.conversation import TemplateVariables, check_template_options
 from strobe.server.openai.protocol.errors import FieldError, invalid_value, short_json
@@ -148,11 +147,8 @@ class ResponsesPrompt(RequestModel):
     def _read_effort(self) -> str | None:
         if self.reasoning is None:
             return None
-        split = split_fields(
-            self.reasoning, ("effort",), "reasoning", "reasoning", lenient=self._warnings.lenient
-        )
-        self._warnings.extend(split.warnings)
-        effort = split.fields.get("effort")
+        fields = self._warnings.split(self.reasoning, ("effort",), "reasoning", "reasoning")
+        effort = fields.get("effort")
         if effort is not None and effort not in get_args(Effort):
             raise invalid_value("reasoning.effort", effort, f"one of {', '.join(get_args(Effort))}")
         return effort
@@ -160,11 +156,10 @@ class ResponsesPrompt(RequestModel):
     def _read_format(self) -> dict[str, Any] | None:
         if self.text is None:
             return None
-        split = split_fields(self.text, ("format",), "text", "text", lenient=self._warnings.lenient)
-        self._warnings.extend(split.warnings)
-        if "format" not in split.fields:
+        fields = self._warnings.split(self.text, ("format",), "text", "text")
+        if "format" not in fields:
             return None
-        return read_text_format(split.fields["format"], self._warnings)
+        return read_text_format(fields["format"], self._warnings)
 
     def to_chat(self) -> ChatCompletionRequest:
         """The same request as a chat request."""

@@ -10,7 +10,6 @@ from strobe.server.openai.protocol.common import (
     TEXT_SCHEMA,
     FieldWarnings,
     object_schema,
-    split_fields,
 )
 from strobe.server.openai.protocol.errors import FieldError, invalid_value, short_json
 
@@ -147,13 +146,9 @@ def _function(
             f"{path}.type", tool.get("type"), '"function"', "other tools are not supported"
         )
     known_fields = ("type", *FUNCTION_FIELDS) if flat else TOOL_FIELDS
-    split = split_fields(
-        tool, known_fields, "responses.tool" if flat else "tool", path, lenient=warnings.lenient
-    )
-    warnings += split.warnings
-    fields = split.fields
+    fields = warnings.split(tool, known_fields, "responses.tool" if flat else "tool", path)
     if not flat:
-        fields = _inner(fields.get("function"), FUNCTION_FIELDS, inner, warnings)
+        fields = warnings.split(fields.get("function"), FUNCTION_FIELDS, "", inner)
     function = {name: value for name, value in fields.items() if name != "type"}
     name = function.get("name")
     if not isinstance(name, str) or not name:
@@ -167,15 +162,6 @@ def _function(
     if not isinstance(function.get("strict", False), bool):
         raise invalid_value(f"{inner}.strict", function["strict"], "true or false")
     return function
-
-
-def _inner(
-    value: Any, known_names: Sequence[str], path: str, warnings: FieldWarnings
-) -> dict[str, Any]:
-    """Return the fields of an object without rules for other fields."""
-    split = split_fields(value, known_names, "", path, lenient=warnings.lenient)
-    warnings += split.warnings
-    return split.fields
 
 
 def _choice(
@@ -192,9 +178,9 @@ def _choice(
     if kind == "allowed_tools":
         path = "tool_choice" if flat else "tool_choice.allowed_tools"
         known_fields = ("type", "mode", "tools") if flat else ("type", kind)
-        fields = _inner(value, known_fields, "tool_choice", warnings)
+        fields = warnings.split(value, known_fields, "", "tool_choice")
         if not flat:
-            fields = _inner(fields.get(kind), ("mode", "tools"), path, warnings)
+            fields = warnings.split(fields.get(kind), ("mode", "tools"), "", path)
         if fields.get("mode") not in ("auto", "required"):
             raise invalid_value(f"{path}.mode", fields.get("mode"), '"auto" or "required"')
         listed = fields.get("tools")
@@ -218,10 +204,10 @@ def _choice(
 
 def _name(value: Mapping[str, Any], path: str, warnings: FieldWarnings, flat: bool) -> str:
     """The name in {"type": "function", "function": {"name": ...}}, or in its flat form."""
-    fields = _inner(value, ("type", "name") if flat else TOOL_FIELDS, path, warnings)
+    fields = warnings.split(value, ("type", "name") if flat else TOOL_FIELDS, "", path)
     if not flat:
         path = f"{path}.function"
-        fields = _inner(fields.get("function"), ("name",), path, warnings)
+        fields = warnings.split(fields.get("function"), ("name",), "", path)
     name = fields.get("name")
     if not isinstance(name, str):
         raise invalid_value(f"{path}.name", name, "the name of a function")
