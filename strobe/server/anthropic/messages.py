@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import AsyncGenerator
-from dataclasses import replace
 from typing import Any
 
 from fastapi import Request
@@ -16,16 +15,9 @@ from strobe.server.anthropic.protocol.messages_request import (
     CountTokensRequest,
     MessagesRequest,
 )
-from strobe.server.openai import replies
-from strobe.server.openai.chat import (
-    Prepared,
-    prepare,
-    prompt_ids,
-    render_prompt,
-    warnings,
-)
+from strobe.server.openai import converted, replies
+from strobe.server.openai.chat import Prepared
 from strobe.server.openai.output_items import OrderedAnswer, OutputItems
-from strobe.server.openai.protocol.errors import FieldError
 from strobe.server.openai.runs import usage
 from strobe.server.serving import Serving
 
@@ -34,10 +26,10 @@ async def messages(serving: Serving, http: Request) -> Response:
     """Answer POST /v1/messages."""
     try:
         request = MessagesRequest.read(await http.body(), lenient=serving.settings.lenient)
-        prepared = await _prepare(serving, request, http)
+        prepared = await converted.prepare_converted(serving, request, http, clamp_max_tokens=True)
         make = functools.partial(make_block, shows_thinking=request.shows_thinking)
         items = OutputItems(make, parallel=request.to_chat().parallel_tool_calls)
-        answer = OrderedAnswer(serving, prepared.job, items)
+        answer = OrderedAnswer(serving, request, prepared.job, items)
     except Exception as error:
         return replies.error_response(serving, error)
     report = replies.wants_report(http, request)
@@ -55,31 +47,10 @@ async def count_tokens(serving: Serving, http: Request) -> Response:
     try:
         request = CountTokensRequest.read(await http.body(), lenient=serving.settings.lenient)
         serving.name(request.model)
-        chat = request.to_chat()
-
-        def count() -> int:
-            return len(prompt_ids(serving, render_prompt(serving, chat), chat))
-
-        try:
-            body = {"input_tokens": await serving.in_thread(count)}
-        except FieldError as error:
-            raise request.with_own_names(error) from None
-        sentences = warnings(serving, request, chat)
-        return JSONResponse(body | replies.extras([], False, sentences))
+        number, sentences = await converted.count_tokens(serving, request)
+        return JSONResponse({"input_tokens": number} | replies.extras([], False, sentences))
     except Exception as error:
         return replies.error_response(serving, error)
-
-
-async def _prepare(serving: Serving, request: MessagesRequest, http: Request) -> Prepared:
-    chat = request.to_chat()
-    try:
-        prepared = await prepare(serving, chat, http, request, clamp_max_tokens=True)
-    except FieldError as error:
-        raise request.with_own_names(error) from None
-    job = prepared.job
-    if job.constraint == "response_format":
-        job = replace(job, constraint="output_config.format")
-    return replace(prepared, job=job, warnings=request.own_names(prepared.warnings))
 
 
 def _error_response(request_id: str, body: dict[str, Any]) -> bytes:
@@ -98,14 +69,14 @@ class MessageReply:
 
     async def body(self) -> dict[str, Any]:
         """Return the whole message after the answer has ended."""
-        async for _ in self._steps():
+        async for _ in self.answer.steps():
             pass
         return self._message() | {"content": self.answer.items.output} | self._ended()
 
     async def events(self) -> AsyncGenerator[bytes]:
         """Yield the events of the stream."""
         begun = False
-        async for events in self._steps():
+        async for events in self.answer.steps():
             out = b""
             if not begun:
                 begun = True
@@ -121,14 +92,6 @@ class MessageReply:
             delta = {name: ended.pop(name) for name in ("stop_reason", "stop_sequence")}
             yield replies.typed_event({"type": "message_delta", "delta": delta, **ended})
             yield replies.typed_event({"type": "message_stop"})
-
-    async def _steps(self) -> AsyncGenerator[list[dict[str, Any]]]:
-        """Yield the answer's events. Raises FieldError, RequestRejected, EngineDead."""
-        try:
-            async for events in self.answer.steps():
-                yield events
-        except FieldError as error:
-            raise self.request.with_own_names(error) from None
 
     def _message(self) -> dict[str, Any]:
         """Return the message's first fields, before any content."""

@@ -24,10 +24,9 @@ from strobe.server.openai.chat import (
     Prepared,
     ToolCallCollector,
     chat_logprob,
-    prepare,
     warnings,
 )
-from strobe.server.openai.protocol.errors import FieldError
+from strobe.server.openai.converted import prepare_converted
 from strobe.server.openai.runs import PromptRun
 from strobe.server.serving import Serving
 
@@ -65,7 +64,8 @@ async def _answer(
         name = request.model or serving.name(None)
         if request.is_load:
             serving.name(request.model)
-            sentences = _warnings(serving, request, warnings(serving, request, request.to_chat()))
+            sentences = request.own_names(warnings(serving, request, request.to_chat()))
+            sentences += _context_warning(serving, request)
             return JSONResponse(
                 _head(name)
                 | {**part("", "", []), "done": True, "done_reason": "load"}
@@ -86,29 +86,22 @@ async def _answer(
 
 
 async def _prepare(serving: Serving, request: OllamaRequest, http: Request) -> Prepared:
-    chat, raw = request.to_chat(), request.raw_prompt
-    try:
-        prepared = await prepare(
-            serving, chat, http, request, clamp_max_tokens=True, raw_prompt=raw
-        )
-    except FieldError as error:
-        raise request.with_own_names(error) from None
-    job = prepared.job
-    if job.constraint == "response_format":
-        job = replace(job, constraint="format")
-    sentences = _warnings(serving, request, prepared.warnings)
-    return replace(prepared, job=job, warnings=sentences)
+    prepared = await prepare_converted(
+        serving, request, http, clamp_max_tokens=True, raw_prompt=request.raw_prompt
+    )
+    prepared.warnings.extend(_context_warning(serving, request))
+    return prepared
 
 
-def _warnings(serving: Serving, request: OllamaRequest, sentences: list[str]) -> list[str]:
-    """Return the warnings with this endpoint's field names, and one for another num_ctx."""
-    sentences, context = request.own_names(sentences), serving.facts.max_model_len
-    if request.num_ctx not in (None, context):
-        sentences.append(
-            f"options.num_ctx is {request.num_ctx}, but the context holds {context} tokens for "
-            "every request; the server's --max-model-len sets it."
-        )
-    return sentences
+def _context_warning(serving: Serving, request: OllamaRequest) -> list[str]:
+    """Return a sentence if the client asks for a context of another length."""
+    context = serving.facts.max_model_len
+    if request.num_ctx in (None, context):
+        return []
+    return [
+        f"options.num_ctx is {request.num_ctx}, but the context holds {context} tokens for every "
+        "request; the server's --max-model-len sets it."
+    ]
 
 
 def _head(name: str) -> dict[str, Any]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Collection
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import Request
 from starlette.responses import Response
@@ -17,6 +17,7 @@ from strobe.server.openai import replies
 from strobe.server.openai.constraints import structured_outputs
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.conversation import Conversation
+from strobe.server.openai.protocol.converted import ConvertedRequest
 from strobe.server.openai.protocol.errors import FieldError, counted
 from strobe.server.openai.runs import (
     ChoiceState,
@@ -33,14 +34,6 @@ from strobe.text.tokenizer import RenderedChat, Tokenizer
 
 REASONING_NAMES = ("reasoning_content", "reasoning")
 """Reasoning is sent under both names: DeepSeek's, which is widely read, and vLLM's newer one."""
-
-
-class HasWarnings(Protocol):
-    """A request of any endpoint that is converted to a chat request."""
-
-    def warnings(self, template_reads: Collection[str] | None = None) -> list[str]:
-        """One sentence for each field without effect."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -71,7 +64,7 @@ async def prepare(
     serving: Serving,
     request: ChatCompletionRequest,
     http: Request,
-    original: HasWarnings | None = None,
+    original: ConvertedRequest | None = None,
     *,
     clamp_max_tokens: bool = False,
     raw_prompt: str | None = None,
@@ -151,7 +144,11 @@ def prompt_ids(serving: Serving, chat: RenderedChat, request: Conversation) -> l
         raise FieldError(str(error), "messages") from None
 
 
-def warnings(serving: Serving, request: HasWarnings, chat: ChatCompletionRequest) -> list[str]:
+def warnings(
+    serving: Serving,
+    request: ChatCompletionRequest | ConvertedRequest,
+    chat: ChatCompletionRequest,
+) -> list[str]:
     """One sentence for each field without effect. chat: the same request as a chat."""
     sentences = request.warnings(None if chat.chat_template is not None else serving.template_reads)
     if chat.thinking_budget is not None and serving.formats.reasoning is None:

@@ -8,6 +8,8 @@ from typing import Any, Literal, Protocol
 
 from strobe.server.openai import replies
 from strobe.server.openai.chat import chat_logprob, is_complete
+from strobe.server.openai.protocol.converted import ConvertedRequest
+from strobe.server.openai.protocol.errors import FieldError
 from strobe.server.openai.runs import GenerationJob, PromptRun
 from strobe.server.openai.segments import OrderedParser, Segment, TokenAttribution
 from strobe.server.serving import Serving
@@ -87,10 +89,12 @@ class OrderedAnswer:
     reasoning_tokens: number of tokens so far with reasoning in their text, without markers.
     """
 
-    def __init__(self, serving: Serving, job: GenerationJob, items: OutputItems):
+    def __init__(
+        self, serving: Serving, request: ConvertedRequest, job: GenerationJob, items: OutputItems
+    ):
         """Submit the prompt to the engine. Raises RequestRejected, EngineDead."""
         self._segments, self._attribution = OrderedParser(job.parser()), TokenAttribution()
-        self._tokenizer = serving.tokenizer
+        self._tokenizer, self._request = serving.tokenizer, request
         self.items, self.reasoning_tokens = items, 0
         self.run = PromptRun(serving, replace(job, parser=lambda: self._segments))
 
@@ -102,14 +106,17 @@ class OrderedAnswer:
 
     async def steps(self) -> AsyncIterator[list[Event]]:
         """Yield the events of each step. Raises FieldError, RequestRejected, EngineDead."""
-        async for steps in self.run.steps():
-            replies.check_answers([self.run])
-            for progress in steps:
-                self._attribution.add(progress.delta)
-            events = [event for part in self._segments.take() for event in self._take(part)]
-            if any(progress.finished for progress in steps):
-                events += self.items.end(self.status)
-            yield events
+        try:
+            async for steps in self.run.steps():
+                replies.check_answers([self.run])
+                for progress in steps:
+                    self._attribution.add(progress.delta)
+                events = [event for part in self._segments.take() for event in self._take(part)]
+                if any(progress.finished for progress in steps):
+                    events += self.items.end(self.status)
+                yield events
+        except FieldError as error:
+            raise self._request.with_own_names(error) from None
 
     def _take(self, segment: Segment) -> list[Event]:
         tokens = self._attribution.tokens_of(segment)

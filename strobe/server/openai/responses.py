@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import replace
+from collections.abc import AsyncGenerator
 from typing import Any, NamedTuple
 
 from fastapi import Request
@@ -13,9 +11,9 @@ from pydantic_core import from_json
 from starlette.responses import JSONResponse, Response
 
 from strobe.server.openai import replies
-from strobe.server.openai.chat import Prepared, prepare, prompt_ids, render_prompt, warnings
+from strobe.server.openai.chat import Prepared
+from strobe.server.openai.converted import count_tokens, prepare_converted
 from strobe.server.openai.output_items import Event, OrderedAnswer, OutputItems
-from strobe.server.openai.protocol.errors import FieldError
 from strobe.server.openai.protocol.responses_request import (
     InputTokensRequest,
     ResponsesPrompt,
@@ -27,9 +25,6 @@ from strobe.server.openai.stored_responses import complete_items, find, owner
 from strobe.server.response_store import ResponseStore, StoredResponse
 from strobe.server.serving import Serving
 
-_LIMIT = re.compile(r"\bmax_(?:completion_)?tokens\b")
-"""The names of max_output_tokens in a chat request."""
-
 
 async def responses(serving: Serving, http: Request) -> Response:
     """Answer POST /v1/responses."""
@@ -38,7 +33,7 @@ async def responses(serving: Serving, http: Request) -> Response:
         previous_items = _follow(serving, request, http)
         prepared = await _prepare(serving, request, http)
         items = OutputItems(make_item, parallel=request.parallel_tool_calls)
-        answer = OrderedAnswer(serving, prepared.job, items)
+        answer = OrderedAnswer(serving, request, prepared.job, items)
     except Exception as error:
         return replies.error_response(serving, error)
     report = replies.wants_report(http, request)
@@ -52,18 +47,11 @@ async def responses(serving: Serving, http: Request) -> Response:
 
 
 async def _prepare(serving: Serving, request: ResponsesRequest, http: Request) -> Prepared:
-    chat = request.to_chat()
-    try:
-        prepared = await prepare(serving, chat, http, request)
-    except FieldError as error:
-        raise _with_own_names(error) from None
-    sentences = _renamed(prepared.warnings)
+    prepared = await prepare_converted(serving, request, http)
     if request.is_set("store") and request.store and not serving.responses.max_bytes:
-        sentences.append("store has no effect: this server was started with --response-memory 0.")
-    job = prepared.job
-    if job.constraint == "response_format":
-        job = replace(job, constraint="text.format")
-    return replace(prepared, job=job, warnings=sentences)
+        sentence = "store has no effect: this server was started with --response-memory 0."
+        prepared.warnings.append(sentence)
+    return prepared
 
 
 async def input_tokens(serving: Serving, http: Request) -> Response:
@@ -72,33 +60,11 @@ async def input_tokens(serving: Serving, http: Request) -> Response:
         request = InputTokensRequest.read(await http.body(), lenient=serving.settings.lenient)
         serving.name(request.model)
         _follow(serving, request, http)
-        chat = request.to_chat()
-
-        def count() -> int:
-            return len(prompt_ids(serving, render_prompt(serving, chat), chat))
-
-        try:
-            number = await serving.in_thread(count)
-        except FieldError as error:
-            raise _with_own_names(error) from None
+        number, sentences = await count_tokens(serving, request)
         body = {"object": "response.input_tokens", "input_tokens": number}
-        sentences = _renamed(warnings(serving, request, chat))
         return JSONResponse(body | replies.extras([], False, sentences))
     except Exception as error:
         return replies.error_response(serving, error)
-
-
-def _renamed(warnings: Sequence[str]) -> list[str]:
-    """Return a chat's warnings with this endpoint's field names."""
-    return [re.sub("^reasoning_effort", "reasoning.effort", warning) for warning in warnings]
-
-
-def _with_own_names(error: FieldError) -> FieldError:
-    """Return a chat's error with this endpoint's field names."""
-    renamed = error.with_names({_LIMIT: "max_output_tokens"})
-    if renamed.param == "messages":
-        renamed.param = "input"
-    return renamed
 
 
 def _follow(serving: Serving, request: ResponsesPrompt, http: Request) -> tuple[bytes, ...]:
@@ -151,14 +117,14 @@ class ResponseReply:
 
     async def body(self) -> dict[str, Any]:
         """Return the whole response after the answer has ended."""
-        async for _ in self._steps():
+        async for _ in self.answer.steps():
             pass
         return self._ended()
 
     async def events(self) -> AsyncGenerator[bytes]:
         """Yield the events of the stream."""
         begun = False
-        async for events in self._steps():
+        async for events in self.answer.steps():
             out = b""
             if not begun:
                 begun, response = True, self._response("in_progress") | {"output": []}
@@ -183,14 +149,6 @@ class ResponseReply:
         except ValueError:  # the answer so far has NaN logprobs
             response["output"] = []
         return self._event(event) + self._event({"type": "response.failed", "response": response})
-
-    async def _steps(self) -> AsyncGenerator[list[Event]]:
-        """Yield the answer's events. Raises FieldError, RequestRejected, EngineDead."""
-        try:
-            async for events in self.answer.steps():
-                yield events
-        except FieldError as error:
-            raise _with_own_names(error) from None
 
     def _ended(self) -> dict[str, Any]:
         """Return the finished response, and store it if the request asks for it."""

@@ -21,17 +21,17 @@ from strobe.server.anthropic.protocol.tools import (
     read_choice,
     read_tools,
 )
-from strobe.server.openai.protocol.chat_request import ChatCompletionRequest, Effort
+from strobe.server.openai.protocol.chat_request import Effort
 from strobe.server.openai.protocol.common import (
     Bounds,
     Int,
-    RequestModel,
     Texts,
     check_int,
     is_int,
     object_schema,
 )
 from strobe.server.openai.protocol.conversation import TemplateVariables, check_template_options
+from strobe.server.openai.protocol.converted import ConvertedRequest
 from strobe.server.openai.protocol.errors import (
     FieldError,
     Names,
@@ -79,8 +79,11 @@ _STOP = {re.compile(r"^stop\b"): "stop_sequences"}
 _BUDGET = {re.compile(r"\bthinking_token_budget\b"): "thinking.budget_tokens"}
 
 
-class MessagesPrompt(RequestModel):
-    """The fields that make up the prompt. `to_chat` returns them as a chat request."""
+class MessagesPrompt(ConvertedRequest):
+    """The fields that make up the prompt."""
+
+    names: ClassVar[Names] = _NAMES
+    format_field: ClassVar[str] = "output_config.format"
 
     messages: Annotated[Any, WithJsonSchema(MESSAGES_SCHEMA)] = Field(
         description="The conversation: objects with `role` and `content`, a string or a list of "
@@ -125,7 +128,6 @@ class MessagesPrompt(RequestModel):
         None, description='Variables for the chat template, such as {"enable_thinking": false}.'
     )
 
-    _chat: ChatCompletionRequest | None = None
     _thinking: dict[str, Any] = PrivateAttr(default_factory=dict[str, Any])
     _output: dict[str, Any] = PrivateAttr(default_factory=dict[str, Any])
     _format: dict[str, Any] | None = None
@@ -150,11 +152,7 @@ class MessagesPrompt(RequestModel):
             "reasoning_effort": self._output.get("effort"),
             "continue_final_message": bool(items) and items[-1].get("role") == "assistant",
         }
-        body |= self.generation()
-        try:
-            self._chat = ChatCompletionRequest.read(body)
-        except FieldError as error:
-            raise self.with_own_names(error) from None
+        self.read_chat(body | self.generation())
 
     def generation(self) -> dict[str, Any]:
         """The chat request's sampling and output fields."""
@@ -227,22 +225,15 @@ class MessagesPrompt(RequestModel):
         """Whether the response includes the text of its thinking."""
         return self._thinking.get("display") != "omitted"
 
-    def to_chat(self) -> ChatCompletionRequest:
-        """The same request as a chat request."""
-        assert self._chat is not None, "checked requests have their chat"
-        return self._chat
-
     def with_own_names(self, error: FieldError) -> FieldError:
-        """Return a chat's error with this endpoint's field names."""
-        return error.with_names(_NAMES)
+        return super().with_own_names(error).with_names(self._own_names())
 
-    def warnings(self, template_reads: Collection[str] | None = None) -> list[str]:
-        """One sentence for each field without effect, as for a chat."""
-        sentences = super().warnings()
-        sentences += [
-            rename_fields(sentence, _NAMES) for sentence in self.to_chat().warnings(template_reads)
-        ]
-        return list(dict.fromkeys(sentences))
+    def own_names(self, sentences: Sequence[str]) -> list[str]:
+        return [rename_fields(sentence, self._own_names()) for sentence in sentences]
+
+    def _own_names(self) -> Names:
+        """Names of fields that a client may also give under a chat's names."""
+        return {}
 
 
 class MessagesRequest(SamplingFields, MessagesPrompt):
@@ -281,13 +272,6 @@ class MessagesRequest(SamplingFields, MessagesPrompt):
     def sampling(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
         """The chat request's keyword arguments of SamplingParams."""
         return self.to_chat().sampling(defaults)
-
-    def with_own_names(self, error: FieldError) -> FieldError:
-        return super().with_own_names(error).with_names(self._own_names())
-
-    def own_names(self, sentences: Sequence[str]) -> list[str]:
-        """Return a chat's warnings with this endpoint's field names."""
-        return [rename_fields(sentence, self._own_names()) for sentence in sentences]
 
     def _own_names(self) -> Names:
         names: Names = _STOP if self.stop_sequences else {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, WithJsonSchema
@@ -19,11 +19,8 @@ from strobe.server.openai.protocol.common import (
     is_int,
     object_schema,
 )
-from strobe.server.openai.protocol.errors import (
-    FieldError,
-    invalid_value,
-    rename_fields,
-)
+from strobe.server.openai.protocol.converted import ConvertedRequest
+from strobe.server.openai.protocol.errors import FieldError, Names, invalid_value
 from strobe.server.openai.protocol.sampling_fields import LogprobCount
 from strobe.server.openai.protocol.tools import TOOLS_SCHEMA
 
@@ -98,8 +95,11 @@ _NAMES = {
 }
 
 
-class OllamaRequest(RequestModel):
-    """The fields of /api/chat and /api/generate. `to_chat` returns them as a chat request."""
+class OllamaRequest(ConvertedRequest):
+    """The fields of /api/chat and /api/generate."""
+
+    names: ClassVar[Names] = _NAMES
+    format_field: ClassVar[str] = "format"
 
     model: str | None = Field(
         None, description="The served model's name, with or without `:latest`. Optional."
@@ -121,7 +121,6 @@ class OllamaRequest(RequestModel):
         None, description="With logprobs: number of top tokens per position, 0 to 20."
     )
 
-    _chat: ChatCompletionRequest | None = None
     _num_ctx: int | None = None
 
     def check(self) -> None:
@@ -135,10 +134,7 @@ class OllamaRequest(RequestModel):
             "top_logprobs": self.top_logprobs,
             **self.prompt_fields(),
         }
-        try:
-            self._chat = ChatCompletionRequest.read(body)
-        except FieldError as error:
-            raise self.with_own_names(error) from None
+        self.read_chat(body)
 
     @property
     def is_load(self) -> bool:
@@ -159,23 +155,6 @@ class OllamaRequest(RequestModel):
     def num_ctx(self) -> int | None:
         """The context length that the client asks for."""
         return self._num_ctx
-
-    def to_chat(self) -> ChatCompletionRequest:
-        """The same request as a chat request."""
-        assert self._chat is not None, "checked requests have their chat"
-        return self._chat
-
-    def with_own_names(self, error: FieldError) -> FieldError:
-        """Return a chat's error with this endpoint's field names."""
-        return error.with_names(_NAMES)
-
-    def own_names(self, sentences: Sequence[str]) -> list[str]:
-        """Return a chat's warnings with this endpoint's field names."""
-        return list(dict.fromkeys([rename_fields(sentence, _NAMES) for sentence in sentences]))
-
-    def warnings(self, template_reads: Collection[str] | None = None) -> list[str]:
-        """One sentence for each field without effect, as for a chat."""
-        return self.own_names(super().warnings() + self.to_chat().warnings(template_reads))
 
     def _read_options(self) -> dict[str, Any]:
         if self.options is None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, get_args
 from pydantic import Field, PrivateAttr, WithJsonSchema
 
 from strobe.checks import MAX_INT
-from strobe.server.openai.protocol.chat_request import ChatCompletionRequest, Effort
+from strobe.server.openai.protocol.chat_request import Effort
 from strobe.server.openai.protocol.common import (
     Bounds,
     FieldWarnings,
@@ -18,7 +18,8 @@ from strobe.server.openai.protocol.common import (
     object_schema,
 )
 from strobe.server.openai.protocol.conversation import TemplateVariables, check_template_options
-from strobe.server.openai.protocol.errors import FieldError, invalid_value, short_json
+from strobe.server.openai.protocol.converted import ConvertedRequest
+from strobe.server.openai.protocol.errors import FieldError, Names, invalid_value, short_json
 from strobe.server.openai.protocol.items import ITEM_SCHEMA, read_input
 from strobe.server.openai.protocol.response_format import TEXT_FORMAT_SCHEMA, read_text_format
 from strobe.server.openai.protocol.sampling_fields import LogprobCount, SamplingFields
@@ -30,8 +31,11 @@ from strobe.server.openai.protocol.tools import (
     read_toolbox,
 )
 
-_EFFORT = {re.compile(r"\breasoning_effort\b"): "reasoning.effort"}
-"""The field's name in a chat request, and here."""
+_NAMES = {
+    re.compile(r"\breasoning_effort\b"): "reasoning.effort",
+    re.compile(r"\bmax_(?:completion_)?tokens\b"): "max_output_tokens",
+}
+"""Names of a chat request's fields, and here."""
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
@@ -53,8 +57,11 @@ class ResponsesStreamOptions(RequestModel):
     path: ClassVar[str] = "stream_options"
 
 
-class ResponsesPrompt(RequestModel):
-    """The fields that make up the prompt. `to_chat` returns them as a chat request."""
+class ResponsesPrompt(ConvertedRequest):
+    """The fields that make up the prompt."""
+
+    names: ClassVar[Names] = _NAMES
+    format_field: ClassVar[str] = "text.format"
 
     input: Annotated[Any, WithJsonSchema(INPUT_SCHEMA)] = Field(
         description="A string, or a list of items: `message`, `function_call`, "
@@ -97,7 +104,6 @@ class ResponsesPrompt(RequestModel):
     )
 
     _body: dict[str, Any] = PrivateAttr(default_factory=dict[str, Any])
-    _chat: ChatCompletionRequest | None = None
     _toolbox: Toolbox = Toolbox((), ToolChoice("none"))
     _format: dict[str, Any] | None = None
 
@@ -123,7 +129,8 @@ class ResponsesPrompt(RequestModel):
         if choice.name is not None:
             body["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
         body |= self.generation()
-        self._body, self._chat = body, self._read_chat(body)
+        self._body = body
+        self.read_chat(body)
 
     def generation(self) -> dict[str, Any]:
         """The chat request's sampling and output fields. Raises FieldError."""
@@ -134,15 +141,13 @@ class ResponsesPrompt(RequestModel):
         is_text = isinstance(self.input, str)
         new_items = [{"role": "user", "content": self.input}] if is_text else self.input
         messages = read_input([*items, *new_items], self.instructions, FieldWarnings(lenient=True))
-        self._chat = self._read_chat(self._body | {"messages": messages})
+        self.read_chat(self._body | {"messages": messages})
 
-    def _read_chat(self, body: Mapping[str, Any]) -> ChatCompletionRequest:
-        try:
-            return ChatCompletionRequest.read(body)
-        except FieldError as error:
-            if error.param != "reasoning_effort":
-                raise
-            raise error.with_names(_EFFORT) from None
+    def with_own_names(self, error: FieldError) -> FieldError:
+        renamed = super().with_own_names(error)
+        if renamed.param == "messages":
+            renamed.param = "input"
+        return renamed
 
     def _read_effort(self) -> str | None:
         if self.reasoning is None:
@@ -161,20 +166,14 @@ class ResponsesPrompt(RequestModel):
             return None
         return read_text_format(fields["format"], self._warnings)
 
-    def to_chat(self) -> ChatCompletionRequest:
-        """The same request as a chat request."""
-        assert self._chat is not None, "checked requests have their chat"
-        return self._chat
-
     def warnings(self, template_reads: Collection[str] | None = None) -> list[str]:
-        """One sentence for each field without effect, as for a chat."""
-        sentences = super().warnings() + self.to_chat().warnings(template_reads)
+        sentences = super().warnings(template_reads)
         if self._toolbox.choice.mode == "auto":
             sentences += [
                 f"{path} has no effect: a schema is held where tool_choice forces a call."
                 for path in self._toolbox.strict
             ]
-        return list(dict.fromkeys(sentences))  # both may warn of the same field
+        return list(dict.fromkeys(sentences))
 
 
 class ResponsesRequest(SamplingFields, ResponsesPrompt):

@@ -1,0 +1,42 @@
+"""Prompts of requests that are answered as a chat."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from fastapi import Request
+
+from strobe.server.openai.chat import Prepared, prepare, prompt_ids, render_prompt, warnings
+from strobe.server.openai.protocol.converted import ConvertedRequest
+from strobe.server.openai.protocol.errors import FieldError
+from strobe.server.serving import Serving
+
+
+async def prepare_converted(
+    serving: Serving, request: ConvertedRequest, http: Request, **options: Any
+) -> Prepared:
+    """Prepare the request as a chat, with its own field names in errors and warnings. options:
+    those of `prepare`. Raises FieldError, RequestRejected."""
+    try:
+        prepared = await prepare(serving, request.to_chat(), http, request, **options)
+    except FieldError as error:
+        raise request.with_own_names(error) from None
+    job = prepared.job
+    if job.constraint == "response_format":
+        job = replace(job, constraint=request.format_field)
+    return replace(prepared, job=job, warnings=request.own_names(prepared.warnings))
+
+
+async def count_tokens(serving: Serving, request: ConvertedRequest) -> tuple[int, list[str]]:
+    """Return the number of the prompt's tokens, and the request's warnings. Raises FieldError."""
+    chat = request.to_chat()
+
+    def count() -> int:
+        return len(prompt_ids(serving, render_prompt(serving, chat), chat))
+
+    try:
+        number = await serving.in_thread(count)
+    except FieldError as error:
+        raise request.with_own_names(error) from None
+    return number, request.own_names(warnings(serving, request, chat))
