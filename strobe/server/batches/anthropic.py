@@ -10,12 +10,13 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
+from strobe.server.batches.find import find_batch
 from strobe.server.batches.lines import read_requests
-from strobe.server.batches.pages import find_batch, listed
-from strobe.server.batches.protocol import MessageBatchRequest
+from strobe.server.batches.protocol import MAX_ITEMS, MessageBatchRequest
 from strobe.server.batches.runner import BatchRunner
 from strobe.server.batches.store import RUNNING, succeeded
 from strobe.server.openai import replies
+from strobe.server.openai.listing import listed
 from strobe.server.serving import RequestRejected, Serving
 
 PATH = "/v1/messages"
@@ -43,7 +44,7 @@ async def create(serving: Serving, runner: BatchRunner, owner: str, http: Reques
 async def batches(serving: Serving, runner: BatchRunner, owner: str, http: Request) -> Response:
     """Answer GET /v1/messages/batches."""
     records = runner.store.records("msgbatch", owner)
-    page = listed([_batch(runner, r, http) for r in records], http, after="after_id")
+    page = listed([_batch(runner, r, http) for r in records], http, MAX_ITEMS, after="after_id")
     return JSONResponse({name: value for name, value in page.items() if name != "object"})
 
 

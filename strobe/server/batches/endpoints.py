@@ -11,8 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from strobe.server.anthropic.protocol.message_bodies import MessageErrorResponse
 from strobe.server.batches import anthropic, bodies, openai
-from strobe.server.batches.pages import MAX_ITEMS
-from strobe.server.batches.protocol import BatchRequest, MessageBatchRequest
+from strobe.server.batches.protocol import MAX_ITEMS, BatchRequest, MessageBatchRequest
 from strobe.server.batches.runner import BatchRunner
 from strobe.server.openai import replies
 from strobe.server.openai.openapi import Post

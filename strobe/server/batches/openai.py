@@ -10,12 +10,13 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
+from strobe.server.batches.find import find_batch, not_found
 from strobe.server.batches.lines import read_requests
-from strobe.server.batches.pages import find_batch, listed, not_found
-from strobe.server.batches.protocol import BatchRequest
+from strobe.server.batches.protocol import MAX_ITEMS, BatchRequest
 from strobe.server.batches.runner import BatchRunner
 from strobe.server.batches.store import ERRORS, OUTPUT, RUNNING
 from strobe.server.openai import replies
+from strobe.server.openai.listing import listed
 from strobe.server.openai.protocol.errors import FieldError, invalid_value
 from strobe.server.serving import RequestRejected, Serving
 
@@ -82,7 +83,7 @@ async def files(serving: Serving, runner: BatchRunner, owner: str, http: Request
     """Answer GET /v1/files."""
     purpose = http.query_params.get("purpose", "batch")
     records = runner.store.records("file", owner) if purpose == "batch" else []
-    return JSONResponse(listed(list(map(_file, records)), http, ("purpose",)))
+    return JSONResponse(listed(list(map(_file, records)), http, MAX_ITEMS, ("purpose",)))
 
 
 async def file(serving: Serving, runner: BatchRunner, owner: str, http: Request) -> Response:
@@ -147,7 +148,7 @@ async def create(serving: Serving, runner: BatchRunner, owner: str, http: Reques
 async def batches(serving: Serving, runner: BatchRunner, owner: str, http: Request) -> Response:
     """Answer GET /v1/batches."""
     records = runner.store.records("batch", owner)
-    return JSONResponse(listed([_batch(runner, record) for record in records], http))
+    return JSONResponse(listed([_batch(runner, record) for record in records], http, MAX_ITEMS))
 
 
 async def batch(serving: Serving, runner: BatchRunner, owner: str, http: Request) -> Response:

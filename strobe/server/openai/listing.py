@@ -1,0 +1,56 @@
+"""Pages of a list of stored objects."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from fastapi import Request
+
+from strobe.server.openai.protocol.errors import FieldError, invalid_value, short_json
+
+DEFAULT_ITEMS = 20
+
+
+def check_query(http: Request, allowed: Collection[str] = ()) -> None:
+    """Raise FieldError for a query parameter that is not allowed."""
+    for name in http.query_params:
+        if name not in allowed:
+            raise FieldError(
+                f"{short_json(name)} is not a parameter of this path; leave it out.",
+                name[:200],
+                "unknown_parameter",
+            )
+
+
+def listed(
+    items: list[dict[str, Any]],
+    http: Request,
+    max_items: int,
+    others: Collection[str] = (),
+    after: str = "after",
+) -> dict[str, Any]:
+    """Return the page of items that the query selects. items: newest first; others: query
+    parameters that the caller reads; after: the name of the parameter that continues a list. Raises
+    FieldError."""
+    query = http.query_params
+    check_query(http, ("limit", "order", after, *others))
+    limit, order = query.get("limit", str(DEFAULT_ITEMS)), query.get("order", "desc")
+    if not (limit.isascii() and limit.isdigit()) or not 1 <= int(limit[:9]) <= max_items:
+        raise invalid_value("limit", limit, f"a whole number from 1 to {max_items}")
+    if order not in ("asc", "desc"):
+        raise invalid_value("order", order, "asc or desc")
+    items = items if order == "desc" else items[::-1]
+    if (last := query.get(after)) is not None:
+        places = [place for place, item in enumerate(items) if item["id"] == last]
+        if not places:
+            raise invalid_value(after, last, "the id of an item in the list")
+        items = items[places[0] + 1 :]
+    page = items[: int(limit)]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(items) > len(page),
+    }
