@@ -42,7 +42,7 @@ from strobe.kernels import reference_linear as reference
 from strobe.kernels.experts_table import BUCKETS
 from strobe.kernels.experts_table import PATH as EXPERTS_PATH
 from strobe.kernels.gemm import Workspace, launch
-from strobe.kernels.gemm_table import Gemm, GemmConfig
+from strobe.kernels.gemm_table import LARGE, Gemm, GemmConfig
 from strobe.kernels.linear import Gemms, Weight
 from strobe.tools.bench import published_shapes
 
@@ -198,7 +198,9 @@ def problems(args: argparse.Namespace) -> Iterator[Problem]:
                 n, k = map(int, size.split("x"))
                 flags = {name: True for name in fusion.split("+") if name}
                 dtype, fp8 = kinds[kind]
-                yield Problem(Gemm(n, k, dtype, fp8=fp8, **flags), bucket)
+                gemm = Gemm(n, k, dtype, fp8=fp8, **flags)
+                if bucket not in LARGE or by_quack(gemm, bucket):
+                    yield Problem(gemm, bucket)
 
 
 def tune(args: argparse.Namespace, pool: ProcessPoolExecutor, deadline: float) -> list[Problem]:
@@ -266,6 +268,8 @@ def tune(args: argparse.Namespace, pool: ProcessPoolExecutor, deadline: float) -
             queue.insert(min(2, len(queue)), problem)
         else:
             done.append(problem)
+    if left := [problem.name for problem in queue if not problem.times]:
+        print(f"\n{len(left)} were not measured; raise --seconds:", *left, sep="\n")
     done += [problem for problem in queue if problem.times]
     return done + [single(bench, problem) for problem in done if problem.bucket == 16]
 

@@ -19,9 +19,10 @@ import torch
 from strobe.hub.cache import cache_directory
 
 BUCKETS = (1, 16, 32, 64, 128)
-LARGE = (256, 512)
-"""Numbers of rows that have an entry only for quack-kernels, and otherwise run in cuBLAS."""
 """Row counts are rounded up to one of these."""
+
+LARGE = (256, 512)
+"""Exact numbers of rows that have entries only for quack-kernels, and otherwise run in cuBLAS."""
 
 PATH = Path(__file__).with_name("table.json")
 LEVELS = 6

@@ -226,14 +226,20 @@ class Gemms:
     ) -> Tensor | None:
         """Run the norm and a GEMM of quack-kernels; None if they cannot."""
         gated_sum = gated and residual is not None
-        if self.quack is None or gated_sum or not quack_gemm.takes(x, weight.data):
+        if self.quack is None or gated_sum:
+            return None
+        if not quack_gemm.takes(x, weight.data, residual, out):
             return None
         x = x if norm is None else rms_norm(x, *norm)
         try:
             return self.quack(x, weight.data, tile, residual=residual, gated=gated, out=out)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:  # of any kind, as with versions that do not go together
+            if x.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise
             self.quack = None
-            logger.warning("Other kernels take the GEMMs of quack-kernels, which failed: %s", error)
+            logger.warning("quack-kernels failed, so other kernels are used: %s", error)
         return None
 
     def _unfused(

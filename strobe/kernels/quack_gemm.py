@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -28,15 +29,23 @@ TILES = tuple(
 QuackGemm = Callable[..., Tensor]
 
 
+@cache
+def _config(kind: type, tile: tuple[int, ...]) -> object:
+    """Make a configuration that lives as long as the process: quack-kernels tell compiled GEMMs
+    apart by the identity of their configurations."""
+    rows, columns, cluster, pingpong = tile
+    options = {"cluster_m": cluster, "pingpong": bool(pingpong), "is_dynamic_persistent": False}
+    return kind(tile_m=rows, tile_n=columns, **options)
+
+
 def load() -> QuackGemm | None:
-    """Return the GEMM, or None if quack-kernels are not installed."""
+    """Return the GEMM, or None if quack-kernels are not installed or cannot be loaded."""
     try:
         from quack.gemm_config import GemmConfig
         from quack.gemm_interface import gemm_act
-    except ImportError:
-        return None
     except Exception as error:  # of any kind, as with versions that do not go together
-        logger.warning("quack-kernels are not used, since they cannot be loaded: %s", error)
+        if not (isinstance(error, ModuleNotFoundError) and error.name == "quack"):
+            logger.warning("quack-kernels cannot be loaded, so other kernels are used: %s", error)
         return None
 
     def gemm(
@@ -51,14 +60,6 @@ def load() -> QuackGemm | None:
         """x [M, K], weight [N, K] -> residual + x Wᵀ [M, N], or silu(gate) * up [M, N / 2]."""
         if out is None:
             out = x.new_empty(x.shape[0], weight.shape[0] // 2 if gated else weight.shape[0])
-        rows, columns, cluster, pingpong = tile
-        config = GemmConfig(
-            tile_m=rows,
-            tile_n=columns,
-            cluster_m=cluster,
-            pingpong=bool(pingpong),
-            is_dynamic_persistent=False,
-        )
         gemm_act(
             x,
             weight.t(),
@@ -67,7 +68,7 @@ def load() -> QuackGemm | None:
             postact_out=out,
             store_preact=False,
             tuned=False,
-            config=config,
+            config=_config(GemmConfig, tuple(tile)),
             concat_layout=("B",) if gated else None,
         )
         return out
@@ -75,7 +76,13 @@ def load() -> QuackGemm | None:
     return gemm
 
 
-def takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether the GEMM can compute x Wᵀ: rows of whole 16 bytes."""
-    half = x.dtype in (torch.bfloat16, torch.float16) and weight.dtype == x.dtype
-    return half and x.stride(0) % 8 == 0 and weight.shape[1] % 8 == 0
+def takes(x: Tensor, weight: Tensor, *results: Tensor | None) -> bool:
+    """Whether the GEMM can compute x Wᵀ in bfloat16 or float16: all rows, also of the residual and
+    of the output, begin at multiples of 16 bytes. Widths of x are those of W's rows."""
+    if x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
+        return False
+    tensors = [x, weight, *(tensor for tensor in results if tensor is not None)]
+    aligned = (
+        t.data_ptr() % 16 == 0 and t.stride(0) % 8 == 0 and t.stride(1) == 1 for t in tensors
+    )
+    return all(aligned) and weight.shape[1] % 8 == 0 and weight.shape[0] % 16 == 0

@@ -24,15 +24,17 @@ class CUDACapturer:
     def capture(self, body: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """Capture the body. Returns a function that replays it and the tensors that it writes its
         result to. Garbage collection is off meanwhile: freeing another engine's graph would end the
-        capture. After a failed capture the pool is unusable, so later captures get a new one; torch
-        does not close it for allocations if the capture became invalid, and would end the program
-        where it frees the pool."""
+        capture. After a failed capture the pool is unusable, so later captures get a new one. After
+        an invalid one torch stays on the stream of captures, and does not close the pool; freeing
+        that would end the program."""
         graph, collected = torch.cuda.CUDAGraph(), gc.isenabled()
+        stream = torch.cuda.current_stream()
         gc.disable()
         try:
             with torch.cuda.graph(graph, pool=self._pool):
                 result = body()
         except BaseException:
+            torch.cuda.set_stream(stream)
             end = torch._C._cuda_endAllocateToPool  # pyright: ignore[reportPrivateUsage]
             with suppress(RuntimeError):  # it is closed
                 end(torch.cuda.current_device(), self._pool)
@@ -93,13 +95,13 @@ class Graphs:
 
     def _capture(self, key: Hashable, body: Body, inputs: tuple[Tensor | None, ...]) -> None:
         """Capture the body after its first run; without memory for that, it stays eager."""
-        self._graphs[key] = None
         try:
             graph_inputs = tuple([None if tensor is None else tensor.clone() for tensor in inputs])
             replay, result = self.capturer.capture(lambda: body(*graph_inputs))
             self._graphs[key] = _Graph(replay, graph_inputs, [inputs[0]], result)
         except RuntimeError as error:
             logger.warning("A step runs without a graph (%s): %s", key, error)
+            self._graphs[key] = None
 
 
 class Eager:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -27,15 +28,15 @@ CONFIG = GemmConfig("cublas", quack=TILE)
 class Double:
     """What `gemm_act` of quack-kernels does."""
 
-    calls: int = 0
     fails: bool = False
+    calls: int = 0
+    configs: list[SimpleNamespace] = field(default_factory=list)
 
     def __call__(self, x: Tensor, w: Tensor, **options: Any) -> tuple[None, Tensor]:
         self.calls += 1
         if self.fails:
             raise TypeError("no such argument")
-        assert options["config"].tile_m == 64
-        assert options["config"].tile_n == 192
+        self.configs.append(options["config"])
         y = x.float() @ w.float()
         if options["activation"] == "swiglu":
             assert options["concat_layout"] == ("B",)
@@ -85,6 +86,12 @@ def test_products_match_twin(library: Double):
     device = torch.device("cpu")
     check(gemms(device), device)
     assert library.calls == 5
+    check(gemms(device, replace(CONFIG, quack=[128, 192, 1, 0])), device)
+    first, second = library.configs[0], library.configs[5]
+    assert (first.tile_m, first.tile_n, first.cluster_m, first.pingpong) == (64, 192, 2, True)
+    assert (second.tile_m, second.tile_n, second.cluster_m, second.pingpong) == (128, 192, 1, False)
+    # The library knows a compiled GEMM by its configuration's identity.
+    assert {id(config) for config in library.configs} == {id(first), id(second)}
 
 
 def test_products_match_twin_on_a_gpu(device: torch.device):
@@ -106,6 +113,8 @@ def test_what_quack_does_not_serve_runs_elsewhere(library: Double):
             error(made.linear(x, weight, **options), reference.linear(x, weight, **options)) < 0.02
         )  # type: ignore[arg-type]
     made.linear(draw(0, 64, 65, dtype=BF16, device=cpu), make(192, 65, BF16, cpu))
+    made.linear(draw(0, 64, 72, dtype=BF16, device=cpu)[:, 1:65], weight)
+    made.linear(x, weight, out=torch.empty(64, 193, dtype=BF16)[:, :192])
     assert not library.calls
 
 
@@ -116,6 +125,20 @@ def test_a_library_that_fails_is_left(library: Double, caplog: pytest.LogCapture
     check(gemms(device), device)
     assert library.calls == 1
     assert "no such argument" in caplog.text
+
+
+def test_a_library_that_cannot_be_loaded_is_left(
+    library: Double, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.delattr(sys.modules["quack.gemm_interface"], "gemm_act")
+    assert quack_gemm.load() is None
+    assert "gemm_act" in caplog.text
+
+
+@pytest.mark.skipif(find_spec("quack") is not None, reason="quack-kernels are installed")
+def test_no_library_is_no_fault(caplog: pytest.LogCaptureFixture):
+    assert quack_gemm.load() is None
+    assert not caplog.text
 
 
 def test_many_rows_have_an_entry_of_their_own(library: Double):
