@@ -51,7 +51,8 @@ def tiles(block_m: int, kind: str) -> tuple[Tile, ...]:
         # would not have the bits that it has among 16.
         few = [(64, 128, 4, s) for s in (3, 4, 5)]
         wide = [(64, 256, 4, 3), (128, 128, 4, 3), (128, 128, 8, 3)]
-        return (*few, *wide, *((n, 64, 4, s) for n, s in ((64, 6), (128, 4), (128, 6))))
+        short = [(64, 256, 4, 2), (128, 256, 8, 2), (256, 64, 8, 4), (256, 128, 8, 2)]  # few steps
+        return (*few, *wide, *short, *((n, 64, 4, s) for n, s in ((64, 6), (128, 4), (128, 6))))
     if block_m == 128:
         return (
             (128, 64, 4, 3),
