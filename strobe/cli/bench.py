@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes, subcommand
+from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes
 
 from strobe.cli.flags import flags
 from strobe.config import EngineConfig
@@ -87,14 +87,9 @@ class Record:
         return run_record(settings, EngineConfig(**asdict(self.engine)))
 
 
-BENCHES: dict[str, Any] = {"step": Step, "offline": Offline, "load": Load, "record": Record}
+KINDS, NOUN = ("step", "offline", "load", "record"), "a benchmark"
 if not TYPE_CHECKING:
-    OneBench = (
-        Annotated[Step, subcommand("step")]
-        | Annotated[Offline, subcommand("offline")]
-        | Annotated[Load, subcommand("load")]
-        | Annotated[Record, subcommand("record")]
-    )
+    OneBench = Step | Offline | Load | Record
 
 
 @dataclass(frozen=True)
@@ -105,11 +100,3 @@ class Bench:
 
     def run(self) -> int:
         return self.which.run()
-
-
-def completed(arguments: list[str]) -> list[str]:
-    """Return the arguments after `strobe bench`, or --help if there are none. Raises ValueError for
-    an unknown benchmark."""
-    if arguments and not arguments[0].startswith("-") and arguments[0] not in BENCHES:
-        raise ValueError(f"{arguments[0]!r} is not a benchmark; there are {', '.join(BENCHES)}.")
-    return arguments or ["--help"]

@@ -9,9 +9,9 @@ import time
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Any, get_type_hints
 
-from tyro.conf import OmitArgPrefixes, Positional, arg
+from tyro.conf import OmitArgPrefixes
 
 from strobe.checks import brief
 from strobe.cli.answer_view import AnswerView
@@ -20,6 +20,7 @@ from strobe.cli.flags import (
     Debug,
     EngineFlags,
     System,
+    Target,
     Thinking,
     conversation,
     load,
@@ -51,14 +52,7 @@ NAMES = {command.split()[0] for command in COMMANDS}
 class Chat:
     """Talk with a model in the terminal; answers stream."""
 
-    model: Annotated[
-        Positional[str],
-        arg(
-            help="Directory or hub name of the target model.",
-            metavar="TARGET",
-            help_behavior_hint="",
-        ),
-    ] = ""
+    model: Target = ""
     thinking: Thinking = False
     system: System = None
     debug: Debug = False

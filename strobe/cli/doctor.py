@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
-from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg
+from tyro.conf import OmitArgPrefixes, Positional
 
-from strobe.cli.flags import flags
+from strobe.cli.flags import Json, flags, note
 from strobe.config import EngineConfig
 
 DECIDED = (
@@ -27,19 +27,9 @@ class Doctor:
     """Check whether a drafter fits its target, measure acceptance, and explain it if it is low;
     without names, for the demo models."""
 
-    target: Annotated[
-        Positional[str],
-        arg(help="The target model.", metavar="TARGET", help_behavior_hint=""),
-    ] = ""
-    draft: Annotated[
-        Positional[str],
-        arg(help="The DFlash drafter.", metavar="DRAFT", help_behavior_hint=""),
-    ] = ""
-    json: FlagCreatePairsOff[
-        Annotated[
-            bool, arg(help="Print one JSON object on standard output.", help_behavior_hint="")
-        ]
-    ] = False
+    target: Annotated[Positional[str], note("The target model.", "TARGET")] = ""
+    draft: Annotated[Positional[str], note("The DFlash drafter.", "DRAFT")] = ""
+    json: Json = False
     engine: OmitArgPrefixes[DoctorFlags] = field(default_factory=DoctorFlags)
 
     def run(self) -> int:

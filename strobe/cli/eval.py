@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes, subcommand
+from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes
 
 from strobe.cli.flags import flags
 from strobe.config import EngineConfig
@@ -46,13 +46,9 @@ class Speed(_Evaluation):
     """Tokens per second without and with speculation, and the speed-up by data set and load."""
 
 
-EVALUATIONS: dict[str, Any] = {"acceptance": Acceptance, "accuracy": Accuracy, "speed": Speed}
+KINDS, NOUN = ("acceptance", "accuracy", "speed"), "an evaluation"
 if not TYPE_CHECKING:
-    OneEvaluation = (
-        Annotated[Acceptance, subcommand("acceptance")]
-        | Annotated[Accuracy, subcommand("accuracy")]
-        | Annotated[Speed, subcommand("speed")]
-    )
+    OneEvaluation = Acceptance | Accuracy | Speed
 
 
 @dataclass(frozen=True)
@@ -63,13 +59,3 @@ class Eval:
 
     def run(self) -> int:
         return self.which.run()
-
-
-def completed(arguments: list[str]) -> list[str]:
-    """Return the arguments after `strobe eval`, or --help if there are none. Raises ValueError for
-    an unknown evaluation."""
-    if arguments and not arguments[0].startswith("-") and arguments[0] not in EVALUATIONS:
-        raise ValueError(
-            f"{arguments[0]!r} is not an evaluation; there are {', '.join(EVALUATIONS)}."
-        )
-    return arguments or ["--help"]

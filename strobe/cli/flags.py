@@ -12,12 +12,12 @@ from __future__ import annotations
 import difflib
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, fields, make_dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
-from tyro.conf import FlagCreatePairsOff, UseAppendAction, arg
+from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg
 from tyro.constructors import PrimitiveConstructorSpec
 
 from strobe.compat.aliases import translate
@@ -28,16 +28,17 @@ from strobe.server.settings import ServerConfig
 
 logger = logging.getLogger(__name__)
 
-Json = FlagCreatePairsOff[
-    Annotated[bool, arg(help="Print one JSON object on standard output.", help_behavior_hint="")]
-]
-Thinking = FlagCreatePairsOff[
-    Annotated[bool, arg(help="Let the model think before it answers.", help_behavior_hint="")]
-]
-Debug = FlagCreatePairsOff[
-    Annotated[bool, arg(help="Log every verify step on standard error.", help_behavior_hint="")]
-]
-System = Annotated[str | None, arg(help="A system message.", metavar="TEXT", help_behavior_hint="")]
+
+def note(text: str, metavar: str | None = None) -> Any:
+    """Return tyro's annotation of an argument whose help does not show its default."""
+    return arg(help=text, metavar=metavar, help_behavior_hint="")
+
+
+Target = Annotated[Positional[str], note("Directory or hub name of the target model.", "TARGET")]
+Json = FlagCreatePairsOff[Annotated[bool, note("Print one JSON object on standard output.")]]
+Thinking = FlagCreatePairsOff[Annotated[bool, note("Let the model think before it answers.")]]
+Debug = FlagCreatePairsOff[Annotated[bool, note("Log every verify step on standard error.")]]
+System = Annotated[str | None, note("A system message.", "TEXT")]
 
 _FILE = "Options can also come from a YAML file with one per line: --config FILE."
 
@@ -61,6 +62,14 @@ def parse(kind: Any, name: str, arguments: Sequence[str], options: Mapping[str, 
         logging.basicConfig(format="%(name)s: %(message)s")
         logging.getLogger("strobe").setLevel(logging.DEBUG)
     return command
+
+
+def completed(arguments: list[str], kinds: Collection[str], noun: str) -> list[str]:
+    """Return the arguments of a command with subcommands, or --help if there are none. Raises
+    ValueError for an unknown subcommand."""
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in kinds:
+        raise ValueError(f"{arguments[0]!r} is not {noun}; there are {', '.join(kinds)}.")
+    return arguments or ["--help"]
 
 
 def _no_option(option: str, command: Any, name: str) -> str:

@@ -18,6 +18,7 @@ from strobe.cli.flags import (
     Thinking,
     conversation,
     load,
+    note,
     sampling,
 )
 
@@ -26,10 +27,7 @@ from strobe.cli.flags import (
 class Generate:
     """Answer prompts and print the answers."""
 
-    prompts: Annotated[
-        Positional[tuple[str, ...]],
-        arg(help="One or more prompts.", metavar="PROMPT ...", help_behavior_hint=""),
-    ]
+    prompts: Annotated[Positional[tuple[str, ...]], note("One or more prompts.", "PROMPT ...")]
     chat: Annotated[bool, arg(help="Render the prompts with the chat template.")] = True
     thinking: Thinking = False
     system: System = None

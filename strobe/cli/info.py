@@ -9,7 +9,7 @@ from typing import Annotated
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from strobe.cli.flags import Json
+from strobe.cli.flags import Json, note
 from strobe.config import DEMO_MODELS, EngineConfig
 
 
@@ -19,20 +19,14 @@ class Info:
 
     model: Annotated[
         Positional[str],
-        arg(
-            help="Directory or hub name of a target or a DFlash drafter; without one, the demo "
-            "models.",
-            metavar="NAME",
-            help_behavior_hint="",
+        note(
+            "Directory or hub name of a target or a DFlash drafter; without one, the demo models.",
+            "NAME",
         ),
     ] = ""
     draft: Annotated[
         str | None,
-        arg(
-            help="A drafter to check against the target; auto takes the published one.",
-            metavar="TEXT",
-            help_behavior_hint="",
-        ),
+        note("A drafter to check against the target; auto takes the published one.", "TEXT"),
     ] = None
     tensor_parallel_size: Annotated[
         int, arg(help="Also show what each of this many ranks holds.", metavar="INT")

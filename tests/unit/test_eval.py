@@ -84,7 +84,7 @@ def lines(tmp_path: Path) -> Callable[..., Path]:
 def test_help_lists_each_evaluations_options(main: Callable[..., Any]):
     engine = [f"--{f.name.replace('_', '-')}" for f in fields(EngineConfig)]
     engine = [flag for flag in engine if flag[2:].replace("-", "_") not in DECIDED]
-    for name in eval_command.EVALUATIONS:
+    for name in eval_command.KINDS:
         status, out, err = main("eval", name, "--help")
         assert (status, err) == (0, "")
         rows = [line.strip("│| ") for line in out.splitlines()]
@@ -96,7 +96,7 @@ def test_help_lists_each_evaluations_options(main: Callable[..., Any]):
 def test_eval_alone_shows_its_help(main: Callable[..., Any]):
     status, out, err = main("eval")
     assert (status, err) == (0, "")
-    for name in eval_command.EVALUATIONS:
+    for name in eval_command.KINDS:
         assert f"• {name}" in out
 
 
