@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from strobe.server.parsers.base import Parser, Tool
 from strobe.server.parsers.call_named import CallNamed
 from strobe.server.parsers.call_text import CallText
-from strobe.server.parsers.lark import arguments, literal, marker
+from strobe.server.parsers.lark import arguments, check_name, literal, marker
 
 CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, CALL_END, SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
@@ -50,11 +50,8 @@ class DeepSeek:
         )
         alternatives: list[str] = []
         for tool in tools:
-            if not _NAME.fullmatch(tool.name):
-                raise ValueError(
-                    f"The function name {tool.name!r} cannot be used in a {self.name} tool call; "
-                    "leave out spaces, <, >, { and }, and give at most 200 characters."
-                )
+            hint = "leave out spaces, <, >, { and }, and give at most 200 characters"
+            check_name(tool, _NAME, self.name, hint)
             name, args = literal(tool.name), arguments(tool)
             fenced = f'"function" {sep} {literal(tool.name + FENCE)} {args} {literal(FENCE_END)}'
             alternatives.append(fenced if self.fenced else f"{name} {sep} {args}")

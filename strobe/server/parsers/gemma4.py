@@ -9,7 +9,7 @@ from strobe.server.parsers.base import Parser, Tool
 from strobe.server.parsers.call_gemma4 import CALL, CLOSER, NAME, OPENER, QUOTE, CallGemma4
 from strobe.server.parsers.call_text import CallText
 from strobe.server.parsers.gemma4_values import Values
-from strobe.server.parsers.lark import arguments, literal, marker
+from strobe.server.parsers.lark import arguments, check_name, check_tokens, literal, marker
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,7 @@ class Gemma4Calls:
     def grammar(
         self, tools: Sequence[Tool], *, parallel: bool, added_tokens: Mapping[str, int]
     ) -> str:
-        for text in (OPENER, CLOSER, QUOTE):
-            if text not in added_tokens:
-                raise ValueError(
-                    f"The tokenizer has no token {text}, without which there is no gemma4 tool "
-                    "call; choose the tool format of the model's own family."
-                )
+        check_tokens((OPENER, CLOSER, QUOTE), added_tokens, self.name)
         opener, closer = marker(OPENER, added_tokens), marker(CLOSER, added_tokens)
         values = Values(marker(QUOTE, added_tokens))
         calls = "\n  | ".join(_call(tool, values) for tool in tools)
@@ -49,9 +44,6 @@ class Gemma4Calls:
 
 def _call(tool: Tool, values: Values) -> str:
     arguments(tool)  # raises for a schema without objects
-    if not NAME.fullmatch(tool.name):
-        raise ValueError(
-            f"The function name {tool.name!r} cannot be used in a gemma4 tool call; leave out "
-            "spaces, {, }, < and >, and give at most 200 characters."
-        )
+    hint = "leave out spaces, {, }, < and >, and give at most 200 characters"
+    check_name(tool, NAME, "gemma4", hint)
     return f"{literal(CALL + tool.name)} {values.arguments(tool)}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from strobe.server.parsers.base import Parser, Tool
 from strobe.server.parsers.channels import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, START, Channels
-from strobe.server.parsers.lark import arguments, literal, marker
+from strobe.server.parsers.lark import arguments, check_name, check_tokens, literal, marker
 
 _NAME = re.compile(r"[^\s<>]+")
 
@@ -38,12 +38,8 @@ class GptOss:
     def grammar(
         self, tools: Sequence[Tool], *, parallel: bool, added_tokens: Mapping[str, int]
     ) -> str:
-        for text in (START, CHANNEL, CONSTRAIN, MESSAGE, CALL, END):
-            if text not in added_tokens:
-                raise ValueError(
-                    f"The tokenizer has no token {text}, without which there is no gpt_oss tool "
-                    "call; choose the tool format of the model's own family."
-                )
+        markers = START, CHANNEL, CONSTRAIN, MESSAGE, CALL, END
+        check_tokens(markers, added_tokens, self.name)
         token = {text: marker(text, added_tokens) for text in added_tokens}
         turn = f'{token[START]} "assistant"'
         repeats = f" ({turn} call)*" if parallel else ""
@@ -64,11 +60,7 @@ class GptOss:
 def _heads(tool: Tool, token: Mapping[str, str]) -> str:
     """Return a rule for a call's header, as models write it or as the chat template shows earlier
     calls."""
-    if not _NAME.fullmatch(tool.name):
-        raise ValueError(
-            f"The function name {tool.name!r} cannot be used in a gpt_oss tool call; leave out "
-            "spaces, < and >."
-        )
+    check_name(tool, _NAME, "gpt_oss", "leave out spaces, < and >")
     recipient = f"to=functions.{tool.name}"
     channel, constrain, message = token[CHANNEL], token[CONSTRAIN], token[MESSAGE]
     by_model = f'{channel} {literal(f"commentary {recipient} ")} {constrain} "json" {message}'

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from strobe.server.parsers.base import Tool
@@ -43,6 +44,24 @@ def arguments(tool: Tool) -> str:
             'are an object; give "type": "object".'
         )
     return json_of(schema | {"type": "object"})
+
+
+def check_name(tool: Tool, names: re.Pattern[str], form: str, hint: str) -> None:
+    """Raise ValueError for a function name that a call of this format cannot hold."""
+    if not names.fullmatch(tool.name):
+        raise ValueError(
+            f"The function name {tool.name!r} cannot be used in a {form} tool call; {hint}."
+        )
+
+
+def check_tokens(texts: Sequence[str], added_tokens: Mapping[str, int], form: str) -> None:
+    """Raise ValueError if the tokenizer lacks a token that calls of this format need."""
+    for text in texts:
+        if text not in added_tokens:
+            raise ValueError(
+                f"The tokenizer has no token {text}, without which there is no {form} tool call; "
+                "choose the tool format of the model's own family."
+            )
 
 
 def json_of(schema: Mapping[str, Any]) -> str:

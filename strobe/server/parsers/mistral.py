@@ -10,7 +10,7 @@ from strobe.server.parsers.base import Parser, Tool
 from strobe.server.parsers.call_named import CallNamed
 from strobe.server.parsers.call_object import CallObject
 from strobe.server.parsers.call_text import CallText
-from strobe.server.parsers.lark import arguments, call_object, literal, marker
+from strobe.server.parsers.lark import arguments, call_object, check_name, literal, marker
 
 OPENER, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _NAME = re.compile(r"[^\s\[\]{}]{1,200}")
@@ -40,11 +40,8 @@ class Mistral:
             repeats = ' (", " call)*' if parallel else ""
             return "\n".join((f'start: {opener} " "? "[" call{repeats} "]"', f"call: {calls}"))
         for tool in tools:
-            if not _NAME.fullmatch(tool.name):
-                raise ValueError(
-                    f"The function name {tool.name!r} cannot be used in a mistral tool call; leave "
-                    "out spaces, brackets and braces, and give at most 200 characters."
-                )
+            hint = "leave out spaces, brackets and braces, and give at most 200 characters"
+            check_name(tool, _NAME, self.name, hint)
         number = rf"({marker(CALL_ID, added_tokens)} /[a-zA-Z0-9]{{9}}/)?"
         middle = f"{number if CALL_ID in added_tokens else ''} {marker(ARGS, added_tokens)}"
         calls = "\n  | ".join(
