@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -46,6 +46,33 @@ class Parser(Protocol):
     def finish(self) -> Parsed:
         """Return the rest of the output after the answer's end, which may be anywhere."""
         ...
+
+
+class StateParser:
+    """Base class of parsers with states. Each state consumes a part of the buffer. It returns False
+    if it needs more text."""
+
+    def __init__(self, first: Callable[[], bool]):
+        """first: the first state."""
+        self._state = first
+        self._buffer = ""
+        self._reasoning: list[str] = []
+        self._content: list[str] = []
+        self._calls: list[CallDelta] = []
+
+    def push(self, text: str) -> Parsed:
+        self._buffer += text
+        self._advance()
+        return self._flush()
+
+    def _advance(self) -> None:
+        while self._state():
+            pass
+
+    def _flush(self) -> Parsed:
+        parsed = Parsed("".join(self._reasoning), "".join(self._content), tuple(self._calls))
+        self._reasoning, self._content, self._calls = [], [], []
+        return parsed
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from strobe.server.parsers.base import CallDelta, Parsed, Phase, find_first, held_back
+from strobe.server.parsers.base import CallDelta, Parsed, Phase, StateParser, find_first, held_back
 from strobe.server.parsers.call_reader import CallReader
 
 _SPACE = " \t\r\n"
 
 
-class CallText:
+class CallText(StateParser):
     """Parser of text with calls in it.
 
         text --opener--> call --closer or none--> text
@@ -37,31 +37,23 @@ class CallText:
         trailer: str = "",
     ):
         """make: returns the reader of a call; its argument says whether `inner` has been read."""
-        self._opener, self._closer, self._bare, self._inner = opener, closer, bare, inner
+        super().__init__(self._between if bare else self._text)
+        self._opener, self._closer, self._inner = opener, closer, inner
         self._separators = _SPACE + (separators or ("}" if closer else ";"))
         self._trailer = trailer
         self._make, self._begins = make, (opener, inner) if inner else (opener,)
-        self._state: Callable[[], bool] = self._between if bare else self._text
         self._space = ""  # space before the buffer, which is content if no call follows
-        self._buffer = ""
         self._line_begins = True  # whether the space is at the beginning of a line
         self._lead = ""  # the text in front of the call, in case it is not a call
         self._call = make(False)
         self._index = 0
         self._unclosed = False  # whether the last call's closer has not arrived
-        self._content: list[str] = []
-        self._calls: list[CallDelta] = []
         self._only_calls = False  # whether there was no content since the last call
 
     @property
     def phase(self) -> Phase:
         in_call = self._state == self._in_call and self._call.offered
         return "tool" if in_call or self._state == self._after_call else "answer"
-
-    def push(self, text: str) -> Parsed:
-        self._buffer += text
-        self._advance()
-        return self._flush()
 
     def finish(self) -> Parsed:
         self._advance()
@@ -80,22 +72,11 @@ class CallText:
         self._space = self._buffer = ""
         return self._flush()
 
-    def _advance(self) -> None:
-        while self._state():
-            pass
-
-    def _flush(self) -> Parsed:
-        parsed = Parsed(content="".join(self._content), calls=tuple(self._calls))
-        self._content, self._calls = [], []
-        return parsed
-
     def _emit(self, content: str) -> None:
         if content:
             self._content.append(content)
             self._only_calls = False
             self._line_begins = content.endswith("\n")
-
-    # Each state consumes a part of the buffer. It returns False if it needs more text.
 
     def _text(self) -> bool:
         markers = (*self._begins, self._closer) if self._unclosed else self._begins

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Literal
 
-from strobe.server.parsers.base import CallDelta, Parsed, Phase, find_first, held_back
+from strobe.server.parsers.base import CallDelta, Parsed, Phase, StateParser, find_first, held_back
 
 START, CHANNEL, CONSTRAIN = "<|start|>", "<|channel|>", "<|constrain|>"
 MESSAGE, END, CALL, RETURN = "<|message|>", "<|end|>", "<|call|>", "<|return|>"
@@ -23,7 +23,7 @@ _MARKUP = re.compile(r"<\|(?:start|channel|constrain)\|>|<[|a-z]*$")
 _HEADER_WORDS = ("assistant", "analysis", "commentary", "final", "json", "to=")
 
 
-class Channels:
+class Channels(StateParser):
     """Parser of a chain of messages.
 
         outside --start or channel--> header --message--> body --end, call, return--> outside
@@ -37,25 +37,15 @@ class Channels:
     def __init__(self, *, thinking_open: bool, tools: Collection[str] | None):
         """tools: the names of the tools that may be called, empty for any; calls of other tools are
         content, header included. None: all calls are content."""
+        super().__init__(self._outside)
         self._tools = tools
-        self._state: Callable[[], bool] = self._outside
         self.phase: Phase = "answer"
-        self._buffer = ""
         self._kind: Kind | None = None
         self._seen_kinds: set[Kind] = set()
         self._separator = ""
         self._index = -1
-        self._reasoning: list[str] = []
-        self._content: list[str] = []
-        self._calls: list[CallDelta] = []
         if thinking_open:
             self._begin("reasoning")
-
-    def push(self, text: str) -> Parsed:
-        self._buffer += text
-        while self._state():
-            pass
-        return self._flush()
 
     def finish(self) -> Parsed:
         rest, self._buffer = self._buffer, ""
@@ -75,11 +65,6 @@ class Channels:
                 for word in words
             )
         return self._kind is not None and not _MARKUP.sub("", rest).strip()
-
-    def _flush(self) -> Parsed:
-        parsed = Parsed("".join(self._reasoning), "".join(self._content), tuple(self._calls))
-        self._reasoning, self._content, self._calls = [], [], []
-        return parsed
 
     def _begin(self, kind: Kind, name: str = "") -> None:
         """Begin a message's body. name: the called function."""
@@ -101,8 +86,6 @@ class Channels:
         )
         self._separator = ""
         self._seen_kinds.add(self._kind)
-
-    # Each state consumes a part of the buffer. It returns False if it needs more text.
 
     def _outside(self) -> bool:
         rest = self._buffer.lstrip()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from strobe.server.parsers.base import Parsed, Parser, Phase, held_back
+from strobe.server.parsers.base import Parsed, Parser, Phase, StateParser, held_back
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class ThinkingTags:
         return Thinking(self.start + self.title, self.end, thinking_open=thinking_open)
 
 
-class Thinking:
+class Thinking(StateParser):
     """Parser of an answer that may begin with reasoning.
 
     beginning --start--> thinking --end--> gap --> answer
@@ -37,30 +36,14 @@ class Thinking:
     """
 
     def __init__(self, start: str, end: str, *, thinking_open: bool):
+        super().__init__(self._beginning)
         self._start, self._end, self._open = start, end, thinking_open
-        self._state: Callable[[], bool] = self._beginning
         self.phase: Phase = "thinking" if thinking_open else "answer"
-        self._buffer = ""
-        self._reasoning: list[str] = []
-        self._content: list[str] = []
-
-    def push(self, text: str) -> Parsed:
-        self._buffer += text
-        while self._state():
-            pass
-        return self._flush()
 
     def finish(self) -> Parsed:
         (self._reasoning if self.phase == "thinking" else self._content).append(self._buffer)
         self._buffer = ""
         return self._flush()
-
-    def _flush(self) -> Parsed:
-        parsed = Parsed("".join(self._reasoning), "".join(self._content))
-        self._reasoning, self._content = [], []
-        return parsed
-
-    # Each state consumes a part of the buffer. It returns False if it needs more text.
 
     def _beginning(self) -> bool:
         rest = self._buffer.lstrip()
