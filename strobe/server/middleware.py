@@ -28,22 +28,8 @@ from strobe.server.guards import (
     ShutdownGuard,
     allowed_host,
     is_loopback,
-    send_error,
 )
 from strobe.server.traces import Traces
-
-__all__ = [
-    "OPEN_PATHS",
-    "AccessLog",
-    "ApiKeyGuard",
-    "BodyLimit",
-    "MiddlewareSettings",
-    "RequestId",
-    "Shutdown",
-    "ShutdownGuard",
-    "send_error",
-    "wrap",
-]
 
 OPEN_PATHS = frozenset(
     {"/", "/page.css", "/page.js", "/favicon.ico", "/health", "/ping", "/metrics", "/version"}
