@@ -199,7 +199,7 @@ def test_tool_choice(choice: Any, expected: ToolChoice, names: list[str]):
         respond(tools=flat, tool_choice=flattened(choice)).to_chat(),
     ):
         assert request.toolbox.choice == expected
-        assert list(request.toolbox.names) == names
+        assert [tool["function"]["name"] for tool in request.toolbox.tools] == names
         prompt = request.template_options()["tools"] or []
         assert [entry["function"]["name"] for entry in prompt] == names
 

@@ -47,7 +47,8 @@ def test_messages_become_a_chat():
         {"role": "tool", "content": "2", "name": "add"},
         {"role": "assistant", "content": "It is"},
     ]
-    assert request.to_chat().toolbox.names == ("add",)
+    (tool,) = request.to_chat().toolbox.tools
+    assert tool["function"]["name"] == "add"
     assert request.to_chat().template_options()["continue_final_message"]
     assert request.warnings() == []
 

@@ -79,10 +79,6 @@ class Toolbox:
     choice: ToolChoice
     strict: tuple[str, ...] = ()
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(tool["function"]["name"] for tool in self.tools)
-
 
 def read_toolbox(
     tools: Any, choice: Any, warnings: FieldWarnings, *, flat: bool = False
