@@ -6,8 +6,7 @@ import hashlib
 import secrets
 from typing import Any
 
-from pydantic_core import from_json
-
+from strobe.server.openai.chat import partial_arguments
 from strobe.server.openai.output_items import Event, Logprobs, OutputItem, Status
 from strobe.server.openai.segments import Segment
 
@@ -83,18 +82,11 @@ class ToolUse(_Block):
         self.name, self.id = name, f"toolu_{secrets.token_hex(12)}"
 
     def item(self) -> dict[str, Any]:
-        return {"type": "tool_use", "id": self.id, "name": self.name, "input": self._input()}
+        arguments = partial_arguments(self.text)
+        return {"type": "tool_use", "id": self.id, "name": self.name, "input": arguments}
 
     def _delta(self, text: str) -> dict[str, Any]:
         return {"type": "input_json_delta", "partial_json": text}
-
-    def _input(self) -> dict[str, Any]:
-        """The arguments, possibly partial if the answer was cut."""
-        try:
-            value = from_json(self.text, allow_partial=True)
-        except ValueError:
-            return {}
-        return value if isinstance(value, dict) else {}
 
 
 def make_block(segment: Segment, index: int, *, shows_thinking: bool) -> OutputItem:

@@ -9,7 +9,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import Request
-from pydantic_core import from_json
 from starlette.responses import JSONResponse, Response
 
 from strobe.server.ollama.errors import error_body
@@ -24,6 +23,7 @@ from strobe.server.openai.chat import (
     Prepared,
     ToolCallCollector,
     chat_logprob,
+    partial_arguments,
     warnings,
 )
 from strobe.server.openai.converted import prepare_converted
@@ -180,7 +180,7 @@ class OllamaReply:
                 "function": {
                     "index": index,
                     "name": call["function"]["name"],
-                    "arguments": _arguments(call["function"]["arguments"]),
+                    "arguments": partial_arguments(call["function"]["arguments"]),
                 },
             }
             for index, call in enumerate(calls)
@@ -211,12 +211,3 @@ class OllamaReply:
 def _nanoseconds(seconds: float) -> int:
     """Return a duration, at least 1 because clients divide by it."""
     return max(1, int(seconds * 1e9))
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    """Return a call's arguments, possibly partial if the answer was cut."""
-    try:
-        value = from_json(text, allow_partial=True)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request
+from pydantic_core import from_json
 from starlette.responses import Response
 
 from strobe.request import TokenLogprob
@@ -29,7 +30,7 @@ from strobe.server.openai.runs import (
 )
 from strobe.server.openai.step_report import step_of
 from strobe.server.parsers import CallDelta, Parser, Tool, make_parser
-from strobe.server.serving import Serving
+from strobe.server.serving import Formats, Serving
 from strobe.text.tokenizer import RenderedChat, Tokenizer
 
 REASONING_NAMES = ("reasoning_content", "reasoning")
@@ -101,8 +102,8 @@ async def prepare(
             f"context holds {facts.max_model_len} and the prompt has {len(ids)}."
         )
     toolbox, forms = request.toolbox, serving.formats
-    parse = _parser(serving, request, text)
     tools = [_tool(tool) for tool in toolbox.tools]
+    parse = _parser(forms, tools, text)
     structured = structured_outputs(serving, request, tools, text, arguments)
     arguments["structured_outputs"] = structured
     formats = [forms.reasoning, forms.tools if toolbox.tools else None]
@@ -162,14 +163,12 @@ def warnings(
     return sentences
 
 
-def _parser(serving: Serving, request: ChatCompletionRequest, prompt: str) -> Callable[[], Parser]:
-    forms = serving.formats
+def _parser(forms: Formats, tools: list[Tool], prompt: str) -> Callable[[], Parser]:
     opened = forms.reasoning is not None and forms.reasoning.opened_by(prompt)
-    tools = [_tool(tool) for tool in request.toolbox.tools] or None
     return lambda: make_parser(
         forms.tools.name if forms.tools is not None else None,
         forms.reasoning.name if forms.reasoning is not None else None,
-        tools=tools,
+        tools=tools or None,
         thinking_open=opened,
     )
 
@@ -177,6 +176,15 @@ def _parser(serving: Serving, request: ChatCompletionRequest, prompt: str) -> Ca
 def _tool(tool: dict[str, Any]) -> Tool:
     function = tool["function"]
     return Tool(function["name"], function.get("parameters"), bool(function.get("strict")))
+
+
+def partial_arguments(text: str) -> dict[str, Any]:
+    """Return a call's arguments, as far as they go if the answer was cut."""
+    try:
+        value = from_json(text, allow_partial=True)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def is_complete(arguments: str) -> bool:
