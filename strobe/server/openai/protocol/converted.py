@@ -42,5 +42,5 @@ class ConvertedRequest(RequestModel):
         return error.with_names(self.names)
 
     def own_names(self, sentences: Sequence[str]) -> list[str]:
-        """Return a chat's warnings with this endpoint's field names."""
-        return [rename_fields(sentence, self.names) for sentence in sentences]
+        """Return a chat's warnings with this endpoint's field names, of which two may be one."""
+        return list(dict.fromkeys(rename_fields(sentence, self.names) for sentence in sentences))
