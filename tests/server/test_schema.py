@@ -148,7 +148,7 @@ def test_field_combinations_match_the_openapi_document(api: Any, path: str, exam
 
 
 TOGETHER = (
-    " together with ", " without ", ", the name of an earlier tool", " differs from ",
+    " together with ", " without ", ", the name of an earlier ", " differs from ",
     " as JSON it fails", "tools is empty", "there are no tools", " above max_tokens ",
     " is missing", " makes no token", " begins with none of the triggers ",
 )  # fmt: skip
