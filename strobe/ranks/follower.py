@@ -67,8 +67,8 @@ def main(pipe: Connection, memory_fd: int, leader: int) -> None:
                 )
             group.step = message.step
             engine.follow(message.plan, message.in_flight)
-        if grammars.is_busy:
-            os._exit(0)  # Python would wait for their threads
+        # Python would wait for threads of grammars, and may abort while those of Gloo run.
+        os._exit(0)
     except (EOFError, ConnectionError):
         return
     except BaseException as error:
@@ -84,10 +84,6 @@ class GrammarPrecompiler:
     def __init__(self, compiler: GrammarCompiler):
         self.compiler = compiler
         self._threads: list[tuple[StructuredOutputs, threading.Thread]] = []
-
-    @property
-    def is_busy(self) -> bool:
-        return any(thread.is_alive() for _, thread in self._threads)
 
     def compile(self, structured: StructuredOutputs) -> None:
         """Start to compile a grammar, unless that is under way."""
