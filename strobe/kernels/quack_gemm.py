@@ -32,7 +32,7 @@ QuackGemm = Callable[..., Tensor]
 @cache
 def _config(kind: type, tile: tuple[int, ...]) -> object:
     """Make a configuration that lives as long as the process: quack-kernels tell compiled GEMMs
-    apart by the identity of their configurations."""
+    apart by the identity of the configuration object."""
     rows, columns, cluster, pingpong = tile
     options = {"cluster_m": cluster, "pingpong": bool(pingpong), "is_dynamic_persistent": False}
     return kind(tile_m=rows, tile_n=columns, **options)
@@ -77,8 +77,8 @@ def load() -> QuackGemm | None:
 
 
 def takes(x: Tensor, weight: Tensor, *results: Tensor | None) -> bool:
-    """Whether the GEMM can compute x Wᵀ in bfloat16 or float16: all rows, also of the residual and
-    of the output, begin at multiples of 16 bytes. Widths of x are those of W's rows."""
+    """Whether the GEMM can compute x Wᵀ: in bfloat16 or float16, with rows of x, W and the results
+    that begin at multiples of 16 bytes. results: the residual and the output, if given."""
     if x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
         return False
     tensors = [x, weight, *(tensor for tensor in results if tensor is not None)]
