@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from tiny import make_target
 from torch import Tensor
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import EventList, FunctionEvent
 from transformers import Gemma4ForCausalLM, Qwen3MoeForCausalLM
 
 from strobe.kernels.reference_experts import route
@@ -86,8 +90,45 @@ def test_step_with_even_routing_and_profile(
     assert "Operations of a prefill: plain, 2 prompts of 8 tokens" in out
     figures = json.loads(file.read_text())
     for row in (*figures["rows"], *figures["prefill"]):
-        launches = {part["name"]: part["launches"] for part in row["profile"]}
+        launches = {part["name"]: part["launches"] for part in row["profile"]["operations"]}
         assert launches["aten::topk"] == load_target_config(tmp_path / "target").decoder.num_layers
+        assert row["profile"]["idle_ms"] is None
+
+
+@pytest.mark.parametrize(
+    ("events", "times", "idle"),
+    [
+        ([], {}, 0),
+        ([("b", 6, 9), ("a", 2, 4)], {"a": [2], "b": [3]}, 2),
+        ([("a", 0, 10), ("b", 1, 13), ("b", 2, 14)], {"a": [10], "b": [3, 1]}, 0),
+        ([("a", 0, 10), ("b", 2, 5), ("c", 12, 13)], {"a": [10], "b": [0], "c": [1]}, 2),
+        ([("a", 3, 9), ("b", 3, 5), ("c", 9, 9)], {"a": [4], "b": [2], "c": [0]}, 0),
+    ],
+    ids=["none", "gap", "overlap", "containment", "equal starts"],
+)
+def test_added_times_count_overlaps_once(
+    events: list[tuple[str, float, float]], times: dict[str, list[float]], idle: float
+):
+    assert profiling.added_times(events) == (times, idle)
+
+
+def test_gpu_profile_adds_up_to_busy_time(capsys: pytest.CaptureFixture[str]):
+    spans = [
+        ("gemm", 1000, 5000), ("sort", 1500, 5500), ("gemm", 6500, 8500), ("memcpy", 6500, 7500),
+    ]  # fmt: skip
+    device = {"device_type": DeviceType.CUDA, "use_device": "cuda"}
+    kernels = [FunctionEvent(0, name, 0, start, end, **device) for name, start, end in spans]
+    range_ = FunctionEvent(0, "range", 0, 0, 9000, is_user_annotation=True, **device)
+    launch = FunctionEvent(0, "cudaLaunchKernel", 0, 0, 900)
+    profile = profiling.Profile(torch.device("cpu"))
+    profile.device, profile.steps = torch.device("cuda"), 2
+    profile._profile = SimpleNamespace(events=lambda: EventList([launch, range_, *kernels]))
+    figures = profile.figures()
+    rows = [(row["name"], row["launches"], row["ms"]) for row in figures["operations"]]
+    assert rows == [("gemm", 1, 2.5), ("memcpy", 0.5, 0.5), ("sort", 0.5, 0.25)]
+    assert figures["idle_ms"] == 0.5
+    profiling.show_operations(Console(), "Operations", figures)
+    assert "GPU busy: 3.250 ms; idle between operations: 0.500 ms" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -223,11 +223,11 @@ def _row(settings: StepSettings, engine: Engine, rates: Rates, count: int, lengt
     split = timeline.split()
     shapes = shapes_of(engine.resolved)
     floor = floor_figures(shapes, rates, count, window.context)
-    profile: list[Figures] = []
+    profile: Figures = {}
     if settings.profile:
         profiled = Profile(device)
         decode(engine, prompts, params, settings.warmup, settings.steps, profiled)
-        profile = profiled.operations()
+        profile = profiled.figures()
         floor["parts"] = floor_by_part(shapes, rates, count, window.context)
     return {
         "concurrency": count,
@@ -314,13 +314,13 @@ def _prefill(settings: StepSettings, engine: Engine, count: int, length: int) ->
     seconds = median(
         [_first_tokens(engine, prompts, params) for _ in range(1 + _PREFILL_REPEATS)][1:]
     )
-    profile: list[Figures] = []
+    profile: Figures = {}
     if settings.profile:
         profiled = Profile(engine.resolved.device)
         profiled.mark("start")
         _first_tokens(engine, prompts, params)
         profiled.stop()
-        profile = profiled.operations()
+        profile = profiled.figures()
     shapes: Shapes = shapes_of(engine.resolved)
     return {
         "prompts": count,

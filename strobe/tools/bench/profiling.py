@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -47,15 +48,48 @@ class Profile:
             torch.cuda.synchronize(self.device)
         self._profile.stop()
 
-    def operations(self) -> list[Figures]:
-        """Return launches and milliseconds per step of each operation, the longest first."""
-        on_gpu, rows = self.device.type == "cuda", list[Figures]()
-        for event in self._profile.key_averages():
-            micros = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-            if micros > 0:
-                ms = micros / 1e3 / self.steps
-                rows.append({"name": event.key, "launches": event.count / self.steps, "ms": ms})
-        return sorted(rows, key=lambda row: -row["ms"])
+    def figures(self) -> Figures:
+        """Return launches and milliseconds per step of each operation, the longest first, and the
+        idle time between operations. On a GPU, the milliseconds of an operation are the time that
+        it adds; on a CPU they are its self time, and the idle time is None."""
+        idle: float | None = None
+        if self.device.type == "cuda":
+            times, idle = added_times(
+                (event.key, event.time_range.start, event.time_range.end)
+                for event in self._profile.events()
+                if event.device_type.name == "CUDA" and not event.is_user_annotation
+            )
+            totals = [(name, len(added), sum(added)) for name, added in times.items()]
+        else:
+            averages = [
+                (e.key, e.count, e.self_cpu_time_total) for e in self._profile.key_averages()
+            ]
+            totals = [total for total in averages if total[2] > 0]
+        unit = 1e3 * self.steps
+        rows: list[Figures] = [
+            {"name": name, "launches": launches / self.steps, "ms": micros / unit}
+            for name, launches, micros in totals
+        ]
+        rows.sort(key=lambda row: -row["ms"])
+        return {"operations": rows, "idle_ms": None if idle is None else idle / unit}
+
+
+def added_times(
+    events: Iterable[tuple[str, float, float]],
+) -> tuple[dict[str, list[float]], float]:
+    """Return the time that each launch of each operation adds, and the idle time in between.
+
+    In the order of their starts, each adds the time from the latest end so far, or from its own
+    start if that is later, to its end, and 0 if it ends earlier: a kernel that is launched early
+    starts while the previous one runs, and waits for it. events: name, start, end, of any streams.
+    """
+    ordered = sorted(events, key=lambda event: event[1:])
+    times, idle, busy_until = dict[str, list[float]](), 0.0, ordered[0][1] if ordered else 0.0
+    for name, start, end in ordered:
+        idle += max(0.0, start - busy_until)
+        times.setdefault(name, []).append(max(0.0, end - max(start, busy_until)))
+        busy_until = max(busy_until, end)
+    return times, idle
 
 
 def floor_by_part(shapes: Shapes, rates: Rates, requests: int, context: float) -> list[Figures]:
@@ -114,11 +148,12 @@ def show_profiles(console: Console, rows: list[Figures]) -> None:
         console.print(table(f"Floor by part: {where}", names, cells))
 
 
-def show_operations(console: Console, title: str, operations: list[Figures]) -> None:
+def show_operations(console: Console, title: str, profile: Figures) -> None:
     """Print a table of a profile's longest operations; nothing without any."""
-    if not operations:
-        return
+    operations: list[Figures] = profile.get("operations", [])
     total, shown = sum(part["ms"] for part in operations), operations[:_NUM_SHOWN]
+    if not total:
+        return
     if rest := operations[_NUM_SHOWN:]:
         sums: Figures = {k: sum(part[k] for part in rest) for k in ("launches", "ms")}
         shown.append(sums | {"name": f"{len(rest)} others"})
@@ -128,3 +163,5 @@ def show_operations(console: Console, title: str, operations: list[Figures]) -> 
         for part in shown
     ]  # fmt: skip
     console.print(table(title, ("operation", "launches", "ms", "% of the sum"), cells))
+    if (idle := profile["idle_ms"]) is not None:
+        console.print(f"GPU busy: {fine(total)} ms; idle between operations: {fine(idle)} ms")

@@ -53,7 +53,8 @@ class StepSettings:
     )  # fmt: skip
     profile: bool = option(
         False, "Also list the operations of a step and of a prefill: launches, time and share of "
-        "each, and the floor of each part of the model."
+        "each, and the floor of each part of the model. On a GPU, the time of an operation counts "
+        "from the end of those that started before it."
     )  # fmt: skip
     json: str = option("", "File to write every figure to.")
 
