@@ -17,9 +17,6 @@ from torch import Tensor
 from strobe.kernels.pdl import pdl_wait, supports_pdl
 from strobe.kernels.reference_experts import Routing
 
-_ROUTED_CELLS = 4096
-"""Logits that one program of the routing reads."""
-
 
 @triton.jit
 def _route_kernel(
@@ -28,7 +25,6 @@ def _route_kernel(
     sizes,  # int64 [S]: rows of each span, their sum without padding; or None
     ids,  # int32 [T, k]: from the first expert at hand; HELD for padding rows and other experts
     weights,  # fp32 [T, k]
-    rows,
     stride,
     spans,
     E: tl.constexpr,
@@ -37,57 +33,56 @@ def _route_kernel(
     TOP_K: tl.constexpr,
     SHARED: tl.constexpr,  # 1 with a shared expert, the sigmoid of whose logit is its weight
     NORMALIZED: tl.constexpr,
-    BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
     SPANS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """A row's program is one warp, whose reductions of integers are single instructions."""
     pdl_wait(PDL)
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = row < rows
-    live = inside
+    row = tl.program_id(0)
+    column = tl.arange(0, WIDTH)
+    line = logits + row.to(tl.int64) * stride
+    values = tl.load(line + column, column < E, float("-inf")).to(tl.float32)
+    if SHARED:
+        gate = tl.load(line + E).to(tl.float32)
+    live = True
     if sizes is not None:
         span = tl.arange(0, SPANS)
-        live = inside & (row < tl.sum(tl.load(sizes + span, span < spans, 0), 0))
-    column = tl.arange(0, WIDTH)
-    places = logits + row[:, None] * stride + column[None, :]
-    real = inside[:, None] & (column < E)[None, :]
-    values = tl.load(places, real, 0.0).to(tl.float32)
-    values = tl.where((column < E)[None, :], values, float("-inf"))
-    # NaN counts as the largest logit, so that the row's experts stay distinct.
+        live = row < tl.sum(tl.load(sizes + span, span < spans, 0).to(tl.int32), 0)
+    # Integers in the order of the logits. NaN counts as the largest logit, so that the row's
+    # experts stay distinct.
     bits = tl.where(values == 0, 0.0, values).to(tl.int32, bitcast=True)
-    order = tl.where(values == values, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), 0x7FFFFFFF)
-    keys = (order.to(tl.int64) << 32) | (WIDTH - 1 - column)[None, :]
-    keys = tl.where((column < E)[None, :], keys, -(2**63))
+    order = tl.where(values == values, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
+    order = tl.where(column < E, order, -(2**31))
     slot = tl.arange(0, triton.next_power_of_2(TOP_K + SHARED))
-    best = tl.zeros([BLOCK, triton.next_power_of_2(TOP_K + SHARED)], tl.float32) + float("-inf")
-    chosen = tl.zeros([BLOCK, triton.next_power_of_2(TOP_K + SHARED)], tl.int32)
+    share = tl.zeros([triton.next_power_of_2(TOP_K + SHARED)], tl.float32)
+    chosen = tl.zeros([triton.next_power_of_2(TOP_K + SHARED)], tl.int32)
+    top = 0.0
+    total = 0.0
     for j in tl.static_range(TOP_K):
-        key = tl.max(keys, 1)
-        keys = tl.where(keys == key[:, None], -(2**63), keys)
-        high = (key >> 32).to(tl.int32)
-        value = tl.where(high < 0, high ^ 0x7FFFFFFF, high).to(tl.float32, bitcast=True)
-        expert = WIDTH - 1 - (key & 0xFFFFFFFF).to(tl.int32)
-        here = (slot == j)[None, :]
-        best = tl.where(here, value[:, None], best)
-        chosen = tl.where(here, expert[:, None], chosen)
-    top = tl.max(best, 1)
-    if NORMALIZED:
-        total = tl.sum(tl.exp(best - top[:, None]), 1)
-    else:
-        total = tl.sum(tl.exp(values - top[:, None]), 1)
-    share = tl.exp(best - top[:, None]) / total[:, None]
+        highest = tl.max(order, 0)
+        expert = tl.min(tl.where(order == highest, column, WIDTH), 0)
+        order = tl.where(column == expert, -(2**31), order)
+        value = (highest ^ ((highest >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        if j == 0:
+            top = value
+        part = tl.exp(value - top)
+        total += part
+        share = tl.where(slot == j, part, share)
+        chosen = tl.where(slot == j, expert, chosen)
+    if not NORMALIZED:
+        total = tl.sum(tl.exp(values - top), 0)
+    share /= total
     if scale is not None:
-        share *= tl.load(scale + tl.where(chosen < E, chosen, 0)).to(tl.float32)
+        share *= tl.load(scale + chosen).to(tl.float32)
     if SHARED:
-        logit = tl.load(logits + row * stride + E, inside, 0.0).to(tl.float32)[:, None]
-        share = tl.where((slot == TOP_K)[None, :], 1.0 / (1.0 + tl.exp(-logit)), share)
-        chosen = tl.where((slot == TOP_K)[None, :], E, chosen)
-    at = row[:, None] * (TOP_K + SHARED) + slot[None, :]
-    stored = inside[:, None] & (slot < TOP_K + SHARED)[None, :]
-    tl.store(weights + at, share, stored)
+        share = tl.where(slot == TOP_K, 1.0 / (1.0 + tl.exp(-gate)), share)
+        chosen = tl.where(slot == TOP_K, E, chosen)
+    place = row * (TOP_K + SHARED) + slot
+    tl.store(weights + place, share, slot < TOP_K + SHARED)
     at_hand = (chosen >= FIRST) & (chosen < FIRST + HELD)
-    tl.store(ids + at, tl.where(live[:, None] & at_hand, chosen - FIRST, HELD), stored)
+    chosen = tl.where(live & at_hand, chosen - FIRST, HELD)
+    tl.store(ids + place, chosen, slot < TOP_K + SHARED)
 
 
 @triton.jit
@@ -162,15 +157,13 @@ def route(
     places = torch.empty(2 * number, dtype=torch.int32, device=device)
     ids, pairs = places[:number].view(rows, chosen), places[number:]
     weights = torch.empty(rows, chosen, dtype=torch.float32, device=device)
-    width = triton.next_power_of_2(total)
-    block = min(max(_ROUTED_CELLS // width, 1), triton.next_power_of_2(rows))
     spans = 0 if sizes is None else sizes.shape[0]
-    _route_kernel[(triton.cdiv(rows, block),)](
-        logits, routing.scale, sizes, ids, weights, rows, logits.stride(0), spans,
+    _route_kernel[(rows,)](
+        logits, routing.scale, sizes, ids, weights, logits.stride(0), spans,
         E=total, FIRST=first, HELD=count, TOP_K=routing.top_k, SHARED=shared,
         NORMALIZED=routing.normalized,
-        BLOCK=block, WIDTH=width, SPANS=triton.next_power_of_2(max(spans, 1)), PDL=pdl,
-        num_warps=4, launch_pdl=pdl,
+        WIDTH=triton.next_power_of_2(total), SPANS=triton.next_power_of_2(max(spans, 1)), PDL=pdl,
+        num_warps=1, launch_pdl=pdl,
     )  # fmt: skip
     if by_pair:
         return Routed(ids, weights, None, None, number)

@@ -162,6 +162,14 @@ def test_padding_rows_choose_no_experts(
     assert torch.equal(actual[5:], layer.extra[5:])
 
 
+def test_routing_prefers_nan_and_the_first_of_equal_logits(device: torch.device):
+    low, nan = -torch.inf, torch.nan
+    logits = [[-0.0, 0.0, 0.0, -2.0], [1.0, nan, 2.0, nan], [low, low, low, low], [-3.0, -1, -2, 0]]
+    routed = route(torch.tensor(logits, device=device), Routing(3), None, 16, by_pair=True)
+    assert routed.ids.tolist() == [[0, 1, 2], [1, 3, 2], [0, 1, 2], [3, 1, 2]]
+    assert routed.weights[0].tolist() == pytest.approx([1 / 3] * 3)
+
+
 def test_sorting_lists_each_pair_once_and_cuts_blocks(device: torch.device):
     """Every row chooses expert 1, so that it has two blocks."""
     logits = torch.randn(21, 5, generator=torch.Generator().manual_seed(1)).to(device)
