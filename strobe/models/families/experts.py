@@ -41,7 +41,7 @@ SILU = Gate("silu")
 
 class Router(nn.Module):
     """Chooses the experts of each row and the weights of their outputs. joined: with an output for
-    a shared expert."""
+    a shared expert, and then outputs that nobody reads."""
 
     def __init__(self, hidden_size: int, shape: ExpertShape, *, bias: bool = False):
         super().__init__()
@@ -60,7 +60,7 @@ class Router(nn.Module):
 
     def logits(self, ops: TorchOps, x: Tensor) -> Tensor:
         """x [T, H] -> [T, E], or [T, E + 1] with a shared expert."""
-        return ops.linear(x, self.linear)
+        return ops.linear(x, self.linear)[:, : self.weight.shape[0] + 1]
 
 
 class Experts(nn.Module):

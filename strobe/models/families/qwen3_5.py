@@ -236,7 +236,10 @@ class SharedMLP(SparseMLP):
         experts, shared = self.experts, self.shared_expert
         if experts.held is not None or self.joined is not None:
             return
-        router = join_linears(self.router.linear, self.shared_expert_gate)
+        count, size = self.router.weight.shape
+        # cuBLAS has fast kernels for rows of logits that are multiples of 16 bytes.
+        zeros = LinearView(self.router.weight.new_zeros(-(count + 1) % 8, size))
+        router = join_linears(self.router.linear, self.shared_expert_gate, zeros)
         gate_up = join_linears(experts.gate_up_proj, shared.gate_up_proj)
         down = join_linears(experts.down_proj, shared.down_proj)
         if router and gate_up and down:
