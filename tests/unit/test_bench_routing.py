@@ -12,15 +12,17 @@ import pytest
 import torch
 from rich.console import Console
 from tiny import make_target
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
 from transformers import Gemma4ForCausalLM, Qwen3MoeForCausalLM
 
 from strobe.kernels.reference_experts import route
 from strobe.models.architectures import load_target_config
+from strobe.models.config import ExpertShape
 from strobe.models.families.experts import Router
 from strobe.models.families.gemma4 import Gemma4Router
+from strobe.models.linear import LinearView
 from strobe.models.load import load_target
 from strobe.models.ops.torch_ops import TorchOps
 from strobe.tools.bench import floor, profiling, published_shapes, rates
@@ -67,6 +69,14 @@ def test_even_routing_draws_distinct_experts_evenly(tmp_path: Path, family: dict
     assert not torch.equal(first, second), "layers draw their own experts"
     again, _ = (chosen(router, x[:7] + 1) for router in routers(tmp_path / "again", **family))
     assert torch.equal(again, first[:7]), "neither rows nor runs matter"
+
+
+def test_even_routing_leaves_out_what_nobody_reads():
+    """A router joined with a shared expert's gate has 12 + 1 outputs and 3 to fill up."""
+    router = Router(32, ExpertShape(12, 3, 8, (True,)))
+    router.joined = LinearView(torch.randn(16, 32))
+    route_evenly(nn.Sequential(router), 5)
+    assert router.logits(TorchOps(), torch.randn(5, 32)).shape == (5, 13)
 
 
 def test_even_routing_needs_experts(main: Callable[..., Any]):
