@@ -162,31 +162,48 @@ def test_padding_rows_choose_no_experts(
     assert torch.equal(actual[5:], layer.extra[5:])
 
 
-def test_routing_prefers_nan_and_the_first_of_equal_logits(device: torch.device):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_routing_prefers_nan_and_the_first_of_equal_logits(
+    device: torch.device, dtype: torch.dtype
+):
     low, nan = -torch.inf, torch.nan
-    logits = [[-0.0, 0.0, 0.0, -2.0], [1.0, nan, 2.0, nan], [low, low, low, low], [-3.0, -1, -2, 0]]
-    routed = route(torch.tensor(logits, device=device), Routing(3), None, 16, by_pair=True)
+    rows = [[-0.0, 0.0, 0.0, -2.0], [1.0, nan, 2.0, nan], [low, low, low, low], [-3.0, -1, -2, 0]]
+    logits = torch.tensor(rows, device=device, dtype=dtype)
+    routed = route(logits, Routing(3), None, 16, by_pair=True)
     assert routed.ids.tolist() == [[0, 1, 2], [1, 3, 2], [0, 1, 2], [3, 1, 2]]
     assert routed.weights[0].tolist() == pytest.approx([1 / 3] * 3)
 
 
-def test_sorting_lists_each_pair_once_and_cuts_blocks(device: torch.device):
-    """Every row chooses expert 1, so that it has two blocks."""
-    logits = torch.randn(21, 5, generator=torch.Generator().manual_seed(1)).to(device)
+@pytest.mark.parametrize(("rows", "padding"), [(5, 2), (21, 2), (32, 0), (70, 2)])
+@pytest.mark.parametrize(
+    "routing",
+    [Routing(3), Routing(2, shared=True), Routing(2, held=(0, 3)), Routing(2, held=(1, 2))],
+    ids=["all", "shared", "first", "middle"],
+)
+def test_sorting_lists_each_pair_once_and_cuts_blocks(
+    device: torch.device, rows: int, padding: int, routing: Routing
+):
+    """Every row chooses expert 1."""
+    noise = torch.Generator().manual_seed(rows)
+    logits = torch.randn(rows, 5 + routing.shared, generator=noise)
     logits[:, 1] = 9.0
-    sizes = torch.tensor([4, 15], device=device)
-    routed = route(logits, Routing(2), sizes, 16, by_pair=False)
+    sizes = torch.tensor([3, rows - 3 - padding], device=device)
+    routed = route(logits.to(device), routing, sizes, 16, by_pair=False)
     assert routed.pairs is not None
     assert routed.blocks is not None
-    chosen = routed.ids.flatten().tolist()
-    assert chosen[38:] == [5] * 4
-    expected = sorted(range(38), key=lambda pair: (chosen[pair], pair))
-    assert routed.pairs[:38].tolist() == expected
-    used = [block for block in routed.blocks.tolist() if block[2]]
-    assert [block[0] for block in used].count(1) == 2
-    listed = [chosen[p] for _, first, n in used for p in expected[first : first + n]]
-    assert listed == [e for e, _, n in used for _ in range(n)]
-    assert sum(n for _, _, n in used) == 38
+    _, ids = reference.route(logits, routing)
+    count = routing.held[1] if routing.held else logits.shape[1]
+    ids[rows - padding :] = count
+    assert torch.equal(routed.ids.cpu(), ids.int())
+    chosen = ids.flatten().tolist()
+    used = [pair for pair in range(len(chosen)) if chosen[pair] < count]
+    expected = sorted(used, key=lambda pair: (chosen[pair], pair))
+    assert routed.pairs[: len(used)].tolist() == expected
+    blocks = [block for block in routed.blocks.tolist() if block[2]]
+    listed = [chosen[pair] for _, first, n in blocks for pair in expected[first : first + n]]
+    assert listed == [expert for expert, _, n in blocks for _ in range(n)]
+    assert sum(n for _, _, n in blocks) == len(used)
+    assert len(blocks) == sum(-(-listed.count(expert) // 16) for expert in range(count))
 
 
 def test_row_has_the_same_bits_in_any_batch_of_its_bucket(device: torch.device):
