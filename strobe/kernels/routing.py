@@ -21,6 +21,8 @@ _ROWS_AT_ONCE = 32
 """Rows that a single program routes and sorts: it has a warp for each, and integers a bit."""
 _CELLS_AT_ONCE = 8192
 """Logits for which such a program has registers."""
+_CHUNK = 4096
+"""Pairs that a program of the sorting reads at a time."""
 
 
 @triton.jit
@@ -157,52 +159,42 @@ def _route_kernel(
             tl.store(blocks + block * 3 + 2, 0, block < num_blocks)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def _sort_kernel(
     ids,  # int32 [P]
     pairs,  # int32 [P]: pairs sorted by expert
     blocks,  # int32 [blocks, 3]: expert, first of its places in `pairs`, number of them
-    rows,
+    number,
     num_blocks,
     E: tl.constexpr,  # with a shared expert
-    TOP_K: tl.constexpr,
-    SHARED: tl.constexpr,
-    BINS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
     STEPS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Each expert has a program and the blocks from its first pair / BLOCK_M + its number on, some
+    of them empty. The last program empties the rest."""
     pdl_wait(PDL)
     expert = tl.program_id(0)
-    place = tl.arange(0, WIDTH)
-    pair = place // TOP_K * (TOP_K + SHARED) + place % TOP_K
-    owner = tl.load(ids + pair, place < rows * TOP_K, E)
-    bins = tl.arange(0, BINS)
-    counts = tl.where(bins < E, tl.histogram(owner, BINS), 0)
-    needed = (counts + BLOCK_M - 1) // BLOCK_M
-    before = bins < expert
-    first = tl.sum(tl.where(before, counts, 0), 0)
-    block = tl.sum(tl.where(before, needed, 0), 0)
-    own = (owner == expert) & (expert < E)
-    if SHARED:  # its pairs need no sorting, and all follow the others
-        last = place * (TOP_K + SHARED) + TOP_K
-        chose = tl.load(ids + last, place < rows, E) == E - 1
-        own = tl.where(expert == E - 1, chose, own)
-        pair = tl.where(expert == E - 1, last, pair)
-        shared_blocks = (tl.sum(chose.to(tl.int32), 0) + BLOCK_M - 1) // BLOCK_M
-        block += tl.where(expert == E, shared_blocks, 0)
-    size = tl.sum(own.to(tl.int32), 0)
-    rank = tl.cumsum(own.to(tl.int32), 0) - 1
-    tl.store(pairs + first + rank, pair, own)
-    step = tl.arange(0, STEPS)
-    used = step * BLOCK_M < size
-    tl.store(blocks + (block + step) * 3, expert, used)
-    tl.store(blocks + (block + step) * 3 + 1, first + step * BLOCK_M, used)
-    tl.store(blocks + (block + step) * 3 + 2, tl.minimum(size - step * BLOCK_M, BLOCK_M), used)
-    if expert == E:  # the last program marks the blocks that are not needed
-        for rest in range(block, num_blocks, STEPS):
-            tl.store(blocks + (rest + step) * 3 + 2, 0, rest + step < num_blocks)
+    chunk = tl.arange(0, CHUNK)
+    lower = tl.zeros([CHUNK], tl.int32)
+    for start in range(0, number, CHUNK):
+        owner = tl.load(ids + start + chunk, start + chunk < number, E)
+        lower += (owner < expert).to(tl.int32)
+    first = tl.sum(lower, 0)
+    size = 0
+    for start in range(0, tl.where(expert < E, number, 0), CHUNK):
+        pair = start + chunk
+        own = tl.load(ids + pair, pair < number, E) == expert
+        tl.store(pairs + first + size + tl.cumsum(own.to(tl.int32), 0) - 1, pair, own)
+        size += tl.sum(own.to(tl.int32), 0)
+    begin = first // BLOCK_M + expert
+    end = tl.where(expert < E, (first + size) // BLOCK_M + expert + 1, num_blocks)
+    for block in range(begin, end, STEPS):
+        part = block + tl.arange(0, STEPS)
+        skipped = (part - begin) * BLOCK_M
+        rest = size - skipped
+        _store_blocks(blocks, part, expert, first + skipped, rest, part < end, BLOCK_M)
 
 
 class Routed(NamedTuple):
@@ -232,8 +224,9 @@ def route(
     width, num_blocks, blocks = triton.next_power_of_2(total), number, None
     at_once = not by_pair and rows <= min(_ROWS_AT_ONCE, _CELLS_AT_ONCE // width)
     if not by_pair:
-        # A row's experts are distinct, so that each expert has at most `rows` pairs.
-        num_blocks = min(number, number // block_m + count, count * -(-rows // block_m))
+        num_blocks = number // block_m + count
+        if at_once:  # a row's experts are distinct, so that each has at most `rows` pairs
+            num_blocks = min(number, num_blocks, count * -(-rows // block_m))
         blocks = torch.empty(num_blocks, 3, dtype=torch.int32, device=device)
     block = triton.next_power_of_2(rows) if at_once else 1
     spans = 0 if sizes is None else sizes.shape[0]
@@ -249,11 +242,9 @@ def route(
     if blocks is None:
         return Routed(ids, weights, None, None, num_blocks)
     if not at_once:
+        chunk = min(triton.next_power_of_2(number), _CHUNK)
         _sort_kernel[(count + 1,)](
-            ids, pairs, blocks, rows, num_blocks, E=count, TOP_K=routing.top_k, SHARED=shared,
-            BINS=triton.next_power_of_2(count + 1),
-            WIDTH=triton.next_power_of_2(rows * routing.top_k),
-            STEPS=max(triton.next_power_of_2(triton.cdiv(rows, block_m)), 64), BLOCK_M=block_m,
-            PDL=pdl, num_warps=8 if rows * routing.top_k > 1024 else 4, launch_pdl=pdl,
+            ids, pairs, blocks, number, num_blocks, E=count, CHUNK=chunk, STEPS=64,
+            BLOCK_M=block_m, PDL=pdl, num_warps=max(chunk // 256, 1), launch_pdl=pdl,
         )  # fmt: skip
     return Routed(ids, weights, pairs, blocks, num_blocks)
