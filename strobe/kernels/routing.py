@@ -130,6 +130,8 @@ def _route_kernel(
         at_hand = live & (column >= FIRST) & (column < FIRST + HELD)
         # For each expert the rows that chose it, a bit each.
         members = tl.sum(tl.where(at_hand & (order < LOWEST + TOP_K), 1 << row, 0), 0)
+        # Every warp has all of these sums; spread them over the warps.
+        members = tl.gather(members, tl.arange(0, WIDTH), 0)
         size = _ones(members)
         # Numbers of pairs, and 65536 times numbers of blocks.
         both = size + ((size + BLOCK_M - 1) // BLOCK_M << 16)
