@@ -2,12 +2,14 @@
 rows.
 
     python benchmarks/recurrent.py [--sequences 1,8,32] [--rows 1,16] [--values 16,32,64]
-        [--warps 2,4,8] [--dtype bfloat16] [--parts]
+        [--warps 2,4,8] [--kept 4] [--dtype bfloat16] [--parts]
 
-Shapes of Qwen3.5-9B: 16 key heads and 32 value heads of size 128. Every sequence has accepted all
-rows but one of its last block. Launches over the states of 24 layers are captured and replayed for
-each number of values and warps per program. "bytes" is the time to read and write the states once
-at 4.3 TB/s. --parts also times the layer with one of its three launches replaced by a no-op.
+Shapes of Qwen3.5-9B: 16 key heads and 32 value heads of size 128. Launches over the states of 24
+layers are captured and replayed for each number of values and warps per program. Of a block of 16,
+6 rows are accepted in each step. --kept: rows that are kept beside a state before it is written;
+the layers stand for successive steps, in each of which the kept rows are more. "bytes" is the time
+to read and write the states once at 4.3 TB/s. --parts also times the layer with one of its three
+launches replaced by a no-op.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import strobe.kernels.recurrent as kernels
 from strobe.kernels.reference_recurrent import DeltaInput
 from strobe.kv.states import StateSpec, StateStore
 
-LAYERS, PENDING = 24, 16
+LAYERS = 24
 PARTS = "_convolve_kernel", "_delta_kernel", "_finish_kernel"
 
 
@@ -34,11 +36,11 @@ class Nothing:
         return lambda *arguments, **options: None
 
 
-def measure(count: int, rows: int, dtype: torch.dtype) -> float:
+def measure(count: int, rows: int, kept: int, dtype: torch.dtype) -> float:
     """Return the microseconds of a layer."""
     device = torch.device("cuda")
     spec = StateSpec(LAYERS, 32, 16, 128, 128, 4)
-    store = StateStore(spec, count, PENDING, dtype, device)
+    store = StateStore(spec, count, max(kept, rows), dtype, device)
     random = partial(torch.randn, device=device)
     for held in store.tensors:
         held.copy_(random(held.shape))
@@ -50,11 +52,14 @@ def measure(count: int, rows: int, dtype: torch.dtype) -> float:
     filled = partial(torch.full, (count,), device=device)
     first = torch.arange(0, count * rows, rows, device=device)
     slots = torch.arange(count, device=device)
-    spans = slots, first, filled(rows), filled(max(rows - 1, 1)), filled(False)
+    step = 1 if rows == 1 else 6
+    cycle = 1 + max(kept - rows, 0) // step
+    accepted = [filled(step * (1 + layer % cycle)) for layer in range(LAYERS)]
 
     def run() -> None:
         for layer in range(LAYERS):
             held = [part[layer] for part in store.tensors]
+            spans = slots, first, filled(rows), accepted[layer], filled(False)
             kernels.mix(x, spans, held, rows, spec)
 
     run()
@@ -82,6 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=numbers, default=[1, 16])
     parser.add_argument("--values", type=numbers, default=[16, 32, 64])
     parser.add_argument("--warps", type=numbers, default=[2, 4, 8])
+    parser.add_argument("--kept", type=int, default=4)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--parts", action="store_true")
     options = parser.parse_args(argv)
@@ -90,8 +96,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         nbytes = 2 * 4 * 32 * 128 * 128 * count
         results = list[str]()
         for values, warps in itertools.product(options.values, options.warps):
-            kernels.values_of, kernels._WARPS = lambda _, values=values: values, warps
-            us = measure(count, rows, getattr(torch, options.dtype))
+            kernels.tile = lambda *_, chosen=(values, warps): chosen
+            us = measure(count, rows, options.kept, getattr(torch, options.dtype))
             results.append(f"{us:.1f} ({values} values, {warps} warps)")
         print(
             f"{count} x {rows} rows: bytes {nbytes / 4.3e6:.1f}; {', '.join(results)}", flush=True
@@ -99,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name in PARTS if options.parts else ():
             kernel = getattr(kernels, name)
             setattr(kernels, name, Nothing())
-            us = measure(count, rows, getattr(torch, options.dtype))
+            us = measure(count, rows, options.kept, getattr(torch, options.dtype))
             setattr(kernels, name, kernel)
             print(f"    without {name}: {us:.1f}", flush=True)
 

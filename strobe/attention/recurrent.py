@@ -34,8 +34,8 @@ class RecurrentBackend:
 class RecurrentPlan:
     """One forward's attention plan, and its spans as recurrent layers read them.
 
-    A span's start less the positions in its slot's state is the number of rows of the last block
-    that were accepted. A sequence starts from a zero state, whatever the slot held before.
+    A span's start less the positions in its slot's state is the number of accepted rows whose
+    changes the state lacks. A sequence starts from a zero state, whatever the slot held before.
     """
 
     def __init__(
@@ -49,10 +49,11 @@ class RecurrentPlan:
             return
         start, sizes = batch.starts, batch.sizes
         self.starts_fresh = start == 0
-        num_pending = start - states.length.index_select(0, batch.slots)
-        self.accepted = num_pending.clamp(0, states.pending).masked_fill(self.starts_fresh, 0)
-        length = torch.where(sizes > states.pending, start + sizes, start)
-        states.length.index_copy_(0, batch.slots, length)
+        old = states.length.index_select(0, batch.slots)
+        self.accepted = (start - old).clamp(0, states.pending).masked_fill(self.starts_fresh, 0)
+        fits = ~self.starts_fresh & (self.accepted + sizes <= states.pending)
+        written = torch.where(sizes > states.pending, start + sizes, start)
+        states.length.index_copy_(0, batch.slots, torch.where(fits, old, written))
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
@@ -66,7 +67,8 @@ class RecurrentPlan:
 
     @property
     def spans(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Slots, first rows, sizes, accepted rows of the last block, and starts_fresh, each [S]."""
+        """Slots, first rows, sizes, accepted rows that the state lacks, and starts_fresh, each
+        [S]."""
         batch = self.batch
         return batch.slots, batch.row_starts, batch.sizes, self.accepted, self.starts_fresh
 
@@ -82,15 +84,7 @@ class RecurrentPlan:
         for spans, longest in span_groups:
             sizes = batch.sizes[spans]
             offset = torch.arange(longest, device=device)
-            rows = batch.row_starts[spans][:, None] + offset
-            padded.append(
-                PaddedGroup(
-                    batch.slots[spans],
-                    sizes,
-                    self.accepted[spans],
-                    self.starts_fresh[spans],
-                    rows.clamp_(max=len(batch.positions) - 1),
-                    offset < sizes[:, None],
-                )
-            )
+            rows = (batch.row_starts[spans][:, None] + offset).clamp_(max=len(batch.positions) - 1)
+            states = batch.slots[spans], sizes, self.accepted[spans], self.starts_fresh[spans]
+            padded.append(PaddedGroup(*states, rows, offset < sizes[:, None]))
         return padded

@@ -6,9 +6,10 @@ Up to 16 rows are computed at once (Yang et al., arXiv 2412.06464, section 3.2),
 is read once for all of them. With rates b, unit keys K and cumulative decay c, the changes U solve
 (I + A) U = b (V - e^c K S), A = tril(b K K^T e^(c_i - c_j), -1). The outputs are e^c Q S +
 tril(Q K^T e^(c_i - c_j)) U, and the next state is e^c_end S + (e^(c_end - c) K)^T U. A row's change
-does not depend on later rows, so K and U are saved and the next forward applies the accepted ones.
+does not depend on later rows, so K and U are saved and later forwards apply the accepted ones. The
+state itself is not written while there is room for a forward's rows beside those.
 
-Legend: S spans, T rows, P maximum rows of a block, C channels of the convolution, Hk / Hv key
+Legend: S spans, T rows, P maximum rows that are saved, C channels of the convolution, Hk / Hv key
 and value heads, Dk / Dv their sizes, N slots. The torch twin is
 `strobe.kernels.reference_recurrent.gated_mix`.
 """
@@ -33,12 +34,11 @@ if TYPE_CHECKING:
 _ROWS = 16
 _CHANNELS = 128
 _HEADS = 4  # of a program of the norm
-_WARPS = 4  # of a program of the delta rule
 
 
-def values_of(count: int) -> int:
-    """Return the number of a head's value channels per program, lower for few sequences."""
-    return 32 if count < 4 else 64
+def tile(count: int, longest: int) -> tuple[int, int]:
+    """Return a program's value channels, fewer for few sequences, and warps for the delta rule."""
+    return (32, 4) if count < 4 else (64, 2 if longest == 1 else 4)
 
 
 @triton.jit
@@ -165,9 +165,9 @@ def _delta_kernel(
     DK: tl.constexpr, DV: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
     SINGLE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Update VALUES channels of one head's state by the accepted rows of the last block, then
-    compute the span's rows, 16 at once; without tensor cores if every span is a SINGLE row, which
-    is convolved here, and whose key and gates are written to rows, decay and rate."""
+    """Update VALUES channels of one head's state by the accepted rows that it lacks, then compute
+    the span's rows, 16 at once; without tensor cores if every span is a SINGLE row, which is
+    convolved here, and whose key and gates are written to rows, decay and rate."""
     span, head = tl.program_id(0), tl.program_id(1)
     keys = tl.arange(0, KEYS)
     values = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
@@ -175,6 +175,8 @@ def _delta_kernel(
     slot, first = tl.load(slots + span), tl.load(firsts + span)
     size, num_accepted = tl.load(sizes + span).to(tl.int32), tl.load(accepted + span).to(tl.int32)
     continues = tl.load(fresh + span) == 0
+    fits = continues & (num_accepted + size <= P)
+    kept = tl.where(fits, num_accepted, 0)
     place = state + (slot * HV + head) * (DK * DV) + (keys[:, None] * DV + values[None, :])
     both = key_mask[:, None] & value_mask[None, :]
     current = tl.load(place, both & continues, other=0.0)
@@ -198,7 +200,8 @@ def _delta_kernel(
             change = tl.load(changes + i * (HV * DV) + values, value_mask, other=0.0)
             current *= tl.exp(tl.load(gates + i * 2 * HV))
             current += last[:, None] * change[None, :]
-        tl.store(place, current, both)
+        if not fits:
+            tl.store(place, current, both)
         pdl_wait(PDL)
         x += first * x_stride
         k = _convolved(old_k, x, weight, at_k, key_mask & live, KERNEL)
@@ -215,7 +218,7 @@ def _delta_kernel(
         current += k[:, None] * newest[None, :]
         tl.store(out + values, tl.sum(current * q[:, None], 0), value_mask & live)
         tl.debug_barrier()  # all threads have read the last block
-        tl.store(changes + values, newest, value_mask & live)
+        tl.store(changes + kept * (HV * DV) + values, newest, value_mask & live)
     else:
         offset = tl.arange(0, 16)
         for begin in range(0, num_accepted, 16):
@@ -226,7 +229,7 @@ def _delta_kernel(
             current = _apply_changes(
                 current, k, change, log_decay, tl.cumsum(log_decay, 0), PRECISION
             )
-        if size <= P:
+        if (size <= P) & (not fits):
             tl.store(place, current, both)
         tl.debug_barrier()  # all threads have read the last block
         pdl_wait(PDL)
@@ -244,6 +247,7 @@ def _delta_kernel(
             at = row[:, None] * (HV * DV) + values[None, :]
             tl.store(out + at, output, row_mask[:, None] & value_mask[None, :])
             if size <= P:
+                at += kept * (HV * DV)
                 tl.store(changes + at, change, row_mask[:, None] & value_mask[None, :])
             if (size > P) | (begin + 16 < size):
                 current = _apply_changes(current, k, change, log_decay, total, PRECISION)
@@ -279,17 +283,18 @@ def _save(
 ):  # fmt: skip
     """Save what the next forward needs of BLOCK channels of a span: the convolution's inputs, the
     gates and the keys, which are the KEYS channels after the queries. The window moves forward in
-    place, so a program reads all it needs of it before it writes."""
+    place with the state, so a program reads all it needs of it before it writes."""
     lanes = part * BLOCK + tl.arange(0, BLOCK)
     inside = lanes < C
     window += slot * (KERNEL - 1 + P) * C + lanes
     x += first * x_stride + lanes
     skipped = tl.where(size > P, size, 0)
+    kept = tl.where(continues & (num_accepted + size <= P), num_accepted, 0)
     at = tl.arange(0, TAPS)[:, None]
     back = skipped - (KERNEL - 1) + at
     tap_mask = (at < KERNEL - 1) & inside[None, :]
     value = tl.load(x[None, :] + back * x_stride, tap_mask & (back >= 0), other=0.0)
-    source = window[None, :] + (num_accepted + back + KERNEL - 1) * C
+    source = window[None, :] + (num_accepted - kept + back + KERNEL - 1) * C
     before = tl.load(source, tap_mask & continues & (back < 0), other=0.0)
     pdl_wait(PDL)
     tl.debug_barrier()  # all threads have read the window
@@ -301,14 +306,14 @@ def _save(
             i = begin + tl.arange(0, ROWS)[:, None]
             real = (i < size) & inside[None, :]
             newest = tl.load(x[None, :] + i * x_stride, real, other=0.0)
-            tl.store(window[None, :] + (KERNEL - 1 + i) * C, newest, real)
+            tl.store(window[None, :] + (KERNEL - 1 + kept + i) * C, newest, real)
             key = tl.load(rows + (first + i) * C + lanes[None, :], real & key_mask, other=0.0)
-            place = (slot * P + i) * KEYS + (lanes - KEYS)[None, :]
+            place = (slot * P + kept + i) * KEYS + (lanes - KEYS)[None, :]
             tl.store(saved_keys + place, key, real & key_mask)
             gated = (i < size) & (heads < HV) & (part == 0)
-            row_gates, spot = (first + i) * HV + heads, gates + (slot * P + i) * 2 * HV + heads
-            tl.store(spot, tl.load(decay + row_gates, gated), gated)
-            tl.store(spot + HV, tl.load(rate + row_gates, gated), gated)
+            row_gates, spot = (first + i) * HV + heads, (slot * P + kept + i) * 2 * HV + heads
+            tl.store(gates + spot, tl.load(decay + row_gates, gated), gated)
+            tl.store(gates + spot + HV, tl.load(rate + row_gates, gated), gated)
 
 
 @triton.jit(do_not_specialize=["count", "num_norms"])
@@ -347,7 +352,7 @@ def mix(
     longest: int,
     spec: StateSpec,
 ) -> Tensor:
-    """Spans (slots, first rows, sizes, accepted rows of the last block, whether a sequence begins)
+    """Spans (slots, first rows, sizes, accepted rows that a state lacks, whether a sequence begins)
     [S] -> normed and gated outputs [T, Hv Dv], 0 for rows after the spans'.
 
     stored, updated in place: state [N, Hv, Dk, Dv], window [N, kernel - 1 + P, C], gates
@@ -372,14 +377,13 @@ def mix(
             *inputs, *spans, convolved, decay, rate, *strides,
             HEADS=width, ROWS=_ROWS, BLOCK=_CHANNELS, num_warps=4, **shared,
         )  # fmt: skip
-    values = values_of(count)
+    values, warps = tile(count, longest)
     _delta_kernel[(count, heads, triton.cdiv(spec.value_dim, values))](
         *inputs, convolved, decay, rate, state, gates, keys, changes, *spans, out, *strides,
         HK=spec.key_heads, DK=spec.key_dim, DV=spec.value_dim,
         KEYS=max(16, triton.next_power_of_2(spec.key_dim)), VALUES=values,
-        SINGLE=longest == 1,
-        PRECISION="tf32x3" if out.dtype == torch.float32 else "tf32",
-        num_warps=_WARPS, num_stages=1, **shared,
+        SINGLE=longest == 1, PRECISION="tf32x3" if out.dtype == torch.float32 else "tf32",
+        num_warps=warps, num_stages=1, **shared,
     )  # fmt: skip
     num_norms, taps = rows * triton.cdiv(heads, _HEADS), triton.next_power_of_2(spec.kernel - 1)
     size = min(_ROWS, triton.next_power_of_2(gates.shape[1]))

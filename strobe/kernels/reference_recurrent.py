@@ -1,6 +1,6 @@
 """The kernels of recurrent layers in plain torch.
 
-Legend: S spans, T rows, P maximum rows of a block, C channels of the convolution, Hk / Hv key
+Legend: S spans, T rows, P maximum rows that are kept, C channels of the convolution, Hk / Hv key
 and value heads, Dk / Dv their sizes, G spans of a group padded to Q rows each.
 """
 
@@ -94,31 +94,32 @@ def _mix(
     spec: StateSpec,
 ) -> Tensor:
     state, window, block_gates, keys, changes = (t.index_select(0, group.slots) for t in stored)
-    pending = keys.shape[1]
+    pending, before = keys.shape[1], group.accepted[:, None]
+    fits = ~group.starts_fresh & (group.accepted + group.sizes <= pending)
+    kept = torch.where(fits, group.accepted, 0)[:, None]
     # Mask by value, not by multiplication: another sequence's leftovers may be NaN.
     state = state.masked_fill(group.starts_fresh[:, None, None, None], 0.0)
     index = torch.arange(window.shape[1], device=x.device)
-    is_own = (index < spec.kernel - 1 + group.accepted[:, None]) & ~group.starts_fresh[:, None]
+    is_own = (index < spec.kernel - 1 + before) & ~group.starts_fresh[:, None]
     window = window.where(is_own[:, :, None], 0.0)
     block = torch.arange(pending, device=x.device)
-    accepted = (block < group.accepted[:, None])[:, :, None, None]
-    block_gates, keys, changes = (
-        rows.where(accepted, 0.0) for rows in (block_gates, keys, changes)
-    )
-    state = apply_changes(state, block_gates[:, :, 0], _unit(keys), changes)
-    before = torch.arange(spec.kernel - 1, device=x.device) + group.accepted[:, None]
+    accepted = (block < before)[:, :, None, None]
+    held = [rows.where(accepted, 0.0) for rows in (block_gates, keys, changes)]
+    current = apply_changes(state, held[0][:, :, 0], _unit(held[1]), held[2])
     fresh = x[group.rows].where(group.valid[:, :, None], 0.0)
-    rows = torch.cat([_take(window, before), fresh], 1)
+    rows = torch.cat([_take(window, index[: spec.kernel - 1] + before), fresh], 1)
     row_gates = gates[group.rows].where(group.valid[:, :, None, None], 0.0)
     q, k, v = split(rows, weight, spec)
-    out, end, change = delta_rule(state, _unit(q) * spec.key_dim**-0.5, _unit(k), v, row_gates)
+    out, end, change = delta_rule(current, _unit(q) * spec.key_dim**-0.5, _unit(k), v, row_gates)
     long = (group.sizes > pending)[:, None]
+    state = torch.where(fits[:, None, None, None], state, current)
     if group.rows.shape[1] > pending:
         state = torch.where(long[..., None, None], end, state)
-    first = torch.where(long, group.sizes[:, None], 0)
-    newest = block.expand(len(rows), -1)
-    new_rows = (_take(new, newest) for new in (row_gates, k, change))
-    updated = state, _take(rows, first + index), *new_rows
+    moved = before + torch.where(long, group.sizes[:, None], -kept)
+    new_window = _append(window, fresh, index + moved, spec.kernel - 1 + before)
+    new = (row_gates, k, change)
+    new_rows = (_append(*pair, block, kept) for pair in zip(held, new, strict=True))
+    updated = state, new_window, *new_rows
     for tensor, new in zip(stored, updated, strict=True):
         tensor.index_copy_(0, group.slots, new)
     return out
@@ -129,6 +130,12 @@ def _take(rows: Tensor, index: Tensor) -> Tensor:
     index = index.clamp(max=rows.shape[1] - 1)
     wide = index.view(*index.shape, *[1] * (rows.ndim - 2)).expand(-1, -1, *rows.shape[2:])
     return rows.gather(1, wide)
+
+
+def _append(old: Tensor, new: Tensor, index: Tensor, count: Tensor) -> Tensor:
+    """Take rows of old [G, N, ...]'s first `count` [G, 1], followed by new [G, M, ...]."""
+    index = index.where(index < count, index + old.shape[1] - count)
+    return _take(torch.cat([old, new], 1), index)
 
 
 def split(x: Tensor, weight: Tensor, spec: StateSpec) -> tuple[Tensor, Tensor, Tensor]:

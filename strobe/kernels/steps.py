@@ -237,13 +237,15 @@ def _cover_kernel(
     pending = tl.minimum(tl.maximum(start - covered, 0), P)
     tl.store(accepted + lanes, tl.where(start == 0, 0, pending), valid)
     tl.store(fresh + lanes, start == 0, valid)
-    tl.store(length + slot, tl.where(size > P, start + size, start), valid)
+    fits = (start > 0) & (pending + size <= P)
+    written = tl.where(size > P, start + size, start)
+    tl.store(length + slot, tl.where(fits, covered, written), valid)
 
 
 def cover(batch: Any, length: Tensor, pending: int) -> tuple[Tensor, Tensor]:
-    """A batch of S spans -> rows of the last block that were accepted [S] int64, whether a sequence
-    begins [S]. length [N]: positions in each slot's state, updated. pending: maximum rows of a
-    block."""
+    """A batch of S spans -> accepted rows that the state lacks [S] int64, whether a sequence begins
+    [S]. length [N]: positions in each slot's state, updated. pending: maximum rows that are kept
+    beside a state."""
     size = batch.slots.shape[0]
     accepted = torch.empty(size, dtype=torch.int64, device=length.device)
     fresh = torch.empty(size, dtype=torch.bool, device=length.device)

@@ -1,13 +1,14 @@
 """States of recurrent layers: one per sequence instead of keys and values.
 
                           length          the next forward's start
-    ... window: kernel - 1 | block: up to `pending` rows |
+    ... window: kernel - 1 | up to `pending` rows        |
                  state ----^    accepted ---^
 
-A state cannot be truncated as keys and values can. So the stored state is the one before the newest
-block, together with each of the block's rows' change to it, which no later row affects. The next
-forward knows by its start how many rows were accepted, and first applies their changes. Rows of a
-longer span, a prefill chunk, update the state at once.
+A state cannot be truncated as keys and values can. So the stored state is an older one, together
+with each later row's change to it, which no row after that affects. The next forward knows by its
+start how many rows were accepted, and first applies their changes. It writes the state only if its
+own rows would not fit beside those. Rows of a longer span, a prefill chunk, update the state at
+once.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+SINGLE_ROWS = 4
+"""Rows that are kept beside a state before it is written, even without drafts."""
 
 
 @dataclass(frozen=True)
@@ -52,31 +56,26 @@ class StateStore:
     """The tensors of L layers and N slots plus the spare one.
 
     state [L, N + 1, heads, key_dim, value_dim]. window [L, N + 1, kernel - 1 + pending, C]: the
-    convolution's inputs before the block and in it. Of the block's rows: gates [L, N + 1, pending,
-    2, heads], log decay and learning rate; keys [L, N + 1, pending, key_heads, key_dim], not
-    normalized; changes [L, N + 1, pending, heads, value_dim], each added to the state as the outer
-    product with its key. length [N + 1]: positions in each slot's state."""
+    convolution's inputs up to the state and after it. Of the rows after it: gates [L, N + 1,
+    pending, 2, heads], log decay and learning rate; keys [L, N + 1, pending, key_heads, key_dim],
+    not normalized; changes [L, N + 1, pending, heads, value_dim], each added to the state as the
+    outer product with its key. length [N + 1]: positions in each slot's state."""
 
     def __init__(
-        self,
-        spec: StateSpec,
-        num_slots: int,
-        pending: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, spec: StateSpec, slots: int, pending: int, dtype: torch.dtype, device: torch.device
     ):
-        """pending: maximum rows of a block."""
-        self.spec, self.pending = spec, pending
+        """pending: maximum rows of a block. As many are kept, and at least SINGLE_ROWS."""
+        self.spec, self.pending = spec, max(pending, SINGLE_ROWS)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.zeros(spec.layers, num_slots + 1, *shape, dtype=dtype, device=device)
+            return torch.zeros(spec.layers, slots + 1, *shape, dtype=dtype, device=device)
 
         self.state = zeros(spec.heads, spec.key_dim, spec.value_dim)
-        self.window = zeros(spec.kernel - 1 + pending, spec.channels, dtype=dtype)
-        self.gates = zeros(pending, 2, spec.heads)
-        self.keys = zeros(pending, spec.key_heads, spec.key_dim)
-        self.changes = zeros(pending, spec.heads, spec.value_dim)
-        self.length = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
+        self.window = zeros(spec.kernel - 1 + self.pending, spec.channels, dtype=dtype)
+        self.gates = zeros(self.pending, 2, spec.heads)
+        self.keys = zeros(self.pending, spec.key_heads, spec.key_dim)
+        self.changes = zeros(self.pending, spec.heads, spec.value_dim)
+        self.length = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self.tensors = self.state, self.window, self.gates, self.keys, self.changes
 
     def save(self, slot: int) -> list[tuple[Tensor, Tensor]]:

@@ -28,6 +28,8 @@ STEPS = [
     [(0, 9, 4), (2, 5, 1), (1, 2, 9)],
     [(1, 11, 4), (2, 6, 4), (0, 0, 3), (SLOTS, 0, 0), (SLOTS, 0, 0)],
     [(0, 3, 1), (1, 12, 4), (2, 7, 5)],
+    [(0, 4, 2), (1, 13, 2), (2, 12, 1)],
+    [(0, 5, 2), (1, 14, 1), (2, 13, 3)],
 ]
 """Spans of (slot, start, rows): earlier steps' drafts are partly accepted; slot 0 starts over."""
 
@@ -104,7 +106,7 @@ def mix_both(pair: Any, batch: Batch, x: Any) -> Any:
 def test_steps_match_plain_torch(spec: StateSpec, dtype: torch.dtype, device: torch.device):
     noise = torch.Generator().manual_seed(8)
     pair = stores(spec, PENDING, dtype, device)
-    weights = weights_of(spec, dtype, noise, device)
+    weights, states_end = weights_of(spec, dtype, noise, device), [0] * SLOTS
     for spans in STEPS:
         batch = batch_of(spans, 3, device)
         x = project(spec, len(batch.positions), weights, noise)
@@ -117,20 +119,20 @@ def test_steps_match_plain_torch(spec: StateSpec, dtype: torch.dtype, device: to
         for slot, start, size in spans:
             if slot == SLOTS:
                 continue
-            before = spec.kernel - 1 + (size if size <= PENDING else 0)
-            ours, theirs = (store.window[0, slot, :before] for store in pair)
+            kept = start - states_end[slot] + size if start else PENDING + 1
+            if kept > PENDING:  # the accepted rows go into the state
+                states_end[slot], kept = (start, size) if size <= PENDING else (start + size, 0)
+            ours, theirs = (store.window[0, slot, : spec.kernel - 1 + kept] for store in pair)
             assert torch.equal(ours, theirs)
             ours, theirs = (store.state[0, slot] for store in pair)
             tf32 = dtype == torch.bfloat16 and device.type == "cuda"
             torch.testing.assert_close(ours, theirs, atol=TF32 if tf32 else 2e-5, rtol=1e-4)
-            if size <= PENDING:
-                ours, theirs = (store.gates[0, slot, :size] for store in pair)
-                torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
-                for name in ("keys", "changes"):
-                    ours, theirs = (getattr(store, name)[0, slot, :size] for store in pair)
-                    torch.testing.assert_close(ours, theirs, atol=TF32 if tf32 else 2e-5, rtol=1e-4)
-            ends = start if size <= PENDING else start + size
-            assert pair[0].length[slot] == pair[1].length[slot] == ends
+            ours, theirs = (store.gates[0, slot, :kept] for store in pair)
+            torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+            for name in ("keys", "changes"):
+                ours, theirs = (getattr(store, name)[0, slot, :kept] for store in pair)
+                torch.testing.assert_close(ours, theirs, atol=TF32 if tf32 else 2e-5, rtol=1e-4)
+            assert pair[0].length[slot] == pair[1].length[slot] == states_end[slot]
 
 
 @pytest.mark.parametrize("similar", [False, True], ids=["", "similar keys"])

@@ -111,10 +111,13 @@ def test_touched_experts_match_simulation():
 
 
 def test_recurrent_states_are_read_and_written():
+    """Single rows write them in one of four steps."""
     plain = replace(shapes_of("qwen3.5-9b"), draft=None, rows=1)
     weights, row, state = 2 * (8_953_803_264 - 248320 * 4096), 32_768, 24 * 32 * 128 * 128
-    assert plain.verify(1, 0).bytes == weights + row + 8 * state
-    assert plain.verify(8, 1000).bytes == weights + 8 * (1001 * row + 8 * state)
+    assert plain.verify(1, 0).bytes == weights + row + 5 * state
+    assert plain.verify(8, 1000).bytes == weights + 8 * (1001 * row + 5 * state)
+    block = replace(plain, rows=16)
+    assert block.verify(1, 0).bytes == weights + 16 * row + 8 * state
 
 
 def test_biases_are_counted(draft: Callable[..., Path]):

@@ -12,7 +12,7 @@ from torch import Tensor
 from strobe.attention.base import Batch
 from strobe.attention.recurrent import RecurrentPlan
 from strobe.kernels.reference_recurrent import CHUNK, FEW, apply_changes, delta_rule, mix
-from strobe.kv.states import StateSpec, StateStore
+from strobe.kv.states import SINGLE_ROWS, StateSpec, StateStore
 
 SPEC = StateSpec(layers=2, heads=4, key_heads=2, key_dim=6, value_dim=5, kernel=4)
 CPU = torch.device("cpu")
@@ -111,12 +111,27 @@ def test_rejected_rows_leave_no_trace(accepted: int, prompt: int):
         expected = [step(alone, rows, [(1, i, [true[i]])]) for i in range(start, start + size)]
         torch.testing.assert_close(output, torch.cat(expected), atol=1e-6, rtol=1e-6)
         start += size
+    longer = true[start : start + PENDING + 1]  # which update the state at once
     for states in (cut, alone):
-        step(states, rows, [(1, start, [true[start]])])
+        step(states, rows, [(1, start, longer)])
     torch.testing.assert_close(cut.state[:, 1], alone.state[:, 1], atol=1e-6, rtol=1e-6)
-    assert torch.equal(cut.window[:, 1, :4], alone.window[:, 1, :4])
-    assert cut.length[1] == alone.length[1] == start
+    assert torch.equal(cut.window[:, 1, :3], alone.window[:, 1, :3])
+    assert cut.length[1] == alone.length[1] == start + len(longer)
     assert cut.state[:, 0].isnan().all(), "another slot's state changed"
+
+
+def test_state_is_written_once_in_a_few_single_rows():
+    """Also without drafts, when a block has one row."""
+    states, rows = store(1), Rows()
+    step(states, rows, [(1, 0, range(9))])
+    lengths, written = [], []
+    for start in range(9, 19):
+        before = states.state[:, 1].clone()
+        step(states, rows, [(1, start, [start])])
+        lengths.append(int(states.length[1]))
+        written.append(not torch.equal(before, states.state[:, 1]))
+    assert lengths == [9] * SINGLE_ROWS + [13] * SINGLE_ROWS + [17] * 2
+    assert [start for start, new in enumerate(written, 9) if new] == [13, 17]
 
 
 @pytest.mark.parametrize("grouped", [False, True])

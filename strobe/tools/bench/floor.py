@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from strobe.kv.states import SINGLE_ROWS
 from strobe.models.config import DecoderConfig, DraftConfig, ExpertShape, TargetConfig
 
 
@@ -89,8 +90,9 @@ class Shapes:
         packed = 0.0 if widths.experts is None else widths.experts - widths.linear
         values, _ = layer_values(self.target, active_experts(decoder))
         state_values = 0 if self.target.states is None else self.target.states.values
-        # States are in fp32 and read and written once; each row takes four multiply-adds per value.
-        stored = rows * kv_values(decoder) * self.widths.kv + requests * 8 * state_values
+        # Each row takes four multiply-adds per value of a state.
+        stored = rows * kv_values(decoder) * self.widths.kv
+        stored += requests * state_bytes(state_values, self.rows)
         return Work(
             self._weights(read, small, head_values(decoder))
             + packed * expert_values(decoder, touched)
@@ -254,6 +256,12 @@ def layer_kv_values(decoder: DecoderConfig, layer: int) -> int:
     """2 Hkv D."""
     shape = decoder.shape_of(layer)
     return 2 * shape.num_kv_heads * shape.head_dim
+
+
+def state_bytes(values: int, rows: int) -> float:
+    """Bytes of a sequence's states, in fp32, that a forward of so many of its rows reads and writes
+    on average: single rows write them once in SINGLE_ROWS forwards."""
+    return 4 * values * (1 + (1 / SINGLE_ROWS if rows == 1 else 1))
 
 
 def fc_values(draft: DraftConfig) -> int:

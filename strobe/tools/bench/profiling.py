@@ -18,6 +18,7 @@ from strobe.tools.bench.floor import (
     head_values,
     kv_values,
     layer_values,
+    state_bytes,
     touched_experts,
 )
 from strobe.tools.bench.report import Figures, fine, number, table
@@ -120,7 +121,7 @@ def _parts(shapes: Shapes, requests: int, context: float) -> dict[str, Work]:
     stored = rows * kv_values(decoder) * widths.kv
     attention = requests * attention_operations(decoder, shapes.rows, context)
     keys = stored + shapes.context_bytes(decoder, requests, context)
-    state = requests * 8 * states
+    state = requests * state_bytes(states, shapes.rows)
     return {
         "target: experts": Work(experts, 2 * rows * (active - without)),
         "target: other linear layers": Work(without * widths.linear, 2 * rows * without),
