@@ -82,8 +82,7 @@ def check(gemms: Gemms, device: torch.device, rows: int = 100) -> None:
     assert error(found, expected) < BOUNDS[BF16]
 
 
-def test_products_match_twin(library: Double):
-    device = torch.device("cpu")
+def test_products_match_twin(library: Double, device: torch.device):
     check(gemms(device), device)
     assert library.calls == 5
     check(gemms(device, replace(CONFIG, quack=[128, 192, 1, 0])), device)
@@ -104,24 +103,25 @@ def test_products_match_twin_on_a_gpu(device: torch.device):
     assert made.quack is not None
 
 
-def test_what_quack_does_not_serve_runs_elsewhere(library: Double):
-    cpu = torch.device("cpu")
-    made, x, weight = gemms(cpu), draw(0, 64, 64, dtype=BF16, device=cpu), make(192, 64, BF16, cpu)
+def test_what_quack_does_not_serve_runs_elsewhere(library: Double, device: torch.device):
+    made, weight = gemms(device), make(192, 64, BF16, device)
+    x = draw(0, 64, 64, dtype=BF16, device=device)
     bias = weight.data[:, 0].contiguous()
     for options in ({"bias": bias}, {"gated": True, "gelu": True}):
         assert (
             error(made.linear(x, weight, **options), reference.linear(x, weight, **options)) < 0.02
         )  # type: ignore[arg-type]
-    made.linear(draw(0, 64, 65, dtype=BF16, device=cpu), make(192, 65, BF16, cpu))
-    made.linear(draw(0, 64, 72, dtype=BF16, device=cpu)[:, 1:65], weight)
-    made.linear(x, weight, out=torch.empty(64, 193, dtype=BF16)[:, :192])
+    made.linear(draw(0, 64, 65, dtype=BF16, device=device), make(192, 65, BF16, device))
+    made.linear(draw(0, 64, 72, dtype=BF16, device=device)[:, 1:65], weight)
+    made.linear(x, weight, out=torch.empty(64, 193, dtype=BF16, device=device)[:, :192])
     assert not library.calls
 
 
-def test_a_library_that_fails_is_left(library: Double, caplog: pytest.LogCaptureFixture):
+def test_a_library_that_fails_is_left(
+    library: Double, device: torch.device, caplog: pytest.LogCaptureFixture
+):
     """Its versions may not go together."""
     library.fails = True
-    device = torch.device("cpu")
     check(gemms(device), device)
     assert library.calls == 1
     assert "no such argument" in caplog.text
@@ -141,18 +141,17 @@ def test_no_library_is_no_fault(caplog: pytest.LogCaptureFixture):
     assert not caplog.text
 
 
-def test_many_rows_have_an_entry_of_their_own(library: Double):
+def test_many_rows_have_an_entry_of_their_own(library: Double, device: torch.device):
     """Only their exact numbers, for which it was measured."""
 
     class Table:
         def choose(self, gemm: Gemm, bucket: int) -> GemmConfig:
             return CONFIG if bucket == 512 else GemmConfig("cublas")
 
-    cpu = torch.device("cpu")
-    made = Gemms(cpu, BF16, table=Table())
-    made.quack, weight = quack_gemm.load(), make(64, 64, BF16, cpu)
+    made = Gemms(device, BF16, table=Table())
+    made.quack, weight = quack_gemm.load(), make(64, 64, BF16, device)
     for rows in (511, 512, 513, 256):
-        made.linear(draw(0, rows, 64, dtype=BF16, device=cpu), weight)
+        made.linear(draw(0, rows, 64, dtype=BF16, device=device), weight)
     assert library.calls == 1
 
 
