@@ -174,18 +174,20 @@ def test_routing_prefers_nan_and_the_first_of_equal_logits(
     assert routed.weights[0].tolist() == pytest.approx([1 / 3] * 3)
 
 
-@pytest.mark.parametrize(("rows", "padding"), [(5, 2), (21, 2), (32, 0), (70, 2)])
+@pytest.mark.parametrize(
+    ("rows", "padding", "experts"), [(5, 2, 5), (5, 1, 40), (21, 2, 5), (32, 0, 40), (70, 2, 5)]
+)
 @pytest.mark.parametrize(
     "routing",
     [Routing(3), Routing(2, shared=True), Routing(2, held=(0, 3)), Routing(2, held=(1, 2))],
     ids=["all", "shared", "first", "middle"],
 )
 def test_sorting_lists_each_pair_once_and_cuts_blocks(
-    device: torch.device, rows: int, padding: int, routing: Routing
+    device: torch.device, rows: int, padding: int, experts: int, routing: Routing
 ):
-    """Every row chooses expert 1."""
+    """Every row chooses expert 1. With 40 experts and 5 rows, pairs are fewer than experts."""
     noise = torch.Generator().manual_seed(rows)
-    logits = torch.randn(rows, 5 + routing.shared, generator=noise)
+    logits = torch.randn(rows, experts + routing.shared, generator=noise)
     logits[:, 1] = 9.0
     sizes = torch.tensor([3, rows - 3 - padding], device=device)
     routed = route(logits.to(device), routing, sizes, 16, by_pair=False)
