@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from strobe.hub.download import fetch_weights
@@ -59,7 +60,9 @@ def describe(model: Path, draft: Path | None = None, split: Split = ALONE) -> di
     if config.states is not None:
         facts |= {
             "recurrent_layers": config.states.layers,
-            "recurrent_state_bytes_per_request": 4 * config.states.values,
+            "recurrent_state_bytes_per_request": config.states.bytes_per_slot(
+                1 + (draft_config.block_drafts if draft_config else 0), getattr(torch, config.dtype)
+            ),
             "prefix_caching": "off, since no page holds the state of recurrent layers",
         }
     if split.size > 1:

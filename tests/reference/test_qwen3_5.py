@@ -349,6 +349,9 @@ def test_info_reports_recurrent_layers(hybrid: tuple[Any, Path]):
     facts = describe(hybrid[1])
     assert facts["layers"] == LAYERS
     assert facts["recurrent_layers"] == 3
+    states = load_target_config(hybrid[1]).states
+    assert states is not None
+    assert facts["recurrent_state_bytes_per_request"] > 4 * states.values, "kept rows count"
     assert facts["kv_bytes_per_token_bf16"] == 2 * 2 * 2 * 2 * 16
     assert facts["prefix_caching"] == "off, since no page holds the state of recurrent layers"
 
