@@ -2,14 +2,13 @@
 rows.
 
     python benchmarks/recurrent.py [--sequences 1,8,32] [--rows 1,16] [--values 16,32,64]
-        [--warps 2,4,8] [--kept 4] [--dtype bfloat16] [--parts]
+        [--warps 2,4,8] [--dtype bfloat16] [--parts]
 
 Shapes of Qwen3.5-9B: 16 key heads and 32 value heads of size 128. Launches over the states of 24
-layers are captured and replayed for each number of values and warps per program. Of a block of 16,
-6 rows are accepted in each step. --kept: rows that are kept beside a state before it is written;
-the layers stand for successive steps, in each of which the kept rows are more. "bytes" is the time
-to read and write the states once at 4.3 TB/s. --parts also times the layer with one of its three
-launches replaced by a no-op.
+layers are captured and replayed for each number of values and warps per program. Of a block, up to
+6 rows were accepted. With single rows, the layers stand for successive steps, of which one in a few
+writes the states. "bytes" is the time to read and write the states once at 4.3 TB/s. --parts also
+times the layer with one of its three launches replaced by a no-op.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from functools import partial
 import torch
 
 import strobe.kernels.recurrent as kernels
+from strobe.kernels.kept_rows import SINGLE_ROWS
 from strobe.kernels.reference_recurrent import DeltaInput
 from strobe.kv.states import StateSpec, StateStore
 
@@ -36,11 +36,11 @@ class Nothing:
         return lambda *arguments, **options: None
 
 
-def measure(count: int, rows: int, kept: int, dtype: torch.dtype) -> float:
+def measure(count: int, rows: int, dtype: torch.dtype) -> float:
     """Return the microseconds of a layer."""
     device = torch.device("cuda")
     spec = StateSpec(LAYERS, 32, 16, 128, 128, 4)
-    store = StateStore(spec, count, max(kept, rows), dtype, device)
+    store = StateStore(spec, count, rows, dtype, device)
     random = partial(torch.randn, device=device)
     for held in store.tensors:
         held.copy_(random(held.shape))
@@ -52,9 +52,8 @@ def measure(count: int, rows: int, kept: int, dtype: torch.dtype) -> float:
     filled = partial(torch.full, (count,), device=device)
     first = torch.arange(0, count * rows, rows, device=device)
     slots = torch.arange(count, device=device)
-    step = 1 if rows == 1 else 6
-    cycle = 1 + max(kept - rows, 0) // step
-    accepted = [filled(step * (1 + layer % cycle)) for layer in range(LAYERS)]
+    steps = [1 + layer % SINGLE_ROWS for layer in range(LAYERS)]
+    accepted = [filled(step if rows == 1 else min(rows, 6)) for step in steps]
 
     def run() -> None:
         for layer in range(LAYERS):
@@ -87,7 +86,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=numbers, default=[1, 16])
     parser.add_argument("--values", type=numbers, default=[16, 32, 64])
     parser.add_argument("--warps", type=numbers, default=[2, 4, 8])
-    parser.add_argument("--kept", type=int, default=4)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--parts", action="store_true")
     options = parser.parse_args(argv)
@@ -97,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         results = list[str]()
         for values, warps in itertools.product(options.values, options.warps):
             kernels.tile = lambda *_, chosen=(values, warps): chosen
-            us = measure(count, rows, options.kept, getattr(torch, options.dtype))
+            us = measure(count, rows, getattr(torch, options.dtype))
             results.append(f"{us:.1f} ({values} values, {warps} warps)")
         print(
             f"{count} x {rows} rows: bytes {nbytes / 4.3e6:.1f}; {', '.join(results)}", flush=True
@@ -105,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name in PARTS if options.parts else ():
             kernel = getattr(kernels, name)
             setattr(kernels, name, Nothing())
-            us = measure(count, rows, options.kept, getattr(torch, options.dtype))
+            us = measure(count, rows, getattr(torch, options.dtype))
             setattr(kernels, name, kernel)
             print(f"    without {name}: {us:.1f}", flush=True)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from strobe.attention.base import AttentionBackend, AttentionPlan, Batch
 from strobe.attention.groups import groups_of
 from strobe.attention.mask import LayerMask
+from strobe.kernels.kept_rows import rows_fit
 from strobe.kernels.reference_recurrent import PaddedGroup
 from strobe.kv.states import StateStore
 from strobe.kv.store import KVStore
@@ -51,7 +52,7 @@ class RecurrentPlan:
         self.starts_fresh = start == 0
         old = states.length.index_select(0, batch.slots)
         self.accepted = (start - old).clamp(0, states.pending).masked_fill(self.starts_fresh, 0)
-        fits = ~self.starts_fresh & (self.accepted + sizes <= states.pending)
+        fits = rows_fit(self.accepted, sizes, self.starts_fresh, states.pending)
         written = torch.where(sizes > states.pending, start + sizes, start)
         states.length.index_copy_(0, batch.slots, torch.where(fits, old, written))
 

@@ -1,6 +1,6 @@
 # pyright: basic, reportCallIssue=false
 """Recurrent layers in three launches: convolution and gates; the gated delta rule; the norm of its
-outputs, and saving a block until it is verified. With single rows the rule convolves them itself.
+outputs, and saving the rows for later forwards. With single rows the rule convolves them itself.
 
 Up to 16 rows are computed at once (Yang et al., arXiv 2412.06464, section 3.2), so that the state S
 is read once for all of them. With rates b, unit keys K and cumulative decay c, the changes U solve
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from strobe.kernels.pdl import pdl_wait, supports_pdl
 from strobe.kernels.rowwise import round_to
+from strobe.kernels.steps import rows_fit
 
 if TYPE_CHECKING:
     from strobe.kernels.reference_recurrent import DeltaInput
@@ -165,7 +166,7 @@ def _delta_kernel(
     DK: tl.constexpr, DV: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
     SINGLE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Update VALUES channels of one head's state by the accepted rows that it lacks, then compute
+    """Apply the accepted rows that it lacks to VALUES channels of one head's state, then compute
     the span's rows, 16 at once; without tensor cores if every span is a SINGLE row, which is
     convolved here, and whose key and gates are written to rows, decay and rate."""
     span, head = tl.program_id(0), tl.program_id(1)
@@ -175,7 +176,7 @@ def _delta_kernel(
     slot, first = tl.load(slots + span), tl.load(firsts + span)
     size, num_accepted = tl.load(sizes + span).to(tl.int32), tl.load(accepted + span).to(tl.int32)
     continues = tl.load(fresh + span) == 0
-    fits = continues & (num_accepted + size <= P)
+    fits = rows_fit(continues, num_accepted, size, P)
     kept = tl.where(fits, num_accepted, 0)
     place = state + (slot * HV + head) * (DK * DV) + (keys[:, None] * DV + values[None, :])
     both = key_mask[:, None] & value_mask[None, :]
@@ -289,7 +290,7 @@ def _save(
     window += slot * (KERNEL - 1 + P) * C + lanes
     x += first * x_stride + lanes
     skipped = tl.where(size > P, size, 0)
-    kept = tl.where(continues & (num_accepted + size <= P), num_accepted, 0)
+    kept = tl.where(rows_fit(continues, num_accepted, size, P), num_accepted, 0)
     at = tl.arange(0, TAPS)[:, None]
     back = skipped - (KERNEL - 1) + at
     tap_mask = (at < KERNEL - 1) & inside[None, :]

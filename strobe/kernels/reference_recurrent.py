@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from strobe.kernels.kept_rows import rows_fit
 from strobe.kernels.reference_gates import delta_gates, gated_norm
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def _mix(
 ) -> Tensor:
     state, window, block_gates, keys, changes = (t.index_select(0, group.slots) for t in stored)
     pending, before = keys.shape[1], group.accepted[:, None]
-    fits = ~group.starts_fresh & (group.accepted + group.sizes <= pending)
+    fits = rows_fit(group.accepted, group.sizes, group.starts_fresh, pending)
     kept = torch.where(fits, group.accepted, 0)[:, None]
     # Mask by value, not by multiplication: another sequence's leftovers may be NaN.
     state = state.masked_fill(group.starts_fresh[:, None, None, None], 0.0)

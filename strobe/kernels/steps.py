@@ -14,9 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from strobe.kernels.kept_rows import SINGLE_ROWS
 from strobe.kernels.pdl import pdl_wait, supports_pdl
 
 _BLOCK = 128
+_SINGLE_ROWS = tl.constexpr(SINGLE_ROWS)
+
+
+@triton.jit
+def rows_fit(continues, accepted, size, P: tl.constexpr):
+    """Whether a span leaves its state as it is; see `kept_rows.rows_fit`."""
+    return continues & (accepted + size <= tl.where(size == 1, _SINGLE_ROWS, P))
 
 
 @triton.jit(do_not_specialize=["spans", "rows", "columns", "limit", "draft_stride"])
@@ -237,7 +245,7 @@ def _cover_kernel(
     pending = tl.minimum(tl.maximum(start - covered, 0), P)
     tl.store(accepted + lanes, tl.where(start == 0, 0, pending), valid)
     tl.store(fresh + lanes, start == 0, valid)
-    fits = (start > 0) & (pending + size <= P)
+    fits = rows_fit(start > 0, pending, size, P)
     written = tl.where(size > P, start + size, start)
     tl.store(length + slot, tl.where(fits, covered, written), valid)
 

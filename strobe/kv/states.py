@@ -19,8 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SINGLE_ROWS = 4
-"""Rows that are kept beside a state before it is written, even without drafts."""
+from strobe.kernels.kept_rows import SINGLE_ROWS
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from strobe.attention.base import Batch
 from strobe.attention.recurrent import RecurrentPlan
+from strobe.kernels.kept_rows import SINGLE_ROWS
 from strobe.kernels.reference_recurrent import CHUNK, FEW, apply_changes, delta_rule, mix
-from strobe.kv.states import SINGLE_ROWS, StateSpec, StateStore
+from strobe.kv.states import StateSpec, StateStore
 
 SPEC = StateSpec(layers=2, heads=4, key_heads=2, key_dim=6, value_dim=5, kernel=4)
 CPU = torch.device("cpu")
@@ -120,18 +121,19 @@ def test_rejected_rows_leave_no_trace(accepted: int, prompt: int):
     assert cut.state[:, 0].isnan().all(), "another slot's state changed"
 
 
-def test_state_is_written_once_in_a_few_single_rows():
-    """Also without drafts, when a block has one row."""
-    states, rows = store(1), Rows()
-    step(states, rows, [(1, 0, range(9))])
+@pytest.mark.parametrize("pending", [1, 16])
+def test_state_is_written_once_in_a_few_single_rows(pending: int):
+    """Also without drafts, when a block has one row, and with room for more rows."""
+    states, rows = store(pending), Rows()
+    step(states, rows, [(1, 0, range(20))])
     lengths, written = [], []
-    for start in range(9, 19):
+    for start in range(20, 30):
         before = states.state[:, 1].clone()
         step(states, rows, [(1, start, [start])])
         lengths.append(int(states.length[1]))
         written.append(not torch.equal(before, states.state[:, 1]))
-    assert lengths == [9] * SINGLE_ROWS + [13] * SINGLE_ROWS + [17] * 2
-    assert [start for start, new in enumerate(written, 9) if new] == [13, 17]
+    assert lengths == [20] * SINGLE_ROWS + [24] * SINGLE_ROWS + [28] * 2
+    assert [start for start, new in enumerate(written, 20) if new] == [24, 28]
 
 
 @pytest.mark.parametrize("grouped", [False, True])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from strobe.kv.states import SINGLE_ROWS
+from strobe.kernels.kept_rows import SINGLE_ROWS
 from strobe.models.config import DecoderConfig, DraftConfig, ExpertShape, TargetConfig
 
 
@@ -260,7 +260,8 @@ def layer_kv_values(decoder: DecoderConfig, layer: int) -> int:
 
 def state_bytes(values: int, rows: int) -> float:
     """Bytes of a sequence's states, in fp32, that a forward of so many of its rows reads and writes
-    on average: single rows write them once in SINGLE_ROWS forwards."""
+    on average: single rows write them once in SINGLE_ROWS forwards. Two or three rows may write
+    less than is counted."""
     return 4 * values * (1 + (1 / SINGLE_ROWS if rows == 1 else 1))
 
 
