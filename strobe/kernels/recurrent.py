@@ -166,7 +166,7 @@ def _delta_kernel(
     DK: tl.constexpr, DV: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
     SINGLE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Apply the accepted rows that it lacks to VALUES channels of one head's state, then compute
+    """Apply to VALUES channels of one head's state the accepted rows that it lacks, then compute
     the span's rows, 16 at once; without tensor cores if every span is a SINGLE row, which is
     convolved here, and whose key and gates are written to rows, decay and rate."""
     span, head = tl.program_id(0), tl.program_id(1)

@@ -134,7 +134,8 @@ def _take(rows: Tensor, index: Tensor) -> Tensor:
 
 
 def _append(old: Tensor, new: Tensor, index: Tensor, count: Tensor) -> Tensor:
-    """Take rows of old [G, N, ...]'s first `count` [G, 1], followed by new [G, M, ...]."""
+    """Join the first `count` [G, 1] rows of old [G, N, ...] and new [G, M, ...], and take the rows
+    at index [G, K] of the result."""
     index = index.where(index < count, index + old.shape[1] - count)
     return _take(torch.cat([old, new], 1), index)
 

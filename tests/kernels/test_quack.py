@@ -62,9 +62,9 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Double:
 
 
 def gemms(device: torch.device, config: GemmConfig = CONFIG) -> Gemms:
-    made = Gemms(device, BF16, table=Fixed(config))
-    made.quack = quack_gemm.load()
-    return made
+    layers = Gemms(device, BF16, table=Fixed(config))
+    layers.quack = quack_gemm.load()
+    return layers
 
 
 def check(gemms: Gemms, device: torch.device, rows: int = 100) -> None:
@@ -97,23 +97,22 @@ def test_products_match_twin_on_a_gpu(device: torch.device):
     pytest.importorskip("quack")
     if device.type != "cuda":
         pytest.skip("needs a CUDA device")
-    made = gemms(device)
+    layers = gemms(device)
     for rows in (64, 100, 512):
-        check(made, device, rows)
-    assert made.quack is not None
+        check(layers, device, rows)
+    assert layers.quack is not None
 
 
 def test_what_quack_does_not_serve_runs_elsewhere(library: Double, device: torch.device):
-    made, weight = gemms(device), make(192, 64, BF16, device)
+    layers, weight = gemms(device), make(192, 64, BF16, device)
     x = draw(0, 64, 64, dtype=BF16, device=device)
     bias = weight.data[:, 0].contiguous()
     for options in ({"bias": bias}, {"gated": True, "gelu": True}):
-        assert (
-            error(made.linear(x, weight, **options), reference.linear(x, weight, **options)) < 0.02
-        )  # type: ignore[arg-type]
-    made.linear(draw(0, 64, 65, dtype=BF16, device=device), make(192, 65, BF16, device))
-    made.linear(draw(0, 64, 72, dtype=BF16, device=device)[:, 1:65], weight)
-    made.linear(x, weight, out=torch.empty(64, 193, dtype=BF16, device=device)[:, :192])
+        expected = reference.linear(x, weight, **options)  # type: ignore[arg-type]
+        assert error(layers.linear(x, weight, **options), expected) < 0.02  # type: ignore[arg-type]
+    layers.linear(draw(0, 64, 65, dtype=BF16, device=device), make(192, 65, BF16, device))
+    layers.linear(draw(0, 64, 72, dtype=BF16, device=device)[:, 1:65], weight)
+    layers.linear(x, weight, out=torch.empty(64, 193, dtype=BF16, device=device)[:, :192])
     assert not library.calls
 
 
@@ -148,10 +147,10 @@ def test_many_rows_have_an_entry_of_their_own(library: Double, device: torch.dev
         def choose(self, gemm: Gemm, bucket: int) -> GemmConfig:
             return CONFIG if bucket == 512 else GemmConfig("cublas")
 
-    made = Gemms(device, BF16, table=Table())
-    made.quack, weight = quack_gemm.load(), make(64, 64, BF16, device)
+    layers = Gemms(device, BF16, table=Table())
+    layers.quack, weight = quack_gemm.load(), make(64, 64, BF16, device)
     for rows in (511, 512, 513, 256):
-        made.linear(draw(0, rows, 64, dtype=BF16, device=device), weight)
+        layers.linear(draw(0, rows, 64, dtype=BF16, device=device), weight)
     assert library.calls == 1
 
 
