@@ -307,12 +307,12 @@ def _add_up(
     which is not yet multiplied by their weights; None if they are in order and multiplied."""
     (rows, top_k), size = routed.ids.shape, y.shape[1]
     out = y.new_empty(rows, size)
-    block = min(triton.next_power_of_2(size), 512 if rows <= 64 else 2048)
+    block = min(triton.next_power_of_2(size), 512)
     pdl = supports_pdl(y.device)
     _sum_kernel[(rows, triton.cdiv(size, block))](
         y, routed.ids, places, None if places is None else routed.weights, extra, out,
         0 if extra is None else extra.stride(0), H=size, E=count, TOP_K=top_k, BLOCK=block,
-        PDL=pdl, num_warps=4 if block > 512 else 2, launch_pdl=pdl,
+        PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     return out
 

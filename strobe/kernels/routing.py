@@ -181,6 +181,8 @@ def route(
     num_blocks = number if fewer else num_blocks
     blocks = torch.empty(num_blocks, 3, dtype=torch.int32, device=device)
     chunk = min(triton.next_power_of_2(number), _CHUNK)
+    if 0 < number % chunk <= chunk // 2:  # the last one would be half empty
+        chunk //= 2
     _sort_kernel[(count + 1,)](
         ids, pairs, blocks, number, num_blocks, E=count, CHUNK=chunk, STEPS=64, BLOCK_M=block_m,
         BY_PAIR=fewer, PDL=pdl, num_warps=max(chunk // 512, 1), launch_pdl=pdl,

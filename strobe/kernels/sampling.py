@@ -162,7 +162,7 @@ def argmax(logits: Tensor, margins: Tensor | None = None, largest: Tensor | None
         words = out.new_empty(rows, blocks)
         second_keys = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
     _argmax_kernel[(rows, blocks)](
-        logits, words, second_keys, logits.stride(0), V=size, BLOCK=block, num_warps=8
+        logits, words, second_keys, logits.stride(0), V=size, BLOCK=block, num_warps=4
     )
     if second_keys is not None:
         size = triton.next_power_of_2(blocks)

@@ -177,15 +177,23 @@ def test_routing_prefers_nan_and_the_first_of_equal_logits(
 @pytest.mark.parametrize(
     ("rows", "padding", "experts"), [(5, 2, 5), (5, 1, 40), (21, 2, 5), (32, 0, 40), (70, 2, 5)]
 )
+@pytest.mark.parametrize("chunk", [4096, 16])
 @pytest.mark.parametrize(
     "routing",
     [Routing(3), Routing(2, shared=True), Routing(2, held=(0, 3)), Routing(2, held=(1, 2))],
     ids=["all", "shared", "first", "middle"],
 )
 def test_sorting_lists_each_pair_once_and_cuts_blocks(
-    device: torch.device, rows: int, padding: int, experts: int, routing: Routing
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    rows: int,
+    padding: int,
+    experts: int,
+    chunk: int,
+    routing: Routing,
 ):
     """Every row chooses expert 1. With 40 experts and 5 rows, pairs are fewer than experts."""
+    monkeypatch.setattr("strobe.kernels.routing._CHUNK", chunk)
     noise = torch.Generator().manual_seed(rows)
     logits = torch.randn(rows, experts + routing.shared, generator=noise)
     logits[:, 1] = 9.0
