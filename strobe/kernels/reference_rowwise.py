@@ -22,12 +22,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """residual [T, H] += x in place; return rms_norm of the sum in x's dtype."""
-    residual.copy_(x.float() + residual.float())
-    return rms_norm(residual, weight, eps).to(x.dtype)
-
-
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
     """Rotate each pair (x_i, x_{i + D/2}) of x [T, ..., D] by its position's angle, in fp32."""
     half = x.shape[-1] // 2

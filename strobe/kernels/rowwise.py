@@ -63,28 +63,13 @@ def gated(gate, up, GELU: tl.constexpr):
 
 @triton.jit
 def _norm_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    out_ptr,
-    x_stride,
-    residual_stride,
-    eps,
-    H: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ADD: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x_ptr, weight_ptr, out_ptr, x_stride, eps,
+    H: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     pdl_wait(PDL)
     row, at, inside = row_part(H, BLOCK)
     x = tl.load(x_ptr + row * x_stride + at, inside, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + at, inside, other=0.0).to(tl.float32)
-    if ADD:
-        ptr = residual_ptr + row * residual_stride + at
-        total = x + tl.load(ptr, inside, other=0.0).to(tl.float32)
-        total = round_to(total, residual_ptr.dtype.element_ty)
-        tl.store(ptr, total, inside)
-        x = total.to(tl.float32)
     y = x * tl.rsqrt(tl.sum(x * x, 0) / H + eps) * weight
     tl.store(out_ptr + row * H + at, round_to(y, out_ptr.dtype.element_ty), inside)
 
@@ -214,26 +199,17 @@ def _quantize_kernel(
     tl.store(scale_ptr + row, scale)
 
 
-def _launch_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, add: bool) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [T, H] / rms(x) * weight [H] -> [T, H], rounded once at the end, as `F.rms_norm`."""
     rows, size = x.shape
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(size)
     pdl = supports_pdl(x.device)
     _norm_kernel[(rows,)](
-        x, residual, weight, out, x.stride(0), residual.stride(0), eps, H=size, BLOCK=block,
-        ADD=add, num_warps=min(max(block // 512, 1), 16), PDL=pdl, launch_pdl=pdl,
+        x, weight, out, x.stride(0), eps, H=size, BLOCK=block,
+        num_warps=min(max(block // 512, 1), 16), PDL=pdl, launch_pdl=pdl,
     )  # fmt: skip
     return out
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [T, H] / rms(x) * weight [H] -> [T, H], rounded once at the end, as `F.rms_norm`."""
-    return _launch_norm(x, x, weight, eps, add=False)
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """residual [T, H] += x [T, H] in place, rounded; return rms_norm of the rounded sum."""
-    return _launch_norm(x, residual, weight, eps, add=True)
 
 
 def qk_norm_rope_store(

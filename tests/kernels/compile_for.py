@@ -160,7 +160,6 @@ def others(*_: int) -> Iterator[Call]:
     yield partial(sampling.sample_rows, logits, RowParams(few, few, few, rows, rows, rows))
     yield partial(gather_rows, wide, rows)
     yield partial(rowwise.rms_norm, wide, wide[0], 1e-6)
-    yield partial(rowwise.add_rms_norm, wide, wide.clone(), wide[0], 1e-6)
     yield partial(rowwise.silu_mul, wide)
     memory = RankMemory(0, rows[:4], rows)
     yield partial(memory.add, wide, wide.clone(), next_norm=(wide[0], 1e-6))
