@@ -203,6 +203,11 @@ class Limits:
         return max(1 + self.num_drafts, self.drafter_block_size)
 
     @property
+    def num_positions(self) -> int:
+        """Positions that rows may have: the context's, and those of a drafting step after it."""
+        return self.max_model_len + self.lookahead + 1
+
+    @property
     def max_pages(self) -> int:
         """Page-table columns of one request."""
         return -(-self.max_model_len // self.page_size)

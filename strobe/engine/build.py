@@ -160,11 +160,10 @@ def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
     device, dtype = resolved.device, resolved.dtype
     if device.type == "cuda":
         torch.cuda.set_device(device)  # streams, events and kernels are the current device's
-    max_positions, backends = limits.max_model_len + limits.lookahead + 1, resolved.backends
-    options: dict[str, Any] = {"max_positions": max_positions, "dtype": dtype, "device": device}
-    options |= {"open": resolved.split.opener(config.load_format)}
+    backends, quantization = resolved.backends, resolved.target.quantization
+    options: dict[str, Any] = {"max_positions": limits.num_positions, "dtype": dtype}
+    options |= {"device": device, "open": resolved.split.opener(config.load_format)}
     options |= {"fp8": backends.fp8, "packed": backends.packed}
-    quantization = resolved.target.quantization
     if target is None:
         target = load_target(Path(config.target), resolved.target, **options)
         if quantization is not None and not backends.fp8:
@@ -192,15 +191,7 @@ def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
     states, spec = None, resolved.target.states
     if spec is not None:
         states = StateStore(spec, limits.max_num_seqs, 1 + limits.num_drafts, dtype, device)
-    state = DecodeState(
-        limits.max_num_seqs,
-        max_positions,
-        limits.page_size,
-        device,
-        limit=limits.max_model_len,
-        spare_page=pages * spare,
-        kernels=backends.kernels,
-    )
+    state = DecodeState(limits, device, spare_page=pages * spare, kernels=backends.kernels)
     vocab, tokenizer = resolved.target.decoder.vocab_size, Path(config.target) / "tokenizer.json"
     sampling = resolved.split.sampling(limits.max_num_seqs, vocab, device, backends.kernels)
     grammars = GrammarState(GrammarCompiler(tokenizer, vocab, resolved.target.eos_ids))

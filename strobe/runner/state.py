@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from strobe.attention.base import Batch
+from strobe.config import Limits
 from strobe.runner.batch import Layout
 from strobe.step import TAIL, Plan
 from strobe.transfer import upload
@@ -30,22 +31,14 @@ class DecodeState:
     """
 
     def __init__(
-        self,
-        num_slots: int,
-        max_positions: int,
-        page_size: int,
-        device: torch.device,
-        *,
-        limit: int,
-        spare_page: int = 0,
-        kernels: bool = False,
+        self, limits: Limits, device: torch.device, *, spare_page: int = 0, kernels: bool = False
     ):
-        """max_positions: one more than the highest position of any row. limit: end of the context;
-        drafts at or after it are not accepted. spare_page: page for the spare slot's rows. kernels:
-        use one triton kernel in place of several small operations."""
-        self.kernels, self.limit = kernels, limit
-        self.device, self.page_size, self.spare_slot = device, page_size, num_slots
-        columns = -(-max_positions // page_size)
+        """limits: drafts at or after max_model_len are not accepted. spare_page: page for the spare
+        slot's rows. kernels: use one triton kernel in place of several small operations."""
+        self.device, self.kernels, self.limit = device, kernels, limits.max_model_len
+        num_slots, page_size = limits.max_num_seqs, limits.page_size
+        self.page_size, self.spare_slot = page_size, num_slots
+        columns = -(-limits.num_positions // page_size)
         self.max_positions = columns * page_size
         self.cursor = torch.zeros(num_slots + 1, 2, dtype=torch.int64, device=device)
         unmapped = torch.arange(0, -columns, -1, dtype=torch.int64, device=device) * page_size

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from strobe.attention.base import Batch
+from strobe.config import Limits
 from strobe.runner.batch import Layout, Shape, lay_out
 from strobe.runner.state import DecodeState
 from strobe.step import TAIL, Span
@@ -29,7 +30,8 @@ def chunk(slot: int, count: int, logits: int) -> Span:
 
 
 def make_state(device: torch.device, *, kernels: bool) -> DecodeState:
-    state = DecodeState(SLOTS, REACH, PAGE, device, limit=LIMIT, spare_page=90, kernels=kernels)
+    limits = Limits(LIMIT, SLOTS, 64, REACH - LIMIT - 2, PAGE)
+    state = DecodeState(limits, device, spare_page=90, kernels=kernels)
     state.cursor[:SLOTS] = torch.tensor([[0, 9], [3, 8], [12, 7], [35, 6], [38, 5]])
     state.cursor[SLOTS, 1] = 4
     generator = torch.Generator().manual_seed(1)

@@ -8,6 +8,7 @@ import torch
 from scipy import stats
 from slow_sampling import distribution, params
 
+from strobe.config import Limits
 from strobe.runner.batch import exact_shape, lay_out
 from strobe.runner.state import DecodeState
 from strobe.sampling.sampler import sample_rows
@@ -31,7 +32,7 @@ def verify(
     count, width = drafts.shape
     lengths = [width] * count if lengths is None else lengths
     starts = list(range(count)) if starts is None else starts
-    state = DecodeState(count, LIMIT + 20, 16, CPU, limit=LIMIT)
+    state = DecodeState(Limits(LIMIT, count, 64, 18, 16), CPU)
     state.cursor[:count, 0] = torch.tensor(starts)
     state.cursor[:count, 1] = 77
     draft_tokens = drafts.tolist()
@@ -100,7 +101,7 @@ def test_drafts_at_context_end_are_not_accepted():
 
 
 def test_prefill_chunks_advance_with_drafts():
-    state = DecodeState(3, LIMIT, 16, CPU, limit=LIMIT)
+    state = DecodeState(Limits(LIMIT, 3, 64, 2, 16), CPU)
     state.cursor[:3] = torch.tensor([[4, 0], [8, 77], [0, 0]])
     spans = [
         Span(0, 4, 4, (5, 6, 7)),
