@@ -205,7 +205,7 @@ def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
     drafting = None if drafter is None else (drafter, stores["draft"])
     context = ProposerContext(config, state, sampling, graphs, buckets, draft_backend, drafting)
     proposers = make_proposers(context)
-    parts = target, resolved.target.decoder.masks, stores["target"], state, sampling, backend
+    parts = target, stores["target"], state, sampling, backend
     runner = ModelRunner(*parts, capture=proposers.capture, buckets=buckets)
     pool = PagePool(pages, limits.page_size)
     return Components(runner, proposers, state, sampling, grammars, graphs, pool, stores, states)

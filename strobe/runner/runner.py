@@ -7,7 +7,6 @@ from collections.abc import Hashable, Sequence
 from torch import Tensor
 
 from strobe.attention.base import AttentionBackend, Batch
-from strobe.attention.mask import LayerMask
 from strobe.kv.store import KVStore
 from strobe.models.dflash import DFlash
 from strobe.models.target import Target
@@ -28,7 +27,6 @@ class ModelRunner:
     def __init__(
         self,
         model: Target | DFlash,
-        masks: tuple[LayerMask, ...],
         store: KVStore,
         state: DecodeState,
         sampling: SamplingState,
@@ -39,7 +37,7 @@ class ModelRunner:
     ):
         """capture: layers whose outputs are returned, as numbers of layers done. buckets: shapes
         that batches are padded to; None: no padding."""
-        self.model, self.masks, self.store, self.state = model, masks, store, state
+        self.model, self.store, self.state = model, store, state
         self.sampling, self.backend = sampling, backend
         self.capture, self.buckets = capture, buckets
         self._layouts: dict[Hashable, Layout] = {}
@@ -94,7 +92,8 @@ class ModelRunner:
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Run the model over every row. Returns the residual stream [T, H] and the captured
         features [T, n * H]."""
-        attend = self.backend.plan(batch, self.store, self.masks)
+        masks = self.model.config.decoder.masks
+        attend = self.backend.plan(batch, self.store, masks)
         return self.model(batch.ids, batch.positions, attend, self.capture)
 
     def copy_out(

@@ -44,8 +44,8 @@ class DraftMethod:
 def _make_dflash(context: ProposerContext) -> Proposer:
     assert context.drafter is not None
     model, store = context.drafter
-    shared = store, context.state, context.sampling, context.backend
-    runner = ModelRunner(model, model.config.decoder.masks, *shared, buckets=context.buckets)
+    shared = context.state, context.sampling, context.backend
+    runner = ModelRunner(model, store, *shared, buckets=context.buckets)
     sampled = context.config.draft_sample_method == "probabilistic"
     margins = context.config.adaptive
     return DFlashProposer(model, runner, context.graphs, sampled=sampled, margins=margins)
