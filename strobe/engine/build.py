@@ -202,9 +202,11 @@ def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
     if backends.graphs:
         sizes = limits.max_num_seqs, limits.num_drafts, limits.lookahead
         buckets, graphs = Buckets(*sizes, narrow=config.adaptive), Graphs(CUDACapturer())
-    drafting = None if drafter is None else (drafter, stores["draft"])
-    context = ProposerContext(config, state, sampling, graphs, buckets, draft_backend, drafting)
-    proposers = make_proposers(context)
+    drafting = None
+    if drafter is not None:
+        parts = drafter, stores["draft"], state, sampling, draft_backend
+        drafting = drafter, ModelRunner(*parts, buckets=buckets)
+    proposers = make_proposers(ProposerContext(config, device, graphs, drafting))
     parts = target, stores["target"], state, sampling, backend
     runner = ModelRunner(*parts, capture=proposers.capture, buckets=buckets)
     pool = PagePool(pages, limits.page_size)

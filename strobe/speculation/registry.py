@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from strobe.attention.base import AttentionBackend
+import torch
+
 from strobe.config import EngineConfig
-from strobe.kv.store import KVStore
 from strobe.models.dflash import DFlash
-from strobe.runner.buckets import Buckets
 from strobe.runner.graphs import Eager, Graphs
 from strobe.runner.runner import ModelRunner
-from strobe.runner.state import DecodeState
-from strobe.sampling.state import SamplingState
 from strobe.speculation.base import HostProposer, Proposer, ProposerSet
 from strobe.speculation.dflash import DFlashProposer
 from strobe.speculation.ngram import NgramProposer
@@ -21,15 +18,12 @@ from strobe.speculation.ngram import NgramProposer
 
 @dataclass(frozen=True)
 class ProposerContext:
-    """Everything that a proposer is made from. drafter: with the store of its K/V."""
+    """Everything that a proposer is made from. drafter: with its runner."""
 
     config: EngineConfig
-    state: DecodeState
-    sampling: SamplingState
+    device: torch.device
     graphs: Graphs | Eager
-    buckets: Buckets | None
-    backend: AttentionBackend
-    drafter: tuple[DFlash, KVStore] | None
+    drafter: tuple[DFlash, ModelRunner] | None
 
 
 @dataclass(frozen=True)
@@ -43,12 +37,9 @@ class DraftMethod:
 
 def _make_dflash(context: ProposerContext) -> Proposer:
     assert context.drafter is not None
-    model, store = context.drafter
-    shared = context.state, context.sampling, context.backend
-    runner = ModelRunner(model, store, *shared, buckets=context.buckets)
     sampled = context.config.draft_sample_method == "probabilistic"
     margins = context.config.adaptive
-    return DFlashProposer(model, runner, context.graphs, sampled=sampled, margins=margins)
+    return DFlashProposer(*context.drafter, context.graphs, sampled=sampled, margins=margins)
 
 
 def _make_ngram(context: ProposerContext) -> HostProposer:
@@ -70,4 +61,4 @@ def make_proposers(context: ProposerContext) -> ProposerSet:
     has_drafter = context.drafter is not None
     usable = {n: m for n, m in REGISTRY.items() if has_drafter or not m.needs_drafter}
     proposers = {name: method.make(context) for name, method in usable.items()}
-    return ProposerSet(proposers, context.state.device, COMPOSITES)
+    return ProposerSet(proposers, context.device, COMPOSITES)
