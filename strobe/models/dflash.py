@@ -17,7 +17,7 @@ from strobe.models.heads.base import Head
 from strobe.models.layers import Decoder, DecoderLayer
 from strobe.models.linear import AnyLinear, Linear, LinearView
 from strobe.models.modules import RMSNorm
-from strobe.models.ops.torch_ops import Attend, ContextWeights, ForwardRows
+from strobe.models.ops.torch_ops import ContextWeights, ForwardRows
 from strobe.models.weight_mapping import WeightMapping, WeightPart
 
 
@@ -128,21 +128,14 @@ class DFlash(Decoder):
         rows = ForwardRows(positions, None, self.tables)
         self.ops.store_context(*self._context_rows(features), rows, slots, store)
 
-    def forward(
-        self, ids: Tensor, positions: Tensor, attend: Attend, capture: tuple[int, ...] = ()
-    ) -> tuple[Tensor, Tensor | None]:
-        """Block ids and positions [T] -> (residual stream [T, H], None)."""
+    def embed(self, ids: Tensor) -> Tensor:
         x = self.ops.embed(ids, self.embedding)
         if self.config.embedding_scale not in (None, 1.0):
             x = x * self.config.embedding_scale
-        return self.run(x, positions, attend, capture)
-
-    def head(self, x: Tensor) -> Tensor:
-        """Residual stream [R, H] -> logits [R, V]; -inf for tokens outside a reduced head."""
-        return self.ops.whole(self.head_part(x))
+        return x
 
     def head_part(self, x: Tensor) -> Tensor:
-        """Residual stream [R, H] -> this rank's columns of the logits; all with a reduced head."""
+        """See `Decoder`; with a reduced head all columns, -inf for tokens outside it."""
         logits = self.ops.head(x, self.norm, self.output)
         if self.config.output_multiplier != 1.0:
             logits = logits * self.config.output_multiplier

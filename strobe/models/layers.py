@@ -57,7 +57,7 @@ class DecoderLayer(Layer):
 
 
 class Decoder(nn.Module):
-    """The layers between embedding and head, common to targets and drafters.
+    """Embedding, layers and head, as far as they are common to targets and drafters.
 
     skipped: prefixes of checkpoint tensors that are not used; a family adds its own, such as
     "visual.".
@@ -79,11 +79,27 @@ class Decoder(nn.Module):
         self._next_norms = [*(layer.input_layernorm for layer in layers[1:]), None]
         self.skipped: tuple[str, ...] = ()
 
-    def run(
-        self, x: Tensor, positions: Tensor, attend: Attend, capture: tuple[int, ...]
+    def embed(self, ids: Tensor) -> Tensor:
+        """ids [T] -> embeddings [T, H], scaled as the config says."""
+        raise NotImplementedError
+
+    def head_part(self, x: Tensor) -> Tensor:
+        """Residual stream [R, H] -> this rank's columns of the logits."""
+        raise NotImplementedError
+
+    def head(self, x: Tensor) -> Tensor:
+        """Residual stream [R, H] -> logits [R, V]."""
+        return self.ops.whole(self.head_part(x))
+
+    def forward(
+        self, ids: Tensor, positions: Tensor, attend: Attend, capture: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor | None]:
-        """Run embedded rows x [T, H] through all layers; see `Target.forward`."""
-        ops, stream = self.ops, self.ops.residual(x, capture)
+        """ids, positions [T] -> (residual stream [T, H], features [T, len(capture) * H] or None).
+
+        capture: numbers of finished layers; the features are the residual streams after them, in
+        this order.
+        """
+        ops, stream = self.ops, self.ops.residual(self.embed(ids), capture)
         rows = ForwardRows(positions, attend, self.tables)
         pairs = zip(self.layers, self._next_norms, strict=True)
         for done, (layer, norm) in enumerate(pairs, start=1):

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from strobe.models.config import TargetConfig
 from strobe.models.layers import Decoder, Layer
 from strobe.models.linear import AnyLinear, Linear, LinearView
-from strobe.models.ops.torch_ops import Attend
 
 
 class Target(Decoder):
@@ -37,25 +36,13 @@ class Target(Decoder):
         """The output head [V, H]."""
         return self.packed_head or self.lm_head or LinearView(self.embed_tokens.weight)
 
-    def forward(
-        self, ids: Tensor, positions: Tensor, attend: Attend, capture: tuple[int, ...] = ()
-    ) -> tuple[Tensor, Tensor | None]:
-        """ids, positions [T] -> (residual stream [T, H], features [T, len(capture) * H] or None).
-
-        capture: numbers of finished layers; the features are the residual streams after them, in
-        this order.
-        """
+    def embed(self, ids: Tensor) -> Tensor:
         x = self.ops.embed(ids, self.embed_tokens.weight)
         if self.config.embedding_scale != 1.0:
             x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype)  # rounded, as trained
-        return self.run(x, positions, attend, capture)
-
-    def head(self, x: Tensor) -> Tensor:
-        """Residual stream [R, H] -> logits [R, V]."""
-        return self.ops.whole(self.head_part(x))
+        return x
 
     def head_part(self, x: Tensor) -> Tensor:
-        """Residual stream [R, H] -> this rank's columns of the logits."""
         logits = self.ops.head(x, self.norm, self.output)
         return self.ops.gates.softcapped(logits, self.config.logit_softcap)
 
