@@ -7,6 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 
 from llguidance import LLMatcher, LLTokenizer
@@ -31,27 +32,24 @@ class GrammarCompiler:
         self.tokenizer_path, self.vocab_size, self.eos_ids = tokenizer, vocab_size, list(eos_ids)
         self.words = -(-vocab_size // 32)
         self.trial = GrammarTrial(tokenizer, vocab_size, eos_ids)
-        self._tokenizer: LLTokenizer | None = None
         self.compiled: OrderedDict[bytes, tuple[float, dict[int, LLMatcher]]] = OrderedDict()
         self._lock, self._dropped = threading.Lock(), 0
 
-    @property
+    @cached_property
     def tokenizer(self) -> LLTokenizer:
-        if self._tokenizer is None:
-            if not self.tokenizer_path.exists():
-                raise ValueError(
-                    f"structured_outputs needs {self.tokenizer_path}, which does not exist; save "
-                    "the tokenizer in that form, or leave them out."
-                )
-            try:
-                path, eos_ids = str(self.tokenizer_path), self.eos_ids or None
-                self._tokenizer = LLTokenizer(path, n_vocab=self.vocab_size, eos_token=eos_ids)
-            except ValueError as error:
-                raise ValueError(
-                    f"structured_outputs needs {self.tokenizer_path}, which cannot be used: "
-                    f"{one_line(str(error))}"
-                ) from None
-        return self._tokenizer
+        if not self.tokenizer_path.exists():
+            raise ValueError(
+                f"structured_outputs needs {self.tokenizer_path}, which does not exist; save the "
+                "tokenizer in that form, or leave them out."
+            )
+        try:
+            path, eos_ids = str(self.tokenizer_path), self.eos_ids or None
+            return LLTokenizer(path, n_vocab=self.vocab_size, eos_token=eos_ids)
+        except ValueError as error:
+            raise ValueError(
+                f"structured_outputs needs {self.tokenizer_path}, which cannot be used: "
+                f"{one_line(str(error))}"
+            ) from None
 
     def compile(self, structured: StructuredOutputs, lane: int = 0) -> LLMatcher:
         """Return a matcher at the grammar's start. Raises ValueError for a grammar that does not
