@@ -98,12 +98,10 @@ def make_backends(
     choice: BackendChoice, target: TargetConfig, draft: DraftConfig | None, device: torch.device
 ) -> tuple[AttentionBackend, AttentionBackend]:
     """Make the target's and the drafter's attention backends."""
-    if "triton" not in (choice.attention, choice.draft_attention):
-        return ReferenceBackend(), ReferenceBackend()
-    from strobe.attention.triton import TritonBackend
+    backends: dict[str, AttentionBackend] = {"reference": ReferenceBackend()}
+    if "triton" in (choice.attention, choice.draft_attention):
+        from strobe.attention.triton import TritonBackend
 
-    widths = target.decoder.head_dims + (draft.decoder.head_dims if draft is not None else [])
-    triton = TritonBackend(device, max(widths))
-    names = choice.attention, choice.draft_attention
-    chosen = [triton if name == "triton" else ReferenceBackend() for name in names]
-    return chosen[0], chosen[1]
+        widths = target.decoder.head_dims + (draft.decoder.head_dims if draft is not None else [])
+        backends["triton"] = TritonBackend(device, max(widths))
+    return backends[choice.attention], backends[choice.draft_attention]

@@ -188,15 +188,14 @@ def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
     spare = int(backends.graphs)  # a page for rows that only fill up a bucket
     size = pages + spare, limits.page_size, device
     stores = {name: KVStore(spec, *size) for name, spec in resolved.kv_groups.items()}
-    states, spec = None, resolved.target.states
-    if spec is not None:
-        states = StateStore(spec, limits.max_num_seqs, 1 + limits.num_drafts, dtype, device)
     state = DecodeState(limits, device, spare_page=pages * spare, kernels=backends.kernels)
     vocab, tokenizer = resolved.target.decoder.vocab_size, Path(config.target) / "tokenizer.json"
     sampling = resolved.split.sampling(limits.max_num_seqs, vocab, device, backends.kernels)
     grammars = GrammarState(GrammarCompiler(tokenizer, vocab, resolved.target.eos_ids))
     backend, draft_backend = make_backends(backends, resolved.target, resolved.draft, device)
-    if states is not None:
+    states, spec = None, resolved.target.states
+    if spec is not None:
+        states = StateStore(spec, limits.max_num_seqs, 1 + limits.num_drafts, dtype, device)
         backend = RecurrentBackend(backend, states, kernels=backends.kernels)
     buckets, graphs = None, Eager()
     if backends.graphs:
