@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -20,10 +20,10 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 def unsupported_reason(head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
     """Return why the kernel cannot serve a model of this head size and dtype, or None."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
     if device.type != "cuda" or not torch.cuda.is_available():
-        return f"it needs a CUDA device, not {device.type}"
+        return f"the device is {device}, and triton needs a CUDA device"
+    if find_spec("triton") is None:
+        return "triton is not installed (pip install triton)"
     if (capability := torch.cuda.get_device_capability(device)) < MIN_CAPABILITY:
         return "it needs compute capability 8.0 or above, but the device has {}.{}".format(
             *capability

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
 
 from strobe.attention.base import AttentionBackend
 from strobe.attention.reference import ReferenceBackend
+from strobe.attention.triton import TritonBackend, unsupported_reason
 from strobe.config import EngineConfig
 from strobe.models.config import DecoderConfig, DraftConfig, TargetConfig
 from strobe.models.quantization.fp8 import unsupported_reason as fp8_unsupported
@@ -84,12 +84,6 @@ def _backend(
 
 def _unsupported(decoder: DecoderConfig, device: torch.device, dtype: torch.dtype) -> str | None:
     """Return the reason that triton's kernels cannot run, None if they can."""
-    if device.type != "cuda":
-        return f"the device is {device}, and triton needs a CUDA GPU"
-    if find_spec("triton") is None:
-        return "triton is not installed (pip install triton)"
-    from strobe.attention.triton import unsupported_reason
-
     reasons = [unsupported_reason(width, dtype, device) for width in decoder.head_dims]
     return next((reason for reason in reasons if reason is not None), None)
 
@@ -100,8 +94,6 @@ def make_backends(
     """Make the target's and the drafter's attention backends."""
     backends: dict[str, AttentionBackend] = {"reference": ReferenceBackend()}
     if "triton" in (choice.attention, choice.draft_attention):
-        from strobe.attention.triton import TritonBackend
-
         widths = target.decoder.head_dims + (draft.decoder.head_dims if draft is not None else [])
         backends["triton"] = TritonBackend(device, max(widths))
     return backends[choice.attention], backends[choice.draft_attention]
