@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,12 +24,6 @@ from torch import Tensor
 
 from strobe.step import TAIL, Span
 from strobe.transfer import upload
-
-FIELDS = (
-    ("slots", "context_rows", "drafts", "sizes", "row_starts", "active"),
-    ("span_of_row", "offset", "tokens"),
-)
-"""The parts of a packed layout, those per span and those per row; `logits_rows` follow."""
 
 
 class Shape(NamedTuple):
@@ -59,25 +53,15 @@ class Layout:
     padded: bool
     scored: Tensor | None
     packed: Any
-    slots: Any = field(init=False)
-    context_rows: Any = field(init=False)
-    drafts: Any = field(init=False)
-    sizes: Any = field(init=False)
-    row_starts: Any = field(init=False)
-    active: Any = field(init=False)
-    span_of_row: Any = field(init=False)
-    offset: Any = field(init=False)
-    tokens: Any = field(init=False)
-    logits_rows: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        """Make the parts as views of `packed`."""
-        first = 0
-        for names, count in zip(FIELDS, (self.shape.spans, self.shape.rows), strict=True):
-            for name in names:
-                setattr(self, name, self.packed[first : first + count])
-                first += count
-        self.logits_rows = self.packed[first:] if len(self.packed) > first else None
+        """Make the parts, in the order of the class docstring, as views of `packed`."""
+        spans, rows = self.shape.spans, self.shape.rows
+        first, end = 6 * spans, 6 * spans + 3 * rows
+        self.slots, self.context_rows, self.drafts, *others = self.packed[:first].reshape(6, spans)
+        self.sizes, self.row_starts, self.active = others
+        self.span_of_row, self.offset, self.tokens = self.packed[first:end].reshape(3, rows)
+        self.logits_rows = self.packed[end:] if len(self.packed) > end else None
 
     def with_packed(self, packed: Tensor) -> Layout:
         """Return the same layout over another packed tensor, such as a graph's input."""
