@@ -219,6 +219,22 @@ def test_completion_whole_and_streamed(client: openai.OpenAI):
     assert f"The list is{text}" == choice.text
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_echo_offsets_count_characters_not_bytes(client: openai.OpenAI, streams: bool):
+    request: dict[str, Any] = {"model": MODEL, "prompt": "é 世界 is", "temperature": 0, "seed": 1}
+    request |= {"max_tokens": 4, "logprobs": 0, "echo": True}
+    text, tokens, offsets = "", list[str](), list[int]()
+    parts: Any = client.completions.create(**request, stream=True) if streams else []
+    for part in parts or [client.completions.create(**request)]:
+        text += part.choices[0].text
+        tokens += part.choices[0].logprobs.tokens
+        offsets += part.choices[0].logprobs.text_offset
+    assert offsets == sorted(offsets)
+    assert offsets[:4] == [0, 0, 1, 2]  # a token ends é; the first of 世 follows the space
+    assert [text[start : start + 3] for start in offsets[-5:-4]] == [" is"]
+    assert text[offsets[-4] :] == "".join(tokens[-4:])
+
+
 def test_models_are_listed_and_retrieved(client: openai.OpenAI):
     (model,) = client.models.list().data
     assert (model.id, model.object, model.owned_by) == (MODEL, "model", "strobe")

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from fastapi import Request
 from starlette.responses import Response
 
+from strobe.detokenizer import TextStream
 from strobe.request import TokenLogprob
 from strobe.server.openai import replies
 from strobe.server.openai.infill_prompt import end_ids, infill_ids
@@ -204,8 +205,11 @@ class CompletionReply:
         """Return the prompt's tokens and their log probabilities, for echo."""
         parts, tokenizer, count = LogprobsBuilder(), self.serving.tokenizer, self.request.logprobs
         entries = run.prompt_logprobs or [None] * len(prompt.ids)
-        for token, entry in zip(prompt.ids, entries, strict=True):
-            text = tokenizer.token_text(token)
+        stream = TextStream(tokenizer, skip_special_tokens=False)
+        pieces = [stream.step(token) for token in prompt.ids]
+        pieces[-1] += stream.end()
+        parts.offset = len(prompt.text) - sum(map(len, pieces))  # of a start token, which it lacks
+        for token, text, entry in zip(prompt.ids, pieces, entries, strict=True):
             scored = entry or TokenLogprob(token, 0.0, 1)
             scored = scored._replace(top=scored.top[:count])
             parts.add([scored], [text], self, first=entry is None)
@@ -316,7 +320,7 @@ class LogprobsBuilder:
             best = {self._name(token, reply): value for token, value in entry.top}
             best.setdefault(self._name(entry.token, reply), entry.logprob)
             self.top.append(None if first else best)
-            self.offsets.append(self.offset)
+            self.offsets.append(max(self.offset, 0))
             self.offset += len(piece)
 
     @staticmethod
