@@ -169,6 +169,14 @@ def test_nan_in_an_answer_fails_only_that_request(tokenizer: Tokenizer, path: st
     assert not served.client.num_open
 
 
+def test_completion_tokens_of_one_text_keep_the_highest_logprob(tokenizer: Tokenizer):
+    scored = TokenLogprob(131, -2.0, 2, ((106, -0.5), (131, -2.0)))  # two bytes, both as �
+    last = event([131], start=START, finish_reason="length", logprobs=[scored])
+    answer = ask(serving(tokenizer), "/v1/completions", lambda g: g.add_events([last]), logprobs=2)
+    logprobs = json.loads(answer.body)["choices"][0]["logprobs"]
+    assert (logprobs["token_logprobs"], logprobs["top_logprobs"]) == ([-2.0], [{"\ufffd": -0.5}])
+
+
 @every_endpoint
 @pytest.mark.parametrize(
     ("error", "status", "code"),

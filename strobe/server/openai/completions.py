@@ -317,8 +317,10 @@ class LogprobsBuilder:
         for entry, piece in zip(entries, pieces, strict=True):
             self.tokens.append(self._name(entry.token, reply))
             self.values.append(None if first else entry.logprob)
-            best = {self._name(token, reply): value for token, value in entry.top}
-            best.setdefault(self._name(entry.token, reply), entry.logprob)
+            best: dict[str, float] = {}  # tokens of the same text share its highest value
+            for token, value in (*entry.top, (entry.token, entry.logprob)):
+                name = self._name(token, reply)
+                best[name] = max(value, best.get(name, value))
             self.top.append(None if first else best)
             self.offsets.append(max(self.offset, 0))
             self.offset += len(piece)
