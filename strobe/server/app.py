@@ -62,6 +62,7 @@ from strobe.server.page.endpoints import (
     markdown,
 )
 from strobe.server.serving import Serving
+from strobe.server.settings import ServerConfig
 from strobe.server.traces import Traces
 
 Handler = Callable[[Serving, Request], Awaitable[Response]]
@@ -166,10 +167,8 @@ def make_app(serving: Serving) -> ASGIApp:
     app.add_exception_handler(404, _not_found)
     app.add_exception_handler(405, _not_allowed)
     settings = serving.settings
-    keys = tuple([ApiKeyEntry(secret) for secret in settings.api_key])
-    if settings.api_key_file is not None:
-        keys += read_keys(Path(settings.api_key_file))
-    keyless = OPEN_PATHS if keys else None
+    guards = middleware_settings(settings)
+    keyless = OPEN_PATHS if guards.api_keys else None
     posts = [*POSTS.values(), *([] if runner is None else CREATES.values())]
     document = functools.cache(
         lambda: describe(app, posts, READ_ERRORS, keyless, lenient=settings.lenient)
@@ -180,19 +179,27 @@ def make_app(serving: Serving) -> ASGIApp:
     traces = None if endpoint is None else Traces(endpoint)
     return wrap(
         app,
-        MiddlewareSettings(
-            listens_on=settings.host,
-            allowed_hosts=tuple(settings.allowed_hosts),
-            api_keys=keys,
-            open_paths=OPEN_PATHS | page.files().keys() | {"/docs", "/openapi.json"},
-            max_body_bytes=settings.max_body_bytes,
-            cors_origins=tuple(settings.cors_origin),
-            access_log=settings.access_log,
-        ),
+        guards,
         shutdown=serving.shutdown,
         on_reject=serving.metrics.record_rejected,
         on_response=serving.metrics.record_http,
         traces=traces,
+    )
+
+
+def middleware_settings(settings: ServerConfig) -> MiddlewareSettings:
+    """Return the middleware's part of the settings. Raises ValueError if it cannot be used."""
+    keys = tuple([ApiKeyEntry(secret) for secret in settings.api_key])
+    if settings.api_key_file is not None:
+        keys += read_keys(Path(settings.api_key_file))
+    return MiddlewareSettings(
+        listens_on=settings.host,
+        allowed_hosts=tuple(settings.allowed_hosts),
+        api_keys=keys,
+        open_paths=OPEN_PATHS | page.files().keys() | {"/docs", "/openapi.json"},
+        max_body_bytes=settings.max_body_bytes,
+        cors_origins=tuple(settings.cors_origin),
+        access_log=settings.access_log,
     )
 
 

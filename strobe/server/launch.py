@@ -28,11 +28,12 @@ from strobe.config import EngineConfig
 from strobe.hub.download import without_revision
 from strobe.hub.files import read_json
 from strobe.hub.locate import locate_models
-from strobe.server.app import make_app
+from strobe.server.app import make_app, middleware_settings
+from strobe.server.batches.store import BatchStore
 from strobe.server.connections import AT_ONCE, Connection, QuietErrorHandler
 from strobe.server.engine_process.client import EngineClient, EngineDead
 from strobe.server.engine_process.replicas import Replicas
-from strobe.server.guards import Shutdown, is_loopback, read_keys
+from strobe.server.guards import Shutdown, is_loopback
 from strobe.server.metrics import ServerMetrics
 from strobe.server.openai.protocol.errors import counted
 from strobe.server.serving import Formats, Serving, check_template, read_template
@@ -57,6 +58,8 @@ def serve(config: EngineConfig, settings: ServerConfig) -> int:
     warn_if_open(settings)
     try:
         config = locate_checkpoint(config)
+        if template is not None:
+            check_template(Tokenizer(Path(config.target)), template)
         return asyncio.run(Server(config, settings, template, listener).run())
     finally:
         listener.close()
@@ -64,14 +67,16 @@ def serve(config: EngineConfig, settings: ServerConfig) -> int:
 
 def prepare(config: EngineConfig, settings: ServerConfig) -> tuple[ServerConfig, str | None]:
     """Return the settings with the model's names and the environment's key, and the chat template
-    that replaces the checkpoint's. Raises ValueError for files that cannot be used."""
+    that replaces the checkpoint's. Raises ValueError for settings that cannot be used."""
     from_environment = [key for key in [os.environ.get("STROBE_API_KEY")] if key]
     settings = replace(settings, api_key=(*settings.api_key, *from_environment))
     template = read_template(settings.chat_template)
     settings = served_names(config, settings)
     _check_certificate(settings)
-    if settings.api_key_file is not None:
-        read_keys(Path(settings.api_key_file))
+    middleware_settings(settings)
+    Formats.of(settings, None)
+    if settings.batch_dir is not None:
+        BatchStore(Path(settings.batch_dir))
     return settings, template
 
 

@@ -1,4 +1,4 @@
-"""Warnings of `strobe serve` before it loads a model."""
+"""Warnings and errors of `strobe serve` before it loads a model."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from strobe.config import EngineConfig
+from strobe.server import launch
 from strobe.server.launch import serve
 from strobe.server.settings import LogSettings, ServerConfig
 
@@ -36,3 +37,23 @@ def test_network_server_without_key_warns(
         record.getMessage() for record in caplog.records if record.levelno == logging.WARNING
     ]
     assert [("0.0.0.0" in text, "--api-key" in text) for text in warnings] == [(True, True)] * warns
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("tool_call_parser", "nope", "tool_call_parser is 'nope'"),
+        ("reasoning_parser", "nope", "reasoning_parser is 'nope'"),
+        ("cors_origin", ("nope",), "CORS origin 'nope'"),
+        ("api_key", ("a key ",), "API key 1"),
+        ("batch_dir", "/dev/null/batches", "batch_dir is '/dev/null/batches'"),
+        ("chat_template", "{% if %}", "template does not compile"),
+    ],
+)
+def test_unusable_setting_starts_no_engine(
+    setting: str, value: Any, message: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(LogSettings, "configure", lambda self: None)
+    monkeypatch.setattr(launch, "make_client", None)
+    with pytest.raises(ValueError, match=message):
+        serve(EngineConfig(), ServerConfig(port=0, **{setting: value}))
