@@ -195,7 +195,7 @@ if TYPE_CHECKING:
 else:
     EngineFlags = flags(EngineConfig, "EngineFlags", omit=("seed",), defaults=None)
     DemoFlags = flags(EngineConfig, "DemoFlags", omit=("seed", "method"), defaults=None)
-    ServedFlags = flags(EngineConfig, "ServedFlags", omit=("target",), defaults=None)
+    ServedFlags = flags(EngineConfig, "ServedFlags", defaults=None)
     ServerFlags = flags(ServerConfig, "ServerFlags", defaults=None)
     SamplingFlags = flags(SamplingParams, "SamplingFlags", omit=_API_ONLY, defaults=SHOWN)
     ChatFlags = flags(SamplingParams, "ChatFlags", omit=(*_API_ONLY, "n"), defaults=SHOWN)

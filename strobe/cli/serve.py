@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated
 
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes
@@ -19,7 +19,7 @@ class Serve:
     """Serve a model through OpenAI's API, with a page to try it; without a model, the demo
     models. It also takes the options of `vllm serve` and SGLang's server."""
 
-    target: Target = ""
+    model: Target = ""
     ray: FlagCreatePairsOff[
         Annotated[
             bool,
@@ -33,7 +33,7 @@ class Serve:
     engine: OmitArgPrefixes[ServedFlags] = field(default_factory=ServedFlags)
 
     def run(self) -> int:
-        config = EngineConfig(**asdict(self.engine), target=self.target)
+        config = EngineConfig(**asdict(replace(self.engine, target=self.model)))
         settings = ServerConfig(**asdict(self.server))
         if self.ray:
             from strobe.integrations import serve_on_ray as serve

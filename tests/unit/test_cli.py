@@ -85,8 +85,7 @@ FLAGS = {
         "--no-restart-engine", "--lenient", "--batch-dir", "--max-body-bytes", "--response-memory",
         "--cors-origin", "--access-log", "--no-access-log", "--log-level",
         "--log-json", "--log-prompts", "--otlp-traces-endpoint", "--kv-events-config",
-        *[flag for flag in ENGINE_FLAGS if flag != "--target"],
-        "--method", "--seed",
+        *ENGINE_FLAGS, "--method", "--seed",
     ],
     "demo": ["--prompts", "--max-tokens", "--repeats", "--json", "--debug", *ENGINE_FLAGS],
     "info": [
@@ -594,6 +593,12 @@ def test_chat_takes_its_target_by_position(main: Callable[..., Any], tmp_path: P
     assert (status, err) == (
         2, "strobe: strobe chat has two values of target, one and two; name one.\n"
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", [["--target=/none"], ["/none"]])
+def test_serve_takes_its_target_by_name_or_place(main: Callable[..., Any], arguments: list[str]):
+    status, _, err = main("serve", *arguments, "--port=0", "--log-level=error")
+    assert (status, "/none does not exist" in err) == (2, True)
 
 
 # info
