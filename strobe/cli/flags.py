@@ -34,6 +34,8 @@ def note(text: str, metavar: str | None = None) -> Any:
     return arg(help=text, metavar=metavar, help_behavior_hint="")
 
 
+_BY_PLACE = get_args(Positional[str])[1]
+"""tyro's mark of an argument that has no option."""
 Target = Annotated[Positional[str], note("Directory or hub name of the target model.", "TARGET")]
 Json = FlagCreatePairsOff[Annotated[bool, note("Print one JSON object on standard output.")]]
 Thinking = FlagCreatePairsOff[Annotated[bool, note("Let the model think before it answers.")]]
@@ -76,7 +78,12 @@ def _no_option(option: str, command: Any, name: str) -> str:
     """Return the error sentence for an argument that the command does not take."""
     parts = ("sampling", "server", "bench", "settings", "engine")
     groups = [g for g in (getattr(command, n, None) for n in parts) if g]
-    options = [f"--{f.name.replace('_', '-')}" for g in (command, *groups) for f in fields(g)]
+    options = [
+        f"--{name.replace('_', '-')}"
+        for group in (command, *groups)
+        for name, hint in get_type_hints(type(group), include_extras=True).items()
+        if _BY_PLACE not in get_args(hint)
+    ]
     close = difflib.get_close_matches(option.split("=")[0].replace("_", "-"), options, 1, 0.7)
     hint = f"did you mean {close[0]}?" if close else f"{name} --help lists what it takes."
     return f"{name} takes no {option!r}; {hint}"

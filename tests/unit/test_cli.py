@@ -601,6 +601,14 @@ def test_serve_takes_its_target_by_name_or_place(main: Callable[..., Any], argum
     assert (status, "/none does not exist" in err) == (2, True)
 
 
+@pytest.mark.parametrize(("command", "option"), [("doctor", "--target"), ("generate", "--prompt")])
+def test_hint_names_no_argument_without_option(main: Callable[..., Any], command: str, option: str):
+    assert main(command, option, "a") == (
+        2, "", f"strobe: strobe {command} takes no {option!r}; strobe {command} --help lists what "
+        "it takes.\n",
+    )  # fmt: skip
+
+
 # info
 
 
