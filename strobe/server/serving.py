@@ -245,7 +245,7 @@ class Serving:
     ) -> list[int]:
         """Return the prompt, truncated to its last `keep` tokens if set; -1: to all that fit.
 
-        limit: the name and value of the field that limits the answer. field: the prompt's field.
+        limit: the name and value of the field whose tokens must fit too. field: the prompt's field.
         Raises FieldError if the prompt is empty or does not fit the context with its answer.
         """
         max_length, (name, max_new_tokens) = self.facts.max_model_len, limit

@@ -307,10 +307,14 @@ def test_request_ids_are_returned(client: openai.OpenAI):
         ({"messages": [{"role": "user"}]}, "messages[0].content", "missing_required_parameter"),
         ({"max_tokens": 4000}, "max_tokens", "context_length_exceeded"),
         ({"messages": user("word " * 3000)}, "messages", "context_length_exceeded"),
+        (
+            {"max_tokens": openai.omit, "extra_body": {"min_tokens": 3000}},
+            "min_tokens", "context_length_exceeded",
+        ),
         ({"extra_body": {"guided_regex": "("}}, "guided_regex", "invalid_value"),
         ({"logit_bias": {"99999": 1}}, "logit_bias", "invalid_value"),
     ],
-)
+)  # fmt: skip
 def test_invalid_field_is_named(
     client: openai.OpenAI, field: dict[str, Any], param: str, code: str, stream: bool
 ):

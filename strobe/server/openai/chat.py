@@ -92,7 +92,7 @@ async def prepare(
     limit, max_tokens = request.limit()
     room = facts.max_model_len - len(ids)
     clamped = clamp_max_tokens and max_tokens is not None and 0 < room < max_tokens
-    ids = serving.fit(ids, (limit, room if clamped else max_tokens), keep, "messages")
+    ids = serving.fit(ids, (limit, room) if clamped else request.needed(), keep, "messages")
     arguments = request.sampling(facts.sampling)
     sentences = warnings(serving, original or request, request)
     if clamped:

@@ -134,7 +134,7 @@ async def _prompt(
         return Prompt(text, infilled(raw_prompt))
 
     prompt = await serving.in_thread(read)
-    ids = serving.fit(prompt.ids, request.limit(), request.truncate_prompt_tokens, field)
+    ids = serving.fit(prompt.ids, request.needed(), request.truncate_prompt_tokens, field)
     if len(ids) < len(prompt.ids):
         text = await serving.in_thread(lambda: tokenizer.decode(ids, skip_special_tokens=False))
         return Prompt(text, ids)

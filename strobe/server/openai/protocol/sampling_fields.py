@@ -309,6 +309,13 @@ class SamplingFields(RequestModel):
         context length."""
         raise NotImplementedError
 
+    def needed(self) -> tuple[str, int | None]:
+        """The name and value of the field whose tokens must fit the context after the prompt."""
+        name, max_tokens = self.limit()
+        if max_tokens is None and self.min_tokens:
+            return "min_tokens", self.min_tokens
+        return name, max_tokens
+
     def sampling(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
         """Keyword arguments of SamplingParams.
 
