@@ -28,6 +28,7 @@ _REQUIREMENTS = {
     "finite_number": "be a finite number",
     "bool_type": "be True or False",
     "string_type": "be a text",
+    "string_unicode": "be whole Unicode characters",
     "string_too_short": "be a text of one character or more",
     "greater_than_equal": "be at least {ge}",
     "greater_than": "be above {gt}",

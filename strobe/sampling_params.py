@@ -225,8 +225,7 @@ class SamplingParams:
     @property
     def penalizes(self) -> bool:
         """Whether penalties for earlier tokens change the logits."""
-        no_penalty = self.presence_penalty == 0 == self.frequency_penalty
-        return not no_penalty or self.repetition_penalty != 1
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
     @property
     def filters(self) -> bool:

@@ -33,6 +33,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 3, "min_tokens": 4}, "min_tokens is 4, above max_tokens 3"),
     ({"stop": ["a", ""]}, "stop[1] is '', but must be a text of one"),
     ({"stop": [3]}, "stop[0] is 3"),
+    ({"stop": ["\ud800"]}, "stop[0] is '\\ud800', but must be whole Unicode characters"),
     ({"stop_token_ids": [-1]}, "stop_token_ids[0] is -1"),
     ({"stop_token_ids": "12"}, "stop_token_ids"),
     ({"presence_penalty": 2.1}, "presence_penalty is 2.1"),
