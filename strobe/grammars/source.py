@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,10 @@ _UNFORCED = {
 """An unused grammar whose option applies to all grammars of a source. Without it llguidance appends
 forced bytes one by one, past all its limits: after the first letter of /a+/ it never stops, since
 every further "a" is part of the expression."""
+
+_QUOTED = re.compile(r"\n *\d+ \| ")
+"""Where llguidance's message begins to quote the grammar's lines, most of which the client did not
+write."""
 
 
 class GrammarError(ValueError):
@@ -129,8 +134,10 @@ def unfollowed(matcher: LLMatcher) -> str:
 
 
 def one_line(text: str) -> str:
-    """Shorten llguidance's message to one line: it may quote the whole grammar and its state."""
-    line = " ".join(text.partition("<state>")[0].split()).rstrip(".")
+    """Shorten llguidance's message to one line, without the whole grammar and the state that it may
+    quote."""
+    reason = _QUOTED.split(text.partition("<state>")[0])[0]
+    line = " ".join(reason.split()).rstrip(".")
     for marker, message in _MESSAGES.items():
         line = message if line.startswith(marker) else line
     return f"{line}." if len(line) <= 300 else f"{line[:300]}..."

@@ -296,6 +296,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"grammar": "root ::= nothing"}, "does not compile: .*nothing"),
     ({"grammar": ""}, "does not compile"),
     (
+        {"choice": ["a"], "instead": 'start: %json {"type": "hamster"}'},
+        "does not compile: .*Invalid type: hamster.$",
+    ),
+    (
         {"regex": "(x{1000}){1000}"},
         "does not compile: it takes more work at a token than .* 50,000",
     ),
@@ -316,6 +320,7 @@ def test_uncompilable_grammar_is_a_one_line_error(
     text = str(caught.value)
     assert text.endswith(".")
     assert "\n" not in text
+    assert " | " not in text  # nothing of the grammar that the reader did not write
 
 
 def test_request_leaving_its_grammar_ends_alone(grammars: GrammarCompiler):
