@@ -55,6 +55,20 @@ def test_events_after_stop_string_are_dropped(tokenizer: Tokenizer):
     assert ended(served.metrics) == {"stop": 1}
 
 
+@pytest.mark.parametrize(
+    ("instead", "names"), [(None, "response_format"), ('start: "a"', "response_format or tools")]
+)
+def test_grammar_error_names_tools_if_they_are_part_of_it(
+    tokenizer: Tokenizer, instead: str | None, names: str
+):
+    params = SamplingParams(structured_outputs={"regex": "a", "instead": instead})
+    job = GenerationJob([5], params, "r", constraint="response_format")
+    run = PromptRun(serving(tokenizer), job)
+    error = run.to_field_error("structured_outputs: the grammar does not compile: why.")
+    assert str(error) == f"{names}: the grammar does not compile: why."
+    assert error.param == "response_format"
+
+
 def test_stop_string_ends_only_its_answer(tokenizer: Tokenizer):
     async def main() -> list[Any]:
         served = serving(tokenizer)
