@@ -28,12 +28,12 @@ class Batch(NamedTuple):
     ids: Tensor
     positions: Tensor
     kv_slots: Tensor
-    slots: Tensor
     starts: Tensor
+    draft_lengths: Tensor
+    slots: Tensor
     sizes: Tensor
     row_starts: Tensor
     longest: int
-    draft_lengths: Tensor
     tables: Tensor
     page_size: int
     limit: int = 1 << 62

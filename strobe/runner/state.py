@@ -76,18 +76,13 @@ class DecodeState:
     def make_batch(
         self, layout: Layout, placed: Sequence[Tensor], bounds: Sequence[int] = ()
     ) -> Batch:
-        """Make a layout's batch from the tensors that `place` returned."""
-        ids, positions, kv_slots, starts, draft_lengths = placed
+        """Make a layout's batch. placed: its first five fields, as `place` returns them."""
         return Batch(
-            ids=ids,
-            positions=positions,
-            kv_slots=kv_slots,
+            *placed,
             slots=layout.slots,
-            starts=starts,
             sizes=layout.sizes,
             row_starts=layout.row_starts,
             longest=layout.shape.max_rows,
-            draft_lengths=draft_lengths,
             tables=self.table,
             page_size=self.page_size,
             limit=self.limit,
