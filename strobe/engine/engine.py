@@ -7,7 +7,6 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from strobe.request import DEFAULT_SCHEDULING, FinishReason, Request, Scheduling
 from strobe.runner.batch import Layout, Shape
 from strobe.runner.buckets import verified_rows
 from strobe.runner.graphs import Eager
+from strobe.runner.runner import Outputs
 from strobe.runner.state import SimulatedAcceptance
 from strobe.runner.step_output import StepOutput, Verified
 from strobe.sampling.grammar import GrammarWalk
@@ -180,19 +180,19 @@ class Engine:
         graphs = self.graphs if self.runner.is_captured(layout) else Eager()
         key, bounds = (mode, layout.shape), self.runner.bounds(spans)
 
-        def forward(packed: Tensor, drafts: Tensor | None) -> Any:
+        def forward(packed: Tensor, drafts: Tensor | None) -> Outputs:
             here = layout.with_packed(packed)
             placed = self.state.place(here, drafts)
             return placed, *self.runner.forward(self.state.make_batch(here, placed, bounds))
 
         def verify(packed: Tensor, drafts: Tensor | None) -> Verified:
-            return self.verify(layout.with_packed(packed), mode, *forward(packed, drafts))
+            return self.verify(layout.with_packed(packed), mode, forward(packed, drafts), None)
 
-        def forward_alone(packed: Tensor, drafts: Tensor | None) -> Any:
-            return self.runner.copy_out(*forward(packed, drafts))
+        def forward_alone(packed: Tensor, drafts: Tensor | None) -> Outputs:
+            return self.runner.copy_out(forward(packed, drafts))
 
         def verify_masked(packed: Tensor, masks: Tensor | None) -> Verified:
-            return self.verify(layout.with_packed(packed), mode, *outputs, masks=masks)
+            return self.verify(layout.with_packed(packed), mode, outputs, masks)
 
         if walk is None:
             return graphs.run(key, verify, layout.packed, drafts), {}
@@ -201,17 +201,11 @@ class Engine:
         return graphs.run(key, verify_masked, layout.packed, masks), errors
 
     def verify(
-        self,
-        layout: Layout,
-        mode: SamplingMode,
-        placed: Sequence[Tensor],
-        residual: Tensor,
-        features: Tensor | None,
-        masks: Tensor | None = None,
+        self, layout: Layout, mode: SamplingMode, outputs: Outputs, masks: Tensor | None
     ) -> Verified:
         """Sample the target's tokens, accept drafts, and show the target's features to the
-        drafters. placed: as `DecodeState.place` returns it; residual, features: as the forward
-        does. masks [S * W, words]: of grammars."""
+        drafters. masks [S * W, words]: of grammars."""
+        placed, residual, features = outputs
         batch = self.state.make_batch(layout, placed)
         sampled = self.runner.sample(residual, layout, batch, mode, masks)
         tokens = sampled.tokens.view(-1, layout.shape.max_logits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -19,6 +20,10 @@ from strobe.step import TAIL, Span
 
 _SCORED_ROWS = 256
 _LAYOUTS = 64
+
+Outputs: TypeAlias = tuple[Sequence[Tensor], Tensor, Tensor | None]
+"""A forward's outputs: its rows as `DecodeState.place` returned them, the residual stream [T, H],
+and the captured features [T, n * H]."""
 
 
 class ModelRunner:
@@ -96,15 +101,13 @@ class ModelRunner:
         attend = self.backend.plan(batch, self.store, masks)
         return self.model(batch.ids, batch.positions, attend, self.capture)
 
-    def copy_out(
-        self, placed: Sequence[Tensor], residual: Tensor, features: Tensor | None
-    ) -> tuple[Sequence[Tensor], Tensor, Tensor | None]:
+    def copy_out(self, outputs: Outputs) -> Outputs:
         """Copy a forward's results to `output_buffers`, one buffer per part for all shapes, where
         another graph can read them. Results with more rows than any captured step are returned as
         they are."""
-        buckets = self.buckets
+        buckets, (placed, residual, features) = self.buckets, outputs
         if buckets is None or len(residual) > buckets.max_rows:
-            return placed, residual, features
+            return outputs
 
         def copy(name: str, part: Tensor) -> Tensor:
             if name not in self.output_buffers:
