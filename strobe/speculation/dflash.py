@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from strobe.attention.base import Batch
+from strobe.config import EngineConfig
 from strobe.models.config import DraftConfig
 from strobe.models.dflash import DFlash
 from strobe.models.heads.base import BlockRows, Drafts
@@ -33,24 +34,19 @@ class DFlashProposer:
     """
 
     def __init__(
-        self,
-        model: DFlash,
-        runner: ModelRunner,
-        graphs: Graphs | Eager,
-        *,
-        sampled: bool = False,
-        margins: bool = False,
+        self, model: DFlash, runner: ModelRunner, graphs: Graphs | Eager, config: EngineConfig
     ):
-        """sampled: sample drafts as the request's own tokens are sampled, with the same noise at
-        the same positions, so that drafter and target agree as often as their distributions allow
-        (Daliri, Musco and Suresh, arXiv 2408.07978); otherwise drafts are argmax tokens. margins:
-        return the drafts' margins, too."""
+        """config: draft_sample_method probabilistic samples drafts as the request's own tokens are
+        sampled, with the same noise at the same positions, so that drafter and target agree as
+        often as their distributions allow (Daliri, Musco and Suresh, arXiv 2408.07978); greedy
+        takes argmax tokens. adaptive returns the drafts' margins, too."""
         self.model, self.runner, self.graphs = model, runner, graphs
-        self.sampled, self.margins = sampled, margins
-        config = model.config
-        self.capture, self.num_drafts = config.capture, config.block_drafts
-        self.tokens = (TAIL,) + (config.mask_token_id,) * (config.block_size - 1)
-        self.block_sizes = block_sizes(config)
+        self.sampled = config.draft_sample_method == "probabilistic"
+        self.margins = config.adaptive
+        draft = model.config
+        self.capture, self.num_drafts = draft.capture, draft.block_drafts
+        self.tokens = (TAIL,) + (draft.mask_token_id,) * (draft.block_size - 1)
+        self.block_sizes = block_sizes(draft)
 
     def widths_for(self, max_drafts: int) -> tuple[list[int], list[int]]:
         """Return drafts and rows of the blocks that serve up to `max_drafts` drafts, ascending."""

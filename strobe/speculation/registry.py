@@ -37,9 +37,7 @@ class DraftMethod:
 
 def _make_dflash(context: ProposerContext) -> Proposer:
     assert context.drafter is not None
-    sampled = context.config.draft_sample_method == "probabilistic"
-    margins = context.config.adaptive
-    return DFlashProposer(*context.drafter, context.graphs, sampled=sampled, margins=margins)
+    return DFlashProposer(*context.drafter, context.graphs, context.config)
 
 
 def _make_ngram(context: ProposerContext) -> HostProposer:
