@@ -47,21 +47,19 @@ class DFlashProposer:
         self.capture, self.num_drafts = draft.capture, draft.block_drafts
         self.tokens = (TAIL,) + (draft.mask_token_id,) * (draft.block_size - 1)
         self.block_sizes = block_sizes(draft)
+        self.unused = draft.block_size - draft.block_drafts  # rows that predict nothing: 1, or 0
 
     def widths_for(self, max_drafts: int) -> tuple[list[int], list[int]]:
         """Return drafts and rows of the blocks that serve up to `max_drafts` drafts, ascending."""
-        unused = len(self.tokens) - self.num_drafts
-        rows = [n for n in self.block_sizes if n - unused < min(max_drafts, self.num_drafts)]
+        rows = [n for n in self.block_sizes if n - self.unused < min(max_drafts, self.num_drafts)]
         rows.append(self.block_sizes[len(rows)])
-        return [min(n - unused, max_drafts) for n in rows], rows
+        return [min(n - self.unused, max_drafts) for n in rows], rows
 
     def propose(self, spans: Sequence[Span]) -> Drafts:
         """Propose drafts with the smallest block that has as many as any span verifies."""
         runner, max_drafts = self.runner, max([span.num_drafts for span in spans])
-        unused = len(self.tokens) - self.num_drafts  # rows that predict nothing: 1, or 0
-        needed = min(max_drafts, self.num_drafts) + unused
-        width = next(size for size in self.block_sizes if size >= needed)
-        tokens, drafts = self.tokens[:width], width - unused
+        width = self.widths_for(max_drafts)[1][-1]
+        tokens, drafts = self.tokens[:width], width - self.unused
         blocks = [Span(s.slot, s.start, s.max_start, tokens, num_logits=drafts) for s in spans]
         shape, bounds, mode = runner.shape_of(blocks), runner.bounds(blocks), GREEDY
         layout = runner.lay_out(blocks, shape)
