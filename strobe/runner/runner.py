@@ -88,11 +88,9 @@ class ModelRunner:
 
     def is_captured(self, layout: Layout) -> bool:
         """Whether steps of that layout's shape are captured."""
-        return (
-            self.buckets is not None
-            and layout.scored is None
-            and self.buckets.is_captured(layout.shape)
-        )
+        if self.buckets is None or layout.scored is not None:
+            return False
+        return self.buckets.is_captured(layout.shape)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Run the model over every row. Returns the residual stream [T, H] and the captured
