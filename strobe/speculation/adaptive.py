@@ -50,12 +50,11 @@ class AdaptiveDraftPolicy(DraftPolicy):
         rows: Callable[[int, int, int], Sequence[tuple[int, int]]],
         max_mixed_rows: int,
         max_requests: int,
-        config: PolicyConfig | None = None,
     ):
         """widths: drafts of the drafter's blocks, ascending; slots: rows of these blocks.
         rows(requests, drafting requests, max drafts of each): the steps that exist for them, as
         (drafts of all together, rows). max_mixed_rows: of a step with prompts and decoding."""
-        self.config = config = config or PolicyConfig()
+        self.config = config = PolicyConfig()
         self.widths, self.slots, self.rows = tuple(widths), tuple(slots), rows
         self.max_mixed_rows, self.options = max_mixed_rows, functools.cache(self._list_options)
         self.costs: StepCosts | None = None
