@@ -240,9 +240,7 @@ class Engine:
         spans = list(planned)
         draft_tokens: list[list[int]] = [] if drafts is None else drafts.clamp(min=0).tolist()
         host_drafts = [
-            (draft_tokens[i][: s.num_drafts] if s.method is not None else list(s.tokens[1:]))
-            if s.num_drafts and s.slot in self.grammars
-            else []
+            draft_tokens[i][: s.num_drafts] if s.method else list(s.tokens[s.num_context_rows :])
             for i, s in enumerate(spans)
         ]
         # A chunk in the middle of a prompt gives no token, and its rows stay free.

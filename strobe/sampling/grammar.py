@@ -135,9 +135,6 @@ class GrammarState:
         self.compiler = compiler
         self._cursors: dict[int, GrammarCursor] = {}
 
-    def __contains__(self, slot: int) -> bool:
-        return slot in self._cursors
-
     def admit(
         self, slot: int, structured: StructuredOutputs | None, output_tokens: Sequence[int] = ()
     ) -> None:

@@ -703,7 +703,7 @@ def test_grammar_walks_after_all_tokens_are_consumed(
         return launch(plan)
 
     def walking(slots: Any, drafts: Any) -> Any:
-        for slot in [slot for slot in slots if slot in engine.grammars]:
+        for slot in [slot for slot in slots if slot in engine.grammars._cursors]:
             length = int(engine.state.cursor[slot, 0])
             (record,) = [r for r in engine.scheduler.running if r.slot == slot]
             num_consumed = len(engine.grammars._cursors[slot].output_ids)
