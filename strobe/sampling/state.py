@@ -155,8 +155,6 @@ class SamplingState:
     def mode(self, slots: Sequence[int]) -> SamplingMode:
         """Return the mode for sampling rows of these slots together."""
         modes = {self._modes[slot] for slot in slots}
-        if not modes or modes == {GREEDY}:
-            return GREEDY
         sampled = any(mode.sampled for mode in modes)
         tops = [mode.logprobs for mode in modes if mode.logprobs is not None]
         return SamplingMode(
