@@ -137,15 +137,13 @@ class DecodeState:
             from strobe.kernels.steps import accept
 
             return accept(tokens, batch, layout, self.cursor, simulated)
-        starts, lengths = batch.starts, batch.draft_lengths
-        accepted = torch.zeros_like(lengths)
-        if width := layout.shape.max_drafts:
-            matched = batch.ids[layout.draft_rows] == tokens[:, :width]
-            accepted = torch.minimum(matched.cumprod(1).sum(1), lengths)
+        matched = batch.ids[layout.draft_rows] == tokens[:, : layout.shape.max_drafts]
+        num_matched = matched.cumprod(1).sum(1)
         if simulated is not None:
-            accepted = torch.minimum(_simulated(layout, batch, simulated), lengths)
+            num_matched = _simulated(layout, batch, simulated)
+        accepted = torch.minimum(num_matched, batch.draft_lengths)
         newest = tokens.gather(1, accepted[:, None])[:, 0]
-        ends = starts + layout.context_rows + accepted
+        ends = batch.starts + layout.context_rows + accepted
         self.cursor[layout.slots] = torch.stack([ends, newest], 1)
         return accepted
 
