@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import InitVar, dataclass
 from typing import TypeAlias
 
 import torch
@@ -24,35 +25,32 @@ Verified: TypeAlias = tuple[Sampled, Tensor, Scores | None]
 accepted drafts [S], so that one token more counts; scores of prompt tokens, in the spans' order."""
 
 
+@dataclass(eq=False)
 class StepOutput:
     """A launched step's output on the device, being copied to the host.
 
+    score_columns: by span, the columns of its scores to report. errors: by span, why its request
+    ends. proposed [S, K]: the device's drafts, if a request reads them, and their margins, in host
+    memory. draft_readers: the spans whose requests read their drafts, as they are verified.
     started_at, done_at: host clock in seconds. grammars_advanced: whether grammars have consumed
     its tokens; None: some may have.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        layout: Layout,
-        verified: Verified,
-        score_columns: Mapping[int, slice],
-        errors: Mapping[int, str],
-        proposed: Drafts,
-        draft_readers: Mapping[int, Span],
-        started_at: float,
-    ):
-        """score_columns: by span, the columns of its scores to report. errors: by span, why its
-        request ends. proposed [S, K]: the device's drafts, if a request reads them, and
-        their margins, in host memory. draft_readers: the spans whose requests read their drafts, as
-        they are verified."""
-        self.plan, self.started_at, self.done_at = plan, started_at, 0.0
-        self.grammars_advanced: bool | None = False
-        self._rows, self._width = layout.shape.rows, layout.shape.max_logits
-        self._score_columns, self._errors = score_columns, errors
-        self._proposed, self._draft_readers = proposed, draft_readers
+    plan: Plan
+    layout: Layout
+    verified: InitVar[Verified]
+    score_columns: Mapping[int, slice]
+    errors: Mapping[int, str]
+    proposed: Drafts
+    draft_readers: Mapping[int, Span]
+    started_at: float
+    done_at: float = 0.0
+    grammars_advanced: bool | None = False
+
+    def __post_init__(self, verified: Verified) -> None:
         sampled, num_accepted, prompt_scores = verified
-        self._num_verified = None if plan.num_verified is None else download(layout.drafts)
+        by_device = self.plan.num_verified is not None
+        self._num_verified = download(self.layout.drafts) if by_device else None
         self._tokens, self._num_accepted = download(sampled.tokens), download(num_accepted)
         self._scores, self._prompt_scores = [
             scores and Scores(*map(download, scores)) for scores in (sampled.scores, prompt_scores)
@@ -74,14 +72,14 @@ class StepOutput:
         return self._result
 
     def _to_host(self, seconds: float) -> StepResult:
-        spans, width = self.plan.spans, self._width
+        spans, width = self.plan.spans, self.layout.shape.max_logits
         num_accepted: list[int] = self._num_accepted.tolist()[: len(spans)]
         rows: list[list[int]] = self._tokens.view(-1, width).tolist()
         tokens = [row[: count + 1] for row, count in zip(rows, num_accepted, strict=False)]
         logprobs: dict[int, list[TokenLogprob]] = {}
         prompt: dict[int, list[TokenLogprob]] = {}
         if self._scores is not None:
-            for i, columns in self._score_columns.items():
+            for i, columns in self.score_columns.items():
                 logprobs[i] = _token_logprobs(self._scores, i * width, tokens[i], columns)
         if self._prompt_scores is not None:
             first = 0
@@ -89,18 +87,18 @@ class StepOutput:
                 if scored:
                     prompt[i] = _token_logprobs(self._prompt_scores, first, scored, slice(top))
                     first += len(scored)
-        errors = dict(self._errors)
+        errors = dict(self.errors)
         for i, row in enumerate(tokens):
             entries = *prompt.get(i, ()), *logprobs.get(i, ())
             if min(row) < 0 or any(entry.logprob != entry.logprob for entry in entries):
                 errors.setdefault(i, NAN_ERROR)
-        on_device, margins = self._num_verified, self._proposed.margins
-        readers, by_span = self._draft_readers, self._proposed.tokens
+        on_device, margins = self._num_verified, self.proposed.margins
+        readers, by_span = self.draft_readers, self.proposed.tokens
         proposed = [()] * len(spans) if by_span is None else by_span.tolist()
         return StepResult(
             tokens,
             num_accepted,
-            rows=self._rows,
+            rows=self.layout.shape.rows,
             seconds=seconds,
             num_verified=None if on_device is None else on_device.tolist()[: len(spans)],
             margins=None if margins is None else margins.tolist()[: len(spans)],
