@@ -80,10 +80,8 @@ class ResolvedConfig:
         if self.device.type == "cpu":
             vocab_size = self.target.decoder.vocab_size
             sampling = SamplingState.num_bytes(self.limits.max_num_seqs, vocab_size)
-        specs, reserved = list(self.kv_groups.values()), (weights, self.state_bytes, sampling)
-        return plan_pages(
-            self.config, self.limits, specs, self.device, *reserved, scratch=self.scratch
-        )
+        specs, sizes = list(self.kv_groups.values()), (weights, self.state_bytes, sampling)
+        return plan_pages(self.config, self.limits, specs, self.device, *sizes, self.scratch)
 
 
 @dataclass

@@ -115,9 +115,8 @@ def scratch_bytes(limits: Limits, decoder: DecoderConfig, features: int, dtype: 
     logits_rows = limits.max_num_seqs * (1 + limits.num_drafts)
     inner, experts = 3 * decoder.intermediate_size, decoder.experts
     if experts is not None:
-        inner = max(
-            inner, 3 * experts.top_k * (decoder.hidden_size + experts.moe_intermediate_size)
-        )
+        width = decoder.hidden_size + experts.moe_intermediate_size
+        inner = max(inner, 3 * experts.top_k * width)
     per_row = (3 + features) * decoder.hidden_size + inner
     logits = logits_rows * decoder.vocab_size * (dtype.itemsize + 4)
     tables = SamplingState.num_bytes(limits.max_num_seqs, decoder.vocab_size)

@@ -142,9 +142,8 @@ class SamplingState:
             values = upload(list(s.logit_bias.values()), self.device, torch.float32)
             bias.index_add_(0, upload(list(s.logit_bias), self.device), values)
         prompt, answer = upload(admission.tokens, self.device).tensor_split([admission.num_prompt])
-        tables.counts[slot].zero_().index_add_(
-            0, answer, torch.ones_like(answer, dtype=torch.int32)
-        )
+        ones = torch.ones_like(answer, dtype=torch.int32)
+        tables.counts[slot].zero_().index_add_(0, answer, ones)
         flags.zero_().index_fill_(0, prompt, IN_PROMPT)
         ends = upload(sorted(admission.stop_ids), self.device)
         flags.index_copy_(0, ends, flags[ends] | ENDS)

@@ -126,13 +126,12 @@ class Tokenizer:
         if not chat.spelled:
             return self.encode(chat.text, add_special_tokens=add_special_tokens)
         ids = self.encode("", add_special_tokens=add_special_tokens)
+        plain = self._plain_tokenizer
         for part in re.split(f"([{''.join(chat.spelled)}])", chat.marked):
-            spelled = chat.spelled.get(part)
-            ids += (
-                self.encode(part, add_special_tokens=False)
-                if spelled is None
-                else self._plain_tokenizer.encode(spelled, add_special_tokens=False).ids
-            )
+            if part in chat.spelled:
+                ids += plain.encode(chat.spelled[part], add_special_tokens=False).ids
+            else:
+                ids += self.encode(part, add_special_tokens=False)
         return ids
 
     def render_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
