@@ -29,7 +29,7 @@ CORE_FILES = (
 
 KINDS, FIRST = ("families", "config_readers", "quantization"), "qwen3.py"
 
-FILE_LINES, CORE_CODE_LINES, STEP_LINES = 400, 5332, 30
+FILE_LINES, CORE_CODE_LINES, STEP_LINES = 400, 5296, 30
 
 
 def lines(path: Path) -> int:
