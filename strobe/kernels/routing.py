@@ -180,7 +180,7 @@ def route(
     fewer = rows <= block_m and number < num_blocks
     num_blocks = number if fewer else num_blocks
     blocks = torch.empty(num_blocks, 3, dtype=torch.int32, device=device)
-    chunk = min(triton.next_power_of_2(number), _CHUNK)
+    chunk = min(int(triton.next_power_of_2(number)), _CHUNK)
     if 0 < number % chunk <= chunk // 2:  # the last one would be half empty
         chunk //= 2
     _sort_kernel[(count + 1,)](
