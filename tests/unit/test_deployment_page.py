@@ -5,7 +5,7 @@ from __future__ import annotations
 import configparser
 import re
 import shlex
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ def settings_of(words: list[str]) -> ServerConfig:
     own, options = split_options(words)
     assert own.pop(0) == "serve"
     command: Serve = parse(Serve, "strobe serve", own, options)
-    EngineConfig(**asdict(command.engine), target=command.target)
+    EngineConfig(**asdict(replace(command.engine, target=command.model)))
     return ServerConfig(**asdict(command.server))
 
 
