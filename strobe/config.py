@@ -121,8 +121,8 @@ class EngineConfig:
     tensor_parallel_size: Count = option(1, "GPUs, or on a CPU processes, that share each layer.")
     draft_tensor_parallel_size: Count | None = option(None, "Ranks of the drafter: 1 or all.")
     enable_expert_parallel: bool = option(False, "Give each rank whole experts, not parts of all.")
-    load_format: Literal["auto", "dummy"] = option(
-        "auto", "auto reads weights; dummy creates random ones from config.json, to measure speed."
+    load_format: Literal["auto", "dummy", "uniform"] = option(
+        "auto", "auto reads weights; dummy and uniform draw random ones, to measure speed."
     )
     weight_dtype: Literal["auto", "fp8", "float32", "float16", "int8", "int4"] = option(
         "auto",

@@ -128,7 +128,7 @@ def resolve(config: EngineConfig, rank: int = 0) -> ResolvedConfig:
     native_dtype = "float32" if device.type == "cpu" else target.dtype
     dtype: torch.dtype = getattr(torch, native_dtype if config.dtype == "auto" else config.dtype)
     backends = choose_backends(config, target, draft, device, dtype)
-    if config.load_format != "dummy":
+    if config.load_format == "auto":
         fetch_weights(*filter(None, (config.draft, config.target)))
     target, draft = split.split(target, draft)
     open = split.opener(config.load_format)
@@ -162,6 +162,7 @@ def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
     options: dict[str, Any] = {"max_positions": limits.num_positions, "dtype": dtype}
     options |= {"device": device, "open": resolved.split.opener(config.load_format)}
     options |= {"fp8": backends.fp8, "packed": backends.packed}
+    options["uniform"] = config.load_format == "uniform"
     if target is None:
         target = load_target(Path(config.target), resolved.target, **options)
         if quantization is not None and not backends.fp8:

@@ -261,8 +261,7 @@ class Engine:
         cannot be followed further. A GPU copies them from pinned memory, which torch does not reuse
         before the copy is done."""
         size = shape.spans, shape.max_logits, self.grammars.compiler.words
-        pinned = self.state.device.type == "cuda"
-        masks = torch.empty(size, dtype=torch.int32, pin_memory=pinned)
+        masks = torch.empty(size, dtype=torch.int32, pin_memory=self.state.device.type == "cuda")
         errors = self.grammars.fill(walk, masks.numpy())
         return masks.to(self.state.device, non_blocking=True).flatten(0, 1), errors
 

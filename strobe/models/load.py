@@ -71,13 +71,14 @@ def _check_tensors(module: Target | DFlash, checkpoint: Checkpoint) -> WeightMap
 
 
 class LoadOptions(TypedDict):
-    """Where to put the weights and in which dtype. open: see `Open`. fp8: hold linear layers in
-    FP8. packed: the format they are packed in afterwards; they are loaded in float16 unless it is
-    float32."""
+    """Where to put the weights and in which dtype. open: see `Open`. uniform: how random ones are
+    distributed. fp8: hold linear layers in FP8. packed: the format they are packed in afterwards;
+    they are loaded in float16 unless it is float32."""
 
     dtype: torch.dtype
     device: torch.device
     open: NotRequired[Open]
+    uniform: NotRequired[bool]
     fp8: NotRequired[bool]
     packed: NotRequired[str | None]
 
@@ -114,8 +115,8 @@ def _fill(
 def _fill_at_random(module: Target | DFlash, options: LoadOptions) -> None:
     """Fill with random weights, with a fixed seed."""
     generator = torch.Generator(options["device"]).manual_seed(0)
-    mapping = _quantized_mapping(module)
-    _fill(module, mapping, partial(fill_random, generator=generator), options)
+    draw = partial(fill_random, generator=generator, uniform=options.get("uniform", False))
+    _fill(module, _quantized_mapping(module), draw, options)
 
 
 def _quantized_mapping(module: Target | DFlash) -> WeightMapping:
@@ -166,8 +167,7 @@ def _meta_draft(
     shared: tuple[Tensor, Tensor],
     open: Open,
 ) -> DFlash:
-    shapes = open and open(directory).shapes
-    own_tensors, skipped = draft_parts(shapes, config, directory)
+    own_tensors, skipped = draft_parts(open and open(directory).shapes, config, directory)
     with torch.device("meta"):
         module = DFlash(config, *shared, max_positions, own_tensors)
     module.skipped = skipped

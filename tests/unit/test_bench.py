@@ -23,6 +23,7 @@ from strobe.config import DEMO_MODELS
 from strobe.demo_models import FAMILIES, read_heldout
 from strobe.engine.engine import Engine
 from strobe.models.architectures import load_draft_config, load_target_config
+from strobe.models.load import load_target
 from strobe.ranks.leader import start_engine
 from strobe.sampling_params import SamplingParams
 from strobe.text.tokenizer import Tokenizer
@@ -33,7 +34,7 @@ from strobe.tools.bench.settings import DECIDED, OfflineSettings, StepSettings, 
 CPU = torch.device("cpu")
 STEP_FLAGS = [
     "--shapes", "--concurrency", "--prompt-len", "--acceptance-length", "--steps", "--warmup",
-    "--temperature", "--top-p", "--prefill", "--routing", "--profile", "--json",
+    "--temperature", "--top-p", "--prefill", "--routing", "--load-format", "--profile", "--json",
 ]  # fmt: skip
 OFFLINE_FLAGS = [
     "--data", "--prompts", "--concurrency", "--max-tokens", "--repeats", "--temperature", "--top-p",
@@ -157,13 +158,28 @@ def test_recorded_command_line_gives_the_same_settings(monkeypatch: pytest.Monke
 # runs
 
 
+def test_random_weights_are_drawn_as_asked():
+    """Uniform ones are those of vLLM's dummy weights, which also give norms values near 0."""
+    options: dict[str, Any] = {"max_positions": 16, "dtype": torch.float32, "device": CPU}
+    directory = DEMO_MODELS / "target"
+    config = load_target_config(directory)
+    for uniform in (False, True):
+        model = load_target(directory, config, **options, open=None, uniform=uniform)
+        largest = {name: float(p.abs().max()) for name, p in model.named_parameters()}
+        if uniform:
+            assert all(5e-4 < value <= 1e-3 for value in largest.values())
+        else:
+            assert largest["norm.weight"] == 1 < 100 * largest["embed_tokens.weight"]
+
+
 def test_step_times_demo_shapes_and_reports_forced_acceptance(
     main: Callable[..., Any], tmp_path: Path
 ):
     file = tmp_path / "figures.json"
     status, out, err = main(
-        "bench", "step", *QUICK, "--acceptance-length=3", "--prefill=2x30", f"--json={file}"
-    )
+        "bench", "step", *QUICK, "--acceptance-length=3", "--prefill=2x30", f"--json={file}",
+        "--load-format=uniform",
+    )  # fmt: skip
     assert (status, err) == (0, "")
     assert "acceptance length forced to 3.0: speed only, not quality" in out
     for heading in ("Milliseconds per step", "(forced 3)", "x floor", "Work of a step",
@@ -175,7 +191,7 @@ def test_step_times_demo_shapes_and_reports_forced_acceptance(
     assert figures["device"]
     assert figures["versions"]["torch"] == torch.__version__
     assert figures["command"].startswith("strobe bench step --concurrency 1,3 --prompt-len 20")
-    assert figures["config"]["dflash"]["load_format"] == "dummy"
+    assert figures["config"]["dflash"]["load_format"] == "uniform"
     assert figures["config"]["plain"]["draft"] is None
     rows = {(row["method"], row["concurrency"]): row for row in figures["rows"]}
     assert list(rows) == [("plain", 1), ("plain", 3), ("dflash", 1), ("dflash", 3)]

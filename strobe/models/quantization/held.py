@@ -32,13 +32,15 @@ def scale_at(at: Index) -> Index:
     return at if len(at) < 2 else (at[0], slice(None), *at[1:])
 
 
-def fill_random(name: str, value: Tensor, generator: torch.Generator) -> None:
+def fill_random(name: str, value: Tensor, generator: torch.Generator, uniform: bool) -> None:
     """Fill a parameter or the scales of a layer with random values for measurements of speed:
-    normal, or 1 for norms."""
+    normal, and 1 for norms; or uniform, all within 0.001 of 0."""
     if value.dtype == torch.uint8:
         value.random_(0, 256, generator=generator).bitwise_and_(0xF7)  # no NaN of E4M3
     elif value.dtype == torch.int32:
         value.view(torch.uint8).fill_(121 + 62)  # exponents of MXFP4, each 2^-6
+    elif uniform and value.is_floating_point() and not name.endswith(".scale"):
+        value.uniform_(-1e-3, 1e-3, generator=generator)
     elif value.ndim == 1 or not value.is_floating_point():
         value.fill_(1)
     elif name.endswith(".scale"):

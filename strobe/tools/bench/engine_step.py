@@ -121,9 +121,8 @@ def _ways(settings: StepSettings, config: EngineConfig) -> dict[str, EngineConfi
             f"{DRAFTER_METHOD} or none, or neither for both."
         )
     max_requests = max([*settings.requests, *(count for count, _ in settings.prefills)])
-    config = replace(
-        config, load_format="dummy", max_num_seqs=max_requests, enable_prefix_caching=False
-    )
+    decided = {"load_format": settings.load_format, "max_num_seqs": max_requests}
+    config = replace(config, **decided, enable_prefix_caching=False)
     ways = {"plain": config.without_draft()}
     if config.method != "none" and config.draft is not None:
         ways[DRAFTER_METHOD] = replace(config, method=DRAFTER_METHOD)

@@ -51,6 +51,11 @@ class StepSettings:
         "prefer the same ones; even draws them evenly, without repetition and the same in every "
         "run. Only even agrees with the floor and compares with other engines."
     )  # fmt: skip
+    load_format: Literal["dummy", "uniform"] = option(
+        "dummy", "Random weights: dummy draws normal ones, with norms of 1; uniform draws all "
+        "within 0.001 of 0, as vLLM's dummy does. Rows then hold the same few tokens, so that a "
+        "GPU at its power limit is faster."
+    )  # fmt: skip
     profile: bool = option(
         False, "Also list the operations of a step and of a prefill: launches, time and share of "
         "each, and the floor of each part of the model. On a GPU, the time of an operation counts "
