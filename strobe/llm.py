@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import reprlib
 import signal
 import threading
@@ -322,9 +323,10 @@ def _scheduling_of(prompt: Any) -> tuple[Any, SchedulingOptions]:
         return prompt, DEFAULT_SCHEDULING
     rest: dict[Any, Any] = dict(prompt)
     salt = rest.pop("cache_salt")
-    if not isinstance(salt, str) or not salt:
+    if not isinstance(salt, str) or not salt or re.search("[\ud800-\udfff]", salt):
         raise ValueError(
-            f"cache_salt is {reprlib.repr(salt)}, but must be a text that is not empty."
+            f"cache_salt is {reprlib.repr(salt)}, but must be a text of one or more whole Unicode "
+            "characters."
         )
     return rest, SchedulingOptions(cache_salt=salt)
 

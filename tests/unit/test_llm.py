@@ -94,8 +94,12 @@ def test_prefix_cache_is_separate_per_salt(pair: Pair):
         return output.num_cached_tokens
 
     assert [cached(), cached(), cached(cache_salt="a"), cached(cache_salt="a")] == [0, 16, 0, 16]
-    (output,) = engine.generate({"prompt": "x", "cache_salt": ""}, GREEDY, use_tqdm=False)
-    assert output.outputs[0].error == "cache_salt is '', but must be a text that is not empty."
+    for salt in ("", "a\ud800"):
+        (output,) = engine.generate({"prompt": "x", "cache_salt": salt}, GREEDY, use_tqdm=False)
+        expected = (
+            f"cache_salt is {salt!r}, but must be a text of one or more whole Unicode characters."
+        )
+        assert output.outputs[0].error == expected
 
 
 def test_no_prompts_give_no_outputs(llm: LLM):
