@@ -42,6 +42,7 @@ OFFLINE_FLAGS = [
 ]  # fmt: skip
 LOAD_FLAGS = [
     "--shapes", "--concurrency", "--rate", "--ways", "--traces", "--mix", "--acceptance-rate",
+    "--load-format",
     "--repeats", "--answers", "--steady", "--prompt-len", "--max-tokens", "--temperature",
     "--json", "--plot",
 ]  # fmt: skip

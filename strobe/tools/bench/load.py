@@ -56,9 +56,8 @@ def run_load(settings: LoadSettings, config: EngineConfig) -> int:
     block = max(load(Path(settings.traces)).widths) + 1 if settings.traces else None
     with located_shapes(settings.shapes, config, block) as config, progress() as say:
         max_requests = max(settings.requests)
-        config = replace(
-            config, load_format="dummy", max_num_seqs=max_requests, enable_prefix_caching=False
-        )
+        decided = {"load_format": settings.load_format, "max_num_seqs": max_requests}
+        config = replace(config, **decided, enable_prefix_caching=False)
         setup = resolve(config)
         if setup.draft is None or setup.method != DRAFTER_METHOD:
             raise ValueError("Nothing drafts; name shapes with a drafter, or leave --method out.")

@@ -19,6 +19,7 @@ DECIDED = ("load_format", "max_num_seqs", "enable_prefix_caching")
 
 Positive = Annotated[int, Bounds(ge=1, le=MAX_INT)]
 Temperature = Annotated[float, Bounds(ge=0, le=100)]
+RandomWeights = Literal["dummy", "uniform"]
 TopP = Annotated[float, Bounds(gt=0, le=1)]
 _MORE = "ask for one or more."
 
@@ -51,7 +52,7 @@ class StepSettings:
         "prefer the same ones; even draws them evenly, without repetition and the same in every "
         "run. Only even agrees with the floor and compares with other engines."
     )  # fmt: skip
-    load_format: Literal["dummy", "uniform"] = option(
+    load_format: RandomWeights = option(
         "dummy", "Random weights: dummy draws normal ones, with norms of 1; uniform draws all "
         "within 0.001 of 0, as vLLM's dummy does. Rows then hold the same few tokens, so that a "
         "GPU at its power limit is faster."
@@ -148,6 +149,7 @@ class LoadSettings:
         None, "Instead of traces: accept each draft with this probability, whatever its margin.",
         "0 accepts none.",
     )  # fmt: skip
+    load_format: RandomWeights = option("dummy", "Random weights, as in strobe bench step.")
     answers: Annotated[int, Bounds(ge=0, le=MAX_INT)] = option(
         0, "Answers per load; 0 is 4 for each request at once, 30 s at a rate, and at least 24."
     )
