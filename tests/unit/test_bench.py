@@ -145,7 +145,7 @@ def test_recorded_command_line_gives_the_same_settings(monkeypatch: pytest.Monke
         monkeypatch.setattr(module, name, lambda *settings: received.extend(settings) or 0)
     engine = EngineConfig(target="a b", num_drafts=3, overlap=2)
     for settings in (
-        StepSettings(concurrency="4", prefill="2x8", acceptance_length=2.5),
+        StepSettings(concurrency="4", prefill="2x8", load_format="uniform"),
         OfflineSettings(data="x y", thinking=True, repeats=1),
     ):
         name = "step" if isinstance(settings, StepSettings) else "offline"

@@ -11,6 +11,7 @@ from pydantic import Field as Bounds
 from pydantic import model_validator
 
 from strobe.checks import MAX_INT, option, settings
+from strobe.config import EngineConfig
 from strobe.tools.bench.plots import FORMATS
 
 DECIDED = ("load_format", "max_num_seqs", "enable_prefix_caching")
@@ -272,7 +273,8 @@ def command_line(command: str, *groups: Any) -> str:
     for group in groups:
         for f in fields(group):
             value, default = getattr(group, f.name), None if f.default is MISSING else f.default
-            if f.name in DECIDED or value == default:
+            decided = f.name in DECIDED and isinstance(group, EngineConfig)
+            if decided or value == default:
                 continue
             flag = f.name.replace("_", "-")
             if isinstance(value, bool):
