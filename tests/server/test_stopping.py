@@ -58,6 +58,8 @@ def gone(pid: int) -> bool:
 
 def test_sigterm_drains_open_streams():
     with serving("--grace=600") as served:
+        memory = Path(f"/proc/{served.engine_pid}/maps").read_text()
+        assert "/dev/shm/sem." not in memory, "a killed engine would leave a semaphore behind"
         begun, stream, whole = opened(served)
         served.process.send_signal(signal.SIGTERM)
         until(lambda: health(served) == 503, "the server is stopping")
@@ -205,7 +207,8 @@ def test_sigterm_during_engine_start_exits_with_0():
     process = launched("--port=0")
     try:
         (engine,) = until(lambda: child_of(process.pid), "the engine's process has begun")
-        process.send_signal(signal.SIGTERM)
+        for pid in (engine, process.pid):  # as systemd does
+            os.kill(pid, signal.SIGTERM)
         _, log = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0
         assert gone(engine)

@@ -193,9 +193,9 @@ class EngineClient:
         )
 
     def start(self) -> None:
-        """Start the process; needs a running event loop. The process ignores Ctrl-C, since the
-        server stops it."""
-        with blocked(signal.SIGINT):
+        """Start the process; needs a running event loop. Signals that stop the server, which may be
+        sent to both, do not reach the process."""
+        with blocked(signal.SIGINT, signal.SIGTERM):
             self.process.start()
         self._child_pipe.close()
         asyncio.get_running_loop().add_reader(self._pipe.fileno(), self._readable)

@@ -7,10 +7,13 @@ import gc
 import importlib
 import os
 import signal
+import threading
 from collections.abc import Generator, Mapping
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import NamedTuple
+
+from tqdm import tqdm
 
 from strobe.config import CPU_KV_CACHE, EngineConfig, parse_bytes
 from strobe.host_memory import free_host_memory
@@ -78,10 +81,10 @@ def share_memory(config: EngineConfig, count: int) -> EngineConfig:
 
 
 @contextlib.contextmanager
-def blocked(number: signal.Signals) -> Generator[None]:
-    """Block a signal, also in processes started inside the block."""
+def blocked(*numbers: signal.Signals) -> Generator[None]:
+    """Block signals, also in processes started inside the block."""
     resource_tracker.ensure_running()  # if started inside the block, it would unblock signals
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
     finally:
@@ -98,6 +101,7 @@ def run(
     """Run the worker. Only the engine process imports it, and with it torch."""
     if replica is not None:
         os.environ.update(replica.environment)
+    tqdm.set_lock(threading.RLock())  # its own has a semaphore, which a killed process leaves
     gc.disable()  # imports leave no garbage to search for
     worker = importlib.import_module("strobe.server.engine_process.worker")
     gc.enable()
