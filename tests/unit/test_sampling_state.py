@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 import pytest
@@ -269,23 +270,33 @@ def agreement(p: list[float], q: list[float]) -> float:
     return sum(1 / sum(max(x / a, y / b) for x, y in pairs) for a, b in both)
 
 
+@cache
+def plain_draws(name: str) -> tuple[SamplingState, Tensor, Tensor]:
+    """Return a state with a setting in every slot, and the two tokens that plain decoding samples
+    there, each [DRAWS]."""
+    state, slots = admitted(**SETTINGS[name]), list(range(DRAWS))
+    mode, position = state.mode(slots), len(HISTORY)
+    tokens = state.sample(
+        torch.tensor(FIRST).repeat(DRAWS, 1), rows_of(slots, position), mode
+    ).tokens
+    counted = admitted(**SETTINGS[name])
+    counted.count_tokens(
+        torch.arange(DRAWS),
+        tokens[:, None],
+        torch.zeros(DRAWS, dtype=torch.int64),
+        torch.ones(DRAWS, dtype=torch.bool),
+    )
+    after = counted.sample(torch.tensor(SECOND)[tokens], rows_of(slots, position + 1), mode).tokens
+    return state, tokens, after
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_sampled_drafts_change_no_token_and_agree_as_expected(name: str, drafter: str):
     fields, draft = SETTINGS[name], DRAFTERS[drafter]
-    state, slots = admitted(**fields), list(range(DRAWS))
-    mode, position = state.mode(slots), len(HISTORY)
-    plain = state.sample(torch.tensor(FIRST).repeat(DRAWS, 1), rows_of(slots, position), mode)
-    counted = admitted(**fields)
-    counted.count_tokens(
-        torch.arange(DRAWS),
-        plain.tokens[:, None],
-        torch.zeros(DRAWS, dtype=torch.int64),
-        torch.ones(DRAWS, dtype=torch.bool),
-    )
-    after = counted.sample(
-        torch.tensor(SECOND)[plain.tokens], rows_of(slots, position + 1), mode
-    ).tokens
+    state, plain, after = plain_draws(name)
+    slots, position = list(range(DRAWS)), len(HISTORY)
+    mode = state.mode(slots)
     # The drafter races with its own unprocessed logits and the target's noise.
     drafting = mode._replace(processed=False)
     drafts = state.sample(
@@ -296,13 +307,13 @@ def test_sampled_drafts_change_no_token_and_agree_as_expected(name: str, drafter
     rank = torch.tensor([0, 1]).repeat(DRAWS)
     rows = LogitRows(span, position + rank, drafts[:, None], span, rank)
     tokens = state.sample(both.view(-1, 5), rows, mode).tokens.view(-1, 2)
-    assert torch.equal(tokens[:, 0], plain.tokens)
-    agree = drafts == plain.tokens
+    assert torch.equal(tokens[:, 0], plain)
+    agree = drafts == plain
     assert torch.equal(tokens[agree, 1], after[agree])
     first = processed_probs(FIRST, [], **fields)
-    check_distribution(plain.tokens, first)
+    check_distribution(plain, first)
     joint = [p * q for a, p in enumerate(first) for q in processed_probs(SECOND[a], [a], **fields)]
-    check_distribution(plain.tokens * 5 + after, joint)
+    check_distribution(plain * 5 + after, joint)
     filters = {k: v for k, v in fields.items() if k in ("temperature", "top_k", "top_p", "min_p")}
     share = agreement(first, distribution(draft, **filters))
     if drafter == "equal" and not mode.processed:

@@ -3,19 +3,31 @@ which must be the target's."""
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from scipy import stats
 from slow_sampling import distribution, params
 
 from strobe.config import Limits
-from strobe.runner.batch import exact_shape, lay_out
+from strobe.runner.batch import Layout, exact_shape, lay_out
 from strobe.runner.state import DecodeState
 from strobe.sampling.sampler import sample_rows
 from strobe.step import TAIL, Span
 
 CPU = torch.device("cpu")
 LIMIT = 1000
+
+
+@cache
+def layout_by_device(starts: tuple[int, ...], lengths: tuple[int, ...], spare_slot: int) -> Layout:
+    """Lay out spans whose drafts only the device knows."""
+    spans = [
+        Span(i, start, start, (TAIL,), n, "dflash" if n else None, 1 + n)
+        for i, (start, n) in enumerate(zip(starts, lengths, strict=True))
+    ]
+    return lay_out(spans, CPU, exact_shape(spans), False, spare_slot)
 
 
 def verify(
@@ -35,14 +47,15 @@ def verify(
     state = DecodeState(Limits(LIMIT, count, 64, 18, 16), CPU)
     state.cursor[:count, 0] = torch.tensor(starts)
     state.cursor[:count, 1] = 77
-    draft_tokens = drafts.tolist()
-    spans = [
-        Span(i, start, start, (77, *draft_tokens[i][:n]), n, None, 1 + n)
-        if by_host
-        else Span(i, start, start, (TAIL,), n, "dflash" if n else None, 1 + n)
-        for i, (start, n) in enumerate(zip(starts, lengths, strict=True))
-    ]
-    layout = lay_out(spans, CPU, exact_shape(spans), False, state.spare_slot)
+    if by_host:
+        draft_tokens = drafts.tolist()
+        spans = [
+            Span(i, start, start, (77, *draft_tokens[i][:n]), n, None, 1 + n)
+            for i, (start, n) in enumerate(zip(starts, lengths, strict=True))
+        ]
+        layout = lay_out(spans, CPU, exact_shape(spans), False, state.spare_slot)
+    else:
+        layout = layout_by_device(tuple(starts), tuple(lengths), state.spare_slot)
     placed = state.place(layout, None if by_host else drafts)
     batch = state.make_batch(layout, placed)
     tokens = tokens[:, : layout.shape.max_logits]
@@ -146,6 +159,7 @@ SETTINGS = {
 }
 
 
+@cache
 def plain(**filters: float) -> torch.Tensor:
     """Sample two tokens per seed, one after another: [DRAWS, 2]."""
     first = sample_rows(
