@@ -112,8 +112,6 @@ class Fault:
     [
         ("attention", "none"),
         ("attention", "dflash+ngram"),
-        pytest.param("attention", "dflash", marks=pytest.mark.full),
-        pytest.param("attention", "ngram", marks=pytest.mark.full),
         pytest.param("recurrent", "dflash+ngram", marks=pytest.mark.full),
     ],
     indirect=["path"],
