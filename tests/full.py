@@ -10,7 +10,14 @@ from __future__ import annotations
 import re
 
 FULL: dict[str, tuple[str, ...]] = {
-    "tests/reference/test_rank_processes.py": ("test_processes_answer_as_one_rank_does_by_gloo",),
+    "tests/reference/test_rank_processes.py": (
+        "test_processes_answer_as_one_rank_does_by_gloo",
+        "test_rank_that_stalls_within_a_step_ends_a_group_by_gloo",
+        "test_rank_that_reads_no_more_plans_ends_the_group",
+    ),
+    "tests/reference/test_ranks.py": (
+        r"some_of_the_experts_answer_as_one_does\[gpt_oss in MXFP4-2",
+    ),
     "tests/server/test_openai_client.py": ("test_key_is_required",),
     "tests/server/test_page.py": ("",),
     "tests/server/test_page_access.py": ("",),
@@ -19,6 +26,7 @@ FULL: dict[str, tuple[str, ...]] = {
     "tests/server/test_page_server.py": ("",),
     "tests/server/test_stopping.py": (
         "signalled twice",
+        "test_engine_death_fails_open_requests",
         "test_third_engine_end",
         "test_sigterm_while_the_engine_restarts",
         "test_sigterm_during_engine_start",
@@ -28,12 +36,13 @@ FULL: dict[str, tuple[str, ...]] = {
     "tests/unit/test_bench_load.py": (
         r"replay_accepts_drafts_as_recorded\[(1-7|2-3)\]",
         "test_two_ranks_record_what_one_does",
+        "test_two_ranks_replay_as_recorded",
     ),
-    "tests/unit/test_doctor.py": (
-        r"reports_the_fault\[(?!anchor layout|truncated tensor|other vocabulary)",
-    ),
+    "tests/unit/test_cli_streams.py": ("test_ctrl_c_while_a_server_loads_is_quiet",),
+    "tests/unit/test_train.py": ("test_compiled_steps_are_full_graphs",),
+    "tests/unit/test_doctor.py": (r"reports_the_fault\[(?!truncated tensor|other vocabulary)",),
     "tests/reference/test_capture.py": (
-        r"captures_everything\[(5-1|8-2)\]",
+        r"captures_everything\[(5-1|8-1|8-2)\]",
         r"every_adaptive_choice\[1\]",
     ),
     "tests/kernels/test_attention.py": (

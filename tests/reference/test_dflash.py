@@ -188,8 +188,10 @@ CASES = [
     )
     for i, drafter in enumerate(DRAFTERS)
     for j, schedule in enumerate(SCHEDULES)
+    if drafter == THOROUGH or (i + j) % 2 == 0
 ]
-"""`make test` runs one drafter in every schedule and each other one in two."""
+"""One drafter in every schedule, and each other one in half of them; `make test` runs a half of
+those."""
 
 
 @pytest.fixture(scope="module")

@@ -170,8 +170,8 @@ class RankFactory(EngineFactory):
 def test_random_engine_of_ranks_answers_like_plain_decoding(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Preemption, aborts, grammars, log probabilities and prefix hits; each family once. Some
-    have four ranks."""
+    """Preemption, aborts, grammars, log probabilities and prefix hits; each family once, two
+    of them on four ranks."""
     family = list(TARGETS)[seed % len(TARGETS)]
     monkeypatch.setattr(random_engines, "TARGETS", divisible_targets())
     draw = Setup.draw
@@ -181,7 +181,7 @@ def test_random_engine_of_ranks_answers_like_plain_decoding(
         return replace(setup, drafter="dflash") if setup.drafter == "script" else setup
 
     monkeypatch.setattr(Setup, "draw", unscripted)
-    factory, findings = RankFactory(tmp_path, 4 if seed % 4 == 1 else 2), Findings()
+    factory, findings = RankFactory(tmp_path, 4 if seed in (1, 5) else 2), Findings()
     try:
         play_round(factory, seed, findings, [family])
     finally:

@@ -114,6 +114,9 @@ def test_every_answer_matches_the_openapi_document(api: Any, path: str, mode: st
         if mode == "positive" and path in BASES:  # answers up to the context length are slow
             limits = {n: v for n, v in BASES[path].items() if n.startswith(("max_", "options"))}
             case.body = {**limits, **case.body}
+            for name in limits:
+                if isinstance(case.body[name], int | float):
+                    case.body[name] = min(case.body[name], 50)
         statuses[checked(case)] += 1
 
     holds()
