@@ -142,7 +142,7 @@ def fast_covering(num_candidates: int, seed: int) -> list[Combination]:
 
 
 COMBINATIONS = fast_covering(500, seed=1)
-SLOW_COMBINATIONS = covering(DIMENSIONS["proposer"], tries=40, more=2)
+SLOW_COMBINATIONS = covering(DIMENSIONS["proposer"], tries=40, more=1)
 """Another such set, for `make test-all`: half of it finds its prefixes cached in a second run."""
 
 DRAFTERS = ("dflash", *SCRIPTS)

@@ -110,7 +110,7 @@ class Fault:
 @pytest.mark.parametrize(
     ("path", "method"),
     [
-        ("attention", "none"),
+        pytest.param("attention", "none", marks=pytest.mark.full),
         ("attention", "dflash+ngram"),
         pytest.param("recurrent", "dflash+ngram", marks=pytest.mark.full),
     ],

@@ -120,7 +120,10 @@ def combinations() -> list[Combination]:
 
 FAST = fast_combinations()
 COMBINATIONS = [
-    *(pytest.param(c, id=str(c)) for c in FAST),
+    *(
+        pytest.param(c, id=str(c), marks=[] if i < 6 or i % 2 else [pytest.mark.full])
+        for i, c in enumerate(FAST)
+    ),
     *(pytest.param(c, id=f"{c}-slow", marks=pytest.mark.full) for c in combinations()),
 ]
 
