@@ -122,7 +122,7 @@ class EngineConfig:
     draft_tensor_parallel_size: Count | None = option(None, "Ranks of the drafter: 1 or all.")
     enable_expert_parallel: bool = option(False, "Give each rank whole experts, not parts of all.")
     load_format: Literal["auto", "dummy", "uniform"] = option(
-        "auto", "auto reads weights; dummy and uniform draw random ones, to measure speed."
+        "auto", "auto reads weights; dummy (normal) and uniform draw random ones, to measure speed."
     )
     weight_dtype: Literal["auto", "fp8", "float32", "float16", "int8", "int4"] = option(
         "auto",

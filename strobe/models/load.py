@@ -71,9 +71,9 @@ def _check_tensors(module: Target | DFlash, checkpoint: Checkpoint) -> WeightMap
 
 
 class LoadOptions(TypedDict):
-    """Where to put the weights and in which dtype. open: see `Open`. uniform: how random ones are
-    distributed. fp8: hold linear layers in FP8. packed: the format they are packed in afterwards;
-    they are loaded in float16 unless it is float32."""
+    """Where to put the weights and in which dtype. open: see `Open`. uniform: whether random ones
+    are uniform, not normal. fp8: hold linear layers in FP8. packed: the format they are packed in
+    afterwards; they are loaded in float16 unless it is float32."""
 
     dtype: torch.dtype
     device: torch.device

@@ -193,8 +193,8 @@ class EngineClient:
         )
 
     def start(self) -> None:
-        """Start the process; needs a running event loop. Signals that stop the server, which may be
-        sent to both, do not reach the process."""
+        """Start the process; needs a running event loop. Ctrl-C and SIGTERM, which may be sent to
+        both, do not reach the process, since the server stops it."""
         with blocked(signal.SIGINT, signal.SIGTERM):
             self.process.start()
         self._child_pipe.close()
