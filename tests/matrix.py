@@ -142,7 +142,7 @@ def fast_covering(num_candidates: int, seed: int) -> list[Combination]:
 
 
 COMBINATIONS = fast_covering(500, seed=1)
-SLOW_COMBINATIONS = covering(DIMENSIONS["proposer"], tries=40, more=1)
+SLOW_COMBINATIONS = covering(DIMENSIONS["proposer"], tries=40, more=2)
 """Another such set, for `make test-all`: half of it finds its prefixes cached in a second run."""
 
 DRAFTERS = ("dflash", *SCRIPTS)
@@ -173,7 +173,7 @@ def few_cases(combinations: Sequence[Combination], count: int) -> list[Any]:
 
 FAMILY_CASES = few_cases(FURTHER_FAMILIES, 5)
 """Five of FURTHER_FAMILIES are fast, since the first family's matrix covers scheduling."""
-EXPERT_CASES = few_cases(FURTHER_FAMILIES[:8], 2)
+EXPERT_CASES = few_cases(FURTHER_FAMILIES, 2)
 """For a family's variant with experts: FAMILY_CASES test its other layers."""
 
 

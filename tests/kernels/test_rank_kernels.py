@@ -63,10 +63,9 @@ def owner_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("size", "dtype"),
     [
-        (1, torch.float16),
-        (2, torch.float32),
-        (4, torch.bfloat16),
-        pytest.param(4, torch.float16, marks=pytest.mark.full),
+        pytest.param(size, dtype, marks=[] if i == j else [pytest.mark.full])
+        for i, size in enumerate((1, 2, 4))
+        for j, dtype in enumerate((torch.float16, torch.float32, torch.bfloat16))
     ],
 )
 @pytest.mark.usefixtures("owner_bytes")

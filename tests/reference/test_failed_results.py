@@ -112,6 +112,8 @@ class Fault:
     [
         pytest.param("attention", "none", marks=pytest.mark.full),
         ("attention", "dflash+ngram"),
+        pytest.param("attention", "dflash", marks=pytest.mark.full),
+        pytest.param("attention", "ngram", marks=pytest.mark.full),
         pytest.param("recurrent", "dflash+ngram", marks=pytest.mark.full),
     ],
     indirect=["path"],

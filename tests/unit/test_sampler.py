@@ -236,6 +236,7 @@ REAL = 151_936
 @pytest.mark.parametrize(
     "fields",
     [
+        pytest.param({}, marks=pytest.mark.full),
         {"temperature": 0.7},
         pytest.param({"top_k": 6}, marks=pytest.mark.full),
         {"top_p": 0.8},
