@@ -1,4 +1,4 @@
-"""Architecture rules: allowed imports, and the size of files, functions and the core."""
+"""Architecture rules: allowed imports, and steps that fit on one screen."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ast
 import re
 import subprocess
 import sys
-import tokenize
 from pathlib import Path
 
 import grimp
@@ -16,51 +15,7 @@ from full import FULL
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "strobe"
 CORE = ("engine", "speculation", "runner", "models", "kv", "sampling", "text")
-CORE_FILES = (
-    "step.py",
-    "request.py",
-    "counters.py",
-    "mapped_file.py",
-    "sampling_params.py",
-    "checks.py",
-    "config.py",
-    "parallel.py",
-)
-
-KINDS, FIRST = ("families", "config_readers", "quantization"), "qwen3.py"
-
-FILE_LINES, CORE_CODE_LINES, STEP_LINES = 400, 5296, 30
-
-
-def lines(path: Path) -> int:
-    return len(path.read_text(encoding="utf-8").splitlines())
-
-
-def code_lines(path: Path) -> int:
-    """Lines that hold code: no blanks, comments or docstrings."""
-    skipped = {
-        tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
-        tokenize.ENDMARKER,
-    }  # fmt: skip
-    rows, starts_statement = set[int](), True
-    with path.open(encoding="utf-8") as file:
-        for token in tokenize.generate_tokens(file.readline):
-            if token.type in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT):
-                starts_statement = True
-            elif token.type in skipped or (token.type == tokenize.STRING and starts_statement):
-                continue
-            else:
-                rows.update(range(token.start[0], token.end[0] + 1))
-                starts_statement = False
-    return len(rows)
-
-
-def core_files() -> list[Path]:
-    """Return all files from engine/ down except attention backends, kernels, target families other
-    than Qwen3, and config readers."""
-    files = [path for room in CORE for path in (PACKAGE / room).rglob("*.py")]
-    files = [path for path in files if path.parent.name not in KINDS or path.name == FIRST]
-    return files + [PACKAGE / name for name in CORE_FILES if (PACKAGE / name).exists()]
+STEP_LINES = 30
 
 
 def loaded_by(statement: str) -> set[str]:
@@ -88,21 +43,6 @@ def test_import_contracts_hold():
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 broken" in done.stdout
-
-
-def test_files_stay_below_the_line_limit():
-    long = {
-        str(path.relative_to(ROOT)): lines(path)
-        for path in PACKAGE.rglob("*.py")
-        if lines(path) > FILE_LINES
-    }
-    assert not long
-
-
-def test_core_stays_below_its_code_limit():
-    files = core_files()
-    assert len(files) > 20
-    assert sum(map(code_lines, files)) <= CORE_CODE_LINES
 
 
 @pytest.mark.parametrize("name", ["step", "launch"])
@@ -164,7 +104,11 @@ def test_drafting_methods_are_named_only_in_their_registry():
     """Checks like `if method == "dflash"` elsewhere would add a branch per drafter."""
     chosen = {"config.py", "sampling_params.py", "engine/engine.py"}
     named: set[str] = set()
-    for path in core_files():
+    files = [path for room in CORE for path in (PACKAGE / room).rglob("*.py")]
+    files += [PACKAGE / name for name in ("config.py", "request.py", "sampling_params.py", "step.py")]
+    for path in files:
+        if path.parent.name == "config_readers":
+            continue
         nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         words = {node.value for node in nodes if isinstance(node, ast.Constant)}
         if words & {"dflash", "ngram"} and path.parent.name != "speculation":
