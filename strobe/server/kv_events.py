@@ -2,7 +2,7 @@
 which server has which prefix. Needs strobe[kv-events].
 
 A message has three frames: the topic, a sequence number (8 bytes, big-endian) and a batch in
-msgpack, {"ts", "events", "data_parallel_rank"}. Events are maps with a "type": BlockStored,
+msgpack, the array [ts, events, data_parallel_rank]. Events are maps with a "type": BlockStored,
 BlockRemoved and AllBlocksCleared, which is the first event of an engine. The replay socket answers
 a sequence number with all batches kept from there on, and the number -1.
 """
@@ -136,7 +136,7 @@ class KVEventPublisher:
             self._replay.set_hwm(0)  # a socket drops what is above
             _open(self._replay.bind, "replay_endpoint", config.replay_endpoint)
         self._events: list[dict[str, Any]] = [{"type": "AllBlocksCleared"}]
-        self._batches = queue.Queue[dict[str, Any]](config.max_queue_size)
+        self._batches = queue.Queue[list[Any]](config.max_queue_size)
         self._sent = deque[tuple[bytes, bytes]](maxlen=config.buffer_steps)
 
     def start(self, pool: PagePool) -> None:
@@ -153,6 +153,8 @@ class KVEventPublisher:
         if parent is not None and is_stored and last["block_hashes"][-1] == number(parent):
             last["block_hashes"].append(number(key))
             last["token_ids"] += tokens
+            if last["extra_keys"] is not None:
+                last["extra_keys"].append(None)  # readers expect an entry for each block
             return
         self._events.append(
             {
@@ -176,7 +178,7 @@ class KVEventPublisher:
         """Publish what was recorded since the last call; wait if the queue is full."""
         if not self._events:
             return
-        batch = {"ts": time.time(), "events": self._events, "data_parallel_rank": self._rank}
+        batch = [time.time(), self._events, self._rank]
         self._events = []
         self._batches.put(batch)
 

@@ -105,7 +105,9 @@ def test_drafting_methods_are_named_only_in_their_registry():
     chosen = {"config.py", "sampling_params.py", "engine/engine.py"}
     named: set[str] = set()
     files = [path for room in CORE for path in (PACKAGE / room).rglob("*.py")]
-    files += [PACKAGE / name for name in ("config.py", "request.py", "sampling_params.py", "step.py")]
+    files += [
+        PACKAGE / name for name in ("config.py", "request.py", "sampling_params.py", "step.py")
+    ]
     for path in files:
         if path.parent.name == "config_readers":
             continue

@@ -7,7 +7,7 @@ import random
 import re
 from multiprocessing import Pipe
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import pytest
@@ -24,27 +24,34 @@ from strobe.server.settings import LogSettings, ServerConfig
 SECONDS = 30_000  # ms
 
 
-class BlockStored(msgspec.Struct, tag=True):
-    block_hashes: list[int]
-    parent_block_hash: int | None
+class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
+    """vLLM's newest event, also for the two others: maps in a batch that is an array."""
+
+    block_hashes: list[int | bytes]
+    parent_block_hash: int | bytes | None
     token_ids: list[int]
     block_size: int
     lora_id: int | None
     medium: str | None
     lora_name: str | None
-    extra_keys: list[Any] | None = None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    locality: str | None = None
 
 
-class BlockRemoved(msgspec.Struct, tag=True):
-    block_hashes: list[int]
+class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True):
+    block_hashes: list[int | bytes]
     medium: str | None
+    group_idx: int | None = None
+    locality: str | None = None
 
 
-class AllBlocksCleared(msgspec.Struct, tag=True):
+class AllBlocksCleared(msgspec.Struct, tag=True, omit_defaults=True):
     pass
 
 
-class Batch(msgspec.Struct):
+class Batch(msgspec.Struct, array_like=True, omit_defaults=True):
     ts: float
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
     data_parallel_rank: int | None = None
@@ -57,7 +64,7 @@ class Router:
     """Rebuilds a cache's content from events: each block's tokens and parent."""
 
     def __init__(self) -> None:
-        self.blocks: dict[int, tuple[int | None, list[int]]] = {}
+        self.blocks: dict[int | bytes, tuple[int | bytes | None, list[int]]] = {}
 
     def apply(self, batch: Batch) -> None:
         for event in batch.events:
@@ -144,14 +151,51 @@ def test_router_rebuilds_the_cache_from_events_alone(tmp_path: Path):
     assert late.blocks == {}
 
 
-def test_engine_of_several_names_its_rank(tmp_path: Path):
-    addresses = {n: f"ipc://{tmp_path}/{n}" for n in ("endpoint", "replay_endpoint")}
+def published(directory: Path, rank: int, salt: str) -> list[bytes]:
+    """Return the batches of an engine that stores two pages in one step."""
+    addresses = {n: f"ipc://{directory}/{n}" for n in ("endpoint", "replay_endpoint")}
     config = KVEventsConfig(enable_kv_cache_events=True, **addresses)
-    publisher = KVEventPublisher(config, 3)
-    publisher.start(PagePool(4, 4))
+    publisher, pool = KVEventPublisher(config, rank), PagePool(4, 4)
+    publisher.start(pool)
+    lease = Lease(pool, 16, PageKeys(salt))
+    assert reserve_all([(lease, 8)])
+    lease.commit(8)
+    lease.publish(list(range(8)))
+    publisher.flush()
     publisher._batches.join()
-    (batch,) = replay(config.of_rank(3), 0).values()
-    assert decode(batch).data_parallel_rank == 3
+    return list(replay(config.of_rank(rank), 0).values())
+
+
+def test_engine_of_several_names_its_rank(tmp_path: Path):
+    cleared, _ = published(tmp_path, 3, "")
+    assert decode(cleared).data_parallel_rank == 3
+
+
+@pytest.mark.parametrize("salt", ["", "salt"])
+def test_llm_d_and_dynamo_read_batches(tmp_path: Path, salt: str):
+    """Both read the batch by position and the events by name. llm-d rejects hashes that are no
+    unsigned 64-bit integers, and both read extra_keys beside block_hashes."""
+
+    class Positional(msgspec.Struct, array_like=True):
+        ts: float
+        events: list[msgspec.Raw]
+        rank: Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+
+    cleared, stored = (
+        msgspec.msgpack.decode(b, type=Positional) for b in published(tmp_path, 0, salt)
+    )
+    assert [cleared.rank, stored.rank] == [0, 0]
+    assert stored.ts >= cleared.ts > 1e9
+    assert [msgspec.msgpack.decode(event) for event in cleared.events] == [
+        {"type": "AllBlocksCleared"}
+    ]
+    (event,) = [msgspec.msgpack.decode(event) for event in stored.events]
+    assert event["type"] == "BlockStored"
+    assert all(0 <= block < 2**64 for block in event["block_hashes"])
+    assert event["token_ids"] == list(range(8))
+    assert (event["parent_block_hash"], event["block_size"], event["medium"]) == (None, 4, "GPU")
+    keys = event["extra_keys"]
+    assert keys is None if not salt else (len(keys), keys[1:]) == (2, [None])
 
 
 def replay(config: KVEventsConfig, start: int) -> dict[int, bytes]:

@@ -90,8 +90,8 @@ def test_each_engine_publishes_its_cache(tmp_path: Path):
             socket.connect(f"{endpoints['replay_endpoint']}{suffix}")
             socket.send_multipart((b"", bytes(8)))
             assert socket.poll(1000 * PATIENCE)
-            batch = msgspec.msgpack.decode(socket.recv_multipart()[2])
-            assert batch["data_parallel_rank"] == rank
+            _, _, sender = msgspec.msgpack.decode(socket.recv_multipart()[2])
+            assert sender == rank
             socket.close(0)
 
 
