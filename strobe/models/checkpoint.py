@@ -14,7 +14,7 @@ from strobe.hub.files import GGUF_LINK, weight_files
 from strobe.mapped_file import MappedFile
 from strobe.models.config_readers.tensor_names import own_name
 from strobe.models.quantization.gguf import GGUFFile
-from strobe.models.weight_mapping import WeightPart, copy
+from strobe.models.weight_mapping import FLOATS, WeightPart, copy
 
 TORCH = {
     "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
@@ -98,6 +98,31 @@ class Checkpoint:
                 f"{self.directory}: tensor {name} has shape {list(self.shapes[name])}, config.json "
                 f"asks for {list(shape)}; weights and config.json must come from one checkpoint."
             )
+
+    def equal(self, first: str, second: str) -> bool:
+        """Whether two unquantized tensors, or two of a GGUF file, are stored as the same bytes.
+        Reads them up to the first difference."""
+        if self.shapes[first] != self.shapes[second] or self._type(first) != self._type(second):
+            return False
+        if self.dtypes[first] not in FLOATS:
+            return False
+        file, start, end = self._places[first]
+        other_file, other_start, _ = self._places[second]
+        for offset in range(0, end - start, AT_ONCE):
+            size = min(AT_ONCE, end - start - offset)
+            here, there = start + offset, other_start + offset
+            values = file.bytes[here : here + size]
+            is_equal = torch.equal(values, other_file.bytes[there : there + size])
+            file.release(here, here + size)
+            other_file.release(there, there + size)
+            if not is_equal:
+                return False
+        return True
+
+    def _type(self, name: str) -> str:
+        """Return how the tensor is stored: its dtype, or its type in a GGUF file."""
+        file, _, _ = self._places[name]
+        return file.tensors[name].stored.type if isinstance(file, GGUFFile) else self.dtypes[name]
 
     def bytes_of(self, name: str) -> int:
         _, start, end = self._places[name]

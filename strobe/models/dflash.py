@@ -82,13 +82,15 @@ class DFlash(Decoder):
         return self._shared[1] if self.lm_head is None else self.lm_head
 
     def fold(self) -> None:
-        """Finish loading: drop an own embedding or head that equals the target's, and concatenate
-        the context weights of all layers."""
+        """Finish loading: drop an own embedding or head that equals the target's, keep a head that
+        equals the own embedding once, and concatenate the context weights of all layers."""
         embedding, head = self._shared
         if self.embed_tokens is not None and torch.equal(self.embed_tokens.weight, embedding):
             self.embed_tokens = None
         if self.lm_head is not None and torch.equal(self.lm_head.weight, head.weight):
             self.lm_head = None
+        if self.lm_head is not None and torch.equal(self.lm_head.weight, self.embedding):
+            self.lm_head.weight = nn.Parameter(self.embedding.detach(), requires_grad=False)
         self._context = self._context_weights()
 
     def pack(self, head: LinearView, packed: Callable[[AnyLinear], LinearView]) -> None:

@@ -25,7 +25,7 @@ from strobe.models.modules import Attention, RMSNorm, RotaryTable
 from strobe.models.quantization.fp8 import fp8_copy, hold_rows
 from strobe.models.quantization.held import fill_random
 from strobe.models.quantization.methods import apply_quantization
-from strobe.models.target import Target
+from strobe.models.target import EMBEDDING, HEAD, Target
 from strobe.models.weight_mapping import WeightMapping, mapping_of
 
 logger = logging.getLogger(__name__)
@@ -155,9 +155,22 @@ def _read_tensors(module: Target | DFlash, checkpoint: Checkpoint, options: Load
     logger.info(message, size, checkpoint.directory, seconds, size / seconds)
 
 
-def _meta_target(config: TargetConfig, max_positions: int) -> Target:
+def _meta_target(directory: Path, config: TargetConfig, max_positions: int, open: Open) -> Target:
+    """Return the target on the meta device. The weights decide whether its head is the embedding,
+    as in transformers: a head in the checkpoint that differs from the embedding is used, whatever
+    the config says, and an equal one is not loaded."""
+    shapes, source = {}, EMBEDDING
+    if open is not None:
+        checkpoint = open(directory)
+        shapes = checkpoint.shapes
+        if EMBEDDING in shapes and HEAD in shapes:
+            config = replace(config, tie_embeddings=checkpoint.equal(EMBEDDING, HEAD))
+    if config.tie_embeddings and EMBEDDING not in shapes and HEAD in shapes:
+        source = HEAD
     with torch.device("meta"):
-        return make_target(config, max_positions)
+        target = make_target(config, max_positions)
+    target.embedding_source = source
+    return target
 
 
 def _meta_draft(
@@ -181,8 +194,8 @@ def _check(module: Model, directory: Path, open: Open) -> Model:
 
 def check_target_tensors(directory: Path, config: TargetConfig, open: Open = Checkpoint) -> Target:
     """Return the target on the meta device. Raises ValueError, after reading headers only, for
-    tensors that do not fit the config."""
-    return _check(_meta_target(config, 1), directory, open)
+    tensors that do not fit the config. Only a head beside an embedding is compared with it."""
+    return _check(_meta_target(directory, config, 1, open), directory, open)
 
 
 def check_draft_tensors(directory: Path, config: DraftConfig, open: Open = Checkpoint) -> DFlash:
@@ -196,7 +209,14 @@ def load_target(
 ) -> Target:
     """Load the target, or give one of its shape random weights. Raises ValueError that names the
     wrong tensor."""
-    return _load(_meta_target(config, max_positions), directory, options)
+    module = _meta_target(directory, config, max_positions, options.get("open", Checkpoint))
+    if config.tie_embeddings and not module.config.tie_embeddings:
+        logger.warning(
+            "%s: tie_word_embeddings is true, but lm_head.weight differs from the embedding, so "
+            "the head in the checkpoint is used.",
+            directory,
+        )
+    return _load(module, directory, options)
 
 
 def load_draft(

@@ -13,10 +13,16 @@ from torch import Tensor, nn
 from strobe.models.config import TargetConfig
 from strobe.models.layers import Decoder, Layer
 from strobe.models.linear import AnyLinear, Linear, LinearView
+from strobe.models.weight_mapping import WeightMapping, WeightPart
+
+EMBEDDING = "embed_tokens.weight"
+HEAD = "lm_head.weight"
 
 
 class Target(Decoder):
-    """Embedding, layers and head. Parameters have the checkpoint's names without `model.`."""
+    """Embedding, layers and head. Parameters have the checkpoint's names without `model.`.
+
+    embedding_source: the checkpoint's tensor that the embedding is read from."""
 
     def __init__(self, config: TargetConfig, layers: Sequence[Layer], max_positions: int):
         super().__init__(config.decoder, layers, max_positions)
@@ -28,8 +34,14 @@ class Target(Decoder):
         self.embed_tokens = nn.Embedding(vocabulary, hidden, _weight=table)
         self.lm_head = None if config.tie_embeddings else Linear(hidden, vocabulary, fixed=True)
         self.packed_head: LinearView | None = None
+        self.embedding_source = EMBEDDING
         if config.tie_embeddings:
-            self.skipped = ("lm_head.",)
+            self.skipped = (HEAD,)
+
+    def weight_mapping(self) -> WeightMapping:
+        """Map the embedding, which tied checkpoints may store as the head only."""
+        shape = tuple(self.embed_tokens.weight.shape)
+        return {EMBEDDING: [WeightPart({self.embedding_source: shape})]}
 
     @property
     def output(self) -> AnyLinear:

@@ -43,14 +43,14 @@ def describe(model: Path, draft: Path | None = None, split: Split = ALONE) -> di
         check_pair(draft_config, config, draft)
     own_config, own_draft = split.split(config, draft_config)
     fetch_weights(model)
-    check_target_tensors(model, config)
+    target = check_target_tensors(model, config)
     opener = split.opener("auto")
     facts = {
         "path": str(model),
         "kind": "target",
         "architecture": config.architecture,
         **_decoder_facts(model, config.decoder),
-        "tie_embeddings": config.tie_embeddings,
+        "tie_embeddings": target.config.tie_embeddings,
         "dtype": config.dtype,
         **_quantization(config.quantization, config.decoder),
         **_gguf_types(model),

@@ -20,7 +20,9 @@ from strobe.config import EngineConfig
 from strobe.engine.build import resolve
 from strobe.hub.gguf import gguf_directory
 from strobe.hub.gguf_file import read_header
+from strobe.models.architectures import load_target_config
 from strobe.models.checkpoint import Checkpoint
+from strobe.models.load import check_target_tensors
 from strobe.models.quantization.gguf import NAMES, GGUFFile
 
 gguf = pytest.importorskip("gguf")
@@ -175,6 +177,19 @@ def test_k_quants_are_dequantized(stored: str, tmp_path: Path):
     read = tensor.decode(torch.from_numpy(blocks.reshape(-1)))
     expected = torch.from_numpy(gguf.quants.dequantize(blocks, number))
     torch.testing.assert_close(read, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("stored", ["F32", "Q8_0"])
+def test_head_equal_to_the_embedding_is_held_once(stored: str, tmp_path: Path):
+    tensors = tensors_of("llama", model_of("llama"))
+    embedding = tensors["token_embd.weight"]
+    for head, is_equal in ((embedding, True), (embedding[::-1].copy(), False)):
+        named = tensors | {"output.weight": head}
+        file = write(tmp_path / "tiny.gguf", metadata_of("llama"), named, stored)
+        directory = gguf_directory(file)
+        config = load_target_config(directory)
+        assert (check_target_tensors(directory, config).lm_head is None) == is_equal
+        file.unlink()
 
 
 def test_tokenizer_and_chat_template_are_the_files(tmp_path: Path):
