@@ -34,7 +34,7 @@ def test_minimal_request_has_no_warnings(model: type[RequestModel]):
 
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[1]", b"7", b"null", b'"text"', b"\xff\xfe", b"[" * 9999, b"1" * 9999,
-             b'{"input": NaN}', b'{"prompt": "\\ud800"}', b'{"messages": {"role": "user"}}']
+             b'{"input": NaN}', b'{"prompt": "\\ud800"}', b'{"model": 7, "messages": 7}']
 )  # fmt: skip
 @pytest.mark.parametrize("model", SMALLEST)
 def test_malformed_body_is_400(model: type[RequestModel], body: bytes):
@@ -54,7 +54,7 @@ def test_null_means_unset(model: type[RequestModel]):
     assert request.model_fields_set == set(SMALLEST[model])
 
 
-@pytest.mark.parametrize("model", SMALLEST)
+@pytest.mark.parametrize("model", [m for m in SMALLEST if not m.ignores_unknown_fields])
 def test_unknown_field_is_named(model: type[RequestModel]):
     error = refusal(model, quux_zork=1)
     assert (error.param, error.code) == ("quux_zork", "unknown_parameter")

@@ -119,6 +119,38 @@ def test_field_without_effect_is_a_warning():
     ]
 
 
+def test_unknown_fields_are_warnings_at_every_depth():
+    function = {"name": "add", "arguments": {"a": 1}, "description": "Add numbers."}
+    call = {"id": "call_1", "index": 0, "type": "function", "function": function}
+    request = chat(
+        {**USER, "timestamp": 5},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "2", "name": "add", "tool_call_id": "call_1"},
+        tools=[{**TOOL, "items": {}, "function": {**TOOL["function"], "origin": "web"}}],
+        options={"temprature": 1},
+        session="s",
+    )
+    unknown = "has no effect: this server does not know it"
+    assert request.warnings() == [
+        f"session {unknown}.",
+        f"options.temprature {unknown}; did you mean temperature?",
+        f"messages[0].timestamp {unknown}.",
+        f"messages[1].tool_calls[0].index {unknown}.",
+        f"messages[1].tool_calls[0].type {unknown}.",
+        f"messages[1].tool_calls[0].function.description {unknown}.",
+        f"messages[2].name {unknown}; did you mean tool_name?",
+        f"tools[0].items {unknown}.",
+        f"tools[0].function.origin {unknown}.",
+    ]
+    read = {"type": "function", "id": "call_1", "function": {"name": "add", "arguments": {"a": 1}}}
+    assert request.to_chat().conversation == [
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": [read]},
+        {"role": "tool", "content": "2", "tool_call_id": "call_1"},
+    ]
+    assert sampling(request) == {"max_tokens": None, "n": 1}
+
+
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
@@ -128,7 +160,6 @@ def test_field_without_effect_is_a_warning():
         ({"options": {"repeat_penalty": 0}}, "options.repeat_penalty is 0, but must be above 0"),
         ({"options": {"mirostat": 2}}, "options.mirostat is 2, which is not supported: the samp"),
         ({"options": {"repeat_last_n": 64}}, "options.repeat_last_n is 64, which is not support"),
-        ({"options": {"temprature": 1}}, '"temprature" is not a field of options; did you mean te'),
         ({"options": 3}, "options is 3, but must be a JSON object."),
         ({"format": "xml"}, 'format is "xml", but must be "json" or a JSON schema, as an object'),
         ({"think": "deep"}, 'think is "deep", but must be true, false or one of low, medium,'),

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from strobe.server.openai.protocol import response_bodies as answers
+from strobe.server.openai.protocol.common import with_unknown_fields
 
 POST_ERRORS = ("400", "401", "404", "408", "413", "415", "429", "503", "504")
 """Error statuses of POST endpoints."""
@@ -95,18 +96,4 @@ def describe(
         for path in schema["paths"].keys() & set(open_paths):
             for operation in schema["paths"][path].values():
                 operation["security"] = []
-    return _with_unknown_fields(schema) if lenient else schema
-
-
-def _with_unknown_fields(part: Any) -> Any:
-    """Return a part of the document whose objects allow further fields."""
-    if isinstance(part, list):
-        return [_with_unknown_fields(item) for item in part]
-    if not isinstance(part, dict):
-        return part
-    closes = part.get("additionalProperties") == {"type": "null"}
-    return {
-        name: _with_unknown_fields(value)
-        for name, value in part.items()
-        if not closes or name != "additionalProperties"
-    }
+    return with_unknown_fields(schema) if lenient else schema

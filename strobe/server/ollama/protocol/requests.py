@@ -96,8 +96,10 @@ _NAMES = {
 
 
 class OllamaRequest(ConvertedRequest):
-    """The fields of /api/chat and /api/generate."""
+    """The fields of /api/chat and /api/generate. Ollama ignores fields that it does not know, and
+    its clients send such fields."""
 
+    ignores_unknown_fields: ClassVar[bool] = True
     names: ClassVar[Names] = _NAMES
     format_field: ClassVar[str] = "format"
 
@@ -256,6 +258,7 @@ class OllamaGenerateRequest(OllamaRequest):
 class ShowRequest(RequestModel):
     """The body of POST /api/show."""
 
+    ignores_unknown_fields: ClassVar[bool] = True
     schema_key: ClassVar[str] = "ollama.show"
 
     model: str | None = Field(

@@ -41,6 +41,9 @@ _SCANNED = 1 << 17
 
 INDEX = re.compile(r"\[\d+\]")
 
+_ONLY_NULL = {"type": "null"}
+"""JSON schema of unknown fields, since null is the same as a missing field."""
+
 
 class FieldWarnings(list[str]):
     """One sentence for each field or value without effect. lenient: an unknown field is a warning
@@ -79,21 +82,20 @@ class FieldWarnings(list[str]):
                         full,
                         "unsupported_parameter",
                     )
-            elif self.lenient:
-                self.append(f"{full[:200]} has no effect: this server does not know it.")
             else:
-                raise _unknown(str(name), [*known_names, *no_effect], path, full)
+                near = get_close_matches(str(name)[:80], [*known_names, *no_effect], n=1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                if not self.lenient:
+                    raise FieldError(
+                        f"{short_json(str(name))} is not a field of {path or 'this endpoint'}"
+                        f"{hint or '; leave it out.'}",
+                        full[:200],
+                        "unknown_parameter",
+                    )
+                self.append(
+                    f"{full[:200]} has no effect: this server does not know it{hint or '.'}"
+                )
         return fields
-
-
-def _unknown(name: str, names: Collection[str], path: str, full: str) -> FieldError:
-    near = get_close_matches(name[:80], list(names), n=1)
-    hint = f"did you mean {near[0]}?" if near else "leave it out."
-    return FieldError(
-        f"{short_json(name)} is not a field of {path or 'this endpoint'}; {hint}",
-        full[:200],
-        "unknown_parameter",
-    )
 
 
 def _too_deep(body: bytes | str) -> FieldError:
@@ -114,6 +116,8 @@ class RequestModel(BaseModel):
     """Key of its rules in NO_EFFECT and UNSUPPORTED."""
     path: ClassVar[str] = ""
     """Path of the object in the request."""
+    ignores_unknown_fields: ClassVar[bool] = False
+    """Whether unknown fields are warnings on every server, as on one with --lenient."""
 
     _warnings: FieldWarnings = PrivateAttr(default_factory=FieldWarnings)
 
@@ -143,7 +147,8 @@ class RequestModel(BaseModel):
     ) -> Self:
         if isinstance(data, cls):
             return data
-        warnings = FieldWarnings(lenient=bool((info.context or {}).get("lenient")))
+        is_lenient = cls.ignores_unknown_fields or bool((info.context or {}).get("lenient"))
+        warnings = FieldWarnings(lenient=is_lenient)
         self = handler(warnings.split(data, cls.model_fields, cls.schema_key, cls.path))
         self._warnings = warnings
         self.check()
@@ -171,7 +176,25 @@ class RequestModel(BaseModel):
         reference = handler(schema)
         page: dict[str, Any] = handler.resolve_ref_schema(reference)
         page |= object_schema(page.get("properties", {}), cls.schema_key, page.get("required", ()))
+        if cls.ignores_unknown_fields:
+            open_page = with_unknown_fields(page)
+            page.clear()
+            page |= open_page
         return reference
+
+
+def with_unknown_fields(part: Any) -> Any:
+    """Return a part of a JSON schema whose objects from `object_schema` allow further fields."""
+    if isinstance(part, list):
+        return [with_unknown_fields(item) for item in part]
+    if not isinstance(part, dict):
+        return part
+    closes = part.get("additionalProperties") == _ONLY_NULL
+    return {
+        name: with_unknown_fields(value)
+        for name, value in part.items()
+        if not closes or name != "additionalProperties"
+    }
 
 
 def object_schema(
@@ -192,7 +215,7 @@ def object_schema(
             **known_fields,
             **{n: s for n, s in shown_fields.items() if n not in known_fields},
         },
-        "additionalProperties": {"type": "null"},  # null is the same as a missing field
+        "additionalProperties": _ONLY_NULL,
     }
     return {**shape, "required": list(required)} if required else shape
 

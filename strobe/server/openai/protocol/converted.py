@@ -27,7 +27,7 @@ class ConvertedRequest(RequestModel):
     def read_chat(self, body: Mapping[str, Any]) -> None:
         """Check and keep the chat request. Raises FieldError with this endpoint's field names."""
         try:
-            self._chat = ChatCompletionRequest.read(body)
+            self._chat = ChatCompletionRequest.read(body, lenient=self._warnings.lenient)
         except FieldError as error:
             raise self.with_own_names(error) from None
 
