@@ -70,6 +70,20 @@ def chat(*messages: tuple[str, str]) -> str:
     return tokenizer().chat_text(messages_sent)
 
 
+def test_skipped_items_are_stored_and_skipped_again():
+    session = Session()
+    shell = {"type": "local_shell_call", "call_id": "1", "status": "completed", "action": {}}
+    user = {"role": "user", "content": "hello"}
+    response = session.ask([user, shell], prompt={"id": "p"}, background=False)
+    assert {line.split()[0] for line in response["warnings"]} == {"input[1]", "prompt"}
+    assert (response["background"], response["service_tier"]) == (False, "default")
+    answers.Response.model_validate(response)
+    items = session.get(f"/{response['id']}/input_items")["data"]
+    assert [item["type"] for item in items] == ["local_shell_call", "message"]
+    session.ask("more", previous_response_id=response["id"])
+    assert session.prompts[1] == chat(("user", "hello"), ("assistant", "Yes."), ("user", "more"))
+
+
 @pytest.mark.parametrize("streams", [False, True])
 def test_stored_response_is_retrieved(streams: bool):
     session = Session()

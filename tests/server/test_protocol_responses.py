@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -100,7 +101,13 @@ def test_invalid_item_is_named(value: Any, param: str):
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
         ({"reasoning": {"effort": []}}, "reasoning.effort"),
         ({"reasoning": {"mode": "pro"}}, "reasoning.mode"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": ""}]}, "tools[0].type"),
+        ({"tools": [{"name": "f"}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"input": [{"type": "web_search_call"}]}, "input"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
+        ({"input": [{"type": "compaction", "encrypted_content": "x"}]}, "input[0].type"),
         ({"tools": [TOOL]}, "tools[0].function"),
         ({"tools": [{"type": "function", "name": "f", "defer_loading": True}]},
          "tools[0].defer_loading"),
@@ -126,6 +133,81 @@ def test_response_reports_unsupported_features():
         "reasoning.summary",
         "max_tool_calls",
     }
+
+
+def test_fields_of_hosted_services_are_warnings():
+    warnings = respond(
+        client_metadata={"x": "y"},
+        prompt={"id": "p"},
+        service_tier="flex",
+        user="u",
+        prompt_cache_key="k",
+        max_tool_calls=3,
+        background=False,
+    ).warnings()
+    assert sorted(line.split(" has no effect: ")[0] for line in warnings) == [
+        "client_metadata",
+        "max_tool_calls",
+        "prompt",
+        "prompt_cache_key",
+        "service_tier",
+        "user",
+    ]
+
+
+def test_tools_that_are_no_functions_are_skipped_with_a_warning():
+    function = {"type": "function", "name": "add", "parameters": SCHEMA}
+    allowed = [{"type": "mcp", "server_label": "files"}, {"type": "function", "name": "add"}]
+    request = respond(
+        tools=[
+            {"type": "custom", "name": "apply_patch", "format": {"type": "grammar"}},
+            function,
+            {"type": "web_search", "external_web_access": True},
+            {"type": "namespace", "name": "mail", "tools": [{**function, "name": "send"}]},
+            {"type": "local_shell"},
+            {"type": "image_generation", "output_format": "png"},
+            {"type": "tool_search"},
+        ],
+        tool_choice={"type": "allowed_tools", "mode": "auto", "tools": allowed},
+    )
+    (tool,) = request.to_chat().toolbox.tools
+    assert tool["function"]["name"] == "add"
+    assert request.warnings() == [
+        f"{path} has no effect: tools of the type {json.dumps(kind)} are not supported, only "
+        "functions."
+        for path, kind in [
+            ('tools[0] ("apply_patch")', "custom"),
+            ("tools[2]", "web_search"),
+            ('tools[3] ("mail")', "namespace"),
+            ("tools[4]", "local_shell"),
+            ("tools[5]", "image_generation"),
+            ("tools[6]", "tool_search"),
+            ('tool_choice.tools[0] ("files")', "mcp"),
+        ]
+    ]
+    only_hosted = respond(tools=[{"type": "local_shell"}], tool_choice="auto")
+    assert only_hosted.to_chat().toolbox.tools == ()
+
+
+HOSTED_ITEMS = (
+    "custom_tool_call", "custom_tool_call_output", "web_search_call", "local_shell_call",
+    "local_shell_call_output", "image_generation_call", "tool_search_call", "tool_search_output",
+    "mcp_list_tools",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HOSTED_ITEMS)
+def test_items_of_other_tools_are_skipped_with_a_warning(kind: str):
+    hosted = {"type": kind, "call_id": "c", "input": "*** Begin Patch", "output": "Done"}
+    call = {"type": "function_call", "call_id": "1", "name": "add", "arguments": "{}"}
+    reasoning = {"type": "reasoning", "summary": [], "content": [{"text": "hm"}]}
+    request = respond([USER, reasoning, hosted, call])
+    assert request.warnings() == [
+        f'input[2] has no effect: items of the type "{kind}" are not shown to the model.'
+    ]
+    user, answer = request.to_chat().conversation
+    assert (user, answer["reasoning_content"]) == (USER, "hm")
+    assert len(answer["tool_calls"]) == 1
 
 
 def test_warnings_are_not_repeated():

@@ -24,7 +24,7 @@ PREFIXES = {
     "function_call_output": "fco",
     "reasoning": "rs",
 }
-"""Prefixes of the ids of items."""
+"""Prefixes of the ids of items; of items that the model does not read, `item`."""
 
 
 PARAMETERS: list[dict[str, Any]] = [
@@ -97,7 +97,8 @@ def complete_items(items: str | Sequence[Mapping[str, Any]]) -> list[dict[str, A
 def _complete_item(item_fields: Mapping[str, Any]) -> dict[str, Any]:
     fields = {name: value for name, value in item_fields.items() if value is not None}
     kind = fields.get("type", "message")
-    item = {"id": f"{PREFIXES[kind]}_{secrets.token_hex(12)}", "type": kind, **fields}
+    prefix = PREFIXES.get(kind, "item")
+    item = {"id": f"{prefix}_{secrets.token_hex(12)}", "type": kind, **fields}
     if kind == "message" and isinstance(content := item["content"], str):
         content_type = "output_text" if item["role"] == "assistant" else "input_text"
         extra = {"annotations": []} if content_type == "output_text" else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,6 +30,10 @@ ITEM_FIELDS: Mapping[str, tuple[str, ...]] = {
     "function_call_output": ("call_id", "output"),
     "reasoning": ("content", "summary"),
 }
+
+HOSTED_ITEM = re.compile(r"^(?!function_call$|function_call_output$)(\w+_(call|output)|mcp_\w+)$")
+"""Types of items about tools other than functions, such as `web_search_call` and
+`custom_tool_call_output`. They are skipped, since the model was not offered those tools."""
 
 _THINKING: dict[str, Any] = {
     "type": "array",
@@ -59,7 +64,13 @@ def _shape(kind: str) -> dict[str, Any]:
     return object_schema(fields, "item", needed if kind == "message" else ["type", *needed])
 
 
-ITEM_SCHEMA: dict[str, Any] = {"anyOf": [_shape(kind) for kind in ITEM_FIELDS]}
+_HOSTED: dict[str, Any] = {
+    "type": "object",
+    "description": "Skipped, with a warning.",
+    "properties": {"type": {"type": "string", "pattern": HOSTED_ITEM.pattern}},
+    "required": ["type"],
+}
+ITEM_SCHEMA: dict[str, Any] = {"anyOf": [*(_shape(kind) for kind in ITEM_FIELDS), _HOSTED]}
 
 
 def read_input(
@@ -68,7 +79,7 @@ def read_input(
     """Return the input as messages. Raises FieldError.
 
     Reasoning, text and calls of one answer are separate items, which become one message.
-    warnings: gets a sentence for each field without effect.
+    warnings: gets a sentence for each field without effect and each item that is skipped.
     """
     messages: list[dict[str, Any]] = []
     if instructions:
@@ -80,6 +91,12 @@ def read_input(
     answer: dict[str, Any] | None = None
     for index, item in enumerate(value):
         path = f"input[{index}]"
+        if is_hosted(item):
+            warnings.append(
+                f"{path} has no effect: items of the type {short_json(item['type'])} are not shown "
+                "to the model."
+            )
+            continue
         kind, fields = _item(item, path, warnings)
         if kind == "message":
             message = read_message(
@@ -101,7 +118,17 @@ def read_input(
                 answer.setdefault("tool_calls", []).append(_call(fields, path))
             else:
                 _add_reasoning(answer, fields, path)
+    if not messages:
+        raise FieldError(
+            "input has only items that are not shown to the model; give a message as well.", "input"
+        )
     return [_with_content(message) for message in messages]
+
+
+def is_hosted(item: Any) -> bool:
+    """Whether an item is about a tool other than a function."""
+    kind = item.get("type") if isinstance(item, Mapping) else None
+    return isinstance(kind, str) and HOSTED_ITEM.match(kind) is not None
 
 
 def _is_bare(answer: Mapping[str, Any]) -> bool:

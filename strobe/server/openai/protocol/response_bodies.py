@@ -274,22 +274,27 @@ class ResponseError(BaseModel):
 
 
 class Response(BaseModel):
-    """The response of /v1/responses, which echoes the request's options."""
+    """The response of /v1/responses, which echoes the request's options, null for those without
+    effect."""
 
     id: str
     object: Literal["response"] = "response"
     created_at: int
     model: str
     status: Literal["in_progress", "completed", "incomplete", "failed"]
+    background: Literal[False] = False
     output: list[OutputMessage | OutputCall | OutputReasoning]
     error: ResponseError | None = None
     incomplete_details: IncompleteDetails | None = None
     usage: ResponseUsage | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
+    max_tool_calls: None = None
     parallel_tool_calls: bool
     previous_response_id: str | None = None
+    prompt: None = None
     reasoning: dict[str, Any] | None = None
+    service_tier: Literal["default"] = "default"
     store: bool
     temperature: float
     text: dict[str, Any]
@@ -298,6 +303,7 @@ class Response(BaseModel):
     top_logprobs: int | None = None
     top_p: float
     truncation: Literal["disabled"] = "disabled"
+    user: None = None
     metadata: dict[str, str] = {}
     speculation: SpeculationReport | None = None
     warnings: list[str] | None = None

@@ -65,7 +65,7 @@ class ResponsesPrompt(ConvertedRequest):
 
     input: Annotated[Any, WithJsonSchema(INPUT_SCHEMA)] = Field(
         description="A string, or a list of items: `message`, `function_call`, "
-        "`function_call_output` and `reasoning`."
+        "`function_call_output` and `reasoning`; items of other tools are skipped with a warning."
     )
     instructions: str | None = Field(
         None, description="The system message, for this response only."
@@ -76,7 +76,7 @@ class ResponsesPrompt(ConvertedRequest):
     tools: Annotated[list[Any], WithJsonSchema(FLAT_TOOLS_SCHEMA)] | None = Field(
         None,
         description="Functions that the model may call: `type: function`, `name`, `description`, "
-        "`parameters` (a JSON schema) and `strict`.",
+        "`parameters` (a JSON schema) and `strict`. Other types are skipped with a warning.",
     )
     tool_choice: Annotated[Any, WithJsonSchema(FLAT_CHOICE_SCHEMA)] = Field(
         None,

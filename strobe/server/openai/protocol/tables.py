@@ -76,6 +76,12 @@ _ACCEPTED_MESSAGES: Table = {
 }
 """Fields that Anthropic's endpoints ignore."""
 
+_ACCEPTED_RESPONSES: Table = {
+    "client_metadata": FieldRule(_HOSTED),
+    "prompt": FieldRule("there are no stored prompts; use instructions and input", ({},)),
+}
+"""Fields that /v1/responses and /v1/responses/input_tokens ignore."""
+
 _ACCEPTED_OLLAMA: Table = {
     "keep_alive": FieldRule("the model stays loaded"),
     "truncate": FieldRule("a prompt that does not fit is an error", (False,)),
@@ -107,10 +113,11 @@ NO_EFFECT: Mapping[str, Table] = {
     "responses": {
         **{name: rule for name, rule in _ACCEPTED.items() if name not in ("metadata", "store")},
         "max_tool_calls": FieldRule("it limits built-in tools, which this server does not have"),
+        **_ACCEPTED_RESPONSES,
     },
     "messages": {**_ACCEPTED, **_ACCEPTED_MESSAGES},
     "count_tokens": _ACCEPTED_MESSAGES,
-    "input_tokens": {},
+    "input_tokens": _ACCEPTED_RESPONSES,
     "tokenize": {},
     "detokenize": {},
     "markdown": {},
@@ -243,7 +250,6 @@ _REFUSED_MESSAGES: Table = {
 
 _REFUSED_RESPONSES: Table = {
     "conversation": FieldRule("there are no stored conversations; use previous_response_id"),
-    "prompt": FieldRule("there are no stored prompts; use instructions and input"),
     "truncation": FieldRule("shorten the input", ("disabled",)),
     "messages": FieldRule("use input"),
     "response_format": FieldRule("use text.format"),

@@ -23,6 +23,13 @@ _FUNCTION: dict[str, Any] = {
     "strict": {"type": "boolean"},
 }
 _KIND: dict[str, Any] = {"const": "function"}
+_HOSTED: dict[str, Any] = {
+    "type": "object",
+    "description": "Skipped, with a warning.",
+    "properties": {"type": {"type": "string", "minLength": 1, "not": _KIND}},
+    "required": ["type"],
+}
+"""A tool of /v1/responses that is no function, such as a web search."""
 
 
 def _schemas(flat: bool) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -42,11 +49,13 @@ def _schemas(flat: bool) -> tuple[dict[str, Any], dict[str, Any]]:
         return object_schema({"type": kind, "allowed_tools": inner}, "", ("type", "allowed_tools"))
 
     name_schema = function({"name": {"type": "string"}}, "")
+    listed = {"anyOf": [name_schema, _HOSTED]} if flat else name_schema
     allowed_schema = {
         "mode": {"enum": ["auto", "required"]},
-        "tools": {"type": "array", "minItems": 1, "items": name_schema},
+        "tools": {"type": "array", "minItems": 1, "items": listed},
     }
-    tools = {"type": "array", "items": function(_FUNCTION, "responses.tool" if flat else "tool")}
+    tool = function(_FUNCTION, "responses.tool" if flat else "tool")
+    tools: dict[str, Any] = {"type": "array", "items": {"anyOf": [tool, _HOSTED]} if flat else tool}
     return tools, {
         "anyOf": [{"enum": ["none", "auto", "required"]}, name_schema, allowed(allowed_schema)]
     }
@@ -84,7 +93,8 @@ def read_toolbox(
     tools: Any, choice: Any, warnings: FieldWarnings, *, flat: bool = False
 ) -> Toolbox:
     """Read a request's tools and tool_choice. flat: the form of /v1/responses, in which a tool's
-    fields are not inside `function`. Raises FieldError."""
+    fields are not inside `function`, and tools of other types than functions are skipped with a
+    warning. Raises FieldError."""
     functions, strict = _tools(tools, warnings, flat)
     names = [tool["function"]["name"] for tool in functions]
     if choice is None:
@@ -116,6 +126,9 @@ def _tools(
     names: set[str] = set()
     for index, tool in enumerate(value):
         path = f"tools[{index}]"
+        if flat and _is_hosted(tool):
+            warnings.append(_skipped(tool, path))
+            continue
         inner = path if flat else f"{path}.function"
         function = _function(tool, path, inner, warnings, flat)
         name = function["name"]
@@ -130,6 +143,22 @@ def _tools(
             strict.append(f"{inner}.strict")
         tools.append({"type": "function", "function": function})
     return tools, tuple(strict)
+
+
+def _is_hosted(tool: Any) -> bool:
+    """Whether a tool of /v1/responses is no function."""
+    kind = tool.get("type") if isinstance(tool, Mapping) else None
+    return isinstance(kind, str) and kind not in ("", "function")
+
+
+def _skipped(tool: Mapping[str, Any], path: str) -> str:
+    """The warning for a tool that is no function."""
+    name = tool.get("name", tool.get("server_label"))
+    named = f" ({short_json(name)})" if isinstance(name, str) else ""
+    return (
+        f"{path}{named} has no effect: tools of the type {short_json(tool['type'])} are not "
+        "supported, only functions."
+    )
 
 
 def _function(
@@ -185,6 +214,9 @@ def _choice(
         allowed: set[str] = set()
         for index, entry in enumerate(listed):
             place = f"{path}.tools[{index}]"
+            if flat and _is_hosted(entry):
+                warnings.append(_skipped(entry, place))
+                continue
             if not isinstance(entry, Mapping) or entry.get("type") != "function":
                 raise invalid_value(place, entry, 'a tool of the type "function"')
             name = _name(entry, place, warnings, flat)
