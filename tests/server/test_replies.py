@@ -331,6 +331,13 @@ def test_engine_unavailable_is_503_with_retry_after(tokenizer: Tokenizer, path: 
     assert int(answer.header("retry-after") or 0) > 0
 
 
+def test_token_strs_are_the_pieces_of_the_vocabulary(tokenizer: Tokenizer):
+    body = {"prompt": " world \u00e9", "return_token_strs": True}
+    answer = json.loads(post(serving(tokenizer), "/tokenize", body).body)
+    assert answer["token_strs"] == tokenizer.hf.convert_ids_to_tokens(answer["tokens"])
+    assert "\u0120" in answer["token_strs"][0]
+
+
 @pytest.mark.parametrize(
     ("path", "body"), [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})]
 )

@@ -36,7 +36,7 @@ async def tokenize(serving: Serving, http: Request) -> Response:
                 raise FieldError(str(error), field) from None
             body: dict[str, Any] = {"count": len(ids), "max_model_len": max_length, "tokens": ids}
             if request.return_token_strs:
-                body["token_strs"] = [tokenizer.token_text(token) for token in ids]
+                body["token_strs"] = [tokenizer.fast.id_to_token(token) or "" for token in ids]
             body |= replies.extras([], False, request.warnings())
             return replies.compact(body).encode("utf-8", "replace")
 

@@ -26,7 +26,9 @@ class TokenizeRequest(Conversation):
         description="Add the tokenizer's special tokens; default: true for a prompt, false for "
         "messages.",
     )
-    return_token_strs: bool = Field(False, description="Also return each token's text.")
+    return_token_strs: bool = Field(
+        False, description="Also return each token as the vocabulary writes it."
+    )
 
     def check(self) -> None:
         super().check()
@@ -59,7 +61,8 @@ PROMPT_FIELDS = ("model", "prompt", "add_special_tokens", "return_token_strs")
 
 
 class TokenizeResponse(BaseModel):
-    """The response of /tokenize. token_strs: each token's text, with return_token_strs."""
+    """The response of /tokenize. token_strs: with return_token_strs, each token as the vocabulary
+    writes it, such as `Ġworld`."""
 
     count: int
     max_model_len: int
