@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
 import logging
 import reprlib
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -146,6 +148,14 @@ class Serving:
         if self.client.facts is None or self.client.dead:
             raise RequestRejected(503, self.client.state, code="engine_not_ready", retry_after=5)
         return self.client.facts
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """The responses' `system_fingerprint`: a digest of the version, the engine's settings and
+        its device. Raises RequestRejected before the engine is ready for the first time."""
+        facts = self.facts
+        text = f"{version('strobe')} {self.client.config} {facts.device} {facts.dtype}"
+        return f"fp_{hashlib.sha256(text.encode('utf-8', 'replace')).hexdigest()[:12]}"
 
     @property
     def busy(self) -> bool:

@@ -6,7 +6,9 @@ import asyncio
 import json
 import logging
 import math
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -121,6 +123,25 @@ def test_time_limit_in_a_stream_is_an_error_event(tokenizer: Tokenizer, lines: A
     *_, line = lines()
     assert (line["status"], line["error"], line["finish_reason"]) == (200, "timeout", "abort")
     assert line["completion_tokens"] == 1
+
+
+def whole_answer(generation: Generation) -> None:
+    generation.add_events([event([5], start=START, finish_reason="stop")])
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+def test_system_fingerprint_is_the_same_in_every_response(tokenizer: Tokenizer, path: str):
+    served = serving(tokenizer)
+    (fingerprint,) = {
+        body["system_fingerprint"]
+        for streams in (False, True)
+        for answer in (ask(served, path, whole_answer, stream=streams),)
+        for body in (events(answer)[:-1] if streams else [json.loads(answer.body)])
+    }
+    assert re.fullmatch("fp_[0-9a-f]{12}", fingerprint)
+    other = serving(tokenizer)
+    other.client.config = replace(other.client.config, seed=7)
+    assert other.fingerprint != fingerprint
 
 
 def test_shorter_time_limit_applies(tokenizer: Tokenizer):

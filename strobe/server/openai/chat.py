@@ -376,6 +376,7 @@ class ChatReply:
             "object": kind,
             "created": self.created,
             "model": self.prepared.name,
+            "system_fingerprint": self.serving.fingerprint,
         }
 
     def _logprobs(self, entries: list[TokenLogprob]) -> list[dict[str, Any]]:

@@ -160,6 +160,7 @@ class CompletionReply:
             "object": "text_completion",
             "created": int(time.time()),
             "model": started.name,
+            "system_fingerprint": serving.fingerprint,
         }
         self._offsets: dict[tuple[int, int], int] = {}
 

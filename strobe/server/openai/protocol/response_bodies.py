@@ -65,12 +65,13 @@ class Step(BaseModel):
 
 
 class Answer(BaseModel):
-    """Fields of every chat and text completion. warnings: one sentence for each field without
-    effect."""
+    """Fields of every chat and text completion. system_fingerprint: the same while the engine's
+    settings, device and version are. warnings: one sentence for each field without effect."""
 
     id: str
     created: int
     model: str
+    system_fingerprint: str
     usage: Usage | None = None
     speculation: SpeculationReport | None = None
     warnings: list[str] | None = None
