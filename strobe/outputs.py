@@ -68,7 +68,8 @@ class SpeculationReport:
     ) -> SpeculationReport:
         """Build the report of an answer with num_tokens tokens. off_reason: known from the start,
         None if the answer may draft."""
-        reason, rest_reason = off_reason, None
+        reason = off_reason
+        rest_reason = None
         if off_reason is None and counts.skipped_steps:
             rest_reason = NO_MATCH if method == "ngram" else NOT_WORTHWHILE
         if reason is None and not counts.steps:
@@ -171,13 +172,18 @@ class AnswerBuilder:
     def __init__(
         self, tokenizer: Tokenizer, params: SamplingParams, *, request_id: str, index: int = 0
     ):
-        self.tokenizer, self.params, self.request_id = tokenizer, params, request_id
+        self.tokenizer = tokenizer
+        self.params = params
+        self.request_id = request_id
         self.output = CompletionOutput(index)
         if params.logprobs is not None or params.logprob_token_ids:
-            self.output.logprobs, self.output.cumulative_logprob = [], 0.0
+            self.output.logprobs = []
+            self.output.cumulative_logprob = 0.0
         self.draft_counts = DraftCounts()
-        self.method, self.off_reason = "none", None
-        self._started, self._silent_ids = False, frozenset[int]()
+        self.method = "none"
+        self.off_reason = None
+        self._silent_ids = frozenset[int]()
+        self._started = False
         self._detokenizer: Detokenizer | None = None
 
     @property
@@ -196,7 +202,8 @@ class AnswerBuilder:
         output = self.output
         delta = self._detokenizer.push(event.tokens, last=event.finish_reason is not None)
         output.text = self._detokenizer.text
-        num_tokens, num_accepted = len(delta.pieces), min(event.num_accepted, len(delta.pieces))
+        num_tokens = len(delta.pieces)
+        num_accepted = min(event.num_accepted, len(delta.pieces))
         self._add(event, num_tokens, delta.stop)
         return StreamDelta(
             self.request_id,
@@ -233,21 +240,26 @@ class AnswerBuilder:
     def _start(self, event: TokenEvent) -> None:
         if self._started:
             return
-        start, self._started = event.start, True
+        start = event.start
+        self._started = True
         assert start is not None, "an answer's first event says how it began"
-        self.method, self.off_reason = start.method, start.off_reason
+        self.method = start.method
+        self.off_reason = start.off_reason
         if not self.params.include_stop_str_in_output:
             self._silent_ids = start.stop_ids
 
     def _add(self, event: TokenEvent, num_tokens: int, stop: str | None) -> None:
         """Add the event's first tokens and its counts. stop: the stop string that ends the answer
         there."""
-        output, logprobs = self.output, event.logprobs[:num_tokens]
+        output = self.output
+        logprobs = event.logprobs[:num_tokens]
         output.token_ids += event.tokens[:num_tokens]
         if stop is not None:
-            output.finish_reason, output.stop_reason = "stop", stop
+            output.finish_reason = "stop"
+            output.stop_reason = stop
         elif event.finish_reason is not None:
-            output.finish_reason, output.stop_reason = event.finish_reason, event.stop_reason
+            output.finish_reason = event.finish_reason
+            output.stop_reason = event.stop_reason
             output.error = event.error
         if output.logprobs is not None:
             ranked = not self.params.logprob_token_ids

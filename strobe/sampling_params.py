@@ -41,7 +41,8 @@ T = TypeVar("T", "StructuredOutputs", "Speculation")
 
 def _parse(cls: type[T], value: Any, requirement: str) -> T:
     """Build a `cls` from an object with its fields. Raises ValueError."""
-    name, field_names = cls.prefix.removesuffix("."), [field.name for field in fields(cls)]
+    name = cls.prefix.removesuffix(".")
+    field_names = [field.name for field in fields(cls)]
     if not isinstance(value, Mapping):
         raise ValueError(f"{name} is {brief(value)}, but must be {requirement}.")
     for key in value:

@@ -49,7 +49,8 @@ def _group(
     flat: list[int] = []
     target: list[int] = []
     for g, i in enumerate(members):
-        size, first = row_counts[i], firsts[i]
+        size = row_counts[i]
+        first = firsts[i]
         rows.append([first + min(j, size - 1) for j in range(longest)])
         flat += range(g * longest, g * longest + size)
         target += range(first, first + size)

@@ -25,7 +25,9 @@ class RecurrentBackend:
     use a triton kernel."""
 
     def __init__(self, backend: AttentionBackend, states: StateStore, *, kernels: bool = False):
-        self.backend, self.states, self.kernels = backend, states, kernels
+        self.backend = backend
+        self.states = states
+        self.kernels = kernels
 
     def plan(self, batch: Batch, store: KVStore, masks: Sequence[LayerMask]) -> RecurrentPlan:
         attend = self.backend.plan(batch, store, masks)
@@ -42,13 +44,16 @@ class RecurrentPlan:
     def __init__(
         self, attend: AttentionPlan, batch: Batch, states: StateStore, *, kernels: bool = False
     ):
-        self.attend, self.batch, self.states = attend, batch, states
+        self.attend = attend
+        self.batch = batch
+        self.states = states
         if kernels:
             from strobe.kernels.steps import cover
 
             self.accepted, self.starts_fresh = cover(batch, states.length, states.pending)
             return
-        start, sizes = batch.starts, batch.sizes
+        start = batch.starts
+        sizes = batch.sizes
         self.starts_fresh = start == 0
         old = states.length.index_select(0, batch.slots)
         self.accepted = (start - old).clamp(0, states.pending).masked_fill(self.starts_fresh, 0)
@@ -76,7 +81,8 @@ class RecurrentPlan:
     @cached_property
     def groups(self) -> list[PaddedGroup]:
         """The spans padded to groups, for plain torch."""
-        batch, device = self.batch, self.batch.slots.device
+        batch = self.batch
+        device = self.batch.slots.device
         span_groups = [(torch.arange(len(batch.slots), device=device), batch.longest)]
         if batch.row_counts:
             groups = groups_of(tuple(batch.row_counts), device)

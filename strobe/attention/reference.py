@@ -18,7 +18,9 @@ class ReferencePlan:
     """Indices and masks of one forward, computed once for all layers."""
 
     def __init__(self, batch: Batch, store: KVStore, masks: Sequence[LayerMask]):
-        self.batch, self.store, self.masks = batch, store, masks
+        self.batch = batch
+        self.store = store
+        self.masks = masks
         self.groups = groups_of(tuple(batch.row_counts), batch.ids.device)
         self._bounds = [max([batch.bounds[i] for i in group.members]) for group in self.groups]
         self._keys = [
@@ -30,13 +32,15 @@ class ReferencePlan:
         """Return the slot of each position below `bound`, [G, N]. No mask stops a NaN in another
         sequence's keys, so positions after the span's last row, and those beyond the context, which
         share one page among all sequences, get the slot of the span's first row."""
-        batch, size = self.batch, self.batch.page_size
+        batch = self.batch
+        size = self.batch.page_size
         columns = -(-bound // size)
         rows = batch.slots if len(self.groups) == 1 else batch.slots[group.spans]
         entries = batch.tables[:, :columns].index_select(0, rows)
         positions = torch.arange(columns * size, device=entries.device).view(columns, size)
         slots = (entries[:, :, None] + positions).flatten(1)[:, :bound]
-        first, last = group.rows[:, :1], group.rows[:, -1:]
+        first = group.rows[:, :1]
+        last = group.rows[:, -1:]
         ends = batch.positions[last].clamp(max=batch.limit - 1)
         own = positions.view(-1)[:bound] <= ends
         return slots.where(own, batch.kv_slots[first])
@@ -44,7 +48,8 @@ class ReferencePlan:
     def _bias_of(self, index: int, mask: LayerMask, dtype: torch.dtype, repeats: int) -> Tensor:
         """Return [G, 1, repeats * Q or 1, N]: 0 where a row sees a key, -inf elsewhere."""
         if mask not in self._bias[index]:
-            group, batch = self.groups[index], self.batch
+            group = self.groups[index]
+            batch = self.batch
             key = torch.arange(self._bounds[index], device=batch.positions.device)
             query = batch.positions[group.rows][:, :, None]
             if mask.causal:
@@ -74,7 +79,8 @@ class ReferencePlan:
         for index, group in enumerate(self.groups):
             keys, values = self.store.gather(layer, self._keys[index])
             if keys.dtype != q.dtype:
-                keys, values = keys.to(q.dtype), values.to(q.dtype)
+                keys = keys.to(q.dtype)
+                values = values.to(q.dtype)
             spans, longest = group.rows.shape
             single_group = group.flat is None and len(self.groups) == 1
             part = q if single_group else q[group.rows.flatten()]

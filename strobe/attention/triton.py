@@ -45,8 +45,11 @@ class TritonPlan:
         store: KVStore,
         masks: Sequence[LayerMask],
     ):
-        self.batch, self.store, self.masks = batch, store, masks
-        self.slots, self.sizes = batch.kv_slots, batch.sizes
+        self.batch = batch
+        self.store = store
+        self.masks = masks
+        self.slots = batch.kv_slots
+        self.sizes = batch.sizes
         self._starts = batch.starts.contiguous()  # may be a column of the state's
         self._backend = backend
 

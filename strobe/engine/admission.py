@@ -53,7 +53,8 @@ def choose_method(
 ) -> tuple[str, int, str | None]:
     """Return a request's drafting method, its drafts per step, and why it has none. methods: those
     that the engine can run. Raises ValueError for what it cannot."""
-    max_drafts, method = resolved.limits.num_drafts, speculation.method or resolved.method
+    max_drafts = resolved.limits.num_drafts
+    method = speculation.method or resolved.method
     if speculation.num_drafts is not None and speculation.num_drafts > max_drafts:
         raise ValueError(
             f"speculation.num_drafts is {speculation.num_drafts}, but this engine verifies at most "

@@ -42,10 +42,12 @@ def choose_backends(
 ) -> BackendChoice:
     """Choose what runs on the device. Raises ValueError for a setting that cannot run there, with
     the reason."""
-    requested, option = config.attention_backend, "attention_backend"
+    requested = config.attention_backend
+    option = "attention_backend"
     attention = _backend(option, requested, target.decoder, device, dtype)
     if draft is not None and config.draft_attention_backend is not None:
-        requested, option = config.draft_attention_backend, "draft_attention_backend"
+        requested = config.draft_attention_backend
+        option = "draft_attention_backend"
     draft_attention = _backend(option, requested, (draft or target).decoder, device, dtype)
     no_fp8 = fp8_unsupported(device) if "triton" in (attention, draft_attention) else None
     if config.kv_cache_dtype == "fp8" and no_fp8 is not None:

@@ -80,7 +80,8 @@ class ResolvedConfig:
         if self.device.type == "cpu":
             vocab_size = self.target.decoder.vocab_size
             sampling = SamplingState.num_bytes(self.limits.max_num_seqs, vocab_size)
-        specs, sizes = list(self.kv_groups.values()), (weights, self.state_bytes, sampling)
+        specs = list(self.kv_groups.values())
+        sizes = (weights, self.state_bytes, sampling)
         return plan_pages(self.config, self.limits, specs, self.device, *sizes, self.scratch)
 
 
@@ -103,7 +104,8 @@ def resolve(config: EngineConfig, rank: int = 0) -> ResolvedConfig:
     """Read and check configs and tensor headers, of a rank's part of the models. Raises ValueError
     with a hint."""
     config = locate_models(config)
-    target_path, draft_path = Path(config.target), Path(config.draft or "")
+    target_path = Path(config.target)
+    draft_path = Path(config.draft or "")
     target = load_target_config(target_path)
     if target.states is not None and config.enable_prefix_caching:
         logger.warning("Prefix caching is off: pages hold no states of recurrent layers.")
@@ -154,11 +156,14 @@ def kv_spec(decoder: DecoderConfig, dtype: torch.dtype) -> KVSpec:
 def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
     """Load the weights, size the pool and wire the parts. target: weights loaded elsewhere."""
     resolved.split.require_group()
-    config, limits = resolved.config, resolved.limits
-    device, dtype = resolved.device, resolved.dtype
+    config = resolved.config
+    limits = resolved.limits
+    device = resolved.device
+    dtype = resolved.dtype
     if device.type == "cuda":
         torch.cuda.set_device(device)  # streams, events and kernels are the current device's
-    backends, quantization = resolved.backends, resolved.target.quantization
+    backends = resolved.backends
+    quantization = resolved.target.quantization
     options: dict[str, Any] = {"max_positions": limits.num_positions, "dtype": dtype}
     options |= {"device": device, "open": resolved.split.opener(config.load_format)}
     options |= {"fp8": backends.fp8, "packed": backends.packed}
@@ -188,18 +193,22 @@ def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
     size = pages + spare, limits.page_size, device
     stores = {name: KVStore(spec, *size) for name, spec in resolved.kv_groups.items()}
     state = DecodeState(limits, device, spare_page=pages * spare, kernels=backends.kernels)
-    vocab, tokenizer = resolved.target.decoder.vocab_size, Path(config.target) / "tokenizer.json"
+    vocab = resolved.target.decoder.vocab_size
+    tokenizer = Path(config.target) / "tokenizer.json"
     sampling = resolved.split.sampling(limits.max_num_seqs, vocab, device, backends.kernels)
     grammars = GrammarState(GrammarCompiler(tokenizer, vocab, resolved.target.eos_ids))
     backend, draft_backend = make_backends(backends, resolved.target, resolved.draft, device)
-    states, spec = None, resolved.target.states
+    states = None
+    spec = resolved.target.states
     if spec is not None:
         states = StateStore(spec, limits.max_num_seqs, 1 + limits.num_drafts, dtype, device)
         backend = RecurrentBackend(backend, states, kernels=backends.kernels)
-    buckets, graphs = None, Eager()
+    buckets = None
+    graphs = Eager()
     if backends.graphs:
         sizes = limits.max_num_seqs, limits.num_drafts, limits.lookahead
-        buckets, graphs = Buckets(*sizes, narrow=config.adaptive), Graphs(CUDACapturer())
+        buckets = Buckets(*sizes, narrow=config.adaptive)
+        graphs = Graphs(CUDACapturer())
     drafting = None
     if drafter is not None:
         parts = drafter, stores["draft"], state, sampling, draft_backend

@@ -52,11 +52,15 @@ class Engine:
         speed. on_launch: called with each plan and the number of steps in flight, before it runs.
         Raises ValueError for settings that do not fit."""
         self.resolved = resolve(config) if isinstance(config, EngineConfig) else config
-        self.config, self.limits = self.resolved.config, self.resolved.limits
+        self.config = self.resolved.config
+        self.limits = self.resolved.limits
         self.components = components or build(self.resolved)
-        self.runner, self.proposers = self.components.runner, self.components.proposers
-        self.state, self.sampling = self.components.state, self.components.sampling
-        self.graphs, self.grammars = self.components.graphs, self.components.grammars
+        self.runner = self.components.runner
+        self.proposers = self.components.proposers
+        self.state = self.components.state
+        self.sampling = self.components.sampling
+        self.graphs = self.components.graphs
+        self.grammars = self.components.grammars
         self.scheduler = Scheduler(
             self.limits,
             self.components.pool,
@@ -65,7 +69,8 @@ class Engine:
             draft_policy=draft_policy or self._make_draft_policy(),
         )
         self.max_in_flight = self.resolved.backends.overlap
-        self.simulated_acceptance, self.on_launch = simulated_acceptance, on_launch
+        self.simulated_acceptance = simulated_acceptance
+        self.on_launch = on_launch
         self.on_phase: Callable[[str], None] = lambda name: None
         """Called within each launch with "start", "draft" and "verify", as each is queued."""
         self._pending: deque[StepOutput] = deque()
@@ -110,7 +115,8 @@ class Engine:
     def _save_states(self, plan: Plan) -> None:
         """Save the recurrent states of a request that runs alone, to resume from if this step
         fails, too."""
-        states, alone = self.components.states, self.scheduler.alone
+        states = self.components.states
+        alone = self.scheduler.alone
         self._saved = [] if states is None or alone is None else states.save(plan.spans[0].slot)
 
     def _cancel(self, plan: Plan, launched: bool, error: str) -> list[TokenEvent]:
@@ -131,11 +137,13 @@ class Engine:
         self._admit(plan)
         self.on_phase("start")
         slots = [span.slot for span in plan.spans]
-        mode, shape = self.sampling.mode(slots), self.runner.shape_of(plan.spans, plan.num_verified)
+        mode = self.sampling.mode(slots)
+        shape = self.runner.shape_of(plan.spans, plan.num_verified)
         drafts, margins = self.proposers.propose(plan, shape)
         self.on_phase("draft")
         host_margins = None if margins is None else download(margins)
-        spans, walk = plan.spans, None
+        spans = plan.spans
+        walk = None
         if mode.grammar:
             spans, drafts, walk = self._walk_grammars(spans, drafts)
         readers = {i: span for i, span in enumerate(spans) if self._reads_drafts[span.slot]}
@@ -178,7 +186,8 @@ class Engine:
         in two, so that their masks are computed while the target runs. Returns also, by span, why
         its grammar cannot be followed further."""
         graphs = self.graphs if self.runner.is_captured(layout) else Eager()
-        key, bounds = (mode, layout.shape), self.runner.bounds(spans)
+        key = (mode, layout.shape)
+        bounds = self.runner.bounds(spans)
 
         def forward(packed: Tensor, drafts: Tensor | None) -> Outputs:
             here = layout.with_packed(packed)
@@ -269,7 +278,8 @@ class Engine:
         """Wait for a step's result and advance the grammars by its tokens, once."""
         result = output.result(self._last_done)
         if not output.grammars_advanced:
-            output.grammars_advanced, self._last_done = None, output.done_at
+            output.grammars_advanced = None
+            self._last_done = output.done_at
             for i, span in enumerate(output.plan.spans):
                 if span.num_logits and i not in result.errors:
                     self.grammars.advance(span.slot, result.tokens[i])
@@ -320,7 +330,8 @@ class Engine:
         Raises ValueError, naming the value, for a request that cannot run."""
         check_prompt(prompt_ids, self.resolved)
         check_sampling(sampling, self.resolved)
-        asked, methods = Speculation.of(sampling.speculation), self.proposers.drafters
+        asked = Speculation.of(sampling.speculation)
+        methods = self.proposers.drafters
         method, num_drafts, off_reason = choose_method(asked, self.resolved, methods)
         number = next(self._request_numbers)
         seeds = sampling.seed, seed, self.config.seed + number

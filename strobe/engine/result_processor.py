@@ -18,7 +18,8 @@ class ResultProcessor:
     """Applies results to requests and counts them."""
 
     def __init__(self, limits: Limits):
-        self.limits, self.stats = limits, EngineStats()
+        self.stats = EngineStats()
+        self.limits = limits
 
     def apply(self, request: Request, i: int, result: StepResult, **fields: Any) -> TokenEvent:
         """Append a span's tokens up to the request's end. fields: of the event, those that neither
@@ -30,7 +31,8 @@ class ResultProcessor:
         committed = tokens[:count]  # up to the answer's end
         request.tokens += committed
         if reason is not None:
-            request.status, request.finish_reason = Status.FINISHED, reason
+            request.status = Status.FINISHED
+            request.finish_reason = reason
         fields["num_accepted"] = min(result.num_accepted[i], count)
         fields["logprobs"] = result.logprobs.get(i, [])[:count]
         fields["drafts"] = drafts = result.drafts.get(i, ())
@@ -52,7 +54,8 @@ class ResultProcessor:
     def _find_stop(self, request: Request, tokens: list[int]) -> tuple[int, FinishReason | None]:
         """Return how many of the tokens belong to the answer, and its finish reason if it ends
         there."""
-        sampling, num_output = request.sampling, request.num_output
+        sampling = request.sampling
+        num_output = request.num_output
         room = self.limits.max_model_len - len(request.tokens)
         if sampling.max_tokens is not None:
             room = min(room, sampling.max_tokens - num_output)
@@ -73,7 +76,8 @@ class ResultProcessor:
         if event.num_proposed is None:
             return
         counts = request.draft_counts
-        num_verified, num_accepted = event.num_verified, event.num_accepted
+        num_verified = event.num_verified
+        num_accepted = event.num_accepted
         counts.add(num_verified, num_accepted, event.num_proposed)
         self.stats.draft_counts.add(num_verified, num_accepted, event.num_proposed)
         if num_verified and logger.isEnabledFor(logging.DEBUG):

@@ -41,14 +41,17 @@ class RunningRequest:
         """Return to the state before a step: `count` tokens, of which `length` positions have
         K/V."""
         request = self.request
-        self.finishing, self.lease.length = False, length
-        request.started, request.status = started, Status.RUNNING
+        self.finishing = False
+        self.lease.length = length
+        request.started = started
+        request.status = Status.RUNNING
         request.finish_reason = request.stop_reason = request.error = None
         del request.tokens[count:], request.page_keys[count // self.lease.pool.page_size :]
 
     def page_write(self) -> PageWrite | None:
         """Return the page-table entries that the device does not have yet."""
-        first, pages = self.pages_sent, self.lease.pages
+        first = self.pages_sent
+        pages = self.lease.pages
         self.pages_sent = len(pages)
         return PageWrite(self.slot, first, tuple(pages[first:])) if first < len(pages) else None
 

@@ -279,7 +279,8 @@ class AttentionWorkspace:
     def __init__(self, device: torch.device, head_dim: int, programs: int | None = None):
         """head_dim: maximum over all models. programs: target number of programs when blocks are
         split."""
-        self.head_dim, self.shared_memory = head_dim, shared_memory(device)
+        self.shared_memory = shared_memory(device)
+        self.head_dim = head_dim
         self.programs = programs or self.programs_of(device)
         pairs = self.programs * _PAIRS
         self.partials = torch.empty(pairs * head_dim, dtype=torch.float32, device=device)
@@ -330,7 +331,8 @@ def paged_attention(
     Online softmax: FlashAttention-2, arXiv:2307.08691. Splitting the keys: Flash-Decoding, 2023.
     """
     rows, heads, dim = q.shape
-    kv_heads, group = kv.shape[2], heads // kv.shape[2]
+    kv_heads = kv.shape[2]
+    group = heads // kv.shape[2]
     if config is None:
         rest = q.dtype, kv.dtype, workspace.programs, workspace.shared_memory
         config = config_of(dim, longest * group, sizes.shape[0], kv_heads, *rest)

@@ -175,7 +175,8 @@ def _grouped_kernel(
         columns = tile * COLUMNS + tl.arange(0, COLUMNS)
         if ACTIVATION == 3:
             gate, up = tl.split(tl.reshape(out, [BLOCK_M, COLUMNS, 2]))
-            gate, up = tl.minimum(gate, limit), tl.clamp(up, -limit, limit)
+            gate = tl.minimum(gate, limit)
+            up = tl.clamp(up, -limit, limit)
             out = (up + 1.0) * gate / (1.0 + tl.exp(-1.702 * gate))
         elif GATED:
             gate, up = tl.split(tl.permute(tl.reshape(out, [BLOCK_M, 2, COLUMNS]), [0, 2, 1]))
@@ -235,19 +236,22 @@ def grouped(
 ) -> Tensor:
     """x [T, H] -> [P, I] by the first GEMM, which has an activation, or [P, I] -> [P, H] by the
     second. `warmup` only compiles the kernel."""
-    (count, n, k), number = weight.shape, routed.ids.numel()
+    number = routed.ids.numel()
+    count, n, k = weight.shape
     kind, group = (weight.kind, weight.group) if isinstance(weight, PackedWeight) else ("", 0)
     outputs = n if activation is None else n // 2
     block_n, block_k, warps, stages = tile
     y = x.new_empty(number, outputs)
     pdl = supports_pdl(x.device)
     grid = (triton.cdiv(n, block_n) * routed.num_blocks,)
-    data, options = weight.data, dict[str, Any]()
+    data = weight.data
+    options = dict[str, Any]()
     kernel: Any = _grouped_kernel
     if kind == "e2m1":
         data = data.view(torch.int32)
     if kind == "e2m1" and x.dtype == torch.bfloat16 and HAS_GLUON and not INTERPRETED:
-        kernel, options = mxfp4_kernel, {"STAGES": stages, **instructions(block_m)}
+        kernel = mxfp4_kernel
+        options = {"STAGES": stages, **instructions(block_m)}
     else:
         if kind == "e4m3" and group < k:
             block_k = math.gcd(block_k, group)
@@ -305,7 +309,8 @@ def _add_up(
 ) -> Tensor:
     """y [P, H] -> [T, H]: the sum of each row's outputs and of extra. places: where they are in y,
     which is not yet multiplied by their weights; None if they are in order and multiplied."""
-    (rows, top_k), size = routed.ids.shape, y.shape[1]
+    size = y.shape[1]
+    rows, top_k = routed.ids.shape
     out = y.new_empty(rows, size)
     block = min(triton.next_power_of_2(size), 512)
     pdl = supports_pdl(y.device)

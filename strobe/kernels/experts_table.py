@@ -79,7 +79,8 @@ def choose(
     """Return the configuration measured on this GPU, on a similar one, or a `guess`. shape [E, N,
     K]: of the first GEMM's weights; packed: their format."""
     bucket = next((bucket for bucket in BUCKETS if rows <= bucket), BUCKETS[-1])
-    kind, name = kind_of(dtype, packed), "x".join(map(str, shape))
+    kind = kind_of(dtype, packed)
+    name = "x".join(map(str, shape))
     entry = _measured(device).get(kind, {}).get(name, {}).get(str(bucket))
     if entry is None:
         return guess(bucket, shape, dtype, packed, shared_memory(device))

@@ -336,9 +336,11 @@ def launch(
     descriptor = None
     if config.tma:
         columns = gemm.outputs
-        shape, block = [columns, gemm.k], [config.block_n, config.block_k]
+        shape = [columns, gemm.k]
+        block = [config.block_n, config.block_k]
         if gemm.gated:
-            shape, block = [2, *shape], [2, config.block_n // 2, config.block_k]
+            shape = [2, *shape]
+            block = [2, config.block_n // 2, config.block_k]
         strides = [columns * gemm.k, gemm.k, 1][-len(shape) :]
         descriptor = TensorDescriptor(weight.data, shape, strides, block)
     # Ranges of K start at multiples of block_k; only the last one may reach the end of W.

@@ -155,7 +155,10 @@ def guess(
     if bucket in LARGE or (m >= 64 and half and not gemm.argmax):
         return GemmConfig("cublas")
     if gemm.dtype == torch.float32 and not gemm.fp8:  # no tensor cores: small tiles
-        n, k, stages, warps = 32, 32, 3, 4
+        n = 32
+        k = 32
+        stages = 3
+        warps = 4
     else:
         n = 128 if gemm.gated or m > 64 else 64
         k = 128 if m < 128 or gemm.fp8 else 64
@@ -181,7 +184,8 @@ class GemmTable:
 
     def __init__(self, data: dict[str, Any], gpu: str = "", capability: str = "") -> None:
         self.gemms: dict[str, Any] = entry_of(data, gpu, capability, LEVELS).get("gemms", {})
-        self.processors, self.shared_memory = 132, SHARED_MEMORY
+        self.processors = 132
+        self.shared_memory = SHARED_MEMORY
 
     def choose(self, gemm: Gemm, bucket: int) -> GemmConfig:
         """Return the measured configuration, or one of the same GEMM with or without norm or
@@ -220,7 +224,8 @@ def read(path: Path, levels: int, build: Callable[[dict[str, Any]], object]) -> 
     """Return a table of the package, with this user's measurements over it. levels: of objects
     above a configuration, which `build` turns into one. Raises ValueError if the user's file
     cannot be read."""
-    data, own = json.loads(path.read_text()), own_path(path)
+    data = json.loads(path.read_text())
+    own = own_path(path)
     if own is None or not own.is_file():
         return data
     try:

@@ -99,10 +99,14 @@ def _race_kernel(
     logits_ptr, params_ptr, key_ptr, position_ptr, words_ptr, stride, blocks,
     V: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    index, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    index = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    parts = tl.num_programs(1)
     params = params_ptr + index * 4
-    top, scale = tl.load(params), tl.load(params + 1)
-    threshold, min_p = tl.load(params + 2), tl.load(params + 3)
+    top = tl.load(params)
+    scale = tl.load(params + 1)
+    threshold = tl.load(params + 2)
+    min_p = tl.load(params + 3)
     word = _row_word(tl.load(key_ptr + index), tl.load(position_ptr + index))
     best = tl.full([], NO_WORD, tl.int64)
     for block in range(tl.where(threshold == threshold, blocks, 0)):

@@ -156,7 +156,8 @@ class Gemms:
         residual: bool = False,
         argmax: bool = False,
     ) -> tuple[GemmConfig, Gemm]:
-        rows, fp8 = x.shape[0], weight.scale is not None
+        rows = x.shape[0]
+        fp8 = weight.scale is not None
         bucket = bucket_of(rows) if rows <= self.max_rows else 0
         if rows in LARGE and not (fp8 or argmax):
             bucket = rows
@@ -193,7 +194,8 @@ class Gemms:
         if by_rows:
             scaled = None
         if norm is not None and scaled is None and (by_rows or overflows or not config.fused_norm):
-            x, norm = rms_norm(x, *norm), None
+            x = rms_norm(x, *norm)
+            norm = None
         if by_rows:
             x, x_scale = quantize_rows(x)
         return launch(

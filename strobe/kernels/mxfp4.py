@@ -198,7 +198,8 @@ def _tile(
     for i in gl.static_range(STAGES - 1):
         _load_rows(i, i, lines, xs, live & (column + i * 128 < K))
     total = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, MMA)
-    slot, last = 0, STAGES - 1
+    slot = 0
+    last = STAGES - 1
     for step in range(FULL):
         _wait_for_step(STAGES, WGMMA)
         _load_weights(step + STAGES - 1, last, spots, scales, ws, ss, N, None)
@@ -229,7 +230,8 @@ def _tile(
         if ACTIVATION == 2:  # tanh(u) = 2 sigmoid(2 u) - 1
             slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
         elif ACTIVATION == 3:
-            gate, up = gl.minimum(gate, limit), gl.minimum(gl.maximum(up, -limit), limit) + 1.0
+            gate = gl.minimum(gate, limit)
+            up = gl.minimum(gl.maximum(up, -limit), limit) + 1.0
             slope = 1.702 * gate
         total = gl.reshape(up * gate / (1.0 + gl.exp(-slope)), [COLUMNS, BLOCK_M])
     WIDE: gl.constexpr = min(COLUMNS // 8, 32)

@@ -35,7 +35,8 @@ def _chances_kernel(
     SIZE: tl.constexpr,
 ):
     """rates [K, KNOTS]: by position, at evidence 0, 0.5, ..."""
-    span, place = tl.program_id(0), tl.arange(0, SIZE)
+    span = tl.program_id(0)
+    place = tl.arange(0, SIZE)
     real = place < K
     limit = tl.load(limits + span)
     margin = tl.load(margins + span * stride + place, real, 0.0)
@@ -57,7 +58,8 @@ def _choose_kernel(
     K: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """out: the span's other drafts, and device drafts whose rank is below `count`."""
-    span, place = tl.program_id(0), tl.arange(0, SIZE)
+    span = tl.program_id(0)
+    place = tl.arange(0, SIZE)
     limit = tl.load(limits + span)
     own_chance = tl.load(chances + span * K + place, place < K, -1.0)
     order = place * spans + span  # among equal chances earlier places come first

@@ -136,7 +136,8 @@ class RankMemory:
         rank's part of the vocabulary, which begins at `first`, its id there, and its margin over
         the second -> the id of the largest one of all ranks, the lowest if several are equal, -1
         for rows with a NaN. Fills margins with those over the second of all."""
-        out, rows = torch.empty_like(ids), ids.shape[0]
+        out = torch.empty_like(ids)
+        rows = ids.shape[0]
         for first_row in range(0, rows, self.max_rows):
             _best_kernel[(min(rows - first_row, self.max_rows),)](
                 values, ids, margins, out, self.addresses, self.counts, first, first_row,
@@ -154,7 +155,8 @@ class RankMemory:
 
     def _gather(self, x: Tensor, rows: int) -> Tensor:
         """Give every rank so many rows: all, or its share."""
-        x, columns = x.contiguous(), x.shape[1]
+        columns = x.shape[1]
+        x = x.contiguous()
         out = x.new_empty(rows, self.size * columns)
         block = min(triton.next_power_of_2(columns), ROW_BYTES.value // x.itemsize)
         pieces = triton.cdiv(columns, block)  # of a row
@@ -205,7 +207,8 @@ def _sum_kernel(
         scale = tl.load(weight + columns, mask=live, other=0.0).to(tl.float32)
     pdl_wait(PDL)
     number = tl.load(counts + program) + 1
-    source, here = row, live
+    source = row
+    here = live
     if ids is not None:
         source = tl.load(ids + row) - first
         here = live & (source >= 0) & (source < table_rows)
@@ -214,7 +217,8 @@ def _sum_kernel(
     if residual is not None:
         before += tl.load(residual + row * residual_stride + columns, mask=live, other=0.0)
     if OWNED:
-        owner, result = program % SIZE, x
+        owner = program % SIZE
+        result = x
         is_owner = tl.arange(0, triton.next_power_of_2(SIZE)) == owner
         if owner == RANK:
             await_rows(number, program, addresses, ~is_owner, SIZE, RANK)
@@ -325,7 +329,8 @@ def _best_kernel(
     row = program + first_row
     pdl_wait(PDL)
     number = tl.load(counts + program) + 1
-    value, margin = tl.load(values + row), tl.load(margins + row)
+    value = tl.load(values + row)
+    margin = tl.load(margins + row)
     token = tl.load(ids + row).to(tl.int32)
     token = tl.where(token < 0, token, token + first)
     columns = tl.arange(0, 4)
@@ -341,7 +346,9 @@ def _best_kernel(
     failed = token < 0
     for rank in tl.static_range(SIZE):
         if rank == RANK:
-            new, new_token, new_margin = value, token, margin
+            new = value
+            new_token = token
+            new_margin = margin
         else:
             place = place_of(addresses, RANK, number % 2, rank, program, tl.int32, SIZE, ROWS)
             new = tl.load(place, cache_modifier=".cg").to(tl.float32, bitcast=True)
@@ -349,7 +356,9 @@ def _best_kernel(
             new_margin = tl.load(place + 2, cache_modifier=".cg").to(tl.float32, bitcast=True)
         failed = failed | (new_token < 0)
         if rank == 0:
-            best, best_token, best_margin = new, new_token, new_margin
+            best = new
+            best_token = new_token
+            best_margin = new_margin
         else:
             wins = new > best
             gap = tl.where(wins, new - best, best - new)

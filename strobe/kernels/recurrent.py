@@ -81,19 +81,24 @@ def _convolve_kernel(
     ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Convolve a span's rows and apply SiLU; the last program of the rows computes their gates."""
-    span, begin = tl.program_id(0), tl.program_id(1) * ROWS
-    size, first = tl.load(sizes + span), tl.load(firsts + span)
+    span = tl.program_id(0)
+    begin = tl.program_id(1) * ROWS
+    size = tl.load(sizes + span)
+    first = tl.load(firsts + span)
     place = tl.load(slots + span) * (KERNEL - 1 + P) + tl.load(accepted + span)
     continues = tl.load(fresh + span) == 0
     pdl_wait(PDL)
     if tl.program_id(2) == tl.num_programs(2) - 1:
-        row, head = begin + tl.arange(0, ROWS)[:, None], tl.arange(0, HEADS)[None, :]
-        real, at = (row < size) & (head < HV), (first + row) * ba_stride + head
+        row = begin + tl.arange(0, ROWS)[:, None]
+        head = tl.arange(0, HEADS)[None, :]
+        real = (row < size) & (head < HV)
+        at = (first + row) * ba_stride + head
         row_decay, row_rate = _gates(ba, a_log, dt_bias, head, real, at, HV)
         tl.store(decay + (first + row) * HV + head, row_decay, real)
         tl.store(rate + (first + row) * HV + head, row_rate, real)
     else:
-        lanes, i = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK), begin + tl.arange(0, ROWS)
+        lanes = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+        i = begin + tl.arange(0, ROWS)
         inside = (i < size)[:, None] & (lanes < C)[None, :]
         before = window + place * C
         total = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -125,7 +130,8 @@ def _part(rows, row, row_mask, lanes, lane_mask, C: tl.constexpr):
 def _inverse(a):
     """Return (I + a)^-1 of a strictly lower triangular a [16, 16]: first within blocks of 4, then
     across them. With similar keys, powers of a itself would grow into thousands and cancel."""
-    i, j = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
+    i = tl.arange(0, 16)[:, None]
+    j = tl.arange(0, 16)[None, :]
     identity = tl.where(i == j, 1.0, 0.0)
     inner = tl.where(i // 4 == j // 4, a, 0.0)
     inside = identity - inner
@@ -140,7 +146,8 @@ def _inverse(a):
 def _changes(state, k, v, decay, rate, PRECISION: tl.constexpr):
     """Return the changes [16, Dv] of 16 rows k [16, Dk], v [16, Dv], the cumulative log decay [16],
     and the decay from row j to row i [16, 16]."""
-    i, j = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
+    i = tl.arange(0, 16)[:, None]
+    j = tl.arange(0, 16)[None, :]
     total = tl.cumsum(decay, 0)
     remaining = tl.where(i >= j, tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0)), 0.0)
     similarity = tl.dot(k, tl.trans(k), input_precision=PRECISION)
@@ -169,12 +176,16 @@ def _delta_kernel(
     """Apply to VALUES channels of one head's state the accepted rows that it lacks, then compute
     the span's rows, 16 at once; without tensor cores if every span is a SINGLE row, which is
     convolved here, and whose key and gates are written to rows, decay and rate."""
-    span, head = tl.program_id(0), tl.program_id(1)
+    span = tl.program_id(0)
+    head = tl.program_id(1)
     keys = tl.arange(0, KEYS)
     values = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
-    key_mask, value_mask = keys < DK, values < DV
-    slot, first = tl.load(slots + span), tl.load(firsts + span)
-    size, num_accepted = tl.load(sizes + span).to(tl.int32), tl.load(accepted + span).to(tl.int32)
+    key_mask = keys < DK
+    value_mask = values < DV
+    slot = tl.load(slots + span)
+    first = tl.load(firsts + span)
+    size = tl.load(sizes + span).to(tl.int32)
+    num_accepted = tl.load(accepted + span).to(tl.int32)
     continues = tl.load(fresh + span) == 0
     fits = rows_fit(continues, num_accepted, size, P)
     kept = tl.where(fits, num_accepted, 0)
@@ -184,11 +195,15 @@ def _delta_kernel(
     # All that the last forward saved is read, and the state written, before the previous kernel
     # ends: only forwards use them.
     key = head // (HV // HK)
-    at_q, at_k, at_v = key * DK + keys, (HK + key) * DK + keys, 2 * HK * DK + head * DV + values
-    rows, gates = rows + first * C, gates + slot * P * 2 * HV + head
+    at_q = key * DK + keys
+    at_k = (HK + key) * DK + keys
+    at_v = 2 * HK * DK + head * DV + values
+    rows = rows + first * C
+    gates = gates + slot * P * 2 * HV + head
     saved_keys += slot * P * (HK * DK) + key * DK
     changes += slot * P * (HV * DV) + head * DV
-    decay, rate = decay + first * HV + head, rate + first * HV + head
+    decay = decay + first * HV + head
+    rate = rate + first * HV + head
     out += (first * HV + head) * DV
     if SINGLE:
         live = size > 0
@@ -213,7 +228,9 @@ def _delta_kernel(
             tl.store(rows + at_k, k, key_mask & live & (head % (HV // HK) == 0))
             tl.store(decay, row_decay, live)
             tl.store(rate, row_rate, live)
-        k, q, keep = _unit(k, 0), _unit(q, 0) * (DK**-0.5), tl.exp(row_decay)
+        k = _unit(k, 0)
+        q = _unit(q, 0) * (DK**-0.5)
+        keep = tl.exp(row_decay)
         current *= keep
         newest = (v - tl.sum(current * k[:, None], 0)) * row_rate
         current += k[:, None] * newest[None, :]
@@ -223,7 +240,8 @@ def _delta_kernel(
     else:
         offset = tl.arange(0, 16)
         for begin in range(0, num_accepted, 16):
-            row, row_mask = begin + offset, begin + offset < num_accepted
+            row = begin + offset
+            row_mask = begin + offset < num_accepted
             k = _unit(_part(saved_keys, row, row_mask, keys, key_mask, HK * DK), 1)
             change = _part(changes, row, row_mask, values, value_mask, HV * DV)
             log_decay = tl.load(gates + row * 2 * HV, row_mask, other=0.0)
@@ -235,7 +253,8 @@ def _delta_kernel(
         tl.debug_barrier()  # all threads have read the last block
         pdl_wait(PDL)
         for begin in range(0, size, 16):
-            row, row_mask = begin + offset, begin + offset < size
+            row = begin + offset
+            row_mask = begin + offset < size
             k = _unit(_part(rows, row, row_mask, at_k, key_mask, C), 1)
             q = _unit(_part(rows, row, row_mask, at_q, key_mask, C), 1) * (DK**-0.5)
             v = _part(rows, row, row_mask, at_v, value_mask, C)
@@ -263,7 +282,8 @@ def _norm(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """x / rms(x) * gain * silu(z) of a row's GROUP heads; 0 if the row is not live."""
-    head, at = part * GROUP + tl.arange(0, GROUP), tl.arange(0, VALUES)
+    head = part * GROUP + tl.arange(0, GROUP)
+    at = tl.arange(0, VALUES)
     inside = (head < HV)[:, None] & (at < DV)[None, :]
     place = head[:, None] * DV + at[None, :]
     logit = tl.load(z + row * z_stride + place, inside & live, 0.0).to(tl.float32)
@@ -312,7 +332,8 @@ def _save(
             place = (slot * P + kept + i) * KEYS + (lanes - KEYS)[None, :]
             tl.store(saved_keys + place, key, real & key_mask)
             gated = (i < size) & (heads < HV) & (part == 0)
-            row_gates, spot = (first + i) * HV + heads, (slot * P + kept + i) * 2 * HV + heads
+            row_gates = (first + i) * HV + heads
+            spot = (slot * P + kept + i) * 2 * HV + heads
             tl.store(gates + spot, tl.load(decay + row_gates, gated), gated)
             tl.store(gates + spot + HV, tl.load(rate + row_gates, gated), gated)
 
@@ -332,7 +353,8 @@ def _finish_kernel(
     WIDE: tl.constexpr = (C + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
     if program < num_norms:
-        row, every = (program // PARTS).to(tl.int64), tl.arange(0, SPANS)
+        row = (program // PARTS).to(tl.int64)
+        every = tl.arange(0, SPANS)
         live = row < tl.sum(tl.load(sizes + every, every < count, 0), 0)
         part = program % PARTS
         _norm(outputs, z, gain, normed, z_stride, eps, row, live, part, HV, DV, GROUP, VALUES, PDL)
@@ -361,7 +383,9 @@ def mix(
     longest: maximum rows of a span.
     """
     state, window, gates, keys, changes = stored
-    rows, count, heads = x.qkv.shape[0], spans[0].shape[0], spec.heads
+    rows = x.qkv.shape[0]
+    count = spans[0].shape[0]
+    heads = spec.heads
     floats = x.qkv.new_empty(rows * (spec.channels + 2 * heads), dtype=torch.float32)
     convolved, decay, rate = floats.split([rows * n for n in (spec.channels, heads, heads)])
     out, normed = x.qkv.new_empty((2, rows, heads * spec.value_dim))
@@ -386,7 +410,8 @@ def mix(
         SINGLE=longest == 1, PRECISION="tf32x3" if out.dtype == torch.float32 else "tf32",
         num_warps=warps, num_stages=1, **shared,
     )  # fmt: skip
-    num_norms, taps = rows * triton.cdiv(heads, _HEADS), triton.next_power_of_2(spec.kernel - 1)
+    num_norms = rows * triton.cdiv(heads, _HEADS)
+    taps = triton.next_power_of_2(spec.kernel - 1)
     size = min(_ROWS, triton.next_power_of_2(gates.shape[1]))
     block = _ROWS * _CHANNELS // max(size, taps)
     _finish_kernel[(num_norms + count * triton.cdiv(spec.channels, block),)](

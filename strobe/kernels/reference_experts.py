@@ -79,7 +79,8 @@ def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
     """x [..., 2 I], gate and up values interleaved -> (up + 1) gate sigmoid(alpha gate). Gates are
     clamped to at most `limit`, ups to [-limit, limit] (gpt-oss model card, arXiv 2508.10925)."""
     gate, up = x.unflatten(-1, (-1, 2)).unbind(-1)
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    gate = gate.clamp(max=limit)
+    up = up.clamp(-limit, limit)
     return (up + 1) * gate * torch.sigmoid(alpha * gate)
 
 
@@ -93,7 +94,8 @@ def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     values = logits.float()
     if routing.shared:
         weights, ids = route(logits[:, :-1], routing._replace(shared=False))
-        share, last = values[:, -1:].sigmoid(), logits.shape[1] - 1
+        share = values[:, -1:].sigmoid()
+        last = logits.shape[1] - 1
         return torch.cat([weights, share.to(weights)], 1), F.pad(ids, (0, 1), value=last)
     top, ids = values.topk(routing.top_k, dim=-1)
     normalizer = top if routing.normalized else values
@@ -136,7 +138,8 @@ def experts(
 
 
 def _linear(x: Tensor, linear: Linear, of_pair: Tensor, ends: Tensor) -> Tensor:
-    stored, scale = linear.format, linear.scale
+    stored = linear.format
+    scale = linear.scale
     if stored is None or scale is None:
         y = grouped_gemm(x, linear.weight, ends)
     else:
@@ -151,12 +154,15 @@ def _dequantized_gemm(
 ) -> Tensor:
     """`grouped_gemm` of quantized weights. A few experts are dequantized at a time, so that memory
     never holds them all; on a CPU one at a time, if a row chose it."""
-    on_cpu, begins = x.device.type == "cpu", F.pad(ends, (1, 0))
+    on_cpu = x.device.type == "cpu"
+    begins = F.pad(ends, (1, 0))
     step = 1 if on_cpu else max(GATHERED // values[0].numel(), 1)
-    rows, y = torch.arange(x.shape[0], device=x.device), x.new_zeros(x.shape[0], values.shape[1])
+    rows = torch.arange(x.shape[0], device=x.device)
+    y = x.new_zeros(x.shape[0], values.shape[1])
     for first in range(0, values.shape[0], step):
         part = slice(first, first + step)
-        begin, end = begins[first], ends[part][-1]
+        begin = begins[first]
+        end = ends[part][-1]
         if on_cpu and begin == end:
             continue
         weights = stored.dequantize(values[part], scale[part]).to(x.dtype)
@@ -198,7 +204,8 @@ def blocked_gemm(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     The number of blocks is bounded by the rows and by P / B + E (B - 1) / B, for blocks of B
     rows, so the host needs no value of `ends`.
     """
-    rows, count = x.shape[0], weights.shape[0]
+    rows = x.shape[0]
+    count = weights.shape[0]
     size = block_rows(rows, count)
     number = min(rows, (rows + count * (size - 1)) // size)
     ends = ends.long()

@@ -95,7 +95,8 @@ def _mix(
     spec: StateSpec,
 ) -> Tensor:
     state, window, block_gates, keys, changes = (t.index_select(0, group.slots) for t in stored)
-    pending, before = keys.shape[1], group.accepted[:, None]
+    pending = keys.shape[1]
+    before = group.accepted[:, None]
     fits = rows_fit(group.accepted, group.sizes, group.starts_fresh, pending)
     kept = torch.where(fits, group.accepted, 0)[:, None]
     # Mask by value, not by multiplication: another sequence's leftovers may be NaN.
@@ -144,7 +145,8 @@ def split(x: Tensor, weight: Tensor, spec: StateSpec) -> tuple[Tensor, Tensor, T
     """Convolve, apply SiLU and split: x [G, kernel - 1 + N, C], weight [C, kernel] -> queries, keys
     [G, N, Hk, Dk] and values [G, N, Hv, Dv] in fp32."""
     count = x.shape[1] - spec.kernel + 1
-    x, taps = x.float(), weight.float()
+    x = x.float()
+    taps = weight.float()
     y = x[:, :count] * taps[:, 0]
     for j in range(1, spec.kernel):
         y = torch.addcmul(y, x[:, j : j + count], taps[:, j])
@@ -166,7 +168,8 @@ def _of_heads(x: Tensor, heads: int) -> Tensor:
 def apply_changes(state: Tensor, decay: Tensor, k: Tensor, changes: Tensor) -> Tensor:
     """Return the state [G, Hv, Dk, Dv] after N rows with known changes [G, N, Hv, Dv], log decay
     [G, N, Hv] and keys k [G, N, Hk, Dk]. Sums in the same order as `delta_rule`."""
-    keep, k = decay.exp()[..., None, None], _of_heads(k, state.shape[1])
+    keep = decay.exp()[..., None, None]
+    k = _of_heads(k, state.shape[1])
     for i in range(k.shape[1]):
         state = torch.addcmul(state * keep[:, i], k[:, i, :, :, None], changes[:, i, :, None])
     return state
@@ -185,7 +188,8 @@ def delta_rule(
     q, k = (_of_heads(part, state.shape[1]) for part in (q, k))
     if q.shape[1] > FEW:
         return _by_chunks(state, q, k, v, gates)
-    outputs, changes = list[Tensor](), list[Tensor]()
+    outputs = list[Tensor]()
+    changes = list[Tensor]()
     keep = gates[:, :, 0].exp()[..., None, None]
     for i in range(q.shape[1]):
         state = state * keep[:, i]
@@ -217,10 +221,13 @@ def _by_chunks(
     right = torch.cat([rate[..., None] * v, rate[..., None] * since * k], -1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     fresh, old = solved.split([v.shape[-1], k.shape[-1]], -1)
-    inner, outer = (q @ k.mT) * faded, q * since
+    inner = (q @ k.mT) * faded
+    outer = q * since
     last = total[..., -1:]
-    end_decay, ahead = last.exp()[..., None], (k * (last - total).exp()[..., None]).mT
-    answers, changes = list[Tensor](), list[Tensor]()
+    end_decay = last.exp()[..., None]
+    ahead = (k * (last - total).exp()[..., None]).mT
+    answers = list[Tensor]()
+    changes = list[Tensor]()
     for i in range(q.shape[2]):
         change = fresh[:, :, i] - old[:, :, i] @ state
         changes.append(change)

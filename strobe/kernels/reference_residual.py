@@ -31,7 +31,8 @@ class ResidualStream:
     add to it through ops, or assign a new value; no tensor is overwritten."""
 
     def __init__(self, value: Tensor, capture: tuple[int, ...]):
-        self.value, self.capture = value, capture
+        self.value = value
+        self.capture = capture
         self._captured = {0: value} if 0 in capture else {}
 
     def begin(self, done: int, next_norm: Norm | None) -> None:

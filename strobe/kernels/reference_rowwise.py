@@ -28,7 +28,8 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
     shape = (x.shape[0], *(1,) * (x.ndim - 2), half)
     c = cos[positions, :half].float().view(shape)
     s = sin[positions, -half:].float().view(shape)
-    a, b = x[..., :half], x[..., half:]
+    a = x[..., :half]
+    b = x[..., half:]
     return torch.cat([a * c - b * s, b * c + a * s], -1)
 
 
@@ -55,7 +56,9 @@ def qk_norm_rope_store(
     """
     width = kv.shape[-1]
     heads = qkv.unflatten(1, (-1, width))
-    q, k, v = heads[:, :q_heads], heads[:, q_heads : q_heads + kv_heads], heads[:, -kv_heads:]
+    q = heads[:, :q_heads]
+    k = heads[:, q_heads : q_heads + kv_heads]
+    v = heads[:, -kv_heads:]
     v = F.rms_norm(v.float(), (width,), None, eps) if value_norm else v.float()
     parts: list[Tensor] = []
     for part, weight in ((q, q_weight), (k, k_weight)):

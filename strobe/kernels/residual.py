@@ -38,7 +38,8 @@ class FusedResidual:
 
     def begin(self, done: int, next_norm: Norm | None) -> None:
         """Begin a layer, after which `done` layers are done. next_norm: the norm after it."""
-        self._place, self._next_norm = self._places.get(done), next_norm
+        self._place = self._places.get(done)
+        self._next_norm = next_norm
 
     def end(self, done: int) -> None:
         """End the layer."""
@@ -91,7 +92,8 @@ class FusedResidual:
     def _end_sum(
         self, out: Tensor, next_norm: Norm | None, prepared: Scaled | Tensor | None
     ) -> None:
-        self.value, self._prepared = out, None
+        self.value = out
+        self._prepared = None
         if next_norm is not None and prepared is not None:
             self._prepared = out, next_norm.weight, prepared
 

@@ -44,7 +44,8 @@ def _route_kernel(
     """A row's program is one warp, whose reductions of integers are single instructions."""
     pdl_wait(PDL)
     CHOSEN: tl.constexpr = TOP_K + SHARED
-    row, column = tl.program_id(0), tl.arange(0, WIDTH)
+    row = tl.program_id(0)
+    column = tl.arange(0, WIDTH)
     line = logits + row.to(tl.int64) * (stride * UNIT)
     values = tl.load(line + column, column < E, float("-inf")).to(tl.float32)
     if SHARED:
@@ -157,13 +158,17 @@ def route(
 ) -> Routed:
     """logits [T, E], or [T, E + 1] with a shared expert; sizes [S] int64: rows of each span, all
     rows if None."""
-    rows, device, shared = logits.shape[0], logits.device, int(routing.shared)
-    total, chosen = logits.shape[1] - shared, routing.top_k + shared
+    rows = logits.shape[0]
+    device = logits.device
+    shared = int(routing.shared)
+    total = logits.shape[1] - shared
+    chosen = routing.top_k + shared
     first, count = routing.held or (0, total + shared)
     pdl = supports_pdl(device)
     number = rows * chosen
     places = torch.empty(2 * number, dtype=torch.int32, device=device)
-    ids, pairs = places[:number].view(rows, chosen), places[number:]
+    ids = places[:number].view(rows, chosen)
+    pairs = places[number:]
     weights = torch.empty(rows, chosen, dtype=torch.float32, device=device)
     spans = 0 if sizes is None else sizes.shape[0]
     unit = 8 if logits.stride(0) % 8 == 0 else 1

@@ -108,7 +108,8 @@ def _qk_kernel(
     pdl_wait(PDL)  # slots and angles, loaded above, are written by kernels that have finished
     # A row's heads of q, k and v are contiguous, and so are a slot's keys and values.
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
-    is_q, is_v = (head < Q_HEADS)[:, None], (head >= Q_HEADS + KV_HEADS)[:, None]
+    is_q = (head < Q_HEADS)[:, None]
+    is_v = (head >= Q_HEADS + KV_HEADS)[:, None]
     half = tl.arange(0, D // 2)
     at = head[:, None] * D + half[None, :]
     inside = (head < Q_HEADS + 2 * KV_HEADS)[:, None]
@@ -117,19 +118,23 @@ def _qk_kernel(
         ptr -= tl.where(is_v, KV_HEADS * D, 0)  # values are the keys
     x1 = tl.load(ptr, inside, other=0.0).to(tl.float32)
     x2 = tl.load(ptr + D // 2, inside, other=0.0).to(tl.float32)
-    y1, y2 = x1, x2
+    y1 = x1
+    y2 = x2
     if NORM_Q or NORM_K or NORM_V:
         unit = _unit(x1, x2, eps, D)
         if NORM_V:
-            x1, x2 = tl.where(is_v, x1 * unit, x1), tl.where(is_v, x2 * unit, x2)
+            x1 = tl.where(is_v, x1 * unit, x1)
+            x2 = tl.where(is_v, x2 * unit, x2)
         if NORM_Q:
             w1 = tl.load(q_weight_ptr + half).to(tl.float32)[None, :]
             w2 = tl.load(q_weight_ptr + D // 2 + half).to(tl.float32)[None, :]
-            y1, y2 = tl.where(is_q, x1 * unit * w1, y1), tl.where(is_q, x2 * unit * w2, y2)
+            y1 = tl.where(is_q, x1 * unit * w1, y1)
+            y2 = tl.where(is_q, x2 * unit * w2, y2)
         if NORM_K:
             w1 = tl.load(k_weight_ptr + half).to(tl.float32)[None, :]
             w2 = tl.load(k_weight_ptr + D // 2 + half).to(tl.float32)[None, :]
-            y1, y2 = tl.where(is_q, y1, x1 * unit * w1), tl.where(is_q, y2, x2 * unit * w2)
+            y1 = tl.where(is_q, y1, x1 * unit * w1)
+            y2 = tl.where(is_q, y2, x2 * unit * w2)
     z1 = tl.where(is_v, x1, y1 * cos - y2 * sin)
     z2 = tl.where(is_v, x2, y2 * cos + y1 * sin)
     tl.store(ptr, round_to(z1, qkv_ptr.dtype.element_ty), is_q)
@@ -147,7 +152,8 @@ def _context_kernel(
     KV_HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr,
     GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    row, layer = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    row = tl.program_id(0).to(tl.int64)
+    layer = tl.program_id(2)
     slot = tl.load(slot_ptr + row).to(tl.int64)
     position = tl.load(position_ptr + row)
     cos, sin = _angle(cos_ptr, sin_ptr, position, cos_stride, sin_stride, WIDTH, D)
@@ -160,7 +166,8 @@ def _context_kernel(
     ptr = rows_ptr + row * rows_stride + layer * (2 * KV_HEADS * D) + at
     x1 = tl.load(ptr, inside, other=0.0).to(tl.float32)
     x2 = tl.load(ptr + D // 2, inside, other=0.0).to(tl.float32)
-    y1, y2 = x1, x2
+    y1 = x1
+    y2 = x2
     if NORM:
         unit = _unit(x1, x2, eps, D)
         y1 = x1 * unit * tl.load(weight_ptr + layer * D + half).to(tl.float32)[None, :]
@@ -237,7 +244,8 @@ def qk_norm_rope_store(
     rope. value_norm: store values / rms(values). If rows share a slot, any of them may win.
     Returns q [T, Hq, D], which overwrites the q part of qkv; its k and v parts stay unchanged.
     """
-    rows, width = qkv.shape[0], kv.shape[-1]
+    rows = qkv.shape[0]
+    width = kv.shape[-1]
     few_rows = rows <= FEW_ROWS
     group = max((512 if few_rows else 2048) // width, 1)
     pdl = supports_pdl(qkv.device)
@@ -286,7 +294,8 @@ def context_store(
     cos, sin, positions, slots as in `qk_norm_rope_store`; data [L, slots, 2, Hkv, D], each layer
     contiguous.
     """
-    rows, (layers, _, _, kv_heads, width) = kv_rows.shape[0], data.shape
+    rows = kv_rows.shape[0]
+    layers, _, _, kv_heads, width = data.shape
     few_rows = rows <= FEW_ROWS
     group = max((512 if few_rows else 2048) // width, 1)
     pdl = supports_pdl(kv_rows.device)
@@ -323,7 +332,8 @@ def parts_of(rows: int, size: int) -> tuple[int, int]:
 def silu_mul(gate_up: Tensor, *, gelu: bool = False) -> Tensor:
     """gate_up [T, 2 I], gates first -> silu(gate) * up [T, I], rounded once (torch also rounds
     silu(gate)). gelu: gelu (tanh) instead of silu."""
-    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    rows = gate_up.shape[0]
+    size = gate_up.shape[1] // 2
     out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device)
     block, parts = parts_of(rows, size)
     pdl = supports_pdl(gate_up.device)

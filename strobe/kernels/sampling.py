@@ -75,7 +75,8 @@ def _sample_kernel(
     top = tl.max(lanes).to(tl.int32, bitcast=True)
     has_nan = (tl.sum(nans) > 0).to(tl.int32)
     tops, nan_flags, _ = exchange(scratch, 0, top, has_nan, has_nan, PARTS)
-    top, no_nan = tl.max(tops.to(tl.float32, bitcast=True)), tl.max(nan_flags) == 0
+    top = tl.max(tops.to(tl.float32, bitcast=True))
+    no_nan = tl.max(nan_flags) == 0
     if (temperature > 0) & no_nan & (tl.abs(top) < float("inf")):
         temperature = tl.maximum(temperature, 1e-30)
         scale = tl.div_rn(LOG2E, temperature)
@@ -112,7 +113,9 @@ def _argmax_kernel(
 ):
     """Write each block's first argmax, as a word if there are several blocks or second keys.
     second_keys_ptr: also write the key of each block's second largest logit; or None."""
-    index, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    index = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    blocks = tl.num_programs(1)
     at = block * BLOCK + tl.arange(0, BLOCK)
     x = read(logits_ptr + index * stride, at, V)
     keys = tl.where(x == x, key_of(x), NAN_KEY)
@@ -133,7 +136,8 @@ def _margin_kernel(
     words_ptr, second_keys_ptr, out_ptr, margins_ptr, largest_ptr, parts, SIZE: tl.constexpr
 ):
     """Write each row's token and margin, and its largest logit unless largest_ptr is None."""
-    index, at = tl.program_id(0).to(tl.int64), tl.arange(0, SIZE)
+    index = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, SIZE)
     words = tl.load(words_ptr + index * parts + at, at < parts, other=NO_WORD)
     second_keys = tl.load(second_keys_ptr + index * parts + at, at < parts, other=-NAN_KEY)
     best = tl.max(words, 0)
@@ -157,7 +161,8 @@ def argmax(logits: Tensor, margins: Tensor | None = None, largest: Tensor | None
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     block = min(ARGMAX_BLOCK, triton.next_power_of_2(size))
     blocks = -(-size // block)
-    words, second_keys = out if blocks == 1 else out.new_empty(rows, blocks), None
+    words = out if blocks == 1 else out.new_empty(rows, blocks)
+    second_keys = None
     if margins is not None:
         words = out.new_empty(rows, blocks)
         second_keys = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)

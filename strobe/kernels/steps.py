@@ -86,7 +86,8 @@ def place(
     draft_lengths: number of planned drafts before position `limit`. A layout's token is an id, -1
     for the span's newest token, or -2 - j for its draft j.
     """
-    size, count = layout.slots.shape[0], layout.tokens.shape[0]
+    size = layout.slots.shape[0]
+    count = layout.tokens.shape[0]
     device_tokens = layout.tokens[:, None] if drafts is None else drafts
     width = 0 if drafts is None else drafts.shape[1]
     buffer = torch.empty(2 * size + 3 * count, dtype=torch.int64, device=cursor.device)
@@ -240,8 +241,10 @@ def _cover_kernel(
     pdl_wait(PDL)
     lanes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     valid = lanes < spans
-    slot, start = tl.load(slots + lanes, valid, 0), tl.load(starts + lanes, valid, 0)
-    size, covered = tl.load(sizes + lanes, valid, 0), tl.load(length + slot, valid, 0)
+    slot = tl.load(slots + lanes, valid, 0)
+    start = tl.load(starts + lanes, valid, 0)
+    size = tl.load(sizes + lanes, valid, 0)
+    covered = tl.load(length + slot, valid, 0)
     pending = tl.minimum(tl.maximum(start - covered, 0), P)
     tl.store(accepted + lanes, tl.where(start == 0, 0, pending), valid)
     tl.store(fresh + lanes, start == 0, valid)

@@ -68,7 +68,8 @@ def exchange(scratch, epoch, a, b, c, PARTS: tl.constexpr):
     tl.atomic_add(scratch, 0, sem="acquire")
     tl.debug_barrier()
     buffer += index
-    a, b = tl.load(buffer, volatile=True), tl.load(buffer + PARTS, volatile=True)
+    a = tl.load(buffer, volatile=True)
+    b = tl.load(buffer + PARTS, volatile=True)
     return a, b, tl.load(buffer + 2 * PARTS, volatile=True)
 
 
@@ -83,7 +84,8 @@ def _total(scratch, epoch, a, b, c, PARTS: tl.constexpr):
         c.to(tl.int32, bitcast=True),
         PARTS,
     )
-    a, b = a.to(tl.float32, bitcast=True), b.to(tl.float32, bitcast=True)
+    a = a.to(tl.float32, bitcast=True)
+    b = b.to(tl.float32, bitcast=True)
     return tl.sum(a), tl.sum(b), tl.sum(c.to(tl.float32, bitcast=True))
 
 
@@ -165,7 +167,9 @@ def _search(
             PARTS,
         )
         epoch += 1
-        ok1, ok2, ok3 = amount1 >= target, amount2 >= target, amount3 >= target
+        ok1 = amount1 >= target
+        ok2 = amount2 >= target
+        ok3 = amount3 >= target
         high = tl.where(ok3, high, tl.where(ok2, key3, tl.where(ok1, key2, key1)))
         amount_above = tl.where(
             ok3, amount_above, tl.where(ok2, amount3, tl.where(ok1, amount2, amount1))
@@ -241,7 +245,8 @@ def threshold_key(
             PARTS,
         )
     if top_p < 1.0:
-        threshold, above = _value(low, SHIFT), _value(low + 1, SHIFT)
+        threshold = _value(low, SHIFT)
+        above = _value(low + 1, SHIFT)
         mass, mass_above, _ = _amounts(
             row,
             scratch,

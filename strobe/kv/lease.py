@@ -28,7 +28,8 @@ class Lease:
     extended as needed. reserved: positions of each open reservation, oldest first."""
 
     def __init__(self, pool: PagePool, limit: int, keys: PageKeys | None = None):
-        self.pool, self.limit = pool, limit
+        self.pool = pool
+        self.limit = limit
         self.keys = PageKeys() if keys is None else keys
         self.pages: list[int] = []
         self.length = 0
@@ -69,7 +70,8 @@ class Lease:
         if self.released or self.reserved:
             raise LeaseError("release() comes once, after every reservation has ended")
         self.pool.drop(self.pages)
-        self.released, self.pages = True, []
+        self.released = True
+        self.pages = []
 
     def adopt(self, tokens: Sequence[int]) -> int:
         """Share cached pages that hold a prefix of `tokens`; return the number of positions.
@@ -96,7 +98,8 @@ class Lease:
         if full > self._published:
             self.pool.extend(self.keys, tokens)
         for i in range(self._published, full):
-            own, parent = tokens[i * size : (i + 1) * size], self.keys[i - 1] if i else None
+            own = tokens[i * size : (i + 1) * size]
+            parent = self.keys[i - 1] if i else None
             self.pool.publish(self.pages[i], self.keys[i], own, parent, self.keys.root)
         self._published = full
 

@@ -31,7 +31,8 @@ class PagePool:
                 f"A pool of {num_pages} pages of {page_size} tokens holds nothing; it needs a "
                 "reserved page, one more, and pages of at least one token."
             )
-        self.num_pages, self.page_size = num_pages, page_size
+        self.num_pages = num_pages
+        self.page_size = page_size
         self._free = list(range(num_pages - 1, 0, -1))
         self._holders: dict[int, int] = {}
         self._cached: OrderedDict[int, bytes] = OrderedDict()
@@ -102,7 +103,8 @@ class PagePool:
         tokens, parent, root: for `on_stored`."""
         assert self._holders.get(page, 0) > 0, f"page {page} is not held"
         if key not in self._page_of and page not in self._key_of:
-            self._page_of[key], self._key_of[page] = page, key
+            self._page_of[key] = page
+            self._key_of[page] = key
             self.on_stored(key, parent, root, tokens)
 
     def lookup(self, key: bytes) -> int | None:

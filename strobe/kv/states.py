@@ -64,7 +64,8 @@ class StateStore:
         self, spec: StateSpec, slots: int, pending: int, dtype: torch.dtype, device: torch.device
     ):
         """pending: maximum rows of a block. As many are kept, and at least SINGLE_ROWS."""
-        self.spec, self.pending = spec, max(pending, SINGLE_ROWS)
+        self.pending = max(pending, SINGLE_ROWS)
+        self.spec = spec
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(spec.layers, slots + 1, *shape, dtype=dtype, device=device)

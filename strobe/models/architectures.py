@@ -34,7 +34,8 @@ def load_target_config(directory: Path) -> TargetConfig:
             f"{path} describes a drafter for {method}, not a target; name the model it drafts for "
             f"as the target, and {hint}."
         )
-    names, kind = config.get("architectures"), config.get("model_type")
+    names = config.get("architectures")
+    kind = config.get("model_type")
     if not names:
         names = [name for name, (model_type, _) in FAMILIES.items() if model_type == kind]
     family = FAMILIES.get(names[0]) if isinstance(names, list) and len(names) == 1 else None

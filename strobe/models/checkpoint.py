@@ -88,7 +88,8 @@ class Checkpoint:
 
     def _add_gguf(self, file: GGUFFile) -> None:
         for name, tensor in file.tensors.items():
-            self.shapes[name], self.dtypes[name] = tensor.stored.shape, tensor.dtype
+            self.shapes[name] = tensor.stored.shape
+            self.dtypes[name] = tensor.dtype
             self._places[name] = file, tensor.stored.start, tensor.stored.end
 
     def fit(self, name: str, shape: tuple[int, ...], stacked: tuple[int, ...]) -> None:
@@ -134,7 +135,8 @@ class Checkpoint:
         file, start, end = self._places[name]
         if isinstance(file, GGUFFile):
             return file.tensors[name].decode(file.bytes[start:end])
-        data, dtype = file.bytes[start:end], TORCH[self.dtypes[name]]
+        data = file.bytes[start:end]
+        dtype = TORCH[self.dtypes[name]]
         if start % dtype.itemsize:  # older writers did not align tensors
             data = data.clone()
         return data.view(dtype).view(self.shapes[name])

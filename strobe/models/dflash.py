@@ -100,7 +100,8 @@ class DFlash(Decoder):
         self._context = context._replace(linear=packed(context.linear))
 
     def _context_weights(self) -> ContextWeights:
-        linears, first = [a.qkv_proj for a in self._attentions], self._attentions[0].first_key
+        linears = [a.qkv_proj for a in self._attentions]
+        first = self._attentions[0].first_key
         norms = [a.k_norm for a in self._attentions if a.k_norm is not None]
         folded = [norm.folded or (norm.weight, None) for norm in norms]
         return ContextWeights(

@@ -22,7 +22,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
-        size, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        size = config.hidden_size
+        inner = config.intermediate_size
+        bias = config.mlp_bias
         self.gate_up_proj = Linear(size, {"gate_proj": inner, "up_proj": inner}, bias)
         self.down_proj = Linear(inner, size, bias=bias)
 
@@ -99,7 +101,8 @@ class Decoder(nn.Module):
         capture: numbers of finished layers; the features are the residual streams after them, in
         this order.
         """
-        ops, stream = self.ops, self.ops.residual(self.embed(ids), capture)
+        ops = self.ops
+        stream = self.ops.residual(self.embed(ids), capture)
         rows = ForwardRows(positions, attend, self.tables)
         pairs = zip(self.layers, self._next_norms, strict=True)
         for done, (layer, norm) in enumerate(pairs, start=1):

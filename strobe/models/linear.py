@@ -46,7 +46,8 @@ class Linear(nn.Module):
         super().__init__()
         self.parts: Mapping[str, int] = {} if isinstance(size, int) else size
         outputs = size if isinstance(size, int) else sum(size.values())
-        self.in_features, self.out_features = inputs, outputs
+        self.in_features = inputs
+        self.out_features = outputs
         shape = (experts, outputs, inputs) if experts else (outputs, inputs)
         self.weight = nn.Parameter(torch.empty(shape))
         self.bias = nn.Parameter(torch.empty(shape[:-1])) if bias else None

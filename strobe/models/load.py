@@ -41,7 +41,9 @@ Open = Callable[[Path], Checkpoint] | None
 def _check_tensors(module: Target | DFlash, checkpoint: Checkpoint) -> WeightMapping:
     """Return what the module's parameters are made of. Raises ValueError for a missing tensor, a
     wrong shape or dtype, and an unused tensor."""
-    shapes, dtypes, path = checkpoint.shapes, checkpoint.dtypes, checkpoint.directory
+    shapes = checkpoint.shapes
+    dtypes = checkpoint.dtypes
+    path = checkpoint.directory
     mapping = mapping_of(module, shapes)
     mapping = apply_quantization(module, mapping, dtypes, module.config.quantization)
     used = set[str]()
@@ -132,7 +134,8 @@ def _read_tensors(module: Target | DFlash, checkpoint: Checkpoint, options: Load
     mapping = _check_tensors(module, checkpoint)
     order_of = {name: i for i, name in enumerate(checkpoint.shapes)}
     order = sorted(mapping, key=lambda name: order_of[next(iter(mapping[name][0].sources))])
-    total, started = sum(map(checkpoint.bytes_of, order_of)), time.perf_counter()
+    total = sum(map(checkpoint.bytes_of, order_of))
+    started = time.perf_counter()
     with tqdm(
         total=total,
         desc=f"Loading {checkpoint.directory.name}",
@@ -150,7 +153,8 @@ def _read_tensors(module: Target | DFlash, checkpoint: Checkpoint, options: Load
                 bar.update(sum(map(checkpoint.bytes_of, part.sources)))
 
         _fill(module, order, write, options)
-    seconds, size = max(time.perf_counter() - started, 1e-3), total / 1e9
+    seconds = max(time.perf_counter() - started, 1e-3)
+    size = total / 1e9
     message = "loaded %.2f GB from %s in %.1f s, %.2f GB/s"
     logger.info(message, size, checkpoint.directory, seconds, size / seconds)
 

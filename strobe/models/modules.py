@@ -37,7 +37,8 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float, offset: float = 0.0):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
-        self.eps, self.offset = eps, offset
+        self.eps = eps
+        self.offset = offset
         self.folded: tuple[Tensor, Tensor] | None = None
 
     def fold(self, scale: float = 1.0) -> None:
@@ -45,7 +46,8 @@ class RMSNorm(nn.Module):
         weight and sqrt(n eps)."""
         if self.offset or scale != 1.0:
             weight = (self.offset + self.weight.data.float()) * scale
-            self.weight.data, self.offset = weight, 0.0
+            self.weight.data = weight
+            self.offset = 0.0
         if self.weight.device.type == "cpu" and self.weight.dtype == torch.float32:
             size = self.weight.shape[0]
             self.folded = self.weight * size**0.5, torch.tensor((size * self.eps) ** 0.5)
@@ -70,14 +72,16 @@ class RotaryTable(nn.Module):
         frequencies = torch.tensor(rope.inverse_frequencies(head_dim), **exact)
         angle = torch.outer(torch.arange(positions, **exact), frequencies)
         scale = (frequencies > 0).double() * (rope.scale - 1.0) + 1.0
-        cos, sin = angle.cos() * scale, angle.sin() * scale
+        cos = angle.cos() * scale
+        sin = angle.sin() * scale
         self.register_buffer("cos", torch.cat([cos, cos], -1).float(), persistent=False)
         self.register_buffer("sin", torch.cat([-sin, sin], -1).float(), persistent=False)
         self.dtype = torch.float32
 
     def forward(self, positions: Tensor) -> Rope:
         """positions [T] int64, less than the table's length -> angles in `dtype`."""
-        cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+        cos = self.cos.index_select(0, positions)
+        sin = self.sin.index_select(0, positions)
         return cos.to(self.dtype)[:, None], sin.to(self.dtype)[:, None]
 
 
@@ -102,12 +106,17 @@ class Attention(nn.Module):
         """layer: index among the layers with attention. query_scale: factor of the queries after
         their norm. value_norm: divide values by their root mean square."""
         super().__init__()
-        shape, bias = config.shape_of(layer), config.attention_bias
-        self.layer, self.eps = layer, config.rms_norm_eps
-        self.q_heads, self.kv_heads = config.num_heads, shape.num_kv_heads
-        self.head_dim, self.own_values = shape.head_dim, shape.own_values
+        shape = config.shape_of(layer)
+        bias = config.attention_bias
+        self.layer = layer
+        self.eps = config.rms_norm_eps
+        self.q_heads = config.num_heads
+        self.kv_heads = shape.num_kv_heads
+        self.head_dim = shape.head_dim
+        self.own_values = shape.own_values
         self.gate_heads = config.num_heads if config.output_gate else 0
-        self.query_scale, self.value_norm = query_scale, value_norm
+        self.query_scale = query_scale
+        self.value_norm = value_norm
         self.first_key = (self.gate_heads + self.q_heads) * self.head_dim  # output of qkv_proj
         parts = {"q_proj": self.first_key, "k_proj": self.kv_heads * self.head_dim}
         parts |= {"v_proj": parts["k_proj"]} if shape.own_values else {}
@@ -116,7 +125,8 @@ class Attention(nn.Module):
         norm = self.head_dim, self.eps, config.norm_offset
         self.q_norm = RMSNorm(*norm) if config.qk_norm else None
         self.k_norm = RMSNorm(*norm) if config.qk_norm else None
-        self.order, self.value_scale = shape.rope.order(self.head_dim), config.value_scale
+        self.order = shape.rope.order(self.head_dim)
+        self.value_scale = config.value_scale
         self.sinks = nn.Parameter(torch.zeros(config.num_heads)) if config.sinks else None
         self.folded: tuple[Tensor, Tensor | None] | None = None
 
@@ -142,6 +152,7 @@ class Attention(nn.Module):
         """Return the factors of each head of q and k [Hq + Hkv, D], and the floor of `unit_rms`."""
         if self.folded is not None or self.q_norm is None or self.k_norm is None:
             return self.folded
-        q, k = self.q_norm, self.k_norm
+        q = self.q_norm
+        k = self.k_norm
         (of_q, floor), (of_k, _) = (norm.folded or (norm.weight, None) for norm in (q, k))
         return torch.cat([of_q.expand(self.q_heads, -1), of_k.expand(self.kv_heads, -1)]), floor

@@ -26,8 +26,10 @@ class Target(Decoder):
 
     def __init__(self, config: TargetConfig, layers: Sequence[Layer], max_positions: int):
         super().__init__(config.decoder, layers, max_positions)
-        decoder, hidden = config.decoder, config.decoder.hidden_size
-        self.config, vocabulary = config, decoder.own_rows(decoder.vocab_size)
+        decoder = config.decoder
+        hidden = config.decoder.hidden_size
+        vocabulary = decoder.own_rows(decoder.vocab_size)
+        self.config = config
         table = torch.empty(vocabulary, hidden)
         if not table.is_meta:  # drawing takes seconds there
             nn.init.normal_(table)

@@ -55,7 +55,8 @@ def stacked(name: str, linear: Linear) -> WeightMapping:
     the module around it."""
     mapping: WeightMapping = {}
     for leaf, parameter in linear.named_parameters():
-        start, parts = 0, mapping.setdefault(f"{name}.{leaf}", [])
+        start = 0
+        parts = mapping.setdefault(f"{name}.{leaf}", [])
         for source, count in linear.parts.items():
             shape = (count, *parameter.shape[1:])
             parts.append(WeightPart({f"{source}.{leaf}": shape}, (slice(start, start + count),)))
@@ -79,7 +80,8 @@ def mapping_of(module: nn.Module, names: Collection[str] = ()) -> WeightMapping:
         around, _, name = path.rpartition(".")
         submodule_mapping = submodule.weight_mapping() if isinstance(submodule, MapsWeights) else {}
         if isinstance(submodule, Linear) and submodule.parts:
-            path, submodule_mapping = around, stacked(name, submodule)
+            path = around
+            submodule_mapping = stacked(name, submodule)
         prefix = f"{path}." if path else ""
         for name, parts in submodule_mapping.items():
             mapped.setdefault(prefix + name, [part.under(prefix) for part in parts])

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-STALL_SECONDS, START_SECONDS = 20.0, 900.0
+STALL_SECONDS = 20.0
+START_SECONDS = 900.0
 """A rank that is awaited longer has stalled; the second holds until the first step, because ranks
 may take different times to load their weights."""
 

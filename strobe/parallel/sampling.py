@@ -28,7 +28,8 @@ class RankSampling(SamplingState):
     ) -> Sampled:
         """As `SamplingState.sample`, with the same results on every rank. logits: all columns
         [R, V], or this rank's."""
-        count, own = len(logits), share(self.group.rank, self.group.size, len(logits))
+        count = len(logits)
+        own = share(self.group.rank, self.group.size, len(logits))
         is_whole = logits.shape[1] == self.vocab_size
         logits = logits[own] if is_whole else self.group.swap(logits)[:, : self.vocab_size]
         slots, positions, drafts, span, rank = rows
@@ -39,7 +40,8 @@ class RankSampling(SamplingState):
 
     def _join(self, part: Tensor, own: slice, count: int) -> Tensor:
         """Join the ranks' shares of results. Of rows in two shares, the first rank's counts."""
-        first, whole = self.group.rank * len(part), part.new_zeros(count, part.shape[1])
+        first = self.group.rank * len(part)
+        whole = part.new_zeros(count, part.shape[1])
         whole[first : first + len(part)] = part[first - own.start :]
         return self.group.sum(whole)
 
@@ -53,12 +55,15 @@ def _pack(results: Sampled) -> Tensor:
 
 def _unpack(packed: Tensor, like: Sampled) -> Sampled:
     """Undo `_pack`."""
-    tokens, packed = packed[:, 0].long(), packed[:, 1:]
+    tokens = packed[:, 0].long()
+    packed = packed[:, 1:]
     margins = scores = None
     if like.margins is not None:
-        margins, packed = packed[:, 0].contiguous(), packed[:, 1:]
+        margins = packed[:, 0].contiguous()
+        packed = packed[:, 1:]
     if like.scores is not None:
-        values, ranks = packed[:, 0], packed[:, 1].long()
+        values = packed[:, 0]
+        ranks = packed[:, 1].long()
         top_values, top_ids = packed[:, 2:].chunk(2, 1)
         scores = Scores(values, ranks, top_values, top_ids.long())
     return Sampled(tokens, scores, margins)

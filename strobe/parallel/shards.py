@@ -33,7 +33,8 @@ class ShardedCheckpoint(Checkpoint):
 
     def __init__(self, directory: Path, rank: int, size: int, *, whole_experts: bool = False):
         super().__init__(directory)
-        self.rank, self.size = rank, size
+        self.rank = rank
+        self.size = size
         if whole_experts:
             found = {name: _EXPERT.search(name) for name in self.shapes}
             numbers = {name: int(match[1]) for name, match in found.items() if match}
@@ -76,7 +77,9 @@ class ShardedCheckpoint(Checkpoint):
             if part != min(width, whole - self.rank * width):
                 raise self._misfit(name, whole)
             return [(self.rank * width, part)]
-        copies, pieces, first = part * self.size // whole, Pieces(), 0
+        copies = part * self.size // whole
+        pieces = Pieces()
+        first = 0
         if not copies or whole * copies != part * self.size or self.size % copies:
             raise self._misfit(name, whole)
         for outputs in stacked or (part,):
@@ -91,9 +94,11 @@ class ShardedCheckpoint(Checkpoint):
         pieces = self._pieces[name].get(dim)
         if pieces is None or whole == 1:
             return [(0, whole)]
-        block, found = self.block[dim - len(self.shapes[name])], Pieces()
+        block = self.block[dim - len(self.shapes[name])]
+        found = Pieces()
         for start, length in pieces:
-            first, last = start // block, (start + length - 1) // block
+            first = start // block
+            last = (start + length - 1) // block
             if length % block and block % length:  # on one rank or another
                 raise self._misfit(name + SCALE, whole)
             found.append((first, last - first + 1))

@@ -27,7 +27,8 @@ from strobe.parallel.group import STALL_SECONDS, START_SECONDS, RankFailed, not_
 PLACE = 1 << 20
 """Bytes of a rank's place; larger tensors are exchanged in parts."""
 _LINE = 64
-_SPINS, _CHECK_SECONDS = 200, 0.01
+_SPINS = 200
+_CHECK_SECONDS = 0.01
 
 
 def memory_size(size: int) -> int:
@@ -40,7 +41,10 @@ class SharedMemoryGroup:
     that runs, 0 while starting. failure: why the group has ended."""
 
     def __init__(self, memory: mmap, rank: int, size: int, on_wait: Callable[[], None]):
-        self.rank, self.size, self.on_wait, self.step = rank, size, on_wait, 0
+        self.rank = rank
+        self.size = size
+        self.on_wait = on_wait
+        self.step = 0
         self.failure: RankFailed | None = None
         self._numbers = memoryview(memory)[: size * _LINE].cast("q", (size, _LINE // 8))
         data = torch.frombuffer(memory, dtype=torch.uint8, offset=size * _LINE)
@@ -93,7 +97,10 @@ class SharedMemoryGroup:
     def _exchange(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return every rank's values x [n], valid until the next exchange."""
         self._count += 1
-        count, turn, numbers, ranks = self._count, self._count & 1, self._numbers, range(self.size)
+        count = self._count
+        turn = self._count & 1
+        numbers = self._numbers
+        ranks = range(self.size)
         key = turn, x.numel(), x.dtype
         views = self._views.get(key)
         if views is None:
@@ -113,7 +120,9 @@ class SharedMemoryGroup:
 
     def _wait(self, rank: int, count: int) -> None:
         """Wait until the rank reaches a collective. Raises RankFailed if it has stalled."""
-        spins, started, checked = 0, time.monotonic(), 0.0
+        spins = 0
+        started = time.monotonic()
+        checked = 0.0
         while self._numbers[rank, 0] < count:
             spins += 1
             if spins < _SPINS:

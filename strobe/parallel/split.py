@@ -181,7 +181,8 @@ def _split(
             return 1
         return _divide(model, "num_key_value_heads", count, size)
 
-    experts, inner = config.experts, config.intermediate_size
+    experts = config.experts
+    inner = config.intermediate_size
     if experts is not None:
         inner_size = experts.moe_intermediate_size
         if whole_experts:

@@ -49,7 +49,8 @@ class SymmetricMemory:
 def _map(buffer: Tensor, store: Store, rank: int, size: int) -> Any:
     """Map the ranks' buffers. torch keeps a group's store by its name, for which each group needs
     its own."""
-    name, counted = f"strobe-{next(_numbers)}", _CountedStore(store)
+    name = f"strobe-{next(_numbers)}"
+    counted = _CountedStore(store)
     c10d: Any = _distributed_c10d
     c10d._SymmetricMemory.set_group_info(name, rank, size, counted)
     group = c10d.ProcessGroup(counted, rank, size)

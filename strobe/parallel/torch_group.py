@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MEET_SECONDS, _ABORT_SECONDS = 0.01, 5.0
+_MEET_SECONDS = 0.01
+_ABORT_SECONDS = 5.0
 _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 """NVLink multicast is a resource of the whole machine, which its other users may need."""
 
@@ -39,7 +40,8 @@ def make_store(port: int = 0) -> TCPStore:
     if port:
         return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     with socket.create_server(("127.0.0.1", 0)) as listener:  # else it listens on all interfaces
-        port, fd = listener.getsockname()[1], listener.detach()
+        port = listener.getsockname()[1]
+        fd = listener.detach()
     options: dict[str, Any] = {"wait_for_workers": False, "master_listen_fd": fd}
     return TCPStore("127.0.0.1", port, is_master=True, **options)
 
@@ -58,7 +60,9 @@ class TorchGroup:
         store: TCPStore,
         device: torch.device,
     ):
-        self.rank, self.size, self.on_wait = rank, size, on_wait
+        self.rank = rank
+        self.size = size
+        self.on_wait = on_wait
         self.failure: RankFailed | None = None
         # Made here: at the end of a program Python starts no more threads.
         self._closing, self._ending = Event(), Thread(target=self._end, daemon=True)
@@ -67,9 +71,11 @@ class TorchGroup:
         self._symmetric: SymmetricMemory | None = None
         self._finished: tuple[Tensor, Tensor] | None = None
         self._meet(store)
-        backend, own = "gloo", None
+        backend = "gloo"
+        own = None
         if device.type == "cuda":
-            backend, own = "nccl", device
+            backend = "nccl"
+            own = device
             os.environ.update(_NO_MULTICAST)
         options: dict[str, Any] = {"timeout": timedelta(seconds=START_SECONDS + 60)}
         options |= {"rank": rank, "world_size": size, "device_id": own}

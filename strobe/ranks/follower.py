@@ -31,7 +31,8 @@ def main(pipe: Connection, memory_fd: int, leader: int) -> None:
     logging.disable(logging.WARNING)  # the first rank says the same
     start: Start = pipe.recv()
     resolved = start.resolved
-    rank, size = resolved.split.rank, resolved.split.size
+    rank = resolved.split.rank
+    size = resolved.split.size
     share_threads(resolved)
 
     def check() -> None:

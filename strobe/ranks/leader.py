@@ -40,7 +40,8 @@ from strobe.step import Plan
 
 logger = logging.getLogger(__name__)
 
-_STOP_SECONDS, _CHECK_SECONDS = 5.0, 1.0
+_STOP_SECONDS = 5.0
+_CHECK_SECONDS = 1.0
 
 
 def start_engine(
@@ -64,8 +65,10 @@ def start_engine(
         engine = _start_group(resolved, draft_policy, make, options, prepare)
     if prepare is not None:
         prepare(engine.runner.model)
-    groups, size = resolved.kv_groups.values(), engine.limits.page_size
-    pages, ranks = engine.components.pool.capacity, resolved.split.size
+    groups = resolved.kv_groups.values()
+    size = engine.limits.page_size
+    pages = engine.components.pool.capacity
+    ranks = resolved.split.size
     logger.info(
         "keys and values have %.2f GB%s, room for %d tokens",
         pages * sum(spec.bytes_per_page(size) for spec in groups) / 1e9,
@@ -105,10 +108,12 @@ def _start_group(
 
 def of_rank(resolved: ResolvedConfig, rank: int) -> ResolvedConfig:
     """Return the first rank's settings as another rank has them."""
-    device, split = resolved.device, replace(resolved.split, rank=rank)
+    device = resolved.device
+    split = replace(resolved.split, rank=rank)
     if device.type == "cuda":
         device = torch.device("cuda", rank)
-    target, draft = split.of_rank(resolved.target), resolved.draft and split.of_rank(resolved.draft)
+    target = split.of_rank(resolved.target)
+    draft = resolved.draft and split.of_rank(resolved.draft)
     return replace(resolved, device=device, target=target, draft=draft, split=split)
 
 
@@ -150,9 +155,11 @@ class Ranks:
         self.group: SharedMemoryGroup | TorchGroup | None = None
         self._blocked: Connection | None = None
         self._sending = threading.Lock()
-        self._stopping, self._reported = False, threading.Event()
+        self._reported = threading.Event()
+        self._stopping = False
         self._memory, self._memory_fd = _shared_memory(memory_size(size))
-        self._device, self._store = resolved.device, None
+        self._device = resolved.device
+        self._store = None
         if not in_shared_memory(resolved.device):
             self._store = make_store()
         self._processes = list[subprocess.Popen[bytes]]()
@@ -275,7 +282,8 @@ class Ranks:
                 return self._blocked
             if not isinstance(self.group, TorchGroup):
                 continue  # whoever waits in shared memory notices a stalled rank
-            now, limit = time.monotonic(), STALL_SECONDS if self.group.step else START_SECONDS
+            now = time.monotonic()
+            limit = STALL_SECONDS if self.group.step else START_SECONDS
             for rank, pipe in enumerate(self._pipes, start=1):
                 progress = self.group.progress(rank)
                 if progress is None or behind.get(pipe, (None, now))[0] != progress:

@@ -56,8 +56,10 @@ class Layout:
 
     def __post_init__(self) -> None:
         """Make the parts, in the order of the class docstring, as views of `packed`."""
-        spans, rows = self.shape.spans, self.shape.rows
-        first, end = 6 * spans, 6 * spans + 3 * rows
+        spans = self.shape.spans
+        rows = self.shape.rows
+        first = 6 * spans
+        end = 6 * spans + 3 * rows
         self.slots, self.context_rows, self.drafts, *others = self.packed[:first].reshape(6, spans)
         self.sizes, self.row_starts, self.active = others
         self.span_of_row, self.offset, self.tokens = self.packed[first:end].reshape(3, rows)
@@ -173,7 +175,8 @@ def _pack(
     """index: whether logits_rows are part of it."""
     fill = shape.spans - len(spans)
     ends = np.cumsum(counts)
-    firsts, used = ends - counts, int(ends[-1])
+    firsts = ends - counts
+    used = int(ends[-1])
     num_padding = shape.rows - used
     assert not num_padding or fill, "rows of no span need a padding span"
     slots, context, drafts, logits, known = np.array(

@@ -19,7 +19,9 @@ class Buckets:
         """max_spans: most requests at once; num_drafts: the longest draft there is; block: rows of
         a drafter's block; narrow: whether requests often differ in their drafts. max_rows: no step
         of more is captured."""
-        self.max_spans, self.num_drafts, self.narrow = max_spans, num_drafts, narrow
+        self.max_spans = max_spans
+        self.num_drafts = num_drafts
+        self.narrow = narrow
         self.block = max(1 + num_drafts, block)
         self.max_rows = max(MAX_CAPTURED_ROWS, max_spans * self.block)
         steps = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, max_spans, 32)]
@@ -35,8 +37,10 @@ class Buckets:
     def shape_of(self, spans: Sequence[Span], num_verified: int | None = None) -> Shape:
         """The shape for these spans: of its own for a block, where all decode with equally many
         rows. num_verified: how many of the drafts that the device makes are verified; None: all."""
-        count, longest = len(spans), max([span.num_rows for span in spans])
-        rows, drafts = num_rows(spans, num_verified), max([s.num_drafts for s in spans])
+        count = len(spans)
+        longest = max([span.num_rows for span in spans])
+        rows = num_rows(spans, num_verified)
+        drafts = max([s.num_drafts for s in spans])
         decoding = all(span.tokens[0] == TAIL for span in spans)
         if decoding and rows == count * longest:
             num_spans = _round_up(self.spans, count)
@@ -50,7 +54,8 @@ class Buckets:
         if rows > MAX_CAPTURED_ROWS:
             drafts = self.num_drafts if drafts else 0
             return Shape(_round_up(self.spans, count), rows, rows, drafts, 1 + drafts)
-        padded, block = _round_up(self.rows, rows), 1 + self.num_drafts
+        padded = _round_up(self.rows, rows)
+        block = 1 + self.num_drafts
         num_spans = _round_up(self.mixed_spans, count + (padded > rows))
         return Shape(num_spans, padded, block if longest <= block else padded, block - 1, block)
 

@@ -27,7 +27,8 @@ class CUDACapturer:
         capture. After a failed capture the pool is unusable, so later captures get a new one. After
         an invalid one torch stays on the stream of captures, and does not close the pool; freeing
         that would end the program."""
-        graph, collected = torch.cuda.CUDAGraph(), gc.isenabled()
+        graph = torch.cuda.CUDAGraph()
+        collected = gc.isenabled()
         stream = torch.cuda.current_stream()
         gc.disable()
         try:

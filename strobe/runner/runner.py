@@ -42,9 +42,13 @@ class ModelRunner:
     ):
         """capture: layers whose outputs are returned, as numbers of layers done. buckets: shapes
         that batches are padded to; None: no padding."""
-        self.model, self.store, self.state = model, store, state
-        self.sampling, self.backend = sampling, backend
-        self.capture, self.buckets = capture, buckets
+        self.model = model
+        self.store = store
+        self.state = state
+        self.sampling = sampling
+        self.backend = backend
+        self.capture = capture
+        self.buckets = buckets
         self._layouts: dict[Hashable, Layout] = {}
         self.output_buffers: dict[str, Tensor] = {}
 
@@ -103,7 +107,8 @@ class ModelRunner:
         """Copy a forward's results to `output_buffers`, one buffer per part for all shapes, where
         another graph can read them. Results with more rows than any captured step are returned as
         they are."""
-        buckets, (placed, residual, features) = self.buckets, outputs
+        buckets = self.buckets
+        placed, residual, features = outputs
         if buckets is None or len(residual) > buckets.max_rows:
             return outputs
 
@@ -126,7 +131,8 @@ class ModelRunner:
     ) -> Sampled:
         """Sample the rows with logits of a residual stream [T, H]: tokens [S * W]. masks: grammar
         masks [S * W, words], one bit per allowed token."""
-        all_rows, width = layout.logits_for_all_rows, layout.shape.max_logits
+        all_rows = layout.logits_for_all_rows
+        width = layout.shape.max_logits
 
         def take(x: Tensor) -> Tensor:
             return x if all_rows else layout.select(x)
@@ -136,7 +142,8 @@ class ModelRunner:
             sampled = Sampled(self.model.argmax(rows))
         else:
             span = take(layout.span_of_row)
-            slots, positions = layout.slots.index_select(0, span), take(batch.positions)
+            slots = layout.slots.index_select(0, span)
+            positions = take(batch.positions)
             rank = take(layout.offset) - layout.context_rows.index_select(0, span) + 1
             rank = rank.clamp_(0, width - 1)
             drafts = batch.ids[layout.draft_rows] if mode.processed else None

@@ -35,9 +35,13 @@ class DecodeState:
     ):
         """limits: drafts at or after max_model_len are not accepted. spare_page: page for the spare
         slot's rows. kernels: use one triton kernel in place of several small operations."""
-        self.device, self.kernels, self.limit = device, kernels, limits.max_model_len
-        num_slots, page_size = limits.max_num_seqs, limits.page_size
-        self.page_size, self.spare_slot = page_size, num_slots
+        self.device = device
+        self.kernels = kernels
+        self.limit = limits.max_model_len
+        num_slots = limits.max_num_seqs
+        page_size = limits.page_size
+        self.page_size = page_size
+        self.spare_slot = num_slots
         columns = -(-limits.num_positions // page_size)
         self.max_positions = columns * page_size
         self.cursor = torch.zeros(num_slots + 1, 2, dtype=torch.int64, device=device)
@@ -53,7 +57,8 @@ class DecodeState:
             ends = upload([(a.length, a.tokens[a.length]) for a in plan.admitted], self.device)
             self.cursor.index_copy_(0, slots, ends)
         if plan.pages:
-            columns, size = self.table.shape[1], self.page_size
+            columns = self.table.shape[1]
+            size = self.page_size
             cells = [
                 (write.slot * columns + column, (page - column) * size)
                 for write in plan.pages
@@ -91,7 +96,8 @@ class DecodeState:
         )
 
     def _place(self, layout: Layout, drafts: Tensor | None) -> list[Tensor]:
-        slot_of_row, (lengths, newest) = layout.slot_of_row, self.cursor.unbind(1)
+        slot_of_row = layout.slot_of_row
+        lengths, newest = self.cursor.unbind(1)
         starts = lengths[layout.slots]
         positions = lengths[slot_of_row] + layout.offset
         kv_slots = self.table[slot_of_row, positions // self.page_size] + positions
@@ -109,14 +115,16 @@ class DecodeState:
         return self.device.type == "cpu" and not layout.padded
 
     def _place_in_numpy(self, layout: Layout, drafts: Tensor | None) -> list[Tensor]:
-        arrays, (cursor, table) = layout.arrays, self.arrays
+        arrays = layout.arrays
+        cursor, table = self.arrays
         current = cursor[arrays.slots]
         starts = current[:, 0]
         positions = starts.take(arrays.span_of_row)
         positions += arrays.offset
         kv_slots = table[arrays.slot_of_row, positions // self.page_size]
         kv_slots += positions
-        device_tokens, lengths = () if drafts is None else (drafts.numpy().ravel(),), arrays.drafts
+        device_tokens = () if drafts is None else (drafts.numpy().ravel(),)
+        lengths = arrays.drafts
         if layout.shape.max_drafts:
             lengths = np.minimum(lengths, np.maximum(self.limit - 1 - starts, 0))
         ids = np.concatenate((current[:, 1], arrays.tokens, *device_tokens))
@@ -150,8 +158,10 @@ class DecodeState:
     def _accept_in_numpy(
         self, layout: Layout, batch: Batch, tokens: Tensor, simulated: SimulatedAcceptance | None
     ) -> Tensor:
-        arrays, sampled = layout.arrays, tokens.numpy()
-        starts, accepted = batch.starts.numpy(), batch.draft_lengths.numpy()
+        arrays = layout.arrays
+        sampled = tokens.numpy()
+        starts = batch.starts.numpy()
+        accepted = batch.draft_lengths.numpy()
         if width := layout.shape.max_drafts:
             matched = np.zeros((len(starts), width + 1), dtype=np.bool_)
             drafts = batch.ids.numpy().take(layout.draft_rows.numpy())

@@ -72,7 +72,8 @@ class StepOutput:
         return self._result
 
     def _to_host(self, seconds: float) -> StepResult:
-        spans, width = self.plan.spans, self.layout.shape.max_logits
+        spans = self.plan.spans
+        width = self.layout.shape.max_logits
         num_accepted: list[int] = self._num_accepted.tolist()[: len(spans)]
         rows: list[list[int]] = self._tokens.view(-1, width).tolist()
         tokens = [row[: count + 1] for row, count in zip(rows, num_accepted, strict=False)]
@@ -92,8 +93,10 @@ class StepOutput:
             entries = *prompt.get(i, ()), *logprobs.get(i, ())
             if min(row) < 0 or any(entry.logprob != entry.logprob for entry in entries):
                 errors.setdefault(i, NAN_ERROR)
-        on_device, margins = self._num_verified, self.proposed.margins
-        readers, by_span = self.draft_readers, self.proposed.tokens
+        on_device = self._num_verified
+        margins = self.proposed.margins
+        readers = self.draft_readers
+        by_span = self.proposed.tokens
         proposed = [()] * len(spans) if by_span is None else by_span.tolist()
         return StepResult(
             tokens,
@@ -114,7 +117,9 @@ def _token_logprobs(
 ) -> list[TokenLogprob]:
     """Return the log probabilities of `tokens`, which are at the rows from `first` on."""
     rows = slice(first, first + len(tokens))
-    values, ranks = scores.values[rows].tolist(), scores.ranks[rows].tolist()
-    best, ids = scores.top_values[rows, columns].tolist(), scores.top_ids[rows, columns].tolist()
+    values = scores.values[rows].tolist()
+    ranks = scores.ranks[rows].tolist()
+    best = scores.top_values[rows, columns].tolist()
+    ids = scores.top_ids[rows, columns].tolist()
     tops = [tuple(zip(i, b, strict=True)) for i, b in zip(ids, best, strict=True)]
     return list(map(TokenLogprob, tokens, values, ranks, tops))

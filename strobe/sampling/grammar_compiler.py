@@ -29,11 +29,14 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Path, vocab_size: int, eos_ids: Sequence[int]):
         """tokenizer: path of tokenizer.json, which the first grammar loads."""
-        self.tokenizer_path, self.vocab_size, self.eos_ids = tokenizer, vocab_size, list(eos_ids)
+        self.eos_ids = list(eos_ids)
+        self.tokenizer_path = tokenizer
+        self.vocab_size = vocab_size
         self.words = -(-vocab_size // 32)
         self.trial = GrammarTrial(tokenizer, vocab_size, eos_ids)
         self.compiled: OrderedDict[bytes, tuple[float, dict[int, LLMatcher]]] = OrderedDict()
-        self._lock, self._dropped = threading.Lock(), 0
+        self._lock = threading.Lock()
+        self._dropped = 0
 
     @cached_property
     def tokenizer(self) -> LLTokenizer:
@@ -43,7 +46,8 @@ class GrammarCompiler:
                 "tokenizer in that form, or leave them out."
             )
         try:
-            path, eos_ids = str(self.tokenizer_path), self.eos_ids or None
+            path = str(self.tokenizer_path)
+            eos_ids = self.eos_ids or None
             return LLTokenizer(path, n_vocab=self.vocab_size, eos_token=eos_ids)
         except ValueError as error:
             raise ValueError(

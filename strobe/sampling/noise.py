@@ -25,7 +25,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _WORD = (1 << 64) - 1
-_STEP, _MUL1, _MUL2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_STEP = 0x9E3779B97F4A7C15
+_MUL1 = 0xBF58476D1CE4E5B9
+_MUL2 = 0x94D049BB133111EB
 """SplitMix64 (Steele, Lea and Flood, 2014)."""
 
 _ROUNDS = ((17, 0xED5AD4BB), (11, 0xAC4C1B51), (15, 0x31848BAB))
@@ -129,7 +131,8 @@ class Gumbel:
         if _crowded(near):
             return (self.noise(words) + scores).argmax(-1)
         row, token = np.divmod(np.flatnonzero(near), scores.shape[1])
-        sums, rows = scores[row, token] + self.at(words[row], token), np.arange(len(scores))
+        sums = scores[row, token] + self.at(words[row], token)
+        rows = np.arange(len(scores))
         winners = np.flatnonzero(sums == np.maximum.reduceat(sums, np.searchsorted(row, rows))[row])
         return token[winners[np.searchsorted(row[winners], rows)]]
 
@@ -160,7 +163,8 @@ class Gumbel:
         out *= np.float32(UNIT)
         # E = (v - (1 - u)) - log(u) with u = 1 - v rounded. FreeBSD's log1p (s_log1p.c) divides the
         # correction by u as well, which would change E by far less than its rounding.
-        u, rounded = hashed.view(np.float32), scratch.view(np.float32)
+        u = hashed.view(np.float32)
+        rounded = scratch.view(np.float32)
         np.subtract(np.float32(1), out, out=u)
         out -= np.subtract(np.float32(1), u, out=rounded)
         out -= np.log(u, out=u)
@@ -181,7 +185,8 @@ def _halves(words: NDArray[np.int64]) -> NDArray[Any]:
 def gumbel_by_torch(words: Tensor, size: int) -> Tensor:
     """words [R] int64 -> noise [R, size] float32, in torch only."""
     mask = (1 << 32) - 1
-    low, high = words[:, None] & mask, _shift(words[:, None], 32)
+    low = words[:, None] & mask
+    high = _shift(words[:, None], 32)
     hashed = torch.arange(size, device=words.device) ^ low
     for number, (shift, factor) in enumerate(_ROUNDS):
         hashed = ((hashed ^ (hashed >> shift)) * factor) & mask

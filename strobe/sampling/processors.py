@@ -21,10 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-PROCESSED, STRUCTURED = 1, 2
+PROCESSED = 1
+STRUCTURED = 2
 """Flags of a slot: it has a bias, penalties or min_tokens; it has a grammar."""
 
-IN_PROMPT, ENDS = 1, 2
+IN_PROMPT = 1
+ENDS = 2
 """Flags of a token in a slot: it is in the prompt; it ends the answer, so min_tokens may ban it."""
 
 FLOOR = -1e30
@@ -95,7 +97,8 @@ def process(
             subset_masks = None if masks is None else masks[index]
             result = process(logits[index], tables, subset, subset_masks, processed=processed)
             return logits.float().index_copy(0, index, result)
-    x, kinds = logits.float(), kinds[:, None]
+    x = logits.float()
+    kinds = kinds[:, None]
     if processed:
         x = torch.where(kinds & PROCESSED > 0, _processed(x, tables, rows), x)
     if masks is not None:

@@ -43,7 +43,8 @@ def argmax(logits: Tensor) -> Tensor:
     """logits [R, V] -> [R] int64, each row's first argmax, NO_TOKEN for rows with NaN. On a CPU
     NumPy takes 72 us for 512 x 2,048 logits, and torch 451 us."""
     if logits.device.type == "cpu" and logits.dtype == torch.float32:
-        values, ids = logits.numpy(), logits.numpy().argmax(-1)
+        values = logits.numpy()
+        ids = logits.numpy().argmax(-1)
         ids[np.isnan(values[np.arange(len(ids)), ids])] = NO_TOKEN
         return torch.from_numpy(ids)
     best, ids = logits.max(-1)
@@ -55,7 +56,8 @@ def best_two(logits: Tensor) -> tuple[Tensor, Tensor]:
     logit [R] float32, clamped to MAX_MARGIN."""
     ids = argmax(logits)
     if logits.device.type == "cpu" and logits.dtype == torch.float32:
-        values, cells = logits.numpy(), (np.arange(len(ids)), ids.numpy())
+        values = logits.numpy()
+        cells = (np.arange(len(ids)), ids.numpy())
         best = values[cells]
         values[cells] = -np.inf
         with np.errstate(invalid="ignore"):  # of infinities: no margin
@@ -73,7 +75,8 @@ def sort_descending(values: Tensor, sizes: Tensor) -> Tensor:
     NumPy sorts 512 x 2,048 values in 9 ms there, and torch in 90 ms."""
     if values.device.type != "cpu":
         return values.sort(-1, descending=True).values
-    negated, max_size = (-values).numpy(), int(sizes.amax())
+    negated = (-values).numpy()
+    max_size = int(sizes.amax())
     if max_size < values.shape[1]:
         negated = np.partition(negated, max_size, -1)[:, :max_size]
     return -torch.from_numpy(np.sort(negated, -1))
@@ -126,13 +129,18 @@ def sample_rows_numpy(logits: Tensor, rows: RowParams, filtered: bool) -> Tensor
     """`sample_rows` on a CPU, a few rows at a time to stay in its cache; greedy rows cost only an
     argmax. The winner among all tokens usually passes the filters, and then is the winner of the
     filtered tokens, too: only the remaining rows are sorted and sampled again."""
-    values, words = logits.numpy(), row_words(rows.key, rows.position).numpy()
-    top_p, min_p, top_k = rows.top_p.numpy(), rows.min_p.numpy(), rows.top_k.numpy()
+    values = logits.numpy()
+    words = row_words(rows.key, rows.position).numpy()
+    top_p = rows.top_p.numpy()
+    min_p = rows.min_p.numpy()
+    top_k = rows.top_k.numpy()
     best = values.argmax(-1) if len(values) else np.empty(0, dtype=np.int64)
-    tokens, top = best.copy(), values[np.arange(len(best)), best][:, None]
+    tokens = best.copy()
+    top = values[np.arange(len(best)), best][:, None]
     tokens[np.isnan(top[:, 0])] = NO_TOKEN
     temperature = rows.temperature.numpy()[:, None]
-    scale, noise = 1 / np.maximum(temperature, np.float32(MIN_TEMPERATURE)), Gumbel(logits.shape[1])
+    scale = 1 / np.maximum(temperature, np.float32(MIN_TEMPERATURE))
+    noise = Gumbel(logits.shape[1])
     min_sums = noise.at(words, best)  # the best token has score 0
     racing = np.flatnonzero(np.isfinite(top) & (temperature > 0))
     ranked = (top_k[racing] > 0) & filtered
@@ -148,7 +156,8 @@ def sample_rows_numpy(logits: Tensor, rows: RowParams, filtered: bool) -> Tensor
             tokens[places] = winners = noise.race(scores, words[places], min_sums[places])
             if filtered and not exact:
                 winner_scores = scores[np.arange(len(winners)), winners]
-                below_top, below_places = winner_scores < 0, places[winner_scores < 0]
+                below_top = winner_scores < 0
+                below_places = places[winner_scores < 0]
                 limits = top_p[below_places], min_p[below_places]
                 passed = _passes_filters(scores[below_top], winner_scores[below_top], *limits)
                 doubtful.append(below_places[~passed])
@@ -158,7 +167,8 @@ def sample_rows_numpy(logits: Tensor, rows: RowParams, filtered: bool) -> Tensor
 def _passes_filters(scores: Any, winner_scores: Any, top_p: Any, min_p: Any) -> NDArray[np.bool_]:
     """scores [R, V], winner_scores, top_p, min_p [R] -> [R]: whether the winner surely passes top-p
     and min-p, however `filter_mask` rounds."""
-    weights, weight = np.exp(scores), np.exp(winner_scores)
+    weights = np.exp(scores)
+    weight = np.exp(winner_scores)
     above = (weights * (scores > winner_scores[:, None] - ROUNDING_TOLERANCE)).sum(-1) - weight
     nucleus = np.where(top_p < 1, top_p - ROUNDING_TOLERANCE, 2) * weights.sum(-1)
     return (above < nucleus) & (weight * (1 - ROUNDING_TOLERANCE) >= min_p)

@@ -81,7 +81,9 @@ class SamplingState:
     ):
         """kernels: use Triton kernels."""
         num_slots += 1
-        self.device, self.vocab_size, self.kernels = device, vocab_size, kernels
+        self.device = device
+        self.vocab_size = vocab_size
+        self.kernels = kernels
         self.tables = Tables.make(num_slots, vocab_size, device)
         # Rows: temperature, top_p, min_p; top_k, key.
         self.floats = torch.zeros(3, num_slots, dtype=torch.float32, device=device)
@@ -89,11 +91,14 @@ class SamplingState:
         self.named = torch.zeros(num_slots, MAX_NAMED, dtype=torch.int64, device=device)
         self._modes = [GREEDY] * num_slots
         self._score_columns: list[slice | None] = [None] * num_slots
-        self._process, self._argmax, self._sample_rows = process, argmax, sample_rows
+        self._process = process
+        self._argmax = argmax
+        self._sample_rows = sample_rows
         if kernels:
             from strobe.kernels import processors, sampling
 
-            self._process, self._argmax = processors.process, sampling.argmax
+            self._process = processors.process
+            self._argmax = sampling.argmax
             self._sample_rows = sampling.sample_rows
 
     @staticmethod
@@ -113,11 +118,13 @@ class SamplingState:
             biased = bool(s.logit_bias) or s.allowed_token_ids is not None
             processed = biased or s.penalizes or s.min_tokens > 0
             structured = s.structured_outputs is not None
-            ids, top = s.logprob_token_ids, s.logprobs
+            ids = s.logprob_token_ids
+            top = s.logprobs
             columns = None if top is None else slice(MAX_NAMED, MAX_NAMED + top)
             if ids:
                 self.named[a.slot, : len(ids)] = upload(ids, self.device)
-                columns, top = slice(len(ids)), 0
+                columns = slice(len(ids))
+                top = 0
             self._score_columns[a.slot] = columns
             mode = SamplingMode(s.temperature > 0, s.filters, processed, structured, top)
             self._modes[a.slot] = mode
@@ -133,8 +140,11 @@ class SamplingState:
 
     def _fill(self, admission: Admission) -> None:
         """Write a slot's rows of the processors' tables."""
-        slot, s, tables = admission.slot, admission.sampling, self.tables
-        bias, flags = tables.bias[slot], tables.flags[slot]
+        slot = admission.slot
+        s = admission.sampling
+        tables = self.tables
+        bias = tables.bias[slot]
+        flags = tables.flags[slot]
         bias.fill_(0.0 if s.allowed_token_ids is None else float("-inf"))
         if s.allowed_token_ids is not None:
             bias.index_fill_(0, upload(s.allowed_token_ids, self.device), 0.0)
@@ -196,5 +206,6 @@ class SamplingState:
         only if the mode is processed."""
         committed = torch.arange(tokens.shape[1], device=self.device) <= accepted[:, None]
         committed &= active[:, None] > 0
-        cells, counts = slots[:, None] * self.vocab_size + tokens.clamp(min=0), self.tables.counts
+        cells = slots[:, None] * self.vocab_size + tokens.clamp(min=0)
+        counts = self.tables.counts
         counts.view(-1).index_add_(0, cells.view(-1), committed.view(-1).to(torch.int32))

@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 REPEATS = 4  # min steps of each kind that count
 SUSTAINED = 0.2  # seconds of each kind on a GPU, which then runs at the clock that it can sustain
 SECONDS = {"cuda": 60.0, "cpu": 5.0}  # after which no further kind is timed
-LONG_PROMPT, MAX_LONG_PROMPTS = 2048, 16
+LONG_PROMPT = 2048
+MAX_LONG_PROMPTS = 16
 MAX_REQUESTS = {"cuda": 2**30, "cpu": 8}  # beyond, a CPU's costs go on as a line
 _MAX_STEPS = 400  # after which a kind that has not run is given up
 
@@ -32,7 +33,8 @@ class FixedDraftPolicy(DraftPolicy):
     """Plans one kind of step. timed: work and milliseconds of its decoding steps."""
 
     def __init__(self, adaptive: AdaptiveDraftPolicy):
-        self.adaptive, self.option = adaptive, Option()
+        self.option = Option()
+        self.adaptive = adaptive
         self.timed: list[tuple[StepWork, float]] = []
 
     def plan(self, candidates: Sequence[Candidate], load: BatchLoad) -> DraftPlan:
@@ -49,12 +51,15 @@ class FixedDraftPolicy(DraftPolicy):
 
 def measure_costs(engine: Engine) -> None:
     """Set the costs of an adaptive policy. Leaves no other trace in the engine or the policy."""
-    adaptive, limits = engine.scheduler.draft_policy, engine.limits
+    adaptive = engine.scheduler.draft_policy
+    limits = engine.limits
     has_room = limits.max_model_len > 5 * limits.lookahead
     if not (has_room and isinstance(adaptive, AdaptiveDraftPolicy)):
         return
-    start, device = time.perf_counter(), engine.resolved.device.type
-    timing, steps = _Timing(engine, adaptive), list[tuple[StepWork, float]]()
+    start = time.perf_counter()
+    device = engine.resolved.device.type
+    timing = _Timing(engine, adaptive)
+    steps = list[tuple[StepWork, float]]()
     for kind in _kinds(engine, adaptive):
         timed = timing.run(*kind, SUSTAINED if device == "cuda" else 0.0)
         if timed:
@@ -72,7 +77,8 @@ def _kinds(engine: Engine, adaptive: AdaptiveDraftPolicy) -> Iterator[tuple[int,
     """Yield number of requests, prompt tokens of each, and drafts: on a GPU plain steps with long
     contexts; then plain steps, and for each width the fewest drafts and all, to tell the cost of
     drafting from the cost of rows."""
-    limits, device = engine.limits, engine.resolved.device.type
+    limits = engine.limits
+    device = engine.resolved.device.type
     positions = (engine.components.pool.capacity - 1) * limits.page_size
     max_requests = min(limits.max_num_seqs, MAX_REQUESTS[device])
     size = min(LONG_PROMPT, limits.max_model_len - 5 * limits.lookahead)
@@ -93,7 +99,8 @@ class _Timing:
     """Runs requests in an engine, one kind of step at a time."""
 
     def __init__(self, engine: Engine, adaptive: AdaptiveDraftPolicy):
-        self.engine, self.requests = engine, list[Request]()
+        self.requests = list[Request]()
+        self.engine = engine
         method = engine.proposers.device_method
         self.params = _ENDLESS.clone(speculation={"method": method})
         self.policy = engine.scheduler.draft_policy = FixedDraftPolicy(adaptive)
@@ -104,16 +111,19 @@ class _Timing:
         """Run steps of `count` requests with prompts of `size` tokens for so many seconds, after
         the first ones, which compile and capture. Return work and milliseconds of the later half,
         or nothing if such steps do not come about."""
-        policy, until = self.policy, 0.0
+        policy = self.policy
+        until = 0.0
         if any(request.num_prompt != size for request in self.requests):
             self.end()
-        policy.option, policy.timed = option, []
+        policy.option = option
+        policy.timed = []
         for _ in range(_MAX_STEPS):
             self._fill(count, size)
             self.engine.step()
             timed = [step for step in policy.timed if step[0].requests == count]
             if not until and len(timed) > self.engine.max_in_flight:
-                until, policy.timed = time.perf_counter() + seconds, []
+                until = time.perf_counter() + seconds
+                policy.timed = []
             elif len(timed) >= REPEATS and time.perf_counter() > until:
                 return timed[-max(REPEATS, len(timed) // 2) :]
         return []

@@ -61,7 +61,9 @@ class _WarmUp:
     """Runs requests that lead to one kind of step each."""
 
     def __init__(self, engine: Engine, deadline: float):
-        self.engine, self.limits, self.deadline = engine, engine.limits, deadline
+        self.engine = engine
+        self.limits = engine.limits
+        self.deadline = deadline
         self.requests: list[Request] = []
         self.draft_policy = engine.scheduler.draft_policy
         # Not an adaptive policy, which would learn from these artificial requests.
@@ -78,7 +80,8 @@ class _WarmUp:
 
     def prefill(self) -> None:
         """Prefill one prompt with the maximum rows of a step."""
-        limits, pool = self.limits, self.engine.components.pool
+        limits = self.limits
+        pool = self.engine.components.pool
         room = (pool.capacity - 1) * limits.page_size - 2 * limits.lookahead  # tokens
         size = min(limits.max_num_batched_tokens, limits.max_model_len - 1, room)
         if size > 0:

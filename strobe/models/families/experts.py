@@ -45,7 +45,8 @@ class Router(nn.Module):
 
     def __init__(self, hidden_size: int, shape: ExpertShape, *, bias: bool = False):
         super().__init__()
-        self.top_k, self.normalized = shape.top_k, shape.normalized
+        self.top_k = shape.top_k
+        self.normalized = shape.normalized
         self.weight = nn.Parameter(torch.empty(shape.count, hidden_size))
         self.bias = nn.Parameter(torch.empty(shape.count)) if bias else None
         self.joined: LinearView | None = None
@@ -75,7 +76,9 @@ class Experts(nn.Module):
         bias: bool = False,
     ):
         super().__init__()
-        self.size, self.gate, self.held = shape.moe_intermediate_size, gate, shape.held
+        self.size = shape.moe_intermediate_size
+        self.gate = gate
+        self.held = shape.held
         self.first, self.count = shape.held or (0, shape.count)
         both = {"gate_proj": self.size, "up_proj": self.size}
         outputs = 2 * self.size if gate.name == "clamped" else both  # which take turns
@@ -89,8 +92,10 @@ class Experts(nn.Module):
 
     def weight_mapping(self) -> WeightMapping:
         """Most checkpoints have three linear layers per expert. Biases are stacked."""
-        size, hidden = self.size, self.down_proj.out_features
-        gate_up, down = list[WeightPart](), list[WeightPart]()
+        size = self.size
+        hidden = self.down_proj.out_features
+        gate_up = list[WeightPart]()
+        down = list[WeightPart]()
         for e in range(self.count):
             for first, name in ((0, "gate_proj"), (size, "up_proj")):
                 sources = {f"{self.first + e}.{name}.weight": (size, hidden)}
@@ -106,7 +111,9 @@ class SparseMLP(nn.Module):
 
     def __init__(self, router: Router, experts: Experts, *, called: str = "router"):
         super().__init__()
-        self.router, self.experts, self.called = router, experts, called
+        self.router = router
+        self.experts = experts
+        self.called = called
 
     def weight_mapping(self) -> WeightMapping:
         return {

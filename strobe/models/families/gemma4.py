@@ -45,7 +45,8 @@ OUTER = frozenset(
 )  # fmt: skip
 """Keys outside `text_config` without effect on the text decoder."""
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL = "full_attention"
+SLIDING = "sliding_attention"
 ROPES: dict[str, dict[str, Any]] = {
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
@@ -65,7 +66,8 @@ def read_types(fields: Fields) -> list[str]:
 
 def read_ropes(fields: Fields, types: list[str]) -> dict[str, RopeConfig]:
     """Return the rope of each layer type in use."""
-    parameters, ropes = fields.object("rope_parameters") or ROPES, dict[str, RopeConfig]()
+    parameters = fields.object("rope_parameters") or ROPES
+    ropes = dict[str, RopeConfig]()
     max_position = fields.integer("max_position_embeddings", 131072)
     for kind in sorted(set(types)):
         rope_fields = parameters.get(kind)
@@ -91,8 +93,10 @@ def read_ropes(fields: Fields, types: list[str]) -> dict[str, RopeConfig]:
 def read_shapes(fields: Fields, types: list[str]) -> tuple[LayerShape, ...]:
     """Return each layer's heads. Full layers have fewer, wider heads and may use keys as values.
     The sizes come from global_head_dim and num_global_key_value_heads, or from each layer."""
-    ropes, shared = read_ropes(fields, types), fields.flag("attention_k_eq_v")
-    heads, width = fields.integer("num_key_value_heads", 4), fields.integer("head_dim", 256)
+    ropes = read_ropes(fields, types)
+    shared = fields.flag("attention_k_eq_v")
+    heads = fields.integer("num_key_value_heads", 4)
+    width = fields.integer("head_dim", 256)
     full = {"head_dim": fields.integer("global_head_dim", 512)}
     if fields.get("num_global_key_value_heads") is not None:
         global_kv_heads = fields.integer("num_global_key_value_heads")
@@ -305,7 +309,8 @@ class Gemma4SparseLayer(Gemma4Layer):
 
     def __init__(self, config: DecoderConfig, layer: int, shape: ExpertShape):
         super().__init__(config, layer)
-        size, eps = config.hidden_size, config.rms_norm_eps
+        size = config.hidden_size
+        eps = config.rms_norm_eps
         self.router = Gemma4Router(size, shape, eps)
         self.experts = Experts(size, shape, Gate("gelu_tanh"))
         self.post_feedforward_layernorm_1 = RMSNorm(size, eps)
@@ -316,7 +321,8 @@ class Gemma4SparseLayer(Gemma4Layer):
         norms = self.post_attention_layernorm, self.pre_feedforward_layernorm_2
         x.value, y = ops.gates.add_norm_twice(x.value, mixed, *norms)
         fed = self.feed(ops, x)
-        logits, layer = self.router.logits(ops, x.value), self.experts.layer(self.router.routing)
+        logits = self.router.logits(ops, x.value)
+        layer = self.experts.layer(self.router.routing)
         routed = ops.experts(y, logits, layer, None, rows)
         norms = self.post_feedforward_layernorm_1, self.post_feedforward_layernorm_2
         norms = *norms, self.post_feedforward_layernorm

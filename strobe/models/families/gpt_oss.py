@@ -90,7 +90,8 @@ def make(config: TargetConfig, max_positions: int) -> Target:
 
 
 def make_mlp(decoder: DecoderConfig) -> SparseMLP:
-    shape, size = decoder.experts, decoder.hidden_size
+    shape = decoder.experts
+    size = decoder.hidden_size
     assert shape is not None
     experts = GptOssExperts(size, shape, Gate("clamped", shape.limit), bias=True)
     return SparseMLP(Router(size, shape, bias=True), experts)

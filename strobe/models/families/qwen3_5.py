@@ -174,7 +174,9 @@ class GatedDeltaNet(nn.Module):
 
     def __init__(self, config: DecoderConfig, spec: StateSpec, layer: int):
         super().__init__()
-        self.layer, hidden, width = layer, config.hidden_size, spec.heads * spec.value_dim
+        self.layer = layer
+        hidden = config.hidden_size
+        width = spec.heads * spec.value_dim
         keys = spec.key_heads * spec.key_dim
         self.channels = keys, keys, width
         self.in_proj_qkv = Linear(hidden, spec.channels)
@@ -233,7 +235,8 @@ class SharedMLP(SparseMLP):
     def join(self) -> None:
         """Make the shared MLP one more expert, if it is as large as one and no rank has whole
         experts."""
-        experts, shared = self.experts, self.shared_expert
+        experts = self.experts
+        shared = self.shared_expert
         if experts.held is not None or self.joined is not None:
             return
         count, size = self.router.weight.shape
@@ -243,7 +246,8 @@ class SharedMLP(SparseMLP):
         gate_up = join_linears(experts.gate_up_proj, shared.gate_up_proj)
         down = join_linears(experts.down_proj, shared.down_proj)
         if router and gate_up and down:
-            self.router.joined, self.joined = router, (gate_up, down)
+            self.router.joined = router
+            self.joined = (gate_up, down)
 
     @property
     def layer(self) -> ExpertsLayer:
@@ -254,7 +258,8 @@ class SharedMLP(SparseMLP):
     def forward(self, ops: TorchOps, x: Residual, norm: RMSNorm, rows: ForwardRows) -> None:
         if self.joined is not None:
             return super().forward(ops, x, norm, rows)
-        y, shared = ops.norm(x.value, norm), self.shared_expert
+        y = ops.norm(x.value, norm)
+        shared = self.shared_expert
         inner = ops.linear(y, shared.gate_up_proj, "silu")
         gate = ops.linear(y, self.shared_expert_gate)
         output = ops.gates.gate(ops.linear(inner, shared.down_proj), gate, x.value)
@@ -311,7 +316,9 @@ class RecurrentLayer(Layer):
 
 
 def make(config: Qwen35Config, max_positions: int) -> Target:
-    decoder, types, layers = config.decoder, config.layer_types, list[Layer]()
+    decoder = config.decoder
+    types = config.layer_types
+    layers = list[Layer]()
     for i, kind in enumerate(types):
         index = types[:i].count(kind)  # among layers of the same type
         mlp = None if decoder.experts is None else SharedMLP(decoder, decoder.experts)

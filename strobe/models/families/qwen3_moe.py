@@ -22,7 +22,8 @@ def read_experts(fields: Fields) -> ExpertShape:
     """Read the experts. They replace the MLP of every decoder_sparse_step-th layer that is not in
     mlp_only_layers."""
     count, top_k = read_counts(fields, 128, 8)
-    step, dense = fields.integer("decoder_sparse_step", 1), fields.ids("mlp_only_layers") or []
+    step = fields.integer("decoder_sparse_step", 1)
+    dense = fields.ids("mlp_only_layers") or []
     layers = range(fields.integer("num_hidden_layers"))
     if unknown := [i for i in dense if i not in layers]:
         raise ValueError(

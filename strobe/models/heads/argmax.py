@@ -19,7 +19,8 @@ class ArgmaxHead(Head):
     """Has no weights. Greedy drafts need no logits in memory."""
 
     def forward(self, model: Backbone, block: BlockRows) -> Drafts:
-        shape, rows = block.hidden.shape[:2], block.hidden.flatten(0, 1)
+        shape = block.hidden.shape[:2]
+        rows = block.hidden.flatten(0, 1)
         if not block.greedy:
             return block.choose(model.head_part(rows).unflatten(0, shape), 0)
         if not block.margins:

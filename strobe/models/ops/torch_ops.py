@@ -72,7 +72,9 @@ class ForwardRows:
     __slots__ = ("_angles", "attend", "paged", "positions", "recurrent", "tables")
 
     def __init__(self, positions: Tensor, attend: Any, tables: Sequence[RotaryTable]):
-        self.positions, self.tables, self.recurrent = positions, tables, attend
+        self.positions = positions
+        self.tables = tables
+        self.recurrent = attend
         self.attend: Attend = attend.attend if isinstance(attend, RecurrentPlan) else attend
         self.paged = self.attend if isinstance(self.attend, PagedPlan) else None
         self._angles: dict[RotaryTable, Rope] = {}
@@ -135,9 +137,11 @@ class TorchOps:
         """Norm and rotate the heads, store keys and values, attend: qkv [T, (Hq + 2 Hkv) D] from
         the layer's linear -> [T, Hq * D]."""
         qkv = qkv.view(qkv.shape[0], -1, attention.head_dim)
-        q_heads, kv_heads = attention.q_heads, attention.kv_heads
+        q_heads = attention.q_heads
+        kv_heads = attention.kv_heads
         # A layer without its own values uses its keys.
-        qk, v = qkv[:, : q_heads + kv_heads], qkv[:, -kv_heads:]
+        qk = qkv[:, : q_heads + kv_heads]
+        v = qkv[:, -kv_heads:]
         if (norms := attention.norms()) is not None:
             qk = (unit_rms(qk, attention.eps, norms[1]) * norms[0]).to(qk.dtype)
         qk = rotate(qk, rows.angles(attention.layer))
@@ -152,7 +156,8 @@ class TorchOps:
         """Add the weighted outputs of the experts that each row's logits [T, E] choose onto a
         tensor [T, H], or return them: x [T, H] -> [T, H]."""
         routing, gate_up, down, gate = layer
-        routed, complete = reference_experts.route(logits, routing), routing.held is None
+        routed = reference_experts.route(logits, routing)
+        complete = routing.held is None
         return reference_experts.experts(x, *routed, gate_up, down, gate, onto, complete=complete)
 
     def delta_rule(self, x: DeltaInput, layer: int, rows: ForwardRows) -> Tensor:
@@ -160,7 +165,8 @@ class TorchOps:
         2412.06464), and the norm after it -> [T, Hv Dv]. layer: index among the recurrent layers.
         """
         plan: RecurrentPlan = rows.recurrent
-        spans, held = plan.groups, plan.stored(layer)
+        spans = plan.groups
+        held = plan.stored(layer)
         return gated_mix(x, spans, held, plan.states.spec)
 
     def head(self, x: Tensor, norm: RMSNorm, head: AnyLinear) -> Tensor:

@@ -68,7 +68,8 @@ class TritonOps(TorchOps):
     def linear(
         self, x: Tensor, linear: AnyLinear, activation: Activation | None = None, **norm: Any
     ) -> Tensor:
-        (weight, bias), gated = self._weight(linear), activation is not None
+        gated = activation is not None
+        weight, bias = self._weight(linear)
         gelu = activation == "gelu_tanh"
         return self.gemms.linear(x, weight, bias=bias, gated=gated, gelu=gelu, **norm)
 
@@ -116,13 +117,15 @@ class TritonOps(TorchOps):
     ) -> Tensor:
         if not serves(x, layer.gate_up):
             return super().experts(x, logits, layer, onto, rows)
-        first, second = self._weight(layer.gate_up), self._weight(layer.down)
+        first = self._weight(layer.gate_up)
+        second = self._weight(layer.down)
         sizes = None if rows.paged is None else rows.paged.sizes
         return experts(x, logits, layer.routing, first, second, layer.gate, onto, sizes)
 
     def delta_rule(self, x: DeltaInput, layer: int, rows: ForwardRows) -> Tensor:
         plan: RecurrentPlan = rows.recurrent
-        longest, stored = plan.batch.longest, plan.stored(layer)
+        longest = plan.batch.longest
+        stored = plan.stored(layer)
         return mix(x, plan.spans, stored, longest, plan.states.spec)
 
     def argmax(self, x: Tensor, norm: RMSNorm, head: AnyLinear) -> Tensor:
@@ -140,5 +143,6 @@ class TritonOps(TorchOps):
     def store_context(
         self, kv: Tensor, weights: ContextWeights, rows: ForwardRows, slots: Tensor, store: KVStore
     ) -> None:
-        cos, sin = rows.tables[0].cos, rows.tables[0].sin
+        cos = rows.tables[0].cos
+        sin = rows.tables[0].sin
         context_store(kv, weights.gains, weights.eps, cos, sin, rows.positions, slots, store.data)

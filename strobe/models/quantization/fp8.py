@@ -72,7 +72,8 @@ def _hold_blocks(
 ) -> WeightMapping:
     """Make experts hold their values, and each block's scale once per row."""
     count, outputs, inputs = linear.weight.shape
-    values, scales = list[WeightPart](), list[WeightPart]()
+    values = list[WeightPart]()
+    scales = list[WeightPart]()
     for part in parts:
         (name,) = part.sources
         *outer, rows, _ = linear.weight[part.at].shape
@@ -185,7 +186,8 @@ class Fp8Groups:
 def hold_rows(linear: Linear, weight: Tensor) -> Tensor:
     """Return the values of a layer's weight in FP8, and make the layer hold them."""
     rows, scale = fp8_rows(weight.flatten(0, -2))
-    linear.scale, linear.format = scale.view(weight.shape[:-1]), FP8_ROWS
+    linear.scale = scale.view(weight.shape[:-1])
+    linear.format = FP8_ROWS
     rows = rows.view(weight.shape)
     return rows if weight.ndim == 2 else rows.view(torch.uint8)
 

@@ -92,7 +92,8 @@ class GGUFFile(MappedFile):
 
 def _reordered_heads(header: GGUFHeader, name: str) -> int:
     """Return the number of heads in a tensor that llama.cpp reordered, which it does for Llama."""
-    metadata, module = header.metadata, name.split(".")[-2:-1]
+    metadata = header.metadata
+    module = name.split(".")[-2:-1]
     if metadata["general.architecture"] != "llama" or module not in (["attn_q"], ["attn_k"]):
         return 0
     count = metadata["llama.attention.head_count"]

@@ -24,7 +24,8 @@ def hold(
     data = torch.empty(values, dtype=torch.uint8, device=device)
     linear.weight = nn.Parameter(data, requires_grad=False)
     linear.scale = torch.empty(scale, dtype=scale_dtype, device=device)
-    linear.format, linear.fixed = format, True
+    linear.format = format
+    linear.fixed = True
 
 
 def scale_at(at: Index) -> Index:

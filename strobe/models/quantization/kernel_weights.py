@@ -16,7 +16,9 @@ from strobe.models.quantization.mxfp4 import BLOCK, Mxfp4
 
 def kernel_weight(linear: AnyLinear) -> Weight | PackedWeight | None:
     """Return the layer's weight for kernels, None if there is none for its format."""
-    weight, scale, stored = linear.weight, linear.scale, linear.format
+    weight = linear.weight
+    scale = linear.scale
+    stored = linear.format
     if stored is None or scale is None:
         return Weight(weight)
     if weight.ndim == 2:
@@ -52,7 +54,8 @@ def join_all(model: nn.Module) -> None:
 def join_linears(*linears: AnyLinear) -> LinearView | None:
     """Return a layer with the outputs of all, or experts and one more of their shape; the weights
     become views of its weight. None if shapes differ, or if one has a bias or is quantized."""
-    weights, most = [x.weight for x in linears], max(x.weight.ndim for x in linears)
+    weights = [x.weight for x in linears]
+    most = max(x.weight.ndim for x in linears)
     parts = [weight.data if weight.ndim == most else weight.data[None] for weight in weights]
     if any(x.bias is not None or x.format or x.product for x in linears):
         return None

@@ -77,7 +77,8 @@ def apply(
     mapping = dict(mapping)
     for path, linear in module.named_modules():
         if isinstance(linear, Linear) and linear.weight.ndim == 3:
-            weight, (count, outputs, inputs) = linear.weight, linear.weight.shape
+            weight = linear.weight
+            count, outputs, inputs = linear.weight.shape
             parts = mapping[f"{path}.weight"]
             mapping[f"{path}.weight"] = [
                 _part(part, weight, "blocks", fill_values) for part in parts
@@ -85,7 +86,8 @@ def apply(
             mapping[f"{path}.scale"] = [
                 _part(part, weight, "scales", fill_scales) for part in parts
             ]
-            values, words = (count, outputs, -(-inputs // 64) * BLOCK), -(-inputs // 128)
+            values = (count, outputs, -(-inputs // 64) * BLOCK)
+            words = -(-inputs // 128)
             hold(linear, values, (count, words, outputs), torch.int32, Mxfp4(inputs))
     return mapping
 

@@ -120,7 +120,8 @@ def int4_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
     are kept.
     """
     groups = weight.unflatten(1, (-1, GROUP))
-    low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
+    low = groups.amin(2, keepdim=True)
+    high = groups.amax(2, keepdim=True)
     largest = torch.where(high > -low, high, low)
     spanned = _rounded(groups, (high - low) / 15, low)
     centred = _rounded(groups, largest / -8, None)
@@ -158,7 +159,8 @@ def packed_format(
     """Return the format for a weight_dtype, None if weights stay as they are. For models in float32
     auto is float16 if the target's weights were trained or stored in at most 16 bits, else float32.
     Raises ValueError if weights cannot be packed."""
-    wanted, unsupported = name, None
+    wanted = name
+    unsupported = None
     if name not in FORMATS:
         wanted = "float16" if target.dtype != "float32" and _has_fbgemm() else "float32"
     if device.type != "cpu":

@@ -67,7 +67,9 @@ class Driver:
     """Sends requests to an engine and times their tokens."""
 
     def __init__(self, engine: ReplayEngine, settings: LoadSettings, way: str, count: int):
-        self.engine, self.settings, self.count = engine, settings, count
+        self.engine = engine
+        self.settings = settings
+        self.count = count
         drafts = {"plain": 0, "adaptive": None}
         max_drafts = drafts[way] if way in drafts else int(way)
         self.params = SamplingParams(
@@ -87,7 +89,8 @@ class Driver:
         At a concurrency of n, the clock starts when the first n requests all have a token and stops
         when fewer than n are left; at a rate, it runs from the first request until all have ended.
         """
-        waiting, run = deque(arrivals), LoadRun()
+        waiting = deque(arrivals)
+        run = LoadRun()
         synchronize(self.engine.resolved.device)
         run.began = start = time.perf_counter()
         full = bool(self.settings.rate)
@@ -126,13 +129,15 @@ class Driver:
             run.requests.append(times)
 
     def _step(self, run: LoadRun) -> None:
-        events, now = self.engine.step(), time.perf_counter()
+        events = self.engine.step()
+        now = time.perf_counter()
         run.steps += bool(events)
         for event in events:
             run.count(event)
             _, times = self.active[event.key]
             times.first = times.first or now
-            times.last, times.tokens = now, times.tokens + len(event.tokens)
+            times.tokens = times.tokens + len(event.tokens)
+            times.last = now
             if event.finish_reason is not None:
                 del self.active[event.key]
 

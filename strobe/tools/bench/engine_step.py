@@ -133,7 +133,8 @@ def _check_fits(settings: StepSettings, setup: ResolvedConfig) -> None:
     """Raise ValueError if prompts and steps do not fit the context, or the drafts the block."""
     if settings.routing == "even":
         check_experts(setup.target.decoder)
-    limits, drafts = setup.limits, setup.limits.num_drafts
+    limits = setup.limits
+    drafts = setup.limits.num_drafts
     accepted = settings.acceptance_length if setup.draft is not None else 1.0
     if accepted > drafts + 1:
         raise ValueError(
@@ -163,7 +164,8 @@ def _check_fits(settings: StepSettings, setup: ResolvedConfig) -> None:
 
 def _check_pages(settings: StepSettings, engine: Engine) -> None:
     """Raise ValueError if there are too few pages for all requests at once."""
-    limits, pool = engine.limits, engine.components.pool
+    limits = engine.limits
+    pool = engine.components.pool
     accepted = settings.acceptance_length if engine.resolved.draft is not None else 1.0
     steps = settings.warmup + settings.steps
     longest = max(settings.prompt_lens) + math.ceil(steps * accepted) + 2 * limits.lookahead
@@ -186,7 +188,8 @@ def _measure(
     """Time the steps and prefills of one way, with an engine that lives only for this call."""
     say(f"{name}: building the engine")
     forced = settings.acceptance_length if name != "plain" else None
-    max_rows, evenly = setup.limits.max_num_batched_tokens, settings.routing == "even"
+    max_rows = setup.limits.max_num_batched_tokens
+    evenly = settings.routing == "even"
     prepare = partial(route_evenly, max_rows=max_rows) if evenly else None
     engine = start_engine(setup, simulated_acceptance=forced, prepare=prepare)
     _check_pages(settings, engine)
@@ -260,7 +263,8 @@ def decode(
 ) -> Window:
     """Prefill all prompts, decode for `warmup` steps, then time `steps` more, synchronizing with
     the device only before the first and after the last of these."""
-    device, on_phase = engine.resolved.device, engine.on_phase
+    device = engine.resolved.device
+    on_phase = engine.on_phase
     requests = [engine.add(prompt, params) for prompt in prompts]
     try:
         while not _all_decode(engine, len(requests)):
@@ -270,13 +274,15 @@ def decode(
         if timeline is not None:
             engine.on_phase = timeline.mark
         synchronize(device)
-        before, began = _tokens(requests), time.perf_counter()
+        before = _tokens(requests)
+        began = time.perf_counter()
         for _ in range(steps):
             engine.step()
         if timeline is not None:
             timeline.stop()
         synchronize(device)
-        seconds, after = time.perf_counter() - began, _tokens(requests)
+        seconds = time.perf_counter() - began
+        after = _tokens(requests)
         _check_running(engine, requests)
     finally:
         engine.on_phase = on_phase

@@ -84,8 +84,10 @@ class Shapes:
         plus the states of recurrent layers. Expert weights are read if any row is expected to use
         them; operations count the top-k experts of each row.
         """
-        decoder, rows = self.target.decoder, requests * self.rows
-        touched, widths = touched_experts(decoder, rows), self.widths
+        decoder = self.target.decoder
+        rows = requests * self.rows
+        touched = touched_experts(decoder, rows)
+        widths = self.widths
         read, small = layer_values(self.target, touched)
         packed = 0.0 if widths.experts is None else widths.experts - widths.linear
         values, _ = layer_values(self.target, active_experts(decoder))
@@ -115,7 +117,8 @@ class Shapes:
         """
         if self.draft is None:
             return Work()
-        decoder, rows = self.draft.decoder, requests * self.rows
+        decoder = self.draft.decoder
+        rows = requests * self.rows
         values = linear_values(decoder)
         head = decoder.hidden_size * self.draft.head_rows
         block = self.draft.block_size
@@ -212,8 +215,10 @@ def layer_values(target: TargetConfig, experts: float | None = None) -> tuple[fl
     """Return the linear and small values of a target. Each recurrent layer adds H (C + 2 Hv Dv +
     2 Hv) linear ones (input of the convolution, gates, decay, output) and the small ones of
     convolution, decay and norm."""
-    decoder, states = target.decoder, target.states
-    linear, small = linear_values(decoder, experts), small_values(decoder)
+    decoder = target.decoder
+    states = target.states
+    linear = linear_values(decoder, experts)
+    small = small_values(decoder)
     if states is not None:
         wide = states.channels + 2 * states.heads * (states.value_dim + 1)
         linear += states.layers * decoder.hidden_size * wide
@@ -285,7 +290,8 @@ def attention_operations(decoder: DecoderConfig, rows: int, context: float) -> f
     """
     total = 0.0
     for layer, mask in enumerate(decoder.masks):
-        window, width = mask.window or float("inf"), decoder.shape_of(layer).head_dim
+        window = mask.window or float("inf")
+        width = decoder.shape_of(layer).head_dim
         for i in range(rows):
             following = 0 if mask.causal else rows - 1 - i
             total += width * (min(context + i + 1, window) + min(following, window - 1))

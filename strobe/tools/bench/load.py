@@ -105,9 +105,11 @@ def run_load(settings: LoadSettings, config: EngineConfig) -> int:
 def _run_without_capture(driver: Driver, arrivals: Sequence[Arrival]) -> LoadRun:
     """Return the first run that captures no CUDA graph (which takes seconds), or the last of
     MAX_TRIES."""
-    graphs, run = driver.engine.graphs, None
+    graphs = driver.engine.graphs
+    run = None
     for _ in range(MAX_TRIES):
-        num_graphs, run = len(graphs), driver.run(arrivals)
+        num_graphs = len(graphs)
+        run = driver.run(arrivals)
         if len(graphs) == num_graphs:
             break
     assert run is not None
@@ -124,7 +126,8 @@ def _traces(settings: LoadSettings, setup: ResolvedConfig) -> Traces:
 
 def _check_fits(settings: LoadSettings, setup: ResolvedConfig, traces: Traces) -> None:
     """Raise ValueError if an answer does not fit the context, or a way has too many drafts."""
-    limits, max_requests = setup.limits, max(settings.requests)
+    limits = setup.limits
+    max_requests = max(settings.requests)
     if not settings.rate and not settings.steady and 0 < settings.answers < max_requests:
         raise ValueError(
             f"answers is {settings.answers}, but concurrency is {max_requests}; ask for at least "
@@ -152,10 +155,12 @@ def _check_fits(settings: LoadSettings, setup: ResolvedConfig, traces: Traces) -
 
 def _ways(settings: LoadSettings, engine: ReplayEngine) -> dict[str, Callable[[], None]]:
     """Return, for each way, a function that switches the engine to it."""
-    adaptive, fixed = engine.scheduler.draft_policy, DraftPolicy()
+    adaptive = engine.scheduler.draft_policy
+    fixed = DraftPolicy()
 
     def switch(budget: DraftPolicy) -> None:
-        engine.scheduler.draft_policy, engine.drafter.margins = budget, budget is adaptive
+        engine.scheduler.draft_policy = budget
+        engine.drafter.margins = budget is adaptive
 
     return {
         way: lambda budget=adaptive if way == "adaptive" else fixed: switch(budget)
@@ -167,7 +172,8 @@ def _loads(
     settings: LoadSettings, traces: Traces, seed: int
 ) -> Iterator[tuple[Figures, list[Arrival], int]]:
     """Yield each load's labels, its requests, and the number that may run at once."""
-    max_requests, rng = max(settings.requests), random.Random(seed)
+    max_requests = max(settings.requests)
+    rng = random.Random(seed)
     if settings.rate:
         for rate in settings.rates:
             answers = settings.answers or max(24, round(30 * rate))
@@ -185,7 +191,8 @@ def _arrivals(
 ) -> list[Arrival]:
     """Plan a request for each time, with the traces' answers in random order; every answer is used
     once before any repeats."""
-    rng, arrivals = np.random.default_rng(seed), list[Arrival]()
+    rng = np.random.default_rng(seed)
+    arrivals = list[Arrival]()
     while len(arrivals) < len(times):
         for i in rng.permutation(len(traces.lengths)):
             tokens = min(int(traces.lengths[i]), settings.max_tokens or 2**31)
@@ -213,7 +220,8 @@ def _figures(run: LoadRun) -> Figures:
         for share in (50, 99):
             ms = round(float(np.percentile(values, share)), 3) if values else None
             figures[f"{name}_p{share}"] = ms
-    counts, length = run.draft_counts, run.draft_counts.acceptance_length
+    counts = run.draft_counts
+    length = run.draft_counts.acceptance_length
     return {
         "requests": len(run.requests),
         "tokens": run.tokens,

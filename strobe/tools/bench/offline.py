@@ -140,7 +140,8 @@ def answer(
     engine: Engine, prompts: Sequence[Sequence[int]], settings: OfflineSettings, count: int
 ) -> OfflineRun:
     """Answer all prompts, `count` at a time; each next one starts as soon as one has ended."""
-    device, on_phase = engine.resolved.device, engine.on_phase
+    device = engine.resolved.device
+    on_phase = engine.on_phase
     params = SamplingParams(
         temperature=settings.temperature,
         top_p=settings.top_p,
@@ -148,7 +149,8 @@ def answer(
         ignore_eos=settings.ignore_eos,
     )
     run = OfflineRun([], Timeline(device))
-    waiting, active = deque(prompts), dict[Hashable, Request]()
+    waiting = deque(prompts)
+    active = dict[Hashable, Request]()
     engine.on_phase = run.timeline.mark
     synchronize(device)
     began = time.perf_counter()

@@ -32,7 +32,8 @@ class Profile:
     GPU, torch's operations on a CPU."""
 
     def __init__(self, device: torch.device):
-        self.device, self.steps = device, 0
+        self.device = device
+        self.steps = 0
         on_gpu = device.type == "cuda"
         self._profile: Any = profile(
             activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]
@@ -85,7 +86,9 @@ def added_times(
     starts while the previous one runs, and waits for it. events: name, start, end, of any streams.
     """
     ordered = sorted(events, key=lambda event: event[1:])
-    times, idle, busy_until = dict[str, list[float]](), 0.0, ordered[0][1] if ordered else 0.0
+    times = dict[str, list[float]]()
+    idle = 0.0
+    busy_until = ordered[0][1] if ordered else 0.0
     for name, start, end in ordered:
         idle += max(0.0, start - busy_until)
         times.setdefault(name, []).append(max(0.0, end - max(start, busy_until)))
@@ -108,12 +111,15 @@ def floor_by_part(shapes: Shapes, rates: Rates, requests: int, context: float) -
 
 
 def _parts(shapes: Shapes, requests: int, context: float) -> dict[str, Work]:
-    target, widths = shapes.target, shapes.widths
-    decoder, rows = target.decoder, requests * shapes.rows
+    target = shapes.target
+    widths = shapes.widths
+    decoder = target.decoder
+    rows = requests * shapes.rows
     without, _ = layer_values(target, 0)
     read, _ = layer_values(target, touched_experts(decoder, rows))
     active, _ = layer_values(target, active_experts(decoder))
-    head, states = head_values(decoder), 0 if target.states is None else target.states.values
+    head = head_values(decoder)
+    states = 0 if target.states is None else target.states.values
     verify = shapes.verify(requests, context)
     width = widths.linear if widths.experts is None else widths.experts
     experts = (read - without) * width
@@ -152,7 +158,8 @@ def show_profiles(console: Console, rows: list[Figures]) -> None:
 def show_operations(console: Console, title: str, profile: Figures) -> None:
     """Print a table of a profile's longest operations; nothing without any."""
     operations: list[Figures] = profile.get("operations", [])
-    total, shown = sum(part["ms"] for part in operations), operations[:_NUM_SHOWN]
+    total = sum(part["ms"] for part in operations)
+    shown = operations[:_NUM_SHOWN]
     if not total:
         return
     if rest := operations[_NUM_SHOWN:]:

@@ -45,7 +45,8 @@ def directories(name: str, block_size: int | None = None) -> Generator[tuple[str
         yield str(DEMO_MODELS / "target"), str(DEMO_MODELS / "draft")
         return
     with TemporaryDirectory(prefix="strobe-shapes-") as directory:
-        target, draft = _PAIRS[name]["target"], _PAIRS[name]["draft"]
+        target = _PAIRS[name]["target"]
+        draft = _PAIRS[name]["draft"]
         draft = draft | {"block_size": block_size or draft["block_size"]}
         for part, config in (("target", target), ("draft", draft)):
             path = Path(directory, part)

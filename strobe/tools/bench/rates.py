@@ -42,7 +42,8 @@ def _matrix_rate(device: torch.device, dtype: torch.dtype, side: int) -> float:
     left = torch.randn(side, side, generator=noise, device=device).to(dtype)
     right = torch.randn(side, side, generator=noise, device=device).to(dtype)
     if dtype == torch.float8_e4m3fn:
-        scale, columns = torch.ones((), device=device), right.t()
+        scale = torch.ones((), device=device)
+        columns = right.t()
 
         def gemm() -> torch.Tensor:
             return torch._scaled_mm(  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]

@@ -37,7 +37,9 @@ class _RecordingProposer:
     (tokens, margins) per width."""
 
     def __init__(self, drafter: Proposer, widths: Sequence[int]):
-        self.drafter, self.widths, self.capture = drafter, widths, drafter.capture
+        self.drafter = drafter
+        self.widths = widths
+        self.capture = drafter.capture
         self.margins = drafter.margins = True
         self.widths_for = drafter.widths_for
         self.seen: dict[int, list[list[tuple[Any, Any]]]] = {}
@@ -113,7 +115,8 @@ def record(
     engine: RecordingEngine, prompts: Sequence[Sequence[int]], settings: RecordSettings
 ) -> Traces:
     """Answer all prompts, one token per step, and record the drafts at every token."""
-    recorder, widths = engine.recorder, engine.recorder.widths
+    recorder = engine.recorder
+    widths = engine.recorder.widths
     params = SamplingParams(
         temperature=settings.temperature,
         top_p=settings.top_p,
@@ -121,9 +124,11 @@ def record(
         ignore_eos=settings.ignore_eos,
         speculation={"num_drafts": 1},
     )
-    waiting, slots = deque(enumerate(prompts)), dict[int, Request]()
+    waiting = deque(enumerate(prompts))
+    slots = dict[int, Request]()
     requests: list[Request] = []
-    active, answers = set[Hashable](), dict[Hashable, list[list[tuple[Any, Any]]]]()
+    active = set[Hashable]()
+    answers = dict[Hashable, list[list[tuple[Any, Any]]]]()
     while waiting or active:
         while waiting and len(active) < settings.at_once:
             i, prompt = waiting.popleft()

@@ -47,7 +47,8 @@ class ReplayEngine(Engine):
         super().__init__(setup, simulated_acceptance=self._num_accepted, **options)
         (method, self.drafter), *_ = self.proposers.on_device.items()
         device = self.state.device
-        self.widths, self.places = traces.widths, len(traces.right)
+        self.places = len(traces.right)
+        self.widths = traces.widths
         self.right = torch.from_numpy(traces.right).long().flatten().to(device)
         self.margins = [torch.from_numpy(rows).float().to(device) for rows in traces.margins]
         self.first = torch.zeros(self.limits.max_num_seqs + 1, dtype=torch.int64, device=device)
@@ -84,8 +85,10 @@ class _ReplayingProposer:
     """Runs the pair's drafter for its cost, ignores its tokens, and returns the traces' margins."""
 
     def __init__(self, engine: ReplayEngine):
-        self.engine, self.capture = engine, engine.drafter.capture
-        self.margins, self.widths_for = engine.drafter.margins, engine.drafter.widths_for
+        self.engine = engine
+        self.capture = engine.drafter.capture
+        self.margins = engine.drafter.margins
+        self.widths_for = engine.drafter.widths_for
 
     def propose(self, spans: Sequence[Span]) -> Drafts:
         drafts = self.engine.drafter.propose(spans)

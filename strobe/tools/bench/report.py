@@ -30,8 +30,10 @@ Figures = dict[str, Any]
 
 def shapes_of(resolved: ResolvedConfig) -> Shapes:
     """Return the models, rows and value sizes of a verify step with these settings."""
-    config, dtype = resolved.config, resolved.dtype
-    linear, head = dtype.itemsize if config.weight_dtype != "fp8" else 1, dtype.itemsize
+    config = resolved.config
+    dtype = resolved.dtype
+    linear = dtype.itemsize if config.weight_dtype != "fp8" else 1
+    head = dtype.itemsize
     if (packed := resolved.backends.packed) is not None:
         linear = FORMATS[packed].value_bytes
         head = 4 if packed == "float32" else 2

@@ -28,7 +28,8 @@ def route_evenly(model: nn.Module, max_rows: int) -> None:
     """Replace the logits of all routers by seeded noise, which depends on the layer and on the
     row's place in the batch. A router still computes its own logits, for their cost."""
     routers = [layer for layer in model.modules() if isinstance(layer, Router | Gemma4Router)]
-    count, size = len(routers), routers[0].linear.weight.shape[0]
+    count = len(routers)
+    size = routers[0].linear.weight.shape[0]
     noise = torch.Generator().manual_seed(0)
     draw = torch.randn(max_rows + _SHIFT * count, size, generator=noise)
     draw = draw.to(routers[0].weight)
@@ -38,7 +39,8 @@ def route_evenly(model: nn.Module, max_rows: int) -> None:
 
 class _EvenLogits:
     def __init__(self, router: Router | Gemma4Router, draw: Tensor):
-        self.own, self.draw = router.logits, draw
+        self.own = router.logits
+        self.draw = draw
 
     def __call__(self, ops: TorchOps, x: Tensor) -> Tensor:
         rows, columns = self.own(ops, x).shape

@@ -272,7 +272,8 @@ def command_line(command: str, *groups: Any) -> str:
     words = ["strobe", *command.split()]
     for group in groups:
         for f in fields(group):
-            value, default = getattr(group, f.name), None if f.default is MISSING else f.default
+            value = getattr(group, f.name)
+            default = None if f.default is MISSING else f.default
             decided = f.name in DECIDED and isinstance(group, EngineConfig)
             if decided or value == default:
                 continue

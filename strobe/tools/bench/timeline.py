@@ -70,13 +70,15 @@ class Timeline:
         verifies: list[float] = []
         wholes: list[float] = []
         for i in numbers:
-            step, following = self._steps[i], self._steps[i + 1]
+            step = self._steps[i]
+            following = self._steps[i + 1]
             drafts.append(_ms(step["start"], step["draft"]))
             verifies.append(_ms(step["draft"], step["verify"]))
             wholes.append(_ms(step["start"], following["start"]))
         if not wholes:
             return None
-        draft, verify = mean(drafts), mean(verifies)
+        draft = mean(drafts)
+        verify = mean(verifies)
         return Split(len(wholes), draft, verify, mean(wholes) - draft - verify, median(wholes))
 
 

@@ -64,9 +64,12 @@ class Traces:
         if mix == "all":
             return self
         accepted = [self.acceptance_length(self.widths[-1], i) for i in range(len(self.lengths))]
-        order, third = np.argsort(accepted, kind="stable"), max(len(accepted) // 3, 1)
-        starts, halves = self.starts, self.lengths // 2
-        easy, hard = np.sort(order[-third:]), np.sort(order[:third])
+        order = np.argsort(accepted, kind="stable")
+        third = max(len(accepted) // 3, 1)
+        starts = self.starts
+        halves = self.lengths // 2
+        easy = np.sort(order[-third:])
+        hard = np.sort(order[:third])
         if mix == "easy":
             return self._of([[range(starts[i], starts[i] + self.lengths[i])] for i in easy])
         if mix == "hard":
@@ -122,8 +125,10 @@ def load(path: Path) -> Traces:
 def independent(chance: float, widths: Sequence[int], *, seed: int = 0) -> Traces:
     """Generate 64 answers of 512 tokens in which each draft is right with the same probability,
     whatever its place and margin."""
-    rng, lengths = np.random.default_rng(seed), np.full(64, 512)
-    size, max_drafts = int(lengths.sum()), widths[-1]
+    rng = np.random.default_rng(seed)
+    lengths = np.full(64, 512)
+    size = int(lengths.sum())
+    max_drafts = widths[-1]
     wrong = rng.random((size, max_drafts)) >= chance
     run = np.where(wrong.any(1), wrong.argmax(1), max_drafts)
     right = np.minimum(run[:, None], np.array(widths)).astype(np.uint8)

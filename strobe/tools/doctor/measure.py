@@ -234,7 +234,8 @@ def _masked(draft: DraftConfig) -> Iterator[tuple[str, str, DraftConfig]]:
 
 
 def _ropes(draft: DraftConfig, target: RopeConfig) -> Iterator[tuple[str, str, DraftConfig]]:
-    draft_rope, decoder = draft.decoder.rope, draft.decoder
+    draft_rope = draft.decoder.rope
+    decoder = draft.decoder
     for theta in sorted({*BASES, target.theta} - {draft_rope.theta}):
         rope = replace(draft_rope, theta=theta)
         yield (

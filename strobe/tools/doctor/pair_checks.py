@@ -24,7 +24,8 @@ from strobe.tools.doctor.tokenizers import fingerprint
 HASHED_BYTES = 1 << 30
 """Of larger weight files, only the size and SAMPLES evenly spaced pieces of SAMPLE bytes are
 hashed."""
-SAMPLES, SAMPLE = 256, 1 << 20
+SAMPLES = 256
+SAMPLE = 1 << 20
 MASK_NAMES = ("<|mask|>", "<|MASK|>", "<mask>", "[MASK]")
 
 T = TypeVar("T")
@@ -83,7 +84,8 @@ def hashes(directory: Path) -> dict[str, str]:
     """Return SHA-256 digests of config.json and each weight file; a digest of samples says so."""
     digests: dict[str, str] = {}
     for path in sorted([*directory.glob("config.json"), *directory.glob("*.safetensors")]):
-        digest, size = hashlib.sha256(), path.stat().st_size
+        digest = hashlib.sha256()
+        size = path.stat().st_size
         with path.open("rb") as file:
             if size <= HASHED_BYTES:
                 digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
@@ -98,8 +100,10 @@ def hashes(directory: Path) -> dict[str, str]:
 
 def check_fit(report: Report, target: TargetConfig, draft: DraftConfig, path: Path) -> bool:
     """Report the pair's sizes and layout; return whether they fit."""
-    target_decoder, draft_decoder = target.decoder, draft.decoder
-    draft_rope, target_rope = draft_decoder.rope, target_decoder.rope
+    target_decoder = target.decoder
+    draft_decoder = draft.decoder
+    draft_rope = draft_decoder.rope
+    target_rope = target_decoder.rope
     report.facts["fit"] = {
         "hidden size": f"{draft_decoder.hidden_size} for {target_decoder.hidden_size}",
         "vocabulary": f"{draft_decoder.vocab_size} for {target_decoder.vocab_size}",
@@ -194,7 +198,8 @@ def check_tokens(
 def memory_bill(resolved: ResolvedConfig, target: Target, draft: DFlash) -> dict[str, int | str]:
     """Return the bytes of the weights in memory, the bytes per token of both caches, and the tokens
     that fit in the rest; call it before loading. target, draft: on the meta device."""
-    size, groups = resolved.limits.page_size, resolved.kv_groups
+    size = resolved.limits.page_size
+    groups = resolved.kv_groups
     per_token = {name: spec.bytes_per_page(size) // size for name, spec in groups.items()}
     first, second = (
         weight_bytes(
@@ -205,7 +210,8 @@ def memory_bill(resolved: ResolvedConfig, target: Target, draft: DFlash) -> dict
         )
         for module in (target, draft)
     )
-    ranks, free = resolved.split.size, free_memory(resolved.device)
+    ranks = resolved.split.size
+    free = free_memory(resolved.device)
     if resolved.device.type == "cpu":  # which all ranks share
         free //= ranks
     room = max(free - first - second - resolved.state_bytes - resolved.scratch, 0)

@@ -41,11 +41,13 @@ from strobe.tools.doctor.tokenizers import roundtrip_share
 
 MAX_TOKENS = 64
 """Maximum tokens per answer."""
-MIN_STANDARD_ERRORS, MIN_RATIO = 4.0, 1.01
+MIN_STANDARD_ERRORS = 4.0
+MIN_RATIO = 1.01
 """A variant is better if it gains this many standard errors and this many times the tokens."""
 WEAK = 1.5
 """Tokens per step below which speculation hardly pays."""
-MIN_ROUNDTRIP, EXPECTED_ROUNDTRIP = 0.9, 0.98
+MIN_ROUNDTRIP = 0.9
+EXPECTED_ROUNDTRIP = 0.98
 """Share of an answer's tokens that decoding and encoding must preserve. Below the first, the
 tokenizer is at fault; below the second, it is blamed for weak acceptance."""
 
@@ -63,7 +65,8 @@ def run_doctor(config: EngineConfig, *, as_json: bool = False) -> int:
 
 def examine(config: EngineConfig, say: Callable[[str], None] = lambda text: None) -> Report:
     """Check and measure the pair in `config`."""
-    target, draft = Path(config.target), Path(config.draft or "")
+    target = Path(config.target)
+    draft = Path(config.draft or "")
     report = Report(str(target), str(draft))
     say("reading configs, tensors and tokenizer")
     target_config, draft_config, tokenizer, fits = check_files(report, target, draft)
@@ -172,7 +175,8 @@ def _judge(
 ) -> None:
     """Report a wrong tokenizer, a better variant or a weak drafter, and thinking that costs
     acceptance. roundtrip: the share of tokens that decoding and encoding preserves."""
-    first, base = next(iter(runs.values())).per_step, report.variants[0]["tokens"]
+    first = next(iter(runs.values())).per_step
+    base = report.variants[0]["tokens"]
     if roundtrip < MIN_ROUNDTRIP or (roundtrip < EXPECTED_ROUNDTRIP and first < WEAK):
         report.fault(
             "tokenizer",

@@ -66,8 +66,10 @@ class Answering:
     def __init__(
         self, engine: Engine, tokenizer: Tokenizer, params: SamplingParams, thinking: bool
     ):
-        self.engine, self.tokenizer = engine, tokenizer
-        self._params, self._thinking = params, thinking
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self._params = params
+        self._thinking = thinking
         self._running: dict[Hashable, tuple[Request, Conversation, AnswerBuilder]] = {}
 
     def run(

@@ -76,7 +76,8 @@ def load(name: str, settings: EvalSettings) -> DataSet:
     path = Path(settings.data) if settings.data else None
     if name == "custom":
         assert path is not None, "a file is what makes a data set custom"
-        rows, published = read_rows(path), Published("", (), _custom)
+        rows = read_rows(path)
+        published = Published("", (), _custom)
     else:
         published = PUBLISHED[name]
         rows = read_rows(path) if path is not None else _fetch_rows(name, published.files)
@@ -204,12 +205,14 @@ def _mt_bench(row: Row, seconds: float) -> Sample:
 
 
 def _alpaca(row: Row, seconds: float) -> Sample:
-    instruction, context = _text(row, "instruction"), str(row.get("input") or "").strip()
+    instruction = _text(row, "instruction")
+    context = str(row.get("input") or "").strip()
     return Sample((f"{instruction}\n\nInput:\n{context}" if context else instruction,))
 
 
 def _custom(row: Row, seconds: float) -> Sample:
-    turns, expected = _texts(row, "turns"), row.get("answer")
+    turns = _texts(row, "turns")
+    expected = row.get("answer")
     if expected is None:
         return Sample(turns)
     if not isinstance(expected, str | int | float) or isinstance(expected, bool):

@@ -65,7 +65,8 @@ def _record(expected: dict[str, Any], text: str) -> bool:
 def _call(expected: dict[str, Any], text: str) -> bool:
     """Return whether the answer is exactly one call with the right name and arguments."""
     answer = answer_part(text)
-    start, end = "<tool_call>", "</tool_call>"
+    start = "<tool_call>"
+    end = "</tool_call>"
     if answer.count(start) != 1 or not answer.startswith(start) or not answer.endswith(end):
         return False
     return _text(_json(answer.removeprefix(start).removesuffix(end))) == _text(expected)

@@ -83,7 +83,8 @@ class Engines:
     first, since a GPU may not hold two."""
 
     def __init__(self, ways: dict[str, EngineConfig], one_at_a_time: bool):
-        self._ways, self._one_at_a_time = ways, one_at_a_time
+        self._ways = ways
+        self._one_at_a_time = one_at_a_time
         self._llms: dict[str, LLM] = {}
 
     def get(self, way: str, say: Say) -> LLM:
@@ -156,7 +157,8 @@ def _header(
     data_sets: list[DataSet],
 ) -> Figures:
     """Return the figures' first entries: date, machine, pair, settings and data sets."""
-    target, draft = resolved.target, resolved.draft
+    target = resolved.target
+    draft = resolved.draft
     return {
         "evaluation": kind,
         **circumstances(command, resolved),
@@ -200,7 +202,8 @@ def _fill(
     for data in data_sets:  # in the user's order
         keys = [key for key in runs if key[0] == data.name]
         for name, count, way in sorted(keys, key=lambda key: key[1]):
-            run, labels = runs[name, count, way], {"data_set": name, "concurrency": count}
+            run = runs[name, count, way]
+            labels = {"data_set": name, "concurrency": count}
             measured = measures.row(data, run, run_code=settings.allow_code_execution)
             rows.append(labels | {"method": way} | measured)
             if way == "plain":

@@ -211,7 +211,8 @@ def expectations(
     whether the run has enough prompts."""
     expected: dict[str, Expected] = {}
     notes: list[str] = []
-    is_named, pair = pair is not None, pair or _known(resolved)
+    is_named = pair is not None
+    pair = pair or _known(resolved)
     published: dict[str, Expected] = {}
     for figure in pair.figures if pair is not None else ():
         if figure.data_set in prompts:
@@ -234,7 +235,8 @@ def expectations(
             expected[name] = figure
         else:
             notes.append(f"The published figures for {name} are not compared: {reason}.")
-    length, share = settings.expect_acceptance_length, settings.expect_accuracy
+    length = settings.expect_acceptance_length
+    share = settings.expect_accuracy
     if length is not None or share is not None:
         for name in prompts:  # the user's figures replace the published ones
             figure = expected.get(name, Expected(name))
@@ -252,7 +254,8 @@ def expectations(
 
 
 def _known(resolved: ResolvedConfig) -> Pair | None:
-    target, draft = resolved.target, resolved.draft
+    target = resolved.target
+    draft = resolved.draft
     if draft is None:
         return None
     matching = (pair for pair in PAIRS if pair.facts is not None and pair.facts.hold(target, draft))

@@ -28,7 +28,8 @@ def boxed(text: str) -> str | None:
         if match[1] is not None:
             answer = match[1]
             continue
-        depth, end = 1, match.end()
+        depth = 1
+        end = match.end()
         while end < len(text) and depth:
             depth += (text[end] == "{") - (text[end] == "}")
             end += 2 if text[end] == "\\" else 1
@@ -87,7 +88,8 @@ def mathematics(text: str, *, expected: str) -> bool:
 def answer(text: str, *, expected: str) -> bool:
     """Grade a user's own data: the box, the stated answer, or the whole text; if a number is
     expected, the last one there."""
-    text, target = spoken(text), expected.strip()
+    text = spoken(text)
+    target = expected.strip()
     place = boxed(text)
     if place is None:
         place = stated_answer(text)

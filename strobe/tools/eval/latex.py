@@ -43,7 +43,8 @@ def same(text: str, expected: str) -> bool:
 
     Raises ValueError if math-verify is needed and missing.
     """
-    a, b = plain(text), plain(expected)
+    a = plain(text)
+    b = plain(expected)
     if a == b or not a or not b:
         return a == b != ""
     if _NUMBER.fullmatch(a) and _NUMBER.fullmatch(b):

@@ -32,7 +32,9 @@ DEFINITIONS = {
 
 def acceptance(answers: Sequence[CompletionOutput]) -> Figures | None:
     """Return the acceptance figures, None if nothing was drafted."""
-    counts, lengths, num_tokens = DraftCounts(), list[float](), 0
+    counts = DraftCounts()
+    lengths = list[float]()
+    num_tokens = 0
     for answer in answers:
         report = answer.speculation
         if report is None or report.counts.acceptance_length is None:

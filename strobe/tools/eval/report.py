@@ -35,7 +35,8 @@ def sections(figures: Figures) -> list[Section]:
 
 def head(figures: Figures) -> list[str]:
     """Return sentences on the pair, the settings, the machine and the data."""
-    pair, settings = figures["pair"], figures["settings"]
+    pair = figures["pair"]
+    settings = figures["settings"]
     drafts = f", {pair['drafts_per_step']} drafts per step" if pair["drafts_per_step"] else ""
     sampling = f"temperature {settings['temperature']:g}, top-p {settings['top_p']:g}"
     data = "; ".join(

@@ -110,7 +110,9 @@ def train(settings: TrainSettings) -> None:
         def write(record: dict[str, Any]) -> None:
             print(json.dumps(record), file=lines, flush=True)
 
-        since, first_step, first = time.perf_counter(), trainer.done, trainer.done + 1
+        since = time.perf_counter()
+        first_step = trainer.done
+        first = trainer.done + 1
         while trainer.done < trainer.total:
             result = trainer.step()
             last = trainer.done == trainer.total
@@ -119,7 +121,8 @@ def train(settings: TrainSettings) -> None:
             if logs or trainer.done == first:
                 seconds = (time.perf_counter() - since) / (trainer.done - first_step)
                 record = step_record(trainer, result, seconds)
-                loss, length = record["loss"], record["expected_length"]
+                loss = record["loss"]
+                length = record["expected_length"]
                 shown.update(
                     f"training (step {trainer.done}: loss {loss:.3f}, length {length:.2f})"
                 )
@@ -127,7 +130,8 @@ def train(settings: TrainSettings) -> None:
                     shown.show()
                 if logs:
                     write(record)
-                    since, first_step = time.perf_counter(), trainer.done
+                    since = time.perf_counter()
+                    first_step = trainer.done
             if last or trainer.done % settings.save_every == 0:
                 trainer.save(checkpoint)
             if trainer.heldout is not None and (last or trainer.done % settings.eval_every == 0):
@@ -137,7 +141,8 @@ def train(settings: TrainSettings) -> None:
                     f"step {trainer.done}: held-out acceptance length "
                     f"{record['heldout_acceptance_length']:.2f}"
                 )
-                since, first_step = time.perf_counter(), trainer.done
+                since = time.perf_counter()
+                first_step = trainer.done
     save_draft(trainer.draft, settings.output, read_json(settings.target / "config.json"))
     print(f"drafter written to {settings.output}", file=sys.stderr)
 

@@ -122,8 +122,11 @@ class BlockAttention:
         masks: tuple[LayerMask, ...],
         group: int = 16,
     ):
-        self.keys, self.values, self.blocks = keys, values, blocks
-        self.masks, self.group = masks, group
+        self.keys = keys
+        self.values = values
+        self.blocks = blocks
+        self.masks = masks
+        self.group = group
         self._masks: dict[tuple[LayerMask, int], Tensor] = {}
 
     def _visible(self, layer: int, start: int) -> Tensor:
@@ -138,7 +141,8 @@ class BlockAttention:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         count, blocks, size = self.blocks.positions.shape
         q, k, v = (x.to(v.dtype).view(count, blocks, size, *x.shape[1:]) for x in (q, k, v))
-        context_k, context_v = self.keys[:, :, layer].to(v.dtype), self.values[:, :, layer]
+        context_k = self.keys[:, :, layer].to(v.dtype)
+        context_v = self.values[:, :, layer]
         repeat = q.shape[3] // k.shape[3]
 
         def heads(*parts: Tensor) -> Tensor:

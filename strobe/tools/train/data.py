@@ -115,7 +115,8 @@ def chat_sample(tokenizer: Any, line: dict[str, Any], place: str, eos_ids: Seque
             f"{place}: the last message is not an answer of the assistant; have the target write "
             "one with `python -m strobe.tools.train.regenerate`."
         )
-    messages, options = line["messages"], template_options(line)
+    messages = line["messages"]
+    options = template_options(line)
     ids = render(tokenizer, messages, options, answer=False)
     supervised = [False] * len(ids)
     for turn in turns:

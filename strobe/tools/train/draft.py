@@ -122,7 +122,8 @@ def new_draft(config: DraftConfig, target: Target, *, max_positions: int, seed: 
 
 def as_saved(draft: DFlash) -> dict[str, Tensor]:
     """Return the parameters under a checkpoint's names, with fused linear layers split."""
-    mapping, tensors = mapping_of(draft), dict[str, Tensor]()
+    mapping = mapping_of(draft)
+    tensors = dict[str, Tensor]()
     for name, parameter in draft.named_parameters():
         for part in mapping[name]:
             (source,) = part.sources

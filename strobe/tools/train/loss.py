@@ -74,7 +74,8 @@ def measure_slots(
     The logits are the largest tensor. With `rows` the head processes this many slots at a time, and
     runs again in the backward pass instead of keeping its logits.
     """
-    x, flat = hidden.flatten(0, 1), labels.flatten()
+    x = hidden.flatten(0, 1)
+    flat = labels.flatten()
     probs = None if teacher is None else teacher.flatten(0, 1)
     if rows is None or rows >= x.shape[0]:
         parts = [_measure(head, x, flat, probs)]

@@ -77,7 +77,9 @@ class Trainer:
         training: Sequence[Sample],
         heldout: Sequence[Sample] = (),
     ):
-        self.target, self.draft, self.settings = target, draft, settings
+        self.target = target
+        self.draft = draft
+        self.settings = settings
         self.device = target.embed_tokens.weight.device
         self.corpus = Corpus(training, self.device)
         self.heldout = Corpus(heldout, self.device) if heldout else None
@@ -118,7 +120,8 @@ class Trainer:
         return torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda")
 
     def _loss(self, batch: Batch, generator: torch.Generator) -> tuple[Tensor, Accuracy]:
-        config, objective = self.draft.config, self.settings.objective
+        config = self.draft.config
+        objective = self.settings.objective
         captured = self._capture(self.target, batch.ids, config.capture)
         anchors, live = random_anchors(
             legal_anchors(batch.supervised), self.settings.schedule.anchors, generator
