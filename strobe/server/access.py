@@ -19,6 +19,8 @@ from strobe.server.traces import Traces
 CLIENT_CLOSED = 499  # nginx's status for a client that disconnected before the response's end
 MAX_PATH_CHARS = 256
 POLLED = ("/health", "/metrics", "/ping", "/load")
+PAGE_PARTS = ("/markdown", "/events", ".js", ".css", ".svg")
+"""What the chat page asks for again and again, or as long as it is open."""
 
 _log = logging.getLogger("strobe.access")
 _visible = re.compile(rb"[\x21-\x7e]{1,128}")
@@ -51,7 +53,7 @@ class RequestId:
 
 class AccessLog:
     """Logs one line per request on "strobe.access" when its response has ended, at DEBUG for
-    successful requests to the POLLED paths, and exports the span of any other.
+    successful requests to the POLLED paths and to PAGE_PARTS, and exports the span of any other.
 
     Fields: time (of its arrival), request_id, client, method, path (its first 256 characters,
     without the query), status, duration_ms, bytes (of the body sent), error (the exception's type,
@@ -120,11 +122,11 @@ class AccessLog:
         }
         if seen.error is not None:
             line["error"] = seen.error
-        polled = scope["path"].endswith(POLLED) and seen.outcome < 400
+        quiet = _is_quiet(scope["path"], seen.outcome)
         fields = Fields(line | state["log"] | line)  # our fields come first and win
         if self.logs:
-            _log.log(logging.DEBUG if polled else logging.INFO, fields)
-        if self.traces is not None and not polled:
+            _log.log(logging.DEBUG if quiet else logging.INFO, fields)
+        if self.traces is not None and not quiet:
             self.traces.record(scope["headers"], fields, arrived, seconds)
 
 
@@ -170,6 +172,13 @@ class _Exchange:
         if self.disconnected:
             return CLIENT_CLOSED
         return self.status if self.complete and self.error is None else 500
+
+
+def _is_quiet(path: str, status: int) -> bool:
+    """Whether a request says nothing that an operator looks for."""
+    if path.endswith(PAGE_PARTS):
+        return status < 400 or status == CLIENT_CLOSED
+    return path.endswith(POLLED) and status < 400
 
 
 def _state(scope: Scope) -> dict[str, Any]:

@@ -218,6 +218,8 @@ def test_head_request_sends_no_bytes(lines: Lines):
 
 @pytest.mark.parametrize(("path", "level"), [
     ("/health", logging.DEBUG), ("/proxied/metrics", logging.DEBUG), ("/v1/models", logging.INFO),
+    ("/markdown", logging.DEBUG), ("/proxied/events", logging.DEBUG), ("/page.js", logging.DEBUG),
+    ("/", logging.INFO),
 ])  # fmt: skip
 def test_answered_polls_are_logged_at_debug(
     path: str, level: int, caplog: pytest.LogCaptureFixture
@@ -227,13 +229,30 @@ def test_answered_polls_are_logged_at_debug(
     assert [r.levelno for r in caplog.records if r.name == "strobe.access"] == [level]
 
 
-def test_failed_poll_is_logged(lines: Lines):
+@pytest.mark.parametrize("path", ["/health", "/markdown", "/events"])
+def test_failed_poll_is_logged(path: str, lines: Lines):
     async def refuses(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 503})
         await send({"type": "http.response.body"})
 
-    call(AccessLog(refuses), "/health")
+    call(AccessLog(refuses), path)
     assert lines()[0]["status"] == 503
+
+
+@pytest.mark.parametrize(("path", "level"), [
+    ("/events", logging.DEBUG), ("/health", logging.INFO),
+])  # fmt: skip
+def test_closed_page_is_logged_at_debug(path: str, level: int, caplog: pytest.LogCaptureFixture):
+    """/events ends only when its page is closed."""
+
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    caplog.set_level(logging.DEBUG, logger="strobe.access")
+    call(AccessLog(endless), path, gone=True)
+    assert [r.levelno for r in caplog.records if r.name == "strobe.access"] == [level]
 
 
 # Keys
