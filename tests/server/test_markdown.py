@@ -32,6 +32,19 @@ def f(x):
 
 ---
 
+The formula $E = mc^2$ and \\(a_1 * b_2\\), then
+
+\\[
+x
+= \\frac{1}{2} \\\\[2pt]
+\\]
+
+- [ ] to do
+- [x] **done**
+- [link](https://example.com)
+
+It costs $5, or $10 in all.
+
 The *end*."""
 
 
@@ -57,7 +70,7 @@ def nodes(text: str) -> list[Any]:
 
 
 def test_blocks_have_their_first_lines():
-    assert [block.line for block in blocks(SAMPLE)] == [0, 2, 6, 10, 15, 17, 19, 21]
+    assert [block.line for block in blocks(SAMPLE)] == [0, 2, 6, 10, 15, 17, 19, 21, 23, 28, 32, 34]
 
 
 @pytest.mark.parametrize(
@@ -94,8 +107,58 @@ def test_page_builds_every_element_and_class():
     used = set[str]().union(*(tags(node) for node in nodes(text)))
     assert used == known[0] - {"h3", "h5"}
     names = set(re.findall(r"'class': '(\w+)'", str(nodes(text))))
-    assert names == {"comment", "keyword", "name", "string", "left", "right"}
+    assert names == {"comment", "keyword", "name", "string", "left", "right", "task"}
     assert names < known[1]
+
+
+def math(text: str, display: bool = False) -> list[Any]:
+    return ["math", {"display": display}, text]
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("$E = mc^2$.", [math("E = mc^2"), "."]),
+        (r"\(a^2\) and $b$", [math("a^2"), " and ", math("b")]),
+        (r"see \[x_1\] or $$y$$", ["see ", math("x_1", True), " or ", math("y", True)]),
+        (r"$\text{5\$}$", [math(r"\text{5\$}")]),
+        ("$a*b$ *c*", [math("a*b"), " ", ["em", {}, "c"]]),
+        ("It is $5, or $10; US$5 or CA$6.", ["It is $5, or $10; US$5 or CA$6."]),
+        ("$HOME/bin:$PATH", ["$HOME/bin:$PATH"]),
+        ("`$a$` \\$a$ \\\\(a\\\\)", [["code", {}, "$a$"], " $a$ \\(a\\)"]),
+        ("$ a $", ["$ a $"]),
+        (r"\(a", ["(a"]),
+    ],
+)
+def test_formulas_within_a_paragraph(text: str, parts: list[Any]):
+    assert nodes(text) == [["p", {}, *parts]]
+
+
+@pytest.mark.parametrize(
+    ("text", "blocks"),
+    [
+        ("a\n$$\nx\n=\ny\n$$\nb", [["p", {}, "a"], math("x\n=\ny", True), ["p", {}, "b"]]),
+        ("\\[\n- x\n\\]", [math("- x", True)]),
+        ("\\[a \\\\[2pt] b\\]", [math("a \\\\[2pt] b", True)]),
+        ("1. a\n\n   $$\n   x\n   $$", [["ol", {}, ["li", {}, ["p", {}, "a"], math("x", True)]]]),
+        ("> $$\n> x\n> $$", [["blockquote", {}, math("x", True)]]),
+        ("$$a\n\nb$$", [["p", {}, "$$a"], ["p", {}, "b$$"]]),
+    ],
+)
+def test_formulas_of_several_lines(text: str, blocks: list[Any]):
+    assert nodes(text) == blocks
+
+
+def test_lists_of_tasks_have_boxes():
+    task: list[Any] = ["li", {"class": "task"}]
+    box: list[Any] = [["input", {"checked": done}] for done in (False, True)]
+    assert nodes("- [ ] a\n- [X] **b** c\n- [ ]\n- [x](https://d.e)") == [
+        ["ul", {}, [*task, box[0], "a"], [*task, box[1], ["strong", {}, "b"], " c"],
+         ["li", {}, "[ ]"], ["li", {}, ["a", {"href": "https://d.e"}, "x"]]]
+    ]  # fmt: skip
+    assert nodes("1. [x] a\n\n   b") == [
+        ["ol", {}, [*task, box[1], ["p", {}, "a"], ["p", {}, "b"]]]
+    ]
 
 
 @pytest.mark.parametrize("language", ["python", "JSON", "c++", "sh", "html", "diff", "none", ""])
@@ -140,6 +203,18 @@ def test_text_from_its_last_block_on_gives_the_same_blocks():
         ("a `b` `", "a `b` "),
         ("a ~~b", "a ~~b~~"),
         ("a [b](http", "a b"),
+        ("a $x", "a "),
+        ("a $", "a "),
+        ("a \\(x \\", "a "),
+        ("a $x$ b", "a $x$ b"),
+        ("a `$x", "a `$x`"),
+        ("b\n\n\\[\nx\n", "b\n\n"),
+        ("b\n\n$$x$", "b\n\n"),
+        ("It costs $5 in all shops", "It costs $5 in all shops"),
+        ("$x *y*$ *z", "$x *y*$ *z*"),
+        ("- [", ""),
+        ("- a\n- [x]", "- a\n"),
+        ("- [x] b", "- [x] b"),
         ("a\n-", "a\n"),
         ("a\n2.", "a\n"),
         ("a\n```py", "a\n"),

@@ -27,6 +27,13 @@ def f(x):  # comment
 
 > quote
 
+- [ ] a task
+- [x] done
+
+A formula $a^2$, and a wide one:
+
+$$x = LONG + \\frac{1}{2} + y + y + y + y + y + y + y + y + y + y + y$$
+
 ## Heading
 """.replace("LONG", "x" * 90)
 

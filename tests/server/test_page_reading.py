@@ -46,6 +46,68 @@ def test_markdown_is_rendered(reading: Page, mock: MockServer):
     assert reading.problems == []
 
 
+FORMULAS = r"""So $E = mc^2$ and \(a^2\).
+
+\[
+\begin{aligned} x &= \frac{1}{2} \\ y &= \boxed{3} \end{aligned}
+\]
+
+Not one: $\undefined{x}$ and $\frac{1$.
+
+- [ ] to do
+- [x] done"""
+
+
+def test_formulas_are_set_as_mathml(reading: Page, mock: MockServer):
+    mock.reply(answer(*by_word(FORMULAS)))
+    ask_and_wait(reading, "go")
+    reading.until("document.querySelectorAll('.formula math').length == 3")
+    assert [url for url in reading.requests if url.endswith("katex.js")] == [f"{mock.url}katex.js"]
+    power = "document.querySelector('.formula msup').textContent"
+    assert reading.evaluate(power) == "c2"
+    assert reading.texts(".formula.display mtr:first-child mtd") == ["x", "=12"]
+    sides = "[...document.querySelectorAll('mtr:first-child mtd')].map((one) => one.className)"
+    assert reading.evaluate(sides) == ["right", "left"]
+    assert reading.evaluate("document.querySelector('.formula math').namespaceURI.slice(-6)") == (
+        "MathML"
+    )
+    assert reading.texts(".formula.raw") == [r"\undefined{x}", r"\frac{1"]
+    assert reading.problems == []
+
+
+def test_katex_is_loaded_with_the_first_formula_only(reading: Page, mock: MockServer):
+    mock.reply(answer(*by_word("It costs $5 or $10.")), answer(*by_word("So $x$.")))
+    ask_and_wait(reading, "one")
+    reading.until("document.querySelector('.prose p')?.textContent == 'It costs $5 or $10.'")
+    assert not [url for url in reading.requests if url.endswith("katex.js")]
+    ask_and_wait(reading, "two")
+    reading.until("document.querySelector('.formula math')")
+    assert [url for url in reading.requests if url.endswith("katex.js")]
+
+
+def test_formulas_load_nothing_and_lead_nowhere(reading: Page, mock: MockServer):
+    evil = r"$\href{javascript:window.hit=1}{x}$ $\includegraphics{http://127.0.0.1:1/z.png}$ "
+    evil += r"$\def\a{\a\a}\a$ $\htmlStyle{color: red}{y}$ $\text{<img src=x>}$"
+    mock.reply(answer(step((evil, False), drafted=0)))
+    ask_and_wait(reading, "go")
+    reading.until("document.querySelector('.formula math')")
+    assert reading.evaluate("document.querySelectorAll('#log :is(a, img, [href])').length") == 0
+    assert [url for url in reading.requests if not url.startswith(mock.url)] == []
+
+
+def test_tasks_have_boxes(reading: Page, mock: MockServer):
+    mock.reply(answer(*by_word(FORMULAS)))
+    ask_and_wait(reading, "go")
+    reading.until("document.querySelectorAll('.task input').length == 2")
+    boxes = "[...document.querySelectorAll('.task input')]"
+    assert reading.evaluate(f"{boxes}.map((one) => [one.checked, one.disabled])") == [
+        [False, True],
+        [True, True],
+    ]
+    assert reading.texts(".task") == ["to do", "done"]
+    assert reading.has_name(".task input", "to do")
+
+
 def test_elements_are_kept_while_the_answer_grows(reading: Page, mock: MockServer):
     gates = [Gate(), Gate(), Gate()]
     mock.reply(

@@ -2,12 +2,13 @@
 // that no text becomes markup. A text that grows is parsed from its last block on.
 
 import { copyButton, element } from "./dom.js";
+import { showFormula } from "./formula.js";
 
 const TAGS = new Set(
-  "p ul ol li blockquote hr table thead tbody tr th td strong em del br code pre a h3 h4 h5 h6 span"
+  "p ul ol li blockquote hr table thead tbody tr th td strong em del br code pre a h3 h4 h5 h6 span math input"
     .split(" "),
 );
-const CLASSES = new Set("comment keyword name string value left center right".split(" "));
+const CLASSES = new Set("comment keyword name string value left center right task".split(" "));
 const PAUSE = 60; // milliseconds between two requests for one text, at least
 const SHARE = 4; // and this many times what the last one took
 
@@ -87,12 +88,21 @@ function patchElement(parent, old, [tag, attributes, ...children]) {
   if (!TAGS.has(tag)) return patchText(parent, old, "");
   const now = old?.nodeType === Node.ELEMENT_NODE && (inner.get(old) ?? old);
   const target = now && (now.dataset.tag ?? now.localName) === tag ? now : make(tag, parent, old);
-  const { href, start, language, plain } = attributes;
+  const { href, start, language, plain, display, checked } = attributes;
   target.className = CLASSES.has(attributes.class) ? attributes.class : "";
   if (plain) target.className = "plain";
   if (tag === "a" && /^(https?:\/\/|mailto:)/i.test(href)) target.href = href;
   if (tag === "ol" && start !== undefined) target.start = start;
   if (tag === "pre") target.closest(".code").firstChild.firstChild.textContent = language || "text";
+  if (tag === "input") {
+    target.checked = checked === true;
+    target.ariaLabel = checked ? "done" : "to do";
+  }
+  if (tag === "math") {
+    target.className = display ? "formula display" : "formula";
+    target.tabIndex = display ? 0 : -1; // a wide one scrolls
+    return showFormula(target, children.join(""), display === true);
+  }
   patch(target, children);
 }
 
@@ -107,6 +117,10 @@ function make(tag, parent, old) {
   } else if (tag === "table") {
     target = element("table");
     frame = element("div", { class: "table", tabindex: 0 }, target);
+  } else if (tag === "math") {
+    target = frame = element("span", { "data-tag": "math" });
+  } else if (tag === "input") {
+    target = frame = element("input", { type: "checkbox", disabled: true });
   } else {
     target = frame = element(tag);
     if (tag === "a") Object.assign(target, { target: "_blank", rel: "noopener noreferrer" });

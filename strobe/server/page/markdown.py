@@ -18,16 +18,17 @@ from pygments.lexers import get_lexer_by_name
 from pygments.token import Comment, Generic, Keyword, Literal, Name, Operator, String
 from pygments.util import ClassNotFound
 
+from strobe.server.page.formulas import add_formulas, cut_open_formula, mask
+
 Node = str | list[Any]
 
 MAX_HIGHLIGHTED = 20_000
 """Characters of the longest code block that is highlighted."""
 
 _TAGS = {
-    "paragraph": "p", "bullet_list": "ul", "ordered_list": "ol", "list_item": "li",
-    "blockquote": "blockquote", "hr": "hr", "table": "table", "thead": "thead", "tbody": "tbody",
-    "tr": "tr", "th": "th", "td": "td", "strong": "strong", "em": "em", "s": "del",
-    "softbreak": "br", "hardbreak": "br",
+    "paragraph": "p", "bullet_list": "ul", "ordered_list": "ol", "blockquote": "blockquote",
+    "hr": "hr", "table": "table", "thead": "thead", "tbody": "tbody", "tr": "tr", "th": "th",
+    "td": "td", "strong": "strong", "em": "em", "s": "del", "softbreak": "br", "hardbreak": "br",
 }  # fmt: skip
 
 _CLASSES = {
@@ -40,8 +41,11 @@ _CLASSES = {
 
 _LINK = re.compile(r"(https?://|mailto:)", re.IGNORECASE)
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
-_MARKERS_ONLY = re.compile(r"[\s\-=*_+#>|:`~]*(\d{1,9}[.)]?)?[ \t]*")
-"""A line that may become a rule, a heading, a list or a table, or the mark of one."""
+_MARKERS_ONLY = re.compile(
+    r"[\s\-=*_+#>|:`~]*(\d{1,9}[.)]?)?[ \t]*(\[([ xX](\][ \t]*[*~`!\[<\\$]*)?)?)?"
+)
+"""A line that may become a rule, a heading, a list, a task or a table, or the mark of one."""
+_TASK = re.compile(r"\[([ xX])\][ \t]+")
 _TABLE_RULE = re.compile(r"[\s|:\-]*-[\s|:\-]*\n")
 
 
@@ -72,6 +76,7 @@ def close(text: str) -> str:
     in_code, after_code = _fences(text)
     if in_code:
         return text
+    text = text[:after_code] + cut_open_formula(text[after_code:])
     start = max(after_code, text.rfind("\n\n") + 2 if "\n\n" in text else 0)
     paragraph = text[start:]
     rows = map(_TABLE_RULE.fullmatch, paragraph.splitlines(keepends=True))
@@ -100,7 +105,7 @@ def _close_inline(text: str) -> str:
     text = text.rstrip("*~`![<\\")  # they may open or close something
     if text.count("`") % 2:
         return text + "`"
-    prose = re.sub(r"`[^`]*`", lambda match: "x" * len(match[0]), text)
+    prose = mask(text)
     link = re.search(r"!?\[([^\[\]]*)(\]\(?[^()\s]*)?$", prose)
     if link is not None:
         text, prose = text[: link.start()] + link[1], prose[: link.start()] + link[1]
@@ -118,6 +123,7 @@ def _close_inline(text: str) -> str:
 def _parser() -> MarkdownIt:
     parser = MarkdownIt("commonmark", {"html": False, "breaks": True})
     parser.disable(["html_block", "html_inline"])
+    add_formulas(parser)
     return parser.enable(["table", "strikethrough"])
 
 
@@ -132,6 +138,10 @@ def _nodes(node: SyntaxTreeNode) -> Iterator[Node]:
     elif kind in ("fence", "code_block"):
         language = node.info.split()[0] if kind == "fence" and node.info.strip() else ""
         yield ["pre", {"language": language}, *highlight(node.content.removesuffix("\n"), language)]
+    elif kind == "formula":
+        yield ["math", {"display": node.meta["display"]}, node.content]
+    elif kind == "list_item":
+        yield _list_item(node)
     elif kind == "image":  # a link, since the page loads nothing from elsewhere
         yield from _link(str(node.attrs["src"]), [node.content or str(node.attrs["src"])])
     elif kind == "link":
@@ -142,6 +152,20 @@ def _nodes(node: SyntaxTreeNode) -> Iterator[Node]:
         yield [_TAGS[kind], _attributes(node), *_children(node)]
     else:
         yield from _children(node)
+
+
+def _list_item(node: SyntaxTreeNode) -> Node:
+    """Return a list's item; [ ] or [x] at its beginning makes it a task with a box."""
+    children = _children(node)
+    first: Any = children[0] if children else ""
+    is_paragraph = not isinstance(first, str) and first[0] == "p" and len(first) > 2
+    text = first[2] if is_paragraph else first
+    task = _TASK.match(text) if isinstance(text, str) else None
+    if task is None:
+        return ["li", {}, *children]
+    rest = [text[task.end() :]] if task.end() < len(text) else []
+    children[:1] = [["p", {}, *rest, *first[3:]]] if is_paragraph else rest
+    return ["li", {"class": "task"}, ["input", {"checked": task[1] != " "}], *children]
 
 
 def _children(node: SyntaxTreeNode) -> list[Node]:
