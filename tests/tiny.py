@@ -240,7 +240,7 @@ def make_draft(
         "rope_theta": 50000.0,
         "max_position_embeddings": 512,
         **({"layer_types": list(layer_types)} if layer_types else {}),
-        **({"sliding_window": window} if window else {}),
+        **({"sliding_window": window, "use_sliding_window": True} if window else {}),
         **(top or {}),
     }
     (directory / "config.json").write_text(json.dumps(config))

@@ -94,11 +94,17 @@ FULL, CAUSAL_WINDOW = LayerMask(causal=False), LayerMask(causal=True, window=204
         ({"layer_types": ["full_attention"] * 5}, {}, (FULL,) * 5),
         ({"layer_types": None}, {}, (FULL,) * 5),
     ],
+        ({"sliding_window": None}, {}, (FULL,) * 5),
+        ({"use_sliding_window": False}, {}, (FULL,) * 5),
+        ({"use_sliding_window": None}, {}, (FULL,) * 5),
+        ({"use_sliding_window": False, "is_causal": True}, {}, (LayerMask(),) * 5),
+        ({"use_sliding_window": None, "model_type": "gpt_oss"}, {}, (CAUSAL_WINDOW,) * 4 + (FULL,)),
 )
 def test_block_masks_follow_layer_types_and_overrides(
     tmp_path: Path, top: dict[str, Any], nested: dict[str, Any], masks: tuple[LayerMask, ...]
 ):
-    config = {**QWEN3_8B_DFLASH, "layer_types": MIXED, "sliding_window": 2048, **top}
+    config = {**QWEN3_8B_DFLASH, "layer_types": MIXED, "sliding_window": 2048}
+    config |= {"use_sliding_window": True, **top}
     config["dflash_config"] = {**config["dflash_config"], **nested}
     assert load_draft_config(written(tmp_path, config)).decoder.masks == masks
 
@@ -171,7 +177,10 @@ BAD_DRAFTS: dict[str, tuple[dict[str, Any], str]] = {
     "activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     "layer types": ({"layer_types": ["full_attention"]}, "layer_types must list"),
     "unknown layer": ({"layer_types": ["mamba"] * 5}, "layer type 'mamba'"),
-    "no window": ({"layer_types": MIXED}, "sliding_window is None"),
+    "no window": (
+        {"layer_types": MIXED, "use_sliding_window": True, "sliding_window": 0},
+        "sliding_window is 0",
+    ),
     "heads": ({"num_key_value_heads": 5}, "not a multiple"),
     "odd head": ({"head_dim": 127}, "head_dim is 127"),
     "zero layers": ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),

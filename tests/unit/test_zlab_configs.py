@@ -215,7 +215,7 @@ def test_later_mimo_drafters_slide_by_layer_type(tmp_path: Path):
 
 
 SWA_SINKS, FULL_SINKS = "add_swa_attention_sink_bias", "add_full_attention_sink_bias"
-SLIDING_AND_FULL = {**layers(4, 1), "sliding_window": 2048}
+SLIDING_AND_FULL = {**layers(4, 1), "sliding_window": 2048, "use_sliding_window": True}
 SINKS: dict[str, tuple[dict[str, Any], bool]] = {
     "none": ({}, False),
     "at the top": ({"attention_sink_bias": True}, True),
@@ -257,18 +257,21 @@ def test_gemma_drafters_cap_logits_and_scale_embeddings(tmp_path: Path):
 
 
 INNER = nested(151669, 1, 9, 17, 25, 33)
-SLIDES: dict[str, Any] = {**SLIDING_AND_FULL, "use_sliding_window": True}
 PLACED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "block_size": ({"block_size": 12}, {}),
     "mask_token_id": ({"mask_token_id": 7}, {}),
     "target_layer_ids": ({"target_layer_ids": [3, 5]}, {}),
     "num_target_layers": ({"num_target_layers": 40}, {}),
     "target_hidden_size": ({"target_hidden_size": 2560}, {}),
-    "layer_types": ({"layer_types": SLIDING_AND_FULL["layer_types"]}, {"sliding_window": 2048}),
-    "sliding_window": ({"sliding_window": 512}, SLIDES),
-    "is_causal": ({"is_causal": False}, SLIDES),
+    "layer_types": (
+        {"layer_types": SLIDING_AND_FULL["layer_types"]},
+        {"sliding_window": 2048, "use_sliding_window": True},
+    ),
+    "use_sliding_window": ({"use_sliding_window": False}, SLIDING_AND_FULL),
+    "sliding_window": ({"sliding_window": 512}, SLIDING_AND_FULL),
+    "is_causal": ({"is_causal": False}, SLIDING_AND_FULL),
     "is_causal, true": ({"is_causal": True}, {}),
-    "causal": ({"causal": False}, SLIDES),
+    "causal": ({"causal": False}, SLIDING_AND_FULL),
     "use_swa": ({"use_swa": True}, {"sliding_window": 512}),
     "swa_window_size": ({"swa_window_size": 256}, {"use_swa": True, "sliding_window": 512}),
     "input_embedding_scale": ({"input_embedding_scale": 0.5}, {}),
@@ -277,7 +280,7 @@ PLACED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "attention_value_scale": ({"attention_value_scale": 0.612}, {}),
     "attention_sink_bias": ({"attention_sink_bias": True}, {}),
     "add_full_attention_sink_bias": ({FULL_SINKS: True}, {}),
-    "add_swa_attention_sink_bias": ({SWA_SINKS: True}, {**layers(5, 0), "sliding_window": 2048}),
+    "add_swa_attention_sink_bias": ({SWA_SINKS: True}, SLIDING_AND_FULL | layers(5, 0)),
     "attention_bias": ({"attention_bias": True}, {}),
     "is_neox_style": ({"is_neox_style": False}, {}),
     "rope_is_neox_style": ({"rope_is_neox_style": False}, {}),
@@ -375,8 +378,7 @@ REJECTED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "ropes that differ": (
         {
-            **layers(4, 1),
-            "sliding_window": 2048,
+            **SLIDING_AND_FULL,
             "rope_parameters": {
                 "sliding_attention": {"rope_theta": 1e4},
                 "full_attention": {"rope_theta": 1e6},

@@ -42,7 +42,7 @@ def read_masks(fields: Fields) -> tuple[LayerMask, ...]:
     types, causal = read_layer_types(fields), None
     if not fields.flag("use_swa"):
         fields.get("swa_window_size")  # has no effect then
-        window = read_window(fields, types)
+        window = read_sliding_window(fields, types)
     else:
         if "sliding_attention" not in types:
             types, causal = ["sliding_attention"] * len(types), False
@@ -50,15 +50,23 @@ def read_masks(fields: Fields) -> tuple[LayerMask, ...]:
     for key in ("causal", "is_causal"):
         causal = fields.flag(key) if fields.get(key) is not None else causal
     return tuple(
-        LayerMask(
-            causal=causal if causal is not None else t == "sliding_attention",
-            window=window if t == "sliding_attention" else None,
-        )
-        for t in types
+    windows = [window if t == "sliding_attention" else None for t in types]
+        LayerMask(causal=causal if causal is not None else size is not None, window=size)
+        for size in windows
     )
 
 
 def read_sinks(fields: Fields, masks: tuple[LayerMask, ...]) -> bool:
+def read_sliding_window(fields: Fields, types: list[str]) -> int | None:
+    """Read the window of sliding layers; None if they are full layers, as in transformers' Qwen3:
+    if `sliding_window` is null, or without `use_sliding_window`, whose default is false there."""
+    is_null = "sliding_window" in fields and fields.get("sliding_window") is None
+    if is_null or not fields.flag("use_sliding_window", fields.get("model_type") != "qwen3"):
+        fields.get("sliding_window")  # has no effect
+        return None
+    return read_window(fields, types)
+
+
     """Whether heads have sinks. `attention_sink_bias` covers all layers; otherwise there is one key
     for sliding and one for full layers."""
     swa, full = "add_swa_attention_sink_bias", "add_full_attention_sink_bias"
