@@ -85,13 +85,11 @@ def read_ropes(
 ) -> RopeConfig:
     """Read the rope of all layers. Raises ValueError if layers have different ropes. drafter:
     ignore partial_rotary_factor, which drafters' configs copy from their targets."""
-    new_style, older, path = (
-        fields.object("rope_parameters"),
-        fields.object("rope_scaling"),
-        fields.path,
-    )
+    path, older = fields.path, fields.object("rope_scaling")
+    parameters = read_rope_parameters(fields, theta)
     theta = fields.get("rope_theta", older.get("rope_theta") or theta)
-    parameters = new_style or {k: v for k, v in older.items() if k != "rope_theta"}
+    if not fields.object("rope_parameters"):
+        parameters = {k: v for k, v in older.items() if k != "rope_theta"}
     kinds = {"full_attention" if m.window is None else "sliding_attention" for m in masks}
     parts = [parameters[kind] for kind in kinds if isinstance(parameters.get(kind), dict)]
     if parts:
@@ -109,6 +107,29 @@ def read_ropes(
         )
     theta = positive(parameters.get("rope_theta", theta), "rope_theta", path)
     return read_rope(parameters, theta, max_position, path, drafter=drafter)
+
+
+def read_rope_parameters(fields: Fields, theta: float) -> dict[str, Any]:
+    """Return the parameters of the rope, which may be nested by layer type; empty if missing.
+    `rope_scaling` replaces `rope_parameters`, as in transformers. theta: the default base. Raises
+    ValueError if a base would be lost with the replaced parameters."""
+    newer, older = fields.object("rope_parameters"), fields.object("rope_scaling")
+    if not older or not newer or older == newer:
+        return newer or older
+    used = older.get("rope_theta", fields.get("rope_theta", theta))
+    for part in (newer, *filter(_is_object, newer.values())):
+        lost = part.get("rope_theta", used)
+        if lost != used:
+            raise ValueError(
+                f"{fields.path}: rope_scaling stands beside rope_parameters and replaces them, but "
+                f"their rope_theta {lost!r} is not its own, {used!r}; put all of the rope into "
+                "rope_parameters, and leave rope_scaling out."
+            )
+    return older
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
 
 
 def read_layer_types(

@@ -14,6 +14,7 @@ from strobe.models.config_readers.decoder import (
     read_decoder,
     read_dtype,
     read_layer_types,
+    read_rope_parameters,
     read_ropes,
     read_window,
 )
@@ -49,7 +50,6 @@ def read_masks(fields: Fields) -> tuple[LayerMask, ...]:
         window = fields.integer("swa_window_size", fields.get("sliding_window"))
     for key in ("causal", "is_causal"):
         causal = fields.flag(key) if fields.get(key) is not None else causal
-    return tuple(
     windows = [window if t == "sliding_attention" else None for t in types]
         LayerMask(causal=causal if causal is not None else size is not None, window=size)
         for size in windows

@@ -23,6 +23,7 @@ from strobe.models.config import DecoderConfig, ExpertShape, TargetConfig
 from strobe.models.config_readers.decoder import (
     read_decoder,
     read_layer_types,
+    read_rope_parameters,
     read_target,
 )
 from strobe.models.config_readers.fields import HINT, Fields, positive
@@ -144,8 +145,7 @@ def _read_states(fields: Fields, layers: int) -> StateSpec:
 def _read_rope(fields: Fields) -> RopeConfig:
     """Read the rope, which rotates a part of each head. In text the three positions of multimodal
     rope are equal, so mrope_section has no effect."""
-    parameters = fields.object("rope_parameters") or fields.object("rope_scaling")
-    fields.object("rope_scaling")
+    parameters = read_rope_parameters(fields, 1e7)
     theta = parameters.get("rope_theta", fields.get("rope_theta", 1e7))
     share = parameters.get("partial_rotary_factor", fields.get("partial_rotary_factor", 0.25))
     size = positive(share, "partial_rotary_factor", fields.path) * fields.integer("head_dim", 256)
