@@ -14,6 +14,7 @@ import torch
 from published import QWEN3_8B_DFLASH, written
 from safetensors.torch import load_file, save_file
 from tiny import LAYERS, VOCAB, edit_json, make_draft
+from transformers import AutoConfig
 
 from strobe.attention.mask import LayerMask
 from strobe.config import EngineConfig
@@ -93,12 +94,12 @@ FULL, CAUSAL_WINDOW = LayerMask(causal=False), LayerMask(causal=True, window=204
         ({"is_causal": False}, {"causal": True}, (LayerMask(False, 2048),) * 4 + (FULL,)),
         ({"layer_types": ["full_attention"] * 5}, {}, (FULL,) * 5),
         ({"layer_types": None}, {}, (FULL,) * 5),
-    ],
         ({"sliding_window": None}, {}, (FULL,) * 5),
         ({"use_sliding_window": False}, {}, (FULL,) * 5),
         ({"use_sliding_window": None}, {}, (FULL,) * 5),
         ({"use_sliding_window": False, "is_causal": True}, {}, (LayerMask(),) * 5),
         ({"use_sliding_window": None, "model_type": "gpt_oss"}, {}, (CAUSAL_WINDOW,) * 4 + (FULL,)),
+    ],
 )
 def test_block_masks_follow_layer_types_and_overrides(
     tmp_path: Path, top: dict[str, Any], nested: dict[str, Any], masks: tuple[LayerMask, ...]
@@ -163,6 +164,122 @@ def test_rope_theta_is_read_from_every_location(tmp_path: Path):
         config = load_draft_config(written(tmp_path, {**bare, **form}))
         assert config.decoder.rope == RopeConfig(500.0), form
     assert load_draft_config(written(tmp_path, bare)).decoder.rope == RopeConfig(1e6)
+
+
+INERT: dict[str, Any] = {
+    "is_llama_config": True,
+    "rope_interleaved": False,
+    "transformers.js_config": {"dtype": "q4"},
+    "generation_config": {"do_sample": True},
+    "do_sample": True,
+    "temperature": 0.6,
+    "top_k": 20,
+    "top_p": 0.95,
+    "typical_p": 1.0,
+    "max_length": 20,
+    "num_beams": 1,
+    "length_penalty": 1.0,
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 3,
+    "suppress_tokens": [1],
+    "forced_eos_token_id": 2,
+    "cache_implementation": "static",
+    "gradient_checkpointing": True,
+    "neftune_noise_alpha": 5,
+    "model_max_length": 4096,
+    "num_logits_to_keep": 1,
+    "model_name": "unsloth/model",
+    "unsloth_anything": "2025.1",
+    "base_model_name_or_path": "some/model",
+    "finetuning_task": "text",
+}
+"""Keys of older exports and of trainers."""
+
+
+@pytest.mark.parametrize("key", INERT)
+def test_keys_without_effect_on_logits_are_accepted(tmp_path: Path, key: str):
+    targets = [load_target_config(written(tmp_path, {**QWEN3_8B, **more})) for more in
+               ({}, {key: INERT[key]})]  # fmt: skip
+    assert targets[0] == targets[1]
+    top = {**QWEN3_8B_DFLASH, key: INERT[key]}
+    nested = {**QWEN3_8B_DFLASH["dflash_config"], key: INERT[key]}
+    plain = load_draft_config(written(tmp_path, QWEN3_8B_DFLASH))
+    for config in (top, {**QWEN3_8B_DFLASH, "dflash_config": nested}):
+        assert load_draft_config(written(tmp_path, config)) == plain
+
+
+def test_interleaved_rope_of_a_target_is_rejected(tmp_path: Path):
+    with pytest.raises(ValueError, match="rope_interleaved is True, which is not known"):
+        load_target_config(written(tmp_path, {**QWEN3_8B, "rope_interleaved": True}))
+
+
+NESTED: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "model_type": "qwen3_5",
+    "text_config": {
+        "model_type": "qwen3_5_text",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 61,
+    },
+}
+
+
+def test_keys_beside_text_config_must_agree_with_it(tmp_path: Path):
+    expected = load_target_config(written(tmp_path, NESTED))
+    equal = {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+    assert load_target_config(written(tmp_path, {**NESTED, **equal})) == expected
+    with pytest.raises(ValueError, match="head_dim is 32, but 16 in text_config"):
+        load_target_config(written(tmp_path, {**NESTED, **equal, "head_dim": 32}))
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
+BESIDE: dict[str, dict[str, Any]] = {
+    "base in rope_scaling": {
+        "rope_theta": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+        "rope_scaling": {**YARN, "rope_theta": 5e5},
+    },
+    "base at the top": {
+        "rope_theta": 5e5,
+        "rope_parameters": {"rope_type": "default"},
+        "rope_scaling": YARN,
+    },
+    "base by default": {
+        "rope_theta": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        "rope_scaling": YARN,
+    },
+    "equal": {
+        "rope_theta": None,
+        "rope_parameters": {**YARN, "rope_theta": 5e5},
+        "rope_scaling": {**YARN, "rope_theta": 5e5},
+    },
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_rope_scaling_replaces_rope_parameters_as_in_transformers(tmp_path: Path, name: str):
+    config = {k: v for k, v in {**QWEN3_8B, **BESIDE[name]}.items() if v is not None}
+    directory = written(tmp_path, config)
+    rope = load_target_config(directory).decoder.rope
+    expected = AutoConfig.from_pretrained(directory).rope_parameters
+    assert (rope.kind, rope.factor, rope.original) == ("yarn", 4.0, 8192)
+    assert (rope.theta, rope.factor) == (expected["rope_theta"], expected["factor"])
+
+
+def test_base_lost_with_replaced_rope_parameters_is_an_error(tmp_path: Path):
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_scaling": YARN}
+    target = {k: v for k, v in QWEN3_8B.items() if k != "rope_theta"}
+    draft = {k: v for k, v in QWEN3_8B_DFLASH.items() if k != "rope_theta"}
+    with pytest.raises(ValueError, match=r"rope_theta 500000\.0 is not its own, 10000\.0; put all"):
+        load_target_config(written(tmp_path, {**target, **rope}))
+    with pytest.raises(ValueError, match=r"rope_theta 500000\.0 is not its own, 1000000\.0"):
+        load_draft_config(written(tmp_path, {**draft, **rope}))
 
 
 BAD_DRAFTS: dict[str, tuple[dict[str, Any], str]] = {

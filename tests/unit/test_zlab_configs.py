@@ -91,6 +91,8 @@ def test_gpt_oss_drafters_use_yarn_and_fewer_ids_than_layers(tmp_path: Path):
             "original_max_position_embeddings": 4096,
         },
         dflash_config=nested(200000, 1, 6, 11, 16, 21),
+        model_type="gpt_oss",
+        initial_context_length=4096,
     )
     rope = config.decoder.rope
     assert (rope.kind, rope.theta, rope.factor, rope.original) == ("yarn", 150000, 32.0, 4096)

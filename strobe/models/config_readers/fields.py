@@ -20,10 +20,25 @@ HARMLESS = frozenset(
         "id2label", "label2id", "problem_type", "tokenizer_class", "task_specific_params",
         "torchscript", "use_bfloat16", "_attn_implementation", "attn_implementation",
         "router_aux_loss_coef", "output_router_logits", "language_model_only",
-        "unsloth_fixed", "unsloth_version",
+        "is_llama_config", "transformers.js_config", "generation_config",
+        # Defaults of generation, which older exports wrote here.
+        "do_sample", "temperature", "top_k", "top_p", "typical_p", "epsilon_cutoff", "eta_cutoff",
+        "max_length", "min_length", "max_new_tokens", "min_new_tokens", "num_beams",
+        "num_beam_groups", "diversity_penalty", "early_stopping", "length_penalty",
+        "repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
+        "exponential_decay_length_penalty", "num_return_sequences", "bad_words_ids",
+        "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id",
+        "remove_invalid_values", "output_scores", "return_dict_in_generate", "cache_implementation",
+        # Of training and of its tools.
+        "gradient_checkpointing", "neftune_noise_alpha", "model_max_length", "num_logits_to_keep",
+        "model_name", "base_model_name_or_path", "finetuning_task", "prefix", "pruned_heads",
+        "tie_encoder_decoder", "cross_attention_hidden_size", "tf_legacy_loss",
     }
 )  # fmt: skip
-"""Keys that do not affect the computation, or that are read elsewhere."""
+"""Keys that do not affect the computation, or that are read elsewhere. Default sampling values are
+read from generation_config.json only."""
+HARMLESS_PREFIXES = ("_", "unsloth_")
+"""Prefixes of keys that do not affect the computation either."""
 
 
 class Fields:
@@ -68,8 +83,15 @@ class Fields:
 
     def inner(self, key: str, ignored: Collection[str], first: Collection[str] = ()) -> Fields:
         """Return the nested config at `key`, with values from this one: of the keys in `ignored` if
-        it lacks them, and of the keys in `first` if this one has them."""
+        it lacks them, and of the keys in `first` if this one has them. Other keys that both have
+        must have the same value. Raises ValueError."""
         inner_values = dict(self.object(key))
+        for name in self._values.keys() & inner_values.keys() - {*ignored, *first, *HARMLESS}:
+            if self.get(name) is not None and self.get(name) != inner_values[name]:
+                raise ValueError(
+                    f"{self.path}: {name} is {self.get(name)!r}, but {inner_values[name]!r} in "
+                    f"{key}; {HINT}"
+                )
         for name in (*ignored, *first):
             value = self.get(name)
             if value is not None and (name in first or inner_values.get(name) is None):
@@ -102,7 +124,7 @@ class Fields:
         change the model's output."""
         for key in [*self._first, *self._values]:
             is_known = key in self._seen or key in HARMLESS or key in harmless
-            if not is_known and not key.startswith("_"):
+            if not is_known and not key.startswith(HARMLESS_PREFIXES):
                 value = self._first.get(key, self._values.get(key))
                 if value is not False and value not in (None, [], {}):
                     raise ValueError(

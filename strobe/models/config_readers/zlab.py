@@ -25,7 +25,7 @@ from strobe.models.config_readers.rope import RopeConfig
 
 HARMLESS = frozenset(
     {"eos_token_id", "tie_word_embeddings", "use_sliding_window", "max_window_layers",
-     "swa_window_size", "loss_decay_gamma"}
+     "swa_window_size", "loss_decay_gamma", "initial_context_length"}
 )  # fmt: skip
 """Keys of a drafter's config that concern its target or training, or that repeat other keys."""
 
@@ -51,12 +51,12 @@ def read_masks(fields: Fields) -> tuple[LayerMask, ...]:
     for key in ("causal", "is_causal"):
         causal = fields.flag(key) if fields.get(key) is not None else causal
     windows = [window if t == "sliding_attention" else None for t in types]
+    return tuple(
         LayerMask(causal=causal if causal is not None else size is not None, window=size)
         for size in windows
     )
 
 
-def read_sinks(fields: Fields, masks: tuple[LayerMask, ...]) -> bool:
 def read_sliding_window(fields: Fields, types: list[str]) -> int | None:
     """Read the window of sliding layers; None if they are full layers, as in transformers' Qwen3:
     if `sliding_window` is null, or without `use_sliding_window`, whose default is false there."""
@@ -67,6 +67,7 @@ def read_sliding_window(fields: Fields, types: list[str]) -> int | None:
     return read_window(fields, types)
 
 
+def read_sinks(fields: Fields, masks: tuple[LayerMask, ...]) -> bool:
     """Whether heads have sinks. `attention_sink_bias` covers all layers; otherwise there is one key
     for sliding and one for full layers."""
     swa, full = "add_swa_attention_sink_bias", "add_full_attention_sink_bias"
@@ -92,7 +93,7 @@ def read_rope(
     rope = read_ropes(fields, masks, 1e6, max_position, drafter=True)
     neox = fields.flag("is_neox_style", fields.flag("rope_is_neox_style", True))
     partial_factor = fields.get("partial_rotary_factor")
-    parameters = fields.object("rope_parameters") or fields.object("rope_scaling")
+    parameters = read_rope_parameters(fields, 1e6)
     share = parameters.get("partial_rotary_factor") or partial_factor
     if share is None or not (fields.flag("use_swa") or sinks):
         return replace(rope, interleaved=not neox)
