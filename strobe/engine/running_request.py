@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from strobe.kv.lease import Lease
 from strobe.request import Request, Status
@@ -11,6 +11,15 @@ from strobe.step import Admission, PageWrite
 
 if TYPE_CHECKING:
     from strobe.speculation.base import HostProposer
+
+
+class Progress(NamedTuple):
+    """The fields of a running request that a plan changes. num_reserved: open reservations."""
+
+    start: int
+    num_reserved: int = 0
+    in_flight: int = 0
+    pages_sent: int = 0
 
 
 @dataclass(eq=False)
@@ -32,6 +41,17 @@ class RunningRequest:
     pages_sent: int = 0
     in_flight: int = 0
     finishing: bool = False
+
+    def progress(self) -> Progress:
+        """Return what a plan changes."""
+        return Progress(self.start, len(self.lease.reserved), self.in_flight, self.pages_sent)
+
+    def restore(self, progress: Progress) -> None:
+        """Undo a plan that failed."""
+        while len(self.lease.reserved) > progress.num_reserved:
+            self.lease.rollback()
+        self.start, self.in_flight = progress.start, progress.in_flight
+        self.pages_sent = progress.pages_sent
 
     @property
     def is_decoding(self) -> bool:

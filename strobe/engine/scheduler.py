@@ -22,7 +22,7 @@ from strobe.config import Limits
 from strobe.counters import EngineStats
 from strobe.engine.fault_isolation import Advice, FaultIsolation
 from strobe.engine.result_processor import ResultProcessor
-from strobe.engine.running_request import RunningRequest
+from strobe.engine.running_request import Progress, RunningRequest
 from strobe.kv.lease import Lease, reserve_all
 from strobe.kv.pages import PagePool
 from strobe.request import FinishReason, Request, Status
@@ -92,7 +92,8 @@ class Scheduler:
             self._retire(record)
 
     def plan(self) -> Plan:
-        """Choose this step's spans and reserve their pages, all or nothing."""
+        """Choose this step's spans and reserve their pages, all or nothing. If anything raises,
+        nothing stays reserved, and requests that this plan admitted wait again."""
         self.alone = solo = self._fault_isolation.solo_request()
         if solo is not None and self._in_flight:
             return Plan()  # a failed step of its own must be the only one in flight
@@ -101,6 +102,28 @@ class Scheduler:
             self.waiting.remove(record.request)
             self.running.append(record)
             record.request.status, record.pages_sent = Status.RUNNING, 0
+        records, num_in_flight = [*self.running, *self._finishing], len(self._in_flight)
+        before = {record: record.progress() for record in records}
+        try:
+            return self._plan(solo)
+        except BaseException:
+            while len(self._in_flight) > num_in_flight:
+                self._in_flight.pop()
+            for record in [*reversed(self.running), *self._finishing]:
+                self._restore(record, before.get(record))
+            raise
+
+    def _restore(self, record: RunningRequest, progress: Progress | None) -> None:
+        """Return a request to its progress before a plan that failed; None if the plan has admitted
+        it."""
+        if progress is None:
+            record.restore(Progress(record.lease.length))
+            self._requeue(record)
+        else:
+            record.restore(progress)
+
+    def _plan(self, solo: Request | None) -> Plan:
+        """See `plan`. solo: the only request to run, if any."""
         running = [r for r in self.running if solo is None or r.request is solo]
         # Drafting on the host needs all tokens, so such requests wait for their results.
         ready = [r for r in running if r.is_decoding and not (r.in_flight and r.host_proposer)]
@@ -310,14 +333,37 @@ class Scheduler:
             admission = self._admit(request, token_budget)
             if admission is None:
                 break
-            self.waiting.remove(request)
             admitted.append(admission)
             token_budget -= admission[1].num_rows
         return admitted
 
     def _admit(self, request: Request, token_budget: int) -> tuple[RunningRequest, Span] | None:
         """Admit a waiting request if there are pages for all its tokens and one block more."""
-        lease, start = Lease(self.pool, self.limits.max_model_len, request.page_keys), 0
+        lease = Lease(self.pool, self.limits.max_model_len, request.page_keys)
+        try:
+            record, span = self._lease_pages(request, lease, token_budget)
+        except BaseException:
+            lease.abandon()
+            raise
+        if not lease.reserved:
+            lease.release()
+            return None
+        self._slots.pop()
+        self.waiting.remove(request)
+        self.running.append(record)
+        request.status, start = Status.RUNNING, record.start
+        if request.num_cached is None:
+            request.num_cached, request.queue_time = start, time.monotonic() - request.arrived_at
+            self.stats.prefix_queries += len(request.tokens)
+            self.stats.prefix_hits += start
+        return record, span
+
+    def _lease_pages(
+        self, request: Request, lease: Lease, token_budget: int
+    ) -> tuple[RunningRequest, Span]:
+        """Return the record of a waiting request and its first span, whose positions are reserved
+        if there are pages for all its tokens and one block more."""
+        start = 0
         if self.prefix_caching:
             self.pool.extend(request.page_keys, request.tokens)
             start = 0 if request.wants_prompt_logprobs else lease.adopt(request.tokens)
@@ -326,18 +372,9 @@ class Scheduler:
             record.host_proposer, record.device_method = self.drafters[request.method]
         span = self._prefill_span(record, token_budget)
         num_positions = record.prefill_end - start + self.limits.lookahead
-        if lease.pages_for(num_positions) > self.pool.available:
-            lease.release()
-            return None
-        reserved = reserve_all([(lease, self._positions_to_reserve(record, span))])
-        assert reserved, "pages that were available are not"
-        self._slots.pop()
-        if request.num_cached is None:
-            request.num_cached, request.queue_time = start, time.monotonic() - request.arrived_at
-            self.stats.prefix_queries += len(request.tokens)
-            self.stats.prefix_hits += start
-        request.status = Status.RUNNING
-        self.running.append(record)
+        if lease.pages_for(num_positions) <= self.pool.available:
+            reserved = reserve_all([(lease, self._positions_to_reserve(record, span))])
+            assert reserved, "pages that were available are not"
         return record, span
 
     def _is_prefix_in_progress(self, request: Request) -> bool:

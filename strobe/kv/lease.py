@@ -73,6 +73,12 @@ class Lease:
         self.released = True
         self.pages = []
 
+    def abandon(self) -> None:
+        """Drop all reservations and pages of a lease whose admission failed."""
+        while self.reserved:
+            self.rollback()
+        self.release()
+
     def adopt(self, tokens: Sequence[int]) -> int:
         """Share cached pages that hold a prefix of `tokens`; return the number of positions.
 
@@ -121,6 +127,6 @@ def reserve_all(requests: Sequence[tuple[Lease, int]]) -> bool:
     if sum(page_counts) > pool.available:
         return False
     for (lease, count), pages in zip(requests, page_counts, strict=True):
+        lease.reserved.append(count)  # first: a rollback undoes it also if allocating fails
         lease.pages += pool.allocate(pages)
-        lease.reserved.append(count)
     return True

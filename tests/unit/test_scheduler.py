@@ -8,13 +8,17 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from bookkeeping import check_scheduler
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from world import STOP, Policy, World, running, sequence, truth
 
+from strobe.engine import scheduler
+from strobe.engine.running_request import RunningRequest
 from strobe.request import Request, SchedulingOptions, Status, TokenLogprob
 from strobe.speculation.draft_policy import BatchLoad, DraftPolicy
 from strobe.step import TAIL, Plan, Span, StepResult, TokenEvent
@@ -982,4 +986,70 @@ def test_cancelling_an_empty_plan_changes_nothing():
     assert world.scheduler.cancel(world.scheduler.plan(), "The cause.") == []
     world.add(5)
     world.drain()
+    world.check_answers()
+
+
+STAGES: dict[str, Callable[[World], tuple[Any, str]]] = {
+    "drafts": lambda world: (world.scheduler, "_decode_spans"),
+    "prompt spans": lambda world: (world.scheduler, "_prefill_span"),
+    "sizes of reservations": lambda world: (world.scheduler, "_positions_to_reserve"),
+    "pages": lambda world: (world.pool, "allocate"),
+    "cached pages": lambda world: (world.pool, "share"),
+    "keys of pages": lambda world: (world.pool, "extend"),
+    "prefix in progress": lambda world: (world.scheduler, "_is_prefix_in_progress"),
+    "admission": lambda world: (world.scheduler, "_admit"),
+    "queue time": lambda world: (scheduler.time, "monotonic"),
+    "new slots": lambda world: (RunningRequest, "admission"),
+    "page tables": lambda world: (RunningRequest, "page_write"),
+    "the plan": lambda world: (scheduler, "Plan"),
+}
+"""Functions that run within `Scheduler.plan`."""
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_exception_in_plan_undoes_what_it_reserved(
+    stage: str, depth: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Each of the function's first calls in every plan raises once; some run before they raise."""
+    world = World(depth=depth, page_size=2, pages=36, budget=14, max_num_seqs=3)
+    for i in range(7):
+        prompt = [1] * 14 if i % 2 else [i] * (3 + 3 * i)
+        world.add(prompt, max_tokens=12, method=("dflash", "ngram")[i % 2])
+    owner, name = STAGES[stage](world)
+    call, plan = getattr(owner, name), world.scheduler.plan
+    left, failures = 0, 0
+    """Calls until the next failure; 0 for none."""
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        nonlocal left, failures
+        left -= 1
+        if left:
+            return call(*arguments, **options)
+        failures += 1
+        if failures % 2 and owner is not world.pool:  # whose pages nobody would hold then
+            call(*arguments, **options)
+        raise MemoryError
+
+    def failing_plan() -> Plan:
+        nonlocal left
+        for count in range(1, 5):
+            waiting = set(world.scheduler.waiting)
+            reserved = [list(record.lease.reserved) for record in world.scheduler.running]
+            left = count
+            try:
+                return plan()
+            except MemoryError:
+                check_scheduler(world.scheduler)
+                assert waiting <= set(world.scheduler.waiting), "an admitted request is lost"
+                records = world.scheduler.running
+                assert [list(r.lease.reserved) for r in records] == reserved[: len(records)]
+            finally:
+                left = 0
+        return plan()
+
+    monkeypatch.setattr(owner, name, failing)
+    monkeypatch.setattr(world.scheduler, "plan", failing_plan)
+    world.drain()
+    assert failures > 3
     world.check_answers()
