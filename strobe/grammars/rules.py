@@ -11,11 +11,6 @@ ANY_TOKENS = "start: <[*]>*"
 """A grammar that allows every answer."""
 
 
-WHITESPACE = {"whitespace_pattern": "\\n[ \\t]{0,40}| ?"}
-"""Allowed between the parts of JSON: a line break with an indent, or a space. Without a limit, a
-model that is forced into unlikely JSON may emit white space for ever."""
-
-
 class Tag(NamedTuple):
     """A part of an answer in which constrained text follows `begin` and precedes `end`. trigger:
     the beginning of `begin` after which the tag must follow. content: a JSON schema, or a kind
@@ -63,16 +58,7 @@ def _content(content: Mapping[str, Any] | tuple[str, str], lark: Callable[[str, 
     """Return a rule for a tag's content. Line ends part nested Lark from what follows."""
     if isinstance(content, tuple):
         return f"%lark {{\n{lark(*content)}\n}}"
-    return f"%json {json.dumps(with_whitespace(content))}"
-
-
-def with_whitespace(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a JSON schema with WHITESPACE, unless it has a pattern of its own."""
-    options = schema.get("x-guidance", {})
-    return {
-        **schema,
-        "x-guidance": {**WHITESPACE, **options} if isinstance(options, Mapping) else options,
-    }
+    return f"%json {json.dumps(content)}"
 
 
 def _pieces(text: str, added_tokens: Mapping[str, int]) -> list[str]:

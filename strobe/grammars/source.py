@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
-from strobe.grammars.rules import WHITESPACE, with_whitespace
+from strobe.grammars.json_schema import enforceable, with_whitespace
+from strobe.grammars.lark_text import rewrite_lark, schemas_in
+from strobe.grammars.regex import ascii_classes
 from strobe.json_depth import json_depth
 
 if TYPE_CHECKING:
@@ -23,7 +25,9 @@ STACK_BYTES = 1 << 28
 of 8 MiB and end the process."""
 
 _MAX_WORK = 50_000
-_LIMITS = LLParserLimits(initial_lexer_fuel=200_000, step_lexer_fuel=_MAX_WORK)
+_LIMITS = LLParserLimits(
+    initial_lexer_fuel=200_000, step_lexer_fuel=_MAX_WORK, max_items_in_row=_MAX_WORK
+)
 """Limits of llguidance's work on a mask: some 0.1 s for the first token, less for later ones."""
 
 _MESSAGES = {
@@ -73,10 +77,9 @@ def grammar_source(structured: StructuredOutputs) -> str:
         alternative = "" if structured.instead is None else " | @instead"
         parts.insert(0, {"lark_grammar": f"start: {prefix}(@answer{alternative})"})
     if structured.instead is not None:
-        parts.append({"name": "instead", "lark_grammar": structured.instead})
-    schema = answer.get("json_schema")
-    has_own_whitespace = isinstance(schema, Mapping) and schema.get("x-guidance") != WHITESPACE
-    if is_unforced(structured) or has_own_whitespace:
+        alternative = rewrite_lark(structured.instead, _enforced)
+        parts.append({"name": "instead", "lark_grammar": alternative})
+    if is_unforced(structured) or _has_own_options(structured.json):
         parts.append(_UNFORCED)
     return json.dumps({"grammars": parts})
 
@@ -143,37 +146,69 @@ def one_line(text: str) -> str:
     return f"{line}." if len(line) <= 300 else f"{line[:300]}..."
 
 
+def unenforced(structured: StructuredOutputs) -> list[str]:
+    """Return the names of the schemas' keywords that are not enforced. Raises ValueError as
+    `grammar_source` does."""
+    schemas = [] if structured.json is None else [_parsed(structured.json)]
+    for text in (structured.grammar, structured.instead):
+        schemas += [] if text is None else schemas_in(text)
+    return list(dict.fromkeys(name for schema in schemas for name in enforceable(schema).dropped))
+
+
 def _part(structured: StructuredOutputs) -> dict[str, Any]:
     if structured.json is not None:
-        return {"json_schema": _with_whitespace(structured.json)}
+        return {"json_schema": _enforced(_parsed(structured.json))}
     if structured.json_object:
-        return {"json_schema": {"type": "object", "x-guidance": WHITESPACE}}
+        return {"json_schema": _enforced({"type": "object"})}
     if structured.regex is not None:
         return {"lark_grammar": lark("regex", structured.regex)}
     if structured.choice is not None:
-        return {"lark_grammar": f"start: {' | '.join(map(json.dumps, structured.choice))}"}
+        # One terminal: as alternatives of a rule, thousands of texts take long at each token.
+        texts = " | ".join(map(json.dumps, structured.choice))
+        return {"lark_grammar": f"start: CHOICE\nCHOICE: {texts}"}
     return {"lark_grammar": lark("grammar", structured.grammar or "")}
 
 
 def lark(kind: str, text: str) -> str:
     """Return a "regex", or a "grammar" in Lark or EBNF, as a Lark grammar."""
     if kind == "grammar":
-        return grammar_from("grammar", text)
-    return json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]["lark_grammar"]
+        return rewrite_lark(grammar_from("grammar", text), _enforced)
+    source = LLMatcher.grammar_from_regex(ascii_classes(text))
+    return json.loads(source)["grammars"][0]["lark_grammar"]
 
 
-def _with_whitespace(schema: Any) -> Any:
-    levels = json_depth(schema if isinstance(schema, str) else json.dumps(schema))
+def _enforced(schema: Any) -> Any:
+    """Return a schema as llguidance enforces it, with the whitespace that it may have. Raises
+    ValueError for one that is nested too deeply."""
+    if not isinstance(schema, Mapping):
+        return schema
+    enforced = enforceable(schema).schema
+    _check_depth(json.dumps(enforced))
+    return with_whitespace(enforced) if isinstance(enforced, Mapping) else enforced
+
+
+def _parsed(schema: Any) -> Any:
+    """Return a schema that may be a JSON text. Raises ValueError."""
+    _check_depth(schema if isinstance(schema, str) else json.dumps(schema))
+    if not isinstance(schema, str):
+        return schema
+    try:
+        return json.loads(schema)
+    except ValueError as error:
+        raise ValueError(f"the JSON schema is no JSON ({error})") from None
+
+
+def _check_depth(text: str) -> None:
+    levels = json_depth(text)
     if levels > _MAX_DEPTH:
         raise ValueError(
             f"the JSON schema is nested too deeply: {levels} levels, at most {_MAX_DEPTH} are "
             "read; define parts of it under $defs"
         )
+
+
+def _has_own_options(schema: Any) -> bool:
+    """Whether a schema has options for llguidance, such as whitespace without end."""
     if isinstance(schema, str):
-        try:
-            schema = json.loads(schema)
-        except ValueError as error:
-            raise ValueError(f"the JSON schema is no JSON ({error})") from None
-    if not isinstance(schema, Mapping):
-        return schema
-    return with_whitespace(schema)
+        return '"x-guidance"' in schema
+    return isinstance(schema, Mapping) and "x-guidance" in schema

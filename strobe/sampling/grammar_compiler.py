@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import OrderedDict
@@ -13,9 +14,18 @@ from pathlib import Path
 from llguidance import LLMatcher, LLTokenizer
 
 from strobe.grammars.heap import trim_heap
-from strobe.grammars.source import STACK_BYTES, GrammarError, grammar_source, make_matcher, one_line
+from strobe.grammars.source import (
+    STACK_BYTES,
+    GrammarError,
+    grammar_source,
+    make_matcher,
+    one_line,
+    unenforced,
+)
 from strobe.grammars.trial import GrammarTrial
 from strobe.sampling_params import StructuredOutputs
+
+logger = logging.getLogger(__name__)
 
 _MAX_CACHED = 32
 _TRIM_EVERY = 16
@@ -77,6 +87,8 @@ class GrammarCompiler:
         matcher = self._compile(tokenizer, grammar_source(structured))
         if matcher.is_error():
             raise GrammarError(matcher.get_error())
+        if not by_lane and (names := unenforced(structured)):
+            logger.warning("keywords of a JSON schema that are not enforced: %s", ", ".join(names))
         with self._lock:
             entry = self.compiled.setdefault(key, (time.perf_counter() - start, by_lane))
             entry[1][lane] = matcher

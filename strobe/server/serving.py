@@ -359,7 +359,8 @@ class Serving:
 
     def _calls(self, form: ToolFormat, tools: list[Tool], parallel: bool) -> str:
         try:
-            return form.grammar(tools, parallel=parallel, added_tokens=self.added_tokens)
+            enforced = [tool.enforceable() for tool in tools]
+            return form.grammar(enforced, parallel=parallel, added_tokens=self.added_tokens)
         except ValueError as error:
             raise FieldError(str(error), "tools") from None
         except (TypeError, AttributeError, LookupError, RecursionError):

@@ -83,8 +83,28 @@ def test_ollama_values_for_no_limit_and_no_seed(limit: float):
 
 def test_format_constrains_the_answer():
     assert sampling(chat(format="json"))["structured_outputs"] == {"json_object": True}
-    assert sampling(generate(format=SCHEMA))["structured_outputs"] == {"json": SCHEMA}
+    schema = sampling(generate(format=SCHEMA))["structured_outputs"]["json"]
+    assert schema | {"additionalProperties": False} == SCHEMA | {"additionalProperties": False}
     assert "structured_outputs" not in sampling(chat(format=""))
+
+
+def test_objects_of_a_format_hold_declared_properties_only():
+    inner = {"type": "object", "properties": {"c": {"type": "integer"}}}
+    base = {"type": "object", "properties": {"d": {}}}
+    schema = {
+        "type": "object",
+        "properties": {
+            "a": {"type": "array", "items": {"$ref": "#/$defs/Inner"}},
+            "free": {"type": "object"},
+            "open": inner | {"additionalProperties": True},
+            "both": {"allOf": [{"$ref": "#/$defs/Base"}, inner]},
+        },
+        "$defs": {"Inner": inner, "Base": base},
+    }
+    expected = json.loads(json.dumps(schema))
+    expected["additionalProperties"] = False
+    expected["$defs"]["Inner"]["additionalProperties"] = False
+    assert sampling(chat(format=schema))["structured_outputs"] == {"json": expected}
 
 
 @pytest.mark.parametrize(

@@ -320,3 +320,21 @@ def test_format_and_constraint_conflict():
     error = refusal(ChatCompletionRequest, response_format={"type": "json_object"}, regex="a")
     assert error.param == "regex"
     assert "structured_outputs" in chat(response_format={"type": "text"}, regex="a").sampling({})
+
+
+def test_unenforced_keywords_of_a_schema_are_warnings():
+    schema = {"type": "array", "uniqueItems": True, "items": {"type": "string", "format": None}}
+    lark = f"start: %json {json.dumps(schema)}"
+    tag = {"begin": "<a>", "schema": schema, "end": "</a>"}
+    tags = {"type": "structural_tag", "structures": [tag], "triggers": ["<a>"]}
+    named = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    for source, value in (
+        ("guided_json", schema),
+        ("guided_json", json.dumps(schema)),
+        ("guided_grammar", lark),
+        ("response_format", named),
+        ("response_format", tags),
+        ("structured_outputs", {"json": schema}),
+    ):
+        sentence = f"{source} has a schema with the keyword uniqueItems, which is not enforced."
+        assert chat(**{source: value}).warnings() == [sentence]

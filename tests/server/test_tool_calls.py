@@ -141,7 +141,7 @@ def deep_schema(levels: int) -> Any:
 @pytest.mark.parametrize(
     "parameters",
     [
-        {"required": None},
+        {"required": "city"},
         {"properties": ["k"]},
         {"properties": {"k": 5}},
         {"properties": {"k": {"enum": 7}}},
@@ -165,6 +165,27 @@ def test_unsupported_schema_is_rejected_only_for_forced_calls(
     assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]) == {
         "city": "Rome"
     }
+
+
+@pytest.mark.parametrize("form", ["hermes", "qwen3_coder"])
+def test_forced_call_drops_unenforced_keywords_with_a_warning(tokenizer: Tokenizer, form: str):
+    city = {"type": "string", "format": "place", "minLength": None, "not": None}
+    cities = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+    parameters = {
+        "type": "object",
+        "propertyNames": {"type": "string"},
+        "properties": {"city": city, "cities": cities},
+        "additionalProperties": None,
+    }
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": parameters}}
+    text = hermes("get_weather") if form == "hermes" else tags("get_weather")
+    body = answer(tokenizer, form, text, tools=[tool], tool_choice="required")
+    assert body["choices"][0]["finish_reason"] == "tool_calls"
+    start = "The schema of the function 'get_weather' has the keyword "
+    assert body["warnings"] == [
+        f"{start}{name}, which is not enforced." for name in ("format", "uniqueItems")
+    ]
+    assert "warnings" not in answer(tokenizer, form, text, tools=[tool])
 
 
 def test_deep_schema_is_a_client_error(tokenizer: Tokenizer):

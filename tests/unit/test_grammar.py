@@ -654,7 +654,7 @@ def test_json_whitespace_is_usual_and_bounded(
         return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
     value = {"name": "ab", "size": 12}
-    for layout in ({}, {"indent": 2}, {"indent": 40}, {"indent": "\t"}, {"separators": (",", ":")}):
+    for layout in ({}, {"indent": 2}, {"indent": 4}, {"indent": "\t"}, {"separators": (",", ":")}):
         assert fits(json.dumps(value, **layout)), layout
-    for gap in ("\n\n", "  ", "\n" + " " * 41, "\n\t\n"):
+    for gap in ("\n\n", "  ", "\n" + " " * 21, "\n\t\n", "\n\t "):
         assert not fits(json.dumps(value).replace(": ", f":{gap}")), gap

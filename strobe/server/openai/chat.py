@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from strobe.request import TokenLogprob
 from strobe.server.openai import replies
-from strobe.server.openai.constraints import structured_outputs
+from strobe.server.openai.constraints import schema_warnings, structured_outputs
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.conversation import Conversation
 from strobe.server.openai.protocol.converted import ConvertedRequest
@@ -106,6 +106,7 @@ async def prepare(
     parse = _parser(forms, tools, text)
     structured = structured_outputs(serving, request, tools, text, arguments)
     arguments["structured_outputs"] = structured
+    sentences += schema_warnings(structured, request, tools)
     formats = [forms.reasoning, forms.tools if toolbox.tools else None]
     if any(form is not None and form.keep_special for form in formats):
         arguments["skip_special_tokens"] = False

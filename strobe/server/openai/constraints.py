@@ -36,3 +36,19 @@ def structured_outputs(
     if structured is not None:
         structured = serving.allow_tool_calls(structured, tools, parallel=parallel)
     return serving.constraint(structured, prompt, budget)
+
+
+def schema_warnings(
+    structured: Mapping[str, Any] | None, request: ChatCompletionRequest, tools: list[Tool]
+) -> list[str]:
+    """Return a sentence for each keyword of the tools' schemas that their grammar does not
+    enforce. structured: as `structured_outputs` returned it."""
+    choice = request.toolbox.choice
+    if structured is None or not (choice.forced or "instead" in structured):
+        return []
+    return [
+        f"The schema of the function {tool.name!r} has the keyword {name}, which is not enforced."
+        for tool in tools
+        if choice.name in (None, tool.name)
+        for name in tool.unenforced()
+    ]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol
+
+from strobe.grammars.json_schema import enforceable
 
 Phase = Literal["thinking", "answer", "tool"]
 
@@ -83,6 +85,20 @@ class Tool:
     name: str
     parameters: Mapping[str, Any] | None = None
     strict: bool = False
+
+    def enforceable(self) -> Tool:
+        """Return the tool with the schema that its grammar enforces. Raises ValueError for a schema
+        that allows nothing."""
+        schema = enforceable(self.parameters).schema
+        if schema is False:
+            raise ValueError(
+                f"The schema of the function {self.name!r} allows no arguments at all; correct it."
+            )
+        return replace(self, parameters=schema)
+
+    def unenforced(self) -> Sequence[str]:
+        """Return the names of the schema's keywords that its grammar does not enforce."""
+        return enforceable(self.parameters).dropped
 
 
 class ToolFormat(Protocol):

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, WithJsonSchema
 
 from strobe.checks import MAX_INT
+from strobe.server.ollama.protocol.closed_schema import closed
 from strobe.server.openai.protocol.chat_messages import ARGUMENTS_SCHEMA
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.common import (
@@ -108,7 +109,9 @@ class OllamaRequest(ConvertedRequest):
     )
     stream: bool = Field(True, description="Stream the answer, one JSON object per line.")
     format: Annotated[Any, WithJsonSchema(FORMAT_SCHEMA)] = Field(
-        None, description="`json`, or a JSON schema, which is always enforced strictly."
+        None,
+        description="`json`, or a JSON schema, which is always enforced strictly. As in Ollama, an "
+        "object that declares properties has no others, unless `additionalProperties` says so.",
     )
     options: Annotated[Any, WithJsonSchema(OPTIONS_SCHEMA)] = Field(
         None, description="Sampling options, listed below."
@@ -191,7 +194,7 @@ class OllamaRequest(ConvertedRequest):
             return {"type": "json_object"}
         if not isinstance(self.format, Mapping):
             raise invalid_value("format", self.format, '"json" or a JSON schema, as an object')
-        return {"type": "json_schema", "json_schema": {"schema": self.format}}
+        return {"type": "json_schema", "json_schema": {"schema": closed(self.format)}}
 
 
 class OllamaChatRequest(OllamaRequest):

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
+from strobe.grammars.json_schema import enforceable
+from strobe.grammars.lark_text import schemas_in
 from strobe.grammars.rules import text_without
 from strobe.server.openai.protocol.common import (
     TEXT_SCHEMA,
@@ -123,6 +125,21 @@ def read_constraint(fields: Mapping[str, Any], warnings: FieldWarnings) -> Const
             constraints[1].source,
         )
     return constraints[0] if constraints else None
+
+
+def unenforced(constraint: Constraint) -> list[str]:
+    """Return the names of the schemas' keywords that are not enforced."""
+    kind, value = constraint.kind, constraint.value
+    contents: list[Any] = [value]
+    if kind == "structural_tag":
+        contents = [tag.content for tag in value]
+        contents = [part[1] if isinstance(part, tuple) else part for part in contents]
+    schemas = list[Any]()
+    if kind in ("json", "grammar", "structural_tag"):
+        for content in contents:
+            schemas += schemas_in(content) if isinstance(content, str) else [content]
+    names = [name for schema in schemas for name in enforceable(schema).dropped]
+    return list(dict.fromkeys(names))
 
 
 def _read(source: str, value: Any, warnings: FieldWarnings) -> Constraint | None:

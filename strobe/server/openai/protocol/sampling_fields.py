@@ -29,6 +29,7 @@ from strobe.server.openai.protocol.response_format import (
     VALUE_SCHEMAS,
     Constraint,
     read_constraint,
+    unenforced,
 )
 
 MAX_STOPS = 64
@@ -264,6 +265,10 @@ class SamplingFields(RequestModel):
                 self._warnings.append(
                     f"allowed_token_ids has no effect where it leaves nothing that {source} allows."
                 )
+            self._warnings.extend(
+                f"{source} has a schema with the keyword {name}, which is not enforced."
+                for name in unenforced(self._constraint)
+            )
         name, max_tokens = self.limit()
         if max_tokens is not None and self.min_tokens > max_tokens:
             raise FieldError(
