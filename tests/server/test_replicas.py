@@ -25,7 +25,7 @@ from strobe.server.engine_process.client import (
     EngineUnavailable,
     Generation,
 )
-from strobe.server.engine_process.messages import Grammars, Ready, Release
+from strobe.server.engine_process.messages import Grammars, Ready, Release, StepEvents
 from strobe.server.engine_process.process import Replica, make_replicas, run, share_memory
 from strobe.server.engine_process.replicas import OPEN_TOKENS, PrefixIndex, Replicas, prefix_keys
 from strobe.server.engine_process.snapshot import EngineSnapshot
@@ -254,18 +254,25 @@ def test_last_death_ends_all(pair: Replicas):
         submit(pair, prompt(0))
 
 
-def test_requests_of_an_ended_engine_go_to_the_others(pair: Replicas):
+def end(engine: EngineClient) -> None:
+    """Let an engine's process end for good."""
+    engine.restart = False
+    engine.process = Mock()
+    engine._died()
+
+
+def test_started_requests_of_an_ended_engine_fail(pair: Replicas):
     ends: list[int] = []
 
     async def main() -> list[EngineDead]:
         failures: list[EngineDead] = []
         for number, engine in enumerate(pair.engines):
-            engine.restart = False
-            engine.process = Mock()
             engine.on_end = partial(ends.append, number)
             generation = submit(pair, prompt(0))
             assert generation.engine == number
-            engine._died()
+            generation.add_events([event([9], start=START)])
+            end(engine)
+            await anext(generation)
             with pytest.raises(EngineDead) as failure:
                 await anext(generation)
             failures.append(failure.value)
@@ -277,6 +284,70 @@ def test_requests_of_an_ended_engine_go_to_the_others(pair: Replicas):
     assert first.code == "engine_ended"
     assert not isinstance(last, EngineUnavailable)
     assert ends == [0, 1]
+
+
+def test_requests_without_output_move_to_another_engine(pair: Replicas):
+    first, second = pair.engines
+    assert isinstance(second, FakeEngine)
+
+    async def main() -> None:
+        restart(second)
+        other = submit(pair, prompt(900), n=2)
+        waiting, started, closed = (submit(pair, prompt(0, 1), "salt", n=2) for _ in range(3))
+        second._handle(READY._replace())
+        assert [other.engine, waiting.engine, started.engine] == [0, 0, 0]
+        started.add_events([event([9], start=START)])
+        closed.close()
+        before = len(second.sent)
+        end(first)
+        assert [sent.prompt_ids for sent in second.sent[before:]] == [prompt(900), prompt(0, 1)]
+        assert second.sent[-1] == waiting.prompt
+        assert (waiting.engine, waiting.prompt.params.n) == (1, 2)
+        assert waiting.prompt.scheduling.cache_salt == "salt"
+        assert second.num_open == 4
+        for sibling in range(2):
+            ending = event([8], start=START, finish_reason="stop", sibling=sibling)
+            second._dispatch(StepEvents([ending._replace(key=waiting.key)], None))
+        assert [part.tokens for part in await anext(waiting)] == [[8], [8]]
+        assert second.num_open == 2
+        waiting.close()
+
+    asyncio.run(main())
+
+
+def test_prompt_moves_only_once(monkeypatch: pytest.MonkeyPatch):
+    """A prompt that ends its engine must not end all of them."""
+    client = make(monkeypatch, 3)
+
+    async def main() -> None:
+        generation = submit(client, prompt(0))
+        end(client.engines[generation.engine])
+        moved_to = generation.engine
+        assert moved_to != 0
+        end(client.engines[moved_to])
+        with pytest.raises(EngineUnavailable, match="send the request again"):
+            await anext(generation)
+
+    asyncio.run(main())
+
+
+def test_moved_request_counts_for_the_engine_that_answers(pair: Replicas):
+    served = make_serving(
+        ServerConfig(served_model_name=("m",)), pair, Tokenizer(DEMO_MODELS / "target"), None
+    )
+
+    async def main() -> None:
+        run = PromptRun(served, GenerationJob([5], SamplingParams(), "r"))
+        end(pair.engines[0])
+        assert run.engine == 1
+        run._generation.add_events([event([9], start=START, finish_reason="stop")])
+        async for _ in run.steps():
+            pass
+
+    asyncio.run(main())
+    name, labels = "vllm:request_success", {"finished_reason": "stop"}
+    own = [s for s in samples(served.metrics, name) if labels.items() <= s.labels.items()]
+    assert {s.labels["engine"]: s.value for s in own if s.value} == {"1": 1}
 
 
 def test_first_failure_ends_start(pair: Replicas):

@@ -65,12 +65,17 @@ class PromptRejected(ValueError):
 
 
 class Generation:
-    """The answers to one prompt. Iterating over it yields the events of each step."""
+    """The answers to one prompt. Iterating over it yields the events of each step.
 
-    def __init__(self, client: EngineClient, key: int, answers: int):
-        self._client, self.key = client, key
+    prompt: the message that asks for them. started: whether the engine has sent events. moved:
+    whether the prompt was moved here from an engine that ended.
+    """
+
+    def __init__(self, client: EngineClient, prompt: Submit):
+        self._client, self.prompt = client, prompt
         self.engine = 0  # the number of the replica that answers
-        self.open = set(range(answers))
+        self.started = self.moved = False
+        self.open = set(range(prompt.params.n))
         self.first_ended = self.last_ended = 0.0  # of steps with tokens, by the engine's clock
         self._events: deque[list[TokenEvent]] = deque()
         self._error: Exception | None = None
@@ -95,6 +100,11 @@ class Generation:
         events = [event for part in self._events for event in part]
         self._events.clear()
         return events
+
+    @property
+    def key(self) -> int:
+        """The key of the events."""
+        return self.prompt.key
 
     @property
     def closed(self) -> bool:
@@ -123,6 +133,7 @@ class Generation:
         events = [event for event in events if event.sibling in self.open]
         if not events:
             return
+        self.started = True
         for event in events:
             if event.finish_reason is not None:
                 self.open.discard(event.sibling)
@@ -130,6 +141,11 @@ class Generation:
                 self.first_ended, self.last_ended = self.first_ended or ended, ended
         self._events.append(events)
         self._wake.set()
+
+    def move(self, client: EngineClient, key: int) -> None:
+        """Let another engine answer. Called by its client."""
+        self._client = client
+        self.prompt = self.prompt._replace(key=key)
 
     def fail(self, error: Exception) -> None:
         """Fail all running answers. Called by the client."""
@@ -171,6 +187,7 @@ class EngineClient:
         self.on_death: Callable[[], None] = lambda: None
         self.on_end: Callable[[], None] = lambda: None
         self.on_restart: Callable[[], None] = lambda: None
+        self.on_orphan: Callable[[Generation], bool] = lambda generation: False
         self._generations: dict[Hashable, Generation] = {}
         self._keys = itertools.count()
         self._ready = asyncio.Event()
@@ -243,10 +260,17 @@ class EngineClient:
             raise EngineDead("The engine's process has ended; restart the server.")
         if self.restarting:
             raise EngineUnavailable("The engine is restarting; try again.", "engine_restarting")
-        key = next(self._keys)
-        generation = self._generations[key] = Generation(self, key, params.n)
-        self.send(Submit(key, prompt_ids, params, request_id, scheduling))
+        prompt = Submit(next(self._keys), prompt_ids, params, request_id, scheduling)
+        generation = self._generations[prompt.key] = Generation(self, prompt)
+        self.send(prompt)
         return generation
+
+    def adopt(self, generation: Generation) -> None:
+        """Answer a prompt of an engine that ended before it sent any event of it."""
+        generation.move(self, next(self._keys))
+        generation.moved = True
+        self._generations[generation.key] = generation
+        self.send(generation.prompt)
 
     def send(self, message: FromServer) -> None:
         """Send a message. Messages are dropped while the process restarts."""
@@ -345,7 +369,13 @@ class EngineClient:
         self.process.kill()
         restarts = self._may_restart()
         others = any(not engine.dead for engine in self.engines if engine is not self)
-        for generation in list(self._generations.values()):
+        generations = list(self._generations.values())
+        self._generations.clear()
+        self.facts = None if restarts else self.facts
+        self.restarting, self.dead = restarts, not restarts
+        for generation in generations:
+            if not generation.started and self.on_orphan(generation):
+                continue
             generation.fail(
                 EngineUnavailable(
                     "The engine's process ended while it was answering; send the request again.",
@@ -354,9 +384,6 @@ class EngineClient:
                 if restarts or others
                 else EngineDead("The engine's process ended while it was answering.")
             )
-        self._generations.clear()
-        self.facts = None if restarts else self.facts
-        self.restarting, self.dead = restarts, not restarts
         self.on_end()
         if restarts:
             self._pipe.close()

@@ -66,8 +66,9 @@ class Replicas:
     """The client of several engines, with `EngineClient`'s interface.
 
     A request goes where the longest prefix of its prompt is cached, unless open answers outweigh
-    that; see `_cost`. An engine that ends fails its own requests and is restarted, while the others
-    go on; this ends with the last one.
+    that; see `_cost`. An engine that ends is restarted, while the others go on. Of its requests,
+    those of which nothing is answered yet move to another engine, once each, so that a prompt that
+    ends engines does not end them all; the rest fail. This ends with the last engine.
     """
 
     def __init__(self, config: EngineConfig, settings: ServerConfig):
@@ -86,6 +87,7 @@ class Replicas:
         ]
         for number, engine in enumerate(self.engines):
             engine.engines, engine.on_death = self.engines, partial(self._engine_died, number)
+            engine.on_orphan = self._move
         self._prefixes: dict[int, tuple[Ready, PrefixIndex]] = {}
         self._num_routed = [0] * len(self.engines)
 
@@ -182,6 +184,31 @@ class Replicas:
         scheduling: SchedulingOptions,
     ) -> Generation:
         """Submit a prompt to the engine with the lowest cost. Raises EngineDead."""
+        number = self._route(prompt_ids, params, scheduling)
+        if number is None:  # an engine that will be able to answer, or else any, says why it cannot
+            engine = next((e for e in self.engines if not e.dead), self.engines[0])
+            return engine.submit(prompt_ids, params, request_id, scheduling)
+        generation = self.engines[number].submit(prompt_ids, params, request_id, scheduling)
+        generation.engine = number
+        return generation
+
+    def _move(self, generation: Generation) -> bool:
+        """Give a prompt of an engine that has ended to another; return whether there is one."""
+        prompt = generation.prompt
+        if generation.moved:
+            return False
+        number = self._route(prompt.prompt_ids, prompt.params, prompt.scheduling)
+        if number is None:
+            return False
+        generation.engine = number
+        self.engines[number].adopt(generation)
+        return True
+
+    def _route(
+        self, prompt_ids: list[int], params: SamplingParams, scheduling: SchedulingOptions
+    ) -> int | None:
+        """Choose the engine with the lowest cost for a prompt, and count the prompt as its own.
+        None if no engine can answer."""
         keys = list[int]()
         if self.config.enable_prefix_caching:
             keys = prefix_keys(prompt_ids, scheduling.cache_salt, self.config.page_size)
@@ -191,16 +218,13 @@ class Replicas:
             for number, engine in enumerate(self.engines)
             if engine.can_answer
         }
-        if not cached:  # an engine that will be able to answer, or else any, says why it cannot
-            engine = next((e for e in self.engines if not e.dead), self.engines[0])
-            return engine.submit(prompt_ids, params, request_id, scheduling)
+        if not cached:
+            return None
         on_all = min(cached.values())
         number = min(cached, key=lambda n: self._cost(n, cached[n] - on_all, has_grammar))
         self._index(number).add(keys)
         self._num_routed[number] += 1
-        generation = self.engines[number].submit(prompt_ids, params, request_id, scheduling)
-        generation.engine = number
-        return generation
+        return number
 
     def _cost(self, number: int, num_cached: int, has_grammar: bool) -> tuple[int, ...]:
         """Return an engine's cost of a prompt: whether it can compile no grammar for it, whether it

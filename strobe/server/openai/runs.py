@@ -57,17 +57,18 @@ class ChoiceState:
     def __init__(
         self,
         serving: Serving,
-        metrics: ServerMetrics,
+        metrics: Callable[[], ServerMetrics],
         job: GenerationJob,
         index: int,
         started_at: float,
     ):
+        """metrics: returns those of the engine that answers, which changes if it ends."""
         self.job, self.index, self.parser = job, index, job.parser()
         self.builder = AnswerBuilder(
             serving.tokenizer, job.params, request_id=job.request_id, index=index
         )
         self.output, self.draft_counts = self.builder.output, self.builder.draft_counts
-        self._serving, self._metrics = serving, metrics
+        self._serving, self._metrics_of_engine = serving, metrics
         self._started_at = self._last_token_at = started_at
         self.queue_time: float | None = None
         self.first_token_seconds: float | None = None
@@ -78,6 +79,10 @@ class ChoiceState:
     @property
     def finished(self) -> bool:
         return self.output.finish_reason is not None
+
+    @property
+    def _metrics(self) -> ServerMetrics:
+        return self._metrics_of_engine()
 
     def push(self, event: TokenEvent) -> Progress:
         """Add a step's event."""
@@ -138,12 +143,12 @@ class PromptRun:
         self._generation = serving.submit(
             job.prompt_ids, job.params, job.request_id, job.scheduling
         )
-        self._metrics = serving.metrics.engines[self.engine]
+        self._engines = serving.metrics.engines
         self.choices = [
             ChoiceState(serving, self._metrics, job, index, job.started_at)
             for index in range(job.params.n)
         ]
-        self._metrics.record_request(job.params.n, job.params.max_tokens)
+        self._metrics().record_request(job.params.n, job.params.max_tokens)
 
     async def steps(self) -> AsyncIterator[list[Progress]]:
         """Yield the progress of each step. Leaving early aborts unfinished answers. Raises
@@ -181,6 +186,9 @@ class PromptRun:
         """The number of the engine that answers."""
         return self._generation.engine
 
+    def _metrics(self) -> ServerMetrics:
+        return self._engines[self.engine]
+
     @property
     def decoded(self) -> tuple[float, float]:
         """The ends of the first and the last step with tokens, by the engine's clock."""
@@ -195,7 +203,7 @@ class PromptRun:
         if progress.finished and event.finish_reason is None:
             self._generation.finish(event.sibling, "stop")
         if progress.finished and all(choice.finished for choice in self.choices):
-            self._metrics.record_longest(
+            self._metrics().record_longest(
                 max(len(choice.output.token_ids) for choice in self.choices)
             )
         return progress
