@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -21,7 +20,13 @@ from strobe.models.architectures import load_draft_config, load_target_config
 from strobe.models.config import DecoderConfig, DraftConfig, TargetConfig
 from strobe.models.config_readers.pair import check_pair
 from strobe.models.dflash import DFlash
-from strobe.models.load import check_draft_tensors, check_target_tensors, load_draft, load_target
+from strobe.models.load import (
+    LoadOptions,
+    check_draft_tensors,
+    check_target_tensors,
+    load_draft,
+    load_target,
+)
 from strobe.models.ops.torch_ops import TorchOps
 from strobe.models.quantization.packed import pack
 from strobe.models.quantization.sizes import weight_bytes
@@ -62,8 +67,11 @@ class ResolvedConfig:
     @property
     def kv_groups(self) -> dict[str, KVSpec]:
         """The K/V shapes of the target and of the drafter, which share page ids."""
-        configs = {"target": self.target, "draft": self.draft}
-        return {n: kv_spec(c.decoder, self.backends.kv_dtype) for n, c in configs.items() if c}
+        dtype = self.backends.kv_dtype
+        groups = {"target": kv_spec(self.target.decoder, dtype)}
+        if self.draft is not None:
+            groups["draft"] = kv_spec(self.draft.decoder, dtype)
+        return groups
 
     @property
     def state_bytes(self) -> int:
@@ -80,9 +88,16 @@ class ResolvedConfig:
         if self.device.type == "cpu":
             vocab_size = self.target.decoder.vocab_size
             sampling = SamplingState.num_bytes(self.limits.max_num_seqs, vocab_size)
-        specs = list(self.kv_groups.values())
-        sizes = (weights, self.state_bytes, sampling)
-        return plan_pages(self.config, self.limits, specs, self.device, *sizes, self.scratch)
+        return plan_pages(
+            self.config,
+            self.limits,
+            list(self.kv_groups.values()),
+            self.device,
+            weights=weights,
+            states=self.state_bytes,
+            sampling=sampling,
+            scratch=self.scratch,
+        )
 
 
 @dataclass
@@ -141,7 +156,16 @@ def resolve(config: EngineConfig, rank: int = 0) -> ResolvedConfig:
     scratch = scratch_bytes(limits, target.decoder, features, dtype) if gpu else 0
     weights = sum(weight_bytes(m, dtype, fp8=backends.fp8, packed=backends.packed) for m in modules)
     resolved = ResolvedConfig(
-        config, target, draft, method, limits, device, dtype, backends, scratch, split
+        config=config,
+        target=target,
+        draft=draft,
+        method=method,
+        limits=limits,
+        device=device,
+        dtype=dtype,
+        backends=backends,
+        scratch=scratch,
+        split=split,
     )
     resolved.num_pages(weights)
     return resolved
@@ -156,65 +180,129 @@ def kv_spec(decoder: DecoderConfig, dtype: torch.dtype) -> KVSpec:
 def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
     """Load the weights, size the pool and wire the parts. target: weights loaded elsewhere."""
     resolved.split.require_group()
-    config = resolved.config
-    limits = resolved.limits
     device = resolved.device
-    dtype = resolved.dtype
     if device.type == "cuda":
         torch.cuda.set_device(device)  # streams, events and kernels are the current device's
+    target, drafter = _load_models(resolved, target)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading left over counts as free
+    config = resolved.config
+    limits = resolved.limits
+    kernels = resolved.backends.kernels
+    vocab_size = resolved.target.decoder.vocab_size
+    pages = resolved.split.fewest(resolved.num_pages(), device)
+    spare = int(resolved.backends.graphs)  # a page for rows that only fill up a bucket
+    stores = {
+        name: KVStore(spec, pages + spare, limits.page_size, device)
+        for name, spec in resolved.kv_groups.items()
+    }
+    state = DecodeState(limits, device, spare_page=pages * spare, kernels=kernels)
+    sampling = resolved.split.sampling(limits.max_num_seqs, vocab_size, device, kernels)
+    tokenizer = Path(config.target) / "tokenizer.json"
+    grammars = GrammarState(GrammarCompiler(tokenizer, vocab_size, resolved.target.eos_ids))
+    backend, draft_backend = make_backends(
+        resolved.backends, resolved.target, resolved.draft, device
+    )
+    states = _make_states(resolved)
+    if states is not None:
+        backend = RecurrentBackend(backend, states, kernels=kernels)
+    buckets = None
+    graphs = Eager()
+    if resolved.backends.graphs:
+        buckets = Buckets(
+            limits.max_num_seqs, limits.num_drafts, limits.lookahead, narrow=config.adaptive
+        )
+        graphs = Graphs(CUDACapturer())
+    draft_runner = None
+    if drafter is not None:
+        draft_runner = ModelRunner(
+            model=drafter,
+            store=stores["draft"],
+            state=state,
+            sampling=sampling,
+            backend=draft_backend,
+            buckets=buckets,
+        )
+    proposers = make_proposers(
+        ProposerContext(
+            config=config,
+            device=device,
+            graphs=graphs,
+            drafter=drafter,
+            draft_runner=draft_runner,
+        )
+    )
+    runner = ModelRunner(
+        model=target,
+        store=stores["target"],
+        state=state,
+        sampling=sampling,
+        backend=backend,
+        capture=proposers.capture,
+        buckets=buckets,
+    )
+    return Components(
+        runner=runner,
+        proposers=proposers,
+        state=state,
+        sampling=sampling,
+        grammars=grammars,
+        graphs=graphs,
+        pool=PagePool(pages, limits.page_size),
+        stores=stores,
+        states=states,
+    )
+
+
+def _load_models(resolved: ResolvedConfig, target: Target | None) -> tuple[Target, DFlash | None]:
+    """Load the target, unless it is given, and the drafter, and give them their operations."""
+    config = resolved.config
     backends = resolved.backends
-    quantization = resolved.target.quantization
-    options: dict[str, Any] = {"max_positions": limits.num_positions, "dtype": dtype}
-    options |= {"device": device, "open": resolved.split.opener(config.load_format)}
-    options |= {"fp8": backends.fp8, "packed": backends.packed}
-    options["uniform"] = config.load_format == "uniform"
+    max_positions = resolved.limits.num_positions
+    options = LoadOptions(
+        dtype=resolved.dtype,
+        device=resolved.device,
+        open=resolved.split.opener(config.load_format),
+        fp8=backends.fp8,
+        packed=backends.packed,
+        uniform=config.load_format == "uniform",
+    )
     if target is None:
-        target = load_target(Path(config.target), resolved.target, **options)
+        target = load_target(
+            Path(config.target), resolved.target, max_positions=max_positions, **options
+        )
+        quantization = resolved.target.quantization
         if quantization is not None and not backends.fp8:
             size = sum(parameter.nbytes for parameter in target.parameters())
             logger.info("Weights in %s take %d bytes in memory.", quantization.method, size)
     drafter = None
     if resolved.draft is not None:
-        drafter = load_draft(Path(config.draft or ""), resolved.draft, target, **options)
+        drafter = load_draft(
+            Path(config.draft or ""),
+            resolved.draft,
+            target,
+            max_positions=max_positions,
+            **options,
+        )
     ops = TorchOps()
     if backends.kernels:
         from strobe.models.ops.triton_ops import TritonOps
         from strobe.models.quantization.kernel_weights import join_all
 
-        ops = TritonOps(device, dtype)  # models of one stream share a workspace
+        ops = TritonOps(resolved.device, resolved.dtype)  # models of one stream share a workspace
         join_all(target)
     for model in filter(None, (target, drafter)):
         model.ops = resolved.split.ops(ops, model)
     pack(backends.packed, target, drafter)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # what loading left over counts as free
-    pages = resolved.split.fewest(resolved.num_pages(), device)
-    spare = int(backends.graphs)  # a page for rows that only fill up a bucket
-    size = pages + spare, limits.page_size, device
-    stores = {name: KVStore(spec, *size) for name, spec in resolved.kv_groups.items()}
-    state = DecodeState(limits, device, spare_page=pages * spare, kernels=backends.kernels)
-    vocab = resolved.target.decoder.vocab_size
-    tokenizer = Path(config.target) / "tokenizer.json"
-    sampling = resolved.split.sampling(limits.max_num_seqs, vocab, device, backends.kernels)
-    grammars = GrammarState(GrammarCompiler(tokenizer, vocab, resolved.target.eos_ids))
-    backend, draft_backend = make_backends(backends, resolved.target, resolved.draft, device)
-    states = None
+    return target, drafter
+
+
+def _make_states(resolved: ResolvedConfig) -> StateStore | None:
+    """Make the states of recurrent layers, if the target has any."""
     spec = resolved.target.states
-    if spec is not None:
-        states = StateStore(spec, limits.max_num_seqs, 1 + limits.num_drafts, dtype, device)
-        backend = RecurrentBackend(backend, states, kernels=backends.kernels)
-    buckets = None
-    graphs = Eager()
-    if backends.graphs:
-        sizes = limits.max_num_seqs, limits.num_drafts, limits.lookahead
-        buckets = Buckets(*sizes, narrow=config.adaptive)
-        graphs = Graphs(CUDACapturer())
-    drafting = None
-    if drafter is not None:
-        parts = drafter, stores["draft"], state, sampling, draft_backend
-        drafting = drafter, ModelRunner(*parts, buckets=buckets)
-    proposers = make_proposers(ProposerContext(config, device, graphs, drafting))
-    parts = target, stores["target"], state, sampling, backend
-    runner = ModelRunner(*parts, capture=proposers.capture, buckets=buckets)
-    pool = PagePool(pages, limits.page_size)
-    return Components(runner, proposers, state, sampling, grammars, graphs, pool, stores, states)
+    if spec is None:
+        return None
+    limits = resolved.limits
+    return StateStore(
+        spec, limits.max_num_seqs, 1 + limits.num_drafts, resolved.dtype, resolved.device
+    )

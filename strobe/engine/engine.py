@@ -15,23 +15,21 @@ from strobe.config import EngineConfig
 from strobe.counters import EngineStats
 from strobe.engine.admission import check_prompt, check_sampling, choose_method
 from strobe.engine.build import Components, ResolvedConfig, build, resolve
+from strobe.engine.grammar_walk import WalkedDrafts, walk_drafts
 from strobe.engine.scheduler import Scheduler
 from strobe.models.heads.base import Drafts
 from strobe.request import DEFAULT_SCHEDULING, FinishReason, Request, SchedulingOptions
 from strobe.runner.batch import Layout, Shape
 from strobe.runner.buckets import verified_rows
-from strobe.runner.graphs import Eager
-from strobe.runner.runner import Outputs
 from strobe.runner.state import SimulatedAcceptance
-from strobe.runner.step_output import StepOutput, Verified
+from strobe.runner.step_output import StepOutput
+from strobe.runner.verify_step import VerifyStep
 from strobe.sampling.grammar import GrammarWalk
-from strobe.sampling.state import SamplingMode
 from strobe.sampling_params import SamplingParams, Speculation, StructuredOutputs
 from strobe.speculation.adaptive import AdaptiveDraftPolicy
 from strobe.speculation.allocate import verified_drafts
 from strobe.speculation.draft_policy import DraftPolicy
-from strobe.step import Plan, Span, StepResult, TokenEvent
-from strobe.transfer import download, upload
+from strobe.step import Plan, StepResult, TokenEvent
 
 
 class Engine:
@@ -68,8 +66,15 @@ class Engine:
             prefix_caching=self.config.enable_prefix_caching,
             draft_policy=draft_policy or self._make_draft_policy(),
         )
+        self.verify_step = VerifyStep(
+            runner=self.runner,
+            state=self.state,
+            sampling=self.sampling,
+            graphs=self.graphs,
+            observe=self.proposers.observe,
+            simulated_acceptance=simulated_acceptance,
+        )
         self.max_in_flight = self.resolved.backends.overlap
-        self.simulated_acceptance = simulated_acceptance
         self.on_launch = on_launch
         self.on_phase: Callable[[str], None] = lambda name: None
         """Called within each launch with "start", "draft" and "verify", as each is queued."""
@@ -88,8 +93,14 @@ class Engine:
             return DraftPolicy()
         rows = functools.partial(verified_rows, self.runner.buckets)
         max_mixed = self.limits.max_mixed_tokens or self.limits.max_num_batched_tokens
-        widths = drafter.widths_for(max_drafts)
-        return AdaptiveDraftPolicy(*widths, rows, max_mixed, self.limits.max_num_seqs)
+        widths, block_rows = drafter.widths_for(max_drafts)
+        return AdaptiveDraftPolicy(
+            widths,
+            block_rows,
+            rows,
+            max_mixed_rows=max_mixed,
+            max_requests=self.limits.max_num_seqs,
+        )
 
     def step(self) -> list[TokenEvent]:
         """Launch the next step; commit the oldest one once `overlap` steps are in flight."""
@@ -124,7 +135,7 @@ class Engine:
         result could not be committed or grammars are out of step with their requests."""
         if self.components.states is not None:
             self.components.states.restore(self._saved)
-        if not launched and all(step.grammars_advanced is not None for step in self._pending):
+        if not launched and not any(output.is_torn for output in self._pending):
             return self.scheduler.cancel(plan, error)
         self._pending.clear()
         return self.scheduler.cancel_all(error)
@@ -139,22 +150,27 @@ class Engine:
         slots = [span.slot for span in plan.spans]
         mode = self.sampling.mode(slots)
         shape = self.runner.shape_of(plan.spans, plan.num_verified)
-        drafts, margins = self.proposers.propose(plan, shape)
+        proposed = self.proposers.propose(plan, shape)
         self.on_phase("draft")
-        host_margins = None if margins is None else download(margins)
-        spans = plan.spans
-        walk = None
-        if mode.grammar:
-            spans, drafts, walk = self._walk_grammars(spans, drafts)
-        readers = {i: span for i, span in enumerate(spans) if self._reads_drafts[span.slot]}
-        host_drafts = download(drafts) if readers and drafts is not None else None
-        layout = self._lay_out(plan, spans, shape, margins)
-        verified, errors = self._verify(layout, mode, spans, drafts, walk)
+        walked = self._walk_grammars(plan, proposed.tokens) if mode.grammar else None
+        drafts = proposed.tokens if walked is None else walked.by_device
+        layout = self._lay_out(plan, shape, proposed.margins, walked)
+        readers = [i for i, slot in enumerate(slots) if self._reads_drafts[slot]]
+        on_host = Drafts(drafts if readers else None, proposed.margins).download()
+        masks = None if walked is None else functools.partial(self._masks, walked.walk, layout)
+        verified, errors = self.verify_step.run(plan.spans, layout, mode, drafts, masks)
         self.on_phase("verify")
         self.resolved.split.end_step()
-        columns = self.sampling.score_columns(slots)
-        host = Drafts(host_drafts, host_margins)
-        return StepOutput(plan, layout, verified, columns, errors, host, readers, started)
+        return StepOutput(
+            plan=plan,
+            layout=layout,
+            verified=verified,
+            score_columns=self.sampling.score_columns(slots),
+            errors=errors,
+            proposed=on_host,
+            draft_readers=readers,
+            started_at=started,
+        )
 
     def follow(self, plan: Plan, in_flight: int) -> None:
         """Run a plan of another engine, which had so many steps in flight."""
@@ -174,102 +190,30 @@ class Engine:
             speculation = Speculation.of(new.sampling.speculation)
             self._reads_drafts[new.slot] = speculation.return_drafts
 
-    def _verify(
-        self,
-        layout: Layout,
-        mode: SamplingMode,
-        spans: Sequence[Span],
-        drafts: Tensor | None,
-        walk: GrammarWalk | None,
-    ) -> tuple[Verified, dict[int, str]]:
-        """Run the target over the layout and verify the drafts [S, K], in one graph; with grammars
-        in two, so that their masks are computed while the target runs. Returns also, by span, why
-        its grammar cannot be followed further."""
-        graphs = self.graphs if self.runner.is_captured(layout) else Eager()
-        key = (mode, layout.shape)
-        bounds = self.runner.bounds(spans)
-
-        def forward(packed: Tensor, drafts: Tensor | None) -> Outputs:
-            here = layout.with_packed(packed)
-            placed = self.state.place(here, drafts)
-            return placed, *self.runner.forward(self.state.make_batch(here, placed, bounds))
-
-        def verify(packed: Tensor, drafts: Tensor | None) -> Verified:
-            return self.verify(layout.with_packed(packed), mode, forward(packed, drafts), None)
-
-        def forward_alone(packed: Tensor, drafts: Tensor | None) -> Outputs:
-            return self.runner.copy_out(forward(packed, drafts))
-
-        def verify_masked(packed: Tensor, masks: Tensor | None) -> Verified:
-            return self.verify(layout.with_packed(packed), mode, outputs, masks)
-
-        if walk is None:
-            return graphs.run(key, verify, layout.packed, drafts), {}
-        outputs = graphs.run(("forward", layout.shape), forward_alone, layout.packed, drafts)
-        masks, errors = self._masks(walk, layout.shape)
-        return graphs.run(key, verify_masked, layout.packed, masks), errors
-
-    def verify(
-        self, layout: Layout, mode: SamplingMode, outputs: Outputs, masks: Tensor | None
-    ) -> Verified:
-        """Sample the target's tokens, accept drafts, and show the target's features to the
-        drafters. masks [S * W, words]: of grammars."""
-        placed, residual, features = outputs
-        batch = self.state.make_batch(layout, placed)
-        sampled = self.runner.sample(residual, layout, batch, mode, masks)
-        tokens = sampled.tokens.view(-1, layout.shape.max_logits)
-        # Lengths and newest tokens advance by the accepted drafts.
-        accepted = self.state.accept(layout, batch, tokens, self.simulated_acceptance)
-        if mode.processed:
-            self.sampling.count_tokens(layout.slots, tokens, accepted, layout.active)
-        scores = self.runner.score_prompt(residual, layout)
-        self.proposers.observe(batch, features)  # drafters' K/V, on the same pages
-        return sampled, accepted, scores
+    def _walk_grammars(self, plan: Plan, drafts: Tensor | None) -> WalkedDrafts:
+        """Walk the grammars along the drafts [S, K]. Waits for the results in flight."""
+        for output in self._pending:
+            self._result(output)
+        return walk_drafts(self.grammars, plan.spans, drafts, self.state.device)
 
     def _lay_out(
-        self, plan: Plan, spans: Sequence[Span], shape: Shape, margins: Tensor | None
+        self, plan: Plan, shape: Shape, margins: Tensor | None, walked: WalkedDrafts | None
     ) -> Layout:
         """Lay out the plan's spans with the drafts to verify: if the plan limits the device's
         drafts, the most likely ones by their margins [S, K]."""
-        layout = self.runner.lay_out(spans, shape)
+        layout = self.runner.lay_out(plan.spans, shape, None if walked is None else walked.forced)
         if plan.num_verified is None or not shape.max_drafts:
             return layout
-        ranking = margins, plan.confidence, plan.num_verified
-        num_drafts = verified_drafts(layout, *ranking, kernels=self.state.kernels)
+        num_drafts = verified_drafts(
+            layout, margins, plan.confidence, plan.num_verified, kernels=self.state.kernels
+        )
         return self.runner.narrow(layout, num_drafts, shape)
 
-    def _walk_grammars(
-        self, planned: Sequence[Span], drafts: Tensor | None
-    ) -> tuple[list[Span], Tensor | None, GrammarWalk]:
-        """Walk the grammars along the drafts. Returns the spans and drafts [S, K] to verify, with
-        forced tokens in place of drafts that are not allowed. Waits for the results in flight and
-        for the drafts, which the walk reads."""
-        for output in self._pending:
-            self._result(output)
-        spans = list(planned)
-        draft_tokens: list[list[int]] = [] if drafts is None else drafts.clamp(min=0).tolist()
-        host_drafts = [
-            draft_tokens[i][: s.num_drafts] if s.method else list(s.tokens[s.num_context_rows :])
-            for i, s in enumerate(spans)
-        ]
-        # A chunk in the middle of a prompt gives no token, and its rows stay free.
-        slots = [span.slot if span.num_logits else -1 for span in spans]
-        walk = self.grammars.walk(slots, host_drafts)
-        changed = [i for i, tokens in enumerate(walk.drafts) if tokens != host_drafts[i]]
-        for i in changed:
-            if spans[i].method is None:
-                spans[i] = spans[i]._replace(tokens=(spans[i].tokens[0], *walk.drafts[i]))
-            else:
-                draft_tokens[i][: len(host_drafts[i])] = walk.drafts[i]
-        if drafts is not None:  # a copy: the forward's graph may use the memory of the drafter's
-            drafts = upload(draft_tokens, self.state.device) if changed else drafts.clone()
-        return spans, drafts, walk
-
-    def _masks(self, walk: GrammarWalk, shape: Shape) -> tuple[Tensor, dict[int, str]]:
+    def _masks(self, walk: GrammarWalk, layout: Layout) -> tuple[Tensor, dict[int, str]]:
         """Compute the masks [S * W, words] of all rows, and by span the reason that its grammar
-        cannot be followed further. A GPU copies them from pinned memory, which torch does not reuse
-        before the copy is done."""
-        size = shape.spans, shape.max_logits, self.grammars.compiler.words
+        cannot be followed further. A GPU copies the masks from pinned memory, which torch does not
+        reuse before the copy is done."""
+        size = (layout.shape.spans, layout.shape.max_logits, self.grammars.compiler.words)
         masks = torch.empty(size, dtype=torch.int32, pin_memory=self.state.device.type == "cuda")
         errors = self.grammars.fill(walk, masks.numpy())
         return masks.to(self.state.device, non_blocking=True).flatten(0, 1), errors
@@ -277,13 +221,8 @@ class Engine:
     def _result(self, output: StepOutput) -> StepResult:
         """Wait for a step's result and advance the grammars by its tokens, once."""
         result = output.result(self._last_done)
-        if not output.grammars_advanced:
-            output.grammars_advanced = None
-            self._last_done = output.done_at
-            for i, span in enumerate(output.plan.spans):
-                if span.num_logits and i not in result.errors:
-                    self.grammars.advance(span.slot, result.tokens[i])
-            output.grammars_advanced = True
+        self._last_done = max(self._last_done, output.done_at)
+        output.advance_grammars(self.grammars)
         return result
 
     @property
@@ -341,9 +280,9 @@ class Engine:
             self.compile(sampling)
             end_ids = (*end_ids, *self.grammars.compiler.tokenizer.eos_tokens)
         request = Request(
-            request_id or f"request-{number}",
-            prompt_ids,
-            sampling,
+            id=request_id or f"request-{number}",
+            prompt_ids=prompt_ids,
+            sampling=sampling,
             seed=seed,
             sibling=sibling,
             stop_ids=frozenset((*end_ids, *sampling.stop_token_ids)),

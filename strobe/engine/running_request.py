@@ -78,5 +78,13 @@ class RunningRequest:
     def admission(self, length: int) -> Admission:
         """Return what the device needs to know of it. length: positions that have K/V."""
         request = self.request
-        sampling = request.num_prompt, request.sampling, request.seed, request.sibling
-        return Admission(self.slot, length, tuple(request.tokens), *sampling, request.stop_ids)
+        return Admission(
+            slot=self.slot,
+            length=length,
+            tokens=tuple(request.tokens),
+            num_prompt=request.num_prompt,
+            sampling=request.sampling,
+            seed=request.seed,
+            sibling=request.sibling,
+            stop_ids=request.stop_ids,
+        )

@@ -14,16 +14,19 @@ the spare slot, which has a page of its own.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from strobe.step import TAIL, Span
 from strobe.transfer import upload
+
+Int64Array: TypeAlias = NDArray[np.int64]
 
 
 class Shape(NamedTuple):
@@ -38,31 +41,50 @@ class Shape(NamedTuple):
 
 @dataclass(eq=False)
 class Layout:
-    """The geometry of a batch; unchanged while the same requests decode.
+    """The geometry of a batch on the device; unchanged while the same requests decode.
 
-    spans: without padding; their starts change from step to step. scored [3, A]: rows whose next
-    prompt token is scored, as spans, offsets in them and these tokens. Per span [S]: slots;
-    context_rows, rows before the drafts; drafts; sizes, all rows; row_starts, the first row;
-    active, 1 if logits are needed. Per row [T]: span_of_row; offset within the span; tokens: the
-    host's, TAIL, or TAIL - 1 - j for the device's draft j. logits_rows [S * W], None if every row
-    has logits. packed: all of these in one int64 tensor.
+    spans: without padding, as they were laid out first: their starts change from step to step.
+    forced: by span, the host's drafts if a grammar has replaced some of the span's own. scored
+    [3, A]: rows whose next prompt token is scored, as spans, offsets in them and these tokens.
+    packed: all further parts in one int64 tensor, of which they are views.
     """
 
     shape: Shape
     spans: tuple[Span, ...]
     padded: bool
     scored: Tensor | None
-    packed: Any
+    packed: Tensor
+    forced: Mapping[int, Sequence[int]] = field(default_factory=dict[int, Sequence[int]])
+    slots: Tensor = field(init=False)
+    """[S]"""
+    context_rows: Tensor = field(init=False)
+    """Rows before the drafts, [S]."""
+    drafts: Tensor = field(init=False)
+    """Number of drafts, [S]."""
+    sizes: Tensor = field(init=False)
+    """Number of all rows, [S]."""
+    row_starts: Tensor = field(init=False)
+    """First row of each span, [S]."""
+    active: Tensor = field(init=False)
+    """1 for spans with logits, [S]."""
+    span_of_row: Tensor = field(init=False)
+    """[T]"""
+    offset: Tensor = field(init=False)
+    """Offset of each row within its span, [T]."""
+    tokens: Tensor = field(init=False)
+    """The host's tokens, TAIL, or TAIL - 1 - j for the device's draft j, [T]."""
+    logits_rows: Tensor | None = field(init=False)
+    """Rows with logits, [S * W]; None if every row has logits."""
 
     def __post_init__(self) -> None:
-        """Make the parts, in the order of the class docstring, as views of `packed`."""
         spans = self.shape.spans
         rows = self.shape.rows
-        first = 6 * spans
+        per_span = self.packed[: 6 * spans].reshape(6, spans)
+        per_row = self.packed[6 * spans : 6 * spans + 3 * rows].reshape(3, rows)
+        self.slots, self.context_rows, self.drafts = per_span[:3]
+        self.sizes, self.row_starts, self.active = per_span[3:]
+        self.span_of_row, self.offset, self.tokens = per_row
         end = 6 * spans + 3 * rows
-        self.slots, self.context_rows, self.drafts, *others = self.packed[:first].reshape(6, spans)
-        self.sizes, self.row_starts, self.active = others
-        self.span_of_row, self.offset, self.tokens = self.packed[first:end].reshape(3, rows)
         self.logits_rows = self.packed[end:] if len(self.packed) > end else None
 
     def with_packed(self, packed: Tensor) -> Layout:
@@ -75,26 +97,25 @@ class Layout:
         return [span.num_rows for span in self.spans]
 
     @functools.cached_property
-    def arrays(self) -> Layout:
+    def on_host(self) -> HostLayout:
         """The layout over NumPy arrays; on a CPU only."""
-        return replace(self, packed=self.packed.numpy())
+        return HostLayout(
+            shape=self.shape,
+            slots=self.slots.numpy(),
+            context_rows=self.context_rows.numpy(),
+            drafts=self.drafts.numpy(),
+            span_of_row=self.span_of_row.numpy(),
+            offset=self.offset.numpy(),
+            tokens=self.tokens.numpy(),
+        )
 
     @functools.cached_property
-    def token_source(self) -> Any:
-        """[T], of `arrays`: index of a row's token in the spans' newest tokens, the host's tokens
-        and the device's drafts, concatenated."""
-        host = self.shape.spans + np.arange(self.shape.rows)
-        drafts = host[-1] + 1 + self.span_of_row * self.shape.max_drafts + self.draft_of_row
-        host_source = np.where(self.tokens == TAIL, self.span_of_row, host)
-        return np.where(self.tokens < TAIL, drafts, host_source)
-
-    @functools.cached_property
-    def slot_of_row(self) -> Any:
+    def slot_of_row(self) -> Tensor:
         """Slot of each row, [T]."""
         return self.slots[self.span_of_row]
 
     @functools.cached_property
-    def draft_of_row(self) -> Any:
+    def draft_of_row(self) -> Tensor:
         """Index of the device draft in each row, [T]; 0 for other rows."""
         return (TAIL - 1 - self.tokens).clip(0)
 
@@ -146,6 +167,35 @@ class Layout:
         return replace(self, shape=shape, packed=packed)
 
 
+@dataclass(frozen=True, eq=False)
+class HostLayout:
+    """The parts of a layout that a CPU's steps read, over NumPy arrays that share its memory; see
+    `Layout` for their meaning."""
+
+    shape: Shape
+    slots: Int64Array
+    context_rows: Int64Array
+    drafts: Int64Array
+    span_of_row: Int64Array
+    offset: Int64Array
+    tokens: Int64Array
+
+    @functools.cached_property
+    def slot_of_row(self) -> Int64Array:
+        """Slot of each row, [T]."""
+        return self.slots[self.span_of_row]
+
+    @functools.cached_property
+    def token_source(self) -> Int64Array:
+        """Index of each row's token in the spans' newest tokens, the host's tokens and the
+        device's drafts, concatenated, [T]."""
+        host = self.shape.spans + np.arange(self.shape.rows)
+        draft_of_row = (TAIL - 1 - self.tokens).clip(0)
+        drafts = host[-1] + 1 + self.span_of_row * self.shape.max_drafts + draft_of_row
+        host_source = np.where(self.tokens == TAIL, self.span_of_row, host)
+        return np.where(self.tokens < TAIL, drafts, host_source)
+
+
 def exact_shape(spans: Sequence[Span]) -> Shape:
     """The spans' shape without any padding."""
     counts = [span.num_rows for span in spans]
@@ -155,44 +205,72 @@ def exact_shape(spans: Sequence[Span]) -> Shape:
 
 
 def lay_out(
-    spans: Sequence[Span], device: torch.device, shape: Shape, padded: bool, spare_slot: int
+    spans: Sequence[Span],
+    device: torch.device,
+    shape: Shape,
+    *,
+    padded: bool,
+    spare_slot: int,
+    forced: Mapping[int, Sequence[int]] | None = None,
 ) -> Layout:
     """Lay out spans in that shape; spans with more rows than it keep them all, to be narrowed.
-    spare_slot: slot of the padding."""
+    spare_slot: slot of the padding. forced: by span, drafts in place of its own."""
+    forced = forced or {}
     counts = [span.num_rows for span in spans]
     shape = shape._replace(rows=max(shape.rows, sum(counts)))
     width = shape.max_logits
     has_logits_rows = padded or any(not s.num_rows == s.num_logits == width for s in spans)
-    packed = upload(_pack(spans, counts, shape, spare_slot, index=has_logits_rows), device)
+    tokens = [
+        (*span.tokens[: span.num_context_rows], *forced[i]) if i in forced else span.tokens
+        for i, span in enumerate(spans)
+    ]
+    packed = _pack(spans, tokens, counts, shape, spare_slot=spare_slot, index=has_logits_rows)
     scored = [(i, j, token) for i, s in enumerate(spans) for j, token in enumerate(s.scored_tokens)]
-    scored_rows = upload(scored, device).T if scored else None
-    return Layout(shape, tuple(spans), padded, scored_rows, packed)
+    return Layout(
+        shape=shape,
+        spans=tuple(spans),
+        padded=padded,
+        scored=upload(scored, device).T if scored else None,
+        packed=upload(packed, device),
+        forced=forced,
+    )
 
 
 def _pack(
-    spans: Sequence[Span], counts: list[int], shape: Shape, spare_slot: int, *, index: bool
-) -> np.ndarray:
-    """index: whether logits_rows are part of it."""
+    spans: Sequence[Span],
+    tokens_of: Sequence[tuple[int, ...]],
+    counts: list[int],
+    shape: Shape,
+    *,
+    spare_slot: int,
+    index: bool,
+) -> Int64Array:
+    """Return the parts of a layout in one array. tokens_of: the host's tokens by span. counts: rows
+    by span. index: whether logits_rows are part of it."""
     fill = shape.spans - len(spans)
     ends = np.cumsum(counts)
     firsts = ends - counts
     used = int(ends[-1])
     num_padding = shape.rows - used
     assert not num_padding or fill, "rows of no span need a padding span"
-    slots, context, drafts, logits, known = np.array(
-        [(s.slot, s.num_context_rows, s.num_drafts, s.num_logits, len(s.tokens)) for s in spans],
-        dtype=np.int64,
+    slots, context, drafts, logits = np.array(
+        [(s.slot, s.num_context_rows, s.num_drafts, s.num_logits) for s in spans], dtype=np.int64
     ).T
-    per_span = [
-        (slots, spare_slot), (context, 0), (drafts, 0), (counts, 0), (firsts, used),
-        (logits > 0, 0),
-    ]  # fmt: skip
     offset = np.arange(used) - np.repeat(firsts, counts)
-    tokens = TAIL - 1 - offset + np.repeat(known, counts)
-    for span, first in zip(spans, firsts.tolist(), strict=True):
-        if span.tokens != (TAIL,):
-            tokens[first : first + len(span.tokens)] = span.tokens
-    per_row = [(np.repeat(np.arange(len(spans)), counts), len(spans)), (offset, 0), (tokens, 0)]
+    tokens = TAIL - 1 - offset + np.repeat([len(known) for known in tokens_of], counts)
+    for known, first in zip(tokens_of, firsts.tolist(), strict=True):
+        if known != (TAIL,):
+            tokens[first : first + len(known)] = known
+    span_of_row = np.repeat(np.arange(len(spans)), counts)
+    per_span = [
+        (slots, spare_slot),
+        (context, 0),
+        (drafts, 0),
+        (counts, 0),
+        (firsts, used),
+        (logits > 0, 0),
+    ]
+    per_row = [(span_of_row, len(spans)), (offset, 0), (tokens, 0)]
     parts = [np.append(part, np.full(fill, filler)) for part, filler in per_span]
     parts += [np.append(part, np.full(num_padding, filler)) for part, filler in per_row]
     if index:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import TypeAlias
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -21,9 +21,14 @@ from strobe.step import TAIL, Span
 _SCORED_ROWS = 256
 _LAYOUTS = 64
 
-Outputs: TypeAlias = tuple[Sequence[Tensor], Tensor, Tensor | None]
-"""A forward's outputs: its rows as `DecodeState.place` returned them, the residual stream [T, H],
-and the captured features [T, n * H]."""
+
+class ForwardOutputs(NamedTuple):
+    """A forward's outputs. placed: its rows as `DecodeState.place` returned them; residual: the
+    residual stream [T, H]; features: the captured features [T, n * H]."""
+
+    placed: Sequence[Tensor]
+    residual: Tensor
+    features: Tensor | None
 
 
 class ModelRunner:
@@ -59,19 +64,39 @@ class ModelRunner:
             return self.buckets.shape_of(spans, num_verified)
         return exact_shape(spans)
 
-    def lay_out(self, spans: Sequence[Span], shape: Shape) -> Layout:
-        """Return the spans' layout, cached while the same requests decode."""
-        args = spans, self.state.device, shape, self.buckets is not None, self.state.spare_slot
-        if any(span.tokens[0] != TAIL for span in spans):
-            return lay_out(*args)
+    def lay_out(
+        self,
+        spans: Sequence[Span],
+        shape: Shape,
+        forced: Mapping[int, Sequence[int]] | None = None,
+    ) -> Layout:
+        """Return the spans' layout, cached while the same requests decode. forced: by span, the
+        host's drafts if they are not the span's own."""
+        if forced or any(span.tokens[0] != TAIL for span in spans):
+            return self._lay_out(spans, shape, forced)
         parts = [(s.slot, s.tokens, s.num_drafts, s.method, s.num_logits) for s in spans]
         key = shape, tuple(parts)
         layout = self._layouts.get(key)
         if layout is None:
             if len(self._layouts) >= _LAYOUTS:
                 self._layouts.pop(next(iter(self._layouts)))
-            layout = self._layouts[key] = lay_out(*args)
+            layout = self._layouts[key] = self._lay_out(spans, shape)
         return layout
+
+    def _lay_out(
+        self,
+        spans: Sequence[Span],
+        shape: Shape,
+        forced: Mapping[int, Sequence[int]] | None = None,
+    ) -> Layout:
+        return lay_out(
+            spans,
+            self.state.device,
+            shape,
+            padded=self.buckets is not None,
+            spare_slot=self.state.spare_slot,
+            forced=forced,
+        )
 
     def narrow(self, layout: Layout, drafts: Tensor, shape: Shape) -> Layout:
         """Reduce a layout to `drafts` [S] drafts per span; a padded one gets that shape."""
@@ -84,7 +109,7 @@ class ModelRunner:
         ]
         exact = exact_shape(spans)
         exact = exact._replace(max_drafts=shape.max_drafts, max_logits=shape.max_logits)
-        return self.lay_out(spans, exact)
+        return self.lay_out(spans, exact, layout.forced)
 
     def bounds(self, spans: Sequence[Span]) -> list[int]:
         """Per span, an upper bound (exclusive) of its keys' positions."""
@@ -103,23 +128,24 @@ class ModelRunner:
         attend = self.backend.plan(batch, self.store, masks)
         return self.model(batch.ids, batch.positions, attend, self.capture)
 
-    def copy_out(self, outputs: Outputs) -> Outputs:
+    def copy_out(self, outputs: ForwardOutputs) -> ForwardOutputs:
         """Copy a forward's results to `output_buffers`, one buffer per part for all shapes, where
         another graph can read them. Results with more rows than any captured step are returned as
         they are."""
-        buckets = self.buckets
-        placed, residual, features = outputs
-        if buckets is None or len(residual) > buckets.max_rows:
+        if self.buckets is None or len(outputs.residual) > self.buckets.max_rows:
             return outputs
+        size = self.buckets.max_rows
+        placed = [self._copy(f"placed_{i}", part, size) for i, part in enumerate(outputs.placed)]
+        residual = self._copy("residual", outputs.residual, size)
+        features = outputs.features
+        if features is not None:
+            features = self._copy("features", features, size)
+        return ForwardOutputs(placed, residual, features)
 
-        def copy(name: str, part: Tensor) -> Tensor:
-            if name not in self.output_buffers:
-                self.output_buffers[name] = part.new_empty(buckets.max_rows, *part.shape[1:])
-            return self.output_buffers[name][: len(part)].copy_(part)
-
-        features = None if features is None else copy("features", features)
-        placed = [copy(f"placed_{i}", part) for i, part in enumerate(placed)]
-        return placed, copy("residual", residual), features
+    def _copy(self, name: str, part: Tensor, size: int) -> Tensor:
+        if name not in self.output_buffers:
+            self.output_buffers[name] = part.new_empty(size, *part.shape[1:])
+        return self.output_buffers[name][: len(part)].copy_(part)
 
     def sample(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from strobe.attention.base import Batch
 from strobe.config import Limits
-from strobe.runner.batch import Layout
+from strobe.runner.batch import Int64Array, Layout
 from strobe.step import TAIL, Plan
 from strobe.transfer import upload
 
@@ -26,8 +26,7 @@ class DecodeState:
 
     cursor [N + 1, 2]: number of positions with K/V, and the newest token, which has none yet. table
     [N + 1, columns]: added to a position in column position // page_size to get its slot in the KV
-    stores; columns without a page point to page 0, which no request reads. arrays: both as NumPy
-    arrays, on a CPU.
+    stores; columns without a page point to page 0, which no request reads.
     """
 
     def __init__(
@@ -48,7 +47,9 @@ class DecodeState:
         unmapped = torch.arange(0, -columns, -1, dtype=torch.int64, device=device) * page_size
         self.table = unmapped.repeat(num_slots + 1, 1)
         self.table[-1] += spare_page * page_size
-        self.arrays: Any = [t.numpy() for t in (self.cursor, self.table) if device.type == "cpu"]
+        self._on_cpu = device.type == "cpu"
+        self._host_cursor = _shared_array(self.cursor)
+        self._host_table = _shared_array(self.table)
 
     def apply(self, plan: Plan) -> None:
         """Apply the plan's admissions and page-table entries."""
@@ -112,25 +113,24 @@ class DecodeState:
     def _in_numpy(self, layout: Layout) -> bool:
         """Whether NumPy does the work of `place` and `accept`: on a CPU, right after a forward has
         swept the caches, each small operation takes 20 to 50 us, and torch's take longest."""
-        return self.device.type == "cpu" and not layout.padded
+        return self._on_cpu and not layout.padded
 
     def _place_in_numpy(self, layout: Layout, drafts: Tensor | None) -> list[Tensor]:
-        arrays = layout.arrays
-        cursor, table = self.arrays
-        current = cursor[arrays.slots]
+        host = layout.on_host
+        current = self._host_cursor[host.slots]
         starts = current[:, 0]
-        positions = starts.take(arrays.span_of_row)
-        positions += arrays.offset
-        kv_slots = table[arrays.slot_of_row, positions // self.page_size]
+        positions = starts.take(host.span_of_row)
+        positions += host.offset
+        kv_slots = self._host_table[host.slot_of_row, positions // self.page_size]
         kv_slots += positions
         device_tokens = () if drafts is None else (drafts.numpy().ravel(),)
-        lengths = arrays.drafts
+        lengths = host.drafts
         if layout.shape.max_drafts:
             lengths = np.minimum(lengths, np.maximum(self.limit - 1 - starts, 0))
-        ids = np.concatenate((current[:, 1], arrays.tokens, *device_tokens))
-        ids = ids.take(arrays.token_source)
+        ids = np.concatenate((current[:, 1], host.tokens, *device_tokens))
+        ids = ids.take(host.token_source)
         np.maximum(ids, 0, out=ids)  # NO_TOKEN, of rows with NaN
-        return list(map(torch.from_numpy, (ids, positions, kv_slots, starts, lengths)))
+        return [torch.from_numpy(part) for part in (ids, positions, kv_slots, starts, lengths)]
 
     def accept(
         self, layout: Layout, batch: Batch, tokens: Tensor, simulated: SimulatedAcceptance | None
@@ -158,7 +158,7 @@ class DecodeState:
     def _accept_in_numpy(
         self, layout: Layout, batch: Batch, tokens: Tensor, simulated: SimulatedAcceptance | None
     ) -> Tensor:
-        arrays = layout.arrays
+        host = layout.on_host
         sampled = tokens.numpy()
         starts = batch.starts.numpy()
         accepted = batch.draft_lengths.numpy()
@@ -171,10 +171,15 @@ class DecodeState:
                 num_matched = _simulated(layout, batch, simulated).numpy()
             accepted = np.minimum(num_matched, accepted)
         new_cursor = np.empty((len(starts), 2), dtype=np.int64)
-        np.add(starts + arrays.context_rows, accepted, new_cursor[:, 0])
+        np.add(starts + host.context_rows, accepted, new_cursor[:, 0])
         new_cursor[:, 1] = sampled[np.arange(len(starts)), accepted]
-        self.arrays[0][arrays.slots] = new_cursor
+        self._host_cursor[host.slots] = new_cursor
         return torch.from_numpy(accepted)
+
+
+def _shared_array(tensor: Tensor) -> Int64Array:
+    """Return a CPU tensor as a NumPy array of the same memory; for other devices an empty one."""
+    return tensor.numpy() if tensor.device.type == "cpu" else np.empty((0, 0), dtype=np.int64)
 
 
 def _simulated(layout: Layout, batch: Batch, simulated: SimulatedAcceptance) -> Tensor:

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import InitVar, dataclass
-from typing import TypeAlias
+from enum import Enum, auto
 
 import torch
-from torch import Tensor
 
 from strobe.models.heads.base import Drafts
 from strobe.request import TokenLogprob
 from strobe.runner.batch import Layout
+from strobe.runner.verify_step import Verified
+from strobe.sampling.grammar import GrammarState
 from strobe.sampling.logprobs import Scores
-from strobe.sampling.state import Sampled
-from strobe.step import Plan, Span, StepResult
+from strobe.step import Plan, StepResult
 from strobe.transfer import download
 
 NAN_ERROR = "The model's logits are NaN; try another dtype, or check the checkpoint's weights."
 
-Verified: TypeAlias = tuple[Sampled, Tensor, Scores | None]
-"""The device's part of a step's output: tokens and scores of the rows with logits; the number of
-accepted drafts [S], so that one token more counts; scores of prompt tokens, in the spans' order."""
+
+class GrammarProgress(Enum):
+    """How far grammars have consumed a step's tokens.
+
+    BEHIND --advance_grammars--> ADVANCING --all consumed--> ADVANCED
+
+    A step stays ADVANCING if one of its grammars raises: then some have consumed their tokens.
+    """
+
+    BEHIND = auto()
+    ADVANCING = auto()
+    ADVANCED = auto()
 
 
 @dataclass(eq=False)
@@ -31,9 +40,8 @@ class StepOutput:
 
     score_columns: by span, the columns of its scores to report. errors: by span, why its request
     ends. proposed [S, K]: the device's drafts, if a request reads them, and their margins, in host
-    memory. draft_readers: the spans whose requests read their drafts, as they are verified.
-    started_at, done_at: host clock in seconds. grammars_advanced: whether grammars have consumed
-    its tokens; None: some may have.
+    memory. draft_readers: the spans whose requests read their drafts. started_at, done_at: host
+    clock in seconds.
     """
 
     plan: Plan
@@ -42,24 +50,40 @@ class StepOutput:
     score_columns: Mapping[int, slice]
     errors: Mapping[int, str]
     proposed: Drafts
-    draft_readers: Mapping[int, Span]
+    draft_readers: Collection[int]
     started_at: float
     done_at: float = 0.0
-    grammars_advanced: bool | None = False
 
     def __post_init__(self, verified: Verified) -> None:
-        sampled, num_accepted, prompt_scores = verified
+        sampled = verified.sampled
         by_device = self.plan.num_verified is not None
         self._num_verified = download(self.layout.drafts) if by_device else None
-        self._tokens, self._num_accepted = download(sampled.tokens), download(num_accepted)
-        self._scores, self._prompt_scores = [
-            scores and Scores(*map(download, scores)) for scores in (sampled.scores, prompt_scores)
-        ]
+        self._tokens = download(sampled.tokens)
+        self._num_accepted = download(verified.num_accepted)
+        self._scores = _download_scores(sampled.scores)
+        self._prompt_scores = _download_scores(verified.prompt_scores)
+        self._grammar_progress = GrammarProgress.BEHIND
         self._result: StepResult | None = None
         self._event = None
-        if num_accepted.device.type == "cuda":
+        if verified.num_accepted.device.type == "cuda":
             self._event = torch.cuda.Event()
             self._event.record()
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether only some of the grammars have consumed the step's tokens."""
+        return self._grammar_progress is GrammarProgress.ADVANCING
+
+    def advance_grammars(self, grammars: GrammarState) -> None:
+        """Advance the grammars by the step's tokens, once; the result has arrived."""
+        if self._grammar_progress is GrammarProgress.ADVANCED:
+            return
+        result = self.result()
+        self._grammar_progress = GrammarProgress.ADVANCING
+        for i, span in enumerate(self.plan.spans):
+            if span.num_logits and i not in result.errors:
+                grammars.advance(span.slot, result.tokens[i])
+        self._grammar_progress = GrammarProgress.ADVANCED
 
     def result(self, previous_done_at: float = 0.0) -> StepResult:
         """Wait for the step and return its result. previous_done_at: when the previous step was
@@ -95,21 +119,33 @@ class StepOutput:
                 errors.setdefault(i, NAN_ERROR)
         on_device = self._num_verified
         margins = self.proposed.margins
-        readers = self.draft_readers
-        by_span = self.proposed.tokens
-        proposed = [()] * len(spans) if by_span is None else by_span.tolist()
         return StepResult(
-            tokens,
-            num_accepted,
+            tokens=tokens,
+            num_accepted=num_accepted,
             rows=self.layout.shape.rows,
             seconds=seconds,
             num_verified=None if on_device is None else on_device.tolist()[: len(spans)],
             margins=None if margins is None else margins.tolist()[: len(spans)],
-            drafts={i: s.tokens[s.num_context_rows :] or proposed[i] for i, s in readers.items()},
+            drafts=self._drafts(),
             logprobs=logprobs,
             prompt_logprobs=prompt,
             errors=errors,
         )
+
+    def _drafts(self) -> dict[int, Sequence[int]]:
+        """Return the drafts of the spans whose requests read them: the host's or the device's."""
+        by_device = self.proposed.tokens
+        device_drafts = [] if by_device is None else by_device.tolist()
+        drafts: dict[int, Sequence[int]] = {}
+        for i in self.draft_readers:
+            span = self.plan.spans[i]
+            by_host = self.layout.forced.get(i) or span.tokens[span.num_context_rows :]
+            drafts[i] = by_host or (device_drafts[i] if device_drafts else ())
+        return drafts
+
+
+def _download_scores(scores: Scores | None) -> Scores | None:
+    return None if scores is None else Scores(*[download(part) for part in scores])
 
 
 def _token_logprobs(
@@ -122,4 +158,4 @@ def _token_logprobs(
     best = scores.top_values[rows, columns].tolist()
     ids = scores.top_ids[rows, columns].tolist()
     tops = [tuple(zip(i, b, strict=True)) for i, b in zip(ids, best, strict=True)]
-    return list(map(TokenLogprob, tokens, values, ranks, tops))
+    return [TokenLogprob(*entry) for entry in zip(tokens, values, ranks, tops, strict=True)]

@@ -18,12 +18,13 @@ from strobe.speculation.ngram import NgramProposer
 
 @dataclass(frozen=True)
 class ProposerContext:
-    """Everything that a proposer is made from. drafter: with its runner."""
+    """Everything that a proposer is made from. draft_runner: runs the drafter."""
 
     config: EngineConfig
     device: torch.device
     graphs: Graphs | Eager
-    drafter: tuple[DFlash, ModelRunner] | None
+    drafter: DFlash | None = None
+    draft_runner: ModelRunner | None = None
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class DraftMethod:
 
 def _make_dflash(context: ProposerContext) -> Proposer:
     assert context.drafter is not None
-    return DFlashProposer(*context.drafter, context.graphs, context.config)
+    assert context.draft_runner is not None
+    return DFlashProposer(context.drafter, context.draft_runner, context.graphs, context.config)
 
 
 def _make_ngram(context: ProposerContext) -> HostProposer:

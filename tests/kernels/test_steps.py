@@ -64,7 +64,7 @@ def make_layout(name: str, device: torch.device) -> tuple[Layout, Tensor | None]
     spans, shape = BATCHES[name]
     drafts = (100 + torch.arange(shape.spans * 8, device=device)).view(shape.spans, 8)
     drafts = drafts[:, : shape.max_drafts] if shape.max_drafts else None
-    return lay_out(spans, device, shape, True, SLOTS), drafts
+    return lay_out(spans, device, shape, padded=True, spare_slot=SLOTS), drafts
 
 
 def pair(name: str, device: torch.device) -> tuple[list[DecodeState], Layout, list[Batch]]:
@@ -107,7 +107,7 @@ def test_batch_without_device_drafts_matches_torch(name: str, device: torch.devi
     spans = [span for span in spans if span.method is None]
     if not spans:
         return
-    layout = lay_out(spans, device, shape, True, SLOTS)
+    layout = lay_out(spans, device, shape, padded=True, spare_slot=SLOTS)
     states = [make_state(device, kernels=kernels) for kernels in (False, True)]
     expected, actual = [state.make_batch(layout, state.place(layout, None)) for state in states]
     assert torch.equal(actual.ids, expected.ids)

@@ -69,7 +69,7 @@ def test_without_margins_every_request_gets_as_many(padded: bool):
     spans = [Span(i, 5, 5, (TAIL,), n, "dflash", 1 + n) for i, n in enumerate((3, 3, 1, 3))]
     spans.append(Span(4, 5, 5, (7, 8, 9), 2, None, 3))  # host drafts, always verified
     shape = Buckets(8, 3, 4).shape_of(spans) if padded else exact_shape(spans)
-    layout = lay_out(spans, CPU, shape, padded, spare_slot=8)
+    layout = lay_out(spans, CPU, shape, padded=padded, spare_slot=8)
     for count, expected in ((7, [2, 2, 1, 2]), (5, [2, 1, 1, 1]), (0, [0] * 4), (99, [3, 3, 1, 3])):
         verified = verified_drafts(layout, None, (), count).tolist()
         assert verified[:5] == [*expected, 2]

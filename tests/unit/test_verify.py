@@ -27,7 +27,7 @@ def layout_by_device(starts: tuple[int, ...], lengths: tuple[int, ...], spare_sl
         Span(i, start, start, (TAIL,), n, "dflash" if n else None, 1 + n)
         for i, (start, n) in enumerate(zip(starts, lengths, strict=True))
     ]
-    return lay_out(spans, CPU, exact_shape(spans), False, spare_slot)
+    return lay_out(spans, CPU, exact_shape(spans), padded=False, spare_slot=spare_slot)
 
 
 def verify(
@@ -53,7 +53,7 @@ def verify(
             Span(i, start, start, (77, *draft_tokens[i][:n]), n, None, 1 + n)
             for i, (start, n) in enumerate(zip(starts, lengths, strict=True))
         ]
-        layout = lay_out(spans, CPU, exact_shape(spans), False, state.spare_slot)
+        layout = lay_out(spans, CPU, exact_shape(spans), padded=False, spare_slot=state.spare_slot)
     else:
         layout = layout_by_device(tuple(starts), tuple(lengths), state.spare_slot)
     placed = state.place(layout, None if by_host else drafts)
@@ -121,7 +121,7 @@ def test_prefill_chunks_advance_with_drafts():
         Span(1, 8, 8, (TAIL,), 2, "dflash", 3),
         Span(2, 0, 0, (3, 3), num_logits=1),
     ]
-    layout = lay_out(spans, CPU, exact_shape(spans), False, state.spare_slot)
+    layout = lay_out(spans, CPU, exact_shape(spans), padded=False, spare_slot=state.spare_slot)
     placed = state.place(layout, torch.tensor([[0, 0], [1, 2], [0, 0]]))
     batch = state.make_batch(layout, placed)
     tokens = torch.tensor([[9, 9, 9], [1, 2, 4], [6, 6, 6]])

@@ -10,6 +10,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 
+from strobe.transfer import download
+
 
 class Drafts(NamedTuple):
     """tokens [S or more, D] int64; margins, same shape, float32: each draft's logit minus the
@@ -21,6 +23,10 @@ class Drafts(NamedTuple):
     def first(self, count: int) -> Drafts:
         """The first drafts of every block."""
         return Drafts(*[part if part is None else part[:, :count] for part in self])
+
+    def download(self) -> Drafts:
+        """Queue copies to host memory, complete once the stream reaches them."""
+        return Drafts(*[part if part is None else download(part) for part in self])
 
 
 class BlockRows(NamedTuple):
