@@ -42,9 +42,9 @@ def joined(parts: Iterable[Parsed]) -> Result:
     return Result(reasoning, content, calls)
 
 
-def parse(parser: Parser, pieces: Sequence[str]) -> Result:
+def parse(parser: Parser, pieces: Sequence[str], *, cut: bool = False) -> Result:
     parts = [parser.push(piece) for piece in pieces]
-    return joined([*parts, parser.finish()])
+    return joined([*parts, parser.finish(cut=cut)])
 
 
 def cut(text: str, places: Iterable[int]) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from parsing import arguments, check_cuts, dumps, names, places, stream, texts
+from parsing import arguments, check_cuts, dumps, names, parse, places, stream, texts
 
 from strobe.server.parsers import REASONING_FORMATS, Parser, Tool, make_parser
 
@@ -153,7 +153,30 @@ def test_prompt_may_open_thinking():
     assert check_cuts(inside, f"Hm.<|end|>{TURN}{FINAL}") == ("Hm.", "Yes.", [])
 
 
-def test_text_is_streamed_and_name_comes_with_header():
+@pytest.mark.parametrize("body", ["", " ", "\n"])
+def test_call_with_blank_body_has_no_arguments(body: str):
+    call = CALL.replace('{"a": 1}', body)
+    assert check_cuts(parser, call) == ("", "", [("f", "{}")])
+    assert check_cuts(parser, call.removesuffix("<|call|>")) == ("", "", [("f", "{}")])
+    assert check_cuts(parser, f"{call}{TURN}{CALL}") == ("", "", [("f", "{}"), F])
+    assert parse(parser(), [call.removesuffix("<|call|>")], cut=True) == ("", "", [])
+
+
+def test_raw_line_break_in_an_argument_is_accepted():
+    text = CALL.replace("1}", '"b\nc"}')
+    assert check_cuts(parser, text) == ("", "", [("f", '{"a": "b\\nc"}')])
+
+
+@pytest.mark.parametrize("body", ['{"a": 1,}', "{'a': 1}", '{"a": 1', "[1]", "print(1)", "null"])
+def test_call_with_wrong_json_is_content(body: str):
+    call = CALL.replace('{"a": 1}', body)
+    written = call.removesuffix("<|call|>")
+    assert check_cuts(parser, f"{THOUGHT}{TURN}{call}") == ("Hm.", TURN + written, [])
+    assert check_cuts(parser, f"{call}{TURN}{CALL}") == ("", written, [F])
+    assert parse(parser(), [f"{CALL}{TURN}{written}"], cut=True).content == ""
+
+
+def test_text_is_streamed_and_name_of_a_forced_call_comes_with_header():
     pieces = ["<|channel|>", "analysis", "<|message|>", "H", "m <", "<|end|>", TURN]
     pieces += [
         "<|channel|>commentary to=",
@@ -163,7 +186,7 @@ def test_text_is_streamed_and_name_comes_with_header():
         ": 1}",
         "<|call|>",
     ]
-    parts = stream(parser, pieces)
+    parts = stream(lambda: make_parser("gpt_oss", "gpt_oss", forced=True), pieces)
     assert [part.reasoning for part in parts[:6]] == ["", "", "", "H", "m ", "<"]
     assert [part.calls for part in parts[7:]] == [
         [], [], [("f", "")], [("", '{"a"')], [("", ": 1}")], [], []

@@ -8,7 +8,18 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from parsing import arguments, calls, check_cuts, dumps, names, places, prose, stream, texts
+from parsing import (
+    arguments,
+    calls,
+    check_cuts,
+    dumps,
+    names,
+    parse,
+    places,
+    prose,
+    stream,
+    texts,
+)
 
 from strobe.server.parsers import Parser, Tool, make_parser
 
@@ -18,6 +29,10 @@ TIME = ("get_time", '{"city": "Rome"}')
 
 def parser() -> Parser:
     return make_parser("hermes", None)
+
+
+def forced() -> Parser:
+    return make_parser("hermes", None, forced=True)
 
 
 def wrapped(name: str, arguments: Any) -> str:
@@ -75,11 +90,11 @@ def test_name_is_decoded_from_json():
     "text",
     [
         "<tool_call>\nnot JSON\n</tool_call>",
-        '<tool_call>\n{"name": "f"}\n</tool_call>',
+        '<tool_call>\n{"name": "f", "arguments": "[]"}\n</tool_call>',
+        '<tool_call>\n{"name": "f", "arguments": "Rome"}\n</tool_call>',
+        '<tool_call>\n{"name": "f", "arguments": nothing}\n</tool_call>',
         '<tool_call>\n{"name": "", "arguments": {}}\n</tool_call>',
         '<tool_call>\n{"name": 5, "arguments": {}}\n</tool_call>',
-        '<tool_call>\n{"name": "f", "arguments": "{}"}\n</tool_call>',
-        '<tool_call>\n{"name": "f", "arguments": null}\n</tool_call>',
         '<tool_call>\n{"name": "f", "name": "g", "arguments": {}}\n</tool_call>',
         '<tool_call>\n{"name": "f\n", "arguments": {}}\n</tool_call>',
         '<tool_call>\n{"name": "\\x", "arguments": {}}\n</tool_call>',
@@ -120,25 +135,81 @@ def test_text_after_unclosed_call_is_content():
     unclosed = CALL.removesuffix("\n</tool_call>")
     assert check_cuts(parser, f"{unclosed}\nDone.") == ("", "\nDone.", [TIME])
     assert check_cuts(parser, f"{unclosed}\n{CALL}") == ("", "", [TIME, TIME])
-    assert check_cuts(parser, CALL.replace("}\n<", "} oops\n<")) == ("", " oops", [TIME])
 
 
 @pytest.mark.parametrize(
-    ("written", "arguments"),
+    "arguments",
     [
-        ('{"a": 1', '{"a": 1\n'),
-        ('{"a": "1}', '{"a": "1}}\n'),
-        ('{"a": [1}}', '{"a": [1}}'),
-        ('{"a": "one\ntwo"}', '{"a": "one\ntwo"}'),
-        ('{"a": 1]', '{"a": 1]'),
-        ("{a: tru}", "{a: tru}"),
+        '{"a": 1',
+        '{"a": "1}',
+        '{"a": [1}}',
+        '{"a": 1]',
+        "{a: tru}",
+        '{"a": 1,}',
+        '{"a": [1,]}',
+        "{'a': 'x'}",
+        '{"a": "\\d"}',
+        '{"a": "x\\\ny"}',
+        '{"a": "say "hi" now"}',
+        '{"a": "5" pipe"}',
+        '{"a": "echo "}"}',
+        '{"a": "echo "} done"}',
+        '{"a": NaN}',
+        '{"a": 1e999}',
+        '{"a": 01}',
+        '{"a": "x"} oops',
     ],
 )
-def test_broken_arguments_end_with_the_call(written: str, arguments: str):
-    broken = f'<tool_call>\n{{"name": "f", "arguments": {written}}}\n</tool_call>'
-    if written == '{"a": 1':
+def test_call_with_wrong_json_is_content(arguments: str):
+    broken = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+    if arguments == '{"a": 1':
         broken = broken.replace("1}", "1")
-    assert check_cuts(parser, f"{broken}\n{CALL}") == ("", "", [("f", arguments), TIME])
+    assert check_cuts(parser, broken) == ("", broken, [])
+    assert check_cuts(parser, f"{broken}\n{CALL}") == ("", broken, [TIME])
+    assert check_cuts(parser, f"{CALL}\n{broken}") == ("", f"\n{broken}", [TIME])
+
+
+@pytest.mark.parametrize("control", ["\n", "\t", "\r\n", "\x01"])
+def test_raw_control_character_in_a_string_is_accepted(control: str):
+    raw = f'{{"path": "a{control}b\\n",\n\t"k{control}": [1]}}'
+    call = f'<tool_call>\n{{"name": "f", "arguments": {raw}}}\n</tool_call>'
+    ((name, arguments),) = check_cuts(parser, call).calls
+    assert name == "f"
+    assert json.loads(arguments) == {"path": f"a{control}b\n", f"k{control}": [1]}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected_calls"),
+    [
+        ('{"name": "f"}', [("f", "{}")]),
+        ('{"name": "f", "id": "1"}', [("f", "{}")]),
+        ('{"name": "f", "arguments": null}', [("f", "{}")]),
+        ('{"arguments": null, "name": "f"}', [("f", "{}")]),
+        ('{"name": "f", "arguments": ""}', [("f", "{}")]),
+        ('{"name": "f", "parameters": null}', [("f", "{}")]),
+        ('{"name": "f", "arguments": "{\\"city\\": \\"X\\"}"}', [("f", '{"city": "X"}')]),
+        ('{"arguments": "{\\"a\\": 1}", "name": "f"}', [("f", '{"a": 1}')]),
+        ('{"name": "f", "arguments": {"a": 1},}', [("f", '{"a": 1}')]),
+        ('{"name": "f"}\n{"name": "g", "arguments": {"a": 1}}', [("f", "{}"), ("g", '{"a": 1}')]),
+        ('{"name": "f"}, {"name": "g"}', [("f", "{}"), ("g", "{}")]),
+        ('[{"name": "f"}]', [("f", "{}")]),
+        ('[\n{"name": "f"},\n {"name": "g"}\n]', [("f", "{}"), ("g", "{}")]),
+        (
+            '{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}',
+            [("f", '{"a": 1}')],
+        ),
+        ('{"function": {"name": "f"}, "type": "function"}', [("f", "{}")]),
+        (
+            '{"id": "1", "type": "function", '
+            '"function": {"name": "f", "arguments": "{\\"a\\": 1}"}}',
+            [("f", '{"a": 1}')],
+        ),
+    ],
+)
+def test_other_forms_of_a_call_are_calls(text: str, expected_calls: list[tuple[str, str]]):
+    for tagged in (f"<tool_call>\n{text}\n</tool_call>", f"<tool_call>{text}</tool_call>"):
+        assert check_cuts(parser, tagged) == ("", "", expected_calls)
+        assert check_cuts(parser, f"{tagged}\n{CALL}\nSo.").calls == [*expected_calls, TIME]
 
 
 def test_end_tag_inside_an_argument_string_is_text():
@@ -146,23 +217,40 @@ def test_end_tag_inside_an_argument_string_is_text():
     text = wrapped("f", value)
     assert check_cuts(parser, text).calls == [("f", dumps(value))]
     torn = check_cuts(parser, text.replace("one two", "one\ntwo"))
-    assert torn.calls == [("f", dumps(value).replace("one two", "one\ntwo"))]
+    assert torn.calls == [("f", dumps(value).replace("one two", "one\\ntwo"))]
 
 
 @given(names, arguments, st.integers(1, 200), places)
-def test_answer_cut_in_arguments_keeps_partial_arguments(
-    name: str, value: Any, length: int, cuts: list[int]
-):
+def test_forced_call_streams_partial_arguments(name: str, value: Any, length: int, cuts: list[int]):
     text = wrapped(name, value)
     begin = text.index('"arguments": ') + len('"arguments": ')
     end = begin + min(length, len(dumps(value)))
-    assert check_cuts(parser, text[:end], cuts) == ("", "", [(name, text[begin:end])])
+    assert check_cuts(forced, text[:end], cuts) == ("", "", [(name, text[begin:end])])
+
+
+@pytest.mark.parametrize("length", range(len("<tool_call>"), len(CALL) - len("}\n</tool_call>")))
+def test_unfinished_call_is_content_and_dropped_if_cut(length: int):
+    half = CALL[:length]
+    assert check_cuts(parser, half) == ("", half, [])
+    assert check_cuts(parser, f"{CALL}\n{half}") == ("", f"\n{half}", [TIME])
+    assert parse(parser(), [half], cut=True) == ("", "", [])
+    assert parse(parser(), list(f"So.\n{CALL}\n{half}"), cut=True) == ("", "So.", [TIME])
+
+
+def test_cut_forced_call_leaves_no_text():
+    def whole() -> Parser:
+        return make_parser("hermes", None, forced=True, whole_calls=True)
+
+    for length in range(len(CALL) - len("}\n</tool_call>")):
+        assert parse(whole(), [CALL[:length]], cut=True) == ("", "", [])
+    assert check_cuts(whole, CALL) == ("", "", [TIME])
 
 
 @pytest.mark.parametrize("raw", ['{"a": "x\\', '{"a": 1\n</tool_c', '{"a": "x\ny</', '{"a": 1 <'])
-def test_held_back_arguments_are_flushed_at_end(raw: str):
+def test_held_back_text_is_flushed_at_end(raw: str):
     text = f'<tool_call>\n{{"name": "f", "arguments": {raw}'
-    assert check_cuts(parser, text) == ("", "", [("f", raw)])
+    assert check_cuts(parser, text) == ("", text, [])
+    assert check_cuts(forced, text) == ("", "", [("f", raw)])
 
 
 def test_text_is_streamed_unless_it_may_start_a_call():
@@ -171,7 +259,7 @@ def test_text_is_streamed_unless_it_may_start_a_call():
     assert contents == ["Hel", "lo", " wor", "ld", " <b>", "", "", " <tool_call!", ""]
 
 
-def test_name_and_arguments_are_streamed():
+def test_name_and_arguments_of_a_forced_call_are_streamed():
     pieces = [
         "<tool_call>\n",
         '{"name": "f"',
@@ -183,10 +271,16 @@ def test_name_and_arguments_are_streamed():
         "}\n",
         "<",
     ]
-    calls = [part.calls for part in stream(parser, pieces)]
+    calls = [part.calls for part in stream(forced, pieces)]
     assert calls == [
         [], [], [], [("f", '{"a": ')], [("", '"x')], [("", "y")], [("", '"}')], [], [], []
     ]  # fmt: skip
+
+
+def test_call_that_is_not_forced_arrives_at_its_end():
+    pieces = ["<tool_call>", '{"name": "f", "arguments": {', '"a": 1', "}}", "\n", "</tool_call>"]
+    calls = [part.calls for part in stream(parser, pieces)]
+    assert calls == [[], [], [], [], [("f", '{"a": 1}')], [], []]
 
 
 def test_phase_is_tool_between_the_tags():

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from parsing import calls, check_cuts, dumps, places, stream, texts
+from parsing import calls, check_cuts, dumps, parse, places, stream, texts
 
 from strobe.server.parsers import Parser, Tool, make_parser
 
@@ -100,9 +100,29 @@ def test_text_after_call_is_content():
     assert check_cuts(parser, f'{CALL}; {{"x": 1}}') == ("", '; {"x": 1}', [TIME])
 
 
-def test_arguments_are_streamed():
+@pytest.mark.parametrize("form", ['"parameters": null', '"arguments": null', '"parameters": ""'])
+def test_arguments_may_be_null(form: str):
+    assert check_cuts(parser, f'{{"name": "f", {form}}}') == ("", "", [("f", "{}")])
+
+
+def test_call_with_wrong_json_is_content():
+    for arguments in ("{'a': 1}", '{"a": 1,}', '{"a": "say "hi""}', '{"a": "echo "}"}', '{"a": 1'):
+        text = f'{{"name": "f", "parameters": {arguments}}}'
+        assert check_cuts(parser, text[: -2 if arguments == '{"a": 1' else None]).calls == []
+        if arguments != '{"a": 1':
+            assert check_cuts(parser, text) == ("", text, [])
+
+
+def test_cut_json_answer_stays_content():
+    for text in ('{"name": "An', '{"name": "Ann", "a', "{"):
+        assert parse(parser(), [text], cut=True) == ("", text, [])
+    assert parse(parser(), [CALL[:40]], cut=True) == ("", "", [])
+
+
+def test_arguments_of_a_forced_call_are_streamed():
     pieces = ['{"name": "f", "par', 'ameters": {"a"', ": tr", "ue", "}}"]
-    assert [part.calls for part in stream(parser, pieces)] == [
+    forced = stream(lambda: make_parser("llama3", None, forced=True), pieces)
+    assert [part.calls for part in forced] == [
         [], [("f", '{"a"')], [("", ": tr")], [("", "ue")], [("", "}")], []
     ]  # fmt: skip
 

@@ -87,14 +87,33 @@ def test_template_output_is_parsed_back(case: Case, lead: str):
 
 
 @each
-def test_truncated_call_stays_open(case: Case):
+def test_truncated_call_is_no_call(case: Case):
     name, write, _ = case
     text = write(ROME)
     arguments = dumps(ROME[1])
     begin = text.index(arguments)
     for count in range(1, len(arguments)):
-        result = parse(of(name)(), [text[: begin + count]])
-        assert result == ("", "", [(ROME[0], arguments[:count])])
+        half = text[: begin + count]
+        assert parse(of(name)(), [half]) == ("", half, [])
+        assert parse(of(name)(), [half], cut=True) == ("", "", [])
+        streamed = parse(make_parser(name, None, forced=True), [half])
+        assert streamed == ("", "", [(ROME[0], arguments[:count])])
+
+
+@each
+@pytest.mark.parametrize("arguments", ["{'a': 1}", '{"a": 1,}', '{"a": "\\d"}', '{"a": "b "c""}'])
+def test_call_with_wrong_json_is_content(case: Case, arguments: str):
+    name, write, _ = case
+    text = write(("f", {})).replace("{}", arguments)
+    assert check_cuts(of(name), text).calls == []
+    assert arguments in check_cuts(of(name), text).content
+
+
+@each
+def test_raw_line_break_in_a_string_is_accepted(case: Case):
+    name, write, _ = case
+    text = write(("f", {"a": "b c"})).replace("b c", "b\nc\t")
+    assert check_cuts(of(name), text) == ("", "", [("f", '{"a": "b\\nc\\t"}')])
 
 
 @each
@@ -106,11 +125,12 @@ def test_call_of_unknown_tool_is_content(case: Case):
 
 
 @each
-def test_arguments_are_streamed(case: Case):
+def test_arguments_of_a_forced_call_are_streamed(case: Case):
     name, write, _ = case
     text = write(("f", {"a": 1}))
     place = text.index('{"a')
-    parts = stream(of(name), [text[: place + 2], text[place + 2 : place + 5], text[place + 5 :]])
+    pieces = [text[: place + 2], text[place + 2 : place + 5], text[place + 5 :]]
+    parts = stream(lambda: make_parser(name, None, forced=True), pieces)
     assert [part.calls for part in parts] == [[("f", '{"')], [("", 'a":')], [("", " 1}")], []]
 
 

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from parsing import check_cuts, parse, places, stream, texts
 
-from strobe.server.parsers import REASONING_FORMATS, Parsed, Parser, make_parser
+from strobe.server.parsers import REASONING_FORMATS, Parsed, Parser, Tool, make_parser
 from strobe.server.parsers.chain import Chain, Plain
+from strobe.server.parsers.reasoning_calls import ReasoningCalls
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 lines = st.text(st.characters(codec="utf-8", exclude_characters="<"), max_size=30)
@@ -105,6 +106,97 @@ def test_calls_are_parsed_only_after_thinking():
     assert check_cuts(both, "<thin") == ("", "<thin", [])
 
 
+TAGGED = """<tool_call>
+<function=read_file>
+<parameter=path>
+/etc/hosts
+</parameter>
+</function>
+</tool_call>"""
+READ = ("read_file", '{"path": "/etc/hosts"}')
+WRITTEN = {
+    "qwen3_coder": TAGGED,
+    "hermes": f'<tool_call>\n{{"name": "{READ[0]}", "arguments": {READ[1]}}}\n</tool_call>',
+    "mistral": f"[TOOL_CALLS]{READ[0]}[ARGS]{READ[1]}",
+    "deepseek_v31": f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{READ[0]}<｜tool▁sep｜>{READ[1]}"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "llama3": f'<|python_tag|>{{"name": "{READ[0]}", "parameters": {READ[1]}}}',
+    "gemma4": '<|tool_call>call:read_file{path:<|"|>/etc/hosts<|"|>}<tool_call|>',
+}
+
+
+@pytest.mark.parametrize("form", WRITTEN)
+@pytest.mark.parametrize("end", ["", "\n", "</think>", "\n</think>\n\n", "\n</think>\n "])
+@pytest.mark.parametrize("opened", [False, True])
+def test_call_at_the_end_of_the_reasoning_is_a_call(form: str, end: str, opened: bool):
+    def both() -> Parser:
+        return make_parser(form, "qwen3", tools=[Tool("read_file")], thinking_open=opened)
+
+    text = ("" if opened else "<think>\n") + f"I read it.\n{WRITTEN[form]}{end}"
+    assert check_cuts(both, text) == ("I read it.", "", [READ])
+
+
+@pytest.mark.parametrize(
+    ("thought", "rest", "expected_calls"),
+    [
+        (f"I read it.\n\n{TAGGED}\n{TAGGED}\n", "I read it.", [READ, READ]),
+        (TAGGED, "", [READ]),
+        (TAGGED.removesuffix("\n</tool_call>"), "", [READ]),
+        (f"So <tool_call> it is.\n{TAGGED}", "So <tool_call> it is.", [READ]),
+        (f"First {TAGGED} no.\n{TAGGED}", f"First {TAGGED} no.", [READ]),
+        (f"<tool_call>\n{TAGGED}", "<tool_call>", [READ]),
+        (f"Hm.\n{TAGGED.removeprefix('<tool_call>')}", "Hm.", [READ]),
+        (TAGGED.replace("read_file", "other"), TAGGED.replace("read_file", "other"), []),
+        ("I use <tool_call>", "I use <tool_call>", []),
+        (f"{TAGGED} Now I wait.", f"{TAGGED} Now I wait.", []),
+        (TAGGED[:40], TAGGED[:40], []),
+    ],
+)
+def test_only_calls_at_the_end_of_the_reasoning_are_calls(
+    thought: str, rest: str, expected_calls: list[tuple[str, str]]
+):
+    def both() -> Parser:
+        return make_parser("qwen3_coder", "qwen3", tools=[Tool("read_file")])
+
+    assert check_cuts(both, f"<think>\n{thought}") == (rest, "", expected_calls)
+
+
+@pytest.mark.parametrize(
+    "thought",
+    [
+        "I could write <tool_call> and </tool_call>.",
+        "<tool_call>",
+        f"For example\n{TAGGED}",
+        f"{TAGGED}\nor so",
+        TAGGED[:40],
+    ],
+)
+def test_tags_mentioned_in_reasoning_are_reasoning(thought: str):
+    def both() -> Parser:
+        return make_parser("qwen3_coder", "qwen3", tools=[Tool("read_file")])
+
+    text = f"<think>\n{thought}\n</think>\n\n"
+    assert check_cuts(both, f"{text}Done.") == (thought, "Done.", [])
+    assert check_cuts(both, f"{text}{TAGGED}") == (thought, "", [READ])
+
+
+def test_reasoning_after_a_mentioned_tag_is_streamed():
+    pieces = ["<think>\nI", " use\n", "<tool_", "call>", " for", " it", "\n", TAGGED[:30]]
+    parts = stream(lambda: make_parser("qwen3_coder", "qwen3"), pieces)
+    reasoning = [part.reasoning for part in parts]
+    assert reasoning == [
+        "I",
+        " use",
+        "",
+        "",
+        "\n<tool_call> for",
+        " it",
+        "",
+        "",
+        "\n" + TAGGED[:30],
+    ]
+
+
 def test_calls_held_back_in_thinking_are_parsed_at_end():
     class Late(Plain):
         def __init__(self) -> None:
@@ -114,11 +206,12 @@ def test_calls_held_back_in_thinking_are_parsed_at_end():
             self.held += text
             return Parsed()
 
-        def finish(self) -> Parsed:
+        def finish(self, *, cut: bool = False) -> Parsed:
             return Parsed(content=self.held)
 
     text = f"One. {CALL} Two."
-    chain = Chain(Late(), make_parser("hermes", None))
+    calls = ReasoningCalls(parser, ("<tool_call>",), ())
+    chain = Chain(Late(), make_parser("hermes", None), calls)
     assert parse(chain, [text]) == ("", "One. Two.", [("f", "{}")])
 
 
@@ -134,12 +227,16 @@ def test_prompt_ending_in_opening_tag_opens_thinking(prompt: str, opened: bool):
     assert REASONING_FORMATS["qwen3"].opened_by(prompt) is opened
 
 
-FRAGMENTS = ("<think>", "</think>", "\n", "\n\n", "thought ", "<tool_call>", CALL, " ")
+FRAGMENTS = (
+    *("<think>", "</think>", "\n", "\n\n", "thought ", "<tool_call>", CALL, " ", TAGGED),
+    *("<function=f>", "</function>"),
+)
 
 
 @given(texts(FRAGMENTS), st.booleans(), places)
 def test_result_does_not_depend_on_chunking(text: str, opened: bool, cuts: list[int]):
-    check_cuts(lambda: make_parser("hermes", "qwen3", thinking_open=opened), text, cuts)
+    for form in ("hermes", "qwen3_coder"):
+        check_cuts(lambda form=form: make_parser(form, "qwen3", thinking_open=opened), text, cuts)
     result = check_cuts(inside if opened else parser, text, cuts)
     output = (result.reasoning + result.content).replace("\n", "")
     framing = len("<think></think>")

@@ -116,12 +116,13 @@ def test_v1_responses_warns_of_unknown_format(tokenizer: Tokenizer):
         )
 
 
-def test_truncated_call_is_incomplete(tokenizer: Tokenizer):
+def test_truncated_call_is_text(tokenizer: Tokenizer):
     head = "<tool_call>\n<function=get_weather>\n"
     for text in ("", "<parameter=city>\nRo", "<parameter=city>\nRome\n</parameter>\n</fun"):
         (choice,) = answer(tokenizer, "qwen3_coder", head + text)["choices"]
         assert choice["finish_reason"] == "stop"
-        assert choice["message"]["tool_calls"][0]["function"]["arguments"] in '{"city": "Rome"'
+        assert choice["message"]["content"] == head + text
+        assert "tool_calls" not in choice["message"]
 
 
 @pytest.mark.parametrize("form", ["hermes", "qwen3_coder"])
@@ -131,7 +132,10 @@ def test_deeply_nested_arguments_are_answered(tokenizer: Tokenizer, form: str):
     if form == "qwen3_coder":
         text = tags("get_weather").replace("city", "other").replace("Rome", deep)
     (choice,) = answer(tokenizer, form, text)["choices"]
-    assert deep in choice["message"]["tool_calls"][0]["function"]["arguments"]
+    if form == "hermes":  # no client can read such an object
+        assert choice["message"]["content"] == text
+    else:
+        assert deep in choice["message"]["tool_calls"][0]["function"]["arguments"]
 
 
 def deep_schema(levels: int) -> Any:

@@ -6,9 +6,9 @@ import hashlib
 import secrets
 from typing import Any
 
-from strobe.server.openai.chat import partial_arguments
 from strobe.server.openai.output_items import Event, Logprobs, OutputItem, Status
 from strobe.server.openai.segments import Segment
+from strobe.server.parsers.call_arguments import read_object
 
 
 class _Block:
@@ -82,7 +82,7 @@ class ToolUse(_Block):
         self.name, self.id = name, f"toolu_{secrets.token_hex(12)}"
 
     def item(self) -> dict[str, Any]:
-        arguments = partial_arguments(self.text)
+        arguments = read_object(self.text) or {}
         return {"type": "tool_use", "id": self.id, "name": self.name, "input": arguments}
 
     def _delta(self, text: str) -> dict[str, Any]:

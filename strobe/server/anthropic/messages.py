@@ -26,7 +26,9 @@ async def messages(serving: Serving, http: Request) -> Response:
     """Answer POST /v1/messages."""
     try:
         request = MessagesRequest.read(await http.body(), lenient=serving.settings.lenient)
-        prepared = await converted.prepare_converted(serving, request, http, clamp_max_tokens=True)
+        prepared = await converted.prepare_converted(
+            serving, request, http, clamp_max_tokens=True, whole_calls=not request.stream
+        )
         make = functools.partial(make_block, shows_thinking=request.shows_thinking)
         items = OutputItems(make, parallel=request.to_chat().parallel_tool_calls)
         answer = OrderedAnswer(serving, request, prepared.job, items)

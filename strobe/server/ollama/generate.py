@@ -23,11 +23,11 @@ from strobe.server.openai.chat import (
     Prepared,
     ToolCallCollector,
     chat_logprob,
-    partial_arguments,
     warnings,
 )
 from strobe.server.openai.converted import prepare_converted
 from strobe.server.openai.runs import PromptRun
+from strobe.server.parsers.call_arguments import read_object
 from strobe.server.serving import Serving
 
 MEDIA_TYPE = "application/x-ndjson"
@@ -140,7 +140,7 @@ class OllamaReply:
                 self.message.take(progress)
         replies.check_answers([self.run])
         message, run = self.message, self.run
-        calls = self._calls(0, finished=True)
+        calls = self._calls(0)
         body = _head(self.prepared.name) | self.part(message.content, message.reasoning, calls)
         if self.request.logprobs:
             body["logprobs"] = self._logprobs(run.choices[0].logprobs)
@@ -155,7 +155,7 @@ class OllamaReply:
             for progress in steps:
                 parsed = progress.parsed
                 self.message.take(progress)
-                calls = self._calls(num_sent, finished=progress.finished)
+                calls = self._calls(num_sent)
                 num_sent += len(calls)
                 fields = self.part(parsed.content, parsed.reasoning, calls)
                 if self.request.logprobs and progress.delta.logprobs:
@@ -170,9 +170,8 @@ class OllamaReply:
         if not self.run.abandoned:
             yield _line(_head(self.prepared.name) | self.part("", "", []) | self._ended() | first)
 
-    def _calls(self, num_sent: int, *, finished: bool) -> list[dict[str, Any]]:
-        """Return the calls after the first `num_sent` that are complete: another one follows, or
-        the answer has ended."""
+    def _calls(self, num_sent: int) -> list[dict[str, Any]]:
+        """Return the calls after the first `num_sent`."""
         calls = self.message.calls.calls
         return [
             {
@@ -180,11 +179,10 @@ class OllamaReply:
                 "function": {
                     "index": index,
                     "name": call["function"]["name"],
-                    "arguments": partial_arguments(call["function"]["arguments"]),
+                    "arguments": read_object(call["function"]["arguments"]),
                 },
             }
-            for index, call in enumerate(calls)
-            if num_sent <= index < len(calls) - (not finished)
+            for index, call in enumerate(calls[num_sent:], num_sent)
         ]
 
     def _logprobs(self, entries: list[Any]) -> list[dict[str, Any]]:

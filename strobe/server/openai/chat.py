@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -10,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request
-from pydantic_core import from_json
 from starlette.responses import Response
 
 from strobe.request import TokenLogprob
@@ -30,6 +28,7 @@ from strobe.server.openai.runs import (
 )
 from strobe.server.openai.step_report import step_of
 from strobe.server.parsers import CallDelta, Parser, Tool, make_parser
+from strobe.server.parsers.call_arguments import read_object
 from strobe.server.serving import Formats, Serving
 from strobe.text.tokenizer import RenderedChat, Tokenizer
 
@@ -51,7 +50,7 @@ async def chat(serving: Serving, http: Request) -> Response:
     """Answer POST /v1/chat/completions."""
     try:
         request = ChatCompletionRequest.read(await http.body(), lenient=serving.settings.lenient)
-        prepared = await prepare(serving, request, http)
+        prepared = await prepare(serving, request, http, whole_calls=not request.stream)
         run = PromptRun(serving, prepared.job)
     except Exception as error:
         return replies.error_response(serving, error)
@@ -69,12 +68,14 @@ async def prepare(
     *,
     clamp_max_tokens: bool = False,
     raw_prompt: str | None = None,
+    whole_calls: bool = True,
 ) -> Prepared:
     """Return the prompt as token ids, with sampling parameters and parsers.
 
     original: the other endpoint's request that `request` was converted from. clamp_max_tokens:
     lower max_tokens to what fits the context, with a warning. raw_prompt: the whole prompt, to
-    which the chat template is not applied. Raises FieldError, RequestRejected.
+    which the chat template is not applied. whole_calls: parse each call at its end only. Raises
+    FieldError, RequestRejected.
     """
     name, facts = serving.name(request.model), serving.facts
     keep, deadline = request.truncate_prompt_tokens, replies.Deadline(serving, request.timeout)
@@ -103,7 +104,8 @@ async def prepare(
         )
     toolbox, forms = request.toolbox, serving.formats
     tools = [_tool(tool) for tool in toolbox.tools]
-    parse = _parser(forms, tools, text)
+    forced = toolbox.choice.forced
+    parse = _parser(forms, tools, text, forced=forced, whole_calls=whole_calls)
     structured = structured_outputs(serving, request, tools, text, arguments)
     arguments["structured_outputs"] = structured
     sentences += schema_warnings(structured, request, tools)
@@ -117,7 +119,7 @@ async def prepare(
             serving.params(arguments),
             request_id,
             parse,
-            "tools" if toolbox.choice.forced else request.constraint,
+            "tools" if forced else request.constraint,
             http.scope["state"]["arrived_at"],
             request.scheduling,
         ),
@@ -164,36 +166,23 @@ def warnings(
     return sentences
 
 
-def _parser(forms: Formats, tools: list[Tool], prompt: str) -> Callable[[], Parser]:
+def _parser(
+    forms: Formats, tools: list[Tool], prompt: str, *, forced: bool, whole_calls: bool
+) -> Callable[[], Parser]:
     opened = forms.reasoning is not None and forms.reasoning.opened_by(prompt)
     return lambda: make_parser(
         forms.tools.name if forms.tools is not None else None,
         forms.reasoning.name if forms.reasoning is not None else None,
         tools=tools or None,
         thinking_open=opened,
+        forced=forced,
+        whole_calls=whole_calls,
     )
 
 
 def _tool(tool: dict[str, Any]) -> Tool:
     function = tool["function"]
     return Tool(function["name"], function.get("parameters"), bool(function.get("strict")))
-
-
-def partial_arguments(text: str) -> dict[str, Any]:
-    """Return a call's arguments, as far as they go if the answer was cut."""
-    try:
-        value = from_json(text, allow_partial=True)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def is_complete(arguments: str) -> bool:
-    """Whether a call's arguments are a complete JSON object."""
-    try:
-        return isinstance(json.loads(arguments), dict)
-    except (ValueError, RecursionError):
-        return False
 
 
 class ToolCallCollector:
@@ -206,7 +195,7 @@ class ToolCallCollector:
     @property
     def is_complete(self) -> bool:
         """Whether there are calls and the last one is complete, not cut by a stop string."""
-        return bool(self.calls) and is_complete(self.calls[-1]["function"]["arguments"])
+        return bool(self.calls) and read_object(self.calls[-1]["function"]["arguments"]) is not None
 
     def take(self, deltas: tuple[CallDelta, ...]) -> list[dict[str, Any]]:
         """Add deltas and return them in OpenAI's format; without `parallel`, only the first

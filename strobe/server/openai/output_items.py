@@ -7,11 +7,12 @@ from dataclasses import replace
 from typing import Any, Literal, Protocol
 
 from strobe.server.openai import replies
-from strobe.server.openai.chat import chat_logprob, is_complete
+from strobe.server.openai.chat import chat_logprob
 from strobe.server.openai.protocol.converted import ConvertedRequest
 from strobe.server.openai.protocol.errors import FieldError
 from strobe.server.openai.runs import GenerationJob, PromptRun
 from strobe.server.openai.segments import OrderedParser, Segment, TokenAttribution
+from strobe.server.parsers.call_arguments import read_object
 from strobe.server.serving import Serving
 
 Event = dict[str, Any]
@@ -45,7 +46,7 @@ class OutputItems:
     @property
     def calls_are_complete(self) -> bool:
         """Whether there are calls and the last one is complete, not cut by a stop string."""
-        return is_complete(self._arguments)
+        return read_object(self._arguments) is not None
 
     @property
     def output(self) -> list[dict[str, Any]]:
@@ -71,8 +72,11 @@ class OutputItems:
         return events + self.close(status)
 
     def close(self, status: Status) -> list[Event]:
-        """End the open item, if there is one. Returns its events."""
+        """End the open item, if there is one; a call with all its arguments is complete whatever
+        ended the answer. Returns its events."""
         open_item, self._open = self._open, None
+        if open_item is not None and open_item[0] == "call" and self.calls_are_complete:
+            status = "completed"
         return self._items[-1].end(status) if open_item is not None else []
 
     def _begin(self, segment: Segment) -> list[Event]:

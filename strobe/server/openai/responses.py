@@ -47,7 +47,7 @@ async def responses(serving: Serving, http: Request) -> Response:
 
 
 async def _prepare(serving: Serving, request: ResponsesRequest, http: Request) -> Prepared:
-    prepared = await prepare_converted(serving, request, http)
+    prepared = await prepare_converted(serving, request, http, whole_calls=not request.stream)
     if request.is_set("store") and request.store and not serving.responses.max_bytes:
         sentence = "store has no effect: this server was started with --response-memory 0."
         prepared.warnings.append(sentence)

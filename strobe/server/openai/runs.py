@@ -94,7 +94,8 @@ class ChoiceState:
         self.pieces += delta.pieces
         parsed = self.parser.push(delta.text)
         if delta.finished:
-            parsed = join([parsed, self.parser.finish()])
+            cut = self.output.finish_reason == "length"
+            parsed = join([parsed, self.parser.finish(cut=cut)])
         if event.num_verified:
             self._metrics.record_verified(
                 num_verified=event.num_verified,

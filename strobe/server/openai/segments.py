@@ -63,8 +63,8 @@ class OrderedParser:
             start = end
         return join(parts)
 
-    def finish(self) -> Parsed:
-        return self._record(self._parser.finish())
+    def finish(self, *, cut: bool = False) -> Parsed:
+        return self._record(self._parser.finish(cut=cut))
 
     def take(self) -> list[Segment]:
         """Return the segments since the last call."""

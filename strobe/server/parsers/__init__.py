@@ -24,6 +24,7 @@ from strobe.server.parsers.hermes import Hermes
 from strobe.server.parsers.llama3 import Llama3
 from strobe.server.parsers.mistral import Mistral
 from strobe.server.parsers.qwen3_coder import Qwen3Coder
+from strobe.server.parsers.reasoning_calls import ReasoningCalls
 from strobe.server.parsers.thinking import ThinkingTags
 
 __all__ = [
@@ -106,13 +107,19 @@ def make_parser(
     *,
     tools: Sequence[Tool] | None = (),
     thinking_open: bool = False,
+    forced: bool = False,
+    whole_calls: bool = False,
 ) -> Parser:
     """Return a parser for one answer: of its reasoning, then of tool calls in the rest.
 
+    A call's arguments are a JSON object; a call with any other is content. So a call is emitted at
+    its end, unless its arguments are certain to be an object: they then come as they arrive.
+
     tools: the tools that may be called, empty for any; calls of other tools are content. None
     leaves all tool markup in the content. thinking_open: whether the prompt ends inside reasoning
-    (`ReasoningFormat.opened_by`). Raises ValueError for an unknown name and for incompatible
-    formats.
+    (`ReasoningFormat.opened_by`). forced: whether the answer follows the grammar of the calls.
+    whole_calls: emit every call at its end. Raises ValueError for an unknown name and for
+    incompatible formats.
     """
     tool = _named(tool_format, TOOL_FORMATS, "tool")
     reasoning = _named(reasoning_format, REASONING_FORMATS, "reasoning")
@@ -123,13 +130,22 @@ def make_parser(
                 f"The tool format {tool_format} and the reasoning format {reasoning_format} do "
                 "not go together; gpt_oss goes with itself only."
             )
-        return _GPT_OSS.parser(tools if tool is not None else None, thinking_open=thinking_open)
-    parsers: list[Parser] = []
-    if reasoning is not None:
-        parsers.append(reasoning.parser(thinking_open=thinking_open))
-    if tool is not None and tools is not None:
-        parsers.append(tool.parser(tools))
-    return Chain(*parsers) if len(parsers) == 2 else parsers[0] if parsers else Plain()
+        return _GPT_OSS.parser(
+            tools if tool is not None else None,
+            forced=forced,
+            whole_calls=whole_calls,
+            thinking_open=thinking_open,
+        )
+    thinking = None if reasoning is None else reasoning.parser(thinking_open=thinking_open)
+    if tool is None or tools is None:
+        return thinking or Plain()
+    calls = tool.parser(tools, forced=forced, whole_calls=whole_calls)
+    if thinking is None:
+        return calls
+    reasoning_calls = ReasoningCalls(
+        lambda: tool.parser(tools, whole_calls=True), tool.openers, tool.line_openers
+    )
+    return Chain(thinking, calls, reasoning_calls)
 
 
 def _named(name: str | None, formats: Mapping[str, Format], kind: str) -> Format | None:

@@ -45,8 +45,9 @@ class Parser(Protocol):
         """Add text. Returns the output that is certain so far."""
         ...
 
-    def finish(self) -> Parsed:
-        """Return the rest of the output after the answer's end, which may be anywhere."""
+    def finish(self, *, cut: bool = False) -> Parsed:
+        """Return the rest of the output after the answer's end, which may be anywhere. cut: whether
+        the limit of tokens ended the answer; an unfinished call is then dropped."""
         ...
 
 
@@ -106,6 +107,8 @@ class ToolFormat(Protocol):
 
     keep_special: the parser needs the text of special tokens. whole_answer: parser and grammar
     apply to the whole answer, reasoning included; otherwise to the text after the reasoning.
+    openers: the markers that begin a call; line_openers: those that do so at the beginning of a
+    line.
     """
 
     @property
@@ -114,10 +117,16 @@ class ToolFormat(Protocol):
     def keep_special(self) -> bool: ...
     @property
     def whole_answer(self) -> bool: ...
+    @property
+    def openers(self) -> tuple[str, ...]: ...
+    @property
+    def line_openers(self) -> tuple[str, ...]: ...
 
-    def parser(self, tools: Sequence[Tool] = ()) -> Parser:
+    def parser(
+        self, tools: Sequence[Tool] = (), *, forced: bool = False, whole_calls: bool = False
+    ) -> Parser:
         """Return a parser. tools: the tools that may be called, empty for any; calls of other tools
-        are content."""
+        are content. forced, whole_calls: see `make_parser`."""
         ...
 
     def grammar(

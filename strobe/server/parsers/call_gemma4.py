@@ -39,6 +39,8 @@ class CallGemma4(CallReader):
     first brace.
     """
 
+    always_valid = True
+
     def __init__(self, tools: Sequence[Tool] = ()):
         """tools: the tools that may be called, empty for any."""
         super().__init__(tools, self._head)
@@ -55,7 +57,7 @@ class CallGemma4(CallReader):
             self._seen, self._at = max(0, self._seen - self._at), 0
         return added
 
-    def finish(self) -> str:
+    def finish(self, *, cut: bool) -> str:
         if self._read == self._string:
             return _json_chars(self.raw)
         return self.raw if self._read == self._scalar else ""

@@ -7,31 +7,40 @@ import re
 from collections.abc import Callable, Sequence
 
 from strobe.server.parsers.base import Tool
+from strobe.server.parsers.call_arguments import as_arguments
 from strobe.server.parsers.call_reader import CallReader
 
-_KEYS = ("name", "arguments", "parameters", "type", "id")
+_KEYS = ("name", "arguments", "parameters", "type", "id", "function")
 _STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\.)*"')
 _STRING_SO_FAR = re.compile(r'"(?:[^"\\\x00-\x1f]|\\.)*\\?')
 _OUTSIDE_STRING = re.compile(r'["{}\[\]<]')
 _INSIDE_STRING = re.compile(r'["\\\n<]')
+_STRING_MARK = re.compile(r'\\.|"', re.DOTALL)
 
 
 class CallObject(CallReader):
     """Reads `{"name": "...", "arguments": {...}}`, with keys in any order. `parameters` is the same
-    as `arguments`; `type` and `id` are skipped.
+    as `arguments`; `type` and `id` are skipped. The object may be a member of a list, and its keys
+    may be in an object under the key `function`.
 
         { -> key -> : -> string, or { arguments } -> , -> key ...
                                                   -> }
 
-    Before both the name and the arguments' first brace have arrived, the text may not be a call.
-    After that it is one.
+    Arguments that are null or an empty string are an empty object, and so are missing ones; other
+    strings are read as the object in their text. Before both the name and the arguments' first
+    brace have arrived, the text may not be a call. After that it is one.
     """
 
-    def __init__(self, closer: str = "", tools: Sequence[Tool] = ()):
+    def __init__(
+        self, closer: str = "", tools: Sequence[Tool] = (), *, needs_arguments: bool = False
+    ):
         """closer: the markup after a call, which ends arguments that lack a brace or a quote.
-        tools: the tools that may be called, empty for any."""
+        tools: the tools that may be called, empty for any. needs_arguments: whether an object
+        without arguments is not a call."""
         super().__init__(tools, self._brace)
-        self._closer = closer
+        self._closer, self._needs_arguments = closer, needs_arguments
+        self._nested = False  # whether the object under `function` is open
+        self._scanned = 0  # position up to which a string was scanned
         self._key = ""
         self._keys: set[str] = set()
         self._arguments = ""
@@ -40,7 +49,7 @@ class CallObject(CallReader):
         self._in_string = False
         self._has_line_break = False
 
-    def finish(self) -> str:
+    def finish(self, *, cut: bool) -> str:
         return self.raw if self.begun and self._read == self._inside_arguments else ""
 
     # Each step reads from raw[_at:] on.
@@ -49,6 +58,8 @@ class CallObject(CallReader):
         return self._pass("{", self._member)
 
     def _member(self) -> bool:
+        if self.begun and self._next() == "}":  # after a comma too many
+            return self._comma()
         if self._next() != '"':
             return self._wait_or_break()
         key, quote, _ = self.raw[self._at + 1 :].partition('"')
@@ -57,13 +68,20 @@ class CallObject(CallReader):
         self._key = "arguments" if key == "parameters" else key
         if key not in _KEYS or self._key in self._keys:
             return self._break()
+        if key == "function" and {"name", "arguments"} & self._keys:
+            return self._break()
         self._keys.add(self._key)
         self._at += len(key) + 2
         self._read = self._colon
         return True
 
     def _colon(self) -> bool:
-        return self._pass(":", self._arguments_begin if self._key == "arguments" else self._string)
+        value = {"arguments": self._arguments_begin, "function": self._function_begin}
+        return self._pass(":", value.get(self._key, self._string))
+
+    def _function_begin(self) -> bool:
+        self._nested = True
+        return self._pass("{", self._member)
 
     def _string(self) -> bool:
         if self._next() != '"':
@@ -86,12 +104,47 @@ class CallObject(CallReader):
         return True
 
     def _arguments_begin(self) -> bool:
-        if self._next() != "{":
+        char = self._next()
+        if char == '"':
+            self._scanned = self._at + 1
+            self._read = self._arguments_in_string
+            return True
+        if char == "n":
+            rest = self.raw[self._at : self._at + len("null")]
+            if rest != "null":
+                return False if "null".startswith(rest) else self._break()
+            self._at += len(rest)
+            return self._set_arguments("{}")
+        if char != "{":
             return self._wait_or_break()
         if self.name:
             self._begin("")
         self._first = self._at
         self._read = self._inside_arguments
+        return True
+
+    def _arguments_in_string(self) -> bool:
+        """Read the arguments' JSON in a string."""
+        while mark := _STRING_MARK.search(self.raw, self._scanned):
+            self._scanned = mark.end()
+            if mark[0] == '"':
+                break
+        if mark is None:
+            return False
+        try:
+            text: str = json.loads(self.raw[self._at : self._scanned], strict=False)
+        except ValueError:
+            return self._break()
+        self._at = self._scanned
+        arguments = as_arguments(text.strip() or "{}")
+        return self._break() if arguments is None else self._set_arguments(arguments)
+
+    def _set_arguments(self, arguments: str) -> bool:
+        """Take arguments that are complete at once."""
+        self._read = self._comma
+        self._arguments = arguments
+        if self.name:
+            self._begin(arguments)
         return True
 
     def _inside_arguments(self) -> bool:
@@ -135,10 +188,19 @@ class CallObject(CallReader):
         return True
 
     def _comma(self) -> bool:
-        if self._next() == "," or not self.begun:
+        char = self._next()
+        if char == ",":
             return self._pass(",", self._member)
-        if self._next() != "}":
+        if char != "}":
             return self._wait_or_break()
+        if self._nested:
+            self._nested = False
+            self._at += 1
+            return True
+        if not self.begun:
+            if not self.name or self._needs_arguments:
+                return self._break()
+            self._begin("{}")
         self._drop(self._at + 1)
         return self._whole()
 

@@ -16,12 +16,16 @@ class CallReader:
     returns False if it needs more text or has set the verdict.
 
     name: of the function.
-    begun: whether the text is certainly a call; its arguments are then emitted as they arrive. Only
-    their end is detected; clients see any errors inside them.
+    begun: whether the text is certainly meant as a call; its arguments are then emitted as they
+    arrive. Only their end is detected.
+    always_valid: whether the reader writes the arguments' JSON, so that they are valid if they are
+    complete; otherwise they are the model's text.
     offered: whether the tool may be called, known once the call has begun.
     verdict: "whole" at the call's end, "broken" if the text cannot continue as a call.
     raw: the text not read yet; all text until the call has begun.
     """
+
+    always_valid = False
 
     def __init__(self, tools: Sequence[Tool], first: Callable[[], bool]):
         """tools: the tools that may be called, empty for any. first: the first step."""
@@ -43,8 +47,9 @@ class CallReader:
             pass
         return self._added
 
-    def finish(self) -> str:
-        """Return the rest of the arguments if the answer ends inside them."""
+    def finish(self, *, cut: bool) -> str:
+        """Return the rest of the arguments if the answer ends inside them. cut: whether the limit
+        of tokens ended it, so that more may be missing than the call's end."""
         raise NotImplementedError
 
     def _set_name(self, name: str) -> None:

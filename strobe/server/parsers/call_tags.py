@@ -39,6 +39,8 @@ class CallTags(CallReader):
     repeated, its first value counts. A call has begun after its name.
     """
 
+    always_valid = True
+
     def __init__(self, tools: Sequence[Tool] = (), *, opened: bool = False):
         """tools: the tools that may be called, empty for any. opened: whether `<function=` has been
         read."""
@@ -54,7 +56,7 @@ class CallTags(CallReader):
         self._repeated = False
         self._end = ValueEnd((), text=False)
 
-    def finish(self) -> str:
+    def finish(self, *, cut: bool) -> str:
         """Return the rest of the arguments if the answer ends inside them, with their closing brace
         only if nothing but the function's end is missing."""
         self._last = True
@@ -65,7 +67,7 @@ class CallTags(CallReader):
                 self._emit_text(self.raw)
             else:
                 self._emit(self._unbroken(self.raw))
-        elif self.verdict is None and self._seen_keys and not self.raw:
+        elif self.verdict is None and self._seen_keys and not self.raw and not cut:
             self._end_call()
         return added + self._added
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from strobe.server.parsers.base import CallDelta, Parsed, Phase, StateParser, find_first, held_back
+from strobe.server.parsers.call_arguments import as_arguments
 from strobe.server.parsers.call_reader import CallReader
 
 _SPACE = " \t\r\n"
@@ -16,13 +17,15 @@ class CallText(StateParser):
         text --opener--> call --closer or none--> text
           \\---- not a call: content <-----------/
 
-    A call of a tool that was not offered is content, including calls inside it. Space around calls
-    is dropped.
+    A call of a tool that was not offered is content, including calls inside it, and so is a call
+    whose arguments are not a JSON object. Space around calls is dropped. A call whose arguments may
+    yet turn out not to be one is held back until its end.
 
     bare: the whole answer may also be calls without the opener. inner: a second marker that begins
     a call, at the beginning of a line. separators: characters that are dropped after a call: before
     its closer (by default a surplus brace), or in formats without a closer before the next call (a
-    semicolon), which then needs no opener. trailer: a text that is dropped after calls.
+    semicolon), which then needs no opener. trailer: a text that is dropped after calls. repeats:
+    several calls may follow one opener. forced, whole_calls: see `make_parser`.
     """
 
     def __init__(
@@ -35,17 +38,25 @@ class CallText(StateParser):
         inner: str = "",
         separators: str = "",
         trailer: str = "",
+        repeats: bool = False,
+        forced: bool = False,
+        whole_calls: bool = False,
     ):
         """make: returns the reader of a call; its argument says whether `inner` has been read."""
         super().__init__(self._between if bare else self._text)
         self._opener, self._closer, self._inner = opener, closer, inner
-        self._separators = _SPACE + (separators or ("}" if closer else ";"))
-        self._trailer = trailer
+        self._same_line = " \t" + (separators or ("}" if closer else ";"))
+        self._separators = _SPACE + self._same_line
+        self._trailer, self._repeats = trailer, repeats
+        self._forced, self._whole_calls = forced, whole_calls
         self._make, self._begins = make, (opener, inner) if inner else (opener,)
         self._space = ""  # space before the buffer, which is content if no call follows
         self._line_begins = True  # whether the space is at the beginning of a line
         self._lead = ""  # the text in front of the call, in case it is not a call
+        self._marked = False  # whether the call has an opener
         self._call = make(False)
+        self._text_of_call: list[str] = []  # the text given to the call
+        self._arguments: list[str] = []  # the arguments of a call that is held back
         self._index = 0
         self._unclosed = False  # whether the last call's closer has not arrived
         self._only_calls = False  # whether there was no content since the last call
@@ -53,24 +64,52 @@ class CallText(StateParser):
     @property
     def phase(self) -> Phase:
         in_call = self._state == self._in_call and self._call.offered
-        return "tool" if in_call or self._state == self._after_call else "answer"
+        return "tool" if in_call or self._state in (self._held, self._after_call) else "answer"
 
-    def finish(self) -> Parsed:
+    def finish(self, *, cut: bool = False) -> Parsed:
         self._advance()
         while self._state == self._in_call and not self._call.begun:
+            if cut and (self._forced or self._marked):
+                self._state = self._after_call
+                break
             self._reject_call()
             self._advance()
         if self._state == self._in_call:
-            if self._call.offered:
-                self._emit_call(None, self._call.finish())
-            else:
-                self._emit(self._call.raw)
-        elif self._state != self._after_call:
+            self._finish_call(cut=cut)
+        elif self._state == self._held:
+            if not self._emit_held():
+                self._reject_held()
+                self._emit(self._buffer)
+        elif self._state != self._after_call and not (cut and self._forced):
             rest = self._space + self._buffer
             if not self._only_calls or rest.strip(_SPACE if self._closer else self._separators):
                 self._emit(rest)
         self._space = self._buffer = ""
         return self._flush()
+
+    def _finish_call(self, *, cut: bool) -> None:
+        """End the answer inside a call that has begun."""
+        call = self._call
+        if not call.offered:
+            self._emit(call.raw)
+        elif not self._holds(call):
+            self._emit_call(None, call.finish(cut=cut))
+        else:
+            self._arguments.append(call.finish(cut=cut))
+            if not self._emit_held() and not cut:
+                self._emit(self._lead + "".join(self._text_of_call))
+
+    def _holds(self, call: CallReader) -> bool:
+        """Whether a call's arguments are emitted at its end only."""
+        return self._whole_calls or not (self._forced or call.always_valid)
+
+    def _emit_held(self) -> bool:
+        """Emit the call that is held back. Returns False if its arguments are not an object."""
+        arguments = as_arguments("".join(self._arguments))
+        if arguments is None:
+            return False
+        self._emit_call(self._call.name, arguments)
+        return True
 
     def _emit(self, content: str) -> None:
         if content:
@@ -127,9 +166,12 @@ class CallText(StateParser):
 
     def _begin(self, count: int, *, inner: bool = False) -> bool:
         """Begin a call after so many characters of the buffer."""
+        self._marked = count > 0 or self._repeats
         self._lead, self._buffer = self._space + self._buffer[:count], self._buffer[count:]
         self._space = ""
         self._call = self._make(inner)
+        self._text_of_call = []
+        self._arguments = []
         self._unclosed = False
         self._state = self._in_call
         return True
@@ -138,7 +180,10 @@ class CallText(StateParser):
         call, had_begun, raw, buffer = self._call, self._call.begun, self._call.raw, self._buffer
         arguments = call.push(buffer)
         self._buffer = ""
-        if call.begun and call.offered:
+        self._text_of_call.append(buffer)
+        if call.begun and call.offered and self._holds(call):
+            self._arguments.append(arguments)
+        elif call.begun and call.offered:
             self._emit_call(None if had_begun else call.name, arguments)
         elif call.begun and (read := len(raw) + len(buffer) - len(call.raw)):
             self._emit(self._lead + (raw + buffer)[:read])
@@ -152,6 +197,34 @@ class CallText(StateParser):
         if not call.offered:
             self._state = self._text
             return True
+        if self._holds(call):
+            self._state = self._held
+            return True
+        return self._end_call()
+
+    def _held(self) -> bool:
+        """After a call that was held back: emit it, or emit it as content if its arguments are not
+        an object or text follows directly, as after a quote too many."""
+        if not self._call.always_valid:
+            space = self._separators if self._call.verdict == "broken" else self._same_line
+            rest = self._buffer.lstrip(space)
+            markers = [marker for marker in (*self._begins, self._closer, self._trailer) if marker]
+            if any(marker.startswith(rest) and marker != rest for marker in markers):
+                return False
+            passed = self._buffer[: len(self._buffer) - len(rest)]
+            separated = not self._closer and (";" in passed or "]" in passed)
+            follows = (*markers, "{") if self._call.verdict == "broken" else (*markers, *"{\r\n")
+            if not (separated or rest.startswith(follows)):
+                return self._reject_held()
+        return self._end_call() if self._emit_held() else self._reject_held()
+
+    def _reject_held(self) -> bool:
+        text = self._lead + "".join(self._text_of_call)
+        self._emit(text[: len(text) - len(self._call.raw)])
+        self._state = self._text
+        return True
+
+    def _end_call(self) -> bool:
         self._index += 1
         self._only_calls = self._line_begins = True
         self._state = self._after_call if self._closer else self._between
@@ -172,6 +245,8 @@ class CallText(StateParser):
         rest = self._pass(self._separators)
         if self._closer.startswith(rest) and rest != self._closer:
             return False
+        if self._repeats and rest.startswith("{"):
+            return self._begin(0)
         self._unclosed = not rest.startswith(self._closer)
         self._buffer = self._space + rest if self._unclosed else rest.removeprefix(self._closer)
         self._space = ""

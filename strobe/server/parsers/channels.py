@@ -7,6 +7,7 @@ from collections.abc import Collection
 from typing import Literal
 
 from strobe.server.parsers.base import CallDelta, Parsed, Phase, StateParser, find_first, held_back
+from strobe.server.parsers.call_arguments import as_arguments
 
 START, CHANNEL, CONSTRAIN = "<|start|>", "<|channel|>", "<|constrain|>"
 MESSAGE, END, CALL, RETURN = "<|message|>", "<|end|>", "<|call|>", "<|return|>"
@@ -31,14 +32,21 @@ class Channels(StateParser):
 
     The prompt ends with the first message's start and role. A message with a recipient is a call,
     one in the analysis channel is reasoning, any other is content; messages of one kind are joined
-    by a line break. Text that begins like a header but is not one is content.
+    by a line break. Text that begins like a header but is not one is content. So is a call whose
+    body is neither a JSON object nor blank, header included; a blank body is an empty object.
     """
 
-    def __init__(self, *, thinking_open: bool, tools: Collection[str] | None):
+    def __init__(
+        self, *, thinking_open: bool, tools: Collection[str] | None, holds_calls: bool = True
+    ):
         """tools: the names of the tools that may be called, empty for any; calls of other tools are
-        content, header included. None: all calls are content."""
+        content, header included. None: all calls are content. holds_calls: whether a call is held
+        back until its end, when it is known whether its arguments are an object."""
         super().__init__(self._outside)
-        self._tools = tools
+        self._tools, self._holds_calls = tools, holds_calls
+        self._name = ""  # of the call
+        self._header_text = ""  # of the call
+        self._arguments: list[str] = []  # of the call
         self.phase: Phase = "answer"
         self._kind: Kind | None = None
         self._seen_kinds: set[Kind] = set()
@@ -47,12 +55,13 @@ class Channels(StateParser):
         if thinking_open:
             self._begin("reasoning")
 
-    def finish(self) -> Parsed:
+    def finish(self, *, cut: bool = False) -> Parsed:
         rest, self._buffer = self._buffer, ""
         if self._state != self._body and not self._is_framing(rest):
             self._begin("content")
         if self._state == self._body:
             self._emit(rest)
+            self._end_body(cut=cut)
         return self._flush()
 
     def _is_framing(self, rest: str) -> bool:
@@ -66,20 +75,45 @@ class Channels(StateParser):
             )
         return self._kind is not None and not _MARKUP.sub("", rest).strip()
 
-    def _begin(self, kind: Kind, name: str = "") -> None:
-        """Begin a message's body. name: the called function."""
+    def _begin(self, kind: Kind) -> None:
+        """Begin a message's body."""
         self._kind, self._state, self.phase = kind, self._body, _PHASES[kind]
         self._separator = "\n" if kind in self._seen_kinds else ""
-        if kind == "call":
+
+    def _begin_call(self, name: str, header: str) -> None:
+        """Begin the body of a call. name: the called function."""
+        self._begin("call")
+        self._name, self._header_text = name, header
+        self._arguments = []
+        if not self._holds_calls:
             self._index += 1
             self._calls.append(CallDelta(self._index, name, ""))
+
+    def _end_body(self, *, cut: bool) -> None:
+        """End a message's body."""
+        if self._kind != "call":
+            return
+        text = "".join(self._arguments)
+        if not self._holds_calls:
+            if not text and not cut:
+                self._calls.append(CallDelta(self._index, None, "{}"))
+            return
+        arguments = as_arguments(text if text.strip() or cut else "{}")
+        if arguments is not None:
+            self._index += 1
+            self._calls.append(CallDelta(self._index, self._name, arguments))
+        elif not cut:
+            self._begin("content")
+            self._emit(self._header_text + text)
 
     def _emit(self, text: str) -> None:
         if not text:
             return
         assert self._kind is not None
         if self._kind == "call":
-            self._calls.append(CallDelta(self._index, None, text))
+            self._arguments.append(text)
+            if not self._holds_calls:
+                self._calls.append(CallDelta(self._index, None, text))
             return
         (self._reasoning if self._kind == "reasoning" else self._content).append(
             self._separator + text
@@ -115,7 +149,7 @@ class Channels(StateParser):
         if recipient and recipient[1] not in ("assistant", "user", "all"):
             name = recipient[1].removeprefix("functions.")
             if self._tools is not None and (not self._tools or name in self._tools):
-                self._begin("call", name)
+                self._begin_call(name, head + message)
             else:
                 self._begin("content")
                 self._emit(head + message)
@@ -133,6 +167,7 @@ class Channels(StateParser):
             return False
         position, marker = match
         self._emit(self._buffer[:position])
+        self._end_body(cut=False)
         ended = marker in _ENDS
         self._buffer = self._buffer[position + len(marker) if ended else position :]
         self._state = self._outside if ended else self._header

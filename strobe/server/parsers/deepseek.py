@@ -30,8 +30,12 @@ class DeepSeek:
     fenced: bool
     keep_special: bool = True
     whole_answer: bool = False
+    openers: tuple[str, ...] = (CALLS + CALL,)
+    line_openers: tuple[str, ...] = (CALL,)
 
-    def parser(self, tools: Sequence[Tool] = ()) -> Parser:
+    def parser(
+        self, tools: Sequence[Tool] = (), *, forced: bool = False, whole_calls: bool = False
+    ) -> Parser:
         head = _FENCED if self.fenced else _PLAIN
         return CallText(
             CALLS + CALL,
@@ -40,6 +44,8 @@ class DeepSeek:
             inner=CALL,
             separators="}`",
             trailer=CALLS_END,
+            forced=forced,
+            whole_calls=whole_calls,
         )
 
     def grammar(

@@ -20,9 +20,19 @@ class Gemma4Calls:
     name: str = "gemma4"
     keep_special: bool = True
     whole_answer: bool = False
+    openers: tuple[str, ...] = (OPENER,)
+    line_openers: tuple[str, ...] = ()
 
-    def parser(self, tools: Sequence[Tool] = ()) -> Parser:
-        return CallText(OPENER, CLOSER, lambda _: CallGemma4(tools))
+    def parser(
+        self, tools: Sequence[Tool] = (), *, forced: bool = False, whole_calls: bool = False
+    ) -> Parser:
+        return CallText(
+            OPENER,
+            CLOSER,
+            lambda _: CallGemma4(tools),
+            forced=forced,
+            whole_calls=whole_calls,
+        )
 
     def grammar(
         self, tools: Sequence[Tool], *, parallel: bool, added_tokens: Mapping[str, int]

@@ -23,6 +23,8 @@ class GptOss:
     name: str = "gpt_oss"
     keep_special: bool = True
     whole_answer: bool = True
+    openers: tuple[str, ...] = ()
+    line_openers: tuple[str, ...] = ()
     start: str = f"{CHANNEL}analysis{MESSAGE}"
     end: str = f"{CHANNEL}final{MESSAGE}"
     gap: str = ""
@@ -30,10 +32,18 @@ class GptOss:
     def opened_by(self, prompt: str) -> bool:
         return prompt.endswith(self.start)
 
-    def parser(self, tools: Sequence[Tool] | None = (), *, thinking_open: bool = False) -> Parser:
-        """Return a parser. tools, thinking_open: see `make_parser`."""
+    def parser(
+        self,
+        tools: Sequence[Tool] | None = (),
+        *,
+        forced: bool = False,
+        whole_calls: bool = False,
+        thinking_open: bool = False,
+    ) -> Parser:
+        """Return a parser. Its parameters: see `make_parser`."""
         names = None if tools is None else {tool.name for tool in tools}
-        return Channels(thinking_open=thinking_open, tools=names)
+        holds_calls = whole_calls or not forced
+        return Channels(thinking_open=thinking_open, tools=names, holds_calls=holds_calls)
 
     def grammar(
         self, tools: Sequence[Tool], *, parallel: bool, added_tokens: Mapping[str, int]

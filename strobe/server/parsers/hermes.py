@@ -16,14 +16,27 @@ OPENER, CLOSER = "<tool_call>", "</tool_call>"
 @dataclass(frozen=True)
 class Hermes:
     """`<tool_call>`, a line with {"name": ..., "arguments": {...}}, `</tool_call>`; calls on lines
-    of their own, after any text."""
+    of their own, after any text. The parser accepts several objects, or a list of them, in one pair
+    of tags."""
 
     name: str = "hermes"
     keep_special: bool = True  # some checkpoints have the tags as special tokens
     whole_answer: bool = False
+    openers: tuple[str, ...] = (OPENER,)
+    line_openers: tuple[str, ...] = ()
 
-    def parser(self, tools: Sequence[Tool] = ()) -> Parser:
-        return CallText(OPENER, CLOSER, lambda _: CallObject(CLOSER, tools))
+    def parser(
+        self, tools: Sequence[Tool] = (), *, forced: bool = False, whole_calls: bool = False
+    ) -> Parser:
+        return CallText(
+            OPENER,
+            CLOSER,
+            lambda _: _Call(CLOSER, tools),
+            separators="},]",
+            repeats=True,
+            forced=forced,
+            whole_calls=whole_calls,
+        )
 
     def grammar(
         self, tools: Sequence[Tool], *, parallel: bool, added_tokens: Mapping[str, int]
@@ -38,3 +51,12 @@ class Hermes:
                 f"object: {objects}",
             )
         )
+
+
+class _Call(CallObject):
+    """Reads a call, including the opening bracket of a list of calls."""
+
+    def _brace(self) -> bool:
+        if self._next() == "[":
+            self._at += 1
+        return super()._brace()

@@ -21,9 +21,20 @@ class Llama3:
     name: str = "llama3"
     keep_special: bool = True
     whole_answer: bool = False
+    openers: tuple[str, ...] = (OPENER,)
+    line_openers: tuple[str, ...] = ()
 
-    def parser(self, tools: Sequence[Tool] = ()) -> Parser:
-        return CallText(OPENER, "", lambda _: CallObject("", tools), bare=True)
+    def parser(
+        self, tools: Sequence[Tool] = (), *, forced: bool = False, whole_calls: bool = False
+    ) -> Parser:
+        return CallText(
+            OPENER,
+            "",
+            lambda _: CallObject("", tools, needs_arguments=True),
+            bare=True,
+            forced=forced,
+            whole_calls=whole_calls,
+        )
 
     def grammar(
         self, tools: Sequence[Tool], *, parallel: bool, added_tokens: Mapping[str, int]

@@ -27,9 +27,20 @@ class Mistral:
     name: str = "mistral"
     keep_special: bool = True
     whole_answer: bool = False
+    openers: tuple[str, ...] = (OPENER,)
+    line_openers: tuple[str, ...] = ()
 
-    def parser(self, tools: Sequence[Tool] = ()) -> Parser:
-        return CallText(OPENER, "", lambda _: _Call(tools), separators=",]")
+    def parser(
+        self, tools: Sequence[Tool] = (), *, forced: bool = False, whole_calls: bool = False
+    ) -> Parser:
+        return CallText(
+            OPENER,
+            "",
+            lambda _: _Call(tools),
+            separators=",]",
+            forced=forced,
+            whole_calls=whole_calls,
+        )
 
     def grammar(
         self, tools: Sequence[Tool], *, parallel: bool, added_tokens: Mapping[str, int]

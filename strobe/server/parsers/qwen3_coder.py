@@ -53,10 +53,19 @@ class Qwen3Coder:
     name: str = "qwen3_coder"
     keep_special: bool = True
     whole_answer: bool = False
+    openers: tuple[str, ...] = (OPENER,)
+    line_openers: tuple[str, ...] = (FUNCTION,)
 
-    def parser(self, tools: Sequence[Tool] = ()) -> Parser:
+    def parser(
+        self, tools: Sequence[Tool] = (), *, forced: bool = False, whole_calls: bool = False
+    ) -> Parser:
         return CallText(
-            OPENER, CLOSER, lambda opened: CallTags(tools, opened=opened), inner=FUNCTION
+            OPENER,
+            CLOSER,
+            lambda opened: CallTags(tools, opened=opened),
+            inner=FUNCTION,
+            forced=forced,
+            whole_calls=whole_calls,
         )
 
     def grammar(

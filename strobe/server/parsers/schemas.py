@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from strobe.server.parsers.base import Tool
+from strobe.server.parsers.call_arguments import escape_controls
 
 ANY = frozenset(("array", "boolean", "integer", "null", "number", "object", "string"))
 _PYTHON = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer",
@@ -59,8 +60,9 @@ def type_of(value: Any) -> str:
 
 def as_json(text: str, types: frozenset[str]) -> str:
     """Convert an unquoted value to JSON: as the value that it spells if `types` allow its JSON
-    type, else as a string. Python's True, False and None become JSON's."""
-    word = _WORDS.get(text.strip().lower(), text.strip())
+    type, else as a string. Python's True, False and None become JSON's, and raw line breaks in its
+    strings are escaped."""
+    word = _WORDS.get(text.strip().lower(), escape_controls(text.strip()))
     try:
         value = json.loads(word, parse_constant=_refuse)
     except (ValueError, RecursionError):

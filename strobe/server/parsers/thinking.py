@@ -40,7 +40,7 @@ class Thinking(StateParser):
         self._start, self._end, self._open = start, end, thinking_open
         self.phase: Phase = "thinking" if thinking_open else "answer"
 
-    def finish(self) -> Parsed:
+    def finish(self, *, cut: bool = False) -> Parsed:
         (self._reasoning if self.phase == "thinking" else self._content).append(self._buffer)
         self._buffer = ""
         return self._flush()
