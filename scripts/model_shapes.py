@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from strobe.models import load
-from strobe.models.architectures import load_draft_config, load_target_config
+from strobe.models.architectures import load_draft_config, load_target_config, make_target
 from strobe.models.config import DraftConfig
 from strobe.models.families.experts import Experts
 from strobe.models.linear import Linear, LinearView
@@ -81,8 +81,11 @@ def _rank_models(
                 yield models
             return
     config = draft and load_draft_config(Path(draft))
-    split = Split(0, ranks, ranks).split(load_target_config(Path(target)), config or None)
-    yield load._meta_target(split[0], 1), split[1]
+    split = Split(0, ranks, ranks)
+    target_part, draft_part = split.split(load_target_config(Path(target)), config or None)
+    with torch.device("meta"):
+        model = make_target(target_part, max_positions=1)
+    yield model, draft_part
 
 
 def _shapes(model: nn.Module, ranks: int) -> list[str]:
