@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,13 +34,18 @@ _SCOPE = (
 _response_id = re.compile(r"resp_([a-z0-9]+)_")
 
 
-@dataclass
+SILENT_SECONDS = 30.0
+"""How long the router avoids a replica that did not accept a request in time."""
+
+
+@dataclass(eq=False)
 class ForwardedRequest:
     """An HTTP request: ASGI's scope and the body.
 
     prompt: the text that the router compares with earlier prompts; empty: any replica can answer
-    equally well. owner: the replica that stores the response that the request names, if any.
-    excluded: replicas that are chosen only if there are no others.
+    equally well. owner: the replica that has to answer, such as the one that stores the response
+    that the request names. excluded: replicas that are chosen only if there are no others.
+    answered: whether the ingress has the whole response, or waits for none.
     """
 
     scope: dict[str, Any]
@@ -45,6 +53,7 @@ class ForwardedRequest:
     prompt: str = ""
     owner: str = ""
     excluded: tuple[str, ...] = ()
+    answered: bool = False
 
     @staticmethod
     def of(scope: Scope, body: bytes) -> ForwardedRequest:
@@ -65,6 +74,51 @@ class ForwardedRequest:
             prompt="\n".join(texts)[:MAX_PROMPT],
             owner=owner[1] if owner else "",
         )
+
+
+class RoutingState:
+    """What an ingress and its router know of the replicas: which are running, which answer which
+    request, and which accept none. Used by the threads of both."""
+
+    def __init__(self) -> None:
+        self.replicas: frozenset[str] = frozenset()
+        self._replica_of: dict[ForwardedRequest, str] = {}
+        self._silent_until: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def record_sent(self, request: ForwardedRequest, replica: str) -> None:
+        """Record the replica that gets a request, in place of an earlier one."""
+        with self._lock:
+            if not request.answered:
+                self._replica_of[request] = replica
+
+    def record_answered(self, request: ForwardedRequest) -> None:
+        """Record that a request has its response, or will have none."""
+        with self._lock:
+            request.answered = True
+            self._replica_of.pop(request, None)
+
+    def replica_of(self, request: ForwardedRequest) -> str:
+        """Return the replica that got a request, "" if none did."""
+        return self._replica_of.get(request, "")
+
+    def num_open(self) -> Counter[str]:
+        """Return the number of requests that each replica has not answered yet."""
+        with self._lock:
+            return Counter(self._replica_of.values())
+
+    def record_silent(self, replica: str) -> None:
+        """Record that a replica did not accept a request in time."""
+        self._silent_until[replica] = time.monotonic() + SILENT_SECONDS
+
+    def is_silent(self, replica: str) -> bool:
+        """Whether a replica should be avoided."""
+        return self._silent_until.get(replica, 0.0) > time.monotonic()
+
+
+ROUTING = RoutingState()
+"""The state of this process's ingress and router. Ray makes the router, so that the ingress cannot
+pass it anything."""
 
 
 def _text(value: Any) -> str:
@@ -120,15 +174,16 @@ async def respond(app: ASGIApp, request: ForwardedRequest) -> AsyncGenerator[lis
         disconnected.set()
 
 
-def _add_loads(bodies: Mapping[str, bytes]) -> bytes:
+def _add_loads(bodies: Mapping[str, bytes], silent: Collection[str] = ()) -> bytes:
     """Add the numbers of answers of /load."""
-    return json.dumps(
-        {"server_load": sum(from_json(body)["server_load"] for body in bodies.values())}
-    ).encode()
+    load = sum(from_json(body)["server_load"] for body in bodies.values())
+    missing = {"silent_replicas": sorted(silent)} if silent else {}
+    return json.dumps({"server_load": load, **missing}).encode()
 
 
-def merge_metrics(pages: Mapping[str, bytes]) -> bytes:
-    """Merge the replicas' pages of metrics; each sample gets the label `replica`."""
+def merge_metrics(pages: Mapping[str, bytes], silent: Collection[str] = ()) -> bytes:
+    """Merge the replicas' pages of metrics; each sample gets the label `replica`, also that of
+    strobe:replica_up, which is 0 for a silent replica."""
     families: dict[str, dict[str, None]] = {}  # lines by family; the inner one is an ordered set
     for replica, page in pages.items():
         family: dict[str, None] = {}
@@ -140,19 +195,42 @@ def merge_metrics(pages: Mapping[str, bytes]) -> bytes:
                 rest = f",{line[end + 1 :]}" if line[end] == "{" else f"}}{line[end:]}"
                 line = f'{line[:end]}{{replica="{replica}"{rest}'
             family[line] = None
+    families["strobe:replica_up"] = dict.fromkeys(
+        [
+            "# HELP strobe:replica_up Whether the replica has answered in time with its metrics.",
+            "# TYPE strobe:replica_up gauge",
+            *(f'strobe:replica_up{{replica="{replica}"}} 1.0' for replica in pages),
+            *(f'strobe:replica_up{{replica="{replica}"}} 0.0' for replica in sorted(silent)),
+        ]
+    )
     return "".join(f"{line}\n" for family in families.values() for line in family).encode()
 
 
-MERGED: Mapping[str, Callable[[Mapping[str, bytes]], bytes]] = {
+def _no_body(bodies: Mapping[str, bytes], silent: Collection[str] = ()) -> bytes:
+    """Merge empty bodies. Raises ValueError with the silent replicas, whose caches may stay."""
+    if silent:
+        names = " and ".join(sorted(silent))
+        raise ValueError(
+            f"The cache of {names} may not be cleared, because there was no answer in time; those "
+            "of the other replicas are. Send the request again."
+        )
+    return b""
+
+
+MERGED: Mapping[str, Callable[[Mapping[str, bytes], Collection[str]], bytes]] = {
     "/metrics": merge_metrics,
     "/load": _add_loads,
-    "/reset_prefix_cache": lambda bodies: b"",
+    "/reset_prefix_cache": _no_body,
 }
-"""Paths that all replicas answer; each function merges the replicas' bodies into one."""
+"""Paths that all replicas answer; each function merges the replicas' bodies into one, which names
+the replicas that did not answer. Raises ValueError if they leave the request undone."""
 
 
-def merge(path: str, responses: Mapping[str, Sequence[Message]]) -> list[Message]:
-    """Return one response for a path in MERGED: an error if one of the replicas' is an error."""
+def merge(
+    path: str, responses: Mapping[str, Sequence[Message]], silent: Collection[str] = ()
+) -> list[Message]:
+    """Return one response for a path in MERGED: an error if one of the replicas' is an error.
+    silent: replicas without a response. Raises ValueError if they leave the request undone."""
     for messages in responses.values():
         if messages[0]["status"] != 200:
             return list(messages)
@@ -161,7 +239,8 @@ def merge(path: str, responses: Mapping[str, Sequence[Message]]) -> list[Message
         {
             replica: b"".join(message.get("body", b"") for message in messages[1:])
             for replica, messages in responses.items()
-        }
+        },
+        silent,
     )
     headers = [header for header in start["headers"] if header[0] != b"content-length"]
     headers.append((b"content-length", str(len(body)).encode()))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
+from contextvars import Context
 from dataclasses import fields, replace
 from importlib import import_module
 from typing import Any, get_type_hints
@@ -27,6 +28,7 @@ from strobe.compat.arguments import parse_value
 from strobe.config import EngineConfig
 from strobe.integrations.forwarding import (
     MERGED,
+    ROUTING,
     ForwardedRequest,
     merge,
     read_body,
@@ -34,6 +36,7 @@ from strobe.integrations.forwarding import (
     send_failure,
     without_request_id,
 )
+from strobe.integrations.replica_watchdog import Heartbeat
 from strobe.server.app import make_app
 from strobe.server.guards import route
 from strobe.server.launch import (
@@ -55,13 +58,19 @@ _REFUSED = {
     "batch_dir": "every replica would run the same batches; leave it out, and use strobe run-batch",
     "kv_events_config": "all replicas would publish at one port; leave it out, since Ray routes",
 }
-ROUTER_SETTINGS = {"match_rate_threshold": 0.5, "do_eviction": True}
-"""Settings of Ray's prefix-aware router, which by itself ignores load and forgets no prompt."""
+ROUTER_SETTINGS = {"do_eviction": True}
+"""Settings of Ray's prefix-aware router, which by itself forgets no prompt."""
 STOP_SECONDS = 15
 """Seconds a replica has to stop its engine after its last request."""
 MAX_ONGOING = 1 << 20
 """Requests that Ray lets a replica answer at once: the replica's own limits are reached first."""
+ACCEPT_SECONDS, LAST_ACCEPT_SECONDS = 5.0, 60.0
+"""Seconds in which a replica has to accept a request before another one gets it, and in which the
+last one has to. The watchdog ends a stopped replica in between."""
+ALL_SECONDS = 5.0
+"""Seconds in which replicas have to answer what is asked of all."""
 LOST = "The replica that answered this request was lost; send the request again."
+SILENT = "No replica accepted this request in time; send the request again."
 
 
 @serve.ingress()
@@ -69,8 +78,9 @@ class Ingress:
     """Forwards each request to a replica, and chooses another if that one cannot answer now."""
 
     def __init__(self, replicas: Any, max_body_bytes: int):
-        self.replicas, self.max_body_bytes = replicas, max_body_bytes
+        self.max_body_bytes = max_body_bytes
         self.answers = replicas.options(method_name="answer", stream=True)
+        self.heartbeat = Heartbeat()
 
     def __serve_build_asgi_app__(self) -> Router:
         return Router(default=self._answer)
@@ -88,36 +98,99 @@ class Ingress:
     async def _from_one(self, request: ForwardedRequest, send: Send) -> None:
         """Send one replica's response."""
         start: Message | None = None
-        waits = True
-        while waits:
-            waits, stream = False, self.answers.remote(request)
-            try:
-                async for part in stream:
-                    if isinstance(part, str):
-                        request.excluded += (part,)
-                        waits = True
+        accepted = False
+        try:
+            while not accepted:
+                stream = self.answers.remote(request)
+                try:
+                    accepted = await self._accepts(request, stream)
+                    if not accepted:
                         continue
-                    for message in part:
-                        start = start or message
-                        await send(message)
-            except ray.exceptions.RayTaskError:
+                    async for messages in stream:
+                        for message in messages:
+                            start = start or message
+                            if _is_last(message):  # before the client knows, and sends the next
+                                ROUTING.record_answered(request)
+                            await send(message)
+                finally:
+                    stream.cancel()
+        except ray.exceptions.RayTaskError:
+            raise
+        except TimeoutError:
+            await send_failure(request, send, start, SILENT, "replica_silent")
+        except (ray.exceptions.RayError, serve.exceptions.RayServeException):
+            await send_failure(request, send, start, LOST, "replica_lost")
+        finally:
+            ROUTING.record_answered(request)
+
+    async def _accepts(self, request: ForwardedRequest, stream: Any) -> bool:
+        """Wait until a replica accepts a request. If it does not, exclude it and return False.
+        Raises TimeoutError if no other is left."""
+        others = ROUTING.replicas.difference(request.excluded)
+        is_last = request.owner in request.excluded or not others
+        try:
+            async with asyncio.timeout(LAST_ACCEPT_SECONDS if is_last else ACCEPT_SECONDS):
+                refused_by: str = await anext(stream)
+        except TimeoutError:
+            silent = ROUTING.replica_of(request)
+            if is_last and silent:
                 raise
-            except (ray.exceptions.RayError, serve.exceptions.RayServeException):
-                await send_failure(request, send, start, LOST, "replica_lost")
-            finally:
-                stream.cancel()
+            if silent:  # else Ray is starting replicas
+                ROUTING.record_silent(silent)
+                request.excluded += (silent,)
+            return False
+        if refused_by:
+            request.excluded += (refused_by,)
+        return not refused_by
 
     async def _from_all(self, request: ForwardedRequest, send: Send) -> None:
-        """Send a response merged from all replicas, or the first one's error."""
-        results = await self.replicas.broadcast("answer_whole", request).results_async(
-            return_exceptions=True
-        )
-        responses = dict(result for result in results if not isinstance(result, Exception))
+        """Send a response merged from all replicas that answer in time, or the first one's
+        error."""
+        if not ROUTING.replicas:  # the first request makes Ray's router
+            await self._whole(replace(request), LAST_ACCEPT_SECONDS)
+        ids = sorted(ROUTING.replicas)
+        asked = [
+            asyncio.create_task(
+                self._whole(replace(request, owner=name, excluded=(name,))),
+                context=Context(),  # Ray's router mixes up calls at once in the context of one
+            )
+            for name in ids
+        ]
+        answers = await asyncio.gather(*asked)
+        responses = dict(answer for answer in answers if answer is not None)
         if not responses:
-            await send_failure(request, send, None, LOST, "replica_lost")
+            await send_failure(request, send, None, SILENT, "replica_silent")
             return
-        for message in merge(route(request.scope), responses):
+        try:
+            messages = merge(route(request.scope), responses, set(ids) - responses.keys())
+        except ValueError as error:
+            await send_failure(request, send, None, str(error), "replica_silent")
+            return
+        for message in messages:
             await send(message)
+
+    async def _whole(
+        self, request: ForwardedRequest, seconds: float = ALL_SECONDS
+    ) -> tuple[str, list[Message]] | None:
+        """Return a replica's id and the messages of its response, None if it is lost or late."""
+        stream = self.answers.remote(request)
+        try:
+            async with asyncio.timeout(seconds):
+                if await anext(stream):  # another one than was asked, while its engine restarts
+                    return None
+                replica = ROUTING.replica_of(request)
+                return replica, [message async for part in stream for message in part]
+        except ray.exceptions.RayTaskError:
+            raise
+        except (TimeoutError, ray.exceptions.RayError, serve.exceptions.RayServeException):
+            return None
+        finally:
+            stream.cancel()
+            ROUTING.record_answered(request)
+
+
+def _is_last(message: Message) -> bool:
+    return message["type"] == "http.response.body" and not message.get("more_body", False)
 
 
 class Replica:
@@ -127,6 +200,7 @@ class Replica:
     async def __init__(self, config: EngineConfig, settings: ServerConfig, template: str | None):
         settings.logs.configure()
         self.id = serve.get_replica_context().replica_id.unique_id
+        self.heartbeat = Heartbeat()
         client = make_client(await asyncio.to_thread(locate_checkpoint, config), settings)
         client.start()
         try:
@@ -139,19 +213,15 @@ class Replica:
             raise
 
     async def answer(self, request: ForwardedRequest) -> AsyncGenerator[list[Message] | str]:
-        """Yield the messages of the response; before that, if the engine is restarting, this
-        replica's id alone, so that the ingress may choose another."""
+        """Yield "" and the messages of the response; if the engine is restarting, this replica's
+        id alone, so that the ingress may choose another."""
         if not self.serving.client.can_answer and self.id not in request.excluded:
             yield self.id
             return
+        yield ""
         async with contextlib.aclosing(respond(self.app, request)) as messages:
             async for some in messages:
                 yield some
-
-    async def answer_whole(self, request: ForwardedRequest) -> tuple[str, list[Message]]:
-        """Return this replica's id and the messages of its response."""
-        parts = respond(self.app, request)
-        return self.id, [message async for part in parts for message in part]
 
     def check_health(self) -> None:
         """Raise RuntimeError if the engine has ended for good; Ray then replaces the replica."""
@@ -163,6 +233,7 @@ class Replica:
         if hasattr(self, "serving"):
             await begin_stop(self.serving)
             await self.serving.client.stop()
+            self.heartbeat.stop()
 
 
 def app(args: dict[str, Any]) -> Any:
@@ -274,10 +345,7 @@ def make_application(
         max_constructor_retry_count=3,  # of the first start; later ones are retried on and on
         request_router_config={
             "request_router_class": "strobe.integrations.ray_router.ReplicaRouter",
-            "request_router_kwargs": {
-                **ROUTER_SETTINGS,
-                "imbalanced_threshold": max(2, config.max_num_seqs // 4),
-            },
+            "request_router_kwargs": ROUTER_SETTINGS,
         },
     )
     ingress = serve.deployment(Ingress, **common, ray_actor_options={"num_cpus": 0})

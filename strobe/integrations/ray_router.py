@@ -7,13 +7,19 @@ others.
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
+from strobe.integrations import forwarding
 from strobe.integrations.forwarding import ForwardedRequest
+from strobe.server.engine_process.replicas import MAX_CREDIT, OPEN_TOKENS
 
 logger = logging.getLogger(__name__)
+
+CHARACTERS = 4
+"""Characters of a token, about."""
 
 _routers: Any = import_module("ray.serve.request_router")
 _less_busy: Any = import_module("ray.serve._private.request_router").PowerOfTwoChoicesRequestRouter
@@ -31,43 +37,83 @@ def _prefix_router() -> Any:
 
 
 class ReplicaRouter(_prefix_router()):
-    """Ray's prefix-aware router, for HTTP requests.
+    """Ray's prefix-aware router, for HTTP requests, with the costs of `Replicas`.
 
-    It prefers the replica that has answered the prompt with the longest common prefix, unless
-    another is much less busy. A request that names a stored response goes to the replica that
-    stores it; one without a prompt, to the less busy of two. Prefixes are kept by an actor, without
-    which requests are routed as if they had no prompt.
+    It prefers the replica that has answered the prompt with the longest common prefix, unless that
+    has more open requests: each that this router has sent there outweighs OPEN_TOKENS. A request
+    that names a stored response goes to the replica that stores it. Prefixes are kept by an actor,
+    without which requests are routed as if they had no prompt. Replicas that an ingress has found
+    silent come last.
     """
 
     async def choose_replicas(
         self, candidate_replicas: list[Any], pending_request: Any = None
     ) -> Sequence[Sequence[Any]]:
-        """Return groups of replicas, the best first."""
-        request = _forwarded(pending_request) or ForwardedRequest({}, b"")
-        others = [r for r in candidate_replicas if _id(r) not in request.excluded]
-        owners = [r for r in others if _id(r) == request.owner]
+        """Return groups of one replica each, the best first."""
+        request = _forwarded(pending_request)
+        if request is None:
+            return await _less_busy.choose_replicas(self, candidate_replicas, pending_request)
+        routing = forwarding.ROUTING
+        owners = [r for r in candidate_replicas if _id(r) == request.owner]
         if owners:
+            routing.record_sent(request, request.owner)
             return [owners]
-        if 0 < len(others) < len(candidate_replicas):
-            return [others]
-        if request.prompt:
-            try:
-                return await super().choose_replicas(candidate_replicas, pending_request)
-            except Exception as error:
-                logger.warning(
-                    "The prefix router failed (%s); routing by load.", type(error).__name__
-                )
-        return await _less_busy.choose_replicas(self, candidate_replicas, pending_request)
+        cached = await self._cached(request.prompt, candidate_replicas)
+        on_all = min((cached.get(_id(r), 0) for r in candidate_replicas), default=0)
+        num_open = routing.num_open()
+        num_open.subtract([routing.replica_of(request)])
+
+        def cost(replica: Any) -> tuple[float, ...]:
+            name = _id(replica)
+            credit = min(cached.get(name, 0) - on_all, CHARACTERS * MAX_CREDIT)
+            return (
+                name in request.excluded,
+                routing.is_silent(name),
+                CHARACTERS * OPEN_TOKENS * num_open[name] - credit,
+                self._num_waiting(replica),
+                random.random(),
+            )
+
+        ordered = sorted(candidate_replicas, key=cost)
+        if ordered:
+            routing.record_sent(request, _id(ordered[0]))
+        return [[replica] for replica in ordered]
+
+    def _num_waiting(self, replica: Any) -> int:
+        """Return the replica's open requests, also those of other routers, as last known."""
+        return self.replica_queue_len_cache.get(replica.replica_id) or 0
+
+    async def _cached(self, prompt: str, replicas: Sequence[Any]) -> dict[str, int]:
+        """Return the length of the prompt's prefix that replicas have answered: the longest, and
+        the longest of those that have not answered that one."""
+        if not prompt:
+            return {}
+        cached: dict[str, int] = {}
+        try:
+            rest = {r.replica_id.to_full_id_str(): _id(r) for r in replicas}
+            for _ in range(2 if len(rest) > 1 else 0):
+                match = self._tree_actor.prefix_match.remote(prompt, list(rest))
+                text, names = await match
+                if not text or not names:
+                    break
+                cached |= {rest.pop(name): len(text) for name in names if name in rest}
+        except Exception as error:
+            logger.warning("The prefix router failed (%s); routing by load.", type(error).__name__)
+        return cached
 
     def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
         request = _forwarded(pending_request)
-        if request is not None and request.prompt:
+        if request is None:
+            return
+        forwarding.ROUTING.record_sent(request, replica_id.unique_id)
+        if request.prompt:
             _try(super().on_request_routed, pending_request, replica_id, result)
 
     def on_replica_actor_died(self, replica_id: Any) -> None:
         _try(super().on_replica_actor_died, replica_id)
 
     def update_replicas(self, replicas: list[Any]) -> None:
+        forwarding.ROUTING.replicas = frozenset(map(_id, replicas))
         _try(super().update_replicas, replicas)
 
 

@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from strobe.integrations.forwarding import (
     ForwardedRequest,
+    RoutingState,
     merge,
     merge_metrics,
     read_body,
@@ -144,11 +145,19 @@ def test_failing_application_fails_the_response():
 def test_merged_metrics_keep_one_family_and_all_samples():
     merged = merge_metrics({"a1": PAGE, "b2": PAGE.replace(b"2.0", b"5.0")}).decode()
     families = {family.name: family for family in text_string_to_metric_families(merged)}
-    assert merged.count("# TYPE") == 2
+    assert merged.count("# TYPE") == 3
     samples = [(s.labels, s.value) for s in families["answers"].samples]
     labels = {"engine": "0", "text": "a, {b}"}
     assert samples == [({"replica": "a1", **labels}, 2.0), ({"replica": "b2", **labels}, 5.0)]
     assert [s.labels for s in families["memory"].samples] == [{"replica": "a1"}, {"replica": "b2"}]
+
+
+def test_merged_metrics_name_silent_replicas():
+    merged = merge_metrics({"a1": PAGE}, ["b2"]).decode()
+    families = {family.name: family for family in text_string_to_metric_families(merged)}
+    samples = families["strobe:replica_up"].samples
+    assert {s.labels["replica"]: s.value for s in samples} == {"a1": 1, "b2": 0}
+    assert len(families["memory"].samples) == 1
 
 
 def whole(status: int, body: bytes) -> list[dict[str, Any]]:
@@ -165,6 +174,30 @@ def test_loads_are_added_and_an_error_stays():
     assert start["headers"] == [(b"content-length", str(len(body["body"])).encode())]
     failed = whole(401, b"no key")
     assert merge("/load", {**loads, "b": failed}) == failed
+
+
+def test_merged_responses_name_silent_replicas():
+    load = {"a": whole(200, b'{"server_load":2}')}
+    (_, body) = merge("/load", load, {"c", "b"})
+    assert json.loads(body["body"]) == {"server_load": 2, "silent_replicas": ["b", "c"]}
+    with pytest.raises(ValueError, match="cache of b and c may not be cleared"):
+        merge("/reset_prefix_cache", {"a": whole(200, b"")}, {"c", "b"})
+    assert merge("/reset_prefix_cache", {"a": whole(200, b"")})[1]["body"] == b""
+
+
+def test_routing_counts_requests_until_they_are_answered():
+    routing, first, second = RoutingState(), request("/v1/completions"), request("/load")
+    routing.record_sent(first, "a")
+    routing.record_sent(second, "a")
+    assert routing.num_open() == {"a": 2}
+    routing.record_sent(second, "b")
+    assert routing.num_open() == {"a": 1, "b": 1}
+    routing.record_answered(first)
+    routing.record_sent(first, "a")  # the router is late
+    assert routing.num_open() == {"b": 1}
+    assert (routing.replica_of(first), routing.replica_of(second)) == ("", "b")
+    routing.record_silent("b")
+    assert [routing.is_silent(name) for name in "ab"] == [False, True]
 
 
 def failure(path: str, start: dict[str, Any] | None) -> list[dict[str, Any]]:

@@ -9,11 +9,16 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import threading
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +28,8 @@ from polling import PATIENCE, until
 from served import Served, child_of
 
 from strobe.cli.main import main
-from strobe.integrations.forwarding import ForwardedRequest
+from strobe.integrations.forwarding import ForwardedRequest, RoutingState
+from strobe.integrations.replica_watchdog import Heartbeat, watch
 
 needs_ray = pytest.mark.skipif(
     find_spec("ray") is None, reason="Ray is not installed: pip install 'strobe[ray]'"
@@ -120,34 +126,169 @@ def test_ray_address_that_nothing_answers_is_rejected(monkeypatch: pytest.Monkey
             command._connect()
 
 
+class Router:
+    """ReplicaRouter without Ray: three idle replicas, and an actor that knows prompts' prefixes.
+
+    prefixes: by replica; None: the actor is lost. order: the replicas for a request, the best
+    first.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, prefixes: dict[str, str] | None = None):
+        module = importlib.import_module("strobe.integrations.ray_router")
+        self.routing = RoutingState()
+        monkeypatch.setattr("strobe.integrations.forwarding.ROUTING", self.routing)
+        self.prefixes = prefixes
+        self.replicas = [
+            SimpleNamespace(
+                replica_id=SimpleNamespace(unique_id=name, to_full_id_str=lambda name=name: name)
+            )
+            for name in "abc"
+        ]
+        self.router = object.__new__(module.ReplicaRouter)
+        self.router._replica_queue_len_cache = SimpleNamespace(get=lambda replica: None)
+        self.router._tree_actor = SimpleNamespace(prefix_match=SimpleNamespace(remote=self._match))
+
+    async def _match(self, prompt: str, names: list[str]) -> tuple[str, list[str] | None]:
+        if self.prefixes is None:
+            raise ConnectionError
+        lengths: dict[str, int] = {}
+        for name in names:
+            pairs = zip(prompt, self.prefixes.get(name, ""), strict=False)
+            lengths[name] = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        longest = max(lengths.values())
+        return prompt[:longest], [name for name, n in lengths.items() if n == longest]
+
+    def order(self, request: ForwardedRequest) -> list[str]:
+        pending = SimpleNamespace(args=(request,))
+        groups = asyncio.run(self.router.choose_replicas(self.replicas, pending))
+        return [replica.replica_id.unique_id for (replica,) in groups]
+
+    def send(self, count: int, prompt: str = "{}") -> list[str]:
+        """Return the replicas of requests that stay open."""
+        requests = [ForwardedRequest({}, b"", prompt=prompt.format(i)) for i in range(count)]
+        return [self.order(request)[0] for request in requests]
+
+
 @needs_ray
 @pytest.mark.parametrize(
     ("excluded", "owner", "expected"),
     [
-        ((), "b", [["b"]]),
-        (("a",), "", [["b", "c"]]),
-        (("a", "b"), "b", [["c"]]),
-        (("a", "b", "c"), "", "less busy"),
-        ((), "gone", "less busy"),
+        ((), "b", ["b"]),
+        (("a", "b"), "b", ["b"]),  # another would not know the response
+        (("a", "b"), "", ["c"]),
+        (("a", "c"), "gone", ["b"]),
     ],
 )
 def test_router_prefers_owners_and_avoids_excluded_replicas(
-    monkeypatch: pytest.MonkeyPatch, excluded: tuple[str, ...], owner: str, expected: Any
+    monkeypatch: pytest.MonkeyPatch, excluded: tuple[str, ...], owner: str, expected: list[str]
 ):
-    """The prefixes' actor is missing here, so that the router falls back to the less busy one."""
-    module = importlib.import_module("strobe.integrations.ray_router")
-
-    async def less_busy(router: Any, candidates: Any, pending: Any) -> str:
-        return "less busy"
-
-    monkeypatch.setattr(module, "_less_busy", SimpleNamespace(choose_replicas=less_busy))
+    router = Router(monkeypatch)
     request = ForwardedRequest({}, b"", prompt="Hello", owner=owner, excluded=excluded)
-    ids = [SimpleNamespace(replica_id=SimpleNamespace(unique_id=name)) for name in "abc"]
-    router = object.__new__(module.ReplicaRouter)
-    chosen = asyncio.run(router.choose_replicas(ids, SimpleNamespace(args=(request,))))
-    if isinstance(chosen, list):
-        chosen = [[replica.replica_id.unique_id for replica in group] for group in chosen]
-    assert chosen == expected
+    assert router.order(request)[:1] == expected
+    assert router.routing.replica_of(request) == expected[0]
+
+
+@needs_ray
+@pytest.mark.parametrize("prefixes", [None, {}, dict.fromkeys("abc", "A system prompt. " * 99)])
+def test_burst_of_unlike_prompts_goes_to_all_replicas(
+    monkeypatch: pytest.MonkeyPatch, prefixes: dict[str, str] | None
+):
+    """No request is answered meanwhile, so that Ray knows of none."""
+    router = Router(monkeypatch, prefixes)
+    replicas = router.send(12, "A system prompt. " * 99 + "{}")
+    assert [replicas.count(name) for name in "abc"] == [4, 4, 4]
+
+
+@needs_ray
+def test_prefix_yields_to_a_busier_replica(monkeypatch: pytest.MonkeyPatch):
+    router = Router(monkeypatch, {"b": "Tell me a story. " * 40})
+    replicas = router.send(8, "Tell me a story. " * 40 + "{}")
+    assert replicas[:2] == ["b", "b"]
+    assert {*replicas} == {*"abc"}
+
+
+@needs_ray
+def test_router_avoids_silent_replicas(monkeypatch: pytest.MonkeyPatch):
+    router = Router(monkeypatch)
+    router.routing.record_silent("a")
+    assert "a" not in router.send(8)
+    assert router.order(ForwardedRequest({}, b""))[-1] == "a"
+
+
+@needs_ray
+def test_ingress_tries_another_replica_when_one_is_silent(monkeypatch: pytest.MonkeyPatch):
+    module = importlib.import_module("strobe.integrations.ray")
+    monkeypatch.setattr(module, "ACCEPT_SECONDS", 0.01)
+    monkeypatch.setattr(module, "LAST_ACCEPT_SECONDS", 0.02)
+    routing = RoutingState()
+    routing.replicas = frozenset("ab")
+    monkeypatch.setattr(module, "ROUTING", routing)
+    silent = {"a"}
+    tried: list[str] = []
+
+    class Response:
+        def __init__(self, request: ForwardedRequest):
+            left = sorted(routing.replicas - {*request.excluded}) or ["a"]
+            self.replica = left[0]
+            tried.append(self.replica)
+            routing.record_sent(request, self.replica)
+            self.parts = iter(["", [{"type": "http.response.body", "body": b"Hi"}]])
+
+        def __aiter__(self) -> Response:
+            return self
+
+        async def __anext__(self) -> Any:
+            if self.replica in silent:
+                await asyncio.Event().wait()
+            try:
+                return next(self.parts)
+            except StopIteration:
+                raise StopAsyncIteration from None
+
+        def cancel(self) -> None:
+            pass
+
+    async def answer() -> list[Any]:
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            assert message.get("body") != b"Hi" or not routing.num_open()
+            sent.append(message)
+
+        ingress = SimpleNamespace(answers=SimpleNamespace(remote=Response))
+        ingress._accepts = partial(module.Ingress._accepts, ingress)
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+        request = ForwardedRequest(scope, b"")
+        await module.Ingress._from_one(ingress, request, send)
+        assert not routing.num_open()
+        return sent
+
+    assert [message["body"] for message in asyncio.run(answer())] == [b"Hi"]
+    assert (tried, routing.is_silent("a"), routing.is_silent("b")) == (["a", "b"], True, False)
+    silent.add("b")
+    start, body = asyncio.run(answer())
+    assert start["status"] == 503
+    assert json.loads(body["body"])["error"]["code"] == "replica_silent"
+    assert tried[2:] == ["a", "b", "a"]
+
+
+def test_watchdog_kills_a_process_that_has_stopped(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("strobe.integrations.replica_watchdog.BEAT_SECONDS", 0.01)
+    reads, writes = os.pipe()
+    child = subprocess.Popen(["sleep", "600"])
+    os.kill(child.pid, signal.SIGSTOP)
+    os.write(writes, b".")
+    assert watch(child.pid, 0.05, reads)
+    assert child.wait(PATIENCE) == -signal.SIGKILL
+    os.close(writes)
+    assert not watch(os.getpid(), 600, reads)  # the process has ended
+    os.close(reads)
+
+
+def test_heartbeat_ends_with_its_process():
+    heartbeat = Heartbeat()
+    heartbeat.stop()
+    assert heartbeat._process.returncode == 0
 
 
 def processes(title: str, ancestor: int) -> list[int]:
@@ -176,7 +317,14 @@ class Cluster(Served):
     """`strobe serve --ray` with two replicas."""
 
     def __init__(self) -> None:
-        super().__init__("--ray", "--num-replicas=2", f"--api-key={KEY}")
+        options = "--ray", "--num-replicas=2", f"--api-key={KEY}", f"--grace={PATIENCE}"
+        super().__init__(*options, patience=3 * PATIENCE)  # Ray starts seven processes
+
+    def get(self, path: str) -> str:
+        request = urllib.request.Request(self.url + path)
+        request.add_header("Authorization", f"Bearer {KEY}")
+        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+            return answer.read().decode()
 
     @property
     def replica_pids(self) -> list[int]:
@@ -184,8 +332,12 @@ class Cluster(Served):
 
     @property
     def replicas(self) -> set[str]:
-        """The ids of the replicas, as all of them say."""
-        return set(re.findall(r'request_success_total{replica="(\w+)"', self.get("/metrics")))
+        """The ids of the replicas, as all of them say; none while none answers in time."""
+        try:
+            page = self.get("/metrics")
+        except urllib.error.HTTPError:
+            return set()
+        return set(re.findall(r'request_success_total{replica="(\w+)"', page))
 
     def post(self, path: str, body: Any, key: str = KEY) -> tuple[int, str]:
         """Send a request; returns the status and the whole body."""
@@ -280,6 +432,40 @@ def test_equal_prompts_go_where_their_prefix_is_cached(cluster: Cluster):
     answers = [json.loads(cluster.post("/v1/completions", body)[1]) for body in bodies]
     cached = [a["usage"]["prompt_tokens_details"]["cached_tokens"] for a in answers]
     assert all(cached[1:]), cached
+
+
+@needs_ray
+@pytest.mark.full
+def test_burst_of_unlike_prompts_is_shared(cluster: Cluster):
+    prompts = [f"{letter * 40}" for letter in "abcdefghijklmnop"]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        streams = list(pool.map(lambda prompt: Stream(cluster, prompt, 100), prompts))
+    counts = Counter(stream.replica for stream in streams)
+    assert all(stream.ended_well for stream in streams)
+    assert min(counts.values()) >= 6, counts
+    assert len(counts) == 2
+
+
+@needs_ray
+@pytest.mark.full
+def test_stopped_replica_is_avoided_and_replaced(cluster: Cluster):
+    streams = streams_of_both(cluster, 200)
+    stopped, *_ = cluster.replica_pids
+    os.kill(stopped, signal.SIGSTOP)
+    page = cluster.get("/metrics")
+    assert sorted(re.findall(r"^strobe:replica_up{.*} (\S+)$", page, re.M)) == ["0.0", "1.0"]
+    assert len(json.loads(cluster.get("/load"))["silent_replicas"]) == 1
+    status, body = cluster.post("/reset_prefix_cache", None)
+    assert (status, json.loads(body)["error"]["code"]) == (503, "replica_silent")
+    for i in range(10):
+        status, body = cluster.post("/v1/completions", {"prompt": f"{i}", "max_tokens": 2})
+        assert status == 200, body
+    until(lambda: not Path(f"/proc/{stopped}").exists(), "the watchdog ends the process")
+    failed = {s.replica for s in streams if not s.ended_well}
+    assert len(failed) == 1
+    for stream in streams:
+        assert (stream.replica in failed) == (LOST in stream.text)
+    until(lambda: len(cluster.replicas) == 2, "the replica is replaced")
 
 
 @needs_ray
