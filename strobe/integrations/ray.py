@@ -38,7 +38,7 @@ from strobe.integrations.forwarding import (
 )
 from strobe.integrations.replica_watchdog import Heartbeat
 from strobe.server.app import make_app
-from strobe.server.guards import route
+from strobe.server.guards import Shutdown, route
 from strobe.server.launch import (
     begin_stop,
     load_serving,
@@ -81,6 +81,7 @@ class Ingress:
         self.max_body_bytes = max_body_bytes
         self.answers = replicas.options(method_name="answer", stream=True)
         self.heartbeat = Heartbeat()
+        self.handling = 0
 
     def __serve_build_asgi_app__(self) -> Router:
         return Router(default=self._answer)
@@ -89,11 +90,19 @@ class Ingress:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return
-        body = await read_body(receive, self.max_body_bytes)
-        if body is not None:
-            request = ForwardedRequest.of(scope, body)
-            reply = self._from_all if route(scope) in MERGED else self._from_one
-            await reply(request, without_request_id(send))
+        self.handling += 1
+        try:
+            body = await read_body(receive, self.max_body_bytes)
+            if body is not None:
+                request = ForwardedRequest.of(scope, body)
+                reply = self._from_all if route(scope) in MERGED else self._from_one
+                await reply(request, without_request_id(send))
+        finally:
+            self.handling -= 1
+
+    async def count_open(self) -> int:
+        """Return the number of requests whose responses are not sent yet."""
+        return self.handling
 
     async def _from_one(self, request: ForwardedRequest, send: Send) -> None:
         """Send one replica's response."""
@@ -206,6 +215,7 @@ class Replica:
         try:
             self.serving = await load_serving(settings, client, template)
             self.serving.responses.id_prefix = f"resp_{self.id}_"
+            self.serving.shutdown = Shutdown(retry_after=max(1, int(settings.grace)))
             self.app = make_app(self.serving)
             await client.ready()
         except BaseException:
@@ -222,6 +232,12 @@ class Replica:
         async with contextlib.aclosing(respond(self.app, request)) as messages:
             async for some in messages:
                 yield some
+
+    async def drain(self) -> int:
+        """Reject new requests from now on; return the number of requests still to answer."""
+        if not self.serving.shutdown.stopping:
+            await begin_stop(self.serving)
+        return max(self.serving.handling, self.serving.client.num_open)
 
     def check_health(self) -> None:
         """Raise RuntimeError if the engine has ended for good; Ray then replaces the replica."""

@@ -8,12 +8,15 @@ import os
 import re
 import signal
 import socket
+import time
 from dataclasses import replace
 from typing import Any
 
 from strobe.config import EngineConfig
 from strobe.integrations.ray import (
     SERVE_NAMESPACE,
+    Ingress,
+    Replica,
     choose_device,
     default_resources,
     make_application,
@@ -28,6 +31,9 @@ from strobe.server.settings import ServerConfig
 logger = logging.getLogger(__name__)
 
 APPLICATION = "strobe"
+_POLL, _DRAIN_SECONDS, _FLUSH_SECONDS = 0.1, 5.0, 1.0
+"""Seconds between two looks at open requests, in which all replicas have to answer one, and in
+which Ray's proxies send the last bytes."""
 
 
 class _Stopped(BaseException):
@@ -48,29 +54,58 @@ def serve_on_ray(config: EngineConfig, settings: ServerConfig) -> int:
     own = _connect()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _stop)
-    with contextlib.suppress(_Stopped):  # the second signal, which ends the grace period
+    deployed = False
+    with contextlib.suppress(_Stopped):  # a third signal
         try:
             if own:
                 _check_resources(config, settings.data_parallel_size)
                 config = locate_checkpoint(config)
             _deploy(make_application(config, settings, template), settings)
+            deployed = True
             settings.logs.configure()  # Serve has replaced the handlers
             logger.info("%s", greeting(settings, address, "Ray"))
             while True:
                 signal.pause()
         except _Stopped:
             logger.info("stopping: finishing open answers")
+            if deployed:
+                with contextlib.suppress(_Stopped):
+                    _drain(settings.grace)
         finally:
-            if APPLICATION in serve.status().applications:
+            names = serve.status().applications.keys()
+            if names <= {APPLICATION}:
+                serve.shutdown()  # the proxies too, which would answer 404 without the application
+            elif APPLICATION in names:
                 serve.delete(APPLICATION)
-            if not serve.status().applications:
-                serve.shutdown()
     ray.shutdown()
     return 0
 
 
 def _stop(number: int, frame: Any) -> None:
     raise _Stopped
+
+
+def _drain(grace: float) -> None:
+    """Let all replicas reject new requests, and wait until the open ones are answered, for `grace`
+    seconds at most."""
+    end = time.monotonic() + grace
+    replicas = serve.get_deployment_handle(Replica.__name__, APPLICATION)
+    ingresses = serve.get_deployment_handle(Ingress.__name__, APPLICATION)
+    while time.monotonic() < end:
+        try:  # each time, since Ray may have started others
+            counts = [*_ask_all(replicas, "drain"), *_ask_all(ingresses, "count_open")]
+        except TimeoutError:
+            continue
+        if not any(isinstance(count, int) and count for count in counts):
+            time.sleep(_FLUSH_SECONDS)
+            return
+        time.sleep(_POLL)
+
+
+def _ask_all(deployment: Any, method: str) -> list[Any]:
+    """Return what a method returns on all replicas, or raises there. Raises TimeoutError."""
+    response = deployment.broadcast(method)
+    return response.results(timeout_s=_DRAIN_SECONDS, return_exceptions=True)
 
 
 def _connect() -> bool:

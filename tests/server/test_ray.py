@@ -350,6 +350,17 @@ class Cluster(Served):
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
 
+    def rejection(self) -> urllib.error.HTTPError | None:
+        """Send a request; return the error if there is one."""
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+        content = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
+        request = urllib.request.Request(f"{self.url}/v1/completions", content, headers)
+        try:
+            urllib.request.urlopen(request, timeout=PATIENCE).read()
+        except urllib.error.HTTPError as error:
+            return error
+        return None
+
 
 class Stream(threading.Thread):
     """A streamed answer of /v1/responses. replica: the one that answers; text: all events."""
@@ -394,9 +405,15 @@ def streams_of_both(cluster: Cluster, max_tokens: int) -> list[Stream]:
 def cluster() -> Iterator[Cluster]:
     cluster = Cluster()
     yield cluster
-    stream = Stream(cluster, "Tell me more.", 200)
-    assert cluster.stop() == 0
-    assert stream.ended_well  # SIGTERM lets open answers end
+    streams = streams_of_both(cluster, 200)
+    cluster.process.send_signal(signal.SIGTERM)
+    rejected = until(lambda: cluster.rejection(), "new requests are rejected")
+    assert rejected.code == 503
+    assert int(rejected.headers["retry-after"]) > 0
+    assert json.loads(rejected.read())["error"]["code"] == "server_stopping"
+    assert "version" in cluster.get("/version")  # the liveness probe
+    assert all(stream.ended_well for stream in streams)  # SIGTERM lets open answers end
+    assert cluster.process.wait(PATIENCE) == 0
 
 
 @needs_ray
