@@ -73,8 +73,52 @@ def test_systemd_ends_the_service_after_the_grace_period():
     assert float(service["TimeoutStopSec"]) >= settings.grace + STOP_SECONDS
 
 
-def test_serve_configuration_names_options():
-    (application,) = yaml.safe_load(examples("yaml", "import_path"))["applications"]
-    known = {f.name for kind in (EngineConfig, ServerConfig) for f in fields(kind)}
-    assert application["args"].keys() - known == {"autoscaling_config"}
+def ray_settings(text: str) -> ServerConfig:
+    """Parse a configuration of Serve with one application, and return the server's settings."""
+    (application,) = yaml.safe_load(text)["applications"]
     assert application["import_path"] == "strobe.integrations.ray:app"
+    values = {name: value for name, value in application["args"].items() if name != "device"}
+    engine, server = ({f.name for f in fields(kind)} for kind in (EngineConfig, ServerConfig))
+    assert values.keys() - engine - server == {"autoscaling_config"}
+    EngineConfig(**{name: values[name] for name in values.keys() & engine})
+    settings = {name: values[name] for name in values.keys() & server if name != "api_key_file"}
+    return ServerConfig(**settings)
+
+
+def test_serve_configuration_names_options():
+    ray_settings(examples("yaml", "\napplications:"))
+
+
+def test_ray_service_ends_a_pod_after_the_grace_period():
+    service = yaml.safe_load(examples("yaml", "kind: RayService"))["spec"]
+    grace = ray_settings(service["serveConfigV2"]).grace
+    assert yaml.safe_load(service["serveConfigV2"])["http_options"]["host"] == "0.0.0.0"
+    cluster = service["rayClusterConfig"]
+    (worker,) = cluster["workerGroupSpecs"]
+    spec = worker["template"]["spec"]
+    assert spec["terminationGracePeriodSeconds"] >= grace + STOP_SECONDS
+    (container,) = spec["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 1
+    assert {v["name"] for v in container["volumeMounts"]} == {v["name"] for v in spec["volumes"]}
+    (head,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
+    assert 8000 in [port["containerPort"] for port in head["ports"]]
+
+
+def test_inference_pool_reads_the_events_of_its_pods():
+    container = yaml.safe_load(examples("yaml", "--kv-events-config="))
+    pool = yaml.safe_load(examples("yaml", "kind: InferencePool"))["spec"]
+    picker = yaml.safe_load(examples("yaml", "kind: EndpointPickerConfig"))
+    settings = settings_of(container["args"])
+    assert settings.kv_events is not None
+    prefix, pod, model = settings.kv_events.topic.split("@")
+    assert (prefix, pod, model) == ("kv", "$(POD_IP)", container["args"][1])
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert settings.kv_events.endpoint == f"tcp://*:{ports['kv-events']}"
+    assert pool["targetPorts"] == [{"number": ports["http"]}]
+    (scorer,) = [p for p in picker["plugins"] if p["type"] == "precise-prefix-cache-scorer"]
+    parameters = scorer["parameters"]
+    assert f"--page-size={parameters['tokenProcessorConfig']['blockSize']}" in container["args"]
+    assert parameters["kvEventsConfig"]["podDiscoveryConfig"]["socketPort"] == ports["kv-events"]
+    deployment, _ = yaml.safe_load_all(examples("yaml", "kind: Deployment"))
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert pool["selector"]["matchLabels"] == labels
