@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import re
 import reprlib
 import signal
@@ -34,6 +35,8 @@ from strobe.sampling_params import SamplingParams
 from strobe.step import RequestStart
 from strobe.text.tokenizer import Message, Tokenizer
 from strobe.warmup.costs import measure_costs
+
+logger = logging.getLogger(__name__)
 
 
 class LLM:
@@ -67,6 +70,7 @@ class LLM:
         self._answers: dict[tuple[Hashable, int], tuple[Request, AnswerBuilder, RequestOutput]] = {}
         self._inboxes: dict[str, deque[StreamDelta]] = {}
         self._numbers = itertools.count()
+        self._logged: set[str] = set()
 
     def get_tokenizer(self) -> Any:
         """Return the target's transformers tokenizer."""
@@ -242,11 +246,19 @@ class LLM:
             return fields["prompt"], self.tokenizer.encode(fields["prompt"])
         if names == {"messages", "options"}:
             chat = self.tokenizer.render(fields["messages"], **fields["options"])
+            self._log_once(chat.warnings)
             return chat.text, self.tokenizer.encode_chat(chat)
         raise ValueError(
             f"A prompt is {reprlib.repr(prompt)}, but must be a text, a list of token ids, "
             '{"prompt": text} or {"prompt_token_ids": ids}, with "cache_salt" where wanted.'
         )
+
+    def _log_once(self, sentences: Sequence[str]) -> None:
+        """Log sentences that were not logged before."""
+        for sentence in sentences:
+            if sentence not in self._logged:
+                self._logged.add(sentence)
+                logger.warning("%s", sentence)
 
     def _step(self) -> list[RequestOutput]:
         """Run one engine step; return the prompts whose answers are complete. Streams find their

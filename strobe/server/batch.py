@@ -16,7 +16,7 @@ from strobe.server.app import make_app
 from strobe.server.batches.lines import AnswerFile, BatchLine, answer_line, call, read_requests
 from strobe.server.engine_process.client import EngineDead
 from strobe.server.launch import make_client, make_serving, served_names
-from strobe.server.serving import Formats, check_template, read_template
+from strobe.server.serving import check_parsers, check_template, read_template
 from strobe.server.settings import ServerConfig
 from strobe.text.tokenizer import Tokenizer
 from strobe.wording import counted
@@ -37,7 +37,7 @@ def run_batch(config: EngineConfig, settings: ServerConfig, source: Path, out: P
             rest = f"{len(remaining)} {'is' if len(remaining) == 1 else 'are'} left"
             print(f"{out} has {counted(done, 'answer')} already; {rest}.", file=sys.stderr)
         template = read_template(settings.chat_template)
-        Formats.of(settings, None)
+        check_parsers(settings)
         settings.logs.configure()
         config = locate_models(config)
         if template is not None:

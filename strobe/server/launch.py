@@ -36,7 +36,14 @@ from strobe.server.engine_process.replicas import Replicas
 from strobe.server.guards import Shutdown, is_loopback
 from strobe.server.metrics import ServerMetrics
 from strobe.server.openai.protocol.errors import counted
-from strobe.server.serving import Formats, Serving, check_template, read_template
+from strobe.server.serving import (
+    Formats,
+    Serving,
+    check_parsers,
+    check_template,
+    log_tool_form,
+    read_template,
+)
 from strobe.server.settings import ServerConfig
 from strobe.text.tokenizer import Tokenizer
 
@@ -74,7 +81,7 @@ def prepare(config: EngineConfig, settings: ServerConfig) -> tuple[ServerConfig,
     settings = served_names(config, settings)
     _check_certificate(settings)
     middleware_settings(settings)
-    Formats.of(settings, None)
+    check_parsers(settings)
     if settings.batch_dir is not None:
         BatchStore(Path(settings.batch_dir))
     return settings, template
@@ -291,6 +298,11 @@ def make_serving(
     if template is not None:
         check_template(tokenizer, template)
     chat_template = template or tokenizer.hf.chat_template
+    text = chat_template if isinstance(chat_template, str) else None
+    capabilities = tokenizer.capabilities(template)
+    formats = Formats.of(settings, text, capabilities)
+    if chat_template is not None:
+        log_tool_form(settings, formats, capabilities)
     metrics = ServerMetrics(settings.served_model_name[0])
     page_size = client.config.page_size
     metrics.add_engines(len(client.engines) - 1)
@@ -308,7 +320,7 @@ def make_serving(
         names=tuple(settings.served_model_name),
         root=client.config.target,
         chat_template=template,
-        formats=Formats.of(settings, chat_template if isinstance(chat_template, str) else None),
+        formats=formats,
         metrics=metrics,
     )
 

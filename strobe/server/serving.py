@@ -39,6 +39,7 @@ from strobe.server.parsers import (
 from strobe.server.response_store import ResponseStore
 from strobe.server.retry_estimator import RetryEstimator
 from strobe.server.settings import TEXT_THREADS, ServerConfig
+from strobe.text.chat_template import TemplateCapabilities
 from strobe.text.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
@@ -86,22 +87,50 @@ class Formats:
     reasoning: ReasoningFormat | None
 
     @staticmethod
-    def of(settings: ServerConfig, template: str | None) -> Formats:
-        """Return the formats that the settings name; "auto" detects them from the chat template,
-        with a warning if it has tools in an unknown format. Raises ValueError."""
+    def of(
+        settings: ServerConfig, template: str | None, capabilities: TemplateCapabilities
+    ) -> Formats:
+        """Return the formats that the settings name; "auto" detects them from the chat template.
+
+        capabilities: of the template. One without tools and calls gets both described in the Hermes
+        format. Raises ValueError.
+        """
         tool_name, reasoning_name = detect(template)
+        if tool_name is None and not (capabilities.shows_tools or capabilities.shows_calls):
+            tool_name = "hermes"
         tools = _format(settings.tool_call_parser, tool_name, TOOL_FORMATS, "tool_call_parser")
-        has_tools = "tools" in (_variables(template) or ())
-        if tools is None and has_tools and settings.tool_call_parser == "auto":
-            logger.warning(
-                "The chat template shows tools to the model, but the format of its calls is not "
-                "known, so they are text; name it with tool_call_parser, one of %s.",
-                ", ".join(TOOL_FORMATS),
-            )
         reasoning = _format(
             settings.reasoning_parser, reasoning_name, REASONING_FORMATS, "reasoning_parser"
         )
         return Formats(tools, reasoning)
+
+
+def check_parsers(settings: ServerConfig) -> None:
+    """Raise ValueError for parsers that do not exist."""
+    Formats.of(settings, None, TemplateCapabilities())
+
+
+def log_tool_form(
+    settings: ServerConfig, formats: Formats, capabilities: TemplateCapabilities
+) -> None:
+    """Log how a request's tools reach the model, and how its calls are read."""
+    place = (
+        "The chat template shows tools to the model"
+        if capabilities.shows_tools
+        else "The chat template has no tools, so the system message describes a request's tools to "
+        "the model"
+    )
+    if formats.tools is not None:
+        logger.info("%s; its calls are read as %s.", place, formats.tools.name)
+    elif settings.tool_call_parser == "auto":
+        logger.warning(
+            "%s, but the format of its calls is not known, so they are text; name it with "
+            "tool_call_parser, one of %s.",
+            place,
+            ", ".join(TOOL_FORMATS),
+        )
+    else:
+        logger.info("%s; its calls are text, as tool_call_parser is none.", place)
 
 
 def _format(

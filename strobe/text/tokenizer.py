@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer as FastTokenizer
 
+from strobe.text.chat_template import TemplateCapabilities, adapt, probe_template
+
 Message = Mapping[str, Any]
 
 UNTRUSTED_ROLES = "user", "tool"
@@ -22,11 +24,13 @@ class RenderedChat(NamedTuple):
     """A conversation rendered by the chat template.
 
     marked: the text with one private-use character in place of each special token that a message of
-    UNTRUSTED_ROLES spells. spelled: the special token of each such character."""
+    UNTRUSTED_ROLES spells. spelled: the special token of each such character. warnings: a sentence
+    for each message that the template does not take where it is."""
 
     text: str
     marked: str
     spelled: Mapping[str, str]
+    warnings: tuple[str, ...] = ()
 
 
 class Tokenizer:
@@ -41,6 +45,7 @@ class Tokenizer:
             raise ValueError(f"{directory / 'tokenizer.json'} does not exist; {hint}")
         self.byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
         self.token_text = functools.lru_cache(1 << 16)(self._token_text)
+        self._probe = functools.lru_cache(16)(self._probe_template)
         try:
             self.hf: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
             self.fast: FastTokenizer = self.hf.backend_tokenizer
@@ -108,18 +113,63 @@ class Tokenizer:
         if chat_template is None and self.hf.chat_template is None:
             raise ValueError("The checkpoint has no chat template; give one as chat_template.")
         shielded, spelled = self._escape_special_tokens(conversation)
+        adapted = adapt(shielded, functions, self.capabilities(chat_template))
         try:
-            marked: str = self.hf.apply_chat_template(
-                shielded,
-                tools=functions,
-                chat_template=chat_template,
-                tokenize=False,
-                **template_options,
-            )
+            marked = self._apply(adapted.messages, adapted.tools, chat_template, template_options)
         except Exception as error:
             reason = _one_line(error)
             raise ValueError(f"The chat template rejects these messages: {reason}.") from error
-        return RenderedChat(marked.translate(str.maketrans(dict(spelled))), marked, spelled)
+        text = marked.translate(str.maketrans(dict(spelled)))
+        return RenderedChat(text, marked, spelled, adapted.warnings)
+
+    def capabilities(self, chat_template: str | None = None) -> TemplateCapabilities:
+        """Return what a chat template reads, None for the checkpoint's; it is probed once."""
+        return self._probe(chat_template, str(self.hf.chat_template))
+
+    def _probe_template(self, chat_template: str | None, own: str) -> TemplateCapabilities:
+        """Probe a chat template. own: the checkpoint's template, which may change under a cache."""
+        options = {"add_generation_prompt": False}
+        return probe_template(
+            lambda messages, tools: self._apply(messages, tools, chat_template, options)
+        )
+
+    def _apply(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        chat_template: str | None,
+        options: Mapping[str, Any],
+    ) -> str:
+        """Return the text of a chat template."""
+        if any(message.get("content", "") is None for message in messages):
+            return self._apply_with_nulls(messages, tools, chat_template, options)
+        return self.hf.apply_chat_template(
+            messages, tools=tools, chat_template=chat_template, tokenize=False, **options
+        )
+
+    def _apply_with_nulls(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        chat_template: str | None,
+        options: Mapping[str, Any],
+    ) -> str:
+        """Return the text of a chat template that tests for content that is null, which newer
+        versions of `apply_chat_template` drop."""
+        from transformers.utils import chat_template_utils
+
+        render: Any = getattr(chat_template_utils, "render_jinja_template", None)
+        if render is None:
+            return self.hf.apply_chat_template(
+                messages, tools=tools, chat_template=chat_template, tokenize=False, **options
+            )
+        (text,), _ = render(
+            conversations=[messages],
+            tools=tools,
+            chat_template=self.hf.get_chat_template(chat_template, tools),
+            **{**self.hf.special_tokens_map, **options},
+        )
+        return text
 
     def encode_chat(self, chat: RenderedChat, *, add_special_tokens: bool = False) -> list[int]:
         """Encode a rendered conversation to token ids. Raises ValueError."""

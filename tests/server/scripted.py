@@ -11,11 +11,12 @@ from typing import Any
 from asgi import Answer, call
 
 from strobe import demo_models
+from strobe.config import EngineConfig
 from strobe.request import FinishReason, SchedulingOptions, TokenLogprob
 from strobe.sampling_params import SamplingParams
 from strobe.server.app import make_app
 from strobe.server.engine_process.client import Generation
-from strobe.server.engine_process.messages import Ready
+from strobe.server.engine_process.messages import Ready, Submit
 from strobe.server.metrics import ServerMetrics
 from strobe.server.serving import Formats, Serving
 from strobe.server.settings import ServerConfig
@@ -44,6 +45,7 @@ class Script:
 
     facts = Ready(2048, 8, 2048, 15, ("dflash", "none"), {"top_p": 0.9}, "float32", "cpu", 64)
     dead, num_open = False, 0
+    config = EngineConfig()
 
     def __init__(
         self,
@@ -57,6 +59,7 @@ class Script:
         self.ids += [END] if ends == "stop" else []
         self.size, self.ends = size, ends
         self.received: list[SamplingParams] = []
+        self.prompts: list[str] = []
 
     def submit(
         self,
@@ -66,7 +69,9 @@ class Script:
         place: SchedulingOptions,
     ) -> Generation:
         self.received.append(params)
-        generation = Steps(self, 0, 1)  # pyright: ignore[reportArgumentType]
+        self.prompts.append(tokenizer().decode(prompt_ids, skip_special_tokens=False))
+        prompt = Submit(0, prompt_ids, params, request_id, place)
+        generation = Steps(self, prompt)  # pyright: ignore[reportArgumentType]
         groups = [self.ids[at : at + self.size] for at in range(0, len(self.ids), self.size)]
         for number, ids in enumerate(groups or [[]]):
             last = number + 1 >= len(groups)
@@ -96,8 +101,9 @@ class Script:
         )  # fmt: skip
 
 
-def app(script: Script, **options: Any) -> Any:
-    """A server with a scripted engine. options: of ServerConfig."""
+def app(script: Script, template: str | None = None, **options: Any) -> Any:
+    """A server with a scripted engine. template: replaces the demo models' chat template; options:
+    of ServerConfig."""
     settings = ServerConfig(access_log=False, **options)
     serving = Serving(
         settings=settings,
@@ -105,13 +111,17 @@ def app(script: Script, **options: Any) -> Any:
         tokenizer=tokenizer(),
         names=("scripted",),
         root="demo",
-        chat_template=None,
-        formats=Formats.of(settings, tokenizer().hf.chat_template),
+        chat_template=template,
+        formats=Formats.of(
+            settings,
+            template or tokenizer().hf.chat_template,
+            tokenizer().capabilities(template),
+        ),
         metrics=ServerMetrics("scripted"),
     )
     return make_app(serving)
 
 
-def post(path: str, script: Script, **body: Any) -> Answer:
-    """Post to a server with a scripted engine."""
-    return call(app(script), path, body=[json.dumps(body).encode()])
+def post(path: str, script: Script, *, template: str | None = None, **body: Any) -> Answer:
+    """Post to a server with a scripted engine. template: replaces its chat template."""
+    return call(app(script, template), path, body=[json.dumps(body).encode()])

@@ -21,7 +21,7 @@ from strobe.sampling_params import SamplingParams
 from strobe.server.app import make_app
 from strobe.server.openai.protocol.errors import FieldError
 from strobe.server.parsers import TOOL_FORMATS, Tool
-from strobe.server.serving import Formats
+from strobe.server.serving import Formats, log_tool_form
 from strobe.server.settings import ServerConfig
 from strobe.text.tokenizer import Tokenizer
 
@@ -243,14 +243,16 @@ def test_named_forced_call_follows_schema(tokenizer: Tokenizer):
         ("none", "{% for tool in tools %}{{ tool }}{% endfor %}", False),
         ("hermes", "{% for tool in tools %}{{ tool }}{% endfor %}", False),
         ("auto", "{{ messages }}", False),
-        ("auto", None, False),
     ],
 )
 def test_template_with_unknown_tool_format_warns(
-    parser: str, template: str | None, warned: bool, caplog: pytest.LogCaptureFixture
+    parser: str, template: str, warned: bool, caplog: pytest.LogCaptureFixture
 ):
+    capabilities = Tokenizer(DEMO_MODELS / "target").capabilities(template)
+    settings = ServerConfig(tool_call_parser=parser)
     with caplog.at_level(logging.WARNING):
-        Formats.of(ServerConfig(tool_call_parser=parser), template)
+        formats = Formats.of(settings, template, capabilities)
+        log_tool_form(settings, formats, capabilities)
     assert ("name it with tool_call_parser" in caplog.text) == warned
 
 

@@ -80,22 +80,22 @@ async def prepare(
     name, facts = serving.name(request.model), serving.facts
     keep, deadline = request.truncate_prompt_tokens, replies.Deadline(serving, request.timeout)
 
-    def encode() -> tuple[str, list[int]]:
+    def encode() -> tuple[RenderedChat, list[int]]:
         if raw_prompt is None:
             chat = render_prompt(serving, request)
         else:
             chat = RenderedChat(raw_prompt, raw_prompt, {})
         serving.check_length(chat.text, "messages", keep)
-        return chat.text, prompt_ids(serving, chat, request)
+        return chat, prompt_ids(serving, chat, request)
 
     async with deadline():
-        text, ids = await serving.in_thread(encode)
+        prompt, ids = await serving.in_thread(encode)
     limit, max_tokens = request.limit()
     room = facts.max_model_len - len(ids)
     clamped = clamp_max_tokens and max_tokens is not None and 0 < room < max_tokens
     ids = serving.fit(ids, (limit, room) if clamped else request.needed(), keep, "messages")
     arguments = request.sampling(facts.sampling)
-    sentences = warnings(serving, original or request, request)
+    sentences = [*warnings(serving, original or request, request), *prompt.warnings]
     if clamped:
         arguments["max_tokens"] = room
         sentences.append(
@@ -105,8 +105,8 @@ async def prepare(
     toolbox, forms = request.toolbox, serving.formats
     tools = [_tool(tool) for tool in toolbox.tools]
     forced = toolbox.choice.forced
-    parse = _parser(forms, tools, text, forced=forced, whole_calls=whole_calls)
-    structured = structured_outputs(serving, request, tools, text, arguments)
+    parse = _parser(forms, tools, prompt.text, forced=forced, whole_calls=whole_calls)
+    structured = structured_outputs(serving, request, tools, prompt.text, arguments)
     arguments["structured_outputs"] = structured
     sentences += schema_warnings(structured, request, tools)
     formats = [forms.reasoning, forms.tools if toolbox.tools else None]

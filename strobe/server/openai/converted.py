@@ -11,6 +11,7 @@ from strobe.server.openai.chat import Prepared, prepare, prompt_ids, render_prom
 from strobe.server.openai.protocol.converted import ConvertedRequest
 from strobe.server.openai.protocol.errors import FieldError
 from strobe.server.serving import Serving
+from strobe.text.tokenizer import RenderedChat
 
 
 async def prepare_converted(
@@ -32,11 +33,13 @@ async def count_tokens(serving: Serving, request: ConvertedRequest) -> tuple[int
     """Return the number of the prompt's tokens, and the request's warnings. Raises FieldError."""
     chat = request.to_chat()
 
-    def count() -> int:
-        return len(prompt_ids(serving, render_prompt(serving, chat), chat))
+    def encode() -> tuple[RenderedChat, list[int]]:
+        prompt = render_prompt(serving, chat)
+        return prompt, prompt_ids(serving, prompt, chat)
 
     try:
-        number = await serving.in_thread(count)
+        prompt, ids = await serving.in_thread(encode)
     except FieldError as error:
         raise request.with_own_names(error) from None
-    return number, request.own_names(warnings(serving, request, chat))
+    sentences = [*warnings(serving, request, chat), *prompt.warnings]
+    return len(ids), request.own_names(sentences)

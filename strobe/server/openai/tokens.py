@@ -23,9 +23,11 @@ async def tokenize(serving: Serving, http: Request) -> Response:
 
         def encode() -> bytes:
             tokenizer, add_special_tokens = serving.tokenizer, request.adds_special_tokens
+            warnings = request.warnings()
             try:
                 if request.prompt is None:
                     chat = render_prompt(serving, request)
+                    warnings += chat.warnings
                     ids = tokenizer.encode_chat(chat, add_special_tokens=add_special_tokens)
                 else:
                     ids = tokenizer.encode(request.prompt, add_special_tokens=add_special_tokens)
@@ -37,7 +39,7 @@ async def tokenize(serving: Serving, http: Request) -> Response:
             body: dict[str, Any] = {"count": len(ids), "max_model_len": max_length, "tokens": ids}
             if request.return_token_strs:
                 body["token_strs"] = [tokenizer.fast.id_to_token(token) or "" for token in ids]
-            body |= replies.extras([], False, request.warnings())
+            body |= replies.extras([], False, warnings)
             return replies.compact(body).encode("utf-8", "replace")
 
         return Response(await serving.in_thread(encode), media_type="application/json")
