@@ -256,7 +256,7 @@ def _message(message: Any) -> dict[str, Any]:
                     'supported; give {"type": "text", "text": ...}.'
                 )
         content = "\n".join(part["text"] for part in parts)
-    may_be_empty = message.get("tool_calls") or message.get("reasoning_content")
+    may_be_empty = message["role"] in ("assistant", "tool")
     if not isinstance(content, str) and not (content is None and may_be_empty):
         raise ValueError(
             f"The content of a message is {reprlib.repr(content)}, but must be a text, or a list "

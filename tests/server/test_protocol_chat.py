@@ -70,7 +70,7 @@ def test_non_object_arguments_stay_text(arguments: str):
         ({"role": "robot", "content": "x"}, ".role"),
         ({"role": [], "content": "x"}, ".role"),
         ({"role": "user"}, ".content"),
-        ({"role": "assistant", "content": None}, ".content"),
+        ({"role": "user", "content": None}, ".content"),
         ({"role": "user", "content": 5}, ".content"),
         ({"role": "user", "content": ["x"]}, ".content[0]"),
         ({"role": "user", "content": [{"type": "text"}]}, ".content[0].text"),

@@ -216,3 +216,19 @@ def test_known_calls_keep_their_format_without_tools_in_the_template():
     assert formats.tools is TOOL_FORMATS["deepseek_v3"]
     assert capabilities.call_example is not None
     assert capabilities.call_example.startswith("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "content": None},
+        {"role": "assistant", "content": None, "tool_calls": None, "refusal": None, "audio": None},
+        {"role": "tool", "tool_call_id": None, "content": None, "name": None},
+        {"role": "user", "content": [{"type": "text", "text": "x", "cache_control": None}]},
+        {"role": "user", "content": "x", "name": None, "weight": None},
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_null_fields_of_messages_are_absent(path: str, message: Body):
+    messages = [{"role": "user", "content": "Hi"}, message, {"role": "user", "content": "Bye"}]
+    assert post(path, Script("x"), messages=messages).status == 200

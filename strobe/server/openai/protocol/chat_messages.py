@@ -19,6 +19,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 EVERY_ROLE = ("role", "content", "name")
 ASSISTANT_ONLY = ("tool_calls", "refusal", "reasoning_content", "reasoning")
 TOOL_ONLY = ("tool_call_id",)
+MAY_BE_EMPTY = ("assistant", "tool")
+"""Roles whose messages need no content: an answer may be empty, and a tool may return nothing."""
 TOOL_CALL_FIELDS = ("id", "type", "function", "index")
 MESSAGE_FIELDS = (*EVERY_ROLE, *ASSISTANT_ONLY, *TOOL_ONLY)
 
@@ -70,14 +72,6 @@ _ASSISTANT: dict[str, Any] = {
     "content": CONTENT_SCHEMA,
     "tool_calls": _CALLS,
 }
-_SUFFICIENT: Mapping[str, dict[str, Any]] = {
-    "content": CONTENT_SCHEMA,
-    "refusal": TEXT_SCHEMA,
-    "reasoning_content": TEXT_SCHEMA,
-    "reasoning": TEXT_SCHEMA,
-    "tool_calls": {**_CALLS, "minItems": 1},
-}
-"""Fields any one of which is enough for an assistant's message."""
 MESSAGE_SCHEMA: dict[str, Any] = {
     "anyOf": [
         object_schema(
@@ -86,12 +80,9 @@ MESSAGE_SCHEMA: dict[str, Any] = {
         ),
         object_schema(
             {**_NOT_ASSISTANT, "role": {"const": "tool"}, "tool_call_id": _TEXT},
-            "message", ("role", "content"),
+            "message", ("role",),
         ),
-        *(
-            object_schema({**_ASSISTANT, name: shape}, "message", ("role", name))
-            for name, shape in _SUFFICIENT.items()
-        ),
+        object_schema(_ASSISTANT, "message", ("role",)),
     ]
 }  # fmt: skip
 
@@ -107,8 +98,8 @@ def read_messages(messages: Sequence[Any], warnings: FieldWarnings) -> list[dict
 def read_message(message: Any, path: str, warnings: FieldWarnings) -> dict[str, Any]:
     """Return one message as the chat template reads it. Raises FieldError.
 
-    Content becomes text or None, the role developer becomes system, and the arguments of tool
-    calls become objects if they are valid JSON.
+    Content becomes text, or None where an answer has only calls or reasoning, the role developer
+    becomes system, and the arguments of tool calls become objects if they are valid JSON.
     """
     fields = warnings.split(message, MESSAGE_FIELDS, "message", path)
     role = fields.get("role")
@@ -132,7 +123,10 @@ def read_message(message: Any, path: str, warnings: FieldWarnings) -> dict[str, 
     read |= {name: fields[name] for name in ("name", "tool_call_id") if name in fields}
     if role == "assistant":
         read |= _assistant(fields, read["content"], path, warnings)
-    if read["content"] is None and not (read.get("tool_calls") or read.get("reasoning_content")):
+    if read["content"] is None and role in MAY_BE_EMPTY:
+        has_more = read.get("tool_calls") or read.get("reasoning_content")
+        read["content"] = None if has_more else ""
+    elif read["content"] is None:
         raise FieldError(
             f"{path}.content is missing; give a string, or a list of text parts.",
             f"{path}.content",
