@@ -219,6 +219,24 @@ def test_known_calls_keep_their_format_without_tools_in_the_template():
 
 
 @pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"add_generation_prompt": False}, "Once upon a time"),
+        ({"continue_final_message": True}, "Once upon a time"),
+        ({}, " there was"),
+        ({"add_generation_prompt": False, "echo": False}, " there was"),
+    ],
+)
+def test_echo_begins_with_the_message_that_the_prompt_ends_with(options: Body, text: str):
+    messages = [{"role": "user", "content": "Once upon a time"}]
+    body = {"messages": messages, "echo": True} | options
+    answer = post("/v1/chat/completions", Script(" there was"), **body)
+    (choice,) = json.loads(answer.body)["choices"]
+    assert choice["message"]["content"].startswith(text)
+    assert choice["message"]["content"].endswith(" there was")
+
+
+@pytest.mark.parametrize(
     "message",
     [
         {"role": "assistant", "content": None},

@@ -90,7 +90,9 @@ class ChatCompletionRequest(SamplingFields, Conversation):
         None, description="With stream: `include_usage` and `continuous_usage_stats`."
     )
     echo: bool = Field(
-        False, description="If the last message is the assistant's, begin the answer with it."
+        False,
+        description="Begin the answer with the last message, if it is the assistant's or the "
+        "prompt ends with it: `add_generation_prompt` is false or `continue_final_message` true.",
     )
     truncate_prompt_tokens: Annotated[Int, Bounds(-1, MAX_INT, "-1 keeps all that fit")] | None = (
         Field(
@@ -181,9 +183,13 @@ class ChatCompletionRequest(SamplingFields, Conversation):
 
     @property
     def echo_text(self) -> str:
-        """The text that `echo` puts before the answer."""
+        """The text that `echo` puts before the answer: the last message's, if it is the assistant's
+        or the prompt ends with it."""
         last = self.conversation[-1]
-        return last["content"] or "" if self.echo and last["role"] == "assistant" else ""
+        starts_answer = self.add_generation_prompt and not self.continue_final_message
+        if not self.echo or (starts_answer and last["role"] != "assistant"):
+            return ""
+        return last["content"] or ""
 
     def warnings(self, template_reads: Collection[str] | None = None) -> list[str]:
         sentences = super().warnings(template_reads)
