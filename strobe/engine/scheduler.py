@@ -102,8 +102,8 @@ class Scheduler:
             self.waiting.remove(record.request)
             self.running.append(record)
             record.request.status, record.pages_sent = Status.RUNNING, 0
-        records, num_in_flight = [*self.running, *self._finishing], len(self._in_flight)
-        before = {record: record.progress() for record in records}
+        before = {record: record.progress() for record in [*self.running, *self._finishing]}
+        num_in_flight = len(self._in_flight)
         try:
             return self._plan(solo)
         except BaseException:
@@ -351,7 +351,8 @@ class Scheduler:
         self._slots.pop()
         self.waiting.remove(request)
         self.running.append(record)
-        request.status, start = Status.RUNNING, record.start
+        request.status = Status.RUNNING
+        start = record.start
         if request.num_cached is None:
             request.num_cached, request.queue_time = start, time.monotonic() - request.arrived_at
             self.stats.prefix_queries += len(request.tokens)

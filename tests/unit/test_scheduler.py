@@ -1017,8 +1017,10 @@ def test_exception_in_plan_undoes_what_it_reserved(
         prompt = [1] * 14 if i % 2 else [i] * (3 + 3 * i)
         world.add(prompt, max_tokens=12, method=("dflash", "ngram")[i % 2])
     owner, name = STAGES[stage](world)
-    call, plan = getattr(owner, name), world.scheduler.plan
-    left, failures = 0, 0
+    call = getattr(owner, name)
+    plan = world.scheduler.plan
+    failures = 0
+    left = 0
     """Calls until the next failure; 0 for none."""
 
     def failing(*arguments: Any, **options: Any) -> Any:
