@@ -31,7 +31,7 @@ from strobe.hub.cache import cache_directory
 from strobe.hub.files import GGUF_LINK
 from strobe.hub.gguf_file import AGAIN, GGUFHeader, read_header
 
-FORM = 1
+FORM = 2
 """Counts up with each change of what is written, so that older directories are not used."""
 ARCHITECTURES = {"llama": ("LlamaForCausalLM", "llama"), "qwen3": ("Qwen3ForCausalLM", "qwen3")}
 """architectures and model_type of config.json by general.architecture."""
@@ -39,6 +39,13 @@ UNSUPPORTED = (
     "expert_count", "rope.scaling.type", "attention.sliding_window", "final_logit_softcapping",
 )  # fmt: skip
 """Metadata of an architecture that would change the computation."""
+END_TOKENS = frozenset(
+    {
+        "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>",
+        "<|return|>", "<end_of_turn>", "<end_of_utterance>", "<EOT>", "_<EOT>",
+    }
+)  # fmt: skip
+"""Tokens that end an answer even if the metadata does not say so, as in llama.cpp."""
 CONTROL, USER_DEFINED = 3, 4
 """Types of added tokens."""
 
@@ -127,8 +134,6 @@ def _config(header: GGUFHeader, path: Path) -> dict[str, Any]:
     hidden, heads = value("embedding_length"), value("attention.head_count")
     tokens = _value(metadata, "tokenizer.ggml.tokens", path)
     name, model_type = ARCHITECTURES[architecture]
-    end = _value(metadata, "tokenizer.ggml.eos_token_id", path)
-    turn_end = metadata.get("tokenizer.ggml.eot_token_id", end)
     types = {tensor.type for tensor in header.tensors.values()}
     return {
         "architectures": [name],
@@ -150,7 +155,7 @@ def _config(header: GGUFHeader, path: Path) -> dict[str, Any]:
         "hidden_act": "silu",
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": sorted({end, turn_end}),
+        "eos_token_id": _end_tokens(metadata, path),
     }
 
 
@@ -166,6 +171,17 @@ def _tokenizer_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
             config[f"{name}_token"] = tokens[number]
     template = metadata.get("tokenizer.chat_template")
     return config | ({} if template is None else {"chat_template": template})
+def _end_tokens(metadata: Mapping[str, Any], path: Path) -> list[int]:
+    """Return the ids of the tokens that end an answer: of a text, of a turn and of a message, as
+    the metadata says, and those known by their names, one of which a chat template may use."""
+    ends = {_value(metadata, "tokenizer.ggml.eos_token_id", path)}
+    for key in ("eot", "eom"):
+        number = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        ends |= set() if number is None else {number}
+    tokens = metadata["tokenizer.ggml.tokens"]
+    return sorted(ends | {i for i, text in enumerate(tokens) if text in END_TOKENS})
+
+
 
 
 def _tokenizer(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
@@ -202,3 +218,4 @@ def _tokenizer(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
             single=f"{tokens[number]} $A", special_tokens=[(tokens[number], number)]
         )
     return tokenizer
+        kind = CONTROL if text in END_TOKENS else kind

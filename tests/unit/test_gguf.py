@@ -257,6 +257,34 @@ def test_damaged_file_is_a_one_line_error(damage: str, tmp_path: Path):
     assert not list((tmp_path / "cache").rglob("*.json")), "nothing is left behind"
 
 
+@pytest.mark.parametrize("named", ["<|endoftext|>", "<|im_end|>"])
+@pytest.mark.parametrize("kind", [1, 3])
+def test_end_tokens_of_text_and_turn_both_end_an_answer(named: str, kind: int, tmp_path: Path):
+    """The metadata names one of them; the type of the other may be wrong."""
+    ends = ["<|endoftext|>", "<|im_end|>"]
+    numbers = [100, 101]  # in the place of two bytes
+    tokens = [*TOKENS[:100], *ends, *TOKENS[102:]]
+    kinds = [3, 3, *[1] * 98, kind, kind, *[1] * (len(TOKENS) - 102)]
+    metadata = metadata_of("qwen3") | {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.eos_token_id": tokens.index(named),
+    }
+    file = write(tmp_path / "tiny.gguf", metadata, tensors_of("qwen3", model_of("qwen3")))
+    llm = LLM(file, method="none", device="cpu")
+    assert list(llm.engine.resolved.target.eos_ids) == [TOKENS.index("<|end|>"), *numbers]
+    assert llm.tokenizer.encode("<|endoftext|><|im_end|>") == numbers
+
+
+def test_tokens_that_the_metadata_calls_ends_end_an_answer(tmp_path: Path):
+    metadata = metadata_of("llama") | {
+        "tokenizer.ggml.eot_token_id": 5,
+        "tokenizer.ggml.eom_token_id": 7,
+    }
+    file = write(tmp_path / "tiny.gguf", metadata, tensors_of("llama", model_of("llama")))
+    assert load_target_config(gguf_directory(file)).eos_ids == (0, 5, 7)
+
+
 UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "architecture": ({"general.architecture": "mamba"}, "general.architecture is 'mamba'"),
     "experts": ({"llama.expert_count": 8}, "llama.expert_count is 8, which is not supported"),
