@@ -30,6 +30,13 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def source_of(directory: Path) -> Path:
+    """Return what the user calls a checkpoint: its directory, or the GGUF file that the directory
+    describes."""
+    link = directory / GGUF_LINK
+    return link.readlink() if link.is_symlink() else directory
+
+
 def weight_files(directory: Path) -> list[str]:
     """Return the names of the weight files, present or not. Raises ValueError for a damaged
     index."""

@@ -68,7 +68,8 @@ def gguf_directory(path: Path, sampling: Mapping[str, float] = MappingProxyType(
     generation_config.json. Raises ValueError with one sentence if the file is damaged or not
     supported."""
     header = read_header(path)
-    target, status = path.resolve(), path.stat()
+    target = path.absolute()
+    status = path.stat()
     key = f"{FORM} {target} {status.st_size} {status.st_mtime_ns} {dict(sampling)}"
     name = f"{path.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     directory = cache_directory("gguf") / name
@@ -120,6 +121,17 @@ def _config(header: GGUFHeader, path: Path) -> dict[str, Any]:
             f"{path}: general.architecture is {architecture!r}, but GGUF files are supported of "
             f"{' and '.join(ARCHITECTURES)} only; use the checkpoint in safetensors."
         )
+    parts = metadata.get("split.count", 0)
+    if parts > 1:
+        raise ValueError(
+            f"{path} is one of {parts} parts of a split model, which is not supported; join them "
+            "with llama.cpp's llama-gguf-split --merge, and name the result."
+        )
+    if "rope_freqs.weight" in header.tensors:
+        raise ValueError(
+            f"{path} has a tensor rope_freqs.weight, which scales rope's frequencies, as in Llama "
+            "3.1 to 3.3; this is not supported in a GGUF file; use the checkpoint in safetensors."
+        )
     for name in UNSUPPORTED:
         setting = metadata.get(f"{architecture}.{name}")
         if setting not in (None, 0, "none"):
@@ -159,6 +171,17 @@ def _config(header: GGUFHeader, path: Path) -> dict[str, Any]:
     }
 
 
+def _end_tokens(metadata: Mapping[str, Any], path: Path) -> list[int]:
+    """Return the ids of the tokens that end an answer: of a text, of a turn and of a message, as
+    the metadata says, and those known by their names, one of which a chat template may use."""
+    ends = {_value(metadata, "tokenizer.ggml.eos_token_id", path)}
+    for key in ("eot", "eom"):
+        number = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        ends |= set() if number is None else {number}
+    tokens = metadata["tokenizer.ggml.tokens"]
+    return sorted(ends | {i for i, text in enumerate(tokens) if text in END_TOKENS})
+
+
 def _tokenizer_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
     tokens = metadata["tokenizer.ggml.tokens"]
     config: dict[str, Any] = {
@@ -171,17 +194,6 @@ def _tokenizer_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
             config[f"{name}_token"] = tokens[number]
     template = metadata.get("tokenizer.chat_template")
     return config | ({} if template is None else {"chat_template": template})
-def _end_tokens(metadata: Mapping[str, Any], path: Path) -> list[int]:
-    """Return the ids of the tokens that end an answer: of a text, of a turn and of a message, as
-    the metadata says, and those known by their names, one of which a chat template may use."""
-    ends = {_value(metadata, "tokenizer.ggml.eos_token_id", path)}
-    for key in ("eot", "eom"):
-        number = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        ends |= set() if number is None else {number}
-    tokens = metadata["tokenizer.ggml.tokens"]
-    return sorted(ends | {i for i, text in enumerate(tokens) if text in END_TOKENS})
-
-
 
 
 def _tokenizer(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
@@ -207,6 +219,7 @@ def _tokenizer(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
     for text, kind in zip(tokens, kinds, strict=True):
+        kind = CONTROL if text in END_TOKENS else kind
         token = AddedToken(text, normalized=False, special=kind == CONTROL)
         if kind == CONTROL:
             tokenizer.add_special_tokens([token])
@@ -218,4 +231,3 @@ def _tokenizer(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
             single=f"{tokens[number]} $A", special_tokens=[(tokens[number], number)]
         )
     return tokenizer
-        kind = CONTROL if text in END_TOKENS else kind

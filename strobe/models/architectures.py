@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from strobe.hub.files import read_json
+from strobe.hub.files import read_json, source_of
 from strobe.models.config import DraftConfig, TargetConfig
 from strobe.models.config_readers.detection import SUPPORTED, format_of, method_of
 from strobe.models.config_readers.fields import Fields
@@ -44,7 +44,9 @@ def load_target_config(directory: Path) -> TargetConfig:
             f"{path}: architectures {names!r} with model_type {kind!r} is not a supported target; "
             f"use a checkpoint of one of {', '.join(FAMILIES)}."
         )
-    return _family(names[0]).read(Fields(config, path), directory)
+    source = source_of(directory)  # a GGUF file's config.json is ours: errors name the file
+    fields = Fields(config, path if source == directory else source)
+    return _family(names[0]).read(fields, directory)
 
 
 def make_target(config: TargetConfig, max_positions: int) -> Target:

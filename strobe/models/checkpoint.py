@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from strobe.hub.files import GGUF_LINK, weight_files
+from strobe.hub.files import GGUF_LINK, source_of, weight_files
 from strobe.mapped_file import MappedFile
 from strobe.models.config_readers.tensor_names import own_name
 from strobe.models.quantization.gguf import GGUFFile
@@ -58,6 +58,7 @@ class _File(MappedFile):
 class Checkpoint:
     """The weights of one directory, mapped but not read.
 
+    source: the directory, or the GGUF file that it describes; errors name it.
     shapes, dtypes: of the tensors, in stored order; dtypes by safetensors' names, F32 for quantized
     tensors of GGUF files, which are dequantized when read. Raises ValueError if a file is missing,
     damaged or cut short.
@@ -65,12 +66,13 @@ class Checkpoint:
 
     def __init__(self, directory: Path):
         self.directory = directory
+        self.source = source_of(directory)
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
         self._places: dict[str, tuple[MappedFile, int, int]] = {}  # first byte, end
         for name in weight_files(directory):
             if name == GGUF_LINK:
-                self._add_gguf(GGUFFile(directory / name))
+                self._add_gguf(GGUFFile(self.source))
                 continue
             file = _File(directory / name)
             header, first = file.header()
@@ -96,7 +98,7 @@ class Checkpoint:
         """Check the shape that a module asks for. stacked: see `WeightPart`. Raises ValueError."""
         if self.shapes[name] != shape:
             raise ValueError(
-                f"{self.directory}: tensor {name} has shape {list(self.shapes[name])}, config.json "
+                f"{self.source}: tensor {name} has shape {list(self.shapes[name])}, config.json "
                 f"asks for {list(shape)}; weights and config.json must come from one checkpoint."
             )
 

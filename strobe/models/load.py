@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -43,7 +43,7 @@ def _check_tensors(module: Target | DFlash, checkpoint: Checkpoint) -> WeightMap
     wrong shape or dtype, and an unused tensor."""
     shapes = checkpoint.shapes
     dtypes = checkpoint.dtypes
-    path = checkpoint.directory
+    path = checkpoint.source
     mapping = mapping_of(module, shapes)
     mapping = apply_quantization(module, mapping, dtypes, module.config.quantization)
     used = set[str]()
@@ -138,7 +138,7 @@ def _read_tensors(module: Target | DFlash, checkpoint: Checkpoint, options: Load
     started = time.perf_counter()
     with tqdm(
         total=total,
-        desc=f"Loading {checkpoint.directory.name}",
+        desc=f"Loading {checkpoint.source.name}",
         unit="B",
         unit_scale=True,
         delay=2.0,  # seconds
@@ -156,14 +156,15 @@ def _read_tensors(module: Target | DFlash, checkpoint: Checkpoint, options: Load
     seconds = max(time.perf_counter() - started, 1e-3)
     size = total / 1e9
     message = "loaded %.2f GB from %s in %.1f s, %.2f GB/s"
-    logger.info(message, size, checkpoint.directory, seconds, size / seconds)
+    logger.info(message, size, checkpoint.source, seconds, size / seconds)
 
 
 def _meta_target(directory: Path, config: TargetConfig, max_positions: int, open: Open) -> Target:
     """Return the target on the meta device. The weights decide whether its head is the embedding,
     as in transformers: a head in the checkpoint that differs from the embedding is used, whatever
     the config says, and an equal one is not loaded."""
-    shapes, source = {}, EMBEDDING
+    shapes: Mapping[str, tuple[int, ...]] = {}
+    source = EMBEDDING
     if open is not None:
         checkpoint = open(directory)
         shapes = checkpoint.shapes

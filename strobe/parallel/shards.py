@@ -66,7 +66,7 @@ class ShardedCheckpoint(Checkpoint):
 
     def _misfit(self, name: str, whole: int) -> ValueError:
         return ValueError(
-            f"{self.directory}: tensor {name} has {whole} rows, columns or blocks, which "
+            f"{self.source}: tensor {name} has {whole} rows, columns or blocks, which "
             f"{self.size} ranks cannot share; ask for another tensor_parallel_size."
         )
 

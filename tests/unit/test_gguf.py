@@ -293,6 +293,8 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "merges": ({"tokenizer.ggml.merges": ["th"]}, "has metadata that is damaged"),
     "heads": ({"llama.attention.head_count": 0}, "num_attention_heads is 0"),
     "no heads": ({"llama.attention.head_count": None}, "lacks .* llama.attention.head_count;"),
+    "split": ({"split.count": 3}, "is one of 3 parts of a split model.* --merge"),
+    "odd heads": ({"llama.attention.key_length": 15}, "head_dim is 15, but rope needs an even"),
     "no tokens": ({"tokenizer.ggml.tokens": None}, "lacks the metadata tokenizer.ggml.tokens"),
 }
 
@@ -305,6 +307,8 @@ def test_unsupported_metadata_is_a_one_line_error(case: str, tmp_path: Path):
     with pytest.raises(ValueError, match=message) as caught:
         resolve(EngineConfig().with_(target=str(file)))
     assert "\n" not in str(caught.value)
+    assert str(file) in str(caught.value)
+    assert "cache" not in str(caught.value)
 
 
 def test_wrong_tensors_are_one_line_errors(tmp_path: Path):
@@ -312,14 +316,26 @@ def test_wrong_tensors_are_one_line_errors(tmp_path: Path):
     extra = np.zeros((4, 32), np.float32)
     first = next(name for name in tensors if "attn_v" in name)
     for changed, message in (
-        (tensors | {"rope_freqs.weight": extra}, "rope_freqs.weight is not part of this"),
+        (tensors | {"rope_freqs.weight": extra}, "has a tensor rope_freqs.weight, which scales"),
         (tensors | {first: extra}, "has shape .4, 32., config.json asks for .32, 64."),
         ({n: t for n, t in tensors.items() if n != first}, "v_proj.weight is missing"),
     ):
         file = write(tmp_path / "tiny.gguf", metadata, changed)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=message) as caught:
             resolve(EngineConfig().with_(target=str(file)))
+        assert str(file) in str(caught.value)
+        assert "cache" not in str(caught.value)
         file.unlink()
+
+
+def test_error_names_the_link_that_the_user_named(tmp_path: Path):
+    tensors = tensors_of("llama", model_of("llama"))
+    del tensors["output_norm.weight"]
+    file = write(tmp_path / "0a1b2c", metadata_of("llama"), tensors)
+    link = tmp_path / "tiny.gguf"
+    link.symlink_to(file)
+    with pytest.raises(ValueError, match=r"/tiny\.gguf: tensor norm\.weight is missing"):
+        resolve(EngineConfig().with_(target=str(link)))
 
 
 def test_unsupported_type_is_a_one_line_error(tmp_path: Path):
