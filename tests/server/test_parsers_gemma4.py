@@ -122,6 +122,26 @@ def test_values_have_schema_types(value: str, read: Any):
 
 
 @pytest.mark.parametrize(
+    ("value", "read"),
+    [
+        ("data_refs:['ds_1'],s:'x'", {"data_refs": ["ds_1"], "s": "x"}),
+        ("a:'',b:[ 'x' , 'y' ]", {"a": "", "b": ["x", "y"]}),
+        ("a:'it's, so {b}, \"c\"' }", {"a": 'it\'s, so {b}, "c"'}),
+        ("a:'it\\'s \\\"so\\\"\\n'", {"a": 'it\'s "so"\n'}),
+        ("a:'\\d'", {"a": "\\d"}),
+        ("'a':{'b c':'1'}", {"a": {"b c": "1"}}),
+        ("days:'7',city:'7'", {"days": 7, "city": "7"}),
+        ("a:'tis,b:1", {"a": "'tis", "b": 1}),
+    ],
+)
+def test_strings_may_be_in_single_quotes(value: str, read: Any):
+    text = f"<|tool_call>call:get_time{{{value}}}<tool_call|>"
+    for parsed in (check_cuts(typed, text), check_cuts(typed, text + CALL)):
+        assert parsed.content == ""
+        assert json.loads(parsed.calls[0][1]) == read
+
+
+@pytest.mark.parametrize(
     "text", ["<|tool_call>", "<|tool_call>call:", "<|tool_call>call:f", "<|tool_call>[1]", "<|to"]
 )
 def test_non_call_is_unchanged_content(text: str):

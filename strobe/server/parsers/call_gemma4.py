@@ -23,6 +23,8 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 _KEY_END = re.compile(r"[:,{}\[\]<]")
 _SCALAR_END = re.compile(r"[,{}\[\]<]")
 _JSON_MARK = re.compile(r'\\.|"', re.DOTALL)
+_SINGLE_MARK = re.compile(rf"\\.|'(?=[ \t\r\n]*[,}}\]])|{re.escape(CLOSER)}", re.DOTALL)
+_ESCAPE_OR_QUOTE = re.compile(r'\\.|"', re.DOTALL)
 _CLOSING = {"{": "}", "[": "]"}
 
 
@@ -34,9 +36,9 @@ class CallGemma4(CallReader):
 
     A value is a string between two `<|"|>`, without escapes, which is emitted as it arrives; a
     list; an object with keys like these; or a number, boolean or null. Keys and strings may also be
-    in JSON's quotes. If an argument's schema allows no strings, a string is converted to the value
-    that it spells; if it allows only strings, other values become strings. A call has begun at its
-    first brace.
+    in JSON's quotes or in single quotes, which end before a comma or a closing bracket. If an
+    argument's schema allows no strings, a string is converted to the value that it spells; if it
+    allows only strings, other values become strings. A call has begun at its first brace.
     """
 
     always_valid = True
@@ -111,7 +113,7 @@ class CallGemma4(CallReader):
             key_end = _KEY_END.search(self.raw, self._seen)
             self._seen = len(self.raw)
             end = key_end.start() if key_end else -1
-            key = None if end < 0 else self.raw[self._at : end].strip()
+            key = None if end < 0 else _unquoted(self.raw[self._at : end].strip())
         if key is None:
             return False
         colon = _SPACE.match(self.raw, end)
@@ -149,7 +151,8 @@ class CallGemma4(CallReader):
         elif char == "<":
             return self._break()
         else:
-            self._read = self._quoted if char == '"' else self._scalar
+            quoted = {'"': self._quoted, "'": self._single_quoted}
+            self._read = quoted.get(char, self._scalar)
         return True
 
     def _string(self) -> bool:
@@ -174,7 +177,23 @@ class CallGemma4(CallReader):
         end = self._json_end()
         if end < 0:
             return False
-        text = _from_json(self.raw[self._at : end])
+        return self._take_text(_from_json(self.raw[self._at : end]), end)
+
+    def _single_quoted(self) -> bool:
+        position = max(self._at + 1, self._seen)
+        while mark := _SINGLE_MARK.search(self.raw, position):
+            if mark[0] == CLOSER:  # a word that begins with an apostrophe
+                self._seen = self._at
+                self._read = self._scalar
+                return True
+            if mark[0] == "'":
+                return self._take_text(_from_single(self.raw[self._at : mark.end()]), mark.end())
+            position = mark.end()
+        self._seen = position
+        return False
+
+    def _take_text(self, text: str, end: int) -> bool:
+        """Take a string that ends at a position."""
         self._added += _json(text) if "string" in self._types else as_json(text, self._types)
         return self._ended(end)
 
@@ -251,3 +270,20 @@ def _from_json(text: str) -> str:
         return str(json.loads(text, strict=False))
     except ValueError:
         return text[1:-1]
+
+
+def _unquoted(key: str) -> str:
+    quoted = len(key) > 1 and key[0] == key[-1] == "'"
+    return key[1:-1] if quoted else key
+
+
+def _from_single(text: str) -> str:
+    """Return the string in single quotes, whose escapes are JSON's and an escaped single quote."""
+
+    def in_json(match: re.Match[str]) -> str:
+        return {'"': '\\"', "\\'": "'"}.get(match[0], match[0])
+
+    try:
+        return str(json.loads(f'"{_ESCAPE_OR_QUOTE.sub(in_json, text[1:-1])}"', strict=False))
+    except ValueError:
+        return text[1:-1].replace("\\'", "'")
