@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -159,11 +159,18 @@ ENDPOINTS = [
 
 
 def check_all(
-    form: str, text: str, expected: Reading, *, ends: FinishReason = "stop", **body: Any
+    form: str,
+    text: str,
+    expected: Reading,
+    *,
+    ends: FinishReason = "stop",
+    endpoints: Sequence[Endpoint] = ENDPOINTS,
+    streams: Sequence[bool] = (False, True),
+    **body: Any,
 ) -> None:
     """Check that every endpoint reads an answer in the same way, whole and streamed."""
-    for endpoint in ENDPOINTS:
-        for streamed in (False, True):
+    for endpoint in endpoints:
+        for streamed in streams:
             for size in (1, 1000):
                 application = app(Script(text, size, ends), **OPTIONS[form])
                 sent = {**endpoint.body, "stream": streamed, **body}
@@ -231,6 +238,11 @@ def test_gpt_oss_call_with_empty_body_has_no_arguments():
             [("get_time", {}), *HOSTS],
         ),
         ("llama3", '{"name": "get_time", "parameters": null}', [("get_time", {})]),
+        (
+            "gemma4",
+            "<|tool_call>call:get_time{data_refs:['ds_1'],s:'x'}<tool_call|>",
+            [("get_time", {"data_refs": ["ds_1"], "s": "x"})],
+        ),
     ],
 )
 def test_other_forms_of_a_call_are_calls(form: str, text: str, calls: list[tuple[str, Any]]):
@@ -240,3 +252,56 @@ def test_other_forms_of_a_call_are_calls(form: str, text: str, calls: list[tuple
 def test_cut_call_is_length_with_the_complete_calls():
     text = f"Well.\n{HERMES}\n{HERMES[:50]}"
     check_all("hermes", text, Reading("", "Well.", HOSTS, "length"), ends="length")
+
+
+NAMED = (
+    {"type": "function", "function": {"name": "read_file"}},
+    {"type": "function", "name": "read_file"},
+    {"type": "tool", "name": "read_file"},
+)
+REQUIRED = ("required", "required", {"type": "any"})
+
+
+def check_forced(choices: Any, text: str, expected: Reading, **options: Any) -> None:
+    """Check the endpoints with a tool_choice. choices: of chats, responses and messages."""
+    for endpoint, choice in zip(ENDPOINTS, choices, strict=False):
+        body = {key: value for key, value in endpoint.body.items() if key != "thinking"}
+        check_all(
+            "hermes", text, expected, endpoints=[endpoint._replace(body=body)], tool_choice=choice,
+            **options,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("choices", [NAMED, REQUIRED])
+def test_forced_call_is_one_call(choices: Any):
+    one = Reading("", "", HOSTS, "calls")
+    check_forced(choices, f"{HERMES}\n{HERMES}", one)
+    check_forced(choices, f"{HERMES}\n{HERMES[:30]}", one._replace(ended="length"), ends="length")
+
+
+def test_required_calls_are_several_on_request():
+    two = Reading("", "", HOSTS * 2, "calls")
+    text = f"{HERMES}\n{HERMES}"
+    check_forced(REQUIRED[:2], text, two, parallel_tool_calls=True)
+    several = {"type": "any", "disable_parallel_tool_use": False}
+    messages = [endpoint for endpoint in ENDPOINTS if endpoint.path == "/v1/messages"]
+    check_all("hermes", text, two, endpoints=messages, tool_choice=several)
+    cut = two._replace(ended="length")
+    check_forced(
+        REQUIRED[:2], f"{text}\n{HERMES[:30]}", cut, ends="length", parallel_tool_calls=True
+    )
+
+
+@pytest.mark.parametrize("length", [5, 20, 30, 60])
+def test_cut_forced_call_leaves_no_text(length: int):
+    for choices in (NAMED, REQUIRED):
+        nothing = Reading("", "", [], "length")
+        check_forced(choices, HERMES[:length], nothing, ends="length", streams=(False,))
+
+
+def test_forced_call_is_streamed_as_it_arrives():
+    application = app(Script(HERMES), **OPTIONS["hermes"])
+    body = {**ENDPOINTS[0].body, "stream": True, "tool_choice": "required"}
+    chunks = lines(call(application, body=[json.dumps(body).encode()], path=ENDPOINTS[0].path).body)
+    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    assert len([delta for delta in deltas if delta.get("tool_calls")]) > 2

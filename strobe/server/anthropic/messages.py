@@ -30,7 +30,7 @@ async def messages(serving: Serving, http: Request) -> Response:
             serving, request, http, clamp_max_tokens=True, whole_calls=not request.stream
         )
         make = functools.partial(make_block, shows_thinking=request.shows_thinking)
-        items = OutputItems(make, parallel=request.to_chat().parallel_tool_calls)
+        items = OutputItems(make, parallel=request.to_chat().allows_several_calls)
         answer = OrderedAnswer(serving, request, prepared.job, items)
     except Exception as error:
         return replies.error_response(serving, error)

@@ -21,7 +21,7 @@ def structured_outputs(
     """Return the chat's structured output, None for a free answer. tools: the request's; arguments:
     its keyword arguments of SamplingParams. Raises FieldError."""
     choice, budget = request.toolbox.choice, request.thinking_budget
-    parallel = request.parallel_tool_calls and choice.name is None
+    parallel = request.allows_several_calls
     reasoning = serving.formats.reasoning
     if budget is not None and tools and reasoning is not None and reasoning.whole_answer:
         raise FieldError(

@@ -32,7 +32,7 @@ async def responses(serving: Serving, http: Request) -> Response:
         request = ResponsesRequest.read(await http.body(), lenient=serving.settings.lenient)
         previous_items = _follow(serving, request, http)
         prepared = await _prepare(serving, request, http)
-        items = OutputItems(make_item, parallel=request.parallel_tool_calls)
+        items = OutputItems(make_item, parallel=request.to_chat().allows_several_calls)
         answer = OrderedAnswer(serving, request, prepared.job, items)
     except Exception as error:
         return replies.error_response(serving, error)

@@ -96,4 +96,5 @@ def read_choice(value: Any, tools: list[dict[str, Any]], warnings: FieldWarnings
         if not isinstance(fields.get("name"), str):
             raise invalid_value("tool_choice.name", fields.get("name"), "the name of a tool")
         choice = {"type": "function", "function": {"name": fields["name"]}}
-    return {"tool_choice": choice, "parallel_tool_calls": not single}
+    parallel = not single if "disable_parallel_tool_use" in fields else None
+    return {"tool_choice": choice, "parallel_tool_calls": parallel}

@@ -78,7 +78,11 @@ class ChatCompletionRequest(SamplingFields, Conversation):
         description="`none`, `auto`, `required`, a function by name, or `allowed_tools`; default: "
         "`auto` if there are tools. With `none` the prompt contains no tools.",
     )
-    parallel_tool_calls: bool = Field(True, description="Allow several calls in one answer.")
+    parallel_tool_calls: bool = Field(
+        True,
+        description="Allow several calls in one answer. With `required`, only if the request sets "
+        "it to true; a function by name is called once.",
+    )
     reasoning_effort: Effort | None = Field(
         None,
         description="Passed to the chat template; `none` also sets its enable_thinking to false.",
@@ -107,6 +111,15 @@ class ChatCompletionRequest(SamplingFields, Conversation):
     return_token_ids: bool = Field(
         False, description="Return `prompt_token_ids` and each choice's `token_ids`."
     )
+
+    @property
+    def allows_several_calls(self) -> bool:
+        """Whether an answer may have several calls. A model whose calls are forced tends to repeat
+        them, so `required` is one call unless the client asks for several."""
+        choice = self.toolbox.choice
+        if choice.forced and not self.is_set("parallel_tool_calls"):
+            return False
+        return self.parallel_tool_calls and choice.name is None
 
     def check(self) -> None:
         super().check()

@@ -83,7 +83,11 @@ class ResponsesPrompt(ConvertedRequest):
         description="`none`, `auto`, `required`, a function by name, or `allowed_tools`; default: "
         "`auto` if there are tools. With `none` the prompt contains no tools.",
     )
-    parallel_tool_calls: bool = Field(True, description="Allow several calls in one answer.")
+    parallel_tool_calls: bool = Field(
+        True,
+        description="Allow several calls in one answer. With `required`, only if the request sets "
+        "it to true; a function by name is called once.",
+    )
     text: Annotated[Any, WithJsonSchema(TEXT_SCHEMA)] = Field(
         None,
         description="`format`: `text`, `json_object`, or `json_schema` with `schema`, which is "
@@ -120,7 +124,9 @@ class ResponsesPrompt(ConvertedRequest):
             "messages": read_input(self.input, self.instructions, self._warnings),
             "tools": list(self._toolbox.tools),
             "tool_choice": choice.mode,
-            "parallel_tool_calls": self.parallel_tool_calls,
+            "parallel_tool_calls": (
+                self.parallel_tool_calls if self.is_set("parallel_tool_calls") else None
+            ),
             "reasoning_effort": self._read_effort(),
             "response_format": self._format,
             "chat_template": self.chat_template,
