@@ -42,12 +42,16 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
 
-    def update(self, text: str | None = None, done: int | None = None) -> None:
-        """Change the text and the number done."""
+    def update(
+        self, text: str | None = None, done: int | None = None, unfinished: float = 0.0
+    ) -> None:
+        """Change the text and the number done. unfinished: an estimate of the work done on further
+        ones, which moves the bar."""
         self.text = self.text if text is None else text
         self.done = self.done if done is None else done
         if self._bar is not None:
-            self._bar.update(self._task, description=self.text, completed=self.done)
+            completed = self.done + unfinished
+            self._bar.update(self._task, description=self.text, completed=completed)
 
     def advance(self) -> None:
         """Count one more as done."""

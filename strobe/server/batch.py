@@ -14,12 +14,16 @@ from strobe.hub.locate import locate_models
 from strobe.progress import Progress
 from strobe.server.app import make_app
 from strobe.server.batches.lines import AnswerFile, BatchLine, answer_line, call, read_requests
+from strobe.server.batches.tally import BatchTally
 from strobe.server.engine_process.client import EngineDead
 from strobe.server.launch import make_client, make_serving, served_names
 from strobe.server.serving import check_parsers, check_template, read_template
 from strobe.server.settings import ServerConfig
 from strobe.text.tokenizer import Tokenizer
 from strobe.wording import counted
+
+_SHOW_SECONDS = 0.5
+"""Time between two looks at the engine's progress."""
 
 
 def run_batch(config: EngineConfig, settings: ServerConfig, source: Path, out: Path) -> int:
@@ -42,14 +46,32 @@ def run_batch(config: EngineConfig, settings: ServerConfig, source: Path, out: P
         config = locate_models(config)
         if template is not None:
             check_template(Tokenizer(Path(config.target)), template)
+        tally = BatchTally(remaining)
         try:
-            failed = asyncio.run(_run(config, settings, template, remaining, answers))
+            asyncio.run(_run(config, settings, template, remaining, answers, tally))
         except EngineDead as error:
             print(f"strobe: {error}", file=sys.stderr)
             return 1
-    answered = counted(len(remaining) - failed, "request")
-    print(f"{answered} answered, {failed} failed: {out}", file=sys.stderr)
-    return int(failed > 0)
+        except KeyboardInterrupt:
+            print(
+                f"Stopped after {tally.ended} of {counted(len(remaining), 'request')}; the same "
+                "command goes on from there.",
+                file=sys.stderr,
+            )
+            _report(tally, out)
+            raise
+    _report(tally, out)
+    return int(tally.failed > 0)
+
+
+def _report(tally: BatchTally, out: Path) -> None:
+    """Print the numbers of answers and of failures, and the reasons of these."""
+    answered = counted(tally.answered, "request")
+    print(f"{answered} answered, {tally.failed} failed: {out}", file=sys.stderr)
+    start = f"{tally.failed} failed: "
+    for line in tally.failures():
+        print(f"{start}{line}", file=sys.stderr)
+        start = " " * len(start)
 
 
 async def _run(
@@ -58,10 +80,11 @@ async def _run(
     template: str | None,
     lines: list[BatchLine],
     answers: AnswerFile,
-) -> int:
-    """Write an answer to each line. Returns the number of failed requests."""
+    tally: BatchTally,
+) -> None:
+    """Write an answer to each line, and count it."""
     if not lines:
-        return 0
+        return
     client = make_client(config, settings)
     client.start()
     try:
@@ -69,26 +92,40 @@ async def _run(
         facts = await client.ready()
         app = make_app(make_serving(settings, client, tokenizer, template))
         concurrency = asyncio.Semaphore(facts.max_num_seqs + min(settings.max_waiting, 64))
-        failed = 0
 
         async def answer(line: BatchLine) -> None:
-            nonlocal failed
             async with concurrency:
+                tally.running += 1
                 status, body = await call(app, line)
                 for _ in range(1, settings.data_parallel_size):
                     if status == HTTPStatus.SERVICE_UNAVAILABLE:  # its engine has ended
                         status, body = await call(app, line)
+                tally.running -= 1
             if client.dead:
                 raise EngineDead("The engine's process has ended; start again to go on.")
             await answers.add(answer_line(line, status, body))
-            failed += status != 200
-            shown.advance()
+            tally.add(status, body)
+            show()
+
+        def show() -> None:
+            generated = 0 if client.snapshot is None else client.snapshot.stats.generation_tokens
+            text = f"Answering, {counted(generated, 'token')}"
+            unfinished = tally.unfinished(generated, facts.max_model_len)
+            shown.update(text, done=tally.ended, unfinished=unfinished)
+
+        async def keep_showing() -> None:
+            while True:
+                show()
+                await asyncio.sleep(_SHOW_SECONDS)
 
         with Progress("Answering", len(lines), unit="requests") as shown:
-            async with asyncio.TaskGroup() as group:
-                for line in lines:
-                    group.create_task(answer(line))
-        return failed
+            showing = asyncio.create_task(keep_showing())
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for line in lines:
+                        group.create_task(answer(line))
+            finally:
+                showing.cancel()
     except* (EngineDead, ValueError) as errors:
         raise errors.exceptions[0] from None
     finally:

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from strobe.server import batch
-from strobe.server.batches.lines import AnswerFile, read_requests
+from strobe.server.batches.lines import AnswerFile, BatchLine, read_requests
+from strobe.server.batches.tally import BatchTally
 from strobe.server.settings import LogSettings
 
 ROOT = Path(__file__).parents[2]
@@ -63,7 +64,7 @@ def test_second_run_resumes_after_answered_lines(
     )  # fmt: skip
     assert (run.returncode, run.stdout) == (1, "")
     err = run.stderr
-    assert f"3 requests answered, 1 failed: {files[1]}" in err
+    assert f"3 requests answered, 1 failed: {files[1]}\n1 failed: 1 × temperature is -1" in err
     first_run = answers(files[1])
     assert first_run.keys() == {"a", "b", "c", "bad"}
     first = first_run["a"]["response"]
@@ -133,6 +134,67 @@ def test_invalid_line_is_rejected_before_loading(
     assert (status, err.count("\n")) == (2, 1)
     assert re.search(sentence, err)
     assert not files[1].exists()
+
+
+def test_every_broken_line_is_named(main: Callable[..., Any], files: tuple[Path, Path]):
+    broken = ["{", json.dumps(LINES[0]), "[]", json.dumps(LINES[0])]
+    files[0].write_text("\n".join([*broken, *["{}"] * 30]))
+    status, _, err = main("run-batch", f"-i={files[0]}", f"-o={files[1]}", "--device=cpu")
+    assert status == 2
+    named = re.findall(r"Line (\d+) of ", err)
+    assert named == [str(number) for number in (1, *range(3, 22))]
+    assert err.endswith("13 more lines are no requests either.\n")
+    assert not files[1].exists()
+
+
+def test_ctrl_c_says_how_far_the_run_is(
+    main: Callable[..., Any], files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+):
+    async def interrupted(*arguments: Any) -> None:
+        tally = arguments[-1]
+        tally.add(200, {"usage": {"completion_tokens": 3}})
+        tally.add(404, {"error": {"message": "The model 'm' is not served here."}})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(batch, "_run", interrupted)
+    monkeypatch.setattr(LogSettings, "configure", lambda self: None)
+    status, _, err = main(*arguments(files))
+    assert status == 130
+    assert err.splitlines()[-3:] == [
+        "Stopped after 2 of 4 requests; the same command goes on from there.",
+        f"1 request answered, 1 failed: {files[1]}",
+        "1 failed: 1 × The model 'm' is not served here.",
+    ]
+
+
+def test_failures_are_counted_by_reason():
+    tally = BatchTally([])
+    for number in range(13):
+        tally.add(404, {"error": {"message": "The model 'm' is not served here."}})
+        tally.add(400, {"error": {"message": f"The prompt has {number + 9} tokens."}})
+    for letter in "abcdef":
+        tally.add(400, {"error": {"message": f"{letter} is wrong."}})
+    tally.add(200, {"usage": {"output_tokens": 3}})
+    assert (tally.answered, tally.failed, tally.ended) == (1, 32, 33)
+    assert tally.failures() == [
+        "13 × The model 'm' is not served here.",
+        "13 × The prompt has 9 tokens.",
+        "1 × a is wrong.",
+        "1 × b is wrong.",
+        "1 × c is wrong.",
+        "3 × other reasons",
+    ]
+
+
+def test_bar_moves_within_an_answer():
+    bodies = [{"max_tokens": 300}, {"max_completion_tokens": 100}, {}]
+    tally = BatchTally([BatchLine(str(index), TEXT, body) for index, body in enumerate(bodies)])
+    tally.running = 2
+    assert [tally.unfinished(tokens, context=500) for tokens in (0, 30, 150)] == [0, 0.1, 0.5]
+    assert tally.unfinished(9999, context=500) == 0.95 * 2
+    tally.running = 1
+    tally.add(200, {"usage": {"completion_tokens": 40}})
+    assert tally.unfinished(50, context=500) == 10 / 40  # answers are as long as the first one
 
 
 def test_missing_files_are_one_line_errors(main: Callable[..., Any], tmp_path: Path):

@@ -16,6 +16,8 @@ from starlette.types import ASGIApp, Message
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _BEGINNING = b'{"id": "batch_req_'
 """The first bytes of every line in an output file."""
+_SHOWN_PROBLEMS = 20
+"""Number of broken lines that an error names."""
 
 
 class BatchLine(NamedTuple):
@@ -162,38 +164,63 @@ def read_requests(
     path: Path, name: str | None = None, urls: Sequence[str] = URLS
 ) -> list[BatchLine]:
     """Read the requests of a file. name: of the file in errors. urls: the endpoints that they may
-    ask. Raises ValueError, naming the line."""
+    ask. Raises BrokenLines, which names all of them, and ValueError if there are no requests."""
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise ValueError(f"{name or path} cannot be read ({error.strerror}).") from None
     requests: dict[str, BatchLine] = {}
+    problems: dict[int, str] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         where = f"Line {number} of {name or path}"
         try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{where} is not JSON: {error}.") from None
-        fields = value if isinstance(value, dict) else {}
-        custom_id, url, body = (fields.get(key) for key in ("custom_id", "url", "body"))
-        method = fields.get("method", "POST")
-        if not isinstance(custom_id, str) or not custom_id or not isinstance(body, dict):
-            raise ValueError(f"{where} must be an object with custom_id, url and body.")
-        if not isinstance(url, str) or url not in urls or method != "POST":
-            raise ValueError(
-                f"{where} asks for {method} {url}, but only POST is answered, at {', '.join(urls)}."
-            )
-        if body.get("stream"):
-            raise ValueError(f"{where} asks for a stream, which a file cannot be; leave it out.")
-        if custom_id in requests:
-            raise ValueError(
-                f"{where} has the custom_id {custom_id!r} of an earlier line; change it."
-            )
-        requests[custom_id] = BatchLine(custom_id, url, body)
+            request = _read_line(line, where, urls)
+            if request.custom_id in requests:
+                raise ValueError(
+                    f"{where} has the custom_id {request.custom_id!r} of an earlier line; "
+                    "change it."
+                )
+        except ValueError as error:
+            problems[number] = str(error)
+        else:
+            requests[request.custom_id] = request
+    if problems:
+        raise BrokenLines(problems)
     if not requests:
         raise ValueError(
             f"{name or path} holds no requests; write one per line, with custom_id, url and body."
         )
     return list(requests.values())
+
+
+class BrokenLines(ValueError):
+    """Lines of a file that are no requests. problems: a sentence for each, by its number."""
+
+    def __init__(self, problems: Mapping[int, str]):
+        self.problems = problems
+        shown = list(problems.values())[:_SHOWN_PROBLEMS]
+        if len(problems) > len(shown):
+            shown.append(f"{len(problems) - len(shown)} more lines are no requests either.")
+        super().__init__("\n".join(shown))
+
+
+def _read_line(line: bytes, where: str, urls: Sequence[str]) -> BatchLine:
+    """Read a request. Raises ValueError."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is not JSON: {error}.") from None
+    fields = value if isinstance(value, dict) else {}
+    custom_id, url, body = (fields.get(key) for key in ("custom_id", "url", "body"))
+    method = fields.get("method", "POST")
+    if not isinstance(custom_id, str) or not custom_id or not isinstance(body, dict):
+        raise ValueError(f"{where} must be an object with custom_id, url and body.")
+    if not isinstance(url, str) or url not in urls or method != "POST":
+        raise ValueError(
+            f"{where} asks for {method} {url}, but only POST is answered, at {', '.join(urls)}."
+        )
+    if body.get("stream"):
+        raise ValueError(f"{where} asks for a stream, which a file cannot be; leave it out.")
+    return BatchLine(custom_id, url, body)

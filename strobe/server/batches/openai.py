@@ -11,7 +11,7 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from strobe.server.batches.find import find_batch, not_found
-from strobe.server.batches.lines import read_requests
+from strobe.server.batches.lines import BrokenLines, read_requests
 from strobe.server.batches.protocol import MAX_ITEMS, BatchRequest
 from strobe.server.batches.runner import BatchRunner
 from strobe.server.batches.store import ERRORS, OUTPUT, RUNNING
@@ -127,8 +127,10 @@ async def create(serving: Serving, runner: BatchRunner, owner: str, http: Reques
     total = 0
     try:
         total = len(read_requests(store.lines_path(source), source, (request.endpoint,)))
+    except BrokenLines as error:
+        errors = [_error(sentence, line) for line, sentence in error.problems.items()]
     except ValueError as error:
-        errors = [{"code": "invalid_request", "message": str(error), "param": None, "line": None}]
+        errors = [_error(str(error), None)]
     fields: dict[str, Any] = {
         "endpoint": request.endpoint,
         "lines": source,
@@ -143,6 +145,10 @@ async def create(serving: Serving, runner: BatchRunner, owner: str, http: Reques
         runner.start(record["id"])
     extras = replies.extras([], False, request.warnings())
     return JSONResponse(_batch(runner, record) | extras)
+
+
+def _error(sentence: str, line: int | None) -> dict[str, Any]:
+    return {"code": "invalid_request", "message": sentence, "param": None, "line": line}
 
 
 async def batches(serving: Serving, runner: BatchRunner, owner: str, http: Request) -> Response:
