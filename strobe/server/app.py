@@ -61,6 +61,7 @@ from strobe.server.page.endpoints import (
     add_event_stream,
     markdown,
 )
+from strobe.server.root_path import RootPath
 from strobe.server.serving import Serving
 from strobe.server.settings import ServerConfig
 from strobe.server.traces import Traces
@@ -163,7 +164,7 @@ def make_app(serving: Serving) -> ASGIApp:
         serving.background.append(runner)
     add_batch_endpoints(app, serving, runner)
     add_event_stream(app, serving)
-    _add_page(app)
+    _add_page(app, serving.settings.root_path)
     app.add_exception_handler(404, _not_found)
     app.add_exception_handler(405, _not_allowed)
     settings = serving.settings
@@ -177,7 +178,7 @@ def make_app(serving: Serving) -> ASGIApp:
     serving.metrics.paths = frozenset([post.path for post in POSTS.values()])
     endpoint = settings.otlp_traces_endpoint
     traces = None if endpoint is None else Traces(endpoint)
-    return wrap(
+    wrapped = wrap(
         app,
         guards,
         shutdown=serving.shutdown,
@@ -185,6 +186,16 @@ def make_app(serving: Serving) -> ASGIApp:
         on_response=serving.metrics.record_http,
         traces=traces,
     )
+    root_path = settings.root_path
+    if not root_path or any(path.startswith(f"{root_path}/") for path in _paths(app)):
+        return wrapped
+    return RootPath(wrapped, root_path)
+
+
+def _paths(app: FastAPI) -> list[str]:
+    """Return the paths that the application serves, without those that have parameters."""
+    paths = [getattr(route, "path", "") for route in app.routes]
+    return [path for path in paths if path and "{" not in path]
 
 
 def middleware_settings(settings: ServerConfig) -> MiddlewareSettings:
@@ -226,8 +237,8 @@ def _bound(
     return serve
 
 
-def _add_page(app: FastAPI) -> None:
-    for path, (kind, body) in page.files().items():
+def _add_page(app: FastAPI, root_path: str) -> None:
+    for path, (kind, body) in page.files(root_path).items():
 
         def show(kind: str = kind, body: bytes = body) -> Response:
             return Response(body, headers={"Content-Type": kind, "Cache-Control": "no-cache"})
@@ -248,7 +259,18 @@ async def _not_found(http: Request, error: Exception) -> Response:
         return JSONResponse(error_body(sentence, status=501, code="not_implemented"), 501)
     if (sentence := refusal(route(http.scope))) is not None:
         return JSONResponse(error_body(sentence, status=501, code="not_implemented"), 501)
-    sentence = f"There is nothing at {http.url.path[:200]!r}; GET /docs lists what there is."
+    path = route(http.scope)
+    prefixes = [path.removesuffix(served) for served in _paths(http.app) if path.endswith(served)]
+    prefix = min(filter(None, prefixes), key=len, default="")
+    if prefix.startswith("/") and not prefix.endswith("/"):
+        served = path.removeprefix(prefix)
+        sentence = (
+            f"There is nothing at {http.url.path[:200]!r}, but at {served}. If a proxy shows this "
+            f"server below {prefix[:200]}, let it strip that, or start the server with --root-path "
+            f"{prefix[:200]}."
+        )
+    else:
+        sentence = f"There is nothing at {http.url.path[:200]!r}; GET /docs lists what there is."
     return JSONResponse(error_body(sentence, status=404, code="not_found"), 404)
 
 

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from asgi import call
+from asgi import Answer, call
 from engineless import RecordingClient, serving
 
 from strobe.config import DEMO_MODELS
@@ -132,3 +132,54 @@ def test_priority_and_salt_reach_the_engine(tokenizer: Tokenizer, path: str, fie
     call(make_app(served), path, body=[body], gone=True)
     (submit,) = [message for message in served.client.sent if isinstance(message, Submit)]
     assert submit.scheduling == SchedulingOptions(-3, "tenant")
+
+
+PROXIES = {"strips": "/strobe", "does not strip": "/strobe/strobe"}
+"""How the paths begin that the application gets: the HTTP server puts the root path before each."""
+
+
+@pytest.mark.parametrize("proxy", PROXIES)
+def test_page_and_api_below_a_root_path(tokenizer: Tokenizer, proxy: str):
+    app = make_app(serving(tokenizer, root_path="/strobe", api_key=("k",)))
+
+    def get(path: str) -> Answer:
+        return call(app, PROXIES[proxy] + path, method="GET", root_path="/strobe")
+
+    for path in ("/", *(["", "/"] if proxy == "does not strip" else [])):
+        html = get(path).body.decode()
+        assert '<base href="/strobe/">' in html
+        assert "base-uri 'self'" in html
+        assert html.index("<base") < html.index("<link")
+    for path in ("/page.js", "/theme.css", "/docs", "/icon.svg", "/health"):
+        assert get(path).status == 200
+    assert get("/v1/models").status == 401
+    assert get("/strobex").status == 401
+
+
+def test_root_path_may_begin_as_the_api_does(tokenizer: Tokenizer):
+    app = make_app(serving(tokenizer, root_path="/v1"))
+    assert call(app, "/v1/v1/models", method="GET", root_path="/v1").status == 200
+
+
+def test_proxy_that_does_not_strip_is_logged_once(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+):
+    app = make_app(serving(tokenizer, root_path="/strobe"))
+    with caplog.at_level("INFO", "strobe.server.root_path"):
+        for path in ("/health", "/strobe/health", "/strobe/health"):
+            call(app, "/strobe" + path, method="GET", root_path="/strobe")
+    (record,) = [record for record in caplog.records if "strip" in record.getMessage()]
+    assert "A request came with /strobe in its path" in record.getMessage()
+
+
+@pytest.mark.parametrize("path", ["/strobe/v1/models", "/strobe/", "/strobe/docs"])
+def test_unknown_prefix_is_explained(tokenizer: Tokenizer, path: str):
+    answer = call(make_app(serving(tokenizer)), path, method="GET")
+    assert answer.status == 404
+    assert "start the server with --root-path /strobe." in answer.error["message"]
+
+
+def test_page_without_a_root_path_has_no_base(tokenizer: Tokenizer):
+    html = call(make_app(serving(tokenizer)), "/", method="GET").body.decode()
+    assert "<base" not in html
+    assert "base-uri 'none'" in html
