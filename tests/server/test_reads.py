@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -183,3 +184,20 @@ def test_page_without_a_root_path_has_no_base(tokenizer: Tokenizer):
     html = call(make_app(serving(tokenizer)), "/", method="GET").body.decode()
     assert "<base" not in html
     assert "base-uri 'none'" in html
+
+
+def test_api_page_has_contents_order_and_relative_links(tokenizer: Tokenizer):
+    html = call(make_app(serving(tokenizer)), "/docs", method="GET").body.decode()
+    links = re.findall(r'<li><a href="#([^"]+)">', html)
+    anchors = re.findall(r'<h3 id="([^"]+)">', html)
+    assert links == anchors
+    assert len(set(links)) == len(links)
+    assert links[:3] == ["post-v1-chat-completions", "post-v1-completions", "post-v1-responses"]
+    assert re.findall(r"<h2>([^<]+)</h2>", html) == [
+        "OpenAI", "Anthropic", "Ollama", "Texts and tokens", "The server",
+    ]  # fmt: skip
+    document = json.loads(call(make_app(serving(tokenizer)), "/openapi.json", method="GET").body)
+    assert len(links) == sum(map(len, document["paths"].values()))
+    assert not re.findall(r'(?:href|src)="?/', html)
+    for name in ("theme.css", "docs.css", "icon.svg"):
+        assert f'href="{name}"' in html

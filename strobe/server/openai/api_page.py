@@ -1,47 +1,93 @@
-"""The page at /docs: the OpenAPI document as plain HTML, without scripts or external files."""
+"""The page at /docs: the OpenAPI document as plain HTML without scripts, styled as the page."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
-STYLE = """
-:root { color-scheme: light dark; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-code { font: 0.92em ui-monospace, monospace; }
-h2 { border-top: 1px solid #8886; padding-top: 1.2rem; margin-top: 2rem; }
-table { border-collapse: collapse; width: 100%; }
-td, th { text-align: left; vertical-align: top; padding: 0.3rem 0.8rem 0.3rem 0; }
-tr { border-bottom: 1px solid #8883; }
-td:nth-child(2) { color: #888; width: 24%; }
-td:nth-child(3) { width: 48%; }
-"""
+SECTIONS: Mapping[str, tuple[str, ...]] = {
+    "OpenAI": (
+        "/v1/chat/", "/v1/completions", "/v1/responses", "/v1/models", "/v1/files", "/v1/batches",
+    ),
+    "Anthropic": ("/v1/messages",),
+    "Ollama": ("/api/",),
+    "Texts and tokens": ("/infill", "/tokenize", "/detokenize", "/markdown"),
+    "The server": ("/",),
+}  # fmt: skip
+"""The page's sections, and the beginnings of their paths in the order of the page."""
+
+METHODS = ("post", "get", "delete")
+
+
+class Endpoint(NamedTuple):
+    """An operation of the OpenAPI document."""
+
+    method: str
+    path: str
+    operation: Mapping[str, Any]
+
+    @property
+    def anchor(self) -> str:
+        """The fragment of its place on the page."""
+        return f"{self.method}{self.path.replace('/', '-')}"
+
+    @property
+    def title(self) -> str:
+        return f"<code>{self.method.upper()} {escape(self.path)}</code>"
 
 
 def api_page(schema: Mapping[str, Any]) -> str:
-    """Return an OpenAPI document as HTML: each path with the fields of its request."""
-    body = "\n".join(_paths(schema))
-    title = f"{escape(schema['info']['title'])} {escape(schema['info']['version'])}"
+    """Return an OpenAPI document as HTML: each path with the fields of its request. Links are
+    relative, since a proxy may show the page below a path."""
+    title = f"{escape(schema['info']['title'])} {escape(schema['info']['version'])}: API"
+    sections = sorted_endpoints(schema)
+    contents = "".join(
+        f"<b>{escape(name)}</b><ul>"
+        + "".join(f'<li><a href="#{end.anchor}">{end.title}</a></li>' for end in endpoints)
+        + "</ul>"
+        for name, endpoints in sections.items()
+    )
+    body = "".join(
+        f"<section><h2>{escape(name)}</h2>"
+        + "".join(part for end in endpoints for part in _endpoint(end, schema))
+        + "</section>"
+        for name, endpoints in sections.items()
+    )
     return (
         "<!doctype html><html lang=en><meta charset=utf-8>"
         '<meta name=viewport content="width=device-width, initial-scale=1">'
-        f"<title>{title}: API</title><style>{STYLE}</style><h1>{title}: API</h1>"
-        '<p>The same for programs: <a href="/openapi.json">/openapi.json</a>. A page to try the '
-        f'model: <a href="/">/</a>.</p>{body}</html>'
+        f'<title>{title}</title><link rel=icon href="icon.svg" type="image/svg+xml">'
+        '<link rel=stylesheet href="theme.css"><link rel=stylesheet href="docs.css">'
+        f"<header><h1>{title}</h1><p class=note>The same for programs: "
+        '<a href="openapi.json">openapi.json</a>. A page to try the model: <a href="./">the '
+        "page</a>.</p></header>"
+        f'<nav aria-label="Contents">{contents}</nav><main>{body}</main></html>'
     )
 
 
-def _paths(schema: Mapping[str, Any]) -> Iterator[str]:
-    by_use = sorted(schema["paths"].items(), key=lambda item: "post" not in item[1])
-    for path, methods in by_use:
-        for method, operation in methods.items():
-            yield f"<h2><code>{method.upper()} {escape(path)}</code></h2>"
-            text = operation.get("description") or operation.get("summary", "")
-            yield f"<p>{_code(text)}</p>"
-            content = operation.get("requestBody", {}).get("content", {})
-            if "application/json" in content:
-                yield _table(_resolved(content["application/json"]["schema"], schema), schema)
+def sorted_endpoints(schema: Mapping[str, Any]) -> dict[str, list[Endpoint]]:
+    """Return the document's endpoints by section, in the order of the page."""
+    sections: dict[str, list[Endpoint]] = {name: [] for name in SECTIONS}
+    paths: dict[str, Any] = dict(schema["paths"])
+    for name, prefixes in SECTIONS.items():
+        for prefix in prefixes:
+            matching = [path for path in paths if path.startswith(prefix)]
+            for path in sorted(matching, key=lambda path: ("{" in path, path)):
+                operations = paths.pop(path)
+                for method in sorted(operations, key=METHODS.index):
+                    sections[name].append(Endpoint(method, path, operations[method]))
+    return {name: endpoints for name, endpoints in sections.items() if endpoints}
+
+
+def _endpoint(endpoint: Endpoint, schema: Mapping[str, Any]) -> Iterator[str]:
+    operation = endpoint.operation
+    yield f'<h3 id="{endpoint.anchor}">{endpoint.title}</h3>'
+    text = operation.get("description") or operation.get("summary", "")
+    yield f"<p>{_code(text)}</p>"
+    content = operation.get("requestBody", {}).get("content", {})
+    if "application/json" in content:
+        yield _table(_resolved(content["application/json"]["schema"], schema), schema)
 
 
 def _table(shape: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
