@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes
 
@@ -95,6 +95,11 @@ if not TYPE_CHECKING:
 @dataclass(frozen=True)
 class Bench:
     """Measure models on this machine: single steps, whole answers, or load."""
+
+    examples: ClassVar[tuple[str, ...]] = (
+        "strobe bench step --help",
+        "strobe bench offline --target Qwen/Qwen3-8B --draft auto",
+    )
 
     which: OmitArgPrefixes[OmitSubcommandPrefixes[OneBench]]
 

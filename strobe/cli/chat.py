@@ -9,7 +9,7 @@ import time
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, ClassVar, get_type_hints
 
 from tyro.conf import OmitArgPrefixes
 
@@ -51,6 +51,11 @@ NAMES = {command.split()[0] for command in COMMANDS}
 @dataclass(frozen=True)
 class Chat:
     """Talk with a model in the terminal; answers stream."""
+
+    examples: ClassVar[tuple[str, ...]] = (
+        "strobe chat smollm2",
+        "strobe chat Qwen/Qwen3-4B --draft auto --thinking",
+    )
 
     model: Target = ""
     thinking: Thinking = False

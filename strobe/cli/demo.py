@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from tyro.conf import OmitArgPrefixes, arg
 
@@ -15,6 +15,11 @@ from strobe.config import EngineConfig
 class Demo:
     """Stream an answer, then compare plain decoding with DFlash: on held-out tasks of the demo
     models, or, with a target, on questions of a chat, on code and on rewriting."""
+
+    examples: ClassVar[tuple[str, ...]] = (
+        "strobe demo",
+        "strobe demo --target smollm2",
+    )
 
     prompts: Annotated[Any, arg(help="Prompts to compare on."), number("INT")] = 12
     max_tokens: Annotated[Any, arg(help="Maximum tokens per answer."), number("INT")] = 256

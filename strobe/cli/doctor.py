@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from tyro.conf import OmitArgPrefixes, Positional
 
@@ -26,6 +26,11 @@ else:
 class Doctor:
     """Check whether a drafter fits its target, measure acceptance, and explain it if it is low;
     without names, for the demo models."""
+
+    examples: ClassVar[tuple[str, ...]] = (
+        "strobe doctor",
+        "strobe doctor Qwen/Qwen3-8B DRAFT --json",
+    )
 
     target: Annotated[Positional[str], note("The target model.", "TARGET")] = ""
     draft: Annotated[Positional[str], note("The DFlash drafter.", "DRAFT")] = ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes
 
@@ -54,6 +54,11 @@ if not TYPE_CHECKING:
 @dataclass(frozen=True)
 class Eval:
     """Measure acceptance, accuracy or speed on data sets, with a report and plots."""
+
+    examples: ClassVar[tuple[str, ...]] = (
+        "strobe eval acceptance --target Qwen/Qwen3-8B --draft auto",
+        "strobe eval speed --target smollm2 --draft auto",
+    )
 
     which: OmitArgPrefixes[OmitSubcommandPrefixes[OneEvaluation]]
 

@@ -14,7 +14,16 @@ import inspect
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, fields, make_dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import tyro
 from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg
@@ -36,7 +45,8 @@ def note(text: str, metavar: str | None = None) -> Any:
 
 _BY_PLACE = get_args(Positional[str])[1]
 """tyro's mark of an argument that has no option."""
-Target = Annotated[Positional[str], note("Directory or hub name of the target model.", "TARGET")]
+_TARGET = "Directory or hub name of the target model, or smollm2; without one, the demo models."
+Target = Annotated[Positional[str], note(_TARGET, "TARGET")]
 Json = FlagCreatePairsOff[Annotated[bool, note("Print one JSON object on standard output.")]]
 Thinking = FlagCreatePairsOff[Annotated[bool, note("Let the model think before it answers.")]]
 Debug = FlagCreatePairsOff[Annotated[bool, note("Log every verify step on standard error.")]]
@@ -46,9 +56,11 @@ _FILE = "Options can also come from a YAML file with one per line: --config FILE
 
 
 def parse(kind: Any, name: str, arguments: Sequence[str], options: Mapping[str, Any]) -> Any:
-    """Parse the arguments and other engines' options into a command of class `kind`. Raises
-    ValueError for an unknown option."""
-    about = f"{inspect.cleandoc(kind.__doc__)}\n\n{_FILE}"
+    """Parse the arguments and other engines' options into a command of class `kind`, whose help has
+    its `examples`. Raises ValueError for an unknown option."""
+    # tyro keeps the breaks of lines that begin with blanks.
+    examples = "".join(f"\n  {example}" for example in kind.examples)
+    about = f"{inspect.cleandoc(kind.__doc__)}\n\nExamples:{examples}\n\n{_FILE}"
     command, unknown = tyro.cli(
         kind, prog=name, args=arguments, return_unknown_args=True, description=about
     )
@@ -82,7 +94,7 @@ def _no_option(option: str, command: Any, name: str) -> str:
         f"--{name.replace('_', '-')}"
         for group in (command, *groups)
         for name, hint in get_type_hints(type(group), include_extras=True).items()
-        if _BY_PLACE not in get_args(hint)
+        if _BY_PLACE not in get_args(hint) and get_origin(hint) is not ClassVar
     ]
     close = difflib.get_close_matches(option.split("=")[0].replace("_", "-"), options, 1, 0.7)
     hint = f"did you mean {close[0]}?" if close else f"{name} --help lists what it takes."

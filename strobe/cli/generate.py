@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
@@ -26,6 +26,11 @@ from strobe.cli.flags import (
 @dataclass(frozen=True)
 class Generate:
     """Answer prompts and print the answers."""
+
+    examples: ClassVar[tuple[str, ...]] = (
+        "strobe generate 'Why is the sky blue?' --target smollm2",
+        "strobe generate 'Hi' 'Hello' --target Qwen/Qwen3-4B --draft auto --json",
+    )
 
     prompts: Annotated[Positional[tuple[str, ...]], note("One or more prompts.", "PROMPT ...")]
     chat: Annotated[bool, arg(help="Render the prompts with the chat template.")] = True

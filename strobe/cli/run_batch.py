@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from tyro.conf import OmitArgPrefixes, arg
 
@@ -17,6 +17,10 @@ from strobe.server.settings import ServerConfig
 class RunBatch:
     """Answer a file of requests as OpenAI's batch API does. Requests that the output file already
     answers are skipped, so a stopped run resumes."""
+
+    examples: ClassVar[tuple[str, ...]] = (
+        "strobe run-batch -i requests.jsonl -o answers.jsonl --target smollm2",
+    )
 
     input_file: Annotated[
         str,

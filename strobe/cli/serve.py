@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes
 
@@ -16,8 +16,15 @@ from strobe.server.settings import ServerConfig
 
 @dataclass(frozen=True)
 class Serve:
-    """Serve a model through OpenAI's API, with a page to try it; without a model, the demo
-    models. It also takes the options of `vllm serve` and SGLang's server."""
+    """Serve a model through the APIs of OpenAI, Anthropic and Ollama, with a page to try it at
+    http://127.0.0.1:8000/. Most servers need a target, such as smollm2, a --port and a --host; a
+    drafter makes answers faster. It also takes the options of `vllm serve` and SGLang's server."""
+
+    examples: ClassVar[tuple[str, ...]] = (
+        "strobe serve smollm2",
+        "strobe serve smollm2 --port 11434    (where clients of Ollama look)",
+        "strobe serve Qwen/Qwen3-8B --draft auto --host 0.0.0.0 --api-key KEY",
+    )
 
     model: Target = ""
     ray: FlagCreatePairsOff[

@@ -50,26 +50,8 @@ class ServerConfig:
     port: Annotated[int, Field(ge=0, le=65535)] = option(
         8000, "Port to listen on; 0 takes a free one."
     )
-    allowed_hosts: Texts = option(
-        (),
-        "Host names that the server answers for, * is any. On a loopback address that is, without "
-        "this option, loopback names and addresses alone, elsewhere any.",
-    )
     api_key: Texts = option(
         (), "Clients must send one of these keys, or the one in STROBE_API_KEY."
-    )
-    api_key_file: str | None = option(
-        None,
-        "A file of further keys, one per line: a name for the log, the key, and optionally the "
-        "number of requests that may run at once.",
-    )
-    ssl_certfile: str | None = option(None, "Certificate chain, as PEM; the server speaks HTTPS.")
-    ssl_keyfile: str | None = option(None, "Its private key, where the chain's file has none.")
-    root_path: str = option("", "Path below which a proxy shows the server, such as /strobe.")
-    data_parallel_size: Annotated[int, Field(ge=1, le=256)] = option(
-        1,
-        "Engines behind the server, each with the whole model and, on GPUs, tensor_parallel_size "
-        "GPUs of its own.",
     )
     served_model_name: Annotated[Texts, AfterValidator(_visible)] = option(
         (), "Names of the model in requests; responses have the first one."
@@ -94,6 +76,24 @@ class ServerConfig:
         "auto",
         "How the model marks its thinking: deepseek_r1, gemma4, mistral, qwen3, openai_gptoss, "
         "none or auto.",
+    )
+    api_key_file: str | None = option(
+        None,
+        "A file of further keys, one per line: a name for the log, the key, and optionally the "
+        "number of requests that may run at once.",
+    )
+    allowed_hosts: Texts = option(
+        (),
+        "Host names that the server answers for, * is any. On a loopback address that is, without "
+        "this option, loopback names and addresses alone, elsewhere any.",
+    )
+    ssl_certfile: str | None = option(None, "Certificate chain, as PEM; the server speaks HTTPS.")
+    ssl_keyfile: str | None = option(None, "Its private key, where the chain's file has none.")
+    root_path: str = option("", "Path below which a proxy shows the server, such as /strobe.")
+    data_parallel_size: Annotated[int, Field(ge=1, le=256)] = option(
+        1,
+        "Engines behind the server, each with the whole model and, on GPUs, tensor_parallel_size "
+        "GPUs of its own.",
     )
     max_waiting: Count = option(
         256, "Answers that may wait for a slot; more are rejected with 429."

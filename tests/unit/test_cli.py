@@ -25,6 +25,7 @@ from textpair import Pair
 
 from strobe import LLM, EngineConfig, SamplingParams
 from strobe.cli.answer_view import AnswerView
+from strobe.cli.main import COMMANDS
 from strobe.cli.prompt import history_file
 from strobe.demo_models import FAMILIES
 from strobe.models.checkpoint import Checkpoint
@@ -142,6 +143,37 @@ def test_help_shows_only_existing_defaults(main: Callable[..., Any]):
 def test_help_mentions_the_options_file(main: Callable[..., Any], command: str):
     out = re.sub(r"\s+", " ", main(command, "--help")[1])
     assert "Options can also come from a YAML file with one per line: --config FILE." in out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_examples_that_name_the_command(main: Callable[..., Any], command: str):
+    about = main(command, "--help")[1]
+    examples = about.split("Examples:\n")[1].split("\n\n")[0].splitlines()
+    assert examples
+    assert all(line.strip().startswith(f"strobe {command}") for line in examples)
+
+
+def test_help_of_serve_begins_with_what_people_use(main: Callable[..., Any]):
+    out = main("serve", "--help")[1]
+    about = out.split("positional arguments")[0]
+    assert all(name in about for name in ("smollm2", "OpenAI", "Anthropic", "Ollama", "--port"))
+    rows = [line.strip("│| ") for line in out.split("server options")[1].splitlines()]
+    options = [row.split()[0] for row in rows if re.match("--[a-z]", row)]
+    assert options[:4] == ["--host", "--port", "--api-key", "--served-model-name"]
+
+
+def test_train_points_to_its_module(main: Callable[..., Any]):
+    status, _, err = main("train", "--target", "x")
+    assert status == 2
+    assert "'train' is not a command; python -m strobe.tools.train trains a drafter" in err
+
+
+def test_mistyped_packaged_model_is_suggested(main: Callable[..., Any]):
+    for name in ("smollm3", "SmolLM2"):
+        status, _, err = main("chat", name)
+        assert status == 2
+        assert f"strobe: {name} is neither a directory nor a model" in err
+        assert "did you mean smollm2?" in err
 
 
 def test_help_imports_no_torch():
