@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -89,6 +90,12 @@ def find_checkpoint(name: str, revision: str | None, option: str = "revision") -
             )
         if is_packaged(name):
             return str(gguf_directory(packaged_file(name, logger.warning), MODELS[name].sampling))
+        near = get_close_matches(name.lower(), MODELS, n=1)
+        if near and not Path(name).exists():
+            raise ValueError(
+                f"{name} is neither a directory nor a model that can be pulled; did you mean "
+                f"{near[0]}? Names on the Hugging Face hub have an owner, such as Qwen/Qwen3-0.6B."
+            )
         return str(gguf_directory(Path(name))) if is_gguf(Path(name)) else name
     match = _NAME.fullmatch(name)
     assert match is not None
