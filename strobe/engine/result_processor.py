@@ -4,7 +4,7 @@ torch."""
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import NamedTuple
 
 from strobe.config import Limits
 from strobe.counters import EngineStats
@@ -14,6 +14,15 @@ from strobe.step import RequestStart, StepResult, TokenEvent
 logger = logging.getLogger(__name__)
 
 
+class SpanCounts(NamedTuple):
+    """A span's counts for its event. num_proposed: drafts proposed, None if the request could not
+    draft; num_verified: of these verified; num_computed_tokens: positions before the step."""
+
+    num_proposed: int | None
+    num_verified: int
+    num_computed_tokens: int
+
+
 class ResultProcessor:
     """Applies results to requests and counts them."""
 
@@ -21,35 +30,53 @@ class ResultProcessor:
         self.stats = EngineStats()
         self.limits = limits
 
-    def apply(self, request: Request, i: int, result: StepResult, **fields: Any) -> TokenEvent:
-        """Append a span's tokens up to the request's end. fields: of the event, those that neither
-        the request nor the result knows."""
+    def apply(self, request: Request, i: int, result: StepResult, counts: SpanCounts) -> TokenEvent:
+        """Append a span's tokens up to the request's end; return its event."""
         tokens = result.tokens[i]
         request.error = result.errors.get(i)
-        failed = request.error is not None
-        count, reason = (0, "error") if failed else self._find_stop(request, tokens)
+        count = 0
+        reason: FinishReason | None = "error"
+        if request.error is None:
+            count, reason = self._find_stop(request, tokens)
         committed = tokens[:count]  # up to the answer's end
         request.tokens += committed
         if reason is not None:
             request.status = Status.FINISHED
             request.finish_reason = reason
-        fields["num_accepted"] = min(result.num_accepted[i], count)
-        fields["logprobs"] = result.logprobs.get(i, [])[:count]
-        fields["drafts"] = drafts = result.drafts.get(i, ())
-        fields["margins"] = result.margins[i] if drafts and result.margins else ()
-        return self.make_event(request, committed, **fields)
+        drafts = result.drafts.get(i, ())
+        margins = result.margins[i] if drafts and result.margins else ()
+        return self.make_event(request, committed)._replace(
+            num_proposed=counts.num_proposed,
+            num_verified=counts.num_verified,
+            num_accepted=min(result.num_accepted[i], count),
+            num_computed_tokens=counts.num_computed_tokens,
+            logprobs=result.logprobs.get(i, [])[:count],
+            drafts=drafts,
+            margins=margins,
+        )
 
-    def make_event(self, request: Request, tokens: list[int], **fields: Any) -> TokenEvent:
-        """Make a request's event. fields: those that the request does not know itself."""
+    def make_event(self, request: Request, tokens: list[int]) -> TokenEvent:
+        """Make a request's event from what the request knows."""
         start = None
         if not request.started:
             request.started = True
-            method = request.method, request.off_reason
-            admission = request.num_cached or 0, request.queue_time
-            scores = tuple(request.prompt_logprobs)
-            start = RequestStart(*method, *admission, scores, request.stop_ids)
-        ending = request.finish_reason, request.stop_reason, request.error
-        return TokenEvent(request.key, request.sibling, tokens, *ending, start=start, **fields)
+            start = RequestStart(
+                method=request.method,
+                off_reason=request.off_reason,
+                num_cached=request.num_cached or 0,
+                queue_time=request.queue_time,
+                prompt_logprobs=tuple(request.prompt_logprobs),
+                stop_ids=request.stop_ids,
+            )
+        return TokenEvent(
+            key=request.key,
+            sibling=request.sibling,
+            tokens=tokens,
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+            error=request.error,
+            start=start,
+        )
 
     def _find_stop(self, request: Request, tokens: list[int]) -> tuple[int, FinishReason | None]:
         """Return how many of the tokens belong to the answer, and its finish reason if it ends

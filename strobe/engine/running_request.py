@@ -1,8 +1,15 @@
-"""A running request's slot, pages and progress. Imports no torch."""
+"""A running request's slot, pages and progress. Imports no torch.
+
+RUNNING --suspend--> SUSPENDED     it waits for the next plan and keeps slot and pages
+   |   <--next plan--    |
+   |                     |
+   +------retire---------+--> LEAVING     it gives them up once no step of it is in flight
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import TYPE_CHECKING, NamedTuple
 
 from strobe.kv.lease import Lease
@@ -11,6 +18,14 @@ from strobe.step import Admission, PageWrite
 
 if TYPE_CHECKING:
     from strobe.speculation.base import HostProposer
+
+
+class Residence(Enum):
+    """What becomes of a running request's slot and pages; see the module's docstring."""
+
+    RUNNING = auto()
+    SUSPENDED = auto()
+    LEAVING = auto()
 
 
 class Progress(NamedTuple):
@@ -40,40 +55,56 @@ class RunningRequest:
     device_method: str | None = None
     pages_sent: int = 0
     in_flight: int = 0
-    finishing: bool = False
+    residence: Residence = Residence.RUNNING
 
     def progress(self) -> Progress:
         """Return what a plan changes."""
-        return Progress(self.start, len(self.lease.reserved), self.in_flight, self.pages_sent)
+        return Progress(
+            start=self.start,
+            num_reserved=len(self.lease.reserved),
+            in_flight=self.in_flight,
+            pages_sent=self.pages_sent,
+        )
 
     def restore(self, progress: Progress) -> None:
         """Undo a plan that failed."""
         while len(self.lease.reserved) > progress.num_reserved:
             self.lease.rollback()
-        self.start, self.in_flight = progress.start, progress.in_flight
+        self.start = progress.start
+        self.in_flight = progress.in_flight
         self.pages_sent = progress.pages_sent
 
     @property
     def is_decoding(self) -> bool:
         return self.start >= self.prefill_end
 
+    @property
+    def is_leaving(self) -> bool:
+        """Whether its results are dropped, and its slot and pages given up after them."""
+        return self.residence is Residence.LEAVING
+
     def rewind(self, count: int, started: bool, length: int) -> None:
         """Return to the state before a step: `count` tokens, of which `length` positions have
         K/V."""
         request = self.request
-        self.finishing = False
+        self.residence = Residence.RUNNING
         self.lease.length = length
         request.started = started
         request.status = Status.RUNNING
-        request.finish_reason = request.stop_reason = request.error = None
-        del request.tokens[count:], request.page_keys[count // self.lease.pool.page_size :]
+        request.finish_reason = None
+        request.stop_reason = None
+        request.error = None
+        del request.tokens[count:]
+        del request.page_keys[count // self.lease.pool.page_size :]
 
     def page_write(self) -> PageWrite | None:
         """Return the page-table entries that the device does not have yet."""
         first = self.pages_sent
         pages = self.lease.pages
         self.pages_sent = len(pages)
-        return PageWrite(self.slot, first, tuple(pages[first:])) if first < len(pages) else None
+        if first == len(pages):
+            return None
+        return PageWrite(slot=self.slot, first=first, pages=tuple(pages[first:]))
 
     def admission(self, length: int) -> Admission:
         """Return what the device needs to know of it. length: positions that have K/V."""

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, TypeAlias
 from strobe.config import Limits
 from strobe.counters import EngineStats
 from strobe.engine.fault_isolation import Advice, FaultIsolation
-from strobe.engine.result_processor import ResultProcessor
-from strobe.engine.running_request import Progress, RunningRequest
+from strobe.engine.result_processor import ResultProcessor, SpanCounts
+from strobe.engine.running_request import Progress, Residence, RunningRequest
 from strobe.kv.lease import Lease, reserve_all
 from strobe.kv.pages import PagePool
 from strobe.request import FinishReason, Request, Status
@@ -52,7 +52,8 @@ class Scheduler:
     ):
         """drafters: proposers of each drafting method. draft_policy: decides how many drafts are
         verified."""
-        self.limits, self.pool = limits, pool
+        self.limits = limits
+        self.pool = pool
         self.drafters = drafters or {}
         self.prefix_caching = prefix_caching
         self.draft_policy = draft_policy or DraftPolicy()
@@ -61,10 +62,12 @@ class Scheduler:
         self.running: list[RunningRequest] = []
         self.alone: Request | None = None
         """The request that the newest plan runs alone, since a step of it failed."""
-        self._finishing: list[RunningRequest] = []
+        self._set_aside: list[RunningRequest] = []
+        """Requests that are suspended or leaving."""
         self._slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._in_flight: deque[list[RunningRequest]] = deque()
-        self._fault_isolation, self._advice = FaultIsolation(), Advice()
+        self._fault_isolation = FaultIsolation()
+        self._advice = Advice()
 
     @property
     def stats(self) -> EngineStats:
@@ -72,7 +75,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running or self._finishing)
+        return bool(self.waiting or self.running or self._set_aside)
 
     def add(self, request: Request) -> None:
         """Queue a request; the caller has checked that it fits the context."""
@@ -87,8 +90,9 @@ class Scheduler:
             return
         if request.status is Status.WAITING:
             self.waiting.remove(request)
-        request.status, request.finish_reason = Status.FINISHED, reason
-        for record in [r for r in self.running + self._finishing if r.request is request]:
+        request.status = Status.FINISHED
+        request.finish_reason = reason
+        for record in [r for r in self.running + self._set_aside if r.request is request]:
             self._retire(record)
 
     def plan(self) -> Plan:
@@ -97,19 +101,16 @@ class Scheduler:
         self.alone = solo = self._fault_isolation.solo_request()
         if solo is not None and self._in_flight:
             return Plan()  # a failed step of its own must be the only one in flight
-        for record in [record for record in self._finishing if not record.finishing]:
-            self._finishing.remove(record)
-            self.waiting.remove(record.request)
-            self.running.append(record)
-            record.request.status, record.pages_sent = Status.RUNNING, 0
-        before = {record: record.progress() for record in [*self.running, *self._finishing]}
+        for record in [record for record in self._set_aside if not record.is_leaving]:
+            self._resume(record)
         num_in_flight = len(self._in_flight)
+        before = {record: record.progress() for record in [*self.running, *self._set_aside]}
         try:
             return self._plan(solo)
         except BaseException:
             while len(self._in_flight) > num_in_flight:
                 self._in_flight.pop()
-            for record in [*reversed(self.running), *self._finishing]:
+            for record in [*reversed(self.running), *self._set_aside]:
                 self._restore(record, before.get(record))
             raise
 
@@ -123,16 +124,13 @@ class Scheduler:
             record.restore(progress)
 
     def _plan(self, solo: Request | None) -> Plan:
-        """See `plan`. solo: the only request to run, if any."""
+        """Choose spans and reserve their pages. solo: the only request to run, if any."""
         running = [r for r in self.running if solo is None or r.request is solo]
         # Drafting on the host needs all tokens, so such requests wait for their results.
         ready = [r for r in running if r.is_decoding and not (r.in_flight and r.host_proposer)]
         chosen, draft_plan = self._decode_spans(ready)
         decode_rows = num_rows([span for _, span in chosen], draft_plan.num_verified)
-        token_budget = self.limits.max_num_batched_tokens - decode_rows
-        max_mixed = self.limits.max_mixed_tokens
-        if max_mixed is not None and any(record.is_decoding for record in running):
-            token_budget = min(token_budget, max(max_mixed - decode_rows, max_mixed // 2))
+        token_budget = self._prompt_budget(running, decode_rows)
         for record in [r for r in running if not r.is_decoding]:
             if token_budget <= 0:
                 break
@@ -140,8 +138,9 @@ class Scheduler:
             chosen.append((record, span))
             token_budget -= span.num_rows
         fitting = self._reserve(chosen)
-        out_of_pages, chosen = len(fitting) < len(chosen), fitting
-        chosen += [] if out_of_pages else self._admit_waiting(solo, token_budget)
+        if len(fitting) == len(chosen):  # there may be pages for others
+            fitting += self._admit_waiting(solo, token_budget)
+        chosen = fitting
         if solo is not None and not chosen and not self._in_flight:
             self._fault_isolation.clear()  # no room for it next to the others
             return self.plan()
@@ -150,15 +149,28 @@ class Scheduler:
             record.start += span.num_context_rows
         if chosen:
             self._in_flight.append([record for record, _ in chosen])
-        spans = tuple([span for _, span in chosen])
-        admissions = tuple([r.admission(span.start) for r, span in chosen if not r.pages_sent])
-        pages = tuple([write for record, _ in chosen if (write := record.page_write())])
-        return Plan(spans, pages, admissions, draft_plan.num_verified, draft_plan.confidence)
+        admitted = [r.admission(span.start) for r, span in chosen if not r.pages_sent]
+        pages = [write for record, _ in chosen if (write := record.page_write())]
+        return Plan(
+            spans=tuple([span for _, span in chosen]),
+            pages=tuple(pages),
+            admitted=tuple(admitted),
+            num_verified=draft_plan.num_verified,
+            confidence=draft_plan.confidence,
+        )
+
+    def _prompt_budget(self, running: list[RunningRequest], decode_rows: int) -> int:
+        """Return how many rows of prompts the step may have beside those of decoding requests."""
+        budget = self.limits.max_num_batched_tokens - decode_rows
+        max_mixed = self.limits.max_mixed_tokens
+        if max_mixed is not None and any(record.is_decoding for record in running):
+            budget = min(budget, max(max_mixed - decode_rows, max_mixed // 2))
+        return budget
 
     def commit(self, plan: Plan, result: StepResult) -> list[TokenEvent]:
         """Commit the oldest step in flight: advance leases, apply stop rules, make events. If
         anything raises, nothing is committed, and `cancel_all` must follow."""
-        records = [record for record in self._in_flight[0] if not record.finishing]
+        records = [record for record in self._in_flight[0] if not record.is_leaving]
         before = [(len(r.request.tokens), r.request.started, r.lease.length) for r in records]
         try:
             events, ended = self._commit(plan, result)
@@ -178,13 +190,15 @@ class Scheduler:
     def _commit(
         self, plan: Plan, result: StepResult
     ) -> tuple[list[TokenEvent], list[RunningRequest]]:
-        event_pairs, ends = list[tuple[Request, TokenEvent]](), dict[int, int]()
+        event_pairs: list[tuple[Request, TokenEvent]] = []
+        ends: dict[int, int] = {}
         for i, (record, span) in enumerate(zip(self._in_flight[0], plan.spans, strict=True)):
-            request, start = record.request, record.lease.length
+            request = record.request
+            start = record.lease.length
             record.in_flight -= 1
             record.lease.commit(span.num_context_rows + result.num_accepted[i])
             record.start += result.num_accepted[i]
-            if record.finishing:
+            if record.is_leaving:
                 ends[i] = 0
                 continue
             self._fault_isolation.succeeded(request, record.lease.length)
@@ -193,11 +207,13 @@ class Scheduler:
             if span.num_logits or i in result.errors:
                 by_span = result.num_verified
                 num_verified = span.num_drafts if by_span is None else by_span[i]
-                num_verified = max(0, min(num_verified, self.limits.max_model_len - 1 - start))
                 can_draft = request.num_drafts and start >= record.prefill_end
-                fields = {"num_proposed": span.num_drafts if can_draft else None}
-                fields |= {"num_verified": num_verified, "num_computed_tokens": start}
-                event = self.results.apply(request, i, result, **fields)
+                counts = SpanCounts(
+                    num_proposed=span.num_drafts if can_draft else None,
+                    num_verified=max(0, min(num_verified, self.limits.max_model_len - 1 - start)),
+                    num_computed_tokens=start,
+                )
+                event = self.results.apply(request, i, result, counts)
                 event_pairs.append((request, event))
                 if event.finish_reason is not None:
                     ends[i] = len(event.tokens)
@@ -227,21 +243,25 @@ class Scheduler:
         records = list(dict.fromkeys(itertools.chain(*self._in_flight)))
         self._in_flight.clear()
         for record in records:
-            record.in_flight, record.start = 0, record.lease.length
+            record.in_flight = 0
+            record.start = record.lease.length
             while record.lease.reserved:
                 record.lease.rollback()
         return self._start_over(records, error)
 
     def _start_over(self, records: list[RunningRequest], error: str) -> list[TokenEvent]:
-        requeued = [record.request for record in records if not record.finishing]
+        requeued = [record.request for record in records if not record.is_leaving]
         for record in reversed(records):
-            if record.finishing:
+            if record.is_leaving:
                 self._retire(record)
                 continue
             if record.start > record.request.failed_at:
                 record.request.failures = 0
             record.request.failed_at = record.start
-            self._requeue(record, keep=record.request is self.alone and not record.in_flight)
+            if record.request is self.alone and not record.in_flight:
+                self._suspend(record)
+            else:
+                self._requeue(record)
         request = self._fault_isolation.failed(requeued)
         if request is None:
             return []
@@ -256,12 +276,18 @@ class Scheduler:
         max_drafts = self.limits.num_drafts
         load = BatchLoad(self._prompt_rows(), sum([record.start for record in records]))
         candidates = [self._candidate(r, min(r.request.num_drafts, max_drafts)) for r in records]
-        policy, default = self.draft_policy, DraftPolicy().plan(candidates, load)
-        plan = self._advice.of("The draft policy", lambda: policy.plan(candidates, load), default)
+        plan = self._advice.of(
+            "The draft policy",
+            lambda: self.draft_policy.plan(candidates, load),
+            default=DraftPolicy().plan(candidates, load),
+        )
         use_chain = plan.use_chain or [bool(c.chain.tokens) for c in candidates]
         chains = [c.chain if used else None for c, used in zip(candidates, use_chain, strict=True)]
-        spans = map(self._decode_span, records, plan.max_drafts, chains)
-        return list(zip(records, spans, strict=True)), plan
+        scheduled = [
+            (record, self._decode_span(record, count, chain))
+            for record, count, chain in zip(records, plan.max_drafts, chains, strict=True)
+        ]
+        return scheduled, plan
 
     def _prompt_rows(self) -> int:
         """Return rows of prompts still to be computed: of running requests, and of waiting ones for
@@ -274,31 +300,60 @@ class Scheduler:
         return rows
 
     def _candidate(self, record: RunningRequest, max_drafts: int) -> Candidate:
-        request, host, chain = record.request, record.host_proposer, DraftChain()
+        request = record.request
+        host = record.host_proposer
+        chain = DraftChain()
         if max_drafts and host is not None:
             chain = self._advice.of("Drafting", lambda: host.propose(request, max_drafts), chain)
         on_device = max_drafts > 0 and record.device_method is not None
-        max_drafts = max_drafts if on_device else len(chain.tokens)
-        return Candidate(request, max_drafts, on_device, record.slot, chain)
+        return Candidate(
+            request=request,
+            max_drafts=max_drafts if on_device else len(chain.tokens),
+            on_device=on_device,
+            slot=record.slot,
+            chain=chain,
+        )
 
     def _decode_span(self, record: RunningRequest, count: int, chain: DraftChain | None) -> Span:
-        slot, start, max_start = record.slot, record.start, record.lease.length + record.lease.open
+        """Make the span of a request's newest token and `count` drafts: of the chain, if there is
+        one, or the device's."""
+        tail = Span(
+            slot=record.slot,
+            start=record.start,
+            max_start=record.lease.length + record.lease.open,
+            tokens=(TAIL if record.host_proposer is None else record.request.tokens[-1],),
+        )
         if chain is not None or record.device_method is None:
             drafts = () if chain is None else chain.tokens[:count]
-            tokens = (TAIL if record.host_proposer is None else record.request.tokens[-1], *drafts)
-            return Span(slot, start, max_start, tokens, len(drafts), None, len(tokens))
-        method = record.device_method if count else None
-        return Span(slot, start, max_start, (TAIL,), count, method, 1 + count)
+            return tail._replace(
+                tokens=(*tail.tokens, *drafts),
+                num_drafts=len(drafts),
+                num_logits=1 + len(drafts),
+            )
+        return tail._replace(
+            tokens=(TAIL,),
+            num_drafts=count,
+            method=record.device_method if count else None,
+            num_logits=1 + count,
+        )
 
     def _prefill_span(self, record: RunningRequest, token_budget: int) -> Span:
-        request, start = record.request, record.start
+        request = record.request
+        start = record.start
         end = min(record.prefill_end, start + token_budget)
-        scored_tokens, top_logprobs = (), 0
-        if request.wants_prompt_logprobs:
-            scored_tokens = tuple(request.tokens[start + 1 : min(end + 1, request.num_prompt)])
-            top_logprobs = request.sampling.prompt_logprobs or 0
-        tokens, logits = tuple(request.tokens[start:end]), int(end == record.prefill_end)
-        return Span(record.slot, start, start, tokens, 0, None, logits, scored_tokens, top_logprobs)
+        span = Span(
+            slot=record.slot,
+            start=start,
+            max_start=start,
+            tokens=tuple(request.tokens[start:end]),
+            num_logits=int(end == record.prefill_end),
+        )
+        if not request.wants_prompt_logprobs:
+            return span
+        return span._replace(
+            scored_tokens=tuple(request.tokens[start + 1 : min(end + 1, request.num_prompt)]),
+            top_logprobs=request.sampling.prompt_logprobs or 0,
+        )
 
     def _positions_to_reserve(self, record: RunningRequest, span: Span) -> int:
         """Return the positions to reserve: a drafting request always gets a whole block."""
@@ -310,7 +365,7 @@ class Scheduler:
         priority is preempted; while the pages of a finishing request are still in use, the newest
         chosen requests skip this step."""
         while not reserve_all([(r.lease, self._positions_to_reserve(r, s)) for r, s in chosen]):
-            if self._finishing:
+            if self._set_aside:
                 chosen = chosen[:-1]
                 continue
             victim = max(reversed(self.running), key=lambda record: _priority(record.request))
@@ -352,11 +407,11 @@ class Scheduler:
         self.waiting.remove(request)
         self.running.append(record)
         request.status = Status.RUNNING
-        start = record.start
         if request.num_cached is None:
-            request.num_cached, request.queue_time = start, time.monotonic() - request.arrived_at
+            request.num_cached = record.start
+            request.queue_time = time.monotonic() - request.arrived_at
             self.stats.prefix_queries += len(request.tokens)
-            self.stats.prefix_hits += start
+            self.stats.prefix_hits += record.start
         return record, span
 
     def _lease_pages(
@@ -368,7 +423,13 @@ class Scheduler:
         if self.prefix_caching:
             self.pool.extend(request.page_keys, request.tokens)
             start = 0 if request.wants_prompt_logprobs else lease.adopt(request.tokens)
-        record = RunningRequest(request, self._slots[-1], lease, start, len(request.tokens))
+        record = RunningRequest(
+            request=request,
+            slot=self._slots[-1],
+            lease=lease,
+            start=start,
+            prefill_end=len(request.tokens),
+        )
         if request.num_drafts:
             record.host_proposer, record.device_method = self.drafters[request.method]
         span = self._prefill_span(record, token_budget)
@@ -384,28 +445,49 @@ class Scheduler:
         computing = [record for record in self.running if record.lease.length < record.prefill_end]
         if not computing or not self.prefix_caching or request.wants_prompt_logprobs:
             return False
-        keys, size = self.pool.extend(request.page_keys, request.tokens), self.pool.page_size
+        keys = self.pool.extend(request.page_keys, request.tokens)
+        size = self.pool.page_size
         other_keys = [r.request.page_keys[: (r.prefill_end - 1) // size] for r in computing]
         num_cached = next((i for i, k in enumerate(keys) if self.pool.lookup(k) is None), len(keys))
         # A key stands for all the tokens up to its page's end: equal ones are a common prefix's.
         num_shared = max([sum(map(eq, keys, theirs)) for theirs in other_keys]) - num_cached
         return 2 * size * num_shared >= len(request.tokens) - num_cached * size
 
-    def _requeue(self, record: RunningRequest, *, keep: bool = False) -> None:
+    def _requeue(self, record: RunningRequest) -> None:
         """Take back a running request's pages; it starts over from its tokens, first in line of its
-        priority. keep: it keeps the pages, and the next plan resumes it."""
-        request = record.request
-        request.status = Status.WAITING
-        self._retire(record, keep=keep)
-        self.waiting.insert(bisect_left(self.waiting, _priority(request), key=_priority), request)
+        priority."""
+        self._wait_first(record.request)
+        self._retire(record)
 
-    def _retire(self, record: RunningRequest, *, keep: bool = False) -> None:
-        """Release a request's slot and pages once no step of it is in flight."""
+    def _suspend(self, record: RunningRequest) -> None:
+        """Let a running request wait, first in line of its priority; it keeps its slot and pages,
+        and the next plan resumes it."""
+        self._wait_first(record.request)
+        self._put_aside(record, Residence.SUSPENDED)
+
+    def _resume(self, record: RunningRequest) -> None:
+        self._set_aside.remove(record)
+        self.waiting.remove(record.request)
+        self.running.append(record)
+        record.residence = Residence.RUNNING
+        record.request.status = Status.RUNNING
+        record.pages_sent = 0
+
+    def _wait_first(self, request: Request) -> None:
+        request.status = Status.WAITING
+        at = bisect_left(self.waiting, _priority(request), key=_priority)
+        self.waiting.insert(at, request)
+
+    def _put_aside(self, record: RunningRequest, residence: Residence) -> None:
         if record in self.running:
             self.running.remove(record)
-            self._finishing.append(record)
-        record.finishing = not keep
-        if record.finishing and not record.in_flight and record in self._finishing:
+            self._set_aside.append(record)
+        record.residence = residence
+
+    def _retire(self, record: RunningRequest) -> None:
+        """Release a request's slot and pages once no step of it is in flight."""
+        self._put_aside(record, Residence.LEAVING)
+        if not record.in_flight and record in self._set_aside:
             record.lease.release()
-            self._finishing.remove(record)
+            self._set_aside.remove(record)
             self._slots.append(record.slot)
