@@ -55,7 +55,8 @@ class Request:
     """One answer in progress. The scheduler owns its status.
 
     tokens: the prompt, then the output. sibling: index among the prompt's n answers; key: the
-    caller's name for the prompt; off_reason: reason for no speculation; queue_time: seconds in the
+    caller's name for the prompt; off_reason: reason for no speculation; always_drafts: no
+    step may leave its drafts out; queue_time: seconds in the
     queue.
     """
 
@@ -68,6 +69,7 @@ class Request:
     method: str = "none"
     num_drafts: int = 0
     off_reason: str | None = None
+    always_drafts: bool = False
     key: Hashable = None
     scheduling: SchedulingOptions = DEFAULT_SCHEDULING
     tokens: list[int] = field(init=False)

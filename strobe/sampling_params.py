@@ -108,7 +108,8 @@ class Speculation:
 
     method: "dflash", "ngram", "dflash+ngram" (prompt lookup in steps where it is expected to be
     accepted further), or "none". num_drafts: drafts verified per step, at most the engine's limit.
-    return_drafts: report each step's drafts, rejected ones included.
+    return_drafts: report each step's drafts, rejected ones included. always: draft in every step,
+    even where drafting promises less than it costs.
     """
 
     prefix: ClassVar[str] = "speculation."
@@ -116,6 +117,7 @@ class Speculation:
     method: Method | None = None
     num_drafts: Count | None = option(None, "", "0 turns drafting off.")
     return_drafts: bool = False
+    always: bool = False
 
     @staticmethod
     def of(value: Any) -> Speculation:

@@ -289,6 +289,7 @@ class Engine:
             method=method,
             num_drafts=num_drafts,
             off_reason=off_reason,
+            always_drafts=asked.always,
             key=number if key is None else key,
             scheduling=scheduling,
         )

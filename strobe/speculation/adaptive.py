@@ -25,7 +25,13 @@ import numpy as np
 from strobe.request import Request
 from strobe.speculation.acceptance import AcceptanceForecast, DraftChances, evidence, knot_weights
 from strobe.speculation.costs import StepCosts, StepWork
-from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftPlan, DraftPolicy
+from strobe.speculation.draft_policy import (
+    BatchLoad,
+    Candidate,
+    DraftPlan,
+    DraftPolicy,
+    with_required_drafts,
+)
 from strobe.speculation.policy_config import PolicyConfig
 from strobe.step import Plan, StepResult
 
@@ -71,6 +77,10 @@ class AdaptiveDraftPolicy(DraftPolicy):
     def plan(self, candidates: Sequence[Candidate], load: BatchLoad) -> DraftPlan:
         if self.costs is None:
             return super().plan(candidates, load)
+        return with_required_drafts(self._best_plan(candidates, load), candidates)
+
+    def _best_plan(self, candidates: Sequence[Candidate], load: BatchLoad) -> DraftPlan:
+        """Return the plan with the most tokens per millisecond."""
         self._register(candidates)
         count, limit = len(candidates), self.max_mixed_rows
         prompt_rows = min(load.prompt_rows, max(limit - count, limit // 2))

@@ -46,6 +46,26 @@ class DraftPlan(NamedTuple):
     use_chain: list[bool] | None = None
 
 
+def with_required_drafts(plan: DraftPlan, candidates: Sequence[Candidate]) -> DraftPlan:
+    """Return a plan in which the requests that always draft verify all drafts that they may. All
+    other drafts of the plan are then verified, too: the device would choose among them all."""
+    required = [i for i, c in enumerate(candidates) if c.request.always_drafts]
+    if not required:
+        return plan
+    max_drafts = list(plan.max_drafts)
+    use_chain = [bool(candidate.chain.tokens) for candidate in candidates]
+    if plan.use_chain is not None:
+        use_chain = list(plan.use_chain)
+    for i in required:
+        candidate = candidates[i]
+        chain_length = len(candidate.chain.tokens)
+        is_chosen = use_chain[i] and max_drafts[i] > 0
+        use_chain[i] = chain_length > 0 and (is_chosen or not candidate.on_device)
+        limit = chain_length if use_chain[i] else candidate.max_drafts
+        max_drafts[i] = min(limit, candidate.max_drafts)
+    return DraftPlan(max_drafts, use_chain=use_chain)
+
+
 class DraftPolicy:
     """The policy without a choice: every request verifies as many drafts as it may."""
 

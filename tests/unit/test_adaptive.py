@@ -17,7 +17,13 @@ from strobe.sampling_params import SamplingParams
 from strobe.speculation.adaptive import AdaptiveDraftPolicy
 from strobe.speculation.allocate import choose_drafts
 from strobe.speculation.costs import StepCosts, StepWork
-from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftChain, DraftPlan
+from strobe.speculation.draft_policy import (
+    BatchLoad,
+    Candidate,
+    DraftChain,
+    DraftPlan,
+    with_required_drafts,
+)
 from strobe.step import TAIL, Plan, Span, StepResult, num_rows
 
 WIDTHS, SLOTS = (3, 7, 15), (4, 8, 16)
@@ -152,6 +158,29 @@ def test_drafter_that_is_never_right_rests():
     assert simulation.rate(1000, lambda position: 0.01) > 0.99 * simulation.plain_rate()
     drafting = [plan for plan in simulation.plans[300:] if any(plan.max_drafts)]
     assert 0 < len(drafting) < 40
+
+
+def test_request_that_always_drafts_does_not_rest():
+    simulation = Simulation(8, GPU, informative=False)
+    stubborn = Request("r", [1], SamplingParams(), seed=0, always_drafts=True)
+    simulation.candidates[2] = simulation.candidates[2]._replace(request=stubborn)
+    simulation.rate(300, lambda position: 0.01)
+    assert {plan.max_drafts[2] for plan in simulation.plans} == {15}
+    assert {plan.num_verified for plan in simulation.plans} == {None}
+    others = [plan for plan in simulation.plans[200:] if sum(plan.max_drafts) > 15]
+    assert len(others) < 20
+
+
+def test_request_that_always_drafts_keeps_its_chain_or_block():
+    stubborn = Request("r", [1], SamplingParams(), seed=0, always_drafts=True)
+    block = Candidate(stubborn, 15)
+    chain = block._replace(max_drafts=9, on_device=False, chain=DraftChain((5,) * 9, 4))
+    both = block._replace(chain=DraftChain((5,) * 3, 4))
+    none = block._replace(max_drafts=0, on_device=False)
+    candidates = [block, chain, both, both, none]
+    plan = DraftPlan([0, 2, 0, 1, 0], 0, (), [False, True, False, True, False])
+    required = DraftPlan([15, 9, 15, 3, 0], None, (), [False, True, False, True, False])
+    assert with_required_drafts(plan, candidates) == required
 
 
 @pytest.mark.parametrize("count", [8, 64])

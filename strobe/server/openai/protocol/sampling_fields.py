@@ -111,6 +111,7 @@ SPECULATION_SCHEMA: dict[str, Any] = {
                 "method": {"enum": list(METHODS)},
                 "num_drafts": {"type": "integer", "minimum": 0, "maximum": MAX_INT},
                 "return_drafts": {"type": "boolean"},
+                "always": {"type": "boolean"},
             }
         ),
     ]
@@ -221,8 +222,9 @@ class SamplingFields(RequestModel):
         | None
     ) = Field(
         None,
-        description="false, true, or an object with `method`, `num_drafts` (drafts per step) and "
-        "`return_drafts`; default: the server's settings. It never changes the answer.",
+        description="false, true, or an object with `method`, `num_drafts` (drafts per step), "
+        "`return_drafts` and `always` (draft in every step, even where it does not pay); "
+        "default: the server's settings. It never changes the answer.",
     )
     priority: Annotated[Int, Bounds(-MAX_INT, MAX_INT, "0 is usual")] = Field(
         0, description="Requests with a lower number run first and are preempted last."
