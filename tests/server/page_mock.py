@@ -80,16 +80,20 @@ def step(
 
 
 def end(
-    parts: Sequence[Json | Gate], off_reason: str | None = None, seconds: float | None = None
+    parts: Sequence[Json | Gate],
+    off_reason: str | None = None,
+    seconds: float | None = None,
+    rested: bool = False,
 ) -> Json:
-    """The last chunk after `parts`: usage and the speculation report. seconds: decoding time."""
+    """The last chunk after `parts`: usage and the speculation report. seconds: decoding time;
+    rested: drafting was on, but rested in every step."""
     steps = [p["choices"][0]["step"] for p in parts if isinstance(p, dict) and p.get("choices")]
     verified = [s for s in steps if s["drafted"]]
     accepted = sum(s["accepted"] for s in verified)
     tokens = sum(len(s["tokens"]) for s in steps)
     report = {
         "used": bool(verified),
-        "method": "dflash" if verified else "none",
+        "method": "dflash" if verified or rested else "none",
         "steps": len(verified),
         "drafted": sum(s["drafted"] for s in verified),
         "accepted": accepted,
@@ -97,7 +101,7 @@ def end(
         "accepted_per_position": [],
         "rows_verified": sum(1 + s["drafted"] for s in steps[1:]),
         "drafts_made": sum(s["drafted"] for s in verified),
-        "rested_steps": len(steps[1:]) - len(verified) if verified else 0,
+        "rested_steps": len(steps[1:]) - len(verified) if verified or rested else 0,
         "rest_reason": None,
         "decode_seconds": seconds,
         "off_reason": None if verified else off_reason or "the request turned speculation off",
@@ -107,10 +111,13 @@ def end(
 
 
 def answer(
-    *parts: Json | Gate, off_reason: str | None = None, seconds: float | None = None
+    *parts: Json | Gate,
+    off_reason: str | None = None,
+    seconds: float | None = None,
+    rested: bool = False,
 ) -> Reply:
     """A complete stream, including its last chunk."""
-    return Reply([*parts, end(parts, off_reason, seconds)])
+    return Reply([*parts, end(parts, off_reason, seconds, rested)])
 
 
 def refusal(status: int, message: str, **headers: str) -> Reply:

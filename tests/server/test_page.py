@@ -318,7 +318,29 @@ def test_unreachable_server_is_reported(page: Page):
     visit(page, server.url)
     server.close()
     ask_and_wait(page, "anyone?")
-    assert page.texts(".notes .error") == ["The server cannot be reached. Is it still running?"]
+    assert page.text("#server-note") == "The server cannot be reached. Is it still running?"
+    assert page.texts(".notes p") == []  # it is told once
+    assert "reached" not in page.text("#live")
+    assert page.evaluate("document.querySelector('#prompt').value") == "anyone?"
+
+
+def test_server_that_dies_is_told_once_and_covers_no_answer(page: Page):
+    server = MockServer()
+    server.reply(Reply([HELLO, Gate()]))
+    visit(page, server.url)
+    ask(page, "long")
+    page.until("document.querySelector('.answer .token')")
+    server.close()
+    page.until(f"{IDLE} && !document.querySelector('#server-note').hidden")
+    sentence = "The server cannot be reached. Is it still running?"
+    assert page.evaluate("document.body.innerText").count("server") == 1
+    assert page.text("#server-note") == sentence
+    assert page.texts(".notes p") == ["The answer was cut off."]
+    low, high = page.evaluate(
+        "['.answer', '#server-note'].map((name) => document.querySelector(name))"
+        ".map((one, i) => one.getBoundingClientRect()[i ? 'top' : 'bottom'])"
+    )
+    assert low <= high
 
 
 def test_page_waits_for_a_starting_server(page: Page, mock: MockServer):
@@ -454,6 +476,37 @@ def test_compare_says_why_the_server_did_not_speculate(chat: Page, mock: MockSer
     assert reported["speculation"] == "off, because no drafter is loaded"
 
 
+def test_drafting_that_rested_is_not_called_off(chat: Page, mock: MockServer):
+    plain = [step(("a", False), drafted=0), step(("b", False), drafted=0)]
+    mock.reply(answer(*plain), answer(*plain, off_reason="it cost too much", rested=True))
+    ask(chat, "x", "#compare")
+    chat.until("document.querySelector('.verdict')")
+    assert chat.text(".verdict").startswith("Drafting rested: it cost too much.")
+    reported = figures(chat, ".answer:nth-child(2)")
+    assert reported["drafting"] == "rested, because it cost too much"
+    assert "speculation" not in reported
+
+
+def test_compare_draws_its_progress_and_the_ranges(chat: Page, mock: MockServer):
+    replies = rounds([0.3, 0.6, 0.3], [0.03, 0.03, 0.06])
+    gate = Gate()
+    replies[2].parts = [replies[2].parts[0], gate, *replies[2].parts[1:]]
+    mock.reply(*replies)
+    ask(chat, "count", "#compare")
+    chat.until("document.querySelector('.progress span')?.textContent.startsWith('Run 2 of 3')")
+    assert chat.text(".progress span") == "Run 2 of 3, speculation off"
+    assert chat.evaluate("document.querySelector('progress').value") == pytest.approx(1.125 / 3)
+    gate.open()
+    chat.until("document.querySelector('.verdict')")
+    assert chat.texts(".progress") == []
+    ranges = chat.evaluate(
+        "[...document.querySelectorAll('.whisker')].map((one) => "
+        "['--from', '--to'].map((name) => +one.style.getPropertyValue(name)))"
+    )
+    assert ranges == [pytest.approx([0.5, 1]), pytest.approx([0.05, 0.1])]
+    assert chat.texts(".race dd") == ["0.40 s (0.40 to 0.80)", "0.04 s (0.04 to 0.08)"]
+
+
 def test_stopped_comparison_shows_no_result(chat: Page, mock: MockServer):
     reply = Reply([HELLO, Gate()])
     mock.reply(reply)
@@ -527,6 +580,7 @@ def test_examples_suit_the_served_model(page: Page, mock: MockServer):
     note = "document.querySelector('#demo-note').checkVisibility()"
     visit(page, mock.url)
     assert page.evaluate(note)
+    assert "a click fills in the message" in page.text("#examples h3")
     page.click("#examples li:last-child button")
     assert "weather" in page.evaluate("document.querySelector('#prompt').value")
     assert page.text("#in-effect").endswith("tools: get_weather")

@@ -73,7 +73,7 @@ def test_conversation_is_kept_and_opened_again(wide: Page, mock: MockServer):
     mock.reply(answer(*SORTED, seconds=0.07), answer(HELLO))
     ask_and_wait(wide, "Sort **these**")
     wait(wide)
-    assert wide.texts("#conversations li > :first-child") == ["Sort **these**"]
+    assert wide.texts("#conversations li li > :first-child") == ["Sort **these**"]
     assert "#" in wide.evaluate("location.href")
     wide.reload()
     wide.until("document.querySelector('.answer')")
@@ -91,7 +91,7 @@ def test_conversation_is_kept_and_opened_again(wide: Page, mock: MockServer):
 
 
 def test_conversations_are_searched_renamed_and_deleted(wide: Page, mock: MockServer):
-    names = "#conversations li > :first-child"
+    names = "#conversations li li > :first-child"
     for prompt, reply in (("one", "An apple."), ("two", "A pear.")):
         mock.reply(answer(say(reply)))
         ask_and_wait(wide, prompt)
@@ -120,6 +120,58 @@ def test_conversations_are_searched_renamed_and_deleted(wide: Page, mock: MockSe
     assert wide.texts(names) == ["two", "Fruit with an apple"]
 
 
+def test_list_names_days_and_pins(wide: Page, mock: MockServer):
+    for prompt in ("one", "two"):
+        mock.reply(answer(HELLO))
+        ask_and_wait(wide, prompt)
+        wait(wide)
+        wide.click("#new-chat")
+    assert wide.texts("#conversations h2") == ["Today"]
+    wide.click("#conversations li li:last-child .more")
+    choose(wide, "Pin")
+    wide.until("document.querySelector('#conversations h2').textContent == 'Pinned'")
+    assert wide.texts("#conversations > li") == ["Pinnedone⋯", "Todaytwo⋯"]
+    wide.reload()
+    wide.until("document.querySelectorAll('#conversations h2').length == 2")
+    wide.click("#conversations .more")
+    choose(wide, "Unpin")
+    wide.until("document.querySelectorAll('#conversations h2').length == 1")
+    now = "Date.UTC(2026, 10, 27, 12)"
+    days = wide.evaluate(
+        f"""import("./sidebar.js").then(({{ dayOf }}) => [0, 1, 3, 20, 40]
+        .map((days) => dayOf({now} - days * 86400000, {now})))"""
+    )
+    assert days == ["Today", "Yesterday", "Tuesday", "7 November", "October 2026"]
+
+
+def test_list_is_the_same_in_two_tabs(wide: Page, mock: MockServer):
+    """The other tab is a frame, since browsers draw only one tab at a time."""
+    wide.evaluate(
+        "document.body.append(Object.assign(document.createElement('iframe'), {src: '/'})), 0"
+    )
+    other = "frames[0].document"
+    wide.until(f"{other}.title == 'strobe-demo · Strobe'")
+    mock.reply(answer(say("a")), answer(say("b")), answer(say("c")))
+    ask_and_wait(wide, "one")
+    wait(wide)
+    wide.until(f"{other}.querySelector('#conversations li li')")
+    wide.evaluate(f"{other}.querySelector('#conversations li li button').click()")
+    wide.evaluate(f"{other}.querySelector('#prompt').value = 'two'")
+    wide.evaluate(f"{other}.querySelector('#send').click()")
+    wide.until("document.querySelectorAll('.turn').length == 2")
+    assert wide.texts(SAID) == ["one", "two"]
+    ask_and_wait(wide, "three")
+    assert [m["content"] for m in mock.received[2]["messages"]] == ["one", "a", "two", "b", "three"]
+    wide.click("#conversations .more")
+    choose(wide, "Rename")
+    wide.type("Numbers")
+    wide.press("Enter")
+    wide.until(f"{other}.querySelector('#conversations li li')?.textContent.startsWith('Numbers')")
+    wide.click("#conversations .more")
+    choose(wide, "Delete")
+    wide.until(f"!{other}.querySelector('#conversations li')")
+
+
 def test_json_export_is_imported_as_it_was(wide: Page, mock: MockServer):
     mock.reply(answer(*SORTED), answer(HELLO))
     ask_and_wait(wide, "sort")
@@ -132,7 +184,7 @@ def test_json_export_is_imported_as_it_was(wide: Page, mock: MockServer):
     give_file(wide, "#import", "x.json", exported)
     wide.until("document.querySelector('#conversations li')")
     assert wide.text("#sidebar-note") == "Imported 1 conversation."
-    wide.click("#conversations li > button")
+    wide.click("#conversations li li > button")
     assert wide.texts(".answer + * .versions, .turn > .actions .versions") == ["\u20392 / 2\u203a"]
     assert json.loads(saved(wide, "Export as JSON")) == json.loads(exported)
 
@@ -146,8 +198,8 @@ def test_markdown_export_is_imported_as_text(wide: Page, mock: MockServer):
     head = "# one ## Assistant\n\n## You\n\none\n\\## Assistant\n\n## Assistant"
     assert exported.startswith(head)
     give_file(wide, "#import", "x.md", exported)
-    wide.until("document.querySelectorAll('#conversations li').length == 2")
-    wide.click("#conversations li:not(:has([aria-current])) > button")
+    wide.until("document.querySelectorAll('#conversations li li').length == 2")
+    wide.click("#conversations li li:not(:has([aria-current])) > button")
     assert wide.texts(SAID) == ["one\n## Assistant", "two"]
     mock.reply(answer(HELLO))
     ask_and_wait(wide, "three")
@@ -186,7 +238,7 @@ def test_list_is_a_drawer_on_narrow_pages(page: Page, mock: MockServer):
     page.press("Escape")
     assert not page.evaluate(shown)
     page.click("#open-sidebar")
-    page.click("#conversations li > button")
+    page.click("#conversations li li > button")
     assert not page.evaluate(shown)
 
 
@@ -221,6 +273,30 @@ def test_regenerating_uses_another_seed_and_keeps_both(reading: Page, mock: Mock
     ask_and_wait(reading, "go on")
     assert [m["content"] for m in mock.received[2]["messages"]] == ["count", "one", "go on"]
     assert reading.problems == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"temperature": "0"}, "at temperature 0 the likeliest token is taken every time"),
+        ({"top_k": "1"}, "at top-k 1 the likeliest token"),
+        ({}, "although the seed is another one"),
+    ],
+)
+def test_regenerating_says_why_it_is_the_same(
+    fields: dict[str, str], words: str, reading: Page, mock: MockServer
+):
+    for name, value in fields.items():
+        reading.evaluate(f"document.querySelector('[name={name}]').value = '{value}'")
+    mock.reply(answer(say("one")), answer(say("one")), answer(say("two")))
+    ask_and_wait(reading, "count")
+    press(reading, "Regenerate")
+    reading.until("document.querySelector('.notes p')")
+    assert words in reading.text(".notes")
+    press(reading, "Regenerate")
+    reading.until(f"document.querySelector('{ANSWERED}')?.textContent == 'two'")
+    wait(reading)
+    assert reading.texts(".notes p") == []
 
 
 def test_edited_message_begins_a_branch(reading: Page, mock: MockServer):
@@ -283,7 +359,7 @@ def test_leaving_a_conversation_keeps_what_was_answered(wide: Page, mock: MockSe
     wide.click("#new-chat")
     wide.until("document.querySelector('#conversations li')")
     assert wide.texts(".turn") == []
-    wide.click("#conversations li > button")
+    wide.click("#conversations li li > button")
     wide.until(f"document.querySelector('{ANSWERED}')?.textContent == 'half'")
     assert wide.texts(".notes p") == ["Stopped."]
 
@@ -334,6 +410,16 @@ def test_every_sampling_option_reaches_the_request(reading: Page, mock: MockServ
     assert sent["stop"] == ["END", "STOP"]
     assert sent["structured_outputs"] == {"json": {"type": "object"}}
     assert sent["speculation"] == {"method": "ngram", "return_drafts": True}
+
+
+def test_drafting_in_every_step_is_requested(reading: Page, mock: MockServer):
+    reading.click("#open-settings")
+    reading.click("[name=always]")
+    reading.press("Escape")
+    assert reading.text("#in-effect").endswith("speculation on, in every step")
+    mock.reply(answer(HELLO))
+    ask_and_wait(reading, "hi")
+    assert mock.received[0]["speculation"] == {"return_drafts": True, "always": True}
 
 
 def test_defaults_of_the_server_are_shown(reading: Page):

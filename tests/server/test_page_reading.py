@@ -46,7 +46,7 @@ def test_markdown_is_rendered(reading: Page, mock: MockServer):
     assert reading.problems == []
 
 
-FORMULAS = r"""So $E = mc^2$ and \(a^2\).
+FORMULAS = r"""So $E = mc^2$ and \(a^2\), $\mathbb{R}\mathbb{k}\mathcal{L}$.
 
 \[
 \begin{aligned} x &= \frac{1}{2} \\ y &= \boxed{3} \end{aligned}
@@ -61,7 +61,7 @@ Not one: $\undefined{x}$ and $\frac{1$.
 def test_formulas_are_set_as_mathml(reading: Page, mock: MockServer):
     mock.reply(answer(*by_word(FORMULAS)))
     ask_and_wait(reading, "go")
-    reading.until("document.querySelectorAll('.formula math').length == 3")
+    reading.until("document.querySelectorAll('.formula math').length == 4")
     assert [url for url in reading.requests if url.endswith("katex.js")] == [f"{mock.url}katex.js"]
     power = "document.querySelector('.formula msup').textContent"
     assert reading.evaluate(power) == "c2"
@@ -71,6 +71,11 @@ def test_formulas_are_set_as_mathml(reading: Page, mock: MockServer):
     assert reading.evaluate("document.querySelector('.formula math').namespaceURI.slice(-6)") == (
         "MathML"
     )
+    assert reading.texts(".formula mi[mathvariant]") == [
+        "\u211d",
+        "\U0001d55c",
+        "\u2112",
+    ]
     assert reading.texts(".formula.raw") == [r"\undefined{x}", r"\frac{1"]
     assert reading.problems == []
 

@@ -73,9 +73,9 @@ def test_live_line_shows_load_and_drafting(reading: Page, mock: MockServer):
 
 def test_engine_restart_is_announced_and_its_end(reading: Page, mock: MockServer):
     mock.state = {"problem": "The engine is restarting."}
-    reading.until("document.querySelector('#status').textContent == 'The engine is restarting.'")
-    assert reading.texts("#server-note") == ["The engine is restarting."]
-    assert reading.text("#live") == "The engine is restarting."
+    reading.until("!document.querySelector('#server-note').hidden")
+    assert reading.texts("#server-note[role=alert]") == ["The engine is restarting."]
+    assert reading.text("#live") == ""  # it is told once
     mock.state = state()
     reading.until("document.querySelector('#server-note').hidden")
     assert reading.text("#status") == "The server can answer again."
@@ -213,6 +213,7 @@ def test_race_shows_both_times_and_runs_again(chat: Page, mock: MockServer):
     )
     before = chat.evaluate(shares)
     assert before == pytest.approx([1, 0.1])
+    assert chat.texts(".race dd") == ["0.40 s", "0.04 s"]
     tokens = origins(chat)
     press(chat, "Watch the race")
     chat.until("!document.querySelector('.race button').disabled")

@@ -214,7 +214,7 @@ export class Answer {
     if (steps) rows.push(["verify steps", number(steps)]);
     if (this.pieces.length) rows.push(["tokens", number(this.numTokens)]);
     if (report) {
-      rows.push(report.used ? ["method", report.method] : ["speculation", why(report)]);
+      rows.push(report.used ? ["method", report.method] : absence(report));
     }
     const old = new Map([...this.figures.children].map((row) => [row.dataset.name, row]));
     this.figures.replaceChildren(
@@ -229,7 +229,10 @@ export class Answer {
   }
 }
 
-function why({ off_reason: reason }) {
-  if (reason === OFF) return "off";
-  return `off, because ${reason ?? "the server gave no reason"}`;
+/** The row of an answer without drafts: drafting may be on and have rested all the time. */
+function absence({ method, rested_steps: rested, off_reason: reason }) {
+  if (reason === OFF) return ["speculation", "off"];
+  const because = `because ${reason ?? "the server gave no reason"}`;
+  if (method === "none") return ["speculation", `off, ${because}`];
+  return ["drafting", rested ? `rested, ${because}` : `not begun, ${because}`];
 }

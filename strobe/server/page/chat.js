@@ -2,8 +2,8 @@
 
 import { Answer } from "./answer.js";
 import { Conversation } from "./conversation.js";
-import { button, byId, element, number } from "./dom.js";
-import { ROUNDS, verdict } from "./race.js";
+import { button, byId, number } from "./dom.js";
+import { Progress, ROUNDS, verdict } from "./race.js";
 import * as settings from "./settings.js";
 import { postJson, ServerError, stream } from "./stream.js";
 import { Turn } from "./turn.js";
@@ -19,10 +19,11 @@ export class Chat {
   /**
    * model: returns the served model's name, as a promise. onChange: called after every change of
    * what is shown; onSave: with the conversation, after every change of it. onShare, onPicture:
-   * called with a turn, and with the button that was pressed.
+   * called with a turn, and with the button that was pressed; onUnreachable: with a sentence, when
+   * a request does not reach the server.
    */
-  constructor({ model, onChange, onSave, onShare, onPicture }) {
-    Object.assign(this, { model, onChange, onSave, onShare, onPicture });
+  constructor({ model, onChange, onSave, onShare, onPicture, onUnreachable }) {
+    Object.assign(this, { model, onChange, onSave, onShare, onPicture, onUnreachable });
     this.conversation = new Conversation();
     this.turns = [];
     this.running = null; // the AbortController of the current stream
@@ -117,9 +118,13 @@ export class Chat {
   }
 
   /** Answer a message again, with another seed. */
-  again(turn, { compare = false } = {}) {
+  async again(turn, { compare = false } = {}) {
+    const before = turn.shown.at(-1)?.raw;
     this.endAt(turn);
-    return this.answer(turn, { compare, seed: randomSeed() });
+    const answered = await this.answer(turn, { compare, seed: randomSeed() });
+    const answer = turn.shown.at(-1);
+    if (answered && !compare && answer.raw === before) answer.note(settings.whyTheSame());
+    return answered;
   }
 
   editMessage({ node }, content) {
@@ -138,7 +143,7 @@ export class Chat {
     await this.whileRunning(async (signal) => {
       const body = await this.body({ continue_final_message: true });
       answer.resume();
-      await this.stream(answer, body, signal);
+      await this.stream(answer, body, { signal });
     });
     Object.assign(node, answer.node);
     if (this.conversation === conversation) this.saved();
@@ -226,7 +231,7 @@ export class Chat {
   }
 
   only(turn, body, signal) {
-    return this.stream(turn.add(makeAnswer("Answer")), body, signal);
+    return this.stream(turn.add(makeAnswer("Answer")), body, { signal });
   }
 
   /** Run a request without and with speculation, ROUNDS times, and show the first round. race: gets
@@ -238,27 +243,35 @@ export class Chat {
     const off = turn.add(makeAnswer("Speculation off"));
     const on = turn.add(makeAnswer("Speculation on"));
     if (race.inTurns) on.element.classList.add("waiting");
-    await this.round(off, on, body, race, signal);
-    const note = element("p", { class: "note" });
-    turn.results.append(note);
+    const progress = new Progress();
+    turn.results.append(progress.element);
+    await this.round(off, on, body, race, { signal, progress });
     while (race.rounds.length < ROUNDS && !off.failed && !on.failed && on.report?.used) {
-      note.textContent = `Measuring again: run ${race.rounds.length + 1} of ${ROUNDS} …`;
-      say(note.textContent);
+      say(`Measuring again: run ${race.rounds.length + 1} of ${ROUNDS} …`);
       const again = [makeAnswer("Speculation off"), makeAnswer("Speculation on")];
-      if (!(await this.round(...again, body, race, signal, true))) break;
+      const measured = { signal, progress, silent: true, expected: [off, on] };
+      if (!(await this.round(...again, body, race, measured))) break;
     }
     race.off = off.record;
     const result = verdict(off, on, race);
-    note.replaceWith(result);
+    progress.element.replaceWith(result);
     say(result.querySelector("p")?.textContent ?? result.textContent);
     return on;
   }
 
-  /** Run both lanes once. Returns whether both ended, and then adds their rates to the race. */
-  async round(off, on, body, race, signal, silent = false) {
-    const first = () => this.stream(off, { ...body, speculation: false }, signal, silent);
+  /** Run both lanes once. expected: answers as long as these will be, if that is known. Returns
+   * whether both ended, and then adds their rates to the race. */
+  async round(off, on, body, race, { signal, progress, silent = false, expected = [] }) {
+    const run = race.rounds.length;
+    const show = (answer, lane) => {
+      const model = expected[lane === "on" ? 1 : 0] ?? (race.inTurns && lane === "on" ? off : null);
+      const length = model?.numTokens ?? body.max_tokens ?? FULL_BAR;
+      progress.show(run, lane, answer.numTokens / Math.max(length, 1));
+    };
+    const watch = (lane) => ({ signal, silent, onChunk: (answer) => show(answer, lane) });
+    const first = () => this.stream(off, { ...body, speculation: false }, watch("off"));
     const speculation = body.speculation || settings.SHOWN; // off: what the server does
-    const second = () => this.stream(on, { ...body, speculation }, signal, silent);
+    const second = () => this.stream(on, { ...body, speculation }, watch("on"));
     if (!race.inTurns) {
       await Promise.all([first(), second()]);
     } else {
@@ -272,12 +285,14 @@ export class Chat {
     return ended;
   }
 
-  /** Stream a request into an answer; failures are shown there. silent: it is not on the page. */
-  async stream(answer, body, signal, silent = false) {
+  /** Stream a request into an answer; failures are shown there, except that of a server that cannot
+   * be reached. silent: it is not on the page; onChunk: called with the answer after each chunk. */
+  async stream(answer, body, { signal, silent = false, onChunk = () => {} }) {
     answer.times.started = performance.now();
     try {
       for await (const { chunk, time } of stream(body, settings.apiKey(), signal)) {
         answer.feed(chunk, time);
+        onChunk(answer);
         if (!silent) this.paint(answer);
       }
       await answer.finish();
@@ -289,6 +304,11 @@ export class Chat {
         say("Stopped.");
       } else {
         const known = error instanceof ServerError;
+        if (error.unreachable) {
+          await answer.fail(answer.numTokens ? "The answer was cut off." : null, "note");
+          this.onUnreachable(error.message);
+          return answer;
+        }
         await answer.fail(known ? error.message : `The page failed: ${error.message}`, "error");
         if (error.status === 401) answer.notes.append(keyButton());
         if (!known) console.error(error);
@@ -309,6 +329,8 @@ export class Chat {
 }
 
 const NONE = { all: [] };
+
+const FULL_BAR = 500; // tokens that fill the first lane's bar while its length is not known
 
 const randomSeed = () => crypto.getRandomValues(new Uint32Array(1))[0];
 

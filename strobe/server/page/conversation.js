@@ -11,19 +11,34 @@ export function randomId() {
 }
 
 export class Conversation {
-  constructor({ id, title, created, updated, leaf, nodes } = {}) {
+  constructor({ id, title, created, updated, edited, pinned, leaf, nodes } = {}) {
     this.id = id ?? randomId();
     this.title = title ?? "";
     this.created = created ?? Date.now();
-    this.updated = updated ?? this.created;
+    this.updated = updated ?? this.created; // when its last message was added
+    this.edited = edited ?? this.updated; // when it was last changed in any way
+    this.pinned = pinned ?? false;
     this.leaf = leaf ?? null;
     this.nodes = new Map((nodes ?? []).map((node) => [node.id, node]));
   }
 
   /** The conversation as plain data. */
   get record() {
-    const { id, title, created, updated, leaf } = this;
-    return { id, title, created, updated, leaf, nodes: [...this.nodes.values()] };
+    const { id, title, created, updated, edited, pinned, leaf } = this;
+    return { id, title, created, updated, edited, pinned, leaf, nodes: [...this.nodes.values()] };
+  }
+
+  /** Take over what another page has stored of this conversation: its messages, and the rest if it
+   * is newer. Returns whether it is. */
+  merge(record) {
+    for (const node of record.nodes) if (!this.nodes.has(node.id)) this.nodes.set(node.id, node);
+    const newer = (record.edited ?? record.updated) > this.edited;
+    if (newer) {
+      const { title, updated, edited = updated, pinned = false, leaf } = record;
+      Object.assign(this, { title, updated, edited, pinned, leaf });
+      for (const node of record.nodes) this.nodes.set(node.id, node);
+    }
+    return newer;
   }
 
   /** The nodes from the first message to the shown end. */

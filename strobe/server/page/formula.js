@@ -17,10 +17,36 @@ export async function showFormula(place, tex, displayMode) {
     const shown = new DocumentFragment();
     globalThis.katex.render(tex, shown, { ...OPTIONS, displayMode });
     alignColumns(shown);
+    chooseLetters(shown);
     place.replaceChildren(shown);
     place.classList.remove("raw");
   } catch {
     // The text stays.
+  }
+}
+
+/** Alphabets that browsers take no attribute for: the code points of A and a, and the letters that
+ * Unicode had before, and elsewhere. */
+const ALPHABETS = {
+  "double-struck": { A: 0x1d538, a: 0x1d552, others: { C: "ℂ", H: "ℍ", N: "ℕ", P: "ℙ", Q: "ℚ", R: "ℝ", Z: "ℤ" } },
+  script: {
+    A: 0x1d49c,
+    a: 0x1d4b6,
+    others: { B: "ℬ", E: "ℰ", F: "ℱ", H: "ℋ", I: "ℐ", L: "ℒ", M: "ℳ", R: "ℛ", e: "ℯ", g: "ℊ", o: "ℴ" },
+  },
+  fraktur: { A: 0x1d504, a: 0x1d51e, others: { C: "ℭ", H: "ℌ", I: "ℑ", R: "ℜ", Z: "ℨ" } },
+};
+
+/** Write letters of other alphabets as characters of their own. Styles make the bold ones. */
+function chooseLetters(shown) {
+  for (const one of shown.querySelectorAll("[mathvariant]")) {
+    const alphabet = ALPHABETS[one.getAttribute("mathvariant")];
+    if (!alphabet || one.childElementCount) continue;
+    one.textContent = one.textContent.replace(/[A-Za-z]/g, (letter) => {
+      const first = letter < "a" ? "A" : "a";
+      const code = alphabet[first] + letter.charCodeAt() - first.charCodeAt();
+      return alphabet.others[letter] ?? String.fromCodePoint(code);
+    });
   }
 }
 

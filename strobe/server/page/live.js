@@ -44,7 +44,7 @@ export class Live {
       this.problem = state.problem;
       this.onChange(state.problem);
     }
-    if (state.problem) return this.clear(state.problem);
+    if (state.problem) return this.clear(); // it is told elsewhere, once
     if (state.tokens === undefined) return this.clear("idle"); // since the engine started
     if (state.tokens < (this.events.at(-1)?.tokens ?? 0)) this.events = []; // another engine
     this.events.push(state);

@@ -65,6 +65,7 @@ const chat = new Chat({
     });
     save(fileName(node?.content ?? "answer", "png"), picture);
   },
+  onUnreachable: (problem) => live.take({ problem }),
 });
 
 const sidebar = new Sidebar({
@@ -77,12 +78,15 @@ const sidebar = new Sidebar({
     focusPrompt();
   },
   onRemove: (id) => id === chat.conversation.id && newChat(),
+  onChange: (conversation) => {
+    if (conversation === chat.conversation && !chat.running) chat.open(conversation);
+  },
 });
 
 const live = new Live(byId("live"), (problem) => {
   if (problem) tell(serverNote, problem);
   else if (model) serverNote.hidden = true;
-  say(problem ?? "The server can answer again.");
+  if (!problem) say("The server can answer again.");
   if (!problem && !model) loadModel();
 });
 
@@ -227,7 +231,8 @@ async function loadModel() {
   } catch (error) {
     model = null;
     const text = error instanceof ServerError ? error.message : "The server names no model.";
-    tell(serverNote, text, " ", ...(error.status === 401 ? [keyButton()] : []));
+    if (error.unreachable) live.take({ problem: text });
+    else tell(serverNote, text, " ", ...(error.status === 401 ? [keyButton()] : []));
   }
   const context = model && `context ${number(model.engine.max_model_len)}`;
   byId("model").textContent = model ? `${model.name} · Strobe ${model.version} · ${context}` : "";

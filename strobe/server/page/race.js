@@ -18,7 +18,8 @@ export function verdict(off, on, { rounds, seed, temperature, inTurns }) {
   }
   if (on.report && !on.report.used) {
     const reason = on.report.off_reason ?? "the server gave no reason";
-    result.append(`The server did not speculate: ${reason}. `);
+    const rested = on.report.method !== "none" && on.report.rested_steps > 0;
+    result.append(`${rested ? "Drafting rested" : "The server did not speculate"}: ${reason}. `);
   } else {
     result.append(...speeds(rounds));
   }
@@ -31,6 +32,21 @@ export function verdict(off, on, { rounds, seed, temperature, inTurns }) {
   return element("div", {}, tracks(off, on, rounds), result);
 }
 
+/** The course of a comparison: a bar that fills with the runs, each counted by its tokens. */
+export class Progress {
+  constructor() {
+    this.text = element("span");
+    this.bar = element("progress", { max: 1, value: 0, "aria-label": "Progress of the comparison" });
+    this.element = element("p", { class: "note progress" }, this.text, this.bar);
+  }
+
+  /** run: from 0; lane: "off" or "on"; share: of its tokens that are there, from 0 to 1. */
+  show(run, lane, share) {
+    this.text.textContent = `Run ${run + 1} of ${ROUNDS}, speculation ${lane}`;
+    this.bar.value = (run + (lane === "on" ? 0.5 : 0) + Math.min(share, 1) / 2) / ROUNDS;
+  }
+}
+
 /** The lanes' times at their median rates as bars, and a button that shows both answers again, as
  * they came but at those rates. */
 function tracks(off, on, rounds) {
@@ -40,18 +56,27 @@ function tracks(off, on, rounds) {
   ];
   for (const lane of lanes) {
     const rates = rounds.map((round) => round[lane.name]).filter((rate) => rate !== null);
+    const times = rates.map((rate) => (1000 * lane.answer.numTokens) / rate);
     lane.ms = rates.length ? (1000 * lane.answer.numTokens) / median(rates) : lane.answer.duration;
+    lane.range = [Math.min(lane.ms, ...times), Math.max(lane.ms, ...times)];
   }
-  const longest = Math.max(...lanes.map(({ ms }) => ms));
+  const longest = Math.max(...lanes.map(({ range }) => range[1]));
   if (!longest) return "";
   for (const lane of lanes) {
     lane.bar = element("i", { class: `lane ${lane.name}` });
     lane.bar.style.setProperty("--share", lane.ms / longest);
+    const [from, to] = lane.range;
+    const whisker = element("i", { class: "whisker", "aria-hidden": "true" });
+    whisker.style.setProperty("--from", from / longest);
+    whisker.style.setProperty("--to", to / longest);
+    const [low, high] = [from, to].map((ms) => (ms / 1000).toFixed(2));
+    const spread = low === high ? "" : ` (${low} to ${high})`;
     lane.row = element(
       "div",
       {},
       element("dt", {}, `Speculation ${lane.name}`),
-      element("dd", {}, lane.bar, `${(lane.ms / 1000).toFixed(2)} s`),
+      element("dd", {}, element("span", { class: "track" }, lane.bar, whisker),
+        `${(lane.ms / 1000).toFixed(2)} s${spread}`),
     );
   }
   const again = button("Watch the race", () => run(lanes, longest, again));
@@ -68,7 +93,7 @@ function run(lanes, longest, again) {
       bar.style.setProperty("--share", Math.min(time, ms) / longest);
       shows[i](time < ms ? (time * answer.duration) / ms : Infinity);
     }
-    if (time < longest) requestAnimationFrame(frame);
+    if (lanes.some(({ ms }) => time < ms)) requestAnimationFrame(frame);
     else again.disabled = false;
   };
   requestAnimationFrame(frame);

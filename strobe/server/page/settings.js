@@ -152,11 +152,13 @@ byId("remove-preset").addEventListener("click", () =>
 /** Speculation as the page asks for it: with the drafts that are rejected. */
 export const SHOWN = { return_drafts: true };
 
+let defaults = {}; // the server's own sampling
 let thinks = true; // whether the model's chat template can turn thinking on and off
 
 /** Offer what the server has, and show its defaults. */
 export function fitTo({ engine, template }) {
   const { reasoning, tools, variables } = template;
+  defaults = engine.sampling;
   const reads = (name) => variables === null || variables.includes(name);
   thinks = reasoning !== null && reads("enable_thinking");
   field("thinking").closest("label").hidden = !thinks;
@@ -263,12 +265,13 @@ export function request() {
 function speculation() {
   const method = field("speculation").value;
   if (method === "off") return false;
-  return method === "on" ? SHOWN : { method, ...SHOWN };
+  const always = field("always").checked ? { always: true } : {};
+  return { ...(method !== "on" && { method }), ...SHOWN, ...always };
 }
 
 /** Adopt the settings of a request, as `request` makes it, until the page is left or they change. */
 export function adoptRequest(body) {
-  const { method } = body.speculation || {};
+  const { method, always = false } = body.speculation || {};
   const values = {
     system: body.system ?? "",
     thinking: body.chat_template_kwargs?.enable_thinking ?? true,
@@ -277,10 +280,22 @@ export function adoptRequest(body) {
     schema: body.structured_outputs ? JSON.stringify(body.structured_outputs.json, null, 1) : "",
     tools: body.tools ? JSON.stringify(body.tools, null, 1) : "",
     speculation: body.speculation === false ? "off" : (method ?? "on"),
+    always,
   };
   for (const [name] of NUMBERS) values[name] = String(body[name] ?? "");
   set(values);
   showPresets();
+}
+
+/** Why an answer with another seed is the same as before. */
+export function whyTheSame() {
+  const value = (name) => (field(name).value === "" ? defaults[name] : field(name).valueAsNumber);
+  const greedy = value("temperature") === 0 ? "temperature 0" : value("top_k") === 1 && "top-k 1";
+  if (!greedy) return "The same text as before, although the seed is another one.";
+  return (
+    `The same text as before: at ${greedy} the likeliest token is taken every time, ` +
+    "whatever the seed. Raise it in the settings for another answer."
+  );
 }
 
 /** A summary of the settings for the line under the message. */
@@ -288,7 +303,8 @@ export function inEffect() {
   const words = [];
   const { value: method } = field("speculation");
   if (thinks) words.push(`thinking ${field("thinking").checked ? "on" : "off"}`);
-  words.push(`speculation ${method}`);
+  const always = method !== "off" && field("always").checked;
+  words.push(`speculation ${method}${always ? ", in every step" : ""}`);
   for (const [name, label] of NUMBERS) {
     if (field(name).value !== "") words.push(`${label.toLowerCase()} ${field(name).value}`);
   }

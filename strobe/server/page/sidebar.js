@@ -10,9 +10,10 @@ const search = byId("search");
 const note = byId("sidebar-note");
 
 export class Sidebar {
-  /** onOpen: called with a conversation that was chosen; onRemove: with the id of one removed. */
-  constructor({ onOpen, onRemove }) {
-    Object.assign(this, { onOpen, onRemove });
+  /** onOpen: called with a conversation that was chosen; onRemove: with the id of one removed;
+   * onChange: with one that another page has changed. */
+  constructor({ onOpen, onRemove, onChange }) {
+    Object.assign(this, { onOpen, onRemove, onChange });
     this.current = null; // the id of the shown conversation
     this.conversations = []; // the newest first
     this.saves = 0; // so many so far
@@ -24,26 +25,33 @@ export class Sidebar {
   async start() {
     if (!(await store.kept)) tell("This browser keeps no conversations beyond this page.");
     await this.load();
+    store.onChange(() => this.load());
   }
 
-  /** Read the conversations that other pages may have changed; those that are newer here stay. */
+  /** Read the conversations that other pages may have changed. */
   async load() {
     let records, saves;
     do {
       saves = this.saves;
       records = await store.all();
     } while (saves !== this.saves); // what was saved meanwhile may be missing
+    const changed = [];
     this.conversations = records.map((record) => {
       const known = this.find(record.id);
-      return known?.updated >= record.updated ? known : new Conversation(record);
+      if (known?.merge(record)) changed.push(known);
+      return known ?? new Conversation(record);
     });
-    this.show();
+    if (!list.querySelector("input")) this.show(); // nobody is renaming one
+    for (const conversation of changed) this.onChange(conversation);
   }
 
   async save(conversation) {
+    conversation.edited = Date.now();
     const others = this.conversations.filter(({ id }) => id !== conversation.id);
     this.conversations = [...others, conversation].sort((a, b) => b.updated - a.updated);
     this.saves += 1;
+    const stored = await store.get(conversation.id);
+    if (stored) conversation.merge(stored); // messages from another page
     await store.put(conversation.record);
     this.show();
   }
@@ -65,7 +73,19 @@ export class Sidebar {
       const text = words.length ? conversation.text.toLowerCase() : "";
       return words.every((word) => text.includes(word));
     });
-    list.replaceChildren(...found.map((conversation) => this.item(conversation)));
+    const groups = Map.groupBy(found, ({ pinned, updated }) => (pinned ? PINNED : dayOf(updated)));
+    const days = [...groups.keys()].filter((name) => name !== PINNED);
+    const names = groups.has(PINNED) ? [PINNED, ...days] : days;
+    list.replaceChildren(
+      ...names.map((name) =>
+        element(
+          "li",
+          {},
+          element("h2", {}, name),
+          element("ul", {}, ...groups.get(name).map((conversation) => this.item(conversation))),
+        ),
+      ),
+    );
     const none = words.length ? "No conversation has these words." : "Conversations appear here.";
     byId("no-conversations").textContent = found.length ? "" : none;
     byId("export-all").disabled = !this.conversations.length;
@@ -87,8 +107,12 @@ export class Sidebar {
   }
 
   offer(conversation, item, opener) {
-    const { title } = conversation;
+    const { title, pinned } = conversation;
     const choices = [
+      [
+        pinned ? "Unpin" : "Pin",
+        () => this.save(Object.assign(conversation, { pinned: !pinned })),
+      ],
       ["Rename", () => this.rename(conversation, item)],
       [
         "Export as Markdown",
@@ -158,6 +182,21 @@ export class Sidebar {
     await this.load();
     tell([...problems, count && `Imported ${counted(count, "conversation")}.`].filter(Boolean).join(" "));
   }
+}
+
+const PINNED = "Pinned";
+const DAY = { weekday: "long" };
+const DATE = { day: "numeric", month: "long" };
+const YEAR = { month: "long", year: "numeric" };
+
+/** The day of a time in milliseconds, as the list names it: the longer ago, the coarser. */
+export function dayOf(time, now = Date.now()) {
+  const midnight = (at) => new Date(at).setHours(0, 0, 0, 0);
+  const days = Math.round((midnight(now) - midnight(time)) / 86_400_000);
+  if (days <= 0) return "Today";
+  if (days === 1) return "Yesterday";
+  const form = days < 7 ? DAY : days < 31 ? DATE : YEAR;
+  return new Date(time).toLocaleDateString("en-GB", form);
 }
 
 function asJson(conversations) {

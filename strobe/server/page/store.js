@@ -5,6 +5,12 @@ const STORE = "conversations";
 
 let opened = open(); // a promise of the database; null after another page has closed it
 const memory = new Map();
+const channel = new BroadcastChannel(NAME);
+
+/** Call a function whenever another page of this browser has changed what is stored. */
+export function onChange(act) {
+  channel.addEventListener("message", act);
+}
 
 /** Whether conversations outlast the page, as a promise. */
 export const kept = opened.then(() => true, () => false); // false: turned off in this browser
@@ -42,12 +48,19 @@ export async function all() {
   return records.sort((a, b) => b.updated - a.updated);
 }
 
+/** The record of an id, undefined without one. */
+export async function get(id) {
+  return (await kept) ? run("readonly", (store) => store.get(id)) : memory.get(id);
+}
+
 export async function put(record) {
   if (await kept) await run("readwrite", (store) => store.put(record));
   else memory.set(record.id, record);
+  channel.postMessage(record.id);
 }
 
 export async function remove(id) {
   if (await kept) await run("readwrite", (store) => store.delete(id));
   else memory.delete(id);
+  channel.postMessage(id);
 }

@@ -1,10 +1,11 @@
 // Requests to the server: JSON, streams of chunks, and every failure as a sentence.
 
-/** An error with a sentence for the user. status: the HTTP status, 0 without a response. */
+/** An error with a sentence for the user. status: the HTTP status, 0 without a response;
+ * unreachable: the server is not there, or no longer. */
 export class ServerError extends Error {
-  constructor(sentence, status = 0) {
+  constructor(sentence, status = 0, unreachable = false) {
     super(sentence);
-    this.status = status;
+    Object.assign(this, { status, unreachable });
   }
 }
 
@@ -79,7 +80,7 @@ async function* events(response, signal) {
     }
   } catch (error) {
     if (signal.aborted || error instanceof ServerError) throw error;
-    throw new ServerError("The connection to the server broke in the middle of the answer.");
+    throw new ServerError(UNREACHABLE, 0, true);
   } finally {
     reader.cancel().catch(() => {}); // already closed, or aborted
   }
@@ -90,7 +91,7 @@ async function ask(path, options) {
     return await fetch(path, options);
   } catch (error) {
     if (options.signal?.aborted) throw error;
-    throw new ServerError(UNREACHABLE);
+    throw new ServerError(UNREACHABLE, 0, true);
   }
 }
 
