@@ -8,7 +8,8 @@ It plans the step that brings the most tokens per millisecond, by two estimates:
 - the milliseconds of a step (`StepCosts`), measured at the start and corrected by every step.
 
 A width that is not used earns credit, a fixed share of the tokens generated meanwhile. Once its
-credit covers the loss expected from using it, it is tried for one step. A chain of prompt lookup
+credit covers the loss expected from using it, it is tried for one step. A width whose cost is known
+from the start alone earns more: the start may have been noisy. A chain of prompt lookup
 replaces a request's block if it is expected to bring more. `docs/adaptive.md` explains the rules.
 """
 
@@ -71,8 +72,11 @@ class AdaptiveDraftPolicy(DraftPolicy):
         self._match_lengths: dict[int, int] = {}  # of each slot's latest chain
         self._option, self._chosen_for, self._steps_left = Option(), (0, 0), 0
         self._credit, self._earned = np.zeros(len(self.widths) + 1), 0.0
-        """Tokens of credit of each width, 0 for no drafts, and those that a step of the chosen
-        option earns."""
+        """Tokens of credit of each width, 0 for no drafts, and the tokens of a step of the chosen
+        option, of which each width earns a share."""
+        self._confirmed, self._confirmed_pace = np.zeros(len(self.widths)), 1.0
+        """Steps of each width that took about as long as expected since the pace changed, and the
+        pace then."""
 
     def plan(self, candidates: Sequence[Candidate], load: BatchLoad) -> DraftPlan:
         if self.costs is None:
@@ -108,7 +112,9 @@ class AdaptiveDraftPolicy(DraftPolicy):
                 self._chosen_for = len(drafters), work.rows
                 blocks = self.forecast.sample(slots[ranking], expected[ranking])
                 self._choose(blocks, work, room - num_chained)
-        self._credit[:-1] += self._earned
+        is_confirmed = self._confirmed >= self.config.confirm_steps
+        share = np.where(is_confirmed, self.config.explore_share, self.config.confirm_share)
+        self._credit[:-1] += share * self._earned
         width, num_drafting, num_verified = self._option
         for i in drafters[:num_drafting]:
             max_drafts[i] = min(candidates[i].max_drafts, self.widths[width])
@@ -129,7 +135,8 @@ class AdaptiveDraftPolicy(DraftPolicy):
         width = bisect_left(self.widths, max([spans[i].num_drafts for i in drafting], default=0))
         work = StepWork.of(plan, result, self.slots[width])
         if result.seconds is not None and work is not None:
-            self.costs.observe(work, 1e3 * result.seconds, config)
+            agrees = self.costs.observe(work, 1e3 * result.seconds, config)
+            self._confirm(width if drafting and agrees else None)
         self.forecast.advance()
         for table in (self.chances, self.chains):
             table.fade(min(len(spans) / config.request_memory, 1 / config.step_memory))
@@ -145,6 +152,17 @@ class AdaptiveDraftPolicy(DraftPolicy):
             block = knot_weights(evidence(margins, drafts))
             self.forecast.observe(slots, self.chances.chances(width, block))
             self.chances.observe(width, block, *verdicts[:, drafting])
+
+    def _confirm(self, width: int | None) -> None:
+        """Note that a step of this width cost about what was expected. Forget such steps once the
+        machine has changed: drafts may have become cheaper, or dearer, than other steps."""
+        assert self.costs is not None
+        ratio = self.costs.pace / self._confirmed_pace
+        if max(ratio, 1 / ratio) > self.config.pace_change:
+            self._confirmed[:] = 0
+            self._confirmed_pace = self.costs.pace
+        if width is not None:
+            self._confirmed[width] += 1
 
     def _register(self, candidates: Sequence[Candidate]) -> None:
         """Note the requests that are new to their slots, and the lengths of chains' matches."""
@@ -197,7 +215,7 @@ class AdaptiveDraftPolicy(DraftPolicy):
         if widths[tried] != widths[best]:
             best, self._steps_left = tried, 1
         self._option = Option(*options[:3, best].tolist())
-        self._earned = config.explore_share * float(rate * ms[best])
+        self._earned = float(rate * ms[best])
         self._credit[widths[best]] = 0.0
 
     def _list_options(self, count: int) -> Any:

@@ -7,6 +7,7 @@ Imports no torch.
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from strobe.speculation.policy_config import PolicyConfig
 from strobe.step import Plan, StepResult
 
 _MANY_ROWS = 2**24  # a curve's last line goes on up to there
+_RECENT = 4  # steps that say how fast the machine is just now
 
 
 class StepWork(NamedTuple):
@@ -53,6 +55,8 @@ class StepCosts:
         """draft, verify: for at least two numbers of rows each."""
         self._draft, self._verify = _curve(draft), _curve(verify)
         self.request, self.context, self.pace = request, context, 1.0
+        self._ratios = deque([1.0], maxlen=_RECENT)
+        """Milliseconds of the latest steps over those expected."""
 
     @classmethod
     def fit(cls, timed: Sequence[tuple[StepWork, float]], *, lines: bool) -> StepCosts | None:
@@ -85,11 +89,18 @@ class StepCosts:
         rates = self.request * work.requests + self.context * work.context
         return self.pace * (drafting + np.interp(work.rows, *self._verify) + rates)
 
-    def observe(self, work: StepWork, ms: float, config: PolicyConfig) -> None:
+    def observe(self, work: StepWork, ms: float, config: PolicyConfig) -> bool:
         """Correct the pace, and both curves at the nearest numbers of rows, by shares of the error
         about a step. A step that took far too long, as for a capture, counts as twice as long as
-        expected."""
-        ratio = min(max(ms / float(self.ms(work)), 0.5), 2.0)
+        expected. Return whether its drafts did not cost far less than expected."""
+        ratio = ms / float(self.ms(work))
+        # Noise makes steps longer, so drafts that cost far less than expected were timed wrongly.
+        agrees = not work.draft_rows or ratio * config.cost_error > min(self._ratios)
+        if not agrees:
+            self._cheapen_drafts(work, ms / min(self._ratios))
+            ratio = ms / float(self.ms(work))
+        ratio = min(max(ratio, 0.5), 2.0)
+        self._ratios.append(ratio)
         for (rows, costs), n in zip((self._draft, self._verify), work[:2], strict=True):
             if n > 0:
                 nearest = np.abs(rows - n).argmin()
@@ -98,6 +109,18 @@ class StepCosts:
                 np.minimum(costs[:nearest], costs[nearest], out=costs[:nearest])
                 np.maximum(costs[nearest:], costs[nearest], out=costs[nearest:])
         self.pace *= ratio**config.pace_gain
+        return agrees
+
+    def _cheapen_drafts(self, work: StepWork, ms: float) -> None:
+        """Lower the costs of the drafter's rows, and of rows beyond those of a step without drafts,
+        by the factor by which this step's were too high, at most by half. ms: what the step would
+        have taken at the pace."""
+        plain = float(self.ms(work._replace(draft_rows=0, rows=work.requests)))
+        factor = max((ms - plain) / (float(self.ms(work)) - plain), 0.5)
+        self._draft[1][:] *= factor
+        rows, costs = self._verify
+        base = np.interp(work.requests, rows, costs)
+        costs[:] = np.where(costs > base, base + factor * (costs - base), costs)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the curves, without their far ends, and the rates."""

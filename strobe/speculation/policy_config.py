@@ -11,6 +11,11 @@ class PolicyConfig:
     shares: tuple[float, ...] = (0.125, 0.25, 0.5, 0.75, 1.0)  # of the requests: how many draft
     explore_share: float = 0.002  # of the generated tokens: credit of each unused width
 
+    confirm_share: float = 0.02  # the same, until so many steps of the width took about as long
+    confirm_steps: int = 4  # as expected,
+    pace_change: float = 1.5  # and again once all steps take longer or shorter by this factor
+    cost_error: float = 1.5  # factor by which a step with drafts is shorter than it can be by noise
+
     first_rate: float = 0.82  # of right drafts at a position, before anything is known
     request_memory: float = 512.0  # half-life of counts of drafts in steps, over the requests,
     step_memory: float = 48.0  # but at least so many steps

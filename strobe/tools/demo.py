@@ -114,9 +114,10 @@ def _check(name: str, count: Any) -> None:
 def compare(plain: Run, drafted: Run, llm: LLM) -> dict[str, Any]:
     """Return the figures of both runs. acceptance_length: tokens per step, with or without drafts,
     not counting each answer's first token, which the prefill generates. off_reason: why no step had
-    drafts, None if some had."""
+    drafts, None if some had. rest_reason: why some steps of answers that may draft had none."""
     reports = [r for output in drafted.outputs if (r := output.outputs[0].speculation) is not None]
     steps = sum(report.counts.rows - report.counts.num_verified for report in reports)
+    rest_reasons = [reason for report in reports if (reason := report.rest_reason) is not None]
     off_reasons = [report.off_reason for report in reports if not report.used]
     num_tokens = sum(len(output.outputs[0].token_ids) - 1 for output in drafted.outputs)
     same = [
@@ -129,6 +130,10 @@ def compare(plain: Run, drafted: Run, llm: LLM) -> dict[str, Any]:
         "speedup": round(drafted.rate / plain.rate, 3),
         "acceptance_length": round(num_tokens / steps, 3) if steps else None,
         "off_reason": off_reasons[0] if off_reasons and len(off_reasons) == len(reports) else None,
+        "rested_share": round(sum(r.counts.skipped_steps for r in reports) / steps, 3)
+        if steps
+        else 0.0,
+        "rest_reason": rest_reasons[0] if rest_reasons else None,
         "identical": all(same),
         "prompts": len(same),
         "tokens": drafted.tokens,
@@ -238,6 +243,12 @@ def _table(figures: dict[str, Any]) -> None:
     console.print(table)
     if figures["off_reason"] is not None:
         console.print(f"DFlash drafted nothing: {figures['off_reason']}.")
+    elif figures["rest_reason"] is not None:
+        console.print(
+            f"Drafting rested in {figures['rested_share']:.0%} of the steps: "
+            f"{figures['rest_reason']}.",
+            soft_wrap=not console.is_terminal,
+        )
     same = "identical" if figures["identical"] else "[bold red]NOT identical[/bold red]"
     console.print(
         f"{counted(figures['prompts'], 'prompt' if kinds else 'held-out prompt')}, "

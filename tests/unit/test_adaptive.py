@@ -236,6 +236,32 @@ def test_slower_machine_changes_no_choice():
     assert rate > 0.95 * simulation.best_fixed_rate(0.7)
 
 
+@pytest.mark.parametrize("factor", [1.7, 3.0, 10.0])
+def test_drafts_timed_at_a_noisy_start_are_timed_again(factor: float):
+    """Every step with drafts seems to cost more than it does, so that drafting never pays."""
+    simulation = Simulation(1, CPU, informative=False)
+    noisy = {rows: factor * ms for rows, ms in {4: 0.8, 16: 0.9, 512: 3.0, 4096: 20.0}.items()}
+    verify = {n: (factor if n > 1 else 1.0) * (5.0 + (n - 1) / 5.11) for n in (1, 4, 8, 16, 512)}
+    simulation.policy.costs = StepCosts(noisy, verify)
+    simulation.rate(300, lambda position: 0.95)
+    rate = simulation.rate(200, lambda position: 0.95)
+    assert rate > 0.95 * simulation.best_fixed_rate(0.95)
+
+
+def test_drafting_is_timed_again_once_the_machine_has_changed():
+    """Another program slows all steps, and those with drafts most; then it ends."""
+    simulation = Simulation(1, CPU, informative=False)
+    usual = simulation.true_costs
+    busy = {4: 60.0, 8: 90.0, 16: 120.0, 4096: 9000.0}, {1: 15.0, 4: 90.0, 16: 200.0, 512: 3000.0}
+    simulation.true_costs, simulation.policy.costs = [StepCosts(*busy) for _ in range(2)]
+    simulation.rate(600, lambda position: 0.95)
+    assert sum(max(plan.max_drafts) > 0 for plan in simulation.plans[-300:]) < 10
+    simulation.true_costs = usual
+    simulation.rate(300, lambda position: 0.95)
+    rate = simulation.rate(200, lambda position: 0.95)
+    assert rate > 0.95 * simulation.best_fixed_rate(0.95)
+
+
 def test_whole_block_graph_runs_when_best():
     simulation = Simulation(1, GPU, informative=False)
     simulation.rate(300, lambda position: 0.97)

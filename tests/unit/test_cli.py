@@ -738,7 +738,8 @@ def test_info_rejects_mismatched_or_missing_models(
 
 DEMO_KEYS = [
     "plain_tokens_per_s", "dflash_tokens_per_s", "speedup", "acceptance_length",
-    "off_reason", "identical", "prompts", "tokens", "device", "dtype", "threads", "torch", "python",
+    "off_reason", "rested_share", "rest_reason", "identical", "prompts", "tokens", "device",
+    "dtype", "threads", "torch", "python",
 ]  # fmt: skip
 
 

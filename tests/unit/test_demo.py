@@ -42,4 +42,6 @@ def test_demo_counts_steps_without_drafts(
     demo._table(figures)
     out = capsys.readouterr().out
     assert f"{length:.2f}" in out
+    rested = f"Drafting rested in 67% of the steps: {NOT_WORTHWHILE}."
+    assert (rested in out) == (steps == [(15, 4), (0, 0), (0, 0)])
     assert (line in out, "drafted nothing" in out) == (True, bool(line))
