@@ -43,16 +43,17 @@ def choose_backends(
     """Choose what runs on the device. Raises ValueError for a setting that cannot run there, with
     the reason."""
     requested = config.attention_backend
+    unsupported = _unsupported(target.decoder, device, dtype)
+    attention = _backend("attention_backend", requested, unsupported)
     option = "attention_backend"
-    attention = _backend(option, requested, target.decoder, device, dtype)
     if draft is not None and config.draft_attention_backend is not None:
         requested = config.draft_attention_backend
         option = "draft_attention_backend"
-    draft_attention = _backend(option, requested, (draft or target).decoder, device, dtype)
+    draft_unsupported = _unsupported((draft or target).decoder, device, dtype)
+    draft_attention = _backend(option, requested, draft_unsupported)
     no_fp8 = fp8_unsupported(device) if "triton" in (attention, draft_attention) else None
     if config.kv_cache_dtype == "fp8" and no_fp8 is not None:
         raise ValueError(f"kv_cache_dtype is 'fp8', but {no_fp8}; use kv_cache_dtype auto.")
-    unsupported = _unsupported(target.decoder, device, dtype)
     if unsupported is None and "reference" in (attention, draft_attention):
         unsupported = "the kernels need attention_backend triton"
     kernels = config.kernels != "torch" and unsupported is None
@@ -64,21 +65,21 @@ def choose_backends(
         raise ValueError(f"weight_dtype is 'fp8', but {unsupported}; use weight_dtype auto.")
     is_stored_in_fp8 = target.quantization is not None and target.quantization.method == "fp8"
     return BackendChoice(
-        attention,
-        draft_attention,
-        kernels,
+        attention=attention,
+        draft_attention=draft_attention,
+        kernels=kernels,
         graphs=attention == draft_attention == "triton" and config.cuda_graphs,
         overlap=config.overlap or (2 if device.type == "cuda" else 1),
         kv_dtype=FP8 if config.kv_cache_dtype == "fp8" else dtype,
         fp8=config.weight_dtype == "fp8" or (is_stored_in_fp8 and unsupported is None),
-        packed=packed_format(config.weight_dtype, target, draft, device, dtype),
+        packed=packed_format(
+            config.weight_dtype, target=target, draft=draft, device=device, dtype=dtype
+        ),
     )
 
 
-def _backend(
-    option: str, name: str, decoder: DecoderConfig, device: torch.device, dtype: torch.dtype
-) -> str:
-    unsupported = _unsupported(decoder, device, dtype)
+def _backend(option: str, name: str, unsupported: str | None) -> str:
+    """Return the attention backend that `name` asks for. unsupported: why triton cannot run."""
     if name == "triton" and unsupported is not None:
         raise ValueError(f"{option} is 'triton', but {unsupported}; use auto or reference.")
     return "reference" if name == "reference" or unsupported is not None else "triton"

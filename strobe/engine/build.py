@@ -144,7 +144,7 @@ def resolve(config: EngineConfig, rank: int = 0) -> ResolvedConfig:
     limits = resolve_limits(config, model_max=model_max, method=method, draft=draft, gpu=gpu)
     native_dtype = "float32" if device.type == "cpu" else target.dtype
     dtype: torch.dtype = getattr(torch, native_dtype if config.dtype == "auto" else config.dtype)
-    backends = choose_backends(config, target, draft, device, dtype)
+    backends = choose_backends(config, target, draft, device=device, dtype=dtype)
     if config.load_format == "auto":
         fetch_weights(*filter(None, (config.draft, config.target)))
     target, draft = split.split(target, draft)
@@ -304,5 +304,9 @@ def _make_states(resolved: ResolvedConfig) -> StateStore | None:
         return None
     limits = resolved.limits
     return StateStore(
-        spec, limits.max_num_seqs, 1 + limits.num_drafts, resolved.dtype, resolved.device
+        spec,
+        num_slots=limits.max_num_seqs,
+        pending=1 + limits.num_drafts,
+        dtype=resolved.dtype,
+        device=resolved.device,
     )

@@ -47,7 +47,9 @@ class StateSpec:
 
     def bytes_per_slot(self, pending: int, dtype: torch.dtype) -> int:
         """Bytes of a `StateStore` per sequence."""
-        store = StateStore(self, 0, pending, dtype, torch.device("meta"))
+        store = StateStore(
+            self, num_slots=0, pending=pending, dtype=dtype, device=torch.device("meta")
+        )
         return sum(tensor.nbytes for tensor in (*store.tensors, store.length))
 
 
@@ -61,21 +63,26 @@ class StateStore:
     outer product with its key. length [N + 1]: positions in each slot's state."""
 
     def __init__(
-        self, spec: StateSpec, slots: int, pending: int, dtype: torch.dtype, device: torch.device
+        self,
+        spec: StateSpec,
+        num_slots: int,
+        pending: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ):
         """pending: maximum rows of a block. As many are kept, and at least SINGLE_ROWS."""
         self.pending = max(pending, SINGLE_ROWS)
         self.spec = spec
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.zeros(spec.layers, slots + 1, *shape, dtype=dtype, device=device)
+            return torch.zeros(spec.layers, num_slots + 1, *shape, dtype=dtype, device=device)
 
         self.state = zeros(spec.heads, spec.key_dim, spec.value_dim)
         self.window = zeros(spec.kernel - 1 + self.pending, spec.channels, dtype=dtype)
         self.gates = zeros(self.pending, 2, spec.heads)
         self.keys = zeros(self.pending, spec.key_heads, spec.key_dim)
         self.changes = zeros(self.pending, spec.heads, spec.value_dim)
-        self.length = torch.zeros(slots + 1, dtype=torch.int64, device=device)
+        self.length = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self.tensors = self.state, self.window, self.gates, self.keys, self.changes
 
     def save(self, slot: int) -> list[tuple[Tensor, Tensor]]:

@@ -201,7 +201,13 @@ def exact_shape(spans: Sequence[Span]) -> Shape:
     counts = [span.num_rows for span in spans]
     drafts = max([span.num_drafts for span in spans])
     logits = max([span.num_logits for span in spans])
-    return Shape(len(spans), sum(counts), max(counts), drafts, max(logits, 1))
+    return Shape(
+        spans=len(spans),
+        rows=sum(counts),
+        max_rows=max(counts),
+        max_drafts=drafts,
+        max_logits=max(logits, 1),
+    )
 
 
 def lay_out(

@@ -173,7 +173,9 @@ class ModelRunner:
             rank = take(layout.offset) - layout.context_rows.index_select(0, span) + 1
             rank = rank.clamp_(0, width - 1)
             drafts = batch.ids[layout.draft_rows] if mode.processed else None
-            logit_rows = LogitRows(slots, positions + 1, drafts, span, rank)
+            logit_rows = LogitRows(
+                slots=slots, positions=positions + 1, drafts=drafts, span=span, rank=rank
+            )
             if all_rows and masks is not None:
                 masks = masks.index_select(0, span * width + rank)
             sampled = self.sampling.sample(self.model.head_part(rows), logit_rows, mode, masks)

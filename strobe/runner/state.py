@@ -76,15 +76,27 @@ class DecodeState:
         if self.kernels and layout.padded:
             from strobe.kernels.steps import place
 
-            return place(self.cursor, self.table, layout, drafts, self.limit, self.page_size)
+            return place(
+                self.cursor,
+                self.table,
+                layout,
+                drafts,
+                limit=self.limit,
+                page_size=self.page_size,
+            )
         return self._place(layout, drafts)
 
     def make_batch(
         self, layout: Layout, placed: Sequence[Tensor], bounds: Sequence[int] = ()
     ) -> Batch:
         """Make a layout's batch. placed: its first five fields, as `place` returns them."""
+        ids, positions, kv_slots, starts, draft_lengths = placed
         return Batch(
-            *placed,
+            ids=ids,
+            positions=positions,
+            kv_slots=kv_slots,
+            starts=starts,
+            draft_lengths=draft_lengths,
             slots=layout.slots,
             sizes=layout.sizes,
             row_starts=layout.row_starts,
@@ -144,7 +156,7 @@ class DecodeState:
         if self.kernels and layout.padded and not callable(simulated):
             from strobe.kernels.steps import accept
 
-            return accept(tokens, batch, layout, self.cursor, simulated)
+            return accept(tokens, batch, layout, self.cursor, simulated=simulated)
         matched = batch.ids[layout.draft_rows] == tokens[:, : layout.shape.max_drafts]
         num_matched = matched.cumprod(1).sum(1)
         if simulated is not None:

@@ -31,9 +31,13 @@ def score(logits: Tensor, tokens: Tensor, top: int, *named: Tensor) -> Scores:
     top_values = log_probs.gather(1, ids)
     order = top_values.sort(dim=-1, descending=True, stable=True).indices
     ids = torch.cat([*named, ids.gather(1, order)], 1)
-    return Scores(values[:, 0], ranks, log_probs.gather(1, ids), ids)
+    return Scores(
+        values=values[:, 0], ranks=ranks, top_values=log_probs.gather(1, ids), top_ids=ids
+    )
 
 
 def concat(parts: list[Scores]) -> Scores:
     """Concatenate scores with the same number of top tokens."""
-    return parts[0] if len(parts) == 1 else Scores(*map(torch.cat, zip(*parts, strict=True)))
+    if len(parts) == 1:
+        return parts[0]
+    return Scores(*[torch.cat(columns) for columns in zip(*parts, strict=True)])

@@ -5,7 +5,8 @@ Legend: R rows, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -13,6 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from strobe.sampling.noise import Gumbel, gumbel, row_words
+
+Floats: TypeAlias = NDArray[np.float32]
+Indices: TypeAlias = NDArray[np.int64]
 
 NO_TOKEN = -1
 """The token of a row with a NaN logit, whose request ends with an error."""
@@ -37,6 +41,10 @@ class RowParams(NamedTuple):
     top_k: Tensor
     key: Tensor
     position: Tensor
+
+    def select(self, index: Tensor) -> RowParams:
+        """Return the parameters of some rows."""
+        return RowParams(*[column[index] for column in self])
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -129,42 +137,84 @@ def sample_rows_numpy(logits: Tensor, rows: RowParams, filtered: bool) -> Tensor
     """`sample_rows` on a CPU, a few rows at a time to stay in its cache; greedy rows cost only an
     argmax. The winner among all tokens usually passes the filters, and then is the winner of the
     filtered tokens, too: only the remaining rows are sorted and sampled again."""
-    values = logits.numpy()
-    words = row_words(rows.key, rows.position).numpy()
-    top_p = rows.top_p.numpy()
-    min_p = rows.min_p.numpy()
-    top_k = rows.top_k.numpy()
-    best = values.argmax(-1) if len(values) else np.empty(0, dtype=np.int64)
-    tokens = best.copy()
-    top = values[np.arange(len(best)), best][:, None]
-    tokens[np.isnan(top[:, 0])] = NO_TOKEN
-    temperature = rows.temperature.numpy()[:, None]
-    scale = 1 / np.maximum(temperature, np.float32(MIN_TEMPERATURE))
-    noise = Gumbel(logits.shape[1])
-    min_sums = noise.at(words, best)  # the best token has score 0
-    racing = np.flatnonzero(np.isfinite(top) & (temperature > 0))
-    ranked = (top_k[racing] > 0) & filtered
-    doubtful = [racing[ranked]]
-    for exact in (False, True):
-        index = np.concatenate(doubtful) if exact else racing[~ranked]
-        for first in range(0, len(index), noise.rows):
-            places = index[first : first + noise.rows]
-            scores: Any = (values[places] - top[places]) * scale[places]
-            if exact:
-                part = RowParams(*[column[torch.from_numpy(places)] for column in rows])
-                scores[~filter_mask(torch.from_numpy(scores).exp(), part).numpy()] = -np.inf
-            tokens[places] = winners = noise.race(scores, words[places], min_sums[places])
-            if filtered and not exact:
-                winner_scores = scores[np.arange(len(winners)), winners]
-                below_top = winner_scores < 0
-                below_places = places[winner_scores < 0]
-                limits = top_p[below_places], min_p[below_places]
-                passed = _passes_filters(scores[below_top], winner_scores[below_top], *limits)
-                doubtful.append(below_places[~passed])
-    return torch.from_numpy(tokens)
+    race = _Race(logits, rows)
+    if not filtered:
+        race.run(race.sampled)
+        return torch.from_numpy(race.tokens)
+    has_top_k = rows.top_k.numpy()[race.sampled] > 0
+    doubtful = race.run_unsorted(race.sampled[~has_top_k])
+    race.run_sorted(np.concatenate([race.sampled[has_top_k], doubtful]))
+    return torch.from_numpy(race.tokens)
 
 
-def _passes_filters(scores: Any, winner_scores: Any, top_p: Any, min_p: Any) -> NDArray[np.bool_]:
+class _Race:
+    """The rows of `sample_rows_numpy` as NumPy arrays.
+
+    tokens [R]: the result, at first each row's argmax, or NO_TOKEN. sampled: indices of the rows
+    that draw a token. Its methods write the winners of some rows, given by index, to `tokens`.
+    """
+
+    def __init__(self, logits: Tensor, rows: RowParams):
+        self._rows = rows
+        self._values: Floats = logits.numpy()
+        self._words = row_words(rows.key, rows.position).numpy()
+        self._noise = Gumbel(logits.shape[1])
+        has_rows = len(self._values) > 0
+        best = self._values.argmax(-1) if has_rows else np.empty(0, dtype=np.int64)
+        self._top = self._values[np.arange(len(best)), best][:, None]
+        self.tokens = best.copy()
+        self.tokens[np.isnan(self._top[:, 0])] = NO_TOKEN
+        temperature = rows.temperature.numpy()[:, None]
+        self._scale = 1 / np.maximum(temperature, np.float32(MIN_TEMPERATURE))
+        self._min_sums = self._noise.at(self._words, best)  # the best token has score 0
+        self.sampled = np.flatnonzero(np.isfinite(self._top) & (temperature > 0))
+
+    def run(self, index: Indices) -> None:
+        """Race all tokens."""
+        for places in self._parts(index):
+            self._run_part(places, self._scores(places))
+
+    def run_unsorted(self, index: Indices) -> Indices:
+        """Race all tokens; return the rows whose winners may not pass top-p and min-p."""
+        top_p = self._rows.top_p.numpy()
+        min_p = self._rows.min_p.numpy()
+        doubtful = [index[:0]]
+        for places in self._parts(index):
+            scores = self._scores(places)
+            winners = self._run_part(places, scores)
+            winner_scores = scores[np.arange(len(winners)), winners]
+            below_top = winner_scores < 0
+            checked = places[below_top]
+            passed = _passes_filters(
+                scores[below_top], winner_scores[below_top], top_p[checked], min_p[checked]
+            )
+            doubtful.append(checked[~passed])
+        return np.concatenate(doubtful)
+
+    def run_sorted(self, index: Indices) -> None:
+        """Race the tokens that the filters keep."""
+        for places in self._parts(index):
+            scores = self._scores(places)
+            part = self._rows.select(torch.from_numpy(places))
+            scores[~filter_mask(torch.from_numpy(scores).exp(), part).numpy()] = -np.inf
+            self._run_part(places, scores)
+
+    def _parts(self, index: Indices) -> Iterator[Indices]:
+        for first in range(0, len(index), self._noise.rows):
+            yield index[first : first + self._noise.rows]
+
+    def _scores(self, places: Indices) -> Floats:
+        return (self._values[places] - self._top[places]) * self._scale[places]
+
+    def _run_part(self, places: Indices, scores: Floats) -> Indices:
+        winners = self._noise.race(scores, self._words[places], self._min_sums[places])
+        self.tokens[places] = winners
+        return winners
+
+
+def _passes_filters(
+    scores: Floats, winner_scores: Floats, top_p: Floats, min_p: Floats
+) -> NDArray[np.bool_]:
     """scores [R, V], winner_scores, top_p, min_p [R] -> [R]: whether the winner surely passes top-p
     and min-p, however `filter_mask` rounds."""
     weights = np.exp(scores)

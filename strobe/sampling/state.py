@@ -126,7 +126,13 @@ class SamplingState:
                 columns = slice(len(ids))
                 top = 0
             self._score_columns[a.slot] = columns
-            mode = SamplingMode(s.temperature > 0, s.filters, processed, structured, top)
+            mode = SamplingMode(
+                sampled=s.temperature > 0,
+                filtered=s.filters,
+                processed=processed,
+                grammar=structured,
+                logprobs=top,
+            )
             self._modes[a.slot] = mode
             kind = PROCESSED * mode.processed + STRUCTURED * mode.grammar
             ints.append((a.slot, max(s.top_k, 0), noise_key(a.seed, a.sibling), kind))
@@ -197,7 +203,14 @@ class SamplingState:
     def _race(self, logits: Tensor, rows: LogitRows, mode: SamplingMode) -> Tensor:
         temperature, top_p, min_p = self.floats.index_select(1, rows.slots).unbind()
         top_k, key = self.ints.index_select(1, rows.slots).unbind()
-        params = RowParams(temperature, top_p, min_p, top_k, key, rows.positions)
+        params = RowParams(
+            temperature=temperature,
+            top_p=top_p,
+            min_p=min_p,
+            top_k=top_k,
+            key=key,
+            position=rows.positions,
+        )
         return self._sample_rows(logits, params, filtered=mode.filtered)
 
     def count_tokens(self, slots: Tensor, tokens: Tensor, accepted: Tensor, active: Tensor) -> None:

@@ -24,7 +24,8 @@ def verified_drafts(
     whose margins are [S, K], the `count` with the largest chances by the rates in `confidence`
     [K][B]; positions without rates count as certain. kernels: use triton's if the layout is
     padded."""
-    num_proposed, width = layout.device_drafts, layout.shape.max_drafts
+    num_proposed = layout.device_drafts
+    width = layout.shape.max_drafts
     if margins is None:
         margins = torch.zeros(len(num_proposed), width, device=num_proposed.device)
     rows = [*confidence[:width], *[(1.0,) * KNOTS] * (width - len(confidence))]

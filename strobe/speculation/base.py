@@ -68,7 +68,9 @@ class ProposerSet:
         composites: Mapping[str, tuple[str, str]] = {},
     ):
         """composites: methods that combine a host's proposer with one of the device, by name."""
-        self.device, self.by_name, self.composites = device, dict(proposers), composites
+        self.by_name = dict(proposers)
+        self.device = device
+        self.composites = composites
         self.on_device = {n: p for n, p in proposers.items() if isinstance(p, Proposer)}
         on_host = {n: p for n, p in proposers.items() if not isinstance(p, Proposer)}
         self.drafters = {name: Drafter(host=proposer) for name, proposer in on_host.items()}
@@ -92,7 +94,8 @@ class ProposerSet:
         if not shape.max_drafts:
             return Drafts()
         size = shape.spans, shape.max_drafts
-        tokens, margins = None, None
+        tokens = None
+        margins = None
         for name, members in plan.methods.items():
             drafts = self.on_device[name].propose([plan.spans[i] for i in members])
             assert drafts.tokens is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -11,9 +12,10 @@ from strobe.config import EngineConfig
 from strobe.models.config import DraftConfig
 from strobe.models.dflash import DFlash
 from strobe.models.heads.base import BlockRows, Drafts
+from strobe.runner.batch import Layout
 from strobe.runner.graphs import Eager, Graphs
 from strobe.runner.runner import ModelRunner
-from strobe.sampling.state import GREEDY, LogitRows
+from strobe.sampling.state import GREEDY, LogitRows, SamplingMode
 from strobe.step import TAIL, Span
 
 EXTRA_BLOCK_SIZES = 4, 8  # besides the one trained on: they cost less, and see fewer masks
@@ -40,11 +42,14 @@ class DFlashProposer:
         sampled, with the same noise at the same positions, so that drafter and target agree as
         often as their distributions allow (Daliri, Musco and Suresh, arXiv 2408.07978); greedy
         takes argmax tokens. adaptive returns the drafts' margins, too."""
-        self.model, self.runner, self.graphs = model, runner, graphs
+        self.model = model
+        self.runner = runner
+        self.graphs = graphs
         self.sampled = config.draft_sample_method == "probabilistic"
         self.margins = config.adaptive
         draft = model.config
-        self.capture, self.num_drafts = draft.capture, draft.block_drafts
+        self.capture = draft.capture
+        self.num_drafts = draft.block_drafts
         self.tokens = (TAIL,) + (draft.mask_token_id,) * (draft.block_size - 1)
         self.block_sizes = block_sizes(draft)
         self.unused = draft.block_size - draft.block_drafts  # rows that predict nothing: 1, or 0
@@ -57,39 +62,63 @@ class DFlashProposer:
 
     def propose(self, spans: Sequence[Span]) -> Drafts:
         """Propose drafts with the smallest block that has as many as any span verifies."""
-        runner, max_drafts = self.runner, max([span.num_drafts for span in spans])
-        width = self.widths_for(max_drafts)[1][-1]
-        tokens, drafts = self.tokens[:width], width - self.unused
-        blocks = [Span(s.slot, s.start, s.max_start, tokens, num_logits=drafts) for s in spans]
-        shape, bounds, mode = runner.shape_of(blocks), runner.bounds(blocks), GREEDY
+        runner = self.runner
+        block_rows = self.widths_for(max([span.num_drafts for span in spans]))[1][-1]
+        blocks = [
+            Span(
+                slot=span.slot,
+                start=span.start,
+                max_start=span.max_start,
+                tokens=self.tokens[:block_rows],
+                num_logits=block_rows - self.unused,
+            )
+            for span in spans
+        ]
+        shape = runner.shape_of(blocks)
         layout = runner.lay_out(blocks, shape)
+        mode = GREEDY
         if self.sampled:
-            mode = runner.sampling.mode([s.slot for s in spans])
+            mode = runner.sampling.mode([span.slot for span in spans])
             mode = mode._replace(processed=False, grammar=False, logprobs=None)
         mode = mode._replace(margins=self.margins)
+        body = functools.partial(
+            self._draft, layout=layout, mode=mode, bounds=runner.bounds(blocks)
+        )
+        return self.graphs.run(("draft", mode, shape), body, layout.packed)
 
-        def draft(packed: Tensor) -> Drafts:
-            here = layout.with_packed(packed)
-            batch = runner.state.make_batch(here, runner.state.place(here, None), bounds)
-            residual, _ = runner.forward(batch)
+    def _draft(
+        self, packed: Tensor, *, layout: Layout, mode: SamplingMode, bounds: Sequence[int]
+    ) -> Drafts:
+        """Run the drafter over the blocks, and its head over their rows that predict."""
+        layout = layout.with_packed(packed)
+        state = self.runner.state
+        batch = state.make_batch(layout, state.place(layout, None), bounds)
+        residual, _ = self.runner.forward(batch)
+        num_drafts = layout.spans[0].num_logits
+        block = BlockRows(
+            hidden=layout.select(residual).unflatten(0, (-1, num_drafts)),
+            anchor=batch.ids[layout.row_starts],
+            greedy=mode.greedy,
+            margins=mode.margins,
+            choose=functools.partial(self._choose, layout=layout, batch=batch, mode=mode),
+        )
+        return self.model.draft_head(self.model, block)
 
-            def choose(logits: Tensor, first: int) -> Drafts:
-                shape = logits.shape[:2]
-                positions = here.select(batch.positions).view(-1, drafts)[:, first:][:, : shape[1]]
-                # A token stands at its row's own position, or after it if the first row predicts.
-                positions = positions.flatten() + int(self.model.config.anchor_first)
-                slots = here.slots[:, None].expand(shape).flatten()
-                rows = logits.flatten(0, 1), LogitRows(slots, positions)
-                sampled = runner.sampling.sample(*rows, mode)
-                margins = None if sampled.margins is None else sampled.margins.view(shape)
-                return Drafts(sampled.tokens.view(shape), margins)
-
-            hidden = here.select(residual).unflatten(0, (-1, drafts))
-            anchor = batch.ids[here.row_starts]
-            block = BlockRows(hidden, anchor, mode.greedy, mode.margins, choose)
-            return self.model.draft_head(self.model, block)
-
-        return self.graphs.run(("draft", mode, shape), draft, layout.packed)
+    def _choose(
+        self, logits: Tensor, first: int, *, layout: Layout, batch: Batch, mode: SamplingMode
+    ) -> Drafts:
+        """Choose the blocks' drafts from the `first` one on by their logits [S, n, V]."""
+        shape = logits.shape[:2]
+        num_drafts = layout.spans[0].num_logits
+        positions = layout.select(batch.positions).view(-1, num_drafts)
+        positions = positions[:, first : first + shape[1]]
+        # A token stands at its row's own position, or after it if the first row predicts.
+        positions = positions.flatten() + int(self.model.config.anchor_first)
+        slots = layout.slots[:, None].expand(shape).flatten()
+        rows = LogitRows(slots, positions)
+        sampled = self.runner.sampling.sample(logits.flatten(0, 1), rows, mode)
+        margins = None if sampled.margins is None else sampled.margins.view(shape)
+        return Drafts(sampled.tokens.view(shape), margins)
 
     def observe(self, batch: Batch, hidden: Tensor | None) -> None:
         """Write the context K/V of every row, including rejected ones, which are never read."""

@@ -38,7 +38,8 @@ class NgramProposer:
     """Looks for the longest match first, on the host; requests differ in matches and lengths."""
 
     def __init__(self, min_tokens: int, max_tokens: int):
-        self.min_tokens, self.max_tokens = min_tokens, max_tokens
+        self.min_tokens = min_tokens
+        self.max_tokens = max_tokens
         self._indices: WeakKeyDictionary[Request, _NgramIndex] = WeakKeyDictionary()
 
     def propose(self, request: Request, count: int) -> DraftChain:

@@ -39,7 +39,12 @@ class DraftMethod:
 def _make_dflash(context: ProposerContext) -> Proposer:
     assert context.drafter is not None
     assert context.draft_runner is not None
-    return DFlashProposer(context.drafter, context.draft_runner, context.graphs, context.config)
+    return DFlashProposer(
+        model=context.drafter,
+        runner=context.draft_runner,
+        graphs=context.graphs,
+        config=context.config,
+    )
 
 
 def _make_ngram(context: ProposerContext) -> HostProposer:
