@@ -23,7 +23,7 @@ _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
 CPU_KV_CACHE = 1 << 30
-"""Bytes of the KV cache on a CPU by default, if one context needs no more."""
+"""Maximum bytes of the KV cache on a CPU by default, if one context needs no more."""
 
 
 def parse_bytes(value: int | str) -> int:
@@ -101,7 +101,9 @@ class EngineConfig:
         "Maximum target rows per step; by default 2048, on a GPU 8192, or what max_num_seqs needs.",
     )
     kv_cache_memory: Annotated[int | str | None, PlainValidator(_check_size)] = option(
-        None, "Bytes for keys and values of target and drafter, such as 2GiB; by default automatic."
+        None,
+        "Bytes for keys and values of target and drafter, such as 2GiB; by default the rest of a "
+        "GPU, on a CPU room for one full context or for max_num_seqs short requests.",
     )
     gpu_memory_utilization: Annotated[float, Field(ge=0.01, le=1)] | None = option(
         None, "Share of a GPU's memory that may be in use, others' included; by default the rest."

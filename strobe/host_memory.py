@@ -1,7 +1,8 @@
-"""The host's free memory. Imports no torch."""
+"""The host's memory: what is free, and returning what this process has freed. Imports no torch."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
 
@@ -12,6 +13,14 @@ def free_host_memory() -> int:
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     room = _field(Path("/proc/meminfo"), "MemAvailable:", 1024, whole // 2)
     return min(room, _container_room(room))
+
+
+def trim_heap() -> None:
+    """Return freed memory to the system, if the C library supports it. The library otherwise keeps
+    nearly all of it after objects of many sizes: weights before packing, compiled grammars."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _container_room(default: int, root: Path = Path("/sys/fs/cgroup")) -> int:

@@ -1,4 +1,4 @@
-"""Copies between host and device that do not wait for the device; and zeros."""
+"""Copies between host and device that do not wait for the device."""
 
 from __future__ import annotations
 
@@ -28,10 +28,3 @@ def download(tensor: Tensor) -> Tensor:
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
-
-
-def zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros [count]. On a CPU, pages of memory are allocated only when written."""
-    if device.type != "cpu":
-        return torch.zeros(count, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(count * dtype.itemsize, np.uint8)).view(dtype)

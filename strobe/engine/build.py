@@ -11,6 +11,7 @@ import torch
 from strobe.attention.recurrent import RecurrentBackend
 from strobe.config import EngineConfig, Limits, resolve_limits
 from strobe.engine.backends import BackendChoice, choose_backends, make_backends
+from strobe.host_memory import trim_heap
 from strobe.hub.download import fetch_weights
 from strobe.hub.locate import locate_models
 from strobe.kv.pages import PagePool
@@ -186,6 +187,8 @@ def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
     target, drafter = _load_models(resolved, target)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what loading left over counts as free
+    else:
+        trim_heap()  # the weights before packing
     config = resolved.config
     limits = resolved.limits
     kernels = resolved.backends.kernels

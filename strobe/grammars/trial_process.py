@@ -19,7 +19,6 @@ from typing import Any
 
 from llguidance import LLTokenizer
 
-from strobe.grammars.heap import trim_heap
 from strobe.grammars.source import (
     STACK_BYTES,
     GrammarError,
@@ -28,6 +27,7 @@ from strobe.grammars.source import (
     grammar_source,
     make_matcher,
 )
+from strobe.host_memory import trim_heap
 
 READY = "ready"
 _TRIM_EVERY = 16

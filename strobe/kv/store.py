@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from strobe.transfer import zeros
-
 
 @dataclass(frozen=True)
 class KVSpec:
@@ -27,14 +25,15 @@ class KVStore:
     """Keys and values of one group, in slots page * page_size + offset.
 
     layers: each layer's [slots, 2, Hkv, D]. data: all of them, [layers, slots, 2, Hkv, D] if their
-    shapes are equal, else flat. Zero-filled, so that a masked read of an unwritten slot is finite.
+    shapes are equal, else flat. Zero-filled, so that a masked read of an unwritten slot is finite,
+    and so that a CPU's memory is taken here, not when pages are first used.
     """
 
     def __init__(self, spec: KVSpec, num_pages: int, page_size: int, device: torch.device):
         self.spec = spec
         slots = num_pages * page_size
         values = [slots * 2 * heads * width for heads, width in spec.shapes]
-        self.data = zeros(sum(values), spec.dtype, device)
+        self.data = torch.zeros(sum(values), dtype=spec.dtype, device=device)
         shapes = [(slots, 2, *shape) for shape in spec.shapes]
         parts = self.data.split(values)
         self.layers = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -14,6 +14,9 @@ from strobe.runner.buckets import MAX_CAPTURED_ROWS
 from strobe.sampling.state import SamplingState
 
 _GPU_SHARE = 0.92
+_SHORT_REQUEST = 256
+"""Tokens of a request. A CPU's cache has room for max_num_seqs of these, or for one full context if
+that is more."""
 
 
 def plan_pages(
@@ -70,7 +73,9 @@ def plan_pages(
     elif device.type == "cuda":
         budget = int(free * _GPU_SHARE)
     else:
-        budget = min(max(CPU_KV_CACHE, min_bytes), free // 2)
+        short = limits.max_num_seqs * -(-_SHORT_REQUEST // limits.page_size) + 1
+        budget = max(min_bytes, min(short * per_page, CPU_KV_CACHE))
+        budget = min(budget, free // 2)
     pages = min(budget // per_page, max_useful)
     if pages < min_pages:
         hint = f"raise {setting} or " if min_bytes <= free else ""

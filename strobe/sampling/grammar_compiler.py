@@ -13,7 +13,6 @@ from pathlib import Path
 
 from llguidance import LLMatcher, LLTokenizer
 
-from strobe.grammars.heap import trim_heap
 from strobe.grammars.source import (
     STACK_BYTES,
     GrammarError,
@@ -23,6 +22,7 @@ from strobe.grammars.source import (
     unenforced,
 )
 from strobe.grammars.trial import GrammarTrial
+from strobe.host_memory import trim_heap
 from strobe.sampling_params import StructuredOutputs
 
 logger = logging.getLogger(__name__)

@@ -32,6 +32,7 @@ from strobe.server.app import make_app, middleware_settings
 from strobe.server.batches.store import BatchStore
 from strobe.server.connections import AT_ONCE, Connection, QuietErrorHandler
 from strobe.server.engine_process.client import EngineClient, EngineDead
+from strobe.server.engine_process.messages import Ready
 from strobe.server.engine_process.replicas import Replicas
 from strobe.server.guards import Shutdown, is_loopback
 from strobe.server.metrics import ServerMetrics
@@ -199,8 +200,7 @@ class Server:
             await asyncio.wait({ready, stopped, http}, return_when=asyncio.FIRST_COMPLETED)
             if ready.done() or client.dead:
                 facts = await ready
-                several = f"{n} engines, " if (n := len(client.engines)) > 1 else ""
-                where = f"{several}{facts.device}, {facts.dtype}, drafting with {facts.methods[0]}"
+                where = description(facts, len(client.engines), self.config.page_size)
                 logger.info(greeting(self.settings, self.listener.getsockname(), where))
                 for work in serving.background:
                     work.resume()
@@ -264,6 +264,15 @@ async def load_serving(
     as `make_serving`."""
     tokenizer = await asyncio.to_thread(Tokenizer, Path(client.config.target))
     return make_serving(settings, client, tokenizer, template)
+
+
+def description(facts: Ready, num_engines: int, page_size: int) -> str:
+    """Return what serves: devices, dtype, default method, and memory for keys and values."""
+    several = f"{num_engines} engines, " if num_engines > 1 else ""
+    return (
+        f"{several}{facts.device}, {facts.dtype}, drafting with {facts.methods[0]}, "
+        f"K/V memory {facts.kv_bytes / 1e6:,.0f} MB for {facts.pages * page_size:,} tokens"
+    )
 
 
 def greeting(settings: ServerConfig, address: Sequence[Any], where: str) -> str:

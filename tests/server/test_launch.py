@@ -9,6 +9,7 @@ import pytest
 
 from strobe.config import EngineConfig
 from strobe.server import launch
+from strobe.server.engine_process.messages import Ready
 from strobe.server.launch import serve
 from strobe.server.settings import LogSettings, ServerConfig
 
@@ -57,3 +58,10 @@ def test_unusable_setting_starts_no_engine(
     monkeypatch.setattr(launch, "make_client", None)
     with pytest.raises(ValueError, match=message):
         serve(EngineConfig(), ServerConfig(port=0, **{setting: value}))
+
+
+def test_startup_line_names_memory_for_keys_and_values():
+    facts = Ready(8192, 32, 2048, 15, ("dflash", "none"), {}, "float32", "cpu", 513, 410_000_000)
+    assert launch.description(facts, num_engines=2, page_size=16) == (
+        "2 engines, cpu, float32, drafting with dflash, K/V memory 410 MB for 8,208 tokens"
+    )

@@ -42,7 +42,7 @@ class Stop(NamedTuple):
 
 class Ready(NamedTuple):
     """The engine is ready. sampling: the checkpoint's recommended sampling parameters; methods:
-    the available drafting methods, the default first."""
+    the available drafting methods, the default first; kv_bytes: size of both KV caches."""
 
     max_model_len: int
     max_num_seqs: int
@@ -53,6 +53,7 @@ class Ready(NamedTuple):
     dtype: str
     device: str
     pages: int
+    kv_bytes: int = 0
 
 
 class Failed(NamedTuple):

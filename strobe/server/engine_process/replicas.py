@@ -112,6 +112,7 @@ class Replicas:
             max_model_len=min(entry.max_model_len for entry in facts),
             max_num_seqs=sum(entry.max_num_seqs for entry in facts),
             pages=sum(entry.pages for entry in facts),
+            kv_bytes=sum(entry.kv_bytes for entry in facts),
         ) if facts else None  # fmt: skip
 
     @property

@@ -126,6 +126,7 @@ def facts(engine: Engine) -> Ready:
         dtype=str(resolved.dtype).removeprefix("torch."),
         device=str(resolved.device),
         pages=engine.components.pool.capacity,
+        kv_bytes=sum(store.data.nbytes for store in engine.components.stores.values()),
     )
 
 
