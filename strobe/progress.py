@@ -15,7 +15,12 @@ INTERVAL = 10.0
 
 
 class Progress:
-    """Shows what a command is doing and how far it is; a context manager."""
+    """Shows what a command is doing and how far it is; a context manager.
+
+    num_live: displays that now redraw a line of the terminal, beside which nothing else may.
+    """
+
+    num_live = 0
 
     def __init__(self, text: str = "", total: int | None = None, done: int = 0, unit: str = ""):
         """total: number of steps, requests or other `unit`s, if known; `done` of them were finished
@@ -33,6 +38,7 @@ class Progress:
             self._bar = _bar(self._console, self.total is not None)
             self._task = self._bar.add_task(self.text, total=self.total, completed=self.done)
             self._bar.start()
+            Progress.num_live += 1
         else:
             threading.Thread(target=self._show_lines, name="progress", daemon=True).start()
         return self
@@ -41,6 +47,7 @@ class Progress:
         self._finished.set()
         if self._bar is not None:
             self._bar.stop()
+            Progress.num_live -= 1
 
     def update(
         self, text: str | None = None, done: int | None = None, unfinished: float = 0.0

@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import logging
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, fields, make_dataclass, replace
 from typing import (
@@ -221,14 +222,14 @@ else:
 
 
 def load(flags: Any) -> Any:
-    """Load the models that the flags name; on a terminal, show a status line meanwhile."""
-    from rich.console import Console
+    """Load the models that the flags name. On a terminal, say so first; nothing is drawn meanwhile
+    but the bar of weights being read."""
+    if sys.stderr.isatty():
+        name = flags.target or "the demo models"
+        print(f"Loading {name}, and warming up ...", file=sys.stderr, flush=True)
+    from strobe.llm import LLM
 
-    name = flags.target or "the demo models"
-    with Console(stderr=True).status(f"Loading {name}, and warming up"):
-        from strobe.llm import LLM
-
-        return LLM(**asdict(flags))
+    return LLM(**asdict(flags))
 
 
 def sampling(llm: Any, flags: Any) -> SamplingParams:

@@ -73,6 +73,13 @@ def snapshot_of(directory: Path) -> Snapshot | None:
     return Snapshot(cache.parent, name.replace("--", "/"), commit)
 
 
+def display_name(path: Path) -> str:
+    """Return the name that a user knows a checkpoint's directory or GGUF file by: the hub's, not
+    that of the commit's directory in the cache."""
+    snapshot = snapshot_of(path)
+    return path.absolute().name if snapshot is None else snapshot.name
+
+
 def find_checkpoint(name: str, revision: str | None, option: str = "revision") -> str:
     """Return the checkpoint's directory: a local path as it is; for a GGUF file, a packaged model's
     included, the directory that describes it; for a hub name its directory in the cache, after

@@ -14,6 +14,7 @@ from typing import NotRequired, TypedDict, TypeVar, Unpack
 import torch
 from torch import Tensor, nn
 
+from strobe.hub.download import display_name
 from strobe.models.architectures import make_target
 from strobe.models.checkpoint import Checkpoint
 from strobe.models.config import DraftConfig, TargetConfig
@@ -128,8 +129,10 @@ def _quantized_mapping(module: Target | DFlash) -> WeightMapping:
 
 def _read_tensors(module: Target | DFlash, checkpoint: Checkpoint, options: LoadOptions) -> None:
     """Read the checkpoint's tensors in file order. A progress bar is shown if stderr is a terminal,
-    unless loading is logged or TQDM_DISABLE is set."""
+    unless loading is logged, another display is live or TQDM_DISABLE is set."""
     from tqdm.auto import tqdm
+
+    from strobe.progress import Progress
 
     mapping = _check_tensors(module, checkpoint)
     order_of = {name: i for i, name in enumerate(checkpoint.shapes)}
@@ -138,13 +141,13 @@ def _read_tensors(module: Target | DFlash, checkpoint: Checkpoint, options: Load
     started = time.perf_counter()
     with tqdm(
         total=total,
-        desc=f"Loading {checkpoint.source.name}",
+        desc=f"Loading {display_name(checkpoint.source)}",
         unit="B",
         unit_scale=True,
         delay=2.0,  # seconds
         leave=False,
         dynamic_ncols=True,
-        disable=logger.isEnabledFor(logging.INFO) or None,
+        disable=logger.isEnabledFor(logging.INFO) or Progress.num_live > 0 or None,
     ) as bar:
 
         def write(name: str, value: Tensor) -> None:

@@ -59,7 +59,11 @@ def serve(config: EngineConfig, settings: ServerConfig) -> int:
     """Serve until a signal stops the server. Returns the exit status. Raises ValueError for invalid
     settings."""
     settings.logs.configure()
-    logger.info("Strobe starts with %s.", config.target or "the demo models")
+    logger.info(
+        "Strobe starts with %s: it reads the weights, warms up and times its steps, which takes "
+        "10 to 30 seconds for a small model on a CPU.",
+        config.target or "the demo models",
+    )
     settings, template = prepare(config, settings)
     listener = listen(settings.host, settings.port)
     settings = replace(settings, host=listener.getsockname()[0])

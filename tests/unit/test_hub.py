@@ -16,7 +16,7 @@ from textpair import Pair
 from tiny import edit_json
 
 from strobe import LLM
-from strobe.hub.download import fetch_weights, find_checkpoint
+from strobe.hub.download import display_name, fetch_weights, find_checkpoint
 from strobe.tools.eval.sources import fetch
 
 NAME, COMMIT = "owner/tiny-model", "a" * 40
@@ -345,3 +345,16 @@ def test_user_without_home_has_no_cache(
     with pytest.raises(ValueError, match=r"data set owner/set .* no home directory; set HF_HOME"):
         fetch("owner/set", ["*"], "set")
     assert calls == []
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("hub/models--Qwen--Qwen3-8B/snapshots/0123abcd", "Qwen/Qwen3-8B"),
+        ("checkpoints/mine", "mine"),
+        ("models/Small.Q4_1.gguf", "Small.Q4_1.gguf"),
+    ],
+)
+def test_display_name_is_the_users(tmp_path: Path, path: str, name: str):
+    """Progress bars name the model, not a folder of the cache."""
+    assert display_name(tmp_path / path) == name

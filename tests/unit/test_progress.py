@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import sys
 import threading
@@ -13,6 +14,8 @@ import pytest
 from textpair import Pair
 
 from strobe import progress
+from strobe.config import EngineConfig
+from strobe.engine.engine import Engine
 from strobe.progress import Progress
 
 
@@ -103,3 +106,31 @@ def test_commands_print_lines_without_a_terminal(
     status, _, err = main(*arguments, *pair_flags)
     assert status == 0
     assert f"\n{line}" in f"\n{err}"
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_weights_draw_a_bar_unless_another_display_is_live(
+    monkeypatch: pytest.MonkeyPatch, pair: Pair, live: bool
+):
+    """A bar under a spinner would be printed again at every refresh."""
+    bars: list[dict[str, Any]] = []
+
+    class Bar(contextlib.AbstractContextManager[Any]):
+        def __init__(self, **options: Any):
+            bars.append(options)
+
+        def update(self, count: int) -> None: ...
+
+        def __exit__(self, *_: object) -> None: ...
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return live
+
+    monkeypatch.setattr("tqdm.auto.tqdm", Bar)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    with Progress("Loading the models"):
+        Engine(EngineConfig(target=str(pair.target), device="cpu"))
+    assert [bar["desc"] for bar in bars] == [f"Loading {pair.target.name}"]
+    assert [bar["disable"] for bar in bars] == [live or None]

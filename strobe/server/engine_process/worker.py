@@ -70,7 +70,9 @@ def run_engine(
             check_gpus(config, replica)
         rank = 0 if replica is None else replica.number
         publisher = None if kv_events is None else KVEventPublisher(kv_events, rank)
+        logger.info("reading the weights")
         engine = start_engine(config)
+        logger.info("warming up")
         warm_up(engine)
         measure_costs(engine)
         if publisher is not None:
