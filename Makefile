@@ -7,9 +7,11 @@ unexport PYTHONDONTWRITEBYTECODE
 # Files run in alphabetical order: the small ones of tests/unit, last, keep all workers busy to the end.
 PYTEST := $(BIN)/python -m pytest -rs -n auto --maxprocesses 4 --dist loadfile \
 	--no-loadscope-reorder -p no:schemathesis
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# On a terminal pip shows its progress.
+PIP := $(BIN)/python -m pip install $(if $(MAKE_TERMOUT),,--quiet) --disable-pip-version-check \
+	-c constraints.txt
 
-.PHONY: serve demo soak fuzz test pytest test-all test-gpu test-ray check style types format bench clean
+.PHONY: serve demo soak fuzz test pytest test-all test-gpu test-ray test-floors check style types format bench clean
 
 # A small language model, fetched once; the demo models where it cannot be fetched. Options go behind
 # `strobe serve` itself: .venv/bin/strobe serve --help
@@ -50,6 +52,11 @@ test-ray: $(VENV)/.dev
 	$(PIP) -e ".[ray]"
 	$(BIN)/python -m pytest -p no:schemathesis tests/server/test_ray.py
 
+# The lowest versions that pyproject.toml allows, in build/floors: 6 GB with torch's floor, or
+# `make test-floors TORCH=2.13.0` with another release of torch.
+test-floors: $(VENV)/.installed
+	$(BIN)/python scripts/floors.py $(if $(TORCH),--torch $(TORCH))
+
 check: style types
 
 style: $(VENV)/.dev
@@ -73,6 +80,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
+	@echo "Installing Strobe and what it depends on in $(VENV), once; this takes a minute or two."
 	$(PIP) -e .
 	touch $@
 

@@ -56,7 +56,7 @@ def model_of(kind: str, **changes: Any) -> Any:
     torch.manual_seed(0)
     config = {"llama": LlamaConfig, "qwen3": Qwen3Config}[kind](**SHAPE | changes)
     config.eos_token_id = 0
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return AutoModelForCausalLM.from_config(config).float()
 
 
 def metadata_of(kind: str) -> dict[str, Any]:
