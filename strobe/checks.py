@@ -52,7 +52,7 @@ def option(default: Any, help: str, hint: str = "") -> Any:
 
 @dataclass_transform(frozen_default=True)
 def settings(cls: type[T]) -> type[T]:
-    """Class decorator; a class attribute `prefix` precedes field names in errors."""
+    """Class decorator; a class attribute `error_prefix` precedes field names in errors."""
     strict = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
     checked: Any = dataclass(frozen=True, config=strict)(cls)
     construct: Callable[..., None] = checked.__init__
@@ -77,7 +77,7 @@ def _to_error(error: ValidationError, cls: Any) -> Exception:
     name, *path = first["loc"]
     if first["type"].startswith("unexpected_"):
         return TypeError(f"{cls.__name__} has no field {name!r}.")
-    prefix = getattr(cls, "prefix", "")
+    prefix = getattr(cls, "error_prefix", "")
     hints = {f.name: f.metadata.get("hint", "") for f in fields(cls)}
     location = "" if "[key]" in path else "".join(f"[{part!r}]" for part in path)
     limits = {k: f"{v:g}" if isinstance(v, float) else v for k, v in context.items()}

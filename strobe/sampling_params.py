@@ -41,7 +41,7 @@ T = TypeVar("T", "StructuredOutputs", "Speculation")
 
 def _parse(cls: type[T], value: Any, requirement: str) -> T:
     """Build a `cls` from an object with its fields. Raises ValueError."""
-    name = cls.prefix.removesuffix(".")
+    name = cls.error_prefix.removesuffix(".")
     field_names = [field.name for field in fields(cls)]
     if not isinstance(value, Mapping):
         raise ValueError(f"{name} is {brief(value)}, but must be {requirement}.")
@@ -59,25 +59,25 @@ class StructuredOutputs:
     expression that the whole answer matches. choice: the answer is one of these texts. grammar:
     Lark, or EBNF in llama.cpp's form.
 
-    For models that think first: after, token ids that end thinking and start the constraint;
-    opener, the token that starts thinking (an answer without it is constrained from the start);
-    budget, the number of tokens after which thinking must end; lead, a text that may precede the
-    constrained text. instead: a Lark grammar that the answer may follow in place of the constraint,
-    such as one for tool calls.
+    For models that think first: think_end, token ids that end thinking and start the constraint;
+    think_start, the token that starts thinking (an answer without it is constrained from the
+    start); max_thinking, the number of tokens after which thinking must end; prefix, a text that
+    may precede the constrained text. alternative: a Lark grammar that the answer may follow in
+    place of the constraint, such as one for tool calls.
     """
 
-    prefix: ClassVar[str] = "structured_outputs."
+    error_prefix: ClassVar[str] = "structured_outputs."
 
     json: Annotated[Mapping[str, Any] | str | None, PlainValidator(_schema)] = None
     json_object: bool = False
     regex: str | None = None
     choice: Annotated[Texts, Field(min_length=1)] | None = None
     grammar: str | None = None
-    after: Tokens = option((), "", _TOKENS)
-    opener: Token | None = option(None, "", _TOKENS)
-    budget: Count | None = None
-    lead: str = ""
-    instead: str | None = None
+    think_end: Tokens = option((), "", _TOKENS)
+    think_start: Token | None = option(None, "", _TOKENS)
+    max_thinking: Count | None = None
+    prefix: str = ""
+    alternative: str | None = None
 
     @model_validator(mode="after")
     def _check_together(self) -> StructuredOutputs:
@@ -87,10 +87,10 @@ class StructuredOutputs:
             raise ValueError(
                 f"structured_outputs {mistake} of {', '.join(STRUCTURES)}; give exactly one."
             )
-        if self.opener is not None and not self.after:
+        if self.think_start is not None and not self.think_end:
             raise ValueError(
-                f"structured_outputs.opener is {self.opener}, but nothing in after ends what it "
-                "begins; give both or none."
+                f"structured_outputs.think_start is {self.think_start}, but nothing in think_end "
+                "ends what it begins; give both or none."
             )
         return self
 
@@ -112,7 +112,7 @@ class Speculation:
     even where drafting promises less than it costs.
     """
 
-    prefix: ClassVar[str] = "speculation."
+    error_prefix: ClassVar[str] = "speculation."
 
     method: Method | None = None
     num_drafts: Count | None = option(None, "", "0 turns drafting off.")

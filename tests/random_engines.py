@@ -78,8 +78,8 @@ STRUCTURES: tuple[dict[str, Any], ...] = (
     {"regex": r"[a-f]{3,6}( [0-9]+)?"},
     {"choice": ("yes", "no", "abba", "trueue")},
     {"grammar": 'start: "[" word ("," word)* "]"\nword: /[a-c]+/'},
-    {"regex": "[a-f]{3,9}", "after": (13, 5)},
-    {"regex": "[xyz]*", "lead": "no "},
+    {"regex": "[a-f]{3,9}", "think_end": (13, 5)},
+    {"regex": "[xyz]*", "prefix": "no "},
 )
 TOLERANCE = 0.02
 """Largest difference of log probabilities. Random weights can amplify rounding: at one position
@@ -567,12 +567,12 @@ def allowed_by(target: Path, structured: Any, output: Sequence[int]) -> set[int]
     """Return the token ids that a fresh matcher of the grammar allows after `output`."""
     compiler = GrammarCompiler(target / "tokenizer.json", VOCAB, EOS_IDS)
     matcher = LLMatcher(compiler.tokenizer, grammar_source(structured), log_level=0)
-    after = list(structured.after)
-    if after:
+    think_end = list(structured.think_end)
+    if think_end:
         ends = [
             i
-            for i in range(len(after), len(output) + 1)
-            if list(output[i - len(after) : i]) == after
+            for i in range(len(think_end), len(output) + 1)
+            if list(output[i - len(think_end) : i]) == think_end
         ]
         if not ends:
             return set(range(VOCAB))

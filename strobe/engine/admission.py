@@ -27,9 +27,9 @@ def check_sampling(sampling: SamplingParams, resolved: ResolvedConfig) -> None:
         _check_ids(name, list(getattr(sampling, name) or ()), resolved)
     structured = StructuredOutputs.of(sampling.structured_outputs)
     if structured is not None:
-        _check_ids("structured_outputs.after", structured.after, resolved)
-        opener = [] if structured.opener is None else [structured.opener]
-        _check_ids("structured_outputs.opener", opener, resolved)
+        _check_ids("structured_outputs.think_end", structured.think_end, resolved)
+        think_start = [] if structured.think_start is None else [structured.think_start]
+        _check_ids("structured_outputs.think_start", think_start, resolved)
     size = resolved.target.decoder.vocab_size
     for name in ("logprobs", "prompt_logprobs"):
         top = getattr(sampling, name) or 0

@@ -70,15 +70,16 @@ def grammar_source(structured: StructuredOutputs) -> str:
     expression."""
     answer = _part(structured)
     parts = [{**answer, "name": "answer"}]
-    if structured.lead or structured.instead is not None or structured.budget is not None:
-        prefix = f"({json.dumps(structured.lead)})? " if structured.lead else ""
-        if structured.budget is not None:
+    limits_thinking = structured.max_thinking is not None
+    if structured.prefix or structured.alternative is not None or limits_thinking:
+        prefix = f"({json.dumps(structured.prefix)})? " if structured.prefix else ""
+        if limits_thinking:
             prefix = f"{_limited_thinking(structured)} {prefix}"
-        alternative = "" if structured.instead is None else " | @instead"
+        alternative = "" if structured.alternative is None else " | @alternative"
         parts.insert(0, {"lark_grammar": f"start: {prefix}(@answer{alternative})"})
-    if structured.instead is not None:
-        alternative = rewrite_lark(structured.instead, _enforced)
-        parts.append({"name": "instead", "lark_grammar": alternative})
+    if structured.alternative is not None:
+        alternative = rewrite_lark(structured.alternative, _enforced)
+        parts.append({"name": "alternative", "lark_grammar": alternative})
     if is_unforced(structured) or _has_own_options(structured.json):
         parts.append(_UNFORCED)
     return json.dumps({"grammars": parts})
@@ -87,30 +88,31 @@ def grammar_source(structured: StructuredOutputs) -> str:
 def is_unforced(structured: StructuredOutputs) -> bool:
     """Whether llguidance must not search for forced tokens: see _UNFORCED; and it does not take
     back those that follow tokens named by id."""
-    limits_thinking = structured.budget is not None
-    return structured.grammar is not None or structured.instead is not None or limits_thinking
+    limits_thinking = structured.max_thinking is not None
+    return structured.grammar is not None or structured.alternative is not None or limits_thinking
 
 
 def free_thinking(structured: StructuredOutputs) -> tuple[tuple[int, ...], int | None]:
     """Return the token ids that end thinking, and the token that starts it, if the grammar does not
     cover the thinking itself."""
-    if structured.budget is not None:
+    if structured.max_thinking is not None:
         return (), None
-    return tuple(structured.after), structured.opener
+    return tuple(structured.think_end), structured.think_start
 
 
 def _limited_thinking(structured: StructuredOutputs) -> str:
-    """Return a rule for thinking of at most `budget` tokens, with its end. Raises ValueError."""
-    if not structured.after:
+    """Return a rule for thinking of limited length, with its end. Raises ValueError."""
+    limit = structured.max_thinking
+    if not structured.think_end:
         raise ValueError(
-            f"structured_outputs.budget is {structured.budget}, but nothing in after ends what it "
+            f"structured_outputs.max_thinking is {limit}, but nothing in think_end ends what it "
             "limits; give both or none."
         )
-    end = " ".join(f"<[{token}]>" for token in structured.after)
+    end = " ".join(f"<[{token}]>" for token in structured.think_end)
     # The first token of the end occurs nowhere else, so that the end is found at once.
-    tokens = f"<[^{structured.after[0]}]>{{0,{structured.budget}}} " if structured.budget else ""
-    opener = structured.opener
-    return f"{tokens}{end}" if opener is None else f"(<[{opener}]> {tokens}{end})?"
+    tokens = f"<[^{structured.think_end[0]}]>{{0,{limit}}} " if limit else ""
+    think_start = structured.think_start
+    return f"{tokens}{end}" if think_start is None else f"(<[{think_start}]> {tokens}{end})?"
 
 
 def make_matcher(tokenizer: LLTokenizer, source: str) -> LLMatcher:
@@ -150,7 +152,7 @@ def unenforced(structured: StructuredOutputs) -> list[str]:
     """Return the names of the schemas' keywords that are not enforced. Raises ValueError as
     `grammar_source` does."""
     schemas = [] if structured.json is None else [_parsed(structured.json)]
-    for text in (structured.grammar, structured.instead):
+    for text in (structured.grammar, structured.alternative):
         schemas += [] if text is None else schemas_in(text)
     return list(dict.fromkeys(name for schema in schemas for name in enforceable(schema).dropped))
 

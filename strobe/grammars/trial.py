@@ -29,8 +29,8 @@ _MAX_CACHED = 4096
 _ONE_HEAP = {"MALLOC_ARENA_MAX": "1"}
 """With several heaps, each thread of the process reserves 64 MiB, which count as used."""
 _FIELDS = (
-    "json", "json_object", "regex", "choice", "grammar", "after", "opener", "budget", "lead",
-    "instead",
+    "json", "json_object", "regex", "choice", "grammar", "think_end",
+    "think_start", "max_thinking", "prefix", "alternative",
 )  # fmt: skip
 
 

@@ -321,25 +321,29 @@ class Serving:
         return list(self.tokenizer.fast.encode(text, add_special_tokens=False).ids)
 
     def constraint(
-        self, structured: Mapping[str, Any] | None, prompt: str, budget: int | None = None
+        self, structured: Mapping[str, Any] | None, prompt: str, max_thinking: int | None = None
     ) -> Mapping[str, Any] | None:
         """Return structured output that applies after the reasoning, if the prompt allows any.
-        budget: the maximum number of reasoning tokens. Raises FieldError."""
+        max_thinking: the maximum number of reasoning tokens. Raises FieldError."""
         form = self.formats.reasoning
-        if form is None or (structured is None and budget is None):
+        if form is None or (structured is None and max_thinking is None):
             return structured
-        after = {"after": self.marker_ids(form.end), "lead": form.gap, "budget": budget}
-        limited = {"grammar": ANY_TOKENS} if structured is None else structured
+        limited = {
+            **({"grammar": ANY_TOKENS} if structured is None else structured),
+            "think_end": self.marker_ids(form.end),
+            "max_thinking": max_thinking,
+            "prefix": form.gap,
+        }
         if form.whole_answer or form.opened_by(prompt):
-            return {**limited, **after}
+            return limited
         if prompt.rstrip().endswith(form.end):
             return structured
-        opener = self.marker_ids(form.start)
-        if len(opener) == 1:
-            return {**limited, **after, "opener": opener[0]}
-        if budget is not None:
+        start = self.marker_ids(form.start)
+        if len(start) == 1:
+            return {**limited, "think_start": start[0]}
+        if max_thinking is not None:
             raise FieldError(
-                f"thinking_token_budget is {budget}, but this model's reasoning begins with "
+                f"thinking_token_budget is {max_thinking}, but this model's reasoning begins with "
                 "several tokens, for which there is no limit; leave it out.",
                 "thinking_token_budget",
                 "unsupported_parameter",
@@ -360,7 +364,7 @@ class Serving:
         return {token.content: number for number, token in added.items()}
 
     def call_grammar(
-        self, tools: list[Tool], *, parallel: bool, prompt: str, budget: int | None = None
+        self, tools: list[Tool], *, parallel: bool, prompt: str, max_thinking: int | None = None
     ) -> Mapping[str, Any]:
         """Return structured output that forces a call of one of the tools. Raises FieldError if
         the model's call format is unknown."""
@@ -375,7 +379,7 @@ class Serving:
         structured = {"grammar": self._calls(form, tools, parallel)}
         if form.whole_answer:
             return structured
-        return self.constraint(structured, prompt, budget) or structured
+        return self.constraint(structured, prompt, max_thinking) or structured
 
     def allow_tool_calls(
         self, structured: Mapping[str, Any], tools: list[Tool], *, parallel: bool
@@ -384,7 +388,7 @@ class Serving:
         form = self.formats.tools
         if form is None or form.whole_answer or not tools:
             return structured
-        return {**structured, "instead": self._calls(form, tools, parallel)}
+        return {**structured, "alternative": self._calls(form, tools, parallel)}
 
     def _calls(self, form: ToolFormat, tools: list[Tool], parallel: bool) -> str:
         try:

@@ -211,7 +211,7 @@ def sampling_params() -> dict[str, list[SamplingParams]]:
             WARM.clone(structured_outputs={"json_object": True}, temperature=2.0),
             scored.clone(structured_outputs={"json": SCHEMA}),
             WARM,
-            STOPS.clone(structured_outputs={"json": SCHEMA, "after": MARKER, "opener": 2}),
+            STOPS.clone(structured_outputs={"json": SCHEMA, "think_end": MARKER, "think_start": 2}),
         ],
         "texts": [
             STOPS.clone(structured_outputs={"regex": REGEX}),
@@ -220,13 +220,13 @@ def sampling_params() -> dict[str, list[SamplingParams]]:
             WARM.clone(structured_outputs={"grammar": GBNF}, n=2, temperature=2.0),
             COLD,
             STOPS.clone(
-                structured_outputs={"regex": REGEX, "after": MARKER},
+                structured_outputs={"regex": REGEX, "think_end": MARKER},
                 logit_bias=dict.fromkeys(MARKER, 4.0),
                 presence_penalty=2.0,
             ),
             WARM.clone(structured_outputs={"choice": CHOICES}, min_tokens=9, logprobs=1),
             STOPS.clone(structured_outputs={"regex": "[xyz]*"}, allowed_token_ids=[1, 2]),
-            WARM.clone(structured_outputs={"regex": REGEX, "lead": "no "}, top_k=3),
+            WARM.clone(structured_outputs={"regex": REGEX, "prefix": "no "}, top_k=3),
         ],
     }
     kinds["everything"] = [
@@ -288,10 +288,11 @@ class GrammarReader:
 
     def allowed(self, output: Sequence[int]) -> set[int]:
         """Return the token ids allowed after `output`, one token longer than in the last call."""
-        after, opener = list(self.wanted.after), self.wanted.opener
-        thinks = bool(after) and (opener is None or list(output[:1]) == [opener])
-        size = len(after)
-        ends = [i for i in range(size, len(output) + 1) if list(output[i - size : i]) == after]
+        think_end = list(self.wanted.think_end)
+        think_start = self.wanted.think_start
+        thinks = bool(think_end) and (think_start is None or list(output[:1]) == [think_start])
+        size = len(think_end)
+        ends = [i for i in range(size, len(output) + 1) if list(output[i - size : i]) == think_end]
         if thinks and not ends:
             return set(range(VOCAB))
         read = output[ends[0] :] if thinks else output
@@ -299,7 +300,7 @@ class GrammarReader:
             assert self.matcher.consume_token(read[-1]), "the answer left its grammar"
         bits = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
         tokens = set(np.flatnonzero(np.unpackbits(bits, bitorder="little")[:VOCAB]).tolist())
-        return tokens | {opener} if opener is not None and not output else tokens
+        return tokens | {think_start} if think_start is not None and not output else tokens
 
 
 def check_tokens(reader: Reader, job: Job, sibling: int, output: list[int]) -> tuple[int, int]:

@@ -56,12 +56,13 @@ def test_events_after_stop_string_are_dropped(tokenizer: Tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("instead", "names"), [(None, "response_format"), ('start: "a"', "response_format or tools")]
+    ("alternative", "names"),
+    [(None, "response_format"), ('start: "a"', "response_format or tools")],
 )
 def test_grammar_error_names_tools_if_they_are_part_of_it(
-    tokenizer: Tokenizer, instead: str | None, names: str
+    tokenizer: Tokenizer, alternative: str | None, names: str
 ):
-    params = SamplingParams(structured_outputs={"regex": "a", "instead": instead})
+    params = SamplingParams(structured_outputs={"regex": "a", "alternative": alternative})
     job = GenerationJob([5], params, "r", constraint="response_format")
     run = PromptRun(serving(tokenizer), job)
     error = run.to_field_error("structured_outputs: the grammar does not compile: why.")

@@ -248,28 +248,28 @@ def test_equal_lark_and_gbnf_allow_the_same(grammars: GrammarCompiler):
 MARKERS = [(7,), (7, 8), (7, 7, 8)]
 
 
-@pytest.mark.parametrize("after", MARKERS, ids=str)
+@pytest.mark.parametrize("think_end", MARKERS, ids=str)
 @pytest.mark.parametrize("kind", ["json", "choice"])
 def test_marker_starts_the_grammar_at_any_position(
-    grammars: GrammarCompiler, kind: str, after: tuple[int, ...]
+    grammars: GrammarCompiler, kind: str, think_end: tuple[int, ...]
 ):
     """The marker may lie in committed tokens, in drafts, or span both."""
-    thinking, tokens = [20, 8, 21, *after[:-1]], walk(grammars, kind, 4)
-    known = [*thinking, *after, *tokens[:4]]
+    thinking, tokens = [20, 8, 21, *think_end[:-1]], walk(grammars, kind, 4)
+    known = [*thinking, *think_end, *tokens[:4]]
     for done in range(len(known) + 1):
-        slot = GrammarSlot(grammars, replace(KINDS[kind], after=after))
+        slot = GrammarSlot(grammars, replace(KINDS[kind], think_end=think_end))
         for drafts in (known[done : done + 3], known[done:], [9, 9], known[done:]):
             rows = masks(slot, known[:done], drafts)
-            assert rows == slow_masks(grammars, kind, known[:done], slot.drafts, after)
-    slot = GrammarSlot(grammars, replace(KINDS[kind], after=after))
+            assert rows == slow_masks(grammars, kind, known[:done], slot.drafts, think_end)
+    slot = GrammarSlot(grammars, replace(KINDS[kind], think_end=think_end))
     for done in range(len(known) + 1):
-        expected = slow_masks(grammars, kind, known[:done], known[done : done + 4], after)
+        expected = slow_masks(grammars, kind, known[:done], known[done : done + 4], think_end)
         assert masks(slot, known[:done], known[done : done + 4]) == expected
-    assert slow(grammars, kind, ()) in expected + slow_masks(grammars, kind, [], known, after)
+    assert slow(grammars, kind, ()) in expected + slow_masks(grammars, kind, [], known, think_end)
 
 
 def test_all_tokens_are_allowed_before_the_marker(grammars: GrammarCompiler):
-    slot = GrammarSlot(grammars, replace(KINDS["choice"], after=(7, 8)))
+    slot = GrammarSlot(grammars, replace(KINDS["choice"], think_end=(7, 8)))
     assert masks(slot, [7, 9, 8], [EOS, 5, 8]) == [EVERY] * 4
     assert masks(slot, [7, 9, 8, 7, 8], []) == [slow(grammars, "choice", ())]
 
@@ -277,7 +277,7 @@ def test_all_tokens_are_allowed_before_the_marker(grammars: GrammarCompiler):
 def test_marker_inside_the_answer_restarts_nothing(grammars: GrammarCompiler):
     tokens = walk(grammars, "lark", 6)
     marker = tokens[1]
-    slot = GrammarSlot(grammars, replace(KINDS["lark"], after=(marker,)))
+    slot = GrammarSlot(grammars, replace(KINDS["lark"], think_end=(marker,)))
     rows = masks(slot, [marker], tokens[:4])
     assert rows == slow_masks(grammars, "lark", [], tokens[:4])
 
@@ -296,7 +296,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"grammar": "root ::= nothing"}, "does not compile: .*nothing"),
     ({"grammar": ""}, "does not compile"),
     (
-        {"choice": ["a"], "instead": 'start: %json {"type": "hamster"}'},
+        {"choice": ["a"], "alternative": 'start: %json {"type": "hamster"}'},
         "does not compile: .*Invalid type: hamster.$",
     ),
     (
@@ -445,86 +445,96 @@ def test_oversized_grammar_is_rejected_with_its_size(grammars: GrammarCompiler):
 
 @pytest.mark.parametrize("kind", ["json", "choice"])
 def test_answer_may_start_with_or_without_thinking(grammars: GrammarCompiler, kind: str):
-    """After the opener every token is allowed up to the marker; without it the grammar applies."""
-    opener, after, tokens = 1, (7, 8), walk(grammars, kind, 4)
+    """After the start every token is allowed up to the marker; without it the grammar applies."""
+    think_start = 1
+    think_end = (7, 8)
+    tokens = walk(grammars, kind, 4)
     first = slow(grammars, kind, ())
     assert first is not None
 
     def slot() -> GrammarSlot:
-        return GrammarSlot(grammars, replace(KINDS[kind], after=after, opener=opener))
+        return GrammarSlot(
+            grammars, replace(KINDS[kind], think_end=think_end, think_start=think_start)
+        )
 
     def slow_opened(output: list[int], drafts: list[int]) -> list[frozenset[int]]:
         known = [*output, *drafts]
-        begun = known[:1] == [opener] and bool(output)
+        begun = known[:1] == [think_start] and bool(output)
         if begun:
-            return slow_masks(grammars, kind, output[1:], drafts, after)
-        if known[:1] == [opener]:
-            return [first | {opener}, *slow_masks(grammars, kind, [], drafts[1:], after)]
+            return slow_masks(grammars, kind, output[1:], drafts, think_end)
+        if known[:1] == [think_start]:
+            return [first | {think_start}, *slow_masks(grammars, kind, [], drafts[1:], think_end)]
         rows = slow_masks(grammars, kind, output, drafts)
-        return rows if output else [rows[0] | {opener}, *rows[1:]]
+        return rows if output else [rows[0] | {think_start}, *rows[1:]]
 
-    for known in ([opener, 20, 7, 7, 8, *tokens[:4]], [*tokens[:6]], [9, opener, 7, 8, 5]):
+    for known in (
+        [think_start, 20, 7, 7, 8, *tokens[:4]],
+        [*tokens[:6]],
+        [9, think_start, 7, 8, 5],
+    ):
         stepped = slot()
         for done in range(len(known) + 1):
             if known[:1] == [9] and done:
                 break
-            for drafts in (known[done : done + 3], known[done:], [opener, 5], []):
+            for drafts in (known[done : done + 3], known[done:], [think_start, 5], []):
                 for at in (slot(), stepped):
                     rows = masks(at, known[:done], drafts)
                     assert rows == slow_opened(known[:done], at.drafts)
 
 
-@pytest.mark.parametrize("budget", [0, 1, 3])
-@pytest.mark.parametrize("opener", [None, 1])
+@pytest.mark.parametrize("max_thinking", [0, 1, 3])
+@pytest.mark.parametrize("think_start", [None, 1])
 @pytest.mark.parametrize("kind", ["json", "choice", "lark"])
-def test_budget_ends_the_thinking(
-    grammars: GrammarCompiler, kind: str, opener: int | None, budget: int
+def test_limit_ends_the_thinking(
+    grammars: GrammarCompiler, kind: str, think_start: int | None, max_thinking: int
 ):
-    """Drafts beyond the budget are replaced by the marker; the grammar applies after it."""
-    after, tokens = (7, 8), walk(grammars, kind, 4)
-    limited = replace(KINDS[kind], after=after, opener=opener, budget=budget)
-    begun = [] if opener is None else [opener]
-    thoughts = [20, 21, 22][:budget]
+    """Drafts beyond the limit are replaced by the marker; the grammar applies after it."""
+    think_end = (7, 8)
+    tokens = walk(grammars, kind, 4)
+    limited = replace(
+        KINDS[kind], think_end=think_end, think_start=think_start, max_thinking=max_thinking
+    )
+    begun = [] if think_start is None else [think_start]
+    thoughts = [20, 21, 22][:max_thinking]
     slot = GrammarSlot(grammars, limited)
     rows = masks(slot, [], [*begun, *thoughts, 30, 31])
-    assert slot.drafts[: len(begun) + budget + 1] == [*begun, *thoughts, 7]
-    for row in rows[len(begun) : len(begun) + budget]:
+    assert slot.drafts[: len(begun) + max_thinking + 1] == [*begun, *thoughts, 7]
+    for row in rows[len(begun) : len(begun) + max_thinking]:
         assert row == EVERY
-    assert rows[len(begun) + budget] == {7}
-    if opener is not None:
-        assert opener in rows[0]
-        assert rows[0] - {opener} == (slow(grammars, kind, (), forced=False) or set()) - {opener}
-    for count in range(budget + 1):  # thinking may also end earlier
-        known = [*begun, *thoughts[:count], *after]
+    assert rows[len(begun) + max_thinking] == {7}
+    if think_start is not None:
+        assert think_start in rows[0]
+        allowed = slow(grammars, kind, (), forced=False) or set()
+        assert rows[0] - {think_start} == allowed - {think_start}
+    for count in range(max_thinking + 1):  # thinking may also end earlier
+        known = [*begun, *thoughts[:count], *think_end]
         (first,) = masks(GrammarSlot(grammars, limited), known, [])
         assert first == slow(grammars, kind, (), forced=False)
         (later,) = masks(GrammarSlot(grammars, limited), [*known, *tokens[:3]], [])
         assert later == slow(grammars, kind, tuple(tokens[:3]), forced=False)
 
 
-def test_budget_without_a_marker_is_an_error(grammars: GrammarCompiler):
-    with pytest.raises(ValueError, match="budget is 3, but nothing in after"):
-        grammars.compile(replace(KINDS["json"], budget=3))
+def test_max_thinking_without_its_end_is_an_error(grammars: GrammarCompiler):
+    with pytest.raises(ValueError, match="max_thinking is 3, but nothing in think_end"):
+        grammars.compile(replace(KINDS["json"], max_thinking=3))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_lead_text_may_precede_the_answer(
-    grammars: GrammarCompiler, kind: str, tokenizer: Tokenizer
-):
-    lead = "\n\n"
-    led = replace(KINDS[kind], lead=lead)
-    tokens = tokenizer.encode(lead, add_special_tokens=False)
+def test_prefix_may_precede_the_answer(grammars: GrammarCompiler, kind: str, tokenizer: Tokenizer):
+    prefix = "\n\n"
+    prefixed = replace(KINDS[kind], prefix=prefix)
+    tokens = tokenizer.encode(prefix, add_special_tokens=False)
     plain = slow(grammars, kind, ())
-    first, *_ = masks(GrammarSlot(grammars, led), [], [])
+    first, *_ = masks(GrammarSlot(grammars, prefixed), [], [])
     assert plain is not None
     assert plain < first
-    (after_lead,) = masks(GrammarSlot(grammars, led), tokens, [])
-    assert after_lead == plain
+    (after_prefix,) = masks(GrammarSlot(grammars, prefixed), tokens, [])
+    assert after_prefix == plain
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"lark", "gbnf"}))
 def test_alternative_grammar_may_replace_the_constraint(grammars: GrammarCompiler, kind: str):
-    either = replace(KINDS[kind], instead=KINDS["lark"].grammar)
+    either = replace(KINDS[kind], alternative=KINDS["lark"].grammar)
     slot = GrammarSlot(grammars, either)
     lark, own = slow(grammars, "lark", ()), slow(grammars, kind, (), forced=False)
     assert lark

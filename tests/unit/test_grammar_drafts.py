@@ -83,7 +83,7 @@ def test_walk_does_not_move_the_position(grammars: GrammarCompiler):
 
 
 def test_drafts_are_free_before_a_marker_and_forced_after(grammars: GrammarCompiler):
-    slot = Walker(grammars, choice=[TEXT], after=[7, 8])
+    slot = Walker(grammars, choice=[TEXT], think_end=[7, 8])
     true = grammars.tokenizer.tokenize_str(TEXT)
     assert slot.drafts([], [5, 6, 5]) == [5, 6, 5]
     assert slot.drafts([5], [7, 8, 5, 5]) == [7, 8, *true[:2]]

@@ -28,7 +28,7 @@ ENDLESS: dict[str, tuple[dict[str, Any], str]] = {
     "after one": ({"grammar": 'start: /a+/ "a"'}, "a"),
     "after some": ({"grammar": 'start: ("b"|"c"){3} /(ab)+/ "ab"'}, "bcbab"),
     "option": ({"grammar": '%llguidance {"no_forcing": false}\nstart: /a+/ "a"'}, "a"),
-    "instead": ({"regex": "x", "instead": 'start: /a+/ "a"'}, "a"),
+    "alternative": ({"regex": "x", "alternative": 'start: /a+/ "a"'}, "a"),
     "white space": (
         {"json": {"items": {"const": True}, "type": "array", "minItems": 1,
                   "x-guidance": {"whitespace_pattern": "t+"}}}, "[tt"),

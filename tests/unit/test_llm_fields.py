@@ -345,7 +345,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"logprob_token_ids": [2048]}, "logprob_token_ids holds token id 2048"),
     ({"structured_outputs": {"regex": "(a"}}, "the grammar does not compile: .*unclosed group"),
     ({"structured_outputs": {"json": {"type": "hamster"}}}, "does not compile: .*hamster"),
-    ({"structured_outputs": {"regex": "a", "after": [9999]}}, "after holds token id 9999"),
+    ({"structured_outputs": {"regex": "a", "think_end": [9999]}}, "think_end holds token id 9999"),
 ]
 
 

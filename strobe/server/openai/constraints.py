@@ -20,22 +20,25 @@ def structured_outputs(
 ) -> Mapping[str, Any] | None:
     """Return the chat's structured output, None for a free answer. tools: the request's; arguments:
     its keyword arguments of SamplingParams. Raises FieldError."""
-    choice, budget = request.toolbox.choice, request.thinking_budget
+    choice = request.toolbox.choice
+    max_thinking = request.thinking_budget
     parallel = request.allows_several_calls
     reasoning = serving.formats.reasoning
-    if budget is not None and tools and reasoning is not None and reasoning.whole_answer:
+    if max_thinking is not None and tools and reasoning is not None and reasoning.whole_answer:
         raise FieldError(
-            f"thinking_token_budget is {budget} together with tools, but this model calls them "
-            "within its reasoning; leave one of them out.",
+            f"thinking_token_budget is {max_thinking} together with tools, but this model calls "
+            "them within its reasoning; leave one of them out.",
             "thinking_token_budget",
         )
     if choice.forced:
         chosen = [tool for tool in tools if choice.name in (None, tool.name)]
-        return serving.call_grammar(chosen, parallel=parallel, prompt=prompt, budget=budget)
+        return serving.call_grammar(
+            chosen, parallel=parallel, prompt=prompt, max_thinking=max_thinking
+        )
     structured = serving.with_token_ids(arguments.get("structured_outputs"))
     if structured is not None:
         structured = serving.allow_tool_calls(structured, tools, parallel=parallel)
-    return serving.constraint(structured, prompt, budget)
+    return serving.constraint(structured, prompt, max_thinking)
 
 
 def schema_warnings(
@@ -44,7 +47,7 @@ def schema_warnings(
     """Return a sentence for each keyword of the tools' schemas that their grammar does not
     enforce. structured: as `structured_outputs` returned it."""
     choice = request.toolbox.choice
-    if structured is None or not (choice.forced or "instead" in structured):
+    if structured is None or not (choice.forced or "alternative" in structured):
         return []
     return [
         f"The schema of the function {tool.name!r} has the keyword {name}, which is not enforced."

@@ -167,7 +167,7 @@ class PromptRun:
     def to_field_error(self, error: str) -> FieldError:
         """Convert the engine's error, with the request's name of the constraint. A grammar's error
         is also logged, up to the first quote of the client's text."""
-        if getattr(self.job.params.structured_outputs, "instead", None):  # the tools' grammar
+        if getattr(self.job.params.structured_outputs, "alternative", None):  # the tools' grammar
             error = error.replace("structured_outputs:", "structured_outputs or tools:", 1)
         sentence = error.replace("structured_outputs", self.job.constraint)
         if error.startswith("structured_outputs"):
