@@ -52,7 +52,8 @@ class GrammarCursor:
     """A request's position in its grammar."""
 
     def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, structured: StructuredOutputs):
-        self.matcher, self.tokenizer = matcher, tokenizer
+        self.matcher = matcher
+        self.tokenizer = tokenizer
         self.end_ids = frozenset(tokenizer.eos_tokens)
         self.unforced = is_unforced(structured)
         self.think_end, self.think_start = free_thinking(structured)
@@ -74,7 +75,9 @@ class GrammarCursor:
 
     def walk(self, drafts: list[int]) -> list[MaskJob]:
         """Replace drafts by forced tokens in place; return the masks to compute."""
-        matcher, unconstrained, num_consumed = self.matcher, self.unconstrained, 0
+        matcher = self.matcher
+        unconstrained = self.unconstrained
+        num_consumed = 0
         jobs = list[MaskJob]()
         recent = self.output_ids[-max(len(self.think_end), 1) :]
         for row in range(len(drafts) + 1):
@@ -89,7 +92,8 @@ class GrammarCursor:
                 break
             recent.append(drafts[row])
             if self._starts_thinking(recent):
-                jobs, unconstrained = [MaskJob(matcher.deep_copy(), 0, [])], True
+                jobs = [MaskJob(matcher.deep_copy(), 0, [])]
+                unconstrained = True
             elif unconstrained:
                 unconstrained = not self._ends_thinking(recent)
             elif is_stopped:
@@ -168,7 +172,8 @@ class GrammarState:
         slots without a grammar are left as they are. Return the errors of failed grammars by index
         among the n slots; their rows are unconstrained."""
         width = masks.shape[1]
-        paths, single_rows = list[tuple[LLMatcher, int, list[int]]](), list[tuple[LLMatcher, int]]()
+        paths = list[tuple[LLMatcher, int, list[int]]]()
+        single_rows = list[tuple[LLMatcher, int]]()
         for i, (_, jobs) in walk.jobs.items():
             free = np.ones(width, dtype=np.bool_)
             for matcher, row, tokens in jobs:
@@ -191,7 +196,8 @@ class GrammarState:
             if cursor.matcher.is_error() and cursor.error is None:
                 cursor.error = unfollowed(cursor.matcher)
             if cursor.error is not None:
-                errors[i], masks[i] = cursor.error, -1
+                errors[i] = cursor.error
+                masks[i] = -1
             elif cursor.think_start is not None and not cursor.output_ids:
                 masks[i, 0] |= _bits([cursor.think_start], self.compiler.words)
         return errors

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from strobe.sampling.noise import Gumbel, gumbel, row_words
 
-Floats: TypeAlias = NDArray[np.float32]
+Floats: TypeAlias = NDArray[np.floating]
 Indices: TypeAlias = NDArray[np.int64]
 
 NO_TOKEN = -1

@@ -13,34 +13,39 @@ Legend: n blocks, K positions of drafts, B knots of evidence.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from strobe.speculation.policy_config import PolicyConfig
+
+Floats: TypeAlias = NDArray[np.float64]
+Ints: TypeAlias = NDArray[np.int64]
 
 KNOTS = 13  # of evidence: 0, 0.5, ..., 6; a margin is at most 40, which gives 6.3
 _IN_ORDER = np.tri(KNOTS, dtype=np.bool_).T  # [first knot, last knot]
 
 
-def evidence(margins: Any, drafts: Any) -> Any:
+def evidence(margins: Floats, drafts: Ints) -> Floats:
     """Return the evidence [n, K] of margins [n, K], given the number of drafts in each row [n]."""
     exists = np.arange(margins.shape[1]) < drafts[:, None]
     means = (margins * exists).sum(1) / np.maximum(drafts, 1)
     return (margins * means[:, None] ** 3) ** 0.125
 
 
-def knot_weights(evidence: Any) -> Any:
+def knot_weights(evidence: Floats) -> Floats:
     """Return the weights [n, K, B] of the knots next to each evidence [n, K], to interpolate."""
     at = np.minimum(2.0 * evidence, KNOTS - 1)[..., None]
     return np.maximum(1.0 - np.abs(at - np.arange(KNOTS)), 0.0)
 
 
-def monotone(counts: Any) -> Any:
+def monotone(counts: Floats) -> Floats:
     """Return, for counts [2, ..., B] of right and of seen drafts, the rates [..., B] that never
     fall along B and have the smallest squared error against right / seen, weighted by `seen`: the
     largest mean over first knots i of the smallest mean, over last knots j, of knots i to j."""
-    ends, size = np.cumsum(counts, -1), counts.shape[-1]
+    ends = np.cumsum(counts, -1)
+    size = counts.shape[-1]
     right, seen = ends[..., None, :] - (ends - counts)[..., None]
     in_order = _IN_ORDER[:size, :size]
     means = np.divide(right, seen, out=np.full(right.shape, np.inf), where=in_order)
@@ -54,17 +59,21 @@ class DraftChances:
 
     def __init__(self, widths: Sequence[int], config: PolicyConfig, prior: float = 1.0):
         """prior: weight, in drafts, of the rates of all widths and positions together."""
-        self.widths, self.config, self.prior = tuple(widths), config, prior
+        self.widths = tuple(widths)
+        self.config = config
+        self.prior = prior
         self.counts = np.zeros((2, len(self.widths), self.widths[-1], KNOTS))
         """Right drafts, and drafts whose verdict was seen; older ones weigh less."""
-        self._tables, self._changed = dict[int, Any](), 0.0
+        self._tables = dict[int, Floats]()
+        self._changed = 0.0
         """Tables by width, and the weight that came and went since they were filled."""
 
-    def table(self, width: int) -> Any:
+    def table(self, width: int) -> Floats:
         """Return the rates [K, B] of blocks of the width with this index. They follow the counts
         once 2 % of their weight has come or gone."""
         if self._changed > 0.02 * self.counts[1].sum():
-            self._tables, self._changed = {}, 0.0
+            self._tables = {}
+            self._changed = 0.0
         if width not in self._tables:
             pooled = self.counts.sum((1, 2))
             right, seen = pooled.sum(1).tolist()
@@ -75,7 +84,7 @@ class DraftChances:
             self._tables[width] = monotone(counts)
         return self._tables[width]
 
-    def chances(self, width: int, weights: Any) -> Any:
+    def chances(self, width: int, weights: Floats) -> Floats:
         """Return each draft's chance to count [n, K], by the weights [n, K, B] of its evidence."""
         rates = self.table(width)[: weights.shape[1]]
         return np.einsum("nkb,kb->nk", weights, rates).cumprod(1)
@@ -85,7 +94,7 @@ class DraftChances:
         self._changed += (1 - 0.5**half_lives) * self.counts[1].sum()
         self.counts *= 0.5**half_lives
 
-    def observe(self, width: int, weights: Any, verified: Any, accepted: Any) -> None:
+    def observe(self, width: int, weights: Floats, verified: Ints, accepted: Ints) -> None:
         """Learn from blocks: weights [n, K, B] of the evidence, drafts verified [n] and accepted
         [n]. A position has a verdict if it was verified and all drafts before it were right."""
         ends = np.array((accepted, np.minimum(accepted + 1, verified)))
@@ -110,14 +119,16 @@ class AcceptanceForecast:
     the mean of other requests' blocks."""
 
     def __init__(self, slots: int, width: int, config: PolicyConfig):
-        self.config, self.step = config, 0
+        self.config = config
+        self.step = 0
         self.priors = np.tile(config.first_rate ** np.arange(1.0, width + 1), (2, 1))
         """Chances [2, K] of a request's first block, and of a later one."""
         self._seen = np.ones(2)  # weights of the blocks in each prior; older ones weigh less
         self._means, self._surprises = np.zeros((2, slots, width))
         """By slot: mean of the blocks; the newest block less what was expected of it."""
         self._when = np.full(slots, -np.inf)  # step of the newest block, -inf for none
-        self._covariance, self._variance = config.own_weight, 1.0
+        self._covariance = config.own_weight
+        self._variance = 1.0
         """Beyond the prior: products of means with the blocks that followed, and of means with
         themselves. Their ratio is the slope by which a mean predicts the next block."""
 
@@ -130,11 +141,11 @@ class AcceptanceForecast:
         """Forget the request that had this slot."""
         self._when[slot] = -np.inf
 
-    def expected(self, slots: Any) -> Any:
+    def expected(self, slots: Ints) -> Floats:
         """Return the expected chances [n, K] of the next blocks."""
         return self._expected(slots)[0]
 
-    def sample(self, slots: Any, expected: Any) -> Any:
+    def sample(self, slots: Ints, expected: Floats) -> Floats:
         """Return two possible next blocks of each request [n, 2, K], above and below expectation
         by up to as much as its newest block was: a mean hides that some drafts are near certain."""
         bound = np.minimum(expected, 1 - expected)
@@ -142,15 +153,19 @@ class AcceptanceForecast:
         difference *= len(slots) / (len(slots) + self.config.spread)
         return np.stack((expected + difference, expected - difference), 1)
 
-    def observe(self, slots: Any, chances: Any) -> None:
+    def observe(self, slots: Ints, chances: Floats) -> None:
         """Take in the chances [n, k] of this step's blocks, k <= K. Positions beyond a block keep
         their expected rate."""
-        config, k = self.config, chances.shape[1]
+        config = self.config
+        k = chances.shape[1]
         expected, fade, own = self._expected(slots)
         blocks = expected * (chances[:, -1:] / np.maximum(expected[:, k - 1 : k], 1e-6))
         blocks[:, :k] = chances
-        known, means, prior = fade > 0, self._means[slots], self.priors[1].sum()
-        mean, block = fade * (means.sum(1) - prior), blocks.sum(1) - prior
+        known = fade > 0
+        means = self._means[slots]
+        prior = self.priors[1].sum()
+        mean = fade * (means.sum(1) - prior)
+        block = blocks.sum(1) - prior
         decay = (1 - config.own_gain) ** int(known.sum())
         self._covariance = decay * self._covariance + config.own_gain * float(mean @ block)
         self._variance = decay * self._variance + config.own_gain * float(mean @ mean)
@@ -163,7 +178,7 @@ class AcceptanceForecast:
         self._surprises[slots] = blocks - expected
         self._when[slots] = self.step
 
-    def _expected(self, slots: Any) -> tuple[Any, Any, Any]:
+    def _expected(self, slots: Ints) -> tuple[Floats, Floats, Floats]:
         """Return the expected chances [n, K], the weights [n] of means by the time without a block
         since, 0 without any block, and the weights [n] of means against the prior."""
         fade = 0.5 ** ((self.step - self._when[slots]) / self.config.rest_memory)

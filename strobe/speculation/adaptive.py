@@ -18,13 +18,20 @@ from __future__ import annotations
 import functools
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
 
 from strobe.request import Request
-from strobe.speculation.acceptance import AcceptanceForecast, DraftChances, evidence, knot_weights
+from strobe.speculation.acceptance import (
+    AcceptanceForecast,
+    DraftChances,
+    Floats,
+    Ints,
+    evidence,
+    knot_weights,
+)
 from strobe.speculation.costs import StepCosts, StepWork
 from strobe.speculation.draft_policy import (
     BatchLoad,
@@ -53,28 +60,35 @@ class AdaptiveDraftPolicy(DraftPolicy):
     def __init__(
         self,
         widths: Sequence[int],
-        slots: Sequence[int],
+        block_rows: Sequence[int],
         rows: Callable[[int, int, int], Sequence[tuple[int, int]]],
         max_mixed_rows: int,
         max_requests: int,
     ):
-        """widths: drafts of the drafter's blocks, ascending; slots: rows of these blocks.
+        """widths: drafts of the drafter's blocks, ascending; block_rows: rows of these blocks.
         rows(requests, drafting requests, max drafts of each): the steps that exist for them, as
         (drafts of all together, rows). max_mixed_rows: of a step with prompts and decoding."""
         self.config = config = PolicyConfig()
-        self.widths, self.slots, self.rows = tuple(widths), tuple(slots), rows
-        self.max_mixed_rows, self.options = max_mixed_rows, functools.cache(self._list_options)
+        self.widths = tuple(widths)
+        self.block_rows = tuple(block_rows)
+        self.rows = rows
+        self.options = functools.cache(self._list_options)
+        self.max_mixed_rows = max_mixed_rows
         self.costs: StepCosts | None = None
         self.chances = DraftChances(self.widths, config)
         self.chains = DraftChances(self.widths[-1:], config)
         self.forecast = AcceptanceForecast(max_requests, self.widths[-1], config)
         self._requests = WeakValueDictionary[int, Request]()  # by slot
         self._match_lengths: dict[int, int] = {}  # of each slot's latest chain
-        self._option, self._chosen_for, self._steps_left = Option(), (0, 0), 0
-        self._credit, self._earned = np.zeros(len(self.widths) + 1), 0.0
+        self._option = Option()
+        self._chosen_for = (0, 0)
+        self._steps_left = 0
+        self._credit = np.zeros(len(self.widths) + 1)
+        self._earned = 0.0
         """Tokens of credit of each width, 0 for no drafts, and the tokens of a step of the chosen
         option, of which each width earns a share."""
-        self._confirmed, self._confirmed_pace = np.zeros(len(self.widths)), 1.0
+        self._confirmed = np.zeros(len(self.widths))
+        self._confirmed_pace = 1.0
         """Steps of each width that took about as long as expected since the pace changed, and the
         pace then."""
 
@@ -86,11 +100,18 @@ class AdaptiveDraftPolicy(DraftPolicy):
     def _best_plan(self, candidates: Sequence[Candidate], load: BatchLoad) -> DraftPlan:
         """Return the plan with the most tokens per millisecond."""
         self._register(candidates)
-        count, limit = len(candidates), self.max_mixed_rows
+        count = len(candidates)
+        limit = self.max_mixed_rows
         prompt_rows = min(load.prompt_rows, max(limit - count, limit // 2))
         room = max(limit - count - prompt_rows, 0) if prompt_rows else 2**30
-        work = StepWork(0, count + prompt_rows, count, load.context_tokens)
-        max_drafts, use_chain = [0] * count, None
+        work = StepWork(
+            draft_rows=0,
+            rows=count + prompt_rows,
+            requests=count,
+            context=load.context_tokens,
+        )
+        max_drafts = [0] * count
+        use_chain = None
         if any(candidate.chain.tokens for candidate in candidates):
             max_drafts = self._plan_chains(candidates, work, room)
             use_chain = [n > 0 for n in max_drafts]
@@ -121,7 +142,12 @@ class AdaptiveDraftPolicy(DraftPolicy):
         if num_verified >= sum(max_drafts) - num_chained:
             return DraftPlan(max_drafts, use_chain=use_chain)
         rates = tuple(map(tuple, self.chances.table(width).tolist()))
-        return DraftPlan(max_drafts, num_verified, rates, use_chain)
+        return DraftPlan(
+            max_drafts=max_drafts,
+            num_verified=num_verified,
+            confidence=rates,
+            use_chain=use_chain,
+        )
 
     @property
     def confidence_by_place(self) -> tuple[tuple[int, int, float, float], ...]:
@@ -130,10 +156,11 @@ class AdaptiveDraftPolicy(DraftPolicy):
     def observe(self, plan: Plan, result: StepResult) -> None:
         if self.costs is None:  # nothing is chosen by what could be learned
             return
-        spans, config = plan.spans, self.config
+        spans = plan.spans
+        config = self.config
         drafting = [i for i, span in enumerate(spans) if span.method is not None]
         width = bisect_left(self.widths, max([spans[i].num_drafts for i in drafting], default=0))
-        work = StepWork.of(plan, result, self.slots[width])
+        work = StepWork.of(plan, result, self.block_rows[width])
         if result.seconds is not None and work is not None:
             agrees = self.costs.observe(work, 1e3 * result.seconds, config)
             self._confirm(width if drafting and agrees else None)
@@ -168,7 +195,8 @@ class AdaptiveDraftPolicy(DraftPolicy):
         """Note the requests that are new to their slots, and the lengths of chains' matches."""
         for request, _, _, slot, chain in candidates:
             if self._requests.get(slot) is not request:
-                self._requests[slot], self._steps_left = request, 0
+                self._requests[slot] = request
+                self._steps_left = 0
                 self.forecast.clear(slot)
             if chain.tokens:
                 self._match_lengths[slot] = chain.match_length
@@ -192,15 +220,18 @@ class AdaptiveDraftPolicy(DraftPolicy):
                 room -= max_drafts[i]
         return max_drafts
 
-    def _choose(self, blocks: Any, work: StepWork, room: int) -> None:
+    def _choose(self, blocks: Floats, work: StepWork, room: int) -> None:
         """Choose the best kind of step, and for how many steps. blocks [n, 2, K]: chances of two
         possible blocks of each request that may draft, the most promising requests first; work: of
         a step in which they do not draft; room: number of drafts that fit."""
         assert self.costs is not None
-        config, count = self.config, len(blocks)
-        widths, num_drafting, num_drafts, draft_rows, rows = options = self.options(count)
+        config = self.config
+        count = len(blocks)
+        options = self.options(count)
+        widths, num_drafting, num_drafts, draft_rows, rows = options
         within = np.arange(self.widths[-1]) < np.array(self.widths)[:, None, None, None]
-        narrowed, gains = blocks * within, np.zeros(len(widths))
+        narrowed = blocks * within
+        gains = np.zeros(len(widths))
         for n in set(num_drafting[1:].tolist()):
             likeliest = np.sort(-narrowed[:, :n].reshape(len(within), -1))
             at = np.flatnonzero(num_drafting == n)
@@ -210,25 +241,27 @@ class AdaptiveDraftPolicy(DraftPolicy):
         tokens = work.requests + gains
         rate = (tokens / ms).max()
         value = tokens - rate * ms
-        best, tried = value.argmax(), (value + self._credit[widths]).argmax()
+        best = value.argmax()
+        tried = (value + self._credit[widths]).argmax()
         self._steps_left = config.hold_steps if widths[best] < 0 else min(config.hold_steps, count)
         if widths[tried] != widths[best]:
-            best, self._steps_left = tried, 1
+            best = tried
+            self._steps_left = 1
         self._option = Option(*options[:3, best].tolist())
         self._earned = float(rate * ms[best])
         self._credit[widths[best]] = 0.0
 
-    def _list_options(self, count: int) -> Any:
+    def _list_options(self, count: int) -> Ints:
         """Return the kinds of steps of so many requests that may draft, as the fields of `Option`,
         rows of the drafter's blocks, and rows of these requests."""
         options = [(*Option(), 0, count)]
         for n in {max(round(share * count), 1) for share in self.config.shares}:
-            for width, (drafts, slots) in enumerate(zip(self.widths, self.slots, strict=True)):
+            for width, (drafts, block) in enumerate(zip(self.widths, self.block_rows, strict=True)):
                 for num_drafts, rows in self.rows(count, n, drafts):
-                    options.append((width, n, num_drafts, n * slots, rows))
+                    options.append((width, n, num_drafts, n * block, rows))
         return np.array(options).T
 
 
-def chain_evidence(match_length: int, drafts: int) -> Any:
+def chain_evidence(match_length: int, drafts: int) -> Floats:
     """Return the weights [1, drafts, B] of a chain's evidence: half the length of its match."""
     return knot_weights(np.full((1, drafts), match_length / 2))

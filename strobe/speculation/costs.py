@@ -9,12 +9,16 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from strobe.speculation.acceptance import Floats, Ints
 from strobe.speculation.policy_config import PolicyConfig
 from strobe.step import Plan, StepResult
+
+Curve: TypeAlias = tuple[Ints, Floats]
+"""Numbers of rows, ascending, and their milliseconds."""
 
 _MANY_ROWS = 2**24  # a curve's last line goes on up to there
 _RECENT = 4  # steps that say how fast the machine is just now
@@ -24,20 +28,25 @@ class StepWork(NamedTuple):
     """Rows of the drafter's blocks, rows of the target, number of decoding requests, and positions
     of all their contexts together. Rows may be arrays."""
 
-    draft_rows: Any
-    rows: Any
+    draft_rows: int | Ints
+    rows: int | Ints
     requests: int = 1
     context: int = 0
 
     @classmethod
-    def of(cls, plan: Plan, result: StepResult, slots: int) -> StepWork | None:
-        """Return the work of a step in which all requests decode, else None. slots: rows of the
-        drafter's block."""
+    def of(cls, plan: Plan, result: StepResult, block_rows: int) -> StepWork | None:
+        """Return the work of a step in which all requests decode, else None. block_rows: rows of
+        the drafter's block."""
         spans = plan.spans
         if not all(span.num_logits and span.num_context_rows == 1 for span in spans):
             return None
         drafting = sum([span.method is not None for span in spans])
-        return cls(slots * drafting, result.rows, len(spans), sum([span.start for span in spans]))
+        return cls(
+            draft_rows=block_rows * drafting,
+            rows=result.rows,
+            requests=len(spans),
+            context=sum([span.start for span in spans]),
+        )
 
 
 class StepCosts:
@@ -53,8 +62,11 @@ class StepCosts:
         context: float = 0.0,
     ):
         """draft, verify: for at least two numbers of rows each."""
-        self._draft, self._verify = _curve(draft), _curve(verify)
-        self.request, self.context, self.pace = request, context, 1.0
+        self._draft = _curve(draft)
+        self._verify = _curve(verify)
+        self.request = request
+        self.context = context
+        self.pace = 1.0
         self._ratios = deque([1.0], maxlen=_RECENT)
         """Milliseconds of the latest steps over those expected."""
 
@@ -74,20 +86,23 @@ class StepCosts:
         bends = [np.pad(_bends(n), ((0, 0), at)) for n, at in zip(rows, places, strict=True)]
         equations = np.concatenate((terms.T, *[weight * bend for bend in bends]))
         results = np.append(np.ones(len(ms)), np.zeros(len(equations) - len(ms)))
-        used, costs = np.ones(len(terms), dtype=bool), np.zeros(len(terms))
+        used = np.ones(len(terms), dtype=bool)
+        costs = np.zeros(len(terms))
         for _ in range(3):
             costs[used] = np.linalg.lstsq(equations[:, used], results, rcond=None)[0]
             used[-2:] &= costs[-2:] >= 0  # a rate below 0 is noise
             costs[~used] = 0.0
         curves = np.split(np.maximum(costs[:-2], 1e-3).tolist(), [len(rows[0])])
         draft, verify = [dict(zip(*curve, strict=True)) for curve in zip(rows, curves, strict=True)]
-        return cls(draft, verify, *costs[-2:].tolist())
+        request, context = costs[-2:].tolist()
+        return cls(draft, verify, request=request, context=context)
 
-    def ms(self, work: StepWork) -> Any:
+    def ms(self, work: StepWork) -> Floats:
         """Return the milliseconds of such a step."""
         drafting = np.interp(work.draft_rows, *self._draft) * (work.draft_rows > 0)
         rates = self.request * work.requests + self.context * work.context
-        return self.pace * (drafting + np.interp(work.rows, *self._verify) + rates)
+        verifying = np.interp(work.rows, *self._verify)
+        return np.asarray(self.pace * (drafting + verifying + rates))
 
     def observe(self, work: StepWork, ms: float, config: PolicyConfig) -> bool:
         """Correct the pace, and both curves at the nearest numbers of rows, by shares of the error
@@ -122,7 +137,7 @@ class StepCosts:
         base = np.interp(work.requests, rows, costs)
         costs[:] = np.where(costs > base, base + factor * (costs - base), costs)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, dict[str, float] | float]:
         """Return the curves, without their far ends, and the rates."""
         points = [zip(*map(np.ndarray.tolist, c), strict=True) for c in (self._draft, self._verify)]
         draft, verify = [{str(n): round(ms, 4) for n, ms in list(curve)[:-1]} for curve in points]
@@ -130,7 +145,7 @@ class StepCosts:
         return {"draft": draft, "verify": verify, **rates}
 
 
-def _curve(points: Mapping[float, float]) -> tuple[Any, Any]:
+def _curve(points: Mapping[float, float]) -> Curve:
     """Return rows and milliseconds. Fewer milliseconds for more rows are noise."""
     rows = sorted(map(int, points))
     costs = list(itertools.accumulate([float(points[n]) for n in rows], max))
@@ -139,14 +154,15 @@ def _curve(points: Mapping[float, float]) -> tuple[Any, Any]:
     return np.array([*rows, _MANY_ROWS]), np.array(costs)
 
 
-def _shares(rows: Any, knots: Any) -> Any:
+def _shares(rows: Floats, knots: Floats) -> Floats:
     """Return the weight of each knot in the cost of each step's rows [knots, steps]; 0 for no
     rows."""
     return np.array([np.interp(rows, knots, unit) * (rows > 0) for unit in np.eye(len(knots))])
 
 
-def _bends(rows: Any) -> Any:
+def _bends(rows: Floats) -> Floats:
     """Return the distance of each inner point of a curve from the line between its neighbors, as
     weights of the points [N - 2, N]."""
-    points, after = np.eye(len(rows)), (np.diff(rows)[1:] / (rows[2:] - rows[:-2]))[:, None]
+    points = np.eye(len(rows))
+    after = (np.diff(rows)[1:] / (rows[2:] - rows[:-2]))[:, None]
     return points[1:-1] - after * points[:-2] - (1 - after) * points[2:]

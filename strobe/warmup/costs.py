@@ -44,7 +44,7 @@ class FixedDraftPolicy(DraftPolicy):
         return DraftPlan(max_drafts, num_verified if num_verified < sum(max_drafts) else None)
 
     def observe(self, plan: Plan, result: StepResult) -> None:
-        work = StepWork.of(plan, result, self.adaptive.slots[self.option.width])
+        work = StepWork.of(plan, result, self.adaptive.block_rows[self.option.width])
         if work is not None and result.seconds is not None:
             self.timed.append((work, 1e3 * result.seconds))
 

@@ -94,7 +94,7 @@ def test_drafter_is_timed_for_every_method(pair: Pair, method: str):
     timing = measured._Timing(llm.engine, policy)
     for work, ms in timing.run(2, 1, whole(policy, 2), 0.0):
         assert work.rows == 2 * (1 + policy.widths[-1])
-        assert work.draft_rows == 2 * policy.slots[-1]
+        assert work.draft_rows == 2 * policy.block_rows[-1]
         assert ms > 0
 
 
