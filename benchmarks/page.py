@@ -35,6 +35,8 @@ from page_mock import Gate, MockServer, Reply, answer, step  # noqa: E402
 from page_tests import IDLE, figures, visit  # noqa: E402
 from served import Served  # noqa: E402
 
+from strobe import __version__  # noqa: E402
+
 NUM_TOKENS = 2000
 TOKENS_PER_STEP = 4
 STEPS_PER_SECOND = 25
@@ -256,7 +258,7 @@ def main() -> None:
     result = {
         "date": str(date.today()),
         "machine": f"{platform.processor() or platform.machine()}, Linux {platform.release()}",
-        "versions": {"chromium": agent, "torch": version("torch"), "strobe": version("strobe")},
+        "versions": {"chromium": agent, "torch": version("torch"), "strobe": __version__},
         "bytes": size,
         "first_painted_ms": round(painted, 1),
         "tokens_per_second": {

@@ -22,6 +22,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from strobe import __version__
+
 
 def run(device: str, ranks: int, concurrency: int, steps: int) -> dict[str, float]:
     """Time one engine. Returns seconds until it starts, and tokens/s."""
@@ -75,7 +77,7 @@ def main() -> int:
     report: dict[str, Any] = {
         "date": date.today().isoformat(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "versions": {name: version(name) for name in ("strobe", "torch")},
+        "versions": {"strobe": __version__, "torch": version("torch")},
         "device": options.device,
         "concurrency": options.concurrency,
         "ranks": best,

@@ -24,7 +24,7 @@ from typing import Any
 
 from serving import Server, bodies, load
 
-from strobe import LLM
+from strobe import LLM, __version__
 from strobe.config import DEMO_MODELS
 from strobe.openmp import usable_cores
 from strobe.tools.bench.published_shapes import directories
@@ -66,7 +66,7 @@ def main() -> int:
     figures = {
         "date": date.today().isoformat(),
         "machine": f"{platform.machine()}, {cores} cores",
-        "versions": {name: version(name) for name in ("strobe", "torch")},
+        "versions": {"strobe": __version__, "torch": version("torch")},
         "device": options.device,
         "shapes": options.shapes,
         "requests": options.requests,

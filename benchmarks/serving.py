@@ -27,7 +27,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from strobe import LLM, SamplingParams
+from strobe import LLM, SamplingParams, __version__
 from strobe.tools.demo import choose_examples, prompts_of
 
 
@@ -238,7 +238,8 @@ def measure(llm: LLM, server: Server, options: argparse.Namespace) -> dict[str, 
     return {
         "date": date.today().isoformat(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "versions": {n: version(n) for n in ("strobe", "torch", "fastapi", "uvicorn")},
+        "versions": {"strobe": __version__}
+        | {name: version(name) for name in ("torch", "fastapi", "uvicorn")},
         "python": platform.python_version(),
         "device": str(llm.engine.resolved.device),
         "requests": options.requests,

@@ -48,6 +48,7 @@ from soak_requests import (
     read,
 )
 
+from strobe import __version__
 from strobe.server.settings import TEXT_THREADS
 
 TIMEOUT = 240.0
@@ -320,8 +321,8 @@ async def soak(arguments: argparse.Namespace, server: Server) -> dict[str, Any]:
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "versions": {"python": platform.python_version()}
-        | {name: version(name) for name in ("strobe", "torch", "uvicorn", "fastapi")},
+        "versions": {"python": platform.python_version(), "strobe": __version__}
+        | {name: version(name) for name in ("torch", "uvicorn", "fastapi")},
         "streams": arguments.streams,
         "seconds": round(seconds, 1),
         "max_waiting": arguments.max_waiting,

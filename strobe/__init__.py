@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from strobe.llm import LLM
     from strobe.sampling_params import SamplingParams, Speculation
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["LLM", "EngineConfig", "SamplingParams", "Speculation", "__version__"]
 
 prepare()

@@ -72,9 +72,9 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _version() -> int:
-    from importlib.metadata import version
+    from strobe import __version__
 
-    print(f"strobe {version('strobe')}")
+    print(f"strobe {__version__}")
     return 0
 
 

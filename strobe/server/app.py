@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Callable
-from importlib.metadata import version
 from pathlib import Path
 
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
+from strobe import __version__
 from strobe.server import page
 from strobe.server.access import RequestId
 from strobe.server.anthropic.messages import count_tokens, messages
@@ -149,7 +149,7 @@ no field is silently ignored."""
 
 def make_app(serving: Serving) -> ASGIApp:
     """Return the ASGI application with all routes and middleware."""
-    app = FastAPI(title="Strobe", version=version("strobe"), docs_url=None, redoc_url=None)
+    app = FastAPI(title="Strobe", version=__version__, docs_url=None, redoc_url=None)
     for handler, post in POSTS.items():
         generates = "stream" in post.request_model.model_fields
         untyped = issubclass(post.error_model, ollama_bodies.OllamaError)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
+from strobe import __version__
 from strobe.server.engine_process.messages import Release
 from strobe.server.openai import replies, stored_responses
 from strobe.server.openai.api_page import api_page
@@ -78,7 +78,7 @@ def add_get_endpoints(app: FastAPI, serving: Serving) -> None:
     @app.get("/version")
     async def show_version() -> answers.Version:  # pyright: ignore[reportUnusedFunction]
         """The version of Strobe."""
-        return answers.Version(version=version("strobe"))
+        return answers.Version(version=__version__)
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:  # pyright: ignore[reportUnusedFunction]
@@ -120,7 +120,7 @@ def add_get_endpoints(app: FastAPI, serving: Serving) -> None:
             facts, settings = serving.facts, asdict(serving.settings)
             settings["api_key"] = len(serving.settings.api_key)
             parts = {"engine": facts._asdict(), "config": asdict(serving.client.config)}
-            info = {"version": version("strobe"), **parts, "server": settings}
+            info = {"version": __version__, **parts, "server": settings}
             info["template"] = _template(serving)
             return JSONResponse(_plain(info))
         except Exception as error:

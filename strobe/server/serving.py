@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import jinja2
 import jinja2.meta
 
+from strobe import __version__
 from strobe.grammars.rules import ANY_TOKENS
 from strobe.request import DEFAULT_SCHEDULING, SchedulingOptions
 from strobe.sampling_params import SamplingParams
@@ -183,7 +183,7 @@ class Serving:
         """The responses' `system_fingerprint`: a digest of the version, the engine's settings and
         its device. Raises RequestRejected before the engine is ready for the first time."""
         facts = self.facts
-        text = f"{version('strobe')} {self.client.config} {facts.device} {facts.dtype}"
+        text = f"{__version__} {self.client.config} {facts.device} {facts.dtype}"
         return f"fp_{hashlib.sha256(text.encode('utf-8', 'replace')).hexdigest()[:12]}"
 
     @property

@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ import pytest
 from rich.console import Console
 from textpair import Pair
 
-from strobe import LLM, EngineConfig, SamplingParams
+from strobe import LLM, EngineConfig, SamplingParams, __version__
 from strobe.cli.answer_view import AnswerView
 from strobe.cli.main import COMMANDS
 from strobe.cli.prompt import history_file
@@ -123,7 +122,7 @@ def test_help_lists_the_commands(main: Callable[..., Any], arguments: list[str])
 
 @pytest.mark.parametrize("option", ["--version", "-V"])
 def test_version_is_the_packages(main: Callable[..., Any], option: str):
-    assert main(option) == (0, f"strobe {version('strobe')}\n", "")
+    assert main(option) == (0, f"strobe {__version__}\n", "")
 
 
 def test_help_lists_choices_of_enumerated_options(main: Callable[..., Any]):

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from strobe import __version__
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -27,6 +29,8 @@ def test_wheel_contains_only_models_and_examples(wheel: Path):
     for name in (*models, "heldout.jsonl"):
         assert f"strobe/demo_models/{name}" in names
     assert "strobe/smollm2_draft/model-00001-of-00002.safetensors" in names
+    assert "strobe/py.typed" in names
+    assert wheel.name.startswith(f"strobe-{__version__}-")
     assert wheel.stat().st_size < 60e6
     assert not [name for name in names if name.startswith("strobe/demo_models/tasks")]
     assert not [name for name in names if name.startswith(("tests/", "benchmarks/", "scripts/"))]

@@ -17,6 +17,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from strobe import __version__
 from strobe.engine.build import ResolvedConfig
 from strobe.models.quantization.packed import FORMATS
 from strobe.progress import Progress
@@ -97,11 +98,11 @@ def versions() -> dict[str, str | None]:
     """Return the versions that the figures depend on; None for a package not installed."""
     packages: dict[str, str | None] = {"python": platform.python_version()}
     packages["torch"] = str(torch.__version__)  # with the build's suffix, which metadata can lack
-    for package in ("strobe", "triton"):
-        try:
-            packages[package] = version(package)
-        except PackageNotFoundError:
-            packages[package] = None
+    packages["strobe"] = __version__
+    try:
+        packages["triton"] = version("triton")
+    except PackageNotFoundError:
+        packages["triton"] = None
     return packages | {"cuda": torch.version.cuda}
 
 
