@@ -1,4 +1,4 @@
-"""The README's examples return what the README says, every time."""
+"""The examples of the README and of the first steps return what these pages say, every time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from served import Served
 
 from strobe.hub.packaged import packaged_file
 
-TEXT = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+PAGES = ("README.md", "docs/first-steps.md")
+TEXT = "\n".join((ROOT / page).read_text(encoding="utf-8") for page in PAGES)
 URL = "http://127.0.0.1:8000"
 
 
