@@ -52,3 +52,11 @@ def test_every_page_is_in_the_list():
     listed = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
     names = [path.name for path in (ROOT / "docs").glob("*.md") if path.name != "README.md"]
     assert [name for name in names if f"]({name})" not in listed] == []
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_named_files_exist(name: str):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    named = re.findall(r"`((?:strobe|tests|scripts|benchmarks|docs|docker)/[\w./-]*)`", text)
+    assert named
+    assert [path for path in named if not (ROOT / path).exists()] == []
