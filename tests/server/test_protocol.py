@@ -82,6 +82,7 @@ LENIENT: list[tuple[type[RequestModel], dict[str, Any], str]] = [
     (ChatCompletionRequest, {"response_format": {"type": "text", "x": 1}}, "response_format.x"),
     (ChatCompletionRequest, {"structured_outputs": {"regex": "a", "x": 1}}, "structured_outputs.x"),
     (ChatCompletionRequest, {"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+    (ChatCompletionRequest, {"speculation": {"x": 1}}, "speculation.x"),
     (ResponsesRequest, {"input": [{"role": "user", "content": "a", "x": 1}]}, "input[0].x"),
     (ResponsesRequest, {"text": {"x": 1}}, "text.x"),
     (ResponsesRequest, {"reasoning": {"x": 1}}, "reasoning.x"),

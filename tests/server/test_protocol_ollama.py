@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from bodies import SCHEMA, USER, refusal
 
+from strobe.sampling_params import Speculation
 from strobe.server.ollama.protocol.requests import (
     OllamaChatRequest,
     OllamaGenerateRequest,
@@ -147,7 +148,7 @@ def test_unknown_fields_are_warnings_at_every_depth():
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "2", "name": "add", "tool_call_id": "call_1"},
         tools=[{**TOOL, "items": {}, "function": {**TOOL["function"], "origin": "web"}}],
-        options={"temprature": 1},
+        options={"temprature": 1, "speculation": {"depth": 2}},
         session="s",
     )
     unknown = "has no effect: this server does not know it"
@@ -159,6 +160,7 @@ def test_unknown_fields_are_warnings_at_every_depth():
         f"messages[1].tool_calls[0].type {unknown}.",
         f"messages[1].tool_calls[0].function.description {unknown}.",
         f"messages[2].name {unknown}; did you mean tool_name?",
+        f"options.speculation.depth {unknown}.",
         f"tools[0].items {unknown}.",
         f"tools[0].function.origin {unknown}.",
     ]
@@ -168,7 +170,8 @@ def test_unknown_fields_are_warnings_at_every_depth():
         {"role": "assistant", "content": "", "tool_calls": [read]},
         {"role": "tool", "content": "2", "tool_call_id": "call_1"},
     ]
-    assert sampling(request) == {"max_tokens": None, "n": 1}
+    expected = {"max_tokens": None, "n": 1, "speculation": Speculation()}
+    assert sampling(request) == expected
 
 
 @pytest.mark.parametrize(

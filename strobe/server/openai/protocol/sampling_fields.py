@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo, WithJsonSchema
+from pydantic import BeforeValidator, Field, PrivateAttr, ValidationInfo, WithJsonSchema
 
 from strobe.checks import MAX_INT
 from strobe.request import SchedulingOptions
@@ -14,6 +15,7 @@ from strobe.server.openai.protocol.common import (
     IDS_SCHEMA,
     TEXT_SCHEMA,
     Bounds,
+    FieldWarnings,
     Int,
     RequestModel,
     Texts,
@@ -44,6 +46,9 @@ SAME_NAME = (
     "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "speculation",
 )  # fmt: skip
 """Fields that SamplingParams has under the same name."""
+
+SETTINGS = {"speculation": Speculation}
+"""Of these, the fields with settings of their own."""
 
 
 def _bias(value: Any, info: ValidationInfo) -> dict[int, float]:
@@ -77,13 +82,17 @@ def _nonempty_ids(value: tuple[int, ...], info: ValidationInfo) -> tuple[int, ..
     return value
 
 
-def _speculation(value: Any) -> Speculation:
+def _read_settings(name: str, value: Any, warnings: FieldWarnings) -> Any:
+    """Return a field's settings, read from an object. Raises FieldError."""
+    settings = SETTINGS[name]
     if isinstance(value, Mapping):
-        value = {name: check_int(v) for name, v in value.items() if v is not None}
+        known_names = [field.name for field in fields(settings)]
+        known_fields = warnings.split(value, known_names, "", name)
+        value = {key: check_int(item) for key, item in known_fields.items()}
     try:
-        return Speculation.of(value)
+        return settings.of(value)
     except (ValueError, TypeError) as error:
-        raise FieldError(str(error), "speculation") from None
+        raise FieldError(str(error), name) from None
 
 
 def _request_id(value: Any) -> Any:
@@ -217,10 +226,7 @@ class SamplingFields(RequestModel):
         Annotated[float, Bounds(0, MAX_TIMEOUT, "leave it out for the server's own", above=True)]
         | None
     ) = Field(None, description="Seconds after which the request ends with an error.")
-    speculation: (
-        Annotated[Speculation, PlainValidator(_speculation), WithJsonSchema(SPECULATION_SCHEMA)]
-        | None
-    ) = Field(
+    speculation: Annotated[Any, WithJsonSchema(SPECULATION_SCHEMA)] = Field(
         None,
         description="false, true, or an object with `method`, `num_drafts` (drafts per step), "
         "`return_drafts` and `always` (draft in every step, even where it does not pay); "
@@ -237,6 +243,7 @@ class SamplingFields(RequestModel):
     )
 
     _constraint: Constraint | None = None
+    _settings: dict[str, Any] = PrivateAttr(default_factory=dict[str, Any])
 
     def check(self) -> None:
         super().check()
@@ -248,6 +255,10 @@ class SamplingFields(RequestModel):
                 "to share cached prefixes with all requests.",
                 "cache_salt",
             )
+        for name in SETTINGS:
+            if self.is_set(name):
+                value = getattr(self, name)
+                self._settings[name] = _read_settings(name, value, self._warnings)
         constraints = {name: getattr(self, name) for name in SOURCES if self.is_set(name)}
         self._constraint = read_constraint(constraints, self._warnings)
         sources = [] if self._constraint is None else [self._constraint.source]
@@ -330,6 +341,7 @@ class SamplingFields(RequestModel):
         """
         arguments = dict(defaults)
         arguments |= {name: getattr(self, name) for name in SAME_NAME if self.is_set(name)}
+        arguments |= self._settings
         arguments["max_tokens"] = self.limit()[1]
         if self._constraint is not None:
             arguments["structured_outputs"] = {self._constraint.kind: self._constraint.value}
