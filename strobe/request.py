@@ -10,9 +10,13 @@ from dataclasses import InitVar, dataclass, field
 from typing import Literal, NamedTuple
 
 from strobe.counters import DraftCounts
-from strobe.sampling_params import SamplingParams
+from strobe.repetition import RepetitionDetector
+from strobe.sampling_params import RepetitionDetection, SamplingParams
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "repetition", "abort", "error"]
+
+CUT_SHORT: frozenset[FinishReason | None] = frozenset({"length", "repetition"})
+"""Finish reasons of answers that the model would have gone on with."""
 
 
 class TokenLogprob(NamedTuple):
@@ -91,8 +95,15 @@ class Request:
         self.num_prompt = len(self.tokens)
         self.page_keys = PageKeys(self.scheduling.cache_salt)
         self.wants_prompt_logprobs = self.sampling.prompt_logprobs is not None and not self.sibling
+        self.repetition_detector = self._make_repetition_detector()
         first = [None] if self.wants_prompt_logprobs else []
         self.prompt_logprobs: list[TokenLogprob | None] = [*first]
+
+    def _make_repetition_detector(self) -> RepetitionDetector | None:
+        settings = self.sampling.repetition_detection
+        if not isinstance(settings, RepetitionDetection) or not settings.is_on:
+            return None
+        return RepetitionDetector(settings, min_tokens=self.sampling.min_tokens)
 
     @property
     def num_output(self) -> int:

@@ -36,7 +36,7 @@ def _schema(value: Any) -> Any:
     return value
 
 
-T = TypeVar("T", "StructuredOutputs", "Speculation")
+T = TypeVar("T", "StructuredOutputs", "Speculation", "RepetitionDetection")
 
 
 def _parse(cls: type[T], value: Any, requirement: str) -> T:
@@ -131,6 +131,47 @@ class Speculation:
         return _parse(Speculation, value, "true, false or an object with its fields")
 
 
+@settings
+class RepetitionDetection:
+    """When an answer that repeats itself ends, with vLLM's names, defaults and meanings.
+
+    The answer ends once its last tokens are one pattern, min_count times in a row. The pattern has
+    min_pattern_size to max_pattern_size tokens; 0 as the minimum is 1, and 0 as the maximum
+    switches detection off. Raises ValueError.
+    """
+
+    error_prefix: ClassVar[str] = "repetition_detection."
+
+    max_pattern_size: Count = option(0, "", "0 switches detection off.")
+    min_pattern_size: Count = 0
+    min_count: Count = 0
+
+    @model_validator(mode="after")
+    def _check_together(self) -> RepetitionDetection:
+        if self.min_pattern_size > self.max_pattern_size:
+            raise ValueError(
+                f"repetition_detection.min_pattern_size is {self.min_pattern_size}, above "
+                f"max_pattern_size {self.max_pattern_size}; lower the one or raise the other."
+            )
+        if self.max_pattern_size and self.min_count < 2:
+            raise ValueError(
+                f"repetition_detection.min_count is {self.min_count}, but must be at least 2; "
+                "max_pattern_size 0 switches detection off."
+            )
+        return self
+
+    @property
+    def is_on(self) -> bool:
+        return self.max_pattern_size > 0
+
+    @staticmethod
+    def of(value: Any) -> RepetitionDetection | None:
+        """Parse an object with these fields, or None."""
+        if value is None or isinstance(value, RepetitionDetection):
+            return value
+        return _parse(RepetitionDetection, value, "an object with its fields")
+
+
 Bounded = Annotated[float, Field(ge=-2, le=2)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
@@ -204,6 +245,9 @@ class SamplingParams:
     stop_token_ids: Tokens = option((), "Token ids that end the answer.", _TOKENS)
     include_stop_str_in_output: bool = option(False, "Leave the stop text in the answer.")
     ignore_eos: bool = option(False, "Do not end the answer at the model's end tokens.")
+    repetition_detection: Annotated[
+        RepetitionDetection | Mapping[str, Any] | None, PlainValidator(RepetitionDetection.of)
+    ] = option(None, "End answers that repeat a pattern of up to max_pattern_size tokens.")
     skip_special_tokens: bool = option(True, "Leave special tokens out of the text.")
     speculation: Annotated[
         Speculation | Mapping[str, Any] | bool | None, PlainValidator(Speculation.of)

@@ -16,7 +16,7 @@ from strobe.config import Limits
 from strobe.engine.scheduler import Scheduler
 from strobe.kv.pages import PagePool
 from strobe.request import DEFAULT_SCHEDULING, Request, SchedulingOptions, Status, TokenLogprob
-from strobe.sampling_params import SamplingParams
+from strobe.sampling_params import RepetitionDetection, SamplingParams
 from strobe.speculation.base import Drafter
 from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftChain, DraftPlan, DraftPolicy
 from strobe.step import TAIL, Admission, Plan, Span, StepResult, TokenEvent, num_rows
@@ -55,6 +55,18 @@ def scores_prompt(source: Source) -> bool:
     return source.sampling.prompt_logprobs is not None and not source.sibling
 
 
+def repeats(request: Request, output: list[int]) -> bool:
+    """Whether an output ends in as many copies of a pattern as the request allows."""
+    settings = request.sampling.repetition_detection
+    if not isinstance(settings, RepetitionDetection):
+        return False
+    return any(
+        len(output) >= size * settings.min_count
+        and output[-size:] * settings.min_count == output[-size * settings.min_count :]
+        for size in range(max(settings.min_pattern_size, 1), settings.max_pattern_size + 1)
+    )
+
+
 def answer(request: Request, max_model_len: int) -> tuple[list[int], str]:
     """Return the request's whole output and its finish reason, by the stop rules alone."""
     output: list[int] = []
@@ -66,8 +78,10 @@ def answer(request: Request, max_model_len: int) -> tuple[list[int], str]:
         min_tokens = 0 if structured else request.sampling.min_tokens
         if output[-1] in request.stop_ids and len(output) > min_tokens:
             return output, "stop"
-        if len(output) == request.sampling.max_tokens:
+        if len(output) == request.sampling.max_tokens or position == max_model_len - 1:
             break
+        if len(output) >= request.sampling.min_tokens and repeats(request, output):
+            return output, "repetition"
     return output, "length"
 
 

@@ -201,6 +201,7 @@ SHOWN = {
 }
 _API_ONLY = (
     "speculation",
+    "repetition_detection",
     "skip_special_tokens",
     "logit_bias",
     "allowed_token_ids",

@@ -81,6 +81,18 @@ class ResultProcessor:
     def _find_stop(self, request: Request, tokens: list[int]) -> tuple[int, FinishReason | None]:
         """Return how many of the tokens belong to the answer, and its finish reason if it ends
         there."""
+        count, reason = self._find_end(request, tokens)
+        if request.repetition_detector is None:
+            return count, reason
+        for num_read, token in enumerate(tokens[:count], start=1):
+            ends_otherwise = num_read == count and reason is not None
+            if request.repetition_detector.push(token) and not ends_otherwise:
+                request.stop_reason = None
+                return num_read, "repetition"
+        return count, reason
+
+    def _find_end(self, request: Request, tokens: list[int]) -> tuple[int, FinishReason | None]:
+        """Find the answer's end as `_find_stop` does, by its end tokens and limits alone."""
         sampling = request.sampling
         num_output = request.num_output
         room = self.limits.max_model_len - len(request.tokens)

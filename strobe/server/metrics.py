@@ -35,7 +35,7 @@ CONTEXTS = ("0-1k", "1k-4k", "4k-16k", "16k-64k", "64k-256k", "256k+")
 CONTEXT_BOUNDS = (1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18)
 """The first context length, in tokens, of each bucket but the first."""
 
-REASONS = ("stop", "length", "abort", "error")
+REASONS = ("stop", "length", "repetition", "abort", "error")
 """Finish reasons exported from the start, so that a first one shows as a rise from 0."""
 
 # All of vLLM's bounds, so that buckets compare with vLLM's, and finer ones below them.

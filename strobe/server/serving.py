@@ -187,6 +187,15 @@ class Serving:
         return f"fp_{hashlib.sha256(text.encode('utf-8', 'replace')).hexdigest()[:12]}"
 
     @property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """Arguments of SamplingParams that apply where a request has none: the checkpoint's and
+        the server's."""
+        repetition_detection = self.settings.repetition_detection
+        if repetition_detection is None:
+            return dict(self.facts.sampling)
+        return {**self.facts.sampling, "repetition_detection": repetition_detection}
+
+    @property
     def busy(self) -> bool:
         """Whether a request is still being answered."""
         return bool(self.handling or self.client.num_open)

@@ -8,10 +8,14 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, model_validator
 
-from strobe.checks import Texts, option, settings
+from strobe.checks import MAX_INT, Texts, option, settings
+from strobe.sampling_params import RepetitionDetection
 from strobe.server.kv_events import KVEventsConfig, check_kv_events
 from strobe.server.logs import configure_logging
 from strobe.server.traces import check_endpoint
+
+MAX_PATTERN = 256
+"""Most tokens of a pattern whose repeats `max_repeats` counts."""
 
 TEXT_THREADS = 4
 """Maximum number of threads that render templates and encode texts."""
@@ -98,6 +102,12 @@ class ServerConfig:
     max_waiting: Count = option(
         256, "Answers that may wait for a slot; more are rejected with 429."
     )
+    max_repeats: Annotated[int, Field(ge=2, le=MAX_INT)] | None = option(
+        None,
+        "End answers that repeat a pattern of up to 256 tokens so many times in a row; requests "
+        "may choose otherwise with repetition_detection.",
+        "leave it out to let answers repeat themselves.",
+    )
     request_timeout: Seconds = option(
         600.0, "Seconds one request may take; 0 is no limit.", "give seconds; 0 is no limit."
     )
@@ -147,6 +157,13 @@ class ServerConfig:
         if self.kv_events is not None:
             self.kv_events.check_ports(self.data_parallel_size)
         return self
+
+    @property
+    def repetition_detection(self) -> RepetitionDetection | None:
+        """The setting of requests that choose none."""
+        if self.max_repeats is None:
+            return None
+        return RepetitionDetection(max_pattern_size=MAX_PATTERN, min_count=self.max_repeats)
 
     @property
     def kv_events(self) -> KVEventsConfig | None:

@@ -402,9 +402,9 @@ def test_finished_answer_counts_in_each_histogram(metrics: ServerMetrics):
     assert buckets(metrics, "vllm:request_generation_tokens") == {"1.0": 2}
     reasons = {
         reason: value(metrics, "vllm:request_success_total", finished_reason=reason)
-        for reason in ("stop", "length", "abort", "error")
+        for reason in ("stop", "length", "repetition", "abort", "error")
     }
-    assert reasons == {"stop": 1, "length": 0, "abort": 0, "error": 1}
+    assert reasons == {"stop": 1, "length": 0, "repetition": 0, "abort": 0, "error": 1}
 
 
 def test_request_time_splits_into_queue_prefill_and_decode(metrics: ServerMetrics):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from bodies import GENERATING, SCHEMA, SMALLEST, chat, complete, refusal, respond
 
-from strobe.sampling_params import SamplingParams, Speculation
+from strobe.sampling_params import RepetitionDetection, SamplingParams, Speculation
 from strobe.server.anthropic.protocol.messages_request import MessagesRequest
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.common import RequestModel
@@ -24,6 +24,7 @@ EVERY_FIELD: dict[str, Any] = {
     "include_stop_str_in_output": True, "skip_special_tokens": False, "presence_penalty": -2,
     "frequency_penalty": 2, "repetition_penalty": 1.2, "logit_bias": {"7": -100, "8": 1.5},
     "allowed_token_ids": [7, 8], "speculation": {"method": "ngram", "num_drafts": 3},
+    "repetition_detection": {"max_pattern_size": 3, "min_count": 4},
 }  # fmt: skip
 
 
@@ -52,6 +53,7 @@ def test_every_field_reaches_the_engine(model: type[SamplingFields]):
     expected = EVERY_FIELD | {
         "stop": ("a", "b"), "stop_token_ids": (4,), "allowed_token_ids": (7, 8),
         "logit_bias": {7: -100.0, 8: 1.5}, "speculation": Speculation("ngram", 3),
+        "repetition_detection": RepetitionDetection(max_pattern_size=3, min_count=4),
     }  # fmt: skip
     assert {name: sampling[name] for name in expected} == expected
     params = SamplingParams(**sampling | {"max_tokens": 9})
@@ -86,6 +88,9 @@ def test_whole_floats_are_accepted_as_integers():
         ("speculation", [1, "on", {"method": "magic"}, {"num_drafts": -1},
                          {"method": []}, {"num_drafts": 1.5}],
          [True, False, {}, {"method": "none"}, {"method": None, "num_drafts": 0}]),
+        ("repetition_detection", [True, 8, {"max_pattern_size": 3}, {"min_pattern_size": 1},
+                                  {"max_pattern_size": 2, "min_count": 1}, {"min_count": -1}],
+         [{}, {"max_pattern_size": 0}, {"max_pattern_size": 4.0, "min_count": 2}]),
     ],
 )  # fmt: skip
 def test_bounds(model: type[SamplingFields], field: str, bad: list[Any], good: list[Any]):

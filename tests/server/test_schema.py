@@ -153,7 +153,8 @@ def test_field_combinations_match_the_openapi_document(api: Any, path: str, exam
 TOGETHER = (
     " together with ", " without ", ", the name of an earlier ", " differs from ",
     " as JSON it fails", "tools is empty", "there are no tools", " above max_tokens ",
-    " is missing", " makes no token", " begins with none of the triggers ",
+    " above max_pattern_size ", " is missing", " makes no token",
+    " begins with none of the triggers ",
 )  # fmt: skip
 """Errors that depend on several fields, or on the JSON inside a text: no schema of a single field
 can express them."""

@@ -50,8 +50,8 @@ SAMPLING_FIELDS = [
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
     "allowed_token_ids", "logprobs", "prompt_logprobs", "logprob_token_ids", "structured_outputs",
-    "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens",
-    "speculation",
+    "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "repetition_detection",
+    "skip_special_tokens", "speculation",
 ]  # fmt: skip
 SAMPLING_FLAGS = [
     "--temperature", "--top-p", "--top-k", "--min-p", "--seed", "--max-tokens", "--min-tokens",
@@ -81,7 +81,7 @@ FLAGS = {
         "--root-path", "--data-parallel-size", "--served-model-name", "--chat-template",
         "--default-chat-template-kwargs",
         "--trust-request-chat-template", "--tool-call-parser", "--reasoning-parser",
-        "--max-waiting", "--request-timeout", "--grace", "--restart-engine",
+        "--max-waiting", "--max-repeats", "--request-timeout", "--grace", "--restart-engine",
         "--no-restart-engine", "--lenient", "--batch-dir", "--max-body-bytes", "--response-memory",
         "--cors-origin", "--access-log", "--no-access-log", "--log-level",
         "--log-json", "--log-prompts", "--otlp-traces-endpoint", "--kv-events-config",

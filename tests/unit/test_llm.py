@@ -455,6 +455,17 @@ def test_stop_token_ends_the_answer_and_is_its_stop_reason(llm: LLM):
     assert answer.text == llm.tokenizer.decode(free[: length - 1])
 
 
+def test_repetition_ends_the_answer_at_the_same_token_with_speculation(llm: LLM):
+    detection = {"max_pattern_size": 4, "min_count": 3}
+    params = GREEDY.clone(allowed_token_ids=[9], repetition_detection=detection)
+    for speculation in (True, False):
+        (output,) = llm.generate(PROMPTS[0], params.clone(speculation=speculation), use_tqdm=False)
+        answer = output.outputs[0]
+        assert (answer.finish_reason, answer.stop_reason) == ("repetition", None)
+        assert answer.token_ids == [9] * 3
+    assert_idle(llm)
+
+
 def test_answer_without_max_tokens_fills_the_context(pair: Pair):
     engine = LLM(pair.target, pair.draft, max_model_len=40)
     (output,) = engine.generate(PROMPTS[0], GREEDY.clone(max_tokens=None), use_tqdm=False)

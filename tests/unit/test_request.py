@@ -87,6 +87,15 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"speculation": {"method": "eagle"}}, "speculation.method is 'eagle'"),
     ({"speculation": {"num_drafts": -1}}, "speculation.num_drafts is -1"),
     ({"speculation": {"k": 1}}, "speculation has no field 'k'"),
+    ({"repetition_detection": 8}, "repetition_detection is 8, but must be an object"),
+    (
+        {"repetition_detection": {"max_pattern_size": 8}},
+        "repetition_detection.min_count is 0, but must be at least 2",
+    ),
+    (
+        {"repetition_detection": {"max_pattern_size": 2, "min_pattern_size": 3, "min_count": 2}},
+        "repetition_detection.min_pattern_size is 3, above max_pattern_size 2",
+    ),
 ]
 
 

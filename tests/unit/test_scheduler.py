@@ -37,6 +37,7 @@ FAULTS: dict[str, Callable[[int], Fault]] = {
 
 def test_bookkeeping_modules_load_no_torch():
     names = [
+        "repetition",
         "request",
         "step",
         "config",
@@ -351,6 +352,31 @@ def test_context_end_finishes_answer_without_max_tokens():
     world.drain()
     assert len(request.tokens) == 11
     assert request.finish_reason == "length"
+    world.check_answers()
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1, 3, 7])
+@pytest.mark.parametrize("min_tokens", [0, 9])
+def test_repetition_ends_answer_at_the_same_token_with_any_drafts(num_drafts: int, min_tokens: int):
+    world = World(num_drafts=num_drafts, max_model_len=60, pages=80)
+    detection = {"max_pattern_size": 3, "min_count": 2}
+    limits = {"max_tokens": 40, "min_tokens": min_tokens}
+    requests = [world.add(4, repetition_detection=detection, **limits) for _ in range(8)]
+    world.drain()
+    assert {r.finish_reason for r in requests} == {"repetition"}
+    assert len({r.num_output for r in requests}) > 1
+    world.check_answers()
+
+
+def test_end_token_precedes_a_repetition():
+    world = World(num_drafts=3, max_model_len=60, pages=80)
+    detection = {"max_pattern_size": 3, "min_count": 2}
+    limits = {"max_tokens": 40, "stop_token_ids": [STOP]}
+    requests = [
+        world.add(4, stop=True, repetition_detection=detection, **limits) for _ in range(12)
+    ]
+    world.drain()
+    assert {r.finish_reason: r.stop_reason for r in requests} == {"stop": STOP, "repetition": None}
     world.check_answers()
 
 

@@ -90,7 +90,7 @@ class MessageReply:
             if out:
                 yield out
         if not self.run.abandoned:
-            ended = self._ended()
+            ended = self._ended() | replies.extras([], False, self._ending_warnings())
             delta = {name: ended.pop(name) for name in ("stop_reason", "stop_sequence")}
             yield replies.typed_event({"type": "message_delta", "delta": delta, **ended})
             yield replies.typed_event({"type": "message_stop"})
@@ -103,7 +103,10 @@ class MessageReply:
             "role": "assistant",
             "model": self.prepared.name,
             "content": [],
-        } | replies.extras([], False, self.prepared.warnings)
+        } | replies.extras([], False, [*self.prepared.warnings, *self._ending_warnings()])
+
+    def _ending_warnings(self) -> list[str]:
+        return self.request.own_names(replies.ending_warnings(self.run))
 
     def _ended(self) -> dict[str, Any]:
         """Return the message's last fields: stop reason and usage."""

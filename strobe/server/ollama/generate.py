@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
+from strobe.request import CUT_SHORT
 from strobe.server.ollama.errors import error_body
 from strobe.server.ollama.protocol.requests import (
     OllamaChatRequest,
@@ -144,12 +145,12 @@ class OllamaReply:
         body = _head(self.prepared.name) | self.part(message.content, message.reasoning, calls)
         if self.request.logprobs:
             body["logprobs"] = self._logprobs(run.choices[0].logprobs)
-        return body | self._ended() | replies.extras([], False, self.prepared.warnings)
+        return body | self._ended(self.prepared.warnings)
 
     async def events(self) -> AsyncGenerator[bytes]:
         """Yield the lines of the stream."""
         num_sent = 0
-        first = replies.extras([], False, self.prepared.warnings)
+        unsent_warnings = self.prepared.warnings
         async for steps in self.run.steps():
             out = b""
             for progress in steps:
@@ -162,13 +163,15 @@ class OllamaReply:
                     fields["logprobs"] = self._logprobs(progress.delta.logprobs)
                 elif not (parsed.content or parsed.reasoning or calls):
                     continue
-                out += _line(_head(self.prepared.name) | fields | {"done": False} | first)
-                first = {}
+                fields |= {"done": False} | replies.extras([], False, unsent_warnings)
+                out += _line(_head(self.prepared.name) | fields)
+                unsent_warnings = []
             if out:
                 yield out
         replies.check_answers([self.run])
         if not self.run.abandoned:
-            yield _line(_head(self.prepared.name) | self.part("", "", []) | self._ended() | first)
+            fields = self.part("", "", []) | self._ended(unsent_warnings)
+            yield _line(_head(self.prepared.name) | fields)
 
     def _calls(self, num_sent: int) -> list[dict[str, Any]]:
         """Return the calls after the first `num_sent`."""
@@ -188,22 +191,23 @@ class OllamaReply:
     def _logprobs(self, entries: list[Any]) -> list[dict[str, Any]]:
         return [chat_logprob(entry, self.serving.tokenizer, False) for entry in entries]
 
-    def _ended(self) -> dict[str, Any]:
-        """Return the last fields: the reason of the end, counts and durations."""
+    def _ended(self, warnings: list[str]) -> dict[str, Any]:
+        """Return the last fields: the reason of the end, counts, durations and warnings."""
+        ending_warnings = self.request.own_names(replies.ending_warnings(self.run))
         choice = self.run.choices[0]
         first_ended, last_ended = self.run.decoded
         total = time.monotonic() - self.run.job.started_at
         first_token = total if choice.first_token_seconds is None else choice.first_token_seconds
         return {
             "done": True,
-            "done_reason": "length" if choice.output.finish_reason == "length" else "stop",
+            "done_reason": "length" if choice.output.finish_reason in CUT_SHORT else "stop",
             "total_duration": _nanoseconds(total),
             "load_duration": 0,
             "prompt_eval_count": len(self.run.job.prompt_ids),
             "prompt_eval_duration": _nanoseconds(first_token - (choice.queue_time or 0.0)),
             "eval_count": len(choice.output.token_ids),
             "eval_duration": _nanoseconds(last_ended - first_ended),
-        } | replies.extras([self.run], self.report, [])
+        } | replies.extras([self.run], self.report, [*warnings, *ending_warnings])
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -94,7 +94,7 @@ async def prepare(
     room = facts.max_model_len - len(ids)
     clamped = clamp_max_tokens and max_tokens is not None and 0 < room < max_tokens
     ids = serving.fit(ids, (limit, room) if clamped else request.needed(), keep, "messages")
-    arguments = request.sampling(facts.sampling)
+    arguments = request.sampling(serving.sampling_defaults)
     sentences = [*warnings(serving, original or request, request), *prompt.warnings]
     if clamped:
         arguments["max_tokens"] = room

@@ -70,9 +70,9 @@ async def start(
     """Submit the request's prompts. Raises FieldError and others of `replies.to_error`."""
     runs: list[PromptRun] = []
     try:
-        name, facts = serving.name(request.model), serving.facts
+        name = serving.name(request.model)
         deadline = replies.Deadline(serving, request.timeout)
-        arguments = request.sampling(facts.sampling)
+        arguments = request.sampling(serving.sampling_defaults)
         structured = serving.with_token_ids(arguments.get("structured_outputs"))
         params = serving.params({**arguments, "structured_outputs": structured})
         if request.gap is not None:

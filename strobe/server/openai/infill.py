@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import Response
 
+from strobe.request import CUT_SHORT
 from strobe.server.openai import replies
 from strobe.server.openai.completions import Started, start
 from strobe.server.openai.protocol.infill import InfillRequest
@@ -59,7 +60,9 @@ class InfillReply:
         """Return the text with the reason of its end, counts and durations."""
         choice, count = self.run.choices[0], len(self.run.choices[0].output.token_ids)
         word = choice.output.stop_reason if isinstance(choice.output.stop_reason, str) else ""
-        kind = "limit" if choice.output.finish_reason == "length" else "word" if word else "eos"
+        warnings = [*self.request.warnings(), *replies.ending_warnings(self.run)]
+        was_cut = choice.output.finish_reason in CUT_SHORT
+        kind = "limit" if was_cut else "word" if word else "eos"
         return {
             "content": text,
             "stop": True,
@@ -71,7 +74,7 @@ class InfillReply:
             "tokens_cached": self.run.num_cached,
             "truncated": False,
             "timings": self._timings(count),
-        } | replies.extras([self.run], self.report, self.request.warnings())
+        } | replies.extras([self.run], self.report, warnings)
 
     def _timings(self, count: int) -> dict[str, Any]:
         choice, job = self.run.choices[0], self.run.job

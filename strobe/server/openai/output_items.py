@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any, Literal, Protocol
 
+from strobe.request import CUT_SHORT
 from strobe.server.openai import replies
 from strobe.server.openai.chat import chat_logprob
 from strobe.server.openai.protocol.converted import ConvertedRequest
@@ -106,7 +107,7 @@ class OrderedAnswer:
     def status(self) -> Status:
         """The status of the finished answer."""
         reason = self.run.choices[0].output.finish_reason
-        return "incomplete" if reason == "length" else "completed"
+        return "incomplete" if reason in CUT_SHORT else "completed"
 
     async def steps(self) -> AsyncIterator[list[Event]]:
         """Yield the events of each step. Raises FieldError, RequestRejected, EngineDead."""

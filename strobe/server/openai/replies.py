@@ -309,6 +309,13 @@ def extras(runs: Sequence[PromptRun], report: bool, warnings: list[str]) -> dict
     return fields | ({"warnings": warnings} if warnings else {})
 
 
+def ending_warnings(run: PromptRun) -> list[str]:
+    """Return a sentence for an answer whose end these endpoints have no word for."""
+    if all(choice.output.finish_reason != "repetition" for choice in run.choices):
+        return []
+    return ["repetition_detection ended the answer, because its last tokens repeat a pattern."]
+
+
 def prompt_logprobs(
     entries: Sequence[TokenLogprob | None], tokenizer: Tokenizer
 ) -> list[dict[str, Any] | None]:

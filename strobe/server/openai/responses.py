@@ -201,7 +201,8 @@ class ResponseReply:
             "user": None,
             "metadata": request.metadata or {},
         }
-        warnings = self.prepared.warnings
+        ending_warnings = self.request.own_names(replies.ending_warnings(self.run))
+        warnings = [*self.prepared.warnings, *ending_warnings]
         return response | ({"warnings": warnings} if warnings else {})
 
     def _event(self, event: Event) -> bytes:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from strobe.counters import DraftCounts
 from strobe.outputs import AnswerBuilder, SpeculationReport, StreamDelta
-from strobe.request import DEFAULT_SCHEDULING, SchedulingOptions, TokenLogprob
+from strobe.request import CUT_SHORT, DEFAULT_SCHEDULING, SchedulingOptions, TokenLogprob
 from strobe.sampling_params import SamplingParams
 from strobe.server.engine_process.client import PromptRejected
 from strobe.server.metrics import ServerMetrics
@@ -94,7 +94,7 @@ class ChoiceState:
         self.pieces += delta.pieces
         parsed = self.parser.push(delta.text)
         if delta.finished:
-            cut = self.output.finish_reason == "length"
+            cut = self.output.finish_reason in CUT_SHORT
             parsed = join([parsed, self.parser.finish(cut=cut)])
         if event.num_verified:
             self._metrics.record_verified(

@@ -196,6 +196,9 @@ export class Answer {
     if (this.finishReason === "length" && note === null) {
       note = `Stopped at ${number(this.numTokens)} tokens, its limit.`;
     }
+    if (this.finishReason === "repetition" && note === null) {
+      note = "Stopped because it repeated itself.";
+    }
     if (note !== null) this.note(note, kind);
     this.describe();
     return shown;

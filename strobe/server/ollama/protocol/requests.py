@@ -28,7 +28,7 @@ from strobe.server.openai.protocol.tools import TOOLS_SCHEMA
 OPTIONS: Mapping[str, str] = {
     **{name: name for name in (
         "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
-        "stop", "logit_bias", "speculation", "include_speculation",
+        "stop", "logit_bias", "speculation", "include_speculation", "repetition_detection",
     )},
     "repeat_penalty": "repetition_penalty",
     "num_predict": "max_tokens",

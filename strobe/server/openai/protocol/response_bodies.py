@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
+FinishReason = Literal["stop", "length", "repetition", "tool_calls", "abort", "error"]
 
 
 class PromptTokensDetails(BaseModel):

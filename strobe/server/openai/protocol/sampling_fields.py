@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, ValidationInfo, WithJs
 
 from strobe.checks import MAX_INT
 from strobe.request import SchedulingOptions
-from strobe.sampling_params import METHODS, Speculation
+from strobe.sampling_params import METHODS, RepetitionDetection, Speculation
 from strobe.server.openai.protocol.common import (
     IDS_SCHEMA,
     TEXT_SCHEMA,
@@ -44,10 +44,11 @@ SAME_NAME = (
     "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "stop", "stop_token_ids",
     "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "presence_penalty",
     "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "speculation",
+    "repetition_detection",
 )  # fmt: skip
 """Fields that SamplingParams has under the same name."""
 
-SETTINGS = {"speculation": Speculation}
+SETTINGS = {"speculation": Speculation, "repetition_detection": RepetitionDetection}
 """Of these, the fields with settings of their own."""
 
 
@@ -125,6 +126,26 @@ SPECULATION_SCHEMA: dict[str, Any] = {
         ),
     ]
 }
+_COUNT_SCHEMA: dict[str, Any] = {"type": "integer", "minimum": 0, "maximum": MAX_INT}
+REPETITION_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        object_schema(
+            {
+                "max_pattern_size": {**_COUNT_SCHEMA, "minimum": 1},
+                "min_pattern_size": _COUNT_SCHEMA,
+                "min_count": {**_COUNT_SCHEMA, "minimum": 2},
+            },
+            required=("max_pattern_size", "min_count"),
+        ),
+        object_schema(
+            {
+                "max_pattern_size": {"const": 0},
+                "min_pattern_size": {"const": 0},
+                "min_count": _COUNT_SCHEMA,
+            }
+        ),
+    ]
+}
 
 SchemaField = Annotated[Any, WithJsonSchema(VALUE_SCHEMAS["json"])]
 TextField = Annotated[Any, WithJsonSchema(TEXT_SCHEMA)]
@@ -197,6 +218,12 @@ class SamplingFields(RequestModel):
     ignore_eos: bool = Field(False, description="Continue after the model's end tokens.")
     min_tokens: Annotated[Int, Bounds(0, MAX_INT, "0 asks for no minimum")] = Field(
         0, description="Minimum number of tokens before the answer may end."
+    )
+    repetition_detection: Annotated[Any, WithJsonSchema(REPETITION_SCHEMA)] = Field(
+        None,
+        description="End the answer when its last tokens are one pattern, `min_count` times in a "
+        "row: an object with `max_pattern_size` and `min_pattern_size` (tokens of the pattern; a "
+        "maximum of 0 is off) and `min_count` (2 or more). Default: the server's `--max-repeats`.",
     )
     skip_special_tokens: bool = Field(True, description="Leave special tokens out of the text.")
     structured_outputs: Annotated[Any, WithJsonSchema(STRUCTURED_OUTPUTS_SCHEMA)] = Field(

@@ -213,7 +213,6 @@ _REFUSED: Table = {
     "n_predict": FieldRule("use max_tokens", (-1,)),
     "n_probs": FieldRule("use logprobs", (0,)),
     "early_stopping": FieldRule(_BEAMS, (False,)),
-    "repetition_detection": FieldRule("use stop or max_tokens to end an answer"),
     "stop_regex": FieldRule("use stop, which takes plain strings", ("", [])),
     "no_stop_trim": FieldRule("use include_stop_str_in_output", (False,)),
     "spaces_between_special_tokens": FieldRule("the tokenizer determines the spaces", (True,)),
