@@ -27,6 +27,7 @@ from strobe.ranks.leader import start_engine
 from strobe.request import Request, Status
 from strobe.sampling_params import SamplingParams
 from strobe.speculation.registry import DRAFTER_METHOD
+from strobe.tools.bench.cache_room import with_cache_room
 from strobe.tools.bench.floor import Rates, Shapes
 from strobe.tools.bench.profiling import Profile, floor_by_part, show_operations, show_profiles
 from strobe.tools.bench.published_shapes import directories
@@ -122,7 +123,7 @@ def _ways(settings: StepSettings, config: EngineConfig) -> dict[str, EngineConfi
         )
     max_requests = max([*settings.requests, *(count for count, _ in settings.prefills)])
     decided = {"load_format": settings.load_format, "max_num_seqs": max_requests}
-    config = replace(config, **decided, enable_prefix_caching=False)
+    config = with_cache_room(replace(config, **decided, enable_prefix_caching=False))
     ways = {"plain": config.without_draft()}
     if config.method != "none" and config.draft is not None:
         ways[DRAFTER_METHOD] = replace(config, method=DRAFTER_METHOD)

@@ -23,6 +23,7 @@ from strobe.ranks.leader import start_engine
 from strobe.speculation.adaptive import AdaptiveDraftPolicy
 from strobe.speculation.draft_policy import DraftPolicy
 from strobe.speculation.registry import DRAFTER_METHOD
+from strobe.tools.bench.cache_room import with_cache_room
 from strobe.tools.bench.driver import Arrival, Driver, LoadRun
 from strobe.tools.bench.engine_step import located_shapes
 from strobe.tools.bench.plots import lines, missing, new_figure, save
@@ -57,7 +58,7 @@ def run_load(settings: LoadSettings, config: EngineConfig) -> int:
     with located_shapes(settings.shapes, config, block) as config, progress() as say:
         max_requests = max(settings.requests)
         decided = {"load_format": settings.load_format, "max_num_seqs": max_requests}
-        config = replace(config, **decided, enable_prefix_caching=False)
+        config = with_cache_room(replace(config, **decided, enable_prefix_caching=False))
         setup = resolve(config)
         if setup.draft is None or setup.method != DRAFTER_METHOD:
             raise ValueError("Nothing drafts; name shapes with a drafter, or leave --method out.")

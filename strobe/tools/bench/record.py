@@ -24,6 +24,7 @@ from strobe.sampling_params import SamplingParams
 from strobe.speculation.base import Drafts, Proposer
 from strobe.speculation.registry import DRAFTER_METHOD
 from strobe.step import Plan, Span
+from strobe.tools.bench.cache_room import with_cache_room
 from strobe.tools.bench.prompts import read_prompts
 from strobe.tools.bench.replay import widths_of
 from strobe.tools.bench.report import circumstances, output, progress
@@ -90,7 +91,7 @@ def run_record(settings: RecordSettings, config: EngineConfig) -> int:
         config = locate_models(config)
         prompts = read_prompts(settings, Path(config.target))
         config = replace(config, enable_prefix_caching=False, adaptive=False, overlap=1)
-        config = replace(config, max_num_seqs=settings.at_once)
+        config = with_cache_room(replace(config, max_num_seqs=settings.at_once))
         setup = resolve(config)
         if setup.draft is None or setup.method != DRAFTER_METHOD:
             raise ValueError("Nothing drafts; name a drafter, or leave --method out.")
