@@ -71,7 +71,7 @@ class Engine:
             state=self.state,
             sampling=self.sampling,
             graphs=self.graphs,
-            observe=self.proposers.observe,
+            observer=self.proposers,
             simulated_acceptance=simulated_acceptance,
         )
         self.max_in_flight = self.resolved.backends.overlap

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -32,6 +32,14 @@ class Verified(NamedTuple):
     prompt_scores: Scores | None
 
 
+class FeatureObserver(Protocol):
+    """Drafters that read the target's features."""
+
+    def observe(self, batch: Batch, hidden: Tensor | None) -> None:
+        """Receive the captured features [T, n * H] of all rows after a target forward."""
+        ...
+
+
 class VerifyStep:
     """The device's part of a step after drafting, captured in graphs where the runner has buckets.
 
@@ -49,16 +57,16 @@ class VerifyStep:
         sampling: SamplingState,
         graphs: Graphs | Eager,
         *,
-        observe: Callable[[Batch, Tensor | None], None],
+        observer: FeatureObserver,
         simulated_acceptance: SimulatedAcceptance | None = None,
     ):
-        """observe: shows all rows and the target's features [T, n * H] to the drafters.
+        """observer: gets all rows and the target's features, for the drafters.
         simulated_acceptance: the number of drafts to accept, regardless of the target."""
         self.runner = runner
         self.state = state
         self.sampling = sampling
         self.graphs = graphs
-        self.observe = observe
+        self.observer = observer
         self.simulated_acceptance = simulated_acceptance
 
     def run(
@@ -139,5 +147,5 @@ class VerifyStep:
         if mode.processed:
             self.sampling.count_tokens(layout.slots, tokens, num_accepted, layout.active)
         prompt_scores = self.runner.score_prompt(outputs.residual, layout)
-        self.observe(batch, outputs.features)  # the drafters' K/V, on the same pages
+        self.observer.observe(batch, outputs.features)  # the drafters' K/V, on the same pages
         return Verified(sampled, num_accepted, prompt_scores)

@@ -36,8 +36,8 @@ class FixedCosts(StepCosts):
     def __init__(self) -> None:
         super().__init__({8: 1.0, 64: 1.5}, {1: 10.0, 101: 50.0})
 
-    def observe(self, work: StepWork, ms: float, config: object) -> None:
-        pass
+    def observe(self, work: StepWork, ms: float, config: object) -> bool:
+        return True
 
 
 class PhasedDrafter(Scripted):
@@ -60,15 +60,20 @@ def mangle(request: Request, start: int, drafts: list[int]) -> list[int]:
 
 
 class RecordingPolicy(AdaptiveDraftPolicy):
-    """num_drafts: by phase, the number of drafts of each step whose requests are all in it."""
+    """num_drafts: by phase, the drafts per request of each step whose requests are all in it; of
+    the second phase only steps of all `count` requests, since a request that is left behind drafts
+    by what the others' right drafts have taught."""
 
-    num_drafts: dict[int, list[int]]
+    num_drafts: dict[int, list[float]]
+    count: int
 
     def plan(self, candidates: Sequence[Candidate], load: BatchLoad) -> DraftPlan:
         plan = super().plan(candidates, load)
         phases = {phase_of(candidate.request) for candidate in candidates}
-        if len(phases) == 1:
-            self.num_drafts.setdefault(phases.pop(), []).append(sum(plan.max_drafts))
+        if len(phases) == 1 and (phases != {1} or len(candidates) == self.count):
+            self.num_drafts.setdefault(phases.pop(), []).append(
+                sum(plan.max_drafts) / len(candidates)
+            )
         return plan
 
 
@@ -101,7 +106,9 @@ def test_drafting_pauses_for_bad_drafts_and_resumes(
     script = PhasedDrafter(parts.state, resolved.limits.num_drafts, mangle)
     put(parts, {"dflash": script})
     policy = RecordingPolicy((3, 7), (4, 8), partial(verified_rows, None), 512, 4)
-    policy.num_drafts, policy.costs = {}, FixedCosts()
+    policy.num_drafts = {}
+    policy.count = count
+    policy.costs = FixedCosts()
     engine = watched(Engine(resolved, components=parts, draft_policy=policy))
     requests = [engine.add(prompt, GREEDY) for prompt in prompts]
     for request, prompt, answer in zip(requests, prompts, plain, strict=True):
@@ -111,7 +118,7 @@ def test_drafting_pauses_for_bad_drafts_and_resumes(
         check_engine(engine)
     assert [request.output_ids for request in requests] == plain
     first, second, third = policy.num_drafts.values()
-    full = count * resolved.limits.num_drafts
+    full = resolved.limits.num_drafts
     assert set(first[count:]) == {full}
     pauses = [drafts == 0 for drafts in second[-50:]]
     assert 0.7 < sum(pauses) / len(pauses) < 1.0, "it pauses, except for probes"
