@@ -105,6 +105,16 @@ class Request:
             return None
         return RepetitionDetector(settings, min_tokens=self.sampling.min_tokens)
 
+    def truncate(self, count: int) -> None:
+        """Keep the first `count` tokens, as before a step that is undone."""
+        if len(self.tokens) == count:
+            return
+        del self.tokens[count:]
+        self.repetition_detector = self._make_repetition_detector()
+        if self.repetition_detector is not None:
+            for token in self.output_ids:
+                self.repetition_detector.push(token)
+
     @property
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt

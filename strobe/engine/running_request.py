@@ -94,7 +94,7 @@ class RunningRequest:
         request.finish_reason = None
         request.stop_reason = None
         request.error = None
-        del request.tokens[count:]
+        request.truncate(count)
         del request.page_keys[count // self.lease.pool.page_size :]
 
     def page_write(self) -> PageWrite | None:

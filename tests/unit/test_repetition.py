@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from strobe.repetition import RepetitionDetector
+from strobe.request import Request
 from strobe.sampling_params import RepetitionDetection, SamplingParams
 
 SETTINGS = [(1, 1, 2), (1, 1, 5), (0, 4, 2), (1, 4, 3), (2, 6, 2), (3, 3, 4), (1, 64, 2)]
@@ -97,3 +98,15 @@ def test_request_reads_settings_as_an_object():
     params = SamplingParams(repetition_detection={"max_pattern_size": 4, "min_count": 3})
     assert params.repetition_detection == detection(0, 4, 3)
     assert SamplingParams().repetition_detection is None
+
+
+def test_truncated_request_forgets_the_tokens_of_a_step_that_is_undone():
+    detection = {"max_pattern_size": 1, "min_count": 3}
+    request = Request("r", [1], SamplingParams(repetition_detection=detection), seed=0)
+    for token in (7, 7):
+        assert request.repetition_detector is not None
+        assert not request.repetition_detector.push(token)
+        request.tokens.append(token)
+    request.truncate(2)
+    assert request.tokens == [1, 7]
+    assert [request.repetition_detector.push(7) for _ in range(2)] == [False, True]
