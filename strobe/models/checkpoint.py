@@ -113,7 +113,8 @@ class Checkpoint:
         other_file, other_start, _ = self._places[second]
         for offset in range(0, end - start, AT_ONCE):
             size = min(AT_ONCE, end - start - offset)
-            here, there = start + offset, other_start + offset
+            here = start + offset
+            there = other_start + offset
             values = file.bytes[here : here + size]
             is_equal = torch.equal(values, other_file.bytes[there : there + size])
             file.release(here, here + size)
@@ -151,14 +152,14 @@ class Checkpoint:
     def fill(self, out: Tensor, part: WeightPart) -> None:
         """Fill one part of a parameter, and release each page after reading it, so that the host
         does not hold a second copy of the weights."""
-        places = [self._places[name] for name in part.sources]
-        tensors = [self.read(name) for name in part.sources]
-        if part.fill is not copy or out.ndim == 0 or isinstance(places[0][0], GGUFFile):
-            part.fill(out, *tensors)
+        first = next(iter(part.sources))
+        file, start, _ = self._places[first]
+        if part.fill is not copy or out.ndim == 0 or isinstance(file, GGUFFile):
+            part.fill(out, *map(self.read, part.sources))
             for name in part.sources:
                 self.release(name)
             return
-        ((file, start, _),), (stored,) = places, tensors
+        stored = self.read(first)
         count = max(AT_ONCE // stored[:1].nbytes, 1)
         for target, values in zip(out.split(count), stored.split(count), strict=True):
             copy(target, values)

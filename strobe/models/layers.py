@@ -44,10 +44,9 @@ class DecoderLayer(Layer):
 
     def __init__(self, config: DecoderConfig, layer: int, mlp: nn.Module | None = None):
         super().__init__()
-        norm = config.hidden_size, config.rms_norm_eps, config.norm_offset
-        self.input_layernorm = RMSNorm(*norm)
+        self.input_layernorm = RMSNorm.of_stream(config)
         self.self_attn = Attention(config, layer)
-        self.post_attention_layernorm = RMSNorm(*norm)
+        self.post_attention_layernorm = RMSNorm.of_stream(config)
         self.mlp = mlp or MLP(config)
 
     def forward(self, ops: TorchOps, x: Residual, rows: ForwardRows) -> None:
@@ -69,11 +68,11 @@ class Decoder(nn.Module):
         super().__init__()
         self.ops = TorchOps()
         self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(decoder.hidden_size, decoder.rms_norm_eps, decoder.norm_offset)
+        self.norm = RMSNorm.of_stream(decoder)
         shapes = [decoder.shape_of(i) for i in range(len(decoder.masks))]
         tables = {
-            kind: RotaryTable(*kind, max_positions)
-            for kind in dict.fromkeys((shape.head_dim, shape.rope) for shape in shapes)
+            (head_dim, rope): RotaryTable(head_dim, rope, max_positions)
+            for head_dim, rope in dict.fromkeys((shape.head_dim, shape.rope) for shape in shapes)
         }
         self.rope = nn.ModuleList(tables.values())
         self.tables = [tables[shape.head_dim, shape.rope] for shape in shapes]

@@ -158,8 +158,8 @@ def _read_tensors(module: Target | DFlash, checkpoint: Checkpoint, options: Load
         _fill(module, order, write, options)
     seconds = max(time.perf_counter() - started, 1e-3)
     size = total / 1e9
-    message = "loaded %.2f GB from %s in %.1f s, %.2f GB/s"
-    logger.info(message, size, checkpoint.source, seconds, size / seconds)
+    rate = f"{seconds:.1f} s, {size / seconds:.2f} GB/s"
+    logger.info("loaded %.2f GB from %s in %s", size, checkpoint.source, rate)
 
 
 def _meta_target(directory: Path, config: TargetConfig, max_positions: int, open: Open) -> Target:
@@ -185,12 +185,21 @@ def _meta_draft(
     directory: Path,
     config: DraftConfig,
     max_positions: int,
-    shared: tuple[Tensor, Tensor],
     open: Open,
+    *,
+    embedding: Tensor,
+    head: Tensor,
 ) -> DFlash:
+    """Return the drafter on the meta device. embedding, head: the target's."""
     own_tensors, skipped = draft_parts(open and open(directory).shapes, config, directory)
     with torch.device("meta"):
-        module = DFlash(config, *shared, max_positions, own_tensors)
+        module = DFlash(
+            config,
+            embedding=embedding,
+            head_weight=head,
+            max_positions=max_positions,
+            own_tensors=own_tensors,
+        )
     module.skipped = skipped
     return module
 
@@ -209,7 +218,8 @@ def check_target_tensors(directory: Path, config: TargetConfig, open: Open = Che
 def check_draft_tensors(directory: Path, config: DraftConfig, open: Open = Checkpoint) -> DFlash:
     """Return the drafter on the meta device; see `check_target_tensors`."""
     nothing = torch.empty(0, device="meta")
-    return _check(_meta_draft(directory, config, 1, (nothing, nothing), open), directory, open)
+    module = _meta_draft(directory, config, 1, open, embedding=nothing, head=nothing)
+    return _check(module, directory, open)
 
 
 def load_target(
@@ -239,8 +249,14 @@ def load_draft(
     and head unless it has its own."""
     if config.embedding_scale is None:
         config = replace(config, embedding_scale=target.config.embedding_scale)
-    shared = target.embed_tokens.weight, target.output.weight
-    module = _meta_draft(directory, config, max_positions, shared, options.get("open", Checkpoint))
+    module = _meta_draft(
+        directory,
+        config,
+        max_positions,
+        options.get("open", Checkpoint),
+        embedding=target.embed_tokens.weight,
+        head=target.output.weight,
+    )
     module = _load(module, directory, options)
     module.fold()
     if options.get("fp8") and module.head_in_fp8:

@@ -41,6 +41,11 @@ class RMSNorm(nn.Module):
         self.offset = offset
         self.folded: tuple[Tensor, Tensor] | None = None
 
+    @classmethod
+    def of_stream(cls, config: DecoderConfig) -> RMSNorm:
+        """Make a norm of the residual stream."""
+        return cls(config.hidden_size, config.rms_norm_eps, config.norm_offset)
+
     def fold(self, scale: float = 1.0) -> None:
         """Finish loading: add the offset, multiply by `scale`, and on a CPU in fp32 cache sqrt(n) *
         weight and sqrt(n eps)."""
@@ -122,9 +127,11 @@ class Attention(nn.Module):
         parts |= {"v_proj": parts["k_proj"]} if shape.own_values else {}
         self.qkv_proj = Linear(config.hidden_size, parts, bias)
         self.o_proj = Linear(self.q_heads * self.head_dim, config.hidden_size, bias=bias)
-        norm = self.head_dim, self.eps, config.norm_offset
-        self.q_norm = RMSNorm(*norm) if config.qk_norm else None
-        self.k_norm = RMSNorm(*norm) if config.qk_norm else None
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if config.qk_norm:
+            self.q_norm = RMSNorm(self.head_dim, self.eps, config.norm_offset)
+            self.k_norm = RMSNorm(self.head_dim, self.eps, config.norm_offset)
         self.order = shape.rope.order(self.head_dim)
         self.value_scale = config.value_scale
         self.sinks = nn.Parameter(torch.zeros(config.num_heads)) if config.sinks else None

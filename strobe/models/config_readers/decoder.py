@@ -30,7 +30,8 @@ def read_decoder(
     """Read the decoder. theta, head_dim, kv_heads, and attention_bias and intermediate_size among
     the options, are defaults for missing keys; head_dim None means hidden_size /
     num_attention_heads. options: more fields of DecoderConfig. Raises ValueError."""
-    path, hidden = fields.path, fields.integer("hidden_size")
+    path = fields.path
+    hidden = fields.integer("hidden_size")
     heads = fields.integer("num_attention_heads")
     kv_heads = fields.integer("num_key_value_heads", kv_heads or heads)
     head_dim = fields.integer("head_dim", head_dim or hidden // heads)
@@ -85,7 +86,8 @@ def read_ropes(
 ) -> RopeConfig:
     """Read the rope of all layers. Raises ValueError if layers have different ropes. drafter:
     ignore partial_rotary_factor, which drafters' configs copy from their targets."""
-    path, older = fields.path, fields.object("rope_scaling")
+    path = fields.path
+    older = fields.object("rope_scaling")
     parameters = read_rope_parameters(fields, theta)
     theta = fields.get("rope_theta", older.get("rope_theta") or theta)
     if not fields.object("rope_parameters"):
@@ -113,7 +115,8 @@ def read_rope_parameters(fields: Fields, theta: float) -> dict[str, Any]:
     """Return the parameters of the rope, which may be nested by layer type; empty if missing.
     `rope_scaling` replaces `rope_parameters`, as in transformers. theta: the default base. Raises
     ValueError if a base would be lost with the replaced parameters."""
-    newer, older = fields.object("rope_parameters"), fields.object("rope_scaling")
+    newer = fields.object("rope_parameters")
+    older = fields.object("rope_scaling")
     if not older or not newer or older == newer:
         return newer or older
     used = older.get("rope_theta", fields.get("rope_theta", theta))
@@ -128,7 +131,7 @@ def read_rope_parameters(fields: Fields, theta: float) -> dict[str, Any]:
     return older
 
 
-def _is_object(value: Any) -> bool:
+def _is_object(value: object) -> bool:
     return isinstance(value, dict)
 
 

@@ -23,7 +23,8 @@ def read_target_ids(
 ) -> Tensor:
     """Offsets d2t [V'] -> the target's token id of each row of the head, [V'] int64. Raises
     ValueError for an id out of range or used twice, or if t2d disagrees."""
-    ids, vocab = torch.arange(len(d2t)) + d2t.long(), config.decoder.vocab_size
+    ids = torch.arange(len(d2t)) + d2t.long()
+    vocab = config.decoder.vocab_size
     if int(ids.min()) < 0 or int(ids.max()) >= vocab or len(ids.unique()) < len(ids):
         raise ValueError(
             f"{directory}: tensor d2t leads to tokens {int(ids.min())} to {int(ids.max())}, which "

@@ -48,7 +48,9 @@ class Fields:
     """
 
     def __init__(self, values: dict[str, Any], path: Path, *, first: str | None = None):
-        self.path, self._values, self._seen = path, values, {first} if first else set[str]()
+        self.path = path
+        self._values = values
+        self._seen = {first} if first else set[str]()
         self._first: dict[str, Any] = {}
         self._first = self.object(first) if first else {}
 
@@ -114,7 +116,7 @@ class Fields:
             )
         return value
 
-    def only(self, key: str, *values: Any, why: str) -> None:
+    def only(self, key: str, *values: object, why: str) -> None:
         """Raises ValueError unless the key is missing, null or has one of the values."""
         if (value := self.get(key)) is not None and value not in values:
             raise ValueError(f"{self.path}: {key} is {value!r}, which is not supported; {why}")
@@ -134,11 +136,11 @@ class Fields:
                     )
 
 
-def _index(value: Any) -> bool:
+def _index(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def positive(value: Any, key: str, path: Path) -> float:
+def positive(value: object, key: str, path: Path) -> float:
     """Return a number above 0. Raises ValueError."""
     real = isinstance(value, int | float) and not isinstance(value, bool)
     if not real or not 0 < value < math.inf:

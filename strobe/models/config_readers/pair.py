@@ -9,11 +9,15 @@ from strobe.models.config import DraftConfig, TargetConfig
 
 def check_pair(draft: DraftConfig, target: TargetConfig, draft_path: Path) -> None:
     """Raises ValueError if the drafter does not fit the target. Reads no weights."""
-    theirs, ours, prefix = target.decoder, draft.decoder, f"{draft_path / 'config.json'}:"
+    ours = draft.decoder
+    theirs = target.decoder
+    prefix = f"{draft_path / 'config.json'}:"
     hint = "use the drafter that was trained for this target."
-    key, size = "hidden_size", ours.hidden_size
+    key = "hidden_size"
+    size = ours.hidden_size
     if draft.target_hidden_size is not None:  # it has its own embedding and head
-        key, size = "target_hidden_size", draft.target_hidden_size
+        key = "target_hidden_size"
+        size = draft.target_hidden_size
     if size != theirs.hidden_size:
         raise ValueError(f"{prefix} {key} is {size}, the target's is {theirs.hidden_size}; {hint}")
     if ours.vocab_size != theirs.vocab_size:

@@ -68,10 +68,12 @@ class RopeConfig:
         rotated = self._rotated(head_dim)
         if rotated == head_dim and not self.interleaved:
             return None
-        half, rest = rotated // 2, list(range(rotated, head_dim))
+        half = rotated // 2
+        rest = list(range(rotated, head_dim))
         pairs = [(2 * i, 2 * i + 1) if self.interleaved else (i, i + half) for i in range(half)]
         still = len(rest) // 2
-        first, second = [a for a, _ in pairs], [b for _, b in pairs]
+        first = [a for a, _ in pairs]
+        second = [b for _, b in pairs]
         return [*first, *rest[:still], *second, *rest[still:]]
 
     def _rotated(self, head_dim: int) -> int:
@@ -106,7 +108,8 @@ class RopeConfig:
         ends = [self._pair_of(turns, head_dim) for turns in (self.beta_fast, self.beta_slow)]
         if self.truncate:
             ends = [math.floor(ends[0]), math.ceil(ends[1])]
-        low, high = max(ends[0], 0), min(ends[1], head_dim - 1)
+        low = max(ends[0], 0)
+        high = min(ends[1], head_dim - 1)
         width = max(high - low, 0.001)
         ramp = [min(max((i - low) / width, 0.0), 1.0) for i in range(len(plain))]
         return [f / self.factor * s + f * (1 - s) for f, s in zip(plain, ramp, strict=True)]
@@ -144,7 +147,7 @@ def read_rope(
         return RopeConfig(theta)
 
     def value(key: str, default: float | None = None) -> float:
-        setting: Any = parameters.get(key)
+        setting: object = parameters.get(key)
         setting = default if setting is None else setting
         real = isinstance(setting, int | float) and not isinstance(setting, bool)
         if not real or not 0 < setting < math.inf:
@@ -161,19 +164,27 @@ def read_rope(
                 f"{path}: partial_rotary_factor is {share:g}, but must be at most 1; use the "
                 "config.json the checkpoint was published with."
             )
-        return RopeConfig(theta, kind, value("factor", 1.0), share=share)
+        return RopeConfig(theta=theta, kind=kind, factor=value("factor", 1.0), share=share)
     factor = value("factor")
     original = int(value("original_max_position_embeddings", max_position))
     if kind == "linear":
-        return RopeConfig(theta, kind, factor, original)
+        return RopeConfig(theta=theta, kind=kind, factor=factor, original=original)
     if kind == "llama3":
-        low, high = value("low_freq_factor"), value("high_freq_factor")
+        low = value("low_freq_factor")
+        high = value("high_freq_factor")
         if low >= high:
             raise ValueError(
                 f"{path}: low_freq_factor is {low:g}, but must be below high_freq_factor {high:g}; "
                 "use the config.json the checkpoint was published with."
             )
-        return RopeConfig(theta, kind, factor, original, low=low, high=high)
+        return RopeConfig(
+            theta=theta,
+            kind=kind,
+            factor=factor,
+            original=original,
+            low=low,
+            high=high,
+        )
     truncate = parameters.get("truncate", True)
     if not isinstance(truncate, bool):
         raise ValueError(
@@ -187,10 +198,10 @@ def read_rope(
     else:
         scale = _mscale(factor, 1.0)
     return RopeConfig(
-        theta,
-        kind,
-        factor,
-        original,
+        theta=theta,
+        kind=kind,
+        factor=factor,
+        original=original,
         beta_fast=value("beta_fast", 32.0),
         beta_slow=value("beta_slow", 1.0),
         truncate=truncate,

@@ -42,7 +42,9 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 2048,
 }
 DEFAULTS = {"qwen3": QWEN3, "llama": LLAMA}
-THETA, WINDOW, EPSILON = 10000.0, 4096, 1e-6
+THETA = 10000.0
+WINDOW = 4096
+EPSILON = 1e-6
 
 IGNORED_FIELDS = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
 """Layer keys that older files have outside `transformer_layer_config`."""
@@ -94,7 +96,8 @@ def read_window(fields: Fields, layers: Fields) -> int | None:
 def read_masks(fields: Fields, layers: Fields) -> tuple[LayerMask, ...]:
     """Full layers see the whole block, whatever their window. Sliding layers follow
     `sliding_window_non_causal`; older files lack it, and their layers see the whole block."""
-    types, window = read_layer_types(layers), layers.get("sliding_window")
+    types = read_layer_types(layers)
+    window = layers.get("sliding_window")
     if "sliding_attention" in types:
         window = read_window(fields, layers)
     non_causal = fields.flag("sliding_window_non_causal", True)
@@ -137,13 +140,15 @@ def read(config: dict[str, Any], path: Path, target: Path | None = None) -> Draf
         drafter=True,
     )
     layers.finish(HARMLESS_OF_DECODER)
-    ids, features = fields.ids("aux_hidden_state_layer_ids"), fields.get("target_hidden_size")
+    ids = fields.ids("aux_hidden_state_layer_ids")
+    features = fields.get("target_hidden_size")
     if not ids:
         raise ValueError(
             f"{path}: aux_hidden_state_layer_ids is {ids!r}, but must list the target's hidden "
             f"states that the drafter reads; {HINT}"
         )
-    size, block = fields.integer("draft_vocab_size", 32000), fields.integer("block_size", 8, low=2)
+    size = fields.integer("draft_vocab_size", 32000)
+    block = fields.integer("block_size", 8, low=2)
     if size > decoder.vocab_size:
         raise ValueError(
             f"{path}: draft_vocab_size is {size}, but the vocabulary has {decoder.vocab_size} "

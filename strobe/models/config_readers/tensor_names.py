@@ -57,7 +57,8 @@ def draft_parts(
 def _check_features(
     shapes: Mapping[str, tuple[int, ...]], config: DraftConfig, directory: Path
 ) -> None:
-    count, size = len(config.capture), config.target_hidden_size or config.decoder.hidden_size
+    count = len(config.capture)
+    size = config.target_hidden_size or config.decoder.hidden_size
     fc = shapes.get("fc.weight", (0,))
     if len(fc) == 2 and fc[1] != count * size:
         raise ValueError(

@@ -29,24 +29,20 @@ HARMLESS = frozenset(
 )  # fmt: skip
 """Keys of a drafter's config that concern its target or training, or that repeat other keys."""
 
-PLAIN: dict[str, tuple[Any, ...]] = {
-    "sample_from_anchor": (False,),
-    "num_anchors": (),
-}
-"""Keys that change a DFlash drafter's computation, with their values without effect."""
-
 
 def read_masks(fields: Fields) -> tuple[LayerMask, ...]:
     """Sliding layers are causal within the block and full ones are not, unless the config sets
     `causal` for all. With `use_swa` and no sliding layer type (MiMo) all layers slide and none is
     causal; the window is `swa_window_size` or else `sliding_window`."""
-    types, causal = read_layer_types(fields), None
+    types = read_layer_types(fields)
+    causal = None
     if not fields.flag("use_swa"):
         fields.get("swa_window_size")  # has no effect then
         window = read_sliding_window(fields, types)
     else:
         if "sliding_attention" not in types:
-            types, causal = ["sliding_attention"] * len(types), False
+            types = ["sliding_attention"] * len(types)
+            causal = False
         window = fields.integer("swa_window_size", fields.get("sliding_window"))
     for key in ("causal", "is_causal"):
         causal = fields.flag(key) if fields.get(key) is not None else causal
@@ -70,7 +66,8 @@ def read_sliding_window(fields: Fields, types: list[str]) -> int | None:
 def read_sinks(fields: Fields, masks: tuple[LayerMask, ...]) -> bool:
     """Whether heads have sinks. `attention_sink_bias` covers all layers; otherwise there is one key
     for sliding and one for full layers."""
-    swa, full = "add_swa_attention_sink_bias", "add_full_attention_sink_bias"
+    swa = "add_swa_attention_sink_bias"
+    full = "add_full_attention_sink_bias"
     has_sinks = {True: fields.flag(swa), False: fields.flag(full)}
     if fields.get("attention_sink_bias") is not None:
         return fields.flag("attention_sink_bias")
@@ -126,16 +123,20 @@ def read_flat(
 ) -> DraftConfig:
     """Read a config with decoder and DFlash keys in one object. layout: more DraftConfig fields."""
     plain_linears(fields)
-    for key, values in PLAIN.items():
-        if key not in harmless:
-            fields.only(key, *values, why="use another drafter.")
+    # Keys that change a DFlash drafter's computation.
+    if "sample_from_anchor" not in harmless:
+        fields.only("sample_from_anchor", False, why="use another drafter.")
+    if "num_anchors" not in harmless:
+        fields.only("num_anchors", why="use another drafter.")
     capture, total = read_capture(fields)
     softcap = fields.get("final_logit_softcapping")
-    masks, head_dim = read_masks(fields), fields.integer("head_dim", 128)
+    masks = read_masks(fields)
+    head_dim = fields.integer("head_dim", 128)
     sinks = read_sinks(fields, masks)
     rope = read_rope(fields, masks, head_dim, sinks=sinks)
     fields.only("v_head_dim", head_dim, why=f"values must be as wide as heads, {head_dim}.")
-    scale, features = fields.get("input_embedding_scale"), fields.get("target_hidden_size")
+    scale = fields.get("input_embedding_scale")
+    features = fields.get("target_hidden_size")
     decoder = read_decoder(
         fields,
         masks,

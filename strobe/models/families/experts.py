@@ -127,4 +127,4 @@ class SparseMLP(nn.Module):
 
     def forward(self, ops: TorchOps, x: Residual, norm: RMSNorm, rows: ForwardRows) -> None:
         y = ops.norm(x.value, norm)
-        x.value = ops.experts(y, self.router.logits(ops, y), self.layer, x.value, rows)
+        x.value = ops.experts(y, self.router.logits(ops, y), self.layer, onto=x.value, rows=rows)

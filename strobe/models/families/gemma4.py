@@ -274,14 +274,13 @@ class Gemma4Layer(Layer):
 
     def __init__(self, config: DecoderConfig, layer: int):
         super().__init__()
-        norm = config.hidden_size, config.rms_norm_eps
         scale = config.shape_of(layer).head_dim ** 0.5
-        self.input_layernorm = RMSNorm(*norm)
+        self.input_layernorm = RMSNorm.of_stream(config)
         self.self_attn = Attention(config, layer, query_scale=scale, value_norm=True)
-        self.post_attention_layernorm = RMSNorm(*norm)
-        self.pre_feedforward_layernorm = RMSNorm(*norm)
+        self.post_attention_layernorm = RMSNorm.of_stream(config)
+        self.pre_feedforward_layernorm = RMSNorm.of_stream(config)
         self.mlp = MLP(config)
-        self.post_feedforward_layernorm = RMSNorm(*norm)
+        self.post_feedforward_layernorm = RMSNorm.of_stream(config)
         self.layer_scalar = nn.Parameter(torch.ones(1))
 
     def feed(self, ops: TorchOps, x: Residual) -> Tensor:
@@ -318,12 +317,19 @@ class Gemma4SparseLayer(Gemma4Layer):
         self.post_feedforward_layernorm_2 = RMSNorm(size, eps)
 
     def add_all(self, ops: TorchOps, x: Residual, mixed: Tensor, rows: ForwardRows) -> None:
-        norms = self.post_attention_layernorm, self.pre_feedforward_layernorm_2
-        x.value, y = ops.gates.add_norm_twice(x.value, mixed, *norms)
+        x.value, y = ops.gates.add_norm_twice(
+            x.value,
+            mixed,
+            norm=self.post_attention_layernorm,
+            then=self.pre_feedforward_layernorm_2,
+        )
         fed = self.feed(ops, x)
         logits = self.router.logits(ops, x.value)
         layer = self.experts.layer(self.router.routing)
-        routed = ops.experts(y, logits, layer, None, rows)
-        norms = self.post_feedforward_layernorm_1, self.post_feedforward_layernorm_2
-        norms = *norms, self.post_feedforward_layernorm
-        x.value = ops.gates.add_norms(x.value, fed, routed, norms, self.layer_scalar)
+        routed = ops.experts(y, logits, layer, onto=None, rows=rows)
+        norms = (
+            self.post_feedforward_layernorm_1,
+            self.post_feedforward_layernorm_2,
+            self.post_feedforward_layernorm,
+        )
+        x.value = ops.gates.add_norms(x.value, fed, routed, norms=norms, scale=self.layer_scalar)

@@ -47,7 +47,14 @@ def read_shape(fields: Fields) -> ExpertShape:
     layers = (True,) * fields.integer("num_hidden_layers")
     size = fields.integer("intermediate_size")
     limit = fields.number("swiglu_limit", LIMIT)
-    return ExpertShape(count, top_k, size, layers, bias=True, limit=limit)
+    return ExpertShape(
+        count=count,
+        top_k=top_k,
+        moe_intermediate_size=size,
+        layers=layers,
+        bias=True,
+        limit=limit,
+    )
 
 
 def read_masks(fields: Fields) -> tuple[LayerMask, ...]:

@@ -111,7 +111,13 @@ def _read_experts(fields: Fields) -> ExpertShape:
     layers = (True,) * fields.integer("num_hidden_layers")
     size = fields.integer("moe_intermediate_size", 512)
     shared = fields.integer("shared_expert_intermediate_size", 512)
-    return ExpertShape(count, top_k, size, layers, shared=shared)
+    return ExpertShape(
+        count=count,
+        top_k=top_k,
+        moe_intermediate_size=size,
+        layers=layers,
+        shared=shared,
+    )
 
 
 def _layer_types(fields: Fields) -> list[str]:
@@ -217,8 +223,17 @@ class GatedDeltaNet(nn.Module):
     def forward(self, ops: TorchOps, x: Residual, norm: RMSNorm, rows: ForwardRows) -> Tensor:
         """Residual stream -> normed and gated outputs of the states [T, Hv Dv]."""
         qkv, z, ba = self.project(ops, x, norm)
-        weights = self.conv1d.weight[:, 0], self.A_log, self.dt_bias, self.norm.weight
-        return ops.delta_rule(DeltaInput(qkv, z, ba, *weights, self.norm.eps), self.layer, rows)
+        delta = DeltaInput(
+            qkv=qkv,
+            z=z,
+            ba=ba,
+            conv=self.conv1d.weight[:, 0],
+            a_log=self.A_log,
+            dt_bias=self.dt_bias,
+            gain=self.norm.weight,
+            eps=self.norm.eps,
+        )
+        return ops.delta_rule(delta, self.layer, rows)
 
 
 class SharedMLP(SparseMLP):
@@ -263,7 +278,7 @@ class SharedMLP(SparseMLP):
         inner = ops.linear(y, shared.gate_up_proj, "silu")
         gate = ops.linear(y, self.shared_expert_gate)
         output = ops.gates.gate(ops.linear(inner, shared.down_proj), gate, x.value)
-        x.value = ops.experts(y, self.router.logits(ops, y), self.layer, output, rows)
+        x.value = ops.experts(y, self.router.logits(ops, y), self.layer, onto=output, rows=rows)
 
 
 class GatedAttention(Attention):
@@ -303,10 +318,9 @@ class RecurrentLayer(Layer):
         super().__init__()
         decoder = config.decoder
         assert config.states is not None
-        norm = decoder.hidden_size, decoder.rms_norm_eps, decoder.norm_offset
-        self.input_layernorm = RMSNorm(*norm)
+        self.input_layernorm = RMSNorm.of_stream(decoder)
         self.linear_attn = GatedDeltaNet(decoder, config.states, layer)
-        self.post_attention_layernorm = RMSNorm(*norm)
+        self.post_attention_layernorm = RMSNorm.of_stream(decoder)
         self.mlp = mlp or MLP(decoder)
 
     def forward(self, ops: TorchOps, x: Residual, rows: ForwardRows) -> None:

@@ -56,8 +56,8 @@ Residual: TypeAlias = "ResidualStream | FusedResidual"
 
 
 Attend = Callable[..., Tensor]
-"""(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq * D]; a fifth argument sinks [Hq]
-for layers that have them.
+"""(layer, q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]) -> [T, Hq * D]; a keyword sinks [Hq] for
+layers that have them.
 
 Stores the rows' keys and values and attends over the keys that each row may see. Models know
 nothing else about caches, masks and batches: the engine passes one such function, training another.
@@ -147,18 +147,28 @@ class TorchOps:
         qk = rotate(qk, rows.angles(attention.layer))
         if attention.value_norm:
             v = unit_rms(v, attention.eps, None)
-        sinks = () if attention.sinks is None else (attention.sinks,)
-        return rows.attend(attention.layer, qk[:, :q_heads], qk[:, q_heads:], v, *sinks)
+        q = qk[:, :q_heads]
+        k = qk[:, q_heads:]
+        if attention.sinks is None:
+            return rows.attend(attention.layer, q, k, v)
+        return rows.attend(attention.layer, q, k, v, sinks=attention.sinks)
 
     def experts(
         self, x: Tensor, logits: Tensor, layer: ExpertsLayer, onto: Tensor | None, rows: ForwardRows
     ) -> Tensor:
         """Add the weighted outputs of the experts that each row's logits [T, E] choose onto a
         tensor [T, H], or return them: x [T, H] -> [T, H]."""
-        routing, gate_up, down, gate = layer
-        routed = reference_experts.route(logits, routing)
-        complete = routing.held is None
-        return reference_experts.experts(x, *routed, gate_up, down, gate, onto, complete=complete)
+        weights, ids = reference_experts.route(logits, layer.routing)
+        return reference_experts.experts(
+            x,
+            weights,
+            ids,
+            gate_up=layer.gate_up,
+            down=layer.down,
+            activate=layer.gate,
+            residual=onto,
+            complete=layer.routing.held is None,
+        )
 
     def delta_rule(self, x: DeltaInput, layer: int, rows: ForwardRows) -> Tensor:
         """Convolution and gated delta rule over the sequences' states (Yang et al., arXiv
@@ -196,7 +206,8 @@ class TorchOps:
         values [T, L, Hkv, D]."""
         layers, width = weights.gains.shape
         keys, values = kv.view(kv.shape[0], layers, 2, -1, width).unbind(2)
-        (gains, floor), (cos, sin) = weights.folded, rows.angles(0)
+        gains, floor = weights.folded
+        cos, sin = rows.angles(0)
         keys = unit_rms(keys, weights.eps, floor) * gains[:, None]
         return rotate(keys, (cos[:, None], sin[:, None])), values
 

@@ -86,10 +86,10 @@ class TritonOps(TorchOps):
         if not isinstance(x, FusedResidual):
             return super().add_linear(x, y, linear, next_norm)
         weight, bias = self._weight(linear)
-        x.add_linear(self.gemms, y, weight, bias, next_norm)
+        x.add_linear(self.gemms, y, weight, bias, next_norm=next_norm)
 
     def add_norm(self, x: Residual, y: Tensor, norm: RMSNorm, scale: Tensor | None = None) -> None:
-        x.value = gates.add_norm(x.value, y, norm.weight, norm.eps, scale)
+        x.value = gates.add_norm(x.value, y, norm.weight, norm.eps, scale=scale)
 
     def attention(self, qkv: Tensor, attention: Attention, rows: ForwardRows) -> Tensor:
         if rows.paged is None:
@@ -97,16 +97,16 @@ class TritonOps(TorchOps):
         table = rows.tables[attention.layer]
         q = qk_norm_rope_store(
             qkv,
-            None if attention.q_norm is None else attention.q_norm.weight,
-            None if attention.k_norm is None else attention.k_norm.weight,
-            attention.eps,
-            table.cos,
-            table.sin,
-            rows.positions,
-            rows.paged.slots,
-            rows.paged.kv(attention.layer),
-            attention.q_heads,
-            attention.kv_heads,
+            q_weight=None if attention.q_norm is None else attention.q_norm.weight,
+            k_weight=None if attention.k_norm is None else attention.k_norm.weight,
+            eps=attention.eps,
+            cos=table.cos,
+            sin=table.sin,
+            positions=rows.positions,
+            slots=rows.paged.slots,
+            kv=rows.paged.kv(attention.layer),
+            q_heads=attention.q_heads,
+            kv_heads=attention.kv_heads,
             own_values=attention.own_values,
             value_norm=attention.value_norm,
         )
@@ -116,17 +116,27 @@ class TritonOps(TorchOps):
         self, x: Tensor, logits: Tensor, layer: ExpertsLayer, onto: Tensor | None, rows: ForwardRows
     ) -> Tensor:
         if not serves(x, layer.gate_up):
-            return super().experts(x, logits, layer, onto, rows)
-        first = self._weight(layer.gate_up)
-        second = self._weight(layer.down)
-        sizes = None if rows.paged is None else rows.paged.sizes
-        return experts(x, logits, layer.routing, first, second, layer.gate, onto, sizes)
+            return super().experts(x, logits, layer, onto=onto, rows=rows)
+        return experts(
+            x,
+            logits,
+            layer.routing,
+            gate_up=self._weight(layer.gate_up),
+            down=self._weight(layer.down),
+            activation=layer.gate,
+            extra=onto,
+            sizes=None if rows.paged is None else rows.paged.sizes,
+        )
 
     def delta_rule(self, x: DeltaInput, layer: int, rows: ForwardRows) -> Tensor:
         plan: RecurrentPlan = rows.recurrent
-        longest = plan.batch.longest
-        stored = plan.stored(layer)
-        return mix(x, plan.spans, stored, longest, plan.states.spec)
+        return mix(
+            x,
+            plan.spans,
+            stored=plan.stored(layer),
+            longest=plan.batch.longest,
+            spec=plan.states.spec,
+        )
 
     def argmax(self, x: Tensor, norm: RMSNorm, head: AnyLinear) -> Tensor:
         return self.gemms.head_argmax(self.norm(x, norm), self._weight(head)[0])
@@ -143,6 +153,13 @@ class TritonOps(TorchOps):
     def store_context(
         self, kv: Tensor, weights: ContextWeights, rows: ForwardRows, slots: Tensor, store: KVStore
     ) -> None:
-        cos = rows.tables[0].cos
-        sin = rows.tables[0].sin
-        context_store(kv, weights.gains, weights.eps, cos, sin, rows.positions, slots, store.data)
+        context_store(
+            kv,
+            k_weight=weights.gains,
+            eps=weights.eps,
+            cos=rows.tables[0].cos,
+            sin=rows.tables[0].sin,
+            positions=rows.positions,
+            slots=slots,
+            data=store.data,
+        )

@@ -9,7 +9,7 @@ which weights are quantized.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -119,14 +119,19 @@ def _fill(
     out: Tensor, *tensors: Tensor, fill: Fill, stored: Sequence[bool], block: tuple[int, int]
 ) -> None:
     """Dequantize the stored tensors by their scales, which follow all of them, then fill."""
+    fill(out, *_each_dequantized(out, tensors, stored, block))
+
+
+def _each_dequantized(
+    out: Tensor, tensors: Sequence[Tensor], stored: Sequence[bool], block: tuple[int, int]
+) -> Iterator[Tensor]:
     scales = iter(tensors[len(stored) :])
-    values = [
-        dequantized(value.to(out.device), next(scales).to(out.device), block, out.dtype)
-        if scaled
-        else value
-        for value, scaled in zip(tensors, stored, strict=False)
-    ]
-    fill(out, *values)
+    for value, scaled in zip(tensors, stored, strict=False):
+        if scaled:
+            scale = next(scales).to(out.device)
+            yield dequantized(value.to(out.device), scale, block, out.dtype)
+        else:
+            yield value
 
 
 def dequantized(

@@ -77,7 +77,8 @@ class Int8:
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
         blocks = [int8_rows(rows.float()) for rows in weight.split(_ROWS)]
-        self.values, self.scale = (torch.cat(parts) for parts in zip(*blocks, strict=True))
+        self.values = torch.cat([values for values, _ in blocks])
+        self.scale = torch.cat([scale for _, scale in blocks])
         self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -100,7 +101,8 @@ class Int4:
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
         blocks = [int4_groups(rows.float()) for rows in weight.split(_ROWS)]
-        codes, scales = (torch.cat(parts) for parts in zip(*blocks, strict=True))
+        codes = torch.cat([codes for codes, _ in blocks])
+        scales = torch.cat([scales for _, scales in blocks])
         self.values = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
         self.scales = scales.transpose(0, 1).contiguous()
         self.bias = bias
