@@ -25,6 +25,8 @@ from strobe.models.weight_mapping import WeightMapping, WeightPart
 class Int8:
     """Entry of `METHODS`, and the format of linear layers whose tensors are all stored so."""
 
+    bits_per_value = 8.0
+
     def read(self, fields: Fields, decoder: DecoderConfig) -> Quantization:
         fields.finish(())
         return Quantization("int8", (1, 1))
@@ -41,17 +43,31 @@ class Int8:
             if not isinstance(linear, Linear):
                 continue
             parts = mapping[f"{path}.weight"]
-            if all(dtypes.get(name) == "I8" for part in parts for name in part.sources):
+            sources = [name for part in parts for name in part.sources]
+            if not dtypes or all(dtypes.get(name) == "I8" for name in sources):
                 values = torch.empty_like(linear.weight, dtype=torch.int8)
                 linear.weight = nn.Parameter(values, requires_grad=False)
                 linear.scale = torch.empty(values.shape[:-1], device=values.device)
-                linear.format, linear.fixed = self, True
+                linear.format = self
+                linear.fixed = True
                 mapping[f"{path}.weight"] = [part._replace(dtypes=("I8",)) for part in parts]
                 mapping[f"{path}.scale"] = [scale_of(part) for part in parts]
         return mapping
 
     def dequantize(self, values: Tensor, scale: Tensor) -> Tensor:
         return values.float() * scale[..., None]
+
+    def fill_random(self, values: Tensor, generator: torch.Generator) -> None:
+        values.random_(-127, 128, generator=generator)
+
+    def fill_scale(self, scale: Tensor) -> None:
+        scale.fill_(2.0**-12)
+
+    def experts_format(self, quantization: Quantization, inputs: int) -> Int8:
+        return self
+
+    def describe(self, quantization: Quantization, decoder: DecoderConfig) -> str:
+        return "int8, a scale per tensor, kept as they are"
 
 
 def scale_of(part: WeightPart) -> WeightPart:

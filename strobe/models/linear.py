@@ -18,8 +18,21 @@ from torch import Tensor, nn
 class Format(Protocol):
     """How quantized weights are stored."""
 
+    @property
+    def bits_per_value(self) -> float:
+        """Bits of a value in memory, its share of scales included, without scales of rows."""
+        ...
+
     def dequantize(self, values: Tensor, scale: Tensor) -> Tensor:
         """Stored values and scales -> the weight [..., N, K] in float32."""
+        ...
+
+    def fill_random(self, values: Tensor, generator: torch.Generator) -> None:
+        """Fill stored values at random, for measurements of speed; none is NaN."""
+        ...
+
+    def fill_scale(self, scale: Tensor) -> None:
+        """Fill the scales of random values with one that makes a small weight."""
         ...
 
 

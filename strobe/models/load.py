@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import NotRequired, TypedDict, TypeVar, Unpack
@@ -24,7 +23,6 @@ from strobe.models.dflash import DFlash
 from strobe.models.linear import Linear
 from strobe.models.modules import Attention, RMSNorm, RotaryTable
 from strobe.models.quantization.fp8 import fp8_copy, hold_rows
-from strobe.models.quantization.held import fill_random
 from strobe.models.quantization.methods import apply_quantization
 from strobe.models.target import EMBEDDING, HEAD, Target
 from strobe.models.weight_mapping import WeightMapping, mapping_of
@@ -118,8 +116,31 @@ def _fill(
 def _fill_at_random(module: Target | DFlash, options: LoadOptions) -> None:
     """Fill with random weights, with a fixed seed."""
     generator = torch.Generator(options["device"]).manual_seed(0)
-    draw = partial(fill_random, generator=generator, uniform=options.get("uniform", False))
+    uniform = options.get("uniform", False)
+
+    def draw(name: str, value: Tensor) -> None:
+        path, _, leaf = name.rpartition(".")
+        owner = module.get_submodule(path)
+        stored = owner.format if isinstance(owner, Linear) else None
+        if stored is None or leaf not in ("weight", "scale"):
+            _draw_plain(value, generator, uniform=uniform)
+        elif leaf == "weight":
+            stored.fill_random(value, generator)
+        else:
+            stored.fill_scale(value)
+
     _fill(module, _quantized_mapping(module), draw, options)
+
+
+def _draw_plain(value: Tensor, generator: torch.Generator, *, uniform: bool) -> None:
+    """Fill a parameter with random values for measurements of speed: normal, and 1 for norms; or
+    uniform, all within 0.001 of 0."""
+    if uniform and value.is_floating_point():
+        value.uniform_(-1e-3, 1e-3, generator=generator)
+    elif value.ndim == 1 or not value.is_floating_point():
+        value.fill_(1)
+    else:
+        value.normal_(0.0, 0.02, generator=generator)
 
 
 def _quantized_mapping(module: Target | DFlash) -> WeightMapping:

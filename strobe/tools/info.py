@@ -15,10 +15,11 @@ from strobe.hub.files import GGUF_LINK, read_json
 from strobe.hub.gguf_file import read_header
 from strobe.models.architectures import load_draft_config, load_target_config
 from strobe.models.checkpoint import Checkpoint
-from strobe.models.config import DecoderConfig, DraftConfig, Quantization, TargetConfig
+from strobe.models.config import DecoderConfig, DraftConfig, TargetConfig
 from strobe.models.config_readers.detection import method_of
 from strobe.models.config_readers.pair import check_pair
 from strobe.models.load import check_draft_tensors, check_target_tensors
+from strobe.models.quantization import methods
 from strobe.models.quantization.fp8 import SCALE
 from strobe.parallel.split import ALONE, Split
 
@@ -52,7 +53,10 @@ def describe(model: Path, draft: Path | None = None, split: Split = ALONE) -> di
         **_decoder_facts(model, config.decoder),
         "tie_embeddings": target.config.tie_embeddings,
         "dtype": config.dtype,
-        **_quantization(config.quantization, config.decoder),
+    }
+    if config.quantization is not None:
+        facts["quantization"] = methods.describe(config.quantization, config.decoder)
+    facts |= {
         **_gguf_types(model),
         "end_token_ids": list(config.eos_ids),
         "default_sampling": config.sampling,
@@ -113,21 +117,6 @@ def _draft_facts(path: Path, target: Path | None = None) -> dict[str, Any]:
         "reads_output_of_target_layers": [k - 1 for k in config.capture],
         "attention": masks,
         "dtype": config.dtype,
-    }
-
-
-def _quantization(quantization: Quantization | None, decoder: DecoderConfig) -> dict[str, str]:
-    if quantization is None:
-        return {}
-    rows, columns = quantization.block
-    memory_format = "kept in FP8 with a scale per row on a GPU with FP8, else dequantized"
-    if quantization.method == "mxfp4":
-        memory_format = "kept as they are"
-    elif decoder.experts is not None:
-        memory_format = f"experts kept as they are, the rest {memory_format}"
-    return {
-        "quantization": f"{quantization.method}, a scale per {rows} x {columns} values, "
-        f"{memory_format}"
     }
 
 

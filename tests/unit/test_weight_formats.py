@@ -18,12 +18,15 @@ from tiny import make_draft, make_engine, make_target, run
 from transformers import GptOssForCausalLM, LlamaForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
 from strobe.config import EngineConfig
+from strobe.engine.build import resolve
 from strobe.models.architectures import load_target_config
 from strobe.models.linear import Linear
 from strobe.models.load import check_target_tensors, load_target
 from strobe.models.quantization.methods import METHODS
 from strobe.models.quantization.sizes import weight_bytes
 from strobe.sampling_params import SamplingParams
+from strobe.tools.bench.report import shapes_of
+from strobe.tools.info import describe
 
 CPU = torch.device("cpu")
 MOE = {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3}
@@ -132,3 +135,19 @@ def test_fp8_layers_compute_in_plain_torch(family: str, tmp_path: Path):
         assert 1e-3 < (actual - expected).norm() / expected.norm() < 0.1
         bias = theirs.mlp.gate_up_proj.bias
         assert (bias is None) or torch.equal(ours.mlp.gate_up_proj.bias, bias)
+
+
+def test_new_format_fills_random_weights_and_reports_itself(tmp_path: Path, int8: Int8):
+    FAMILIES["experts"](tmp_path / "int8")
+    to_int8(tmp_path / "int8", tmp_path / "plain")
+    facts = describe(tmp_path / "int8")
+    assert facts["quantization"] == "int8, a scale per tensor, kept as they are"
+    resolved = resolve(EngineConfig(str(tmp_path / "int8")))
+    assert shapes_of(resolved).widths.experts == 1
+    module = load(tmp_path / "int8", open=None)
+    experts = [m for m in module.modules() if isinstance(m, Linear) and m.weight.ndim == 3]
+    assert experts
+    for linear in experts:
+        assert linear.format is int8
+        assert len(linear.weight.unique()) > 200
+        assert 0 < linear.dense(torch.float32).abs().max() < 0.05

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from strobe.models.config import DecoderConfig, Quantization
 from strobe.models.config_readers.fields import HINT, Fields
 from strobe.models.linear import Linear, LinearView
-from strobe.models.quantization.held import hold, scale_at
+from strobe.models.quantization.held import fill_bytes, hold, scale_at
 from strobe.models.weight_mapping import FLOATS, Fill, WeightMapping, WeightPart, copy
 
 STORED = "F8_E4M3"
@@ -63,14 +63,29 @@ def apply(
             if any(dtypes.get(name) != STORED for name in sources):
                 linear.fixed = True
             elif linear.weight.ndim == 3 and all(part.fill is copy for part in parts):
-                scaled |= _hold_blocks(path, linear, parts, quantization.block)
+                scaled |= _hold_blocks(path, linear, parts, quantization)
     return scaled
 
 
+def experts_format(quantization: Quantization, inputs: int) -> Fp8Groups:
+    """Experts keep their blocks; see `Method.experts_format`."""
+    return Fp8Groups(quantization.block[1])
+
+
+def describe(quantization: Quantization, decoder: DecoderConfig) -> str:
+    """See `Method.describe`."""
+    rows, columns = quantization.block
+    held = "kept in FP8 with a scale per row on a GPU with FP8, else dequantized"
+    if decoder.experts is not None:
+        held = f"experts kept as they are, the rest {held}"
+    return f"fp8, a scale per {rows} x {columns} values, {held}"
+
+
 def _hold_blocks(
-    path: str, linear: Linear, parts: list[WeightPart], block: tuple[int, int]
+    path: str, linear: Linear, parts: list[WeightPart], quantization: Quantization
 ) -> WeightMapping:
     """Make experts hold their values, and each block's scale once per row."""
+    block = quantization.block
     count, outputs, inputs = linear.weight.shape
     values = list[WeightPart]()
     scales = list[WeightPart]()
@@ -82,9 +97,13 @@ def _hold_blocks(
         values.append(part._replace(fill=_fill_bytes, dtypes=(STORED,)))
         at = scale_at(part.at)
         scales.append(part._replace(sources={name + SCALE: shape}, at=at, fill=fill))
-    groups = -(-inputs // block[1])
-    scale = (count, groups, outputs)
-    hold(linear, (count, outputs, inputs), scale, torch.float32, Fp8Groups(block[1]))
+    hold(
+        linear,
+        experts_format(quantization, inputs),
+        values=(count, outputs, inputs),
+        scale=(count, -(-inputs // block[1]), outputs),
+        scale_dtype=torch.float32,
+    )
     return {f"{path}.weight": values, f"{path}.scale": scales}
 
 
@@ -166,8 +185,22 @@ def fp8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(rows), scale
 
 
-class Fp8Rows:
+class _E4m3:
+    """What formats of e4m3 values share."""
+
+    def fill_random(self, values: Tensor, generator: torch.Generator) -> None:
+        """See `Format.fill_random`."""
+        fill_bytes(values.view(torch.uint8), generator)
+
+    def fill_scale(self, scale: Tensor) -> None:
+        """See `Format.fill_scale`."""
+        scale.fill_(2.0**-13)
+
+
+class Fp8Rows(_E4m3):
     """e4m3 values with one float32 scale per row [..., N]; see `fp8_rows`. Experts' are bytes."""
+
+    bits_per_value = 8.0
 
     def dequantize(self, values: Tensor, scale: Tensor) -> Tensor:
         return values.view(torch.float8_e4m3fn).float() * scale[..., None]
@@ -177,11 +210,16 @@ FP8_ROWS = Fp8Rows()
 
 
 @dataclass(frozen=True)
-class Fp8Groups:
+class Fp8Groups(_E4m3):
     """Bytes of e4m3 [..., N, K], and scales [..., K / group, N] float32 of `group` values of a row
     each."""
 
     group: int
+
+    @property
+    def bits_per_value(self) -> float:
+        """See `Format.bits_per_value`."""
+        return 8 + 32 / self.group
 
     def dequantize(self, values: Tensor, scale: Tensor) -> Tensor:
         by_value = scale.transpose(-2, -1).repeat_interleave(self.group, -1)

@@ -13,10 +13,11 @@ Index = tuple[int | slice, ...]
 
 def hold(
     linear: Linear,
+    format: Format,
+    *,
     values: tuple[int, ...],
     scale: tuple[int, ...],
     scale_dtype: torch.dtype,
-    format: Format,
 ) -> None:
     """Make a layer on the meta device hold bytes of shape `values` and scales in `format`, whatever
     weight_dtype says."""
@@ -28,23 +29,11 @@ def hold(
     linear.fixed = True
 
 
+def fill_bytes(values: Tensor, generator: torch.Generator) -> None:
+    """Fill uint8 values at random; as e4m3, none is NaN."""
+    values.random_(0, 256, generator=generator).bitwise_and_(0xF7)
+
+
 def scale_at(at: Index) -> Index:
     """Return the index of a part in scales [E, G, N], whose last dimension is the rows."""
     return at if len(at) < 2 else (at[0], slice(None), *at[1:])
-
-
-def fill_random(name: str, value: Tensor, generator: torch.Generator, uniform: bool) -> None:
-    """Fill a parameter or the scales of a layer with random values for measurements of speed:
-    normal, and 1 for norms; or uniform, all within 0.001 of 0."""
-    if value.dtype == torch.uint8:
-        value.random_(0, 256, generator=generator).bitwise_and_(0xF7)  # no NaN of E4M3
-    elif value.dtype == torch.int32:
-        value.view(torch.uint8).fill_(121 + 62)  # exponents of MXFP4, each 2^-6
-    elif uniform and value.is_floating_point() and not name.endswith(".scale"):
-        value.uniform_(-1e-3, 1e-3, generator=generator)
-    elif value.ndim == 1 or not value.is_floating_point():
-        value.fill_(1)
-    elif name.endswith(".scale"):
-        value.fill_(2.0**-13)  # of E4M3
-    else:
-        value.normal_(0.0, 0.02, generator=generator)

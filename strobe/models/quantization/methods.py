@@ -9,6 +9,7 @@ from torch import nn
 
 from strobe.models.config import DecoderConfig, Quantization
 from strobe.models.config_readers.fields import Fields
+from strobe.models.linear import Format
 from strobe.models.quantization import fp8, mxfp4
 from strobe.models.weight_mapping import WeightMapping
 
@@ -30,6 +31,14 @@ class Method(Protocol):
         """Return the mapping to the checkpoint's quantized tensors, and set the formats of the
         module's linear layers. mapping: of the same module, unquantized; dtypes: of the
         checkpoint's tensors."""
+        ...
+
+    def experts_format(self, quantization: Quantization, inputs: int) -> Format:
+        """Return the format in which experts with so many inputs are held."""
+        ...
+
+    def describe(self, quantization: Quantization, decoder: DecoderConfig) -> str:
+        """Say how the checkpoint stores the weights, and how they are held in memory."""
         ...
 
 
@@ -63,3 +72,13 @@ def apply_quantization(
     if quantization is None:
         return mapping
     return METHODS[quantization.method].apply(module, mapping, dtypes, quantization)
+
+
+def experts_format(quantization: Quantization, decoder: DecoderConfig) -> Format:
+    """Return the format in which experts are held."""
+    return METHODS[quantization.method].experts_format(quantization, decoder.hidden_size)
+
+
+def describe(quantization: Quantization, decoder: DecoderConfig) -> str:
+    """Say how the checkpoint stores the weights, and how they are held in memory."""
+    return METHODS[quantization.method].describe(quantization, decoder)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from strobe.models.config import DecoderConfig, Quantization
 from strobe.models.config_readers.fields import HINT, Fields
 from strobe.models.linear import Linear
-from strobe.models.quantization.held import hold, scale_at
+from strobe.models.quantization.held import fill_bytes, hold, scale_at
 from strobe.models.weight_mapping import Fill, WeightMapping, WeightPart
 
 BLOCK = 32
@@ -56,6 +56,11 @@ class Mxfp4:
 
     inputs: int
 
+    @property
+    def bits_per_value(self) -> float:
+        """See `Format.bits_per_value`."""
+        return 4 + 8 / BLOCK
+
     def dequantize(self, values: Tensor, scale: Tensor) -> Tensor:
         """values [..., N, K / 2], scale [..., K / 128, N] -> [..., N, K] float32, exactly."""
         table = torch.tensor(_VALUES, dtype=torch.float32, device=values.device)
@@ -65,6 +70,25 @@ class Mxfp4:
         exponents = scale[..., None].view(torch.uint8).transpose(-3, -2).flatten(-2)
         exponents = exponents[..., : codes.shape[-2], None].int() - (_BIAS + _SHIFT)
         return torch.ldexp(table[codes.int()], exponents).flatten(-2)[..., : self.inputs]
+
+    def fill_random(self, values: Tensor, generator: torch.Generator) -> None:
+        """See `Format.fill_random`."""
+        fill_bytes(values, generator)
+
+    def fill_scale(self, scale: Tensor) -> None:
+        """See `Format.fill_scale`."""
+        scale.view(torch.uint8).fill_(_BIAS + _SHIFT - 6)  # 2^-6
+
+
+def experts_format(quantization: Quantization, inputs: int) -> Mxfp4:
+    """See `Method.experts_format`."""
+    return Mxfp4(inputs)
+
+
+def describe(quantization: Quantization, decoder: DecoderConfig) -> str:
+    """See `Method.describe`."""
+    rows, columns = quantization.block
+    return f"mxfp4, a scale per {rows} x {columns} values, kept as they are"
 
 
 def apply(
@@ -86,9 +110,13 @@ def apply(
             mapping[f"{path}.scale"] = [
                 _part(part, weight, "scales", fill_scales) for part in parts
             ]
-            values = (count, outputs, -(-inputs // 64) * BLOCK)
-            words = -(-inputs // 128)
-            hold(linear, values, (count, words, outputs), torch.int32, Mxfp4(inputs))
+            hold(
+                linear,
+                experts_format(quantization, inputs),
+                values=(count, outputs, -(-inputs // 64) * BLOCK),
+                scale=(count, -(-inputs // 128), outputs),
+                scale_dtype=torch.int32,
+            )
     return mapping
 
 

@@ -179,17 +179,22 @@ def packed_format(
     return wanted if is_asked and unsupported is None else None
 
 
+def head_format(make: type[Packed]) -> type[Packed]:
+    """Return the format of heads next to linear layers in this one: at least float16, so that
+    logits keep their precision."""
+    return make if make is Float32 else Float16
+
+
 def _has_fbgemm() -> bool:
     return "fbgemm" in torch.backends.quantized.supported_engines
 
 
 def pack(name: str | None, target: Target, draft: DFlash | None) -> None:
-    """Pack the linear layers of both models; heads are at least in float16, so that logits keep
-    their precision."""
+    """Pack the linear layers of both models, and their heads as `head_format` says."""
     if name is None:
         return
     make = FORMATS[name]
-    head = make if make is Float32 else Float16
+    head = head_format(make)
     for model in filter(None, (target, draft)):
         for linear in model.modules():
             if isinstance(linear, Linear) and linear.weight.ndim == 2 and not linear.fixed:

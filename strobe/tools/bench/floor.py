@@ -62,7 +62,7 @@ class Widths:
     experts, which by default are as linear layers."""
 
     linear: float
-    head: int
+    head: float
     rest: int
     kv: int
     experts: float | None = None

@@ -19,7 +19,8 @@ from rich.table import Table
 
 from strobe import __version__
 from strobe.engine.build import ResolvedConfig
-from strobe.models.quantization.packed import FORMATS
+from strobe.models.quantization.methods import experts_format
+from strobe.models.quantization.packed import FORMATS, head_format
 from strobe.progress import Progress
 from strobe.speculation.registry import DRAFTER_METHOD
 from strobe.tools.bench.floor import Rates, Shapes, Widths
@@ -37,13 +38,15 @@ def shapes_of(resolved: ResolvedConfig) -> Shapes:
     head = dtype.itemsize
     if (packed := resolved.backends.packed) is not None:
         linear = FORMATS[packed].value_bytes
-        head = 4 if packed == "float32" else 2
+        head = head_format(FORMATS[packed]).value_bytes
     kv = 1 if config.kv_cache_dtype == "fp8" else dtype.itemsize
     draft = resolved.draft if resolved.method == DRAFTER_METHOD else None
     rows = 1 + (resolved.limits.num_drafts if resolved.method != "none" else 0)
     stored = resolved.target.quantization
-    experts = {"mxfp4": 17 / 32, "fp8": 1 + 4 / stored.block[1]}[stored.method] if stored else None
-    widths = Widths(linear, head, dtype.itemsize, kv, experts)
+    experts = None
+    if stored is not None:
+        experts = experts_format(stored, resolved.target.decoder).bits_per_value / 8
+    widths = Widths(linear=linear, head=head, rest=dtype.itemsize, kv=kv, experts=experts)
     return Shapes(resolved.target, draft, rows, widths)
 
 
