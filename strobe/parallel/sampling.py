@@ -5,38 +5,37 @@ Legend: R rows, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from strobe.parallel.group import Group, share
 from strobe.sampling.logprobs import Scores
-from strobe.sampling.state import LogitRows, Sampled, SamplingMode, SamplingState
+from strobe.sampling.state import LogitRows, Sampled, SampleRows, SamplingMode
 
 
-class RankSampling(SamplingState):
-    """The state on one of several ranks."""
+class RankRows:
+    """Divides rows of logits between the ranks; see `strobe.sampling.state.SharesRows`."""
 
-    def __init__(self, group: Group, *args: Any, **options: Any):
-        """args, options: of `SamplingState`."""
-        super().__init__(*args, **options)
+    def __init__(self, group: Group, vocab_size: int):
         self.group = group
+        self.vocab_size = vocab_size
 
     def sample(
-        self, logits: Tensor, rows: LogitRows, mode: SamplingMode, masks: Tensor | None = None
+        self,
+        sample: SampleRows,
+        logits: Tensor,
+        rows: LogitRows,
+        mode: SamplingMode,
+        masks: Tensor | None,
     ) -> Sampled:
-        """As `SamplingState.sample`, with the same results on every rank. logits: all columns
-        [R, V], or this rank's."""
-        count = len(logits)
+        """Sample this rank's share of the rows, and join the ranks' results, which are the same on
+        every rank. logits: all columns [R, V], or this rank's."""
         own = share(self.group.rank, self.group.size, len(logits))
         is_whole = logits.shape[1] == self.vocab_size
-        logits = logits[own] if is_whole else self.group.swap(logits)[:, : self.vocab_size]
-        slots, positions, drafts, span, rank = rows
-        parts = [None if part is None else part[own] for part in (span, rank, masks)]
-        rows = LogitRows(slots[own], positions[own], drafts, *parts[:2])
-        own_results = super().sample(logits, rows, mode, parts[2])
-        return _unpack(self._join(_pack(own_results), own, count), own_results)
+        own_logits = logits[own] if is_whole else self.group.swap(logits)[:, : self.vocab_size]
+        own_masks = None if masks is None else masks[own]
+        own_results = sample(own_logits, rows.select(own), mode, own_masks)
+        return _unpack(self._join(_pack(own_results), own, len(logits)), own_results)
 
     def _join(self, part: Tensor, own: slice, count: int) -> Tensor:
         """Join the ranks' shares of results. Of rows in two shares, the first rank's counts."""
@@ -65,5 +64,5 @@ def _unpack(packed: Tensor, like: Sampled) -> Sampled:
         values = packed[:, 0]
         ranks = packed[:, 1].long()
         top_values, top_ids = packed[:, 2:].chunk(2, 1)
-        scores = Scores(values, ranks, top_values, top_ids.long())
-    return Sampled(tokens, scores, margins)
+        scores = Scores(values=values, ranks=ranks, top_values=top_values, top_ids=top_ids.long())
+    return Sampled(tokens=tokens, scores=scores, margins=margins)

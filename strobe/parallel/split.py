@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -22,7 +22,7 @@ from strobe.models.ops.torch_ops import TorchOps
 from strobe.models.target import Target
 from strobe.parallel.group import Group, RankFailed
 from strobe.parallel.ops import RankOps, make_rank_ops
-from strobe.parallel.sampling import RankSampling
+from strobe.parallel.sampling import RankRows
 from strobe.parallel.shards import ShardedCheckpoint
 from strobe.sampling.state import SamplingState
 
@@ -65,8 +65,12 @@ class Split:
             return None
         if self.size == 1:
             return Checkpoint
-        place: dict[str, Any] = {"rank": self.rank, "size": self.size}
-        return partial(ShardedCheckpoint, **place, whole_experts=self.whole_experts)
+        return partial(
+            ShardedCheckpoint,
+            rank=self.rank,
+            size=self.size,
+            whole_experts=self.whole_experts,
+        )
 
     def ops(self, ops: TorchOps, model: Target | DFlash) -> TorchOps:
         """Return the operations that compute the rank's part of the model as `ops` do."""
@@ -82,8 +86,8 @@ class Split:
         self, num_slots: int, vocab_size: int, device: torch.device, kernels: bool
     ) -> SamplingState:
         """Make the sampler's state."""
-        state = SamplingState if self.group is None else partial(RankSampling, self.group)
-        return state(num_slots, vocab_size, device, kernels=kernels)
+        ranks = None if self.group is None else RankRows(self.group, vocab_size)
+        return SamplingState(num_slots, vocab_size, device, kernels=kernels, ranks=ranks)
 
     def require_group(self) -> None:
         """Raise ValueError if the rank's model is useless because the other ranks are missing."""

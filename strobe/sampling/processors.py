@@ -45,6 +45,16 @@ class LogitRows(NamedTuple):
     span: Tensor | None = None
     rank: Tensor | None = None
 
+    def select(self, index: slice) -> LogitRows:
+        """Return the origins of some rows."""
+        return LogitRows(
+            slots=self.slots[index],
+            positions=self.positions[index],
+            drafts=self.drafts,
+            span=None if self.span is None else self.span[index],
+            rank=None if self.rank is None else self.rank[index],
+        )
+
 
 class Tables(NamedTuple):
     """The processors' tables, one row per slot.

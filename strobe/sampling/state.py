@@ -13,8 +13,8 @@ Legend: N slots, R rows of logits, S spans, K drafts per span, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -72,18 +72,45 @@ class Sampled(NamedTuple):
         return Sampled(layout.select(self.tokens), scores)
 
 
+SampleRows: TypeAlias = Callable[[Tensor, LogitRows, SamplingMode, Tensor | None], Sampled]
+"""`SamplingState.sample` for rows of one rank."""
+
+
+class SharesRows(Protocol):
+    """Divides rows of logits between several ranks."""
+
+    def sample(
+        self,
+        sample: SampleRows,
+        logits: Tensor,
+        rows: LogitRows,
+        mode: SamplingMode,
+        masks: Tensor | None,
+    ) -> Sampled:
+        """Return the results of all rows; `sample` samples those of this rank."""
+        ...
+
+
 class SamplingState:
     """Sampling parameters and processors' tables of each slot, and of one spare slot at the end,
     which is greedy without processors."""
 
     def __init__(
-        self, num_slots: int, vocab_size: int, device: torch.device, *, kernels: bool = False
+        self,
+        num_slots: int,
+        vocab_size: int,
+        device: torch.device,
+        *,
+        kernels: bool = False,
+        ranks: SharesRows | None = None,
     ):
-        """kernels: use Triton kernels."""
+        """kernels: use Triton kernels. ranks: divides rows between the ranks, if there are
+        several."""
         num_slots += 1
         self.device = device
         self.vocab_size = vocab_size
         self.kernels = kernels
+        self._ranks = ranks
         self.tables = Tables.make(num_slots, vocab_size, device)
         # Rows: temperature, top_p, min_p; top_k, key.
         self.floats = torch.zeros(3, num_slots, dtype=torch.float32, device=device)
@@ -190,7 +217,15 @@ class SamplingState:
         self, logits: Tensor, rows: LogitRows, mode: SamplingMode, masks: Tensor | None = None
     ) -> Sampled:
         """Sample tokens from logits [R, V]. masks [R, ceil(V / 32)] int32: tokens that grammars
-        allow, if the mode has any; rows of slots without a grammar are not read."""
+        allow, if the mode has any; rows of slots without a grammar are not read. Of several ranks
+        each gets the results of all rows; logits may be its columns only."""
+        if self._ranks is not None:
+            return self._ranks.sample(self._sample, logits, rows, mode, masks)
+        return self._sample(logits, rows, mode, masks)
+
+    def _sample(
+        self, logits: Tensor, rows: LogitRows, mode: SamplingMode, masks: Tensor | None
+    ) -> Sampled:
         processed = logits
         if mode.processed or mode.grammar:
             processed = self._process(logits, self.tables, rows, masks, processed=mode.processed)
