@@ -26,7 +26,7 @@ class MLP(nn.Module):
         inner = config.intermediate_size
         bias = config.mlp_bias
         self.gate_up_proj = Linear(size, {"gate_proj": inner, "up_proj": inner}, bias)
-        self.down_proj = Linear(inner, size, bias=bias)
+        self.down_proj = Linear(inner, size, bias=bias, split="inputs")
 
     def forward(self, ops: TorchOps, x: Residual, norm: RMSNorm, rows: ForwardRows) -> None:
         inner = ops.norm_linear(x, norm, self.gate_up_proj, "silu")

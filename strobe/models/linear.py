@@ -8,7 +8,7 @@ experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,8 @@ class Format(Protocol):
 
 
 Outputs = int | Mapping[str, int]
+SummedSplit = Literal["inputs", "experts"]
+"""What several ranks divide among them of a layer whose output is the sum of their outputs."""
 Product = Callable[[Tensor], Tensor]
 """x [T, K] -> x Wᵀ + bias, with a weight that only it can read."""
 
@@ -47,13 +49,20 @@ class Linear(nn.Module):
     weight: W in the model's dtype, or its values in `format`, which also has `scale`. parts: number
     of outputs of each of the checkpoint's layers that this layer stacks, in order; empty if it
     stacks none. fixed: loading keeps the weight in this format, whatever weight_dtype says.
-    product: the layer as a function, once its weight is packed; then `weight` is empty.
+    product: the layer as a function, once its weight is packed; then `weight` is empty. split: see
+    `SummedSplit`; None if ranks divide its outputs, or nothing.
     """
 
     scale: Tensor | None
 
     def __init__(
-        self, inputs: int, size: Outputs, bias: bool = False, experts: int = 0, fixed: bool = False
+        self,
+        inputs: int,
+        size: Outputs,
+        bias: bool = False,
+        experts: int = 0,
+        fixed: bool = False,
+        split: SummedSplit | None = None,
     ):
         """size: number of outputs, or the `parts`."""
         super().__init__()
@@ -68,6 +77,7 @@ class Linear(nn.Module):
         self.format: Format | None = None
         self.product: Product | None = None
         self.fixed = fixed
+        self.split: SummedSplit | None = split
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -(inputs**-0.5), inputs**-0.5)
 

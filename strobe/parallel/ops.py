@@ -5,15 +5,13 @@ Legend: R and T rows, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strobe.models.config import TargetConfig
 from strobe.models.dflash import DFlash
-from strobe.models.families.experts import Experts, SparseMLP
+from strobe.models.families.experts import SparseMLP
 from strobe.models.linear import AnyLinear, Linear
 from strobe.models.modules import RMSNorm
 from strobe.models.ops.torch_ops import Activation, ExpertsLayer, ForwardRows, Residual, TorchOps
@@ -21,21 +19,17 @@ from strobe.models.target import Target
 from strobe.parallel.group import Group
 from strobe.sampling.sampler import MAX_MARGIN, NO_TOKEN
 
-PARTIAL = ("o_proj", "out_proj", "down_proj")
-"""Linear layers whose inputs are split, by name: the sum of their outputs is the whole output."""
-
 
 def partial_linears(model: nn.Module, group: Group) -> frozenset[AnyLinear]:
-    """Return the layers whose inputs are split, or experts of which each rank has some. Only the
-    first rank keeps biases of layers whose inputs are split."""
-    names = {path: m for path, m in model.named_modules() if isinstance(m, Linear)}
-    whole = {m.down_proj for m in model.modules() if isinstance(m, Experts) and m.held is not None}
-    found = [linear for path, linear in names.items() if path.rpartition(".")[2] in PARTIAL]
-    for linear in found:
-        if linear.bias is not None and group.rank and linear not in whole:
+    """Return the layers of whose outputs each rank computes a part of the sum, as modules and as
+    the experts that ops are called with. Only the first rank keeps biases of layers whose inputs
+    are split."""
+    linears = [m for m in model.modules() if isinstance(m, Linear) and m.split is not None]
+    for linear in linears:
+        if linear.split == "inputs" and linear.bias is not None and group.rank:
             linear.bias.zero_()
-    joined = (m.layer.down for m in model.modules() if isinstance(m, SparseMLP))
-    return frozenset[AnyLinear]([*found, *joined])
+    experts = [m.layer.down for m in model.modules() if isinstance(m, SparseMLP)]
+    return frozenset[AnyLinear]([*linears, *experts])
 
 
 class RankOps(TorchOps):
@@ -68,7 +62,7 @@ class RankOps(TorchOps):
         return self.group.sum(x.masked_fill_(~own[:, None], 0))
 
     def linear(
-        self, x: Tensor, linear: AnyLinear, activation: Activation | None = None, **norm: Any
+        self, x: Tensor, linear: AnyLinear, activation: Activation | None = None, **norm: object
     ) -> Tensor:
         y = super().linear(x, linear, activation, **norm)
         return self.group.sum(y) if linear in self.partial else y
@@ -85,8 +79,8 @@ class RankOps(TorchOps):
         self, x: Tensor, logits: Tensor, layer: ExpertsLayer, onto: Tensor | None, rows: ForwardRows
     ) -> Tensor:
         if layer.down not in self.partial:
-            return super().experts(x, logits, layer, onto, rows)
-        y = self.group.sum(super().experts(x, logits, layer, None, rows))
+            return super().experts(x, logits, layer, onto=onto, rows=rows)
+        y = self.group.sum(super().experts(x, logits, layer, onto=None, rows=rows))
         return y if onto is None else onto + y
 
     def head(self, x: Tensor, norm: RMSNorm, head: AnyLinear) -> Tensor:
@@ -129,7 +123,7 @@ def make_rank_ops(
     """Make the operations that compute a rank's part of a model as `ops` do. layers_split: whether
     its layers are split, not only embedding and head."""
     config = model.config
-    rank_ops: Any = object.__new__(kind)
+    rank_ops = object.__new__(kind)
     rank_ops.__dict__ |= ops.__dict__
     rank_ops.group = group
     rank_ops.partial = partial_linears(model, group) if layers_split else frozenset()

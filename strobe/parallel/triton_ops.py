@@ -48,8 +48,8 @@ class RankTritonOps(RankOps, TritonOps):
         self, x: Tensor, logits: Tensor, layer: ExpertsLayer, onto: Tensor | None, rows: ForwardRows
     ) -> Tensor:
         if layer.down not in self.partial:
-            return super().experts(x, logits, layer, onto, rows)
-        part = TritonOps.experts(self, x, logits, layer, None, rows)
+            return super().experts(x, logits, layer, onto=onto, rows=rows)
+        part = TritonOps.experts(self, x, logits, layer, onto=None, rows=rows)
         return self.group.add(part, onto)[0]
 
     def best_two(self, x: Tensor, norm: RMSNorm, head: AnyLinear) -> tuple[Tensor, Tensor]:

@@ -83,7 +83,13 @@ class Experts(nn.Module):
         both = {"gate_proj": self.size, "up_proj": self.size}
         outputs = 2 * self.size if gate.name == "clamped" else both  # which take turns
         self.gate_up_proj = Linear(hidden_size, outputs, bias=bias, experts=self.count)
-        self.down_proj = Linear(self.size, hidden_size, bias=bias, experts=self.count)
+        self.down_proj = Linear(
+            self.size,
+            hidden_size,
+            bias=bias,
+            experts=self.count,
+            split="inputs" if shape.held is None else "experts",
+        )
 
     def layer(self, routing: Routing) -> ExpertsLayer:
         """Return what `ops.experts` reads."""

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +68,9 @@ def read(fields: Fields, directory: Path) -> TargetConfig:
     return _read_text(inner, directory, fields.get("architectures"), sparse=sparse)
 
 
-def _read_text(fields: Fields, directory: Path, names: Any, *, sparse: bool) -> Qwen35Config:
+def _read_text(
+    fields: Fields, directory: Path, names: list[str] | None, *, sparse: bool
+) -> Qwen35Config:
     fields.only("hidden_act", "silu", why="use a checkpoint with hidden_act 'silu'.")
     experts = _read_experts(fields) if sparse else None
     why = "use a checkpoint of Qwen3.5."
@@ -196,7 +197,7 @@ class GatedDeltaNet(nn.Module):
         self.dt_bias = nn.Parameter(torch.ones(spec.heads))
         self.A_log = nn.Parameter(torch.ones(spec.heads))
         self.norm = GatedNorm(spec.value_dim, config.rms_norm_eps)
-        self.out_proj = Linear(width, hidden)
+        self.out_proj = Linear(width, hidden, split="inputs")
         self.joined: LinearView | None = None
 
     def join(self) -> None:
