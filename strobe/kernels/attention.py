@@ -334,8 +334,16 @@ def paged_attention(
     kv_heads = kv.shape[2]
     group = heads // kv.shape[2]
     if config is None:
-        rest = q.dtype, kv.dtype, workspace.programs, workspace.shared_memory
-        config = config_of(dim, longest * group, sizes.shape[0], kv_heads, *rest)
+        config = config_of(
+            head_dim=dim,
+            pairs=longest * group,
+            spans=sizes.shape[0],
+            kv_heads=kv_heads,
+            dtype=q.dtype,
+            kv_dtype=kv.dtype,
+            programs=workspace.programs,
+            shared=workspace.shared_memory,
+        )
     columns = tables.shape[1]
     max_keys = columns * page_size
     if mask.window is not None:
@@ -349,14 +357,15 @@ def paged_attention(
     pdl = supports_pdl(q.device)
     out = torch.empty(rows, heads * dim, dtype=q.dtype, device=q.device)
     limit = columns * page_size if limit is None else min(limit, columns * page_size)
-    limits = limit, blocks, splits, mask.window or _NO_WINDOW
-    kinds = group, kv_heads, dim, page_size, mask.causal, mask.window is not None
-    kinds = *kinds, sinks is not None
+    window = mask.window or _NO_WINDOW
+    is_windowed = mask.window is not None
+    has_sinks = sinks is not None
     logits = q if sinks is None else sinks  # without sinks, any pointer: it is not read
     _attention[(units, 1, splits)](
         q, kv, out, starts, sizes, row_starts, tables, table_rows, logits,
-        workspace.partials, workspace.stats, q.stride(0), columns, *limits,
-        (dim**-0.5 if scale is None else scale) * math.log2(math.e), *kinds, _INTERPRETED,
+        workspace.partials, workspace.stats, q.stride(0), columns, limit, blocks, splits, window,
+        (dim**-0.5 if scale is None else scale) * math.log2(math.e),
+        group, kv_heads, dim, page_size, mask.causal, is_windowed, has_sinks, _INTERPRETED,
         config.pairs, config.keys, config.unmasked_loop, splits > 1, PIECE_KEYS, pdl,
         num_warps=config.warps, num_stages=config.stages, launch_pdl=pdl,
     )  # fmt: skip
@@ -365,7 +374,8 @@ def paged_attention(
         pairs = min(COMBINED // dim, config.pairs)
         _combine[(units, 1, -(-config.pairs // pairs))](
             out, starts, sizes, row_starts, logits,
-            workspace.partials, workspace.stats, *limits, *kinds,
+            workspace.partials, workspace.stats, limit, blocks, splits, window,
+            group, kv_heads, dim, page_size, mask.causal, is_windowed, has_sinks,
             config.pairs, config.keys, PIECE_KEYS, fan_in, pairs, pdl,
             num_warps=1, launch_pdl=pdl,
         )  # fmt: skip

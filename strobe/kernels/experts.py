@@ -299,8 +299,26 @@ def experts(
         shape = weight.shape[0] - routing.shared, *weight.shape[1:]
         config = choose(x.shape[0], shape, x.dtype, x.device, kind)
     routed = route(logits, routing, sizes, config.block_m, by_pair=config.by_pair)
-    inner = grouped(x, *gate_up, routed, config.gate_up, config.block_m, activation)
-    y = grouped(inner, *down, routed, config.down, config.block_m, None)
+    weight, bias = gate_up
+    inner = grouped(
+        x,
+        weight,
+        bias,
+        routed,
+        tile=config.gate_up,
+        block_m=config.block_m,
+        activation=activation,
+    )
+    weight, bias = down
+    y = grouped(
+        inner,
+        weight,
+        bias,
+        routed,
+        tile=config.down,
+        block_m=config.block_m,
+        activation=None,
+    )
     return _add_up(y, routed, extra, gate_up[0].shape[0])
 
 
@@ -338,13 +356,14 @@ def _many(
     places = torch.empty_like(of_pair)
     places[order] = torch.arange(len(order), dtype=torch.int32, device=x.device)
 
-    def linear(x: Tensor, weight: AnyWeight, bias: Tensor | None) -> Tensor:
+    def linear(x: Tensor, layer: tuple[AnyWeight, Tensor | None]) -> Tensor:
+        weight, bias = layer
         y = grouped_gemm(x, weight.data, ends)
         return y if bias is None else y.add_(bias.index_select(0, of_pair.clamp(max=count - 1)))
 
-    inner = linear(x.index_select(0, order // routed.ids.shape[1]), *gate_up)
+    inner = linear(x.index_select(0, order // routed.ids.shape[1]), gate_up)
     if activation.name == "clamped":
         inner = activation(inner)
     else:
         inner = silu_mul(inner, gelu=activation.name == "gelu_tanh")
-    return _add_up(linear(inner, *down), routed, extra, count, places)
+    return _add_up(linear(inner, down), routed, extra, count, places=places)

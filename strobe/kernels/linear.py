@@ -87,8 +87,18 @@ class Gemms:
             return self._unfused(x, weight, norm, residual, gated, out, bias, gelu)
         if out is None:
             out = x.new_empty(x.shape[0], gemm.outputs)
-        fused = {"bias": bias, "gelu": gelu}
-        self._launch(config, gemm, x, weight, norm, residual, out, scaled=scaled, **fused)
+        self._launch(
+            config,
+            gemm,
+            x,
+            weight,
+            norm=norm,
+            residual=residual,
+            out=out,
+            scaled=scaled,
+            bias=bias,
+            gelu=gelu,
+        )
         return out
 
     def add(
@@ -142,8 +152,18 @@ class Gemms:
         if config.kernel == "cublas":
             return argmax(self._unfused(x, weight, norm, None, False, None), margins, largest)
         out = x.new_empty(x.shape[0], dtype=torch.int64)
-        place = config, gemm, x, weight, norm, None, out
-        self._launch(*place, scaled=scaled, margins=margins, largest=largest)
+        self._launch(
+            config,
+            gemm,
+            x,
+            weight,
+            norm=norm,
+            residual=None,
+            out=out,
+            scaled=scaled,
+            margins=margins,
+            largest=largest,
+        )
         return out
 
     def _choose(
@@ -194,7 +214,8 @@ class Gemms:
         if by_rows:
             scaled = None
         if norm is not None and scaled is None and (by_rows or overflows or not config.fused_norm):
-            x = rms_norm(x, *norm)
+            gain, eps = norm
+            x = rms_norm(x, gain, eps)
             norm = None
         if by_rows:
             x, x_scale = quantize_rows(x)
@@ -232,7 +253,9 @@ class Gemms:
             return None
         if not quack_gemm.takes(x, weight.data, residual, out):
             return None
-        x = x if norm is None else rms_norm(x, *norm)
+        if norm is not None:
+            gain, eps = norm
+            x = rms_norm(x, gain, eps)
         try:
             return self.quack(x, weight.data, tile, residual=residual, gated=gated, out=out)
         except torch.OutOfMemoryError:
@@ -257,7 +280,8 @@ class Gemms:
     ) -> Tensor:
         """Run norm, cuBLAS and the operations after it, one kernel each."""
         if norm is not None:
-            x = rms_norm(x, *norm)
+            gain, eps = norm
+            x = rms_norm(x, gain, eps)
         if weight.scale is not None:
             y = _fp8_gemm(x, weight.data, weight.scale)
             y = y if bias is None else y.add_(bias)

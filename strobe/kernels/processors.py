@@ -85,11 +85,21 @@ def process(
     LogitRows."""
     size = logits.shape[1]
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-    drafts = rows[2]
+    kinds, bias, counts, flags, strengths, min_end_position = tables
+    slots, positions, drafts, span, rank = rows
     _process_kernel[(logits.shape[0], triton.cdiv(size, BLOCK))](
         logits,
-        *tables,
-        *rows,
+        kinds,
+        bias,
+        counts,
+        flags,
+        strengths,
+        min_end_position,
+        slots,
+        positions,
+        drafts,
+        span,
+        rank,
         out if masks is None else masks,
         out,
         logits.stride(0),

@@ -384,7 +384,8 @@ def mix(
     """
     state, window, gates, keys, changes = stored
     rows = x.qkv.shape[0]
-    count = spans[0].shape[0]
+    slots, first_rows, sizes, accepted, begins = spans
+    count = slots.shape[0]
     heads = spec.heads
     floats = x.qkv.new_empty(rows * (spec.channels + 2 * heads), dtype=torch.float32)
     convolved, decay, rate = floats.split([rows * n for n in (spec.channels, heads, heads)])
@@ -394,17 +395,19 @@ def mix(
     shared["KERNEL"] = spec.kernel
     width = triton.next_power_of_2(heads)
     assert x.conv.is_contiguous()  # a copy would be the launch before the rule's
-    inputs = x.qkv, x.ba, x.conv, x.a_log, x.dt_bias, window
-    strides = x.qkv.stride(0), x.ba.stride(0)
     if longest > 1:
         wide = triton.cdiv(spec.channels, _CHANNELS)
         _convolve_kernel[(count, triton.cdiv(longest, _ROWS), wide + 1)](
-            *inputs, *spans, convolved, decay, rate, *strides,
+            x.qkv, x.ba, x.conv, x.a_log, x.dt_bias, window,
+            slots, first_rows, sizes, accepted, begins,
+            convolved, decay, rate, x.qkv.stride(0), x.ba.stride(0),
             HEADS=width, ROWS=_ROWS, BLOCK=_CHANNELS, num_warps=4, **shared,
         )  # fmt: skip
     values, warps = tile(count, longest)
     _delta_kernel[(count, heads, triton.cdiv(spec.value_dim, values))](
-        *inputs, convolved, decay, rate, state, gates, keys, changes, *spans, out, *strides,
+        x.qkv, x.ba, x.conv, x.a_log, x.dt_bias, window,
+        convolved, decay, rate, state, gates, keys, changes,
+        slots, first_rows, sizes, accepted, begins, out, x.qkv.stride(0), x.ba.stride(0),
         HK=spec.key_heads, DK=spec.key_dim, DV=spec.value_dim,
         KEYS=max(16, triton.next_power_of_2(spec.key_dim)), VALUES=values,
         SINGLE=longest == 1, PRECISION="tf32x3" if out.dtype == torch.float32 else "tf32",
@@ -415,7 +418,8 @@ def mix(
     size = min(_ROWS, triton.next_power_of_2(gates.shape[1]))
     block = _ROWS * _CHANNELS // max(size, taps)
     _finish_kernel[(num_norms + count * triton.cdiv(spec.channels, block),)](
-        x.qkv, convolved, decay, rate, window, gates, keys, *spans,
+        x.qkv, convolved, decay, rate, window, gates, keys,
+        slots, first_rows, sizes, accepted, begins,
         out, x.z, x.gain, normed, x.qkv.stride(0), x.z.stride(0), x.eps, count, num_norms,
         DV=spec.value_dim, KEYS=spec.key_heads * spec.key_dim,
         TAPS=taps, HEADS=width, ROWS=size, BLOCK=block, GROUP=_HEADS,

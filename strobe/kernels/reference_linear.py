@@ -36,7 +36,8 @@ def linear(
 ) -> Tensor:
     """x [M, K], weight [N, K] -> [M, N]: residual + act(norm(x) Wᵀ + bias); `Gemms.linear`."""
     if norm is not None:
-        x = rms_norm(x, *norm)
+        gain, eps = norm
+        x = rms_norm(x, gain, eps)
     wide = x.float() if weight.scale is None else _quantized(x)
     y = wide @ weight.data.float().t()
     if weight.scale is not None:

@@ -119,8 +119,8 @@ def _mix(
         state = torch.where(long[..., None, None], end, state)
     moved = before + torch.where(long, group.sizes[:, None], -kept)
     new_window = _append(window, fresh, index + moved, spec.kernel - 1 + before)
-    new = (row_gates, k, change)
-    new_rows = (_append(*pair, block, kept) for pair in zip(held, new, strict=True))
+    added = (row_gates, k, change)
+    new_rows = (_append(old, new, block, kept) for old, new in zip(held, added, strict=True))
     updated = state, new_window, *new_rows
     for tensor, new in zip(stored, updated, strict=True):
         tensor.index_copy_(0, group.slots, new)

@@ -171,8 +171,9 @@ def argmax(logits: Tensor, margins: Tensor | None = None, largest: Tensor | None
     )
     if second_keys is not None:
         size = triton.next_power_of_2(blocks)
-        place = words, second_keys, out, margins, largest
-        _margin_kernel[(rows,)](*place, blocks, SIZE=size, num_warps=1)
+        _margin_kernel[(rows,)](
+            words, second_keys, out, margins, largest, blocks, SIZE=size, num_warps=1
+        )
     elif blocks > 1:
         take_best(words, out, blocks)
     return out

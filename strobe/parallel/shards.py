@@ -107,7 +107,7 @@ class ShardedCheckpoint(Checkpoint):
     def read(self, name: str) -> Tensor:
         value = super().read(name)
         for dim, pieces in self._pieces.get(name, {}).items():
-            parts = [value.narrow(dim, *piece) for piece in pieces]
+            parts = [value.narrow(dim, first, length) for first, length in pieces]
             value = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
         return value
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed._symmetric_memory as symmetric
@@ -16,6 +16,11 @@ from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import Store
 
 from strobe.kernels.ranks import ENDED, RankMemory
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import (
+        _SymmetricMemory,  # pyright: ignore[reportPrivateUsage]
+    )
 
 _MAP_SECONDS = timedelta(seconds=20)
 _numbers = count()
@@ -46,7 +51,7 @@ class SymmetricMemory:
             numbers.copy_(self._ended.flatten(), non_blocking=True)
 
 
-def _map(buffer: Tensor, store: Store, rank: int, size: int) -> Any:
+def _map(buffer: Tensor, store: Store, rank: int, size: int) -> _SymmetricMemory:
     """Map the ranks' buffers. torch keeps a group's store by its name, for which each group needs
     its own."""
     name = f"strobe-{next(_numbers)}"
@@ -74,7 +79,7 @@ class _CountedStore(Store):
         self._first = int(number) if self._first is None else self._first
         return f"{head}/{int(number) - self._first}/{rank}"
 
-    def set(self, key: str, value: Any) -> None:
+    def set(self, key: str, value: str) -> None:
         self._store.set(self._key(key), value)
 
     def get(self, key: str) -> bytes:

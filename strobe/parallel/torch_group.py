@@ -42,8 +42,12 @@ def make_store(port: int = 0) -> TCPStore:
     with socket.create_server(("127.0.0.1", 0)) as listener:  # else it listens on all interfaces
         port = listener.getsockname()[1]
         fd = listener.detach()
-    options: dict[str, Any] = {"wait_for_workers": False, "master_listen_fd": fd}
-    return TCPStore("127.0.0.1", port, is_master=True, **options)
+    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
+
+
+def _cuda_runtime() -> Any:
+    """Return torch's binding of the CUDA runtime, which it does not annotate."""
+    return torch.cuda.cudart()
 
 
 class TorchGroup:
@@ -65,7 +69,8 @@ class TorchGroup:
         self.on_wait = on_wait
         self.failure: RankFailed | None = None
         # Made here: at the end of a program Python starts no more threads.
-        self._closing, self._ending = Event(), Thread(target=self._end, daemon=True)
+        self._closing = Event()
+        self._ending = Thread(target=self._end, daemon=True)
         self._numbers = np.frombuffer(memory, np.int64, size * 8).reshape(size, -1)
         self._own = self._numbers[rank]
         self._symmetric: SymmetricMemory | None = None
@@ -77,14 +82,19 @@ class TorchGroup:
             backend = "nccl"
             own = device
             os.environ.update(_NO_MULTICAST)
-        options: dict[str, Any] = {"timeout": timedelta(seconds=START_SECONDS + 60)}
-        options |= {"rank": rank, "world_size": size, "device_id": own}
         if dist.is_initialized():
             raise RuntimeError(
                 "torch.distributed is in use in this process, maybe by ranks that have not ended; "
                 "start another process."
             )
-        dist.init_process_group(backend, store=store, **options)
+        dist.init_process_group(
+            backend,
+            store=store,
+            timeout=timedelta(seconds=START_SECONDS + 60),
+            rank=rank,
+            world_size=size,
+            device_id=own,
+        )
         self._ending.start()
         if own is not None:
             try:
@@ -125,9 +135,8 @@ class TorchGroup:
         """Return the number of the last finished step on the device and in the ranks' memory, to
         which the device copies it; None if it cannot."""
         shared = torch.frombuffer(memory, dtype=torch.int64, count=self.size * 8)
-        runtime: Any = torch.cuda.cudart()
         with torch.cuda.device(device):
-            if int(runtime.cudaHostRegister(shared.data_ptr(), shared.nbytes, 0)):
+            if int(_cuda_runtime().cudaHostRegister(shared.data_ptr(), shared.nbytes, 0)):
                 with contextlib.suppress(RuntimeError):  # the next operation raises CUDA's error
                     torch.zeros(1, device=device)
                 return None
@@ -191,8 +200,7 @@ class TorchGroup:
                 (abort if dist.get_backend() == "nccl" else dist.destroy_process_group)()
         finally:
             if self._finished is not None:
-                runtime: Any = torch.cuda.cudart()
-                runtime.cudaHostUnregister(self._numbers.ctypes.data)
+                _cuda_runtime().cudaHostUnregister(self._numbers.ctypes.data)
 
     def fits(self, x: Tensor) -> bool:
         """Whether `add` and `embed` take tensors like x, and `best` of so many rows."""

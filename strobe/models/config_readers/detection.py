@@ -89,9 +89,10 @@ def read_head(config: dict[str, Any], fields: Fields) -> dict[str, Any]:
     return {"method": method, "head": head_of(method).read(fields)}
 
 
-def _speculators(config: dict[str, Any]) -> Any:
-    about: Any = config.get("speculators_config")
-    about = about if isinstance(about, dict) else {}
+def _speculators(config: dict[str, Any]) -> object:
+    """Return the method as speculators' format names it; None for other formats."""
+    nested = config.get("speculators_config")
+    about: dict[str, Any] = nested if isinstance(nested, dict) else {}
     return config.get("speculators_model_type") or about.get("algorithm")
 
 

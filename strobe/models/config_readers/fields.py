@@ -142,7 +142,7 @@ def _index(value: object) -> bool:
 
 def positive(value: object, key: str, path: Path) -> float:
     """Return a number above 0. Raises ValueError."""
-    real = isinstance(value, int | float) and not isinstance(value, bool)
-    if not real or not 0 < value < math.inf:
+    is_bool = isinstance(value, bool)
+    if is_bool or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ValueError(f"{path}: {key} is {value!r}, but must be a positive number; {HINT}")
     return float(value)

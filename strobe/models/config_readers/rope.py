@@ -149,8 +149,8 @@ def read_rope(
     def value(key: str, default: float | None = None) -> float:
         setting: object = parameters.get(key)
         setting = default if setting is None else setting
-        real = isinstance(setting, int | float) and not isinstance(setting, bool)
-        if not real or not 0 < setting < math.inf:
+        is_bool = isinstance(setting, bool)
+        if is_bool or not isinstance(setting, int | float) or not 0 < setting < math.inf:
             raise ValueError(
                 f"{path}: {key} of a rope of type {kind!r} is {setting!r}, but must be a positive "
                 "number; use the config.json the checkpoint was published with."

@@ -9,6 +9,7 @@ channels.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -92,7 +93,7 @@ class TorchOps:
     """Stateless. Takes linear layers and norms as the modules that hold their parameters. gates:
     operations on gates, see `strobe.kernels.reference_gates`."""
 
-    gates: Any = reference_gates
+    gates: ModuleType = reference_gates
 
     def embed(self, ids: Tensor, weight: Tensor) -> Tensor:
         """ids [T], weight [V, H] -> [T, H]."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from strobe.attention.recurrent import RecurrentPlan
 from strobe.kernels import gates
 from strobe.kernels.experts import experts, serves
-from strobe.kernels.linear import Gemms, Weight
+from strobe.kernels.linear import Gemms, Scaled, Weight
 from strobe.kernels.recurrent import mix
 from strobe.kernels.reference_recurrent import DeltaInput
 from strobe.kernels.residual import FusedResidual
@@ -66,19 +66,33 @@ class TritonOps(TorchOps):
         return rms_norm(x, norm.weight, norm.eps)
 
     def linear(
-        self, x: Tensor, linear: AnyLinear, activation: Activation | None = None, **norm: Any
+        self,
+        x: Tensor,
+        linear: AnyLinear,
+        activation: Activation | None = None,
+        *,
+        norm: tuple[Tensor, float] | None = None,
+        scaled: Scaled | None = None,
     ) -> Tensor:
-        gated = activation is not None
+        """As `TorchOps.linear`, of the rows after a norm of this weight and eps. scaled: see
+        `Gemms.linear`."""
         weight, bias = self._weight(linear)
-        gelu = activation == "gelu_tanh"
-        return self.gemms.linear(x, weight, bias=bias, gated=gated, gelu=gelu, **norm)
+        return self.gemms.linear(
+            x,
+            weight,
+            bias=bias,
+            gated=activation is not None,
+            gelu=activation == "gelu_tanh",
+            norm=norm,
+            scaled=scaled,
+        )
 
     def norm_linear(
         self, x: Residual, norm: RMSNorm, linear: AnyLinear, activation: Activation | None = None
     ) -> Tensor:
         scaled = x.scaled(norm.weight) if isinstance(x, FusedResidual) else None
-        norm_kwargs = {"norm": (norm.weight, norm.eps), "scaled": scaled}
-        return self.linear(x.value, linear, activation, **norm_kwargs)
+        gain = (norm.weight, norm.eps)
+        return self.linear(x.value, linear, activation, norm=gain, scaled=scaled)
 
     def add_linear(
         self, x: Residual, y: Tensor, linear: AnyLinear, next_norm: RMSNorm | None = None
