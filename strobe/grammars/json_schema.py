@@ -29,10 +29,15 @@ _NAMED = ("$defs", "definitions", "patternProperties", "properties")
 _ANNOTATIONS = frozenset(("$comment", "default", "deprecated", "description", "examples", "title"))
 
 _TYPES = frozenset(("array", "boolean", "integer", "null", "number", "object", "string"))
-_MAX_REFERENCES, _MAX_COMPARED, _MAX_COMPARED_DEPTH = 32, 4000, 3
-"""References followed one after another; comparisons of two schemas, and their depth."""
+_MAX_REFERENCES = 32
+"""References followed one after another."""
 
-_OPEN_LEVELS, _SPACES = 4, 4
+_MAX_COMPARED = 4000
+_MAX_COMPARED_DEPTH = 3
+"""Comparisons of two schemas, and their depth."""
+
+_OPEN_LEVELS = 4
+_SPACES = 4
 """Levels of indentation for a value that the schema lets nest as deep as it likes, and the spaces
 of one level."""
 
@@ -153,10 +158,12 @@ class _Reader:
 
     def _items(self, fields: dict[str, Any]) -> None:
         """Rewrite uniqueItems and contains."""
-        unique, max_items = fields.pop("uniqueItems", False), fields.get("maxItems")
+        unique = fields.pop("uniqueItems", False)
+        max_items = fields.get("maxItems")
         if unique is not False and max_items not in (0, 1):
             self._drop("uniqueItems")
-        least, most = fields.pop("minContains", 1), fields.pop("maxContains", None)
+        least = fields.pop("minContains", 1)
+        most = fields.pop("maxContains", None)
         if "contains" not in fields:
             return
         part = _without_nulls(fields.pop("contains"))
@@ -220,7 +227,8 @@ class _Reader:
             return False
         target = self._target(banned)
         rules = {k: v for k, v in _mapping(target).items() if k not in _ANNOTATIONS}
-        banned_values, values = _values(rules), _values(fields)
+        banned_values = _values(rules)
+        values = _values(fields)
         if set(rules) == {"type"}:
             types = self._types(fields, without="")
             if (left := _without_types(types, rules["type"])) is not None:
@@ -250,7 +258,8 @@ class _Reader:
         schema = self._target(schema)
         if schema is False:
             return frozenset()
-        fields, types = _mapping(schema), _TYPES
+        fields = _mapping(schema)
+        types = _TYPES
         values = self._values(fields)
         if values is not None:
             return frozenset(map(_json_type, values))
@@ -279,8 +288,10 @@ class _Reader:
         self._compared += 1
         if self._compared > _MAX_COMPARED:
             return False
-        a, b = self._target(a), self._target(b)
-        of_a, of_b = self._values(a), self._values(b)
+        a = self._target(a)
+        b = self._target(b)
+        of_a = self._values(a)
+        of_b = self._values(b)
         if of_a is not None and of_b is not None:
             return of_a.keys().isdisjoint(of_b)
         common = types & self._types(a, "") & self._types(b, "")
@@ -417,7 +428,8 @@ def _name_pattern(rules: Mapping[str, Any]) -> str | None:
         return rules["pattern"]
     if not rules or not set(rules) <= {"minLength", "maxLength"}:
         return None
-    shortest, longest = rules.get("minLength", 0), rules.get("maxLength", "")
+    shortest = rules.get("minLength", 0)
+    longest = rules.get("maxLength", "")
     return rf"^[\s\S]{{{shortest},{longest}}}$"
 
 

@@ -23,10 +23,12 @@ _PIECES = re.compile(
 
 def rewrite_lark(grammar: str, convert: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> str:
     """Return a Lark grammar with ASCII classes, and with each JSON schema converted."""
-    parts, position = list[str](), 0
+    parts = list[str]()
+    position = 0
     while (piece := _PIECES.search(grammar, position)) is not None:
         parts.append(grammar[position : piece.start()])
-        position, text = piece.end(), piece[0]
+        position = piece.end()
+        text = piece[0]
         if piece["regex"] is not None and "u" not in piece["flags"]:
             text = f"/{ascii_classes(piece['regex'])}/{piece['flags']}"
         elif piece["json"] is not None:

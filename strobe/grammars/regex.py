@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import re
 
-_DIGIT, _WORD, _SPACE = "0-9", "0-9A-Za-z_", r"\t\n\x0B\f\r\x20"
+_DIGIT = "0-9"
+_WORD = "0-9A-Za-z_"
+_SPACE = r"\t\n\x0B\f\r\x20"
 _CLASSES = {"d": _DIGIT, "w": _WORD, "s": _SPACE}
 _FLAGS = re.compile(r"\(\?([A-Za-z]*)(?:-([A-Za-z]*))?([:)])")
 _CLASS_START = re.compile(r"\[\^?\]?")
@@ -18,8 +20,10 @@ _CLASS_START = re.compile(r"\[\^?\]?")
 def ascii_classes(pattern: str) -> str:
     r"""Return the expression with \d, \w, \s and their complements replaced by ASCII classes, but
     for the parts in which the flag `u` asks for Unicode, as `(?u)` and `(?u:...)` do."""
-    parts, position = list[str](), 0
-    unicode, depth = [False], 0  # of the open groups; open character classes
+    parts = list[str]()
+    position = 0
+    unicode = [False]  # of the open groups
+    depth = 0  # of the open character classes
     while position < len(pattern):
         piece = replacement = pattern[position]
         if piece == "\\":

@@ -60,7 +60,8 @@ class GrammarTrial:
         self._faults: OrderedDict[bytes, str] = OrderedDict()
         self._process: subprocess.Popen[str] | None = None
         self._ready = False
-        self._lock, self._faults_lock = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
+        self._faults_lock = threading.Lock()
 
     def check(self, structured: StructuredOutputs) -> bytes:
         """Return a cache key for the grammar. Raises ValueError for a grammar that does not compile
@@ -143,7 +144,8 @@ class GrammarTrial:
                 "Structured output is unavailable: no process can be started to try grammars out "
                 f"({error.strerror or error})."
             ) from None
-        self._process, self._ready = process, False
+        self._process = process
+        self._ready = False
         self._at_exit = weakref.finalize(self, _stop, process)
 
     def _ask(self, question: str) -> str:
@@ -168,7 +170,9 @@ class GrammarTrial:
     def _wait(self) -> int:
         """End the process and return its exit status."""
         assert self._process is not None
-        process, self._process, self._ready = self._process, None, False
+        process = self._process
+        self._process = None
+        self._ready = False
         self._at_exit.detach()
         _stop(process)
         return process.returncode

@@ -71,13 +71,17 @@ class AccessLog:
         traces: Traces | None = None,
     ):
         """logs: write the lines."""
-        self.app, self.clock, self.logs, self.traces = app, clock, logs, traces
+        self.app = app
+        self.clock = clock
+        self.logs = logs
+        self.traces = traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        arrived, began = time.time(), self.clock()
+        arrived = time.time()
+        began = self.clock()
         _state(scope)["log"] = {}
         seen = _Exchange()
 
@@ -109,7 +113,8 @@ class AccessLog:
             self._write(scope, seen, arrived, self.clock() - began)
 
     def _write(self, scope: Scope, seen: _Exchange, arrived: float, seconds: float) -> None:
-        state, client = _state(scope), scope.get("client")
+        state = _state(scope)
+        client = scope.get("client")
         line: dict[str, Any] = {
             "time": timestamp(arrived),
             "request_id": state.get("request_id"),
@@ -134,7 +139,8 @@ class ResponseCounter:
     """Calls `count` with the path, method and status of each response."""
 
     def __init__(self, app: ASGIApp, count: Callable[[str, str, int], None]):
-        self.app, self.count = app, count
+        self.app = app
+        self.count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -147,7 +147,8 @@ class Connection(HttpToolsProtocol):
 
     def _start_deferred(self) -> None:
         if self._deferred is not None:
-            (cycle, app), self._deferred = self._deferred, None
+            cycle, app = self._deferred
+            self._deferred = None
             self._reserved = not self._admit()
             super()._start_asgi_task(cycle, _refusal(*TOO_MANY) if self._reserved else app)
 
@@ -184,7 +185,8 @@ class Connection(HttpToolsProtocol):
         self._timer = self.loop.call_later(seconds, self._check, seconds)
 
     def _stop_waiting(self) -> None:
-        self._reads_body, self._slow_since = False, inf
+        self._reads_body = False
+        self._slow_since = inf
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -50,7 +50,8 @@ def _converting(request_id: str, send: Send, to_body: ToBody) -> Send:
                 error_start = message
                 return
         elif error_start is not None:
-            start, error_start = error_start, None
+            start = error_start
+            error_start = None
             body = _convert_body(message.get("body", b""), request_id, to_body)
             headers = [h for h in start["headers"] if h[0].lower() != b"content-length"]
             length = (b"content-length", str(len(body)).encode())

@@ -117,7 +117,8 @@ def add_get_endpoints(app: FastAPI, serving: Serving) -> None:
     async def server_info() -> Response:  # pyright: ignore[reportUnusedFunction]
         """The version, the engine's facts, and the settings without API keys."""
         try:
-            facts, settings = serving.facts, asdict(serving.settings)
+            facts = serving.facts
+            settings = asdict(serving.settings)
             settings["api_key"] = len(serving.settings.api_key)
             parts = {"engine": facts._asdict(), "config": asdict(serving.client.config)}
             info = {"version": __version__, **parts, "server": settings}
@@ -171,7 +172,8 @@ def _card(serving: Serving, name: str) -> dict[str, Any]:
 
 
 def _template(serving: Serving) -> dict[str, Any]:
-    forms, reads = serving.formats, serving.template_reads
+    forms = serving.formats
+    reads = serving.template_reads
     return {
         "reasoning": forms.reasoning and forms.reasoning.name,
         "tools": forms.tools and forms.tools.name,

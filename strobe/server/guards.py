@@ -114,7 +114,9 @@ class AllowedHosts:
     site's page reaches the server by a name that resolves to this machine."""
 
     def __init__(self, app: ASGIApp, hosts: Collection[str], loopback: bool, on_reject: OnReject):
-        self.app, self.loopback, self.on_reject = app, loopback, on_reject
+        self.app = app
+        self.loopback = loopback
+        self.on_reject = on_reject
         self.hosts = {allowed_host(host) for host in hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -163,7 +165,8 @@ class ApiKeyGuard:
         open_paths: Collection[str],
         on_reject: OnReject,
     ):
-        self.app, self.keys = app, tuple(keys)
+        self.app = app
+        self.keys = tuple(keys)
         self.digests = [hashlib.sha256(key.secret.encode()).digest() for key in keys]
         self.running = Counter[ApiKeyEntry]()
         self.open_paths = frozenset(open_paths)
@@ -235,7 +238,9 @@ class ShutdownGuard:
     requests go on."""
 
     def __init__(self, app: ASGIApp, shutdown: Shutdown, on_reject: OnReject):
-        self.app, self.shutdown, self.on_reject = app, shutdown, on_reject
+        self.app = app
+        self.shutdown = shutdown
+        self.on_reject = on_reject
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not self.shutdown.stopping or scope["method"] in SAFE_METHODS:
@@ -264,7 +269,9 @@ class BodyLimit:
     they pass it. An invalid Content-Length, or several that differ, are a 400."""
 
     def __init__(self, app: ASGIApp, limit: int, on_reject: OnReject):
-        self.app, self.limit, self.on_reject = app, limit, on_reject
+        self.app = app
+        self.limit = limit
+        self.on_reject = on_reject
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -288,7 +295,8 @@ class BodyLimit:
             await self._counting(scope, receive, send)
 
     async def _counting(self, scope: Scope, receive: Receive, send: Send) -> None:
-        received, started = 0, False
+        received = 0
+        started = False
 
         async def limited() -> Message:
             nonlocal received
@@ -340,7 +348,8 @@ async def send_error(
 
 def _keys(scope: Scope) -> list[bytes]:
     """Return the keys that a client sends. A header that is sent twice is ignored."""
-    bearer, plain = _values(scope, b"authorization"), _values(scope, b"x-api-key")
+    bearer = _values(scope, b"authorization")
+    plain = _values(scope, b"x-api-key")
     keys = plain if len(plain) == 1 else []
     if len(bearer) == 1 and bearer[0].partition(b" ")[0].lower() == b"bearer":
         keys = [*keys, bearer[0].partition(b" ")[2]]

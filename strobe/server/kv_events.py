@@ -123,11 +123,14 @@ class KVEventPublisher:
         import msgspec
         import zmq
 
-        self._rank, config = rank, config.of_rank(rank)
-        self._block_size, self._topic = 0, config.topic.encode()
+        self._rank = rank
+        self._block_size = 0
+        config = config.of_rank(rank)
+        self._topic = config.topic.encode()
         self._encode = msgspec.msgpack.Encoder().encode
         context = zmq.Context.instance()
-        self._socket, self._replay = context.socket(zmq.PUB), None
+        self._socket = context.socket(zmq.PUB)
+        self._replay = None
         self._socket.set_hwm(config.hwm)
         use = self._socket.bind if config.binds else self._socket.connect
         _open(use, "endpoint", config.endpoint)
@@ -142,7 +145,8 @@ class KVEventPublisher:
     def start(self, pool: PagePool) -> None:
         """Publish the changes of a pool from now on."""
         self._block_size = pool.page_size
-        pool.on_stored, pool.on_removed = self._stored, self._removed
+        pool.on_stored = self._stored
+        pool.on_removed = self._removed
         self.flush()
         threading.Thread(target=self._publish, daemon=True, name="strobe-kv-events").start()
 

@@ -163,7 +163,9 @@ class Server:
         template: str | None,
         listener: socket.socket,
     ):
-        self.config, self.settings, self.template = config, settings, template
+        self.config = config
+        self.settings = settings
+        self.template = template
         self.listener = listener
         self.shutdown = Shutdown(retry_after=max(1, int(settings.grace)))
         self._stop = asyncio.Event()
@@ -321,7 +323,8 @@ def make_serving(
     metrics.add_engines(len(client.engines) - 1)
     for engine, own in zip(client.engines, metrics.engines, strict=True):
         own.open_answers = partial(getattr, engine, "num_open")
-        engine.on_snapshot, engine.on_end = own.engine, own.engine_ended
+        engine.on_snapshot = own.engine
+        engine.on_end = own.engine_ended
         engine.on_restart = own.engine_restarted
         engine.on_ready = lambda facts, own=own: own.engine_started(page_size, facts.pages)
         if engine.facts is not None:

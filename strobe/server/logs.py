@@ -61,7 +61,8 @@ class JsonFormatter(logging.Formatter):
 
     def __init__(self, *, show_text: bool = False, engine: int | None = None):
         super().__init__()
-        self.show_text, self.engine = show_text, engine
+        self.show_text = show_text
+        self.engine = engine
 
     def format(self, record: logging.LogRecord) -> str:
         content: Any = record.msg
@@ -86,7 +87,8 @@ class PlainFormatter(logging.Formatter):
 
     def __init__(self, *, show_text: bool = False, engine: int | None = None):
         super().__init__()
-        self.show_text, self.engine = show_text, engine
+        self.show_text = show_text
+        self.engine = engine
 
     def format(self, record: logging.LogRecord) -> str:
         head = f"{timestamp(record.created)} {record.levelname} {_logger(record)}: "

@@ -35,7 +35,9 @@ class ResponseStore:
     are evicted. id_prefix: the beginning of the ids of responses stored here."""
 
     def __init__(self, max_bytes: int):
-        self.max_bytes, self.num_bytes, self.id_prefix = max_bytes, 0, "resp_"
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self.id_prefix = "resp_"
         self._responses: OrderedDict[tuple[bytes | None, str], StoredResponse] = OrderedDict()
 
     def __len__(self) -> int:

@@ -17,7 +17,8 @@ class RootPath:
     """
 
     def __init__(self, app: ASGIApp, root_path: str):
-        self.app, self.root_path = app, root_path
+        self.app = app
+        self.root_path = root_path
         self._said = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -61,7 +61,10 @@ class RequestRejected(Exception):
         retry_after: int | None = None,
     ):
         super().__init__(message)
-        self.status, self.code, self.param, self.retry_after = status, code, param, retry_after
+        self.status = status
+        self.code = code
+        self.param = param
+        self.retry_after = retry_after
 
 
 logger = logging.getLogger(__name__)
@@ -296,7 +299,8 @@ class Serving:
         limit: the name and value of the field whose tokens must fit too. field: the prompt's field.
         Raises FieldError if the prompt is empty or does not fit the context with its answer.
         """
-        max_length, (name, max_new_tokens) = self.facts.max_model_len, limit
+        max_length = self.facts.max_model_len
+        name, max_new_tokens = limit
         if keep is not None:
             room = max(1, max_length - max(max_new_tokens or 1, 1)) if keep == -1 else keep
             ids = ids[-room:]
@@ -444,7 +448,8 @@ def check_template(tokenizer: Tokenizer, template: str) -> None:
         tokenizer.chat_text([{"role": "user", "content": "Hello"}], chat_template=template)
     except ValueError as error:
         if isinstance(error.__cause__, jinja2.TemplateSyntaxError):
-            line, message = error.__cause__.lineno, " ".join(str(error.__cause__).split())
+            line = error.__cause__.lineno
+            message = " ".join(str(error.__cause__).split())
             raise ValueError(
                 f"The chat template does not compile (line {line}): {message.rstrip('.')}."
             ) from None

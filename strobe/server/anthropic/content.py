@@ -15,7 +15,8 @@ class _Block:
     """Base class of blocks. index: the block's index in the content."""
 
     def __init__(self, index: int):
-        self.index, self.text = index, ""
+        self.index = index
+        self.text = ""
 
     def item(self) -> dict[str, Any]:
         raise NotImplementedError
@@ -52,7 +53,8 @@ class Thinking(_Block):
 
     def __init__(self, index: int, *, shown: bool):
         super().__init__(index)
-        self._shown, self._ended = shown, False
+        self._shown = shown
+        self._ended = False
 
     def item(self) -> dict[str, Any]:
         text = self.text if self._shown else ""
@@ -79,7 +81,8 @@ class ToolUse(_Block):
 
     def __init__(self, index: int, name: str):
         super().__init__(index)
-        self.name, self.id = name, f"toolu_{secrets.token_hex(12)}"
+        self.name = name
+        self.id = f"toolu_{secrets.token_hex(12)}"
 
     def item(self) -> dict[str, Any]:
         arguments = read_object(self.text) or {}

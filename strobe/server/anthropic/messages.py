@@ -36,7 +36,8 @@ async def messages(serving: Serving, http: Request) -> Response:
         return replies.error_response(serving, error)
     report = replies.wants_report(http, request)
     reply = MessageReply(request, prepared, answer, report)
-    runs, deadline = [answer.run], prepared.deadline
+    runs = [answer.run]
+    deadline = prepared.deadline
     if request.stream:
         failed = functools.partial(_error_response, prepared.job.request_id)
         ending = replies.StreamEnd(failed)
@@ -66,8 +67,11 @@ class MessageReply:
     def __init__(
         self, request: MessagesRequest, prepared: Prepared, answer: OrderedAnswer, report: bool
     ):
-        self.request, self.prepared, self.answer = request, prepared, answer
-        self.run, self.report = answer.run, report
+        self.request = request
+        self.prepared = prepared
+        self.answer = answer
+        self.run = answer.run
+        self.report = report
 
     async def body(self) -> dict[str, Any]:
         """Return the whole message after the answer has ended."""

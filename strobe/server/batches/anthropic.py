@@ -101,7 +101,8 @@ def _ended(record: dict[str, Any], hint: str) -> dict[str, Any]:
 
 def _batch(runner: BatchRunner, record: Mapping[str, Any], http: Request) -> dict[str, Any]:
     """Return a batch in Anthropic's format."""
-    status, name = record["status"], record["id"]
+    status = record["status"]
+    name = record["id"]
     ended = status not in RUNNING
     succeeded, errored = runner.counts(name)
     left = record["total"] - succeeded - errored

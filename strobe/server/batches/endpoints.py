@@ -22,7 +22,8 @@ from strobe.server.serving import RequestRejected, Serving
 Endpoint = Callable[[Serving, BatchRunner, str, Request], Awaitable[Response]]
 Method = Literal["GET", "POST", "DELETE"]
 
-_BATCHES, _MESSAGES = "/v1/batches", "/v1/messages/batches"
+_BATCHES = "/v1/batches"
+_MESSAGES = "/v1/messages/batches"
 CREATES: dict[Endpoint, Post] = {
     openai.create: Post(_BATCHES, "Start a batch.", BatchRequest, bodies.Batch),
     anthropic.create: Post(

@@ -58,7 +58,8 @@ class AnswerFile:
         """Append an answer. Raises ValueError if that fails; the file keeps whole lines only."""
         # json.dumps escapes U+2028 and the like, which some programs take for line breaks.
         data = json.dumps(line).encode() + b"\n"
-        size, written = os.fstat(self._fd).st_size, 0
+        size = os.fstat(self._fd).st_size
+        written = 0
         try:
             while written < len(data):
                 written += os.write(self._fd, data[written:])

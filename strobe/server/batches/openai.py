@@ -67,13 +67,15 @@ def _form(kind: str, body: bytes) -> tuple[dict[str, str], str, bytes | None]:
     if not form.is_multipart() or form.defects:
         raise FieldError("The body is not a multipart form; send the file as a form.", None)
     fields: dict[str, str] = {}
-    filename, content = "", None
+    filename = ""
+    content = None
     for part in form.iter_parts():
         name = part.get_param("name", header="content-disposition")
         value = part.get_payload(decode=True)
         data = value if isinstance(value, bytes) else b""
         if name == "file":
-            filename, content = part.get_filename() or "", data
+            filename = part.get_filename() or ""
+            content = data
         else:
             fields[str(name)] = data.decode(errors="replace")
     return fields, filename, content
@@ -120,7 +122,8 @@ async def delete(serving: Serving, runner: BatchRunner, owner: str, http: Reques
 async def create(serving: Serving, runner: BatchRunner, owner: str, http: Request) -> Response:
     """Answer POST /v1/batches."""
     request = BatchRequest.read(await http.body(), lenient=serving.settings.lenient)
-    store, source = runner.store, request.input_file_id
+    store = runner.store
+    source = request.input_file_id
     if not source.startswith("file_") or store.get(source, owner) is None:
         raise not_found("file", source, "input_file_id")
     errors: list[dict[str, Any]] | None = None
@@ -178,7 +181,8 @@ def _file(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def _batch(runner: BatchRunner, record: Mapping[str, Any]) -> dict[str, Any]:
     """Return a batch in OpenAI's format."""
-    name, ended = record["id"], record["status"] not in RUNNING
+    name = record["id"]
+    ended = record["status"] not in RUNNING
     completed, failed = runner.counts(name)
     errors = record["errors"]
     return {

@@ -78,7 +78,8 @@ class MessageBatchRequest(RequestModel):
         for index, request in enumerate(self.requests):
             path = f"requests[{index}]"
             fields = self._warnings.split(request, ("custom_id", "params"), "", path)
-            name, params = fields.get("custom_id"), fields.get("params")
+            name = fields.get("custom_id")
+            params = fields.get("params")
             if not isinstance(name, str) or not name:
                 raise invalid_value(f"{path}.custom_id", name, "a string of one or more characters")
             if name in names:

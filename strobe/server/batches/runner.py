@@ -27,7 +27,9 @@ class BatchRunner:
     """Answers the requests of the batches in a store. app: the application without API keys."""
 
     def __init__(self, serving: Serving, store: BatchStore, app: ASGIApp):
-        self.serving, self.store, self.app = serving, store, app
+        self.serving = serving
+        self.store = store
+        self.app = app
         self._queue: asyncio.Queue[str] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
         self._running: tuple[str, asyncio.Task[None]] | None = None

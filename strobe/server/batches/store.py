@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 ID = re.compile(r"(file|batch|msgbatch)_[0-9a-f]{24}")
-OUTPUT, ERRORS = "_output", "_errors"
+OUTPUT = "_output"
+ERRORS = "_errors"
 """Suffixes of a batch's id in the ids of its output files."""
 
 RUNNING = ("validating", "in_progress", "cancelling")

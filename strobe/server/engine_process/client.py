@@ -40,7 +40,8 @@ from strobe.step import TokenEvent
 
 logger = logging.getLogger(__name__)
 
-MAX_ENDS, WITHIN_SECONDS = 3, 60.0
+MAX_ENDS = 3
+WITHIN_SECONDS = 60.0
 """The engine process is not restarted if it ends MAX_ENDS times within WITHIN_SECONDS."""
 
 
@@ -72,7 +73,8 @@ class Generation:
     """
 
     def __init__(self, client: EngineClient, prompt: Submit):
-        self._client, self.prompt = client, prompt
+        self._client = client
+        self.prompt = prompt
         self.engine = 0  # the number of the replica that answers
         self.started = self.moved = False
         self.open = set(range(prompt.params.n))
@@ -138,7 +140,8 @@ class Generation:
             if event.finish_reason is not None:
                 self.open.discard(event.sibling)
             if event.tokens:
-                self.first_ended, self.last_ended = self.first_ended or ended, ended
+                self.first_ended = self.first_ended or ended
+                self.last_ended = ended
         self._events.append(events)
         self._wake.set()
 
@@ -172,10 +175,14 @@ class EngineClient:
         kv_events: KVEventsConfig | None = None,
         replica: Replica | None = None,
     ):
-        self.config, self.restart, self.kv_events = config, restart, kv_events
-        self.engines, self.replica = [self], replica
+        self.config = config
+        self.restart = restart
+        self.kv_events = kv_events
+        self.engines = [self]
+        self.replica = replica
         number = None if replica is None else replica.number
-        self.logs, self._logger = replace(logs, engine=number), engine_logger(logger, number)
+        self.logs = replace(logs, engine=number)
+        self._logger = engine_logger(logger, number)
         self.facts: Ready | None = None
         self.failed: Failed | None = None
         self.dead = False
@@ -340,7 +347,8 @@ class EngineClient:
         elif isinstance(message, Ready):
             if self.restarting:
                 self._logger.info("the engine can answer again")
-            self.facts, self.restarting = message, False
+            self.facts = message
+            self.restarting = False
             self._ready.set()
             self.on_ready(message)
         else:
@@ -372,7 +380,8 @@ class EngineClient:
         generations = list(self._generations.values())
         self._generations.clear()
         self.facts = None if restarts else self.facts
-        self.restarting, self.dead = restarts, not restarts
+        self.restarting = restarts
+        self.dead = not restarts
         for generation in generations:
             if not generation.started and self.on_orphan(generation):
                 continue
@@ -422,5 +431,6 @@ class EngineClient:
             self.start()
         except OSError as error:
             self._logger.error("the engine's process cannot be started again (%s)", error)
-            self.dead, self.restarting = True, False
+            self.dead = True
+            self.restarting = False
             self.on_death()

@@ -67,7 +67,8 @@ def share_memory(config: EngineConfig, count: int) -> EngineConfig:
     CPU's memory. Raises ValueError if kv_cache_memory is too large for that."""
     if config.device != "cpu":
         return config
-    free, num_caches = free_host_memory(), count * config.tensor_parallel_size
+    free = free_host_memory()
+    num_caches = count * config.tensor_parallel_size
     if config.kv_cache_memory is None:
         share = free // (2 * num_caches)
         return config.with_(kv_cache_memory=share) if share < CPU_KV_CACHE else config

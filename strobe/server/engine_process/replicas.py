@@ -55,7 +55,8 @@ class PrefixIndex:
 
 def prefix_keys(prompt_ids: Sequence[int], cache_salt: str, page_size: int) -> list[int]:
     """Return a key of each page that another prompt can share, by its tokens and all before."""
-    key, keys = hash(cache_salt), list[int]()
+    key = hash(cache_salt)
+    keys = list[int]()
     for end in range(page_size, len(prompt_ids), page_size):
         key = hash((key, *prompt_ids[end - page_size : end]))
         keys.append(key)
@@ -86,7 +87,8 @@ class Replicas:
             for replica in make_replicas(config, settings.data_parallel_size)
         ]
         for number, engine in enumerate(self.engines):
-            engine.engines, engine.on_death = self.engines, partial(self._engine_died, number)
+            engine.on_death = partial(self._engine_died, number)
+            engine.engines = self.engines
             engine.on_orphan = self._move
         self._prefixes: dict[int, tuple[Ready, PrefixIndex]] = {}
         self._num_routed = [0] * len(self.engines)

@@ -28,7 +28,8 @@ class Watchdog:
     """
 
     def __init__(self, is_waiting: Callable[[], bool], on_stall: Callable[[str], None]):
-        self._is_waiting, self._on_stall = is_waiting, on_stall
+        self._is_waiting = is_waiting
+        self._on_stall = on_stall
         self._silent = self._stopped = 0
         self._timer: asyncio.TimerHandle | None = None
 

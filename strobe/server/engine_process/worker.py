@@ -49,7 +49,8 @@ from strobe.warmup.steps import warm_up
 logger = logging.getLogger(__name__)
 
 _SNAPSHOT_EVERY = 0.1
-_RETRY_GRAMMARS, _CHECK_RANKS = 5.0, 1.0
+_RETRY_GRAMMARS = 5.0
+_CHECK_RANKS = 1.0
 """Seconds between attempts to compile grammars again, and between looks at an idle engine's ranks.
 """
 
@@ -138,7 +139,9 @@ class Worker:
     def __init__(
         self, engine: Engine, pipe: Connection, after_step: Callable[[], None] = lambda: None
     ):
-        self.engine, self.pipe, self.after_step = engine, pipe, after_step
+        self.engine = engine
+        self.pipe = pipe
+        self.after_step = after_step
         self.inbox: queue.SimpleQueue[FromServer | Rejected | Grammars] = queue.SimpleQueue()
         self.grammars: queue.SimpleQueue[Submit] = queue.SimpleQueue()
         self.compiling: set[int] = set()
@@ -178,7 +181,8 @@ class Worker:
             return []
 
     def snapshot(self) -> EngineSnapshot:
-        scheduler, pool = self.engine.scheduler, self.engine.components.pool
+        scheduler = self.engine.scheduler
+        pool = self.engine.components.pool
         return EngineSnapshot(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
@@ -207,7 +211,8 @@ class Worker:
         unavailable it retries every _RETRY_GRAMMARS seconds."""
         fault: str | None = None
         while True:
-            last_fault, error_message = fault, None
+            last_fault = fault
+            error_message = None
             try:
                 message = self.grammars.get(timeout=None if fault is None else _RETRY_GRAMMARS)
             except queue.Empty:
@@ -223,7 +228,8 @@ class Worker:
             except Exception as error:
                 if not isinstance(error, ValueError):
                     logger.exception("a grammar could not be compiled")
-                fault, error_message = None, str(error)
+                fault = None
+                error_message = str(error)
             if fault != last_fault:
                 self.inbox.put(Grammars(fault))
             if message is not None and error_message is None:
@@ -234,7 +240,8 @@ class Worker:
     def _process_inbox(self) -> bool:
         """Handle all messages in the inbox; waits for one if the engine is idle. Returns False
         for Stop."""
-        wait, split = not self.engine.has_work, self.engine.resolved.split
+        wait = not self.engine.has_work
+        split = self.engine.resolved.split
         while True:
             try:
                 message = self.inbox.get(block=wait, timeout=_CHECK_RANKS if split.group else None)

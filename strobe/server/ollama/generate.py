@@ -130,8 +130,12 @@ class OllamaReply:
         part: Part,
         report: bool,
     ):
-        self.serving, self.request, self.prepared, self.run = serving, request, prepared, run
-        self.part, self.report = part, report
+        self.serving = serving
+        self.request = request
+        self.prepared = prepared
+        self.run = run
+        self.part = part
+        self.report = report
         self.message = AssistantMessage(ToolCallCollector(parallel=True))
 
     async def body(self) -> dict[str, Any]:
@@ -140,7 +144,8 @@ class OllamaReply:
             for progress in steps:
                 self.message.take(progress)
         replies.check_answers([self.run])
-        message, run = self.message, self.run
+        message = self.message
+        run = self.run
         calls = self._calls(0)
         body = _head(self.prepared.name) | self.part(message.content, message.reasoning, calls)
         if self.request.logprobs:

@@ -76,7 +76,9 @@ async def ollama_show(serving: Serving, http: Request) -> Response:
     try:
         request = ShowRequest.read(await http.body(), lenient=serving.settings.lenient)
         serving.name(request.model or request.name)
-        facts, formats, details = serving.facts, serving.formats, _details(serving)
+        facts = serving.facts
+        formats = serving.formats
+        details = _details(serving)
         template = serving.chat_template or serving.tokenizer.hf.chat_template
         family = details["family"]
         body = {

@@ -77,8 +77,10 @@ async def prepare(
     which the chat template is not applied. whole_calls: parse each call at its end only. Raises
     FieldError, RequestRejected.
     """
-    name, facts = serving.name(request.model), serving.facts
-    keep, deadline = request.truncate_prompt_tokens, replies.Deadline(serving, request.timeout)
+    name = serving.name(request.model)
+    facts = serving.facts
+    keep = request.truncate_prompt_tokens
+    deadline = replies.Deadline(serving, request.timeout)
 
     def encode() -> tuple[RenderedChat, list[int]]:
         if raw_prompt is None:
@@ -102,7 +104,8 @@ async def prepare(
             f"{limit} is {max_tokens}, but the answer has at most {counted(room, 'token')}: the "
             f"context holds {facts.max_model_len} and the prompt has {len(ids)}."
         )
-    toolbox, forms = request.toolbox, serving.formats
+    toolbox = request.toolbox
+    forms = serving.formats
     tools = [_tool(tool) for tool in toolbox.tools]
     forced = toolbox.choice.forced
     parse = _parser(forms, tools, prompt.text, forced=forced, whole_calls=whole_calls)
@@ -232,7 +235,9 @@ class AssistantMessage:
         self.reasoning += parsed.reasoning
         delta: dict[str, Any] = {}
         if not self.begun:
-            self.begun, delta["role"], delta["content"] = True, "assistant", ""
+            self.begun = True
+            delta["role"] = "assistant"
+            delta["content"] = ""
         if parsed.reasoning:
             delta |= dict.fromkeys(REASONING_NAMES, parsed.reasoning)
         if parsed.content:
@@ -269,7 +274,10 @@ class ChatReply:
         run: PromptRun,
         report: bool,
     ):
-        self.serving, self.request, self.prepared, self.run = serving, request, prepared, run
+        self.serving = serving
+        self.request = request
+        self.prepared = prepared
+        self.run = run
         self.report = report
         self.id = f"chatcmpl-{prepared.job.request_id}"
         self.created = int(time.time())
@@ -284,7 +292,8 @@ class ChatReply:
             for progress in steps:
                 self.messages[progress.choice.index].take(progress)
         replies.check_answers([self.run])
-        tokenizer, request = self.serving.tokenizer, self.request
+        tokenizer = self.serving.tokenizer
+        request = self.request
         choices: list[dict[str, Any]] = []
         for choice, message in zip(self.run.choices, self.messages, strict=True):
             message.content = request.echo_text + message.content
@@ -309,7 +318,8 @@ class ChatReply:
 
     async def events(self) -> AsyncGenerator[bytes]:
         """Yield the chunks of the stream."""
-        request, options = self.request, self.request.stream_options
+        request = self.request
+        options = self.request.stream_options
         head = self._head("chat.completion.chunk")
         first: dict[str, Any] = {}
         if request.return_token_ids:
@@ -338,7 +348,8 @@ class ChatReply:
 
     def _chunk(self, progress: Progress) -> dict[str, Any] | None:
         """Return a chunk's choice, None if there is nothing to send."""
-        request, choice = self.request, progress.choice
+        request = self.request
+        choice = progress.choice
         message = self.messages[choice.index]
         begun = message.begun
         delta = message.take(progress)

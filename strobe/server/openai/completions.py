@@ -111,7 +111,9 @@ async def start(
 async def _prompt(
     serving: Serving, request: CompletionRequest | InfillRequest, raw_prompt: str | list[int]
 ) -> Prompt:
-    tokenizer, gap, field = serving.tokenizer, request.gap, request.prompt_field
+    tokenizer = serving.tokenizer
+    gap = request.gap
+    field = request.prompt_field
 
     def infilled(ids: list[int]) -> list[int]:
         return ids if gap is None else infill_ids(serving, ids, gap)
@@ -151,8 +153,10 @@ class CompletionReply:
         started: Started,
         report: bool,
     ):
-        self.serving, self.request = serving, request
-        self.prompts, self.runs = started.prompts, started.runs
+        self.serving = serving
+        self.request = request
+        self.prompts = started.prompts
+        self.runs = started.runs
         self.report = report
         self.warnings = request.warnings()
         self.head = {
@@ -176,7 +180,9 @@ class CompletionReply:
         return body | replies.extras(self.runs, self.report, self.warnings)
 
     def _choice(self, place: int, choice: ChoiceState, index: int) -> dict[str, Any]:
-        request, run, prompt = self.request, self.runs[place], self.prompts[place]
+        request = self.request
+        run = self.runs[place]
+        prompt = self.prompts[place]
         text = (prompt.text if request.echo else "") + choice.output.text
         entry: dict[str, Any] = {
             "index": index,
@@ -204,7 +210,9 @@ class CompletionReply:
 
     def _prompt_part(self, run: PromptRun, prompt: Prompt) -> LogprobsBuilder:
         """Return the prompt's tokens and their log probabilities, for echo."""
-        parts, tokenizer, count = LogprobsBuilder(), self.serving.tokenizer, self.request.logprobs
+        parts = LogprobsBuilder()
+        tokenizer = self.serving.tokenizer
+        count = self.request.logprobs
         entries = run.prompt_logprobs or [None] * len(prompt.ids)
         stream = TextStream(tokenizer, skip_special_tokens=False)
         pieces = [stream.step(token) for token in prompt.ids]
@@ -253,13 +261,17 @@ class CompletionReply:
             yield replies.event(last | {"speculation": speculation(self.runs)})
 
     def _chunks(self, place: int, steps: list[Progress]) -> list[bytes]:
-        request, run, prompt = self.request, self.runs[place], self.prompts[place]
+        request = self.request
+        run = self.runs[place]
+        prompt = self.prompts[place]
         options = request.stream_options
         chunks: list[bytes] = []
         for progress in steps:
-            choice, delta = progress.choice, progress.delta
+            choice = progress.choice
+            delta = progress.delta
             parts = LogprobsBuilder()
-            text, first = delta.text, (place, choice.index) not in self._offsets
+            text = delta.text
+            first = (place, choice.index) not in self._offsets
             if first:
                 self._offsets[place, choice.index] = 0
                 if request.echo:

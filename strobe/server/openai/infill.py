@@ -36,7 +36,9 @@ class InfillReply:
     """Builds the response of /infill, whole or streamed."""
 
     def __init__(self, request: InfillRequest, started: Started, report: bool):
-        self.request, self.name, self.report = request, started.name, report
+        self.request = request
+        self.name = started.name
+        self.report = report
         (self.run,) = started.runs
 
     async def body(self) -> dict[str, Any]:
@@ -58,7 +60,8 @@ class InfillReply:
 
     def _last(self, text: str) -> dict[str, Any]:
         """Return the text with the reason of its end, counts and durations."""
-        choice, count = self.run.choices[0], len(self.run.choices[0].output.token_ids)
+        choice = self.run.choices[0]
+        count = len(self.run.choices[0].output.token_ids)
         word = choice.output.stop_reason if isinstance(choice.output.stop_reason, str) else ""
         warnings = [*self.request.warnings(), *replies.ending_warnings(self.run)]
         was_cut = choice.output.finish_reason in CUT_SHORT
@@ -77,7 +80,8 @@ class InfillReply:
         } | replies.extras([self.run], self.report, warnings)
 
     def _timings(self, count: int) -> dict[str, Any]:
-        choice, job = self.run.choices[0], self.run.job
+        choice = self.run.choices[0]
+        job = self.run.job
         total = time.monotonic() - job.started_at
         first = total if choice.first_token_seconds is None else choice.first_token_seconds
         started, ended = self.run.decoded

@@ -35,7 +35,8 @@ def listed(
     FieldError."""
     query = http.query_params
     check_query(http, ("limit", "order", after, *others))
-    limit, order = query.get("limit", str(DEFAULT_ITEMS)), query.get("order", "desc")
+    limit = query.get("limit", str(DEFAULT_ITEMS))
+    order = query.get("order", "desc")
     if not (limit.isascii() and limit.isdigit()) or not 1 <= int(limit[:9]) <= max_items:
         raise invalid_value("limit", limit, f"a whole number from 1 to {max_items}")
     if order not in ("asc", "desc"):

@@ -39,7 +39,8 @@ class OutputItems:
     def __init__(self, make: Callable[[Segment, int], OutputItem], *, parallel: bool):
         """make: returns an item for its first segment and its index in the output. parallel: if
         False, all calls after the first are dropped."""
-        self._make, self._parallel = make, parallel
+        self._make = make
+        self._parallel = parallel
         self._items: list[OutputItem] = []
         self._open: tuple[str, int] | None = None
         self._arguments = ""  # of the last call
@@ -75,7 +76,8 @@ class OutputItems:
     def close(self, status: Status) -> list[Event]:
         """End the open item, if there is one; a call with all its arguments is complete whatever
         ended the answer. Returns its events."""
-        open_item, self._open = self._open, None
+        open_item = self._open
+        self._open = None
         if open_item is not None and open_item[0] == "call" and self.calls_are_complete:
             status = "completed"
         return self._items[-1].end(status) if open_item is not None else []
@@ -98,9 +100,12 @@ class OrderedAnswer:
         self, serving: Serving, request: ConvertedRequest, job: GenerationJob, items: OutputItems
     ):
         """Submit the prompt to the engine. Raises RequestRejected, EngineDead."""
-        self._segments, self._attribution = OrderedParser(job.parser()), TokenAttribution()
-        self._tokenizer, self._request = serving.tokenizer, request
-        self.items, self.reasoning_tokens = items, 0
+        self._segments = OrderedParser(job.parser())
+        self._attribution = TokenAttribution()
+        self._tokenizer = serving.tokenizer
+        self._request = request
+        self.items = items
+        self.reasoning_tokens = 0
         self.run = PromptRun(serving, replace(job, parser=lambda: self._segments))
 
     @property

@@ -135,7 +135,10 @@ class StreamedResponse(Response):
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(headers=headers, media_type=media_type)
         del self.headers["content-length"]
-        self._first, self._rest, self._at_end, self._deadline = first, rest, at_end, deadline
+        self._first = first
+        self._rest = rest
+        self._at_end = at_end
+        self._deadline = deadline
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}

@@ -13,7 +13,8 @@ class _Item:
     """Base class of items. index: the item's index in the output."""
 
     def __init__(self, index: int, prefix: str):
-        self.index, self.id = index, f"{prefix}_{secrets.token_hex(12)}"
+        self.index = index
+        self.id = f"{prefix}_{secrets.token_hex(12)}"
         self.status: Status = "in_progress"
         self.text = ""
 
@@ -109,7 +110,8 @@ class Call(_Item):
 
     def __init__(self, index: int, name: str):
         super().__init__(index, "fc")
-        self.name, self.call_id = name, f"call_{secrets.token_hex(12)}"
+        self.name = name
+        self.call_id = f"call_{secrets.token_hex(12)}"
 
     def item(self) -> dict[str, Any]:
         return {

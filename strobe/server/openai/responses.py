@@ -39,7 +39,8 @@ async def responses(serving: Serving, http: Request) -> Response:
     report = replies.wants_report(http, request)
     saver = _ResponseSaver(serving.responses, owner(http), previous_items)
     reply = ResponseReply(request, prepared, answer, saver, report)
-    runs, deadline = [answer.run], prepared.deadline
+    runs = [answer.run]
+    deadline = prepared.deadline
     if request.stream:
         ending = replies.StreamEnd(reply.failed)
         return await replies.stream_response(serving, http, runs, reply.events, deadline, ending)
@@ -108,9 +109,13 @@ class ResponseReply:
         saver: _ResponseSaver,
         report: bool,
     ):
-        self.request, self.prepared, self.answer = request, prepared, answer
-        self.run, self.items = answer.run, answer.items
-        self.report, self._saver = report, saver
+        self.request = request
+        self.prepared = prepared
+        self.answer = answer
+        self.run = answer.run
+        self.items = answer.items
+        self.report = report
+        self._saver = saver
         self.stores = request.store and saver.store.max_bytes > 0
         self.created = int(time.time())
         self._sent = 0
@@ -127,7 +132,8 @@ class ResponseReply:
         async for events in self.answer.steps():
             out = b""
             if not begun:
-                begun, response = True, self._response("in_progress") | {"output": []}
+                begun = True
+                response = self._response("in_progress") | {"output": []}
                 out += self._event({"type": "response.created", "response": response})
                 out += self._event({"type": "response.in_progress", "response": response})
             out += b"".join(map(self._event, events))
@@ -170,7 +176,8 @@ class ResponseReply:
 
     def _response(self, status: str) -> dict[str, Any]:
         """Return the response so far, which echoes the request's options."""
-        request, params = self.request, self.prepared.job.params
+        request = self.request
+        params = self.prepared.job.params
         response: dict[str, Any] = {
             "id": self._saver.store.id_prefix + self.prepared.job.request_id,
             "object": "response",

@@ -63,12 +63,16 @@ class ChoiceState:
         started_at: float,
     ):
         """metrics: returns those of the engine that answers, which changes if it ends."""
-        self.job, self.index, self.parser = job, index, job.parser()
+        self.job = job
+        self.index = index
+        self.parser = job.parser()
         self.builder = AnswerBuilder(
             serving.tokenizer, job.params, request_id=job.request_id, index=index
         )
-        self.output, self.draft_counts = self.builder.output, self.builder.draft_counts
-        self._serving, self._metrics_of_engine = serving, metrics
+        self.output = self.builder.output
+        self.draft_counts = self.builder.draft_counts
+        self._serving = serving
+        self._metrics_of_engine = metrics
         self._started_at = self._last_token_at = started_at
         self.queue_time: float | None = None
         self.first_token_seconds: float | None = None

@@ -68,7 +68,8 @@ class OrderedParser:
 
     def take(self) -> list[Segment]:
         """Return the segments since the last call."""
-        segments, self._segments = self._segments, []
+        segments = self._segments
+        self._segments = []
         return segments
 
     def _push(self, piece: str) -> Parsed:
@@ -127,7 +128,8 @@ class TokenAttribution:
     def add(self, delta: StreamDelta) -> None:
         """Add a step's tokens."""
         for i, piece in enumerate(delta.pieces):
-            start, self._end = self._end, self._end + len(piece)
+            start = self._end
+            self._end += len(piece)
             logprob = delta.logprobs[i] if i < len(delta.logprobs) else None
             self._tokens.append(_Token(start, self._end, logprob))
 

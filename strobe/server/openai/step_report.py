@@ -12,7 +12,8 @@ from strobe.text.tokenizer import Tokenizer
 def step_of(delta: StreamDelta, tokenizer: Tokenizer) -> dict[str, Any]:
     """Describe a verify step for the page: each token's text and whether it was a draft; if the
     request reads its drafts, those that were rejected and the drafter's confidence in each."""
-    accepted, verified = delta.num_accepted, delta.num_verified
+    accepted = delta.num_accepted
+    verified = delta.num_verified
     tokens = [[piece, i < accepted] for i, piece in enumerate(delta.pieces)]
     step: dict[str, Any] = {"tokens": tokens, "drafted": verified, "accepted": accepted}
     if delta.drafts:

@@ -22,7 +22,8 @@ async def tokenize(serving: Serving, http: Request) -> Response:
         max_length = serving.facts.max_model_len
 
         def encode() -> bytes:
-            tokenizer, add_special_tokens = serving.tokenizer, request.adds_special_tokens
+            tokenizer = serving.tokenizer
+            add_special_tokens = request.adds_special_tokens
             warnings = request.warnings()
             try:
                 if request.prompt is None:

@@ -90,11 +90,14 @@ def add_event_stream(app: FastAPI, serving: Serving) -> None:
 
 async def engine_events(serving: Serving) -> AsyncGenerator[bytes]:
     """Yield the engine's state as server-sent events, until the server stops."""
-    last, sent_at = None, 0.0
+    last = None
+    sent_at = 0.0
     while True:
-        now, state = time.monotonic(), engine_state(serving)
+        now = time.monotonic()
+        state = engine_state(serving)
         if state != last:
-            last, sent_at = state, now
+            last = state
+            sent_at = now
             yield replies.event({**state, "time": round(now, 3)})
         elif now - sent_at >= SILENT_SECONDS:
             sent_at = now
@@ -106,7 +109,8 @@ async def engine_events(serving: Serving) -> AsyncGenerator[bytes]:
 
 def engine_state(serving: Serving) -> dict[str, Any]:
     """Return why the engine cannot answer, None if it can, and its load and totals."""
-    client, problem = serving.client, None
+    client = serving.client
+    problem = None
     if serving.shutdown.stopping:
         problem = "The server is stopping."
     elif not client.can_answer:

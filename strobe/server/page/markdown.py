@@ -88,7 +88,9 @@ def close(text: str) -> str:
 def _fences(text: str) -> tuple[bool, int]:
     """Return whether a text ends in a block of code between fences, and where its last closed one
     ends."""
-    fence, end, position = "", 0, 0
+    fence = ""
+    end = 0
+    position = 0
     for line in text.splitlines(keepends=True):
         position += len(line)
         match = _FENCE.match(line)
@@ -97,7 +99,8 @@ def _fences(text: str) -> tuple[bool, int]:
         if not fence:
             fence = match[1]
         elif match[1].startswith(fence) and not line.strip().strip(fence[0]):
-            fence, end = "", position
+            fence = ""
+            end = position
     return bool(fence), end
 
 
@@ -108,7 +111,8 @@ def _close_inline(text: str) -> str:
     prose = mask(text)
     link = re.search(r"!?\[([^\[\]]*)(\]\(?[^()\s]*)?$", prose)
     if link is not None:
-        text, prose = text[: link.start()] + link[1], prose[: link.start()] + link[1]
+        text = text[: link.start()] + link[1]
+        prose = prose[: link.start()] + link[1]
     ends = ""
     for mark in ("~~", "**"):
         if prose.count(mark) % 2:

@@ -43,7 +43,9 @@ __all__ = [
 
 Format = TypeVar("Format")
 
-_GPT_OSS, _LLAMA3, _QWEN3_CODER = GptOss(), Llama3(), Qwen3Coder()
+_GPT_OSS = GptOss()
+_LLAMA3 = Llama3()
+_QWEN3_CODER = Qwen3Coder()
 _QWEN3 = ThinkingTags("qwen3", "<think>", "</think>", gap="\n\n", keep_special=False)
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(

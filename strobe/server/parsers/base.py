@@ -74,7 +74,9 @@ class StateParser:
 
     def _flush(self) -> Parsed:
         parsed = Parsed("".join(self._reasoning), "".join(self._content), tuple(self._calls))
-        self._reasoning, self._content, self._calls = [], [], []
+        self._reasoning = []
+        self._content = []
+        self._calls = []
         return parsed
 
 
@@ -179,7 +181,8 @@ def join(parts: Sequence[Parsed]) -> Parsed:
 
 def held_back(text: str, *markers: str) -> int:
     """Return the number of characters at a text's end that may begin one of the markers."""
-    longest, heads = max(map(len, markers)) - 1, {marker[0] for marker in markers}
+    longest = max(map(len, markers)) - 1
+    heads = {marker[0] for marker in markers}
     for count in range(min(longest, len(text)), 0, -1):
         if text[-count] in heads and any(marker.startswith(text[-count:]) for marker in markers):
             return count

@@ -11,7 +11,9 @@ from strobe.server.parsers.base import Tool, held_back
 from strobe.server.parsers.call_reader import CallReader
 from strobe.server.parsers.schemas import ANY, Arguments, as_json, read_arguments
 
-OPENER, CLOSER, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
+OPENER = "<|tool_call>"
+CLOSER = "<tool_call|>"
+QUOTE = '<|"|>'
 CALL = "call:"
 NAME = re.compile(r"[^\s{}<>]{1,200}")
 """Function names that the format can represent."""
@@ -56,7 +58,8 @@ class CallGemma4(CallReader):
         added = super().push(text)
         if self.begun:
             self.raw = self.raw[self._at :]
-            self._seen, self._at = max(0, self._seen - self._at), 0
+            self._seen = max(0, self._seen - self._at)
+            self._at = 0
         return added
 
     def finish(self, *, cut: bool) -> str:
@@ -126,7 +129,8 @@ class CallGemma4(CallReader):
         self._pass(colon.end() + 1)
         self._types = self._arguments.types(key) if len(self._open) == 1 else ANY
         self._added += f"{self._separator}{_json(key)}: "
-        self._separator, self._read = "", self._value
+        self._separator = ""
+        self._read = self._value
         return True
 
     def _value(self) -> bool:
@@ -221,7 +225,8 @@ class CallGemma4(CallReader):
         if char != ",":
             return self._break()
         self._pass(self._at + 1)
-        self._separator, self._read = ", ", self._before_item
+        self._separator = ", "
+        self._read = self._before_item
         self._types = ANY
         return True
 

@@ -38,7 +38,8 @@ class CallObject(CallReader):
         tools: the tools that may be called, empty for any. needs_arguments: whether an object
         without arguments is not a call."""
         super().__init__(tools, self._brace)
-        self._closer, self._needs_arguments = closer, needs_arguments
+        self._closer = closer
+        self._needs_arguments = needs_arguments
         self._nested = False  # whether the object under `function` is open
         self._scanned = 0  # position up to which a string was scanned
         self._key = ""
@@ -167,7 +168,8 @@ class CallObject(CallReader):
             self._at += 2 if char == "\\" else 1
             if char == '"':
                 # A string with a line break is not valid JSON, and may lack its closing quote.
-                self._in_string, self._has_line_break = not self._in_string, False
+                self._in_string = not self._in_string
+                self._has_line_break = False
             elif char == "\n":
                 self._has_line_break = True
             elif not self._in_string:

@@ -53,7 +53,8 @@ class CallReader:
         raise NotImplementedError
 
     def _set_name(self, name: str) -> None:
-        self.name, self.offered = name, not self._tools or name in self._tools
+        self.name = name
+        self.offered = not self._tools or name in self._tools
 
     def _next(self) -> str:
         """Return the next character other than space, "" if it has not arrived."""

@@ -92,7 +92,8 @@ class CallTags(CallReader):
         if not end:
             return False
         self._set_name(name)
-        self.begun, self.raw = True, rest
+        self.begun = True
+        self.raw = rest
         with contextlib.suppress(ValueError):  # values are then of any type
             self._arguments = read_arguments(self._tools.get(name, Tool(name)))
         self._read = self._parameters
@@ -129,11 +130,13 @@ class CallTags(CallReader):
         self._read = self._value
 
     def _value(self) -> bool:
-        value_end, count = self._end.find(self.raw, last=self._last), self._end.certain
+        value_end = self._end.find(self.raw, last=self._last)
+        count = self._end.certain
         if value_end is None:
             if self._is_text and (self._opened or count > _LONGEST_NULL):
                 self._emit_text(self.raw[:count])
-                self.raw, self._end.certain = self.raw[count:], 0
+                self.raw = self.raw[count:]
+                self._end.certain = 0
             return False
         value = self.raw[:count]
         self.raw = self.raw[

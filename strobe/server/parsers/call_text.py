@@ -44,12 +44,17 @@ class CallText(StateParser):
     ):
         """make: returns the reader of a call; its argument says whether `inner` has been read."""
         super().__init__(self._between if bare else self._text)
-        self._opener, self._closer, self._inner = opener, closer, inner
+        self._opener = opener
+        self._closer = closer
+        self._inner = inner
         self._same_line = " \t" + (separators or ("}" if closer else ";"))
         self._separators = _SPACE + self._same_line
-        self._trailer, self._repeats = trailer, repeats
-        self._forced, self._whole_calls = forced, whole_calls
-        self._make, self._begins = make, (opener, inner) if inner else (opener,)
+        self._trailer = trailer
+        self._repeats = repeats
+        self._forced = forced
+        self._whole_calls = whole_calls
+        self._make = make
+        self._begins = (opener, inner) if inner else (opener,)
         self._space = ""  # space before the buffer, which is content if no call follows
         self._line_begins = True  # whether the space is at the beginning of a line
         self._lead = ""  # the text in front of the call, in case it is not a call
@@ -132,13 +137,15 @@ class CallText(StateParser):
             return True
         if marker in self._begins:
             return self._begin(len(marker), inner=marker == self._inner)
-        self._unclosed, self._space = False, ""
+        self._unclosed = False
+        self._space = ""
         self._buffer = self._buffer.removeprefix(marker)
         return True
 
     def _emit_text(self, count: int) -> None:
         """Emit so many characters of the buffer, except space at their end: a call may follow."""
-        text, self._buffer = self._buffer[:count], self._buffer[count:]
+        text = self._buffer[:count]
+        self._buffer = self._buffer[count:]
         stripped = text.rstrip(_SPACE)
         if stripped:
             self._emit(self._space + stripped)
@@ -167,7 +174,8 @@ class CallText(StateParser):
     def _begin(self, count: int, *, inner: bool = False) -> bool:
         """Begin a call after so many characters of the buffer."""
         self._marked = count > 0 or self._repeats
-        self._lead, self._buffer = self._space + self._buffer[:count], self._buffer[count:]
+        self._lead = self._space + self._buffer[:count]
+        self._buffer = self._buffer[count:]
         self._space = ""
         self._call = self._make(inner)
         self._text_of_call = []
@@ -177,7 +185,10 @@ class CallText(StateParser):
         return True
 
     def _in_call(self) -> bool:
-        call, had_begun, raw, buffer = self._call, self._call.begun, self._call.raw, self._buffer
+        call = self._call
+        had_begun = call.begun
+        raw = call.raw
+        buffer = self._buffer
         arguments = call.push(buffer)
         self._buffer = ""
         self._text_of_call.append(buffer)

@@ -25,7 +25,8 @@ class Chain:
     """
 
     def __init__(self, thinking: Parser, calls: Parser, reasoning_calls: ReasoningCalls):
-        self._thinking, self._calls = thinking, calls
+        self._thinking = thinking
+        self._calls = calls
         self._reasoning_calls = reasoning_calls
         self._gap = ""  # blank content after reasoning that may end with calls
 
@@ -64,5 +65,6 @@ class Chain:
         return self._reasoning_calls.trial is not None and not self._gap.strip()
 
     def _take_gap(self) -> str:
-        gap, self._gap = self._gap, ""
+        gap = self._gap
+        self._gap = ""
         return gap

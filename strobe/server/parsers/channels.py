@@ -9,8 +9,13 @@ from typing import Literal
 from strobe.server.parsers.base import CallDelta, Parsed, Phase, StateParser, find_first, held_back
 from strobe.server.parsers.call_arguments import as_arguments
 
-START, CHANNEL, CONSTRAIN = "<|start|>", "<|channel|>", "<|constrain|>"
-MESSAGE, END, CALL, RETURN = "<|message|>", "<|end|>", "<|call|>", "<|return|>"
+START = "<|start|>"
+CHANNEL = "<|channel|>"
+CONSTRAIN = "<|constrain|>"
+MESSAGE = "<|message|>"
+END = "<|end|>"
+CALL = "<|call|>"
+RETURN = "<|return|>"
 
 Kind = Literal["reasoning", "content", "call"]
 
@@ -43,7 +48,8 @@ class Channels(StateParser):
         content, header included. None: all calls are content. holds_calls: whether a call is held
         back until its end, when it is known whether its arguments are an object."""
         super().__init__(self._outside)
-        self._tools, self._holds_calls = tools, holds_calls
+        self._tools = tools
+        self._holds_calls = holds_calls
         self._name = ""  # of the call
         self._header_text = ""  # of the call
         self._arguments: list[str] = []  # of the call
@@ -56,7 +62,8 @@ class Channels(StateParser):
             self._begin("reasoning")
 
     def finish(self, *, cut: bool = False) -> Parsed:
-        rest, self._buffer = self._buffer, ""
+        rest = self._buffer
+        self._buffer = ""
         if self._state != self._body and not self._is_framing(rest):
             self._begin("content")
         if self._state == self._body:
@@ -77,13 +84,16 @@ class Channels(StateParser):
 
     def _begin(self, kind: Kind) -> None:
         """Begin a message's body."""
-        self._kind, self._state, self.phase = kind, self._body, _PHASES[kind]
+        self._kind = kind
+        self._state = self._body
+        self.phase = _PHASES[kind]
         self._separator = "\n" if kind in self._seen_kinds else ""
 
     def _begin_call(self, name: str, header: str) -> None:
         """Begin the body of a call. name: the called function."""
         self._begin("call")
-        self._name, self._header_text = name, header
+        self._name = name
+        self._header_text = header
         self._arguments = []
         if not self._holds_calls:
             self._index += 1
@@ -145,7 +155,8 @@ class Channels(StateParser):
         if not message:
             return False
         self._buffer = rest
-        recipient, channel = _RECIPIENT.search(head), _CHANNEL.search(head)
+        recipient = _RECIPIENT.search(head)
+        channel = _CHANNEL.search(head)
         if recipient and recipient[1] not in ("assistant", "user", "all"):
             name = recipient[1].removeprefix("functions.")
             if self._tools is not None and (not self._tools or name in self._tools):

@@ -11,9 +11,13 @@ from strobe.server.parsers.call_named import CallNamed
 from strobe.server.parsers.call_text import CallText
 from strobe.server.parsers.lark import arguments, check_name, literal, marker
 
-CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-CALL, CALL_END, SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
-FENCE, FENCE_END = "\n```json\n", "\n```"
+CALLS = "<｜tool▁calls▁begin｜>"
+CALLS_END = "<｜tool▁calls▁end｜>"
+CALL = "<｜tool▁call▁begin｜>"
+CALL_END = "<｜tool▁call▁end｜>"
+SEP = "<｜tool▁sep｜>"
+FENCE = "\n```json\n"
+FENCE_END = "\n```"
 
 _NAME = re.compile(r"[^\s<>{}]{1,200}")
 _FENCED = re.compile(rf"\s*function\s*{SEP}\s*(?P<name>{_NAME.pattern})\s*```(?:json)?\s*")
@@ -58,7 +62,8 @@ class DeepSeek:
         for tool in tools:
             hint = "leave out spaces, <, >, { and }, and give at most 200 characters"
             check_name(tool, _NAME, self.name, hint)
-            name, args = literal(tool.name), arguments(tool)
+            name = literal(tool.name)
+            args = arguments(tool)
             fenced = f'"function" {sep} {literal(tool.name + FENCE)} {args} {literal(FENCE_END)}'
             alternatives.append(fenced if self.fenced else f"{name} {sep} {args}")
         separator = '"\\n" ' if self.fenced else ""

@@ -38,7 +38,8 @@ class Gemma4Calls:
         self, tools: Sequence[Tool], *, parallel: bool, added_tokens: Mapping[str, int]
     ) -> str:
         check_tokens((OPENER, CLOSER, QUOTE), added_tokens, self.name)
-        opener, closer = marker(OPENER, added_tokens), marker(CLOSER, added_tokens)
+        opener = marker(OPENER, added_tokens)
+        closer = marker(CLOSER, added_tokens)
         values = Values(marker(QUOTE, added_tokens))
         calls = "\n  | ".join(_call(tool, values) for tool in tools)
         repeats = " call*" if parallel else ""

@@ -46,10 +46,8 @@ class Values:
         """Return a rule for a tool's arguments, braces included. Raises ValueError for a schema
         that the grammar cannot express."""
         call_arguments = read_arguments(tool)
-        self._owner, self._document = (
-            f"The schema of the function {tool.name!r}",
-            call_arguments.document,
-        )
+        self._owner = f"The schema of the function {tool.name!r}"
+        self._document = call_arguments.document
         for name in ("anyOf", "oneOf", "enum", "const", "$ref"):
             if name in call_arguments.schema:
                 raise self._unsupported(name)
@@ -122,7 +120,8 @@ class Values:
         if kind in _SCALARS:
             return json_of({**schema, "type": kind})
         if kind == "array":
-            min_items, max_items = schema.get("minItems", 0), schema.get("maxItems")
+            min_items = schema.get("minItems", 0)
+            max_items = schema.get("maxItems")
             item = self._rule(self._value(schema.get("items", True)))
             if max_items == 0:
                 return '"[" "]"'
@@ -134,10 +133,8 @@ class Values:
         raise ValueError(f"{self._owner} has the type {kind!r}; give one of {', '.join(ANY)}.")
 
     def _string(self, schema: Mapping[str, Any]) -> str:
-        min_length, max_length = (
-            min(schema.get("minLength", 0), MAX_COUNTED_CHARS),
-            schema.get("maxLength"),
-        )
+        min_length = min(schema.get("minLength", 0), MAX_COUNTED_CHARS)
+        max_length = schema.get("maxLength")
         max_length = "" if max_length is None or max_length > MAX_COUNTED_CHARS else max_length
         if not min_length and max_length == "":
             return "text"
@@ -148,7 +145,8 @@ class Values:
         for name in _UNSUPPORTED:
             if name in schema:
                 raise self._unsupported(name)
-        properties, required = schema.get("properties", {}), schema.get("required", [])
+        properties = schema.get("properties", {})
+        required = schema.get("required", [])
         additional = schema.get("additionalProperties", True)
         if not properties and not required:
             if additional is False:
@@ -159,12 +157,16 @@ class Values:
         first = remainder = '""'
         for key in sorted({*properties, *required}, key=str.lower, reverse=True):
             member = f"{self._key(key)} {self._value(properties.get(key, additional))}"
-            value, following = self._rule(member), remainder
+            value = self._rule(member)
+            following = remainder
             if key in required:
-                first, remainder = f"{value} {following}", f'"," {value} {following}'
+                first = f"{value} {following}"
+                remainder = f'"," {value} {following}'
             else:
-                first, remainder = f"{value} {following} | {first}", f'("," {value})? {following}'
-            first, remainder = self._rule(first), self._rule(remainder)
+                first = f"{value} {following} | {first}"
+                remainder = f'("," {value})? {following}'
+            first = self._rule(first)
+            remainder = self._rule(remainder)
         return f'"{{" {first} "}}"'
 
     def _key(self, key: str) -> str:

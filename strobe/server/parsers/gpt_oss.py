@@ -72,7 +72,9 @@ def _heads(tool: Tool, token: Mapping[str, str]) -> str:
     calls."""
     check_name(tool, _NAME, "gpt_oss", "leave out spaces, < and >")
     recipient = f"to=functions.{tool.name}"
-    channel, constrain, message = token[CHANNEL], token[CONSTRAIN], token[MESSAGE]
+    channel = token[CHANNEL]
+    constrain = token[CONSTRAIN]
+    message = token[MESSAGE]
     by_model = f'{channel} {literal(f"commentary {recipient} ")} {constrain} "json" {message}'
     by_template = f'{literal(f" {recipient}")} {channel} "commentary json" {message}'
     return f"{by_model} | {by_template}"

@@ -10,7 +10,8 @@ from strobe.server.parsers.call_object import CallObject
 from strobe.server.parsers.call_text import CallText
 from strobe.server.parsers.lark import call_object, marker
 
-OPENER, CLOSER = "<tool_call>", "</tool_call>"
+OPENER = "<tool_call>"
+CLOSER = "</tool_call>"
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class Hermes:
         self, tools: Sequence[Tool], *, parallel: bool, added_tokens: Mapping[str, int]
     ) -> str:
         objects = "\n  | ".join(call_object(tool, "arguments") for tool in tools)
-        opener, closer = marker(OPENER, added_tokens), marker(CLOSER, added_tokens)
+        opener = marker(OPENER, added_tokens)
+        closer = marker(CLOSER, added_tokens)
         repeats = ' ("\\n" call)*' if parallel else ""
         return "\n".join(
             (

@@ -12,7 +12,9 @@ from strobe.server.parsers.call_object import CallObject
 from strobe.server.parsers.call_text import CallText
 from strobe.server.parsers.lark import arguments, call_object, check_name, literal, marker
 
-OPENER, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+OPENER = "[TOOL_CALLS]"
+CALL_ID = "[CALL_ID]"
+ARGS = "[ARGS]"
 _NAME = re.compile(r"[^\s\[\]{}]{1,200}")
 _HEAD = re.compile(
     rf"\s*(?P<name>{_NAME.pattern})\s*(\[CALL_ID\]\s*\w+\s*)?({re.escape(ARGS)})?\s*"

@@ -26,7 +26,8 @@ from strobe.server.parsers.tags import (
 MAX_COUNTED_CHARS = 1000
 """Number of characters of a string up to which a grammar counts. A larger minLength is lowered to
 it; a larger maxLength is not enforced. llguidance cannot count much further."""
-LINE, END = ">\n", f"\n{PARAMETER_END}\n"
+LINE = ">\n"
+END = f"\n{PARAMETER_END}\n"
 
 # Terminals are greedy, so TEXT and PLAIN include a value's end and exclude any other end inside it.
 # llguidance cannot combine counting with a complement, so a string with lengths (PLAIN) may contain
@@ -71,7 +72,8 @@ class Qwen3Coder:
     def grammar(
         self, tools: Sequence[Tool], *, parallel: bool, added_tokens: Mapping[str, int]
     ) -> str:
-        opener, closer = marker(OPENER, added_tokens), marker(CLOSER, added_tokens)
+        opener = marker(OPENER, added_tokens)
+        closer = marker(CLOSER, added_tokens)
         repeats = ' ("\\n" call)*' if parallel else ""
         rules = [
             f"start: call{repeats}",
@@ -135,7 +137,8 @@ def _value(
                 _check(not _TAGS.search(word), subject, word, "leave out the tags of such a call")
                 alternatives.append(literal(word + END))
             continue
-        min_length, max_length = min(form.minimum, MAX_COUNTED_CHARS), form.maximum
+        min_length = min(form.minimum, MAX_COUNTED_CHARS)
+        max_length = form.maximum
         max_length = "" if max_length is None or max_length > MAX_COUNTED_CHARS else max_length
         if not min_length and max_length == "":
             return "TEXT"

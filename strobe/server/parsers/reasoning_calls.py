@@ -22,7 +22,8 @@ class ReasoningCalls:
     ):
         """make: returns a parser of calls that emits whole calls only. openers: the markers that
         begin a call; line_openers: those that do so at the beginning of a line."""
-        self._make, self._line_openers = make, tuple(line_openers)
+        self._make = make
+        self._line_openers = tuple(line_openers)
         self._markers = (*openers, *line_openers)
         self._buffer = ""
         self._at_line_start = True  # whether the buffer begins a line

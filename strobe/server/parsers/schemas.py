@@ -16,7 +16,8 @@ from strobe.server.parsers.call_arguments import escape_controls
 ANY = frozenset(("array", "boolean", "integer", "null", "number", "object", "string"))
 _PYTHON = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer",
            float: "number", type(None): "null"}  # fmt: skip
-_MAX_FORMS, _MAX_STEPS = 1000, 32
+_MAX_FORMS = 1000
+_MAX_STEPS = 32
 _WORDS = {"true": "true", "false": "false", "none": "null", "null": "null"}
 
 
@@ -141,7 +142,8 @@ def read_arguments(tool: Tool) -> Arguments:
             schema = target_of(schema["$ref"], document)
             if not isinstance(schema, Mapping):
                 raise _invalid("schema", schema, "one of an object")
-        properties, required = schema.get("properties", {}), schema.get("required", [])
+        properties = schema.get("properties", {})
+        required = schema.get("required", [])
         if not isinstance(properties, Mapping):
             raise _invalid("properties", properties, "an object with the schema of each parameter")
         if not isinstance(required, list) or not all(isinstance(key, str) for key in required):
@@ -198,7 +200,8 @@ def _forms(schema: Any, document: Any, cache: dict[str, list[Form]]) -> list[For
 
 def _own_form(schema: Mapping[str, Any]) -> Form:
     """Return the form of a schema's own type, enum, const and lengths."""
-    types, words = schema.get("type", list(ANY)), schema.get("enum")
+    types = schema.get("type", list(ANY))
+    words = schema.get("enum")
     names = types if isinstance(types, list) else [types]
     if not all(isinstance(name, str) and name in ANY for name in names):
         raise _invalid("type", types, f"one of {', '.join(sorted(ANY))}, or a list of them")

@@ -7,9 +7,12 @@ from collections.abc import Collection
 
 from strobe.server.parsers.base import held_back
 
-OPENER, CLOSER = "<tool_call>", "</tool_call>"
-FUNCTION, FUNCTION_END = "<function=", "</function>"
-PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+OPENER = "<tool_call>"
+CLOSER = "</tool_call>"
+FUNCTION = "<function="
+FUNCTION_END = "</function>"
+PARAMETER = "<parameter="
+PARAMETER_END = "</parameter>"
 NAME = re.compile(r"[^<> \t\r\n][^<>\n]{0,200}")
 """Names of functions and parameters that a tag can hold."""
 LINE = re.compile(r"\r?\n")
@@ -57,9 +60,11 @@ class ValueEnd:
     def __init__(self, expected: Collection[str], *, text: bool):
         """text: whether the value is plain text and never JSON."""
         self.certain = 0
-        self._expected, self._text = expected, text
+        self._expected = expected
+        self._text = text
         self._blank = 0  # blank characters after a marker
-        self._counted, self._in_string = 0, False
+        self._counted = 0
+        self._in_string = False
 
     def find(self, raw: str, *, last: bool) -> re.Match[str] | None:
         """Return the line break and the tag at the value's end, None if it has not arrived. last:
@@ -69,7 +74,8 @@ class ValueEnd:
             if ends is None or ends:
                 self.certain = marker.start()
                 return marker if ends else None
-            self.certain, self._blank = marker.end(), 0
+            self.certain = marker.end()
+            self._blank = 0
         self.certain = max(self.certain, len(raw) - held_back(raw, *_MARKERS))
         return None
 

@@ -37,7 +37,9 @@ class Thinking(StateParser):
 
     def __init__(self, start: str, end: str, *, thinking_open: bool):
         super().__init__(self._beginning)
-        self._start, self._end, self._open = start, end, thinking_open
+        self._start = start
+        self._end = end
+        self._open = thinking_open
         self.phase: Phase = "thinking" if thinking_open else "answer"
 
     def finish(self, *, cut: bool = False) -> Parsed:
@@ -72,7 +74,8 @@ class Thinking(StateParser):
             self._buffer = self._buffer[len(text) :]
             return False
         self._buffer = rest
-        self.phase, self._state = "answer", self._gap
+        self.phase = "answer"
+        self._state = self._gap
         return True
 
     def _gap(self) -> bool:

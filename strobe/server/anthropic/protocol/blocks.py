@@ -76,7 +76,8 @@ def read_items(messages: Any, warnings: FieldWarnings) -> list[dict[str, Any]]:
     for index, message in enumerate(messages):
         path = f"messages[{index}]"
         fields = warnings.split(message, ("role", "content"), "", path)
-        role, content = fields.get("role"), fields.get("content")
+        role = fields.get("role")
+        content = fields.get("content")
         if role not in ROLES:
             raise invalid_value(f"{path}.role", role, f"one of {', '.join(ROLES)}")
         if isinstance(content, str):

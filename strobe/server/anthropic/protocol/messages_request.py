@@ -180,7 +180,8 @@ class MessagesPrompt(ConvertedRequest):
             )
 
     def _read_format(self) -> dict[str, Any] | None:
-        output_format, path = self._output.get("format"), "output_config.format"
+        output_format = self._output.get("format")
+        path = "output_config.format"
         if output_format is None:
             return None
         fields = self._warnings.split(output_format, ("type", "schema"), "", path)

@@ -64,7 +64,8 @@ class FieldWarnings(list[str]):
         """
         if not isinstance(value, Mapping):
             raise invalid_value(path or None, value, "a JSON object")
-        no_effect, refused = NO_EFFECT.get(schema_key, {}), UNSUPPORTED.get(schema_key, {})
+        no_effect = NO_EFFECT.get(schema_key, {})
+        refused = UNSUPPORTED.get(schema_key, {})
         fields: dict[str, Any] = {}
         for name, item in value.items():
             if item is None:

@@ -48,7 +48,8 @@ class FieldError(ValueError):
 
     def __init__(self, message: str, param: str | None, code: str = "invalid_value"):
         super().__init__(message)
-        self.param, self.code = param, code
+        self.param = param
+        self.code = code
 
     def body(self) -> dict[str, Any]:
         """The JSON body of the 400."""

@@ -63,7 +63,8 @@ class InfillRequest(SamplingFields):
 
     def _file(self, item: Any, path: str) -> tuple[str, str]:
         fields = self._warnings.split(item, ("filename", "text"), "infill.file", path)
-        name, text = fields.get("filename", "file"), fields.get("text")
+        name = fields.get("filename", "file")
+        text = fields.get("text")
         for field, value in (("filename", name), ("text", text)):
             if not isinstance(value, str):
                 raise invalid_value(f"{path}.{field}", value, "a string")

@@ -129,7 +129,8 @@ def read_constraint(fields: Mapping[str, Any], warnings: FieldWarnings) -> Const
 
 def unenforced(constraint: Constraint) -> list[str]:
     """Return the names of the schemas' keywords that are not enforced."""
-    kind, value = constraint.kind, constraint.value
+    kind = constraint.kind
+    value = constraint.value
     contents: list[Any] = [value]
     if kind == "structural_tag":
         contents = [tag.content for tag in value]

@@ -82,7 +82,9 @@ def read_tags(value: Any, path: str, warnings: FieldWarnings) -> list[Tag]:
             f"{path} must hold either format or structures with triggers; give one of them.", path
         )
     if "structures" in fields:
-        read, listed, where = _old_tag, fields["structures"], f"{path}.structures"
+        read = _old_tag
+        listed = fields["structures"]
+        where = f"{path}.structures"
     else:
         path = f"{path}.format"
         known_names = ("type", "triggers", "tags")
@@ -94,7 +96,9 @@ def read_tags(value: Any, path: str, warnings: FieldWarnings) -> list[Tag]:
                 f"{path}.type",
                 "unsupported_parameter",
             )
-        read, listed, where = _new_tag, fields.get("tags"), f"{path}.tags"
+        read = _new_tag
+        listed = fields.get("tags")
+        where = f"{path}.tags"
     triggers = texts(fields.get("triggers", ()), f"{path}.triggers")
     if not isinstance(listed, list | tuple) or not listed:
         raise invalid_value(where, listed, "a list of one or more tags")
@@ -144,7 +148,8 @@ def _new_tag(value: Any, path: str, warnings: FieldWarnings) -> Parts:
             f"{inner}.type",
             "unsupported_parameter",
         )
-    value, where = content.get(CONTENTS[kind]), f"{inner}.{CONTENTS[kind]}"
+    value = content.get(CONTENTS[kind])
+    where = f"{inner}.{CONTENTS[kind]}"
     constraint = _schema(value, where) if kind == "json_schema" else (kind, _text(value, where))
     return (
         _text(fields.get("begin"), f"{path}.begin"),
