@@ -46,7 +46,7 @@ Format = TypeVar("Format")
 _GPT_OSS = GptOss()
 _LLAMA3 = Llama3()
 _QWEN3_CODER = Qwen3Coder()
-_QWEN3 = ThinkingTags("qwen3", "<think>", "</think>", gap="\n\n", keep_special=False)
+_QWEN3 = ThinkingTags(name="qwen3", start="<think>", end="</think>", gap="\n\n", keep_special=False)
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
     {
@@ -72,8 +72,10 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = MappingProxyType(
         "deepseek_r1": _QWEN3,
         "gpt_oss": _GPT_OSS,
         "openai_gptoss": _GPT_OSS,
-        "gemma4": ThinkingTags("gemma4", "<|channel>", "<channel|>", title="thought"),
-        "mistral": ThinkingTags("mistral", "[THINK]", "[/THINK]"),
+        "gemma4": ThinkingTags(
+            name="gemma4", start="<|channel>", end="<channel|>", title="thought"
+        ),
+        "mistral": ThinkingTags(name="mistral", start="[THINK]", end="[/THINK]"),
     }
 )
 """Reasoning formats by name; `openai_gptoss` and `deepseek_r1` are vLLM's names."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -179,7 +179,7 @@ def join(parts: Sequence[Parsed]) -> Parsed:
     )
 
 
-def held_back(text: str, *markers: str) -> int:
+def held_back(text: str, markers: Collection[str]) -> int:
     """Return the number of characters at a text's end that may begin one of the markers."""
     longest = max(map(len, markers)) - 1
     heads = {marker[0] for marker in markers}
@@ -189,7 +189,7 @@ def held_back(text: str, *markers: str) -> int:
     return 0
 
 
-def find_first(text: str, *markers: str) -> tuple[int, str] | None:
+def find_first(text: str, markers: Iterable[str]) -> tuple[int, str] | None:
     """Return the position of the first marker in a text, and that marker."""
     matches = [(position, marker) for marker in markers if (position := text.find(marker)) >= 0]
     return min(matches) if matches else None

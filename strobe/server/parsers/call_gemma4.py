@@ -161,7 +161,7 @@ class CallGemma4(CallReader):
 
     def _string(self) -> bool:
         end = self.raw.find(QUOTE, self._at)
-        stop = end if end >= 0 else len(self.raw) - held_back(self.raw[self._at :], QUOTE)
+        stop = end if end >= 0 else len(self.raw) - held_back(self.raw[self._at :], (QUOTE,))
         self._added += _json_chars(self.raw[self._at : stop])
         self._pass(stop)
         if end < 0:

@@ -104,7 +104,7 @@ class CallTags(CallReader):
         if self.raw.startswith(FUNCTION_END):
             self.raw = self.raw.removeprefix(FUNCTION_END)
             return self._end_call()
-        if may_begin(self.raw, PARAMETER, PARAMETER_END, FUNCTION_END):
+        if may_begin(self.raw, (PARAMETER, PARAMETER_END, FUNCTION_END)):
             return False
         key, end, value = self.raw.removeprefix(PARAMETER).partition(">")
         if not self.raw.startswith(PARAMETER) or not NAME.fullmatch(key or "?"):

@@ -3,12 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from strobe.server.parsers.base import CallDelta, Parsed, Phase, StateParser, find_first, held_back
 from strobe.server.parsers.call_arguments import as_arguments
 from strobe.server.parsers.call_reader import CallReader
 
 _SPACE = " \t\r\n"
+
+
+@dataclass(frozen=True)
+class CallMarkers:
+    """The text around calls in a format.
+
+    closer: empty if the format has none. inner: a second marker that begins a call, at the
+    beginning of a line. separators: characters that are dropped after a call: before its closer (by
+    default a surplus brace), or in formats without a closer before the next call (a semicolon),
+    which then needs no opener. trailer: a text that is dropped after calls. bare: the whole answer
+    may also be calls without the opener. repeats: several calls may follow one opener.
+    """
+
+    opener: str
+    closer: str = ""
+    inner: str = ""
+    separators: str = ""
+    trailer: str = ""
+    bare: bool = False
+    repeats: bool = False
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        """The texts that begin a call."""
+        return (self.opener, self.inner) if self.inner else (self.opener,)
+
+    @property
+    def dropped(self) -> str:
+        """The characters other than space that are dropped after a call."""
+        return self.separators or ("}" if self.closer else ";")
 
 
 class CallText(StateParser):
@@ -21,40 +52,27 @@ class CallText(StateParser):
     whose arguments are not a JSON object. Space around calls is dropped. A call whose arguments may
     yet turn out not to be one is held back until its end.
 
-    bare: the whole answer may also be calls without the opener. inner: a second marker that begins
-    a call, at the beginning of a line. separators: characters that are dropped after a call: before
-    its closer (by default a surplus brace), or in formats without a closer before the next call (a
-    semicolon), which then needs no opener. trailer: a text that is dropped after calls. repeats:
-    several calls may follow one opener. forced, whole_calls: see `make_parser`.
+    forced, whole_calls: see `make_parser`.
     """
 
     def __init__(
         self,
-        opener: str,
-        closer: str,
+        markers: CallMarkers,
         make: Callable[[bool], CallReader],
         *,
-        bare: bool = False,
-        inner: str = "",
-        separators: str = "",
-        trailer: str = "",
-        repeats: bool = False,
-        forced: bool = False,
-        whole_calls: bool = False,
+        forced: bool,
+        whole_calls: bool,
     ):
-        """make: returns the reader of a call; its argument says whether `inner` has been read."""
-        super().__init__(self._between if bare else self._text)
-        self._opener = opener
-        self._closer = closer
-        self._inner = inner
-        self._same_line = " \t" + (separators or ("}" if closer else ";"))
+        """make: returns the reader of a call; its argument says whether `markers.inner` has been
+        read."""
+        super().__init__(self._between if markers.bare else self._text)
+        self._markers = markers
+        self._begins = markers.begins
+        self._same_line = " \t" + markers.dropped
         self._separators = _SPACE + self._same_line
-        self._trailer = trailer
-        self._repeats = repeats
         self._forced = forced
         self._whole_calls = whole_calls
         self._make = make
-        self._begins = (opener, inner) if inner else (opener,)
         self._space = ""  # space before the buffer, which is content if no call follows
         self._line_begins = True  # whether the space is at the beginning of a line
         self._lead = ""  # the text in front of the call, in case it is not a call
@@ -87,7 +105,9 @@ class CallText(StateParser):
                 self._emit(self._buffer)
         elif self._state != self._after_call and not (cut and self._forced):
             rest = self._space + self._buffer
-            if not self._only_calls or rest.strip(_SPACE if self._closer else self._separators):
+            if not self._only_calls or rest.strip(
+                _SPACE if self._markers.closer else self._separators
+            ):
                 self._emit(rest)
         self._space = self._buffer = ""
         return self._flush()
@@ -123,20 +143,20 @@ class CallText(StateParser):
             self._line_begins = content.endswith("\n")
 
     def _text(self) -> bool:
-        markers = (*self._begins, self._closer) if self._unclosed else self._begins
-        if self._trailer and self._index:
-            markers = (*markers, self._trailer)
-        match = find_first(self._buffer, *markers)
+        markers = (*self._begins, self._markers.closer) if self._unclosed else self._begins
+        if self._markers.trailer and self._index:
+            markers = (*markers, self._markers.trailer)
+        match = find_first(self._buffer, markers)
         if match is None:
-            self._emit_text(len(self._buffer) - held_back(self._buffer, *markers))
+            self._emit_text(len(self._buffer) - held_back(self._buffer, markers))
             return False
         position, marker = match
         self._emit_text(position)
-        if marker == self._inner and not (self._line_begins or "\n" in self._space):
+        if marker == self._markers.inner and not (self._line_begins or "\n" in self._space):
             self._emit_text(len(marker))
             return True
         if marker in self._begins:
-            return self._begin(len(marker), inner=marker == self._inner)
+            return self._begin(len(marker), inner=marker == self._markers.inner)
         self._unclosed = False
         self._space = ""
         self._buffer = self._buffer.removeprefix(marker)
@@ -164,16 +184,16 @@ class CallText(StateParser):
         rest = self._pass(self._separators if self._index else _SPACE)
         if rest.startswith("{"):
             return self._begin(0)
-        if rest.startswith(self._opener):
-            return self._begin(len(self._opener))
-        if self._opener.startswith(rest):
+        if rest.startswith(self._markers.opener):
+            return self._begin(len(self._markers.opener))
+        if self._markers.opener.startswith(rest):
             return False
         self._state = self._text
         return True
 
     def _begin(self, count: int, *, inner: bool = False) -> bool:
         """Begin a call after so many characters of the buffer."""
-        self._marked = count > 0 or self._repeats
+        self._marked = count > 0 or self._markers.repeats
         self._lead = self._space + self._buffer[:count]
         self._buffer = self._buffer[count:]
         self._space = ""
@@ -219,11 +239,15 @@ class CallText(StateParser):
         if not self._call.always_valid:
             space = self._separators if self._call.verdict == "broken" else self._same_line
             rest = self._buffer.lstrip(space)
-            markers = [marker for marker in (*self._begins, self._closer, self._trailer) if marker]
+            markers = [
+                marker
+                for marker in (*self._begins, self._markers.closer, self._markers.trailer)
+                if marker
+            ]
             if any(marker.startswith(rest) and marker != rest for marker in markers):
                 return False
             passed = self._buffer[: len(self._buffer) - len(rest)]
-            separated = not self._closer and (";" in passed or "]" in passed)
+            separated = not self._markers.closer and (";" in passed or "]" in passed)
             follows = (*markers, "{") if self._call.verdict == "broken" else (*markers, *"{\r\n")
             if not (separated or rest.startswith(follows)):
                 return self._reject_held()
@@ -238,7 +262,7 @@ class CallText(StateParser):
     def _end_call(self) -> bool:
         self._index += 1
         self._only_calls = self._line_begins = True
-        self._state = self._after_call if self._closer else self._between
+        self._state = self._after_call if self._markers.closer else self._between
         return True
 
     def _emit_call(self, name: str | None, arguments: str) -> None:
@@ -254,12 +278,14 @@ class CallText(StateParser):
     def _after_call(self) -> bool:
         """Before the closer, which may be missing."""
         rest = self._pass(self._separators)
-        if self._closer.startswith(rest) and rest != self._closer:
+        if self._markers.closer.startswith(rest) and rest != self._markers.closer:
             return False
-        if self._repeats and rest.startswith("{"):
+        if self._markers.repeats and rest.startswith("{"):
             return self._begin(0)
-        self._unclosed = not rest.startswith(self._closer)
-        self._buffer = self._space + rest if self._unclosed else rest.removeprefix(self._closer)
+        self._unclosed = not rest.startswith(self._markers.closer)
+        self._buffer = (
+            self._space + rest if self._unclosed else rest.removeprefix(self._markers.closer)
+        )
         self._space = ""
         self._state = self._text
         return True

@@ -145,7 +145,7 @@ class Channels(StateParser):
     def _header(self) -> bool:
         head, message, rest = self._buffer.partition(MESSAGE)
         if not message:
-            head = head[: len(head) - held_back(head, MESSAGE, START, *_ENDS)]
+            head = head[: len(head) - held_back(head, (MESSAGE, START, *_ENDS))]
         end = _header_breaks(head)
         if end is not None:
             self._begin("content")
@@ -170,9 +170,9 @@ class Channels(StateParser):
 
     def _body(self) -> bool:
         markers = (*_ENDS, START, CHANNEL)
-        match = find_first(self._buffer, *markers)
+        match = find_first(self._buffer, markers)
         if match is None:
-            end = len(self._buffer) - held_back(self._buffer, *markers)
+            end = len(self._buffer) - held_back(self._buffer, markers)
             self._emit(self._buffer[:end])
             self._buffer = self._buffer[end:]
             return False

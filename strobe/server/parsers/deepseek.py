@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from strobe.server.parsers.base import Parser, Tool
 from strobe.server.parsers.call_named import CallNamed
-from strobe.server.parsers.call_text import CallText
+from strobe.server.parsers.call_text import CallMarkers, CallText
 from strobe.server.parsers.lark import arguments, check_name, literal, marker
 
 CALLS = "<｜tool▁calls▁begin｜>"
@@ -18,6 +18,14 @@ CALL_END = "<｜tool▁call▁end｜>"
 SEP = "<｜tool▁sep｜>"
 FENCE = "\n```json\n"
 FENCE_END = "\n```"
+
+_MARKERS = CallMarkers(
+    opener=CALLS + CALL,
+    closer=CALL_END,
+    inner=CALL,
+    separators="}`",
+    trailer=CALLS_END,
+)
 
 _NAME = re.compile(r"[^\s<>{}]{1,200}")
 _FENCED = re.compile(rf"\s*function\s*{SEP}\s*(?P<name>{_NAME.pattern})\s*```(?:json)?\s*")
@@ -42,12 +50,8 @@ class DeepSeek:
     ) -> Parser:
         head = _FENCED if self.fenced else _PLAIN
         return CallText(
-            CALLS + CALL,
-            CALL_END,
+            _MARKERS,
             lambda _: CallNamed(head, CALL_END, tools),
-            inner=CALL,
-            separators="}`",
-            trailer=CALLS_END,
             forced=forced,
             whole_calls=whole_calls,
         )

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 from strobe.server.parsers.base import Parser, Tool
 from strobe.server.parsers.call_gemma4 import CALL, CLOSER, NAME, OPENER, QUOTE, CallGemma4
-from strobe.server.parsers.call_text import CallText
+from strobe.server.parsers.call_text import CallMarkers, CallText
 from strobe.server.parsers.gemma4_values import Values
 from strobe.server.parsers.lark import arguments, check_name, check_tokens, literal, marker
+
+_MARKERS = CallMarkers(opener=OPENER, closer=CLOSER)
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,7 @@ class Gemma4Calls:
         self, tools: Sequence[Tool] = (), *, forced: bool = False, whole_calls: bool = False
     ) -> Parser:
         return CallText(
-            OPENER,
-            CLOSER,
+            _MARKERS,
             lambda _: CallGemma4(tools),
             forced=forced,
             whole_calls=whole_calls,

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 from strobe.server.parsers.base import Parser, Tool
 from strobe.server.parsers.call_object import CallObject
-from strobe.server.parsers.call_text import CallText
+from strobe.server.parsers.call_text import CallMarkers, CallText
 from strobe.server.parsers.lark import call_object, marker
 
 OPENER = "<tool_call>"
 CLOSER = "</tool_call>"
+
+_MARKERS = CallMarkers(opener=OPENER, closer=CLOSER, separators="},]", repeats=True)
 
 
 @dataclass(frozen=True)
@@ -30,11 +32,8 @@ class Hermes:
         self, tools: Sequence[Tool] = (), *, forced: bool = False, whole_calls: bool = False
     ) -> Parser:
         return CallText(
-            OPENER,
-            CLOSER,
+            _MARKERS,
             lambda _: _Call(CLOSER, tools),
-            separators="},]",
-            repeats=True,
             forced=forced,
             whole_calls=whole_calls,
         )

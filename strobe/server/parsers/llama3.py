@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from strobe.server.parsers.base import Parser, Tool
 from strobe.server.parsers.call_object import CallObject
-from strobe.server.parsers.call_text import CallText
+from strobe.server.parsers.call_text import CallMarkers, CallText
 from strobe.server.parsers.lark import call_object, marker
 
 OPENER = "<|python_tag|>"
+_MARKERS = CallMarkers(opener=OPENER, bare=True)
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,8 @@ class Llama3:
         self, tools: Sequence[Tool] = (), *, forced: bool = False, whole_calls: bool = False
     ) -> Parser:
         return CallText(
-            OPENER,
-            "",
+            _MARKERS,
             lambda _: CallObject("", tools, needs_arguments=True),
-            bare=True,
             forced=forced,
             whole_calls=whole_calls,
         )

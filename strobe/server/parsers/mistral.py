@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from strobe.server.parsers.base import Parser, Tool
 from strobe.server.parsers.call_named import CallNamed
 from strobe.server.parsers.call_object import CallObject
-from strobe.server.parsers.call_text import CallText
+from strobe.server.parsers.call_text import CallMarkers, CallText
 from strobe.server.parsers.lark import arguments, call_object, check_name, literal, marker
 
 OPENER = "[TOOL_CALLS]"
 CALL_ID = "[CALL_ID]"
 ARGS = "[ARGS]"
+_MARKERS = CallMarkers(opener=OPENER, separators=",]")
 _NAME = re.compile(r"[^\s\[\]{}]{1,200}")
 _HEAD = re.compile(
     rf"\s*(?P<name>{_NAME.pattern})\s*(\[CALL_ID\]\s*\w+\s*)?({re.escape(ARGS)})?\s*"
@@ -36,10 +37,8 @@ class Mistral:
         self, tools: Sequence[Tool] = (), *, forced: bool = False, whole_calls: bool = False
     ) -> Parser:
         return CallText(
-            OPENER,
-            "",
+            _MARKERS,
             lambda _: _Call(tools),
-            separators=",]",
             forced=forced,
             whole_calls=whole_calls,
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 from strobe.server.parsers.base import Parser, Tool
 from strobe.server.parsers.call_tags import CallTags
-from strobe.server.parsers.call_text import CallText
+from strobe.server.parsers.call_text import CallMarkers, CallText
 from strobe.server.parsers.lark import arguments, json_of, literal, marker
 from strobe.server.parsers.schemas import Arguments, Form, is_text, read_arguments, types_of
 from strobe.server.parsers.tags import (
@@ -28,6 +28,7 @@ MAX_COUNTED_CHARS = 1000
 it; a larger maxLength is not enforced. llguidance cannot count much further."""
 LINE = ">\n"
 END = f"\n{PARAMETER_END}\n"
+_MARKERS = CallMarkers(opener=OPENER, closer=CLOSER, inner=FUNCTION)
 
 # Terminals are greedy, so TEXT and PLAIN include a value's end and exclude any other end inside it.
 # llguidance cannot combine counting with a complement, so a string with lengths (PLAIN) may contain
@@ -61,10 +62,8 @@ class Qwen3Coder:
         self, tools: Sequence[Tool] = (), *, forced: bool = False, whole_calls: bool = False
     ) -> Parser:
         return CallText(
-            OPENER,
-            CLOSER,
+            _MARKERS,
             lambda opened: CallTags(tools, opened=opened),
-            inner=FUNCTION,
             forced=forced,
             whole_calls=whole_calls,
         )

@@ -87,7 +87,7 @@ class ReasoningCalls:
         Returns False if there is no marker."""
         match = min(filter(None, map(self._first, self._markers)), default=None)
         if match is None:
-            keep = held_back(self._buffer, *self._markers)
+            keep = held_back(self._buffer, self._markers)
             text = self._buffer[: len(self._buffer) - keep].rstrip("\n")
             certain.append(self._take(len(text)))
             return False

@@ -44,10 +44,20 @@ class Form:
         if self.words is not None and form.words is not None:
             words = tuple(word for word in self.words if word in form.words)
         maximum = min((m for m in (self.maximum, form.maximum) if m is not None), default=None)
-        merged = Form(self.types & form.types, None, max(self.minimum, form.minimum), maximum)
+        merged = Form(
+            types=self.types & form.types,
+            words=None,
+            minimum=max(self.minimum, form.minimum),
+            maximum=maximum,
+        )
         if words is not None:
             words = tuple(filter(merged.fits, words))
-            return Form(frozenset(map(type_of, words)), words, merged.minimum, maximum)
+            return Form(
+                types=frozenset(map(type_of, words)),
+                words=words,
+                minimum=merged.minimum,
+                maximum=maximum,
+            )
         if maximum is not None and merged.minimum > maximum:
             return Form(merged.types - {"string"})
         return merged
@@ -215,7 +225,12 @@ def _own_form(schema: Mapping[str, Any]) -> Form:
         names = [*names, "integer"]
     if "const" in schema:
         words = [schema["const"]]
-    form = Form(frozenset(names), None, schema.get("minLength", 0), schema.get("maxLength"))
+    form = Form(
+        types=frozenset(names),
+        words=None,
+        minimum=schema.get("minLength", 0),
+        maximum=schema.get("maxLength"),
+    )
     return form.intersect(Form(words=None if words is None else tuple(words)))
 
 

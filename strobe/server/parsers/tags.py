@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from strobe.server.parsers.base import held_back
 
@@ -41,7 +41,7 @@ def blank(text: str) -> int:
     return match.end() if match else 0
 
 
-def may_begin(text: str, *tags: str) -> bool:
+def may_begin(text: str, tags: Iterable[str]) -> bool:
     """Whether a text may be the beginning of one of the tags or of a comment."""
     comment = "<!--".startswith(text[:4]) and len(text) < _MAX_CHARS
     return comment or any(tag.startswith(text) for tag in tags)
@@ -76,7 +76,7 @@ class ValueEnd:
                 return marker if ends else None
             self.certain = marker.end()
             self._blank = 0
-        self.certain = max(self.certain, len(raw) - held_back(raw, *_MARKERS))
+        self.certain = max(self.certain, len(raw) - held_back(raw, _MARKERS))
         return None
 
     def _ends(self, raw: str, marker: re.Match[str], last: bool) -> bool | None:
@@ -96,7 +96,7 @@ class ValueEnd:
         follows = _FOLLOWS[tag]
         if line and tag == PARAMETER_END:  # the end tag on two consecutive lines
             follows = (*follows, tag)
-        if not rest.startswith(follows) and may_begin(rest, *follows):
+        if not rest.startswith(follows) and may_begin(rest, follows):
             return last or None
         return rest.startswith(follows)
 

@@ -67,7 +67,7 @@ class Thinking(StateParser):
     def _thinking(self) -> bool:
         text, end, rest = self._buffer.partition(self._end)
         if not end:
-            text = text[: len(text) - held_back(text, self._end)]
+            text = text[: len(text) - held_back(text, (self._end,))]
         text = text.rstrip("\n")
         self._reasoning.append(text)
         if not end:
