@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import sys
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
+
+from starlette.types import ASGIApp
 
 from strobe.config import EngineConfig
 from strobe.hub.locate import locate_models
@@ -15,7 +17,8 @@ from strobe.progress import Progress
 from strobe.server.app import make_app
 from strobe.server.batches.lines import AnswerFile, BatchLine, answer_line, call, read_requests
 from strobe.server.batches.tally import BatchTally
-from strobe.server.engine_process.client import EngineDead
+from strobe.server.engine_process.client import EngineClient, EngineDead
+from strobe.server.engine_process.replicas import Replicas
 from strobe.server.launch import make_client, make_serving, served_names
 from strobe.server.serving import check_parsers, check_template, read_template
 from strobe.server.settings import ServerConfig
@@ -48,7 +51,16 @@ def run_batch(config: EngineConfig, settings: ServerConfig, source: Path, out: P
             check_template(Tokenizer(Path(config.target)), template)
         tally = BatchTally(remaining)
         try:
-            asyncio.run(_run(config, settings, template, remaining, answers, tally))
+            asyncio.run(
+                _run(
+                    config=config,
+                    settings=settings,
+                    template=template,
+                    lines=remaining,
+                    answers=answers,
+                    tally=tally,
+                )
+            )
         except EngineDead as error:
             print(f"strobe: {error}", file=sys.stderr)
             return 1
@@ -91,42 +103,69 @@ async def _run(
         tokenizer = await asyncio.to_thread(Tokenizer, Path(client.config.target))
         facts = await client.ready()
         app = make_app(make_serving(settings, client, tokenizer, template))
-        concurrency = asyncio.Semaphore(facts.max_num_seqs + min(settings.max_waiting, 64))
-
-        async def answer(line: BatchLine) -> None:
-            async with concurrency:
-                tally.running += 1
-                status, body = await call(app, line)
-                for _ in range(1, settings.data_parallel_size):
-                    if status == HTTPStatus.SERVICE_UNAVAILABLE:  # its engine has ended
-                        status, body = await call(app, line)
-                tally.running -= 1
-            if client.dead:
-                raise EngineDead("The engine's process has ended; start again to go on.")
-            await answers.add(answer_line(line, status, body))
-            tally.add(status, body)
-            show()
-
-        def show() -> None:
-            generated = 0 if client.snapshot is None else client.snapshot.stats.generation_tokens
-            text = f"Answering, {counted(generated, 'token')}"
-            unfinished = tally.unfinished(generated, facts.max_model_len)
-            shown.update(text, done=tally.ended, unfinished=unfinished)
-
-        async def keep_showing() -> None:
-            while True:
-                show()
-                await asyncio.sleep(_SHOW_SECONDS)
-
-        with Progress("Answering", len(lines), unit="requests") as shown:
-            showing = asyncio.create_task(keep_showing())
-            try:
-                async with asyncio.TaskGroup() as group:
-                    for line in lines:
-                        group.create_task(answer(line))
-            finally:
-                showing.cancel()
+        with Progress("Answering", len(lines), unit="requests") as progress:
+            file_run = _FileRun(
+                client=client,
+                app=app,
+                answers=answers,
+                tally=tally,
+                progress=progress,
+                max_attempts=settings.data_parallel_size,
+                max_model_len=facts.max_model_len,
+                concurrency=asyncio.Semaphore(facts.max_num_seqs + min(settings.max_waiting, 64)),
+            )
+            await file_run.answer_all(lines)
     except* (EngineDead, ValueError) as errors:
         raise errors.exceptions[0] from None
     finally:
         await client.stop()
+
+
+@dataclass(frozen=True)
+class _FileRun:
+    """Answers lines concurrently, with their number on the terminal."""
+
+    client: EngineClient | Replicas
+    app: ASGIApp
+    answers: AnswerFile
+    tally: BatchTally
+    progress: Progress
+    max_attempts: int
+    max_model_len: int
+    concurrency: asyncio.Semaphore
+
+    async def answer_all(self, lines: list[BatchLine]) -> None:
+        """Answer all lines. Raises an exception group."""
+        showing = asyncio.create_task(self._keep_showing())
+        try:
+            async with asyncio.TaskGroup() as group:
+                for line in lines:
+                    group.create_task(self._answer(line))
+        finally:
+            showing.cancel()
+
+    async def _answer(self, line: BatchLine) -> None:
+        async with self.concurrency:
+            self.tally.running += 1
+            status, body = await call(self.app, line)
+            for _ in range(1, self.max_attempts):
+                if status == HTTPStatus.SERVICE_UNAVAILABLE:  # its engine has ended
+                    status, body = await call(self.app, line)
+            self.tally.running -= 1
+        if self.client.dead:
+            raise EngineDead("The engine's process has ended; start again to go on.")
+        await self.answers.add(answer_line(line, status, body))
+        self.tally.add(status, body)
+        self._show()
+
+    def _show(self) -> None:
+        snapshot = self.client.snapshot
+        generated = 0 if snapshot is None else snapshot.stats.generation_tokens
+        text = f"Answering, {counted(generated, 'token')}"
+        unfinished = self.tally.unfinished(generated, self.max_model_len)
+        self.progress.update(text, done=self.tally.ended, unfinished=unfinished)
+
+    async def _keep_showing(self) -> None:
+        while True:
+            self._show()
+            await asyncio.sleep(_SHOW_SECONDS)

@@ -52,112 +52,131 @@ _FILES = ("name_or_path", "vocab_file", "merges_file", "tokenizer_file", "specia
 
 def add_get_endpoints(app: FastAPI, serving: Serving) -> None:
     """Add the GET endpoints, except the page's files, and /reset_prefix_cache."""
-
-    @app.post("/ping", include_in_schema=False)
-    @app.get("/ping", response_class=PlainTextResponse)
-    @app.head("/health", include_in_schema=False)
-    @app.get("/health", response_class=PlainTextResponse)
-    async def health() -> Response:  # pyright: ignore[reportUnusedFunction]
-        """200 once the server can answer, else 503 with the reason."""
-        grammar_fault = serving.client.grammar_fault
-        if serving.shutdown.stopping:
-            state = "The server is stopping."
-        elif serving.client.can_answer and grammar_fault is None:
-            return PlainTextResponse("")
-        elif serving.client.can_answer:
-            state = str(grammar_fault)
-        else:
-            state = serving.client.state
-        return JSONResponse(error_body(state, status=503, code="not_ready"), 503)
-
-    @app.get("/load")
-    async def load() -> answers.Load:  # pyright: ignore[reportUnusedFunction]
-        """The number of answers in progress or waiting."""
-        return answers.Load(server_load=serving.client.num_open)
-
-    @app.get("/version")
-    async def show_version() -> answers.Version:  # pyright: ignore[reportUnusedFunction]
-        """The version of Strobe."""
-        return answers.Version(version=__version__)
-
-    @app.get("/docs", include_in_schema=False)
-    async def docs() -> Response:  # pyright: ignore[reportUnusedFunction]
-        return HTMLResponse(api_page(app.openapi()))
-
-    @app.get("/metrics", response_class=PlainTextResponse)
-    async def metrics(http: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
-        """Counters and histograms in Prometheus' format."""
-        body, kind = serving.metrics.render(http.headers.get("accept"))
-        return Response(body, headers={"Content-Type": kind})
-
-    @app.get("/v1/models", response_model=answers.ModelList)
-    async def models() -> Response:  # pyright: ignore[reportUnusedFunction]
-        """The names of the served model."""
-        try:
-            cards = [_card(serving, name) for name in serving.names]
-            return JSONResponse({"object": "list", "data": cards})
-        except Exception as error:
-            return replies.error_response(serving, error)
-
-    @app.get("/v1/models/{name:path}", response_model=answers.ModelCard)
-    async def model(name: str) -> Response:  # pyright: ignore[reportUnusedFunction]
-        """One of the names of the served model."""
-        try:
-            return JSONResponse(_card(serving, serving.name(name)))
-        except Exception as error:
-            return replies.error_response(serving, error)
-
-    @app.get("/tokenizer_info")
-    async def tokenizer_info() -> dict[str, Any]:  # pyright: ignore[reportUnusedFunction]
-        """The tokenizer's class, special tokens, settings and chat template, from which a client
-        can build the same prompts as the server."""
-        return _tokenizer(serving)
-
-    @app.get("/server_info", response_model=answers.ServerInfo)
-    async def server_info() -> Response:  # pyright: ignore[reportUnusedFunction]
-        """The version, the engine's facts, and the settings without API keys."""
-        try:
-            facts = serving.facts
-            settings = asdict(serving.settings)
-            settings["api_key"] = len(serving.settings.api_key)
-            parts = {"engine": facts._asdict(), "config": asdict(serving.client.config)}
-            info = {"version": __version__, **parts, "server": settings}
-            info["template"] = _template(serving)
-            return JSONResponse(_plain(info))
-        except Exception as error:
-            return replies.error_response(serving, error)
-
-    @app.post("/reset_prefix_cache", response_class=PlainTextResponse)
-    async def reset_prefix_cache() -> Response:  # pyright: ignore[reportUnusedFunction]
-        """Clear the prefix cache; pages that running requests hold stay."""
-        try:
-            assert serving.facts
-            serving.client.send(Release())
-            return PlainTextResponse("")
-        except Exception as error:
-            return replies.error_response(serving, error)
+    endpoints = _GetEndpoints(app, serving)
+    text = PlainTextResponse
+    app.get("/health", response_class=text)(endpoints.health)
+    app.head("/health", include_in_schema=False)(endpoints.health)
+    app.get("/ping", response_class=text)(endpoints.health)
+    app.post("/ping", include_in_schema=False)(endpoints.health)
+    app.get("/load")(endpoints.load)
+    app.get("/version")(endpoints.show_version)
+    app.get("/docs", include_in_schema=False)(endpoints.docs)
+    app.get("/metrics", response_class=text)(endpoints.metrics)
+    app.get("/v1/models", response_model=answers.ModelList)(endpoints.models)
+    app.get("/v1/models/{name:path}", response_model=answers.ModelCard)(endpoints.model)
+    app.get("/tokenizer_info")(endpoints.tokenizer_info)
+    app.get("/server_info", response_model=answers.ServerInfo)(endpoints.server_info)
+    app.post("/reset_prefix_cache", response_class=text)(endpoints.reset_prefix_cache)
 
 
 def add_response_endpoints(app: FastAPI, serving: Serving) -> None:
     """Add the endpoints of stored responses."""
+    endpoints = _ResponseEndpoints(serving)
     path = "/v1/responses/{id}"
-
-    @app.get(path, response_model=answers.Response)
-    async def retrieve(id: str, http: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
-        """A stored response."""
-        return await stored_responses.retrieve(serving, http)
-
-    @app.delete(path, response_model=answers.DeletedResponse)
-    async def delete(id: str, http: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
-        """Delete a stored response."""
-        return await stored_responses.delete(serving, http)
-
     listing = {"parameters": stored_responses.PARAMETERS}
+    app.get(path, response_model=answers.Response)(endpoints.retrieve)
+    app.delete(path, response_model=answers.DeletedResponse)(endpoints.delete)
+    app.get(f"{path}/input_items", response_model=answers.ItemList, openapi_extra=listing)(
+        endpoints.items
+    )
 
-    @app.get(f"{path}/input_items", response_model=answers.ItemList, openapi_extra=listing)
-    async def items(id: str, http: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+
+class _GetEndpoints:
+    """The GET endpoints of one server; the docstrings are shown in its OpenAPI document."""
+
+    def __init__(self, app: FastAPI, serving: Serving):
+        self._app = app
+        self._serving = serving
+
+    async def health(self) -> Response:
+        """200 once the server can answer, else 503 with the reason."""
+        grammar_fault = self._serving.client.grammar_fault
+        if self._serving.shutdown.stopping:
+            state = "The server is stopping."
+        elif self._serving.client.can_answer and grammar_fault is None:
+            return PlainTextResponse("")
+        elif self._serving.client.can_answer:
+            state = str(grammar_fault)
+        else:
+            state = self._serving.client.state
+        return JSONResponse(error_body(state, status=503, code="not_ready"), 503)
+
+    async def load(self) -> answers.Load:
+        """The number of answers in progress or waiting."""
+        return answers.Load(server_load=self._serving.client.num_open)
+
+    async def show_version(self) -> answers.Version:
+        """The version of Strobe."""
+        return answers.Version(version=__version__)
+
+    async def docs(self) -> Response:
+        return HTMLResponse(api_page(self._app.openapi()))
+
+    async def metrics(self, http: Request) -> Response:
+        """Counters and histograms in Prometheus' format."""
+        body, kind = self._serving.metrics.render(http.headers.get("accept"))
+        return Response(body, headers={"Content-Type": kind})
+
+    async def models(self) -> Response:
+        """The names of the served model."""
+        try:
+            cards = [_card(self._serving, name) for name in self._serving.names]
+            return JSONResponse({"object": "list", "data": cards})
+        except Exception as error:
+            return replies.error_response(self._serving, error)
+
+    async def model(self, name: str) -> Response:
+        """One of the names of the served model."""
+        try:
+            return JSONResponse(_card(self._serving, self._serving.name(name)))
+        except Exception as error:
+            return replies.error_response(self._serving, error)
+
+    async def tokenizer_info(self) -> dict[str, Any]:
+        """The tokenizer's class, special tokens, settings and chat template, from which a client
+        can build the same prompts as the server."""
+        return _tokenizer(self._serving)
+
+    async def server_info(self) -> Response:
+        """The version, the engine's facts, and the settings without API keys."""
+        try:
+            facts = self._serving.facts
+            settings = asdict(self._serving.settings)
+            settings["api_key"] = len(self._serving.settings.api_key)
+            parts = {"engine": facts._asdict(), "config": asdict(self._serving.client.config)}
+            info = {"version": __version__, **parts, "server": settings}
+            info["template"] = _template(self._serving)
+            return JSONResponse(_plain(info))
+        except Exception as error:
+            return replies.error_response(self._serving, error)
+
+    async def reset_prefix_cache(self) -> Response:
+        """Clear the prefix cache; pages that running requests hold stay."""
+        try:
+            assert self._serving.facts
+            self._serving.client.send(Release())
+            return PlainTextResponse("")
+        except Exception as error:
+            return replies.error_response(self._serving, error)
+
+
+class _ResponseEndpoints:
+    """The endpoints of stored responses; they read the id from the request's path."""
+
+    def __init__(self, serving: Serving):
+        self._serving = serving
+
+    async def retrieve(self, id: str, http: Request) -> Response:
+        """A stored response."""
+        return await stored_responses.retrieve(self._serving, http)
+
+    async def delete(self, id: str, http: Request) -> Response:
+        """Delete a stored response."""
+        return await stored_responses.delete(self._serving, http)
+
+    async def items(self, id: str, http: Request) -> Response:
         """A response's input items, including the items of previous responses."""
-        return await stored_responses.input_items(serving, http)
+        return await stored_responses.input_items(self._serving, http)
 
 
 def _card(serving: Serving, name: str) -> dict[str, Any]:

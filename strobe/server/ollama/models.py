@@ -42,33 +42,41 @@ def refusal(path: str) -> str | None:
 
 def add_ollama_endpoints(app: FastAPI, serving: Serving) -> None:
     """Add the GET endpoints of Ollama's API."""
+    endpoints = _GetEndpoints(serving)
+    app.get("/api/version")(endpoints.ollama_version)
+    app.get("/api/tags", response_model=bodies.ModelList)(endpoints.ollama_tags)
+    app.get("/api/ps", response_model=bodies.RunningModelList)(endpoints.ollama_ps)
 
-    @app.get("/api/version")
-    async def ollama_version() -> bodies.Version:  # pyright: ignore[reportUnusedFunction]
+
+class _GetEndpoints:
+    """Ollama's GET endpoints; the docstrings are shown in the OpenAPI document."""
+
+    def __init__(self, serving: Serving):
+        self._serving = serving
+
+    async def ollama_version(self) -> bodies.Version:
         """The version of Ollama whose API the paths under /api follow."""
         return bodies.Version(version=VERSION)
 
-    @app.get("/api/tags", response_model=bodies.ModelList)
-    async def ollama_tags() -> Response:  # pyright: ignore[reportUnusedFunction]
+    async def ollama_tags(self) -> Response:
         """The names of the served model, in Ollama's format."""
         try:
-            return JSONResponse({"models": _models(serving)})
+            return JSONResponse({"models": _models(self._serving)})
         except Exception as error:
-            return replies.error_response(serving, error)
+            return replies.error_response(self._serving, error)
 
-    @app.get("/api/ps", response_model=bodies.RunningModelList)
-    async def ollama_ps() -> Response:  # pyright: ignore[reportUnusedFunction]
+    async def ollama_ps(self) -> Response:
         """The served model with its context length, in Ollama's format."""
         try:
-            facts = serving.facts
+            facts = self._serving.facts
             running = {"expires_at": NEVER, "context_length": facts.max_model_len}
             models = [
                 {**model, **running, "size_vram": 0 if facts.device == "cpu" else model["size"]}
-                for model in _models(serving)
+                for model in _models(self._serving)
             ]
             return JSONResponse({"models": models})
         except Exception as error:
-            return replies.error_response(serving, error)
+            return replies.error_response(self._serving, error)
 
 
 async def ollama_show(serving: Serving, http: Request) -> Response:
