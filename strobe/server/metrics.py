@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_right
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -28,6 +28,7 @@ from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST as OPEN
 from strobe.server.engine_process.snapshot import EngineSnapshot
 from strobe.server.engine_totals import IDLE, OWN_LABELS, EngineTotals, TotalsCollector
 
+_Metric = TypeVar("_Metric", Counter, Gauge, Histogram)
 Phase = Literal["thinking", "answer", "tool"]
 
 PHASES: tuple[Phase, ...] = ("thinking", "answer", "tool")
@@ -84,8 +85,7 @@ class ServerMetrics:
             Gauge,
             "vllm:cache_config_info",
             "The engine's K/V pages, in labels: tokens of each, and their number.",
-            "block_size",
-            "num_gpu_blocks",
+            ("block_size", "num_gpu_blocks"),
         )
         self._gauge("strobe:open_answers", "Answers that clients wait for.").set_function(
             lambda: self.open_answers()
@@ -108,8 +108,20 @@ class ServerMetrics:
                 registry=self._registry,
             )
 
+        self._add_draft_counters()
+        self._add_histograms()
+        self._finished = self._counter(
+            "vllm:request_success", "Finished answers.", ("finished_reason",)
+        )
+        for reason in REASONS:
+            self._finished.labels(*self.own, reason)
+        self._refused = self._counter(
+            "strobe:http_requests_refused", "Requests answered with an error.", ("status", "reason")
+        )
+
+    def _add_draft_counters(self) -> None:
         verified = [
-            self._counter(name, help, "context", "phase")
+            self._counter(name, help, ("context", "phase"))
             for name, help in (
                 (
                     "strobe:spec_decode_steps",
@@ -130,6 +142,8 @@ class ServerMetrics:
             for phase in PHASES
         }
         """Per phase and context bucket: verify steps, tokens drafted, tokens accepted."""
+
+    def _add_histograms(self) -> None:
         self._first_token = self._histogram(
             "vllm:time_to_first_token_seconds",
             "From a request's arrival to its first token.",
@@ -199,16 +213,15 @@ class ServerMetrics:
             "Tokens generated for a finished request.",
             LENGTH_BOUNDS,
         )
-        self._finished = self._counter(
-            "vllm:request_success", "Finished answers.", "finished_reason"
-        )
-        for reason in REASONS:
-            self._finished.labels(*self.own, reason)
-        self._refused = self._counter(
-            "strobe:http_requests_refused", "Requests answered with an error.", "status", "reason"
-        )
 
-    def _family(self, kind: Any, name: str, help: str, *labels: str, **options: Any) -> Any:
+    def _family(
+        self,
+        kind: Callable[..., _Metric],
+        name: str,
+        help: str,
+        labels: Sequence[str] = (),
+        **options: object,
+    ) -> _Metric:
         """Return the metric of that name, which all engines share."""
         if name not in self._families:
             self._families[name] = kind(
@@ -219,8 +232,8 @@ class ServerMetrics:
     def _gauge(self, name: str, help: str) -> Gauge:
         return self._family(Gauge, name, help).labels(*self.own)
 
-    def _counter(self, name: str, help: str, *labels: str) -> Counter:
-        return self._family(Counter, name, help, *labels)
+    def _counter(self, name: str, help: str, labels: Sequence[str] = ()) -> Counter:
+        return self._family(Counter, name, help, labels)
 
     def _histogram(self, name: str, help: str, bounds: tuple[float, ...]) -> Histogram:
         return self._family(Histogram, name, help, buckets=bounds).labels(*self.own)
