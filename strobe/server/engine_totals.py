@@ -12,7 +12,7 @@ from strobe.counters import EngineStats
 from strobe.outputs import METRICS
 from strobe.server.engine_process.snapshot import EngineSnapshot
 
-IDLE = EngineSnapshot(0, 0, 0.0, EngineStats())
+IDLE = EngineSnapshot(running=0, waiting=0, kv_used=0.0, stats=EngineStats())
 
 OWN_LABELS = ("model_name", "engine")
 """Labels of every metric except the process's and HTTP's."""

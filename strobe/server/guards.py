@@ -193,7 +193,7 @@ class ApiKeyGuard:
         elif key is None or route(scope) in self.open_paths:
             await self.app(scope, receive, send)
         elif scope["method"] in SAFE_METHODS or route(scope) in UNCOUNTED:
-            await self._run(key, scope, receive, send, 0)
+            await self._run(scope, receive, send, key=key, count=0)
         elif key.max_concurrency is not None and self.running[key] >= key.max_concurrency:
             self.on_reject(429, "api_key_busy")
             await send_error(
@@ -205,10 +205,10 @@ class ApiKeyGuard:
                 headers=[(b"retry-after", b"1")],
             )
         else:
-            await self._run(key, scope, receive, send, 1)
+            await self._run(scope, receive, send, key=key, count=1)
 
     async def _run(
-        self, key: ApiKeyEntry, scope: Scope, receive: Receive, send: Send, count: int
+        self, scope: Scope, receive: Receive, send: Send, *, key: ApiKeyEntry, count: int
     ) -> None:
         state = scope.setdefault("state", {})
         state["api_key"] = hashlib.sha256(key.secret.encode()).digest()

@@ -186,4 +186,4 @@ class ServerConfig:
 
     @property
     def logs(self) -> LogSettings:
-        return LogSettings(self.log_level, self.log_json, self.log_prompts)
+        return LogSettings(level=self.log_level, as_json=self.log_json, show_text=self.log_prompts)

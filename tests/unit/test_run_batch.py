@@ -150,8 +150,7 @@ def test_every_broken_line_is_named(main: Callable[..., Any], files: tuple[Path,
 def test_ctrl_c_says_how_far_the_run_is(
     main: Callable[..., Any], files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ):
-    async def interrupted(*arguments: Any) -> None:
-        tally = arguments[-1]
+    async def interrupted(*, tally: BatchTally, **arguments: Any) -> None:
         tally.add(200, {"usage": {"completion_tokens": 3}})
         tally.add(404, {"error": {"message": "The model 'm' is not served here."}})
         raise KeyboardInterrupt

@@ -41,8 +41,10 @@ async def messages(serving: Serving, http: Request) -> Response:
     if request.stream:
         failed = functools.partial(_error_response, prepared.job.request_id)
         ending = replies.StreamEnd(failed)
-        return await replies.stream_response(serving, http, runs, reply.events, deadline, ending)
-    return await replies.json_response(serving, http, runs, reply.body, deadline)
+        return await replies.stream_response(
+            serving, http, runs=runs, events=reply.events, deadline=deadline, ending=ending
+        )
+    return await replies.json_response(serving, http, runs=runs, body=reply.body, deadline=deadline)
 
 
 async def count_tokens(serving: Serving, http: Request) -> Response:

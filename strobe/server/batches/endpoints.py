@@ -25,13 +25,18 @@ Method = Literal["GET", "POST", "DELETE"]
 _BATCHES = "/v1/batches"
 _MESSAGES = "/v1/messages/batches"
 CREATES: dict[Endpoint, Post] = {
-    openai.create: Post(_BATCHES, "Start a batch.", BatchRequest, bodies.Batch),
+    openai.create: Post(
+        path=_BATCHES,
+        summary="Start a batch.",
+        request_model=BatchRequest,
+        response_model=bodies.Batch,
+    ),
     anthropic.create: Post(
-        _MESSAGES,
-        "Start a batch of messages.",
-        MessageBatchRequest,
-        bodies.MessageBatch,
-        MessageErrorResponse,
+        path=_MESSAGES,
+        summary="Start a batch of messages.",
+        request_model=MessageBatchRequest,
+        response_model=bodies.MessageBatch,
+        error_model=MessageErrorResponse,
     ),
 }
 """The endpoints whose body is a JSON object."""
@@ -48,33 +53,97 @@ class Route(NamedTuple):
 
 
 OTHERS = (
-    Route("POST", "/v1/files", openai.upload, "Upload a file of requests.", bodies.File),
-    Route("GET", "/v1/files", openai.files, "The uploaded files.", bodies.FileList),
-    Route("GET", "/v1/files/{id}", openai.file, "A file of requests or answers.", bodies.File),
-    Route("GET", "/v1/files/{id}/content", openai.content, "A file's lines.", None),
-    Route("DELETE", "/v1/files/{id}", openai.delete, "Delete a file.", bodies.DeletedFile),
-    Route("GET", _BATCHES, openai.batches, "All batches.", bodies.BatchList),
-    Route("GET", f"{_BATCHES}/{{id}}", openai.batch, "A batch.", bodies.Batch),
-    Route("POST", f"{_BATCHES}/{{id}}/cancel", openai.cancel, "Cancel a batch.", bodies.Batch),
-    Route("GET", _MESSAGES, anthropic.batches, "All batches of messages.", bodies.MessageBatchList),
     Route(
-        "GET", f"{_MESSAGES}/{{id}}", anthropic.batch, "A batch of messages.", bodies.MessageBatch
+        method="POST",
+        path="/v1/files",
+        endpoint=openai.upload,
+        summary="Upload a file of requests.",
+        model=bodies.File,
     ),
     Route(
-        "POST",
-        f"{_MESSAGES}/{{id}}/cancel",
-        anthropic.cancel,
-        "Cancel a batch of messages.",
-        bodies.MessageBatch,
+        method="GET",
+        path="/v1/files",
+        endpoint=openai.files,
+        summary="The uploaded files.",
+        model=bodies.FileList,
     ),
     Route(
-        "DELETE",
-        f"{_MESSAGES}/{{id}}",
-        anthropic.delete,
-        "Delete a batch of messages.",
-        bodies.DeletedMessageBatch,
+        method="GET",
+        path="/v1/files/{id}",
+        endpoint=openai.file,
+        summary="A file of requests or answers.",
+        model=bodies.File,
     ),
-    Route("GET", f"{_MESSAGES}/{{id}}/results", anthropic.results, "The results of a batch.", None),
+    Route(
+        method="GET",
+        path="/v1/files/{id}/content",
+        endpoint=openai.content,
+        summary="A file's lines.",
+        model=None,
+    ),
+    Route(
+        method="DELETE",
+        path="/v1/files/{id}",
+        endpoint=openai.delete,
+        summary="Delete a file.",
+        model=bodies.DeletedFile,
+    ),
+    Route(
+        method="GET",
+        path=_BATCHES,
+        endpoint=openai.batches,
+        summary="All batches.",
+        model=bodies.BatchList,
+    ),
+    Route(
+        method="GET",
+        path=f"{_BATCHES}/{{id}}",
+        endpoint=openai.batch,
+        summary="A batch.",
+        model=bodies.Batch,
+    ),
+    Route(
+        method="POST",
+        path=f"{_BATCHES}/{{id}}/cancel",
+        endpoint=openai.cancel,
+        summary="Cancel a batch.",
+        model=bodies.Batch,
+    ),
+    Route(
+        method="GET",
+        path=_MESSAGES,
+        endpoint=anthropic.batches,
+        summary="All batches of messages.",
+        model=bodies.MessageBatchList,
+    ),
+    Route(
+        method="GET",
+        path=f"{_MESSAGES}/{{id}}",
+        endpoint=anthropic.batch,
+        summary="A batch of messages.",
+        model=bodies.MessageBatch,
+    ),
+    Route(
+        method="POST",
+        path=f"{_MESSAGES}/{{id}}/cancel",
+        endpoint=anthropic.cancel,
+        summary="Cancel a batch of messages.",
+        model=bodies.MessageBatch,
+    ),
+    Route(
+        method="DELETE",
+        path=f"{_MESSAGES}/{{id}}",
+        endpoint=anthropic.delete,
+        summary="Delete a batch of messages.",
+        model=bodies.DeletedMessageBatch,
+    ),
+    Route(
+        method="GET",
+        path=f"{_MESSAGES}/{{id}}/results",
+        endpoint=anthropic.results,
+        summary="The results of a batch.",
+        model=None,
+    ),
 )
 """All other endpoints."""
 

@@ -267,7 +267,13 @@ class EngineClient:
             raise EngineDead("The engine's process has ended; restart the server.")
         if self.restarting:
             raise EngineUnavailable("The engine is restarting; try again.", "engine_restarting")
-        prompt = Submit(next(self._keys), prompt_ids, params, request_id, scheduling)
+        prompt = Submit(
+            key=next(self._keys),
+            prompt_ids=prompt_ids,
+            params=params,
+            request_id=request_id,
+            scheduling=scheduling,
+        )
         generation = self._generations[prompt.key] = Generation(self, prompt)
         self.send(prompt)
         return generation

@@ -106,4 +106,4 @@ def run(
     gc.disable()  # imports leave no garbage to search for
     worker = importlib.import_module("strobe.server.engine_process.worker")
     gc.enable()
-    worker.run_engine(pipe, config, logs, kv_events, replica)
+    worker.run_engine(pipe, config, logs=logs, kv_events=kv_events, replica=replica)

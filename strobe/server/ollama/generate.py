@@ -77,13 +77,28 @@ async def _answer(
     except Exception as error:
         return replies.error_response(serving, error)
     report = replies.wants_report(http, request.to_chat())
-    reply = OllamaReply(serving, request, replace(prepared, name=name), run, part, report)
+    reply = OllamaReply(
+        serving,
+        request=request,
+        prepared=replace(prepared, name=name),
+        run=run,
+        part=part,
+        report=report,
+    )
     if request.stream:
         ending = replies.StreamEnd(_error_line)
         return await replies.stream_response(
-            serving, http, [run], reply.events, prepared.deadline, ending, MEDIA_TYPE
+            serving,
+            http,
+            runs=[run],
+            events=reply.events,
+            deadline=prepared.deadline,
+            ending=ending,
+            media_type=MEDIA_TYPE,
         )
-    return await replies.json_response(serving, http, [run], reply.body, prepared.deadline)
+    return await replies.json_response(
+        serving, http, runs=[run], body=reply.body, deadline=prepared.deadline
+    )
 
 
 async def _prepare(serving: Serving, request: OllamaRequest, http: Request) -> Prepared:

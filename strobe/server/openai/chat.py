@@ -54,10 +54,20 @@ async def chat(serving: Serving, http: Request) -> Response:
         run = PromptRun(serving, prepared.job)
     except Exception as error:
         return replies.error_response(serving, error)
-    reply = ChatReply(serving, request, prepared, run, replies.wants_report(http, request))
+    reply = ChatReply(
+        serving,
+        request=request,
+        prepared=prepared,
+        run=run,
+        report=replies.wants_report(http, request),
+    )
     if request.stream:
-        return await replies.stream_response(serving, http, [run], reply.events, prepared.deadline)
-    return await replies.json_response(serving, http, [run], reply.body, prepared.deadline)
+        return await replies.stream_response(
+            serving, http, runs=[run], events=reply.events, deadline=prepared.deadline
+        )
+    return await replies.json_response(
+        serving, http, runs=[run], body=reply.body, deadline=prepared.deadline
+    )
 
 
 async def prepare(
@@ -86,7 +96,7 @@ async def prepare(
         if raw_prompt is None:
             chat = render_prompt(serving, request)
         else:
-            chat = RenderedChat(raw_prompt, raw_prompt, {})
+            chat = RenderedChat(text=raw_prompt, marked=raw_prompt, spelled={})
         serving.check_length(chat.text, "messages", keep)
         return chat, prompt_ids(serving, chat, request)
 
@@ -109,7 +119,9 @@ async def prepare(
     tools = [_tool(tool) for tool in toolbox.tools]
     forced = toolbox.choice.forced
     parse = _parser(forms, tools, prompt.text, forced=forced, whole_calls=whole_calls)
-    structured = structured_outputs(serving, request, tools, prompt.text, arguments)
+    structured = structured_outputs(
+        serving, request, tools=tools, prompt=prompt.text, arguments=arguments
+    )
     arguments["structured_outputs"] = structured
     sentences += schema_warnings(structured, request, tools)
     formats = [forms.reasoning, forms.tools if toolbox.tools else None]
@@ -117,18 +129,18 @@ async def prepare(
         arguments["skip_special_tokens"] = False
     request_id = request.request_id or http.scope["state"]["request_id"]
     return Prepared(
-        GenerationJob(
-            ids,
-            serving.params(arguments),
-            request_id,
-            parse,
-            "tools" if forced else request.constraint,
-            http.scope["state"]["arrived_at"],
-            request.scheduling,
+        job=GenerationJob(
+            prompt_ids=ids,
+            params=serving.params(arguments),
+            request_id=request_id,
+            parser=parse,
+            constraint="tools" if forced else request.constraint,
+            started_at=http.scope["state"]["arrived_at"],
+            scheduling=request.scheduling,
         ),
-        name,
-        sentences,
-        deadline,
+        name=name,
+        warnings=sentences,
+        deadline=deadline,
     )
 
 

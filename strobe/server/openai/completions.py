@@ -59,9 +59,11 @@ async def completions(serving: Serving, http: Request) -> Response:
     reply = CompletionReply(serving, request, started, replies.wants_report(http, request))
     if request.stream:
         return await replies.stream_response(
-            serving, http, started.runs, reply.events, started.deadline
+            serving, http, runs=started.runs, events=reply.events, deadline=started.deadline
         )
-    return await replies.json_response(serving, http, started.runs, reply.body, started.deadline)
+    return await replies.json_response(
+        serving, http, runs=started.runs, body=reply.body, deadline=started.deadline
+    )
 
 
 async def start(
@@ -92,20 +94,20 @@ async def start(
                 limited = serving.constraint(structured, prompt.text, request.thinking_budget)
                 params = params.clone(structured_outputs=limited)
             job = GenerationJob(
-                prompt.ids,
-                params,
-                job_id,
-                Plain,
-                request.constraint,
-                arrived_at,
-                request.scheduling,
+                prompt_ids=prompt.ids,
+                params=params,
+                request_id=job_id,
+                parser=Plain,
+                constraint=request.constraint,
+                started_at=arrived_at,
+                scheduling=request.scheduling,
             )
             runs.append(PromptRun(serving, job))
     except Exception:  # whatever failed: nobody will read the prompts that already run
         for run in runs:
             run.close()
         raise
-    return Started(name, request_id, deadline, prompts, runs)
+    return Started(name=name, request_id=request_id, deadline=deadline, prompts=prompts, runs=runs)
 
 
 async def _prompt(
@@ -219,7 +221,7 @@ class CompletionReply:
         pieces[-1] += stream.end()
         parts.offset = len(prompt.text) - sum(map(len, pieces))  # of a start token, which it lacks
         for token, text, entry in zip(prompt.ids, pieces, entries, strict=True):
-            scored = entry or TokenLogprob(token, 0.0, 1)
+            scored = entry or TokenLogprob(token=token, logprob=0.0, rank=1)
             scored = scored._replace(top=scored.top[:count])
             parts.add([scored], [text], self, first=entry is None)
         return parts

@@ -27,9 +27,16 @@ async def infill(serving: Serving, http: Request) -> Response:
     if request.stream:
         ending = replies.StreamEnd(replies.event)
         return await replies.stream_response(
-            serving, http, started.runs, reply.events, started.deadline, ending
+            serving,
+            http,
+            runs=started.runs,
+            events=reply.events,
+            deadline=started.deadline,
+            ending=ending,
         )
-    return await replies.json_response(serving, http, started.runs, reply.body, started.deadline)
+    return await replies.json_response(
+        serving, http, runs=started.runs, body=reply.body, deadline=started.deadline
+    )
 
 
 class InfillReply:

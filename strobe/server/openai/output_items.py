@@ -70,7 +70,7 @@ class OutputItems:
         events."""
         events: list[Event] = []
         if status == "completed" and self._open in (None, ("reasoning", 0)):
-            events += self._begin(Segment("content", "", 0, 0))
+            events += self._begin(Segment(kind="content", text="", start=0, end=0))
         return events + self.close(status)
 
     def close(self, status: Status) -> list[Event]:

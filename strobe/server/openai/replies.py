@@ -127,6 +127,7 @@ class StreamedResponse(Response):
     def __init__(
         self,
         first: bytes,
+        *,
         rest: AsyncGenerator[bytes],
         deadline: Deadline,
         at_end: Callable[[], None],
@@ -189,6 +190,7 @@ CHUNK_STREAM_END = StreamEnd(event, DONE)
 async def stream_response(
     serving: Serving,
     http: Request,
+    *,
     runs: Sequence[PromptRun],
     events: Events,
     deadline: Deadline,
@@ -218,7 +220,9 @@ async def stream_response(
         at_end()
         return error_response(serving, error)
     rest = _with_ending(source, runs, failing, ending.done)
-    return StreamedResponse(first, rest, deadline, at_end, media_type)
+    return StreamedResponse(
+        first, rest=rest, deadline=deadline, at_end=at_end, media_type=media_type
+    )
 
 
 async def _until_deadline(
@@ -258,18 +262,19 @@ async def _with_ending(
 async def json_response(
     serving: Serving,
     http: Request,
+    *,
     runs: Sequence[PromptRun],
-    make: Callable[[], Awaitable[dict[str, Any]]],
+    body: Callable[[], Awaitable[dict[str, Any]]],
     deadline: Deadline,
 ) -> Response:
     """Answer with one JSON object after all answers have ended."""
     watch = DisconnectWatcher(http.receive, lambda: _close(runs))
     try:
         async with deadline():
-            body = await make()
+            answer = await body()
         if watch.disconnected:
             return Response(status_code=CLIENT_CLOSED)
-        return Response(compact(body).encode("utf-8", "replace"), media_type="application/json")
+        return Response(compact(answer).encode("utf-8", "replace"), media_type="application/json")
     except Exception as error:
         return error_response(serving, error)
     finally:

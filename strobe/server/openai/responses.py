@@ -38,13 +38,15 @@ async def responses(serving: Serving, http: Request) -> Response:
         return replies.error_response(serving, error)
     report = replies.wants_report(http, request)
     saver = _ResponseSaver(serving.responses, owner(http), previous_items)
-    reply = ResponseReply(request, prepared, answer, saver, report)
+    reply = ResponseReply(request, prepared=prepared, answer=answer, saver=saver, report=report)
     runs = [answer.run]
     deadline = prepared.deadline
     if request.stream:
         ending = replies.StreamEnd(reply.failed)
-        return await replies.stream_response(serving, http, runs, reply.events, deadline, ending)
-    return await replies.json_response(serving, http, runs, reply.body, deadline)
+        return await replies.stream_response(
+            serving, http, runs=runs, events=reply.events, deadline=deadline, ending=ending
+        )
+    return await replies.json_response(serving, http, runs=runs, body=reply.body, deadline=deadline)
 
 
 async def _prepare(serving: Serving, request: ResponsesRequest, http: Request) -> Prepared:
@@ -90,7 +92,9 @@ class _ResponseSaver(NamedTuple):
         """Store a finished response."""
         items = [*self.previous_items, *map(_json, complete_items(request.input))]
         output = tuple(map(_json, response["output"]))
-        stored = StoredResponse(self.owner, _json(response), tuple(items), output)
+        stored = StoredResponse(
+            owner=self.owner, body=_json(response), items=tuple(items), output=output
+        )
         self.store.put(response["id"], stored)
 
 

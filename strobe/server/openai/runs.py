@@ -150,7 +150,9 @@ class PromptRun:
         )
         self._engines = serving.metrics.engines
         self.choices = [
-            ChoiceState(serving, self._metrics, job, index, job.started_at)
+            ChoiceState(
+                serving, metrics=self._metrics, job=job, index=index, started_at=job.started_at
+            )
             for index in range(job.params.n)
         ]
         self._metrics().record_request(job.params.n, job.params.max_tokens)

@@ -92,7 +92,9 @@ class OrderedParser:
         if last is not None and (last.kind, last.end, last.call) == (kind, start, call):
             self._segments[-1] = last._replace(text=last.text + text, end=end)
         else:
-            self._segments.append(Segment(kind, text, start, end, call, name))
+            self._segments.append(
+                Segment(kind=kind, text=text, start=start, end=end, call=call, name=name)
+            )
 
     def _locate(self, text: str) -> tuple[int, int]:
         """Return the range of the parser's last output in the raw text: its last occurrence, which
@@ -131,7 +133,7 @@ class TokenAttribution:
             start = self._end
             self._end += len(piece)
             logprob = delta.logprobs[i] if i < len(delta.logprobs) else None
-            self._tokens.append(_Token(start, self._end, logprob))
+            self._tokens.append(_Token(start=start, end=self._end, logprob=logprob))
 
     def tokens_of(self, segment: Segment) -> list[TokenLogprob | None]:
         """Return the log probabilities of the tokens with text in a segment, in order. Must be

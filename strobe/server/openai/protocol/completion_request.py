@@ -175,7 +175,7 @@ class CompletionRequest(SamplingFields):
     @property
     def gap(self) -> Gap | None:
         """The text to fill in between prompt and suffix."""
-        return Gap("suffix", self.suffix) if self.suffix else None
+        return Gap(field="suffix", suffix=self.suffix) if self.suffix else None
 
     def limit(self) -> tuple[str, int | None]:
         return "max_tokens", self.max_tokens

@@ -76,7 +76,9 @@ class InfillRequest(SamplingFields):
 
     @property
     def gap(self) -> Gap:
-        return Gap("input_suffix", self.input_suffix, self._files, self.prompt)
+        return Gap(
+            field="input_suffix", suffix=self.input_suffix, files=self._files, start=self.prompt
+        )
 
     def limit(self) -> tuple[str, int | None]:
         return "n_predict", None if self.n_predict < 0 else max(self.n_predict, 1)

@@ -106,7 +106,9 @@ def read_tags(value: Any, path: str, warnings: FieldWarnings) -> list[Tag]:
     for index, entry in enumerate(listed):
         place = f"{where}[{index}]"
         begin, content, end = read(entry, place, warnings)
-        tags.append(Tag(_trigger(begin, triggers, place), begin, content, end))
+        tags.append(
+            Tag(trigger=_trigger(begin, triggers, place), begin=begin, content=content, end=end)
+        )
     return tags
 
 

@@ -130,7 +130,7 @@ def _tools(
             warnings.append(_skipped(tool, path))
             continue
         inner = path if flat else f"{path}.function"
-        function = _function(tool, path, inner, warnings, flat)
+        function = _function(tool, path, inner=inner, warnings=warnings, flat=flat)
         name = function["name"]
         if name in names:
             raise FieldError(
@@ -162,7 +162,7 @@ def _skipped(tool: Mapping[str, Any], path: str) -> str:
 
 
 def _function(
-    tool: Any, path: str, inner: str, warnings: FieldWarnings, flat: bool
+    tool: Any, path: str, *, inner: str, warnings: FieldWarnings, flat: bool
 ) -> dict[str, Any]:
     if not isinstance(tool, Mapping):
         raise invalid_value(path, tool, "a tool with a type and a function")
