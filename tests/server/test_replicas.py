@@ -26,8 +26,9 @@ from strobe.server.engine_process.client import (
     Generation,
 )
 from strobe.server.engine_process.messages import Grammars, Ready, Release, StepEvents
-from strobe.server.engine_process.process import Replica, make_replicas, run, share_memory
+from strobe.server.engine_process.process import run
 from strobe.server.engine_process.replicas import OPEN_TOKENS, PrefixIndex, Replicas, prefix_keys
+from strobe.server.engine_process.resources import Replica, make_replicas, share_memory
 from strobe.server.engine_process.snapshot import EngineSnapshot
 from strobe.server.engine_process.worker import check_gpus
 from strobe.server.kv_events import KVEventsConfig
@@ -460,7 +461,7 @@ def test_each_engine_has_its_gpus(visible: str | None, ranks: int, expected: lis
 
 
 def test_engines_share_the_cores(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("strobe.server.engine_process.process.usable_cores", lambda: 9)
+    monkeypatch.setattr("strobe.server.engine_process.resources.usable_cores", lambda: 9)
     assert environments(2, None, device="cpu") == [{"OMP_NUM_THREADS": "4"}] * 2
     variables = environments(2, "", device="cpu", tensor_parallel_size=2)
     assert variables == [{"OMP_NUM_THREADS": "2"}] * 2
@@ -476,13 +477,13 @@ def test_engines_share_the_cores(monkeypatch: pytest.MonkeyPatch):
 def test_caches_share_the_memory_of_a_cpu(
     monkeypatch: pytest.MonkeyPatch, free: int, asked: str | None, expected: Any
 ):
-    monkeypatch.setattr("strobe.server.engine_process.process.free_host_memory", lambda: free)
+    monkeypatch.setattr("strobe.server.engine_process.resources.free_host_memory", lambda: free)
     config = CPU.with_(kv_cache_memory=asked, tensor_parallel_size=2)
     assert share_memory(config, 2).kv_cache_memory == expected
 
 
 def test_caches_beyond_memory_are_one_sentence(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("strobe.server.engine_process.process.free_host_memory", lambda: 7 << 30)
+    monkeypatch.setattr("strobe.server.engine_process.resources.free_host_memory", lambda: 7 << 30)
     with pytest.raises(
         ValueError, match=r"^data_parallel_size is 2 and kv_cache_memory is 4G, which takes 8589934"
     ):

@@ -30,7 +30,8 @@ from strobe.server.engine_process.messages import (
     Stop,
     Submit,
 )
-from strobe.server.engine_process.process import Replica, blocked, run
+from strobe.server.engine_process.process import blocked, run
+from strobe.server.engine_process.resources import Replica
 from strobe.server.engine_process.snapshot import EngineSnapshot
 from strobe.server.engine_process.watchdog import FULL_PIPE_SECONDS, Watchdog, limit_sends
 from strobe.server.kv_events import KVEventsConfig

@@ -8,77 +8,16 @@ import importlib
 import os
 import signal
 import threading
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
-from typing import NamedTuple
 
 from tqdm import tqdm
 
-from strobe.config import CPU_KV_CACHE, EngineConfig, parse_bytes
-from strobe.host_memory import free_host_memory
-from strobe.openmp import usable_cores
+from strobe.config import EngineConfig
+from strobe.server.engine_process.resources import Replica
 from strobe.server.kv_events import KVEventsConfig
 from strobe.server.settings import LogSettings
-
-
-class Replica(NamedTuple):
-    """One of several engines of a server. environment: variables of its process."""
-
-    number: int
-    environment: Mapping[str, str]
-
-
-def make_replicas(
-    config: EngineConfig, count: int, environ: Mapping[str, str] = os.environ
-) -> list[Replica]:
-    """Divide the machine's GPUs and cores among `count` engines. Raises ValueError if
-    CUDA_VISIBLE_DEVICES names too few GPUs."""
-    ranks = config.tensor_parallel_size
-    if config.device.startswith("cuda:"):
-        raise ValueError(
-            f"device is {config.device!r}, but data_parallel_size is {count}, and each engine has "
-            "GPUs of its own; ask for cuda, and choose GPUs by CUDA_VISIBLE_DEVICES."
-        )
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    devices = list(map(str, range(count * ranks)))
-    if visible is not None:
-        devices = [name for name in visible.split(",") if name.strip()]
-    if config.device != "cpu" and len(devices) < count * ranks:
-        raise ValueError(
-            f"data_parallel_size is {count}, which takes {count * ranks} GPUs, but "
-            f"CUDA_VISIBLE_DEVICES is {visible!r}; ask for fewer, or for device cpu."
-        )
-    threads = max(usable_cores() // (count * ranks), 1)
-    set_threads = environ.get("OMP_NUM_THREADS", "")
-    threads = min(threads, int(set_threads)) if set_threads.isdecimal() else threads
-    replicas: list[Replica] = []
-    for index in range(count):
-        environment = {"OMP_NUM_THREADS": str(threads)}
-        if config.device != "cpu":
-            own = devices[index * ranks : (index + 1) * ranks]
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(own)
-        replicas.append(Replica(index, environment))
-    return replicas
-
-
-def share_memory(config: EngineConfig, count: int) -> EngineConfig:
-    """Return the configuration of each of `count` engines, so that their KV caches together fit a
-    CPU's memory. Raises ValueError if kv_cache_memory is too large for that."""
-    if config.device != "cpu":
-        return config
-    free = free_host_memory()
-    num_caches = count * config.tensor_parallel_size
-    if config.kv_cache_memory is None:
-        share = free // (2 * num_caches)
-        return config.with_(kv_cache_memory=share) if share < CPU_KV_CACHE else config
-    total = num_caches * parse_bytes(config.kv_cache_memory)
-    if total > free:
-        raise ValueError(
-            f"data_parallel_size is {count} and kv_cache_memory is {config.kv_cache_memory}, which "
-            f"takes {total} bytes in all, but cpu has {free} bytes free; ask for less."
-        )
-    return config
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from strobe.request import SchedulingOptions
 from strobe.sampling_params import SamplingParams
 from strobe.server.engine_process.client import EngineClient, Generation
 from strobe.server.engine_process.messages import FromServer, Ready
-from strobe.server.engine_process.process import make_replicas, share_memory
+from strobe.server.engine_process.resources import make_replicas, share_memory
 from strobe.server.engine_process.snapshot import EngineSnapshot
 from strobe.server.logs import engine_logger
 from strobe.server.settings import ServerConfig

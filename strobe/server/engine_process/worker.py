@@ -38,7 +38,7 @@ from strobe.server.engine_process.messages import (
     Stop,
     Submit,
 )
-from strobe.server.engine_process.process import Replica
+from strobe.server.engine_process.resources import Replica
 from strobe.server.engine_process.snapshot import EngineSnapshot
 from strobe.server.kv_events import KVEventPublisher, KVEventsConfig
 from strobe.server.settings import LogSettings
