@@ -50,7 +50,7 @@ class Enforced(NamedTuple):
     dropped: tuple[str, ...] = ()
 
 
-def enforceable(schema: Any) -> Enforced:
+def enforceable(schema: object) -> Enforced:
     """Return the schema in a form that llguidance enforces. Invalid parts stay as they are, for
     llguidance to reject."""
     reader = _Reader(schema)
@@ -81,13 +81,13 @@ def _whitespace(schema: Mapping[str, Any]) -> dict[str, str]:
 class _Reader:
     """Rewrites the parts of one document."""
 
-    def __init__(self, document: Any):
+    def __init__(self, document: object):
         self.document = document
         self.dropped: dict[str, None] = {}
         self._compared = 0
         self._known_values: dict[int, tuple[Any, dict[str, None] | None]] = {}
 
-    def read(self, schema: Any) -> Any:
+    def read(self, schema: object) -> object:
         """Return an enforceable schema."""
         if not isinstance(schema, Mapping):
             return schema
@@ -216,7 +216,7 @@ class _Reader:
                     self._drop("oneOf")
                     return
 
-    def _not(self, fields: dict[str, Any]) -> Any:
+    def _not(self, fields: dict[str, Any]) -> object:
         """Return the schema without `not`."""
         if "not" not in fields:
             return fields
@@ -240,20 +240,22 @@ class _Reader:
         self._drop("not")
         return fields
 
-    def _target(self, schema: Any) -> Any:
+    def _target(self, schema: object) -> object:
         """Return the schema that a reference without other keywords leads to; without a target, the
         reference."""
         for _ in range(_MAX_REFERENCES):
             rules = {k for k in _mapping(schema) if k not in _ANNOTATIONS}
             if rules != {"$ref"}:
                 break
-            target = _resolve(schema["$ref"], self.document)
+            target = _resolve(_mapping(schema)["$ref"], self.document)
             if target is None:
                 break
             schema = target
         return schema
 
-    def _types(self, schema: Any, without: str, depth: int = _MAX_COMPARED_DEPTH) -> frozenset[str]:
+    def _types(
+        self, schema: object, without: str, depth: int = _MAX_COMPARED_DEPTH
+    ) -> frozenset[str]:
         """Return the JSON types that a schema allows at most; a number may be whole."""
         schema = self._target(schema)
         if schema is False:
@@ -276,13 +278,13 @@ class _Reader:
                     types &= frozenset[str]().union(*of_parts)
         return types
 
-    def _values(self, schema: Any) -> dict[str, None] | None:
+    def _values(self, schema: object) -> dict[str, None] | None:
         """Return `_values` of a schema, computed once."""
         if id(schema) not in self._known_values:
             self._known_values[id(schema)] = schema, _values(_mapping(schema))
         return self._known_values[id(schema)][1]
 
-    def _is_disjoint(self, a: Any, b: Any, types: frozenset[str], depth: int) -> bool:
+    def _is_disjoint(self, a: object, b: object, types: frozenset[str], depth: int) -> bool:
         """Whether no value of the types fits both schemas, as far as types, values, required and
         undeclared properties say."""
         self._compared += 1
@@ -313,12 +315,12 @@ class _Reader:
 class _Nesting:
     """How deep the values of a document's schemas are nested."""
 
-    def __init__(self, document: Any):
+    def __init__(self, document: object):
         self.document = document
         self._levels: dict[str, int] = {}
         self._num_open = 0
 
-    def levels(self, schema: Any) -> int:
+    def levels(self, schema: object) -> int:
         """Return the levels of objects and lists that the schema describes; _OPEN_LEVELS for any
         value, and for a schema within itself."""
         fields = _mapping(schema)
@@ -344,7 +346,7 @@ class _Nesting:
             levels += [1 + self.levels(part) for part in parts]
         return max(levels)
 
-    def _of_reference(self, reference: Any) -> int:
+    def _of_reference(self, reference: object) -> int:
         if not isinstance(reference, str) or self._num_open == _MAX_REFERENCES:
             return _OPEN_LEVELS
         if reference not in self._levels:
@@ -370,7 +372,7 @@ def _containers(fields: Mapping[str, Any]) -> set[str]:
     return described if described or leads_elsewhere else {"object", "array"}
 
 
-def _resolve(reference: Any, document: Any) -> Any:
+def _resolve(reference: object, document: Any) -> Any:
     """Return the target of a reference into the document, None without one."""
     if not isinstance(reference, str) or not (reference + "/").startswith("#/"):
         return None
@@ -383,7 +385,7 @@ def _resolve(reference: Any, document: Any) -> Any:
     return document
 
 
-def _property(schema: Any, name: str) -> Any:
+def _property(schema: object, name: str) -> object:
     """Return the schema of a property, declared or not."""
     fields = _mapping(schema)
     patterns = _mapping(fields.get("patternProperties"))
@@ -409,7 +411,7 @@ def _json_type(text: str) -> str:
     return by_start.get(text[0], "integer" if text.lstrip("-").isdigit() else "number")
 
 
-def _without_types(types: frozenset[str], banned: Any) -> list[str] | None:
+def _without_types(types: frozenset[str], banned: object) -> list[str] | None:
     """Return the types without the banned ones; None if types do not say so, as for numbers that
     are not whole."""
     listed = {banned} if isinstance(banned, str) else set(map(str, _sequence(banned)))
@@ -433,16 +435,16 @@ def _name_pattern(rules: Mapping[str, Any]) -> str | None:
     return rf"^[\s\S]{{{shortest},{longest}}}$"
 
 
-def _without_nulls(schema: Any) -> Any:
+def _without_nulls(schema: object) -> Any:
     """Return a schema without keywords that are null: they are the same as absent ones."""
     if not isinstance(schema, Mapping):
         return schema
     return {name: value for name, value in schema.items() if value is not None or name in _DATA}
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
+def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _sequence(value: Any) -> Sequence[Any]:
+def _sequence(value: object) -> Sequence[Any]:
     return value if isinstance(value, list | tuple) else ()

@@ -179,7 +179,7 @@ def lark(kind: str, text: str) -> str:
     return json.loads(source)["grammars"][0]["lark_grammar"]
 
 
-def _enforced(schema: Any) -> Any:
+def _enforced(schema: object) -> object:
     """Return a schema as llguidance enforces it, with the whitespace that it may have. Raises
     ValueError for one that is nested too deeply."""
     if not isinstance(schema, Mapping):
@@ -189,7 +189,7 @@ def _enforced(schema: Any) -> Any:
     return with_whitespace(enforced) if isinstance(enforced, Mapping) else enforced
 
 
-def _parsed(schema: Any) -> Any:
+def _parsed(schema: object) -> Any:
     """Return a schema that may be a JSON text. Raises ValueError."""
     _check_depth(schema if isinstance(schema, str) else json.dumps(schema))
     if not isinstance(schema, str):
@@ -209,7 +209,7 @@ def _check_depth(text: str) -> None:
         )
 
 
-def _has_own_options(schema: Any) -> bool:
+def _has_own_options(schema: object) -> bool:
     """Whether a schema has options for llguidance, such as whitespace without end."""
     if isinstance(schema, str):
         return '"x-guidance"' in schema

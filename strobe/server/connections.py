@@ -13,6 +13,7 @@ from math import inf
 from operator import attrgetter
 from typing import Any, cast
 
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -230,7 +231,7 @@ class Connection(HttpToolsProtocol):
 def _refusal(status: int, code: str, message: str) -> Any:
     """Return an application that rejects its request and closes the connection."""
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send_error(send, status, message, code=code, headers=[(b"connection", b"close")])
 
     return app

@@ -209,7 +209,7 @@ def _tokenizer(serving: Serving) -> dict[str, Any]:
     return _plain({**settings, **special_tokens, **about})
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """Convert a value to JSON's types; anything else becomes its text."""
     if isinstance(value, Mapping):
         return {str(name): _plain(part) for name, part in value.items()}

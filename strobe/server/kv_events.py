@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from itertools import count
@@ -214,7 +214,7 @@ def number(key: bytes) -> int:
     return int.from_bytes(key, "big") & 0xFFFFFFFFFFFFFFFF
 
 
-def _open(use: Any, name: str, endpoint: str) -> None:
+def _open(use: Callable[[str], object], name: str, endpoint: str) -> None:
     import zmq
 
     try:

@@ -39,7 +39,7 @@ class Fields(dict[str, Any]):
 _plain = re.compile(r"[!#-<>-~]+")
 
 
-def _value(value: Any) -> str:
+def _value(value: object) -> str:
     if isinstance(value, str) and _plain.fullmatch(value):
         return value
     return json.dumps(value, default=str, separators=(",", ":"))

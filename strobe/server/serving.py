@@ -417,7 +417,7 @@ class Serving:
             ) from None
 
 
-def _variables(template: Any) -> Collection[str] | None:
+def _variables(template: object) -> Collection[str] | None:
     """Return the variables that a chat template reads, None if it cannot be parsed."""
     if not isinstance(template, str):
         return None

@@ -34,7 +34,7 @@ class _Block:
     def _delta(self, text: str) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _event(self, kind: str, **fields: Any) -> Event:
+    def _event(self, kind: str, **fields: object) -> Event:
         return {"type": f"content_block_{kind}", "index": self.index, **fields}
 
 

@@ -151,7 +151,7 @@ async def call(app: ASGIApp, line: BatchLine) -> tuple[int, Any]:
     return messages[0]["status"], json.loads(content)
 
 
-def answer_line(line: BatchLine, status: int, body: Any) -> dict[str, Any]:
+def answer_line(line: BatchLine, status: int, body: Mapping[str, Any]) -> dict[str, Any]:
     """Return a line of the output file, in OpenAI's format."""
     return {
         "id": f"batch_req_{secrets.token_hex(12)}",

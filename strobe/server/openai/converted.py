@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from fastapi import Request
 
@@ -15,12 +14,26 @@ from strobe.text.tokenizer import RenderedChat
 
 
 async def prepare_converted(
-    serving: Serving, request: ConvertedRequest, http: Request, **options: Any
+    serving: Serving,
+    request: ConvertedRequest,
+    http: Request,
+    *,
+    clamp_max_tokens: bool = False,
+    raw_prompt: str | None = None,
+    whole_calls: bool = True,
 ) -> Prepared:
-    """Prepare the request as a chat, with its own field names in errors and warnings. options:
-    those of `prepare`. Raises FieldError, RequestRejected."""
+    """Prepare the request as a chat, with its own field names in errors and warnings, by the
+    options of `prepare`. Raises FieldError, RequestRejected."""
     try:
-        prepared = await prepare(serving, request.to_chat(), http, request, **options)
+        prepared = await prepare(
+            serving,
+            request.to_chat(),
+            http,
+            request,
+            clamp_max_tokens=clamp_max_tokens,
+            raw_prompt=raw_prompt,
+            whole_calls=whole_calls,
+        )
     except FieldError as error:
         raise request.with_own_names(error) from None
     job = prepared.job

@@ -33,12 +33,12 @@ DONE = b"data: [DONE]\n\n"
 _UNREAD_SECONDS = 5.0
 
 
-def compact(value: Any) -> str:
+def compact(value: object) -> str:
     """Return JSON without spaces. Raises ValueError for NaN and infinities, which JSON lacks."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
-def event(value: Any) -> bytes:
+def event(value: object) -> bytes:
     """One server-sent event."""
     return f"data: {compact(value)}\n\n".encode("utf-8", "replace")
 

@@ -18,7 +18,7 @@ class _Item:
         self.status: Status = "in_progress"
         self.text = ""
 
-    def event(self, kind: str, **fields: Any) -> Event:
+    def event(self, kind: str, **fields: object) -> Event:
         position = {"item_id": self.id, "output_index": self.index}
         return {"type": f"response.{kind}", **position, **fields}
 

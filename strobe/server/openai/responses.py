@@ -98,7 +98,7 @@ class _ResponseSaver(NamedTuple):
         self.store.put(response["id"], stored)
 
 
-def _json(value: Any) -> bytes:
+def _json(value: object) -> bytes:
     return replies.compact(value).encode("utf-8", "replace")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Sequence
-from typing import Any
 
 from strobe.server.parsers.base import Tool
 from strobe.server.parsers.call_reader import CallReader
@@ -172,5 +171,5 @@ class CallTags(CallReader):
         return self._whole()
 
 
-def _json(value: Any) -> str:
+def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)

@@ -40,7 +40,7 @@ class Values:
         self._rules: list[str] = []
         self._known: dict[tuple[int, str], str] = {}
         self._owner = ""
-        self._document: Any = {}
+        self._document: object = {}
 
     def arguments(self, tool: Tool) -> str:
         """Return a rule for a tool's arguments, braces included. Raises ValueError for a schema
@@ -66,7 +66,7 @@ class Values:
         self._rules.append(f"{name}: {body}")
         return name
 
-    def _value(self, schema: Any) -> str:
+    def _value(self, schema: object) -> str:
         """Return a rule for a value of a schema."""
         if schema is True or schema == {}:
             return "any"
@@ -178,7 +178,7 @@ class Values:
             )
         return literal(key + ":")
 
-    def _word(self, word: Any) -> str:
+    def _word(self, word: object) -> str:
         """Return a rule for exactly this value."""
         if isinstance(word, str):
             if QUOTE in word:

@@ -6,7 +6,6 @@ import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from strobe.server.parsers.base import Parser, Tool
 from strobe.server.parsers.call_tags import CallTags
@@ -152,7 +151,7 @@ def _check_name(subject: str, name: str) -> None:
     _check(NAME.fullmatch(name), f"name of a {subject}", name, hint)
 
 
-def _check(fits: Any, subject: str, text: str, hint: str) -> None:
+def _check(fits: object, subject: str, text: str, hint: str) -> None:
     """Raise ValueError, unless `fits`, for a text that the parser cannot read back."""
     if not fits:
         raise ValueError(

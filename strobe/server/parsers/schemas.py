@@ -31,7 +31,7 @@ class Form:
     minimum: int = 0
     maximum: int | None = None
 
-    def fits(self, value: Any) -> bool:
+    def fits(self, value: object) -> bool:
         """Whether a value has an allowed type and length; `words` are not checked."""
         if not isinstance(value, str):
             return type_of(value) in self.types
@@ -106,7 +106,7 @@ class Arguments:
         """The names of the required arguments."""
         return self.schema.get("required", ())
 
-    def schema_of(self, key: str) -> Any:
+    def schema_of(self, key: str) -> object:
         """The schema of an argument, declared or not."""
         return self.properties.get(key, self.schema.get("additionalProperties", True))
 
@@ -173,7 +173,7 @@ def is_text(types: frozenset[str]) -> bool:
     return "string" in types and types <= {"string", "null"}
 
 
-def _forms(schema: Any, document: Any, cache: dict[str, list[Form]]) -> list[Form]:
+def _forms(schema: object, document: object, cache: dict[str, list[Form]]) -> list[Form]:
     """Return the forms of a schema by its type, enum, const, lengths, references and alternatives.
     cache: the forms of references so far; a recursive reference allows any form. Raises
     ValueError."""
@@ -234,7 +234,7 @@ def _own_form(schema: Mapping[str, Any]) -> Form:
     return form.intersect(Form(words=None if words is None else tuple(words)))
 
 
-def target_of(ref: Any, document: Any) -> Any:
+def target_of(ref: object, document: Any) -> Any:
     """Return the target of a reference into a document. Raises ValueError."""
     if not isinstance(ref, str) or not (ref + "/").startswith("#/"):
         raise _invalid("$ref", ref, "one that begins with #/, into the function's parameters")
@@ -247,7 +247,7 @@ def target_of(ref: Any, document: Any) -> Any:
     return document
 
 
-def _relocated(schema: Any, document: Any, definitions: dict[str, Any]) -> Any:
+def _relocated(schema: object, document: object, definitions: dict[str, Any]) -> Any:
     """Return a schema whose references point to `#/$defs/N`, N being an index of `definitions`,
     which gets their targets. Raises ValueError."""
     if isinstance(schema, list):
@@ -264,5 +264,5 @@ def _relocated(schema: Any, document: Any, definitions: dict[str, Any]) -> Any:
     return relocated
 
 
-def _invalid(name: str, value: Any, hint: str) -> ValueError:
+def _invalid(name: str, value: object, hint: str) -> ValueError:
     return ValueError(f"has the {name} {reprlib.repr(value)}; give {hint}.")

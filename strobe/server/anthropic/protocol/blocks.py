@@ -67,7 +67,7 @@ MESSAGES_SCHEMA: dict[str, Any] = {
 }
 
 
-def read_items(messages: Any, warnings: FieldWarnings) -> list[dict[str, Any]]:
+def read_items(messages: object, warnings: FieldWarnings) -> list[dict[str, Any]]:
     """Return the messages as items, with consecutive texts of one role merged into one message.
     warnings: gets a sentence for each field without effect. Raises FieldError."""
     if not isinstance(messages, list | tuple) or not messages:
@@ -93,7 +93,7 @@ def read_items(messages: Any, warnings: FieldWarnings) -> list[dict[str, Any]]:
     return items
 
 
-def read_texts(value: Any, path: str, warnings: FieldWarnings) -> str:
+def read_texts(value: object, path: str, warnings: FieldWarnings) -> str:
     """Return a text, or the texts of a list of text blocks joined by newlines. Raises
     FieldError."""
     if value is None or isinstance(value, str):
@@ -114,7 +114,7 @@ def _add(items: list[dict[str, Any]], item: dict[str, Any]) -> None:
         items.append(item)
 
 
-def _item(block: Any, role: str, path: str, warnings: FieldWarnings) -> dict[str, Any] | None:
+def _item(block: object, role: str, path: str, warnings: FieldWarnings) -> dict[str, Any] | None:
     kind, fields = _block(block, OWNERS[role], path, warnings)
     if kind == "text":
         part = {"type": "text", "text": fields["text"]}
@@ -132,7 +132,7 @@ def _item(block: Any, role: str, path: str, warnings: FieldWarnings) -> dict[str
 
 
 def _block(
-    block: Any, kinds: tuple[str, ...], path: str, warnings: FieldWarnings
+    block: object, kinds: tuple[str, ...], path: str, warnings: FieldWarnings
 ) -> tuple[str, dict[str, Any]]:
     """Return a block's type and fields. kinds: the allowed types. Raises FieldError."""
     if not isinstance(block, Mapping):

@@ -43,7 +43,7 @@ CHOICE_SCHEMA: dict[str, Any] = {
 }
 
 
-def read_tools(tools: Any, warnings: FieldWarnings) -> list[dict[str, Any]]:
+def read_tools(tools: object, warnings: FieldWarnings) -> list[dict[str, Any]]:
     """Return the tools in a chat's format. Raises FieldError."""
     if tools is None:
         return []
@@ -52,7 +52,7 @@ def read_tools(tools: Any, warnings: FieldWarnings) -> list[dict[str, Any]]:
     return [_tool(tool, f"tools[{index}]", warnings) for index, tool in enumerate(tools)]
 
 
-def _tool(tool: Any, path: str, warnings: FieldWarnings) -> dict[str, Any]:
+def _tool(tool: object, path: str, warnings: FieldWarnings) -> dict[str, Any]:
     if not isinstance(tool, Mapping):
         raise invalid_value(path, tool, "a tool with a name and an input_schema")
     kind = tool.get("type")
@@ -71,7 +71,9 @@ def _tool(tool: Any, path: str, warnings: FieldWarnings) -> dict[str, Any]:
     return {"type": "function", "function": {**function, "parameters": schema}}
 
 
-def read_choice(value: Any, tools: list[dict[str, Any]], warnings: FieldWarnings) -> dict[str, Any]:
+def read_choice(
+    value: object, tools: list[dict[str, Any]], warnings: FieldWarnings
+) -> dict[str, Any]:
     """Return a chat's tool_choice and parallel_tool_calls. Raises FieldError."""
     if value is None:
         return {}
@@ -91,7 +93,7 @@ def read_choice(value: Any, tools: list[dict[str, Any]], warnings: FieldWarnings
             f"tool_choice is {short_json(value)}, but there are no tools; give tools as well.",
             "tool_choice",
         )
-    choice: Any = {"any": "required"}.get(kind, kind)
+    choice: object = {"any": "required"}.get(kind, kind)
     if kind == "tool":
         if not isinstance(fields.get("name"), str):
             raise invalid_value("tool_choice.name", fields.get("name"), "the name of a tool")

@@ -16,14 +16,14 @@ _OTHER_PROPERTIES = (
 """Keywords that may describe more properties of an object than it declares."""
 
 
-def closed(schema: Any) -> Any:
+def closed(schema: object) -> object:
     """Return the schema with `additionalProperties: false` in each object that declares properties
     and says nothing about others. Parts of an allOf stay open: each describes some properties of
     the same object."""
     return _closed(schema, _parts_of_objects(schema, set()))
 
 
-def _closed(schema: Any, open_references: set[str], path: str = "#") -> Any:
+def _closed(schema: object, open_references: set[str], path: str = "#") -> object:
     """path: reference to the schema. open_references: to the schemas that stay open."""
     if not isinstance(schema, Mapping):
         return schema
@@ -44,7 +44,7 @@ def _closed(schema: Any, open_references: set[str], path: str = "#") -> Any:
     return fields
 
 
-def _parts_of_objects(schema: Any, references: set[str]) -> set[str]:
+def _parts_of_objects(schema: object, references: set[str]) -> set[str]:
     """Add to `references` those that describe a part of an object, in an allOf or next to other
     keywords, and return them."""
     if isinstance(schema, list):
@@ -65,6 +65,6 @@ def _parts_of_objects(schema: Any, references: set[str]) -> set[str]:
     return references
 
 
-def _reference(schema: Any) -> str:
+def _reference(schema: object) -> str:
     target = schema.get("$ref") if isinstance(schema, Mapping) else None
     return target if isinstance(target, str) else ""

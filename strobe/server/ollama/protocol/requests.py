@@ -270,7 +270,7 @@ class ShowRequest(RequestModel):
     name: str | None = Field(None, description="Older name of model.")
 
 
-def read_message(message: Any, path: str, warnings: FieldWarnings) -> dict[str, Any]:
+def read_message(message: object, path: str, warnings: FieldWarnings) -> dict[str, Any]:
     """Return a message in a chat's format, which checks its values. Raises FieldError."""
     fields = warnings.split(message, MESSAGE_FIELDS, "ollama.message", path)
     read = {
@@ -284,7 +284,7 @@ def read_message(message: Any, path: str, warnings: FieldWarnings) -> dict[str, 
     return read
 
 
-def _call(call: Any, path: str, warnings: FieldWarnings) -> dict[str, Any]:
+def _call(call: object, path: str, warnings: FieldWarnings) -> dict[str, Any]:
     """Return an earlier call. Its `index`, its position in the answer, is ignored."""
     fields = warnings.split(call, CALL_FIELDS, "tool_call", path)
     path = f"{path}.function"

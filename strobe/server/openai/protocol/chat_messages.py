@@ -95,7 +95,7 @@ def read_messages(messages: Sequence[Any], warnings: FieldWarnings) -> list[dict
     return [read_message(message, f"messages[{i}]", warnings) for i, message in enumerate(messages)]
 
 
-def read_message(message: Any, path: str, warnings: FieldWarnings) -> dict[str, Any]:
+def read_message(message: object, path: str, warnings: FieldWarnings) -> dict[str, Any]:
     """Return one message as the chat template reads it. Raises FieldError.
 
     Content becomes text, or None where an answer has only calls or reasoning, the role developer
@@ -160,7 +160,7 @@ def _assistant(
     return read
 
 
-def read_content(content: Any, path: str, warnings: FieldWarnings) -> str | None:
+def read_content(content: object, path: str, warnings: FieldWarnings) -> str | None:
     """Return a message's text; the texts of several parts are joined by newlines. Raises
     FieldError."""
     if content is None or isinstance(content, str):
@@ -170,7 +170,7 @@ def read_content(content: Any, path: str, warnings: FieldWarnings) -> str | None
     return "\n".join(_part(part, f"{path}[{i}]", warnings) for i, part in enumerate(content))
 
 
-def _part(part: Any, path: str, warnings: FieldWarnings) -> str:
+def _part(part: object, path: str, warnings: FieldWarnings) -> str:
     if not isinstance(part, Mapping):
         raise invalid_value(path, part, 'a part such as {"type": "text", "text": ...}')
     kind = "text" if part.get("type") is None else part["type"]
@@ -188,7 +188,7 @@ def _part(part: Any, path: str, warnings: FieldWarnings) -> str:
     return text
 
 
-def _tool_call(call: Any, path: str, warnings: FieldWarnings) -> dict[str, Any]:
+def _tool_call(call: object, path: str, warnings: FieldWarnings) -> dict[str, Any]:
     """Return an earlier tool call. `index`, its position in a stream, is ignored."""
     fields = warnings.split(call, TOOL_CALL_FIELDS, "tool_call", path)
     if fields.get("type", "function") != "function":
@@ -207,7 +207,7 @@ def _tool_call(call: Any, path: str, warnings: FieldWarnings) -> dict[str, Any]:
     return {"id": fields["id"], **read} if "id" in fields else read
 
 
-def read_arguments(arguments: Any, path: str) -> dict[str, Any] | str:
+def read_arguments(arguments: object, path: str) -> dict[str, Any] | str:
     """Return a call's arguments as an object, or as text if they are not a JSON object."""
     if arguments is None or arguments == "":
         return {}

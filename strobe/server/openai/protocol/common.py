@@ -54,7 +54,7 @@ class FieldWarnings(list[str]):
         self.lenient = lenient
 
     def split(
-        self, value: Any, known_names: Collection[str], schema_key: str, path: str
+        self, value: object, known_names: Collection[str], schema_key: str, path: str
     ) -> dict[str, Any]:
         """Return an object's known fields without nulls, and add a warning for each field without
         effect.
@@ -144,7 +144,7 @@ class RequestModel(BaseModel):
     @model_validator(mode="wrap")
     @classmethod
     def _validate(
-        cls, data: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo
+        cls, data: object, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo
     ) -> Self:
         if isinstance(data, cls):
             return data
@@ -184,7 +184,7 @@ class RequestModel(BaseModel):
         return reference
 
 
-def with_unknown_fields(part: Any) -> Any:
+def with_unknown_fields(part: object) -> Any:
     """Return a part of a JSON schema whose objects from `object_schema` allow further fields."""
     if isinstance(part, list):
         return [with_unknown_fields(item) for item in part]
@@ -237,7 +237,7 @@ class Bounds:
     above: bool = False
 
     def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
+        self, source: object, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
         return core_schema.with_info_after_validator_function(self._check, handler(source))
 
@@ -259,7 +259,7 @@ def _plain(number: float) -> str:
     return f"{number:g}" if abs(number) < 1e6 else str(int(number))
 
 
-def check_int(value: Any) -> Any:
+def check_int(value: object) -> Any:
     """Convert a whole float to int, since 2.0 and 2 are the same number in JSON."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
@@ -267,11 +267,11 @@ def check_int(value: Any) -> Any:
 Int = Annotated[int, BeforeValidator(check_int)]
 
 
-def is_int(value: Any) -> bool:
+def is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def token_ids(value: Any, path: str | None) -> tuple[int, ...]:
+def token_ids(value: object, path: str | None) -> tuple[int, ...]:
     """A list of token ids, which may be empty. Raises FieldError."""
     if not isinstance(value, list | tuple):
         raise invalid_value(path, value, "a list of token ids")
@@ -284,7 +284,7 @@ def token_ids(value: Any, path: str | None) -> tuple[int, ...]:
     return ids
 
 
-def texts(value: Any, path: str | None) -> tuple[str, ...]:
+def texts(value: object, path: str | None) -> tuple[str, ...]:
     """A single text or a list of texts, none of them empty. Raises FieldError."""
     listed = [value] if isinstance(value, str) else value
     if not isinstance(listed, list | tuple):
@@ -296,11 +296,11 @@ def texts(value: Any, path: str | None) -> tuple[str, ...]:
     return tuple(listed)
 
 
-def _texts_field(value: Any, info: ValidationInfo) -> tuple[str, ...]:
+def _texts_field(value: object, info: ValidationInfo) -> tuple[str, ...]:
     return texts(value, info.field_name)
 
 
-def _ids_field(value: Any, info: ValidationInfo) -> tuple[int, ...]:
+def _ids_field(value: object, info: ValidationInfo) -> tuple[int, ...]:
     return token_ids(value, info.field_name)
 
 

@@ -202,7 +202,7 @@ class CompletionRequest(SamplingFields):
         return arguments
 
 
-def _ids(value: Any, path: str) -> list[int]:
+def _ids(value: object, path: str) -> list[int]:
     """Return one prompt's token ids. Raises FieldError for an empty list."""
     ids = list(token_ids(value, path))
     if not ids:

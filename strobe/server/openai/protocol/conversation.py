@@ -82,7 +82,7 @@ class Conversation(RequestModel):
                 "add_generation_prompt",
             )
 
-    def read_conversation(self, messages: list[dict[str, Any]], tool_choice: Any = None) -> None:
+    def read_conversation(self, messages: list[dict[str, Any]], tool_choice: object = None) -> None:
         """Check messages and tools and store them as the template reads them. Raises
         FieldError."""
         self._messages = read_messages(messages, self._warnings)

@@ -91,7 +91,7 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def short_json(value: Any) -> str:
+def short_json(value: object) -> str:
     """Return a value as JSON, cut to fit into a sentence."""
     if isinstance(value, str):
         text = json.dumps(value[:60], ensure_ascii=False)
@@ -122,7 +122,7 @@ class _Json(reprlib.Repr):
 _JSON = _Json()
 
 
-def invalid_value(path: str | None, value: Any, requirement: str, hint: str = "") -> FieldError:
+def invalid_value(path: str | None, value: object, requirement: str, hint: str = "") -> FieldError:
     """Return the error "PATH is VALUE, but must be REQUIREMENT; HINT." """
     tail = f"; {hint}" if hint else ""
     return FieldError(

@@ -61,7 +61,7 @@ class InfillRequest(SamplingFields):
             [self._file(item, f"input_extra[{i}]") for i, item in enumerate(self.input_extra)]
         )
 
-    def _file(self, item: Any, path: str) -> tuple[str, str]:
+    def _file(self, item: object, path: str) -> tuple[str, str]:
         fields = self._warnings.split(item, ("filename", "text"), "infill.file", path)
         name = fields.get("filename", "file")
         text = fields.get("text")

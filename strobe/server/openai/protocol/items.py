@@ -74,7 +74,7 @@ ITEM_SCHEMA: dict[str, Any] = {"anyOf": [*(_shape(kind) for kind in ITEM_FIELDS)
 
 
 def read_input(
-    value: Any, instructions: str | None, warnings: FieldWarnings
+    value: object, instructions: str | None, warnings: FieldWarnings
 ) -> list[dict[str, Any]]:
     """Return the input as messages. Raises FieldError.
 
@@ -125,7 +125,7 @@ def read_input(
     return [_with_content(message) for message in messages]
 
 
-def is_hosted(item: Any) -> bool:
+def is_hosted(item: object) -> bool:
     """Whether an item is about a tool other than a function."""
     kind = item.get("type") if isinstance(item, Mapping) else None
     return isinstance(kind, str) and HOSTED_ITEM.match(kind) is not None
@@ -143,7 +143,7 @@ def _with_content(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": ""} if empty else message
 
 
-def _item(item: Any, path: str, warnings: FieldWarnings) -> tuple[str, dict[str, Any]]:
+def _item(item: object, path: str, warnings: FieldWarnings) -> tuple[str, dict[str, Any]]:
     if not isinstance(item, Mapping):
         raise invalid_value(path, item, "an item with a type")
     kind = item.get("type")

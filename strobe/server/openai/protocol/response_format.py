@@ -154,7 +154,7 @@ def _read(source: str, value: Any, warnings: FieldWarnings) -> Constraint | None
     return Constraint(source, kind, _value(kind, value, source))
 
 
-def _structured_outputs(outputs: Any, warnings: FieldWarnings) -> Constraint | None:
+def _structured_outputs(outputs: object, warnings: FieldWarnings) -> Constraint | None:
     path = "structured_outputs"
     fields = warnings.split(outputs, KINDS, path, path)
     json_object = fields.get("json_object")
@@ -172,7 +172,7 @@ def _structured_outputs(outputs: Any, warnings: FieldWarnings) -> Constraint | N
     return Constraint(path, kind, _value(kind, fields[kind], f"{path}.{kind}"))
 
 
-def _response_format(value: Any, warnings: FieldWarnings) -> Constraint | None:
+def _response_format(value: object, warnings: FieldWarnings) -> Constraint | None:
     path = "response_format"
     kind = _format_type(value, path, (*_TYPES, "structural_tag"))
     if kind == "structural_tag":
@@ -193,7 +193,7 @@ def _response_format(value: Any, warnings: FieldWarnings) -> Constraint | None:
     return _named_schema(fields, path, inner_path)
 
 
-def read_text_format(value: Any, warnings: FieldWarnings) -> dict[str, Any]:
+def read_text_format(value: object, warnings: FieldWarnings) -> dict[str, Any]:
     """Convert text.format of /v1/responses to a chat's response_format. Raises FieldError."""
     path = "text.format"
     kind = _format_type(value, path, _TYPES)
@@ -206,7 +206,7 @@ def read_text_format(value: Any, warnings: FieldWarnings) -> dict[str, Any]:
     return {"type": kind, "json_schema": fields}
 
 
-def _format_type(value: Any, path: str, types: Sequence[str]) -> str:
+def _format_type(value: object, path: str, types: Sequence[str]) -> str:
     listed = f"{', '.join(types[:-1])} and {types[-1]}"
     if not isinstance(value, Mapping):
         raise invalid_value(path, value, "an object with a type", f"the types are {listed}")
@@ -232,7 +232,7 @@ def _named_schema(fields: Mapping[str, Any], source: str, path: str) -> Constrai
     return Constraint(source, "json", _value("json", fields["schema"], f"{path}.schema"))
 
 
-def _value(kind: str, value: Any, path: str) -> Any:
+def _value(kind: str, value: object, path: str) -> object:
     if kind == "json_object":
         return True
     if kind == "json":
@@ -246,7 +246,7 @@ def _value(kind: str, value: Any, path: str) -> Any:
     return value
 
 
-def _schema(value: Any, path: str) -> dict[str, Any]:
+def _schema(value: object, path: str) -> dict[str, Any]:
     """Return a JSON schema that is sent as an object or as JSON text."""
     schema = value
     if isinstance(value, str):

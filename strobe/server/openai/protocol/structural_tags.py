@@ -65,7 +65,7 @@ TAGS_SCHEMA: dict[str, Any] = {
 }  # fmt: skip
 
 
-def read_tags(value: Any, path: str, warnings: FieldWarnings) -> list[Tag]:
+def read_tags(value: object, path: str, warnings: FieldWarnings) -> list[Tag]:
     """Return the tags of an object, or of its text as JSON. Raises FieldError."""
     if isinstance(value, str):
         try:
@@ -127,7 +127,7 @@ def tags_grammar(tags: Sequence[Tag], added_tokens: Mapping[str, int]) -> str:
         ) from None
 
 
-def _old_tag(value: Any, path: str, warnings: FieldWarnings) -> Parts:
+def _old_tag(value: object, path: str, warnings: FieldWarnings) -> Parts:
     fields = warnings.split(value, ("begin", "schema", "end"), "", path)
     return (
         _text(fields.get("begin"), f"{path}.begin"),
@@ -136,7 +136,7 @@ def _old_tag(value: Any, path: str, warnings: FieldWarnings) -> Parts:
     )
 
 
-def _new_tag(value: Any, path: str, warnings: FieldWarnings) -> Parts:
+def _new_tag(value: object, path: str, warnings: FieldWarnings) -> Parts:
     fields = warnings.split(value, ("type", "begin", "content", "end"), "", path)
     if fields.get("type", "tag") != "tag":
         raise invalid_value(f"{path}.type", fields["type"], '"tag"')
@@ -172,7 +172,7 @@ def _trigger(begin: str, triggers: Sequence[str], path: str) -> str:
     return max(fitting, key=len)
 
 
-def _text(value: Any, path: str, *, empty: bool = False) -> str:
+def _text(value: object, path: str, *, empty: bool = False) -> str:
     if not isinstance(value, str) or not (value or empty):
         raise invalid_value(
             path, value, "a string" if empty else "a string of one or more characters"
@@ -180,7 +180,7 @@ def _text(value: Any, path: str, *, empty: bool = False) -> str:
     return value
 
 
-def _schema(value: Any, path: str) -> Mapping[str, Any]:
+def _schema(value: object, path: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise invalid_value(path, value, "a JSON schema, as an object")
     return value

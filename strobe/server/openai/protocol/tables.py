@@ -18,7 +18,7 @@ class FieldRule:
     reason: str
     neutral_values: tuple[Any, ...] = ()
 
-    def is_neutral(self, value: Any) -> bool:
+    def is_neutral(self, value: object) -> bool:
         """Whether a value is neutral; true and 1 are different values."""
         return any(
             value == neutral and isinstance(value, bool) == isinstance(neutral, bool)

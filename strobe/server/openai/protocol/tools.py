@@ -90,7 +90,7 @@ class Toolbox:
 
 
 def read_toolbox(
-    tools: Any, choice: Any, warnings: FieldWarnings, *, flat: bool = False
+    tools: object, choice: object, warnings: FieldWarnings, *, flat: bool = False
 ) -> Toolbox:
     """Read a request's tools and tool_choice. flat: the form of /v1/responses, in which a tool's
     fields are not inside `function`, and tools of other types than functions are skipped with a
@@ -115,7 +115,7 @@ def read_toolbox(
 
 
 def _tools(
-    value: Any, warnings: FieldWarnings, flat: bool
+    value: object, warnings: FieldWarnings, flat: bool
 ) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
     if value is None:
         return [], ()
@@ -145,7 +145,7 @@ def _tools(
     return tools, tuple(strict)
 
 
-def _is_hosted(tool: Any) -> bool:
+def _is_hosted(tool: object) -> bool:
     """Whether a tool of /v1/responses is no function."""
     kind = tool.get("type") if isinstance(tool, Mapping) else None
     return isinstance(kind, str) and kind not in ("", "function")
@@ -162,7 +162,7 @@ def _skipped(tool: Mapping[str, Any], path: str) -> str:
 
 
 def _function(
-    tool: Any, path: str, *, inner: str, warnings: FieldWarnings, flat: bool
+    tool: object, path: str, *, inner: str, warnings: FieldWarnings, flat: bool
 ) -> dict[str, Any]:
     if not isinstance(tool, Mapping):
         raise invalid_value(path, tool, "a tool with a type and a function")
