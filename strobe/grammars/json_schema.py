@@ -162,20 +162,24 @@ class _Reader:
         max_items = fields.get("maxItems")
         if unique is not False and max_items not in (0, 1):
             self._drop("uniqueItems")
-        least = fields.pop("minContains", 1)
-        most = fields.pop("maxContains", None)
+        min_contains = fields.pop("minContains", 1)
+        max_contains = fields.pop("maxContains", None)
         if "contains" not in fields:
             return
         part = _without_nulls(fields.pop("contains"))
         min_items = fields.get("minItems", 0)
-        if isinstance(least, int) and isinstance(min_items, int) and least > min_items:
-            fields["minItems"] = least
+        if (
+            isinstance(min_contains, int)
+            and isinstance(min_items, int)
+            and min_contains > min_items
+        ):
+            fields["minItems"] = min_contains
         has_only_those = part in (True, {}) or (
             "prefixItems" not in fields and part == fields.get("items")
         )
-        if has_only_those and most is not None:
-            fields["maxItems"] = most if max_items is None else min(most, max_items)
-        if not has_only_those and (least != 0 or most is not None):
+        if has_only_those and max_contains is not None:
+            fields["maxItems"] = max_contains if max_items is None else min(max_contains, max_items)
+        if not has_only_those and (min_contains != 0 or max_contains is not None):
             self._drop("contains")
 
     def _unevaluated(self, fields: dict[str, Any]) -> None:
@@ -256,7 +260,7 @@ class _Reader:
     def _types(
         self, schema: object, without: str, depth: int = _MAX_COMPARED_DEPTH
     ) -> frozenset[str]:
-        """Return the JSON types that a schema allows at most; a number may be whole."""
+        """Return all JSON types that a schema may allow; a number may be whole."""
         schema = self._target(schema)
         if schema is False:
             return frozenset()
@@ -313,7 +317,7 @@ class _Reader:
 
 
 class _Nesting:
-    """How deep the values of a document's schemas are nested."""
+    """The depth to which the values of a document's schemas are nested."""
 
     def __init__(self, document: object):
         self.document = document

@@ -34,7 +34,7 @@ def rewrite_lark(grammar: str, convert: Callable[[Mapping[str, Any]], Mapping[st
         elif piece["json"] is not None:
             try:
                 schema, position = json.JSONDecoder().raw_decode(grammar, position)
-            except ValueError:  # llguidance says what is wrong with it
+            except ValueError:  # llguidance reports the error
                 schema = None
             if isinstance(schema, Mapping):
                 text += json.dumps(convert(schema))

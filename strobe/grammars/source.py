@@ -109,7 +109,7 @@ def _limited_thinking(structured: StructuredOutputs) -> str:
             "limits; give both or none."
         )
     end = " ".join(f"<[{token}]>" for token in structured.think_end)
-    # The first token of the end occurs nowhere else, so that the end is found at once.
+    # The first token of the end occurs nowhere else, so that it alone marks the end.
     tokens = f"<[^{structured.think_end[0]}]>{{0,{limit}}} " if limit else ""
     think_start = structured.think_start
     return f"{tokens}{end}" if think_start is None else f"(<[{think_start}]> {tokens}{end})?"

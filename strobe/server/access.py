@@ -20,7 +20,7 @@ CLIENT_CLOSED = 499  # nginx's status for a client that disconnected before the 
 MAX_PATH_CHARS = 256
 POLLED = ("/health", "/metrics", "/ping", "/load")
 PAGE_PARTS = ("/markdown", "/events", ".js", ".css", ".svg")
-"""What the chat page asks for again and again, or as long as it is open."""
+"""Requests that the chat page repeats while it is open."""
 
 _log = logging.getLogger("strobe.access")
 _visible = re.compile(rb"[\x21-\x7e]{1,128}")

@@ -35,7 +35,7 @@ def run_batch(config: EngineConfig, settings: ServerConfig, source: Path, out: P
     settings = replace(
         served_names(config, settings), access_log=False, api_key=(), api_key_file=None
     )
-    # Requests come from no network. The other engines answer those of one that has ended.
+    # Requests come from no network. If an engine ends, the others answer its requests.
     settings = replace(settings, allowed_hosts=("*",), batch_dir=None, restart_engine=False)
     requests = read_requests(source)
     with closing(AnswerFile(out, source)) as answers:

@@ -71,10 +71,10 @@ logger = logging.getLogger(__name__)
 
 
 class Background(Protocol):
-    """Work that the server does beside its requests, such as batches."""
+    """Work that the server does besides its requests, such as batches."""
 
     def resume(self) -> None:
-        """Go on with what a previous run of the server left unfinished."""
+        """Continue the work that a previous run of the server left unfinished."""
         ...
 
     async def stop(self) -> None:

@@ -15,7 +15,7 @@ from strobe.server.logs import configure_logging
 from strobe.server.traces import check_endpoint
 
 MAX_PATTERN = 256
-"""Most tokens of a pattern whose repeats `max_repeats` counts."""
+"""Maximum number of tokens of a pattern whose repeats `max_repeats` counts."""
 
 TEXT_THREADS = 4
 """Maximum number of threads that render templates and encode texts."""

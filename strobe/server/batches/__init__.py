@@ -1,1 +1,1 @@
-"""Batches of requests that the server answers beside others: OpenAI's and Anthropic's endpoints."""
+"""Batches of requests, answered together with others: OpenAI's and Anthropic's endpoints."""

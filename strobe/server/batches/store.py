@@ -59,8 +59,10 @@ class BatchStore:
     def records(self, kind: str, owner: str | None = None) -> list[dict[str, Any]]:
         """Return the owner's records of a kind, newest first."""
         names = [path.stem for path in self.directory.glob(f"{kind}_*.json")]
-        found = [record for name in names if (record := self.get(name, owner)) is not None]
-        return sorted(found, key=lambda record: (record["created_at"], record["id"]), reverse=True)
+        records = [record for name in names if (record := self.get(name, owner)) is not None]
+        return sorted(
+            records, key=lambda record: (record["created_at"], record["id"]), reverse=True
+        )
 
     def delete(self, name: str) -> None:
         """Delete a record and its lines."""

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 OPEN_TOKENS = 64
 """Cached prompt tokens that weigh as much as one open answer."""
 MAX_CREDIT = 8 * OPEN_TOKENS
-"""Most cached tokens that count, so that requests that share a long prefix spread as well."""
+"""Maximum of cached tokens that count, so that requests that share a long prefix spread as well."""
 
 
 class PrefixIndex:

@@ -21,7 +21,7 @@ empties the pipe, also during a step. The server waits meanwhile."""
 
 class Watchdog:
     """Checks an engine process from its start to its end. is_waiting: whether the server waits for
-    the engine. on_stall: called with what is wrong once the process has stalled.
+    the engine. on_stall: called with a description once the process has stalled.
 
     The seconds are those of the checks: while the server itself is suspended, as by Ctrl-Z, none
     pass.
@@ -52,7 +52,7 @@ class Watchdog:
             self._timer.cancel()
 
     def reset(self) -> None:
-        """Begin to count anew: the engine has sent a message."""
+        """Restart the count: the engine has sent a message."""
         self._silent = self._stopped = 0
 
 

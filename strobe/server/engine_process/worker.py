@@ -88,7 +88,7 @@ def run_engine(
         logger.exception("the engine cannot start")
         send(pipe, Failed(f"The engine cannot start: {type(error).__name__}: {error}", False))
         raise
-    gc.freeze()  # what is here stays: a search of it for garbage would delay a step by 0.1 s
+    gc.freeze()  # these objects stay: a search of them for garbage would delay a step by 0.1 s
     send(pipe, facts(engine))
     try:
         Worker(engine, pipe, publisher.flush if publisher is not None else lambda: None).run()

@@ -1,4 +1,4 @@
-"""What the page asks of the server beyond the API: /markdown and /events."""
+"""Endpoints that only the page needs: /markdown and /events."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_CHARS = 200_000
 EVENT_SECONDS = 0.5
 """Time between two looks at the engine's state for /events."""
 SILENT_SECONDS = 15.0
-"""Time without news after which /events sends a comment, so that a broken connection is found."""
+"""Time without an event until /events sends a comment, so that a broken connection is noticed."""
 
 
 class MarkdownRequest(RequestModel):

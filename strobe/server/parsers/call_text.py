@@ -78,7 +78,7 @@ class CallText(StateParser):
         self._lead = ""  # the text in front of the call, in case it is not a call
         self._marked = False  # whether the call has an opener
         self._call = make(False)
-        self._text_of_call: list[str] = []  # the text given to the call
+        self._text_of_call: list[str] = []  # the text that the call has read
         self._arguments: list[str] = []  # the arguments of a call that is held back
         self._index = 0
         self._unclosed = False  # whether the last call's closer has not arrived
