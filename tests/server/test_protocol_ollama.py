@@ -99,6 +99,7 @@ def test_objects_of_a_format_hold_declared_properties_only():
             "free": {"type": "object"},
             "open": inner | {"additionalProperties": True},
             "both": {"allOf": [{"$ref": "#/$defs/Base"}, inner]},
+            "undeclared": inner | {"required": ["e"]},
         },
         "$defs": {"Inner": inner, "Base": base},
     }

@@ -237,6 +237,34 @@ def test_named_forced_call_follows_schema(tokenizer: Tokenizer):
 
 
 @pytest.mark.parametrize(
+    ("extra", "accepted"),
+    [
+        ({}, False),
+        ({"additionalProperties": True}, True),
+        ({"additionalProperties": {"type": "integer"}}, True),
+        ({"required": ["days"]}, True),
+    ],
+)
+def test_forced_call_has_the_declared_arguments_alone(
+    tokenizer: Tokenizer, extra: dict[str, Any], accepted: bool
+):
+    masks: list[LLMatcher] = []
+    words = vocabulary()
+    text = hermes("get_weather").replace('"Rome"', '"Rome", "days": 3')
+
+    def engine(params: SamplingParams) -> list[int]:
+        assert params.structured_outputs is not None
+        masks.append(LLMatcher(words.guide, grammar_source(params.structured_outputs)))
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    properties = {"city": {"type": "string"}}
+    parameters = {"type": "object", "properties": properties, **extra}
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": parameters}}
+    answer(tokenizer, "hermes", engine, tools=[tool], tool_choice="required")
+    assert words.accepts(masks[0], text) == accepted
+
+
+@pytest.mark.parametrize(
     ("parser", "template", "warned"),
     [
         ("auto", "{% for tool in tools %}{{ tool }}{% endfor %}", True),

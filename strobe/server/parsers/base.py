@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
+from strobe.grammars.closed_schema import closed
 from strobe.grammars.json_schema import enforceable
 
 Phase = Literal["thinking", "answer", "tool"]
@@ -90,9 +91,10 @@ class Tool:
     strict: bool = False
 
     def enforceable(self) -> Tool:
-        """Return the tool with the schema that its grammar enforces. Raises ValueError for a schema
-        that allows nothing."""
-        schema = enforceable(self.parameters).schema
+        """Return the tool with the schema that its grammar enforces: an object that declares
+        arguments has no others, unless the schema says so, since a model that is forced to call
+        may add arguments without end. Raises ValueError for a schema that allows nothing."""
+        schema = enforceable(closed(self.parameters)).schema
         if schema is False:
             raise ValueError(
                 f"The schema of the function {self.name!r} allows no arguments at all; correct it."

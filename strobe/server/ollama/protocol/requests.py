@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, WithJsonSchema
 
 from strobe.checks import MAX_INT
-from strobe.server.ollama.protocol.closed_schema import closed
+from strobe.grammars.closed_schema import closed
 from strobe.server.openai.protocol.chat_messages import ARGUMENTS_SCHEMA
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.common import (

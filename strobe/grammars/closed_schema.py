@@ -1,5 +1,5 @@
-"""JSON schemas as Ollama reads them: an object holds the properties that it declares, and no
-others."""
+"""JSON schemas as Ollama and other servers' grammars read them: an object holds the properties that
+it declares, and no others. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OTHER_PROPERTIES = (
 def closed(schema: object) -> object:
     """Return the schema with `additionalProperties: false` in each object that declares properties
     and says nothing about others. Parts of an allOf stay open: each describes some properties of
-    the same object."""
+    the same object. So does an object that requires properties which it does not declare."""
     return _closed(schema, _parts_of_objects(schema, set()))
 
 
@@ -39,9 +39,18 @@ def _closed(schema: object, open_references: set[str], path: str = "#") -> objec
         elif name in _NESTED:
             fields[name] = _closed(value, open_references)
     is_open = path in open_references or any(fields.get(n) is not None for n in _OTHER_PROPERTIES)
-    if isinstance(fields.get("properties"), Mapping) and not is_open:
+    properties = fields.get("properties")
+    if isinstance(properties, Mapping) and not is_open and _declares_required(fields):
         fields["additionalProperties"] = False
     return fields
+
+
+def _declares_required(fields: Mapping[str, Any]) -> bool:
+    """Whether an object declares all properties that it requires."""
+    required = fields.get("required")
+    return not isinstance(required, list) or all(
+        isinstance(name, str) and name in fields["properties"] for name in required
+    )
 
 
 def _parts_of_objects(schema: object, references: set[str]) -> set[str]:
