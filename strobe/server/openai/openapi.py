@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
+from pydantic.json_schema import JsonSchemaMode, JsonSchemaValue, models_json_schema
 
 from strobe.server.openai.protocol import response_bodies as answers
 from strobe.server.openai.protocol.common import with_unknown_fields
@@ -29,6 +29,10 @@ EVENT: dict[str, Any] = {
     },
 }
 """An event of a stream."""
+
+
+References = Mapping[tuple[type[BaseModel], JsonSchemaMode], JsonSchemaValue]
+"""Where the document describes each model."""
 
 
 class Post(NamedTuple):
@@ -54,42 +58,27 @@ def describe(
     that need no API key, None if there are no keys; lenient: whether requests may have unknown
     fields."""
     schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    shapes: list[tuple[type[BaseModel], Any]] = [(answers.ErrorResponse, "serialization")]
+    shapes: list[tuple[type[BaseModel], JsonSchemaMode]] = [
+        (answers.ErrorResponse, "serialization")
+    ]
     for post in posts:
-        shapes += [(post.request_model, "validation"), (post.response_model, "serialization")]
-        shapes += [(post.error_model, "serialization")]
-    references, parts = models_json_schema(shapes, ref_template="#/components/schemas/{model}")
+        shapes.append((post.request_model, "validation"))
+        shapes.append((post.response_model, "serialization"))
+        shapes.append((post.error_model, "serialization"))
+    placed, parts = models_json_schema(shapes, ref_template="#/components/schemas/{model}")
+    references: References = {(model, mode): placed[model, mode] for model, mode in shapes}
     schemas: dict[str, Any] = schema.setdefault("components", {}).setdefault("schemas", {})
     for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's, which no route returns
         schemas.pop(name, None)
     schemas.update(parts.get("$defs", {}))
-
-    def content(model: type[BaseModel], mode: Any) -> dict[str, Any]:
-        return {"application/json": {"schema": references[model, mode]}}
-
-    def error(model: type[BaseModel]) -> dict[str, Any]:
-        return {"description": "Error", "content": content(model, "serialization")}
-
     for path, methods in schema["paths"].items():
         for operation in methods.values():
             responses: dict[str, Any] = operation["responses"]
             responses.pop("422", None)
-            responses |= dict.fromkeys(errors.get(path, ()), error(answers.ErrorResponse))
+            error = _error(references, answers.ErrorResponse)
+            responses |= dict.fromkeys(errors.get(path, ()), error)
     for post in posts:
-        good = content(post.response_model, "serialization")
-        if "stream" in post.request_model.model_fields:
-            item = EVENT if post.stream_type == EVENT_STREAM else good["application/json"]["schema"]
-            good[post.stream_type] = {"itemSchema": item}
-        operation = {
-            "operationId": post.path.strip("/").replace("/", "_"),
-            "summary": post.summary,
-            "requestBody": {"required": True, "content": content(post.request_model, "validation")},
-            "responses": {
-                "200": {"description": "The answer", "content": good},
-                **dict.fromkeys(POST_ERRORS, error(post.error_model)),
-            },
-        }
-        schema["paths"].setdefault(post.path, {})["post"] = operation
+        schema["paths"].setdefault(post.path, {})["post"] = _operation(references, post)
     if open_paths is not None:
         schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         schema["security"] = [{"key": []}]
@@ -97,3 +86,31 @@ def describe(
             for operation in schema["paths"][path].values():
                 operation["security"] = []
     return with_unknown_fields(schema) if lenient else schema
+
+
+def _operation(references: References, post: Post) -> dict[str, Any]:
+    """Describe a POST endpoint."""
+    answer = _content(references, post.response_model, "serialization")
+    if "stream" in post.request_model.model_fields:
+        item = EVENT if post.stream_type == EVENT_STREAM else answer["application/json"]["schema"]
+        answer[post.stream_type] = {"itemSchema": item}
+    request = _content(references, post.request_model, "validation")
+    return {
+        "operationId": post.path.strip("/").replace("/", "_"),
+        "summary": post.summary,
+        "requestBody": {"required": True, "content": request},
+        "responses": {
+            "200": {"description": "The answer", "content": answer},
+            **dict.fromkeys(POST_ERRORS, _error(references, post.error_model)),
+        },
+    }
+
+
+def _error(references: References, model: type[BaseModel]) -> dict[str, Any]:
+    return {"description": "Error", "content": _content(references, model, "serialization")}
+
+
+def _content(
+    references: References, model: type[BaseModel], mode: JsonSchemaMode
+) -> dict[str, Any]:
+    return {"application/json": {"schema": references[model, mode]}}
