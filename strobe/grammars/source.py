@@ -179,7 +179,7 @@ def lark(kind: str, text: str) -> str:
     return json.loads(source)["grammars"][0]["lark_grammar"]
 
 
-def _enforced(schema: object) -> object:
+def _enforced(schema: object) -> Any:
     """Return a schema as llguidance enforces it, with the whitespace that it may have. Raises
     ValueError for one that is nested too deeply."""
     if not isinstance(schema, Mapping):
