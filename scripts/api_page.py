@@ -16,6 +16,7 @@ from pathlib import Path
 from strobe.server.anthropic.protocol.messages_request import CountTokensRequest, MessagesRequest
 from strobe.server.batches.protocol import BatchRequest, MessageBatchRequest
 from strobe.server.ollama.protocol.requests import (
+    OPTIONS,
     OllamaChatRequest,
     OllamaGenerateRequest,
     ShowRequest,
@@ -57,6 +58,18 @@ def model_rows(model: type[RequestModel], without: Iterable[str] = ()) -> list[R
     for name, field in fields.items():
         status = "supported, required" if field.is_required() else "supported"
         rows.append((name, (field.description or "").rstrip("."), status))
+    return rows
+
+
+def option_rows() -> list[Row]:
+    """Return a row for each of Ollama's options that a chat request has."""
+    fields = ChatCompletionRequest.model_fields
+    rows: list[Row] = []
+    for name, chat_name in OPTIONS.items():
+        effect = (fields[chat_name].description or "").rstrip(".")
+        if name != chat_name:
+            effect = f"Same as `{chat_name}`"
+        rows.append((name, effect, "supported"))
     return rows
 
 
@@ -107,6 +120,7 @@ def tables() -> dict[str, list[Row]]:
         rows_by_table[model.schema_key] = model_rows(model) + place_rows(model.schema_key)
     for options in (StreamOptions, ResponsesStreamOptions):
         rows_by_table[options.schema_key] = model_rows(options) + place_rows(options.schema_key)
+    rows_by_table["options"] = option_rows() + place_rows("options")
     endpoints = {model.schema_key for model in ENDPOINTS}
     for place in {**NO_EFFECT, **UNSUPPORTED}:
         if place not in endpoints and place not in rows_by_table:

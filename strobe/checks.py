@@ -45,9 +45,10 @@ _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = 100
 
 
-def option(default: Any, help: str, hint: str = "") -> Any:
-    """A dataclass field with its help for the command line and the docs, and a hint for errors."""
-    return field(default=default, metadata={"help": help, "hint": hint})
+def option(default: Any, help: str, hint: str = "", *, facts: Any = None) -> Any:
+    """A dataclass field with its help for the command line and the docs, and a hint for errors.
+    facts: what else the class's readers must know of the field."""
+    return field(default=default, metadata={"help": help, "hint": hint, "facts": facts})
 
 
 @dataclass_transform(frozen_default=True)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
+from pydantic.fields import FieldInfo
 
 from strobe.checks import MAX_INT, Texts, Token, Tokens, as_tuple, brief, option, settings
 
@@ -172,8 +173,8 @@ class RepetitionDetection:
         return _parse(RepetitionDetection, value, "an object with its fields")
 
 
-Bounded = Annotated[float, Field(ge=-2, le=2)]
-Share = Annotated[float, Field(ge=0, le=1)]
+TopK = Annotated[int, Field(ge=-1, le=MAX_INT), AfterValidator(lambda count: max(count, 0))]
+Strength = Annotated[float, Field(ge=-2, le=2)]
 Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
@@ -185,74 +186,167 @@ def _as_texts(value: Any) -> Any:
 Stops = Annotated[Sequence[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_texts)]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What an option of SamplingParams does in the engine, and where users can set it.
+
+    effect: a filter narrows the tokens to sample from; penalties and processors change the logits;
+    all are off at the option's default. column: the type of its column in the sampler's per-slot
+    tables and in `RowParams`. recommended: a checkpoint's generation_config.json may set the
+    default. flag: the command line has it. http: every generating endpoint has this field, made
+    from the declaration; if false, the request models write the field, because its JSON has another
+    form or the endpoints differ. ollama: Ollama's `options` have it; a text is its name there.
+    """
+
+    effect: Literal["filter", "penalty", "processor"] | None = None
+    column: type[float] | type[int] | None = None
+    recommended: bool = False
+    flag: bool = True
+    http: bool = True
+    ollama: bool | str = False
+
+
 @settings
 class SamplingParams:
     """How tokens are sampled and when an answer stops, with vLLM's names, defaults and meanings.
 
     A token must pass all three filters: be among the top_k most probable ones, be in the smallest
     set of these with mass >= top_p, and be at least min_p times as probable as the most probable
-    token. Raises ValueError naming a value out of range.
+    token. Temperatures below 1e-6 are read as 0, and top_k -1 as 0. Raises ValueError naming a
+    value out of range.
+
+    Each option is declared once, here. The sampler's tables, the fields of the APIs, the flags of
+    the command line and the pages about them follow from `OPTIONS`.
     """
 
     n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] = option(
-        1, "Answers per prompt, sampled independently even under one seed."
+        1,
+        "Answers per prompt, sampled independently even under one seed.",
+        facts=Facts(http=False),
     )
     temperature: Annotated[
         float, Field(ge=0, le=100), AfterValidator(lambda value: value if value >= 1e-6 else 0.0)
-    ] = option(1.0, "Below 1e-6, sampling is greedy; 1 is the model's own distribution.")
+    ] = option(
+        1.0,
+        "0 is greedy; 1 is the model's own distribution.",
+        "0 is greedy.",
+        facts=Facts(column=float, recommended=True, ollama=True),
+    )
     top_p: Annotated[float, Field(gt=0, le=1)] = option(
         1.0,
-        "Keep the most probable tokens up to this mass; 1 is off.",
+        "Keep the most probable tokens up to this cumulative probability; 1 is off.",
         "1 keeps every token, and temperature 0 is greedy.",
+        facts=Facts(effect="filter", column=float, recommended=True, ollama=True),
     )
-    top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] = option(
-        0, "Keep this many most probable tokens; 0 or -1 is off."
+    top_k: TopK = option(
+        0,
+        "Keep only the k most probable tokens; 0 or -1 is off.",
+        "0 or -1 keeps every token.",
+        facts=Facts(effect="filter", column=int, recommended=True, ollama=True),
     )
-    min_p: Share = option(0.0, "Drop tokens below this share of the top probability; 0 is off.")
+    min_p: Annotated[float, Field(ge=0, le=1)] = option(
+        0.0,
+        "Drop tokens below this share of the top token's probability; 0 is off.",
+        "0 keeps every token.",
+        facts=Facts(effect="filter", column=float, recommended=True, ollama=True),
+    )
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = option(
         None,
-        "The same seed gives the same tokens, whatever else runs and however it speculates.",
+        "The same seed gives the same tokens, whatever else runs, with and without speculation.",
         "leave it out for the engine's own.",
+        facts=Facts(ollama=True),
     )
-    max_tokens: Count | None = option(16, "Maximum new tokens; None: up to the context's end.")
-    min_tokens: Count = option(0, "Nothing ends the answer before this many tokens.")
-    presence_penalty: Bounded = option(
-        0.0, "Subtracted from the logits of tokens that the answer contains; -2 to 2."
+    max_tokens: Count | None = option(
+        16,
+        "Maximum new tokens; None: up to the context's end.",
+        facts=Facts(http=False, ollama="num_predict"),
     )
-    frequency_penalty: Bounded = option(
-        0.0, "Subtracted from a token's logit for each occurrence in the answer; -2 to 2."
+    min_tokens: Count = option(
+        0,
+        "Minimum number of tokens before the answer may end.",
+        "0 asks for no minimum.",
+        facts=Facts(effect="processor"),
+    )
+    presence_penalty: Strength = option(
+        0.0,
+        "Subtracted from the logit of each token already in the answer, -2 to 2; 0 is off.",
+        "0 is off.",
+        facts=Facts(effect="penalty", ollama=True),
+    )
+    frequency_penalty: Strength = option(
+        0.0,
+        "Subtracted from a token's logit for each occurrence in the answer, -2 to 2; 0 is off.",
+        "0 is off.",
+        facts=Facts(effect="penalty", ollama=True),
     )
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] = option(
-        1.0, "Divides the positive logits of tokens in prompt or answer, multiplies negative ones."
+        1.0,
+        "Divides the positive logits of tokens in prompt or answer and multiplies the negative "
+        "ones; 1 is off.",
+        "1 is off.",
+        facts=Facts(effect="penalty", recommended=True, ollama="repeat_penalty"),
     )
     logit_bias: Mapping[Token, Annotated[float, Field(ge=-100, le=100)]] | None = option(
-        None, "Added to the logits of these token ids; -100 to 100.", "map token ids to numbers."
+        None,
+        "Added to the logits of these token ids, -100 to 100.",
+        "map token ids to numbers.",
+        facts=Facts(effect="processor", flag=False, http=False, ollama=True),
     )
     allowed_token_ids: Annotated[Tokens, Field(min_length=1)] | None = option(
-        None, "The only token ids that may be generated.", "leave it out to allow all."
+        None,
+        "The only token ids that may be generated.",
+        "leave it out to allow all.",
+        facts=Facts(effect="processor", flag=False, http=False),
     )
     logprobs: Logprobs | None = option(
-        None, "Return log probabilities of each generated token and of this many top tokens."
+        None,
+        "Return log probabilities of each generated token and of this many top tokens.",
+        facts=Facts(flag=False, http=False),
     )
-    prompt_logprobs: Logprobs | None = option(None, "The same for the prompt's tokens.")
+    prompt_logprobs: Logprobs | None = option(
+        None, "The same for the prompt's tokens.", facts=Facts(flag=False, http=False)
+    )
     logprob_token_ids: Annotated[Tokens, Field(max_length=MAX_NAMED)] = option(
-        (), "Token ids to return log probabilities of, in place of the top tokens.", _TOKENS
+        (),
+        "Token ids to return log probabilities of, in place of the top tokens.",
+        _TOKENS,
+        facts=Facts(flag=False, http=False),
     )
     structured_outputs: Annotated[
         StructuredOutputs | Mapping[str, Any] | None, PlainValidator(StructuredOutputs.of)
-    ] = option(None, "The answer's form: json, json_object, regex, choice or grammar.")
-    stop: Stops = option((), "Texts that end the answer and are cut off.")
-    stop_token_ids: Tokens = option((), "Token ids that end the answer.", _TOKENS)
-    include_stop_str_in_output: bool = option(False, "Leave the stop text in the answer.")
-    ignore_eos: bool = option(False, "Do not end the answer at the model's end tokens.")
+    ] = option(
+        None,
+        "The answer's form: json, json_object, regex, choice or grammar.",
+        facts=Facts(flag=False, http=False),
+    )
+    stop: Stops = option(
+        (),
+        "Texts that end the answer and are cut off.",
+        facts=Facts(http=False, ollama=True),
+    )
+    stop_token_ids: Tokens = option(
+        (), "Token ids that end the answer.", _TOKENS, facts=Facts(http=False)
+    )
+    include_stop_str_in_output: bool = option(
+        False, "Keep the stop text in the answer.", facts=Facts()
+    )
+    ignore_eos: bool = option(False, "Continue after the model's end tokens.", facts=Facts())
     repetition_detection: Annotated[
         RepetitionDetection | Mapping[str, Any] | None, PlainValidator(RepetitionDetection.of)
-    ] = option(None, "End answers that repeat a pattern of up to max_pattern_size tokens.")
-    skip_special_tokens: bool = option(True, "Leave special tokens out of the text.")
+    ] = option(
+        None,
+        "End answers that repeat a pattern of up to max_pattern_size tokens.",
+        facts=Facts(flag=False, http=False, ollama=True),
+    )
+    skip_special_tokens: bool = option(
+        True, "Leave special tokens out of the text.", facts=Facts(flag=False)
+    )
     speculation: Annotated[
         Speculation | Mapping[str, Any] | bool | None, PlainValidator(Speculation.of)
     ] = option(
-        Speculation(), "False, or this request's method and num_drafts; None: the engine's default."
+        Speculation(),
+        "False, or this request's method and num_drafts; None: the engine's default.",
+        facts=Facts(flag=False, http=False, ollama=True),
     )
 
     @model_validator(mode="after")
@@ -270,15 +364,86 @@ class SamplingParams:
         return self
 
     @property
-    def penalizes(self) -> bool:
-        """Whether penalties for earlier tokens change the logits."""
-        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
+    def processes(self) -> bool:
+        """Whether a bias, a penalty or min_tokens changes the logits."""
+        return self._uses(PENALTIES) or self._uses(PROCESSORS)
 
     @property
     def filters(self) -> bool:
-        """Whether top-k, top-p or min-p apply."""
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+        """Whether a filter applies."""
+        return self.temperature > 0 and self._uses(FILTERS)
+
+    def _uses(self, options: Sequence[SamplingOption]) -> bool:
+        """Whether one of the options is not off."""
+        return any(getattr(self, option.name) not in (option.default, {}) for option in options)
 
     def clone(self, **changes: Any) -> SamplingParams:
         """Return a copy with some fields changed."""
         return replace(self, **changes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOption:
+    """A field of SamplingParams, for code that treats options alike. kind: bool, int or float, None
+    for another type. low, high: a number's bounds; above: low itself is not allowed."""
+
+    name: str
+    kind: type[bool] | type[int] | type[float] | None
+    default: Any
+    help: str
+    hint: str
+    facts: Facts
+    low: float
+    high: float
+    above: bool
+
+    @property
+    def ollama_name(self) -> str:
+        """Its name in Ollama's options, empty if they do not have it."""
+        own = self.name if self.facts.ollama else ""
+        return self.facts.ollama if isinstance(self.facts.ollama, str) else own
+
+
+def _number(annotation: Any) -> tuple[Any, dict[str, float]]:
+    """Return a type without None and annotations, and the ge, gt and le of its numbers."""
+    if get_origin(annotation) is not Annotated:
+        annotated = [part for part in get_args(annotation) if get_origin(part) is Annotated]
+        return _number(annotated[0]) if annotated else (annotation, {})
+    kind, *notes = get_args(annotation)
+    limits: dict[str, float] = {}
+    for note in notes:
+        for limit in note.metadata if isinstance(note, FieldInfo) else ():
+            limits |= {name: getattr(limit, name) for name in _LIMITS if hasattr(limit, name)}
+    return kind, limits
+
+
+def _option(
+    name: str, annotation: Any, default: Any, metadata: Mapping[str, Any]
+) -> SamplingOption:
+    """Return the option that a field declares."""
+    kind, limits = _number(annotation)
+    return SamplingOption(
+        name=name,
+        kind=kind if kind in (bool, int, float) else None,
+        default=default,
+        help=metadata["help"],
+        hint=metadata["hint"],
+        facts=metadata["facts"],
+        low=limits.get("ge", limits.get("gt", 0)),
+        high=limits.get("le", 0),
+        above="gt" in limits,
+    )
+
+
+_LIMITS = ("ge", "gt", "le")
+_HINTS = get_type_hints(SamplingParams, include_extras=True)
+OPTIONS = tuple(
+    _option(f.name, _HINTS[f.name], f.default, f.metadata) for f in fields(SamplingParams)
+)
+"""Every option, in the order of the fields."""
+FILTERS = tuple(option for option in OPTIONS if option.facts.effect == "filter")
+PENALTIES = tuple(option for option in OPTIONS if option.facts.effect == "penalty")
+"""Their order is that of the columns of `Tables.strengths`."""
+PROCESSORS = tuple(option for option in OPTIONS if option.facts.effect == "processor")
+RECOMMENDED = tuple(option for option in OPTIONS if option.facts.recommended)
+"""Options whose default a checkpoint may set."""

@@ -33,6 +33,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import numpy as np
 import slow_processors
+import slow_sampling
 import torch
 from captured import captured
 from families import FAMILIES
@@ -56,9 +57,8 @@ from strobe.engine.build import build, resolve
 from strobe.engine.engine import Engine
 from strobe.request import Request, SchedulingOptions, TokenLogprob
 from strobe.sampling.grammar_compiler import GrammarCompiler, grammar_source
-from strobe.sampling.noise import noise_key
-from strobe.sampling.sampler import RowParams, sample_rows
-from strobe.sampling_params import SamplingParams
+from strobe.sampling.sampler import sample_rows
+from strobe.sampling_params import OPTIONS, SamplingParams
 from strobe.speculation.adaptive import AdaptiveDraftPolicy
 from strobe.speculation.costs import StepCosts
 from strobe.speculation.draft_policy import DraftPolicy
@@ -548,15 +548,18 @@ def tie(
             changed = slow_processors.processed(changed, sampling, spec.prompt, output, ends)
             rows.append(slow_processors.within(changed, allowed))
         count = len(rows)
-        key = noise_key(sampling.seed or 0, sibling)
         position = len(spec.prompt) + len(output)
-        params = RowParams(
-            torch.full((count,), sampling.temperature),
-            torch.full((count,), sampling.top_p),
-            torch.full((count,), sampling.min_p),
-            torch.full((count,), max(sampling.top_k, 0)),
-            torch.full((count,), key),
-            torch.full((count,), position),
+        columns = {
+            option.name: getattr(sampling, option.name)
+            for option in OPTIONS
+            if option.facts.column is not None
+        }
+        params = slow_sampling.params(
+            count,
+            seeds=[sampling.seed or 0] * count,
+            siblings=sibling,
+            positions=position,
+            **columns,
         )
         if token in sample_rows(torch.tensor(rows), params, filtered=sampling.filters).tolist():
             return size

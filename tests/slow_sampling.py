@@ -9,7 +9,9 @@ import torch
 
 from strobe.sampling.noise import noise_key
 from strobe.sampling.sampler import RowParams
+from strobe.sampling_params import OPTIONS
 
+COLUMN_DTYPES = {float: torch.float32, int: torch.int64}
 WORD = 2**64
 
 
@@ -80,25 +82,28 @@ def exponential(word: int, token: int) -> float:
 def params(
     count: int,
     *,
-    temperature: float | Sequence[float] = 1.0,
-    top_k: int | Sequence[int] = 0,
-    top_p: float | Sequence[float] = 1.0,
-    min_p: float | Sequence[float] = 0.0,
     seeds: Sequence[int] | None = None,
     positions: Sequence[int] | int = 0,
     siblings: Sequence[int] | int = 0,
+    **values: float | Sequence[float],
 ) -> RowParams:
-    """Return RowParams of `count` rows; a single value serves all rows. seeds: 0, 1, 2, ..."""
+    """Return RowParams of `count` rows; a single value serves all rows. seeds: 0, 1, 2, ...
+    values: of sampling options; the others are at their defaults."""
 
     def many(value: object) -> list:
         return list(value) if isinstance(value, Sequence) else [value] * count
 
+    columns = {
+        option.name: torch.tensor(
+            many(values.pop(option.name, option.default)), dtype=COLUMN_DTYPES[option.facts.column]
+        )
+        for option in OPTIONS
+        if option.facts.column is not None
+    }
+    assert not values, values
     keys = map(noise_key, seeds or range(count), many(siblings))
     return RowParams(
-        temperature=torch.tensor(many(temperature), dtype=torch.float32),
-        top_p=torch.tensor(many(top_p), dtype=torch.float32),
-        min_p=torch.tensor(many(min_p), dtype=torch.float32),
-        top_k=torch.tensor(many(top_k), dtype=torch.int64),
+        **columns,
         key=torch.tensor(list(keys), dtype=torch.int64),
         position=torch.tensor(many(positions), dtype=torch.int64),
     )

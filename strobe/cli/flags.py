@@ -33,7 +33,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 from strobe.compat.aliases import translate
 from strobe.compat.arguments import parse_value
 from strobe.config import EngineConfig
-from strobe.sampling_params import SamplingParams
+from strobe.sampling_params import OPTIONS, RECOMMENDED, SamplingParams
 from strobe.server.settings import ServerConfig
 
 logger = logging.getLogger(__name__)
@@ -191,25 +191,11 @@ def _metavar(kind: Any) -> str:
     return "TEXT" if "str" in str(kind) else "FLOAT" if "float" in str(kind) else "INT"
 
 
-SHOWN = {
-    "temperature": "the checkpoint's, else 1",
-    "top_p": "the checkpoint's, else 1",
-    "top_k": "the checkpoint's, else 0",
-    "min_p": "the checkpoint's, else 0",
-    "repetition_penalty": "the checkpoint's, else 1",
+SHOWN: Mapping[str, Any] = {
+    **{option.name: f"the checkpoint's, else {option.default:g}" for option in RECOMMENDED},
     "max_tokens": 512,
 }
-_API_ONLY = (
-    "speculation",
-    "repetition_detection",
-    "skip_special_tokens",
-    "logit_bias",
-    "allowed_token_ids",
-    "logprobs",
-    "prompt_logprobs",
-    "logprob_token_ids",
-    "structured_outputs",
-)
+_API_ONLY = tuple(option.name for option in OPTIONS if not option.facts.flag)
 if TYPE_CHECKING:
     EngineFlags = DemoFlags = SamplingFlags = ChatFlags = ServedFlags = Any
     ServerFlags = Any

@@ -176,8 +176,6 @@ class _Race:
 
     def run_unsorted(self, index: Indices) -> Indices:
         """Race all tokens; return the rows whose winners may not pass top-p and min-p."""
-        top_p = self._rows.top_p.numpy()
-        min_p = self._rows.min_p.numpy()
         doubtful = [index[:0]]
         for places in self._parts(index):
             scores = self._scores(places)
@@ -186,7 +184,7 @@ class _Race:
             below_top = winner_scores < 0
             checked = places[below_top]
             passed = _passes_filters(
-                scores[below_top], winner_scores[below_top], top_p[checked], min_p[checked]
+                scores[below_top], winner_scores[below_top], self._rows, checked
             )
             doubtful.append(checked[~passed])
         return np.concatenate(doubtful)
@@ -213,10 +211,12 @@ class _Race:
 
 
 def _passes_filters(
-    scores: Floats, winner_scores: Floats, top_p: Floats, min_p: Floats
+    scores: Floats, winner_scores: Floats, rows: RowParams, index: Indices
 ) -> NDArray[np.bool_]:
-    """scores [R, V], winner_scores, top_p, min_p [R] -> [R]: whether the winner surely passes top-p
-    and min-p, however `filter_mask` rounds."""
+    """scores [R, V], winner_scores [R], index [R] of their rows -> [R]: whether the winner surely
+    passes all filters but top-k, however `filter_mask` rounds."""
+    top_p = rows.top_p.numpy()[index]
+    min_p = rows.min_p.numpy()[index]
     weights = np.exp(scores)
     weight = np.exp(winner_scores)
     above = (weights * (scores > winner_scores[:, None] - ROUNDING_TOLERANCE)).sum(-1) - weight

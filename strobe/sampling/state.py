@@ -24,13 +24,17 @@ from strobe.sampling.noise import noise_key
 from strobe.sampling.processors import ENDS, IN_PROMPT, PROCESSED, STRUCTURED, Tables, process
 from strobe.sampling.processors import LogitRows as LogitRows
 from strobe.sampling.sampler import RowParams, argmax, best_two, sample_rows
-from strobe.sampling_params import MAX_NAMED
+from strobe.sampling_params import MAX_NAMED, OPTIONS, PENALTIES
 from strobe.step import Admission
 from strobe.transfer import upload
 
 TOP_SIZES = (0, 1, 5, 20)
 """Numbers of top log probabilities are rounded up to these, since each needs its own graph; larger
 numbers are used as they are."""
+
+FLOATS = tuple(option.name for option in OPTIONS if option.facts.column is float)
+INTS = (*(option.name for option in OPTIONS if option.facts.column is int), "key")
+"""Columns of the per-slot tables, named as in RowParams."""
 
 
 class SamplingMode(NamedTuple):
@@ -112,9 +116,8 @@ class SamplingState:
         self.kernels = kernels
         self._ranks = ranks
         self.tables = Tables.make(num_slots, vocab_size, device)
-        # Rows: temperature, top_p, min_p; top_k, key.
-        self.floats = torch.zeros(3, num_slots, dtype=torch.float32, device=device)
-        self.ints = torch.zeros(2, num_slots, dtype=torch.int64, device=device)
+        self.floats = torch.zeros(len(FLOATS), num_slots, dtype=torch.float32, device=device)
+        self.ints = torch.zeros(len(INTS), num_slots, dtype=torch.int64, device=device)
         self.named = torch.zeros(num_slots, MAX_NAMED, dtype=torch.int64, device=device)
         self._modes = [GREEDY] * num_slots
         self._score_columns: list[slice | None] = [None] * num_slots
@@ -131,8 +134,9 @@ class SamplingState:
     @staticmethod
     def num_bytes(num_slots: int, vocab_size: int) -> int:
         """Return the device memory of all tables in bytes."""
-        slot = Tables.make(1, vocab_size, torch.device("meta"))
-        return (num_slots + 1) * (sum(table.nbytes for table in slot) + 28 + 8 * MAX_NAMED)
+        tables = Tables.make(1, vocab_size, torch.device("meta"))
+        columns = 4 * len(FLOATS) + 8 * len(INTS) + 8 * MAX_NAMED
+        return (num_slots + 1) * (sum(table.nbytes for table in tables) + columns)
 
     def admit(self, admissions: Sequence[Admission]) -> None:
         """Write new requests' parameters to their slots."""
@@ -142,9 +146,6 @@ class SamplingState:
         floats: list[tuple[float, ...]] = []
         for a in admissions:
             s = a.sampling
-            biased = bool(s.logit_bias) or s.allowed_token_ids is not None
-            processed = biased or s.penalizes or s.min_tokens > 0
-            structured = s.structured_outputs is not None
             ids = s.logprob_token_ids
             top = s.logprobs
             columns = None if top is None else slice(MAX_NAMED, MAX_NAMED + top)
@@ -156,14 +157,15 @@ class SamplingState:
             mode = SamplingMode(
                 sampled=s.temperature > 0,
                 filtered=s.filters,
-                processed=processed,
-                grammar=structured,
+                processed=s.processes,
+                grammar=s.structured_outputs is not None,
                 logprobs=top,
             )
             self._modes[a.slot] = mode
             kind = PROCESSED * mode.processed + STRUCTURED * mode.grammar
-            ints.append((a.slot, max(s.top_k, 0), noise_key(a.seed, a.sibling), kind))
-            floats.append((s.temperature, s.top_p, s.min_p))
+            key = noise_key(a.seed, a.sibling)
+            ints.append((a.slot, *(getattr(s, name) for name in INTS[:-1]), key, kind))
+            floats.append(tuple(getattr(s, name) for name in FLOATS))
             if mode.processed:
                 self._fill(a)
         slots, *rest, kinds = upload(ints, self.device).unbind(1)
@@ -190,7 +192,7 @@ class SamplingState:
         flags.zero_().index_fill_(0, prompt, IN_PROMPT)
         ends = upload(sorted(admission.stop_ids), self.device)
         flags.index_copy_(0, ends, flags[ends] | ENDS)
-        strengths = s.presence_penalty, s.frequency_penalty, s.repetition_penalty
+        strengths = [getattr(s, penalty.name) for penalty in PENALTIES]
         tables.strengths[slot] = upload(strengths, self.device, torch.float32)
         tables.min_end_position[slot] = admission.num_prompt + s.min_tokens if s.min_tokens else 0
 
@@ -236,16 +238,9 @@ class SamplingState:
         return Sampled(tokens, scores, margins)
 
     def _race(self, logits: Tensor, rows: LogitRows, mode: SamplingMode) -> Tensor:
-        temperature, top_p, min_p = self.floats.index_select(1, rows.slots).unbind()
-        top_k, key = self.ints.index_select(1, rows.slots).unbind()
-        params = RowParams(
-            temperature=temperature,
-            top_p=top_p,
-            min_p=min_p,
-            top_k=top_k,
-            key=key,
-            position=rows.positions,
-        )
+        floats = zip(FLOATS, self.floats.index_select(1, rows.slots).unbind(), strict=True)
+        ints = zip(INTS, self.ints.index_select(1, rows.slots).unbind(), strict=True)
+        params = RowParams(**dict(floats), **dict(ints), position=rows.positions)
         return self._sample_rows(logits, params, filtered=mode.filtered)
 
     def count_tokens(self, slots: Tensor, tokens: Tensor, accepted: Tensor, active: Tensor) -> None:

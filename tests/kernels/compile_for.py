@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 os.environ.pop("TRITON_INTERPRET", None)
 
@@ -123,12 +124,13 @@ def grouped(_: int, shared: int) -> Iterator[Call]:
 
 def others(*_: int) -> Iterator[Call]:
     """Gates, recurrent layers, sampling, norms and rope, and exchanges between ranks."""
+    from slow_sampling import params
+
     from strobe.kernels import gates, recurrent, rowwise, sampling
     from strobe.kernels.ranks import RankMemory
     from strobe.kernels.reference_recurrent import DeltaInput
     from strobe.kernels.steps import cover, gather_rows
     from strobe.models.config import StateSpec
-    from strobe.sampling.sampler import RowParams
 
     wide = torch.empty(8, 4096, dtype=torch.bfloat16)
     few, rows = torch.zeros(8), torch.zeros(8, dtype=torch.int64)
@@ -157,7 +159,7 @@ def others(*_: int) -> Iterator[Call]:
     logits = torch.empty(8, 151936)
     yield partial(sampling.argmax, logits)
     yield partial(sampling.argmax, logits, torch.empty(8))
-    yield partial(sampling.sample_rows, logits, RowParams(few, few, few, rows, rows, rows))
+    yield partial(sampling.sample_rows, logits, params(8))
     yield partial(gather_rows, wide, rows)
     yield partial(rowwise.rms_norm, wide, wide[0], 1e-6)
     yield partial(rowwise.silu_mul, wide)

@@ -6,11 +6,13 @@ import math
 
 import pytest
 import torch
+from slow_sampling import params
 from torch import Tensor
 
 from strobe.kernels import gumbel_argmax, sampling
 from strobe.sampling.noise import gumbel
 from strobe.sampling.sampler import RowParams, best_two, sample_rows
+from strobe.sampling_params import OPTIONS
 
 # Integer products wrap, as the noise requires, but the interpreter's NumPy warns.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
@@ -26,22 +28,12 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-def rows_of(
-    device: torch.device, count: int, temperature=1.0, top_p=1.0, min_p=0.0, top_k=0
-) -> RowParams:
+def rows_of(device: torch.device, count: int, **values: float | list[float]) -> RowParams:
     """Return the parameters of `count` rows; each value is a list, or one value for all rows."""
-
-    def column(value: object, dtype: torch.dtype) -> Tensor:
-        return torch.tensor(value, dtype=dtype).expand(count).contiguous().to(device)
-
-    return RowParams(
-        temperature=column(temperature, torch.float32),
-        top_p=column(top_p, torch.float32),
-        min_p=column(min_p, torch.float32),
-        top_k=column(top_k, torch.int64),
-        key=torch.arange(count, device=device) * -0x61C8864680B583EB,
-        position=torch.arange(count, device=device) * 3 + 5,
+    rows = params(count, **values)._replace(
+        key=torch.arange(count) * -0x61C8864680B583EB, position=torch.arange(count) * 3 + 5
     )
+    return RowParams(*[column.to(device) for column in rows])
 
 
 def sample(logits: Tensor, rows: RowParams) -> Tensor:
@@ -91,14 +83,15 @@ def test_argmax_of_nan(device, monkeypatch) -> None:
 # --- the same tokens as the twin ------------------------------------------------------------------
 
 SETTINGS = [
-    {"top_k": 1},
-    {"top_k": 20, "top_p": 0.95},
-    {"top_p": 0.5},
-    {"top_p": 0.99, "min_p": 0.05},
-    {"top_k": 150, "min_p": 0.01},
-    {"top_k": 7, "top_p": 0.3},
-    {"top_k": 10**6},
-    {},
+    {"temperature": 0.7, "top_k": 1},
+    {"temperature": 1.0, "top_k": 20, "top_p": 0.95},
+    {"temperature": 1.3, "top_p": 0.5},
+    {"temperature": 0.4, "top_p": 0.99, "min_p": 0.05},
+    {"temperature": 1.0, "top_k": 150, "min_p": 0.01},
+    {"temperature": 2.0, "top_k": 7, "top_p": 0.3},
+    {"temperature": 0.9, "top_k": 10**6},
+    {"temperature": 0.6},
+    {"temperature": 0.0, "top_k": 5, "top_p": 0.5},
 ]
 
 
@@ -108,18 +101,16 @@ SETTINGS = [
 )
 def test_tokens_match_torch_twin(device, generator, dtype, size, step) -> None:
     """Sampled rows of all kinds and a greedy one; logits rounded to `step` have many ties."""
-    count = len(SETTINGS) + 1
+    count = len(SETTINGS)
     wide = torch.randn(count, size + 15, generator=generator).mul_(3)
     wide = (wide / step).round() * step if step else wide
     logits = wide.to(device, dtype)[:, :size]
-    rows = rows_of(
-        device,
-        count,
-        temperature=[0.7, 1.0, 1.3, 0.4, 1.0, 2.0, 0.9, 0.6, 0.0],
-        top_k=[setting.get("top_k", 0) for setting in SETTINGS] + [5],
-        top_p=[setting.get("top_p", 1.0) for setting in SETTINGS] + [0.5],
-        min_p=[setting.get("min_p", 0.0) for setting in SETTINGS] + [0.0],
-    )
+    values = {
+        option.name: [setting.get(option.name, option.default) for setting in SETTINGS]
+        for option in OPTIONS
+        if option.facts.column is not None
+    }
+    rows = rows_of(device, count, **values)
     tokens = sample(logits, rows)
     check_twin(tokens, logits, rows)
     assert tokens[-1] == logits[-1].argmax()

@@ -20,6 +20,7 @@ from strobe.engine.build import build, resolve
 from strobe.engine.engine import Engine
 from strobe.runner.batch import Shape
 from strobe.runner.buckets import Buckets
+from strobe.sampling.state import FLOATS, INTS
 from strobe.speculation.adaptive import AdaptiveDraftPolicy
 from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftPlan, DraftPolicy
 from strobe.step import TAIL, Span
@@ -216,10 +217,11 @@ def test_sampling_rows_are_contiguous(target: Any):
     engine.add([5, 6], COLD)
     engine.step()
     state = engine.sampling
-    temperature, top_p, _ = state.floats[:, :2]
+    temperature = state.floats[FLOATS.index("temperature"), :2]
+    top_p = state.floats[FLOATS.index("top_p"), :2]
     assert sorted(temperature.tolist()) == pytest.approx([0.0, 0.9])
     assert sorted(top_p.tolist()) == pytest.approx([0.8, 1.0])
-    assert sorted(state.ints[0, :2].tolist()) == [0, 30]
+    assert sorted(state.ints[INTS.index("top_k"), :2].tolist()) == [0, 30]
     slots = torch.tensor([0, 1])
     for table in (state.floats, state.ints):
         assert all(column.stride() == (1,) for column in table.index_select(1, slots).unbind())

@@ -16,9 +16,11 @@ from strobe.server.openai.protocol.common import RequestModel
 from strobe.server.openai.protocol.completion_request import CompletionRequest
 from strobe.server.openai.protocol.errors import FieldError
 from strobe.server.openai.protocol.responses_request import ResponsesRequest
-from strobe.server.openai.protocol.sampling_fields import SAME_NAME, SamplingFields
+from strobe.server.openai.protocol.sampling_fields import BOUNDS, SAME_NAME, SamplingFields
 
 EVERY_FIELD: dict[str, Any] = {
+    **{name: bounds.low + 0.75 * (bounds.high - bounds.low) for name, bounds in BOUNDS.items()
+       if name in SAME_NAME},
     "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": -3, "min_tokens": 1,
     "stop": ["a", "b"], "stop_token_ids": [4], "ignore_eos": True,
     "include_stop_str_in_output": True, "skip_special_tokens": False, "presence_penalty": -2,

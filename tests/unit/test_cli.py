@@ -53,11 +53,13 @@ SAMPLING_FIELDS = [
     "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "repetition_detection",
     "skip_special_tokens", "speculation",
 ]  # fmt: skip
+API_ONLY = {
+    "logit_bias", "allowed_token_ids", "logprobs", "prompt_logprobs", "logprob_token_ids",
+    "structured_outputs", "repetition_detection", "skip_special_tokens", "speculation",
+}  # fmt: skip
 SAMPLING_FLAGS = [
-    "--temperature", "--top-p", "--top-k", "--min-p", "--seed", "--max-tokens", "--min-tokens",
-    "--presence-penalty", "--frequency-penalty", "--repetition-penalty", "--stop",
-    "--stop-token-ids", "--include-stop-str-in-output", "--ignore-eos",
-]  # fmt: skip
+    f"--{name.replace('_', '-')}" for name in SAMPLING_FIELDS if name not in API_ONLY | {"n"}
+]
 ENGINE_FLAGS = [
     "--target", "--draft", "--num-drafts", "--adaptive", "--no-adaptive",
     "--draft-sample-method", "--max-model-len",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import fields
 from typing import Any
 
 import pytest
 
 from strobe.counters import DraftCounts
 from strobe.request import Request
-from strobe.sampling_params import SamplingParams, Speculation
+from strobe.sampling_params import FILTERS, OPTIONS, SamplingOption, SamplingParams, Speculation
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"n": 0}, "n is 0"),
@@ -169,3 +170,40 @@ def test_scored_prompt_has_no_score_for_first_token():
     first, second = (Request("r", [3, 1], scored, seed=0, sibling=i) for i in range(2))
     assert (first.wants_prompt_logprobs, first.prompt_logprobs) == (True, [None])
     assert (second.wants_prompt_logprobs, second.prompt_logprobs) == (False, [])
+
+
+# sampling options
+
+
+@pytest.mark.parametrize("option", FILTERS, ids=lambda option: option.name)
+def test_declared_filter_is_on_unless_at_its_default(option: SamplingOption):
+    assert not SamplingParams(**{option.name: option.default}).filters
+    on = {option.name: option.high / 2 if option.default == option.high else option.high}
+    assert SamplingParams(**on).filters
+    assert not SamplingParams(temperature=0, **on).filters
+    assert not SamplingParams(**on).processes
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"presence_penalty": 1}, {"frequency_penalty": -1}, {"repetition_penalty": 1.1},
+     {"logit_bias": {3: 0.0}}, {"allowed_token_ids": [3]}, {"min_tokens": 1}],
+    ids=str,
+)  # fmt: skip
+def test_declared_processor_is_on_unless_at_its_default(fields: dict[str, Any]):
+    assert not SamplingParams(logit_bias={}).processes
+    assert SamplingParams(**fields).processes
+    assert not SamplingParams(**fields).filters
+
+
+def test_top_k_of_minus_one_is_read_as_off():
+    assert SamplingParams(top_k=-1) == SamplingParams(top_k=0)
+
+
+def test_bounds_are_read_from_the_declarations():
+    options = {option.name: option for option in OPTIONS}
+    assert list(options) == [field.name for field in fields(SamplingParams)]
+    top_p, seed = options["top_p"], options["seed"]
+    assert (top_p.kind, top_p.low, top_p.high, top_p.above) == (float, 0, 1, True)
+    assert (seed.kind, seed.low, seed.high, seed.above) == (int, -(2**63), 2**63 - 1, False)
+    assert options["logit_bias"].kind is None

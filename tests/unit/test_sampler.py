@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -77,8 +78,8 @@ def test_passing_filters_implies_kept(
     sure = sampler._passes_filters(
         scores.repeat(len(logits), 1).numpy(),
         scores.numpy(),
-        rows.top_p.numpy(),
-        rows.min_p.numpy(),
+        rows,
+        np.arange(len(logits)),
     )
     in_mask = sampler.filter_mask(scores.exp()[None], params(1, top_p=top_p, min_p=min_p))[0]
     assert not (torch.from_numpy(sure) & ~in_mask).any()

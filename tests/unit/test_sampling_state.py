@@ -16,8 +16,8 @@ from torch import Tensor
 
 from strobe.sampling.logprobs import score
 from strobe.sampling.processors import LogitRows, process
-from strobe.sampling.sampler import sample_rows
-from strobe.sampling.state import GREEDY, SamplingMode, SamplingState
+from strobe.sampling.sampler import RowParams, sample_rows
+from strobe.sampling.state import FLOATS, GREEDY, INTS, SamplingMode, SamplingState
 from strobe.sampling_params import MAX_NAMED, SamplingParams
 
 CPU = torch.device("cpu")
@@ -320,3 +320,7 @@ def test_sampled_drafts_change_no_token_and_agree_as_expected(name: str, drafter
         assert agree.all()
     else:
         assert stats.binomtest(int(agree.sum()), DRAWS, min(share, 1.0)).pvalue > 0.001
+
+
+def test_columns_of_slots_are_those_of_rows():
+    assert sorted([*FLOATS, *INTS, "position"]) == sorted(RowParams._fields)

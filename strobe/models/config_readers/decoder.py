@@ -12,7 +12,7 @@ from strobe.models.config import DecoderConfig, TargetConfig
 from strobe.models.config_readers.fields import DTYPES, HINT, Fields, positive
 from strobe.models.config_readers.rope import RopeConfig, read_rope
 from strobe.models.quantization.methods import read_quantization
-from strobe.sampling_params import SamplingParams
+from strobe.sampling_params import RECOMMENDED, SamplingParams
 
 Kind = TypeVar("Kind", bound=TargetConfig)
 
@@ -229,7 +229,7 @@ def _eos_ids(value: Any, vocab_size: int, path: Path) -> tuple[int, ...]:
 
 
 def _default_sampling(generation: dict[str, Any], path: Path) -> dict[str, Any]:
-    keys = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    keys = [option.name for option in RECOMMENDED]
     sampling: dict[str, Any] = {k: generation[k] for k in keys if generation.get(k) is not None}
     if generation.get("do_sample") is False:
         defaults = {k: v for k, v in sampling.items() if k == "repetition_penalty"}

@@ -10,6 +10,7 @@ from pydantic import Field, WithJsonSchema
 
 from strobe.checks import MAX_INT
 from strobe.grammars.closed_schema import closed
+from strobe.sampling_params import OPTIONS as SAMPLING_OPTIONS
 from strobe.server.openai.protocol.chat_messages import ARGUMENTS_SCHEMA
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.common import (
@@ -26,13 +27,9 @@ from strobe.server.openai.protocol.sampling_fields import LogprobCount
 from strobe.server.openai.protocol.tools import TOOLS_SCHEMA
 
 OPTIONS: Mapping[str, str] = {
-    **{name: name for name in (
-        "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
-        "stop", "logit_bias", "speculation", "include_speculation", "repetition_detection",
-    )},
-    "repeat_penalty": "repetition_penalty",
-    "num_predict": "max_tokens",
-}  # fmt: skip
+    **{option.ollama_name: option.name for option in SAMPLING_OPTIONS if option.ollama_name},
+    "include_speculation": "include_speculation",
+}
 """Fields of `options`, and their names in a chat request."""
 
 EFFORTS = ("low", "medium", "high", "max")

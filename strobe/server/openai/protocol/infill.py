@@ -11,7 +11,7 @@ from strobe.checks import MAX_INT
 from strobe.server.openai.protocol.common import Bounds, Int, object_schema
 from strobe.server.openai.protocol.errors import invalid_value
 from strobe.server.openai.protocol.response_bodies import SpeculationReport
-from strobe.server.openai.protocol.sampling_fields import SamplingFields
+from strobe.server.openai.protocol.sampling_fields import BOUNDS, SamplingFields
 
 _TEXT: dict[str, Any] = {"type": "string"}
 FILES_SCHEMA: dict[str, Any] = {
@@ -49,7 +49,7 @@ class InfillRequest(SamplingFields):
         description="Maximum number of tokens to generate; -1: as many as fit. With 0 the prompt "
         "alone is computed, for the prefix cache.",
     )
-    repeat_penalty: Annotated[float, Bounds(0, 100, "1 is off", above=True)] | None = Field(
+    repeat_penalty: Annotated[float, BOUNDS["repetition_penalty"]] | None = Field(
         None, description="Same as `repetition_penalty`."
     )
 

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BeforeValidator, Field, PrivateAttr, ValidationInfo, WithJsonSchema
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PrivateAttr,
+    ValidationInfo,
+    WithJsonSchema,
+    create_model,
+)
 
 from strobe.checks import MAX_INT
 from strobe.request import SchedulingOptions
-from strobe.sampling_params import METHODS, RepetitionDetection, Speculation
+from strobe.sampling_params import (
+    METHODS,
+    OPTIONS,
+    RepetitionDetection,
+    SamplingOption,
+    Speculation,
+)
 from strobe.server.openai.protocol.common import (
     IDS_SCHEMA,
     TEXT_SCHEMA,
@@ -40,16 +53,8 @@ MAX_STOP_CHARS = 1000
 MAX_TIMEOUT = 86400.0
 """Seconds."""
 
-SAME_NAME = (
-    "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "stop", "stop_token_ids",
-    "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "presence_penalty",
-    "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "speculation",
-    "repetition_detection",
-)  # fmt: skip
-"""Fields that SamplingParams has under the same name."""
-
 SETTINGS = {"speculation": Speculation, "repetition_detection": RepetitionDetection}
-"""Of these, the fields with settings of their own."""
+"""Fields with settings of their own."""
 
 
 def _bias(value: Any, info: ValidationInfo) -> dict[int, float]:
@@ -153,45 +158,58 @@ TextListField = Annotated[Any, WithJsonSchema(VALUE_SCHEMAS["choice"])]
 FormatField = Annotated[Any, WithJsonSchema(RESPONSE_FORMAT_SCHEMA)]
 
 LogprobCount = Annotated[Int, Bounds(0, 20, "0 gives the sampled token alone")]
-Penalty = Annotated[float, Bounds(-2, 2, "0 is off")]
+
+BOUNDS = {
+    option.name: Bounds(
+        low=option.low,
+        high=option.high,
+        hint=option.hint.removesuffix("."),
+        above=option.above,
+    )
+    for option in OPTIONS
+    if option.kind in (int, float)
+}
+"""Bounds of the sampling options that are numbers."""
 
 
-class SamplingFields(RequestModel):
-    """The shared fields. `sampling` converts them to arguments of SamplingParams."""
+def _declared_field(option: SamplingOption) -> tuple[Any, Any]:
+    """Return a request field's type and default for a sampling option. Without a default of its
+    own, the field may be null and the model's default applies."""
+    kind: Any = Int if option.kind is int else option.kind
+    if option.name in BOUNDS:
+        kind = Annotated[kind, BOUNDS[option.name]]
+    if option.facts.recommended or option.default is None:
+        return kind | None, Field(None, description=option.help)
+    return kind, Field(option.default, description=option.help)
 
+
+class _ModelField(RequestModel):
     model: str | None = Field(
         None, description="The served model's name, as listed by /v1/models. Optional."
     )
-    temperature: Annotated[float, Bounds(0, 100, "0 is greedy")] | None = Field(
-        None, description="0 is greedy; 1 is the model's own distribution."
+
+
+if TYPE_CHECKING:
+
+    class DeclaredFields(_ModelField):
+        """The fields that follow from the declarations in SamplingParams; here, those that the
+        server's code reads."""
+
+        seed: int | None
+        min_tokens: int
+        ignore_eos: bool
+
+else:
+    DeclaredFields = create_model(
+        "DeclaredFields",
+        __base__=_ModelField,
+        **{option.name: _declared_field(option) for option in OPTIONS if option.facts.http},
     )
-    top_p: Annotated[float, Bounds(0, 1, "1 keeps every token", above=True)] | None = Field(
-        None, description="Keep the top tokens up to this cumulative probability; 1 is off."
-    )
-    top_k: Annotated[Int, Bounds(-1, MAX_INT, "0 or -1 keeps every token")] | None = Field(
-        None, description="Keep only the k most probable tokens; 0 or -1 is off."
-    )
-    min_p: Annotated[float, Bounds(0, 1, "0 keeps every token")] | None = Field(
-        None, description="Drop tokens less probable than this fraction of the top token; 0 is off."
-    )
-    seed: (
-        Annotated[Int, Bounds(-(2**63), 2**63 - 1, "leave it out for the server's own")] | None
-    ) = Field(
-        None,
-        description="The same seed gives the same tokens, whatever else runs, with and without "
-        "speculation.",
-    )
-    presence_penalty: Penalty = Field(
-        0.0, description="Subtracted from the logit of each token already in the answer."
-    )
-    frequency_penalty: Penalty = Field(
-        0.0, description="Subtracted from a token's logit for each occurrence in the answer."
-    )
-    repetition_penalty: Annotated[float, Bounds(0, 100, "1 is off", above=True)] | None = Field(
-        None,
-        description="Divides the positive logits of tokens in prompt or answer and multiplies the "
-        "negative ones; 1 is off.",
-    )
+
+
+class SamplingFields(DeclaredFields):
+    """The shared fields. `sampling` converts them to arguments of SamplingParams."""
+
     logit_bias: (
         Annotated[dict[int, float], BeforeValidator(_bias), WithJsonSchema(BIAS_SCHEMA)] | None
     ) = Field(None, description="Added to the logits of these token ids, -100 to 100.")
@@ -214,18 +232,12 @@ class SamplingFields(RequestModel):
         description="Maximum number of tokens of the reasoning, which then ends; -1: no limit.",
     )
     stop_token_ids: TokenIds = Field((), description="Token ids that end the answer.")
-    include_stop_str_in_output: bool = Field(False, description="Keep the stop string in the text.")
-    ignore_eos: bool = Field(False, description="Continue after the model's end tokens.")
-    min_tokens: Annotated[Int, Bounds(0, MAX_INT, "0 asks for no minimum")] = Field(
-        0, description="Minimum number of tokens before the answer may end."
-    )
     repetition_detection: Annotated[Any, WithJsonSchema(REPETITION_SCHEMA)] = Field(
         None,
         description="End the answer when its last tokens are one pattern, `min_count` times in a "
         "row: an object with `max_pattern_size` and `min_pattern_size` (tokens of the pattern; a "
         "maximum of 0 is off) and `min_count` (2 or more). Default: the server's `--max-repeats`.",
     )
-    skip_special_tokens: bool = Field(True, description="Leave special tokens out of the text.")
     structured_outputs: Annotated[Any, WithJsonSchema(STRUCTURED_OUTPUTS_SCHEMA)] = Field(
         None,
         description="Constrains the answer: exactly one of `json` (a schema), `json_object: true`, "
@@ -373,3 +385,11 @@ class SamplingFields(RequestModel):
         if self._constraint is not None:
             arguments["structured_outputs"] = {self._constraint.kind: self._constraint.value}
         return arguments
+
+
+SAME_NAME = tuple(
+    option.name
+    for option in OPTIONS
+    if option.name in SamplingFields.model_fields and option.name != "structured_outputs"
+)
+"""Fields that SamplingParams takes as they are."""

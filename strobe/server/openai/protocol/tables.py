@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from strobe.sampling_params import FILTERS
+
 
 @dataclass(frozen=True)
 class FieldRule:
@@ -190,7 +192,8 @@ NO_EFFECT: Mapping[str, Table] = {
 """Fields that are ignored and listed in the response's `warnings`, by endpoint or object."""
 
 _BEAMS = "there is no beam search"
-_SAMPLERS = "the samplers are temperature, top_k, top_p, min_p and penalties"
+_FILTERS = ", ".join(option.name for option in FILTERS)
+_SAMPLERS = f"the samplers are temperature, {_FILTERS} and penalties"
 _PROCESSORS = "requests cannot run code here; use logit_bias or allowed_token_ids"
 _MEDIA = "only text is supported"
 _NO_TEMPLATE_ARGUMENT = "put it into chat_template_kwargs"
