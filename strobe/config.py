@@ -264,11 +264,11 @@ def resolve_limits(
             "max_num_seqs or num_drafts."
         )
     return Limits(
-        length,
-        config.max_num_seqs,
-        max_tokens,
-        num_drafts,
-        config.page_size,
-        draft.block_size if draft is not None else 0,
-        GPU_MIXED_TOKENS if gpu else None,
+        max_model_len=length,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=max_tokens,
+        num_drafts=num_drafts,
+        page_size=config.page_size,
+        drafter_block_size=draft.block_size if draft is not None else 0,
+        max_mixed_tokens=GPU_MIXED_TOKENS if gpu else None,
     )

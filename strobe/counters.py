@@ -14,7 +14,8 @@ class Counters:
     def merge(self, counters: Self) -> None:
         """Add other counters to these."""
         for name in [part.name for part in fields(self)]:
-            total, count = getattr(self, name), getattr(counters, name)
+            total = getattr(self, name)
+            count = getattr(counters, name)
             if isinstance(total, Counters):
                 total.merge(count)
             elif isinstance(total, list):

@@ -27,13 +27,15 @@ class TokenTexts:
     """
 
     def __init__(self, tokenizer: Tokenizer):
-        self._fast, self._byte_of = tokenizer.fast, tokenizer.byte_of
+        self._fast = tokenizer.fast
+        self._byte_of = tokenizer.byte_of
         self._decoder: Any = tokenizer.fast.decoder
         added = tokenizer.fast.get_added_tokens_decoder().values()
         self._special = {token.content for token in added if token.special}
         self.stored = functools.lru_cache(1 << 16)(self._stored_text)
         self.piece = functools.lru_cache(1 << 16)(self._decoded_text)
-        stages, self.strip = _stages(self._decoder), 0
+        stages = _stages(self._decoder)
+        self.strip = 0
         names = [stage["type"] for stage in stages]
         if names[-2:] == ["Fuse", "Strip"] and stages[-1]["content"] == " ":
             self.strip = stages[-1]["start"] * (not stages[-1]["stop"])
@@ -82,7 +84,8 @@ def _stages(decoder: Any) -> list[dict[str, Any]]:
     if decoder is None:
         return [{"type": "Join"}]
     try:
-        unread, stages = [json.loads(decoder.__getstate__())], list[dict[str, Any]]()
+        unread = [json.loads(decoder.__getstate__())]
+        stages = list[dict[str, Any]]()
     except Exception:  # a decoder written in Python cannot be inspected
         return [{"type": "Unknown"}]
     while unread:
@@ -107,9 +110,11 @@ class TextStream:
     `pending` the text after it if the answer ended here."""
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True):
-        self._texts, self._skip = texts_of(tokenizer), skip_special_tokens
+        self._texts = texts_of(tokenizer)
+        self._skip = skip_special_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._strip, self._begun = self._texts.strip, False
+        self._strip = self._texts.strip
+        self._begun = False
         self._run = bytearray()  # the byte tokens at the end of the answer
         self._all: list[str] = []
 
@@ -144,7 +149,8 @@ class TextStream:
     def end(self) -> str:
         """End the answer and return the rest of its text."""
         if self._all:
-            text, self._all = self._texts.join(self._all), []
+            text = self._texts.join(self._all)
+            self._all = []
             return text
         try:
             text = self._run.decode()
@@ -193,7 +199,9 @@ class Detokenizer:
         """min_tokens: stop strings count only after this many tokens. silent_ids: tokens that end
         the answer and have no text."""
         self._stream = TextStream(tokenizer, skip_special_tokens=skip_special_tokens)
-        self._stop, self._include_stop, self._min_tokens = tuple(stop), include_stop, min_tokens
+        self._stop = tuple(stop)
+        self._include_stop = include_stop
+        self._min_tokens = min_tokens
         self._silent = silent_ids
         self.ids: list[int] = []
         self.text = ""
@@ -222,7 +230,8 @@ class Detokenizer:
                 pieces[-1] += rest
         hold = 0 if last or stopped is not None else self._num_held_back()
         end = len(self.text) - hold
-        delta, self._sent = self.text[self._sent : end], max(self._sent, end)
+        delta = self.text[self._sent : end]
+        self._sent = max(self._sent, end)
         return TextDelta(delta, stopped, pieces)
 
     def _find_stop(self, pieces: list[str]) -> str | None:

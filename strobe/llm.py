@@ -204,7 +204,12 @@ class LLM:
         return list(zip(prompt_list, params, strict=True))
 
     def _output(self) -> RequestOutput:
-        return RequestOutput(f"request-{next(self._numbers)}", None, [], [])
+        return RequestOutput(
+            request_id=f"request-{next(self._numbers)}",
+            prompt=None,
+            prompt_token_ids=[],
+            outputs=[],
+        )
 
     def _submit(self, output: RequestOutput, prompt: Prompt, params: SamplingParams) -> None:
         """Queue a prompt's answers; a prompt that cannot run comes back finished, with the
@@ -229,7 +234,8 @@ class LLM:
         except ValueError as error:
             answers = params.n if isinstance(params, SamplingParams) else 1
             output.outputs = [
-                CompletionOutput(i, finish_reason="error", error=str(error)) for i in range(answers)
+                CompletionOutput(index=i, finish_reason="error", error=str(error))
+                for i in range(answers)
             ]
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:

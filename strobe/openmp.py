@@ -15,7 +15,8 @@ from pathlib import Path
 
 SPIN_COUNT = 10_000  # some 0.1 ms
 WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-READS, READ_INTERVAL = 5, 0.005  # of the load; seconds
+READS = 5  # of the load
+READ_INTERVAL = 0.005  # seconds
 
 
 def prepare() -> None:

@@ -81,7 +81,9 @@ class SpeculationReport:
                 reason = (
                     NOT_WORTHWHILE if counts.skipped_steps else "no step was given drafts to verify"
                 )
-        return SpeculationReport(method, counts, reason, rest_reason)
+        return SpeculationReport(
+            method=method, counts=counts, off_reason=reason, rest_reason=rest_reason
+        )
 
 
 class Logprob(NamedTuple):
@@ -175,7 +177,7 @@ class AnswerBuilder:
         self.tokenizer = tokenizer
         self.params = params
         self.request_id = request_id
-        self.output = CompletionOutput(index)
+        self.output = CompletionOutput(index=index)
         if params.logprobs is not None or params.logprob_token_ids:
             self.output.logprobs = []
             self.output.cumulative_logprob = 0.0
@@ -206,11 +208,11 @@ class AnswerBuilder:
         num_accepted = min(event.num_accepted, len(delta.pieces))
         self._add(event, num_tokens, delta.stop)
         return StreamDelta(
-            self.request_id,
-            output.index,
-            delta.text,
-            list(event.tokens[:num_tokens]),
-            output,
+            request_id=self.request_id,
+            index=output.index,
+            text=delta.text,
+            token_ids=list(event.tokens[:num_tokens]),
+            output=output,
             pieces=delta.pieces,
             logprobs=list(event.logprobs[:num_tokens]),
             num_verified=event.num_verified,

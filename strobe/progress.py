@@ -25,7 +25,9 @@ class Progress:
     def __init__(self, text: str = "", total: int | None = None, done: int = 0, unit: str = ""):
         """total: number of steps, requests or other `unit`s, if known; `done` of them were finished
         before."""
-        self.text, self.total, self.unit = text, total, unit
+        self.text = text
+        self.total = total
+        self.unit = unit
         self.done = self._initial = done
         self._console = Console(stderr=True, highlight=False)
         self._bar: Any = None

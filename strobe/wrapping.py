@@ -12,7 +12,9 @@ class Wrapping:
 
     def __init__(self, console: Console, column: int = 0):
         """column: the cursor's column."""
-        self._console, self._column, self.rows = console, column, 0
+        self._console = console
+        self._column = column
+        self.rows = 0
         self._word: list[str] = []  # printed characters of the last word, with their styles
         self._width = 0  # of the word
 
@@ -45,11 +47,14 @@ class Wrapping:
             return "\n"
         self._column += size
         if char.isspace() or size > 1:  # scripts of wide characters break anywhere
-            self._word, self._width = [], 0
+            self._word = []
+            self._width = 0
         else:
             self._word.append(piece)
             self._width += size
         return taken_back + piece
 
     def _next_line(self) -> None:
-        self._column, self._word, self._width = 0, [], 0
+        self._column = 0
+        self._word = []
+        self._width = 0

@@ -92,6 +92,14 @@ class RecurrentPlan:
             sizes = batch.sizes[spans]
             offset = torch.arange(longest, device=device)
             rows = (batch.row_starts[spans][:, None] + offset).clamp_(max=len(batch.positions) - 1)
-            states = batch.slots[spans], sizes, self.accepted[spans], self.starts_fresh[spans]
-            padded.append(PaddedGroup(*states, rows, offset < sizes[:, None]))
+            padded.append(
+                PaddedGroup(
+                    slots=batch.slots[spans],
+                    sizes=sizes,
+                    accepted=self.accepted[spans],
+                    starts_fresh=self.starts_fresh[spans],
+                    rows=rows,
+                    valid=offset < sizes[:, None],
+                )
+            )
         return padded

@@ -91,7 +91,9 @@ class ReferencePlan:
                 result = F.scaled_dot_product_attention(part, keys, values, attn_mask=bias)
             else:
                 column = sinks.to(q.dtype).view(kv_heads, repeats, 1).expand(-1, -1, longest)
-                result = attend_with_sinks(part, keys, values, bias, column.flatten(1))
+                result = attend_with_sinks(
+                    part, keys=keys, values=values, bias=bias, sinks=column.flatten(1)
+                )
             result = result.view(spans, kv_heads, repeats, longest, width).permute(0, 3, 1, 2, 4)
             result = result.reshape(spans * longest, heads * width)
             if single_group:

@@ -24,7 +24,9 @@ class AnswerView:
 
     def __init__(self, console: Any, form: ReasoningFormat | None, column: int = 0):
         """column: the cursor's column."""
-        self.console, self.form, self.content = console, form, ""
+        self.console = console
+        self.form = form
+        self.content = ""
         self.at_line_start = False
         self._parser: Parser | None = None
         self._thinking = False
@@ -91,7 +93,8 @@ class AnswerView:
     def _replace(self, ended: str) -> bool:
         """Erase the current block and show the part that has ended as Markdown. Returns False, and
         changes nothing, if that looks the same or the block has left the screen."""
-        tokens, rows = _parse(ended), self._rows()
+        tokens = _parse(ended)
+        rows = self._rows()
         if rows >= self.console.height - 1 or all(map(_is_plain, tokens)):
             return False
         from rich.markdown import Markdown
@@ -107,7 +110,8 @@ class AnswerView:
 
     def _start_block(self, column: int = 0, rows: int = 0) -> None:
         """Begin a block. column: where it begins; rows: its line breaks on the screen so far."""
-        self._block, self._column = "", column
+        self._block = ""
+        self._column = column
         self._first_row = self._wrapping.rows - rows
 
     def _rows(self) -> int:

@@ -87,7 +87,8 @@ class Record:
         return run_record(settings, EngineConfig(**asdict(self.engine)))
 
 
-KINDS, NOUN = ("step", "offline", "load", "record"), "a benchmark"
+KINDS = ("step", "offline", "load", "record")
+NOUN = "a benchmark"
 if not TYPE_CHECKING:
     OneBench = Step | Offline | Load | Record
 

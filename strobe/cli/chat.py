@@ -70,7 +70,11 @@ class Chat:
         console = Console(highlight=False, emoji=False)
         llm = load(replace(self.engine, target=self.model))
         return _ChatSession(
-            console, llm, sampling(llm, self.sampling), self.system, self.thinking
+            console=console,
+            llm=llm,
+            params=sampling(llm, self.sampling),
+            system=self.system,
+            thinking=self.thinking,
         ).run()
 
 
@@ -78,8 +82,12 @@ class _ChatSession:
     """A conversation and the commands that change it."""
 
     def __init__(self, console: Any, llm: Any, params: Any, system: str | None, thinking: bool):
-        self.console, self.llm, self.params, self.defaults = console, llm, params, params
-        self.system, self.thinking = system, thinking
+        self.console = console
+        self.llm = llm
+        self.params = params
+        self.defaults = params
+        self.system = system
+        self.thinking = thinking
         self.messages = conversation(None, system)
         template = llm.tokenizer.hf.chat_template
         name = detect(template if isinstance(template, str) else None)[1]
@@ -179,12 +187,14 @@ class _ChatSession:
             _say(self.console, str(error), style="red")
             return
         systems = [message["content"] for message in messages if message["role"] == "system"]
-        self.messages, self.system = messages, systems[0] if systems else None
+        self.messages = messages
+        self.system = systems[0] if systems else None
         self._confirm(f"{counted(len(messages), 'message')} loaded from {path}.")
 
     def _retry(self) -> None:
         """Replace the last answer, by another one if it is sampled."""
-        last, kept = [message["role"] for message in self.messages][-1:], list(self.messages)
+        last = [message["role"] for message in self.messages][-1:]
+        kept = list(self.messages)
         if last == ["assistant"]:
             self.messages.pop()
         elif last != ["user"]:
@@ -220,7 +230,10 @@ class _ChatSession:
     def _answer(self) -> bool:
         """Stream one answer and append it to the conversation. Returns False, and removes the
         message, if there is none."""
-        console, began, delta, note = self.console, time.perf_counter(), None, ""
+        console = self.console
+        began = time.perf_counter()
+        delta = None
+        note = ""
         if sys.stdin.isatty():
             console.print("[bold green]strobe>[/bold green] ", end="")
         shown = AnswerView(console, self.format, len("strobe> ") if sys.stdin.isatty() else 0)

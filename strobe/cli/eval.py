@@ -27,7 +27,8 @@ class _Evaluation:
     def run(self) -> int:
         from strobe.tools.eval.evaluate import evaluate
 
-        settings, config = EvalSettings(**asdict(self.settings)), asdict(self.engine)
+        settings = EvalSettings(**asdict(self.settings))
+        config = asdict(self.engine)
         return evaluate(type(self).__name__.lower(), settings, EngineConfig(**config))
 
 
@@ -46,7 +47,8 @@ class Speed(_Evaluation):
     """Tokens per second without and with speculation, and the speed-up by data set and load."""
 
 
-KINDS, NOUN = ("acceptance", "accuracy", "speed"), "an evaluation"
+KINDS = ("acceptance", "accuracy", "speed")
+NOUN = "an evaluation"
 if not TYPE_CHECKING:
     OneEvaluation = Acceptance | Accuracy | Speed
 

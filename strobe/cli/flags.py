@@ -164,7 +164,8 @@ def flags(
     for f in fields(source):
         if f.name in omit:
             continue
-        text, default = f.metadata["help"], f.default
+        text = f.metadata["help"]
+        default = f.default
         shown = default if defaults is None else defaults.get(f.name, default)
         hint = f"(default: {shown})" if shown not in (None, "", ()) else ""
         if hints[f.name] is bool:

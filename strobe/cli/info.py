@@ -55,9 +55,11 @@ class Info:
             draft_tensor_parallel_size=self.draft_tensor_parallel_size,
             enable_expert_parallel=self.enable_expert_parallel,
         )
-        model, draft = self.model, self.draft
+        model = self.model
+        draft = self.draft
         if not model:
-            model, draft = str(DEMO_MODELS / "target"), draft or str(DEMO_MODELS / "draft")
+            model = str(DEMO_MODELS / "target")
+            draft = draft or str(DEMO_MODELS / "draft")
         else:
             model, draft = find_pair(model, draft)
         if draft is None and self.draft_tensor_parallel_size is not None:

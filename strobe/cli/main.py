@@ -64,7 +64,8 @@ def _run(arguments: Sequence[str]) -> int:
         raise ValueError(f"{name!r} is not a command; there are {', '.join(COMMANDS)}.")
     from strobe.cli.flags import completed, parse
 
-    module, rest = import_module(f"strobe.cli.{name.replace('-', '_')}"), words[1:]
+    module = import_module(f"strobe.cli.{name.replace('-', '_')}")
+    rest = words[1:]
     if name in ("bench", "eval"):
         rest = completed(rest, module.KINDS, module.NOUN)
     kind = getattr(module, "".join(part.capitalize() for part in name.split("-")))

@@ -17,7 +17,8 @@ from strobe.server.settings import ServerConfig
 def expand_options_file(arguments: Sequence[str]) -> list[str]:
     """Replace each `--config FILE` with the file's options, except those that are also on the
     command line. Raises ValueError for a file without options."""
-    words, file_words = list(arguments), list[str]()
+    words = list(arguments)
+    file_words = list[str]()
     while words and words[0] != "--":
         word = words.pop(0)
         flag, equals, text = word.partition("=")

@@ -50,5 +50,6 @@ class RunBatch:
         for name, value in (("input", self.input_file), ("output", self.output_file)):
             if not value:
                 raise ValueError(f"No {name} file was given; name it with --{name}-file.")
-        config, settings = EngineConfig(**asdict(self.engine)), ServerConfig(**asdict(self.server))
+        config = EngineConfig(**asdict(self.engine))
+        settings = ServerConfig(**asdict(self.server))
         return run_batch(config, settings, Path(self.input_file), Path(self.output_file))

@@ -66,7 +66,8 @@ def snapshot_of(directory: Path) -> Snapshot | None:
     """Parse a path CACHE/models--OWNER--MODEL/snapshots/COMMIT; return None for other paths, which
     are in no cache."""
     absolute = directory.absolute()
-    cache, commit = absolute.parent.parent, absolute.name
+    cache = absolute.parent.parent
+    commit = absolute.name
     kind, _, name = cache.name.partition("--")
     if absolute.parent.name != "snapshots" or kind != "models" or not name:
         return None
@@ -132,7 +133,8 @@ def fetch_weights(*directories: str | Path) -> None:
     from huggingface_hub import constants
 
     for path in map(Path, directories):
-        snapshot, missing = snapshot_of(path), missing_weights(path)
+        snapshot = snapshot_of(path)
+        missing = missing_weights(path)
         if snapshot is None or not missing:
             continue
         if constants.HF_HUB_OFFLINE:  # the client would accept the incomplete directory

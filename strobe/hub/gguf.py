@@ -46,8 +46,10 @@ END_TOKENS = frozenset(
     }
 )  # fmt: skip
 """Tokens that end an answer even if the metadata does not say so, as in llama.cpp."""
-CONTROL, USER_DEFINED = 3, 4
-"""Types of added tokens."""
+CONTROL = 3
+"""The type of an added token that decoding skips."""
+USER_DEFINED = 4
+"""The type of any other added token."""
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _WORDS = (
@@ -76,7 +78,8 @@ def gguf_directory(path: Path, sampling: Mapping[str, float] = MappingProxyType(
     if directory.exists():
         return directory
     try:
-        config, tokenizer = _config(header, path), _tokenizer(header.metadata, path)
+        config = _config(header, path)
+        tokenizer = _tokenizer(header.metadata, path)
     except Exception as error:  # the tokenizer's library raises no other kind
         if str(error).startswith(str(path)):
             raise
@@ -143,7 +146,8 @@ def _config(header: GGUFHeader, path: Path) -> dict[str, Any]:
     def value(name: str) -> Any:
         return _value(metadata, f"{architecture}.{name}", path)
 
-    hidden, heads = value("embedding_length"), value("attention.head_count")
+    hidden = value("embedding_length")
+    heads = value("attention.head_count")
     tokens = _value(metadata, "tokenizer.ggml.tokens", path)
     name, model_type = ARCHITECTURES[architecture]
     types = {tensor.type for tensor in header.tensors.values()}

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 MAGIC = b"GGUF"
 VERSIONS = 2, 3
-STRING, ARRAY = 8, 9
+STRING = 8
+ARRAY = 9
 SCALARS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
@@ -51,7 +52,8 @@ class _Cursor:
     """Reads values one after another."""
 
     def __init__(self, data: mmap.mmap):
-        self.data, self.at = data, 0
+        self.data = data
+        self.at = 0
 
     def take(self, count: int) -> bytes:
         if count > len(self.data) - self.at:
@@ -74,7 +76,8 @@ class _Cursor:
             return self.text()
         if kind != ARRAY:
             return self.number(SCALARS[kind])
-        kind, count = self.number("I"), self.number("Q")
+        kind = self.number("I")
+        count = self.number("Q")
         if kind == STRING:
             return [self.text() for _ in range(count)]
         return list(self.numbers(SCALARS[kind], count))
@@ -146,7 +149,7 @@ def _parse(cursor: _Cursor, path: Path) -> GGUFHeader:
                 f"{path} is cut short: tensor {name} ends at byte {end}, the file at "
                 f"{len(cursor.data)}; {AGAIN}"
             )
-        tensors[name] = StoredTensor(shape, type_name, start, end)
+        tensors[name] = StoredTensor(shape=shape, type=type_name, start=start, end=end)
     return GGUFHeader(metadata, tensors)
 
 

@@ -93,7 +93,8 @@ def _named_pair(config: EngineConfig) -> EngineConfig:
 
 def _proposed_pair(config: EngineConfig, proposal: Proposal, path: str) -> EngineConfig:
     """Resolve a speculators checkpoint named as the target; it sets drafter and method."""
-    target_name, verifier = config.target, proposal.verifier
+    target_name = config.target
+    verifier = proposal.verifier
     if proposal.method not in DRAFTER_METHODS:
         raise ValueError(
             f"{target_name} is a speculators checkpoint that drafts with {proposal.method!r}, but "

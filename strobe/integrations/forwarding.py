@@ -69,8 +69,8 @@ class ForwardedRequest:
         if route(scope) == "/metrics":  # merge_metrics reads the plain format
             headers = [header for header in headers if header[0] != b"accept"]
         return ForwardedRequest(
-            {name: scope[name] for name in _SCOPE if name in scope} | {"headers": headers},
-            body,
+            scope={name: scope[name] for name in _SCOPE if name in scope} | {"headers": headers},
+            body=body,
             prompt="\n".join(texts)[:MAX_PROMPT],
             owner=owner[1] if owner else "",
         )
@@ -147,7 +147,8 @@ async def respond(app: ASGIApp, request: ForwardedRequest) -> AsyncGenerator[lis
     the generator is closed, the application sees that the client disconnected."""
     bodies: list[Message] = [{"type": "http.request", "body": request.body, "more_body": False}]
     messages: list[Message] = []
-    wake, disconnected = asyncio.Event(), asyncio.Event()
+    wake = asyncio.Event()
+    disconnected = asyncio.Event()
 
     async def receive() -> Message:
         if bodies:
@@ -264,7 +265,8 @@ async def send_failure(
 ) -> None:
     """End a response whose replica is lost, in the form of the path's API. start: the response's
     first message, if it was sent."""
-    path, body = f"{route(request.scope)}/", error_body(sentence, status=503, code=code)
+    path = f"{route(request.scope)}/"
+    body = error_body(sentence, status=503, code=code)
     ids = [value.decode() for name, value in request.scope["headers"] if name == b"x-request-id"]
     for prefix, to_body in FORMS.items():
         if path.startswith(f"{prefix}/"):

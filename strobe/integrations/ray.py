@@ -64,9 +64,11 @@ STOP_SECONDS = 15
 """Seconds a replica has to stop its engine after its last request."""
 MAX_ONGOING = 1 << 20
 """Requests that Ray lets a replica answer at once: the replica's own limits are reached first."""
-ACCEPT_SECONDS, LAST_ACCEPT_SECONDS = 5.0, 60.0
-"""Seconds in which a replica has to accept a request before another one gets it, and in which the
-last one has to. The watchdog ends a stopped replica in between."""
+ACCEPT_SECONDS = 5.0
+"""Seconds in which a replica has to accept a request before another one gets it."""
+LAST_ACCEPT_SECONDS = 60.0
+"""Seconds in which the last replica has to accept a request. The watchdog ends a stopped replica
+in between."""
 ALL_SECONDS = 5.0
 """Seconds in which replicas have to answer what is asked of all."""
 LOST = "The replica that answered this request was lost; send the request again."
@@ -126,9 +128,11 @@ class Ingress:
         except ray.exceptions.RayTaskError:
             raise
         except TimeoutError:
-            await send_failure(request, send, start, SILENT, "replica_silent")
+            await send_failure(
+                request, send=send, start=start, sentence=SILENT, code="replica_silent"
+            )
         except (ray.exceptions.RayError, serve.exceptions.RayServeException):
-            await send_failure(request, send, start, LOST, "replica_lost")
+            await send_failure(request, send=send, start=start, sentence=LOST, code="replica_lost")
         finally:
             ROUTING.record_answered(request)
 
@@ -168,12 +172,16 @@ class Ingress:
         answers = await asyncio.gather(*asked)
         responses = dict(answer for answer in answers if answer is not None)
         if not responses:
-            await send_failure(request, send, None, SILENT, "replica_silent")
+            await send_failure(
+                request, send=send, start=None, sentence=SILENT, code="replica_silent"
+            )
             return
         try:
             messages = merge(route(request.scope), responses, set(ids) - responses.keys())
         except ValueError as error:
-            await send_failure(request, send, None, str(error), "replica_silent")
+            await send_failure(
+                request, send=send, start=None, sentence=str(error), code="replica_silent"
+            )
             return
         for message in messages:
             await send(message)

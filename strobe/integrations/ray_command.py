@@ -31,9 +31,12 @@ from strobe.server.settings import ServerConfig
 logger = logging.getLogger(__name__)
 
 APPLICATION = "strobe"
-_POLL, _DRAIN_SECONDS, _FLUSH_SECONDS = 0.1, 5.0, 1.0
-"""Seconds between two looks at open requests, in which all replicas have to answer one, and in
-which Ray's proxies send the last bytes."""
+_POLL = 0.1
+"""Seconds between two looks at open requests."""
+_DRAIN_SECONDS = 5.0
+"""Seconds in which all replicas have to answer one look."""
+_FLUSH_SECONDS = 1.0
+"""Seconds in which Ray's proxies send the last bytes."""
 
 
 class _Stopped(BaseException):
@@ -157,7 +160,8 @@ def _check_resources(config: EngineConfig, count: int) -> None:
     wanted = default_resources(replace(config, device=choose_device(config.device)))
     available = ray.cluster_resources()
     for name, kind in (("num_gpus", "GPU"), ("num_cpus", "CPU")):
-        have, need = int(available.get(kind, 0)), count * wanted[name]
+        have = int(available.get(kind, 0))
+        need = count * wanted[name]
         if need > have:
             raise ValueError(
                 f"data_parallel_size is {count}, which needs {counted(need, kind)} for replicas, "

@@ -106,7 +106,9 @@ class Lease:
         for i in range(self._published, full):
             own = tokens[i * size : (i + 1) * size]
             parent = self.keys[i - 1] if i else None
-            self.pool.publish(self.pages[i], self.keys[i], own, parent, self.keys.root)
+            self.pool.publish(
+                self.pages[i], key=self.keys[i], tokens=own, parent=parent, root=self.keys.root
+            )
         self._published = full
 
     def _require_open(self, call: str) -> None:

@@ -62,7 +62,9 @@ def start_engine(
     if resolved.split.size == 1:
         engine = make(resolved, draft_policy=draft_policy, **options)
     else:
-        engine = _start_group(resolved, draft_policy, make, options, prepare)
+        engine = _start_group(
+            resolved, draft_policy=draft_policy, make=make, options=options, prepare=prepare
+        )
     if prepare is not None:
         prepare(engine.runner.model)
     groups = resolved.kv_groups.values()
@@ -127,10 +129,13 @@ def make_group(
     resolved: ResolvedConfig, memory: mmap, on_wait: Callable[[], None], store: TCPStore | None
 ) -> SharedMemoryGroup | TorchGroup:
     """Meet the other ranks. store: where, unless they share memory."""
-    place = memory, resolved.split.rank, resolved.split.size, on_wait
+    rank = resolved.split.rank
+    size = resolved.split.size
     if store is None:
-        return SharedMemoryGroup(*place)
-    return TorchGroup(*place, store, resolved.device)
+        return SharedMemoryGroup(memory, rank=rank, size=size, on_wait=on_wait)
+    return TorchGroup(
+        memory, rank=rank, size=size, on_wait=on_wait, store=store, device=resolved.device
+    )
 
 
 def share_threads(resolved: ResolvedConfig) -> None:
@@ -168,7 +173,15 @@ class Ranks:
         port = None if self._store is None else self._store.port
         try:
             for rank in range(1, size):
-                self._start(Start(of_rank(resolved, rank), make, options, prepare, port))
+                self._start(
+                    Start(
+                        resolved=of_rank(resolved, rank),
+                        make=make,
+                        options=options,
+                        prepare=prepare,
+                        port=port,
+                    )
+                )
         except BaseException:
             self.stop()
             raise

@@ -50,8 +50,10 @@ class TemplateInput:
     warnings: tuple[str, ...] = ()
 
 
-CALL_OPENER, CALL_CLOSER = "<tool_call>", "</tool_call>"
-RESULT_OPENER, RESULT_CLOSER = "<tool_response>", "</tool_response>"
+CALL_OPENER = "<tool_call>"
+CALL_CLOSER = "</tool_call>"
+RESULT_OPENER = "<tool_response>"
+RESULT_CLOSER = "</tool_response>"
 
 ONE_SYSTEM_MESSAGE = (
     "The chat template takes one system message, at the start, so the texts of all of them are "
@@ -224,9 +226,14 @@ def probe_template(render: Render) -> TemplateCapabilities:
     return _Probe(render).capabilities
 
 
-_SYSTEM, _SECOND_SYSTEM = "probe-system", "probe-second-system"
-_USER, _ANSWER, _RESULT = "probe-user", "probe-answer", "probe-result"
-_TOOL, _KEY, _VALUE = "probe_tool", "probe_key", "probe-value"
+_SYSTEM = "probe-system"
+_SECOND_SYSTEM = "probe-second-system"
+_USER = "probe-user"
+_ANSWER = "probe-answer"
+_RESULT = "probe-result"
+_TOOL = "probe_tool"
+_KEY = "probe_key"
+_VALUE = "probe-value"
 _CALL_ID = "probe0001"
 """Nine letters and digits, the only form of an id that Mistral's templates take."""
 
@@ -295,8 +302,10 @@ class _Probe:
             self.capabilities = before
 
     def _find_system_turns(self) -> None:
-        system, second = _turn("system", _SYSTEM), _turn("system", _SECOND_SYSTEM)
-        user, answer = _turn("user", _USER), _turn("assistant", _ANSWER)
+        system = _turn("system", _SYSTEM)
+        second = _turn("system", _SECOND_SYSTEM)
+        user = _turn("user", _USER)
+        answer = _turn("assistant", _ANSWER)
         turns: SystemTurns = "none"
         if self._shows([system, user], _SYSTEM, _USER):
             turns = "first"
@@ -322,7 +331,9 @@ class _Probe:
     def _find_calls(self) -> None:
         """Find the form of calls in which most conversations with a call show it; the first such
         form if several are equal."""
-        before, best, most = self.capabilities, self.capabilities, 0
+        before = self.capabilities
+        best = self.capabilities
+        most = 0
         forms: tuple[tuple[EmptyContent, bool], ...] = (
             ("absent", False), ("text", False), ("absent", True), ("text", True), ("null", False),
             ("null", True),
@@ -333,12 +344,14 @@ class _Probe:
             )
             count = sum(_has_call(text) for text in self._texts_with_call())
             if count > most:
-                best, most = self.capabilities, count
+                best = self.capabilities
+                most = count
         self.capabilities = replace(best, shows_calls=most > 0)
 
     def _texts_with_call(self) -> list[str | None]:
         """Return the texts of conversations with a call."""
-        user, answer = _turn("user", _USER), _turn("assistant", _ANSWER)
+        user = _turn("user", _USER)
+        answer = _turn("assistant", _ANSWER)
         result = {**_turn("tool", _RESULT), "tool_call_id": _CALL_ID, "name": _TOOL}
         exchange = [user, _call_turn(_TOOL, {_KEY: _VALUE})]
         tools = [_PROBE_TOOL] if self.capabilities.shows_tools else None

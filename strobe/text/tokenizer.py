@@ -109,7 +109,8 @@ class Tokenizer:
             if name in template_options:
                 raise ValueError(f"{name} is no option of the chat template; leave it out.")
         template_options.setdefault("add_generation_prompt", True)
-        conversation, functions = _conversation(messages), _tools(tools)
+        conversation = _conversation(messages)
+        functions = _tools(tools)
         if chat_template is None and self.hf.chat_template is None:
             raise ValueError("The checkpoint has no chat template; give one as chat_template.")
         shielded, spelled = self._escape_special_tokens(conversation)
@@ -120,7 +121,7 @@ class Tokenizer:
             reason = _one_line(error)
             raise ValueError(f"The chat template rejects these messages: {reason}.") from error
         text = marked.translate(str.maketrans(dict(spelled)))
-        return RenderedChat(text, marked, spelled, adapted.warnings)
+        return RenderedChat(text=text, marked=marked, spelled=spelled, warnings=adapted.warnings)
 
     def capabilities(self, chat_template: str | None = None) -> TemplateCapabilities:
         """Return what a chat template reads, None for the checkpoint's; it is probed once."""

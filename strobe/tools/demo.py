@@ -206,7 +206,8 @@ def _stream(llm: LLM, example: Example, prompt: Prompt, params: SamplingParams) 
     console.print(question_line, soft_wrap=not console.is_terminal)
     console.print("[bold green]strobe>[/bold green] ", end="")
     bold = ("\033[1m", "\033[0m") if console.is_terminal and not console.no_color else ("", "")
-    wrapping, last = Wrapping(console, column=len("strobe> ")), None
+    wrapping = Wrapping(console, column=len("strobe> "))
+    last = None
     for step, delta in enumerate(llm.stream(prompt, params)):
         print(wrapping.wrap(delta.text, *(bold if step % 2 else ())), end="", flush=True)
         last = delta

@@ -55,6 +55,15 @@ def chat_examples(count: int) -> list[Example]:
             f"most {len(_PROMPTS)}."
         )
     return [
-        Example(kind, "", ({"role": "user", "content": text},), (), False, "", "", None)
+        Example(
+            family=kind,
+            template="",
+            messages=({"role": "user", "content": text},),
+            tools=(),
+            thinking=False,
+            reasoning="",
+            answer="",
+            reference=None,
+        )
         for kind, text in _PROMPTS[:count]
     ]

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from statistics import median
+from typing import NamedTuple
 
 from strobe.engine.engine import Engine
 from strobe.request import Request
@@ -41,7 +42,10 @@ class FixedDraftPolicy(DraftPolicy):
         width, _, num_verified = self.option
         drafts = self.adaptive.widths[width] if width >= 0 else 0
         max_drafts = [min(candidate.max_drafts, drafts) for candidate in candidates]
-        return DraftPlan(max_drafts, num_verified if num_verified < sum(max_drafts) else None)
+        return DraftPlan(
+            max_drafts=max_drafts,
+            num_verified=num_verified if num_verified < sum(max_drafts) else None,
+        )
 
     def observe(self, plan: Plan, result: StepResult) -> None:
         work = StepWork.of(plan, result, self.adaptive.block_rows[self.option.width])
@@ -61,7 +65,7 @@ def measure_costs(engine: Engine) -> None:
     timing = _Timing(engine, adaptive)
     steps = list[tuple[StepWork, float]]()
     for kind in _kinds(engine, adaptive):
-        timed = timing.run(*kind, SUSTAINED if device == "cuda" else 0.0)
+        timed = timing.run(kind, SUSTAINED if device == "cuda" else 0.0)
         if timed:
             steps.append((timed[-1][0], median([ms for _, ms in timed])))
         if time.perf_counter() > start + SECONDS[device]:
@@ -73,10 +77,18 @@ def measure_costs(engine: Engine) -> None:
     logger.info("costs of steps measured in %.1f s", time.perf_counter() - start)
 
 
-def _kinds(engine: Engine, adaptive: AdaptiveDraftPolicy) -> Iterator[tuple[int, int, Option]]:
-    """Yield number of requests, prompt tokens of each, and drafts: on a GPU plain steps with long
-    contexts; then plain steps, and for each width the fewest drafts and all, to tell the cost of
-    drafting from the cost of rows."""
+class StepKind(NamedTuple):
+    """Steps of `requests` requests with prompts of `prompt` tokens, and how they draft."""
+
+    requests: int
+    prompt: int
+    option: Option
+
+
+def _kinds(engine: Engine, adaptive: AdaptiveDraftPolicy) -> Iterator[StepKind]:
+    """Yield the kinds of steps to time: on a GPU plain steps with long contexts; then plain steps,
+    and for each width the fewest drafts and all, to tell the cost of drafting from the cost of
+    rows."""
     limits = engine.limits
     device = engine.resolved.device.type
     positions = (engine.components.pool.capacity - 1) * limits.page_size
@@ -84,15 +96,15 @@ def _kinds(engine: Engine, adaptive: AdaptiveDraftPolicy) -> Iterator[tuple[int,
     size = min(LONG_PROMPT, limits.max_model_len - 5 * limits.lookahead)
     long_prompts = min(MAX_LONG_PROMPTS, max_requests, positions // (2 * size))
     if device == "cuda" and long_prompts and 4 * size >= LONG_PROMPT:
-        yield long_prompts, size, Option()
+        yield StepKind(long_prompts, size, Option())
     max_requests = min(max_requests, max(positions // (2 + 4 * limits.lookahead), 1))
     between = [4**i for i in range(8, 0, -1) if 4**i < max_requests]
     for count in dict.fromkeys((max_requests, 1, *between)):  # a range to interpolate in, first
-        yield count, 1, Option()
+        yield StepKind(count, 1, Option())
         for i, width in enumerate(adaptive.widths):
             choices = [drafts for drafts, _ in adaptive.rows(count, count, width)]
             for drafts in sorted({choices[0], choices[-1]}):
-                yield count, 1, Option(i, count, drafts)
+                yield StepKind(count, 1, Option(i, count, drafts))
 
 
 class _Timing:
@@ -105,22 +117,20 @@ class _Timing:
         self.params = _ENDLESS.clone(speculation={"method": method})
         self.policy = engine.scheduler.draft_policy = FixedDraftPolicy(adaptive)
 
-    def run(
-        self, count: int, size: int, option: Option, seconds: float
-    ) -> list[tuple[StepWork, float]]:
-        """Run steps of `count` requests with prompts of `size` tokens for so many seconds, after
-        the first ones, which compile and capture. Return work and milliseconds of the later half,
-        or nothing if such steps do not come about."""
+    def run(self, kind: StepKind, seconds: float) -> list[tuple[StepWork, float]]:
+        """Run steps of this kind for so many seconds, after the first ones, which compile and
+        capture. Return work and milliseconds of the later half, or nothing if such steps do not
+        come about."""
         policy = self.policy
         until = 0.0
-        if any(request.num_prompt != size for request in self.requests):
+        if any(request.num_prompt != kind.prompt for request in self.requests):
             self.end()
-        policy.option = option
+        policy.option = kind.option
         policy.timed = []
         for _ in range(_MAX_STEPS):
-            self._fill(count, size)
+            self._fill(kind.requests, kind.prompt)
             self.engine.step()
-            timed = [step for step in policy.timed if step[0].requests == count]
+            timed = [step for step in policy.timed if step[0].requests == kind.requests]
             if not until and len(timed) > self.engine.max_in_flight:
                 until = time.perf_counter() + seconds
                 policy.timed = []

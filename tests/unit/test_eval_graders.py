@@ -180,9 +180,9 @@ def test_endless_program_is_killed():
 
 def test_code_is_the_block_that_defines_the_function():
     text = "Try:\n```python\ndef f(x):\n    return x\n```\nuse it:\n```python\nprint(f(1))\n```"
-    assert programs.code_of(text, "f") == "def f(x):\n    return x\n"
-    assert programs.code_of("```\ndef g(): pass", "g") == "def g(): pass"
-    assert programs.code_of("no code", "f") == "no code"
+    assert programs.code_of(text, ["f"]) == "def f(x):\n    return x\n"
+    assert programs.code_of("```\ndef g(): pass", ["g"]) == "def g(): pass"
+    assert programs.code_of("no code", ["f"]) == "no code"
 
 
 def test_human_eval_program_joins_imports_code_and_tests():

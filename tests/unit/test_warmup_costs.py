@@ -13,7 +13,7 @@ from strobe import LLM, SamplingParams
 from strobe.speculation.adaptive import AdaptiveDraftPolicy, Option
 from strobe.speculation.costs import StepWork
 from strobe.warmup import costs as measured
-from strobe.warmup.costs import measure_costs
+from strobe.warmup.costs import StepKind, measure_costs
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
@@ -30,21 +30,21 @@ def whole(policy: AdaptiveDraftPolicy, count: int) -> Option:
 
 
 @pytest.fixture
-def kinds(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, Option]]:
-    """Return a list that receives what is timed: requests, tokens of each prompt, drafts."""
-    timed: list[tuple[int, int, Option]] = []
+def kinds(monkeypatch: pytest.MonkeyPatch) -> list[StepKind]:
+    """Return a list that receives the kinds of steps that are timed."""
+    timed: list[StepKind] = []
     true = measured._Timing.run
 
-    def run(self: Any, count: int, size: int, option: Option, seconds: float) -> Any:
-        timed.append((count, size, option))
-        return true(self, count, size, option, seconds)
+    def run(self: Any, kind: StepKind, seconds: float) -> Any:
+        timed.append(kind)
+        return true(self, kind, seconds)
 
     monkeypatch.setattr(measured._Timing, "run", run)
     monkeypatch.setitem(measured.SECONDS, "cpu", 60.0)  # however busy the machine is
     return timed
 
 
-def test_costs_are_measured_and_leave_no_trace(pair: Pair, kinds: list[tuple[int, int, Option]]):
+def test_costs_are_measured_and_leave_no_trace(pair: Pair, kinds: list[StepKind]):
     llm = LLM(pair.target, pair.draft, max_num_seqs=5)
     engine, policy = llm.engine, policy_of(llm)
     assert policy.costs is not None
@@ -52,9 +52,9 @@ def test_costs_are_measured_and_leave_no_trace(pair: Pair, kinds: list[tuple[int
     assert not engine.has_work
     assert not policy.chances.counts.any()
     assert policy.forecast.step == 0
-    assert {count for count, _, _ in kinds} == {1, 4, 5}
+    assert {kind.requests for kind in kinds} == {1, 4, 5}
     for count in (1, 4, 5):
-        timed = [option for n, _, option in kinds if n == count]
+        timed = [kind.option for kind in kinds if kind.requests == count]
         assert {option.width for option in timed} == {-1, *range(len(policy.widths))}
         assert whole(policy, count) in timed
     table = policy.costs.as_dict()
@@ -65,19 +65,19 @@ def test_costs_are_measured_and_leave_no_trace(pair: Pair, kinds: list[tuple[int
     check_engine(engine)
 
 
-def test_cpu_is_timed_with_few_requests(pair: Pair, kinds: list[tuple[int, int, Option]]):
+def test_cpu_is_timed_with_few_requests(pair: Pair, kinds: list[StepKind]):
     LLM(pair.target, pair.draft, max_num_seqs=64)
-    assert {count for count, _, _ in kinds} == {1, 4, 8}
+    assert {kind.requests for kind in kinds} == {1, 4, 8}
 
 
-def test_most_and_fewest_requests_are_timed_first(pair: Pair, kinds: list[tuple[int, int, Option]]):
+def test_most_and_fewest_requests_are_timed_first(pair: Pair, kinds: list[StepKind]):
     """Where time runs out, the costs between them can be interpolated."""
     LLM(pair.target, pair.draft, max_num_seqs=64)
-    assert list(dict.fromkeys(count for count, _, _ in kinds)) == [8, 1, 4]
+    assert list(dict.fromkeys(kind.requests for kind in kinds)) == [8, 1, 4]
 
 
 def test_timing_stops_at_the_deadline(
-    pair: Pair, kinds: list[tuple[int, int, Option]], monkeypatch: pytest.MonkeyPatch
+    pair: Pair, kinds: list[StepKind], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setitem(measured.SECONDS, "cpu", 0.0)
     llm = LLM(pair.target, pair.draft, max_num_seqs=5)
@@ -92,7 +92,7 @@ def test_drafter_is_timed_for_every_method(pair: Pair, method: str):
     llm = LLM(pair.target, pair.draft, max_num_seqs=2, method=method, overlap=1)
     policy = policy_of(llm)
     timing = measured._Timing(llm.engine, policy)
-    for work, ms in timing.run(2, 1, whole(policy, 2), 0.0):
+    for work, ms in timing.run(StepKind(2, 1, whole(policy, 2)), 0.0):
         assert work.rows == 2 * (1 + policy.widths[-1])
         assert work.draft_rows == 2 * policy.block_rows[-1]
         assert ms > 0
@@ -104,7 +104,7 @@ def test_steps_are_timed_after_long_prompts(pair: Pair):
     engine = llm.engine
     engine.limits = engine.scheduler.limits = replace(engine.limits, max_mixed_tokens=16)
     timing = measured._Timing(engine, policy_of(llm))
-    timed = timing.run(4, 150, Option(), 0.0)
+    timed = timing.run(StepKind(4, 150, Option()), 0.0)
     assert {(work.rows, work.requests) for work, _ in timed} == {(4, 4)}
     assert min(work.context for work, _ in timed) >= 4 * 150
     timing.end()
@@ -116,12 +116,12 @@ def test_requests_at_the_context_end_are_replaced(pair: Pair):
     policy = policy_of(llm)
     timing = measured._Timing(llm.engine, policy)
     for _ in range(20):
-        assert len(timing.run(2, 1, whole(policy, 2), 0.0)) >= measured.REPEATS
+        assert len(timing.run(StepKind(2, 1, whole(policy, 2)), 0.0)) >= measured.REPEATS
 
 
 @pytest.mark.parametrize("options", [{"adaptive": False}, {"method": "none"}, {"draft": None}])
 def test_nothing_is_timed_without_adaptive_policy(
-    options: dict[str, Any], pair: Pair, kinds: list[tuple[int, int, Option]]
+    options: dict[str, Any], pair: Pair, kinds: list[StepKind]
 ):
     settings = {"draft": pair.draft, **options}
     llm = LLM(pair.target, **settings)

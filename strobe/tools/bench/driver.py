@@ -55,7 +55,11 @@ class LoadRun:
 
     def restart(self) -> None:
         """Start the clock and all counts again; keep the requests."""
-        self.__dict__.update(LoadRun(self.requests, began=time.perf_counter()).__dict__)
+        self.began = time.perf_counter()
+        self.ended = 0.0
+        self.tokens = 0
+        self.steps = 0
+        self.draft_counts = DraftCounts()
 
     def count(self, event: TokenEvent) -> None:
         self.tokens += len(event.tokens)
@@ -124,7 +128,7 @@ class Driver:
             arrival = waiting.popleft()
             params = self.params.clone(max_tokens=arrival.tokens)
             request = self.engine.add(self.prompt, params, seed=arrival.place)
-            times = RequestTimes(start + arrival.at if self.settings.rate else now)
+            times = RequestTimes(due=start + arrival.at if self.settings.rate else now)
             self.active[request.key] = request, times
             run.requests.append(times)
 

@@ -84,7 +84,7 @@ def run_step(settings: StepSettings, config: EngineConfig) -> int:
         forced = settings.acceptance_length if DRAFTER_METHOD in ways else None
         figures |= {"acceptance_length_forced": forced, "rows": [], "prefill": []}
         for name, setup in ways.items():
-            rows, prefills = _measure(settings, name, setup, rates, say)
+            rows, prefills = _measure(settings, name=name, setup=setup, rates=rates, say=say)
             figures["rows"] += rows
             figures["prefill"] += prefills
             gc.collect()  # free the engine's memory before the next one is built
@@ -198,7 +198,12 @@ def _measure(
     for length in settings.prompt_lens:
         for count in settings.requests:
             say(f"{name}: {count} requests, prompts of {length} tokens")
-            rows.append({"method": name, **_row(settings, engine, rates, count, length)})
+            rows.append(
+                {
+                    "method": name,
+                    **_row(settings, engine=engine, rates=rates, count=count, length=length),
+                }
+            )
     prefills: list[Figures] = []
     for count, length in settings.prefills:
         say(f"{name}: prefill of {count} x {length} tokens")
@@ -219,17 +224,33 @@ def _row(settings: StepSettings, engine: Engine, rates: Rates, count: int, lengt
     )
     device = engine.resolved.device
     if device.type == "cuda":
-        decode(engine, prompts, params, settings.warmup, settings.steps)
-    window = decode(engine, prompts, params, settings.warmup, settings.steps)
+        decode(engine, prompts=prompts, params=params, warmup=settings.warmup, steps=settings.steps)
+    window = decode(
+        engine, prompts=prompts, params=params, warmup=settings.warmup, steps=settings.steps
+    )
     timeline = Timeline(device)
-    decode(engine, prompts, params, settings.warmup, settings.steps, timeline)
+    decode(
+        engine,
+        prompts=prompts,
+        params=params,
+        warmup=settings.warmup,
+        steps=settings.steps,
+        timeline=timeline,
+    )
     split = timeline.split()
     shapes = shapes_of(engine.resolved)
     floor = floor_figures(shapes, rates, count, window.context)
     profile: Figures = {}
     if settings.profile:
         profiled = Profile(device)
-        decode(engine, prompts, params, settings.warmup, settings.steps, profiled)
+        decode(
+            engine,
+            prompts=prompts,
+            params=params,
+            warmup=settings.warmup,
+            steps=settings.steps,
+            timeline=profiled,
+        )
         profile = profiled.figures()
         floor["parts"] = floor_by_part(shapes, rates, count, window.context)
     return {
@@ -292,7 +313,13 @@ def decode(
         while engine.has_work:
             engine.step()
     count = len(requests)
-    return Window(count, steps, seconds, after - before, (before + after) / 2 / count)
+    return Window(
+        requests=count,
+        steps=steps,
+        seconds=seconds,
+        tokens=after - before,
+        context=(before + after) / 2 / count,
+    )
 
 
 def _all_decode(engine: Engine, count: int) -> bool:

@@ -148,7 +148,7 @@ def answer(
         max_tokens=settings.max_tokens,
         ignore_eos=settings.ignore_eos,
     )
-    run = OfflineRun([], Timeline(device))
+    run = OfflineRun(requests=[], timeline=Timeline(device))
     waiting = deque(prompts)
     active = dict[Hashable, Request]()
     engine.on_phase = run.timeline.mark
@@ -217,11 +217,11 @@ def _compare(plain: OfflineRun, drafted: OfflineRun) -> Figures:
     first token that does."""
     different: list[Figures] = []
     for i, pair in enumerate(zip(plain.requests, drafted.requests, strict=True)):
-        ids = [request.output_ids for request in pair]
-        if ids[0] != ids[1]:
+        first, second = [request.output_ids for request in pair]
+        if first != second:
             matching = next(
-                (n for n, (a, b) in enumerate(zip(*ids, strict=False)) if a != b),
-                min(map(len, ids)),
+                (n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),
+                min(len(first), len(second)),
             )
             different.append({"prompt": i, "token": matching})
     rate = plain.tokens / plain.seconds

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes  # pyright: ignore[reportMissingImports]
+    from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 MARKERS = "osD^vP*X"
@@ -21,12 +25,12 @@ def missing() -> str:
 
 def new_figure(
     width: float, height: float, panels: int = 1, *, sharey: bool = True
-) -> tuple[Any, list[Any]]:
+) -> tuple[Figure, list[Axes]]:
     """Return a figure and its panels, stacked vertically."""
     from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
-    figure: Any = Figure(figsize=(width, height), layout="constrained")
-    subplots: Any = figure.subplots(panels, 1, sharex=True, sharey=sharey, squeeze=False)
+    figure = Figure(figsize=(width, height), layout="constrained")
+    subplots = figure.subplots(panels, 1, sharex=True, sharey=sharey, squeeze=False)
     axes = [row[0] for row in subplots]
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
@@ -35,7 +39,7 @@ def new_figure(
     return figure, axes
 
 
-def save(figure: Any, path: Path) -> None:
+def save(figure: Figure, path: Path) -> None:
     """Write the figure to a path that ends in one of FORMATS; equal figures give equal files."""
     import matplotlib  # pyright: ignore[reportMissingImports]
 
@@ -45,12 +49,17 @@ def save(figure: Any, path: Path) -> None:
 
 
 def lines(
-    axis: Any, rows: Mapping[str, Sequence[tuple[float, float]]], *, strong: str = ""
+    axis: Axes, rows: Mapping[str, Sequence[tuple[float, float]]], *, strong: str = ""
 ) -> None:
     """Draw a line through the points of each name; the one named `strong` is thicker."""
     for i, (name, points) in enumerate(rows.items()):
         axis.plot(
-            *zip(*points, strict=True), label=name, color=COLOURS[i % len(COLOURS)],
-            marker=MARKERS[i % len(MARKERS)], markersize=5,
-            linewidth=2.6 if name == strong else 1.3, zorder=3 if name == strong else 2,
-        )  # fmt: skip
+            [x for x, _ in points],
+            [y for _, y in points],
+            label=name,
+            color=COLOURS[i % len(COLOURS)],
+            marker=MARKERS[i % len(MARKERS)],
+            markersize=5,
+            linewidth=2.6 if name == strong else 1.3,
+            zorder=3 if name == strong else 2,
+        )

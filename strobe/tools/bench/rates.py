@@ -24,7 +24,7 @@ def measure(device: torch.device, dtype: torch.dtype, *, fp8: bool = False) -> R
     matrix = _matrix_rate(device, dtype, side)
     linear = _matrix_rate(device, torch.float8_e4m3fn, side) if fp8 else matrix
     release(device)
-    return Rates(reduction, copy, matrix, linear)
+    return Rates(reduction=reduction, copy=copy, matrix=matrix, linear=linear)
 
 
 def _bandwidths(device: torch.device, size: int) -> tuple[float, float]:

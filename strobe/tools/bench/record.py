@@ -155,7 +155,13 @@ def record(
         for n in range(len(widths))
     ]
     lengths = np.array([len(places) for _, places in recorded])
-    return Traces(tuple(widths), lengths, np.concatenate(right), tuple(margins), {})
+    return Traces(
+        widths=tuple(widths),
+        lengths=lengths,
+        right=np.concatenate(right),
+        margins=tuple(margins),
+        note={},
+    )
 
 
 def _count_right(answer: Sequence[int], places: Sequence[Any], widths: Sequence[int]) -> Any:

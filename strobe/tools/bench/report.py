@@ -47,7 +47,7 @@ def shapes_of(resolved: ResolvedConfig) -> Shapes:
     if stored is not None:
         experts = experts_format(stored, resolved.target.decoder).bits_per_value / 8
     widths = Widths(linear=linear, head=head, rest=dtype.itemsize, kv=kv, experts=experts)
-    return Shapes(resolved.target, draft, rows, widths)
+    return Shapes(target=resolved.target, draft=draft, rows=rows, widths=widths)
 
 
 def header(name: str, command: str, ways: dict[str, ResolvedConfig], rates: Rates) -> Figures:

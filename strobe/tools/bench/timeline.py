@@ -79,7 +79,13 @@ class Timeline:
             return None
         draft = mean(drafts)
         verify = mean(verifies)
-        return Split(len(wholes), draft, verify, mean(wholes) - draft - verify, median(wholes))
+        return Split(
+            steps=len(wholes),
+            draft=draft,
+            verify=verify,
+            rest=mean(wholes) - draft - verify,
+            median=median(wholes),
+        )
 
 
 def _ms(first: Stamp, last: Stamp) -> float:

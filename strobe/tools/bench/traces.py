@@ -105,7 +105,13 @@ def load(path: Path) -> Traces:
         with np.load(path, allow_pickle=False) as file:
             widths, lengths, right, note = [file[name] for name in _KEYS]
             margins = tuple(file[f"margins_{n}"] for n in widths)
-        traces = Traces(tuple(map(int, widths)), lengths, right, margins, json.loads(str(note)))
+        traces = Traces(
+            widths=tuple(map(int, widths)),
+            lengths=lengths,
+            right=right,
+            margins=margins,
+            note=json.loads(str(note)),
+        )
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(
             f"{path} holds no traces ({error}); name a file that strobe bench record has written."
@@ -133,4 +139,6 @@ def independent(chance: float, widths: Sequence[int], *, seed: int = 0) -> Trace
     run = np.where(wrong.any(1), wrong.argmax(1), max_drafts)
     right = np.minimum(run[:, None], np.array(widths)).astype(np.uint8)
     margins = tuple(rng.exponential(3.0, (size, n)).astype(np.float16) for n in widths)
-    return Traces(tuple(widths), lengths, right, margins, {"chance": chance})
+    return Traces(
+        widths=tuple(widths), lengths=lengths, right=right, margins=margins, note={"chance": chance}
+    )

@@ -56,10 +56,10 @@ def measure_acceptance(
     for request in requests:
         counts.merge(request.draft_counts)
     return Acceptance(
-        counts.steps,
-        counts.steps + counts.num_accepted,
-        [n / counts.steps for n in counts.accepted_per_position] if counts.steps else [],
-        [list(request.tokens[request.num_prompt :]) for request in requests],
+        steps=counts.steps,
+        tokens=counts.steps + counts.num_accepted,
+        rates=[n / counts.steps for n in counts.accepted_per_position] if counts.steps else [],
+        answers=[list(request.tokens[request.num_prompt :]) for request in requests],
     )
 
 
@@ -118,8 +118,12 @@ class MarginFit(DraftPolicy):
         verified = drafts if result.num_verified is None else np.array(result.num_verified)
         for i, (span, accepted) in enumerate(zip(plan.spans, result.num_accepted, strict=True)):
             if span.method is not None:
-                counts = verified[[i]], np.array([accepted])
-                self.chances.observe(0, knot_weights(draft_evidence[[i]]), *counts)
+                self.chances.observe(
+                    0,
+                    weights=knot_weights(draft_evidence[[i]]),
+                    verified=verified[[i]],
+                    accepted=np.array([accepted]),
+                )
                 for k in range(min(accepted + 1, int(verified[i]))):
                     self._reached[k].append((float(draft_evidence[i, k]), k < accepted))
 
@@ -154,7 +158,9 @@ class DraftOnly(DraftPolicy):
     """Drafts whole blocks but verifies none: every step yields one token, the target's own."""
 
     def plan(self, candidates: Sequence[Candidate], load: BatchLoad) -> DraftPlan:
-        return DraftPlan([candidate.max_drafts for candidate in candidates], num_verified=0)
+        return DraftPlan(
+            max_drafts=[candidate.max_drafts for candidate in candidates], num_verified=0
+        )
 
 
 def make_engine(
@@ -244,7 +250,7 @@ def _ropes(draft: DraftConfig, target: RopeConfig) -> Iterator[tuple[str, str, D
             replace(draft, decoder=replace(decoder, rope=rope)),
         )
     if draft_rope.kind != "default":
-        rope = RopeConfig(draft_rope.theta)
+        rope = RopeConfig(theta=draft_rope.theta)
         yield (
             "rope",
             "unscaled rope",

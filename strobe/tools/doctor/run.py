@@ -67,11 +67,13 @@ def examine(config: EngineConfig, say: Callable[[str], None] = lambda text: None
     """Check and measure the pair in `config`."""
     target = Path(config.target)
     draft = Path(config.draft or "")
-    report = Report(str(target), str(draft))
+    report = Report(target=str(target), draft=str(draft))
     say("reading configs, tensors and tokenizer")
     target_config, draft_config, tokenizer, fits = check_files(report, target, draft)
     if target_config is not None and draft_config is not None and tokenizer is not None:
-        check_tokens(report, tokenizer, target_config, draft_config, draft)
+        check_tokens(
+            report, tokenizer=tokenizer, target=target_config, draft=draft_config, path=draft
+        )
     broken = any("tensors" in finding.about for finding in report.faults)
     if target_config is None or draft_config is None or tokenizer is None or not fits or broken:
         report.note("acceptance", "Not measured, since the pair cannot run as it is.")
@@ -81,11 +83,11 @@ def examine(config: EngineConfig, say: Callable[[str], None] = lambda text: None
         return report
     assert resolved.draft is not None
     open = resolved.split.opener("auto")
-    modules = (
-        check_target_tensors(target, resolved.target, open),
-        check_draft_tensors(draft, resolved.draft, open),
+    report.facts["memory"] = memory_bill(
+        resolved,
+        target=check_target_tensors(target, resolved.target, open),
+        draft=check_draft_tensors(draft, resolved.draft, open),
     )
-    report.facts["memory"] = memory_bill(resolved, *modules)
     _measure(report, resolved, tokenizer, say)
     return report
 
@@ -118,7 +120,9 @@ def _measure(
     roundtrip = roundtrip_share(tokenizer, next(iter(runs.values())).answers)
     del engine
     prompts = _prompts(tokenizer, next(iter(runs)))
-    best = _try_variants(report, resolved, module, tokenizer, prompts, say)
+    best = _try_variants(
+        report, resolved=resolved, module=module, tokenizer=tokenizer, prompts=prompts, say=say
+    )
     _judge(report, runs, best, roundtrip)
 
 

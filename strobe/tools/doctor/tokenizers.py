@@ -43,7 +43,9 @@ def _common_length(left: Sequence[int], right: Sequence[int]) -> int:
     """Return the length of the longest common subsequence."""
     row = [0] * (len(right) + 1)
     for token in left:
-        before = 0
+        diagonal = 0
         for i, value in enumerate(right, start=1):
-            before, row[i] = row[i], before + 1 if token == value else max(row[i], row[i - 1])
+            above = row[i]
+            row[i] = diagonal + 1 if token == value else max(above, row[i - 1])
+            diagonal = above
     return row[-1]

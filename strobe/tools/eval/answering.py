@@ -82,7 +82,7 @@ class Answering:
 
         on_progress: called with the number that have ended.
         """
-        run = Run([Conversation(sample, i) for i, sample in enumerate(samples)])
+        run = Run([Conversation(sample=sample, number=i) for i, sample in enumerate(samples)])
         waiting = deque(run.conversations)
         device = self.engine.resolved.device
         synchronize(device)

@@ -72,12 +72,14 @@ def load(name: str, settings: EvalSettings) -> DataSet:
     if name == "demo":
         pool = read_heldout()
         samples = tuple(_demo(example) for example in pool[: settings.prompts or None])
-        return DataSet(name, samples, "generated held-out tasks", len(pool))
+        return DataSet(
+            name=name, samples=samples, source="generated held-out tasks", total=len(pool)
+        )
     path = Path(settings.data) if settings.data else None
     if name == "custom":
         assert path is not None, "a file is what makes a data set custom"
         rows = read_rows(path)
-        published = Published("", (), _custom)
+        published = Published(repo="", files=(), sample=_custom)
     else:
         published = PUBLISHED[name]
         rows = read_rows(path) if path is not None else _fetch_rows(name, published.files)
@@ -92,7 +94,7 @@ def load(name: str, settings: EvalSettings) -> DataSet:
     if any(sample.latex for sample in samples) and (ungraded := latex.missing()):
         samples = tuple(replace(sample, grade=None) for sample in samples)
     source = str(path) if path is not None else published.repo
-    return DataSet(name, samples, source, len(rows), ungraded)
+    return DataSet(name=name, samples=samples, source=source, total=len(rows), ungraded=ungraded)
 
 
 def spread(total: int, max_count: int) -> list[int]:
@@ -141,7 +143,7 @@ def _texts(row: Row, name: str) -> tuple[str, ...]:
 
 def _gsm8k(row: Row, seconds: float) -> Sample:
     grade = partial(graders.number, expected=_text(row, "answer"))
-    return Sample((f"{_text(row, 'question')}\n{_REASON}",), grade, latex=True)
+    return Sample(turns=(f"{_text(row, 'question')}\n{_REASON}",), grade=grade, latex=True)
 
 
 def _examples(settings: EvalSettings) -> str:
@@ -157,18 +159,18 @@ def _examples(settings: EvalSettings) -> str:
 
 
 def _example(row: Row, seconds: float) -> Sample:
-    return Sample((f"Question: {_text(row, 'question')}\nAnswer: {_text(row, 'answer')}",))
+    return Sample(turns=(f"Question: {_text(row, 'question')}\nAnswer: {_text(row, 'answer')}",))
 
 
 def _five_shot(examples: str, row: Row, seconds: float) -> Sample:
     grade = partial(graders.few_shot_number, expected=_text(row, "answer"))
     text = f"{examples}\n\nQuestion: {_text(row, 'question')}\nAnswer:"
-    return Sample((text,), grade, raw=True, stop=("Question:",))
+    return Sample(turns=(text,), grade=grade, raw=True, stop=("Question:",))
 
 
 def _math(row: Row, seconds: float) -> Sample:
     grade = partial(graders.mathematics, expected=_text(row, "answer"))
-    return Sample((f"{_text(row, 'problem')}\n{_REASON}",), grade, latex=True)
+    return Sample(turns=(f"{_text(row, 'problem')}\n{_REASON}",), grade=grade, latex=True)
 
 
 def _human_eval(row: Row, seconds: float) -> Sample:
@@ -180,11 +182,11 @@ def _human_eval(row: Row, seconds: float) -> Sample:
         return programs.passes(program, seconds)
 
     task = "Write a solution to the following problem and make sure that it passes the tests:"
-    return Sample((f"{task}\n```python\n{prompt}\n```",), grade, runs_code=True)
+    return Sample(turns=(f"{task}\n```python\n{prompt}\n```",), grade=grade, runs_code=True)
 
 
 def _mbpp(row: Row, seconds: float) -> Sample:
-    return Sample((_text(row, "prompt" if "prompt" in row else "text"),))
+    return Sample(turns=(_text(row, "prompt" if "prompt" in row else "text"),))
 
 
 def _mbpp_tests(row: Row, seconds: float) -> Sample:
@@ -197,34 +199,34 @@ def _mbpp_tests(row: Row, seconds: float) -> Sample:
 
     listed = "\n".join(tests)
     turn = f"{_mbpp(row, seconds).turns[0]}\nThe code should pass these tests:\n{listed}"
-    return Sample((turn,), grade, runs_code=True)
+    return Sample(turns=(turn,), grade=grade, runs_code=True)
 
 
 def _mt_bench(row: Row, seconds: float) -> Sample:
-    return Sample(_texts(row, "turns" if "turns" in row else "prompt"))
+    return Sample(turns=_texts(row, "turns" if "turns" in row else "prompt"))
 
 
 def _alpaca(row: Row, seconds: float) -> Sample:
     instruction = _text(row, "instruction")
     context = str(row.get("input") or "").strip()
-    return Sample((f"{instruction}\n\nInput:\n{context}" if context else instruction,))
+    return Sample(turns=(f"{instruction}\n\nInput:\n{context}" if context else instruction,))
 
 
 def _custom(row: Row, seconds: float) -> Sample:
     turns = _texts(row, "turns")
     expected = row.get("answer")
     if expected is None:
-        return Sample(turns)
+        return Sample(turns=turns)
     if not isinstance(expected, str | int | float) or isinstance(expected, bool):
         raise ValueError(f"answer is {reprlib.repr(expected)}, but must be a string or a number.")
-    return Sample(turns, partial(graders.answer, expected=str(expected)), latex=True)
+    return Sample(turns=turns, grade=partial(graders.answer, expected=str(expected)), latex=True)
 
 
 def _demo(example: Example) -> Sample:
     *before, last = example.messages
     return Sample(
-        (last["content"],),
-        partial(check, example),
+        turns=(last["content"],),
+        grade=partial(check, example),
         runs_code=example.family == "code",
         before=tuple(before),
         tools=example.tools,
@@ -237,17 +239,27 @@ _NAMELESS = "the paper's prompt does not say what the function is called; mbpp-t
 _GSM8K = ("main/test*.parquet",)
 _MBPP = ("sanitized/test*.parquet",)
 PUBLISHED: dict[str, Published] = {
-    "gsm8k": Published("openai/gsm8k", _GSM8K, _gsm8k),
-    "gsm8k-5shot": Published("openai/gsm8k", _GSM8K, _gsm8k),
-    "math500": Published("HuggingFaceH4/MATH-500", ("test.jsonl", "data/test*.parquet"), _math),
+    "gsm8k": Published(repo="openai/gsm8k", files=_GSM8K, sample=_gsm8k),
+    "gsm8k-5shot": Published(repo="openai/gsm8k", files=_GSM8K, sample=_gsm8k),
+    "math500": Published(
+        repo="HuggingFaceH4/MATH-500", files=("test.jsonl", "data/test*.parquet"), sample=_math
+    ),
     "humaneval": Published(
-        "openai/openai_humaneval", ("openai_humaneval/test*.parquet",), _human_eval
+        repo="openai/openai_humaneval",
+        files=("openai_humaneval/test*.parquet",),
+        sample=_human_eval,
     ),
-    "mbpp": Published("google-research-datasets/mbpp", _MBPP, _mbpp, _NAMELESS),
-    "mbpp-tests": Published("google-research-datasets/mbpp", _MBPP, _mbpp_tests),
+    "mbpp": Published(
+        repo="google-research-datasets/mbpp", files=_MBPP, sample=_mbpp, ungraded=_NAMELESS
+    ),
+    "mbpp-tests": Published(repo="google-research-datasets/mbpp", files=_MBPP, sample=_mbpp_tests),
     "mt-bench": Published(
-        "HuggingFaceH4/mt_bench_prompts", ("data/train*.parquet", "raw/question.jsonl"),
-        _mt_bench, _OPEN,
+        repo="HuggingFaceH4/mt_bench_prompts",
+        files=("data/train*.parquet", "raw/question.jsonl"),
+        sample=_mt_bench,
+        ungraded=_OPEN,
     ),
-    "alpaca": Published("tatsu-lab/alpaca", ("data/train*.parquet",), _alpaca, _OPEN),
-}  # fmt: skip
+    "alpaca": Published(
+        repo="tatsu-lab/alpaca", files=("data/train*.parquet",), sample=_alpaca, ungraded=_OPEN
+    ),
+}

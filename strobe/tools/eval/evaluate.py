@@ -53,10 +53,14 @@ def evaluate(kind: str, settings: EvalSettings, config: EngineConfig) -> int:
         resolved = resolve(list(ways.values())[-1])
         enough = {d.name: expected.enough(len(d.samples), d.total) for d in data_sets}
         expectations = expected.expectations(settings, resolved, pair, enough)
-        figures = _header(kind, command, settings, resolved, data_sets)
-        runs = _measure(kind, settings, ways, data_sets, counts, say)
+        figures = _header(
+            kind, command=command, settings=settings, resolved=resolved, data_sets=data_sets
+        )
+        runs = _measure(
+            kind, settings=settings, ways=ways, data_sets=data_sets, counts=counts, say=say
+        )
         say("grading")
-        _fill(figures, settings, data_sets, runs, expectations)
+        _fill(figures, settings=settings, data_sets=data_sets, runs=runs, expectations=expectations)
     if settings.output:
         _write(Path(settings.output), settings, figures, runs)
     show(output(), figures)
@@ -117,7 +121,9 @@ def _measure(
     for data, count, way in combinations:
         name = f"{data.name}, {way}, {count} at once"
         llm = engines.get(way, say)
-        runs[data.name, count, way] = _fastest(kind, settings, llm, data, count, name, say)
+        runs[data.name, count, way] = _fastest(
+            kind, settings=settings, llm=llm, data=data, count=count, name=name, say=say
+        )
         del llm  # the next engine may need its memory
     return runs
 

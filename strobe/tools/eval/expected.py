@@ -35,15 +35,15 @@ class Facts(NamedTuple):
     def hold(self, target: TargetConfig, draft: DraftConfig) -> bool:
         target_decoder = target.decoder
         facts = Facts(
-            target.architecture,
-            target_decoder.num_layers,
-            target_decoder.hidden_size,
-            target_decoder.intermediate_size,
-            target_decoder.max_position,
-            target_decoder.rope.theta,
-            self.end_id,
-            draft.decoder.num_layers,
-            draft.block_size,
+            architecture=target.architecture,
+            layers=target_decoder.num_layers,
+            hidden_size=target_decoder.hidden_size,
+            intermediate_size=target_decoder.intermediate_size,
+            positions=target_decoder.max_position,
+            rope_theta=target_decoder.rope.theta,
+            end_id=self.end_id,
+            draft_layers=draft.decoder.num_layers,
+            block_size=draft.block_size,
         )
         return facts == self and self.end_id in target.eos_ids and draft.format == "z-lab"
 
@@ -79,8 +79,8 @@ def _paper(greedy: Mapping[str, float], sampled: Mapping[str, float]) -> tuple[E
     vLLM's test of the pair, which allows GSM8K another 0.975."""
     return tuple(
         Expected(
-            name,
-            length,
+            data_set=name,
+            acceptance_length=length,
             factor=0.95 * (0.975 if name == "gsm8k" else 1),
             mean_of_answers=True,
             temperature=temperature,
@@ -93,14 +93,27 @@ def _paper(greedy: Mapping[str, float], sampled: Mapping[str, float]) -> tuple[E
 
 def _served(source: str, lengths: Mapping[str, float]) -> tuple[Expected, ...]:
     """Acceptance lengths that the paper measured on a server, over all steps."""
-    return tuple(Expected(name, length, source=source) for name, length in lengths.items())
+    return tuple(
+        Expected(data_set=name, acceptance_length=length, source=source)
+        for name, length in lengths.items()
+    )
 
 
 _VLLM = "vLLM's acceptance test of the pair"
 PAIRS = (
     Pair(
         "qwen3-4b-dflash-b16",
-        Facts("Qwen3ForCausalLM", 36, 2560, 9728, 40960, 1e6, 151645, 5, 16),
+        Facts(
+            architecture="Qwen3ForCausalLM",
+            layers=36,
+            hidden_size=2560,
+            intermediate_size=9728,
+            positions=40960,
+            rope_theta=1e6,
+            end_id=151645,
+            draft_layers=5,
+            block_size=16,
+        ),
         _paper(
             {"gsm8k": 6.53, "math500": 7.84, "humaneval": 6.64, "mbpp": 6.09, "mt-bench": 4.35},
             {"gsm8k": 6.00, "math500": 6.67, "humaneval": 6.04, "mbpp": 5.66, "mt-bench": 4.07},
@@ -108,25 +121,61 @@ PAIRS = (
     ),
     Pair(
         "qwen3-8b-dflash-b16",
-        Facts("Qwen3ForCausalLM", 36, 4096, 12288, 40960, 1e6, 151645, 5, 16),
+        Facts(
+            architecture="Qwen3ForCausalLM",
+            layers=36,
+            hidden_size=4096,
+            intermediate_size=12288,
+            positions=40960,
+            rope_theta=1e6,
+            end_id=151645,
+            draft_layers=5,
+            block_size=16,
+        ),
         (
             *_paper(
                 {"gsm8k": 6.54, "math500": 7.87, "humaneval": 6.50, "mbpp": 5.95, "mt-bench": 4.24},
                 {"gsm8k": 5.98, "math500": 6.40, "humaneval": 5.52, "mbpp": 5.21, "mt-bench": 3.80},
             ),
-            Expected("gsm8k-5shot", 3.5, 0.80, factor=1.0, source=_VLLM),
+            Expected(
+                data_set="gsm8k-5shot",
+                acceptance_length=3.5,
+                accuracy=0.80,
+                factor=1.0,
+                source=_VLLM,
+            ),
         ),
     ),
     Pair(
         "llama-3.1-8b-dflash-b10",
-        Facts("LlamaForCausalLM", 32, 4096, 14336, 131072, 5e5, 128009, 5, 10),
+        Facts(
+            architecture="LlamaForCausalLM",
+            layers=32,
+            hidden_size=4096,
+            intermediate_size=14336,
+            positions=131072,
+            rope_theta=5e5,
+            end_id=128009,
+            draft_layers=5,
+            block_size=10,
+        ),
         _served(
             "DFlash paper, table 5 (SGLang)", {"gsm8k": 4.32, "humaneval": 4.91, "alpaca": 3.73}
         ),
     ),
     Pair(
         "qwen3-coder-30b-a3b-dflash-b16",
-        Facts("Qwen3MoeForCausalLM", 48, 2048, 5472, 262144, 1e7, 151645, 8, 16),
+        Facts(
+            architecture="Qwen3MoeForCausalLM",
+            layers=48,
+            hidden_size=2048,
+            intermediate_size=5472,
+            positions=262144,
+            rope_theta=1e7,
+            end_id=151645,
+            draft_layers=8,
+            block_size=16,
+        ),
         _served("DFlash paper, table 3 (SGLang)", {"humaneval": 8.09, "mbpp": 7.23}),
     ),
     Pair(
@@ -134,20 +183,46 @@ PAIRS = (
         None,
         (
             Expected(
-                "gsm8k-5shot", 3.45, 0.885, (0.795, 0.611, 0.429, 0.282), factor=0.85,
-                accuracy_factor=0.97, source=_VLLM,
+                data_set="gsm8k-5shot",
+                acceptance_length=3.45,
+                accuracy=0.885,
+                by_position=(0.795, 0.611, 0.429, 0.282),
+                factor=0.85,
+                accuracy_factor=0.97,
+                source=_VLLM,
             ),
         ),
     ),
     Pair(
         "demo",
-        Facts("Qwen3ForCausalLM", 16, 192, 512, 2048, 1e4, 2, 3, 16),
+        Facts(
+            architecture="Qwen3ForCausalLM",
+            layers=16,
+            hidden_size=192,
+            intermediate_size=512,
+            positions=2048,
+            rope_theta=1e4,
+            end_id=2,
+            draft_layers=3,
+            block_size=16,
+        ),
         (
-            Expected("demo", 14.0, 0.979, accuracy_factor=0.97, source="the demo models' card"),
-            Expected("demo", 13.6, temperature=1.0, source="the demo models' card"),
+            Expected(
+                data_set="demo",
+                acceptance_length=14.0,
+                accuracy=0.979,
+                accuracy_factor=0.97,
+                source="the demo models' card",
+            ),
+            Expected(
+                data_set="demo",
+                acceptance_length=13.6,
+                temperature=1.0,
+                source="the demo models' card",
+            ),
         ),
     ),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -201,7 +276,7 @@ def _read(name: str, entry: Any) -> Expected:
                     "published figure."
                 )
     by_position = tuple(entry.get("by_position", ()))
-    return replace(Expected(name), **{**entry, "by_position": by_position})
+    return replace(Expected(data_set=name), **{**entry, "by_position": by_position})
 
 
 def expectations(
@@ -239,7 +314,7 @@ def expectations(
     share = settings.expect_accuracy
     if length is not None or share is not None:
         for name in prompts:  # the user's figures replace the published ones
-            figure = expected.get(name, Expected(name))
+            figure = expected.get(name, Expected(data_set=name))
             if length is not None:
                 figure = replace(
                     figure, acceptance_length=length, factor=1.0, mean_of_answers=False

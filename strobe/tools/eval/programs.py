@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 _MEMORY = 2 << 30
@@ -74,7 +75,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-def code_of(text: str, *names: str) -> str:
+def code_of(text: str, names: Sequence[str] = ()) -> str:
     """Return the code in a text: the last block that defines one of the names, else the last block,
     else the whole text."""
     blocks = [match[1] for match in _BLOCK.finditer(text)] or [text]
@@ -85,7 +86,7 @@ def code_of(text: str, *names: str) -> str:
 def human_eval(text: str, *, prompt: str, tests: str, name: str) -> str:
     """Return a HumanEval program: the prompt's imports and helpers, the model's function, the
     tests. Code that does not define the function continues the prompt's."""
-    code = code_of(text, name)
+    code = code_of(text, [name])
     head = prompt[: prompt.rfind(f"def {name}")] if _defines(code, name) else prompt
     return f"{head}\n{code}\n{tests}\ncheck({name})\n"
 
@@ -93,7 +94,7 @@ def human_eval(text: str, *, prompt: str, tests: str, name: str) -> str:
 def mbpp(text: str, *, imports: tuple[str, ...], tests: tuple[str, ...]) -> str:
     """Return an MBPP program: the model's code, then the tests."""
     called = re.findall(r"(\w+)\(", " ".join(tests))
-    return "\n".join((code_of(text, *called), *imports, *tests)) + "\n"
+    return "\n".join((code_of(text, called), *imports, *tests)) + "\n"
 
 
 def _defines(code: str, name: str) -> bool:

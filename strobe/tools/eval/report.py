@@ -105,7 +105,9 @@ def _expected(figures: Figures) -> Section:
     ]
     columns = ("data set", "c", "figure", "expected", "factor", "minimum", "measured", "met")
     sources = ", ".join(dict.fromkeys(check["source"] for check in figures["expected"]))
-    return Section("Compared with expected figures", columns, rows, f"From: {sources}.")
+    return Section(
+        title="Compared with expected figures", columns=columns, rows=rows, note=f"From: {sources}."
+    )
 
 
 def _acceptance(figures: Figures) -> Section:
@@ -130,7 +132,7 @@ def _acceptance(figures: Figures) -> Section:
         "answers: the mean of the answers' acceptance lengths; tokens/step: tokens per verify "
         "step, without each answer's first token; drafts: accepted per verified draft."
     )
-    return Section("Acceptance", columns, rows, note)
+    return Section(title="Acceptance", columns=columns, rows=rows, note=note)
 
 
 def _positions(figures: Figures) -> Section:
@@ -143,7 +145,7 @@ def _positions(figures: Figures) -> Section:
     rows = [(*row, *("-" for _ in range(max_positions + 1 - len(row)))) for row in rows]
     columns = ("data set", *(f"{i + 1}" for i in range(max_positions)))
     note = "Percentage of verify steps that accepted the draft at this position."
-    return Section("Acceptance rate by position", columns, rows, note)
+    return Section(title="Acceptance rate by position", columns=columns, rows=rows, note=note)
 
 
 def _first_rows(rows: Sequence[Figures]) -> list[Figures]:
@@ -168,7 +170,7 @@ def _accuracy(figures: Figures) -> Section:
         if row["accuracy"]["graded"]
     ]
     columns = ("data set", "c", "method", "right", "of", "per cent")
-    return Section("Accuracy", columns, rows)
+    return Section(title="Accuracy", columns=columns, rows=rows)
 
 
 def _speed(figures: Figures) -> Section:
@@ -182,7 +184,7 @@ def _speed(figures: Figures) -> Section:
     ]
     columns = ("data set", *(f"c = {count}" for count in counts))
     note = "Tokens/s with speculation divided by tokens/s without, prefill included."
-    return Section("Speed-up", columns, rows, note)
+    return Section(title="Speed-up", columns=columns, rows=rows, note=note)
 
 
 def _rates(figures: Figures) -> Section:
@@ -198,7 +200,7 @@ def _rates(figures: Figures) -> Section:
         for row in figures["rows"]
     ]
     columns = ("data set", "c", "method", "tokens", "seconds", "tokens/s")
-    return Section("Rates", columns, rows)
+    return Section(title="Rates", columns=columns, rows=rows)
 
 
 def show(console: Console, figures: Figures) -> None:

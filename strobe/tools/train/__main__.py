@@ -57,7 +57,9 @@ def build(settings: TrainSettings) -> Trainer:
         settings.target, config, max_positions=positions, dtype=dtype, device=device
     )
     draft = new_draft(new_config, target, max_positions=positions, seed=settings.seed)
-    return Trainer(target, draft, settings, training, heldout)
+    return Trainer(
+        target=target, draft=draft, settings=settings, training=training, heldout=heldout
+    )
 
 
 def step_record(trainer: Trainer, result: StepResult, seconds: float) -> dict[str, Any]:

@@ -113,7 +113,7 @@ def batch_acceptance(draft: DFlash, target: Target, batch: Batch) -> list[Accept
     rows = matched_drafts(draft, target, batch).tolist()
     results: list[Acceptance] = []
     for row, supervised in zip(rows, batch.supervised.tolist(), strict=True):
-        result = Acceptance(draft.config.block_size - 1)
+        result = Acceptance(drafts=draft.config.block_size - 1)
         for first, last in answer_spans(supervised):
             result.walk(row, first, last)
         results.append(result)

@@ -82,7 +82,9 @@ def make_blocks(
     block = torch.full_like(tokens, mask_token)
     block[..., 0] = tokens[..., 0]
     valid = is_known[..., 1:].int().cumprod(-1).bool()
-    return Blocks(anchors, block, positions, tokens[..., 1:], valid)
+    return Blocks(
+        anchors=anchors, ids=block, positions=positions, labels=tokens[..., 1:], valid=valid
+    )
 
 
 def visible(mask: LayerMask, anchors: Tensor, positions: Tensor, length: int) -> Tensor:

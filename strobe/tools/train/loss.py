@@ -84,15 +84,15 @@ def measure_slots(
             checkpoint(
                 _measure,
                 head,
-                x[i : i + rows],
-                flat[i : i + rows],
-                None if probs is None else probs[i : i + rows],
+                x=x[i : i + rows],
+                labels=flat[i : i + rows],
+                teacher=None if probs is None else probs[i : i + rows],
                 use_reentrant=False,
             )
             for i in range(0, x.shape[0], rows)
         ]
-    ce, kl, correct = (torch.cat(column).view(labels.shape) for column in zip(*parts, strict=True))
-    return Slots(ce, kl, correct)
+    ce, kl, correct = [torch.cat(column).view(labels.shape) for column in zip(*parts, strict=True)]
+    return Slots(cross_entropy=ce, kl=kl, correct=correct)
 
 
 def block_loss(slots: Slots, valid: Tensor, objective: Objective) -> Tensor:

@@ -184,7 +184,7 @@ class Trainer:
 
     def evaluate(self, batch_size: int = 16) -> Acceptance:
         """Return the acceptance of greedy decoding on the held-out sequences."""
-        total = Acceptance(self.draft.config.block_size - 1)
+        total = Acceptance(drafts=self.draft.config.block_size - 1)
         if self.heldout is None:
             return total
         order = self.heldout.lengths.argsort(stable=True)
