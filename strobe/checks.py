@@ -10,11 +10,14 @@ import functools
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field, fields
-from typing import Annotated, Any, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, dataclass_transform
 
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 T = TypeVar("T")
 
@@ -45,7 +48,7 @@ _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = _repr.maxlong = 100
 
 
-def option(default: Any, help: str, hint: str = "", *, facts: Any = None) -> Any:
+def option(default: T, help: str, hint: str = "", *, facts: object = None) -> T:
     """A dataclass field with its help for the command line and the docs, and a hint for errors.
     facts: what else the class's readers must know of the field."""
     return field(default=default, metadata={"help": help, "hint": hint, "facts": facts})
@@ -59,9 +62,9 @@ def settings(cls: type[T]) -> type[T]:
     construct: Callable[..., None] = checked.__init__
 
     @functools.wraps(construct)
-    def init(self: Any, *values: Any, **fields: Any) -> None:
+    def init(self: T, *args: object, **kwargs: object) -> None:
         try:
-            construct(self, *values, **fields)
+            construct(self, *args, **kwargs)
         except ValidationError as error:
             raise _to_error(error, checked) from None
 
@@ -69,13 +72,13 @@ def settings(cls: type[T]) -> type[T]:
     return checked
 
 
-def _to_error(error: ValidationError, cls: Any) -> Exception:
+def _to_error(error: ValidationError, cls: type[DataclassInstance]) -> Exception:
     """Convert pydantic's first error to an exception with a one-sentence message."""
-    first: Any = error.errors(include_url=False)[0]
+    first = error.errors(include_url=False)[0]
     context: dict[str, Any] = first.get("ctx", {})
     if first["type"] == "value_error":
         return context["error"]
-    name, *path = first["loc"]
+    name, *path = map(str, first["loc"])
     if first["type"].startswith("unexpected_"):
         return TypeError(f"{cls.__name__} has no field {name!r}.")
     prefix = getattr(cls, "error_prefix", "")
@@ -89,12 +92,12 @@ def _to_error(error: ValidationError, cls: Any) -> Exception:
     )
 
 
-def brief(value: Any) -> str:
+def brief(value: object) -> str:
     """Return a value's repr on one line, shortened if long."""
     return _repr.repr(value).replace("\n", " ")
 
 
-def as_tuple(value: Any) -> Any:
+def as_tuple(value: object) -> tuple[object, ...]:
     """Convert an iterable to a tuple, and None to an empty one."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable | None):
         raise PydanticCustomError("no_list", "no list")

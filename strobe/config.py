@@ -37,19 +37,19 @@ def parse_bytes(value: int | str) -> int:
     return size
 
 
-def _check_size(value: Any) -> Any:
+def _check_size(value: int | str | None) -> int | str | None:
     if value is not None:
         parse_bytes(value)
     return value
 
 
-def _to_path(value: Any) -> Any:
+def _to_path(value: object) -> object:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-def _check_device(value: Any) -> str:
+def _check_device(value: object) -> str:
     """Return the name of a device or torch.device. Imports no torch."""
-    name: Any = str(value) if type(value).__module__ == "torch" else value
+    name = str(value) if type(value).__module__ == "torch" else value
     if not isinstance(name, str) or not re.fullmatch(r"auto|cpu|cuda(:\d{1,9})?", name):
         raise ValueError(f"device is {brief(value)}; name auto, cpu, cuda or cuda:N.")
     return name
@@ -234,25 +234,7 @@ def resolve_limits(
             f"max_model_len is {length}, but the model's positions end at {model_max}; "
             f"ask for at most {model_max}."
         )
-    num_drafts = config.num_drafts
-    if num_drafts is None and draft is not None:
-        num_drafts = min(draft.block_drafts, draft.recommended_drafts or draft.block_drafts)
-    elif num_drafts is None:
-        num_drafts = 0 if method == "none" else 8
-    elif draft is not None and num_drafts > draft.block_drafts:
-        raise ValueError(
-            f"num_drafts is {num_drafts}, but the drafter's blocks of {draft.block_size} hold at "
-            f"most {draft.block_drafts} drafts; ask for 1 to {draft.block_drafts}."
-        )
-    elif draft is None and method == "none":
-        raise ValueError(
-            f"num_drafts is {num_drafts}, but nothing drafts; name a drafter, or method ngram."
-        )
-    elif draft is None and num_drafts >= length:
-        raise ValueError(
-            f"num_drafts is {num_drafts}, but max_model_len is {length}; ask for at most "
-            f"{length - 1}."
-        )
+    num_drafts = _resolve_drafts(config.num_drafts, length=length, method=method, draft=draft)
     min_tokens = config.max_num_seqs * (num_drafts + 1)
     max_tokens = config.max_num_batched_tokens
     if max_tokens is None:
@@ -272,3 +254,30 @@ def resolve_limits(
         drafter_block_size=draft.block_size if draft is not None else 0,
         max_mixed_tokens=GPU_MIXED_TOKENS if gpu else None,
     )
+
+
+def _resolve_drafts(
+    num_drafts: int | None, *, length: int, method: str, draft: DraftConfig | None
+) -> int:
+    """Return the drafts per step; None leaves the number to the drafter. Raises ValueError."""
+    if draft is not None:
+        if num_drafts is None:
+            return min(draft.block_drafts, draft.recommended_drafts or draft.block_drafts)
+        if num_drafts > draft.block_drafts:
+            raise ValueError(
+                f"num_drafts is {num_drafts}, but the drafter's blocks of {draft.block_size} hold "
+                f"at most {draft.block_drafts} drafts; ask for 1 to {draft.block_drafts}."
+            )
+        return num_drafts
+    if num_drafts is None:
+        return 0 if method == "none" else 8
+    if method == "none":
+        raise ValueError(
+            f"num_drafts is {num_drafts}, but nothing drafts; name a drafter, or method ngram."
+        )
+    if num_drafts >= length:
+        raise ValueError(
+            f"num_drafts is {num_drafts}, but max_model_len is {length}; ask for at most "
+            f"{length - 1}."
+        )
+    return num_drafts

@@ -7,9 +7,12 @@ import functools
 import json
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from strobe.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from tokenizers.decoders import Decoder
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")  # as ByteFallback parses them
 _ANCHOR = "a"  # a token whose text no decoder changes
@@ -29,7 +32,7 @@ class TokenTexts:
     def __init__(self, tokenizer: Tokenizer):
         self._fast = tokenizer.fast
         self._byte_of = tokenizer.byte_of
-        self._decoder: Any = tokenizer.fast.decoder
+        self._decoder = tokenizer.fast.decoder
         added = tokenizer.fast.get_added_tokens_decoder().values()
         self._special = {token.content for token in added if token.special}
         self.stored = functools.lru_cache(1 << 16)(self._stored_text)
@@ -79,7 +82,7 @@ class TokenTexts:
         return stored.encode()
 
 
-def _stages(decoder: Any) -> list[dict[str, Any]]:
+def _stages(decoder: Decoder | None) -> list[dict[str, Any]]:
     """Return a decoder's stages in order, in tokenizer.json's form."""
     if decoder is None:
         return [{"type": "Join"}]

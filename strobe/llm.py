@@ -9,11 +9,11 @@ import reprlib
 import signal
 import threading
 from collections import deque
-from collections.abc import Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from strobe.compat.aliases import translate
 from strobe.config import EngineConfig
@@ -36,6 +36,10 @@ from strobe.step import RequestStart
 from strobe.text.tokenizer import Message, Tokenizer
 from strobe.warmup.costs import measure_costs
 
+if TYPE_CHECKING:
+    from tqdm import tqdm
+    from transformers import PreTrainedTokenizerBase
+
 logger = logging.getLogger(__name__)
 
 
@@ -54,7 +58,7 @@ class LLM:
         draft: str | Path | None = None,
         *,
         engine: Engine | None = None,
-        **options: Any,
+        **options: object,
     ):
         """engine: an existing engine, in place of the options."""
         if engine is None:
@@ -72,7 +76,7 @@ class LLM:
         self._numbers = itertools.count()
         self._logged: set[str] = set()
 
-    def get_tokenizer(self) -> Any:
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the target's transformers tokenizer."""
         return self.tokenizer.hf
 
@@ -132,7 +136,7 @@ class LLM:
             "chat_template": chat_template,
             "add_generation_prompt": add_generation_prompt,
         }
-        extra: Any = {} if chat_template_kwargs is None else chat_template_kwargs
+        extra = {} if chat_template_kwargs is None else chat_template_kwargs
         if not isinstance(extra, Mapping) or any(name in options for name in extra):
             raise ValueError(
                 f"chat_template_kwargs is {reprlib.repr(extra)}, but must be an object with "
@@ -146,7 +150,7 @@ class LLM:
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
-    ) -> Iterator[StreamDelta]:
+    ) -> Generator[StreamDelta]:
         """Yield the answer to one prompt as it is generated; leaving the loop early aborts it.
 
         Raises ValueError for a prompt that cannot run.
@@ -176,8 +180,8 @@ class LLM:
         self,
         messages: Sequence[Message],
         sampling_params: SamplingParams | None = None,
-        **template_options: Any,
-    ) -> Iterator[StreamDelta]:
+        **template_options: object,
+    ) -> Generator[StreamDelta]:
         """Like `stream`, for a conversation; template_options go to the chat template."""
         return self.stream({"messages": messages, "options": template_options}, sampling_params)
 
@@ -244,8 +248,8 @@ class LLM:
             return prompt, self.tokenizer.encode(prompt)
         if isinstance(prompt, list | tuple):
             return None, _token_ids(prompt)
-        fields: Any = prompt
-        names: set[Any] = set(fields) if isinstance(fields, Mapping) else set()
+        fields = prompt if isinstance(prompt, Mapping) else {}
+        names = set(fields)
         if names == {"prompt_token_ids"} or names == {"prompt_token_ids", "prompt"}:
             return fields.get("prompt"), _token_ids(fields["prompt_token_ids"])
         if names == {"prompt"}:
@@ -327,19 +331,19 @@ class LLM:
                 self.engine.step()
 
 
-def _as_list(value: Any, item_type: type) -> list[Any]:
+def _as_list(value: object, item_type: type) -> list[Any]:
     """Return a list of things. A list that starts with an `item_type` is one thing, as is anything
     that is not a list."""
     items: list[Any] = list(value) if isinstance(value, list | tuple) else [value]
     return [value] if items and isinstance(items[0], item_type) else items
 
 
-def _scheduling_of(prompt: Any) -> tuple[Any, SchedulingOptions]:
+def _scheduling_of(prompt: Prompt) -> tuple[Prompt, SchedulingOptions]:
     """Split a prompt into the prompt itself and its scheduling options (cache_salt). Raises
     ValueError."""
     if not isinstance(prompt, Mapping) or "cache_salt" not in prompt:
         return prompt, DEFAULT_SCHEDULING
-    rest: dict[Any, Any] = dict(prompt)
+    rest = dict(prompt)
     salt = rest.pop("cache_salt")
     if not isinstance(salt, str) or not salt or re.search("[\ud800-\udfff]", salt):
         raise ValueError(
@@ -349,7 +353,7 @@ def _scheduling_of(prompt: Any) -> tuple[Any, SchedulingOptions]:
     return rest, SchedulingOptions(cache_salt=salt)
 
 
-def _token_ids(ids: Any) -> list[int]:
+def _token_ids(ids: object) -> list[int]:
     """Convert whole numbers to a list of int. Raises ValueError for anything else."""
     if isinstance(ids, str | bytes | Mapping) or not isinstance(ids, Iterable):
         raise ValueError(f"A prompt's token ids are {reprlib.repr(ids)}, but must be a list.")
@@ -380,7 +384,7 @@ def _uninterrupted() -> Generator[None]:
             raise KeyboardInterrupt
 
 
-def _progress(total: int) -> Any:
+def _progress(total: int) -> tqdm[NoReturn]:
     from tqdm.auto import tqdm
 
     return tqdm(total=total, desc="Processed prompts", unit="prompt", dynamic_ncols=True)

@@ -20,7 +20,7 @@ NOT_WORTHWHILE = "drafting promised less than it costs at this load"
 
 @dataclass(frozen=True)
 class SpeculationReport:
-    """Speculation figures of one answer, which can be read by JSON's names, too. off_reason: reason
+    """Speculation figures of one answer, under the names that JSON has for them. off_reason: reason
     for no speculation, None if it was used; rest_reason: reason for steps without drafts, if there
     are any."""
 
@@ -34,11 +34,45 @@ class SpeculationReport:
         """Whether some step verified drafts."""
         return self.counts.steps > 0
 
-    def __getattr__(self, name: str) -> Any:
-        """Return the figure that JSON has under this name."""
-        if name.startswith("_") or name == "counts" or name not in (figures := self.as_dict()):
-            raise AttributeError(f"a SpeculationReport has no {name}")
-        return figures[name]
+    @property
+    def steps(self) -> int:
+        """Verify steps that carried drafts."""
+        return self.counts.steps
+
+    @property
+    def drafted(self) -> int:
+        """Drafts verified."""
+        return self.counts.num_verified
+
+    @property
+    def accepted(self) -> int:
+        """Drafts accepted."""
+        return self.counts.num_accepted
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Tokens per verify step that carried drafts; None if there was none."""
+        return self.counts.acceptance_length
+
+    @property
+    def accepted_per_position(self) -> list[int]:
+        """Drafts accepted at each position of the block."""
+        return list(self.counts.accepted_per_position)
+
+    @property
+    def rows_verified(self) -> int:
+        """Rows of the steps that carried drafts."""
+        return self.counts.rows
+
+    @property
+    def drafts_made(self) -> int:
+        """Drafts proposed, verified or not."""
+        return self.counts.num_proposed
+
+    @property
+    def rested_steps(self) -> int:
+        """Steps without drafts."""
+        return self.counts.skipped_steps
 
     def __repr__(self) -> str:
         figures = ", ".join(f"{name}={value!r}" for name, value in self.as_dict().items())
@@ -46,19 +80,18 @@ class SpeculationReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figures by the names that JSON has for them."""
-        counts = self.counts
         return {
             "used": self.used,
             "method": self.method,
-            "steps": counts.steps,
-            "drafted": counts.num_verified,
-            "accepted": counts.num_accepted,
-            "acceptance_length": counts.acceptance_length,
-            "accepted_per_position": list(counts.accepted_per_position),
+            "steps": self.steps,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "acceptance_length": self.acceptance_length,
+            "accepted_per_position": self.accepted_per_position,
             "off_reason": self.off_reason,
-            "rows_verified": counts.rows,
-            "drafts_made": counts.num_proposed,
-            "rested_steps": counts.skipped_steps,
+            "rows_verified": self.rows_verified,
+            "drafts_made": self.drafts_made,
+            "rested_steps": self.rested_steps,
             "rest_reason": self.rest_reason,
         }
 
@@ -152,16 +185,6 @@ class StreamDelta:
     finished: bool = False
     drafts: Sequence[int] = ()
     margins: Sequence[float] = ()
-
-    @property
-    def drafted(self) -> int:
-        """The earlier name of `num_verified`."""
-        return self.num_verified
-
-    @property
-    def accepted(self) -> int:
-        """The earlier name of `num_accepted`."""
-        return self.num_accepted
 
 
 Prompt = str | list[int] | dict[str, Any]

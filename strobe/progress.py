@@ -6,9 +6,13 @@ import sys
 import threading
 import time
 from datetime import timedelta
-from typing import Any, Self
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as LiveProgress
+    from rich.progress import ProgressColumn
 
 INTERVAL = 10.0
 """Seconds between lines if standard error is not a terminal."""
@@ -30,7 +34,7 @@ class Progress:
         self.unit = unit
         self.done = self._initial = done
         self._console = Console(stderr=True, highlight=False)
-        self._bar: Any = None
+        self._bar: LiveProgress | None = None
         self._finished = threading.Event()
         self._started = time.monotonic()
 
@@ -96,7 +100,14 @@ def _clock(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
-def _bar(console: Console, counts: bool) -> Any:
+def _bar(console: Console, counts: bool) -> LiveProgress:
+    from rich.progress import Progress as LiveProgress
+
+    return LiveProgress(*_columns(counts), console=console, transient=True, refresh_per_second=4)
+
+
+def _columns(counts: bool) -> list[ProgressColumn]:
+    """Return the columns of the live line. counts: whether the number of steps is known."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -105,9 +116,8 @@ def _bar(console: Console, counts: bool) -> Any:
         TimeElapsedColumn,
         TimeRemainingColumn,
     )
-    from rich.progress import Progress as Live
 
     text = TextColumn("{task.description}", markup=False)
-    counted = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    columns = (text, *counted) if counts else (SpinnerColumn(), text)
-    return Live(*columns, console=console, transient=True, refresh_per_second=4)
+    if not counts:
+        return [SpinnerColumn(), text]
+    return [text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()]

@@ -65,7 +65,7 @@ class RecurrentPlan:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
         """Attend by the wrapped backend; see `AttentionPlan`."""
-        return self.attend(layer, q, k, v, sinks)
+        return self.attend(layer, q, k, v, sinks=sinks)
 
     def stored(self, layer: int) -> list[Tensor]:
         """Return the layer's part of each of `StateStore.tensors`."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from strobe.server.parsers import Parsed, Parser, ReasoningFormat, make_parser
 from strobe.wrapping import Wrapping
 
 if TYPE_CHECKING:
     from markdown_it.token import Token
+    from rich.console import Console
 
 _PLAIN = {"paragraph_open", "paragraph_close", "inline", "text", "softbreak"}
 """Types of tokens that look the same as text and as Markdown."""
@@ -22,7 +23,7 @@ class AnswerView:
     when it has ended, unless it is taller than the screen.
     """
 
-    def __init__(self, console: Any, form: ReasoningFormat | None, column: int = 0):
+    def __init__(self, console: Console, form: ReasoningFormat | None, column: int = 0):
         """column: the cursor's column."""
         self.console = console
         self.form = form

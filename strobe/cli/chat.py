@@ -9,7 +9,7 @@ import time
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
 
 from tyro.conf import OmitArgPrefixes
 
@@ -30,6 +30,13 @@ from strobe.cli.prompt import Prompt
 from strobe.compat.arguments import parse_value
 from strobe.server.parsers import REASONING_FORMATS, detect
 from strobe.wording import counted
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from strobe.llm import LLM
+    from strobe.outputs import CompletionOutput
+    from strobe.sampling_params import SamplingParams
 
 COMMANDS = {
     "/new": "Start over.",
@@ -81,7 +88,15 @@ class Chat:
 class _ChatSession:
     """A conversation and the commands that change it."""
 
-    def __init__(self, console: Any, llm: Any, params: Any, system: str | None, thinking: bool):
+    def __init__(
+        self,
+        console: Console,
+        llm: LLM,
+        params: SamplingParams,
+        *,
+        system: str | None,
+        thinking: bool,
+    ):
         self.console = console
         self.llm = llm
         self.params = params
@@ -260,7 +275,7 @@ class _ChatSession:
         return True
 
 
-def _say(console: Any, text: str, style: str | None = None) -> None:
+def _say(console: Console, text: str, style: str | None = None) -> None:
     """Print a line of the program's own, wrapped at words only on a terminal."""
     console.print(text, style=style, markup=False, soft_wrap=not console.is_terminal)
 
@@ -285,7 +300,7 @@ def _read_messages(path: Path) -> list[dict[str, Any]]:
     return messages
 
 
-def _summary(answer: Any, seconds: float) -> str:
+def _summary(answer: CompletionOutput, seconds: float) -> str:
     """Summarize an answer in one line: tokens, rate and acceptance."""
     num_tokens = len(answer.token_ids)
     line = f"{counted(num_tokens, 'token')}, {num_tokens / seconds:.0f} tokens/s"

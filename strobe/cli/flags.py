@@ -14,13 +14,15 @@ import inspect
 import logging
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, fields, make_dataclass, replace
+from dataclasses import Field, asdict, fields, make_dataclass, replace
 from typing import (
     TYPE_CHECKING,
     Annotated,
     Any,
     ClassVar,
     Literal,
+    Protocol,
+    TypeVar,
     get_args,
     get_origin,
     get_type_hints,
@@ -36,10 +38,25 @@ from strobe.config import EngineConfig
 from strobe.sampling_params import OPTIONS, RECOMMENDED, SamplingParams
 from strobe.server.settings import ServerConfig
 
+if TYPE_CHECKING:
+    from strobe.llm import LLM
+
 logger = logging.getLogger(__name__)
 
 
-def note(text: str, metavar: str | None = None) -> Any:
+class Command(Protocol):
+    """A command, as a dataclass of its options. examples: command lines for its help."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    examples: ClassVar[tuple[str, ...]]
+
+    def run(self) -> int: ...
+
+
+AnyCommand = TypeVar("AnyCommand", bound=Command)
+
+
+def note(text: str, metavar: str | None = None) -> object:
     """Return tyro's annotation of an argument whose help does not show its default."""
     return arg(help=text, metavar=metavar, help_behavior_hint="")
 
@@ -56,12 +73,14 @@ System = Annotated[str | None, note("A system message.", "TEXT")]
 _FILE = "Options can also come from a YAML file with one per line: --config FILE."
 
 
-def parse(kind: Any, name: str, arguments: Sequence[str], options: Mapping[str, Any]) -> Any:
+def parse(
+    kind: type[AnyCommand], name: str, arguments: Sequence[str], options: Mapping[str, object]
+) -> AnyCommand:
     """Parse the arguments and other engines' options into a command of class `kind`, whose help has
     its `examples`. Raises ValueError for an unknown option."""
     # tyro keeps the breaks of lines that begin with blanks.
     examples = "".join(f"\n  {example}" for example in kind.examples)
-    about = f"{inspect.cleandoc(kind.__doc__)}\n\nExamples:{examples}\n\n{_FILE}"
+    about = f"{inspect.getdoc(kind)}\n\nExamples:{examples}\n\n{_FILE}"
     command, unknown = tyro.cli(
         kind, prog=name, args=arguments, return_unknown_args=True, description=about
     )
@@ -87,7 +106,7 @@ def completed(arguments: list[str], kinds: Collection[str], noun: str) -> list[s
     return arguments or ["--help"]
 
 
-def _no_option(option: str, command: Any, name: str) -> str:
+def _no_option(option: str, command: object, name: str) -> str:
     """Return the error sentence for an argument that the command does not take."""
     parts = ("sampling", "server", "bench", "settings", "engine")
     groups = [g for g in (getattr(command, n, None) for n in parts) if g]
@@ -102,7 +121,7 @@ def _no_option(option: str, command: Any, name: str) -> str:
     return f"{name} takes no {option!r}; {hint}"
 
 
-def apply_options(command: Any, options: Mapping[str, Any], name: str) -> Any:
+def apply_options(command: AnyCommand, options: Mapping[str, object], name: str) -> AnyCommand:
     """Translate other engines' options and set them on the command. Raises ValueError for options
     that contradict the command's own or that it does not have."""
     attributes = vars(command)
@@ -138,7 +157,7 @@ def apply_options(command: Any, options: Mapping[str, Any], name: str) -> Any:
     return replace(command, **top, **{p: replace(groups[p], **new) for p, new in changes.items()})
 
 
-def number(metavar: str) -> Any:
+def number(metavar: str) -> PrimitiveConstructorSpec[object]:
     """Return tyro's specification of one value: parsed as a number if it is one and `metavar` is
     INT or FLOAT, else text."""
     numeric = metavar in ("INT", "FLOAT")
@@ -152,15 +171,15 @@ def number(metavar: str) -> Any:
 
 
 def flags(
-    source: type, name: str, *, omit: tuple[str, ...] = (), defaults: Mapping[str, Any] | None
-) -> Any:
+    source: type, name: str, *, omit: tuple[str, ...] = (), defaults: Mapping[str, object] | None
+) -> type[object]:
     """Make a dataclass of command-line flags from another dataclass's fields and their help.
 
     defaults: descriptions of defaults by field; flags are then None unless set. None: flags keep
     the fields' own defaults.
     """
     hints = get_type_hints(source)
-    parameters: list[Any] = []
+    parameters: list[tuple[str, object, object]] = []
     for f in fields(source):
         if f.name in omit:
             continue
@@ -185,7 +204,7 @@ def flags(
     return make_dataclass(name, parameters, frozen=True)
 
 
-def _metavar(kind: Any) -> str:
+def _metavar(kind: object) -> str:
     for choice in (kind, *get_args(kind)):
         if get_origin(choice) is Literal:
             return f"{{{','.join(get_args(choice))}}}"
@@ -209,7 +228,7 @@ else:
     ChatFlags = flags(SamplingParams, "ChatFlags", omit=(*_API_ONLY, "n"), defaults=SHOWN)
 
 
-def load(flags: Any) -> Any:
+def load(flags: EngineFlags) -> LLM:
     """Load the models that the flags name. On a terminal, say so first; nothing is drawn meanwhile
     but the bar of weights being read."""
     if sys.stderr.isatty():
@@ -220,7 +239,7 @@ def load(flags: Any) -> Any:
     return LLM(**asdict(flags))
 
 
-def sampling(llm: Any, flags: Any) -> SamplingParams:
+def sampling(llm: LLM, flags: SamplingFlags) -> SamplingParams:
     """Return the checkpoint's recommended sampling parameters, overridden by the flags."""
     set_values = {name: value for name, value in asdict(flags).items() if value not in (None, ())}
     set_values.setdefault("max_tokens", SHOWN["max_tokens"])

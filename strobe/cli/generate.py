@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
@@ -21,6 +21,9 @@ from strobe.cli.flags import (
     note,
     sampling,
 )
+
+if TYPE_CHECKING:
+    from strobe.outputs import RequestOutput
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class Generate:
         return 1 if any(errors) else 0
 
 
-def _as_dict(output: Any) -> dict[str, Any]:
+def _as_dict(output: RequestOutput) -> dict[str, Any]:
     """Return an output's fields, with each speculation report in the server's form."""
     output_fields = asdict(output)
     for answer, answer_fields in zip(output.outputs, output_fields["outputs"], strict=True):
@@ -77,7 +80,7 @@ def _as_dict(output: Any) -> dict[str, Any]:
     return output_fields
 
 
-def _print_answers(prompts: tuple[str, ...], outputs: list[Any]) -> None:
+def _print_answers(prompts: tuple[str, ...], outputs: list[RequestOutput]) -> None:
     """Print the answers, with prompts and numbers if there are several."""
     for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         if len(outputs) > 1:

@@ -9,7 +9,11 @@ import select
 import sys
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 HISTORY = 1000
 """Maximum lines of the history."""
@@ -21,9 +25,9 @@ class Prompt:
     """Reads messages, on a terminal with readline: editing leaves the prompt alone, and a paste of
     several lines is one message."""
 
-    def __init__(self, console: Any):
+    def __init__(self, console: Console):
         self._colour = console.is_terminal and not console.no_color
-        self._readline: Any = None
+        self._readline: ModuleType | None = None
         self._history: Path | None = None
         if sys.stdin.isatty():
             with contextlib.suppress(ImportError):
@@ -31,7 +35,7 @@ class Prompt:
                 # Python turns it off, since most programs read line by line.
                 self._readline.parse_and_bind("set enable-bracketed-paste on")
                 self._history = history_file()
-        if self._history is not None:
+        if self._readline is not None and self._history is not None:
             with contextlib.suppress(OSError):
                 self._readline.read_history_file(self._history)
                 if self._entries() > HISTORY:
@@ -56,7 +60,7 @@ class Prompt:
         return self._readline.get_current_history_length() if self._readline is not None else 0
 
     def _save(self, count: int) -> None:
-        if self._history is None or count <= 0:
+        if self._readline is None or self._history is None or count <= 0:
             return
         with contextlib.suppress(OSError):
             if hasattr(self._readline, "append_history_file"):

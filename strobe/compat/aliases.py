@@ -40,7 +40,7 @@ RENAMED = {
 }
 """Other names for our settings."""
 
-SWITCHES: dict[str, tuple[str, Any, Any]] = {
+SWITCHES: dict[str, tuple[str, object, object]] = {
     "enforce_eager": ("cuda_graphs", False, None),
     "disable_cuda_graph": ("cuda_graphs", False, None),
     "disable_radix_cache": ("enable_prefix_caching", False, None),
@@ -92,7 +92,7 @@ SAME = {
 
 _ONE_GPU = "only tensor_parallel_size splits a model"
 _OWN_TOKENIZER = "Strobe reads the tokenizer as the checkpoint has it"
-ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
+ONLY: dict[str, tuple[tuple[object, ...], str]] = {
     **dict.fromkeys(("pipeline_parallel_size", "pp_size", "pp"), ((1,), _ONE_GPU)),
     **dict.fromkeys(
         ("expert_parallel_size", "ep_size", "ep"),
@@ -114,7 +114,7 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 """Options that only accept values for what Strobe does anyway, and why it rejects others."""
 
-SPECULATIVE_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
+SPECULATIVE_ONLY: dict[str, tuple[tuple[object, ...], str]] = {
     "rejection_sample_method": (("standard", "strict"), "Strobe only verifies without loss"),
     "parallel_drafting": ((True,), "DFlash always drafts a block at once"),
     "enforce_eager": ((False,), "cuda_graphs holds for target and drafter together"),
@@ -127,7 +127,7 @@ SPECULATIVE_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
 """The same for keys of speculative_config."""
 
 _TEXT_ONLY = "Strobe reads text only"
-NO_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {
+NO_EFFECT: dict[str, tuple[tuple[object, ...], str]] = {
     "limit_mm_per_prompt": ((), _TEXT_ONLY),
     "disable_chunked_mm_input": ((), _TEXT_ONLY),
     "language_model_only": ((True,), _TEXT_ONLY),
@@ -156,9 +156,9 @@ class Translation:
     """Settings under our names, and the option and value that each came from."""
 
     values: dict[str, Any] = field(default_factory=dict[str, Any])
-    origins: dict[str, tuple[str, Any]] = field(default_factory=dict[str, tuple[str, Any]])
+    origins: dict[str, tuple[str, object]] = field(default_factory=dict[str, tuple[str, object]])
 
-    def put(self, name: str, value: Any, origin: str, value_text: Any) -> None:
+    def put(self, name: str, value: object, origin: str, value_text: object) -> None:
         if isinstance(value, str):
             value = SAME.get(name, {}).get(value, value)
         if name in self.values and self.values[name] != value:
@@ -229,7 +229,7 @@ def _speculative(entry: Mapping[str, Any]) -> Mapping[str, Any]:
     return value
 
 
-def _speculation(translation: Translation, entries: list[tuple[str, str, Any]]) -> None:
+def _speculation(translation: Translation, entries: list[tuple[str, str, object]]) -> None:
     """Translate vLLM's speculative keys; entries: name in errors, key and value."""
     keys = {key: value for _, key, value in entries}
     lookup = "ngram" in (keys.get("method"), str(keys.get("model")).strip("[]"))
@@ -258,7 +258,7 @@ def _speculation(translation: Translation, entries: list[tuple[str, str, Any]]) 
             translation.put(setting, keys[key], f"speculative_config's {key}", keys[key])
 
 
-def _method(shown: str, value: Any) -> str:
+def _method(shown: str, value: object) -> str:
     method = str(value).lower()
     if method not in METHODS:
         raise ValueError(
@@ -268,7 +268,7 @@ def _method(shown: str, value: Any) -> str:
     return method
 
 
-def _drafts(name: str, value: Any) -> int:
+def _drafts(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 2:
         raise ValueError(
             f"{name} is {value!r}, but must be a whole number of at least 2: the newest token's "
@@ -277,7 +277,7 @@ def _drafts(name: str, value: Any) -> int:
     return value - 1
 
 
-def _listed(name: str, value: Any) -> tuple[str, ...]:
+def _listed(name: str, value: object) -> tuple[str, ...]:
     """Parse a JSON list, vLLM's form on a command line, or a single text."""
     try:
         items = json.loads(value) if isinstance(value, str) and value.startswith("[") else [value]
@@ -285,16 +285,16 @@ def _listed(name: str, value: Any) -> tuple[str, ...]:
         items = [None]
     if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
         raise ValueError(f"""{name} is {value!r}, but must be texts, such as '["*"]'.""")
-    return tuple(items)
+    return tuple(map(str, items))
 
 
-def _switch(name: str, value: Any) -> bool:
+def _switch(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{name} is {value!r}, but must be True or False.")
     return value
 
 
-def _only(name: str, value: Any, allowed: tuple[Any, ...], why: str) -> None:
+def _only(name: str, value: object, allowed: tuple[object, ...], why: str) -> None:
     if not any(value == choice and type(value) is type(choice) for choice in allowed):
         has_values = allowed not in ((), (False,))
         hint = f"; give {' or '.join(map(repr, allowed))}" if has_values else ""

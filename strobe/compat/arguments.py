@@ -34,7 +34,7 @@ def split_options(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
             own_words.append(word)
             continue
         if name in FLAGS and not equals:
-            value: Any = not negated
+            value: object = not negated
         else:
             if not equals and not words:
                 raise ValueError(f"{flag} needs a value after it.")
@@ -59,7 +59,7 @@ def _is_alias(name: str) -> bool:
     return name in ALIASES or name.startswith(_NESTED)
 
 
-def parse_value(text: str) -> Any:
+def parse_value(text: str) -> int | float | str:
     """Convert a text to a number if it is one; the settings check it later."""
     for kind in (int, float):
         try:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from strobe.hub.files import weight_files
 from strobe.hub.gguf import gguf_directory
@@ -139,24 +139,36 @@ def fetch_weights(*directories: str | Path) -> None:
             continue
         if constants.HF_HUB_OFFLINE:  # the client would accept the incomplete directory
             raise ValueError(_out_of_reach(snapshot.name, snapshot.commit))
-        options = {"revision": snapshot.commit, "cache_dir": snapshot.cache}
-        _run_download(
-            snapshot.name, snapshot.commit, _download_files(snapshot.name, missing, **options)
+        fetch_all = _download_files(
+            snapshot.name, missing, revision=snapshot.commit, cache=snapshot.cache
         )
+        _run_download(snapshot.name, snapshot.commit, fetch_all)
         # Without a network the client accepts it, too; a download of one file raises the reason.
         if missing := missing_weights(path):
             fetch_one = partial(
-                huggingface_hub.hf_hub_download, snapshot.name, missing[0], **options
+                huggingface_hub.hf_hub_download,
+                snapshot.name,
+                missing[0],
+                revision=snapshot.commit,
+                cache_dir=snapshot.cache,
             )
             _run_download(snapshot.name, snapshot.commit, fetch_one)
 
 
-def _download_files(name: str, files: Sequence[str], **options: Any) -> Callable[[], str]:
+def _download_files(
+    name: str, files: Sequence[str], *, revision: str | None, cache: Path | None = None
+) -> Callable[[], str]:
     """Return a function that downloads several files and returns their directory."""
     from huggingface_hub import snapshot_download
 
-    patterns = {"allow_patterns": list(files), "ignore_patterns": list(UNWANTED)}
-    return partial(snapshot_download, name, **patterns, **options)
+    return partial(
+        snapshot_download,
+        name,
+        revision=revision,
+        cache_dir=cache,
+        allow_patterns=list(files),
+        ignore_patterns=list(UNWANTED),
+    )
 
 
 def _run_download(name: str, revision: str | None, download: Callable[[], str]) -> str:

@@ -119,6 +119,41 @@ def _config(header: GGUFHeader, path: Path) -> dict[str, Any]:
     """Return config.json. Raises ValueError for what no config can say."""
     metadata = header.metadata
     architecture = _value(metadata, "general.architecture", path)
+    _check_supported(header, architecture, path)
+    prefix = f"{architecture}."
+    hidden = _value(metadata, f"{prefix}embedding_length", path)
+    heads = _value(metadata, f"{prefix}attention.head_count", path)
+    epsilon = _value(metadata, f"{prefix}attention.layer_norm_rms_epsilon", path)
+    tokens = _value(metadata, "tokenizer.ggml.tokens", path)
+    name, model_type = ARCHITECTURES[architecture]
+    types = {tensor.type for tensor in header.tensors.values()}
+    return {
+        "architectures": [name],
+        "model_type": model_type,
+        "dtype": "float32" if types == {"F32"} else "float16" if "F16" in types else "bfloat16",
+        "hidden_size": hidden,
+        "intermediate_size": _value(metadata, f"{prefix}feed_forward_length", path),
+        "num_hidden_layers": _value(metadata, f"{prefix}block_count", path),
+        "num_attention_heads": heads,
+        "num_key_value_heads": metadata.get(f"{prefix}attention.head_count_kv", heads),
+        "head_dim": metadata.get(f"{prefix}attention.key_length")
+        or metadata.get(f"{prefix}rope.dimension_count")
+        or hidden // heads,
+        "vocab_size": len(tokens),
+        # Stored in fp32: 1e-6 is there as 9.99999997e-7.
+        "rms_norm_eps": float(f"{epsilon:.6g}"),
+        "rope_theta": metadata.get(f"{prefix}rope.freq_base", 10000.0),
+        "max_position_embeddings": _value(metadata, f"{prefix}context_length", path),
+        "hidden_act": "silu",
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": _end_tokens(metadata, path),
+    }
+
+
+def _check_supported(header: GGUFHeader, architecture: str, path: Path) -> None:
+    """Raise ValueError for what no config can say."""
+    metadata = header.metadata
     if architecture not in ARCHITECTURES:
         raise ValueError(
             f"{path}: general.architecture is {architecture!r}, but GGUF files are supported of "
@@ -142,37 +177,6 @@ def _config(header: GGUFHeader, path: Path) -> dict[str, Any]:
                 f"{path}: {architecture}.{name} is {setting!r}, which is not supported in a GGUF "
                 "file; use the checkpoint in safetensors."
             )
-
-    def value(name: str) -> Any:
-        return _value(metadata, f"{architecture}.{name}", path)
-
-    hidden = value("embedding_length")
-    heads = value("attention.head_count")
-    tokens = _value(metadata, "tokenizer.ggml.tokens", path)
-    name, model_type = ARCHITECTURES[architecture]
-    types = {tensor.type for tensor in header.tensors.values()}
-    return {
-        "architectures": [name],
-        "model_type": model_type,
-        "dtype": "float32" if types == {"F32"} else "float16" if "F16" in types else "bfloat16",
-        "hidden_size": hidden,
-        "intermediate_size": value("feed_forward_length"),
-        "num_hidden_layers": value("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": metadata.get(f"{architecture}.attention.head_count_kv", heads),
-        "head_dim": metadata.get(f"{architecture}.attention.key_length")
-        or metadata.get(f"{architecture}.rope.dimension_count")
-        or hidden // heads,
-        "vocab_size": len(tokens),
-        # Stored in fp32: 1e-6 is there as 9.99999997e-7.
-        "rms_norm_eps": float(f"{value('attention.layer_norm_rms_epsilon'):.6g}"),
-        "rope_theta": metadata.get(f"{architecture}.rope.freq_base", 10000.0),
-        "max_position_embeddings": value("context_length"),
-        "hidden_act": "silu",
-        "tie_word_embeddings": "output.weight" not in header.tensors,
-        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": _end_tokens(metadata, path),
-    }
 
 
 def _end_tokens(metadata: Mapping[str, Any], path: Path) -> list[int]:

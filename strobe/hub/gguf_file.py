@@ -64,20 +64,28 @@ class _Cursor:
     def numbers(self, kind: str, count: int) -> tuple[Any, ...]:
         return struct.unpack(f"<{count}{kind}", self.take(count * struct.calcsize(f"<{kind}")))
 
-    def number(self, kind: str) -> Any:
+    def number(self, kind: str) -> float:
         return self.numbers(kind, 1)[0]
 
-    def text(self) -> str:
-        return self.take(self.number("Q")).decode("utf-8", errors="replace")
+    def type_id(self) -> int:
+        """Read a number of 32 bits, which versions, types and numbers of dimensions have."""
+        return self.numbers("I", 1)[0]
 
-    def value(self, kind: int) -> Any:
+    def size(self) -> int:
+        """Read a number of 64 bits, which counts and offsets have."""
+        return self.numbers("Q", 1)[0]
+
+    def text(self) -> str:
+        return self.take(self.size()).decode("utf-8", errors="replace")
+
+    def value(self, kind: int) -> float | str | list[float] | list[str]:
         """Read a metadata value. Raises KeyError for an unknown type."""
         if kind == STRING:
             return self.text()
         if kind != ARRAY:
             return self.number(SCALARS[kind])
-        kind = self.number("I")
-        count = self.number("Q")
+        kind = self.type_id()
+        count = self.size()
         if kind == STRING:
             return [self.text() for _ in range(count)]
         return list(self.numbers(SCALARS[kind], count))
@@ -112,22 +120,23 @@ def read_header(path: Path) -> GGUFHeader:
 def _parse(cursor: _Cursor, path: Path) -> GGUFHeader:
     if cursor.take(len(MAGIC)) != MAGIC:
         raise ValueError(f"{path} is no GGUF file: it does not start with 'GGUF'; name one.")
-    version = cursor.number("I")
+    version = cursor.type_id()
     if version not in VERSIONS:
         raise ValueError(
             f"{path} has version {version} of the GGUF format, but only 2 and 3 are supported; "
             "convert the model again, with a current llama.cpp."
         )
-    num_tensors, num_values = cursor.numbers("Q", 2)
+    num_tensors = cursor.size()
+    num_values = cursor.size()
     metadata: dict[str, Any] = {}
     for _ in range(num_values):
         key = cursor.text()
-        metadata[key] = cursor.value(cursor.number("I"))
+        metadata[key] = cursor.value(cursor.type_id())
     places: list[tuple[str, tuple[int, ...], int, int]] = []
     for _ in range(num_tensors):
         name = cursor.text()
-        shape = cursor.numbers("Q", cursor.number("I"))
-        places.append((name, shape[::-1], *cursor.numbers("I", 1), *cursor.numbers("Q", 1)))
+        shape = cursor.numbers("Q", cursor.type_id())
+        places.append((name, shape[::-1], cursor.type_id(), cursor.size()))
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1:
         raise ValueError(f"{path}: general.alignment is {alignment!r}, but must be 1 or more.")

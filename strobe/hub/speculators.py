@@ -31,7 +31,7 @@ def read_proposal(config: Mapping[str, Any], path: Path) -> Proposal | None:
     name = verifier.get("name_or_path")
     if not isinstance(name, str) or not name:
         raise _wrong("speculators_config.verifier.name_or_path", name, "name the target", path)
-    methods: Any = section.get("proposal_methods")
+    methods = section.get("proposal_methods")
     if not isinstance(methods, list) or not methods:
         raise _wrong("speculators_config.proposal_methods", methods, "list at least one", path)
     first = _mapping(methods[0], "speculators_config.proposal_methods[0]", path)
@@ -46,13 +46,13 @@ def read_proposal(config: Mapping[str, Any], path: Path) -> Proposal | None:
     return Proposal(name, str(method), drafts)
 
 
-def _mapping(value: Any, key: str, path: Path) -> Mapping[str, Any]:
+def _mapping(value: object, key: str, path: Path) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise _wrong(key, value, "be an object", path)
     return value
 
 
-def _wrong(key: str, value: Any, must: str, path: Path) -> ValueError:
+def _wrong(key: str, value: object, must: str, path: Path) -> ValueError:
     return ValueError(
         f"{path}: {key} is {value!r}, but must {must}; use the config.json the checkpoint was "
         "published with."

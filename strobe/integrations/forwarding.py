@@ -59,7 +59,7 @@ class ForwardedRequest:
     def of(scope: Scope, body: bytes) -> ForwardedRequest:
         """Return the request with what its router needs, from a body that is a JSON object."""
         try:
-            fields: Any = from_json(body) if scope["method"] == "POST" else None
+            fields = from_json(body) if scope["method"] == "POST" else None
         except ValueError:
             fields = None
         fields = fields if isinstance(fields, dict) else {}
@@ -121,7 +121,7 @@ ROUTING = RoutingState()
 pass it anything."""
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     """Return the texts in a JSON value, without the names of its fields."""
     if isinstance(value, dict | list):
         return "\n".join(map(_text, value.values() if isinstance(value, dict) else value))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextvars import Context
 from dataclasses import fields, replace
 from importlib import import_module
@@ -48,8 +48,8 @@ from strobe.server.launch import (
 )
 from strobe.server.settings import ServerConfig
 
-ray: Any = import_module("ray")  # without types, which are not there where Ray is not
-serve: Any = import_module("ray.serve")
+ray = import_module("ray")  # without types, which are not there where Ray is not
+serve = import_module("ray.serve")
 
 SERVE_NAMESPACE = "serve"
 RAY_OPTIONS = ("autoscaling_config", "ray_actor_options")
@@ -136,7 +136,7 @@ class Ingress:
         finally:
             ROUTING.record_answered(request)
 
-    async def _accepts(self, request: ForwardedRequest, stream: Any) -> bool:
+    async def _accepts(self, request: ForwardedRequest, stream: AsyncIterator[str]) -> bool:
         """Wait until a replica accepts a request. If it does not, exclude it and return False.
         Raises TimeoutError if no other is left."""
         others = ROUTING.replicas.difference(request.excluded)
@@ -260,7 +260,7 @@ class Replica:
             self.heartbeat.stop()
 
 
-def app(args: dict[str, Any]) -> Any:
+def app(args: dict[str, Any]) -> object:
     """Return the application for `serve run` and for Serve's configuration files.
 
     args: options of `strobe serve`, with underscores; num_replicas or Ray's autoscaling_config;
@@ -287,7 +287,7 @@ def app(args: dict[str, Any]) -> Any:
     return make_application(config, settings, template, **ray_options)
 
 
-def _parse(name: str, value: Any, kind: Any) -> Any:
+def _parse(name: str, value: object, kind: object) -> object:
     """Return an option's value. kind: the type of the setting; None for other options. Raises
     ValueError."""
     if name in RAY_OPTIONS:
@@ -301,9 +301,9 @@ def _parse(name: str, value: Any, kind: Any) -> Any:
     return {"true": True, "false": False}.get(value.lower(), parse_value(value))
 
 
-def _parse_object(name: str, value: Any) -> dict[str, Any]:
+def _parse_object(name: str, value: object) -> dict[str, Any]:
     try:
-        fields: Any = from_json(value) if isinstance(value, str) else value
+        fields = from_json(value) if isinstance(value, str) else value
     except ValueError:
         fields = None
     if not isinstance(fields, dict):

@@ -84,7 +84,7 @@ def serve_on_ray(config: EngineConfig, settings: ServerConfig) -> int:
     return 0
 
 
-def _stop(number: int, frame: Any) -> None:
+def _stop(number: int, frame: object) -> None:
     raise _Stopped
 
 
@@ -136,7 +136,7 @@ def _connect() -> bool:
     return False
 
 
-def _deploy(application: Any, settings: ServerConfig) -> None:
+def _deploy(application: object, settings: ServerConfig) -> None:
     """Start Serve's proxies and the application. Raises ValueError if no replica can start."""
     http_options = {
         "host": settings.host,

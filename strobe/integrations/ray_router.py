@@ -10,19 +10,33 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from strobe.integrations import forwarding
 from strobe.integrations.forwarding import ForwardedRequest
 from strobe.server.engine_process.replicas import MAX_CREDIT, OPEN_TOKENS
+
+if TYPE_CHECKING:  # Ray's types, of which its code has no stubs
+
+    class ReplicaID(Protocol):
+        unique_id: str
+
+        def to_full_id_str(self) -> str: ...
+
+    class RunningReplica(Protocol):
+        replica_id: ReplicaID
+
+    class PendingRequest(Protocol):
+        args: tuple[object, ...]
+
 
 logger = logging.getLogger(__name__)
 
 CHARACTERS = 4
 """Characters of a token, about."""
 
-_routers: Any = import_module("ray.serve.request_router")
-_less_busy: Any = import_module("ray.serve._private.request_router").PowerOfTwoChoicesRequestRouter
+_routers = import_module("ray.serve.request_router")
+_less_busy = import_module("ray.serve._private.request_router").PowerOfTwoChoicesRequestRouter
 
 
 def _prefix_router() -> Any:
@@ -47,8 +61,10 @@ class ReplicaRouter(_prefix_router()):
     """
 
     async def choose_replicas(
-        self, candidate_replicas: list[Any], pending_request: Any = None
-    ) -> Sequence[Sequence[Any]]:
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> Sequence[Sequence[RunningReplica]]:
         """Return groups of one replica each, the best first."""
         request = _forwarded(pending_request)
         if request is None:
@@ -62,28 +78,27 @@ class ReplicaRouter(_prefix_router()):
         on_all = min((cached.get(_id(r), 0) for r in candidate_replicas), default=0)
         num_open = routing.num_open()
         num_open.subtract([routing.replica_of(request)])
-
-        def cost(replica: Any) -> tuple[float, ...]:
+        costs = dict[str, tuple[float, ...]]()
+        for replica in candidate_replicas:
             name = _id(replica)
             credit = min(cached.get(name, 0) - on_all, CHARACTERS * MAX_CREDIT)
-            return (
+            costs[name] = (
                 name in request.excluded,
                 routing.is_silent(name),
                 CHARACTERS * OPEN_TOKENS * num_open[name] - credit,
                 self._num_waiting(replica),
                 random.random(),
             )
-
-        ordered = sorted(candidate_replicas, key=cost)
+        ordered = sorted(candidate_replicas, key=lambda replica: costs[_id(replica)])
         if ordered:
             routing.record_sent(request, _id(ordered[0]))
         return [[replica] for replica in ordered]
 
-    def _num_waiting(self, replica: Any) -> int:
+    def _num_waiting(self, replica: RunningReplica) -> int:
         """Return the replica's open requests, also those of other routers, as last known."""
         return self.replica_queue_len_cache.get(replica.replica_id) or 0
 
-    async def _cached(self, prompt: str, replicas: Sequence[Any]) -> dict[str, int]:
+    async def _cached(self, prompt: str, replicas: Sequence[RunningReplica]) -> dict[str, int]:
         """Return the length of the prompt's prefix that replicas have answered: the longest, and
         the longest of those that have not answered that one."""
         if not prompt:
@@ -101,7 +116,9 @@ class ReplicaRouter(_prefix_router()):
             logger.warning("The prefix router failed (%s); routing by load.", type(error).__name__)
         return cached
 
-    def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
+    def on_request_routed(
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: object
+    ) -> None:
         request = _forwarded(pending_request)
         if request is None:
             return
@@ -109,15 +126,15 @@ class ReplicaRouter(_prefix_router()):
         if request.prompt:
             _try(super().on_request_routed, pending_request, replica_id, result)
 
-    def on_replica_actor_died(self, replica_id: Any) -> None:
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         _try(super().on_replica_actor_died, replica_id)
 
-    def update_replicas(self, replicas: list[Any]) -> None:
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
         forwarding.ROUTING.replicas = frozenset(map(_id, replicas))
         _try(super().update_replicas, replicas)
 
 
-def _try(update: Callable[..., None], *arguments: Any) -> None:
+def _try(update: Callable[..., None], *arguments: object) -> None:
     """Run an update, which informs the prefixes' actor last."""
     try:
         update(*arguments)
@@ -125,11 +142,11 @@ def _try(update: Callable[..., None], *arguments: Any) -> None:
         logger.warning("The prefix router was not updated (%s).", type(error).__name__)
 
 
-def _forwarded(pending: Any) -> ForwardedRequest | None:
+def _forwarded(pending: PendingRequest | None) -> ForwardedRequest | None:
     """Return the HTTP request of a call; None if it is another call."""
-    arguments = () if pending is None else pending.args
-    return arguments[0] if arguments and isinstance(arguments[0], ForwardedRequest) else None
+    first = pending.args[0] if pending is not None and pending.args else None
+    return first if isinstance(first, ForwardedRequest) else None
 
 
-def _id(replica: Any) -> str:
+def _id(replica: RunningReplica) -> str:
     return replica.replica_id.unique_id

@@ -73,15 +73,17 @@ class StateStore:
         """pending: maximum rows of a block. As many are kept, and at least SINGLE_ROWS."""
         self.pending = max(pending, SINGLE_ROWS)
         self.spec = spec
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.zeros(spec.layers, num_slots + 1, *shape, dtype=dtype, device=device)
-
-        self.state = zeros(spec.heads, spec.key_dim, spec.value_dim)
-        self.window = zeros(spec.kernel - 1 + self.pending, spec.channels, dtype=dtype)
-        self.gates = zeros(self.pending, 2, spec.heads)
-        self.keys = zeros(self.pending, spec.key_heads, spec.key_dim)
-        self.changes = zeros(self.pending, spec.heads, spec.value_dim)
+        stored = (spec.layers, num_slots + 1)
+        state = (*stored, spec.heads, spec.key_dim, spec.value_dim)
+        window = (*stored, spec.kernel - 1 + self.pending, spec.channels)
+        gates = (*stored, self.pending, 2, spec.heads)
+        keys = (*stored, self.pending, spec.key_heads, spec.key_dim)
+        changes = (*stored, self.pending, spec.heads, spec.value_dim)
+        self.state = torch.zeros(state, dtype=torch.float32, device=device)
+        self.window = torch.zeros(window, dtype=dtype, device=device)
+        self.gates = torch.zeros(gates, dtype=torch.float32, device=device)
+        self.keys = torch.zeros(keys, dtype=torch.float32, device=device)
+        self.changes = torch.zeros(changes, dtype=torch.float32, device=device)
         self.length = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self.tensors = self.state, self.window, self.gates, self.keys, self.changes
 

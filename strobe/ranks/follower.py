@@ -15,8 +15,8 @@ from mmap import mmap
 from multiprocessing.connection import Connection
 
 from strobe.parallel.group import RankFailed
-from strobe.parallel.shared_memory import memory_size
-from strobe.parallel.torch_group import make_store
+from strobe.parallel.shared_memory import SharedMemoryGroup, memory_size
+from strobe.parallel.torch_group import TorchGroup, make_store
 from strobe.ranks.leader import make_group, share_threads
 from strobe.ranks.messages import Failure, Launch, Start
 from strobe.sampling.grammar_compiler import GrammarCompiler
@@ -30,44 +30,16 @@ def main(pipe: Connection, memory_fd: int, leader: int) -> None:
         signal.signal(number, signal.SIG_IGN)  # the first rank decides when to stop
     logging.disable(logging.WARNING)  # the first rank says the same
     start: Start = pipe.recv()
-    resolved = start.resolved
-    rank = resolved.split.rank
-    size = resolved.split.size
-    share_threads(resolved)
-
-    def check() -> None:
-        if os.getppid() != leader:
-            raise EOFError("the first rank has ended")
-
-    def end_with_leader() -> None:
-        """End the process even if it waits for its GPU, which waits for the first rank."""
-        while os.getppid() == leader:
-            time.sleep(1.0)
-        os._exit(1)
-
-    threading.Thread(target=end_with_leader, daemon=True, name="strobe-leader").start()
-
+    rank = start.resolved.split.rank
+    size = start.resolved.split.size
+    share_threads(start.resolved)
+    first_rank = FirstRank(leader)
+    threading.Thread(target=first_rank.end_with_it, daemon=True, name="strobe-leader").start()
     try:
         store = None if start.port is None else make_store(start.port)
-        group = make_group(resolved, mmap(memory_fd, memory_size(size)), check, store)
-        resolved = replace(resolved, split=replace(resolved.split, group=group))
-        engine = start.make(resolved, **start.options)
-        engine.grammars.compiler.trial.seconds = None  # the first rank tries grammars
-        if start.prepare is not None:
-            start.prepare(engine.runner.model)
-        grammars = GrammarPrecompiler(engine.grammars.compiler)
-        message: Launch | StructuredOutputs | None
-        while (message := pipe.recv()) is not None:
-            if isinstance(message, StructuredOutputs):
-                grammars.compile(message)
-                continue
-            grammars.wait_for(message.plan)
-            if message.step != group.step + 1:
-                raise RankFailed(
-                    f"Rank {rank} has run step {group.step}, but was told to run {message.step}."
-                )
-            group.step = message.step
-            engine.follow(message.plan, message.in_flight)
+        memory = mmap(memory_fd, memory_size(size))
+        group = make_group(start.resolved, memory, first_rank.check, store)
+        _follow(pipe, start, group)
         # Python would wait for threads of grammars, and may abort while those of Gloo run.
         os._exit(0)
     except (EOFError, ConnectionError):
@@ -77,6 +49,47 @@ def main(pipe: Connection, memory_fd: int, leader: int) -> None:
         failure = Failure(f"Rank {rank} has ended: {kind}{error}", isinstance(error, ValueError))
         with contextlib.suppress(OSError):
             pipe.send(failure)
+
+
+def _follow(pipe: Connection, start: Start, group: SharedMemoryGroup | TorchGroup) -> None:
+    """Run plans until the first rank sends None."""
+    split = replace(start.resolved.split, group=group)
+    engine = start.make(replace(start.resolved, split=split), **start.options)
+    engine.grammars.compiler.trial.seconds = None  # the first rank tries grammars
+    if start.prepare is not None:
+        start.prepare(engine.runner.model)
+    grammars = GrammarPrecompiler(engine.grammars.compiler)
+    message: Launch | StructuredOutputs | None
+    while (message := pipe.recv()) is not None:
+        if isinstance(message, StructuredOutputs):
+            grammars.compile(message)
+            continue
+        grammars.wait_for(message.plan)
+        if message.step != group.step + 1:
+            raise RankFailed(
+                f"Rank {split.rank} has run step {group.step}, but was told to run {message.step}."
+            )
+        group.step = message.step
+        engine.follow(message.plan, message.in_flight)
+
+
+class FirstRank:
+    """The process of the first rank, this one's parent."""
+
+    def __init__(self, process: int):
+        self.process = process
+
+    def check(self) -> None:
+        """Raise EOFError if it has ended."""
+        if os.getppid() != self.process:
+            raise EOFError("the first rank has ended")
+
+    def end_with_it(self) -> None:
+        """Thread that ends this process after it, even if this one waits for its GPU, which waits
+        for the first rank."""
+        while os.getppid() == self.process:
+            time.sleep(1.0)
+        os._exit(1)
 
 
 class GrammarPrecompiler:

@@ -251,7 +251,7 @@ class Ranks:
 
     def _wait(self) -> None:
         """Thread that waits for the end of a rank, and then ends the others."""
-        pipe: Any = self._first_failed()
+        pipe = self._first_failed()
         if self._stopping:
             return
         self.failure = self._reason(self._pipes.index(pipe) + 1)
@@ -274,23 +274,22 @@ class Ranks:
             return True
         if self._device.type != "cuda":
             return False
-
-        def wait() -> None:
-            with contextlib.suppress(RuntimeError):
-                torch.cuda.synchronize(self._device)
-
-        waiting = threading.Thread(target=wait, daemon=True)
+        waiting = threading.Thread(target=self._synchronize, daemon=True)
         waiting.start()
         waiting.join(_STOP_SECONDS)
         return waiting.is_alive()
+
+    def _synchronize(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.synchronize(self._device)
 
     def _first_failed(self) -> Connection:
         """Wait until a rank ends or stalls; return its pipe."""
         behind = dict[Connection, tuple[Any, float]]()  # its progress, and since when
         while True:
-            ready: Any = connection.wait(self._pipes, timeout=_CHECK_SECONDS)
+            ready = connection.wait(self._pipes, timeout=_CHECK_SECONDS)
             if ready:
-                return ready[0]
+                return next(pipe for pipe in self._pipes if pipe in ready)
             if self._blocked is not None:
                 return self._blocked
             if not isinstance(self.group, TorchGroup):

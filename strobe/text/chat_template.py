@@ -107,11 +107,11 @@ EXAMPLE_NAME = "NAME_OF_FUNCTION"
 EXAMPLE_ARGUMENTS = {"NAME_OF_ARGUMENT": "VALUE"}
 
 
-def _json(value: Any) -> str:
+def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _call_text(name: str, arguments: Any) -> str:
+def _call_text(name: str, arguments: object) -> str:
     """Return a call in the Hermes form."""
     call = _json({"name": name, "arguments": arguments})
     return f"{CALL_OPENER}\n{call}\n{CALL_CLOSER}"
@@ -198,17 +198,19 @@ def _in_form(message: dict[str, Any], capabilities: TemplateCapabilities) -> dic
     return read
 
 
-def _call_in_form(call: Any, capabilities: TemplateCapabilities) -> Any:
-    function = call.get("function") if isinstance(call, Mapping) else None
+def _call_in_form(call: object, capabilities: TemplateCapabilities) -> object:
+    if not isinstance(call, Mapping):
+        return call
+    function = call.get("function")
     if not isinstance(function, Mapping) or "arguments" not in function:
         return call
-    arguments: Any = _as_object(function["arguments"])
+    arguments = _as_object(function["arguments"])
     if capabilities.arguments_as_text and not isinstance(arguments, str):
         arguments = _json(arguments)
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _as_object(arguments: Any) -> Any:
+def _as_object(arguments: object) -> object:
     """Return a call's arguments as an object; a text that is not a JSON object stays text."""
     if not arguments:
         return {}

@@ -159,7 +159,7 @@ class Tokenizer:
         versions of `apply_chat_template` drop."""
         from transformers.utils import chat_template_utils
 
-        render: Any = getattr(chat_template_utils, "render_jinja_template", None)
+        render = getattr(chat_template_utils, "render_jinja_template", None)
         if render is None:
             return self.hf.apply_chat_template(
                 messages, tools=tools, chat_template=chat_template, tokenize=False, **options
@@ -215,14 +215,15 @@ class Tokenizer:
         used = set(json.dumps(conversation, ensure_ascii=False, default=str))
         free = (chr(code) for code in range(0xE000, 0xF900) if chr(code) not in used)
         marks = dict(zip(special_tokens, free, strict=False))
+        shielded = [self._shield(message, marks) for message in conversation]
+        return shielded, {mark: token for token, mark in marks.items()}
 
-        def shield(message: dict[str, Any]) -> dict[str, Any]:
-            if message["role"] not in UNTRUSTED_ROLES or not message["content"]:
-                return message
-            text = self._special_pattern.sub(lambda token: marks[token[0]], message["content"])
-            return {**message, "content": text}
-
-        return list(map(shield, conversation)), {mark: token for token, mark in marks.items()}
+    def _shield(self, message: dict[str, Any], marks: Mapping[str, str]) -> dict[str, Any]:
+        """Replace special tokens in a message of UNTRUSTED_ROLES by their marks."""
+        if message["role"] not in UNTRUSTED_ROLES or not message["content"]:
+            return message
+        text = self._special_pattern.sub(lambda token: marks[token[0]], message["content"])
+        return {**message, "content": text}
 
 
 def _one_line(error: Exception) -> str:
@@ -230,7 +231,7 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split()).rstrip(".")
 
 
-def _conversation(messages: Any) -> list[dict[str, Any]]:
+def _conversation(messages: object) -> list[dict[str, Any]]:
     if not isinstance(messages, list | tuple):
         raise ValueError(
             f"A conversation is {reprlib.repr(messages)}, but must be a list of messages."
@@ -240,7 +241,7 @@ def _conversation(messages: Any) -> list[dict[str, Any]]:
     return [_message(message) for message in messages]
 
 
-def _message(message: Any) -> dict[str, Any]:
+def _message(message: object) -> dict[str, Any]:
     """Return the message with its content as one text: templates ignore other types, so text parts
     are joined."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
@@ -266,7 +267,7 @@ def _message(message: Any) -> dict[str, Any]:
     return {**message, "content": content}
 
 
-def _tools(tools: Any) -> list[dict[str, Any]] | None:
+def _tools(tools: object) -> list[dict[str, Any]] | None:
     if not tools:
         return None
     if not isinstance(tools, list | tuple) or not all(isinstance(t, Mapping) for t in tools):

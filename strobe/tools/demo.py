@@ -106,7 +106,7 @@ def choose_examples(count: int) -> list[Example]:
     return [pool[turn * len(FAMILIES) + f] for turn in turns for f in range(len(FAMILIES))][:count]
 
 
-def _check(name: str, count: Any) -> None:
+def _check(name: str, count: object) -> None:
     if not isinstance(count, int) or count < 1:
         raise ValueError(f"{name} is {count!r}, but must be a whole number of at least 1.")
 

@@ -222,35 +222,27 @@ def _row(settings: StepSettings, engine: Engine, rates: Rates, count: int, lengt
         max_tokens=None,
         ignore_eos=True,
     )
-    device = engine.resolved.device
-    if device.type == "cuda":
-        decode(engine, prompts=prompts, params=params, warmup=settings.warmup, steps=settings.steps)
-    window = decode(
-        engine, prompts=prompts, params=params, warmup=settings.warmup, steps=settings.steps
-    )
-    timeline = Timeline(device)
-    decode(
+    run = partial(
+        decode,
         engine,
         prompts=prompts,
         params=params,
         warmup=settings.warmup,
         steps=settings.steps,
-        timeline=timeline,
     )
+    device = engine.resolved.device
+    if device.type == "cuda":
+        run()
+    window = run()
+    timeline = Timeline(device)
+    run(timeline=timeline)
     split = timeline.split()
     shapes = shapes_of(engine.resolved)
     floor = floor_figures(shapes, rates, count, window.context)
     profile: Figures = {}
     if settings.profile:
         profiled = Profile(device)
-        decode(
-            engine,
-            prompts=prompts,
-            params=params,
-            warmup=settings.warmup,
-            steps=settings.steps,
-            timeline=profiled,
-        )
+        run(timeline=profiled)
         profile = profiled.figures()
         floor["parts"] = floor_by_part(shapes, rates, count, window.context)
     return {

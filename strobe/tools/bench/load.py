@@ -8,11 +8,12 @@ policy achieves with a pair like the recorded one on models of these shapes.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -81,26 +82,51 @@ def run_load(settings: LoadSettings, config: EngineConfig) -> int:
             "rows": [],
         }
         ways = _ways(settings, engine)
-        for load_labels, arrivals, count in _loads(settings, traces, config.seed):
-            runs: dict[str, list[LoadRun]] = {way: [] for way in ways}
-            for repeat in range(settings.repeats):
-                for way, switch in ways.items():
-                    say(f"{way}: {load_labels}")
-                    switch()
-                    driver = Driver(engine, settings, way, count)
-                    if not repeat and not settings.rate:  # warm up, and let the policy learn
-                        _run_without_capture(
-                            driver, [arrival._replace(at=0.0) for arrival in arrivals[: 2 * count]]
-                        )
-                    runs[way].append(_run_without_capture(driver, arrivals))
-            for way, way_runs in runs.items():
-                median_run = sorted(way_runs, key=lambda run: run.rate)[len(way_runs) // 2]
-                figures["rows"].append({"way": way, **load_labels, **_figures(median_run)})
+        for planned in _loads(settings, traces, config.seed):
+            figures["rows"] += _measure(
+                planned, settings=settings, engine=engine, ways=ways, say=say
+            )
             write(settings.json, figures)
     _show(output(), figures)
     if settings.plot:
         _draw(Path(settings.plot), figures["rows"])
     return 0
+
+
+class PlannedLoad(NamedTuple):
+    """A load to measure: its labels, its requests, and the number that may run at once."""
+
+    labels: Figures
+    arrivals: list[Arrival]
+    count: int
+
+
+def _measure(
+    planned: PlannedLoad,
+    *,
+    settings: LoadSettings,
+    engine: ReplayEngine,
+    ways: Mapping[str, Callable[[], None]],
+    say: Callable[[str], None],
+) -> list[Figures]:
+    """Return a row for each way under one load: the median of its runs, which take turns with those
+    of the other ways."""
+    labels, arrivals, count = planned
+    runs: dict[str, list[LoadRun]] = {way: [] for way in ways}
+    for repeat in range(settings.repeats):
+        for way, switch in ways.items():
+            say(f"{way}: {labels}")
+            switch()
+            driver = Driver(engine, settings, way, count)
+            if not repeat and not settings.rate:  # warm up, and let the policy learn
+                first = [arrival._replace(at=0.0) for arrival in arrivals[: 2 * count]]
+                _run_without_capture(driver, first)
+            runs[way].append(_run_without_capture(driver, arrivals))
+    rows: list[Figures] = []
+    for way, way_runs in runs.items():
+        median_run = sorted(way_runs, key=lambda run: run.rate)[len(way_runs) // 2]
+        rows.append({"way": way, **labels, **_figures(median_run)})
+    return rows
 
 
 def _run_without_capture(driver: Driver, arrivals: Sequence[Arrival]) -> LoadRun:
@@ -169,10 +195,8 @@ def _ways(settings: LoadSettings, engine: ReplayEngine) -> dict[str, Callable[[]
     }
 
 
-def _loads(
-    settings: LoadSettings, traces: Traces, seed: int
-) -> Iterator[tuple[Figures, list[Arrival], int]]:
-    """Yield each load's labels, its requests, and the number that may run at once."""
+def _loads(settings: LoadSettings, traces: Traces, seed: int) -> Iterator[PlannedLoad]:
+    """Yield the loads to measure."""
     max_requests = max(settings.requests)
     rng = random.Random(seed)
     if settings.rate:
@@ -180,11 +204,13 @@ def _loads(
             answers = settings.answers or max(24, round(30 * rate))
             gaps = [rng.expovariate(rate) for _ in range(answers)]
             arrivals = _arrivals(settings, traces, list(accumulate(gaps)), seed)
-            yield {"rate": rate, "concurrency": max_requests}, arrivals, max_requests
+            labels: Figures = {"rate": rate, "concurrency": max_requests}
+            yield PlannedLoad(labels, arrivals, max_requests)
         return
     for count in settings.requests:
         answers = count if settings.steady else settings.answers or max(24, 4 * count)
-        yield {"concurrency": count}, _arrivals(settings, traces, [0.0] * answers, seed), count
+        arrivals = _arrivals(settings, traces, [0.0] * answers, seed)
+        yield PlannedLoad({"concurrency": count}, arrivals, count)
 
 
 def _arrivals(

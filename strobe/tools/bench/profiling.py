@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -35,7 +34,7 @@ class Profile:
         self.device = device
         self.steps = 0
         on_gpu = device.type == "cuda"
-        self._profile: Any = profile(
+        self._profile = profile(
             activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]
         )
 
@@ -58,7 +57,7 @@ class Profile:
         if self.device.type == "cuda":
             times, idle = added_times(
                 (event.key, event.time_range.start, event.time_range.end)
-                for event in self._profile.events()
+                for event in self._profile.events() or ()
                 if event.device_type.name == "CUDA" and not event.is_user_annotation
             )
             totals = [(name, len(added), sum(added)) for name, added in times.items()]

@@ -61,7 +61,7 @@ def _conversations(path: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
 def _messages(line: str, location: str) -> list[dict[str, Any]]:
     try:
-        value: Any = json.loads(line)
+        value = json.loads(line)
     except (ValueError, RecursionError):
         value = None
     if isinstance(value, dict):

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from strobe.attention.base import Batch
@@ -32,10 +33,12 @@ from strobe.tools.bench.settings import RecordSettings, command_line
 from strobe.tools.bench.traces import Traces
 from strobe.wording import counted
 
+Place = list[tuple[NDArray[np.int64], NDArray[np.float16]]]
+"""The drafts made at a token, and their margins, for each width of a block."""
+
 
 class _RecordingProposer:
-    """Drafts a block of every width at every place. seen: for each slot, a list of places; each has
-    (tokens, margins) per width."""
+    """Drafts a block of every width at every place. seen: the places of each slot."""
 
     def __init__(self, drafter: Proposer, widths: Sequence[int]):
         self.drafter = drafter
@@ -43,10 +46,10 @@ class _RecordingProposer:
         self.capture = drafter.capture
         self.margins = drafter.margins = True
         self.widths_for = drafter.widths_for
-        self.seen: dict[int, list[list[tuple[Any, Any]]]] = {}
+        self.seen: dict[int, list[Place]] = {}
 
     def propose(self, spans: Sequence[Span]) -> Drafts:
-        places: list[list[tuple[Any, Any]]] = [[] for _ in spans]
+        places: list[Place] = [[] for _ in spans]
         for width in self.widths:
             drafts = self.drafter.propose([span._replace(num_drafts=width) for span in spans])
             assert drafts.tokens is not None
@@ -164,7 +167,9 @@ def record(
     )
 
 
-def _count_right(answer: Sequence[int], places: Sequence[Any], widths: Sequence[int]) -> Any:
+def _count_right(
+    answer: Sequence[int], places: Sequence[Place], widths: Sequence[int]
+) -> NDArray[np.uint8]:
     """Count the leading drafts that match the answer, [places, widths]; drafts after the answer's
     end count as right."""
     assert len(places) == len(answer) - 1, "one place for each token but the last"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field as Bounds
 from pydantic import model_validator
@@ -13,6 +13,9 @@ from pydantic import model_validator
 from strobe.checks import MAX_INT, option, settings
 from strobe.config import EngineConfig
 from strobe.tools.bench.plots import FORMATS
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 DECIDED = ("load_format", "max_num_seqs", "enable_prefix_caching")
 """Engine settings that a benchmark sets itself: no prompt may hit the prefix cache."""
@@ -266,7 +269,7 @@ def check_file(name: str, option: str = "json") -> None:
         raise ValueError(f"{option} is {name!r}, but {problem}; name a file in one that exists.")
 
 
-def command_line(command: str, *groups: Any) -> str:
+def command_line(command: str, *groups: DataclassInstance) -> str:
     """Return the command line that gives these groups of settings to a command, such as "bench
     step", without defaults."""
     words = ["strobe", *command.split()]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from strobe.tools.bench.report import Figures
 
@@ -31,13 +32,13 @@ class Traces:
     """
 
     widths: tuple[int, ...]
-    lengths: Any
-    right: Any
-    margins: tuple[Any, ...]
+    lengths: NDArray[np.int64]
+    right: NDArray[np.uint8]
+    margins: tuple[NDArray[np.float16], ...]
     note: Figures
 
     @property
-    def starts(self) -> Any:
+    def starts(self) -> NDArray[np.int64]:
         """First place of each answer, [A]."""
         return np.cumsum(self.lengths) - self.lengths
 
@@ -88,15 +89,15 @@ class Traces:
         return replace(self, lengths=lengths, right=self.right[places], margins=margins)
 
     def save(self, path: Path) -> None:
-        margins = {f"margins_{n}": rows for n, rows in zip(self.widths, self.margins, strict=True)}
-        np.savez_compressed(
-            path,
-            widths=np.array(self.widths),
-            lengths=self.lengths,
-            right=self.right,
-            note=np.array(json.dumps(self.note)),
-            **margins,
-        )
+        arrays: dict[str, Any] = {
+            "widths": np.array(self.widths),
+            "lengths": self.lengths,
+            "right": self.right,
+            "note": np.array(json.dumps(self.note)),
+        }
+        for width, margins in zip(self.widths, self.margins, strict=True):
+            arrays[f"margins_{width}"] = margins
+        np.savez_compressed(path, **arrays)
 
 
 def load(path: Path) -> Traces:

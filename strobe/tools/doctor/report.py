@@ -140,7 +140,7 @@ def _row(row: dict[str, Any], shown: list[int]) -> list[str]:
     return [f"{row['tokens_per_step']:.2f}", *cells]
 
 
-def _text(name: str, value: Any) -> str:
+def _text(name: str, value: object) -> str:
     """Format a fact for reading."""
     if isinstance(value, dict):
         return "\n".join(f"{key} {_short(str(item))}" for key, item in value.items()) or "none"

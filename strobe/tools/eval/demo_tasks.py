@@ -72,14 +72,14 @@ def _call(expected: dict[str, Any], text: str) -> bool:
     return _text(_json(answer.removeprefix(start).removesuffix(end))) == _text(expected)
 
 
-def _json(text: str) -> Any:
+def _json(text: str) -> object:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
         return None
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return json.dumps(value, sort_keys=True)
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from strobe.engine.build import ResolvedConfig
 from strobe.models.config import DraftConfig, TargetConfig
@@ -251,7 +251,7 @@ def chosen(settings: EvalSettings) -> Pair | None:
         )
     try:
         text = choice if choice.startswith("{") else path.read_text(encoding="utf-8")
-        value: Any = json.loads(text)
+        value = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"expect is {choice!r}, which is not JSON ({error}).") from None
     if not isinstance(value, dict) or not value:
@@ -259,7 +259,7 @@ def chosen(settings: EvalSettings) -> Pair | None:
     return Pair("--expect", None, tuple(_read(name, entry) for name, entry in value.items()))
 
 
-def _read(name: str, entry: Any) -> Expected:
+def _read(name: str, entry: object) -> Expected:
     allowed = [f.name for f in fields(Expected) if f.name not in ("data_set", "source")]
     if name not in (*DATA_SETS, "custom"):
         raise ValueError(f"expect holds {name!r}; name one of {', '.join(DATA_SETS)} or custom.")

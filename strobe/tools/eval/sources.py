@@ -52,7 +52,7 @@ def _text(path: Path, option: str) -> str:
 def _json_list(path: Path, text: str) -> list[Placed] | None:
     """Return None if the file holds no list, such as JSON lines named .json."""
     try:
-        value: Any = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return None
     if not isinstance(value, list):
@@ -76,7 +76,7 @@ def _json_lines(path: Path, text: str) -> list[Placed]:
     return rows
 
 
-def _placed(value: Any, location: str) -> Placed:
+def _placed(value: object, location: str) -> Placed:
     if not isinstance(value, dict):
         raise ValueError(f"{location} is {reprlib.repr(value)}, but must be one JSON object.")
     return Placed(location, value)

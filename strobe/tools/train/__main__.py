@@ -6,7 +6,8 @@ import json
 import logging
 import sys
 import time
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
 import torch
 import tyro
@@ -106,47 +107,68 @@ def train(settings: TrainSettings) -> None:
     )
     with (
         (settings.output / "train.jsonl").open("a", encoding="utf-8") as lines,
-        Progress("training", trainer.total, trainer.done, "steps") as shown,
+        Progress("training", trainer.total, trainer.done, "steps") as progress,
     ):
+        _Run(trainer, lines, progress).finish(checkpoint)
+    save_draft(trainer.draft, settings.output, read_json(settings.target / "config.json"))
+    print(f"drafter written to {settings.output}", file=sys.stderr)
 
-        def write(record: dict[str, Any]) -> None:
-            print(json.dumps(record), file=lines, flush=True)
 
-        since = time.perf_counter()
-        first_step = trainer.done
-        first = trainer.done + 1
+class _Run:
+    """Trains, and reports the steps: lines of train.jsonl, and a progress line."""
+
+    def __init__(self, trainer: Trainer, lines: TextIO, progress: Progress):
+        self.trainer = trainer
+        self.lines = lines
+        self.progress = progress
+        self.first = trainer.done + 1
+        self._restart_clock()
+
+    def finish(self, checkpoint: Path) -> None:
+        """Take the steps that are left."""
+        trainer = self.trainer
+        settings = trainer.settings
         while trainer.done < trainer.total:
             result = trainer.step()
             last = trainer.done == trainer.total
-            logs = last or trainer.done % settings.log_every == 0
-            shown.update(done=trainer.done)
-            if logs or trainer.done == first:
-                seconds = (time.perf_counter() - since) / (trainer.done - first_step)
-                record = step_record(trainer, result, seconds)
-                loss = record["loss"]
-                length = record["expected_length"]
-                shown.update(
-                    f"training (step {trainer.done}: loss {loss:.3f}, length {length:.2f})"
-                )
-                if trainer.done == first:
-                    shown.show()
-                if logs:
-                    write(record)
-                    since = time.perf_counter()
-                    first_step = trainer.done
+            logged = last or trainer.done % settings.log_every == 0
+            self.progress.update(done=trainer.done)
+            if logged or trainer.done == self.first:
+                self._report(result, logged=logged)
             if last or trainer.done % settings.save_every == 0:
                 trainer.save(checkpoint)
             if trainer.heldout is not None and (last or trainer.done % settings.eval_every == 0):
-                record = evaluation_record(trainer)
-                write(record)
-                shown.print(
-                    f"step {trainer.done}: held-out acceptance length "
-                    f"{record['heldout_acceptance_length']:.2f}"
-                )
-                since = time.perf_counter()
-                first_step = trainer.done
-    save_draft(trainer.draft, settings.output, read_json(settings.target / "config.json"))
-    print(f"drafter written to {settings.output}", file=sys.stderr)
+                self._evaluate()
+
+    def _report(self, result: StepResult, *, logged: bool) -> None:
+        done = self.trainer.done
+        seconds = (time.perf_counter() - self.since) / (done - self.first_timed)
+        record = step_record(self.trainer, result, seconds)
+        loss = record["loss"]
+        length = record["expected_length"]
+        self.progress.update(f"training (step {done}: loss {loss:.3f}, length {length:.2f})")
+        if done == self.first:
+            self.progress.show()
+        if logged:
+            self._write(record)
+            self._restart_clock()
+
+    def _evaluate(self) -> None:
+        record = evaluation_record(self.trainer)
+        self._write(record)
+        self.progress.print(
+            f"step {self.trainer.done}: held-out acceptance length "
+            f"{record['heldout_acceptance_length']:.2f}"
+        )
+        self._restart_clock()
+
+    def _restart_clock(self) -> None:
+        """Measure the seconds per step from here."""
+        self.since = time.perf_counter()
+        self.first_timed = self.trainer.done
+
+    def _write(self, record: dict[str, Any]) -> None:
+        print(json.dumps(record), file=self.lines, flush=True)
 
 
 def main() -> int:

@@ -9,13 +9,29 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 ROUND = 64
 """Batches are padded to a multiple of this length, to limit the number of shapes."""
+
+
+class ChatTokenizer(Protocol):
+    """What training needs of a transformers tokenizer."""
+
+    mask_token_id: int | None
+
+    def __len__(self) -> int: ...
+
+    def get_vocab(self) -> dict[str, int]: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> Sequence[int]: ...
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, Any]], *, tokenize: bool, **options: object
+    ) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -81,7 +97,11 @@ def template_options(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def render(
-    tokenizer: Any, messages: list[dict[str, Any]], options: dict[str, Any], *, answer: bool
+    tokenizer: ChatTokenizer,
+    messages: list[dict[str, Any]],
+    options: dict[str, Any],
+    *,
+    answer: bool,
 ) -> list[int]:
     """Return the token ids of a chat; `answer` adds the opening of the assistant's turn."""
     text = tokenizer.apply_chat_template(
@@ -103,7 +123,9 @@ def answer_turns(line: dict[str, Any], place: str) -> list[int]:
     return [i for i, message in enumerate(messages) if message["role"] == "assistant"]
 
 
-def chat_sample(tokenizer: Any, line: dict[str, Any], place: str, eos_ids: Sequence[int]) -> Sample:
+def chat_sample(
+    tokenizer: ChatTokenizer, line: dict[str, Any], place: str, eos_ids: Sequence[int]
+) -> Sample:
     """Encode a chat as one sequence, supervised from each answer's opening through its end token.
 
     An earlier answer that the template renders differently in the history (Qwen3 drops its
@@ -135,7 +157,12 @@ def chat_sample(tokenizer: Any, line: dict[str, Any], place: str, eos_ids: Seque
 
 
 def read_samples(
-    path: Path, tokenizer: Any, *, vocabulary: int, eos_ids: Sequence[int], max_length: int
+    path: Path,
+    tokenizer: ChatTokenizer,
+    *,
+    vocabulary: int,
+    eos_ids: Sequence[int],
+    max_length: int,
 ) -> list[Sample]:
     """Read the sequences of a JSONL file, cut to `max_length`, without those that have no block.
 

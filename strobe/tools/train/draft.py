@@ -18,12 +18,13 @@ from strobe.models.config_readers.zlab import default_capture_layers
 from strobe.models.dflash import DFlash
 from strobe.models.target import Target
 from strobe.models.weight_mapping import mapping_of
+from strobe.tools.train.data import ChatTokenizer
 from strobe.tools.train.settings import DraftShape
 
 MASK_NAMES = ("<|mask|>", "<|MASK|>", "<mask>")
 
 
-def find_mask_token(tokenizer: Any, rows: int) -> int:
+def find_mask_token(tokenizer: ChatTokenizer, rows: int) -> int:
     """Return the token id for empty slots: a mask token, else the first unused row.
 
     rows: number of rows of the target's embedding.
@@ -45,22 +46,7 @@ def find_mask_token(tokenizer: Any, rows: int) -> int:
 def draft_config(shape: DraftShape, target: TargetConfig, mask_token: int) -> DraftConfig:
     """Return a new drafter's config. Raises ValueError if the shape does not fit the target."""
     target_decoder = target.decoder
-    ids = shape.target_layer_ids
-    if ids is None:
-        if not 1 <= shape.features <= max(1, target_decoder.num_layers - 3):
-            raise ValueError(
-                f"draft.features is {shape.features}, but a target of "
-                f"{target_decoder.num_layers} layers "
-                f"gives 1 to {max(1, target_decoder.num_layers - 3)}; lower it or name "
-                "draft.target_layer_ids."
-            )
-        ids = tuple(default_capture_layers(target_decoder.num_layers, shape.features))
-    wrong = [i for i in ids if not 0 <= i < target_decoder.num_layers]
-    if not ids or wrong or len(set(ids)) < len(ids):
-        raise ValueError(
-            f"draft.target_layer_ids is {list(ids)}, but must name different layers from 0 to "
-            f"{target_decoder.num_layers - 1}."
-        )
+    ids = _target_layers(shape, target_decoder.num_layers)
     if not 0 <= mask_token < target_decoder.vocab_size:
         raise ValueError(
             f"draft.mask_token_id is {mask_token}, but the target's ids are 0 to "
@@ -94,6 +80,27 @@ def draft_config(shape: DraftShape, target: TargetConfig, mask_token: int) -> Dr
         logit_softcap=None,
         dtype="bfloat16",
     )
+
+
+def _target_layers(shape: DraftShape, count: int) -> tuple[int, ...]:
+    """Return the target's layers whose output the drafter reads. count: the target's layers. Raises
+    ValueError for layers that it does not have."""
+    ids = shape.target_layer_ids
+    if ids is None:
+        max_features = max(1, count - 3)
+        if not 1 <= shape.features <= max_features:
+            raise ValueError(
+                f"draft.features is {shape.features}, but a target of {count} layers gives 1 to "
+                f"{max_features}; lower it or name draft.target_layer_ids."
+            )
+        ids = tuple(default_capture_layers(count, shape.features))
+    wrong = [i for i in ids if not 0 <= i < count]
+    if not ids or wrong or len(set(ids)) < len(ids):
+        raise ValueError(
+            f"draft.target_layer_ids is {list(ids)}, but must name different layers from 0 to "
+            f"{count - 1}."
+        )
+    return ids
 
 
 def new_draft(config: DraftConfig, target: Target, *, max_positions: int, seed: int) -> DFlash:

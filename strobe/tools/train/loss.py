@@ -51,14 +51,15 @@ class Slots:
 
 def _measure(
     head: Callable[[Tensor], Tensor], x: Tensor, labels: Tensor, teacher: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Slots:
+    """Measure flat slots: x [N, H], labels [N], teacher logits [N, V] or None."""
     logits = head(x).float()
     ce = F.cross_entropy(logits, labels, reduction="none")
     kl = torch.zeros_like(ce)
     if teacher is not None:
         target_logprobs, draft_logprobs = (F.log_softmax(x.float(), -1) for x in (teacher, logits))
         kl = F.kl_div(draft_logprobs, target_logprobs, reduction="none", log_target=True).sum(-1)
-    return ce, kl, logits.argmax(-1) == labels
+    return Slots(cross_entropy=ce, kl=kl, correct=logits.argmax(-1) == labels)
 
 
 def measure_slots(
@@ -91,8 +92,11 @@ def measure_slots(
             )
             for i in range(0, x.shape[0], rows)
         ]
-    ce, kl, correct = [torch.cat(column).view(labels.shape) for column in zip(*parts, strict=True)]
-    return Slots(cross_entropy=ce, kl=kl, correct=correct)
+    return Slots(
+        cross_entropy=torch.cat([part.cross_entropy for part in parts]).view(labels.shape),
+        kl=torch.cat([part.kl for part in parts]).view(labels.shape),
+        correct=torch.cat([part.correct for part in parts]).view(labels.shape),
+    )
 
 
 def block_loss(slots: Slots, valid: Tensor, objective: Objective) -> Tensor:

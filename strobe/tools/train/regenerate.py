@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import tyro
 from transformers import AutoTokenizer
@@ -19,7 +18,13 @@ from transformers import AutoTokenizer
 from strobe.exit_status import exit_status
 from strobe.models.architectures import load_target_config
 from strobe.progress import Progress
-from strobe.tools.train.data import answer_turns, read_lines, render, template_options
+from strobe.tools.train.data import (
+    ChatTokenizer,
+    answer_turns,
+    read_lines,
+    render,
+    template_options,
+)
 from strobe.wording import counted
 
 Answer = Callable[[list[list[int]], int], Sequence[Sequence[int]]]
@@ -52,7 +57,7 @@ class RegenerateSettings:
             raise ValueError("at_once and max_tokens must be at least 1.")
 
 
-def prompts(path: Path, tokenizer: Any, *, room: int) -> Iterator[list[int]]:
+def prompts(path: Path, tokenizer: ChatTokenizer, *, room: int) -> Iterator[list[int]]:
     """Yield a data set's prompts as token ids: one before each answer of a chat, and one more for a
     chat that ends with a user message. Raises ValueError for a prompt of more than `room` tokens.
     """
