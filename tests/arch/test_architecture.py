@@ -1,4 +1,4 @@
-"""Architecture rules: allowed imports, and steps that fit on one screen."""
+"""Architecture rules: allowed imports, steps that fit on one screen, and lines that breathe."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import grimp
 import pytest
@@ -16,6 +19,22 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "strobe"
 CORE = ("engine", "speculation", "runner", "models", "kv", "sampling", "text")
 STEP_LINES = 30
+CLEAN_ROOMS = (
+    "attention",
+    "cli",
+    "compat",
+    "hub",
+    "integrations",
+    "kv",
+    "ranks",
+    "text",
+    "tools",
+    "warmup",
+    ".",
+)
+"""Rooms without packed lines, "." for the package's own files. Others join as they are cleaned."""
+MAX_POSITIONAL_FIELDS = 3
+"""Fields of a record that may be built by position."""
 
 
 def loaded_by(statement: str) -> set[str]:
@@ -138,3 +157,164 @@ def test_full_table_names_existing_tests():
         for pattern in patterns:
             beginning = re.split(r"[^\w ']", pattern)[0]
             assert beginning in text, f"{path} has no test whose name matches {pattern!r}"
+
+
+class Module(NamedTuple):
+    """A parsed file of the package."""
+
+    name: str
+    path: Path
+    tree: ast.Module
+
+
+@cache
+def modules() -> dict[str, Module]:
+    """Return the package's modules by their names."""
+    parsed: dict[str, Module] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        relative = path.relative_to(ROOT)
+        name = ".".join(relative.with_suffix("").parts).removesuffix(".__init__")
+        parsed[name] = Module(name, relative, ast.parse(path.read_text(encoding="utf-8")))
+    return parsed
+
+
+def modules_of(room: str) -> list[Module]:
+    folder = Path("strobe", room)
+    if room == ".":
+        return [module for module in modules().values() if module.path.parent == folder]
+    return [module for module in modules().values() if folder in module.path.parents]
+
+
+def packed_assignments(module: Module) -> Iterator[ast.AST]:
+    """Yield the assignments of several values to as many names, unless they swap them."""
+    for node in ast.walk(module.tree):
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
+            continue
+        for target in node.targets:
+            if isinstance(target, ast.Tuple):
+                names = sorted(ast.unparse(name) for name in target.elts)
+                if names != sorted(ast.unparse(value) for value in node.value.elts):
+                    yield node
+
+
+def unpacked_tuples(module: Module) -> Iterator[ast.AST]:
+    """Yield the calls that unpack a local name next to other arguments. A function may forward its
+    own *args."""
+    forwarded = {
+        node.args.vararg.arg
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        and node.args.vararg is not None
+    }
+    for node in ast.walk(module.tree):
+        if not isinstance(node, ast.Call) or len(node.args) + len(node.keywords) < 2:
+            continue
+        stars = [arg.value for arg in node.args if isinstance(arg, ast.Starred)]
+        if any(isinstance(value, ast.Name) and value.id not in forwarded for value in stars):
+            yield node
+
+
+def positional_records(module: Module) -> Iterator[ast.AST]:
+    """Yield the calls that build a record of more than MAX_POSITIONAL_FIELDS fields by position."""
+    for node in ast.walk(module.tree):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+            continue
+        record = record_of(module, node.func.id)
+        unpacks = any(isinstance(argument, ast.Starred) for argument in node.args)
+        if node.args and not unpacks and record and num_fields(*record) > MAX_POSITIONAL_FIELDS:
+            yield node
+
+
+def record_of(module: Module, name: str) -> tuple[Module, ast.ClassDef] | None:
+    """Return the dataclass or named tuple that a module means by a name, and its own module."""
+    for node in module.tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return (module, node) if is_record(node) else None
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.ImportFrom) and node.module in modules():
+            for alias in node.names:
+                if name == (alias.asname or alias.name):
+                    return record_of(modules()[node.module], alias.name)
+    return None
+
+
+def is_record(node: ast.ClassDef) -> bool:
+    kinds = [decorator_name(decorator) for decorator in node.decorator_list]
+    is_dataclass = "dataclass" in kinds or "settings" in kinds
+    return is_dataclass or "NamedTuple" in [ast.unparse(base) for base in node.bases]
+
+
+def decorator_name(node: ast.expr) -> str:
+    return ast.unparse(node.func if isinstance(node, ast.Call) else node)
+
+
+def num_fields(module: Module, node: ast.ClassDef) -> int:
+    """Return the number of fields of a record, with those that it inherits."""
+    own = sum(
+        isinstance(part, ast.AnnAssign) and "ClassVar" not in ast.unparse(part.annotation)
+        for part in node.body
+    )
+    bases = [record_of(module, ast.unparse(base)) for base in node.bases]
+    return own + sum(num_fields(*base) for base in bases if base is not None)
+
+
+PACKED_LINES = {
+    "parallel assignment": packed_assignments,
+    "unpacked local tuple": unpacked_tuples,
+    "record built by position": positional_records,
+}
+
+
+@pytest.mark.parametrize("rule", PACKED_LINES)
+def test_lines_are_not_packed(rule: str):
+    packed = [
+        f"{module.path}:{node.lineno}: {ast.unparse(node)}"
+        for room in CLEAN_ROOMS
+        for module in modules_of(room)
+        for node in PACKED_LINES[rule](module)
+    ]
+    assert packed == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "line"),
+    [
+        ("parallel assignment", "a, b = 1, 2"),
+        ("parallel assignment", "self.a, self.b = b, a"),
+        ("unpacked local tuple", "f(*parts, x)"),
+        ("unpacked local tuple", "f(*parts, key=x)"),
+        ("record built by position", "Record(1, 2, 3, 4)"),
+        ("record built by position", "Record(1, b=2)"),
+        ("record built by position", "Derived(1, b=2)"),
+    ],
+)
+def test_packed_line_is_found(rule: str, line: str):
+    nodes = list(PACKED_LINES[rule](sample_module(line)))
+    assert [ast.unparse(node) for node in nodes] == [ast.unparse(ast.parse(line))]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "a, b = b, a",
+        "a, b = pair",
+        "f(*parts)",
+        "f(*parts_of(x), y)",
+        "def g(*values):\n    f(*values, x)",
+        "Record(a=1, b=2, c=3, d=4)",
+        "Small(1, 2, 3)",
+    ],
+)
+def test_plain_line_is_not_packed(line: str):
+    module = sample_module(line)
+    assert not [node for rule in PACKED_LINES.values() for node in rule(module)]
+
+
+def sample_module(line: str) -> Module:
+    """Return a module with records of three and four fields, and a line."""
+    text = (
+        "class Small(NamedTuple):\n    a: int\n    b: int\n    c: int\n"
+        "@dataclass(frozen=True)\nclass Record:\n    a: int\n    b: int\n    c: int\n    d: int\n"
+        f"@dataclass\nclass Derived(Record):\n    kind: ClassVar[str]\n{line}\n"
+    )
+    return Module("sample", Path("sample.py"), ast.parse(text))
