@@ -206,7 +206,7 @@ class Limits:
 
     @property
     def num_positions(self) -> int:
-        """Positions that rows may have: the context's, and those of a drafting step after it."""
+        """Positions that rows may have: the context's, and a drafting step's after it."""
         return self.max_model_len + self.lookahead + 1
 
     @property

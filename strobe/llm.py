@@ -314,7 +314,7 @@ class LLM:
             ]
 
     def _abort(self, outputs: Sequence[RequestOutput]) -> None:
-        """Abort those of the requests that are still running, after an exception or an abandoned
+        """Abort the requests that are still running, after an exception or an abandoned
         stream."""
         request_ids = {output.request_id for output in outputs}
         for key, (request, answer, _) in list(self._answers.items()):

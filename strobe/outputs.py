@@ -248,7 +248,7 @@ class AnswerBuilder:
     def collect(self, event: TokenEvent) -> None:
         """Add one event of an answer that is not streamed; its text is decoded once, at the end.
         Answers with stop strings need `push`, since their text decides where they end."""
-        assert not self.params.stop, "a stop string is found in text"
+        assert not self.params.stop, "a stop string needs decoded text"
         self._start(event)
         self._add(event, len(event.tokens), None)
         if event.finish_reason is not None:
@@ -267,7 +267,7 @@ class AnswerBuilder:
             return
         start = event.start
         self._started = True
-        assert start is not None, "an answer's first event says how it began"
+        assert start is not None, "an answer's first event has its start"
         self.method = start.method
         self.off_reason = start.off_reason
         if not self.params.include_stop_str_in_output:

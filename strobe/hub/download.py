@@ -76,7 +76,7 @@ def snapshot_of(directory: Path) -> Snapshot | None:
 
 def display_name(path: Path) -> str:
     """Return the name that a user knows a checkpoint's directory or GGUF file by: the hub's, not
-    that of the commit's directory in the cache."""
+    the commit's, which names the directory in the cache."""
     snapshot = snapshot_of(path)
     return path.absolute().name if snapshot is None else snapshot.name
 

@@ -31,8 +31,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def source_of(directory: Path) -> Path:
-    """Return what the user calls a checkpoint: its directory, or the GGUF file that the directory
-    describes."""
+    """Return the path that names a checkpoint for the user: its directory, or the GGUF file that
+    the directory describes."""
     link = directory / GGUF_LINK
     return link.readlink() if link.is_symlink() else directory
 

@@ -23,8 +23,8 @@ from strobe.server.openai.protocol.errors import error_body
 from strobe.server.openai.replies import CHUNK_STREAM_END, typed_event
 
 PROMPT_FIELDS = ("cache_salt", "system", "instructions", "tools", "messages", "prompt", "input")
-"""Fields of a request from which its prompt is made, in that order: where these texts of two
-requests begin alike, so do their prompts. Requests with different salts share no cached prefix."""
+"""Fields of a request that its prompt consists of, in that order: if these texts of two requests
+share a prefix, so do their prompts. Requests with different salts share no cached prefix."""
 MAX_PROMPT = 1 << 16
 """Characters of a prompt to compare."""
 _SCOPE = (
@@ -143,8 +143,8 @@ async def read_body(receive: Receive, limit: int) -> bytes | None:
 
 
 async def respond(app: ASGIApp, request: ForwardedRequest) -> AsyncGenerator[list[Message]]:
-    """Yield the application's messages, several at once if they come faster than they are taken. If
-    the generator is closed, the application sees that the client disconnected."""
+    """Yield the application's messages, several at once if the caller reads more slowly. If the
+    generator is closed, the application sees that the client disconnected."""
     bodies: list[Message] = [{"type": "http.request", "body": request.body, "more_body": False}]
     messages: list[Message] = []
     wake = asyncio.Event()
@@ -183,7 +183,7 @@ def _add_loads(bodies: Mapping[str, bytes], silent: Collection[str] = ()) -> byt
 
 
 def merge_metrics(pages: Mapping[str, bytes], silent: Collection[str] = ()) -> bytes:
-    """Merge the replicas' pages of metrics; each sample gets the label `replica`, also that of
+    """Merge the replicas' pages of metrics; each sample gets the label `replica`, also
     strobe:replica_up, which is 0 for a silent replica."""
     families: dict[str, dict[str, None]] = {}  # lines by family; the inner one is an ordered set
     for replica, page in pages.items():

@@ -70,7 +70,7 @@ LAST_ACCEPT_SECONDS = 60.0
 """Seconds in which the last replica has to accept a request. The watchdog ends a stopped replica
 in between."""
 ALL_SECONDS = 5.0
-"""Seconds in which replicas have to answer what is asked of all."""
+"""Seconds in which each replica has to answer a request that goes to all."""
 LOST = "The replica that answered this request was lost; send the request again."
 SILENT = "No replica accepted this request in time; send the request again."
 
@@ -162,14 +162,14 @@ class Ingress:
         if not ROUTING.replicas:  # the first request makes Ray's router
             await self._whole(replace(request), LAST_ACCEPT_SECONDS)
         ids = sorted(ROUTING.replicas)
-        asked = [
+        tasks = [
             asyncio.create_task(
                 self._whole(replace(request, owner=name, excluded=(name,))),
                 context=Context(),  # Ray's router mixes up calls at once in the context of one
             )
             for name in ids
         ]
-        answers = await asyncio.gather(*asked)
+        answers = await asyncio.gather(*tasks)
         responses = dict(answer for answer in answers if answer is not None)
         if not responses:
             await send_failure(
@@ -193,7 +193,7 @@ class Ingress:
         stream = self.answers.remote(request)
         try:
             async with asyncio.timeout(seconds):
-                if await anext(stream):  # another one than was asked, while its engine restarts
+                if await anext(stream):  # the id of a replica whose engine restarts
                     return None
                 replica = ROUTING.replica_of(request)
                 return replica, [message async for part in stream for message in part]

@@ -56,8 +56,8 @@ class ReplicaRouter(_prefix_router()):
     It prefers the replica that has answered the prompt with the longest common prefix, unless that
     has more open requests: each that this router has sent there outweighs OPEN_TOKENS. A request
     that names a stored response goes to the replica that stores it. Prefixes are kept by an actor,
-    without which requests are routed as if they had no prompt. Replicas that an ingress has found
-    silent come last.
+    without which requests are routed as if they had no prompt. Silent replicas come
+    last.
     """
 
     async def choose_replicas(
@@ -95,12 +95,12 @@ class ReplicaRouter(_prefix_router()):
         return [[replica] for replica in ordered]
 
     def _num_waiting(self, replica: RunningReplica) -> int:
-        """Return the replica's open requests, also those of other routers, as last known."""
+        """Return the replica's open requests, other routers' included, as last known."""
         return self.replica_queue_len_cache.get(replica.replica_id) or 0
 
     async def _cached(self, prompt: str, replicas: Sequence[RunningReplica]) -> dict[str, int]:
         """Return the length of the prompt's prefix that replicas have answered: the longest, and
-        the longest of those that have not answered that one."""
+        the longest on a replica that has not answered that one."""
         if not prompt:
             return {}
         cached: dict[str, int] = {}

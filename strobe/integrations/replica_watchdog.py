@@ -54,8 +54,8 @@ class Heartbeat:
 
 def watch(pid: int, seconds: int, fd: int = 0) -> bool:
     """Return once the process has ended, or has written nothing to `fd` for so many seconds, which
-    kills it. Returns whether it was killed. The seconds are those of the checks: while the machine
-    is suspended, none pass."""
+    kills it. Returns whether it was killed. It counts seconds by its checks: while the machine is
+    suspended, none pass."""
     silent = 0.0
     while silent < seconds:
         if not select.select([fd], [], [], BEAT_SECONDS)[0]:

@@ -7,7 +7,7 @@
 A state cannot be truncated as keys and values can. So the stored state is an older one, together
 with each later row's change to it, which no row after that affects. The next forward knows by its
 start how many rows were accepted, and first applies their changes. It writes the state only if its
-own rows would not fit beside those. Rows of a longer span, a prefill chunk, update the state at
+own rows would not fit next to them. Rows of a longer span, a prefill chunk, update the state at
 once.
 """
 

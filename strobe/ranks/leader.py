@@ -285,7 +285,8 @@ class Ranks:
 
     def _first_failed(self) -> Connection:
         """Wait until a rank ends or stalls; return its pipe."""
-        behind = dict[Connection, tuple[Any, float]]()  # its progress, and since when
+        reached = dict[Connection, tuple[int, ...] | None]()  # each rank's progress
+        since = dict[Connection, float]()
         while True:
             ready = connection.wait(self._pipes, timeout=_CHECK_SECONDS)
             if ready:
@@ -298,12 +299,13 @@ class Ranks:
             limit = STALL_SECONDS if self.group.step else START_SECONDS
             for rank, pipe in enumerate(self._pipes, start=1):
                 progress = self.group.progress(rank)
-                if progress is None or behind.get(pipe, (None, now))[0] != progress:
-                    behind[pipe] = progress, now
-            # Once a rank stalls, others wait for it: the one that got least far comes first.
-            stalled = [pipe for pipe in self._pipes if now - behind[pipe][1] > limit]
+                if progress is None or reached.get(pipe) != progress:
+                    reached[pipe] = progress
+                    since[pipe] = now
+            # Once a rank stalls, others wait for it: the rank with the smallest progress is first.
+            stalled = [pipe for pipe in self._pipes if now - since[pipe] > limit]
             if stalled:
-                return min(stalled, key=lambda pipe: behind[pipe][0])
+                return min(stalled, key=lambda pipe: reached[pipe] or ())
 
     def _reason(self, rank: int) -> Failure:
         group = self.group

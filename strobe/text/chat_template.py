@@ -22,7 +22,7 @@ EmptyContent = Literal["absent", "text", "null"]
 
 @dataclass(frozen=True)
 class TemplateCapabilities:
-    """What a chat template reads; the defaults are what most templates do.
+    """The forms that a chat template reads; the defaults suit most templates.
 
     part_roles: roles whose content must be a list of parts instead of a text. system: system
     messages that it shows. shows_tools, shows_calls, shows_results: whether the prompt contains the
@@ -224,7 +224,7 @@ def _as_object(arguments: object) -> object:
 
 
 def probe_template(render: Render) -> TemplateCapabilities:
-    """Return what a chat template reads, found by rendering short conversations."""
+    """Return what a chat template reads, by rendering short conversations."""
     return _Probe(render).capabilities
 
 
@@ -264,7 +264,7 @@ def _call_turn(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Probe:
-    """Finds a template's capabilities one after another; each probe uses those found before."""
+    """Finds a template's capabilities one after another; each probe uses the earlier ones."""
 
     def __init__(self, render: Render):
         self._render = render
@@ -335,7 +335,7 @@ class _Probe:
         form if several are equal."""
         before = self.capabilities
         best = self.capabilities
-        most = 0
+        max_shown = 0
         forms: tuple[tuple[EmptyContent, bool], ...] = (
             ("absent", False), ("text", False), ("absent", True), ("text", True), ("null", False),
             ("null", True),
@@ -345,10 +345,10 @@ class _Probe:
                 before, empty_content=empty_content, arguments_as_text=as_text
             )
             count = sum(_has_call(text) for text in self._texts_with_call())
-            if count > most:
+            if count > max_shown:
                 best = self.capabilities
-                most = count
-        self.capabilities = replace(best, shows_calls=most > 0)
+                max_shown = count
+        self.capabilities = replace(best, shows_calls=max_shown > 0)
 
     def _texts_with_call(self) -> list[str | None]:
         """Return the texts of conversations with a call."""

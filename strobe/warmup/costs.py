@@ -25,7 +25,7 @@ SECONDS = {"cuda": 60.0, "cpu": 5.0}  # after which no further kind is timed
 LONG_PROMPT = 2048
 MAX_LONG_PROMPTS = 16
 MAX_REQUESTS = {"cuda": 2**30, "cpu": 8}  # beyond, a CPU's costs go on as a line
-_MAX_STEPS = 400  # after which a kind that has not run is given up
+_MAX_STEPS = 400  # after which a kind that has not run is skipped
 
 _ENDLESS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 
@@ -78,7 +78,7 @@ def measure_costs(engine: Engine) -> None:
 
 
 class StepKind(NamedTuple):
-    """Steps of `requests` requests with prompts of `prompt` tokens, and how they draft."""
+    """Steps of `requests` requests with prompts of `prompt` tokens. option: their drafts."""
 
     requests: int
     prompt: int

@@ -96,7 +96,7 @@ def added_times(
 
 
 def floor_by_part(shapes: Shapes, rates: Rates, requests: int, context: float) -> list[Figures]:
-    """Return bytes, operations and the least milliseconds of each part of a step."""
+    """Return bytes, operations and the minimum milliseconds of each part of a step."""
     parts = {name: work for name, work in _parts(shapes, requests, context).items() if work.bytes}
     return [
         {

@@ -34,7 +34,7 @@ from strobe.tools.bench.traces import Traces
 from strobe.wording import counted
 
 Place = list[tuple[NDArray[np.int64], NDArray[np.float16]]]
-"""The drafts made at a token, and their margins, for each width of a block."""
+"""Drafts from one token, and their margins, for each width of a block."""
 
 
 class _RecordingProposer:

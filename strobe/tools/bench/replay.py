@@ -63,7 +63,7 @@ class ReplayEngine(Engine):
             self.first.index_copy_(0, slots, upload(first, self.state.device))
 
     def _place_of(self, slots: Tensor, lengths: Tensor) -> Tensor:
-        """Return the place in the traces of each span, given the positions it has, [S]."""
+        """Return the place in the traces of each span, by its number of positions, [S]."""
         return (self.first[slots] + lengths) % self.places
 
     def _num_accepted(self, layout: Layout, batch: Batch) -> Tensor:

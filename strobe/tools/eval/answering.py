@@ -46,7 +46,7 @@ class Conversation:
 
 @dataclass
 class Run:
-    """Every conversation once, in the samples' order, and the seconds taken."""
+    """Every conversation once, in the samples' order, and their total seconds."""
 
     conversations: list[Conversation]
     seconds: float = 0.0

@@ -164,7 +164,7 @@ def read_samples(
     eos_ids: Sequence[int],
     max_length: int,
 ) -> list[Sample]:
-    """Read the sequences of a JSONL file, cut to `max_length`, without those that have no block.
+    """Read the sequences of a JSONL file, cut to `max_length`; those without a block are left out.
 
     tokenizer: a transformers tokenizer, used only for lines with messages.
     """

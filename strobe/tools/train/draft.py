@@ -107,8 +107,8 @@ def new_draft(config: DraftConfig, target: Target, *, max_positions: int, seed: 
     """Create a trainable fp32 drafter with random weights that uses the target's embedding and
     head.
 
-    Linear layers start with variance 1 / inputs; those that end a residual branch are divided by
-    the square root of the number of branches. The final norm starts as the target's, since both
+    Linear layers start with variance 1 / inputs; at the end of a residual branch, they are divided
+    by the square root of the number of branches. The final norm starts as the target's, since both
     feed the same head. The embedding is converted to fp32, so that the residual stream is fp32.
     """
     config = replace(config, embedding_scale=target.config.embedding_scale)
