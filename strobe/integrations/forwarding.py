@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pydantic_core import from_json
@@ -145,34 +146,43 @@ async def read_body(receive: Receive, limit: int) -> bytes | None:
 async def respond(app: ASGIApp, request: ForwardedRequest) -> AsyncGenerator[list[Message]]:
     """Yield the application's messages, several at once if the caller reads more slowly. If the
     generator is closed, the application sees that the client disconnected."""
-    bodies: list[Message] = [{"type": "http.request", "body": request.body, "more_body": False}]
-    messages: list[Message] = []
-    wake = asyncio.Event()
-    disconnected = asyncio.Event()
-
-    async def receive() -> Message:
-        if bodies:
-            return bodies.pop()
-        await disconnected.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: Message) -> None:
-        messages.append(message)
-        wake.set()
-
-    task = asyncio.ensure_future(app({**request.scope, "state": {}}, receive, send))
-    task.add_done_callback(lambda _: wake.set())
+    connection = _Connection(request.body)
+    scope = {**request.scope, "state": {}}
+    task = asyncio.ensure_future(app(scope, connection.receive, connection.send))
+    task.add_done_callback(lambda _: connection.wake.set())
     try:
-        while not task.done() or messages:
-            await wake.wait()
-            wake.clear()
-            if messages:
-                batch = messages[:]
-                messages.clear()  # before the caller runs: more can come meanwhile
+        while not task.done() or connection.messages:
+            await connection.wake.wait()
+            connection.wake.clear()
+            if connection.messages:
+                batch = connection.messages
+                connection.messages = []  # before the caller runs: more can come meanwhile
                 yield batch
         await task
     finally:
-        disconnected.set()
+        connection.disconnected.set()
+
+
+class _Connection:
+    """The application's end of a request. messages: sent by the application and not yet read; wake:
+    set when there are some."""
+
+    def __init__(self, body: bytes):
+        self.bodies: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        self.messages: list[Message] = []
+        self.wake = asyncio.Event()
+        self.disconnected = asyncio.Event()
+
+    async def receive(self) -> Message:
+        """Return the body, then wait for the client to disconnect."""
+        if self.bodies:
+            return self.bodies.pop()
+        await self.disconnected.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        self.messages.append(message)
+        self.wake.set()
 
 
 def _add_loads(bodies: Mapping[str, bytes], silent: Collection[str] = ()) -> bytes:
@@ -250,14 +260,14 @@ def merge(
 
 def without_request_id(send: Send) -> Send:
     """Return `send` without the header of the request's id, for a proxy that adds it."""
+    return partial(_send_without_id, send)
 
-    async def send_rest(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            headers = [h for h in message["headers"] if h[0] != b"x-request-id"]
-            message = {**message, "headers": headers}
-        await send(message)
 
-    return send_rest
+async def _send_without_id(send: Send, message: Message) -> None:
+    if message["type"] == "http.response.start":
+        headers = [h for h in message["headers"] if h[0] != b"x-request-id"]
+        message = {**message, "headers": headers}
+    await send(message)
 
 
 async def send_failure(

@@ -16,7 +16,7 @@ from strobe.integrations import forwarding
 from strobe.integrations.forwarding import ForwardedRequest
 from strobe.server.engine_process.replicas import MAX_CREDIT, OPEN_TOKENS
 
-if TYPE_CHECKING:  # Ray's types, of which its code has no stubs
+if TYPE_CHECKING:  # Ray may not be installed, so its types are described here
 
     class ReplicaID(Protocol):
         unique_id: str
@@ -56,8 +56,7 @@ class ReplicaRouter(_prefix_router()):
     It prefers the replica that has answered the prompt with the longest common prefix, unless that
     has more open requests: each that this router has sent there outweighs OPEN_TOKENS. A request
     that names a stored response goes to the replica that stores it. Prefixes are kept by an actor,
-    without which requests are routed as if they had no prompt. Silent replicas come
-    last.
+    without which requests are routed as if they had no prompt. Silent replicas come last.
     """
 
     async def choose_replicas(

@@ -7,6 +7,7 @@ import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,16 +59,12 @@ def prompts_of(llm: LLM, examples: Sequence[Example]) -> list[Prompt]:
     ]
 
 
-def answerer(llm: LLM, params: SamplingParams) -> Answer:
-    """Return a function that answers one prompt with `llm` and raises ValueError if that fails."""
-
-    def answer(prompt: Prompt) -> RequestOutput:
-        (output,) = llm.generate([prompt], params, use_tqdm=False)
-        if output.outputs[0].error is not None:
-            raise ValueError(output.outputs[0].error)
-        return output
-
-    return answer
+def answer(prompt: Prompt, *, llm: LLM, params: SamplingParams) -> RequestOutput:
+    """Return the answer to one prompt. Raises ValueError for a prompt that cannot run."""
+    (output,) = llm.generate([prompt], params, use_tqdm=False)
+    if output.outputs[0].error is not None:
+        raise ValueError(output.outputs[0].error)
+    return output
 
 
 def race(
@@ -165,7 +162,10 @@ def run_demo(
     if not as_json:
         _stream(drafting, examples[0], example_prompts[0], params)
         print("\nComparing plain decoding with DFlash, one request at a time ...", flush=True)
-    ways = {"plain": answerer(plain, params), "dflash": answerer(drafting, params)}
+    ways = {
+        "plain": partial(answer, llm=plain, params=params),
+        "dflash": partial(answer, llm=drafting, params=params),
+    }
     total = len(ways) * (1 + repeats * len(example_prompts))
     with Progress("Comparing", total, unit="answers") as shown:
         runs = race(ways, example_prompts, repeats, shown.advance)

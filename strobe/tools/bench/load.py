@@ -98,7 +98,7 @@ class PlannedLoad(NamedTuple):
 
     labels: Figures
     arrivals: list[Arrival]
-    count: int
+    max_open: int
 
 
 def _measure(
@@ -111,15 +111,15 @@ def _measure(
 ) -> list[Figures]:
     """Return a row for each way under one load: the median of its runs, which take turns with those
     of the other ways."""
-    labels, arrivals, count = planned
+    labels, arrivals, max_open = planned
     runs: dict[str, list[LoadRun]] = {way: [] for way in ways}
     for repeat in range(settings.repeats):
         for way, switch in ways.items():
             say(f"{way}: {labels}")
             switch()
-            driver = Driver(engine, settings, way, count)
+            driver = Driver(engine, settings, way, max_open)
             if not repeat and not settings.rate:  # warm up, and let the policy learn
-                first = [arrival._replace(at=0.0) for arrival in arrivals[: 2 * count]]
+                first = [arrival._replace(at=0.0) for arrival in arrivals[: 2 * max_open]]
                 _run_without_capture(driver, first)
             runs[way].append(_run_without_capture(driver, arrivals))
     rows: list[Figures] = []
@@ -184,15 +184,20 @@ def _ways(settings: LoadSettings, engine: ReplayEngine) -> dict[str, Callable[[]
     """Return, for each way, a function that switches the engine to it."""
     adaptive = engine.scheduler.draft_policy
     fixed = DraftPolicy()
-
-    def switch(budget: DraftPolicy) -> None:
-        engine.scheduler.draft_policy = budget
-        engine.drafter.margins = budget is adaptive
-
     return {
-        way: lambda budget=adaptive if way == "adaptive" else fixed: switch(budget)
+        way: partial(
+            _switch,
+            engine,
+            policy=adaptive if way == "adaptive" else fixed,
+            margins=way == "adaptive",
+        )
         for way in settings.way_names
     }
+
+
+def _switch(engine: ReplayEngine, *, policy: DraftPolicy, margins: bool) -> None:
+    engine.scheduler.draft_policy = policy
+    engine.drafter.margins = margins
 
 
 def _loads(settings: LoadSettings, traces: Traces, seed: int) -> Iterator[PlannedLoad]:

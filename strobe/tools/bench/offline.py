@@ -45,8 +45,10 @@ from strobe.warmup.costs import measure_costs
 
 @dataclass
 class OfflineRun:
-    """All prompts answered once: the requests in prompt order and their total seconds. full: indices
-    of the steps in which all allowed requests decoded; contexts: their mean context."""
+    """All prompts answered once: the requests in prompt order and their total seconds.
+
+    full: indices of the steps in which all allowed requests decoded; contexts: their mean context.
+    """
 
     requests: list[Request]
     timeline: Timeline

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import torch
@@ -43,19 +44,16 @@ def _matrix_rate(device: torch.device, dtype: torch.dtype, side: int) -> float:
     right = torch.randn(side, side, generator=noise, device=device).to(dtype)
     if dtype == torch.float8_e4m3fn:
         scale = torch.ones((), device=device)
-        columns = right.t()
-
-        def gemm() -> torch.Tensor:
-            return torch._scaled_mm(  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-                left, columns, scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16
-            )
-
+        gemm = partial(
+            torch._scaled_mm,  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+            left,
+            right.t(),
+            scale_a=scale,
+            scale_b=scale,
+            out_dtype=torch.bfloat16,
+        )
     else:
-        out = torch.empty_like(left)
-
-        def gemm() -> torch.Tensor:
-            return torch.mm(left, right, out=out)
-
+        gemm = partial(torch.mm, left, right, out=torch.empty_like(left))
     return 2 * side**3 / median_seconds(gemm, device)
 
 

@@ -208,28 +208,12 @@ def _masked(draft: DraftConfig) -> Iterator[tuple[str, str, DraftConfig]]:
     the full ones; and no windows."""
     decoder = draft.decoder
     sliding = [mask.window is not None for mask in decoder.masks]
-
-    def flipped(layers: Sequence[bool]) -> DraftConfig:
-        masks = tuple(
-            replace(mask, causal=not mask.causal) if flip else mask
-            for mask, flip in zip(decoder.masks, layers, strict=True)
-        )
-        return replace(draft, decoder=replace(decoder, masks=masks))
-
-    def described(layers: Sequence[bool]) -> str:
-        causal_values = {
-            mask.causal for mask, flip in zip(decoder.masks, layers, strict=True) if flip
-        }
-        if len(causal_values) > 1:
-            return "opposite causality in all"
-        return "bidirectional" if causal_values == {True} else "causal"
-
     all_layers = [True] * len(sliding)
-    yield "causality", f"{described(all_layers)} layers", flipped(all_layers)
+    yield "causality", f"{_opposite(draft, all_layers)} layers", _flipped(draft, all_layers)
     if any(sliding) and not all(sliding):
         full = [not is_sliding for is_sliding in sliding]
-        yield "causality", f"{described(sliding)} sliding layers", flipped(sliding)
-        yield "causality", f"{described(full)} full layers", flipped(full)
+        yield "causality", f"{_opposite(draft, sliding)} sliding layers", _flipped(draft, sliding)
+        yield "causality", f"{_opposite(draft, full)} full layers", _flipped(draft, full)
     if any(sliding):
         masks = tuple(replace(mask, window=None) for mask in decoder.masks)
         yield (
@@ -237,6 +221,24 @@ def _masked(draft: DraftConfig) -> Iterator[tuple[str, str, DraftConfig]]:
             "layers without windows",
             replace(draft, decoder=replace(decoder, masks=masks)),
         )
+
+
+def _flipped(draft: DraftConfig, layers: Sequence[bool]) -> DraftConfig:
+    """Return the config with the opposite causality in the chosen layers."""
+    masks = tuple(
+        replace(mask, causal=not mask.causal) if chosen else mask
+        for mask, chosen in zip(draft.decoder.masks, layers, strict=True)
+    )
+    return replace(draft, decoder=replace(draft.decoder, masks=masks))
+
+
+def _opposite(draft: DraftConfig, layers: Sequence[bool]) -> str:
+    """Describe the opposite causality of the chosen layers."""
+    masks = draft.decoder.masks
+    causal_values = {mask.causal for mask, chosen in zip(masks, layers, strict=True) if chosen}
+    if len(causal_values) > 1:
+        return "opposite causality in all"
+    return "bidirectional" if causal_values == {True} else "causal"
 
 
 def _ropes(draft: DraftConfig, target: RopeConfig) -> Iterator[tuple[str, str, DraftConfig]]:

@@ -70,14 +70,15 @@ def check_files(report: Report, target: Path, draft: Path) -> tuple[Any, Any, An
 
 
 def _tensors(report: Report, about: str, path: Path, check: Callable[[], Target | DFlash]) -> None:
-    def fetch_and_check() -> Target | DFlash:
-        fetch_weights(path)
-        return check()
-
-    module = attempt(report, about, fetch_and_check)
+    module = attempt(report, about, lambda: _fetch_and_check(path, check))
     if module is not None:
         count = sum(parameter.numel() for parameter in module.parameters())
         report.ok(about, f"{count:,} values, every tensor as config.json says.")
+
+
+def _fetch_and_check(path: Path, check: Callable[[], Target | DFlash]) -> Target | DFlash:
+    fetch_weights(path)
+    return check()
 
 
 def hashes(directory: Path) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -138,18 +139,14 @@ def _try_variants(
     if it is clearly better than the config as it is."""
     draft = resolved.draft
     assert draft is not None
-
-    def run(config: DraftConfig) -> list[int]:
-        engine = make_engine(resolved, config, module, DraftOnly())
-        return count_matching_drafts(engine, prompts, MAX_TOKENS)
-
+    run = partial(_count_matches, resolved=resolved, module=module, prompts=prompts)
     say("measuring from every token")
     base = run(draft)
     masks = mask_candidates(tokenizer, resolved.target.decoder.vocab_size)
     report.variants.append({"kind": "as it is", "what": "as config.json has it", **_tokens(base)})
     for kind, description, config in variants(draft, resolved.target, masks):
         say(f"trying {description}")
-        matches = attempt(report, kind, lambda c=config: run(c))
+        matches = attempt(report, kind, partial(run, config))
         if matches is not None:
             variant = {
                 "kind": kind,
@@ -165,6 +162,14 @@ def _try_variants(
         if variant["gain"] >= MIN_STANDARD_ERRORS and variant["tokens"] >= min_tokens
     ]
     return max(better, key=lambda variant: variant["tokens"], default=None)
+
+
+def _count_matches(
+    config: DraftConfig, *, resolved: ResolvedConfig, module: Target, prompts: list[list[int]]
+) -> list[int]:
+    """Run a variant; see `count_matching_drafts`."""
+    engine = make_engine(resolved, config, module, DraftOnly())
+    return count_matching_drafts(engine, prompts, MAX_TOKENS)
 
 
 def _tokens(matches: list[int]) -> dict[str, float]:

@@ -175,14 +175,15 @@ def _math(row: Row, seconds: float) -> Sample:
 
 def _human_eval(row: Row, seconds: float) -> Sample:
     prompt, tests, name = (_text(row, part) for part in ("prompt", "test", "entry_point"))
-
-    def grade(text: str) -> bool:
-        text = graders.spoken(text)
-        program = programs.human_eval(text, prompt=prompt, tests=tests, name=name)
-        return programs.passes(program, seconds)
-
+    grade = partial(_passes_human_eval, prompt=prompt, tests=tests, name=name, seconds=seconds)
     task = "Write a solution to the following problem and make sure that it passes the tests:"
     return Sample(turns=(f"{task}\n```python\n{prompt}\n```",), grade=grade, runs_code=True)
+
+
+def _passes_human_eval(text: str, *, prompt: str, tests: str, name: str, seconds: float) -> bool:
+    text = graders.spoken(text)
+    program = programs.human_eval(text, prompt=prompt, tests=tests, name=name)
+    return programs.passes(program, seconds)
 
 
 def _mbpp(row: Row, seconds: float) -> Sample:
@@ -192,14 +193,17 @@ def _mbpp(row: Row, seconds: float) -> Sample:
 def _mbpp_tests(row: Row, seconds: float) -> Sample:
     tests = _texts(row, "test_list")
     imports = tuple(row.get("test_imports") or [row.get("test_setup_code") or ""])
-
-    def grade(text: str) -> bool:
-        text = graders.spoken(text)
-        return programs.passes(programs.mbpp(text, imports=imports, tests=tests), seconds)
-
+    grade = partial(_passes_mbpp, imports=imports, tests=tests, seconds=seconds)
     listed = "\n".join(tests)
     turn = f"{_mbpp(row, seconds).turns[0]}\nThe code should pass these tests:\n{listed}"
     return Sample(turns=(turn,), grade=grade, runs_code=True)
+
+
+def _passes_mbpp(
+    text: str, *, imports: tuple[str, ...], tests: tuple[str, ...], seconds: float
+) -> bool:
+    program = programs.mbpp(graders.spoken(text), imports=imports, tests=tests)
+    return programs.passes(program, seconds)
 
 
 def _mt_bench(row: Row, seconds: float) -> Sample:

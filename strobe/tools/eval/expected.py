@@ -364,24 +364,33 @@ def enough(prompts: int, total: int) -> bool:
 def compare(figure: Expected, row: Figures) -> list[Figures]:
     """Compare the measured figures with the expected ones; a missing one is not met."""
     checks: list[Figures] = []
-
-    def add(what: str, published: float, factor: float, measured: float | None) -> None:
-        floor = round(published * factor, 4)
-        met = measured is not None and measured >= floor
-        checks.append(
-            {"what": what, "published": published, "factor": round(factor, 4), "floor": floor,
-             "measured": measured, "met": met, "source": figure.source}
-        )  # fmt: skip
-
     acceptance = row["acceptance"] or {}
     if figure.acceptance_length is not None:
         what = "mean_of_answers" if figure.mean_of_answers else "acceptance_length"
-        add(what, figure.acceptance_length, figure.factor, acceptance.get(what))
+        checks.append(
+            _compared(what, figure.acceptance_length, figure.factor, acceptance.get(what))
+        )
     rates = acceptance.get("rate_by_position", [])
     for i, rate in enumerate(figure.by_position):
         measured = rates[i] if i < len(rates) else None
-        add(f"rate at position {i + 1}", rate, figure.position_factor, measured)
+        checks.append(
+            _compared(f"rate at position {i + 1}", rate, figure.position_factor, measured)
+        )
     is_requested = figure.source.startswith("--expect")
     if figure.accuracy is not None and (is_requested or row["accuracy"]["graded"]):
-        add("accuracy", figure.accuracy, figure.accuracy_factor, row["accuracy"]["accuracy"])
-    return checks
+        measured = row["accuracy"]["accuracy"]
+        checks.append(_compared("accuracy", figure.accuracy, figure.accuracy_factor, measured))
+    return [{**check, "source": figure.source} for check in checks]
+
+
+def _compared(what: str, published: float, factor: float, measured: float | None) -> Figures:
+    """Compare one figure with the published one times a factor."""
+    floor = round(published * factor, 4)
+    return {
+        "what": what,
+        "published": published,
+        "factor": round(factor, 4),
+        "floor": floor,
+        "measured": measured,
+        "met": measured is not None and measured >= floor,
+    }

@@ -146,19 +146,14 @@ class BlockAttention:
         context_k = self.keys[:, :, layer].to(v.dtype)
         context_v = self.values[:, :, layer]
         repeat = q.shape[3] // k.shape[3]
-
-        def heads(*parts: Tensor) -> Tensor:
-            x = torch.cat(parts, 1).repeat_interleave(repeat, 2)
-            return x.transpose(1, 2)
-
         outs: list[Tensor] = []
         for start in range(0, blocks, self.group):
             stop = start + self.group
             own_q, own_k, own_v = (x[:, start:stop].flatten(1, 2) for x in (q, k, v))
             out = F.scaled_dot_product_attention(
                 own_q.transpose(1, 2),
-                heads(context_k, own_k),
-                heads(context_v.to(v.dtype), own_v),
+                _joined(context_k, own_k, repeat),
+                _joined(context_v.to(v.dtype), own_v, repeat),
                 attn_mask=self._visible(layer, start),
             )
             outs.append(out.transpose(1, 2))
@@ -179,3 +174,9 @@ def draft_hidden(draft: DFlash, keys: Tensor, values: Tensor, blocks: Blocks) ->
     attend = BlockAttention(keys, values, blocks, draft.config.decoder.masks)
     hidden, _ = draft(blocks.ids.flatten(), blocks.positions.flatten(), attend)
     return hidden.view(*blocks.ids.shape, -1)[:, :, 1:]
+
+
+def _joined(context: Tensor, own: Tensor, repeat: int) -> Tensor:
+    """Join keys or values [N, S, Hkv, D] of the context and of blocks, for Hq = repeat * Hkv query
+    heads -> [N, Hq, S, D]."""
+    return torch.cat((context, own), 1).repeat_interleave(repeat, 2).transpose(1, 2)

@@ -10,14 +10,17 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import tyro
 from transformers import AutoTokenizer
 
 from strobe.exit_status import exit_status
+from strobe.llm import LLM
 from strobe.models.architectures import load_target_config
 from strobe.progress import Progress
+from strobe.sampling_params import SamplingParams
 from strobe.tools.train.data import (
     ChatTokenizer,
     answer_turns,
@@ -108,28 +111,28 @@ def regenerate(prompts: Sequence[list[int]], answer: Answer, output: Path, *, at
 
 def engine_answer(settings: RegenerateSettings) -> Answer:
     """Return a function that answers prompts with Strobe's engine, without a drafter."""
-    from strobe import LLM, SamplingParams
+    return partial(_answer, llm=LLM(str(settings.target)), settings=settings)
 
-    engine = LLM(str(settings.target))
 
-    def answer(part: list[list[int]], start: int) -> list[list[int]]:
-        params = [
-            SamplingParams(
-                temperature=settings.temperature,
-                top_p=settings.top_p,
-                seed=settings.seed + start + i,
-                max_tokens=settings.max_tokens,
-            )
-            for i in range(len(part))
-        ]
-        inputs = [{"prompt_token_ids": ids} for ids in part]
-        answers = [output.outputs[0] for output in engine.generate(inputs, params, use_tqdm=False)]
-        failed = next((a.error for a in answers if a.error is not None), None)
-        if failed is not None:
-            raise ValueError(failed)
-        return [list(a.token_ids) for a in answers]
-
-    return answer
+def _answer(
+    part: list[list[int]], start: int, *, llm: LLM, settings: RegenerateSettings
+) -> list[list[int]]:
+    """Answer a part of all prompts. start: the number of the first one, which decides its seed."""
+    params = [
+        SamplingParams(
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            seed=settings.seed + start + i,
+            max_tokens=settings.max_tokens,
+        )
+        for i in range(len(part))
+    ]
+    inputs = [{"prompt_token_ids": ids} for ids in part]
+    answers = [output.outputs[0] for output in llm.generate(inputs, params, use_tqdm=False)]
+    error = next((answer.error for answer in answers if answer.error is not None), None)
+    if error is not None:
+        raise ValueError(error)
+    return [list(answer.token_ids) for answer in answers]
 
 
 def main() -> int:
