@@ -49,8 +49,14 @@ def gemm_shapes(target: str, draft: str | None = None, ranks: int = 1) -> list[s
         vocabulary, hidden = model.output.weight.shape
         names += [f"{vocabulary}x{hidden}:argmax", f"{vocabulary}x{hidden}"]
         if config is not None:
-            shared = model.embed_tokens.weight, model.output.weight
-            drafter = load._meta_draft(Path(), config, 1, shared, None)
+            drafter = load._meta_draft(
+                Path(),
+                config,
+                1,
+                None,
+                embedding=model.embed_tokens.weight,
+                head=model.output.weight,
+            )
             names += _shapes(drafter, ranks)
             layers = map(config.decoder.shape_of, range(config.decoder.num_layers))
             context = sum(2 * layer.num_kv_heads * layer.head_dim for layer in layers)

@@ -78,7 +78,8 @@ def _to_error(error: ValidationError, cls: type[DataclassInstance]) -> Exception
     context: dict[str, Any] = first.get("ctx", {})
     if first["type"] == "value_error":
         return context["error"]
-    name, *path = map(str, first["loc"])
+    name = str(first["loc"][0])
+    path = first["loc"][1:]
     if first["type"].startswith("unexpected_"):
         return TypeError(f"{cls.__name__} has no field {name!r}.")
     prefix = getattr(cls, "error_prefix", "")

@@ -181,17 +181,17 @@ class CountingOps(TorchOps):
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
 
-    def attention(self, *args: Any) -> Tensor:
+    def attention(self, *args: Any, **options: Any) -> Tensor:
         self.calls["attention"] += 1
-        return super().attention(*args)
+        return super().attention(*args, **options)
 
-    def experts(self, *args: Any) -> Tensor:
+    def experts(self, *args: Any, **options: Any) -> Tensor:
         self.calls["experts"] += 1
-        return super().experts(*args)
+        return super().experts(*args, **options)
 
-    def delta_rule(self, *args: Any) -> Tensor:
+    def delta_rule(self, *args: Any, **options: Any) -> Tensor:
         self.calls["delta_rule"] += 1
-        return super().delta_rule(*args)
+        return super().delta_rule(*args, **options)
 
 
 @pytest.mark.parametrize(

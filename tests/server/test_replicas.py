@@ -496,8 +496,8 @@ def test_process_has_its_environment_before_torch(monkeypatch: pytest.MonkeyPatc
 
     class Worker:
         @staticmethod
-        def run_engine(*arguments: Any) -> None:
-            seen.append(arguments)
+        def run_engine(pipe: Any, config: EngineConfig, **options: Any) -> None:
+            seen.append((pipe, config, options))
 
     def imported(name: str) -> type[Worker]:
         seen.append((name.rpartition(".")[2], os.environ["CUDA_VISIBLE_DEVICES"]))
@@ -507,7 +507,8 @@ def test_process_has_its_environment_before_torch(monkeypatch: pytest.MonkeyPatc
     pipe: Any = object()
     replica = Replica(1, {"CUDA_VISIBLE_DEVICES": "6"})
     run(pipe, CPU, ServerConfig().logs, None, replica)
-    assert seen == [("worker", "6"), (pipe, CPU, ServerConfig().logs, None, replica)]
+    options = {"logs": ServerConfig().logs, "kv_events": None, "replica": replica}
+    assert seen == [("worker", "6"), (pipe, CPU, options)]
 
 
 def test_missing_gpus_are_one_sentence(monkeypatch: pytest.MonkeyPatch):

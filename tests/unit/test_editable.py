@@ -19,7 +19,7 @@ def test_script_beside_the_clone_imports_the_package(tmp_path: Path):
     clone, site = tmp_path / "strobe", tmp_path / "site"
     package = clone / "strobe"
     package.mkdir(parents=True)
-    (package / "__init__.py").write_text("LLM = 'the engine'\n")
+    (package / "__init__.py").write_text("__version__ = '0.0'\nLLM = 'the engine'\n")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, clone)
     subprocess.run(
