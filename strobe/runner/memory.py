@@ -19,11 +19,33 @@ _SHORT_REQUEST = 256
 that is more."""
 
 
+class MemoryBudget:
+    """A device's free bytes, of which each part of an engine reserves its own before the rest
+    becomes pages of K/V."""
+
+    def __init__(self, device: torch.device, sharers: int = 1):
+        """sharers: processes that share the device's memory."""
+        self.device = device
+        self.free = free_memory(device) // sharers
+
+    def reserve(self, subject: str, size: int, hint: str) -> None:
+        """Take bytes away. subject: what takes them, with its verb; hint: what to do if they do not
+        fit. Raises ValueError then."""
+        if size >= self.free:
+            raise ValueError(self.shortage(subject, size, hint))
+        self.free -= size
+
+    def shortage(self, subject: str, size: int, hint: str) -> str:
+        """Return the sentence that says so many bytes do not fit."""
+        return f"{subject} {size} bytes, but {self.device} has {self.free} bytes free; {hint}."
+
+
 def plan_pages(
     config: EngineConfig,
     limits: Limits,
     groups: Sequence[KVSpec],
     device: torch.device,
+    *,
     weights: int = 0,
     states: int = 0,
     sampling: int = 0,
@@ -35,62 +57,72 @@ def plan_pages(
     of the sampling tables unless they are part of scratch; scratch: maximum bytes of a step besides
     these. Raises ValueError if a requested size does not fit or holds less than one full context.
     """
-    per_page = sum(group.bytes_per_page(limits.page_size) for group in groups)
-    max_useful = limits.max_num_seqs * limits.max_pages + 1
-    min_pages = limits.max_pages + 1
-    min_bytes = min_pages * per_page
-    free = free_memory(device)
-    if device.type == "cpu":  # which all ranks share
-        free //= config.tensor_parallel_size
-    seqs, rows = f"max_num_seqs is {limits.max_num_seqs}, whose", limits.max_num_batched_tokens
-    smaller = "use a smaller model, dtype bfloat16 or another device"
-    lower = "lower max_num_batched_tokens or max_num_seqs"
-    for subject, size, hint in (
-        ("The weights take", weights, smaller),
-        (f"{seqs} states of recurrent layers take", states, "ask for fewer"),
-        (f"A step of {rows} rows takes, beside the weights,", scratch, lower),
-    ):
-        if size >= free:
-            raise ValueError(f"{subject} {size} bytes, but {device} has {free} bytes free; {hint}.")
-        free -= size
+    on_cpu = device.type == "cpu"
+    budget = MemoryBudget(device, config.tensor_parallel_size if on_cpu else 1)
+    seqs = f"max_num_seqs is {limits.max_num_seqs}, whose"
+    budget.reserve(
+        "The weights take", weights, "use a smaller model, dtype bfloat16 or another device"
+    )
+    budget.reserve(f"{seqs} states of recurrent layers take", states, "ask for fewer")
+    budget.reserve(
+        f"A step of {limits.max_num_batched_tokens} rows takes, beside the weights,",
+        scratch,
+        "lower max_num_batched_tokens or max_num_seqs",
+    )
     tables = limits.max_num_seqs * limits.max_pages * 8
-    if tables > free // 2:
+    if tables > budget.free // 2:
+        raise ValueError(budget.shortage(f"{seqs} page tables take", tables, "ask for fewer"))
+    per_page = sum(group.bytes_per_page(limits.page_size) for group in groups)
+    pages = _num_pages(config, limits, per_page, budget)
+    budget.free -= pages * per_page
+    if sampling > budget.free:
         raise ValueError(
-            f"{seqs} page tables take {tables} bytes, but {device} has {free} bytes free; ask for "
-            "fewer."
-        )
-    setting = f"kv_cache_memory to {min_bytes} bytes"
-    if config.kv_cache_memory is not None:
-        budget = parse_bytes(config.kv_cache_memory)
-        if budget > free:
-            raise ValueError(
-                f"kv_cache_memory is {config.kv_cache_memory} ({budget} bytes), but {device} has "
-                f"{free} bytes free; ask for less."
-            )
-    elif device.type == "cuda" and config.gpu_memory_utilization is not None:
-        budget = free - _bytes_to_leave_free(config.gpu_memory_utilization, free, device)
-        setting = "gpu_memory_utilization"
-    elif device.type == "cuda":
-        budget = int(free * _GPU_SHARE)
-    else:
-        short = limits.max_num_seqs * -(-_SHORT_REQUEST // limits.page_size) + 1
-        budget = max(min_bytes, min(short * per_page, CPU_KV_CACHE))
-        budget = min(budget, free // 2)
-    pages = min(budget // per_page, max_useful)
-    if pages < min_pages:
-        hint = f"raise {setting} or " if min_bytes <= free else ""
-        raise ValueError(
-            f"{budget} bytes of KV cache hold {max(pages - 1, 0) * limits.page_size} tokens in "
-            f"pages of {limits.page_size}, but max_model_len is {limits.max_model_len}; {hint}"
-            "lower max_model_len or page_size."
-        )
-    rest = free - pages * per_page
-    if sampling > rest:
-        raise ValueError(
-            f"{seqs} sampling tables take {sampling} bytes, but {device} has {rest} bytes free "
-            "beside the KV cache; ask for fewer."
+            f"{seqs} sampling tables take {sampling} bytes, but {device} has {budget.free} bytes "
+            "free beside the KV cache; ask for fewer."
         )
     return pages
+
+
+def _num_pages(config: EngineConfig, limits: Limits, per_page: int, budget: MemoryBudget) -> int:
+    """Return the number of pages for the cache's share of the budget. per_page: bytes of a page in
+    all groups. Raises ValueError if they hold less than one full context."""
+    min_pages = limits.max_pages + 1
+    min_bytes = min_pages * per_page
+    size = _cache_bytes(config, limits, per_page, budget)
+    pages = min(size // per_page, limits.max_num_seqs * limits.max_pages + 1)
+    if pages >= min_pages:
+        return pages
+    setting = f"kv_cache_memory to {min_bytes} bytes"
+    on_gpu = budget.device.type == "cuda"
+    if config.kv_cache_memory is None and on_gpu and config.gpu_memory_utilization is not None:
+        setting = "gpu_memory_utilization"
+    hint = f"raise {setting} or " if min_bytes <= budget.free else ""
+    raise ValueError(
+        f"{size} bytes of KV cache hold {max(pages - 1, 0) * limits.page_size} tokens in "
+        f"pages of {limits.page_size}, but max_model_len is {limits.max_model_len}; {hint}"
+        "lower max_model_len or page_size."
+    )
+
+
+def _cache_bytes(config: EngineConfig, limits: Limits, per_page: int, budget: MemoryBudget) -> int:
+    """Return the bytes of the KV cache: as asked for, or the device's default. Raises ValueError
+    for more than there are."""
+    free = budget.free
+    if config.kv_cache_memory is not None:
+        size = parse_bytes(config.kv_cache_memory)
+        if size > free:
+            raise ValueError(
+                f"kv_cache_memory is {config.kv_cache_memory} ({size} bytes), but {budget.device} "
+                f"has {free} bytes free; ask for less."
+            )
+        return size
+    if budget.device.type == "cuda":
+        if config.gpu_memory_utilization is None:
+            return int(free * _GPU_SHARE)
+        return free - _bytes_to_leave_free(config.gpu_memory_utilization, free, budget.device)
+    short = limits.max_num_seqs * -(-_SHORT_REQUEST // limits.page_size) + 1
+    one_context = (limits.max_pages + 1) * per_page
+    return min(max(one_context, min(short * per_page, CPU_KV_CACHE)), free // 2)
 
 
 def _bytes_to_leave_free(share: float, free: int, device: torch.device) -> int:
@@ -118,7 +150,8 @@ def scratch_bytes(limits: Limits, decoder: DecoderConfig, features: int, dtype: 
     """
     rows = limits.max_num_batched_tokens
     logits_rows = limits.max_num_seqs * (1 + limits.num_drafts)
-    inner, experts = 3 * decoder.intermediate_size, decoder.experts
+    inner = 3 * decoder.intermediate_size
+    experts = decoder.experts
     if experts is not None:
         width = decoder.hidden_size + experts.moe_intermediate_size
         inner = max(inner, 3 * experts.top_k * width)

@@ -186,11 +186,15 @@ class GrammarState:
                 else:
                     single_rows.append((matcher, i * width + row))
             masks[i, free] = -1
-        buffer = masks.ctypes.data, masks.strides[1], masks.shape[0] * width
+        address = masks.ctypes.data
+        row_bytes = masks.strides[1]
+        num_rows = masks.shape[0] * width
         if paths:
-            self._executor.unsafe_compute_mask_ptr_with_draft_token(paths, *buffer)
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(
+                paths, address, row_bytes, num_rows
+            )
         if single_rows:
-            self._executor.unsafe_compute_mask_ptr(single_rows, *buffer)
+            self._executor.unsafe_compute_mask_ptr(single_rows, address, row_bytes, num_rows)
         errors: dict[int, str] = {}
         for i, (cursor, _) in walk.jobs.items():
             if cursor.matcher.is_error() and cursor.error is None:
