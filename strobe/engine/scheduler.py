@@ -118,7 +118,7 @@ class Scheduler:
         """Return a request to its progress before a plan that failed; None if the plan has admitted
         it."""
         if progress is None:
-            record.restore(Progress(record.lease.length))
+            record.restore(Progress(start=record.lease.length))
             self._requeue(record)
         else:
             record.restore(progress)
@@ -272,7 +272,7 @@ class Scheduler:
     def _decode_spans(self, records: list[RunningRequest]) -> tuple[Scheduled, DraftPlan]:
         """Make the decoding requests' spans: each one's newest token and the drafts to verify."""
         if not records:
-            return [], DraftPlan([])
+            return [], DraftPlan(max_drafts=[])
         max_drafts = self.limits.num_drafts
         load = BatchLoad(self._prompt_rows(), sum([record.start for record in records]))
         candidates = [self._candidate(r, min(r.request.num_drafts, max_drafts)) for r in records]

@@ -57,7 +57,12 @@ class Split:
                 "enable_expert_parallel is set, but tensor_parallel_size is 1; leave it out, or "
                 "ask for several ranks."
             )
-        return Split(rank, size, config.draft_tensor_parallel_size or size, whole_experts)
+        return Split(
+            rank=rank,
+            size=size,
+            draft_size=config.draft_tensor_parallel_size or size,
+            whole_experts=whole_experts,
+        )
 
     def opener(self, load_format: str) -> Open:
         """Return what opens a checkpoint as the rank sees it; None for random weights."""
@@ -154,7 +159,7 @@ class Split:
         return replace(config, decoder=decoder)
 
 
-ALONE = Split(0, 1, 1)
+ALONE = Split(rank=0, size=1, draft_size=1)
 
 
 def _has_mlp(config: DecoderConfig) -> bool:

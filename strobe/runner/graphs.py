@@ -99,7 +99,9 @@ class Graphs:
         try:
             graph_inputs = tuple([None if tensor is None else tensor.clone() for tensor in inputs])
             replay, result = self.capturer.capture(lambda: body(*graph_inputs))
-            self._graphs[key] = _Graph(replay, graph_inputs, [inputs[0]], result)
+            self._graphs[key] = _Graph(
+                replay=replay, inputs=graph_inputs, input_sources=[inputs[0]], result=result
+            )
         except RuntimeError as error:
             logger.warning("A step runs without a graph (%s): %s", key, error)
             self._graphs[key] = None

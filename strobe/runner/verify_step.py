@@ -81,7 +81,9 @@ class VerifyStep:
         grammars; called while the target runs. Returns also the grammars' errors."""
         bounds = self.runner.bounds(spans)
         if compute_masks is not None:
-            return self._run_with_grammar(layout, mode, bounds, drafts, compute_masks)
+            return self._run_with_grammar(
+                layout, mode=mode, bounds=bounds, drafts=drafts, compute_masks=compute_masks
+            )
         body = functools.partial(self._forward_and_verify, layout=layout, mode=mode, bounds=bounds)
         verified = self._graphs_of(layout).run((mode, layout.shape), body, layout.packed, drafts)
         return verified, {}

@@ -40,4 +40,9 @@ def concat(parts: list[Scores]) -> Scores:
     """Concatenate scores with the same number of top tokens."""
     if len(parts) == 1:
         return parts[0]
-    return Scores(*[torch.cat(columns) for columns in zip(*parts, strict=True)])
+    return Scores(
+        values=torch.cat([part.values for part in parts]),
+        ranks=torch.cat([part.ranks for part in parts]),
+        top_values=torch.cat([part.top_values for part in parts]),
+        top_ids=torch.cat([part.top_ids for part in parts]),
+    )

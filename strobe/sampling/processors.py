@@ -74,16 +74,14 @@ class Tables(NamedTuple):
 
     @staticmethod
     def make(num_slots: int, vocab_size: int, device: torch.device) -> Tables:
-        def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-            return torch.zeros(num_slots, *shape, dtype=dtype, device=device)
-
+        per_token = (num_slots, vocab_size)
         return Tables(
-            kinds=zeros((), torch.int32),
-            bias=zeros((vocab_size,), torch.float32),
-            counts=zeros((vocab_size,), torch.int32),
-            flags=zeros((vocab_size,), torch.uint8),
-            strengths=zeros((3,), torch.float32),
-            min_end_position=zeros((), torch.int64),
+            kinds=torch.zeros(num_slots, dtype=torch.int32, device=device),
+            bias=torch.zeros(per_token, dtype=torch.float32, device=device),
+            counts=torch.zeros(per_token, dtype=torch.int32, device=device),
+            flags=torch.zeros(per_token, dtype=torch.uint8, device=device),
+            strengths=torch.zeros(num_slots, 3, dtype=torch.float32, device=device),
+            min_end_position=torch.zeros(num_slots, dtype=torch.int64, device=device),
         )
 
 
@@ -101,7 +99,9 @@ def process(
     if logits.device.type == "cpu":
         index = torch.from_numpy(np.flatnonzero(kinds.numpy()))
         if len(index) < len(kinds):
-            subset = LogitRows(rows.slots[index], rows.positions[index], rows.drafts)
+            subset = LogitRows(
+                slots=rows.slots[index], positions=rows.positions[index], drafts=rows.drafts
+            )
             if rows.span is not None and rows.rank is not None:
                 subset = subset._replace(span=rows.span[index], rank=rows.rank[index])
             subset_masks = None if masks is None else masks[index]

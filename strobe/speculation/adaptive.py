@@ -118,7 +118,7 @@ class AdaptiveDraftPolicy(DraftPolicy):
         num_chained = sum(max_drafts)
         drafters = [i for i, c in enumerate(candidates) if c.on_device and not max_drafts[i]]
         if not drafters:
-            return DraftPlan(max_drafts, use_chain=use_chain)
+            return DraftPlan(max_drafts=max_drafts, use_chain=use_chain)
         work = work._replace(rows=work.rows + num_chained)
         self._steps_left -= 1
         is_due = self._steps_left <= 0 or self._chosen_for != (len(drafters), work.rows)
@@ -140,7 +140,7 @@ class AdaptiveDraftPolicy(DraftPolicy):
         for i in drafters[:num_drafting]:
             max_drafts[i] = min(candidates[i].max_drafts, self.widths[width])
         if num_verified >= sum(max_drafts) - num_chained:
-            return DraftPlan(max_drafts, use_chain=use_chain)
+            return DraftPlan(max_drafts=max_drafts, use_chain=use_chain)
         rates = tuple(map(tuple, self.chances.table(width).tolist()))
         return DraftPlan(
             max_drafts=max_drafts,

@@ -33,7 +33,9 @@ def verified_drafts(
     if kernels and layout.padded:
         from strobe.kernels.narrow import choose
 
-        return choose(margins, table, num_proposed, layout.drafts, count)
+        return choose(
+            margins, rates=table, device_drafts=num_proposed, drafts=layout.drafts, count=count
+        )
     return layout.drafts - num_proposed + choose_drafts(margins, table, num_proposed, count)
 
 

@@ -93,7 +93,8 @@ class StepCosts:
             used[-2:] &= costs[-2:] >= 0  # a rate below 0 is noise
             costs[~used] = 0.0
         curves = np.split(np.maximum(costs[:-2], 1e-3).tolist(), [len(rows[0])])
-        draft, verify = [dict(zip(*curve, strict=True)) for curve in zip(rows, curves, strict=True)]
+        draft = dict(zip(rows[0], curves[0], strict=True))
+        verify = dict(zip(rows[1], curves[1], strict=True))
         request, context = costs[-2:].tolist()
         return cls(draft, verify, request=request, context=context)
 

@@ -115,7 +115,7 @@ class DFlashProposer:
         # A token stands at its row's own position, or after it if the first row predicts.
         positions = positions.flatten() + int(self.model.config.anchor_first)
         slots = layout.slots[:, None].expand(shape).flatten()
-        rows = LogitRows(slots, positions)
+        rows = LogitRows(slots=slots, positions=positions)
         sampled = self.runner.sampling.sample(logits.flatten(0, 1), rows, mode)
         margins = None if sampled.margins is None else sampled.margins.view(shape)
         return Drafts(sampled.tokens.view(shape), margins)

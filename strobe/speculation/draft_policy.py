@@ -63,7 +63,7 @@ def with_required_drafts(plan: DraftPlan, candidates: Sequence[Candidate]) -> Dr
         use_chain[i] = chain_length > 0 and (is_chosen or not candidate.on_device)
         limit = chain_length if use_chain[i] else candidate.max_drafts
         max_drafts[i] = min(limit, candidate.max_drafts)
-    return DraftPlan(max_drafts, use_chain=use_chain)
+    return DraftPlan(max_drafts=max_drafts, use_chain=use_chain)
 
 
 class DraftPolicy:
@@ -71,7 +71,7 @@ class DraftPolicy:
 
     def plan(self, candidates: Sequence[Candidate], load: BatchLoad) -> DraftPlan:
         """Return what the candidates verify in this step."""
-        return DraftPlan([candidate.max_drafts for candidate in candidates])
+        return DraftPlan(max_drafts=[candidate.max_drafts for candidate in candidates])
 
     @property
     def confidence_by_place(self) -> tuple[tuple[int, int, float, float], ...]:

@@ -151,7 +151,7 @@ class OllamaReply:
         self.run = run
         self.part = part
         self.report = report
-        self.message = AssistantMessage(ToolCallCollector(parallel=True))
+        self.message = AssistantMessage(calls=ToolCallCollector(parallel=True))
 
     async def body(self) -> dict[str, Any]:
         """Return the whole answer after its end."""

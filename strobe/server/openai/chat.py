@@ -294,7 +294,7 @@ class ChatReply:
         self.id = f"chatcmpl-{prepared.job.request_id}"
         self.created = int(time.time())
         self.messages = [
-            AssistantMessage(ToolCallCollector(parallel=request.allows_several_calls))
+            AssistantMessage(calls=ToolCallCollector(parallel=request.allows_several_calls))
             for _ in run.choices
         ]
 

@@ -59,8 +59,8 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
         "qwen3_xml": _QWEN3_CODER,
         "gemma4": Gemma4Calls(),
         "mistral": Mistral(),
-        "deepseek_v3": DeepSeek("deepseek_v3", fenced=True),
-        "deepseek_v31": DeepSeek("deepseek_v31", fenced=False),
+        "deepseek_v3": DeepSeek(name="deepseek_v3", fenced=True),
+        "deepseek_v31": DeepSeek(name="deepseek_v31", fenced=False),
     }
 )
 """Tool call formats by name. `llama3_json`, `openai` and `qwen3_xml` are vLLM's names of `llama3`,

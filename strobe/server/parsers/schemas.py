@@ -59,7 +59,7 @@ class Form:
                 maximum=maximum,
             )
         if maximum is not None and merged.minimum > maximum:
-            return Form(merged.types - {"string"})
+            return Form(types=merged.types - {"string"})
         return merged
 
 
@@ -205,7 +205,7 @@ def _forms(schema: object, document: object, cache: dict[str, list[Form]]) -> li
             raise ValueError(f"has more than {_MAX_FORMS} alternatives; give fewer.")
         forms = [branch.intersect(partner) for branch in forms for partner in part]
     forms = [form for form in forms if form.types]
-    return [*forms, Form(frozenset(("null",)))] if schema.get("nullable") is True else forms
+    return [*forms, Form(types=frozenset(("null",)))] if schema.get("nullable") is True else forms
 
 
 def _own_form(schema: Mapping[str, Any]) -> Form:

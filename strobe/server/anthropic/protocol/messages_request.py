@@ -242,8 +242,8 @@ class MessagesRequest(SamplingFields, MessagesPrompt):
 
     schema_key: ClassVar[str] = "messages"
 
-    max_tokens: Annotated[Int, Bounds(1, MAX_INT, "ask for one token or more")] = Field(
-        description="Maximum number of tokens to generate, thinking included."
+    max_tokens: Annotated[Int, Bounds(low=1, high=MAX_INT, hint="ask for one token or more")] = (
+        Field(description="Maximum number of tokens to generate, thinking included.")
     )
     stop_sequences: Annotated[Texts, WithJsonSchema(STOP_SCHEMA)] = Field(
         (), description="Same as `stop`."

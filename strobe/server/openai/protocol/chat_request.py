@@ -45,19 +45,19 @@ class ChatCompletionRequest(SamplingFields, Conversation):
         description="The conversation: objects with `role` and `content`, a string or a list of "
         "text parts."
     )
-    n: Annotated[Int, Bounds(1, MAX_ANSWERS, "ask for one answer or more")] = Field(
+    n: Annotated[Int, Bounds(low=1, high=MAX_ANSWERS, hint="ask for one answer or more")] = Field(
         1, description="Number of answers, sampled independently even with one seed."
     )
     max_completion_tokens: (
-        Annotated[Int, Bounds(1, MAX_INT, "leave it out for all that fit")] | None
+        Annotated[Int, Bounds(low=1, high=MAX_INT, hint="leave it out for all that fit")] | None
     ) = Field(
         None,
         description="Maximum number of tokens to generate, reasoning included; default: as many "
         "as fit.",
     )
-    max_tokens: Annotated[Int, Bounds(1, MAX_INT, "leave it out for all that fit")] | None = Field(
-        None, description="Older name of max_completion_tokens."
-    )
+    max_tokens: (
+        Annotated[Int, Bounds(low=1, high=MAX_INT, hint="leave it out for all that fit")] | None
+    ) = Field(None, description="Older name of max_completion_tokens.")
     logprobs: bool = Field(False, description="Return log probabilities of the answer's tokens.")
     top_logprobs: LogprobCount | None = Field(
         None, description="With logprobs: number of top tokens per position, 0 to 20."
@@ -98,12 +98,12 @@ class ChatCompletionRequest(SamplingFields, Conversation):
         description="Begin the answer with the last message, if it is the assistant's or the "
         "prompt ends with it: `add_generation_prompt` is false or `continue_final_message` true.",
     )
-    truncate_prompt_tokens: Annotated[Int, Bounds(-1, MAX_INT, "-1 keeps all that fit")] | None = (
-        Field(
-            None,
-            description="Keep only the last N tokens of the prompt; -1: as many as fit.",
-            json_schema_extra=NOT_ZERO,
-        )
+    truncate_prompt_tokens: (
+        Annotated[Int, Bounds(low=-1, high=MAX_INT, hint="-1 keeps all that fit")] | None
+    ) = Field(
+        None,
+        description="Keep only the last N tokens of the prompt; -1: as many as fit.",
+        json_schema_extra=NOT_ZERO,
     )
     return_tokens_as_token_ids: bool = Field(
         False, description="Write tokens in log probabilities as `token_id:ID`."

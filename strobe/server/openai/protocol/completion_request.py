@@ -37,7 +37,7 @@ _TEXTS: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "str
 PROMPT_SCHEMA: dict[str, Any] = {"anyOf": [{"type": "string"}, _TEXTS, *_IDS_OR_LISTS]}
 PROMPT_IDS_SCHEMA: dict[str, Any] = {"anyOf": _IDS_OR_LISTS}
 
-Count = Annotated[Int, Bounds(1, MAX_ANSWERS, "ask for one answer or more")]
+Count = Annotated[Int, Bounds(low=1, high=MAX_ANSWERS, hint="ask for one answer or more")]
 
 
 class CompletionRequest(SamplingFields):
@@ -60,7 +60,7 @@ class CompletionRequest(SamplingFields):
         description="Number of answers to generate per prompt; the n with the highest mean log "
         "probability per token are returned. Not in a stream, unless equal to n.",
     )
-    max_tokens: Annotated[Int, Bounds(0, MAX_INT, "leave it out for 16")] = Field(
+    max_tokens: Annotated[Int, Bounds(low=0, high=MAX_INT, hint="leave it out for 16")] = Field(
         16,
         description="Maximum number of tokens to generate; with echo or prompt_logprobs, 0 returns "
         "the prompt alone.",
@@ -93,12 +93,12 @@ class CompletionRequest(SamplingFields):
     add_special_tokens: bool = Field(
         True, description="Add the tokenizer's special tokens to a string prompt."
     )
-    truncate_prompt_tokens: Annotated[Int, Bounds(-1, MAX_INT, "-1 keeps all that fit")] | None = (
-        Field(
-            None,
-            description="Keep only the last N tokens of the prompt; -1: as many as fit.",
-            json_schema_extra=NOT_ZERO,
-        )
+    truncate_prompt_tokens: (
+        Annotated[Int, Bounds(low=-1, high=MAX_INT, hint="-1 keeps all that fit")] | None
+    ) = Field(
+        None,
+        description="Keep only the last N tokens of the prompt; -1: as many as fit.",
+        json_schema_extra=NOT_ZERO,
     )
     return_tokens_as_token_ids: bool = Field(
         False, description="Write tokens in log probabilities as `token_id:ID`."

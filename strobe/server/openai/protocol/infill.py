@@ -44,10 +44,12 @@ class InfillRequest(SamplingFields):
         [], description="Other files of the repository: objects with `filename` and `text`."
     )
     prompt: str = Field("", description="The beginning of the answer, which the text leaves out.")
-    n_predict: Annotated[Int, Bounds(-1, MAX_INT, "-1 asks for all that fit")] = Field(
-        -1,
-        description="Maximum number of tokens to generate; -1: as many as fit. With 0 the prompt "
-        "alone is computed, for the prefix cache.",
+    n_predict: Annotated[Int, Bounds(low=-1, high=MAX_INT, hint="-1 asks for all that fit")] = (
+        Field(
+            -1,
+            description="Maximum number of tokens to generate; -1: as many as fit. With 0 the "
+            "prompt alone is computed, for the prefix cache.",
+        )
     )
     repeat_penalty: Annotated[float, BOUNDS["repetition_penalty"]] | None = Field(
         None, description="Same as `repetition_penalty`."

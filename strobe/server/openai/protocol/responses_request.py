@@ -190,7 +190,7 @@ class ResponsesRequest(SamplingFields, ResponsesPrompt):
     store: bool = Field(True, description="Store the response, to retrieve or continue it later.")
     metadata: dict[str, str] | None = Field(None, description="Strings that the response repeats.")
     max_output_tokens: (
-        Annotated[Int, Bounds(1, MAX_INT, "leave it out for all that fit")] | None
+        Annotated[Int, Bounds(low=1, high=MAX_INT, hint="leave it out for all that fit")] | None
     ) = Field(
         None,
         description="Maximum number of tokens to generate, reasoning included; default: as many "

@@ -157,7 +157,7 @@ TextField = Annotated[Any, WithJsonSchema(TEXT_SCHEMA)]
 TextListField = Annotated[Any, WithJsonSchema(VALUE_SCHEMAS["choice"])]
 FormatField = Annotated[Any, WithJsonSchema(RESPONSE_FORMAT_SCHEMA)]
 
-LogprobCount = Annotated[Int, Bounds(0, 20, "0 gives the sampled token alone")]
+LogprobCount = Annotated[Int, Bounds(low=0, high=20, hint="0 gives the sampled token alone")]
 
 BOUNDS = {
     option.name: Bounds(
@@ -227,7 +227,9 @@ class SamplingFields(DeclaredFields):
         description="Up to 64 strings that the answer must not contain, not even within a word. "
         "They do not constrain reasoning.",
     )
-    thinking_token_budget: Annotated[Int, Bounds(-1, MAX_INT, "-1 sets no limit")] | None = Field(
+    thinking_token_budget: (
+        Annotated[Int, Bounds(low=-1, high=MAX_INT, hint="-1 sets no limit")] | None
+    ) = Field(
         None,
         description="Maximum number of tokens of the reasoning, which then ends; -1: no limit.",
     )
@@ -262,7 +264,10 @@ class SamplingFields(DeclaredFields):
         None, description="The request's id in the response and the log; default: X-Request-Id."
     )
     timeout: (
-        Annotated[float, Bounds(0, MAX_TIMEOUT, "leave it out for the server's own", above=True)]
+        Annotated[
+            float,
+            Bounds(low=0, high=MAX_TIMEOUT, hint="leave it out for the server's own", above=True),
+        ]
         | None
     ) = Field(None, description="Seconds after which the request ends with an error.")
     speculation: Annotated[Any, WithJsonSchema(SPECULATION_SCHEMA)] = Field(
@@ -271,7 +276,7 @@ class SamplingFields(DeclaredFields):
         "`return_drafts` and `always` (draft in every step, even where it does not pay); "
         "default: the server's settings. It never changes the answer.",
     )
-    priority: Annotated[Int, Bounds(-MAX_INT, MAX_INT, "0 is usual")] = Field(
+    priority: Annotated[Int, Bounds(low=-MAX_INT, high=MAX_INT, hint="0 is usual")] = Field(
         0, description="Requests with a lower number run first and are preempted last."
     )
     cache_salt: Annotated[str, WithJsonSchema(TEXT_SCHEMA)] | None = Field(
