@@ -154,7 +154,7 @@ TOGETHER = (
     " together with ", " without ", ", the name of an earlier ", " differs from ",
     " as JSON it fails", "tools is empty", "there are no tools", " above max_tokens ",
     " above max_pattern_size ", " is missing", " makes no token",
-    " begins with none of the triggers ",
+    " begins with none of the triggers ", " but belongs to the role ",
 )  # fmt: skip
 """Errors that depend on several fields, or on the JSON inside a text: no schema of a single field
 can express them."""
