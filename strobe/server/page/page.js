@@ -130,8 +130,8 @@ function newChat() {
   hide();
   chat.open(new Conversation());
   show(null);
-  scrollTo(0, 0);
   focusPrompt();
+  toTop();
 }
 
 // ---- display ----
@@ -180,6 +180,13 @@ function tellError(text) {
 
 let pinned = true; // whether the page is scrolled to the end and stays there
 let lastTop = 0;
+
+/** Scroll to the top, again once the new layout stands: Firefox moves on by a pixel before that. */
+function toTop() {
+  scrollTo(0, 0);
+  requestAnimationFrame(() => requestAnimationFrame(() => scrollTo(0, 0)));
+}
+
 const toEnd = () => scrollTo(0, document.documentElement.scrollHeight);
 new ResizeObserver(() => pinned && log.hasChildNodes() && toEnd()).observe(log);
 
