@@ -287,7 +287,7 @@ class _Probe:
         read = [_in_form(message, self.capabilities) for message in messages]
         try:
             return self._render(read, tools)
-        except Exception:
+        except Exception:  # whatever a template raises, it rejects the conversation
             return None
 
     def _shows(self, messages: Messages, *texts: str) -> bool:
