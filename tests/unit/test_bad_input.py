@@ -282,8 +282,9 @@ def test_neutral_values_are_accepted(damaged: Pair):
             "describes a drafter for EAGLE-3, not DFlash; use a DFlash drafter in z-lab's, "
             "speculators' or DeepSpec's format.",
         ),
-        ({"architectures": ["DFlash2DraftModel"]}, "a drafter for DFlash2, not DFlash"),
-        ({"architectures": ["Qwen3DSparkModel"], "num_anchors": 512}, "a drafter for DSpark, not"),
+        ({"architectures": ["DFlash2DraftModel"]}, "conv_kernel_size is None"),
+        ({"architectures": ["DFlareDraftModel"]}, "a drafter for DFlare, not DFlash"),
+        ({"architectures": ["Qwen3DSparkModel"], "num_anchors": 512}, "markov_rank is None"),
         ({"speculators_model_type": "eagle3"}, "a drafter for EAGLE-3, not DFlash"),
         ({"speculators_model_type": "mtp"}, "a drafter for MTP, not DFlash"),
         ({"speculators_model_type": "dflash"}, "transformer_layer_config is missing"),

@@ -242,7 +242,7 @@ REJECTED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"},
         "is not a supported target",
     ),
-    "method": ("me/draft", {"architectures": ["DFlash2DraftModel"]}, "a drafter for DFlash2"),
+    "method": ("me/draft", {"architectures": ["DFlareDraftModel"]}, "a drafter for DFlare"),
     "pair": ("me/draft", {"hidden_size": 48}, "hidden_size is 48, the target's is"),
 }
 

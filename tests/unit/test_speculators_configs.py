@@ -207,8 +207,12 @@ REJECTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "EAGLE-3": ({"speculators_model_type": "eagle3"}, {}, "a drafter for EAGLE-3"),
     "P-EAGLE": ({"speculators_model_type": "peagle"}, {}, "a drafter for P-EAGLE"),
     "MTP": ({"speculators_model_type": "mtp"}, {}, "a drafter for MTP"),
-    "DSpark": ({"speculators_model_type": "dspark"}, {}, "a drafter for DSpark"),
-    "DFlash2": ({"speculators_model_type": "dflash2"}, {}, "a drafter for DFlash2"),
+    "DSpark without its keys": ({"speculators_model_type": "dspark"}, {}, "markov_rank is None"),
+    "DFlash2 without its keys": (
+        {"speculators_model_type": "dflash2"},
+        {},
+        "conv_kernel_size is None",
+    ),
     "Domino": ({"speculators_model_type": "domino"}, {}, "a drafter for Domino"),
     "unknown method": ({"speculators_model_type": "later"}, {}, "a drafter for later"),
     "EAGLE-3, an older file": (
@@ -274,9 +278,3 @@ def test_deepspec_blocks_predict_from_their_first_slot(tmp_path: Path, names: An
     assert config.embedding_scale == 1.0, "it has an embedding of its own"
     scaled = load_draft_config(written(tmp_path, {**DEEPSPEC, "input_embedding_scale": 2.0}))
     assert scaled.embedding_scale == 2.0
-
-
-@pytest.mark.parametrize("head", [{"markov_rank": 256}, {"enable_confidence_head": True}])
-def test_other_deepspec_heads_are_another_method(tmp_path: Path, head: dict[str, Any]):
-    with pytest.raises(ValueError, match="a drafter for DSpark, not DFlash"):
-        load_draft_config(written(tmp_path, {**DEEPSPEC, **head}))

@@ -327,10 +327,13 @@ def test_default_capture_layers(tmp_path: Path):
 
 
 REJECTED: dict[str, tuple[dict[str, Any], str]] = {
-    "DFlash2": ({"architectures": ["DFlash2DraftModel"]}, "a drafter for DFlash2"),
+    "DFlash2 without its keys": (
+        {"architectures": ["DFlash2DraftModel"]},
+        "conv_kernel_size is None, but must be a whole number",
+    ),
     "DFlash2 by its keys": (
         {"dflash_config": nested(7, 1, selector_rank=256, conv_kernel_size=2)},
-        "a drafter for DFlash2",
+        "conv_group_size is None, but must be a whole number",
     ),
     "Domino": (
         {"dflash_config": nested(7, 1, projector_type="domino")},
@@ -345,10 +348,9 @@ REJECTED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "a drafter for the Muse-Glimmer assistant",
     ),
-    "DSpark": ({"architectures": ["DSparkDraftModel"]}, "a drafter for DSpark"),
-    "DSpark of DeepSpec": (
-        {"architectures": ["Qwen3DSparkModel"], "markov_rank": 256},
-        "a drafter for DSpark",
+    "DSpark without its keys": (
+        {"architectures": ["DSparkDraftModel"]},
+        "markov_rank is None, but must be a whole number",
     ),
     "EAGLE-3": (
         {"architectures": ["LlamaForCausalLMEagle3"], "dflash_config": ...},

@@ -9,7 +9,11 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-HEADS = {"DFlash": "strobe.models.heads.argmax"}
+HEADS = {
+    "DFlash": "strobe.models.heads.argmax",
+    "DFlash2": "strobe.models.heads.dflash2",
+    "DSpark": "strobe.models.heads.dspark",
+}
 """Speculative methods, named in `config_readers/detection.py`, and the module of their head."""
 
 
