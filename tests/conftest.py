@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from full import is_full
 from hypothesis import settings
+
+from tests.support.full_marks import mark_full_combinations
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is first imported
@@ -42,9 +43,7 @@ settings.load_profile("strobe")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests that only `make test-all` runs."""
-    for item in items:
-        if is_full(item.nodeid):
-            item.add_marker(pytest.mark.full)
+    mark_full_combinations(items)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import grimp
 import pytest
-from full import FULL
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "strobe"
@@ -154,15 +153,6 @@ def test_drafting_methods_are_named_only_in_their_registry():
             named.add(path.relative_to(PACKAGE).as_posix())
     assert named
     assert named <= chosen
-
-
-def test_full_table_names_existing_tests():
-    """A pattern begins with a part of a test's name or of a parameter's id."""
-    for path, patterns in FULL.items():
-        text = (ROOT / path).read_text(encoding="utf-8")
-        for pattern in patterns:
-            beginning = re.split(r"[^\w ']", pattern)[0]
-            assert beginning in text, f"{path} has no test whose name matches {pattern!r}"
 
 
 class Module(NamedTuple):

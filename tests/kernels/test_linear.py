@@ -75,7 +75,16 @@ def gemms(device: torch.device, dtype: torch.dtype, **fields: object) -> Gemms:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
-@pytest.mark.parametrize("rows", [1, 3, 16, 17, 100])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        1,
+        pytest.param(3, marks=pytest.mark.full),
+        pytest.param(16, marks=pytest.mark.full),
+        17,
+        pytest.param(100, marks=pytest.mark.full),
+    ],
+)
 @pytest.mark.parametrize("split", [1, 3])
 def test_any_number_of_rows(
     device: torch.device, dtype: torch.dtype, rows: int, split: int
@@ -87,7 +96,10 @@ def test_any_number_of_rows(
     assert error(got, reference.linear(x, weight)) < BOUNDS[dtype]
 
 
-@pytest.mark.parametrize(("n", "k", "split"), [(64, 96, 1), (72, 136, 1), (72, 136, 3)])
+@pytest.mark.parametrize(
+    ("n", "k", "split"),
+    [pytest.param(64, 96, 1, marks=pytest.mark.full), (72, 136, 1), (72, 136, 3)],
+)
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("residual", [False, True])

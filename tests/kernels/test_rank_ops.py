@@ -83,7 +83,10 @@ def outputs(model: Any, plan: Any, device: torch.device) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     ("family", "whole_experts"),
-    [*((name, False) for name in FAMILIES), *((name, True) for name in EXPERTS)],
+    [
+        *[(name, False) for name in FAMILIES],
+        *[pytest.param(name, True, marks=pytest.mark.full) for name in EXPERTS],
+    ],
 )
 def test_two_ranks_match_one(
     tmp_path: Path, device: torch.device, family: str, whole_experts: bool

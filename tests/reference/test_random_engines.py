@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 from random_engines import TARGETS, EngineFactory, Findings, play_round
 
+from tests.support.full_marks import full_where
+
 FAMILIES = list(TARGETS)
 ROUNDS = 24
-"""`make test` runs those of the first family; a round's seed determines its family."""
+"""A round's seed determines its family."""
+SHORT = (0, 2 * len(FAMILIES))
+"""Rounds of the first family, which `make test` runs."""
 
 
 @pytest.fixture(scope="module")
@@ -15,13 +19,8 @@ def factory(tmp_path_factory: pytest.TempPathFactory) -> EngineFactory:
     return EngineFactory(tmp_path_factory.mktemp("pairs"), "cpu")
 
 
-@pytest.mark.parametrize(
-    "seed",
-    [
-        pytest.param(seed, marks=[pytest.mark.full] if seed % len(FAMILIES) else [])
-        for seed in range(ROUNDS)
-    ],
-)
+@full_where(lambda seed: seed not in SHORT)
+@pytest.mark.parametrize("seed", range(ROUNDS))
 def test_random_engine_answers_like_plain_decoding(seed: int, factory: EngineFactory):
     findings = Findings()
     play_round(factory, seed, findings, FAMILIES)

@@ -95,6 +95,7 @@ def test_processes_answer_as_one_rank_does(settings: EngineConfig, started: Any)
     assert process.returncode == 0
 
 
+@pytest.mark.full
 def test_processes_answer_as_one_rank_does_by_gloo(
     settings: EngineConfig, started: Any, monkeypatch: pytest.MonkeyPatch
 ):
@@ -219,6 +220,7 @@ def test_other_ranks_are_sent_grammars_before_their_requests(
     engine.compile(params.clone(structured_outputs=StructuredOutputs(regex="[cd]")))
 
 
+@pytest.mark.full
 def test_rank_that_reads_no_more_plans_ends_the_group(
     started: Any, monkeypatch: pytest.MonkeyPatch
 ):
@@ -348,6 +350,7 @@ def stop_in_step(model: Any) -> None:
     model.ops.embed = counted
 
 
+@pytest.mark.full
 def test_rank_that_stalls_within_a_step_ends_a_group_by_gloo(
     settings: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ):
@@ -425,6 +428,7 @@ def test_rank_for_which_the_others_wait_is_named(
     assert re.match(message, ranks._reason(ranks._pipes.index(pipe) + 1).error)
 
 
+@pytest.mark.full
 def test_rank_ends_if_the_first_one_ends_before_they_meet(settings: EngineConfig):
     code = f"""
 import os, signal

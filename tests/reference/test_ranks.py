@@ -30,6 +30,7 @@ from strobe.engine.build import resolve
 from strobe.engine.engine import Engine
 from strobe.parallel.shared_memory import SharedMemoryGroup, memory_size
 from strobe.sampling_params import SamplingParams
+from tests.support.full_marks import full_where
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11], [5, 6] * 10, [40, 2]]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -85,14 +86,9 @@ SHORT = {("qwen3", 2), ("gpt_oss in MXFP4", 2), ("qwen3_5_moe", 2), ("gemma4 wit
 """Families and numbers of ranks that `make test` runs."""
 
 
-@pytest.mark.parametrize(
-    ("family", "size"),
-    [
-        pytest.param(family, size, marks=[] if (family, size) in SHORT else [pytest.mark.full])
-        for family in ("qwen3", *FAMILIES)
-        for size in (2, 4)
-    ],
-)
+@full_where(lambda family, size: (family, size) not in SHORT)
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("family", ["qwen3", *FAMILIES])
 def test_ranks_answer_as_one_does(tmp_path: Path, family: str, size: int):
     """Four ranks share two key-value heads, and the vocabulary of 61 tokens divides by none."""
     check_ranks(config(tmp_path, family), size)
@@ -127,16 +123,12 @@ def test_no_rows_are_exchanged():
 
 
 SPARSE = [name for name in FAMILIES if any(part in name for part in ("moe", "oss", "experts"))]
+SHORT_SPARSE = {("qwen3_5_moe", 2), ("gemma4 with experts", 2)}
 
 
-@pytest.mark.parametrize(
-    ("family", "size"),
-    [
-        pytest.param(family, size, marks=[] if (family, size) in SHORT else [pytest.mark.full])
-        for family in SPARSE
-        for size in (2, 4)
-    ],
-)
+@full_where(lambda family, size: (family, size) not in SHORT_SPARSE)
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("family", SPARSE)
 def test_ranks_with_some_of_the_experts_answer_as_one_does(tmp_path: Path, family: str, size: int):
     check_ranks(config(tmp_path, family), size, enable_expert_parallel=True)
 
@@ -168,10 +160,8 @@ class RankFactory(EngineFactory):
         return prepared(self.open.__enter__())
 
 
-@pytest.mark.parametrize(
-    "seed",
-    [pytest.param(seed, marks=[] if seed < 2 else [pytest.mark.full]) for seed in range(12)],
-)
+@full_where(lambda seed: seed >= 2)
+@pytest.mark.parametrize("seed", range(12))
 def test_random_engine_of_ranks_answers_like_plain_decoding(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

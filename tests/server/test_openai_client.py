@@ -343,6 +343,7 @@ def test_timeout_is_a_server_error(client: openai.OpenAI):
     assert (caught.value.status_code, caught.value.code) == (504, "timeout")
 
 
+@pytest.mark.full
 def test_key_is_required(tmp_path: Path):
     pair = make_pair(tmp_path)
     served = Served(str(pair.target), "--api-key=sesame", "--served-model-name=tiny")

@@ -28,6 +28,8 @@ from page_tests import (
 
 from strobe.server.page import files
 
+pytestmark = pytest.mark.full
+
 # ---- files ----
 
 

@@ -10,6 +10,8 @@ from browser import Page
 from page_mock import Gate, MockServer, answer, refusal, step
 from page_tests import HELLO, IDLE, SORTED, THOUGHT, WIDE, ask, ask_and_wait, rounds, show, visit
 
+pytestmark = pytest.mark.full
+
 RICH = """\
 A **bold** word, `code`, a [link](https://example.com/) and a long_word_LONG.
 

@@ -9,6 +9,8 @@ from browser import Page
 from page_mock import Gate, Json, MockServer, answer, refusal, step
 from page_tests import HELLO, IDLE, SORTED, ask, ask_and_wait, figures, origins, show, visit
 
+pytestmark = pytest.mark.full
+
 SAID = ".message p"
 ANSWERED = ".reading > .prose"
 

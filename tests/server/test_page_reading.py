@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from browser import Page
 from page_mock import Gate, Json, MockServer, answer, step
 from page_tests import HELLO, IDLE, SORTED, THOUGHT, ask, ask_and_wait, show, visit
+
+pytestmark = pytest.mark.full
 
 MARKDOWN = """\
 A **bold** word, `code` and a [link](https://example.com/).

@@ -22,6 +22,8 @@ from page_tests import (
 )
 from served import Served
 
+pytestmark = pytest.mark.full
+
 
 def state(**counts: Any) -> Json:
     idle = {"running": 0, "waiting": 0, "kv_used": 0.0, "tokens": 0, "draft_steps": 0,

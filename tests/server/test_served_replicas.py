@@ -53,6 +53,7 @@ def opened(served: Served, count: int, each: int | None = None) -> list[Talk]:
     return talks
 
 
+@pytest.mark.full
 def test_engines_answer_alike_and_keep_conversations():
     with serving() as served:
         texts: list[str] = []

@@ -51,6 +51,7 @@ def test_hundreds_of_requests_with_short_queue_leave_no_trace(tmp_path: Path):
     assert again > 0
 
 
+@pytest.mark.full
 def test_hostile_grammars_do_not_disturb_honest_requests(tmp_path: Path):
     """Five of the grammars force endless text. Waiting times and memory are checked by the long
     form only, since a test's machine may be busy."""

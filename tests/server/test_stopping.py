@@ -80,6 +80,7 @@ def test_sigterm_drains_open_streams():
         assert "Traceback" not in served.log
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("options", "signals"),
     [
@@ -114,6 +115,7 @@ def assert_ended(talks: tuple[Talk, Talk, Talk], status: int, code: str) -> None
         assert talk.error["code"] == code
 
 
+@pytest.mark.full
 def test_engine_death_fails_open_requests_and_exits_with_1():
     with serving("--no-restart-engine") as served:
         talks = opened(served)
@@ -149,6 +151,7 @@ def test_killed_engine_is_restarted_under_load():
         assert "Traceback" not in served.log
 
 
+@pytest.mark.full
 def test_third_engine_end_exits_with_1():
     """The second and third time it ends before it is ready, so the starts' duration is ignored."""
     with serving() as served:
@@ -162,6 +165,7 @@ def test_third_engine_end_exits_with_1():
         assert "Traceback" not in served.log
 
 
+@pytest.mark.full
 def test_sigterm_while_the_engine_restarts_exits_with_0():
     with serving() as served:
         os.kill(served.engine_pid, signal.SIGKILL)
@@ -180,6 +184,7 @@ def test_engine_exits_when_server_is_killed():
         assert "Traceback" not in served.log
 
 
+@pytest.mark.full
 def test_server_reports_engine_start():
     port = unused_port()
     url = f"http://127.0.0.1:{port}"
@@ -203,6 +208,7 @@ def test_server_reports_engine_start():
         process.kill()
 
 
+@pytest.mark.full
 def test_sigterm_during_engine_start_exits_with_0():
     process = launched("--port=0")
     try:

@@ -29,6 +29,7 @@ from strobe.tools.bench.replay import ReplayEngine, widths_of
 from strobe.tools.bench.settings import LoadSettings, RecordSettings
 from strobe.tools.bench.traces import Traces, independent
 from strobe.tools.bench.traces import load as load_traces
+from tests.support.full_marks import full_where
 
 WIDTHS = (3, 7, 15)
 PROMPTS = [[5, 6, 7, 8] * n for n in (1, 3, 8)]
@@ -97,6 +98,7 @@ def accepted_per_step(traces: Traces, answer: int, width: int) -> list[int]:
 # recording
 
 
+@pytest.mark.full
 def test_two_ranks_record_what_one_does(traces: Traces):
     setup = resolve(config(adaptive=False, overlap=1, tensor_parallel_size=2))
     engine = start_engine(setup, make=RecordingEngine)
@@ -169,6 +171,7 @@ def test_traces_reach_requested_acceptance_rate(chance: float):
 # replay
 
 
+@full_where(lambda overlap, width: (overlap, width) in ((1, 7), (2, 3)))
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("overlap", [1, 2])
 def test_replay_accepts_drafts_as_recorded(traces: Traces, width: int, overlap: int):
@@ -198,6 +201,7 @@ def test_replay_accepts_drafts_as_recorded(traces: Traces, width: int, overlap: 
             offsets[span.slot] += 1 + result.num_accepted[i]
 
 
+@pytest.mark.full
 def test_two_ranks_replay_as_recorded(traces: Traces):
     setup = resolve(config(load_format="dummy", overlap=2, tensor_parallel_size=2))
     engine = start_engine(setup, make=partial(ReplayEngine, traces=traces))

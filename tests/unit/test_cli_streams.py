@@ -80,6 +80,7 @@ def starts_engine(pid: int) -> bool:
     return b"spawn_main" in (PROCESSES / str(pid) / "cmdline").read_bytes()
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not PROCESSES.exists(), reason="needs /proc")
 def test_ctrl_c_while_a_server_loads_is_quiet():
     """As on a terminal, the whole process group receives it, the engine's process included."""

@@ -402,6 +402,7 @@ def test_resume_equals_uninterrupted_training_bit_for_bit(tmp_path: Path) -> Non
         Trainer(target, tiny_draft(target), run, data[:-1]).load(tmp_path / "checkpoint.pt")
 
 
+@pytest.mark.full
 def test_compiled_steps_are_full_graphs_with_equal_losses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -11,6 +11,8 @@ import pytest
 
 from strobe import __version__
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[2]
 
 
