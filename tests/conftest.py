@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,22 @@ def pytest_runtestloop() -> None:
     """Collect garbage of the tests only, without a search through all modules and test items."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Generator[None, object, object]:
+    """Undo what a test and its fixtures change about the process's logging, such as the level."""
+    names = (None, "strobe", "strobe.access", "uvicorn", "uvicorn.error", "uvicorn.access")
+    loggers = [logging.getLogger(name) for name in names]
+    before = [(logger.level, logger.propagate, logger.handlers[:]) for logger in loggers]
+    disabled = logging.root.manager.disable
+    result = yield
+    logging.disable(disabled)
+    for logger, (level, propagate, handlers) in zip(loggers, before, strict=True):
+        logger.setLevel(level)
+        logger.propagate = propagate
+        logger.handlers[:] = handlers
+    return result
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,8 +13,6 @@ import uvicorn
 
 from strobe.server.logs import (
     Fields,
-    JsonFormatter,
-    PlainFormatter,
     configure_logging,
     redact,
 )
@@ -23,20 +21,9 @@ SECRET = "the prompt of a user"
 
 
 @pytest.fixture
-def stderr(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[[], str]]:
-    """Returns the text written since the last call. Restores the process's logging afterwards."""
-    names = (None, "strobe", "uvicorn", "uvicorn.error", "uvicorn.access")
-    loggers = [logging.getLogger(name) for name in names]
-    before = [(logger.level, logger.propagate, logger.handlers[:]) for logger in loggers]
-    yield lambda: capsys.readouterr().err
-    for logger, (level, propagate, handlers) in zip(loggers, before, strict=True):
-        logger.setLevel(level)
-        logger.propagate = propagate
-        if logger is not logging.root:
-            logger.handlers = handlers
-    for handler in logging.root.handlers[:]:
-        if isinstance(handler.formatter, JsonFormatter | PlainFormatter):
-            logging.root.removeHandler(handler)
+def stderr(capsys: pytest.CaptureFixture[str]) -> Callable[[], str]:
+    """Return a function for the text written since its last call."""
+    return lambda: capsys.readouterr().err
 
 
 def raised() -> BaseException:
