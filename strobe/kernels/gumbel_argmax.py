@@ -73,7 +73,7 @@ def token_of(word):
 
 
 @triton.jit
-def _row_word(key, position):
+def row_word(key, position):
     """Return `strobe.sampling.noise.row_words` as uint64."""
     x = key.to(tl.uint64, bitcast=True) + position.to(tl.uint64, bitcast=True) * GOLDEN
     x = (x ^ (x >> 30)) * MIX1
@@ -82,7 +82,7 @@ def _row_word(key, position):
 
 
 @triton.jit
-def _gumbel(ids, word):
+def gumbel(ids, word):
     """Return the tokens' noise in float32, as `strobe.sampling.noise.Gumbel`."""
     x = ids.to(tl.uint32) ^ (word & LOW_WORD).to(tl.uint32)
     x = (x ^ (x >> 17)) * tl.full([], ROUND1, tl.uint32)
@@ -107,14 +107,14 @@ def _race_kernel(
     scale = tl.load(params + 1)
     threshold = tl.load(params + 2)
     min_p = tl.load(params + 3)
-    word = _row_word(tl.load(key_ptr + index), tl.load(position_ptr + index))
+    word = row_word(tl.load(key_ptr + index), tl.load(position_ptr + index))
     best = tl.full([], NO_WORD, tl.int64)
     for block in range(tl.where(threshold == threshold, blocks, 0)):
         ids = (part * blocks + block) * BLOCK + tl.arange(0, BLOCK)
         x = read(logits_ptr + index * stride, ids, V)
         keep = (x >= threshold) & (tl.exp2((x - top) * (scale * LOG2E)) >= min_p)
         if tl.max(keep.to(tl.int32), 0) > 0:
-            score = tl.where(keep, (x - top) * scale + _gumbel(ids, word), float("-inf"))
+            score = tl.where(keep, (x - top) * scale + gumbel(ids, word), float("-inf"))
             max_score = tl.max(score, 0)
             first = tl.min(tl.where(score == max_score, ids, V), 0)
             best = tl.maximum(best, word_of(key_of(max_score), first))

@@ -84,8 +84,17 @@ def gumbel(keys: Tensor, positions: Tensor, size: int) -> Tensor:
     """keys, positions [R] int64 -> noise of tokens 0 to size - 1, [R, size] float32."""
     words = row_words(keys, positions)
     if keys.device.type != "cpu":
-        return gumbel_by_torch(words, size)
+        return gumbel_by_torch(words, torch.arange(size, device=words.device))
     return torch.from_numpy(Gumbel(size).noise(words.numpy()))
+
+
+def gumbel_at(keys: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """keys, positions [R], tokens [R, C], all int64 -> noise of each row's tokens [R, C]
+    float32."""
+    words = row_words(keys, positions)
+    if keys.device.type != "cpu":
+        return gumbel_by_torch(words, tokens)
+    return torch.from_numpy(Gumbel(0).of(words.numpy(), tokens.numpy()))
 
 
 class Gumbel:
@@ -113,6 +122,15 @@ class Gumbel:
         out = np.empty(len(tokens), dtype=np.float32)
         low, high = _halves(words)
         self._fill(self.ids[tokens], low, high, out)
+        return out
+
+    def of(self, words: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.float32]:
+        """words [R], tokens [R, C] of any vocabulary -> [R, C]."""
+        ids = tokens.astype(np.uint32)
+        ids ^= ids >> _ROUNDS[0][0]
+        out = np.empty(ids.shape, dtype=np.float32)
+        low, high = _halves(words)[:, :, None]
+        self._fill(ids, low, high, out)
         return out
 
     def race(
@@ -182,12 +200,13 @@ def _halves(words: NDArray[np.int64]) -> NDArray[Any]:
     return np.stack([low ^ (low >> _ROUNDS[0][0]), high])
 
 
-def gumbel_by_torch(words: Tensor, size: int) -> Tensor:
-    """words [R] int64 -> noise [R, size] float32, in torch only."""
+def gumbel_by_torch(words: Tensor, tokens: Tensor) -> Tensor:
+    """words [R], tokens [R, C] or [C] of every row, int64 -> noise [R, C] float32, in torch
+    only."""
     mask = (1 << 32) - 1
     low = words[:, None] & mask
     high = _shift(words[:, None], 32)
-    hashed = torch.arange(size, device=words.device) ^ low
+    hashed = tokens ^ low
     for number, (shift, factor) in enumerate(_ROUNDS):
         hashed = ((hashed ^ (hashed >> shift)) * factor) & mask
         if number == 0:

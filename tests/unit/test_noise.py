@@ -81,7 +81,10 @@ def test_extreme_noise_is_finite_and_exact(hashed: int):
     assert token_hash(low, 0) == hashed
     word = torch.tensor([low])
     e = -math.log1p(-(hashed + 0.5) / 2**32)
-    for noise in (torch.from_numpy(Gumbel(1).noise(word.numpy())), gumbel_by_torch(word, 1)):
+    for noise in (
+        torch.from_numpy(Gumbel(1).noise(word.numpy())),
+        gumbel_by_torch(word, torch.zeros(1, dtype=torch.int64)),
+    ):
         assert noise.isfinite().all()
         assert close(noise.item(), e)
         assert -3 < noise.item() < MAX_NOISE
@@ -107,7 +110,7 @@ def test_race_without_hopeless_tokens_has_the_same_winner(spread: float, size: i
 def test_torch_implementation_gives_the_same_noise(size: int):
     """Only the last digit of a logarithm may differ."""
     keys, positions = torch.arange(5) * 0x61C8864680B583EB, torch.arange(5) * 7
-    noise = gumbel_by_torch(row_words(keys, positions), size)
+    noise = gumbel_by_torch(row_words(keys, positions), torch.arange(size))
     assert torch.allclose(noise, gumbel(keys, positions, size), rtol=3e-7, atol=5e-7)
 
 

@@ -1,0 +1,122 @@
+"""Candidates, their edges and the walk through them against their torch twins."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from strobe.kernels import candidates
+from strobe.kernels import reference_candidates as reference
+from strobe.sampling.noise import gumbel_at
+
+
+def normal(device: torch.device, *shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def walked(
+    edges: Tensor,
+    ids: Tensor,
+    margins: Tensor | None,
+    noise: tuple[Tensor, Tensor, Tensor] | None,
+) -> Tensor:
+    """Walk as `candidates.walk` does, in plain torch."""
+    spans, slots, count = ids.shape
+    every = torch.arange(spans, device=ids.device)
+    previous = torch.zeros(spans, dtype=torch.int64, device=ids.device)
+    tokens = torch.empty(spans, slots, dtype=torch.int64, device=ids.device)
+    for slot in range(slots):
+        scores = edges[every, slot, previous].nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+        race = scores
+        if noise is not None:
+            keys, positions, temperatures = noise
+            chance = gumbel_at(keys, positions + slot, ids[:, slot])
+            relative = scores - scores.max(1, keepdim=True).values
+            race = relative / temperatures[:, None].clamp(min=1e-30) + chance
+            race = torch.where(temperatures[:, None] > 0, race, scores)
+        previous = race.argmax(1)
+        tokens[:, slot] = ids[every, slot, previous]
+        if margins is not None:
+            chosen = scores[every, previous]
+            others = scores.scatter(1, previous[:, None], -torch.inf)
+            second = others.max(1).values if count > 1 else -torch.inf
+            margins[:, slot] = chosen - second
+    return tokens
+
+
+@pytest.mark.parametrize("count", [1, 5, 16])
+@pytest.mark.parametrize("vocab", [16, 2048, 5001])
+def test_best_of_matches_twin(device: torch.device, vocab: int, count: int):
+    """Logits of few values, so that many are equal, are a part of wider rows; some are infinite or
+    no number."""
+    logits = (normal(device, 3, vocab + 3)[:, :vocab] * 2).round().to(torch.bfloat16)
+    logits[0, ::3] = -torch.inf
+    logits[1, vocab // 2 :] = torch.nan
+    logits[1, 3] = torch.inf
+    values, ids = candidates.best_of(logits, count)
+    expected_values, expected_ids = reference.best_of(logits, count)
+    assert torch.equal(ids, expected_ids)
+    assert torch.equal(values, expected_values)
+
+
+def test_best_of_the_twin_are_the_largest():
+    logits = normal(torch.device("cpu"), 4, 1000)
+    values, ids = reference.best_of(logits, 7)
+    assert torch.equal(values, logits.topk(7).values)
+    assert torch.equal(values, logits.gather(1, ids))
+
+
+@pytest.mark.parametrize("count", [3, 16])
+@pytest.mark.parametrize("rank", [24, 64])
+@pytest.mark.parametrize("with_hidden", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_edges_match_twin(
+    device: torch.device, count: int, rank: int, with_hidden: bool, dtype: torch.dtype
+):
+    left = normal(device, 100, rank).to(dtype)
+    right = normal(device, 100, rank, seed=2).to(dtype)
+    hidden = normal(device, 2, 4, rank, seed=3).to(dtype) if with_hidden else None
+    unary = normal(device, 2, 4, count, seed=4)
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(100, (2, 4, count), generator=generator).to(device)
+    anchor = torch.tensor([7, 99], device=device)
+    got = candidates.edges(unary, ids, anchor, left, right, hidden, 0.5)
+    expected = reference.edges(unary, ids, anchor, left, right, hidden, 0.5)
+    bound = 1e-5 if dtype == torch.float32 else 0.1
+    torch.testing.assert_close(got, expected, rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("sampled", [True, False])
+def test_walk_matches_twin(device: torch.device, sampled: bool):
+    """Scores are whole numbers, so that many are equal; one is no number. One span of the sampled
+    ones is greedy."""
+    edges = (normal(device, 5, 7, 16, 16) * 2).round()
+    edges[0, 2, :, 3] = torch.nan
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(150000, (5, 7, 16), generator=generator).to(device)
+    noise = None
+    if sampled:
+        noise = (
+            torch.arange(5, device=device) * 12345678901,
+            torch.tensor([0, 3, 500, 70000, 1], device=device),
+            torch.tensor([1.0, 0.0, 0.3, 2.0, 1e-9], device=device),
+        )
+    margins = torch.empty(5, 7, device=device)
+    expected_margins = torch.empty(5, 7, device=device)
+    tokens = candidates.walk(edges, ids, margins, noise)
+    assert torch.equal(tokens, walked(edges, ids, expected_margins, noise))
+    assert torch.equal(margins, expected_margins)
+    assert torch.equal(candidates.walk(edges, ids, None, noise), tokens)
+
+
+def test_path_is_the_best_one_step_after_another():
+    """Slot 0 takes candidate 1; after it candidate 0 is best, though 2 is so after the others."""
+    edges = torch.zeros(1, 2, 3, 3)
+    edges[0, 0, :, 1] = 1.0
+    edges[0, 1, :, 2] = 5.0
+    edges[0, 1, 1] = torch.tensor([3.0, 1.0, 2.0])
+    margins = torch.empty(1, 2)
+    ids = torch.tensor([[[10, 11, 12], [20, 21, 22]]])
+    assert walked(edges, ids, margins, None).tolist() == [[11, 20]]
+    assert margins.tolist() == [[1.0, 1.0]]
