@@ -26,7 +26,7 @@ from serving import Server, bodies, load
 
 from strobe import LLM, __version__
 from strobe.config import DEMO_MODELS
-from strobe.openmp import usable_cores
+from strobe.host.openmp import usable_cores
 from strobe.tools.bench.published_shapes import directories
 from strobe.tools.demo import choose_examples, prompts_of
 

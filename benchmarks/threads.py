@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from strobe.openmp import SPIN_COUNT, WAIT_VARIABLES, free_cores
+from strobe.host.openmp import SPIN_COUNT, WAIT_VARIABLES, free_cores
 
 CORES = sorted(os.sched_getaffinity(0))
 FIGURES = ("dflash_tokens_per_s", "plain_tokens_per_s", "seconds")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from strobe.openmp import prepare
+from strobe.host.openmp import prepare
 
 if TYPE_CHECKING:
     from strobe.config import EngineConfig

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from strobe.transfer import upload
+from strobe.host.transfer import upload
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from strobe.server.parsers import Parsed, Parser, ReasoningFormat, make_parser
-from strobe.wrapping import Wrapping
+from strobe.terminal.wrapping import Wrapping
 
 if TYPE_CHECKING:
     from markdown_it.token import Token

@@ -29,7 +29,7 @@ from strobe.cli.flags import (
 from strobe.cli.prompt import Prompt
 from strobe.compat.arguments import parse_value
 from strobe.server.parsers import REASONING_FORMATS, detect
-from strobe.wording import counted
+from strobe.terminal.wording import counted
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from strobe.exit_status import exit_status
+from strobe.tools.exit_status import exit_status
 
 COMMANDS = {
     "generate": "Answer prompts and print the answers.",

@@ -11,7 +11,7 @@ import torch
 from strobe.attention.recurrent import RecurrentBackend
 from strobe.config import EngineConfig, Limits, resolve_limits
 from strobe.engine.backends import BackendChoice, choose_backends, make_backends
-from strobe.host_memory import trim_heap
+from strobe.host.host_memory import trim_heap
 from strobe.hub.download import fetch_weights
 from strobe.hub.locate import locate_models
 from strobe.kv.pages import PagePool

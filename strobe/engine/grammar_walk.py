@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from strobe.host.transfer import upload
 from strobe.sampling.grammar import GrammarState, GrammarWalk
 from strobe.step import Span
-from strobe.transfer import upload
 
 
 class WalkedDrafts(NamedTuple):

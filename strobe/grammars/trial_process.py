@@ -27,7 +27,7 @@ from strobe.grammars.source import (
     grammar_source,
     make_matcher,
 )
-from strobe.host_memory import trim_heap
+from strobe.host.host_memory import trim_heap
 
 READY = "ready"
 _TRIM_EVERY = 16

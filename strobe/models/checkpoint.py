@@ -10,8 +10,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from strobe.host.mapped_file import MappedFile
 from strobe.hub.files import GGUF_LINK, source_of, weight_files
-from strobe.mapped_file import MappedFile
 from strobe.models.config_readers.tensor_names import own_name
 from strobe.models.quantization.gguf import GGUFFile
 from strobe.models.weight_mapping import FLOATS, WeightPart, copy

@@ -153,7 +153,7 @@ def _read_tensors(module: Target | DFlash, checkpoint: Checkpoint, options: Load
     unless loading is logged, another display is live or TQDM_DISABLE is set."""
     from tqdm.auto import tqdm
 
-    from strobe.progress import Progress
+    from strobe.terminal.progress import Progress
 
     mapping = _check_tensors(module, checkpoint)
     order_of = {name: i for i, name in enumerate(checkpoint.shapes)}

@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import TCPStore
 from strobe.config import EngineConfig
 from strobe.engine.build import ResolvedConfig, resolve
 from strobe.engine.engine import Engine
-from strobe.openmp import usable_cores
+from strobe.host.openmp import usable_cores
 from strobe.parallel.group import STALL_SECONDS, START_SECONDS, RankFailed, not_started
 from strobe.parallel.shared_memory import SharedMemoryGroup, memory_size
 from strobe.parallel.torch_group import TorchGroup, make_store

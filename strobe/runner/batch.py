@@ -23,8 +23,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from strobe.host.transfer import upload
 from strobe.step import TAIL, Span
-from strobe.transfer import upload
 
 Int64Array: TypeAlias = NDArray[np.int64]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from strobe.config import CPU_KV_CACHE, EngineConfig, Limits, parse_bytes
-from strobe.free_memory import free_memory
+from strobe.host.free_memory import free_memory
 from strobe.kv.store import KVSpec
 from strobe.models.config import DecoderConfig
 from strobe.runner.buckets import MAX_CAPTURED_ROWS

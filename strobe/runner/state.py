@@ -12,9 +12,9 @@ from torch import Tensor
 
 from strobe.attention.base import Batch
 from strobe.config import Limits
+from strobe.host.transfer import upload
 from strobe.runner.batch import Int64Array, Layout
 from strobe.step import TAIL, Plan
-from strobe.transfer import upload
 
 SimulatedAcceptance: TypeAlias = float | Callable[[Layout, Batch], Tensor]
 """What to keep of drafts whatever the target says, for measurements of speed: so many tokens a step

@@ -9,6 +9,7 @@ from enum import Enum, auto
 
 import torch
 
+from strobe.host.transfer import download
 from strobe.models.heads.base import Drafts
 from strobe.request import TokenLogprob
 from strobe.runner.batch import Layout
@@ -16,7 +17,6 @@ from strobe.runner.verify_step import Verified
 from strobe.sampling.grammar import GrammarState
 from strobe.sampling.logprobs import Scores
 from strobe.step import Plan, StepResult
-from strobe.transfer import download
 
 NAN_ERROR = "The model's logits are NaN; try another dtype, or check the checkpoint's weights."
 

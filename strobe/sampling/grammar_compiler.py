@@ -22,7 +22,7 @@ from strobe.grammars.source import (
     unenforced,
 )
 from strobe.grammars.trial import GrammarTrial
-from strobe.host_memory import trim_heap
+from strobe.host.host_memory import trim_heap
 from strobe.sampling_params import StructuredOutputs
 
 logger = logging.getLogger(__name__)

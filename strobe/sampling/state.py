@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from strobe.host.transfer import upload
 from strobe.sampling.logprobs import Scores, score
 from strobe.sampling.noise import noise_key
 from strobe.sampling.processors import ENDS, IN_PROMPT, PROCESSED, STRUCTURED, Tables, process
@@ -26,7 +27,6 @@ from strobe.sampling.processors import LogitRows as LogitRows
 from strobe.sampling.sampler import RowParams, argmax, best_two, sample_rows
 from strobe.sampling_params import MAX_NAMED, OPTIONS, PENALTIES
 from strobe.step import Admission
-from strobe.transfer import upload
 
 TOP_SIZES = (0, 1, 5, 20)
 """Numbers of top log probabilities are rounded up to these, since each needs its own graph; larger

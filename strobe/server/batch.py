@@ -13,7 +13,6 @@ from starlette.types import ASGIApp
 
 from strobe.config import EngineConfig
 from strobe.hub.locate import locate_models
-from strobe.progress import Progress
 from strobe.server.app import make_app
 from strobe.server.batches.lines import AnswerFile, BatchLine, answer_line, call, read_requests
 from strobe.server.batches.tally import BatchTally
@@ -22,8 +21,9 @@ from strobe.server.engine_process.replicas import Replicas
 from strobe.server.launch import make_client, make_serving, served_names
 from strobe.server.serving import check_parsers, check_template, read_template
 from strobe.server.settings import ServerConfig
+from strobe.terminal.progress import Progress
+from strobe.terminal.wording import counted
 from strobe.text.tokenizer import Tokenizer
-from strobe.wording import counted
 
 _SHOW_SECONDS = 0.5
 """Time between two looks at the engine's progress."""

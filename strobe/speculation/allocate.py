@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from strobe.host.transfer import upload
 from strobe.runner.batch import Layout
 from strobe.speculation.acceptance import KNOTS
-from strobe.transfer import upload
 
 
 def verified_drafts(

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from strobe.attention.base import Batch
+from strobe.host.transfer import upload
 from strobe.models.heads.base import Drafts
 from strobe.request import Request
 from strobe.runner.batch import Shape
 from strobe.speculation.draft_policy import DraftChain
 from strobe.step import Plan, Span
-from strobe.transfer import upload
 
 
 @runtime_checkable

@@ -17,12 +17,12 @@ from strobe.demo_models import FAMILIES, Example, read_heldout
 from strobe.hub.locate import locate_models
 from strobe.llm import LLM
 from strobe.outputs import Prompt, RequestOutput
-from strobe.progress import Progress
 from strobe.sampling_params import SamplingParams
 from strobe.speculation.registry import DRAFTER_METHOD
+from strobe.terminal.progress import Progress
+from strobe.terminal.wording import counted
+from strobe.terminal.wrapping import Wrapping
 from strobe.tools.demo_prompts import chat_examples
-from strobe.wording import counted
-from strobe.wrapping import Wrapping
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture(autouse=True)
 def no_progress_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep standard error the same on slow machines."""
-    from strobe import progress
+    from strobe.terminal import progress
 
     monkeypatch.setattr(progress, "INTERVAL", 1e6)
 

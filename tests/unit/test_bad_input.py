@@ -19,9 +19,10 @@ from safetensors.torch import load_file, save_file
 from textpair import Pair
 from tiny import edit_json, make_target
 
-from strobe import LLM, SamplingParams, free_memory, host_memory
+from strobe import LLM, SamplingParams
 from strobe.cli import main as cli
 from strobe.engine import build
+from strobe.host import free_memory, host_memory
 from strobe.models.architectures import load_draft_config
 from strobe.models.checkpoint import Checkpoint
 from strobe.runner import memory

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from strobe import openmp
+from strobe.host import openmp
 
 VARIABLES = ("OMP_NUM_THREADS", *openmp.WAIT_VARIABLES)
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from textpair import Pair
 
-from strobe import progress
 from strobe.config import EngineConfig
 from strobe.engine.engine import Engine
-from strobe.progress import Progress
+from strobe.terminal import progress
+from strobe.terminal.progress import Progress
 
 
 @pytest.fixture

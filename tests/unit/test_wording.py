@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from strobe.wording import counted
+from strobe.terminal.wording import counted
 
 
 def test_nouns_are_plural_except_for_one():

@@ -9,7 +9,7 @@ import re
 import pytest
 from rich.console import Console
 
-from strobe.wrapping import Wrapping
+from strobe.terminal.wrapping import Wrapping
 
 
 def screen(printed: str) -> list[str]:

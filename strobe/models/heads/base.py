@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from strobe.transfer import download
+from strobe.host.transfer import download
 
 
 class Drafts(NamedTuple):

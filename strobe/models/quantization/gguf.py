@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from strobe.host.mapped_file import MappedFile
 from strobe.hub.gguf_file import GGUFHeader, StoredTensor, read_header
-from strobe.mapped_file import MappedFile
 
 NAMES = {
     "token_embd": "embed_tokens",

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from strobe.config import CPU_KV_CACHE, EngineConfig, parse_bytes
-from strobe.host_memory import free_host_memory
-from strobe.openmp import usable_cores
+from strobe.host.host_memory import free_host_memory
+from strobe.host.openmp import usable_cores
 
 
 class Replica(NamedTuple):

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from strobe.demo_models import read_heldout
+from strobe.terminal.wording import counted
 from strobe.text.tokenizer import Tokenizer
 from strobe.tools.bench.settings import OfflineSettings, RecordSettings
-from strobe.wording import counted
 
 _FORMS = '{"prompt": text}, {"messages": [...]} or {"turns": [text, ...]}'
 

@@ -9,7 +9,7 @@ from statistics import median
 
 import torch
 
-from strobe.free_memory import free_memory
+from strobe.host.free_memory import free_memory
 from strobe.tools.bench.floor import Rates
 
 _GPU = (4 << 30, 8192)  # bytes of the buffer, rows of the square GEMM

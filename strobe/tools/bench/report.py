@@ -21,8 +21,8 @@ from strobe import __version__
 from strobe.engine.build import ResolvedConfig
 from strobe.models.quantization.methods import experts_format
 from strobe.models.quantization.packed import FORMATS, head_format
-from strobe.progress import Progress
 from strobe.speculation.registry import DRAFTER_METHOD
+from strobe.terminal.progress import Progress
 from strobe.tools.bench.floor import Rates, Shapes, Widths
 from strobe.tools.bench.timeline import Split
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from strobe.engine.build import ResolvedConfig
-from strobe.free_memory import free_memory
+from strobe.host.free_memory import free_memory
 from strobe.hub.download import fetch_weights, missing_weights
 from strobe.models.architectures import load_draft_config, load_target_config
 from strobe.models.config import DraftConfig, TargetConfig

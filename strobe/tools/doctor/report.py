@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from strobe.progress import Progress
+from strobe.terminal.progress import Progress
 from strobe.tools.doctor.findings import Report
 
 _SIGNS = {"ok": ("green", "ok"), "note": ("yellow", "note"), "fault": ("bold red", "wrong")}

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
+from strobe.terminal.wording import counted
 from strobe.tools.bench.report import Figures, number, table
-from strobe.wording import counted
 
 
 @dataclass(frozen=True)

@@ -13,16 +13,16 @@ import torch
 import tyro
 from transformers import AutoTokenizer
 
-from strobe.exit_status import exit_status
 from strobe.hub.files import read_json
 from strobe.models.architectures import load_target_config
 from strobe.models.load import load_target
-from strobe.progress import Progress
+from strobe.terminal.progress import Progress
+from strobe.terminal.wording import counted
+from strobe.tools.exit_status import exit_status
 from strobe.tools.train.data import read_samples
 from strobe.tools.train.draft import draft_config, find_mask_token, new_draft, save_draft
 from strobe.tools.train.settings import TrainSettings
 from strobe.tools.train.trainer import StepResult, Trainer, learning_rate, split_heldout
-from strobe.wording import counted
 
 log = logging.getLogger("strobe.tools.train")
 CHECKPOINT = "checkpoint.pt"

@@ -16,11 +16,12 @@ from pathlib import Path
 import tyro
 from transformers import AutoTokenizer
 
-from strobe.exit_status import exit_status
 from strobe.llm import LLM
 from strobe.models.architectures import load_target_config
-from strobe.progress import Progress
 from strobe.sampling_params import SamplingParams
+from strobe.terminal.progress import Progress
+from strobe.terminal.wording import counted
+from strobe.tools.exit_status import exit_status
 from strobe.tools.train.data import (
     ChatTokenizer,
     answer_turns,
@@ -28,7 +29,6 @@ from strobe.tools.train.data import (
     render,
     template_options,
 )
-from strobe.wording import counted
 
 Answer = Callable[[list[list[int]], int], Sequence[Sequence[int]]]
 """(prompts as token ids, index of the first one) -> the target's answers as token ids."""

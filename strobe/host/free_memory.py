@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from strobe.host_memory import free_host_memory
+from strobe.host.host_memory import free_host_memory
 
 
 def free_memory(device: torch.device) -> int:

@@ -1,0 +1,1 @@
+"""Text on a terminal: progress, wrapped lines and counted nouns."""
