@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
-from strobe.checks import brief, option, settings
 from strobe.sampling_params import Method
+from strobe.validation import brief, option, settings
 
 if TYPE_CHECKING:
     from strobe.models.config import DraftConfig

@@ -8,10 +8,10 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from strobe.counters import DraftCounts, EngineStats
-from strobe.detokenizer import Detokenizer
 from strobe.request import FinishReason, TokenLogprob
 from strobe.sampling_params import SamplingParams
 from strobe.step import TokenEvent
+from strobe.text.detokenizer import Detokenizer
 from strobe.text.tokenizer import Tokenizer
 
 NO_MATCH = "no earlier text matched the newest tokens"

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_ori
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
 from pydantic.fields import FieldInfo
 
-from strobe.checks import MAX_INT, Texts, Token, Tokens, as_tuple, brief, option, settings
+from strobe.validation import MAX_INT, Texts, Token, Tokens, as_tuple, brief, option, settings
 
 Method = Literal["dflash", "ngram", "dflash+ngram", "none"]
 METHODS: tuple[str, ...] = get_args(Method)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
 
 from tyro.conf import OmitArgPrefixes
 
-from strobe.checks import brief
 from strobe.cli.answer_view import AnswerView
 from strobe.cli.flags import (
     ChatFlags,
@@ -30,6 +29,7 @@ from strobe.cli.prompt import Prompt
 from strobe.compat.arguments import parse_value
 from strobe.server.parsers import REASONING_FORMATS, detect
 from strobe.terminal.wording import counted
+from strobe.validation import brief
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
+from strobe.grammars.json_depth import json_depth
 from strobe.grammars.json_schema import enforceable, with_whitespace
 from strobe.grammars.lark_text import rewrite_lark, schemas_in
 from strobe.grammars.regex import ascii_classes
-from strobe.json_depth import json_depth
 
 if TYPE_CHECKING:
     from strobe.sampling_params import StructuredOutputs

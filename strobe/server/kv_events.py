@@ -22,8 +22,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from strobe.checks import MAX_INT, brief, option, settings
 from strobe.kv.pages import PagePool
+from strobe.validation import MAX_INT, brief, option, settings
 
 _END = (-1).to_bytes(8, "big", signed=True)
 _POLL = 0.1

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, model_validator
 
-from strobe.checks import MAX_INT, Texts, option, settings
 from strobe.sampling_params import RepetitionDetection
 from strobe.server.kv_events import KVEventsConfig, check_kv_events
 from strobe.server.logs import configure_logging
 from strobe.server.traces import check_endpoint
+from strobe.validation import MAX_INT, Texts, option, settings
 
 MAX_PATTERN = 256
 """Maximum number of tokens of a pattern whose repeats `max_repeats` counts."""

@@ -18,7 +18,7 @@ from tokenizers import decoders, models
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from strobe import LLM, SamplingParams
-from strobe.detokenizer import Detokenizer, TokenTexts
+from strobe.text.detokenizer import Detokenizer, TokenTexts
 from strobe.text.tokenizer import Tokenizer
 
 REPLACE, FALLBACK, FUSE = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()

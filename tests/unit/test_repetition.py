@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from strobe.repetition import RepetitionDetector
-from strobe.request import Request
+from strobe.request import RepetitionDetector, Request
 from strobe.sampling_params import RepetitionDetection, SamplingParams
 
 SETTINGS = [(1, 1, 2), (1, 1, 5), (0, 4, 2), (1, 4, 3), (2, 6, 2), (3, 3, 4), (1, 64, 2)]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from textpair import Pair
 from tiny import edit_json
 
-from strobe.detokenizer import Detokenizer
+from strobe.text.detokenizer import Detokenizer
 from strobe.text.tokenizer import Tokenizer
 
 END, START = 2, 1  # <|im_end|> and <|im_start|>, both special

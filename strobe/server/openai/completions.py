@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from fastapi import Request
 from starlette.responses import Response
 
-from strobe.detokenizer import TextStream
 from strobe.request import TokenLogprob
 from strobe.server.openai import replies
 from strobe.server.openai.infill_prompt import end_ids, infill_ids
@@ -29,6 +28,7 @@ from strobe.server.openai.runs import (
 from strobe.server.openai.step_report import step_of
 from strobe.server.parsers.chain import Plain
 from strobe.server.serving import Serving
+from strobe.text.detokenizer import TextStream
 
 
 @dataclass(frozen=True)

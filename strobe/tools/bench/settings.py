@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field as Bounds
 from pydantic import model_validator
 
-from strobe.checks import MAX_INT, option, settings
 from strobe.config import EngineConfig
 from strobe.tools.bench.plots import FORMATS
+from strobe.validation import MAX_INT, option, settings
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -7,8 +7,8 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from strobe.checks import MAX_INT, option, settings
 from strobe.tools.bench.settings import Positive, Temperature, TopP, positive_ints
+from strobe.validation import MAX_INT, option, settings
 
 DATA_SETS = (
     "gsm8k", "gsm8k-5shot", "math500", "humaneval", "mbpp", "mbpp-tests", "mt-bench", "alpaca",

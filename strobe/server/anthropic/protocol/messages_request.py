@@ -8,7 +8,6 @@ from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import Field, PrivateAttr, WithJsonSchema
 
-from strobe.checks import MAX_INT
 from strobe.server.anthropic.protocol.blocks import (
     MESSAGES_SCHEMA,
     TEXTS_SCHEMA,
@@ -41,6 +40,7 @@ from strobe.server.openai.protocol.errors import (
 )
 from strobe.server.openai.protocol.items import read_input
 from strobe.server.openai.protocol.sampling_fields import STOP_SCHEMA, SamplingFields
+from strobe.validation import MAX_INT
 
 THINKING = ("enabled", "adaptive", "disabled")
 DISPLAYS = ("summarized", "omitted")

@@ -8,7 +8,6 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, WithJsonSchema
 
-from strobe.checks import MAX_INT
 from strobe.grammars.closed_schema import closed
 from strobe.sampling_params import OPTIONS as SAMPLING_OPTIONS
 from strobe.server.openai.protocol.chat_messages import ARGUMENTS_SCHEMA
@@ -25,6 +24,7 @@ from strobe.server.openai.protocol.converted import ConvertedRequest
 from strobe.server.openai.protocol.errors import FieldError, Names, invalid_value
 from strobe.server.openai.protocol.sampling_fields import LogprobCount
 from strobe.server.openai.protocol.tools import TOOLS_SCHEMA
+from strobe.validation import MAX_INT
 
 OPTIONS: Mapping[str, str] = {
     **{option.ollama_name: option.name for option in SAMPLING_OPTIONS if option.ollama_name},

@@ -8,7 +8,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, WithJsonSchema
 from pydantic.config import JsonDict
 
-from strobe.checks import MAX_INT
 from strobe.sampling_params import MAX_ANSWERS, MAX_NAMED
 from strobe.server.openai.protocol.common import (
     IDS_SCHEMA,
@@ -22,6 +21,7 @@ from strobe.server.openai.protocol.conversation import Conversation, Messages
 from strobe.server.openai.protocol.errors import FieldError
 from strobe.server.openai.protocol.sampling_fields import FormatField, LogprobCount, SamplingFields
 from strobe.server.openai.protocol.tools import CHOICE_SCHEMA
+from strobe.validation import MAX_INT
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 

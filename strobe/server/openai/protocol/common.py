@@ -24,8 +24,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema, from_json
 
-from strobe.checks import MAX_INT
-from strobe.json_depth import json_depth
+from strobe.grammars.json_depth import json_depth
 from strobe.server.openai.protocol.errors import (
     FieldError,
     invalid_value,
@@ -33,6 +32,7 @@ from strobe.server.openai.protocol.errors import (
     to_field_error,
 )
 from strobe.server.openai.protocol.tables import NO_EFFECT, UNSUPPORTED
+from strobe.validation import MAX_INT
 
 _MAX_DEPTH = 200
 """Nesting limit of a body's objects and lists, the same as in pydantic's parser."""

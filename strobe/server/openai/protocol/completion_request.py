@@ -7,7 +7,6 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PrivateAttr, WithJsonSchema
 
-from strobe.checks import MAX_INT
 from strobe.sampling_params import MAX_ANSWERS
 from strobe.server.openai.protocol.chat_request import (
     NAMED_IDS,
@@ -29,6 +28,7 @@ from strobe.server.openai.protocol.common import (
 from strobe.server.openai.protocol.errors import FieldError, invalid_value
 from strobe.server.openai.protocol.infill import Gap
 from strobe.server.openai.protocol.sampling_fields import FormatField, LogprobCount, SamplingFields
+from strobe.validation import MAX_INT
 
 _IDS: dict[str, Any] = {**IDS_SCHEMA, "minItems": 1}
 _IDS_OR_LISTS: list[dict[str, Any]] = [_IDS, {"type": "array", "minItems": 1, "items": _IDS}]

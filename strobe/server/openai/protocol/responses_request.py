@@ -8,7 +8,6 @@ from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import Field, PrivateAttr, WithJsonSchema
 
-from strobe.checks import MAX_INT
 from strobe.server.openai.protocol.chat_request import Effort
 from strobe.server.openai.protocol.common import (
     Bounds,
@@ -30,6 +29,7 @@ from strobe.server.openai.protocol.tools import (
     ToolChoice,
     read_toolbox,
 )
+from strobe.validation import MAX_INT
 
 _NAMES = {
     re.compile(r"\breasoning_effort\b"): "reasoning.effort",

@@ -15,7 +15,6 @@ from pydantic import (
     create_model,
 )
 
-from strobe.checks import MAX_INT
 from strobe.request import SchedulingOptions
 from strobe.sampling_params import (
     METHODS,
@@ -46,6 +45,7 @@ from strobe.server.openai.protocol.response_format import (
     read_constraint,
     unenforced,
 )
+from strobe.validation import MAX_INT
 
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1000
