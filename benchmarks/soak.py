@@ -49,7 +49,7 @@ from soak_requests import (
 )
 
 from strobe import __version__
-from strobe.server.settings import TEXT_THREADS
+from strobe.server.server_settings import TEXT_THREADS
 
 TIMEOUT = 240.0
 """Seconds for a request's answer, and for the server to become idle."""

@@ -36,7 +36,7 @@ from strobe.models.target import Target  # noqa: E402
 from strobe.tools.train.acceptance import Acceptance, batch_acceptance  # noqa: E402
 from strobe.tools.train.data import Corpus, Sample  # noqa: E402
 from strobe.tools.train.draft import draft_config, find_mask_token, new_draft, save_draft  # noqa: E402
-from strobe.tools.train.settings import DraftShape, Objective, Schedule, TrainSettings  # noqa: E402
+from strobe.tools.train.train_settings import DraftShape, Objective, Schedule, TrainSettings  # noqa: E402
 from strobe.tools.train.trainer import Trainer  # noqa: E402
 
 START = time.monotonic()

@@ -48,7 +48,7 @@ from strobe.tools.train.acceptance import Acceptance, batch_acceptance  # noqa: 
 from strobe.tools.train.data import Corpus, Sample  # noqa: E402
 from strobe.tools.train.draft import as_saved, checkpoint_config, draft_config, new_draft  # noqa: E402
 from strobe.tools.train.loss import dpace_weights  # noqa: E402
-from strobe.tools.train.settings import DraftShape  # noqa: E402
+from strobe.tools.train.train_settings import DraftShape  # noqa: E402
 
 START = time.monotonic()
 MASK_TOKEN = 16

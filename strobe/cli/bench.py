@@ -9,7 +9,7 @@ from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes
 
 from strobe.cli.flags import flags
 from strobe.config import EngineConfig
-from strobe.tools.bench.settings import (
+from strobe.tools.bench.bench_settings import (
     DECIDED,
     LoadSettings,
     OfflineSettings,

@@ -9,8 +9,8 @@ from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes
 
 from strobe.cli.flags import flags
 from strobe.config import EngineConfig
-from strobe.tools.bench.settings import DECIDED
-from strobe.tools.eval.settings import EvalSettings
+from strobe.tools.bench.bench_settings import DECIDED
+from strobe.tools.eval.eval_settings import EvalSettings
 
 if TYPE_CHECKING:
     EvalFlags = EvalEngineFlags = OneEvaluation = Any

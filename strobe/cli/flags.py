@@ -36,7 +36,7 @@ from strobe.compat.aliases import translate
 from strobe.compat.arguments import parse_value
 from strobe.config import EngineConfig
 from strobe.sampling_params import OPTIONS, RECOMMENDED, SamplingParams
-from strobe.server.settings import ServerConfig
+from strobe.server.server_settings import ServerConfig
 
 if TYPE_CHECKING:
     from strobe.llm import LLM

@@ -11,7 +11,7 @@ import yaml
 from strobe.compat.aliases import FLAGS
 from strobe.config import EngineConfig
 from strobe.sampling_params import SamplingParams
-from strobe.server.settings import ServerConfig
+from strobe.server.server_settings import ServerConfig
 
 
 def expand_options_file(arguments: Sequence[str]) -> list[str]:

@@ -10,7 +10,7 @@ from tyro.conf import OmitArgPrefixes, arg
 
 from strobe.cli.flags import EngineFlags, ServerFlags
 from strobe.config import EngineConfig
-from strobe.server.settings import ServerConfig
+from strobe.server.server_settings import ServerConfig
 
 
 @dataclass(frozen=True)

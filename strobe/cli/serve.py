@@ -11,7 +11,7 @@ from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes
 
 from strobe.cli.flags import ServedFlags, ServerFlags, Target, note
 from strobe.config import EngineConfig
-from strobe.server.settings import ServerConfig
+from strobe.server.server_settings import ServerConfig
 
 
 @dataclass(frozen=True)

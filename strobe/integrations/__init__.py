@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from strobe.config import EngineConfig
-from strobe.server.settings import ServerConfig
+from strobe.server.server_settings import ServerConfig
 
 
 def serve_on_ray(config: EngineConfig, settings: ServerConfig) -> int:

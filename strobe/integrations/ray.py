@@ -46,7 +46,7 @@ from strobe.server.launch import (
     make_client,
     prepare,
 )
-from strobe.server.settings import ServerConfig
+from strobe.server.server_settings import ServerConfig
 
 ray = import_module("ray")  # without types, which are not there where Ray is not
 serve = import_module("ray.serve")

@@ -26,7 +26,7 @@ from strobe.integrations.ray import (
 )
 from strobe.server.launch import greeting, listen, locate_checkpoint, warn_if_open
 from strobe.server.openai.protocol.errors import counted
-from strobe.server.settings import ServerConfig
+from strobe.server.server_settings import ServerConfig
 
 logger = logging.getLogger(__name__)
 

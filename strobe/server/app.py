@@ -62,8 +62,8 @@ from strobe.server.page.endpoints import (
     markdown,
 )
 from strobe.server.root_path import RootPath
+from strobe.server.server_settings import ServerConfig
 from strobe.server.serving import Serving
-from strobe.server.settings import ServerConfig
 from strobe.server.traces import Traces
 
 Handler = Callable[[Serving, Request], Awaitable[Response]]

@@ -19,8 +19,8 @@ from strobe.server.batches.tally import BatchTally
 from strobe.server.engine_process.client import EngineClient, EngineDead
 from strobe.server.engine_process.replicas import Replicas
 from strobe.server.launch import make_client, make_serving, served_names
+from strobe.server.server_settings import ServerConfig
 from strobe.server.serving import check_parsers, check_template, read_template
-from strobe.server.settings import ServerConfig
 from strobe.terminal.progress import Progress
 from strobe.terminal.wording import counted
 from strobe.text.tokenizer import Tokenizer

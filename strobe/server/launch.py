@@ -37,6 +37,7 @@ from strobe.server.engine_process.replicas import Replicas
 from strobe.server.guards import Shutdown, is_loopback
 from strobe.server.metrics import ServerMetrics
 from strobe.server.openai.protocol.errors import counted
+from strobe.server.server_settings import ServerConfig
 from strobe.server.serving import (
     Formats,
     Serving,
@@ -45,7 +46,6 @@ from strobe.server.serving import (
     log_tool_form,
     read_template,
 )
-from strobe.server.settings import ServerConfig
 from strobe.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

@@ -38,7 +38,7 @@ from strobe.server.parsers import (
 )
 from strobe.server.response_store import ResponseStore
 from strobe.server.retry_estimator import RetryEstimator
-from strobe.server.settings import TEXT_THREADS, ServerConfig
+from strobe.server.server_settings import TEXT_THREADS, ServerConfig
 from strobe.text.chat_template import TemplateCapabilities
 from strobe.text.tokenizer import Tokenizer
 

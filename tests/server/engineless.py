@@ -12,8 +12,8 @@ from strobe.server.engine_process.client import EngineClient, Generation
 from strobe.server.engine_process.messages import Ready, Submit
 from strobe.server.guards import Shutdown
 from strobe.server.metrics import ServerMetrics
+from strobe.server.server_settings import LogSettings, ServerConfig
 from strobe.server.serving import Formats, Serving
-from strobe.server.settings import LogSettings, ServerConfig
 from strobe.step import RequestStart, TokenEvent
 from strobe.text.tokenizer import Tokenizer
 

@@ -18,8 +18,8 @@ from strobe.server.app import make_app
 from strobe.server.engine_process.client import Generation
 from strobe.server.engine_process.messages import Ready, Submit
 from strobe.server.metrics import ServerMetrics
+from strobe.server.server_settings import ServerConfig
 from strobe.server.serving import Formats, Serving
-from strobe.server.settings import ServerConfig
 from strobe.step import RequestStart, TokenEvent
 from strobe.text.tokenizer import Tokenizer
 

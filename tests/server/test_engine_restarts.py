@@ -17,7 +17,7 @@ from strobe.server.engine_process import client as module
 from strobe.server.engine_process.client import EngineClient, EngineDead
 from strobe.server.engine_process.messages import Failed, Ready, StepEvents
 from strobe.server.engine_process.watchdog import SILENT_SECONDS, STOPPED_SECONDS
-from strobe.server.settings import LogSettings
+from strobe.server.server_settings import LogSettings
 
 READY = Ready(2048, 2, 2048, 15, ("dflash", "none"), {}, "float32", "cpu", 100)
 

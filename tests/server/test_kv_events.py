@@ -19,7 +19,7 @@ from strobe.kv.pages import PagePool
 from strobe.request import PageKeys
 from strobe.server.engine_process import worker
 from strobe.server.kv_events import KVEventPublisher, KVEventsConfig, number
-from strobe.server.settings import LogSettings, ServerConfig
+from strobe.server.server_settings import LogSettings, ServerConfig
 
 SECONDS = 30_000  # ms
 

@@ -11,7 +11,7 @@ from strobe.config import EngineConfig
 from strobe.server import launch
 from strobe.server.engine_process.messages import Ready
 from strobe.server.launch import serve
-from strobe.server.settings import LogSettings, ServerConfig
+from strobe.server.server_settings import LogSettings, ServerConfig
 
 
 @pytest.mark.parametrize(

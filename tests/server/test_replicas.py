@@ -35,7 +35,7 @@ from strobe.server.kv_events import KVEventsConfig
 from strobe.server.launch import make_serving
 from strobe.server.logs import JsonFormatter, PlainFormatter
 from strobe.server.openai.runs import GenerationJob, PromptRun
-from strobe.server.settings import ServerConfig
+from strobe.server.server_settings import ServerConfig
 from strobe.text.tokenizer import Tokenizer
 
 READY = Ready(2048, 4, 2048, 15, ("dflash", "none"), {}, "float32", "cpu", 100)

@@ -11,8 +11,8 @@ import pytest
 from scripted import Script, post, tokenizer
 
 from strobe.server.parsers import TOOL_FORMATS
+from strobe.server.server_settings import ServerConfig
 from strobe.server.serving import Formats, log_tool_form
-from strobe.server.settings import ServerConfig
 from strobe.text.chat_template import ONE_SYSTEM_MESSAGE
 
 CHATML = (

@@ -21,8 +21,8 @@ from strobe.sampling_params import SamplingParams
 from strobe.server.app import make_app
 from strobe.server.openai.protocol.errors import FieldError
 from strobe.server.parsers import TOOL_FORMATS, Tool
+from strobe.server.server_settings import ServerConfig
 from strobe.server.serving import Formats, log_tool_form
-from strobe.server.settings import ServerConfig
 from strobe.text.tokenizer import Tokenizer
 
 TOOL = {

@@ -16,7 +16,7 @@ from asgi import call
 from polling import PATIENCE
 from scripted import Script, app
 
-from strobe.server.settings import ServerConfig
+from strobe.server.server_settings import ServerConfig
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 

@@ -29,7 +29,7 @@ from strobe.sampling_params import SamplingParams
 from strobe.text.tokenizer import Tokenizer
 from strobe.tools.bench import engine_step as step
 from strobe.tools.bench import floor, offline, prompts, rates, timeline
-from strobe.tools.bench.settings import DECIDED, OfflineSettings, StepSettings, command_line
+from strobe.tools.bench.bench_settings import DECIDED, OfflineSettings, StepSettings, command_line
 
 CPU = torch.device("cpu")
 STEP_FLAGS = [

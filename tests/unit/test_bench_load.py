@@ -21,12 +21,12 @@ from strobe.ranks.leader import start_engine
 from strobe.speculation.draft_policy import DraftPolicy
 from strobe.step import Plan, StepResult
 from strobe.tools.bench import load
+from strobe.tools.bench.bench_settings import LoadSettings, RecordSettings
 from strobe.tools.bench.driver import Arrival, Driver, LoadRun, RequestTimes
 from strobe.tools.bench.engine_step import located_shapes
 from strobe.tools.bench.load import TRACES, best_fixed
 from strobe.tools.bench.record import RecordingEngine, record
 from strobe.tools.bench.replay import ReplayEngine, widths_of
-from strobe.tools.bench.settings import LoadSettings, RecordSettings
 from strobe.tools.bench.traces import Traces, independent
 from strobe.tools.bench.traces import load as load_traces
 from tests.support.full_marks import full_where

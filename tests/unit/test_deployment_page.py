@@ -17,7 +17,7 @@ from strobe.compat.arguments import split_options
 from strobe.config import EngineConfig
 from strobe.server.get_endpoints import READ_ERRORS
 from strobe.server.middleware import OPEN_PATHS
-from strobe.server.settings import ServerConfig
+from strobe.server.server_settings import ServerConfig
 
 PAGE = (Path(__file__).parents[2] / "docs" / "deployment.md").read_text(encoding="utf-8")
 STOP_SECONDS = 15

@@ -20,12 +20,12 @@ from strobe.counters import DraftCounts
 from strobe.demo_models import FAMILIES
 from strobe.outputs import CompletionOutput, SpeculationReport
 from strobe.tools.bench import plots as bench_plots
-from strobe.tools.bench.settings import DECIDED
+from strobe.tools.bench.bench_settings import DECIDED
 from strobe.tools.eval import datasets, latex, measures, plots, sources
 from strobe.tools.eval.answering import Answering
 from strobe.tools.eval.datasets import Sample
+from strobe.tools.eval.eval_settings import EvalSettings
 from strobe.tools.eval.evaluate import Engines
-from strobe.tools.eval.settings import EvalSettings
 
 FLAGS = [
     "--dataset", "--data", "--shots", "--prompts", "--concurrency", "--max-tokens", "--repeats",

@@ -15,8 +15,8 @@ from tiny import edit_json
 
 from strobe.models.architectures import load_draft_config, load_target_config
 from strobe.tools.bench.published_shapes import directories
+from strobe.tools.eval.eval_settings import EvalSettings
 from strobe.tools.eval.expected import Expected, chosen, compare, enough, expectations
-from strobe.tools.eval.settings import EvalSettings
 
 
 def resolved(

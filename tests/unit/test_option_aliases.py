@@ -18,7 +18,7 @@ from strobe.compat.aliases import translate
 from strobe.compat.arguments import split_options
 from strobe.hub.pairs import PAIRS
 from strobe.outputs import CompletionOutput, RequestOutput
-from strobe.server.settings import ServerConfig
+from strobe.server.server_settings import ServerConfig
 
 ROOT = Path(__file__).parents[2]
 DFLASH = {"method": "dflash", "model": "d", "num_speculative_tokens": 15}

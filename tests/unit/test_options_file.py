@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from strobe.cli.options_file import expand_options_file
-from strobe.server.settings import ServerConfig
+from strobe.server.server_settings import ServerConfig
 
 TEXT = """
 num-drafts: 7

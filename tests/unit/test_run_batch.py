@@ -19,7 +19,7 @@ import pytest
 from strobe.server import batch
 from strobe.server.batches.lines import AnswerFile, BatchLine, read_requests
 from strobe.server.batches.tally import BatchTally
-from strobe.server.settings import LogSettings
+from strobe.server.server_settings import LogSettings
 
 ROOT = Path(__file__).parents[2]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

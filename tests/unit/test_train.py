@@ -59,7 +59,7 @@ from strobe.tools.train.regenerate import (
     regenerate,
 )
 from strobe.tools.train.regenerate import main as regenerate_main
-from strobe.tools.train.settings import DraftShape, Objective, Schedule, TrainSettings
+from strobe.tools.train.train_settings import DraftShape, Objective, Schedule, TrainSettings
 from strobe.tools.train.trainer import Trainer, learning_rate, split_heldout
 
 VOCABULARY, MASK_TOKEN, BLOCK, POSITIONS = 40, 39, 4, 128

@@ -18,7 +18,7 @@ from strobe.server.engine_process.messages import FromServer, Ready
 from strobe.server.engine_process.resources import make_replicas, share_memory
 from strobe.server.engine_process.snapshot import EngineSnapshot
 from strobe.server.logs import engine_logger
-from strobe.server.settings import ServerConfig
+from strobe.server.server_settings import ServerConfig
 
 logger = logging.getLogger(__name__)
 

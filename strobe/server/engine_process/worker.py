@@ -41,7 +41,7 @@ from strobe.server.engine_process.messages import (
 from strobe.server.engine_process.resources import Replica
 from strobe.server.engine_process.snapshot import EngineSnapshot
 from strobe.server.kv_events import KVEventPublisher, KVEventsConfig
-from strobe.server.settings import LogSettings
+from strobe.server.server_settings import LogSettings
 from strobe.step import TokenEvent
 from strobe.warmup.costs import measure_costs
 from strobe.warmup.steps import warm_up

@@ -13,9 +13,9 @@ from strobe.counters import DraftCounts
 from strobe.request import Request
 from strobe.sampling_params import SamplingParams
 from strobe.step import TokenEvent
+from strobe.tools.bench.bench_settings import LoadSettings
 from strobe.tools.bench.rates import synchronize
 from strobe.tools.bench.replay import ReplayEngine
-from strobe.tools.bench.settings import LoadSettings
 
 
 class Arrival(NamedTuple):

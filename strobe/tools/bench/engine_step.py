@@ -27,6 +27,7 @@ from strobe.ranks.leader import start_engine
 from strobe.request import Request, Status
 from strobe.sampling_params import SamplingParams
 from strobe.speculation.registry import DRAFTER_METHOD
+from strobe.tools.bench.bench_settings import StepSettings, command_line
 from strobe.tools.bench.cache_room import with_cache_room
 from strobe.tools.bench.floor import Rates, Shapes
 from strobe.tools.bench.profiling import Profile, floor_by_part, show_operations, show_profiles
@@ -47,7 +48,6 @@ from strobe.tools.bench.report import (
     write,
 )
 from strobe.tools.bench.routing import check_experts, route_evenly
-from strobe.tools.bench.settings import StepSettings, command_line
 from strobe.tools.bench.timeline import Timeline
 
 _PREFILL_REPEATS = 3

@@ -21,6 +21,7 @@ from strobe.ranks.leader import start_engine
 from strobe.request import Request
 from strobe.sampling_params import SamplingParams
 from strobe.speculation.registry import DRAFTER_METHOD
+from strobe.tools.bench.bench_settings import OfflineSettings, command_line
 from strobe.tools.bench.floor import Rates
 from strobe.tools.bench.prompts import read_prompts
 from strobe.tools.bench.rates import measure, synchronize
@@ -38,7 +39,6 @@ from strobe.tools.bench.report import (
     table,
     write,
 )
-from strobe.tools.bench.settings import OfflineSettings, command_line
 from strobe.tools.bench.timeline import Timeline
 from strobe.warmup.costs import measure_costs
 

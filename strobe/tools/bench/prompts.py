@@ -11,7 +11,7 @@ from typing import Any
 from strobe.demo_models import read_heldout
 from strobe.terminal.wording import counted
 from strobe.text.tokenizer import Tokenizer
-from strobe.tools.bench.settings import OfflineSettings, RecordSettings
+from strobe.tools.bench.bench_settings import OfflineSettings, RecordSettings
 
 _FORMS = '{"prompt": text}, {"messages": [...]} or {"turns": [text, ...]}'
 

@@ -16,7 +16,7 @@ from typing import Any
 from strobe.demo_models import Example, read_heldout
 from strobe.tools.eval import graders, latex, programs
 from strobe.tools.eval.demo_tasks import check
-from strobe.tools.eval.settings import EvalSettings
+from strobe.tools.eval.eval_settings import EvalSettings
 from strobe.tools.eval.sources import Placed, Row, fetch, read_rows
 
 Grade = Callable[[str], bool]

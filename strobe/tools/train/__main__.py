@@ -21,7 +21,7 @@ from strobe.terminal.wording import counted
 from strobe.tools.exit_status import exit_status
 from strobe.tools.train.data import read_samples
 from strobe.tools.train.draft import draft_config, find_mask_token, new_draft, save_draft
-from strobe.tools.train.settings import TrainSettings
+from strobe.tools.train.train_settings import TrainSettings
 from strobe.tools.train.trainer import StepResult, Trainer, learning_rate, split_heldout
 
 log = logging.getLogger("strobe.tools.train")

@@ -19,7 +19,7 @@ from strobe.models.dflash import DFlash
 from strobe.models.target import Target
 from strobe.models.weight_mapping import mapping_of
 from strobe.tools.train.data import ChatTokenizer
-from strobe.tools.train.settings import DraftShape
+from strobe.tools.train.train_settings import DraftShape
 
 MASK_NAMES = ("<|mask|>", "<|MASK|>", "<mask>")
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from strobe.tools.train.settings import Objective
+from strobe.tools.train.train_settings import Objective
 
 _GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
 

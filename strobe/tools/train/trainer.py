@@ -30,7 +30,7 @@ from strobe.tools.train.blocks import (
 from strobe.tools.train.capture import Captured, capture, target_choices
 from strobe.tools.train.data import Batch, Corpus, Sample, epoch_order
 from strobe.tools.train.loss import Accuracy, block_loss, measure_slots
-from strobe.tools.train.settings import Schedule, TrainSettings
+from strobe.tools.train.train_settings import Schedule, TrainSettings
 
 LOGITS_AT_ONCE = 1 << 31
 """Maximum logits kept for the backward pass; larger batches compute them in parts."""

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from strobe.tools.bench.settings import Positive, Temperature, TopP, positive_ints
+from strobe.tools.bench.bench_settings import Positive, Temperature, TopP, positive_ints
 from strobe.validation import MAX_INT, option, settings
 
 DATA_SETS = (
