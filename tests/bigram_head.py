@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from strobe.models.config import DraftConfig
 from strobe.models.config_readers.fields import Fields
-from strobe.models.heads.base import Backbone, BlockRows, Drafts, Head
+from strobe.models.heads.head import Backbone, BlockRows, Drafts, Head
 
 METHOD = "Bigram"
 ENTRY = {METHOD: "bigram_head"}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strobe.attention.base import Batch
+from strobe.attention.backend import Batch
 from strobe.attention.mask import LayerMask
 from strobe.attention.recurrent import RecurrentBackend
 from strobe.engine.build import Components

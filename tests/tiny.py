@@ -21,8 +21,8 @@ from strobe.request import Request, TokenLogprob
 from strobe.runner.state import DecodeState
 from strobe.sampling_params import SamplingParams
 from strobe.speculation.acceptance import KNOTS
-from strobe.speculation.base import Drafts, Proposer, ProposerSet
 from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftPlan, DraftPolicy
+from strobe.speculation.proposer import Drafts, Proposer, ProposerSet
 from strobe.step import Span, TokenEvent
 
 VOCAB = 61

@@ -17,8 +17,8 @@ from strobe.engine.scheduler import Scheduler
 from strobe.kv.pages import PagePool
 from strobe.request import DEFAULT_SCHEDULING, Request, SchedulingOptions, Status, TokenLogprob
 from strobe.sampling_params import RepetitionDetection, SamplingParams
-from strobe.speculation.base import Drafter
 from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftChain, DraftPlan, DraftPolicy
+from strobe.speculation.proposer import Drafter
 from strobe.step import TAIL, Admission, Plan, Span, StepResult, TokenEvent, num_rows
 
 STOP = 5

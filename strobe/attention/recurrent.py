@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from strobe.attention.base import AttentionBackend, AttentionPlan, Batch
+from strobe.attention.backend import AttentionBackend, AttentionPlan, Batch
 from strobe.attention.groups import groups_of
 from strobe.attention.mask import LayerMask
 from strobe.kernels.kept_rows import rows_fit

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strobe.attention.base import Batch
+from strobe.attention.backend import Batch
 from strobe.attention.groups import Group, groups_of
 from strobe.attention.mask import LayerMask
 from strobe.kv.store import KVStore

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from strobe.attention.base import Batch
+from strobe.attention.backend import Batch
 from strobe.attention.mask import LayerMask
 from strobe.kv.store import KVStore
 

@@ -10,7 +10,7 @@ import torch
 
 from strobe.attention.recurrent import RecurrentBackend
 from strobe.config import EngineConfig, Limits, resolve_limits
-from strobe.engine.backends import BackendChoice, choose_backends, make_backends
+from strobe.engine.backend_choice import BackendChoice, choose_backends, make_backends
 from strobe.host.host_memory import trim_heap
 from strobe.hub.download import fetch_weights
 from strobe.hub.locate import locate_models
@@ -42,7 +42,7 @@ from strobe.runner.state import DecodeState
 from strobe.sampling.grammar import GrammarState
 from strobe.sampling.grammar_compiler import GrammarCompiler
 from strobe.sampling.state import SamplingState
-from strobe.speculation.base import ProposerSet
+from strobe.speculation.proposer import ProposerSet
 from strobe.speculation.registry import DRAFTER_METHOD, ProposerContext, make_proposers
 
 logger = logging.getLogger(__name__)

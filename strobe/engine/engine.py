@@ -17,7 +17,7 @@ from strobe.engine.admission import check_prompt, check_sampling, choose_method
 from strobe.engine.build import Components, ResolvedConfig, build, resolve
 from strobe.engine.grammar_walk import WalkedDrafts, walk_drafts
 from strobe.engine.scheduler import Scheduler
-from strobe.models.heads.base import Drafts
+from strobe.models.heads.head import Drafts
 from strobe.request import DEFAULT_SCHEDULING, FinishReason, Request, SchedulingOptions
 from strobe.runner.batch import Layout, Shape
 from strobe.runner.buckets import verified_rows

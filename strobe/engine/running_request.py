@@ -17,7 +17,7 @@ from strobe.request import Request, Status
 from strobe.step import Admission, PageWrite
 
 if TYPE_CHECKING:
-    from strobe.speculation.base import HostProposer
+    from strobe.speculation.proposer import HostProposer
 
 
 class Residence(Enum):

@@ -30,7 +30,7 @@ from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftChain, Dr
 from strobe.step import TAIL, Plan, Span, StepResult, TokenEvent, num_rows
 
 if TYPE_CHECKING:
-    from strobe.speculation.base import Drafter
+    from strobe.speculation.proposer import Drafter
 
 Scheduled: TypeAlias = "list[tuple[RunningRequest, Span]]"
 _priority = attrgetter("scheduling.priority")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from strobe.kv.store import KVStore
 from strobe.models.config import DraftConfig
 from strobe.models.heads import head_of
-from strobe.models.heads.base import Head
+from strobe.models.heads.head import Head
 from strobe.models.layers import Decoder, DecoderLayer
 from strobe.models.linear import AnyLinear, Linear, LinearView
 from strobe.models.modules import RMSNorm

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from strobe.attention.base import AttentionBackend, Batch
+from strobe.attention.backend import AttentionBackend, Batch
 from strobe.kv.store import KVStore
 from strobe.models.dflash import DFlash
 from strobe.models.target import Target

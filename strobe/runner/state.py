@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from strobe.attention.base import Batch
+from strobe.attention.backend import Batch
 from strobe.config import Limits
 from strobe.host.transfer import upload
 from strobe.runner.batch import Int64Array, Layout

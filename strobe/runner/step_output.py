@@ -10,7 +10,7 @@ from enum import Enum, auto
 import torch
 
 from strobe.host.transfer import download
-from strobe.models.heads.base import Drafts
+from strobe.models.heads.head import Drafts
 from strobe.request import TokenLogprob
 from strobe.runner.batch import Layout
 from strobe.runner.verify_step import Verified

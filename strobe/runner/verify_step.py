@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
-from strobe.attention.base import Batch
+from strobe.attention.backend import Batch
 from strobe.runner.batch import Layout
 from strobe.runner.graphs import Eager, Graphs
 from strobe.runner.runner import ForwardOutputs, ModelRunner

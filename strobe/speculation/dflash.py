@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from strobe.attention.base import Batch
+from strobe.attention.backend import Batch
 from strobe.config import EngineConfig
 from strobe.models.config import DraftConfig
 from strobe.models.dflash import DFlash
-from strobe.models.heads.base import BlockRows, Drafts
+from strobe.models.heads.head import BlockRows, Drafts
 from strobe.runner.batch import Layout
 from strobe.runner.graphs import Eager, Graphs
 from strobe.runner.runner import ModelRunner

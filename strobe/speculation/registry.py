@@ -11,9 +11,9 @@ from strobe.config import EngineConfig
 from strobe.models.dflash import DFlash
 from strobe.runner.graphs import Eager, Graphs
 from strobe.runner.runner import ModelRunner
-from strobe.speculation.base import HostProposer, Proposer, ProposerSet
 from strobe.speculation.dflash import DFlashProposer
 from strobe.speculation.ngram import NgramProposer
+from strobe.speculation.proposer import HostProposer, Proposer, ProposerSet
 
 
 @dataclass(frozen=True)

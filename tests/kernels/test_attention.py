@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from strobe.attention.base import Batch
+from strobe.attention.backend import Batch
 from strobe.attention.groups import groups_of
 from strobe.attention.mask import LayerMask
 from strobe.attention.reference import ReferenceBackend

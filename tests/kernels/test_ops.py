@@ -25,7 +25,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from strobe.attention.base import Batch
+from strobe.attention.backend import Batch
 from strobe.attention.recurrent import RecurrentPlan
 from strobe.kernels import linear
 from strobe.kv.states import StateStore

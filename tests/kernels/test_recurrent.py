@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from strobe.attention.base import Batch
+from strobe.attention.backend import Batch
 from strobe.attention.recurrent import RecurrentPlan
 from strobe.kernels import recurrent, reference_recurrent
 from strobe.kv.states import StateSpec, StateStore

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from strobe.attention.base import Batch
+from strobe.attention.backend import Batch
 from strobe.config import Limits
 from strobe.runner.batch import Layout, Shape, lay_out
 from strobe.runner.state import DecodeState

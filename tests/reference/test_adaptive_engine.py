@@ -20,9 +20,9 @@ from strobe.engine.engine import Engine
 from strobe.request import Request
 from strobe.runner.buckets import verified_rows
 from strobe.speculation.adaptive import AdaptiveDraftPolicy
-from strobe.speculation.base import Drafts
 from strobe.speculation.costs import StepCosts, StepWork
 from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftPlan
+from strobe.speculation.proposer import Drafts
 from strobe.step import Span
 
 PROMPTS = [[7, 3, 9] * n + [n] for n in (1, 5, 2, 4)]

@@ -32,7 +32,7 @@ from strobe.engine.build import build, resolve
 from strobe.engine.engine import Engine
 from strobe.models.architectures import load_draft_config
 from strobe.models.heads import HEADS
-from strobe.models.heads.base import BlockRows, Drafts
+from strobe.models.heads.head import BlockRows, Drafts
 from strobe.models.load import check_draft_tensors
 from strobe.sampling_params import SamplingParams
 

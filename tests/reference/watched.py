@@ -9,7 +9,7 @@ from tiny import Scripted, cursor
 from torch import Tensor
 
 from strobe.engine.build import Components
-from strobe.models.heads.base import Backbone, BlockRows, Drafts
+from strobe.models.heads.head import Backbone, BlockRows, Drafts
 from strobe.request import Request
 from strobe.sampling.sampler import best_two
 from strobe.step import Span

@@ -9,7 +9,7 @@ import torch
 from tiny import make_target
 
 from strobe.config import EngineConfig
-from strobe.engine.backends import BackendChoice, choose_backends
+from strobe.engine.backend_choice import BackendChoice, choose_backends
 from strobe.models.architectures import load_target_config
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from strobe.attention.base import Batch
+from strobe.attention.backend import Batch
 from strobe.attention.recurrent import RecurrentPlan
 from strobe.kernels.kept_rows import SINGLE_ROWS
 from strobe.kernels.reference_recurrent import CHUNK, FEW, apply_changes, delta_rule, mix

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from strobe.models.config import DraftConfig
 from strobe.models.config_readers.fields import Fields
-from strobe.models.heads.base import Backbone, BlockRows, Drafts, Head
+from strobe.models.heads.head import Backbone, BlockRows, Drafts, Head
 
 
 def read(fields: Fields) -> None:

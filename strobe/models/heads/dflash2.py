@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from strobe.models.config import DraftConfig
 from strobe.models.config_readers.fields import HINT, Fields
-from strobe.models.heads.base import Head
+from strobe.models.heads.head import Head
 from strobe.models.heads.walk import MAX_CANDIDATES
 
 

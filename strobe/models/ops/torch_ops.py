@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strobe.attention.base import PagedPlan
+from strobe.attention.backend import PagedPlan
 from strobe.attention.recurrent import RecurrentPlan
 from strobe.kernels import reference_experts, reference_gates
 from strobe.kernels.reference_recurrent import DeltaInput, gated_mix

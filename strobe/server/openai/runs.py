@@ -16,8 +16,8 @@ from strobe.server.engine_process.client import PromptRejected
 from strobe.server.metrics import ServerMetrics
 from strobe.server.openai.protocol.errors import FieldError
 from strobe.server.parsers import Parsed, Parser
-from strobe.server.parsers.base import join
 from strobe.server.parsers.chain import Plain
+from strobe.server.parsers.parser import join
 from strobe.server.serving import Serving
 from strobe.step import TokenEvent
 

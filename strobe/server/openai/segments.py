@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from strobe.outputs import StreamDelta
 from strobe.request import TokenLogprob
 from strobe.server.parsers import Parsed, Parser, Phase
-from strobe.server.parsers.base import join
+from strobe.server.parsers.parser import join
 
 Kind = Literal["reasoning", "content", "call"]
 

@@ -7,7 +7,14 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeVar
 
-from strobe.server.parsers.base import (
+from strobe.server.parsers.chain import Chain, Plain
+from strobe.server.parsers.deepseek import DeepSeek
+from strobe.server.parsers.gemma4 import Gemma4Calls
+from strobe.server.parsers.gpt_oss import GptOss
+from strobe.server.parsers.hermes import Hermes
+from strobe.server.parsers.llama3 import Llama3
+from strobe.server.parsers.mistral import Mistral
+from strobe.server.parsers.parser import (
     CallDelta,
     Parsed,
     Parser,
@@ -16,13 +23,6 @@ from strobe.server.parsers.base import (
     Tool,
     ToolFormat,
 )
-from strobe.server.parsers.chain import Chain, Plain
-from strobe.server.parsers.deepseek import DeepSeek
-from strobe.server.parsers.gemma4 import Gemma4Calls
-from strobe.server.parsers.gpt_oss import GptOss
-from strobe.server.parsers.hermes import Hermes
-from strobe.server.parsers.llama3 import Llama3
-from strobe.server.parsers.mistral import Mistral
 from strobe.server.parsers.qwen3_coder import Qwen3Coder
 from strobe.server.parsers.reasoning_calls import ReasoningCalls
 from strobe.server.parsers.thinking import ThinkingTags

@@ -7,8 +7,8 @@ import json
 import re
 from collections.abc import Sequence
 
-from strobe.server.parsers.base import Tool, held_back
 from strobe.server.parsers.call_reader import CallReader
+from strobe.server.parsers.parser import Tool, held_back
 from strobe.server.parsers.schemas import ANY, Arguments, as_json, read_arguments
 
 OPENER = "<|tool_call>"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from strobe.server.parsers.base import Tool
 from strobe.server.parsers.call_object import CallObject
+from strobe.server.parsers.parser import Tool
 
 _MAX_HEAD_CHARS = 300
 

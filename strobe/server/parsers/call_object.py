@@ -6,9 +6,9 @@ import json
 import re
 from collections.abc import Callable, Sequence
 
-from strobe.server.parsers.base import Tool
 from strobe.server.parsers.call_arguments import as_arguments
 from strobe.server.parsers.call_reader import CallReader
+from strobe.server.parsers.parser import Tool
 
 _KEYS = ("name", "arguments", "parameters", "type", "id", "function")
 _STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\.)*"')

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from strobe.server.parsers.base import Tool
+from strobe.server.parsers.parser import Tool
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 

@@ -6,8 +6,8 @@ import contextlib
 import json
 from collections.abc import Sequence
 
-from strobe.server.parsers.base import Tool
 from strobe.server.parsers.call_reader import CallReader
+from strobe.server.parsers.parser import Tool
 from strobe.server.parsers.schemas import ANY, Arguments, as_json, is_text, read_arguments
 from strobe.server.parsers.tags import (
     FUNCTION,

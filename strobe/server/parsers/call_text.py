@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from strobe.server.parsers.base import CallDelta, Parsed, Phase, StateParser, find_first, held_back
 from strobe.server.parsers.call_arguments import as_arguments
 from strobe.server.parsers.call_reader import CallReader
+from strobe.server.parsers.parser import (
+    CallDelta,
+    Parsed,
+    Phase,
+    StateParser,
+    find_first,
+    held_back,
+)
 
 _SPACE = " \t\r\n"
 

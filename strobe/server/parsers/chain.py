@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from strobe.server.parsers.base import Parsed, Parser, Phase, join
+from strobe.server.parsers.parser import Parsed, Parser, Phase, join
 from strobe.server.parsers.reasoning_calls import ReasoningCalls
 
 

@@ -6,8 +6,15 @@ import re
 from collections.abc import Collection
 from typing import Literal
 
-from strobe.server.parsers.base import CallDelta, Parsed, Phase, StateParser, find_first, held_back
 from strobe.server.parsers.call_arguments import as_arguments
+from strobe.server.parsers.parser import (
+    CallDelta,
+    Parsed,
+    Phase,
+    StateParser,
+    find_first,
+    held_back,
+)
 
 START = "<|start|>"
 CHANNEL = "<|channel|>"

@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from strobe.server.parsers.base import Parser, Tool
 from strobe.server.parsers.call_named import CallNamed
 from strobe.server.parsers.call_text import CallMarkers, CallText
 from strobe.server.parsers.lark import arguments, check_name, literal, marker
+from strobe.server.parsers.parser import Parser, Tool
 
 CALLS = "<｜tool▁calls▁begin｜>"
 CALLS_END = "<｜tool▁calls▁end｜>"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from strobe.server.parsers.base import Parser, Tool
 from strobe.server.parsers.call_gemma4 import CALL, CLOSER, NAME, OPENER, QUOTE, CallGemma4
 from strobe.server.parsers.call_text import CallMarkers, CallText
 from strobe.server.parsers.gemma4_values import Values
 from strobe.server.parsers.lark import arguments, check_name, check_tokens, literal, marker
+from strobe.server.parsers.parser import Parser, Tool
 
 _MARKERS = CallMarkers(opener=OPENER, closer=CLOSER)
 

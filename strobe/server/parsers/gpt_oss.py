@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from strobe.server.parsers.base import Parser, Tool
 from strobe.server.parsers.channels import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, START, Channels
 from strobe.server.parsers.lark import arguments, check_name, check_tokens, literal, marker
+from strobe.server.parsers.parser import Parser, Tool
 
 _NAME = re.compile(r"[^\s<>]+")
 

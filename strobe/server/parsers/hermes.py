@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from strobe.server.parsers.base import Parser, Tool
 from strobe.server.parsers.call_object import CallObject
 from strobe.server.parsers.call_text import CallMarkers, CallText
 from strobe.server.parsers.lark import call_object, marker
+from strobe.server.parsers.parser import Parser, Tool
 
 OPENER = "<tool_call>"
 CLOSER = "</tool_call>"

@@ -6,11 +6,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from strobe.server.parsers.base import Parser, Tool
 from strobe.server.parsers.call_named import CallNamed
 from strobe.server.parsers.call_object import CallObject
 from strobe.server.parsers.call_text import CallMarkers, CallText
 from strobe.server.parsers.lark import arguments, call_object, check_name, literal, marker
+from strobe.server.parsers.parser import Parser, Tool
 
 OPENER = "[TOOL_CALLS]"
 CALL_ID = "[CALL_ID]"

@@ -7,10 +7,10 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from strobe.server.parsers.base import Parser, Tool
 from strobe.server.parsers.call_tags import CallTags
 from strobe.server.parsers.call_text import CallMarkers, CallText
 from strobe.server.parsers.lark import arguments, json_of, literal, marker
+from strobe.server.parsers.parser import Parser, Tool
 from strobe.server.parsers.schemas import Arguments, Form, is_text, read_arguments, types_of
 from strobe.server.parsers.tags import (
     CLOSER,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from strobe.server.parsers.base import CallDelta, Parser, held_back
+from strobe.server.parsers.parser import CallDelta, Parser, held_back
 
 
 class ReasoningCalls:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
 
-from strobe.server.parsers.base import Tool
 from strobe.server.parsers.call_arguments import escape_controls
+from strobe.server.parsers.parser import Tool
 
 ANY = frozenset(("array", "boolean", "integer", "null", "number", "object", "string"))
 _PYTHON = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer",

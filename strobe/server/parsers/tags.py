@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 
-from strobe.server.parsers.base import held_back
+from strobe.server.parsers.parser import held_back
 
 OPENER = "<tool_call>"
 CLOSER = "</tool_call>"

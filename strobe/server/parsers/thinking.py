@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from strobe.server.parsers.base import Parsed, Parser, Phase, StateParser, held_back
+from strobe.server.parsers.parser import Parsed, Parser, Phase, StateParser, held_back
 
 
 @dataclass(frozen=True)

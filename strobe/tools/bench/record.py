@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from strobe.attention.base import Batch
+from strobe.attention.backend import Batch
 from strobe.config import EngineConfig
 from strobe.engine.build import ResolvedConfig, resolve
 from strobe.engine.engine import Engine
@@ -22,7 +22,7 @@ from strobe.ranks.leader import start_engine
 from strobe.request import Request
 from strobe.runner.batch import Layout
 from strobe.sampling_params import SamplingParams
-from strobe.speculation.base import Drafts, Proposer
+from strobe.speculation.proposer import Drafts, Proposer
 from strobe.speculation.registry import DRAFTER_METHOD
 from strobe.step import Plan, Span
 from strobe.terminal.wording import counted

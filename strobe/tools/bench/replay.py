@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strobe.attention.base import Batch
+from strobe.attention.backend import Batch
 from strobe.engine.build import ResolvedConfig
 from strobe.engine.engine import Engine
 from strobe.host.transfer import upload
 from strobe.models.config import DraftConfig
 from strobe.runner.batch import Layout
-from strobe.speculation.base import Drafts
 from strobe.speculation.dflash import block_sizes
+from strobe.speculation.proposer import Drafts
 from strobe.step import Plan, Span
 from strobe.tools.bench.traces import Traces
 

@@ -19,9 +19,9 @@ from strobe.ranks.leader import start_engine
 from strobe.request import Request
 from strobe.sampling_params import SamplingParams
 from strobe.speculation.acceptance import KNOTS, DraftChances, evidence, knot_weights
-from strobe.speculation.base import Drafts
 from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftPlan, DraftPolicy
 from strobe.speculation.policy_config import PolicyConfig
+from strobe.speculation.proposer import Drafts
 from strobe.step import Plan, Span, StepResult
 
 BASES = (1e4, 1e5, 5e5, 1e6, 1e7)

@@ -8,9 +8,9 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from strobe.attention.base import Batch
+from strobe.attention.backend import Batch
 from strobe.host.transfer import upload
-from strobe.models.heads.base import Drafts
+from strobe.models.heads.head import Drafts
 from strobe.request import Request
 from strobe.runner.batch import Shape
 from strobe.speculation.draft_policy import DraftChain

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from strobe.attention.base import AttentionBackend
+from strobe.attention.backend import AttentionBackend
 from strobe.attention.reference import ReferenceBackend
 from strobe.attention.triton import TritonBackend, unsupported_reason
 from strobe.config import EngineConfig
