@@ -31,8 +31,8 @@ from strobe.models.quantization.packed import (
     packed_format,
 )
 from strobe.models.quantization.sizes import weight_bytes
+from strobe.tools.bench.bench_report import shapes_of
 from strobe.tools.bench.floor import Widths
-from strobe.tools.bench.report import shapes_of
 from strobe.tools.doctor.pair_checks import memory_bill
 from strobe.tools.info import describe
 

@@ -25,7 +25,7 @@ from strobe.models.load import check_target_tensors, load_target
 from strobe.models.quantization.methods import METHODS
 from strobe.models.quantization.sizes import weight_bytes
 from strobe.sampling_params import SamplingParams
-from strobe.tools.bench.report import shapes_of
+from strobe.tools.bench.bench_report import shapes_of
 from strobe.tools.info import describe
 
 CPU = torch.device("cpu")

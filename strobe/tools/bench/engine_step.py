@@ -27,13 +27,7 @@ from strobe.ranks.leader import start_engine
 from strobe.request import Request, Status
 from strobe.sampling_params import SamplingParams
 from strobe.speculation.registry import DRAFTER_METHOD
-from strobe.tools.bench.bench_settings import StepSettings, command_line
-from strobe.tools.bench.cache_room import with_cache_room
-from strobe.tools.bench.floor import Rates, Shapes
-from strobe.tools.bench.profiling import Profile, floor_by_part, show_operations, show_profiles
-from strobe.tools.bench.published_shapes import directories
-from strobe.tools.bench.rates import measure, release, synchronize
-from strobe.tools.bench.report import (
+from strobe.tools.bench.bench_report import (
     Figures,
     fine,
     floor_figures,
@@ -47,6 +41,12 @@ from strobe.tools.bench.report import (
     table,
     write,
 )
+from strobe.tools.bench.bench_settings import StepSettings, command_line
+from strobe.tools.bench.cache_room import with_cache_room
+from strobe.tools.bench.floor import Rates, Shapes
+from strobe.tools.bench.profiling import Profile, floor_by_part, show_operations, show_profiles
+from strobe.tools.bench.published_shapes import directories
+from strobe.tools.bench.rates import measure, release, synchronize
 from strobe.tools.bench.routing import check_experts, route_evenly
 from strobe.tools.bench.timeline import Timeline
 

@@ -24,13 +24,7 @@ from strobe.ranks.leader import start_engine
 from strobe.speculation.adaptive import AdaptiveDraftPolicy
 from strobe.speculation.draft_policy import DraftPolicy
 from strobe.speculation.registry import DRAFTER_METHOD
-from strobe.tools.bench.bench_settings import LoadSettings, command_line
-from strobe.tools.bench.cache_room import with_cache_room
-from strobe.tools.bench.driver import Arrival, Driver, LoadRun
-from strobe.tools.bench.engine_step import located_shapes
-from strobe.tools.bench.plots import lines, missing, new_figure, save
-from strobe.tools.bench.replay import ReplayEngine, widths_of
-from strobe.tools.bench.report import (
+from strobe.tools.bench.bench_report import (
     Figures,
     circumstances,
     number,
@@ -40,6 +34,12 @@ from strobe.tools.bench.report import (
     table,
     write,
 )
+from strobe.tools.bench.bench_settings import LoadSettings, command_line
+from strobe.tools.bench.cache_room import with_cache_room
+from strobe.tools.bench.driver import Arrival, Driver, LoadRun
+from strobe.tools.bench.engine_step import located_shapes
+from strobe.tools.bench.plots import lines, missing, new_figure, save
+from strobe.tools.bench.replay import ReplayEngine, widths_of
 from strobe.tools.bench.traces import Traces, independent, load
 from strobe.warmup.costs import measure_costs
 

@@ -8,6 +8,7 @@ import torch
 from rich.console import Console
 from torch.profiler import ProfilerActivity, profile
 
+from strobe.tools.bench.bench_report import Figures, fine, number, table
 from strobe.tools.bench.floor import (
     Rates,
     Shapes,
@@ -20,7 +21,6 @@ from strobe.tools.bench.floor import (
     state_bytes,
     touched_experts,
 )
-from strobe.tools.bench.report import Figures, fine, number, table
 
 _NAME_WIDTH = 60
 _NUM_SHOWN = 25

@@ -15,16 +15,16 @@ from strobe.engine.build import ResolvedConfig, resolve
 from strobe.hub.locate import locate_models
 from strobe.llm import LLM
 from strobe.sampling_params import SamplingParams
+from strobe.tools.bench.bench_report import Figures, circumstances, output, progress
 from strobe.tools.bench.bench_settings import command_line
 from strobe.tools.bench.offline import ways_of
 from strobe.tools.bench.plots import missing
 from strobe.tools.bench.rates import release
-from strobe.tools.bench.report import Figures, circumstances, output, progress
 from strobe.tools.eval import expected, measures, plots
 from strobe.tools.eval.answering import Answering, Run
 from strobe.tools.eval.datasets import DataSet, load
+from strobe.tools.eval.eval_report import markdown, show
 from strobe.tools.eval.eval_settings import EvalSettings
-from strobe.tools.eval.report import markdown, show
 
 Say = Callable[[str], None]
 

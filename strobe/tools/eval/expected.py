@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from strobe.engine.build import ResolvedConfig
 from strobe.models.config import DraftConfig, TargetConfig
-from strobe.tools.bench.report import Figures
+from strobe.tools.bench.bench_report import Figures
 from strobe.tools.eval.eval_settings import DATA_SETS, EvalSettings
 
 _MIN_PROMPTS = 50  # of a data set; fewer are too noisy to fail a pair

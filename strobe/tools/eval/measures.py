@@ -9,7 +9,7 @@ from statistics import mean
 
 from strobe.counters import DraftCounts
 from strobe.outputs import CompletionOutput
-from strobe.tools.bench.report import Figures
+from strobe.tools.bench.bench_report import Figures
 from strobe.tools.eval.answering import Conversation, Run
 from strobe.tools.eval.datasets import DataSet
 

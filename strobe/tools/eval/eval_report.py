@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from strobe.terminal.wording import counted
-from strobe.tools.bench.report import Figures, number, table
+from strobe.tools.bench.bench_report import Figures, number, table
 
 
 @dataclass(frozen=True)
