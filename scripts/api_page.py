@@ -24,7 +24,7 @@ from strobe.server.ollama.protocol.requests import (
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.common import RequestModel, StreamOptions
 from strobe.server.openai.protocol.completion_request import CompletionRequest
-from strobe.server.openai.protocol.infill import InfillRequest
+from strobe.server.openai.protocol.infill_request import InfillRequest
 from strobe.server.openai.protocol.responses_request import (
     InputTokensRequest,
     ResponsesRequest,

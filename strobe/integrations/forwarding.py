@@ -16,11 +16,11 @@ from typing import Any
 from pydantic_core import from_json
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from strobe.server.anthropic import errors as anthropic
+from strobe.server.anthropic import anthropic_errors as anthropic
 from strobe.server.error_forms import FORMS
 from strobe.server.guards import route
-from strobe.server.ollama import errors as ollama
-from strobe.server.openai.protocol.errors import error_body
+from strobe.server.ollama import ollama_errors as ollama
+from strobe.server.openai.protocol.request_errors import error_body
 from strobe.server.openai.replies import CHUNK_STREAM_END, typed_event
 
 PROMPT_FIELDS = ("cache_salt", "system", "instructions", "tools", "messages", "prompt", "input")

@@ -18,7 +18,7 @@ from strobe.parallel.group import RankFailed
 from strobe.parallel.shared_memory import SharedMemoryGroup, memory_size
 from strobe.parallel.torch_group import TorchGroup, make_store
 from strobe.ranks.leader import make_group, share_threads
-from strobe.ranks.messages import Failure, Launch, Start
+from strobe.ranks.rank_messages import Failure, Launch, Start
 from strobe.sampling.grammar_compiler import GrammarCompiler
 from strobe.sampling_params import StructuredOutputs
 from strobe.step import Plan

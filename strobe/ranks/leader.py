@@ -32,7 +32,7 @@ from strobe.host.openmp import usable_cores
 from strobe.parallel.group import STALL_SECONDS, START_SECONDS, RankFailed, not_started
 from strobe.parallel.shared_memory import SharedMemoryGroup, memory_size
 from strobe.parallel.torch_group import TorchGroup, make_store
-from strobe.ranks.messages import Failure, Launch, Make, Prepare, Start
+from strobe.ranks.rank_messages import Failure, Launch, Make, Prepare, Start
 from strobe.sampling.grammar_compiler import GrammarCompiler
 from strobe.sampling_params import StructuredOutputs
 from strobe.speculation.draft_policy import DraftPolicy

@@ -16,9 +16,9 @@ from strobe.server.access import RequestId
 from strobe.server.anthropic.messages import count_tokens, messages
 from strobe.server.anthropic.protocol import message_bodies as bodies
 from strobe.server.anthropic.protocol.messages_request import CountTokensRequest, MessagesRequest
+from strobe.server.batches.batch_runner import BatchRunner
+from strobe.server.batches.batch_store import BatchStore
 from strobe.server.batches.endpoints import CREATES, add_batch_endpoints
-from strobe.server.batches.runner import BatchRunner
-from strobe.server.batches.store import BatchStore
 from strobe.server.error_forms import ErrorForms
 from strobe.server.get_endpoints import (
     READ_ERRORS,
@@ -44,8 +44,8 @@ from strobe.server.openai.openapi import Post, describe
 from strobe.server.openai.protocol import response_bodies as answers
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.completion_request import CompletionRequest
-from strobe.server.openai.protocol.errors import error_body
-from strobe.server.openai.protocol.infill import Infill, InfillRequest
+from strobe.server.openai.protocol.infill_request import Infill, InfillRequest
+from strobe.server.openai.protocol.request_errors import error_body
 from strobe.server.openai.protocol.responses_request import InputTokensRequest, ResponsesRequest
 from strobe.server.openai.protocol.token_requests import (
     DetokenizeRequest,

@@ -18,7 +18,7 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from strobe.server.guards import send_error
-from strobe.server.openai.protocol.errors import error_body
+from strobe.server.openai.protocol.request_errors import error_body
 
 logger = logging.getLogger(__name__)
 

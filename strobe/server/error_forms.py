@@ -8,9 +8,9 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from strobe.server.anthropic import errors as anthropic
+from strobe.server.anthropic import anthropic_errors as anthropic
 from strobe.server.guards import route
-from strobe.server.ollama import errors as ollama
+from strobe.server.ollama import ollama_errors as ollama
 
 ToBody = Callable[[Mapping[str, Any], str], dict[str, Any]]
 """Converts OpenAI's error object; the second argument is the request's id."""

@@ -10,11 +10,11 @@ from fastapi import FastAPI, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 from strobe import __version__
-from strobe.server.engine_process.messages import Release
+from strobe.server.engine_process.engine_messages import Release
 from strobe.server.openai import replies, stored_responses
 from strobe.server.openai.api_page import api_page
 from strobe.server.openai.protocol import response_bodies as answers
-from strobe.server.openai.protocol.errors import error_body
+from strobe.server.openai.protocol.request_errors import error_body
 from strobe.server.serving import Serving
 
 _STARTING = ("401", "503")

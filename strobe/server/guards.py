@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from strobe.server.openai.protocol.errors import counted, error_body
+from strobe.server.openai.protocol.request_errors import counted, error_body
 
 OnReject = Callable[[int, str], None]
 """Called with the status and reason of each rejection, such as `ServerMetrics.record_rejected`."""

@@ -29,14 +29,14 @@ from strobe.hub.download import without_revision
 from strobe.hub.files import read_json
 from strobe.hub.locate import locate_models
 from strobe.server.app import make_app, middleware_settings
-from strobe.server.batches.store import BatchStore
+from strobe.server.batches.batch_store import BatchStore
 from strobe.server.connections import AT_ONCE, Connection, QuietErrorHandler
 from strobe.server.engine_process.client import EngineClient, EngineDead
-from strobe.server.engine_process.messages import Ready
+from strobe.server.engine_process.engine_messages import Ready
 from strobe.server.engine_process.replicas import Replicas
 from strobe.server.guards import Shutdown, is_loopback
 from strobe.server.metrics import ServerMetrics
-from strobe.server.openai.protocol.errors import counted
+from strobe.server.openai.protocol.request_errors import counted
 from strobe.server.server_settings import ServerConfig
 from strobe.server.serving import (
     Formats,

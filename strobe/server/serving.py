@@ -22,11 +22,11 @@ from strobe.grammars.rules import ANY_TOKENS
 from strobe.request import DEFAULT_SCHEDULING, SchedulingOptions
 from strobe.sampling_params import SamplingParams
 from strobe.server.engine_process.client import EngineClient, Generation
-from strobe.server.engine_process.messages import Ready
+from strobe.server.engine_process.engine_messages import Ready
 from strobe.server.engine_process.replicas import Replicas
 from strobe.server.guards import Shutdown
 from strobe.server.metrics import ServerMetrics
-from strobe.server.openai.protocol.errors import FieldError, counted
+from strobe.server.openai.protocol.request_errors import FieldError, counted
 from strobe.server.openai.protocol.structural_tags import tags_grammar
 from strobe.server.parsers import (
     REASONING_FORMATS,

@@ -28,7 +28,7 @@ from strobe.parallel.torch_group import TorchGroup
 from strobe.ranks import leader
 from strobe.ranks.follower import GrammarPrecompiler
 from strobe.ranks.leader import Ranks, start_engine
-from strobe.ranks.messages import Launch
+from strobe.ranks.rank_messages import Launch
 from strobe.sampling_params import SamplingParams, StructuredOutputs
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11]]

@@ -18,8 +18,8 @@ from strobe.server.ollama.protocol.requests import (
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.common import RequestModel
 from strobe.server.openai.protocol.completion_request import CompletionRequest
-from strobe.server.openai.protocol.errors import FieldError
-from strobe.server.openai.protocol.infill import InfillRequest
+from strobe.server.openai.protocol.infill_request import InfillRequest
+from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.openai.protocol.responses_request import InputTokensRequest, ResponsesRequest
 from strobe.server.openai.protocol.token_requests import DetokenizeRequest, TokenizeRequest
 from strobe.server.page.endpoints import MarkdownRequest

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from strobe.config import DEMO_MODELS, EngineConfig
 from strobe.server.engine_process.client import EngineClient, Generation
-from strobe.server.engine_process.messages import Ready, Submit
+from strobe.server.engine_process.engine_messages import Ready, Submit
 from strobe.server.guards import Shutdown
 from strobe.server.metrics import ServerMetrics
 from strobe.server.server_settings import LogSettings, ServerConfig

@@ -16,7 +16,7 @@ from strobe.request import FinishReason, SchedulingOptions, TokenLogprob
 from strobe.sampling_params import SamplingParams
 from strobe.server.app import make_app
 from strobe.server.engine_process.client import Generation
-from strobe.server.engine_process.messages import Ready, Submit
+from strobe.server.engine_process.engine_messages import Ready, Submit
 from strobe.server.metrics import ServerMetrics
 from strobe.server.server_settings import ServerConfig
 from strobe.server.serving import Formats, Serving

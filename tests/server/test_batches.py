@@ -20,8 +20,8 @@ from talk import Talk
 from strobe.config import DEMO_MODELS
 from strobe.server.app import make_app
 from strobe.server.batches import bodies
-from strobe.server.batches.runner import BatchRunner
-from strobe.server.batches.store import BatchStore
+from strobe.server.batches.batch_runner import BatchRunner
+from strobe.server.batches.batch_store import BatchStore
 from strobe.text.tokenizer import Tokenizer
 
 CHAT = "/v1/chat/completions"
@@ -220,7 +220,7 @@ def test_cancelled_batch_keeps_its_answers(tokenizer: Tokenizer, tmp_path: Path)
 def test_batch_requests_wait_for_room_behind_others(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("strobe.server.batches.runner._RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("strobe.server.batches.batch_runner._RETRY_SECONDS", 0.01)
     priorities: list[int] = []
 
     async def answer(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:

@@ -15,7 +15,7 @@ from strobe.request import DEFAULT_SCHEDULING
 from strobe.sampling_params import SamplingParams
 from strobe.server.engine_process import client as module
 from strobe.server.engine_process.client import EngineClient, EngineDead
-from strobe.server.engine_process.messages import Failed, Ready, StepEvents
+from strobe.server.engine_process.engine_messages import Failed, Ready, StepEvents
 from strobe.server.engine_process.watchdog import SILENT_SECONDS, STOPPED_SECONDS
 from strobe.server.server_settings import LogSettings
 

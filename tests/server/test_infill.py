@@ -14,10 +14,10 @@ from scripted import Script, post
 
 from strobe.config import DEMO_MODELS
 from strobe.server.app import make_app
-from strobe.server.engine_process.messages import Submit
+from strobe.server.engine_process.engine_messages import Submit
 from strobe.server.openai.infill_prompt import ENDS, FILE_TOKENS, TOKENS
 from strobe.server.openai.protocol.completion_request import CompletionRequest
-from strobe.server.openai.protocol.infill import InfillRequest
+from strobe.server.openai.protocol.infill_request import InfillRequest
 from strobe.text.tokenizer import Tokenizer
 
 

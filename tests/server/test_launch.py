@@ -9,7 +9,7 @@ import pytest
 
 from strobe.config import EngineConfig
 from strobe.server import launch
-from strobe.server.engine_process.messages import Ready
+from strobe.server.engine_process.engine_messages import Ready
 from strobe.server.launch import serve
 from strobe.server.server_settings import LogSettings, ServerConfig
 

@@ -14,7 +14,7 @@ from strobe.server.anthropic.protocol import message_bodies as bodies
 from strobe.server.engine_process.client import EngineDead, EngineStopped, PromptRejected
 from strobe.server.guards import ApiKeyEntry
 from strobe.server.middleware import MiddlewareSettings, wrap
-from strobe.server.openai.protocol.errors import FieldError
+from strobe.server.openai.protocol.request_errors import FieldError
 
 USER = {"role": "user", "content": "hello"}
 TOOL = {"name": "f", "input_schema": {"type": "object"}}

@@ -23,7 +23,7 @@ from strobe.server.guards import (
     read_keys,
 )
 from strobe.server.middleware import OPEN_PATHS, MiddlewareSettings, wrap
-from strobe.server.openai.protocol.errors import ERROR_TYPES
+from strobe.server.openai.protocol.request_errors import ERROR_TYPES
 
 Lines = Callable[[], list[dict[str, Any]]]
 

@@ -11,7 +11,7 @@ from bodies import NAMED, TOOL, USER, chat, refusal, respond, tool
 from strobe.server.openai.protocol.chat_messages import read_messages
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.common import FieldWarnings, RequestModel
-from strobe.server.openai.protocol.errors import FieldError
+from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.openai.protocol.responses_request import ResponsesRequest
 from strobe.server.openai.protocol.token_requests import TokenizeRequest
 from strobe.server.openai.protocol.tools import ToolChoice

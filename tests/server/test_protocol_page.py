@@ -21,8 +21,8 @@ from strobe.server.openai.protocol.chat_messages import (
     TOOL_CALL_FIELDS,
 )
 from strobe.server.openai.protocol.common import RequestModel, StreamOptions
-from strobe.server.openai.protocol.errors import ERROR_TYPES
 from strobe.server.openai.protocol.items import EVERY_ITEM, ITEM_FIELDS
+from strobe.server.openai.protocol.request_errors import ERROR_TYPES
 from strobe.server.openai.protocol.response_format import JSON_SCHEMA_FIELDS, KINDS, SINGLE_FIELDS
 from strobe.server.openai.protocol.responses_request import ResponsesStreamOptions
 from strobe.server.openai.protocol.sampling_fields import SamplingFields

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from bodies import SCHEMA, TOOL, USER, refusal, respond
 
-from strobe.server.openai.protocol.errors import FieldError
+from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.openai.protocol.responses_request import ResponsesRequest
 from strobe.server.openai.protocol.token_requests import DetokenizeRequest, TokenizeRequest
 

@@ -14,7 +14,7 @@ from strobe.server.anthropic.protocol.messages_request import MessagesRequest
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.common import RequestModel
 from strobe.server.openai.protocol.completion_request import CompletionRequest
-from strobe.server.openai.protocol.errors import FieldError
+from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.openai.protocol.responses_request import ResponsesRequest
 from strobe.server.openai.protocol.sampling_fields import BOUNDS, SAME_NAME, SamplingFields
 

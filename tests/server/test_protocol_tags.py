@@ -13,7 +13,7 @@ from strobe.grammars.rules import Tag, text_with_tags
 from strobe.grammars.source import grammar_source, lark, make_matcher
 from strobe.sampling_params import StructuredOutputs
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
-from strobe.server.openai.protocol.errors import FieldError
+from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.openai.protocol.sampling_fields import SamplingFields
 from strobe.server.openai.protocol.structural_tags import tags_grammar
 

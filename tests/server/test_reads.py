@@ -13,7 +13,7 @@ from engineless import RecordingClient, serving
 from strobe.config import DEMO_MODELS
 from strobe.request import SchedulingOptions
 from strobe.server.app import make_app
-from strobe.server.engine_process.messages import Release, Submit
+from strobe.server.engine_process.engine_messages import Release, Submit
 from strobe.server.serving import Serving
 from strobe.text.tokenizer import Tokenizer
 

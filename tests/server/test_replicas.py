@@ -25,7 +25,7 @@ from strobe.server.engine_process.client import (
     EngineUnavailable,
     Generation,
 )
-from strobe.server.engine_process.messages import Grammars, Ready, Release, StepEvents
+from strobe.server.engine_process.engine_messages import Grammars, Ready, Release, StepEvents
 from strobe.server.engine_process.process import run
 from strobe.server.engine_process.replicas import OPEN_TOKENS, PrefixIndex, Replicas, prefix_keys
 from strobe.server.engine_process.resources import Replica, make_replicas, share_memory

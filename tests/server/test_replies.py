@@ -25,8 +25,8 @@ from strobe.server.engine_process.client import (
     EngineUnavailable,
     Generation,
 )
-from strobe.server.engine_process.messages import Finish, Submit
-from strobe.server.openai.protocol.errors import FieldError
+from strobe.server.engine_process.engine_messages import Finish, Submit
+from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.serving import Serving
 from strobe.text.tokenizer import Tokenizer
 

@@ -12,9 +12,9 @@ from engineless import START, RecordingClient, event, samples, serving
 from strobe.config import DEMO_MODELS
 from strobe.sampling_params import SamplingParams
 from strobe.server.engine_process.client import EngineDead, EngineStopped, Generation
-from strobe.server.engine_process.messages import Finish, Submit
+from strobe.server.engine_process.engine_messages import Finish, Submit
 from strobe.server.metrics import ServerMetrics
-from strobe.server.openai.protocol.errors import FieldError
+from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.openai.runs import GenerationJob, Progress, PromptRun, speculation
 from strobe.server.openai.step_report import step_of
 from strobe.server.serving import RequestRejected, Serving

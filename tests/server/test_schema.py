@@ -20,7 +20,7 @@ from polling import PATIENCE
 from served import Served
 
 from strobe.server.openai.protocol.common import RequestModel
-from strobe.server.openai.protocol.errors import FieldError
+from strobe.server.openai.protocol.request_errors import FieldError
 
 schemathesis = pytest.importorskip(
     "schemathesis", reason="schemathesis is not installed; pip install schemathesis"

@@ -19,7 +19,7 @@ from strobe.config import EngineConfig
 from strobe.engine.engine import Engine
 from strobe.grammars.trial import GrammarsUnavailable
 from strobe.sampling_params import SamplingParams
-from strobe.server.engine_process.messages import (
+from strobe.server.engine_process.engine_messages import (
     Finish,
     Grammars,
     Rejected,

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from strobe.server import batch
+from strobe.server import batch_file
 from strobe.server.batches.lines import AnswerFile, BatchLine, read_requests
 from strobe.server.batches.tally import BatchTally
 from strobe.server.server_settings import LogSettings
@@ -94,13 +94,13 @@ def test_two_engines_answer_and_take_over(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """A line whose engine ended is asked once more."""
-    call, asked = batch.call, list[str]()
+    call, asked = batch_file.call, list[str]()
 
     async def first_fails(app: Any, line: Any) -> tuple[int, Any]:
         asked.append(line.custom_id)
         return (503, {}) if asked.count(line.custom_id) == 1 else await call(app, line)
 
-    monkeypatch.setattr(batch, "call", first_fails)
+    monkeypatch.setattr(batch_file, "call", first_fails)
     monkeypatch.setattr(LogSettings, "configure", lambda self: None)
     status, _, err = main(*arguments(files), "--data-parallel-size=2", "--kv-cache-memory=64MiB")
     assert status == 1
@@ -155,7 +155,7 @@ def test_ctrl_c_says_how_far_the_run_is(
         tally.add(404, {"error": {"message": "The model 'm' is not served here."}})
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(batch, "_run", interrupted)
+    monkeypatch.setattr(batch_file, "_run", interrupted)
     monkeypatch.setattr(LogSettings, "configure", lambda self: None)
     status, _, err = main(*arguments(files))
     assert status == 130
@@ -219,7 +219,7 @@ def run_rejected(
 ) -> Callable[[], str]:
     """Return a function that runs the command, checks that it fails with one sentence before the
     engine starts, and returns the sentence."""
-    monkeypatch.setattr("strobe.server.batch.make_client", NoEngine)
+    monkeypatch.setattr("strobe.server.batch_file.make_client", NoEngine)
 
     def run() -> str:
         status, _, err = main("run-batch", f"-i={files[0]}", f"-o={files[1]}", "--device=cpu")
@@ -328,7 +328,7 @@ def test_start_never_empties_the_file(
     def stop(path: str | None) -> Any:
         raise ValueError(f"The file holds {len(files[1].read_text())} characters.")
 
-    monkeypatch.setattr("strobe.server.batch.read_template", stop)
+    monkeypatch.setattr("strobe.server.batch_file.read_template", stop)
     status, _, err = main("run-batch", f"-i={files[0]}", f"-o={files[1]}", "--device=cpu")
     assert status == 2
     assert f"The file holds {len(text)} characters." in err

@@ -9,8 +9,8 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
+from strobe.server.anthropic.anthropic_errors import error_body
 from strobe.server.anthropic.content import make_block
-from strobe.server.anthropic.errors import error_body
 from strobe.server.anthropic.protocol.messages_request import (
     CountTokensRequest,
     MessagesRequest,

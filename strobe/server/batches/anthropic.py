@@ -10,11 +10,11 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
+from strobe.server.batches.batch_runner import BatchRunner
+from strobe.server.batches.batch_store import RUNNING, succeeded
 from strobe.server.batches.find import find_batch
 from strobe.server.batches.lines import read_requests
 from strobe.server.batches.protocol import MAX_ITEMS, MessageBatchRequest
-from strobe.server.batches.runner import BatchRunner
-from strobe.server.batches.store import RUNNING, succeeded
 from strobe.server.openai import replies
 from strobe.server.openai.listing import listed
 from strobe.server.serving import RequestRejected, Serving

@@ -11,8 +11,8 @@ from starlette.responses import JSONResponse, Response
 
 from strobe.server.anthropic.protocol.message_bodies import MessageErrorResponse
 from strobe.server.batches import anthropic, bodies, openai
+from strobe.server.batches.batch_runner import BatchRunner
 from strobe.server.batches.protocol import MAX_ITEMS, BatchRequest, MessageBatchRequest
-from strobe.server.batches.runner import BatchRunner
 from strobe.server.openai import replies
 from strobe.server.openai.openapi import Post
 from strobe.server.openai.protocol.response_bodies import ErrorResponse

@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import Request
 
-from strobe.server.batches.store import BatchStore
+from strobe.server.batches.batch_store import BatchStore
 from strobe.server.serving import RequestRejected
 
 

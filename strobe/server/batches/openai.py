@@ -10,14 +10,14 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
+from strobe.server.batches.batch_runner import BatchRunner
+from strobe.server.batches.batch_store import ERRORS, OUTPUT, RUNNING
 from strobe.server.batches.find import find_batch, not_found
 from strobe.server.batches.lines import BrokenLines, read_requests
 from strobe.server.batches.protocol import MAX_ITEMS, BatchRequest
-from strobe.server.batches.runner import BatchRunner
-from strobe.server.batches.store import ERRORS, OUTPUT, RUNNING
 from strobe.server.openai import replies
 from strobe.server.openai.listing import listed
-from strobe.server.openai.protocol.errors import FieldError, invalid_value
+from strobe.server.openai.protocol.request_errors import FieldError, invalid_value
 from strobe.server.serving import RequestRejected, Serving
 
 _TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")

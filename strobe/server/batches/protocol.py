@@ -9,7 +9,7 @@ from pydantic import Field, WithJsonSchema
 
 from strobe.server.batches.lines import URLS
 from strobe.server.openai.protocol.common import TEXT_SCHEMA, RequestModel
-from strobe.server.openai.protocol.errors import FieldError, invalid_value, short_json
+from strobe.server.openai.protocol.request_errors import FieldError, invalid_value, short_json
 
 MAX_ITEMS = 10_000
 """Limit of a page of files or batches."""

@@ -18,7 +18,7 @@ from dataclasses import replace
 from strobe.config import EngineConfig
 from strobe.request import FinishReason, SchedulingOptions
 from strobe.sampling_params import SamplingParams
-from strobe.server.engine_process.messages import (
+from strobe.server.engine_process.engine_messages import (
     Failed,
     Finish,
     FromEngine,

@@ -14,7 +14,7 @@ from strobe.counters import EngineStats
 from strobe.request import SchedulingOptions
 from strobe.sampling_params import SamplingParams
 from strobe.server.engine_process.client import EngineClient, Generation
-from strobe.server.engine_process.messages import FromServer, Ready
+from strobe.server.engine_process.engine_messages import FromServer, Ready
 from strobe.server.engine_process.resources import make_replicas, share_memory
 from strobe.server.engine_process.snapshot import EngineSnapshot
 from strobe.server.logs import engine_logger

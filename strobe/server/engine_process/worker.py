@@ -25,7 +25,7 @@ from strobe.parallel.group import RankFailed
 from strobe.ranks.leader import start_engine
 from strobe.request import Request
 from strobe.sampling_params import METHODS
-from strobe.server.engine_process.messages import (
+from strobe.server.engine_process.engine_messages import (
     Failed,
     Finish,
     FromEngine,

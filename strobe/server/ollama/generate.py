@@ -12,7 +12,7 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from strobe.request import CUT_SHORT
-from strobe.server.ollama.errors import error_body
+from strobe.server.ollama.ollama_errors import error_body
 from strobe.server.ollama.protocol.requests import (
     OllamaChatRequest,
     OllamaGenerateRequest,

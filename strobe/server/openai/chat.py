@@ -17,7 +17,7 @@ from strobe.server.openai.constraints import schema_warnings, structured_outputs
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.conversation import Conversation
 from strobe.server.openai.protocol.converted import ConvertedRequest
-from strobe.server.openai.protocol.errors import FieldError, counted
+from strobe.server.openai.protocol.request_errors import FieldError, counted
 from strobe.server.openai.runs import (
     ChoiceState,
     GenerationJob,

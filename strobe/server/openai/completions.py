@@ -15,8 +15,8 @@ from strobe.request import TokenLogprob
 from strobe.server.openai import replies
 from strobe.server.openai.infill_prompt import end_ids, infill_ids
 from strobe.server.openai.protocol.completion_request import CompletionRequest
-from strobe.server.openai.protocol.errors import FieldError
-from strobe.server.openai.protocol.infill import InfillRequest
+from strobe.server.openai.protocol.infill_request import InfillRequest
+from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.openai.runs import (
     ChoiceState,
     GenerationJob,

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from strobe.request import CUT_SHORT
 from strobe.server.openai import replies
 from strobe.server.openai.completions import Started, start
-from strobe.server.openai.protocol.infill import InfillRequest
+from strobe.server.openai.protocol.infill_request import InfillRequest
 from strobe.server.serving import Serving
 
 

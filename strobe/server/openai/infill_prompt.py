@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from strobe.server.openai.protocol.errors import FieldError
-from strobe.server.openai.protocol.infill import Gap
+from strobe.server.openai.protocol.infill_request import Gap
+from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.serving import Serving
 
 CODE_LLAMA = ("▁<PRE>", "▁<SUF>", "▁<MID>")

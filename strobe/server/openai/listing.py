@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import Request
 
-from strobe.server.openai.protocol.errors import FieldError, invalid_value, short_json
+from strobe.server.openai.protocol.request_errors import FieldError, invalid_value, short_json
 
 DEFAULT_ITEMS = 20
 

@@ -10,7 +10,7 @@ from strobe.request import CUT_SHORT
 from strobe.server.openai import replies
 from strobe.server.openai.chat import chat_logprob
 from strobe.server.openai.protocol.converted import ConvertedRequest
-from strobe.server.openai.protocol.errors import FieldError
+from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.openai.runs import GenerationJob, PromptRun
 from strobe.server.openai.segments import OrderedParser, Segment, TokenAttribution
 from strobe.server.parsers.call_arguments import read_object

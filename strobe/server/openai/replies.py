@@ -20,7 +20,7 @@ from strobe.request import TokenLogprob
 from strobe.server.access import CLIENT_CLOSED
 from strobe.server.engine_process.client import EngineDead, EngineStopped, EngineUnavailable
 from strobe.server.openai.openapi import EVENT_STREAM
-from strobe.server.openai.protocol.errors import FieldError, error_body
+from strobe.server.openai.protocol.request_errors import FieldError, error_body
 from strobe.server.openai.protocol.sampling_fields import SamplingFields
 from strobe.server.openai.runs import PromptRun, speculation, usage
 from strobe.server.serving import RequestRejected, Serving

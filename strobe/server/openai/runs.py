@@ -14,7 +14,7 @@ from strobe.request import CUT_SHORT, DEFAULT_SCHEDULING, SchedulingOptions, Tok
 from strobe.sampling_params import SamplingParams
 from strobe.server.engine_process.client import PromptRejected
 from strobe.server.metrics import ServerMetrics
-from strobe.server.openai.protocol.errors import FieldError
+from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.parsers import Parsed, Parser
 from strobe.server.parsers.chain import Plain
 from strobe.server.parsers.parser import join

@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse, Response
 
 from strobe.server.openai import replies
 from strobe.server.openai.chat import render_prompt
-from strobe.server.openai.protocol.errors import FieldError
+from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.openai.protocol.token_requests import DetokenizeRequest, TokenizeRequest
 from strobe.server.serving import Serving
 

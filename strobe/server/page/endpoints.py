@@ -13,7 +13,7 @@ from starlette.responses import Response, StreamingResponse
 
 from strobe.server.openai import replies
 from strobe.server.openai.protocol.common import RequestModel
-from strobe.server.openai.protocol.errors import FieldError
+from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.page.markdown import blocks
 from strobe.server.serving import Serving
 

@@ -31,14 +31,14 @@ from strobe.server.openai.protocol.common import (
 )
 from strobe.server.openai.protocol.conversation import TemplateVariables, check_template_options
 from strobe.server.openai.protocol.converted import ConvertedRequest
-from strobe.server.openai.protocol.errors import (
+from strobe.server.openai.protocol.items import read_input
+from strobe.server.openai.protocol.request_errors import (
     FieldError,
     Names,
     invalid_value,
     rename_fields,
     short_json,
 )
-from strobe.server.openai.protocol.items import read_input
 from strobe.server.openai.protocol.sampling_fields import STOP_SCHEMA, SamplingFields
 from strobe.validation import MAX_INT
 

@@ -21,7 +21,7 @@ from strobe.server.openai.protocol.common import (
     object_schema,
 )
 from strobe.server.openai.protocol.converted import ConvertedRequest
-from strobe.server.openai.protocol.errors import FieldError, Names, invalid_value
+from strobe.server.openai.protocol.request_errors import FieldError, Names, invalid_value
 from strobe.server.openai.protocol.sampling_fields import LogprobCount
 from strobe.server.openai.protocol.tools import TOOLS_SCHEMA
 from strobe.validation import MAX_INT

@@ -12,7 +12,7 @@ from strobe.server.openai.protocol.common import (
     FieldWarnings,
     object_schema,
 )
-from strobe.server.openai.protocol.errors import FieldError, invalid_value, short_json
+from strobe.server.openai.protocol.request_errors import FieldError, invalid_value, short_json
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 

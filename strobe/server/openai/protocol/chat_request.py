@@ -18,7 +18,7 @@ from strobe.server.openai.protocol.common import (
     TokenIds,
 )
 from strobe.server.openai.protocol.conversation import Conversation, Messages
-from strobe.server.openai.protocol.errors import FieldError
+from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.openai.protocol.sampling_fields import FormatField, LogprobCount, SamplingFields
 from strobe.server.openai.protocol.tools import CHOICE_SCHEMA
 from strobe.validation import MAX_INT

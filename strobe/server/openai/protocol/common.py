@@ -25,7 +25,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, core_schema, from_json
 
 from strobe.grammars.json_depth import json_depth
-from strobe.server.openai.protocol.errors import (
+from strobe.server.openai.protocol.request_errors import (
     FieldError,
     invalid_value,
     short_json,

@@ -25,8 +25,8 @@ from strobe.server.openai.protocol.common import (
     is_int,
     token_ids,
 )
-from strobe.server.openai.protocol.errors import FieldError, invalid_value
-from strobe.server.openai.protocol.infill import Gap
+from strobe.server.openai.protocol.infill_request import Gap
+from strobe.server.openai.protocol.request_errors import FieldError, invalid_value
 from strobe.server.openai.protocol.sampling_fields import FormatField, LogprobCount, SamplingFields
 from strobe.validation import MAX_INT
 

@@ -9,7 +9,7 @@ from pydantic import Field, PrivateAttr, WithJsonSchema
 
 from strobe.server.openai.protocol.chat_messages import MESSAGE_SCHEMA, read_messages
 from strobe.server.openai.protocol.common import RequestModel
-from strobe.server.openai.protocol.errors import FieldError
+from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.openai.protocol.tools import TOOLS_SCHEMA, Toolbox, ToolChoice, read_toolbox
 
 Messages = Annotated[

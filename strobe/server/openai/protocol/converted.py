@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.common import RequestModel
-from strobe.server.openai.protocol.errors import FieldError, Names, rename_fields
+from strobe.server.openai.protocol.request_errors import FieldError, Names, rename_fields
 
 
 class ConvertedRequest(RequestModel):

@@ -19,7 +19,7 @@ from strobe.server.openai.protocol.common import (
     FieldWarnings,
     object_schema,
 )
-from strobe.server.openai.protocol.errors import FieldError, invalid_value, short_json
+from strobe.server.openai.protocol.request_errors import FieldError, invalid_value, short_json
 
 EVERY_ITEM = ("type", "id", "status")
 """Fields of every item. id and status come from an earlier response and are ignored."""

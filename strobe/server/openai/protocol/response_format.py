@@ -16,7 +16,7 @@ from strobe.server.openai.protocol.common import (
     object_schema,
     texts,
 )
-from strobe.server.openai.protocol.errors import FieldError, invalid_value, short_json
+from strobe.server.openai.protocol.request_errors import FieldError, invalid_value, short_json
 from strobe.server.openai.protocol.structural_tags import TAGS_SCHEMA, read_tags
 
 RESPONSE_FORMAT_FIELDS = ("type", "json_schema")

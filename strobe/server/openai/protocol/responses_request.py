@@ -18,8 +18,13 @@ from strobe.server.openai.protocol.common import (
 )
 from strobe.server.openai.protocol.conversation import TemplateVariables, check_template_options
 from strobe.server.openai.protocol.converted import ConvertedRequest
-from strobe.server.openai.protocol.errors import FieldError, Names, invalid_value, short_json
 from strobe.server.openai.protocol.items import ITEM_SCHEMA, read_input
+from strobe.server.openai.protocol.request_errors import (
+    FieldError,
+    Names,
+    invalid_value,
+    short_json,
+)
 from strobe.server.openai.protocol.response_format import TEXT_FORMAT_SCHEMA, read_text_format
 from strobe.server.openai.protocol.sampling_fields import LogprobCount, SamplingFields
 from strobe.server.openai.protocol.tools import (

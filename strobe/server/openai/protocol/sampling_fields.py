@@ -35,7 +35,7 @@ from strobe.server.openai.protocol.common import (
     check_int,
     object_schema,
 )
-from strobe.server.openai.protocol.errors import FieldError, invalid_value, short_json
+from strobe.server.openai.protocol.request_errors import FieldError, invalid_value, short_json
 from strobe.server.openai.protocol.response_format import (
     RESPONSE_FORMAT_SCHEMA,
     SOURCES,

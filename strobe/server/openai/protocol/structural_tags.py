@@ -15,7 +15,7 @@ from strobe.server.openai.protocol.common import (
     object_schema,
     texts,
 )
-from strobe.server.openai.protocol.errors import FieldError, invalid_value, short_json
+from strobe.server.openai.protocol.request_errors import FieldError, invalid_value, short_json
 
 _SHAPE: dict[str, Any] = {"type": "object"}
 _TRIGGERS: dict[str, Any] = {"type": "array", "minItems": 1, "items": TEXT_SCHEMA}

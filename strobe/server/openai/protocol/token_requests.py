@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 
 from strobe.server.openai.protocol.common import RequestModel, TokenIds
 from strobe.server.openai.protocol.conversation import Conversation, Messages
-from strobe.server.openai.protocol.errors import FieldError
+from strobe.server.openai.protocol.request_errors import FieldError
 
 
 class TokenizeRequest(Conversation):

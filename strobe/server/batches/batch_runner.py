@@ -10,8 +10,8 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
+from strobe.server.batches.batch_store import RUNNING, BatchStore, succeeded
 from strobe.server.batches.lines import AnswerFile, BatchLine, answer_line, call, read_requests
-from strobe.server.batches.store import RUNNING, BatchStore, succeeded
 from strobe.server.serving import Serving
 
 logger = logging.getLogger(__name__)
