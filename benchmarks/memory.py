@@ -24,7 +24,7 @@ from strobe.engine.build import resolve
 from strobe.engine.engine import Engine
 from strobe.tools.bench.engine_step import random_prompts
 from strobe.tools.bench.published_shapes import NAMES, directories
-from strobe.warmup.steps import warm_up
+from strobe.warmup.warmup_steps import warm_up
 
 
 def drive(engine: Engine, count: int, sampling: SamplingParams) -> None:

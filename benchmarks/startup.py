@@ -26,7 +26,7 @@ ANSWER = """
 import sys, time
 from strobe import EngineConfig, SamplingParams
 from strobe.ranks.leader import start_engine
-from strobe.warmup.steps import warm_up
+from strobe.warmup.warmup_steps import warm_up
 ranks = {"tensor_parallel_size": int(sys.argv[3])}
 config = EngineConfig(sys.argv[1], draft=sys.argv[2], dtype="bfloat16", max_model_len=4096, **ranks)
 engine = start_engine(config)

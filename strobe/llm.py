@@ -34,7 +34,7 @@ from strobe.request import DEFAULT_SCHEDULING, Request, SchedulingOptions
 from strobe.sampling_params import SamplingParams
 from strobe.step import RequestStart
 from strobe.text.tokenizer import Message, Tokenizer
-from strobe.warmup.costs import measure_costs
+from strobe.warmup.cost_measurement import measure_costs
 
 if TYPE_CHECKING:
     from tqdm import tqdm

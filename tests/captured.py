@@ -10,9 +10,9 @@ from torch import Tensor
 
 from strobe.attention.backend import Batch
 from strobe.attention.mask import LayerMask
-from strobe.attention.recurrent import RecurrentBackend
+from strobe.attention.recurrent_backend import RecurrentBackend
 from strobe.engine.build import Components
-from strobe.kv.store import KVStore
+from strobe.kv.kv_store import KVStore
 from strobe.runner.buckets import Buckets
 from strobe.runner.graphs import Graphs
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from strobe.runner.batch import Layout
+from strobe.runner.layout import Layout
 from strobe.step import TAIL, Span
 
 

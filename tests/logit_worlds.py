@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from strobe.sampling.processors import FLOOR, LogitRows
-from strobe.sampling.state import SamplingState
+from strobe.sampling.sampling_state import SamplingState
 from strobe.sampling_params import SamplingParams, StructuredOutputs
 
 STRENGTHS = (-2.0, -0.7, 0.0, 0.5, 2.0)

@@ -18,7 +18,7 @@ from strobe.config import EngineConfig
 from strobe.engine.build import Components, build, resolve
 from strobe.engine.engine import Engine
 from strobe.request import Request, TokenLogprob
-from strobe.runner.state import DecodeState
+from strobe.runner.decode_state import DecodeState
 from strobe.sampling_params import SamplingParams
 from strobe.speculation.acceptance import KNOTS
 from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftPlan, DraftPolicy

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from torch import Tensor
 
 from strobe.attention.mask import LayerMask
-from strobe.kv.store import KVStore
+from strobe.kv.kv_store import KVStore
 
 
 class Batch(NamedTuple):

@@ -11,7 +11,7 @@ from torch import Tensor
 from strobe.attention.backend import Batch
 from strobe.attention.groups import Group, groups_of
 from strobe.attention.mask import LayerMask
-from strobe.kv.store import KVStore
+from strobe.kv.kv_store import KVStore
 
 
 class ReferencePlan:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from strobe.attention.backend import Batch
 from strobe.attention.mask import LayerMask
-from strobe.kv.store import KVStore
+from strobe.kv.kv_store import KVStore
 
 MIN_CAPABILITY = (8, 0)
 """Of 8.0, 8.9 and 12.0, kernels are compiled in tests; only on 9.0 have they run."""

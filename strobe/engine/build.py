@@ -8,15 +8,15 @@ from pathlib import Path
 
 import torch
 
-from strobe.attention.recurrent import RecurrentBackend
+from strobe.attention.recurrent_backend import RecurrentBackend
 from strobe.config import EngineConfig, Limits, resolve_limits
 from strobe.engine.backend_choice import BackendChoice, choose_backends, make_backends
 from strobe.host.host_memory import trim_heap
 from strobe.hub.download import fetch_weights
 from strobe.hub.locate import locate_models
+from strobe.kv.kv_store import KVSpec, KVStore
 from strobe.kv.pages import PagePool
 from strobe.kv.states import StateStore
-from strobe.kv.store import KVSpec, KVStore
 from strobe.models.architectures import load_draft_config, load_target_config
 from strobe.models.config import DecoderConfig, DraftConfig, TargetConfig
 from strobe.models.config_readers.pair import check_pair
@@ -35,13 +35,13 @@ from strobe.models.target import Target
 from strobe.parallel.devices import choose_device
 from strobe.parallel.split import Split
 from strobe.runner.buckets import Buckets
+from strobe.runner.decode_state import DecodeState
 from strobe.runner.graphs import CUDACapturer, Eager, Graphs
 from strobe.runner.memory import plan_pages, scratch_bytes
-from strobe.runner.runner import ModelRunner
-from strobe.runner.state import DecodeState
+from strobe.runner.model_runner import ModelRunner
 from strobe.sampling.grammar import GrammarState
 from strobe.sampling.grammar_compiler import GrammarCompiler
-from strobe.sampling.state import SamplingState
+from strobe.sampling.sampling_state import SamplingState
 from strobe.speculation.proposer import ProposerSet
 from strobe.speculation.registry import DRAFTER_METHOD, ProposerContext, make_proposers
 

@@ -19,9 +19,9 @@ from strobe.engine.grammar_walk import WalkedDrafts, walk_drafts
 from strobe.engine.scheduler import Scheduler
 from strobe.models.heads.head import Drafts
 from strobe.request import DEFAULT_SCHEDULING, FinishReason, Request, SchedulingOptions
-from strobe.runner.batch import Layout, Shape
 from strobe.runner.buckets import verified_rows
-from strobe.runner.state import SimulatedAcceptance
+from strobe.runner.decode_state import SimulatedAcceptance
+from strobe.runner.layout import Layout, Shape
 from strobe.runner.step_output import StepOutput
 from strobe.runner.verify_step import VerifyStep
 from strobe.sampling.grammar import GrammarWalk

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from strobe.kernels.pdl import pdl_wait, supports_pdl
 from strobe.kernels.rowwise import round_to
-from strobe.kernels.steps import rows_fit
+from strobe.kernels.step_bookkeeping import rows_fit
 
 if TYPE_CHECKING:
     from strobe.kernels.reference_recurrent import DeltaInput

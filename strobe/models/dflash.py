@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor, nn
 
-from strobe.kv.store import KVStore
+from strobe.kv.kv_store import KVStore
 from strobe.models.config import DraftConfig
 from strobe.models.heads import head_of
 from strobe.models.heads.head import Head

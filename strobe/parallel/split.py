@@ -21,10 +21,10 @@ from strobe.models.load import Open
 from strobe.models.ops.torch_ops import TorchOps
 from strobe.models.target import Target
 from strobe.parallel.group import Group, RankFailed
-from strobe.parallel.ops import RankOps, make_rank_ops
-from strobe.parallel.sampling import RankRows
+from strobe.parallel.rank_ops import RankOps, make_rank_ops
+from strobe.parallel.rank_sampling import RankRows
 from strobe.parallel.shards import ShardedCheckpoint
-from strobe.sampling.state import SamplingState
+from strobe.sampling.sampling_state import SamplingState
 
 Config = TypeVar("Config", TargetConfig, DraftConfig)
 
@@ -83,7 +83,7 @@ class Split:
             return ops
         kind = RankOps
         if type(ops) is not TorchOps:
-            from strobe.parallel.triton_ops import RankTritonOps as kind
+            from strobe.parallel.rank_triton_ops import RankTritonOps as kind
         size = self.size if isinstance(model, Target) else self.draft_size
         return make_rank_ops(kind, ops, model, self.group, layers_split=size > 1)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from strobe.runner.batch import Shape
+from strobe.runner.layout import Shape
 from strobe.step import TAIL, Span, num_rows
 
 MAX_CAPTURED_ROWS = 512

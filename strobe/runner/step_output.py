@@ -12,7 +12,7 @@ import torch
 from strobe.host.transfer import download
 from strobe.models.heads.head import Drafts
 from strobe.request import TokenLogprob
-from strobe.runner.batch import Layout
+from strobe.runner.layout import Layout
 from strobe.runner.verify_step import Verified
 from strobe.sampling.grammar import GrammarState
 from strobe.sampling.logprobs import Scores

@@ -10,12 +10,12 @@ from typing import NamedTuple, Protocol, TypeAlias
 from torch import Tensor
 
 from strobe.attention.backend import Batch
-from strobe.runner.batch import Layout
+from strobe.runner.decode_state import DecodeState, SimulatedAcceptance
 from strobe.runner.graphs import Eager, Graphs
-from strobe.runner.runner import ForwardOutputs, ModelRunner
-from strobe.runner.state import DecodeState, SimulatedAcceptance
+from strobe.runner.layout import Layout
+from strobe.runner.model_runner import ForwardOutputs, ModelRunner
 from strobe.sampling.logprobs import Scores
-from strobe.sampling.state import Sampled, SamplingMode, SamplingState
+from strobe.sampling.sampling_state import Sampled, SamplingMode, SamplingState
 from strobe.step import Span
 
 ComputeMasks: TypeAlias = Callable[[], tuple[Tensor, dict[int, str]]]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from strobe.host.transfer import upload
-from strobe.runner.batch import Layout
+from strobe.runner.layout import Layout
 from strobe.speculation.acceptance import KNOTS
 
 

@@ -12,10 +12,10 @@ from strobe.config import EngineConfig
 from strobe.models.config import DraftConfig
 from strobe.models.dflash import DFlash
 from strobe.models.heads.head import BlockRows, Drafts
-from strobe.runner.batch import Layout
 from strobe.runner.graphs import Eager, Graphs
-from strobe.runner.runner import ModelRunner
-from strobe.sampling.state import GREEDY, LogitRows, SamplingMode
+from strobe.runner.layout import Layout
+from strobe.runner.model_runner import ModelRunner
+from strobe.sampling.sampling_state import GREEDY, LogitRows, SamplingMode
 from strobe.step import TAIL, Span
 
 EXTRA_BLOCK_SIZES = 4, 8  # besides the one trained on: they cost less, and see fewer masks

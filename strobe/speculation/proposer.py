@@ -12,7 +12,7 @@ from strobe.attention.backend import Batch
 from strobe.host.transfer import upload
 from strobe.models.heads.head import Drafts
 from strobe.request import Request
-from strobe.runner.batch import Shape
+from strobe.runner.layout import Shape
 from strobe.speculation.draft_policy import DraftChain
 from strobe.step import Plan, Span
 

@@ -10,7 +10,7 @@ import torch
 from strobe.config import EngineConfig
 from strobe.models.dflash import DFlash
 from strobe.runner.graphs import Eager, Graphs
-from strobe.runner.runner import ModelRunner
+from strobe.runner.model_runner import ModelRunner
 from strobe.speculation.dflash import DFlashProposer
 from strobe.speculation.ngram import NgramProposer
 from strobe.speculation.proposer import HostProposer, Proposer, ProposerSet

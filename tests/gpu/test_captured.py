@@ -21,7 +21,7 @@ from strobe import LLM, EngineConfig, SamplingParams
 from strobe.engine.engine import Engine
 from strobe.runner.graphs import CUDACapturer
 from strobe.tools.demo import choose_examples, prompts_of
-from strobe.warmup.steps import warm_up
+from strobe.warmup.warmup_steps import warm_up
 
 pytestmark = NEEDS_GPU
 

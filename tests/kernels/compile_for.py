@@ -129,7 +129,7 @@ def others(*_: int) -> Iterator[Call]:
     from strobe.kernels import gates, recurrent, rowwise, sampling
     from strobe.kernels.ranks import RankMemory
     from strobe.kernels.reference_recurrent import DeltaInput
-    from strobe.kernels.steps import cover, gather_rows
+    from strobe.kernels.step_bookkeeping import cover, gather_rows
     from strobe.models.config import StateSpec
 
     wide = torch.empty(8, 4096, dtype=torch.bfloat16)

@@ -24,7 +24,7 @@ from strobe.kernels.attention import (
     config_of,
     paged_attention,
 )
-from strobe.kv.store import KVSpec, KVStore
+from strobe.kv.kv_store import KVSpec, KVStore
 from tests.support.full_marks import full_where
 
 FULL = LayerMask()

@@ -9,8 +9,8 @@ import torch
 from layouts import facts, spans_of
 
 from strobe.kernels import narrow as kernels
-from strobe.runner.batch import lay_out
 from strobe.runner.buckets import Buckets
+from strobe.runner.layout import lay_out
 from strobe.speculation.allocate import choose_drafts
 from tests.support.full_marks import full_where
 

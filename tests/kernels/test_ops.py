@@ -26,10 +26,10 @@ from transformers import (
 )
 
 from strobe.attention.backend import Batch
-from strobe.attention.recurrent import RecurrentPlan
+from strobe.attention.recurrent_backend import RecurrentPlan
 from strobe.kernels import linear
+from strobe.kv.kv_store import KVSpec, KVStore
 from strobe.kv.states import StateStore
-from strobe.kv.store import KVSpec, KVStore
 from strobe.models.architectures import load_draft_config, load_target_config
 from strobe.models.config import DecoderConfig, TargetConfig
 from strobe.models.load import load_draft, load_target

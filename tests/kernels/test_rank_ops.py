@@ -17,8 +17,8 @@ from strobe.models.architectures import load_target_config
 from strobe.models.load import load_target
 from strobe.models.ops.triton_ops import TritonOps
 from strobe.models.quantization.kernel_weights import join_all
+from strobe.parallel.rank_triton_ops import RankTritonOps
 from strobe.parallel.split import Split
-from strobe.parallel.triton_ops import RankTritonOps
 
 SIZE = 2
 EXPERTS = ("qwen3_moe", "gpt_oss", "qwen3_5_moe", "joined", "gemma4_moe")

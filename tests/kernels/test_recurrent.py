@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from strobe.attention.backend import Batch
-from strobe.attention.recurrent import RecurrentPlan
+from strobe.attention.recurrent_backend import RecurrentPlan
 from strobe.kernels import recurrent, reference_recurrent
 from strobe.kv.states import StateSpec, StateStore
 from tests.support.full_marks import full_where

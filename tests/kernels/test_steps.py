@@ -8,8 +8,8 @@ from torch import Tensor
 
 from strobe.attention.backend import Batch
 from strobe.config import Limits
-from strobe.runner.batch import Layout, Shape, lay_out
-from strobe.runner.state import DecodeState
+from strobe.runner.decode_state import DecodeState
+from strobe.runner.layout import Layout, Shape, lay_out
 from strobe.step import TAIL, Span
 
 SLOTS, PAGE, REACH, LIMIT = 5, 4, 60, 40
@@ -147,7 +147,7 @@ def test_accept_moves_cursors_as_torch_does(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_gather_rows(dtype: torch.dtype, device: torch.device):
-    from strobe.kernels.steps import gather_rows
+    from strobe.kernels.step_bookkeeping import gather_rows
 
     table = torch.randn(9, 2500, dtype=dtype, device=device)[:, 100:2200]
     index = torch.tensor([8, 0, 3, 3, 5], device=device)

@@ -18,14 +18,14 @@ from strobe.config import DEMO_MODELS, Limits
 from strobe.counters import EngineStats
 from strobe.engine.build import build, resolve
 from strobe.engine.engine import Engine
-from strobe.runner.batch import Shape
 from strobe.runner.buckets import Buckets
-from strobe.sampling.state import FLOATS, INTS
+from strobe.runner.layout import Shape
+from strobe.sampling.sampling_state import FLOATS, INTS
 from strobe.speculation.adaptive import AdaptiveDraftPolicy
 from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftPlan, DraftPolicy
 from strobe.step import TAIL, Span
 from strobe.text.tokenizer import Tokenizer
-from strobe.warmup.steps import warm_up
+from strobe.warmup.warmup_steps import warm_up
 from tests.support.full_marks import full_where
 
 COLD = SamplingParams(temperature=0.0, max_tokens=25, ignore_eos=True)

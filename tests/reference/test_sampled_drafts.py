@@ -22,7 +22,7 @@ from tiny import SHAPE, make_draft, make_engine, make_target, make_tokenizer, ru
 from strobe import EngineConfig, SamplingParams
 from strobe.engine.build import build, resolve
 from strobe.engine.engine import Engine
-from strobe.warmup.steps import warm_up
+from strobe.warmup.warmup_steps import warm_up
 
 ANSWERS, TOKENS = 2000, 4
 PROMPT = [1, 2, 3]

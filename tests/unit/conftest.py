@@ -41,10 +41,10 @@ def no_progress_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 def no_timed_steps() -> Iterator[None]:
     """Let engines that adapt start at once, without costs that depend on the machine: only one kind
     of step is timed, which tells too little."""
-    from strobe.warmup import costs
+    from strobe.warmup import cost_measurement
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setitem(costs.SECONDS, "cpu", 0.0)
+        monkeypatch.setitem(cost_measurement.SECONDS, "cpu", 0.0)
         yield
 
 

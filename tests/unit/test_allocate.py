@@ -10,8 +10,8 @@ import pytest
 import torch
 from layouts import facts, spans_of
 
-from strobe.runner.batch import Shape, exact_shape, lay_out
 from strobe.runner.buckets import Buckets
+from strobe.runner.layout import Shape, exact_shape, lay_out
 from strobe.speculation.acceptance import DraftChances, evidence, knot_weights
 from strobe.speculation.allocate import chances, choose_drafts, verified_drafts
 from strobe.speculation.policy_config import PolicyConfig

@@ -12,7 +12,7 @@ from logit_worlds import STRUCTURED, Admitted, World, check, normalized, words_o
 from torch import Tensor
 
 from strobe.sampling.processors import LogitRows, process, unpack, unpack_by_shifts
-from strobe.sampling.state import SamplingState
+from strobe.sampling.sampling_state import SamplingState
 from strobe.sampling_params import SamplingParams
 
 SEEDS = range(40)

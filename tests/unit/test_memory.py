@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from strobe.config import DEMO_MODELS, EngineConfig, Limits
-from strobe.kv.store import KVSpec, KVStore
+from strobe.kv.kv_store import KVSpec, KVStore
 from strobe.models.architectures import load_target_config
 from strobe.runner import memory
 from strobe.runner.buckets import Buckets

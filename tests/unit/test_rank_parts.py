@@ -10,9 +10,9 @@ from ranks import Exchange, ThreadGroup
 from torch import Tensor, nn
 
 from strobe.models.linear import Linear
-from strobe.parallel.ops import partial_linears
-from strobe.parallel.sampling import RankRows
-from strobe.sampling.state import LogitRows, Sampled, SamplingMode, SamplingState
+from strobe.parallel.rank_ops import partial_linears
+from strobe.parallel.rank_sampling import RankRows
+from strobe.sampling.sampling_state import LogitRows, Sampled, SamplingMode, SamplingState
 
 CPU = torch.device("cpu")
 

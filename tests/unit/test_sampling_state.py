@@ -17,7 +17,7 @@ from torch import Tensor
 from strobe.sampling.logprobs import score
 from strobe.sampling.processors import LogitRows, process
 from strobe.sampling.sampler import RowParams, sample_rows
-from strobe.sampling.state import FLOATS, GREEDY, INTS, SamplingMode, SamplingState
+from strobe.sampling.sampling_state import FLOATS, GREEDY, INTS, SamplingMode, SamplingState
 from strobe.sampling_params import MAX_NAMED, SamplingParams
 
 CPU = torch.device("cpu")

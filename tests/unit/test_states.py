@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from strobe.attention.backend import Batch
-from strobe.attention.recurrent import RecurrentPlan
+from strobe.attention.recurrent_backend import RecurrentPlan
 from strobe.kernels.kept_rows import SINGLE_ROWS
 from strobe.kernels.reference_recurrent import CHUNK, FEW, apply_changes, delta_rule, mix
 from strobe.kv.states import StateSpec, StateStore

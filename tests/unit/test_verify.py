@@ -11,8 +11,8 @@ from scipy import stats
 from slow_sampling import distribution, params
 
 from strobe.config import Limits
-from strobe.runner.batch import Layout, exact_shape, lay_out
-from strobe.runner.state import DecodeState
+from strobe.runner.decode_state import DecodeState
+from strobe.runner.layout import Layout, exact_shape, lay_out
 from strobe.sampling.sampler import sample_rows
 from strobe.step import TAIL, Span
 

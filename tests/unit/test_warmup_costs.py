@@ -12,8 +12,8 @@ from textpair import Pair
 from strobe import LLM, SamplingParams
 from strobe.speculation.adaptive import AdaptiveDraftPolicy, Option
 from strobe.speculation.costs import StepWork
-from strobe.warmup import costs as measured
-from strobe.warmup.costs import StepKind, measure_costs
+from strobe.warmup import cost_measurement as measured
+from strobe.warmup.cost_measurement import StepKind, measure_costs
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 

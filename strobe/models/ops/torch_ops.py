@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strobe.attention.backend import PagedPlan
-from strobe.attention.recurrent import RecurrentPlan
+from strobe.attention.recurrent_backend import RecurrentPlan
 from strobe.kernels import reference_experts, reference_gates
 from strobe.kernels.reference_recurrent import DeltaInput, gated_mix
 from strobe.kernels.reference_residual import ResidualStream
-from strobe.kv.store import KVStore
+from strobe.kv.kv_store import KVStore
 from strobe.models.linear import AnyLinear, apply
 from strobe.models.modules import Attention, RMSNorm, Rope, RotaryTable, rotate, unit_rms
 from strobe.sampling.sampler import argmax, best_two

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strobe.attention.recurrent import RecurrentPlan
+from strobe.attention.recurrent_backend import RecurrentPlan
 from strobe.kernels import gates
 from strobe.kernels.experts import experts, serves
 from strobe.kernels.linear import Gemms, Scaled, Weight
@@ -21,8 +21,8 @@ from strobe.kernels.reference_recurrent import DeltaInput
 from strobe.kernels.residual import FusedResidual
 from strobe.kernels.rowwise import context_store, qk_norm_rope_store, rms_norm
 from strobe.kernels.sampling import argmax
-from strobe.kernels.steps import gather_rows
-from strobe.kv.store import KVStore
+from strobe.kernels.step_bookkeeping import gather_rows
+from strobe.kv.kv_store import KVStore
 from strobe.models.linear import AnyLinear
 from strobe.models.modules import Attention, RMSNorm
 from strobe.models.ops.torch_ops import (

@@ -43,8 +43,8 @@ from strobe.server.engine_process.snapshot import EngineSnapshot
 from strobe.server.kv_events import KVEventPublisher, KVEventsConfig
 from strobe.server.server_settings import LogSettings
 from strobe.step import TokenEvent
-from strobe.warmup.costs import measure_costs
-from strobe.warmup.steps import warm_up
+from strobe.warmup.cost_measurement import measure_costs
+from strobe.warmup.warmup_steps import warm_up
 
 logger = logging.getLogger(__name__)
 

@@ -41,7 +41,7 @@ from strobe.tools.bench.engine_step import located_shapes
 from strobe.tools.bench.plots import lines, missing, new_figure, save
 from strobe.tools.bench.replay import ReplayEngine, widths_of
 from strobe.tools.bench.traces import Traces, independent, load
-from strobe.warmup.costs import measure_costs
+from strobe.warmup.cost_measurement import measure_costs
 
 TRACES = Path(__file__).parent / "traces.npz"
 """The traces shipped with Strobe."""

@@ -40,7 +40,7 @@ from strobe.tools.bench.floor import Rates
 from strobe.tools.bench.prompts import read_prompts
 from strobe.tools.bench.rates import measure, synchronize
 from strobe.tools.bench.timeline import Timeline
-from strobe.warmup.costs import measure_costs
+from strobe.warmup.cost_measurement import measure_costs
 
 
 @dataclass

@@ -20,7 +20,7 @@ from strobe.engine.engine import Engine
 from strobe.hub.locate import locate_models
 from strobe.ranks.leader import start_engine
 from strobe.request import Request
-from strobe.runner.batch import Layout
+from strobe.runner.layout import Layout
 from strobe.sampling_params import SamplingParams
 from strobe.speculation.proposer import Drafts, Proposer
 from strobe.speculation.registry import DRAFTER_METHOD

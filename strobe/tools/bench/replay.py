@@ -13,7 +13,7 @@ from strobe.engine.build import ResolvedConfig
 from strobe.engine.engine import Engine
 from strobe.host.transfer import upload
 from strobe.models.config import DraftConfig
-from strobe.runner.batch import Layout
+from strobe.runner.layout import Layout
 from strobe.speculation.dflash import block_sizes
 from strobe.speculation.proposer import Drafts
 from strobe.step import Plan, Span

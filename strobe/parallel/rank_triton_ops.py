@@ -1,4 +1,4 @@
-"""The operations of layers on one of several ranks, by Triton kernels. Legend as in `ops.py`."""
+"""The operations of layers on one of several ranks, by Triton kernels; legend in `rank_ops.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from strobe.models.linear import AnyLinear
 from strobe.models.modules import RMSNorm
 from strobe.models.ops.torch_ops import Activation, ExpertsLayer, ForwardRows, Residual
 from strobe.models.ops.triton_ops import TritonOps
-from strobe.parallel.ops import RankOps
+from strobe.parallel.rank_ops import RankOps
 from strobe.parallel.torch_group import TorchGroup
 
 

@@ -13,7 +13,7 @@ from strobe.runner.buckets import MAX_CAPTURED_ROWS, Buckets
 from strobe.sampling_params import SamplingParams
 from strobe.speculation.adaptive import AdaptiveDraftPolicy, Option
 from strobe.speculation.draft_policy import DraftPolicy
-from strobe.warmup.costs import FixedDraftPolicy
+from strobe.warmup.cost_measurement import FixedDraftPolicy
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from strobe.attention.groups import groups_of
 from strobe.attention.mask import LayerMask
 from strobe.kernels.kept_rows import rows_fit
 from strobe.kernels.reference_recurrent import PaddedGroup
+from strobe.kv.kv_store import KVStore
 from strobe.kv.states import StateStore
-from strobe.kv.store import KVStore
 
 
 class RecurrentBackend:
@@ -48,7 +48,7 @@ class RecurrentPlan:
         self.batch = batch
         self.states = states
         if kernels:
-            from strobe.kernels.steps import cover
+            from strobe.kernels.step_bookkeeping import cover
 
             self.accepted, self.starts_fresh = cover(batch, states.length, states.pending)
             return

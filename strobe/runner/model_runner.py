@@ -8,14 +8,14 @@ from typing import NamedTuple
 from torch import Tensor
 
 from strobe.attention.backend import AttentionBackend, Batch
-from strobe.kv.store import KVStore
+from strobe.kv.kv_store import KVStore
 from strobe.models.dflash import DFlash
 from strobe.models.target import Target
-from strobe.runner.batch import Layout, Shape, exact_shape, lay_out
 from strobe.runner.buckets import Buckets
-from strobe.runner.state import DecodeState
+from strobe.runner.decode_state import DecodeState
+from strobe.runner.layout import Layout, Shape, exact_shape, lay_out
 from strobe.sampling.logprobs import Scores, concat, score
-from strobe.sampling.state import LogitRows, Sampled, SamplingMode, SamplingState
+from strobe.sampling.sampling_state import LogitRows, Sampled, SamplingMode, SamplingState
 from strobe.step import TAIL, Span
 
 _SCORED_ROWS = 256

@@ -2,7 +2,7 @@
 """A step's bookkeeping on the device: the rows' positions and K/V slots, and accepting drafts.
 
 Legend: S spans, T rows, K drafts per span, W rows of a span with logits. The torch twins are in
-`strobe.runner.state`, and of recurrent states in `strobe.attention.recurrent`.
+`strobe.runner.decode_state`, and of recurrent states in `strobe.attention.recurrent_backend`.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from torch import Tensor
 from strobe.attention.backend import Batch
 from strobe.config import Limits
 from strobe.host.transfer import upload
-from strobe.runner.batch import Int64Array, Layout
+from strobe.runner.layout import Int64Array, Layout
 from strobe.step import TAIL, Plan
 
 SimulatedAcceptance: TypeAlias = float | Callable[[Layout, Batch], Tensor]
@@ -74,7 +74,7 @@ class DecodeState:
         if self._in_numpy(layout):
             return self._place_in_numpy(layout, drafts)
         if self.kernels and layout.padded:
-            from strobe.kernels.steps import place
+            from strobe.kernels.step_bookkeeping import place
 
             return place(
                 self.cursor,
@@ -154,7 +154,7 @@ class DecodeState:
         if self._in_numpy(layout):
             return self._accept_in_numpy(layout, batch, tokens, simulated)
         if self.kernels and layout.padded and not callable(simulated):
-            from strobe.kernels.steps import accept
+            from strobe.kernels.step_bookkeeping import accept
 
             return accept(tokens, batch, layout, self.cursor, simulated=simulated)
         matched = batch.ids[layout.draft_rows] == tokens[:, : layout.shape.max_drafts]

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from strobe.parallel.group import Group, share
 from strobe.sampling.logprobs import Scores
-from strobe.sampling.state import LogitRows, Sampled, SampleRows, SamplingMode
+from strobe.sampling.sampling_state import LogitRows, Sampled, SampleRows, SamplingMode
 
 
 class RankRows:
-    """Divides rows of logits between the ranks; see `strobe.sampling.state.SharesRows`."""
+    """Divides rows of logits between the ranks; see `strobe.sampling.sampling_state.SharesRows`."""
 
     def __init__(self, group: Group, vocab_size: int):
         self.group = group
