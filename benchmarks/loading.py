@@ -23,7 +23,7 @@ LOAD = """
 import json, sys, time, torch
 from pathlib import Path
 import tqdm.auto
-from strobe.models.load import check_target_tensors, load_target
+from strobe.models.weight_loading import check_target_tensors, load_target
 from strobe.models.architectures import load_target_config
 from strobe.parallel.split import Split
 

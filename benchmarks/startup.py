@@ -42,7 +42,7 @@ def write(shapes: str, root: Path) -> tuple[Path, Path]:
     import torch
     from safetensors.torch import save_file
 
-    from strobe.models import load
+    from strobe.models import weight_loading
     from strobe.tools.bench.published_shapes import directories
 
     paths: list[Path] = []
@@ -58,8 +58,8 @@ def write(shapes: str, root: Path) -> tuple[Path, Path]:
 
     target = load_target_config(paths[0])
     kwargs = {"max_positions": 1, "dtype": torch.bfloat16, "device": device, "open": None}
-    model = load.load_target(paths[0], target, **kwargs)  # type: ignore[arg-type]
-    drafter = load.load_draft(paths[1], load_draft_config(paths[1]), model, **kwargs)  # type: ignore[arg-type]
+    model = weight_loading.load_target(paths[0], target, **kwargs)  # type: ignore[arg-type]
+    drafter = weight_loading.load_draft(paths[1], load_draft_config(paths[1]), model, **kwargs)  # type: ignore[arg-type]
     for module, path in ((model, paths[0]), (drafter, paths[1])):
         tensors: dict[str, torch.Tensor] = {}
         mapping = mapping_of(module)

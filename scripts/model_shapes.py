@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from strobe.models import load
+from strobe.models import weight_loading
 from strobe.models.architectures import load_draft_config, load_target_config, make_target
-from strobe.models.config import DraftConfig
 from strobe.models.families.experts import Experts
 from strobe.models.linear import Linear, LinearView
+from strobe.models.model_config import DraftConfig
 from strobe.models.quantization.kernel_weights import join_all
 from strobe.models.target import Target
 from strobe.parallel.split import Split
@@ -49,7 +49,7 @@ def gemm_shapes(target: str, draft: str | None = None, ranks: int = 1) -> list[s
         vocabulary, hidden = model.output.weight.shape
         names += [f"{vocabulary}x{hidden}:argmax", f"{vocabulary}x{hidden}"]
         if config is not None:
-            drafter = load._meta_draft(
+            drafter = weight_loading._meta_draft(
                 Path(),
                 config,
                 1,

@@ -14,7 +14,7 @@ from strobe.sampling_params import Method
 from strobe.validation import brief, option, settings
 
 if TYPE_CHECKING:
-    from strobe.models.config import DraftConfig
+    from strobe.models.model_config import DraftConfig
 
 DEMO_MODELS = Path(__file__).parent / "demo_models"
 GPU_MIXED_TOKENS = 512

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from strobe.models.config import DraftConfig
 from strobe.models.config_readers.fields import Fields
 from strobe.models.heads.head import Backbone, BlockRows, Drafts, Head
+from strobe.models.model_config import DraftConfig
 
 METHOD = "Bigram"
 ENTRY = {METHOD: "bigram_head"}

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from tiny import edit_json
 from torch import Tensor, nn
 
-from strobe.models.config import DecoderConfig, Quantization
 from strobe.models.config_readers.fields import Fields
 from strobe.models.linear import Linear
+from strobe.models.model_config import DecoderConfig, Quantization
 from strobe.models.weight_mapping import WeightMapping, WeightPart
 
 

@@ -23,7 +23,7 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 from training_data import conversation  # noqa: E402
 
 from scripts.demo_models.tasks import Example  # noqa: E402
-from strobe.models.config import TargetConfig  # noqa: E402
+from strobe.models.model_config import TargetConfig  # noqa: E402
 from strobe.models.target import Target  # noqa: E402
 from strobe.tools.train.data import Sample  # noqa: E402
 

@@ -30,9 +30,9 @@ from answers import answer, example_prompt, training_prompts, training_samples  
 from scripts.demo_models.tasks import FAMILIES, Example, check, heldout  # noqa: E402
 from strobe.hub.files import read_json  # noqa: E402
 from strobe.models.architectures import load_target_config  # noqa: E402
-from strobe.models.dflash import DFlash  # noqa: E402
-from strobe.models.load import load_target  # noqa: E402
+from strobe.models.dflash_drafter import DFlash  # noqa: E402
 from strobe.models.target import Target  # noqa: E402
+from strobe.models.weight_loading import load_target  # noqa: E402
 from strobe.tools.train.acceptance import Acceptance, batch_acceptance  # noqa: E402
 from strobe.tools.train.data import Corpus, Sample  # noqa: E402
 from strobe.tools.train.draft import draft_config, find_mask_token, new_draft, save_draft  # noqa: E402

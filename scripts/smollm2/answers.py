@@ -27,8 +27,8 @@ sys.path.insert(0, str(ROOT))
 from scripts.demo_models.answers import answer  # noqa: E402
 from scripts.smollm2.prompts import KINDS, LONGEST, REWRITE_TEXT, flat, is_heldout, rows_of  # noqa: E402
 from strobe.models.architectures import load_target_config  # noqa: E402
-from strobe.models.load import load_target  # noqa: E402
 from strobe.models.target import Target  # noqa: E402
+from strobe.models.weight_loading import load_target  # noqa: E402
 
 START = time.monotonic()
 MAX_TOKENS = 224

@@ -24,7 +24,7 @@ from torch.nn.attention.flex_attention import (
     flex_attention,
 )
 
-from strobe.models.dflash import DFlash
+from strobe.models.dflash_drafter import DFlash
 from strobe.models.target import Target
 from strobe.tools.train.blocks import Blocks, make_blocks, random_anchors
 

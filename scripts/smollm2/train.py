@@ -40,10 +40,10 @@ from scripts.smollm2.packed import (  # noqa: E402
 from scripts.smollm2.prompts import KINDS  # noqa: E402
 from strobe.hub.files import read_json  # noqa: E402
 from strobe.models.architectures import load_draft_config, load_target_config  # noqa: E402
-from strobe.models.config import DraftConfig  # noqa: E402
-from strobe.models.dflash import DFlash  # noqa: E402
-from strobe.models.load import load_draft, load_target  # noqa: E402
+from strobe.models.dflash_drafter import DFlash  # noqa: E402
+from strobe.models.model_config import DraftConfig  # noqa: E402
 from strobe.models.target import Target  # noqa: E402
+from strobe.models.weight_loading import load_draft, load_target  # noqa: E402
 from strobe.tools.train.acceptance import Acceptance, batch_acceptance  # noqa: E402
 from strobe.tools.train.data import Corpus, Sample  # noqa: E402
 from strobe.tools.train.draft import as_saved, checkpoint_config, draft_config, new_draft  # noqa: E402

@@ -10,7 +10,7 @@ from strobe.attention.backend import AttentionBackend
 from strobe.attention.reference import ReferenceBackend
 from strobe.attention.triton import TritonBackend, unsupported_reason
 from strobe.config import EngineConfig
-from strobe.models.config import DecoderConfig, DraftConfig, TargetConfig
+from strobe.models.model_config import DecoderConfig, DraftConfig, TargetConfig
 from strobe.models.quantization.fp8 import unsupported_reason as fp8_unsupported
 from strobe.models.quantization.packed import packed_format
 

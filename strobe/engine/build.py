@@ -18,20 +18,20 @@ from strobe.kv.kv_store import KVSpec, KVStore
 from strobe.kv.pages import PagePool
 from strobe.kv.states import StateStore
 from strobe.models.architectures import load_draft_config, load_target_config
-from strobe.models.config import DecoderConfig, DraftConfig, TargetConfig
 from strobe.models.config_readers.pair import check_pair
-from strobe.models.dflash import DFlash
-from strobe.models.load import (
+from strobe.models.dflash_drafter import DFlash
+from strobe.models.model_config import DecoderConfig, DraftConfig, TargetConfig
+from strobe.models.ops.torch_ops import TorchOps
+from strobe.models.quantization.packed import pack
+from strobe.models.quantization.sizes import weight_bytes
+from strobe.models.target import Target
+from strobe.models.weight_loading import (
     LoadOptions,
     check_draft_tensors,
     check_target_tensors,
     load_draft,
     load_target,
 )
-from strobe.models.ops.torch_ops import TorchOps
-from strobe.models.quantization.packed import pack
-from strobe.models.quantization.sizes import weight_bytes
-from strobe.models.target import Target
 from strobe.parallel.devices import choose_device
 from strobe.parallel.split import Split
 from strobe.runner.buckets import Buckets

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from strobe.hub.files import weight_files
-from strobe.hub.gguf import gguf_directory
+from strobe.hub.gguf_checkpoint import gguf_directory
 from strobe.hub.gguf_file import is_gguf
 from strobe.hub.packaged import MODELS, is_packaged, packaged_file
 

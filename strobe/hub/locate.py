@@ -14,7 +14,7 @@ from strobe.hub.download import find_checkpoint, is_hub_name
 from strobe.hub.files import read_json
 from strobe.hub.packaged import MODELS, is_packaged
 from strobe.hub.pairs import published_drafter
-from strobe.hub.speculators import Proposal, read_proposal
+from strobe.hub.speculators_pair import Proposal, read_proposal
 from strobe.sampling_params import DRAFTER_METHODS
 
 logger = logging.getLogger(__name__)

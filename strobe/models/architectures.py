@@ -9,11 +9,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from strobe.hub.files import read_json, source_of
-from strobe.models.config import DraftConfig, TargetConfig
 from strobe.models.config_readers.detection import SUPPORTED, format_of, method_of
 from strobe.models.config_readers.fields import Fields
 from strobe.models.families import FAMILIES
 from strobe.models.heads import HEADS
+from strobe.models.model_config import DraftConfig, TargetConfig
 
 if TYPE_CHECKING:
     from strobe.models.target import Target

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from strobe.models.config import DecoderConfig
 from strobe.models.linear import Linear
+from strobe.models.model_config import DecoderConfig
 from strobe.models.modules import Attention, RMSNorm, RotaryTable
 from strobe.models.ops.torch_ops import Attend, ForwardRows, Residual, TorchOps
 

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from strobe.models.config import DecoderConfig
 from strobe.models.config_readers.rope import RopeConfig
 from strobe.models.linear import Linear
+from strobe.models.model_config import DecoderConfig
 
 Rope = tuple[Tensor, Tensor]
 """(cos, sin) [T, 1, D] of the rows' positions, the first half of sin negated; see `rotate`."""

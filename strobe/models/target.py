@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from strobe.models.config import TargetConfig
 from strobe.models.layers import Decoder, Layer
 from strobe.models.linear import AnyLinear, Linear, LinearView
+from strobe.models.model_config import TargetConfig
 from strobe.models.weight_mapping import WeightMapping, WeightPart
 
 EMBEDDING = "embed_tokens.weight"

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from strobe.models.config import TargetConfig
-from strobe.models.dflash import DFlash
+from strobe.models.dflash_drafter import DFlash
 from strobe.models.families.experts import SparseMLP
 from strobe.models.linear import AnyLinear, Linear
+from strobe.models.model_config import TargetConfig
 from strobe.models.modules import RMSNorm
 from strobe.models.ops.torch_ops import Activation, ExpertsLayer, ForwardRows, Residual, TorchOps
 from strobe.models.target import Target

@@ -15,11 +15,11 @@ import torch
 
 from strobe.config import EngineConfig
 from strobe.models.checkpoint import Checkpoint
-from strobe.models.config import DecoderConfig, DraftConfig, TargetConfig
-from strobe.models.dflash import DFlash
-from strobe.models.load import Open
+from strobe.models.dflash_drafter import DFlash
+from strobe.models.model_config import DecoderConfig, DraftConfig, TargetConfig
 from strobe.models.ops.torch_ops import TorchOps
 from strobe.models.target import Target
+from strobe.models.weight_loading import Open
 from strobe.parallel.group import Group, RankFailed
 from strobe.parallel.rank_ops import RankOps, make_rank_ops
 from strobe.parallel.rank_sampling import RankRows

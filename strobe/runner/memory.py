@@ -9,7 +9,7 @@ import torch
 from strobe.config import CPU_KV_CACHE, EngineConfig, Limits, parse_bytes
 from strobe.host.free_memory import free_memory
 from strobe.kv.kv_store import KVSpec
-from strobe.models.config import DecoderConfig
+from strobe.models.model_config import DecoderConfig
 from strobe.runner.buckets import MAX_CAPTURED_ROWS
 from strobe.sampling.sampling_state import SamplingState
 

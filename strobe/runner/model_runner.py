@@ -9,7 +9,7 @@ from torch import Tensor
 
 from strobe.attention.backend import AttentionBackend, Batch
 from strobe.kv.kv_store import KVStore
-from strobe.models.dflash import DFlash
+from strobe.models.dflash_drafter import DFlash
 from strobe.models.target import Target
 from strobe.runner.buckets import Buckets
 from strobe.runner.decode_state import DecodeState

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from strobe.attention.backend import Batch
 from strobe.config import EngineConfig
-from strobe.models.config import DraftConfig
-from strobe.models.dflash import DFlash
+from strobe.models.dflash_drafter import DFlash
 from strobe.models.heads.head import BlockRows, Drafts
+from strobe.models.model_config import DraftConfig
 from strobe.runner.graphs import Eager, Graphs
 from strobe.runner.layout import Layout
 from strobe.runner.model_runner import ModelRunner

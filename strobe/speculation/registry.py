@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from strobe.config import EngineConfig
-from strobe.models.dflash import DFlash
+from strobe.models.dflash_drafter import DFlash
 from strobe.runner.graphs import Eager, Graphs
 from strobe.runner.model_runner import ModelRunner
 from strobe.speculation.dflash import DFlashProposer

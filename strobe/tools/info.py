@@ -15,12 +15,12 @@ from strobe.hub.files import GGUF_LINK, read_json
 from strobe.hub.gguf_file import read_header
 from strobe.models.architectures import load_draft_config, load_target_config
 from strobe.models.checkpoint import Checkpoint
-from strobe.models.config import DecoderConfig, DraftConfig, TargetConfig
 from strobe.models.config_readers.detection import method_of
 from strobe.models.config_readers.pair import check_pair
-from strobe.models.load import check_draft_tensors, check_target_tensors
+from strobe.models.model_config import DecoderConfig, DraftConfig, TargetConfig
 from strobe.models.quantization import methods
 from strobe.models.quantization.fp8 import SCALE
+from strobe.models.weight_loading import check_draft_tensors, check_target_tensors
 from strobe.parallel.split import ALONE, Split
 
 

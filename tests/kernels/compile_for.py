@@ -130,7 +130,7 @@ def others(*_: int) -> Iterator[Call]:
     from strobe.kernels.ranks import RankMemory
     from strobe.kernels.reference_recurrent import DeltaInput
     from strobe.kernels.step_bookkeeping import cover, gather_rows
-    from strobe.models.config import StateSpec
+    from strobe.models.model_config import StateSpec
 
     wide = torch.empty(8, 4096, dtype=torch.bfloat16)
     few, rows = torch.zeros(8), torch.zeros(8, dtype=torch.int64)

@@ -31,13 +31,13 @@ from strobe.kernels import linear
 from strobe.kv.kv_store import KVSpec, KVStore
 from strobe.kv.states import StateStore
 from strobe.models.architectures import load_draft_config, load_target_config
-from strobe.models.config import DecoderConfig, TargetConfig
-from strobe.models.load import load_draft, load_target
+from strobe.models.model_config import DecoderConfig, TargetConfig
 from strobe.models.ops import triton_ops
 from strobe.models.ops.torch_ops import TorchOps
 from strobe.models.ops.triton_ops import TritonOps
 from strobe.models.quantization.kernel_weights import join_all
 from strobe.models.quantization.methods import METHODS
+from strobe.models.weight_loading import load_draft, load_target
 
 IDS, ROWS = [3, 1, 4, 1, 5], 5
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from strobe.kernels.reference_rowwise import rms_norm
 from strobe.models.architectures import load_target_config
-from strobe.models.load import load_target
 from strobe.models.ops.triton_ops import TritonOps
 from strobe.models.quantization.kernel_weights import join_all
+from strobe.models.weight_loading import load_target
 from strobe.parallel.rank_triton_ops import RankTritonOps
 from strobe.parallel.split import Split
 

@@ -25,7 +25,7 @@ from strobe.config import EngineConfig
 from strobe.engine.build import resolve
 from strobe.models.architectures import load_target_config
 from strobe.models.architectures import make_target as make
-from strobe.models.config import TargetConfig
+from strobe.models.model_config import TargetConfig
 from strobe.sampling_params import SamplingParams
 from strobe.tools.bench import floor
 

@@ -19,8 +19,8 @@ from strobe.config import EngineConfig
 from strobe.engine.build import resolve
 from strobe.models.architectures import load_target_config
 from strobe.models.linear import Linear
-from strobe.models.load import check_draft_tensors, check_target_tensors, load_target
 from strobe.models.quantization.mxfp4 import Mxfp4, fill_scales, fill_values
+from strobe.models.weight_loading import check_draft_tensors, check_target_tensors, load_target
 from strobe.sampling_params import SamplingParams
 from strobe.tools.doctor.pair_checks import memory_bill
 from strobe.tools.info import describe

@@ -33,7 +33,7 @@ from strobe.engine.engine import Engine
 from strobe.models.architectures import load_draft_config
 from strobe.models.heads import HEADS
 from strobe.models.heads.head import BlockRows, Drafts
-from strobe.models.load import check_draft_tensors
+from strobe.models.weight_loading import check_draft_tensors
 from strobe.sampling_params import SamplingParams
 
 DRAFTING = [

@@ -72,7 +72,7 @@ def test_outputs_equal_plain_decoding(c: Any, plain: PlainAnswers):
 
 def test_llama_has_no_query_or_key_norms(plain: PlainAnswers):
     """Otherwise a checkpoint with norms would run without them."""
-    from strobe.models.load import check_target_tensors
+    from strobe.models.weight_loading import check_target_tensors
 
     resolved = resolve(EngineConfig(target=str(plain.pair.target)))
     own = check_target_tensors(plain.pair.target, resolved.target)

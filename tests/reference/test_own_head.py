@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from strobe.config import EngineConfig
 from strobe.models.architectures import load_draft_config, load_target_config
-from strobe.models.load import check_target_tensors, load_draft, load_target
+from strobe.models.weight_loading import check_target_tensors, load_draft, load_target
 from strobe.parallel.split import Split
 from strobe.sampling_params import SamplingParams
 from strobe.tools.info import describe

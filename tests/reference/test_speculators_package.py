@@ -20,7 +20,7 @@ from strobe import LLM
 from strobe.attention.mask import LayerMask
 from strobe.config import EngineConfig
 from strobe.hub.locate import locate_models
-from strobe.models.dflash import DFlash
+from strobe.models.dflash_drafter import DFlash
 from strobe.sampling_params import SamplingParams
 
 DATA = Path(__file__).parent / "data" / "speculators"

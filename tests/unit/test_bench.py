@@ -23,7 +23,7 @@ from strobe.config import DEMO_MODELS
 from strobe.demo_models import FAMILIES, read_heldout
 from strobe.engine.engine import Engine
 from strobe.models.architectures import load_draft_config, load_target_config
-from strobe.models.load import load_target
+from strobe.models.weight_loading import load_target
 from strobe.ranks.leader import start_engine
 from strobe.sampling_params import SamplingParams
 from strobe.text.tokenizer import Tokenizer

@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from strobe.attention.mask import LayerMask
 from strobe.models.architectures import load_draft_config, load_target_config, make_target
-from strobe.models.config import DraftConfig, TargetConfig
-from strobe.models.dflash import DFlash
+from strobe.models.dflash_drafter import DFlash
+from strobe.models.model_config import DraftConfig, TargetConfig
 from strobe.tools.bench import floor, published_shapes, rates, timeline
 
 CPU = torch.device("cpu")

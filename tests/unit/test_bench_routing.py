@@ -19,12 +19,12 @@ from transformers import Gemma4ForCausalLM, Qwen3MoeForCausalLM
 
 from strobe.kernels.reference_experts import route
 from strobe.models.architectures import load_target_config
-from strobe.models.config import ExpertShape
 from strobe.models.families.experts import Router
 from strobe.models.families.gemma4 import Gemma4Router
 from strobe.models.linear import LinearView
-from strobe.models.load import load_target
+from strobe.models.model_config import ExpertShape
 from strobe.models.ops.torch_ops import TorchOps
+from strobe.models.weight_loading import load_target
 from strobe.tools.bench import floor, profiling, published_shapes, rates
 from strobe.tools.bench.routing import route_evenly
 

@@ -291,7 +291,7 @@ def test_json_goes_to_stdout_and_debug_to_stderr(pair: Pair):
         ]  # fmt: skip
     *loaded, memory = run.stderr.splitlines()[:3]
     lines = run.stderr.splitlines()[3:]
-    assert all(line.startswith("strobe.models.load: loaded ") for line in loaded)
+    assert all(line.startswith("strobe.models.weight_loading: loaded ") for line in loaded)
     assert memory.startswith("strobe.ranks.leader: keys and values have 0.0")
     assert len(lines) == sum(o["outputs"][0]["speculation"]["steps"] for o in outputs)
     assert all(line.startswith("strobe.engine.result_processor: verify request=") for line in lines)

@@ -17,10 +17,10 @@ from tiny import HIDDEN, VOCAB, edit_json, make_draft
 from torch import Tensor
 
 from strobe.models.architectures import load_draft_config
-from strobe.models.config import DraftConfig
 from strobe.models.config_readers.draft_vocabulary import read_target_ids
-from strobe.models.dflash import DFlash
-from strobe.models.load import check_draft_tensors
+from strobe.models.dflash_drafter import DFlash
+from strobe.models.model_config import DraftConfig
+from strobe.models.weight_loading import check_draft_tensors
 from strobe.models.weight_mapping import mapping_of
 
 PARAMETERS = 1_048_626_432

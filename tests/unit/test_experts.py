@@ -9,9 +9,9 @@ from torch.nn import functional as F
 
 from strobe.kernels import reference_experts
 from strobe.kernels.reference_experts import block_rows, blocked_gemm, grouped_gemm
-from strobe.models.config import ExpertShape
 from strobe.models.families.experts import Experts, Router
 from strobe.models.linear import Linear
+from strobe.models.model_config import ExpertShape
 from strobe.models.ops.torch_ops import TorchOps
 
 COUNTS = {

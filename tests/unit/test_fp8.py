@@ -19,9 +19,14 @@ from strobe.config import EngineConfig
 from strobe.engine.build import resolve
 from strobe.models.architectures import load_draft_config, load_target_config
 from strobe.models.linear import Linear
-from strobe.models.load import check_draft_tensors, check_target_tensors, load_draft, load_target
 from strobe.models.quantization.fp8 import dequantized, fp8_rows
 from strobe.models.quantization.sizes import weight_bytes
+from strobe.models.weight_loading import (
+    check_draft_tensors,
+    check_target_tensors,
+    load_draft,
+    load_target,
+)
 from strobe.sampling_params import SamplingParams
 from strobe.tools.doctor.pair_checks import memory_bill
 from strobe.tools.info import describe

@@ -18,12 +18,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 from strobe import LLM, SamplingParams
 from strobe.config import EngineConfig
 from strobe.engine.build import resolve
-from strobe.hub.gguf import gguf_directory
+from strobe.hub.gguf_checkpoint import gguf_directory
 from strobe.hub.gguf_file import read_header
 from strobe.models.architectures import load_target_config
 from strobe.models.checkpoint import Checkpoint
-from strobe.models.load import check_target_tensors
 from strobe.models.quantization.gguf import NAMES, GGUFFile
+from strobe.models.weight_loading import check_target_tensors
 
 gguf = pytest.importorskip("gguf")
 

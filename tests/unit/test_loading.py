@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 from tiny import make_target
 from transformers import Qwen3ForCausalLM
 
-from strobe.models import load
+from strobe.models import weight_loading
 from strobe.models.architectures import load_target_config
 from strobe.models.checkpoint import Checkpoint
-from strobe.models.load import check_target_tensors, load_target
+from strobe.models.weight_loading import check_target_tensors, load_target
 from strobe.models.weight_mapping import mapping_of
 
-LOGGER = "strobe.models.load"
+LOGGER = "strobe.models.weight_loading"
 LOAD_OPTIONS: dict[str, Any] = {
     "max_positions": 40,
     "dtype": torch.float32,
@@ -55,9 +55,9 @@ def test_tensor_names_may_carry_a_known_prefix(tmp_path: Path):
     config = load_target_config(tmp_path)
     with pytest.raises(ValueError, match=r"tensor visual\.patch\.weight is not part of"):
         check_target_tensors(tmp_path, config)
-    module = load.make_target(config, 1)
+    module = weight_loading.make_target(config, 1)
     module.skipped = ("visual.",)
-    load._check_tensors(module, Checkpoint(tmp_path))
+    weight_loading._check_tensors(module, Checkpoint(tmp_path))
 
 
 def test_rows_larger_than_copy_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -141,7 +141,7 @@ def test_tensor_used_twice_is_an_error(tmp_path: Path, monkeypatch: pytest.Monke
         mapping = mapping_of(*args)
         return mapping | {"lm_head.weight": mapping["embed_tokens.weight"]}
 
-    monkeypatch.setattr(load, "mapping_of", wrong)
+    monkeypatch.setattr(weight_loading, "mapping_of", wrong)
     with pytest.raises(RuntimeError, match=r"embed_tokens\.weight would be used twice"):
         check_target_tensors(tmp_path, load_target_config(tmp_path))
 
@@ -150,7 +150,7 @@ PEAK = """
 import sys, torch
 from pathlib import Path
 from strobe.models import checkpoint
-from strobe.models.load import check_target_tensors, load_target
+from strobe.models.weight_loading import check_target_tensors, load_target
 from strobe.models.architectures import load_target_config
 import tqdm.auto
 checkpoint.AT_ONCE = 1 << 20

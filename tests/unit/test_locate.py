@@ -13,7 +13,7 @@ from strobe import EngineConfig
 from strobe.hub.download import is_hub_name
 from strobe.hub.locate import locate_models
 from strobe.hub.pairs import PAIRS, published_drafter
-from strobe.hub.speculators import Proposal, read_proposal
+from strobe.hub.speculators_pair import Proposal, read_proposal
 
 ENGINE = EngineConfig()
 

@@ -15,10 +15,9 @@ from transformers import LlamaForCausalLM, Qwen3MoeForCausalLM
 from strobe import LLM, SamplingParams
 from strobe.config import EngineConfig
 from strobe.engine.build import build, resolve
-from strobe.hub.gguf import gguf_directory
+from strobe.hub.gguf_checkpoint import gguf_directory
 from strobe.models.architectures import load_target_config
 from strobe.models.linear import Linear
-from strobe.models.load import check_draft_tensors, check_target_tensors
 from strobe.models.quantization import packed as packed_weights
 from strobe.models.quantization.packed import (
     FORMATS,
@@ -31,6 +30,7 @@ from strobe.models.quantization.packed import (
     packed_format,
 )
 from strobe.models.quantization.sizes import weight_bytes
+from strobe.models.weight_loading import check_draft_tensors, check_target_tensors
 from strobe.tools.bench.bench_report import shapes_of
 from strobe.tools.bench.floor import Widths
 from strobe.tools.doctor.pair_checks import memory_bill

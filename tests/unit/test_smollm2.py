@@ -20,9 +20,9 @@ from scripts.smollm2.packed import (
     target_rows,
 )
 from strobe.models.architectures import load_target_config
-from strobe.models.dflash import DFlash
-from strobe.models.load import load_target
+from strobe.models.dflash_drafter import DFlash
 from strobe.models.target import Target
+from strobe.models.weight_loading import load_target
 from strobe.tools.train.blocks import context_kv, draft_hidden, make_blocks
 from strobe.tools.train.capture import capture
 from strobe.tools.train.draft import draft_config, new_draft

@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strobe.models.architectures import load_draft_config, load_target_config, make_target
-from strobe.models.config import DecoderConfig, LayerMask, TargetConfig
 from strobe.models.config_readers.rope import RopeConfig
-from strobe.models.dflash import DFlash
-from strobe.models.load import load_draft, load_target
+from strobe.models.dflash_drafter import DFlash
+from strobe.models.model_config import DecoderConfig, LayerMask, TargetConfig
 from strobe.models.target import Target
+from strobe.models.weight_loading import load_draft, load_target
 from strobe.tools.train.__main__ import train
 from strobe.tools.train.acceptance import Acceptance, answer_spans, batch_acceptance
 from strobe.tools.train.blocks import (

@@ -21,9 +21,9 @@ from strobe.config import EngineConfig
 from strobe.engine.build import resolve
 from strobe.models.architectures import load_target_config
 from strobe.models.linear import Linear
-from strobe.models.load import check_target_tensors, load_target
 from strobe.models.quantization.methods import METHODS
 from strobe.models.quantization.sizes import weight_bytes
+from strobe.models.weight_loading import check_target_tensors, load_target
 from strobe.sampling_params import SamplingParams
 from strobe.tools.bench.bench_report import shapes_of
 from strobe.tools.info import describe

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, models
 
 from strobe.attention.mask import LayerMask
 from strobe.models.architectures import load_draft_config
-from strobe.models.config import DraftConfig
 from strobe.models.config_readers.rope import RopeConfig
+from strobe.models.model_config import DraftConfig
 
 FULL = LayerMask(causal=False)
 

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 from strobe.attention.mask import LayerMask
 from strobe.hub.files import read_json
-from strobe.models.config import DecoderConfig, TargetConfig
 from strobe.models.config_readers.fields import DTYPES, HINT, Fields, positive
 from strobe.models.config_readers.rope import RopeConfig, read_rope
+from strobe.models.model_config import DecoderConfig, TargetConfig
 from strobe.models.quantization.methods import read_quantization
 from strobe.sampling_params import RECOMMENDED, SamplingParams
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from strobe.models.config import DraftConfig
 from strobe.models.config_readers.detection import read_head
 from strobe.models.config_readers.fields import Fields
 from strobe.models.config_readers.zlab import read_flat
+from strobe.models.model_config import DraftConfig
 
 HARMLESS = frozenset({"markov_rank", "enable_confidence_head", "num_anchors"})
 """Keys that `detection.py` has checked."""

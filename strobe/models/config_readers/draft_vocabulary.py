@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from strobe.models.checkpoint import Checkpoint
-from strobe.models.config import DraftConfig
 from strobe.models.config_readers.tensor_names import HINT
+from strobe.models.model_config import DraftConfig
 
 
 def load_target_ids(checkpoint: Checkpoint, config: DraftConfig) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from strobe.models.config import DraftConfig, TargetConfig
+from strobe.models.model_config import DraftConfig, TargetConfig
 
 
 def check_pair(draft: DraftConfig, target: TargetConfig, draft_path: Path) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from strobe.attention.mask import LayerMask
-from strobe.models.config import DraftConfig
 from strobe.models.config_readers.decoder import (
     plain_linears,
     read_decoder,
@@ -21,6 +20,7 @@ from strobe.models.config_readers.decoder import (
 from strobe.models.config_readers.detection import read_head
 from strobe.models.config_readers.fields import HINT, Fields
 from strobe.models.config_readers.mask_token import read_mask_token
+from strobe.models.model_config import DraftConfig
 
 QWEN3: dict[str, Any] = {
     "vocab_size": 151936,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from strobe.models.config import DraftConfig
+from strobe.models.model_config import DraftConfig
 
 VOCABULARY = ("d2t", "t2d")
 """Tensors of a reduced vocabulary: d2t [V'] int64, token id minus row; t2d [V] bool, whether a

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from strobe.attention.mask import LayerMask
-from strobe.models.config import DraftConfig
 from strobe.models.config_readers.decoder import (
     plain_linears,
     read_decoder,
@@ -22,6 +21,7 @@ from strobe.models.config_readers.detection import read_head
 from strobe.models.config_readers.fields import HINT, Fields
 from strobe.models.config_readers.mask_token import find_mask_token
 from strobe.models.config_readers.rope import RopeConfig
+from strobe.models.model_config import DraftConfig
 
 HARMLESS = frozenset(
     {"eos_token_id", "tie_word_embeddings", "use_sliding_window", "max_window_layers",

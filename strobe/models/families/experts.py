@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from strobe.kernels.reference_experts import Gate, Routing
-from strobe.models.config import ExpertShape
 from strobe.models.config_readers.fields import HINT, Fields
 from strobe.models.linear import Linear, LinearView
+from strobe.models.model_config import ExpertShape
 from strobe.models.modules import RMSNorm
 from strobe.models.ops.torch_ops import ExpertsLayer, ForwardRows, Residual, TorchOps
 from strobe.models.weight_mapping import WeightMapping, WeightPart

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from strobe.attention.mask import LayerMask
 from strobe.kernels.reference_experts import Gate, Routing
-from strobe.models.config import DecoderConfig, ExpertShape, LayerShape, TargetConfig
 from strobe.models.config_readers.decoder import (
     read_decoder,
     read_layer_types,
@@ -23,6 +22,7 @@ from strobe.models.config_readers.rope import RopeConfig, read_rope
 from strobe.models.families.experts import Experts, read_counts
 from strobe.models.layers import MLP, Layer
 from strobe.models.linear import LinearView
+from strobe.models.model_config import DecoderConfig, ExpertShape, LayerShape, TargetConfig
 from strobe.models.modules import Attention, RMSNorm
 from strobe.models.ops.torch_ops import ForwardRows, Residual, TorchOps
 from strobe.models.target import Target

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from strobe.attention.mask import LayerMask
 from strobe.kernels.reference_experts import ALPHA, Gate
-from strobe.models.config import DecoderConfig, ExpertShape, TargetConfig
 from strobe.models.config_readers.decoder import (
     read_decoder,
     read_layer_types,
@@ -19,6 +18,7 @@ from strobe.models.config_readers.decoder import (
 from strobe.models.config_readers.fields import HINT, Fields
 from strobe.models.families.experts import Experts, Router, SparseMLP, read_counts
 from strobe.models.layers import DecoderLayer
+from strobe.models.model_config import DecoderConfig, ExpertShape, TargetConfig
 from strobe.models.target import Target
 from strobe.models.weight_mapping import WeightMapping, WeightPart
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from strobe.attention.mask import LayerMask
-from strobe.models.config import TargetConfig
 from strobe.models.config_readers.decoder import (
     read_decoder,
     read_layer_types,
@@ -14,6 +13,7 @@ from strobe.models.config_readers.decoder import (
 )
 from strobe.models.config_readers.fields import Fields
 from strobe.models.layers import DecoderLayer
+from strobe.models.model_config import TargetConfig
 from strobe.models.target import Target
 
 

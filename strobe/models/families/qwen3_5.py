@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from strobe.attention.mask import LayerMask
 from strobe.kernels.reference_recurrent import DeltaInput
 from strobe.kv.states import StateSpec
-from strobe.models.config import DecoderConfig, ExpertShape, TargetConfig
 from strobe.models.config_readers.decoder import (
     read_decoder,
     read_layer_types,
@@ -30,6 +29,7 @@ from strobe.models.config_readers.rope import RopeConfig, read_rope
 from strobe.models.families.experts import Experts, Router, SparseMLP, read_counts
 from strobe.models.layers import MLP, DecoderLayer, Layer
 from strobe.models.linear import Linear, LinearView
+from strobe.models.model_config import DecoderConfig, ExpertShape, TargetConfig
 from strobe.models.modules import Attention, RMSNorm
 from strobe.models.ops.torch_ops import ExpertsLayer, ForwardRows, Residual, TorchOps
 from strobe.models.quantization.kernel_weights import join_linears

@@ -7,7 +7,6 @@ from pathlib import Path
 from torch import nn
 
 from strobe.attention.mask import LayerMask
-from strobe.models.config import DecoderConfig, ExpertShape, TargetConfig
 from strobe.models.config_readers.decoder import (
     read_decoder,
     read_target,
@@ -15,6 +14,7 @@ from strobe.models.config_readers.decoder import (
 from strobe.models.config_readers.fields import HINT, Fields
 from strobe.models.families.experts import Experts, Router, SparseMLP, read_counts
 from strobe.models.layers import DecoderLayer
+from strobe.models.model_config import DecoderConfig, ExpertShape, TargetConfig
 from strobe.models.target import Target
 
 

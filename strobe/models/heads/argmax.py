@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from strobe.models.config import DraftConfig
 from strobe.models.config_readers.fields import Fields
 from strobe.models.heads.head import Backbone, BlockRows, Drafts, Head
+from strobe.models.model_config import DraftConfig
 
 
 def read(fields: Fields) -> None:

@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from strobe.models.config import DraftConfig
 from strobe.models.config_readers.fields import HINT, Fields
 from strobe.models.heads.head import Head
 from strobe.models.heads.walk import MAX_CANDIDATES
+from strobe.models.model_config import DraftConfig
 
 MarkovKind = Literal["vanilla", "gated", "rnn"]
 

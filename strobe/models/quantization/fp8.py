@@ -17,9 +17,9 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from strobe.models.config import DecoderConfig, Quantization
 from strobe.models.config_readers.fields import HINT, Fields
 from strobe.models.linear import Linear, LinearView
+from strobe.models.model_config import DecoderConfig, Quantization
 from strobe.models.quantization.held import fill_bytes, hold, scale_at
 from strobe.models.weight_mapping import FLOATS, Fill, WeightMapping, WeightPart, copy
 

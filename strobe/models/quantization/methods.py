@@ -7,9 +7,9 @@ from typing import Protocol
 
 from torch import nn
 
-from strobe.models.config import DecoderConfig, Quantization
 from strobe.models.config_readers.fields import Fields
 from strobe.models.linear import Format
+from strobe.models.model_config import DecoderConfig, Quantization
 from strobe.models.quantization import fp8, mxfp4
 from strobe.models.weight_mapping import WeightMapping
 

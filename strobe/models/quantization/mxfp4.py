@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from strobe.models.config import DecoderConfig, Quantization
 from strobe.models.config_readers.fields import HINT, Fields
 from strobe.models.linear import Linear
+from strobe.models.model_config import DecoderConfig, Quantization
 from strobe.models.quantization.held import fill_bytes, hold, scale_at
 from strobe.models.weight_mapping import Fill, WeightMapping, WeightPart
 

@@ -14,9 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from strobe.models.config import DraftConfig, TargetConfig
-from strobe.models.dflash import DFlash
+from strobe.models.dflash_drafter import DFlash
 from strobe.models.linear import AnyLinear, Linear, LinearView
+from strobe.models.model_config import DraftConfig, TargetConfig
 from strobe.models.target import Target
 
 GROUP = 32

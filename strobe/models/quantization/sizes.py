@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from strobe.models.dflash import DFlash
+from strobe.models.dflash_drafter import DFlash
 from strobe.models.linear import Linear
 from strobe.models.target import Target
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from strobe.kernels.kept_rows import SINGLE_ROWS
-from strobe.models.config import DecoderConfig, DraftConfig, ExpertShape, TargetConfig
+from strobe.models.model_config import DecoderConfig, DraftConfig, ExpertShape, TargetConfig
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from strobe.attention.backend import Batch
 from strobe.engine.build import ResolvedConfig
 from strobe.engine.engine import Engine
 from strobe.host.transfer import upload
-from strobe.models.config import DraftConfig
+from strobe.models.model_config import DraftConfig
 from strobe.runner.layout import Layout
 from strobe.speculation.dflash import block_sizes
 from strobe.speculation.proposer import Drafts

@@ -6,9 +6,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from strobe.models.config import DecoderConfig
 from strobe.models.families.experts import Router
 from strobe.models.families.gemma4 import Gemma4Router
+from strobe.models.model_config import DecoderConfig
 from strobe.models.ops.torch_ops import TorchOps
 
 _SHIFT = 131

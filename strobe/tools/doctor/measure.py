@@ -12,8 +12,8 @@ import numpy as np
 from strobe.counters import DraftCounts
 from strobe.engine.build import ResolvedConfig, build
 from strobe.engine.engine import Engine
-from strobe.models.config import DraftConfig, TargetConfig
 from strobe.models.config_readers.rope import RopeConfig
+from strobe.models.model_config import DraftConfig, TargetConfig
 from strobe.models.target import Target
 from strobe.ranks.leader import start_engine
 from strobe.request import Request

@@ -11,12 +11,12 @@ from strobe.engine.build import ResolvedConfig
 from strobe.host.free_memory import free_memory
 from strobe.hub.download import fetch_weights, missing_weights
 from strobe.models.architectures import load_draft_config, load_target_config
-from strobe.models.config import DraftConfig, TargetConfig
 from strobe.models.config_readers.pair import check_pair
-from strobe.models.dflash import DFlash
-from strobe.models.load import check_draft_tensors, check_target_tensors
+from strobe.models.dflash_drafter import DFlash
+from strobe.models.model_config import DraftConfig, TargetConfig
 from strobe.models.quantization.sizes import weight_bytes
 from strobe.models.target import Target
+from strobe.models.weight_loading import check_draft_tensors, check_target_tensors
 from strobe.text.tokenizer import Tokenizer
 from strobe.tools.doctor.findings import Report
 from strobe.tools.doctor.tokenizers import fingerprint

@@ -13,9 +13,9 @@ from typing import Any
 from strobe.config import EngineConfig
 from strobe.engine.build import ResolvedConfig, resolve
 from strobe.hub.locate import locate_models
-from strobe.models.config import DraftConfig
-from strobe.models.load import check_draft_tensors, check_target_tensors
+from strobe.models.model_config import DraftConfig
 from strobe.models.target import Target
+from strobe.models.weight_loading import check_draft_tensors, check_target_tensors
 from strobe.speculation.registry import DRAFTER_METHOD
 from strobe.text.tokenizer import Tokenizer
 from strobe.tools.doctor.doctor_report import progress, show

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from strobe.engine.build import ResolvedConfig
-from strobe.models.config import DraftConfig, TargetConfig
+from strobe.models.model_config import DraftConfig, TargetConfig
 from strobe.tools.bench.bench_report import Figures
 from strobe.tools.eval.eval_settings import DATA_SETS, EvalSettings
 

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from strobe.hub.files import read_json
 from strobe.models.architectures import load_target_config
-from strobe.models.load import load_target
+from strobe.models.weight_loading import load_target
 from strobe.terminal.progress import Progress
 from strobe.terminal.wording import counted
 from strobe.tools.exit_status import exit_status

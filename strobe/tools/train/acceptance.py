@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from strobe.models.dflash import DFlash
+from strobe.models.dflash_drafter import DFlash
 from strobe.models.target import Target
 from strobe.tools.train.blocks import (
     context_kv,

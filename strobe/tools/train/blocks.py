@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strobe.attention.mask import LayerMask
-from strobe.models.dflash import DFlash
+from strobe.models.dflash_drafter import DFlash
 
 
 @dataclass(frozen=True)

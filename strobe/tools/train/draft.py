@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from strobe.models.config import DraftConfig, LayerMask, TargetConfig
 from strobe.models.config_readers.rope import rope_scaling
 from strobe.models.config_readers.zlab import default_capture_layers
-from strobe.models.dflash import DFlash
+from strobe.models.dflash_drafter import DFlash
+from strobe.models.model_config import DraftConfig, LayerMask, TargetConfig
 from strobe.models.target import Target
 from strobe.models.weight_mapping import mapping_of
 from strobe.tools.train.data import ChatTokenizer

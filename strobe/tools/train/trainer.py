@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strobe.models.dflash import DFlash
+from strobe.models.dflash_drafter import DFlash
 from strobe.models.target import Target
 from strobe.tools.train.acceptance import Acceptance, batch_acceptance
 from strobe.tools.train.blocks import (

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from strobe.hub.download import display_name
 from strobe.models.architectures import make_target
 from strobe.models.checkpoint import Checkpoint
-from strobe.models.config import DraftConfig, TargetConfig
 from strobe.models.config_readers.draft_vocabulary import load_target_ids
 from strobe.models.config_readers.tensor_names import draft_parts
-from strobe.models.dflash import DFlash
+from strobe.models.dflash_drafter import DFlash
 from strobe.models.linear import Linear
+from strobe.models.model_config import DraftConfig, TargetConfig
 from strobe.models.modules import Attention, RMSNorm, RotaryTable
 from strobe.models.quantization.fp8 import fp8_copy, hold_rows
 from strobe.models.quantization.methods import apply_quantization

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from strobe.kv.kv_store import KVStore
-from strobe.models.config import DraftConfig
 from strobe.models.heads import head_of
 from strobe.models.heads.head import Head
 from strobe.models.layers import Decoder, DecoderLayer
 from strobe.models.linear import AnyLinear, Linear, LinearView
+from strobe.models.model_config import DraftConfig
 from strobe.models.modules import RMSNorm
 from strobe.models.ops.torch_ops import ContextWeights, ForwardRows
 from strobe.models.weight_mapping import WeightMapping, WeightPart
