@@ -26,7 +26,7 @@ import torch
 from strobe import LLM, SamplingParams
 from strobe.config import DEMO_MODELS
 from strobe.speculation.draft_policy import DraftPolicy
-from strobe.tools.demo import choose_examples, prompts_of
+from strobe.tools.demo_comparison import choose_examples, prompts_of
 
 CHAT = (
     "Who wrote Hamlet?",

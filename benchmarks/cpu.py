@@ -25,7 +25,14 @@ from strobe import LLM, EngineConfig, SamplingParams
 from strobe.config import DEMO_MODELS
 from strobe.engine.engine import Engine
 from strobe.outputs import CompletionOutput, RequestOutput
-from strobe.tools.demo import Answer, answerer, choose_examples, compare, prompts_of, race
+from strobe.tools.demo_comparison import (
+    Answer,
+    answerer,
+    choose_examples,
+    compare,
+    prompts_of,
+    race,
+)
 
 
 def own_work(

@@ -185,7 +185,7 @@ def main() -> None:
 
     from strobe import LLM
     from strobe.config import DEMO_MODELS
-    from strobe.tools.demo import choose_examples, prompts_of
+    from strobe.tools.demo_comparison import choose_examples, prompts_of
 
     llm = LLM(str(DEMO_MODELS / "target"), method="none")
     prompts = [[*map(int, p)] for p in prompts_of(llm, choose_examples(options.prompts))]

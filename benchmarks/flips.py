@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM
 import strobe
 from strobe import LLM, SamplingParams
 from strobe.config import DEMO_MODELS
-from strobe.tools.demo import choose_examples, prompts_of
+from strobe.tools.demo_comparison import choose_examples, prompts_of
 
 Floats = NDArray[np.float64]
 

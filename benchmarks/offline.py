@@ -16,7 +16,7 @@ from collections.abc import Callable
 from statistics import median
 
 from strobe import LLM, SamplingParams
-from strobe.tools.demo import choose_examples, prompts_of
+from strobe.tools.demo_comparison import choose_examples, prompts_of
 
 
 def main() -> None:

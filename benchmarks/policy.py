@@ -31,8 +31,8 @@ from strobe.speculation.allocate import choose_drafts
 from strobe.speculation.costs import StepCosts, StepWork
 from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftPlan, DraftPolicy
 from strobe.step import TAIL, Plan, Span, StepResult, num_rows
-from strobe.tools.bench.load import TRACES
-from strobe.tools.bench.traces import Traces, independent, load
+from strobe.tools.bench.draft_traces import Traces, independent, load
+from strobe.tools.bench.request_load import TRACES
 
 COSTS = Path(__file__).parent / "costs_h200.json"
 """Of the date and command in it."""

@@ -28,7 +28,7 @@ from strobe import LLM, __version__
 from strobe.config import DEMO_MODELS
 from strobe.host.openmp import usable_cores
 from strobe.tools.bench.published_shapes import directories
-from strobe.tools.demo import choose_examples, prompts_of
+from strobe.tools.demo_comparison import choose_examples, prompts_of
 
 
 def main() -> int:

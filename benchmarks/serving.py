@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from strobe import LLM, SamplingParams, __version__
-from strobe.tools.demo import choose_examples, prompts_of
+from strobe.tools.demo_comparison import choose_examples, prompts_of
 
 
 class Connection:

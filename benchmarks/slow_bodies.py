@@ -31,7 +31,7 @@ from serving import Connection, Server, bodies
 
 from strobe.config import DEMO_MODELS
 from strobe.text.tokenizer import Tokenizer
-from strobe.tools.demo import choose_examples
+from strobe.tools.demo_comparison import choose_examples
 
 SLOW = (
     b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

@@ -25,7 +25,7 @@ from scripts.demo_models.tasks import FAMILIES, Example, check, heldout
 from strobe import LLM, SamplingParams
 from strobe.counters import DraftCounts
 from strobe.outputs import RequestOutput
-from strobe.tools.demo import prompts_of
+from strobe.tools.demo_comparison import prompts_of
 
 
 def acceptance(outputs: Sequence[RequestOutput]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from strobe.models.architectures import load_target_config  # noqa: E402
 from strobe.models.dflash_drafter import DFlash  # noqa: E402
 from strobe.models.target import Target  # noqa: E402
 from strobe.models.weight_loading import load_target  # noqa: E402
-from strobe.tools.train.acceptance import Acceptance, batch_acceptance  # noqa: E402
+from strobe.tools.train.acceptance_length import Acceptance, batch_acceptance  # noqa: E402
 from strobe.tools.train.data import Corpus, Sample  # noqa: E402
 from strobe.tools.train.draft import draft_config, find_mask_token, new_draft, save_draft  # noqa: E402
 from strobe.tools.train.train_settings import DraftShape, Objective, Schedule, TrainSettings  # noqa: E402

@@ -26,7 +26,7 @@ from torch.nn.attention.flex_attention import (
 
 from strobe.models.dflash_drafter import DFlash
 from strobe.models.target import Target
-from strobe.tools.train.blocks import Blocks, make_blocks, random_anchors
+from strobe.tools.train.training_blocks import Blocks, make_blocks, random_anchors
 
 OPEN_ROWS = 64
 """Rows that an answer may still be added to while packing."""

@@ -25,9 +25,9 @@ from strobe.engine.build import resolve  # noqa: E402
 from strobe.engine.engine import Engine  # noqa: E402
 from strobe.tools.bench.bench_report import circumstances  # noqa: E402
 from strobe.tools.bench.bench_settings import RecordSettings  # noqa: E402
+from strobe.tools.bench.draft_traces import Traces  # noqa: E402
 from strobe.tools.bench.record import accept_none, record  # noqa: E402
 from strobe.tools.bench.replay import widths_of  # noqa: E402
-from strobe.tools.bench.traces import Traces  # noqa: E402
 
 TEMPERATURES = 0.0, 1.0
 MAX_TOKENS = 200

@@ -44,7 +44,7 @@ from strobe.models.dflash_drafter import DFlash  # noqa: E402
 from strobe.models.model_config import DraftConfig  # noqa: E402
 from strobe.models.target import Target  # noqa: E402
 from strobe.models.weight_loading import load_draft, load_target  # noqa: E402
-from strobe.tools.train.acceptance import Acceptance, batch_acceptance  # noqa: E402
+from strobe.tools.train.acceptance_length import Acceptance, batch_acceptance  # noqa: E402
 from strobe.tools.train.data import Corpus, Sample  # noqa: E402
 from strobe.tools.train.draft import as_saved, checkpoint_config, draft_config, new_draft  # noqa: E402
 from strobe.tools.train.loss import dpace_weights  # noqa: E402

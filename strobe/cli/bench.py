@@ -68,7 +68,7 @@ class Load:
     engine: OmitArgPrefixes[BenchFlags] = field(default_factory=BenchFlags)
 
     def run(self) -> int:
-        from strobe.tools.bench.load import run_load
+        from strobe.tools.bench.request_load import run_load
 
         return run_load(LoadSettings(**asdict(self.bench)), EngineConfig(**asdict(self.engine)))
 

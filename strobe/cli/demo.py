@@ -1,4 +1,4 @@
-"""`strobe demo` on the command line; the demo is in `tools/demo.py`."""
+"""`strobe demo` on the command line; the demo is in `tools/demo_comparison.py`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Demo:
     engine: OmitArgPrefixes[DemoFlags] = field(default_factory=DemoFlags)
 
     def run(self) -> int:
-        from strobe.tools.demo import run_demo
+        from strobe.tools.demo_comparison import run_demo
 
         return run_demo(
             EngineConfig(**asdict(self.engine)),

@@ -1,4 +1,4 @@
-"""`strobe info` on the command line; the facts come from `tools/info.py`."""
+"""`strobe info` on the command line; the facts come from `tools/checkpoint_info.py`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Info:
     def run(self) -> int:
         from strobe.hub.locate import find_pair
         from strobe.parallel.split import Split
-        from strobe.tools.info import describe, show
+        from strobe.tools.checkpoint_info import describe, show
 
         config = EngineConfig(
             tensor_parallel_size=self.tensor_parallel_size,

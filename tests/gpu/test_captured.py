@@ -20,7 +20,7 @@ from on_gpu import (
 from strobe import LLM, EngineConfig, SamplingParams
 from strobe.engine.engine import Engine
 from strobe.runner.graphs import CUDACapturer
-from strobe.tools.demo import choose_examples, prompts_of
+from strobe.tools.demo_comparison import choose_examples, prompts_of
 from strobe.warmup.warmup_steps import warm_up
 
 pytestmark = NEEDS_GPU

@@ -5,7 +5,7 @@ from bookkeeping import check_engine
 from on_gpu import NEEDS_GPU
 
 from strobe import LLM, SamplingParams
-from strobe.tools.demo import choose_examples, prompts_of
+from strobe.tools.demo_comparison import choose_examples, prompts_of
 
 pytestmark = NEEDS_GPU
 

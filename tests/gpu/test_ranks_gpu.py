@@ -32,7 +32,7 @@ from strobe.parallel.torch_group import TorchGroup, make_store
 from strobe.ranks import leader
 from strobe.ranks.leader import Ranks, start_engine
 from strobe.sampling_params import SamplingParams
-from strobe.tools.demo import choose_examples, prompts_of
+from strobe.tools.demo_comparison import choose_examples, prompts_of
 
 pytestmark = NEEDS_GPU
 

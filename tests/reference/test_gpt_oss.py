@@ -22,8 +22,8 @@ from strobe.models.linear import Linear
 from strobe.models.quantization.mxfp4 import Mxfp4, fill_scales, fill_values
 from strobe.models.weight_loading import check_draft_tensors, check_target_tensors, load_target
 from strobe.sampling_params import SamplingParams
+from strobe.tools.checkpoint_info import describe
 from strobe.tools.doctor.pair_checks import memory_bill
-from strobe.tools.info import describe
 
 SHAPE: dict[str, Any] = {
     "intermediate_size": 32,

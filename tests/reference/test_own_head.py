@@ -19,7 +19,7 @@ from strobe.models.architectures import load_draft_config, load_target_config
 from strobe.models.weight_loading import check_target_tensors, load_draft, load_target
 from strobe.parallel.split import Split
 from strobe.sampling_params import SamplingParams
-from strobe.tools.info import describe
+from strobe.tools.checkpoint_info import describe
 
 PROMPT = [1, 2, 3, 4, 5]
 COLD = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

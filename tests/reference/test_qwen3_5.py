@@ -36,7 +36,7 @@ from strobe.engine.build import build, resolve
 from strobe.engine.engine import Engine
 from strobe.models.architectures import load_target_config
 from strobe.sampling_params import SamplingParams
-from strobe.tools.info import describe
+from strobe.tools.checkpoint_info import describe
 
 COLD = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 BOUND = 1e-3

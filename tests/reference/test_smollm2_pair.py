@@ -14,7 +14,7 @@ from scripts.smollm2.checkpoint import convert
 from scripts.smollm2.prompts import is_heldout
 from strobe import LLM, SamplingParams
 from strobe.hub.packaged import packaged_file
-from strobe.tools.demo import prompts_of
+from strobe.tools.demo_comparison import prompts_of
 from strobe.tools.demo_prompts import chat_examples
 
 pytestmark = pytest.mark.full

@@ -17,8 +17,8 @@ from strobe.speculation.acceptance import (
     monotone,
 )
 from strobe.speculation.policy_config import PolicyConfig
-from strobe.tools.bench.load import TRACES
-from strobe.tools.bench.traces import load
+from strobe.tools.bench.draft_traces import load
+from strobe.tools.bench.request_load import TRACES
 
 CONFIG = PolicyConfig()
 INITIAL = CONFIG.first_rate ** np.arange(1, 3)

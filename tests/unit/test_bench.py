@@ -27,8 +27,8 @@ from strobe.models.weight_loading import load_target
 from strobe.ranks.leader import start_engine
 from strobe.sampling_params import SamplingParams
 from strobe.text.tokenizer import Tokenizer
+from strobe.tools.bench import bench_prompts, floor, offline, rates, timeline
 from strobe.tools.bench import engine_step as step
-from strobe.tools.bench import floor, offline, prompts, rates, timeline
 from strobe.tools.bench.bench_settings import DECIDED, OfflineSettings, StepSettings, command_line
 
 CPU = torch.device("cpu")
@@ -369,11 +369,11 @@ def test_prompts_go_through_the_chat_template(tmp_path: Path):
     lines = [{"messages": messages}, {"turns": ["hello", "more"]}, {"prompt": "hello"}]
     data.write_text("\n".join(map(json.dumps, lines)))
     settings = OfflineSettings(data=str(data), prompts=3, concurrency="1")
-    first, second, third = prompts.read_prompts(settings, DEMO_MODELS / "target")
+    first, second, third = bench_prompts.read_prompts(settings, DEMO_MODELS / "target")
     assert first == tokenizer.render_chat(messages, enable_thinking=False)
     assert second == third == tokenizer.render_chat(messages[1:], enable_thinking=False)
     with pytest.raises(ValueError, match="holds 3 prompts, but prompts is 4; ask for at most 3"):
-        prompts.read_prompts(replace(settings, prompts=4), DEMO_MODELS / "target")
+        bench_prompts.read_prompts(replace(settings, prompts=4), DEMO_MODELS / "target")
     for line, wrong in [
         ("{", r"line 1 is '\{', but must be"),
         ("[]", "but must be"),
@@ -383,18 +383,18 @@ def test_prompts_go_through_the_chat_template(tmp_path: Path):
     ]:
         data.write_text(line)
         with pytest.raises(ValueError, match=wrong):
-            prompts.read_prompts(settings, DEMO_MODELS / "target")
+            bench_prompts.read_prompts(settings, DEMO_MODELS / "target")
 
 
 def test_prompts_may_contain_unicode_line_ends(tmp_path: Path):
     data = tmp_path / "data.jsonl"
     data.write_text('{"prompt": "a\u2028b\x85c"}\n')
     settings = OfflineSettings(data=str(data), prompts=1, concurrency="1")
-    assert len(prompts.read_prompts(settings, DEMO_MODELS / "target")) == 1
+    assert len(bench_prompts.read_prompts(settings, DEMO_MODELS / "target")) == 1
 
 
 def test_demo_prompts_are_heldout_examples_of_all_families():
-    prompt_ids = prompts.read_prompts(
+    prompt_ids = bench_prompts.read_prompts(
         OfflineSettings(prompts=7, concurrency="1"), DEMO_MODELS / "target"
     )
     tokenizer = Tokenizer(DEMO_MODELS / "target")

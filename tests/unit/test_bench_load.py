@@ -20,15 +20,15 @@ from strobe.models.architectures import load_draft_config
 from strobe.ranks.leader import start_engine
 from strobe.speculation.draft_policy import DraftPolicy
 from strobe.step import Plan, StepResult
-from strobe.tools.bench import load
+from strobe.tools.bench import request_load
 from strobe.tools.bench.bench_settings import LoadSettings, RecordSettings
+from strobe.tools.bench.draft_traces import Traces, independent
+from strobe.tools.bench.draft_traces import load as load_traces
 from strobe.tools.bench.driver import Arrival, Driver, LoadRun, RequestTimes
 from strobe.tools.bench.engine_step import located_shapes
-from strobe.tools.bench.load import TRACES, best_fixed
 from strobe.tools.bench.record import RecordingEngine, record
 from strobe.tools.bench.replay import ReplayEngine, widths_of
-from strobe.tools.bench.traces import Traces, independent
-from strobe.tools.bench.traces import load as load_traces
+from strobe.tools.bench.request_load import TRACES, best_fixed
 from tests.support.full_marks import full_where
 
 WIDTHS = (3, 7, 15)
@@ -262,7 +262,7 @@ def test_requests_arrive_at_their_times(easy_then_hard: Traces):
         resolve(config(load_format="dummy", adaptive=False)), traces=easy_then_hard
     )
     settings = LoadSettings(prompt_len=5, concurrency="3", rate="100", max_tokens=4)
-    ((labels, arrivals, count),) = load._loads(settings, easy_then_hard, 0)
+    ((labels, arrivals, count),) = request_load._loads(settings, easy_then_hard, 0)
     assert (labels, count, len(arrivals)) == ({"rate": 100.0, "concurrency": 3}, 3, 3000)
     gaps = np.diff([0.0, *[arrival.at for arrival in arrivals]])
     assert gaps.mean() == pytest.approx(0.01, rel=0.06)

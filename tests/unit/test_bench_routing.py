@@ -26,7 +26,7 @@ from strobe.models.model_config import ExpertShape
 from strobe.models.ops.torch_ops import TorchOps
 from strobe.models.weight_loading import load_target
 from strobe.tools.bench import floor, profiling, published_shapes, rates
-from strobe.tools.bench.routing import route_evenly
+from strobe.tools.bench.even_routing import route_evenly
 
 MOE = {"moe_intermediate_size": 24, "num_experts": 16, "num_experts_per_tok": 3}
 GEMMA: dict[str, Any] = {

@@ -30,7 +30,7 @@ from strobe.demo_models import FAMILIES
 from strobe.models.checkpoint import Checkpoint
 from strobe.outputs import CompletionOutput, RequestOutput
 from strobe.server.parsers import REASONING_FORMATS
-from strobe.tools import demo
+from strobe.tools import demo_comparison
 
 ROOT = Path(__file__).parents[2]
 RUN = [sys.executable, "-m", "strobe"]
@@ -790,9 +790,9 @@ def test_demo_wraps_its_answer_between_words(
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "20")
-    (example,) = demo.choose_examples(1)
+    (example,) = demo_comparison.choose_examples(1)
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-    demo._stream(llm, example, demo.prompts_of(llm, [example])[0], params)
+    demo_comparison._stream(llm, example, demo_comparison.prompts_of(llm, [example])[0], params)
     answer = shown.getvalue().split("strobe>", 1)[1]
     plain = re.sub(r"\x1b\[[01;32]*m", "", answer)
     wraps = re.findall(r"\x1b\[(\d+)D\x1b\[K\n", plain)
@@ -806,14 +806,14 @@ def test_demo_fails_when_outputs_differ(
     monkeypatch: pytest.MonkeyPatch,
     flags: list[str],
 ):
-    race = demo.race
+    race = demo_comparison.race
 
-    def wrong(*arguments: Any) -> dict[str, demo.Run]:
+    def wrong(*arguments: Any) -> dict[str, demo_comparison.Run]:
         runs = race(*arguments)
         runs["dflash"].outputs[1].outputs[0].token_ids[-1] += 1
         return runs
 
-    monkeypatch.setattr(demo, "race", wrong)
+    monkeypatch.setattr(demo_comparison, "race", wrong)
     status, out, _ = main(*short_demo, *flags)
     assert status == 1
     if flags:
@@ -846,11 +846,11 @@ def test_demo_says_how_many_chats_it_has(main: Callable[..., Any], short_demo: l
 
 
 def test_demo_prompts_are_heldout_examples_of_all_families():
-    examples = demo.choose_examples(12)
+    examples = demo_comparison.choose_examples(12)
     assert len(examples) == 12
     assert {example.family for example in examples} == set(FAMILIES)
     assert {example.thinking for example in examples} == {True, False}
-    assert demo.choose_examples(1)[0] == examples[0]
+    assert demo_comparison.choose_examples(1)[0] == examples[0]
 
 
 def test_demo_models_accept_many_drafts(main: Callable[..., Any]):

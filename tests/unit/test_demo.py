@@ -9,7 +9,7 @@ import pytest
 
 from strobe.counters import DraftCounts
 from strobe.outputs import NOT_WORTHWHILE, CompletionOutput, RequestOutput, SpeculationReport
-from strobe.tools import demo
+from strobe.tools import demo_comparison
 
 
 @pytest.mark.parametrize(
@@ -33,13 +33,13 @@ def test_demo_counts_steps_without_drafts(
     num_tokens = 1 + sum(1 + accepted for _, accepted in steps)
     report = SpeculationReport.from_counts(counts, "dflash", None, num_tokens)
     answer = CompletionOutput(0, "", list(range(num_tokens)), "stop", speculation=report)
-    runs = [demo.Run([RequestOutput("r", None, [1], [answer])], [1.0]) for _ in range(2)]
+    runs = [demo_comparison.Run([RequestOutput("r", None, [1], [answer])], [1.0]) for _ in range(2)]
     device: Any = SimpleNamespace(device="cpu", dtype="torch.float32")
     llm: Any = SimpleNamespace(engine=SimpleNamespace(resolved=device))
-    figures = demo.compare(*runs, llm)
+    figures = demo_comparison.compare(*runs, llm)
     assert figures["acceptance_length"] == length
     assert figures["off_reason"] == (NOT_WORTHWHILE if line else None)
-    demo._table(figures)
+    demo_comparison._table(figures)
     out = capsys.readouterr().out
     assert f"{length:.2f}" in out
     rested = f"Drafting rested in 67% of the steps: {NOT_WORTHWHILE}."

@@ -3,7 +3,7 @@
 from scripts.demo_models.tasks import check, heldout
 from strobe import LLM, SamplingParams
 from strobe.config import DEMO_MODELS
-from strobe.tools.demo import prompts_of
+from strobe.tools.demo_comparison import prompts_of
 
 
 def test_answers_are_right_and_drafts_accepted():

@@ -13,7 +13,7 @@ from scripts.demo_models.tasks import FAMILIES, Example, check, generate, heldou
 from scripts.demo_models.tasks.example import prompt_key
 from scripts.demo_models.write_heldout import lines
 from strobe.demo_models import HELDOUT, read_heldout
-from strobe.tools.demo import choose_examples
+from strobe.tools.demo_comparison import choose_examples
 
 
 def full_text(example: Example) -> str:

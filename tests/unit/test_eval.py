@@ -19,9 +19,9 @@ from strobe.cli import eval as eval_command
 from strobe.counters import DraftCounts
 from strobe.demo_models import FAMILIES
 from strobe.outputs import CompletionOutput, SpeculationReport
-from strobe.tools.bench import plots as bench_plots
+from strobe.tools.bench import plot_style as bench_plots
 from strobe.tools.bench.bench_settings import DECIDED
-from strobe.tools.eval import datasets, latex, measures, plots, sources
+from strobe.tools.eval import datasets, eval_plots, latex, measures, sources
 from strobe.tools.eval.answering import Answering
 from strobe.tools.eval.datasets import Sample
 from strobe.tools.eval.eval_settings import EvalSettings
@@ -360,7 +360,7 @@ def test_plots_need_matplotlib(
     monkeypatch.undo()
     pytest.importorskip("matplotlib")
     assert bench_plots.missing() == ""
-    drawn = plots.draw(tmp_path, figures)
+    drawn = eval_plots.draw(tmp_path, figures)
     assert [name for name, _ in drawn] == ["histogram.png", "positions.png", "speedup.png"]
     for name, _ in drawn:
         data = (tmp_path / name).read_bytes()

@@ -12,7 +12,7 @@ import pytest
 from textpair import Pair
 
 from strobe import LLM, SamplingParams
-from strobe.tools.bench.plots import missing
+from strobe.tools.bench.plot_style import missing
 from strobe.tools.eval.answering import Answering, Run
 
 PICTURES = ["histogram.png", "positions.png", "speedup.png"]

@@ -28,8 +28,8 @@ from strobe.models.weight_loading import (
     load_target,
 )
 from strobe.sampling_params import SamplingParams
+from strobe.tools.checkpoint_info import describe
 from strobe.tools.doctor.pair_checks import memory_bill
-from strobe.tools.info import describe
 
 LOAD_OPTIONS: dict[str, Any] = {
     "max_positions": 40,

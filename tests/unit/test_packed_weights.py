@@ -33,8 +33,8 @@ from strobe.models.quantization.sizes import weight_bytes
 from strobe.models.weight_loading import check_draft_tensors, check_target_tensors
 from strobe.tools.bench.bench_report import shapes_of
 from strobe.tools.bench.floor import Widths
+from strobe.tools.checkpoint_info import describe
 from strobe.tools.doctor.pair_checks import memory_bill
-from strobe.tools.info import describe
 
 gguf = pytest.importorskip("gguf")
 

@@ -23,10 +23,10 @@ from strobe.models.architectures import load_target_config
 from strobe.models.dflash_drafter import DFlash
 from strobe.models.target import Target
 from strobe.models.weight_loading import load_target
-from strobe.tools.train.blocks import context_kv, draft_hidden, make_blocks
 from strobe.tools.train.capture import capture
 from strobe.tools.train.draft import draft_config, new_draft
 from strobe.tools.train.train_settings import DraftShape
+from strobe.tools.train.training_blocks import context_kv, draft_hidden, make_blocks
 
 SIZES = (30, 10), (40, 5), (25, 12), (33, 20), (50, 30)
 """Tokens of each sequence, and of its prompt."""

@@ -23,16 +23,7 @@ from strobe.models.model_config import DecoderConfig, LayerMask, TargetConfig
 from strobe.models.target import Target
 from strobe.models.weight_loading import load_draft, load_target
 from strobe.tools.train.__main__ import train
-from strobe.tools.train.acceptance import Acceptance, answer_spans, batch_acceptance
-from strobe.tools.train.blocks import (
-    context_kv,
-    draft_hidden,
-    every_anchor,
-    legal_anchors,
-    make_blocks,
-    random_anchors,
-    visible,
-)
+from strobe.tools.train.acceptance_length import Acceptance, answer_spans, batch_acceptance
 from strobe.tools.train.capture import capture, target_choices
 from strobe.tools.train.data import (
     Corpus,
@@ -61,6 +52,15 @@ from strobe.tools.train.regenerate import (
 from strobe.tools.train.regenerate import main as regenerate_main
 from strobe.tools.train.train_settings import DraftShape, Objective, Schedule, TrainSettings
 from strobe.tools.train.trainer import Trainer, learning_rate, split_heldout
+from strobe.tools.train.training_blocks import (
+    context_kv,
+    draft_hidden,
+    every_anchor,
+    legal_anchors,
+    make_blocks,
+    random_anchors,
+    visible,
+)
 
 VOCABULARY, MASK_TOKEN, BLOCK, POSITIONS = 40, 39, 4, 128
 FULL = LayerMask(causal=False)

@@ -26,7 +26,7 @@ from strobe.models.quantization.sizes import weight_bytes
 from strobe.models.weight_loading import check_target_tensors, load_target
 from strobe.sampling_params import SamplingParams
 from strobe.tools.bench.bench_report import shapes_of
-from strobe.tools.info import describe
+from strobe.tools.checkpoint_info import describe
 
 CPU = torch.device("cpu")
 MOE = {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3}

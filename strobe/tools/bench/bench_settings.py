@@ -11,7 +11,7 @@ from pydantic import Field as Bounds
 from pydantic import model_validator
 
 from strobe.config import EngineConfig
-from strobe.tools.bench.plots import FORMATS
+from strobe.tools.bench.plot_style import FORMATS
 from strobe.validation import MAX_INT, option, settings
 
 if TYPE_CHECKING:

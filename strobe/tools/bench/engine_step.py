@@ -43,11 +43,11 @@ from strobe.tools.bench.bench_report import (
 )
 from strobe.tools.bench.bench_settings import StepSettings, command_line
 from strobe.tools.bench.cache_room import with_cache_room
+from strobe.tools.bench.even_routing import check_experts, route_evenly
 from strobe.tools.bench.floor import Rates, Shapes
 from strobe.tools.bench.profiling import Profile, floor_by_part, show_operations, show_profiles
 from strobe.tools.bench.published_shapes import directories
 from strobe.tools.bench.rates import measure, release, synchronize
-from strobe.tools.bench.routing import check_experts, route_evenly
 from strobe.tools.bench.timeline import Timeline
 
 _PREFILL_REPEATS = 3

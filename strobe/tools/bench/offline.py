@@ -21,6 +21,7 @@ from strobe.ranks.leader import start_engine
 from strobe.request import Request
 from strobe.sampling_params import SamplingParams
 from strobe.speculation.registry import DRAFTER_METHOD
+from strobe.tools.bench.bench_prompts import read_prompts
 from strobe.tools.bench.bench_report import (
     Figures,
     fine,
@@ -37,7 +38,6 @@ from strobe.tools.bench.bench_report import (
 )
 from strobe.tools.bench.bench_settings import OfflineSettings, command_line
 from strobe.tools.bench.floor import Rates
-from strobe.tools.bench.prompts import read_prompts
 from strobe.tools.bench.rates import measure, synchronize
 from strobe.tools.bench.timeline import Timeline
 from strobe.warmup.cost_measurement import measure_costs

@@ -17,7 +17,7 @@ from strobe.runner.layout import Layout
 from strobe.speculation.dflash import block_sizes
 from strobe.speculation.proposer import Drafts
 from strobe.step import Plan, Span
-from strobe.tools.bench.traces import Traces
+from strobe.tools.bench.draft_traces import Traces
 
 
 def widths_of(draft: DraftConfig) -> tuple[int, ...]:

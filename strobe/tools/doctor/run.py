@@ -18,6 +18,7 @@ from strobe.models.target import Target
 from strobe.models.weight_loading import check_draft_tensors, check_target_tensors
 from strobe.speculation.registry import DRAFTER_METHOD
 from strobe.text.tokenizer import Tokenizer
+from strobe.tools.doctor.doctor_prompts import PROMPTS
 from strobe.tools.doctor.doctor_report import progress, show
 from strobe.tools.doctor.findings import Report
 from strobe.tools.doctor.measure import (
@@ -37,7 +38,6 @@ from strobe.tools.doctor.pair_checks import (
     mask_candidates,
     memory_bill,
 )
-from strobe.tools.doctor.prompts import PROMPTS
 from strobe.tools.doctor.tokenizers import roundtrip_share
 
 MAX_TOKENS = 64

@@ -18,9 +18,9 @@ from strobe.sampling_params import SamplingParams
 from strobe.tools.bench.bench_report import Figures, circumstances, output, progress
 from strobe.tools.bench.bench_settings import command_line
 from strobe.tools.bench.offline import ways_of
-from strobe.tools.bench.plots import missing
+from strobe.tools.bench.plot_style import missing
 from strobe.tools.bench.rates import release
-from strobe.tools.eval import expected, measures, plots
+from strobe.tools.eval import eval_plots, expected, measures
 from strobe.tools.eval.answering import Answering, Run
 from strobe.tools.eval.datasets import DataSet, load
 from strobe.tools.eval.eval_report import markdown, show
@@ -229,7 +229,7 @@ def _fill(
 def _write(folder: Path, settings: EvalSettings, figures: Figures, runs: dict[Key, Run]) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        pictures = [] if missing() else plots.draw(folder, figures)
+        pictures = [] if missing() else eval_plots.draw(folder, figures)
         text = json.dumps(figures, indent=1) + "\n"
         (folder / "report.json").write_text(text, encoding="utf-8")
         (folder / "report.md").write_text(markdown(figures, pictures), encoding="utf-8")

@@ -18,8 +18,12 @@ from torch import Tensor
 
 from strobe.models.dflash_drafter import DFlash
 from strobe.models.target import Target
-from strobe.tools.train.acceptance import Acceptance, batch_acceptance
-from strobe.tools.train.blocks import (
+from strobe.tools.train.acceptance_length import Acceptance, batch_acceptance
+from strobe.tools.train.capture import Captured, capture, target_choices
+from strobe.tools.train.data import Batch, Corpus, Sample, epoch_order
+from strobe.tools.train.loss import Accuracy, block_loss, measure_slots
+from strobe.tools.train.train_settings import Schedule, TrainSettings
+from strobe.tools.train.training_blocks import (
     Blocks,
     context_kv,
     draft_hidden,
@@ -27,10 +31,6 @@ from strobe.tools.train.blocks import (
     make_blocks,
     random_anchors,
 )
-from strobe.tools.train.capture import Captured, capture, target_choices
-from strobe.tools.train.data import Batch, Corpus, Sample, epoch_order
-from strobe.tools.train.loss import Accuracy, block_loss, measure_slots
-from strobe.tools.train.train_settings import Schedule, TrainSettings
 
 LOGITS_AT_ONCE = 1 << 31
 """Maximum logits kept for the backward pass; larger batches compute them in parts."""

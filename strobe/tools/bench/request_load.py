@@ -36,11 +36,11 @@ from strobe.tools.bench.bench_report import (
 )
 from strobe.tools.bench.bench_settings import LoadSettings, command_line
 from strobe.tools.bench.cache_room import with_cache_room
+from strobe.tools.bench.draft_traces import Traces, independent, load
 from strobe.tools.bench.driver import Arrival, Driver, LoadRun
 from strobe.tools.bench.engine_step import located_shapes
-from strobe.tools.bench.plots import lines, missing, new_figure, save
+from strobe.tools.bench.plot_style import lines, missing, new_figure, save
 from strobe.tools.bench.replay import ReplayEngine, widths_of
-from strobe.tools.bench.traces import Traces, independent, load
 from strobe.warmup.cost_measurement import measure_costs
 
 TRACES = Path(__file__).parent / "traces.npz"

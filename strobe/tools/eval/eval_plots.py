@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from strobe.tools.bench.bench_report import Figures
-from strobe.tools.bench.plots import COLOURS, MARKERS, new_figure, save
+from strobe.tools.bench.plot_style import COLOURS, MARKERS, new_figure, save
 
 
 def draw(folder: Path, figures: Figures) -> list[tuple[str, str]]:

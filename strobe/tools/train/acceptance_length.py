@@ -13,15 +13,15 @@ from torch import Tensor
 
 from strobe.models.dflash_drafter import DFlash
 from strobe.models.target import Target
-from strobe.tools.train.blocks import (
+from strobe.tools.train.capture import capture
+from strobe.tools.train.data import Batch
+from strobe.tools.train.training_blocks import (
     context_kv,
     draft_hidden,
     every_anchor,
     legal_anchors,
     make_blocks,
 )
-from strobe.tools.train.capture import capture
-from strobe.tools.train.data import Batch
 
 
 @dataclass
