@@ -42,7 +42,7 @@ def by_quack(gemm: Gemm, bucket: int) -> list[GemmConfig]:
     if bucket < 64 or not half or gemm.argmax or (gemm.gated and gemm.residual):
         return []
     tiles = (tile for tile in TILES if tile[0] == 64 or bucket > 64)
-    return [GemmConfig("cublas", quack=tile) for tile in tiles]
+    return [GemmConfig(kernel="cublas", quack=tile) for tile in tiles]
 
 
 def first_round(gemm: Gemm, bucket: int, processors: int) -> list[GemmConfig]:

@@ -42,8 +42,9 @@ from strobe.kernels import reference_linear as reference
 from strobe.kernels.experts_table import BUCKETS
 from strobe.kernels.experts_table import PATH as EXPERTS_PATH
 from strobe.kernels.gemm import Workspace, launch
-from strobe.kernels.gemm_table import LARGE, Gemm, GemmConfig
-from strobe.kernels.linear import Gemms, Weight
+from strobe.kernels.gemm_table import LARGE, Gemm, GemmConfig, Weight
+from strobe.kernels.linear import Gemms
+from strobe.kernels.operands import Argmax, Epilogue, Input, RowNorm
 from strobe.tools.bench import published_shapes
 
 SHAPES = (
@@ -89,18 +90,24 @@ def compile_one(gemm: Gemm, bucket: int, config: GemmConfig) -> str | None:
     rows = gemm.fp8 and not config.groups
     x = torch.empty(bucket, gemm.k, dtype=fp8 if rows else gemm.dtype, device=meta)
     out = torch.empty(bucket, gemm.outputs, dtype=gemm.dtype, device=meta)
-    inside = gemm.norm and config.fused_norm and not rows
+    norm = None
+    if gemm.norm and config.fused_norm and not rows:
+        norm = RowNorm(torch.empty(gemm.k, dtype=gemm.dtype, device=meta), 1e-6)
+    operand = Input(x, norm=norm, scale=torch.empty(bucket, device=meta) if rows else None)
+    epilogue = Epilogue(
+        activation="silu" if gemm.gated else None,
+        residual=out if gemm.residual else None,
+        argmax=Argmax() if gemm.argmax else None,
+        out=out[:, 0].long() if gemm.argmax else out,
+    )
     return compile_error(
         launch,
         config,
         gemm,
         Workspace(meta),
-        x,
-        Weight(weight, torch.empty(gemm.n, device=meta) if gemm.fp8 else None),
-        out[:, 0].long() if gemm.argmax else out,
-        norm=(torch.empty(gemm.k, dtype=gemm.dtype, device=meta), 1e-6) if inside else None,
-        residual=out if gemm.residual else None,
-        x_scale=torch.empty(bucket, device=meta) if rows else None,
+        x=operand,
+        weight=Weight(weight, torch.empty(gemm.n, device=meta) if gemm.fp8 else None),
+        epilogue=epilogue,
     )
 
 
@@ -139,13 +146,14 @@ class Bench:
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, device=self.device, generator=generator).to(gemm.dtype)
 
-        self.x = normal(rows, gemm.k)
-        norm = ((normal(gemm.k).float() * 0.1 + 1).to(gemm.dtype), 1e-6)
-        self.fused: dict[str, object] = {"norm": norm if gemm.norm else None}
-        if not gemm.argmax:
-            self.fused["residual"] = normal(rows, gemm.outputs) if gemm.residual else None
-            self.fused["gated"] = gemm.gated
-        self.expected = reference.linear(self.x, self.weights[0], **self.fused)  # type: ignore[arg-type]
+        x = normal(rows, gemm.k)
+        norm = RowNorm((normal(gemm.k).float() * 0.1 + 1).to(gemm.dtype), 1e-6)
+        self.x = Input(x, norm if gemm.norm else None)
+        self.epilogue = Epilogue(
+            activation="silu" if gemm.gated else None,
+            residual=normal(rows, gemm.outputs) if gemm.residual else None,
+        )
+        self.expected = reference.linear(self.x, self.weights[0], self.epilogue)
 
     def call(
         self, gemm: Gemm, config: GemmConfig, *, in_place: bool = False
@@ -155,11 +163,14 @@ class Bench:
         gemms = Gemms(self.device, gemm.dtype, table=FixedTable(config))
         gemms.workspace = self.workspace
         self.gemms = gemms
-        method = gemms.head_argmax if gemm.argmax else gemms.linear
-        fused = dict(self.fused)
-        if in_place and gemm.residual:
-            fused["residual"] = fused["out"] = self.fused["residual"].clone()  # type: ignore[attr-defined]
-        return lambda weight: method(self.x, weight, **fused)  # type: ignore[arg-type]
+        x = self.x
+        if gemm.argmax:
+            return lambda weight: gemms.head_argmax(x, weight)
+        epilogue = self.epilogue
+        if in_place and epilogue.residual is not None:
+            stream = epilogue.residual.clone()
+            epilogue = epilogue._replace(residual=stream, out=stream)
+        return lambda weight: gemms.linear(x, weight, epilogue)
 
     def check(self, gemm: Gemm, call: Callable[[Weight], Tensor]) -> None:
         result, second = call(self.weights[0]), call(self.weights[0])
@@ -231,7 +242,7 @@ def tune(args: argparse.Namespace, pool: ProcessPoolExecutor, deadline: float) -
             submit(queue[ahead])
         problem = queue.popleft()
         if problem.rounds == 0:
-            problem.cublas = bench.measure(problem, GemmConfig("cublas"))
+            problem.cublas = bench.measure(problem, GemmConfig(kernel="cublas"))
         lines: list[str] = []
         for config, future in zip(problem.candidates, problem.futures, strict=True):
             if time.monotonic() > deadline:
@@ -277,7 +288,7 @@ def tune(args: argparse.Namespace, pool: ProcessPoolExecutor, deadline: float) -
 def single(bench: Bench, problem: Problem) -> Problem:
     """Measure one row with the best configuration for 16."""
     single_row = Problem(problem.gemm, 1)
-    single_row.cublas = bench.measure(single_row, GemmConfig("cublas"))
+    single_row.cublas = bench.measure(single_row, GemmConfig(kernel="cublas"))
     best = problem.best()[0]
     if best.kernel == "triton":
         single_row.times[best] = bench.measure(single_row, best)

@@ -102,7 +102,7 @@ class Problem:
     def best(self) -> tuple[GemmConfig, float]:
         """Return the fastest configuration; cuBLAS, and a tile of quack-kernels, only if it wins by
         more than the noise."""
-        best, best_us = GemmConfig("cublas"), self.cublas
+        best, best_us = GemmConfig(kernel="cublas"), self.cublas
         own = self.ranked()
         if own and not best_us < 0.98 * self.times[own[0]]:
             best, best_us = own[0], self.times[own[0]]

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from strobe.kernels.gemm_table import GROUP, Gemm, GemmConfig, Weight, block_m, bucket_of
+from strobe.kernels.operands import Epilogue, Input, Scaled
 from strobe.kernels.pdl import supports_pdl
 from strobe.kernels.rowwise import gated, round_to
-from strobe.kernels.workspace import MAX_MARGIN, MIN_KEY, Scaled, Workspace
+from strobe.kernels.workspace import MAX_MARGIN, MIN_KEY, Workspace
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """Triton's interpreter stores bf16 and fp8 as integers: it truncates, and cannot multiply them."""
@@ -305,80 +305,58 @@ def launch(
     config: GemmConfig,
     gemm: Gemm,
     workspace: Workspace,
-    x: Tensor,
+    x: Input,
     weight: Weight,
-    out: Tensor,
+    epilogue: Epilogue,
     *,
-    norm: tuple[Tensor, float] | None = None,
-    scaled: Scaled | None = None,
-    residual: Tensor | None = None,
-    next_norm: Tensor | None = None,
-    x_scale: Tensor | None = None,
-    bias: Tensor | None = None,
-    gelu: bool = False,
-    margins: Tensor | None = None,
-    largest: Tensor | None = None,
     warmup: bool = False,
 ) -> Scaled | None:
-    """Launch the kernel with `config`, a Triton one; `warmup` only compiles it.
-
-    scaled: x as the previous GEMM prepared it. next_norm: the weight of the norm after this GEMM,
-    for which to prepare and return the result. gelu: the gate's activation is gelu (tanh) instead
-    of silu. margins, largest [M]: filled by an argmax.
-    """
-    bucket = block_m(bucket_of(x.shape[0]))
+    """Launch the kernel with `config`, a Triton one, to write epilogue.out; `warmup` only compiles
+    it. Returns the result as prepared for the epilogue's next norm."""
+    out = epilogue.out
+    assert out is not None
+    rows = x.rows.shape[0]
+    bucket = block_m(bucket_of(rows))
     tiles = config.tiles(gemm)
     split = 1 if gemm.argmax else config.split_k
     workspace.reserve(tiles * split * bucket * (config.block_n + 1) if split > 1 else 0, tiles + 1)
-    groups = gemm.fp8 and x_scale is None
+    groups = gemm.fp8 and x.scale is None
     assert config.block_k == GROUP or not groups
     assert gemm.n * gemm.k < 2**31 or not gemm.gated  # offsets from the first row
-    descriptor = None
-    if config.tma:
-        columns = gemm.outputs
-        shape = [columns, gemm.k]
-        block = [config.block_n, config.block_k]
-        if gemm.gated:
-            shape = [2, *shape]
-            block = [2, config.block_n // 2, config.block_k]
-        strides = [columns * gemm.k, gemm.k, 1][-len(shape) :]
-        descriptor = TensorDescriptor(weight.data, shape, strides, block)
-    # Ranges of K start at multiples of block_k; only the last one may reach the end of W.
-    blocks = -(-gemm.k // config.block_k)
-    range_bytes = (gemm.k - (split - 1) * blocks // split * config.block_k) * gemm.item
-    prefetch = min(config.prefetch, range_bytes) // 16 * 16 if gemm.k * gemm.item % 16 == 0 else 0
-    pdl = supports_pdl(x.device)
+    pdl = supports_pdl(x.rows.device)
     prepared = None
-    if next_norm is not None:
-        squares = out.new_empty(x.shape[0], tiles, dtype=torch.float32)
+    if epilogue.next_norm is not None:
+        squares = out.new_empty(rows, tiles, dtype=torch.float32)
         prepared = Scaled(out.new_empty(out.shape), squares)
-    gain, eps = norm or (None, 0.0)
-    x, sums = scaled or (x, None)
+    data = x.rows if x.scaled is None else x.scaled.data
+    sums = None if x.scaled is None else x.scaled.sums
     num_parts = 0 if sums is None else sums.shape[1]
+    residual = epilogue.residual
     kernel: Any = _gemm.warmup if warmup else _gemm[(tiles * split,)]
     kernel(
-        x,
-        x_scale,
+        data,
+        x.scale,
         weight.data,
-        descriptor,
+        _descriptor(config, gemm, weight) if config.tma else None,
         weight.scale,
-        bias,
-        gain if sums is None else None,
+        epilogue.bias,
+        None if x.norm is None or sums is not None else x.norm.weight,
         sums,
         residual,
         out,
-        next_norm,
-        *(prepared or (None, None)),
+        epilogue.next_norm,
+        None if prepared is None else prepared.data,
+        None if prepared is None else prepared.sums,
         workspace.partials,
         workspace.arrived,
         workspace.best,
-        margins,
-        largest,
-        x.shape[0],
-        x.stride(0),
+        None if epilogue.argmax is None else epilogue.argmax.margins,
+        None if epilogue.argmax is None else epilogue.argmax.largest,
+        rows,
+        data.stride(0),
         0 if residual is None else residual.stride(0),
         out.stride(0),
-        eps,
+        0.0 if x.norm is None else x.norm.eps,
         N=gemm.outputs,
         K=gemm.k,
         BLOCK_M=bucket,
@@ -386,17 +364,39 @@ def launch(
         BLOCK_K=config.block_k,
         SPLIT=split,
         GATED=gemm.gated,
-        GELU=gelu,
+        GELU=epilogue.activation == "gelu_tanh",
         ARGMAX=gemm.argmax,
         DTYPE=DTYPES[gemm.dtype],
         PARTS=num_parts,
         WIDTH=int(triton.next_power_of_2(num_parts)),
         GROUPS=groups,
         PDL=pdl,
-        PREFETCH=prefetch,
+        PREFETCH=_prefetched(config, gemm, split),
         num_warps=config.warps,
         num_stages=config.stages,
         launch_pdl=pdl,
         **({"grid": (tiles * split,)} if warmup else {}),
     )
     return prepared
+
+
+def _descriptor(config: GemmConfig, gemm: Gemm, weight: Weight) -> TensorDescriptor:
+    """Return the tiles of W for the tensor memory accelerator."""
+    columns = gemm.outputs
+    shape = [columns, gemm.k]
+    block = [config.block_n, config.block_k]
+    if gemm.gated:
+        shape = [2, *shape]
+        block = [2, config.block_n // 2, config.block_k]
+    strides = [columns * gemm.k, gemm.k, 1][-len(shape) :]
+    return TensorDescriptor(weight.data, shape, strides, block)
+
+
+def _prefetched(config: GemmConfig, gemm: Gemm, split: int) -> int:
+    """Return the bytes of each row of W to prefetch, a multiple of 16."""
+    if gemm.k * gemm.item % 16:
+        return 0
+    # Ranges of K start at multiples of block_k; only the last one may reach the end of W.
+    blocks = -(-gemm.k // config.block_k)
+    range_bytes = (gemm.k - (split - 1) * blocks // split * config.block_k) * gemm.item
+    return min(config.prefetch, range_bytes) // 16 * 16

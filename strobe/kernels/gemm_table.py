@@ -153,7 +153,7 @@ def guess(
     m = block_m(bucket)
     half = gemm.dtype != torch.float32 and not gemm.fp8
     if bucket in LARGE or (m >= 64 and half and not gemm.argmax):
-        return GemmConfig("cublas")
+        return GemmConfig(kernel="cublas")
     if gemm.dtype == torch.float32 and not gemm.fp8:  # no tensor cores: small tiles
         n = 32
         k = 32

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strobe.kernels.gemm_table import GROUP, Weight
+from strobe.kernels.operands import PLAIN, Epilogue, Input
 from strobe.kernels.reference_rowwise import rms_norm, silu_mul
 
 
@@ -23,35 +24,23 @@ def _quantized(x: Tensor) -> Tensor:
     return (fp8.float() * (top * (1.0 / 448.0))).view(rows, -1)[:, :columns]
 
 
-def linear(
-    x: Tensor,
-    weight: Weight,
-    *,
-    norm: tuple[Tensor, float] | None = None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    gated: bool = False,
-    gelu: bool = False,
-    out: Tensor | None = None,
-) -> Tensor:
+def linear(x: Input, weight: Weight, epilogue: Epilogue = PLAIN) -> Tensor:
     """x [M, K], weight [N, K] -> [M, N]: residual + act(norm(x) Wᵀ + bias); `Gemms.linear`."""
-    if norm is not None:
-        gain, eps = norm
-        x = rms_norm(x, gain, eps)
-    wide = x.float() if weight.scale is None else _quantized(x)
+    rows = x.rows if x.norm is None else rms_norm(x.rows, x.norm.weight, x.norm.eps)
+    wide = rows.float() if weight.scale is None else _quantized(rows)
     y = wide @ weight.data.float().t()
     if weight.scale is not None:
         y *= weight.scale
-    if bias is not None:
-        y += bias.float()
-    if gated:
-        y = silu_mul(y.to(x.dtype), gelu=gelu)
-    if residual is not None:
-        y = residual.float() + y
-    y = y.to(x.dtype)
-    return y if out is None else out.copy_(y)
+    if epilogue.bias is not None:
+        y += epilogue.bias.float()
+    if epilogue.gated:
+        y = silu_mul(y.to(rows.dtype), gelu=epilogue.activation == "gelu_tanh")
+    if epilogue.residual is not None:
+        y = epilogue.residual.float() + y
+    y = y.to(rows.dtype)
+    return y if epilogue.out is None else epilogue.out.copy_(y)
 
 
-def head_argmax(x: Tensor, weight: Weight, *, norm: tuple[Tensor, float] | None = None) -> Tensor:
+def head_argmax(x: Input, weight: Weight) -> Tensor:
     """x [R, K], weight [V, K] -> [R] int64: torch.argmax of the logits in the model's dtype."""
-    return linear(x, weight, norm=norm).argmax(-1)
+    return linear(x, weight).argmax(-1)

@@ -10,7 +10,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from strobe.kernels.linear import Gemms, Scaled, Weight
+from strobe.kernels.gemm_table import Weight
+from strobe.kernels.linear import Gemms
+from strobe.kernels.operands import Epilogue, Input, Scaled
 from strobe.kernels.reference_residual import Norm
 
 
@@ -59,12 +61,13 @@ class FusedResidual:
     ) -> None:
         """Add x Wᵀ + bias. next_norm: the norm that reads the sum; None at the end of a layer."""
         out, next_norm = self._begin_sum(next_norm)
-        scaled = None
-        if next_norm is None:
-            gemms.linear(x, weight, bias=bias, residual=self.value, out=out)
-        else:
-            norm = next_norm.weight
-            _, scaled = gemms.add(x, weight, self.value, bias=bias, next_norm=norm, out=out)
+        epilogue = Epilogue(
+            bias=bias,
+            residual=self.value,
+            next_norm=None if next_norm is None else next_norm.weight,
+            out=out,
+        )
+        _, scaled = gemms.add(Input(rows=x), weight, epilogue)
         self._end_sum(out, next_norm, scaled)
 
     def add_parts(

@@ -1,8 +1,6 @@
-"""Intermediate results of GEMMs: between programs of one GEMM, and for the next GEMM."""
+"""Intermediate results of a GEMM, between its programs."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton.language as tl
@@ -13,14 +11,6 @@ MIN_KEY = tl.constexpr(-(2**63))
 
 MAX_MARGIN = tl.constexpr(40.0)
 """See `strobe.sampling.sampler.MAX_MARGIN`."""
-
-
-class Scaled(NamedTuple):
-    """x prepared for a norm by the previous GEMM: `data` [M, K] is x times the norm's weight, to be
-    divided by x's root mean square, which follows from `sums` [M, parts] of squares in fp32."""
-
-    data: Tensor
-    sums: Tensor
 
 
 class Workspace:

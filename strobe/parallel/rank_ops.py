@@ -61,10 +61,11 @@ class RankOps(TorchOps):
         x = super().embed(places.clamp(0, weight.shape[0] - 1), weight)
         return self.group.sum(x.masked_fill_(~own[:, None], 0))
 
-    def linear(
-        self, x: Tensor, linear: AnyLinear, activation: Activation | None = None, **norm: object
-    ) -> Tensor:
-        y = super().linear(x, linear, activation, **norm)
+    def linear(self, x: Tensor, linear: AnyLinear, activation: Activation | None = None) -> Tensor:
+        return self.summed(super().linear(x, linear, activation), linear)
+
+    def summed(self, y: Tensor, linear: AnyLinear) -> Tensor:
+        """Return the sum of the ranks' y of a split layer; of another, y."""
         return self.group.sum(y) if linear in self.partial else y
 
     def add_linear(

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from strobe.kernels.operands import Input
 from strobe.kernels.residual import FusedResidual
 from strobe.kernels.sampling import argmax
 from strobe.models.linear import AnyLinear
@@ -32,9 +33,9 @@ class RankTritonOps(RankOps, TritonOps):
         self, x: Residual, norm: RMSNorm, linear: AnyLinear, activation: Activation | None = None
     ) -> Tensor:
         normed = x.normed(norm.weight) if isinstance(x, FusedResidual) else None
-        if normed is None:
-            return super().norm_linear(x, norm, linear, activation)
-        return self.linear(normed, linear, activation)
+        if normed is not None:
+            return self.linear(normed, linear, activation)
+        return self.summed(super().norm_linear(x, norm, linear, activation), linear)
 
     def add_linear(
         self, x: Residual, y: Tensor, linear: AnyLinear, next_norm: RMSNorm | None = None
@@ -56,7 +57,8 @@ class RankTritonOps(RankOps, TritonOps):
         if not self.group.fits(x[:, :1]):
             return super().best_two(x, norm, head)
         weight, _ = self._weight(head)
-        return self._best(x, partial(self.gemms.head_argmax, self.norm(x, norm), weight))
+        rows = Input(rows=self.norm(x, norm))
+        return self._best(x, partial(self.gemms.head_argmax, rows, weight))
 
     def best_two_of(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         own = logits[:, : self.head_rows - self.first_id]

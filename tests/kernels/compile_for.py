@@ -78,21 +78,24 @@ def attention(capability: int, shared: int) -> Iterator[Call]:
 
 def gemms(capability: int, shared: int) -> Iterator[Call]:
     """Guesses for each fusion and bucket; on 8.9 in all dtypes."""
-    from strobe.kernels.gemm_table import BUCKETS, GemmTable
-    from strobe.kernels.linear import Gemms, Weight
+    from strobe.kernels.gemm_table import BUCKETS, GemmTable, Weight
+    from strobe.kernels.linear import Gemms
+    from strobe.kernels.operands import Epilogue, Input, RowNorm
 
     for dtype in (torch.bfloat16, torch.float32)[: 1 + (capability == 89)]:
         table = GemmTable({})
         table.shared_memory = shared
         layers, gain = Gemms(CPU, dtype, table=table), torch.ones(1024, dtype=dtype)
         weights = [Weight(torch.empty(rows, 1024, dtype=dtype)) for rows in (1024, 1536, 4096)]
-        norm, (add, qkv, wide) = (gain, 1e-6), weights
+        add, qkv, wide = weights
         for rows in BUCKETS:
             x = torch.empty(rows, 1024, dtype=dtype)
-            yield partial(layers.linear, x, qkv, norm=norm)
-            yield partial(layers.linear, x, wide, gated=True)
-            yield partial(layers.add, x, add, x.clone(), next_norm=gain)
-            yield partial(layers.head_argmax, x, wide, norm=norm)
+            normed = Input(x, RowNorm(gain, 1e-6))
+            yield partial(layers.linear, normed, qkv)
+            yield partial(layers.linear, Input(x), wide, Epilogue(activation="silu"))
+            stream = Epilogue(residual=x.clone(), next_norm=gain)
+            yield partial(layers.add, Input(x), add, stream)
+            yield partial(layers.head_argmax, normed, wide)
 
 
 def grouped(_: int, shared: int) -> Iterator[Call]:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from strobe.kernels import gemm_table as tables
 from strobe.kernels import reference_linear as reference
-from strobe.kernels.gemm_table import Gemm, GemmConfig, GemmTable, bucket_of, guess, record
-from strobe.kernels.linear import Gemms, Weight
+from strobe.kernels.gemm_table import Gemm, GemmConfig, GemmTable, Weight, bucket_of, guess, record
+from strobe.kernels.linear import Gemms
+from strobe.kernels.operands import PLAIN, Epilogue, Input, RowNorm
 from strobe.sampling.sampler import best_two
 
 BF16 = torch.bfloat16
@@ -24,6 +25,8 @@ FP8 = torch.float8_e4m3fn
 BOUNDS = {torch.float32: 5e-6, torch.float16: 2e-3, BF16: 1.5e-2}  # measured 8e-7, 4e-4, 0.006
 BOUND_NORM = 4e-2  # 0.016
 BOUND_FP8 = {True: 6e-2, False: 0.2}  # x quantized by groups, as in the twin (0.029); rows (0.086)
+
+GATED = Epilogue(activation="silu")
 
 
 @pytest.fixture
@@ -92,8 +95,8 @@ def test_any_number_of_rows(
     """N and K are no multiples of the blocks; the ranges of K have 1, 1 and 2 blocks."""
     x = draw(0, rows, 112, dtype=dtype, device=device)
     weight = make(72, 112, dtype, device)
-    got = gemms(device, dtype, split_k=split).linear(x, weight)
-    assert error(got, reference.linear(x, weight)) < BOUNDS[dtype]
+    got = gemms(device, dtype, split_k=split).linear(Input(x), weight)
+    assert error(got, reference.linear(Input(x), weight)) < BOUNDS[dtype]
 
 
 @pytest.mark.parametrize(
@@ -108,14 +111,14 @@ def test_fusions(
 ) -> None:
     x = draw(0, 5, k, dtype=BF16, device=device) * 3
     weight = make(2 * n if gated else n, k, BF16, device)
-    fused = {
-        "norm": (draw(2, k, dtype=BF16, device=device), 1e-6) if norm else None,
-        "residual": draw(3, 5, n, dtype=BF16, device=device) if residual else None,
-        "gated": gated,
-    }
-    got = gemms(device, BF16, split_k=split).linear(x, weight, **fused)
+    rows = Input(x, RowNorm(draw(2, k, dtype=BF16, device=device), 1e-6) if norm else None)
+    epilogue = Epilogue(
+        activation="silu" if gated else None,
+        residual=draw(3, 5, n, dtype=BF16, device=device) if residual else None,
+    )
+    got = gemms(device, BF16, split_k=split).linear(rows, weight, epilogue)
     bound = BOUND_NORM if norm else BOUNDS[BF16]
-    assert error(got, reference.linear(x, weight, **fused)) < bound
+    assert error(got, reference.linear(rows, weight, epilogue)) < bound
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -126,18 +129,14 @@ def test_bias_is_added_before_the_activation(
 ) -> None:
     x = draw(0, 5, 136, dtype=BF16, device=device)
     weight = make(144, 136, BF16, device, fp8)
-    gated = gelu or case == "gated"
-    fused = {
-        "bias": draw(4, 144, dtype=BF16, device=device) * 3,
-        "residual": draw(3, 5, 144, dtype=BF16, device=device) if case == "residual" else None,
-        "gated": gated,
-        "gelu": gelu,
-    }
-    if gated:
-        fused["residual"] = None
+    epilogue = Epilogue(bias=draw(4, 144, dtype=BF16, device=device) * 3)
+    if gelu or case == "gated":
+        epilogue = epilogue._replace(activation="gelu_tanh" if gelu else "silu")
+    elif case == "residual":
+        epilogue = epilogue._replace(residual=draw(3, 5, 144, dtype=BF16, device=device))
     config = {"kernel": "cublas"} if case == "cublas" else {"split_k": 2, "block_k": 128}
-    got = gemms(device, BF16, **config).linear(x, weight, **fused)
-    want = reference.linear(x, weight, **fused)
+    got = gemms(device, BF16, **config).linear(Input(x), weight, epilogue)
+    want = reference.linear(Input(x), weight, epilogue)
     assert error(got, want) < (BOUND_FP8[case != "cublas"] if fp8 else BOUNDS[BF16])
 
 
@@ -145,15 +144,16 @@ def test_add_with_bias_prepares_the_next_norm(device: torch.device) -> None:
     x, residual = (draw(i, 5, 96, dtype=torch.float32, device=device) for i in (0, 3))
     weight = make(96, 96, torch.float32, device)
     bias, gain = (draw(i, 96, dtype=torch.float32, device=device) for i in (4, 5))
-    want = reference.linear(x, weight, bias=bias, residual=residual)
+    epilogue = Epilogue(bias=bias, residual=residual, next_norm=gain)
+    want = reference.linear(Input(x), weight, epilogue)
     for config in ({}, {"kernel": "cublas"}):
         fused = gemms(device, torch.float32, **config)
-        got, scaled = fused.add(x, weight, residual, next_norm=gain, bias=bias)
+        got, scaled = fused.add(Input(x), weight, epilogue)
         assert error(got, want) < BOUNDS[torch.float32]
         assert (scaled is None) is bool(config)
-        norm = gain, 1e-6
-        next_got = fused.linear(got, weight, norm=norm, scaled=scaled)
-        next_want = reference.linear(want, weight, norm=norm)
+        norm = RowNorm(gain, 1e-6)
+        next_got = fused.linear(Input(got, norm, scaled), weight)
+        next_want = reference.linear(Input(want, norm), weight)
         assert error(next_got, next_want) < BOUNDS[torch.float32]
 
 
@@ -161,27 +161,27 @@ def test_add_with_bias_prepares_the_next_norm(device: torch.device) -> None:
 def test_fusions_in_half_dtypes(device: torch.device, dtype: torch.dtype) -> None:
     x = draw(0, 5, 96, dtype=dtype, device=device)
     weight = make(128, 96, dtype, device)
-    fused = {"norm": (draw(2, 96, dtype=dtype, device=device), 1e-6), "gated": True}
-    got = gemms(device, dtype, split_k=2).linear(x, weight, **fused)
-    assert error(got, reference.linear(x, weight, **fused)) < BOUNDS[dtype]
+    rows = Input(x, RowNorm(draw(2, 96, dtype=dtype, device=device), 1e-6))
+    got = gemms(device, dtype, split_k=2).linear(rows, weight, GATED)
+    assert error(got, reference.linear(rows, weight, GATED)) < BOUNDS[dtype]
 
 
 def test_norm_of_large_float16_rows_does_not_overflow(device: torch.device) -> None:
     """x times the norm's weight would overflow fp16."""
     x = torch.full((2, 64), 6e4, dtype=torch.float16, device=device)
     weight = make(32, 64, torch.float16, device)
-    norm = (torch.full((64,), 4.0, dtype=torch.float16, device=device), 1e-6)
-    got = gemms(device, torch.float16).linear(x, weight, norm=norm)
-    assert error(got, reference.linear(x, weight, norm=norm)) < BOUNDS[torch.float16]
+    norm = RowNorm(torch.full((64,), 4.0, dtype=torch.float16, device=device), 1e-6)
+    got = gemms(device, torch.float16).linear(Input(x, norm), weight)
+    assert error(got, reference.linear(Input(x, norm), weight)) < BOUNDS[torch.float16]
 
 
 def test_norm_fused_or_separate_is_equal(device: torch.device) -> None:
     x = draw(0, 4, 96, dtype=BF16, device=device)
     weight = make(32, 96, BF16, device)
-    norm = (draw(2, 96, dtype=BF16, device=device), 1e-6)
-    want = reference.linear(x, weight, norm=norm)
+    norm = RowNorm(draw(2, 96, dtype=BF16, device=device), 1e-6)
+    want = reference.linear(Input(x, norm), weight)
     for fused in (False, True):
-        got = gemms(device, BF16, fused_norm=fused).linear(x, weight, norm=norm)
+        got = gemms(device, BF16, fused_norm=fused).linear(Input(x, norm), weight)
         assert error(got, want) < BOUND_NORM
 
 
@@ -191,8 +191,10 @@ def test_linear_writes_into_the_residual(device: torch.device) -> None:
     wide = draw(3, 3, 80, dtype=BF16, device=device)
     before, residual = wide.clone(), wide[:, 16:]
     weight = make(64, 96, BF16, device)
-    want = reference.linear(x, weight, residual=residual)
-    got = gemms(device, BF16, split_k=3).linear(x, weight, residual=residual, out=residual)
+    epilogue = Epilogue(residual=residual)
+    want = reference.linear(Input(x), weight, epilogue)
+    in_place = epilogue._replace(out=residual)
+    got = gemms(device, BF16, split_k=3).linear(Input(x), weight, in_place)
     assert got is residual
     assert error(residual, want) < BOUNDS[BF16]
     assert torch.equal(wide[:, :16], before[:, :16])
@@ -203,7 +205,7 @@ def test_gemms_reset_the_workspace(device: torch.device) -> None:
     fused = gemms(device, BF16, split_k=3)
     weights = [Weight(integers(n, n, 96, device=device)) for n in (160, 64)]
     for rows in (2, 17):
-        x = integers(rows, rows, 96, device=device)
+        x = Input(integers(rows, rows, 96, device=device))
         for weight in weights:
             first = fused.linear(x, weight)
             assert torch.equal(first, reference.linear(x, weight))
@@ -218,14 +220,15 @@ def test_gemms_reset_the_workspace(device: torch.device) -> None:
 def test_row_is_independent_of_other_rows(device: torch.device, split: int, fp8: bool) -> None:
     x = draw(0, 16, 384, dtype=BF16, device=device)
     weight = make(64, 384, BF16, device, fp8)
-    norm = (draw(2, 384, dtype=BF16, device=device), 1e-6)
+    norm = RowNorm(draw(2, 384, dtype=BF16, device=device), 1e-6)
     fused = gemms(device, BF16, split_k=split, block_k=128)
-    together = fused.linear(x, weight, norm=norm, gated=True)
+    together = fused.linear(Input(x, norm), weight, GATED)
     for row in (0, 7, 15):
-        alone = fused.linear(x[row : row + 1], weight, norm=norm, gated=True)
+        alone = fused.linear(Input(x[row : row + 1], norm), weight, GATED)
         assert torch.equal(alone[0], together[row])
     changed = torch.cat([x[:5], 9 * x[5:].flip(0)])
-    assert torch.equal(fused.linear(changed, weight, norm=norm, gated=True)[:5], together[:5])
+    others = fused.linear(Input(changed, norm), weight, GATED)
+    assert torch.equal(others[:5], together[:5])
 
 
 @pytest.mark.parametrize("groups", [True, False])
@@ -233,17 +236,17 @@ def test_row_is_independent_of_other_rows(device: torch.device, split: int, fp8:
 @pytest.mark.parametrize("fusion", ["plain", "norm", "gated", "residual", "norm gated residual"])
 def test_fp8(device: torch.device, groups: bool, split: int, fusion: str) -> None:
     x = draw(0, 3, 272, dtype=BF16, device=device)
-    gated = "gated" in fusion
     weight = make(96, 272, BF16, device, fp8=True)
-    columns = 48 if gated else 96
-    fused = {
-        "norm": (draw(2, 272, dtype=BF16, device=device), 1e-6) if "norm" in fusion else None,
-        "residual": draw(3, 3, columns, dtype=BF16, device=device) if "res" in fusion else None,
-        "gated": gated,
-    }
+    rows = Input(x)
+    if "norm" in fusion:
+        rows = Input(x, RowNorm(draw(2, 272, dtype=BF16, device=device), 1e-6))
+    epilogue = GATED if "gated" in fusion else PLAIN
+    if "residual" in fusion:
+        columns = 48 if epilogue.gated else 96
+        epilogue = epilogue._replace(residual=draw(3, 3, columns, dtype=BF16, device=device))
     kernel = gemms(device, BF16, block_k=128, split_k=split, groups=groups)
-    got = kernel.linear(x, weight, **fused)
-    assert error(got, reference.linear(x, weight, **fused)) < BOUND_FP8[groups]
+    got = kernel.linear(rows, weight, epilogue)
+    assert error(got, reference.linear(rows, weight, epilogue)) < BOUND_FP8[groups]
 
 
 def test_fp8_groups_of_zeros_and_extremes(device: torch.device) -> None:
@@ -253,8 +256,8 @@ def test_fp8_groups_of_zeros_and_extremes(device: torch.device) -> None:
     x[2] *= 1e-20
     x[3] *= 1e20
     weight = make(32, 256, BF16, device, fp8=True)
-    got = gemms(device, BF16, block_k=128).linear(x, weight)
-    want = reference.linear(x, weight)
+    got = gemms(device, BF16, block_k=128).linear(Input(x), weight)
+    want = reference.linear(Input(x), weight)
     assert torch.equal(got[0], torch.zeros_like(got[0]))
     for row in (1, 3):
         assert error(got[row], want[row]) < BOUND_FP8[True]
@@ -263,9 +266,9 @@ def test_fp8_groups_of_zeros_and_extremes(device: torch.device) -> None:
 @pytest.mark.parametrize("rows", [1, 17])
 def test_head_argmax(device: torch.device, rows: int) -> None:
     x, weight = integers(0, rows, 96, device=device), Weight(integers(1, 200, 96, device=device))
-    got = gemms(device, BF16).head_argmax(x, weight)
+    got = gemms(device, BF16).head_argmax(Input(x), weight)
     assert got.dtype == torch.int64
-    assert torch.equal(got, reference.head_argmax(x, weight))
+    assert torch.equal(got, reference.head_argmax(Input(x), weight))
 
 
 @pytest.mark.parametrize("kernel", ["triton", "cublas"])
@@ -277,22 +280,22 @@ def test_head_argmax_with_margins(device: torch.device, rows: int, kernel: str) 
     config = {"kernel": "cublas"} if kernel == "cublas" else {}
     fused = gemms(device, BF16, **config)
     for _ in range(2):  # the first call resets the workspace
-        got = fused.head_argmax(x, weight, margins=margins)
-        ids, want_margins = best_two(reference.linear(x, weight))
+        got = fused.head_argmax(Input(x), weight, margins=margins)
+        ids, want_margins = best_two(reference.linear(Input(x), weight))
         assert torch.equal(got, ids)
         assert torch.equal(margins, want_margins)
         assert margins[-1] == 0
         assert rows == 1 or margins.max() > 0
-        assert torch.equal(fused.head_argmax(x, weight), ids)
+        assert torch.equal(fused.head_argmax(Input(x), weight), ids)
 
 
 def test_head_argmax_with_norm(device: torch.device) -> None:
     x = draw(0, 4, 96, dtype=BF16, device=device)
     weight = make(200, 96, BF16, device)
-    norm = (draw(2, 96, dtype=BF16, device=device), 1e-6)
-    got = gemms(device, BF16).head_argmax(x, weight, norm=norm)
+    norm = RowNorm(draw(2, 96, dtype=BF16, device=device), 1e-6)
+    got = gemms(device, BF16).head_argmax(Input(x, norm), weight)
     # The twin rounds at other places, so the winner here may be second there by one rounding.
-    logits = reference.linear(x, weight, norm=norm).float()
+    logits = reference.linear(Input(x, norm), weight).float()
     winners = logits.gather(1, got[:, None])[:, 0]
     assert bool((winners >= logits.amax(1) * (1 - 2**-7)).all())
 
@@ -318,7 +321,7 @@ def test_head_argmax_ties_and_nan(device: torch.device) -> None:
         head, margins = Weight(weight.to(BF16).to(device)), torch.empty(1, device=device)
         for config in ({}, {"kernel": "cublas"}):
             fused = gemms(device, BF16, **config)
-            got = fused.head_argmax(x[row : row + 1], head, margins=margins)
+            got = fused.head_argmax(Input(x[row : row + 1]), head, margins=margins)
             ids, want_margin = best_two(logits[row : row + 1].to(BF16))
             assert got.item() == ids == (-1 if row == 2 else int(logits[row].to(BF16).argmax()))
             assert margins.item() == want_margin
@@ -330,7 +333,8 @@ def test_logits_tie_after_rounding(device: torch.device) -> None:
     weight = torch.zeros(64, 32)
     weight[10, 0] = 1.0
     weight[50, 0], weight[50, 1] = 1.0, 2.0**-9
-    assert gemms(device, BF16).head_argmax(x, Weight(weight.to(BF16).to(device))).item() == 10
+    head = Weight(weight.to(BF16).to(device))
+    assert gemms(device, BF16).head_argmax(Input(x), head).item() == 10
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -344,26 +348,26 @@ def test_cublas_between_row_wise_kernels(
     x = draw(0, 4, 64, dtype=BF16, device=device)
     weight = make(64, 64, BF16, device, fp8)
     columns = 32 if gated else 64
-    fused = {
-        "norm": (draw(2, 64, dtype=BF16, device=device), 1e-6) if norm else None,
-        "residual": draw(3, 4, columns, dtype=BF16, device=device) if residual else None,
-        "gated": gated,
-    }
-    want = reference.linear(x, weight, **fused)
+    rows = Input(x, RowNorm(draw(2, 64, dtype=BF16, device=device), 1e-6) if norm else None)
+    epilogue = Epilogue(
+        activation="silu" if gated else None,
+        residual=draw(3, 4, columns, dtype=BF16, device=device) if residual else None,
+    )
+    want = reference.linear(rows, weight, epilogue)
     bound = BOUND_FP8[False] if fp8 else BOUND_NORM
     library = gemms(device, BF16, kernel="cublas")
     for gemms_ in (library, Gemms(device, BF16, max_rows=3)):
-        assert error(gemms_.linear(x, weight, **fused), want) < bound
+        assert error(gemms_.linear(rows, weight, epilogue), want) < bound
     out = torch.empty_like(want)
-    assert library.linear(x, weight, out=out, **fused) is out
+    assert library.linear(rows, weight, epilogue._replace(out=out)) is out
     assert error(out, want) < bound
 
 
 def test_head_argmax_of_more_than_max_rows(device: torch.device) -> None:
     x, weight = integers(0, 7, 64, device=device), Weight(integers(1, 100, 64, device=device))
-    want = reference.head_argmax(x, weight)
-    assert torch.equal(Gemms(device, BF16, max_rows=3).head_argmax(x, weight), want)
-    assert torch.equal(gemms(device, BF16, kernel="cublas").head_argmax(x, weight), want)
+    want = reference.head_argmax(Input(x), weight)
+    for layers in (Gemms(device, BF16, max_rows=3), gemms(device, BF16, kernel="cublas")):
+        assert torch.equal(layers.head_argmax(Input(x), weight), want)
 
 
 def test_tma_loads(device: torch.device) -> None:
@@ -371,22 +375,23 @@ def test_tma_loads(device: torch.device) -> None:
     for gated in (False, True):
         weight = make(144 if gated else 72, 96, BF16, device)
         fused = gemms(device, BF16, tma=True, split_k=2, block_n=64)
-        want = reference.linear(x, weight, gated=gated)
-        assert error(fused.linear(x, weight, gated=gated), want) < BOUNDS[BF16]
+        epilogue = GATED if gated else PLAIN
+        want = reference.linear(Input(x), weight, epilogue)
+        assert error(fused.linear(Input(x), weight, epilogue), want) < BOUNDS[BF16]
 
 
 @pytest.mark.parametrize("tma", [False, True])
 def test_overlapping_launches_in_a_graph(gpu: torch.device, tma: bool) -> None:
     """A chain of GEMMs, each launched before the previous one has ended."""
     down, up = make(1024, 2048, BF16, gpu), make(4096, 1024, BF16, gpu)
-    norm = (draw(2, 1024, dtype=BF16, device=gpu), 1e-6)
+    norm = RowNorm(draw(2, 1024, dtype=BF16, device=gpu), 1e-6)
     x = draw(0, 16, 1024, dtype=BF16, device=gpu)
 
     def chain(fused: Gemms) -> Tensor:
         residual = x
         for _ in range(6):
-            wide = fused.linear(residual, up, norm=norm, gated=True)
-            residual = fused.linear(wide, down, residual=residual)
+            wide = fused.linear(Input(residual, norm), up, GATED)
+            residual = fused.linear(Input(wide), down, Epilogue(residual=residual))
         return residual
 
     plain = chain(gemms(gpu, BF16, split_k=4, block_k=64))
@@ -403,12 +408,12 @@ def test_overlapping_launches_in_a_graph(gpu: torch.device, tma: bool) -> None:
 
 def test_workspace_does_not_grow_during_capture(gpu: torch.device) -> None:
     x, weight = integers(0, 2, 96, device=gpu), Weight(integers(1, 128, 96, device=gpu))
-    gemms(gpu, BF16).linear(x, weight)
+    gemms(gpu, BF16).linear(Input(x), weight)
     torch.cuda.synchronize()
     fused = gemms(gpu, BF16, split_k=3)
     graph = torch.cuda.graph(torch.cuda.CUDAGraph())
     with pytest.raises(ValueError, match="run each GEMM once"), graph:
-        fused.linear(x, weight)
+        fused.linear(Input(x), weight)
 
 
 def test_buckets() -> None:

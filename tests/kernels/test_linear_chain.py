@@ -10,7 +10,8 @@ from test_linear import BF16, BOUND_FP8, BOUND_NORM, BOUNDS, draw, error, gemms,
 from torch import Tensor
 
 from strobe.kernels import reference_linear as reference
-from strobe.kernels.linear import Gemms, Scaled
+from strobe.kernels.linear import Gemms
+from strobe.kernels.operands import Epilogue, Input, RowNorm, Scaled
 
 
 @dataclass
@@ -28,15 +29,17 @@ class Layer:
         self.residual = draw(3, self.rows, 136, dtype=self.dtype, device=self.device) * 5
         self.down = make(136, 96, self.dtype, self.device)
         self.up = make(144 if self.gated else 72, 136, self.dtype, self.device, self.fp8)
-        self.norm = (draw(2, 136, dtype=self.dtype, device=self.device), 1e-6)
+        self.second = Epilogue(activation="silu" if self.gated else None)
+        self.norm = RowNorm(draw(2, 136, dtype=self.dtype, device=self.device), 1e-6)
+        self.first = Epilogue(residual=self.residual, next_norm=self.norm.weight)
 
     def want(self) -> tuple[Tensor, Tensor]:
-        y = reference.linear(self.x, self.down, residual=self.residual)
-        return y, reference.linear(y, self.up, norm=self.norm, gated=self.gated)
+        y = reference.linear(Input(self.x), self.down, self.first)
+        return y, reference.linear(Input(y, self.norm), self.up, self.second)
 
     def run(self, first: Gemms, second: Gemms) -> tuple[Tensor, Tensor, Scaled | None]:
-        y, scaled = first.add(self.x, self.down, self.residual, next_norm=self.norm[0])
-        z = second.linear(y, self.up, norm=self.norm, scaled=scaled, gated=self.gated)
+        y, scaled = first.add(Input(self.x), self.down, self.first)
+        z = second.linear(Input(y, self.norm, scaled), self.up, self.second)
         return y, z, scaled
 
 
@@ -58,7 +61,7 @@ def test_chain_matches_fused_norm(device: torch.device) -> None:
     layer = Layer(3, device, torch.float32)
     fused = gemms(device, torch.float32)
     y, z, _ = layer.run(fused, fused)
-    want = fused.linear(y, layer.up, norm=layer.norm)
+    want = fused.linear(Input(y, layer.norm), layer.up)
     assert error(z, want) < BOUNDS[torch.float32]
 
 
@@ -66,7 +69,8 @@ def test_row_is_independent_of_other_rows(device: torch.device) -> None:
     layer = Layer(16, device)
     fused = gemms(device, BF16, split_k=2)
     _, together, _ = layer.run(fused, fused)
-    layer.x, layer.residual = layer.x[6:7], layer.residual[6:7]
+    layer.x = layer.x[6:7]
+    layer.first = layer.first._replace(residual=layer.residual[6:7])
     _, alone, _ = layer.run(fused, fused)
     assert torch.equal(alone[0], together[6])
 
@@ -99,20 +103,21 @@ def test_add_does_not_prepare_float16_norms(device: torch.device) -> None:
 
 def test_add_writes_into_the_residual(device: torch.device) -> None:
     layer = Layer(3, device)
-    (want_y, want_z), residual = layer.want(), layer.residual
+    want_y, want_z = layer.want()
+    residual = layer.residual
     fused = gemms(device, BF16, split_k=2)
-    y, scaled = fused.add(layer.x, layer.down, residual, next_norm=layer.norm[0], out=residual)
+    y, scaled = fused.add(Input(layer.x), layer.down, layer.first._replace(out=residual))
     assert y is residual
     assert error(y, want_y) < BOUNDS[BF16]
-    z = fused.linear(y, layer.up, norm=layer.norm, scaled=scaled)
+    z = fused.linear(Input(y, layer.norm, scaled), layer.up)
     assert error(z, want_z) < BOUND_NORM
 
 
 def test_head_argmax_chain(device: torch.device) -> None:
     layer = Layer(3, device)
     fused = gemms(device, BF16)
-    y, scaled = fused.add(layer.x, layer.down, layer.residual, next_norm=layer.norm[0])
-    got = fused.head_argmax(y, layer.up, norm=layer.norm, scaled=scaled)
+    y, scaled = fused.add(Input(layer.x), layer.down, layer.first)
+    got = fused.head_argmax(Input(y, layer.norm, scaled), layer.up)
     logits = layer.want()[1].float()
     winners = logits.gather(1, got[:, None])[:, 0]
     assert bool((winners >= logits.amax(1) * (1 - 2**-7)).all())

@@ -315,8 +315,9 @@ class Launches(TorchDispatchMode):
 
     def recorded_linear(self, launch: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(config: Any, gemm: Any, *args: Any, **options: Any) -> Any:
+            fields = options["x"]._asdict() | options["epilogue"]._asdict()
             fusions = ("norm", "scaled", "residual", "next_norm", "bias")
-            words = [name for name in fusions if options.get(name) is not None]
+            words = [name for name in fusions if fields[name] is not None]
             words += [name for name in ("gated", "argmax") if getattr(gemm, name)]
             call = self.recorded(" ".join(["linear", *words]), launch)
             return call(config, gemm, *args, **options)

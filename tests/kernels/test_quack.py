@@ -19,9 +19,10 @@ from strobe.kernels import quack_gemm
 from strobe.kernels import reference_linear as reference
 from strobe.kernels.gemm_table import Gemm, GemmConfig
 from strobe.kernels.linear import Gemms
+from strobe.kernels.operands import PLAIN, Epilogue, Input, RowNorm
 
 TILE = (64, 192, 2, 1)
-CONFIG = GemmConfig("cublas", quack=TILE)
+CONFIG = GemmConfig(kernel="cublas", quack=TILE)
 
 
 @dataclass
@@ -71,12 +72,19 @@ def check(gemms: Gemms, device: torch.device, rows: int = 100) -> None:
     """Compare all kinds of products with the twin."""
     x, weight = draw(0, rows, 64, dtype=BF16, device=device), make(192, 64, BF16, device)
     stream = draw(2, rows, 192, dtype=BF16, device=device)
-    norm = (draw(3, 64, dtype=BF16, device=device), 1e-6)
-    for options in ({}, {"norm": norm}, {"gated": True}, {"residual": stream}):
-        expected = reference.linear(x, weight, **options)  # type: ignore[arg-type]
-        assert error(gemms.linear(x, weight, **options), expected) < BOUNDS[BF16]  # type: ignore[arg-type]
-    expected = reference.linear(x, weight, residual=stream)
-    found, scaled = gemms.add(x, weight, stream, next_norm=stream[0], out=stream)
+    normed = Input(x, RowNorm(draw(3, 64, dtype=BF16, device=device), 1e-6))
+    add = Epilogue(residual=stream)
+    for operand, epilogue in (
+        (Input(x), PLAIN),
+        (normed, PLAIN),
+        (Input(x), Epilogue(activation="silu")),
+        (Input(x), add),
+    ):
+        expected = reference.linear(operand, weight, epilogue)
+        assert error(gemms.linear(operand, weight, epilogue), expected) < BOUNDS[BF16]
+    expected = reference.linear(Input(x), weight, add)
+    in_place = add._replace(next_norm=stream[0], out=stream)
+    found, scaled = gemms.add(Input(x), weight, in_place)
     assert found is stream
     assert scaled is None
     assert error(found, expected) < BOUNDS[BF16]
@@ -107,12 +115,15 @@ def test_what_quack_does_not_serve_runs_elsewhere(library: Double, device: torch
     layers, weight = gemms(device), make(192, 64, BF16, device)
     x = draw(0, 64, 64, dtype=BF16, device=device)
     bias = weight.data[:, 0].contiguous()
-    for options in ({"bias": bias}, {"gated": True, "gelu": True}):
-        expected = reference.linear(x, weight, **options)  # type: ignore[arg-type]
-        assert error(layers.linear(x, weight, **options), expected) < 0.02  # type: ignore[arg-type]
-    layers.linear(draw(0, 64, 65, dtype=BF16, device=device), make(192, 65, BF16, device))
-    layers.linear(draw(0, 64, 72, dtype=BF16, device=device)[:, 1:65], weight)
-    layers.linear(x, weight, out=torch.empty(64, 193, dtype=BF16, device=device)[:, :192])
+    for epilogue in (Epilogue(bias=bias), Epilogue(activation="gelu_tanh")):
+        expected = reference.linear(Input(x), weight, epilogue)
+        assert error(layers.linear(Input(x), weight, epilogue), expected) < 0.02
+    odd = Input(draw(0, 64, 65, dtype=BF16, device=device))
+    layers.linear(odd, make(192, 65, BF16, device))
+    unaligned = Input(draw(0, 64, 72, dtype=BF16, device=device)[:, 1:65])
+    layers.linear(unaligned, weight)
+    out = torch.empty(64, 193, dtype=BF16, device=device)[:, :192]
+    layers.linear(Input(x), weight, Epilogue(out=out))
     assert not library.calls
 
 
@@ -150,7 +161,7 @@ def test_many_rows_have_an_entry_of_their_own(library: Double, device: torch.dev
     layers = Gemms(device, BF16, table=Table())
     layers.quack, weight = quack_gemm.load(), make(64, 64, BF16, device)
     for rows in (511, 512, 513, 256):
-        layers.linear(draw(0, rows, 64, dtype=BF16, device=device), weight)
+        layers.linear(Input(draw(0, rows, 64, dtype=BF16, device=device)), weight)
     assert library.calls == 1
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from torch import Tensor
 from strobe.attention.backend import PagedPlan
 from strobe.attention.recurrent_backend import RecurrentPlan
 from strobe.kernels import reference_experts, reference_gates
+from strobe.kernels.operands import Activation
 from strobe.kernels.reference_recurrent import DeltaInput, gated_mix
 from strobe.kernels.reference_residual import ResidualStream
 from strobe.kv.kv_store import KVStore
@@ -28,9 +29,6 @@ from strobe.sampling.sampler import argmax, best_two
 
 if TYPE_CHECKING:
     from strobe.kernels.residual import FusedResidual
-
-Activation = Literal["silu", "gelu_tanh"]
-"""Of a gated linear layer with outputs [gate | up]: activation(gate) * up."""
 
 
 class ContextWeights(NamedTuple):

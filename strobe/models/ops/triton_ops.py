@@ -15,7 +15,9 @@ from torch import Tensor
 from strobe.attention.recurrent_backend import RecurrentPlan
 from strobe.kernels import gates
 from strobe.kernels.experts import experts, serves
-from strobe.kernels.linear import Gemms, Scaled, Weight
+from strobe.kernels.gemm_table import Weight
+from strobe.kernels.linear import Gemms
+from strobe.kernels.operands import Epilogue, Input, RowNorm
 from strobe.kernels.recurrent import mix
 from strobe.kernels.reference_recurrent import DeltaInput
 from strobe.kernels.residual import FusedResidual
@@ -65,34 +67,22 @@ class TritonOps(TorchOps):
     def norm(self, x: Tensor, norm: RMSNorm) -> Tensor:
         return rms_norm(x, norm.weight, norm.eps)
 
-    def linear(
-        self,
-        x: Tensor,
-        linear: AnyLinear,
-        activation: Activation | None = None,
-        *,
-        norm: tuple[Tensor, float] | None = None,
-        scaled: Scaled | None = None,
-    ) -> Tensor:
-        """As `TorchOps.linear`, of the rows after a norm of this weight and eps. scaled: see
-        `Gemms.linear`."""
-        weight, bias = self._weight(linear)
-        return self.gemms.linear(
-            x,
-            weight,
-            bias=bias,
-            gated=activation is not None,
-            gelu=activation == "gelu_tanh",
-            norm=norm,
-            scaled=scaled,
-        )
+    def linear(self, x: Tensor, linear: AnyLinear, activation: Activation | None = None) -> Tensor:
+        return self._product(Input(rows=x), linear, activation)
 
     def norm_linear(
         self, x: Residual, norm: RMSNorm, linear: AnyLinear, activation: Activation | None = None
     ) -> Tensor:
-        scaled = x.scaled(norm.weight) if isinstance(x, FusedResidual) else None
-        gain = (norm.weight, norm.eps)
-        return self.linear(x.value, linear, activation, norm=gain, scaled=scaled)
+        rows = Input(
+            rows=x.value,
+            norm=RowNorm(norm.weight, norm.eps),
+            scaled=x.scaled(norm.weight) if isinstance(x, FusedResidual) else None,
+        )
+        return self._product(rows, linear, activation)
+
+    def _product(self, x: Input, linear: AnyLinear, activation: Activation | None) -> Tensor:
+        weight, bias = self._weight(linear)
+        return self.gemms.linear(x, weight, Epilogue(bias=bias, activation=activation))
 
     def add_linear(
         self, x: Residual, y: Tensor, linear: AnyLinear, next_norm: RMSNorm | None = None
@@ -153,12 +143,13 @@ class TritonOps(TorchOps):
         )
 
     def argmax(self, x: Tensor, norm: RMSNorm, head: AnyLinear) -> Tensor:
-        return self.gemms.head_argmax(self.norm(x, norm), self._weight(head)[0])
+        return self.gemms.head_argmax(Input(rows=self.norm(x, norm)), self._weight(head)[0])
 
     def best_two(self, x: Tensor, norm: RMSNorm, head: AnyLinear) -> tuple[Tensor, Tensor]:
         margins = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
         weight, _ = self._weight(head)
-        return self.gemms.head_argmax(self.norm(x, norm), weight, margins=margins), margins
+        rows = Input(rows=self.norm(x, norm))
+        return self.gemms.head_argmax(rows, weight, margins=margins), margins
 
     def best_two_of(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         margins = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
