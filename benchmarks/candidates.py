@@ -18,7 +18,9 @@ import torch
 
 from strobe.kernels.candidates import best_of, edges, walk
 from strobe.kernels.convolution import convolve
-from strobe.kernels.linear import Gemms, Weight
+from strobe.kernels.gemm_table import Weight
+from strobe.kernels.linear import Gemms
+from strobe.kernels.operands import Input
 
 DRAFTS = 7
 RANK = 256
@@ -63,14 +65,14 @@ def measure(rows: int, vocab: int, hidden: int, count: int, weight: Weight, gemm
         return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
 
     x = draw(rows, hidden)
-    logits = gemms.linear(x, weight)
+    logits = gemms.linear(Input(x), weight)
     values, _ = best_of(logits, count)
     assert torch.equal(values, logits.float().topk(count).values)
-    by_argmax = replayed(lambda: gemms.head_argmax(x, weight))
+    by_argmax = replayed(lambda: gemms.head_argmax(Input(x), weight))
     margins = torch.empty(rows, device=device)
-    by_two = replayed(lambda: gemms.head_argmax(x, weight, margins=margins))
-    by_best = replayed(lambda: best_of(gemms.linear(x, weight), count))
-    product = replayed(lambda: gemms.linear(x, weight))
+    by_two = replayed(lambda: gemms.head_argmax(Input(x), weight, margins=margins))
+    by_best = replayed(lambda: best_of(gemms.linear(Input(x), weight), count))
+    product = replayed(lambda: gemms.linear(Input(x), weight))
     by_torch = alone(lambda: logits.topk(count))
     by_itself = alone(lambda: best_of(logits, count))
     print(
