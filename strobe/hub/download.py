@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 DESCRIBING = (
     "config.json",
     "generation_config.json",
+    "hf_quant_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",

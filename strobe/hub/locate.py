@@ -14,7 +14,7 @@ from strobe.hub.download import find_checkpoint, is_hub_name
 from strobe.hub.files import read_json
 from strobe.hub.packaged import MODELS, is_packaged
 from strobe.hub.pairs import published_drafter
-from strobe.hub.speculators_pair import Proposal, read_proposal
+from strobe.hub.speculators_pair import BLOCK_DRAFTERS, Proposal, read_proposal
 from strobe.sampling_params import DRAFTER_METHODS
 
 logger = logging.getLogger(__name__)
@@ -95,10 +95,11 @@ def _proposed_pair(config: EngineConfig, proposal: Proposal, path: str) -> Engin
     """Resolve a speculators checkpoint named as the target; it sets drafter and method."""
     target_name = config.target
     verifier = proposal.verifier
-    if proposal.method not in DRAFTER_METHODS:
+    if proposal.method not in BLOCK_DRAFTERS:
         raise ValueError(
             f"{target_name} is a speculators checkpoint that drafts with {proposal.method!r}, but "
-            f"only 'dflash' is supported; name its target, {verifier}, and a DFlash drafter."
+            f"only {', '.join(map(repr, BLOCK_DRAFTERS))} are supported; name its target, "
+            f"{verifier}, and a drafter for one of these methods."
         )
     for name in ("draft", "draft_revision", "method"):
         value = getattr(config, name)
@@ -119,8 +120,7 @@ def _proposed_pair(config: EngineConfig, proposal: Proposal, path: str) -> Engin
     logger.warning("%s is a drafter: its target is %s", target_name, verifier)
     drafts = config.num_drafts if config.num_drafts is not None else proposal.num_drafts
     changes: dict[str, Any] = {"target": target, "draft": path, "revision": None}
-    method = config.method or proposal.method
-    return replace(config, **changes, method=method, num_drafts=drafts)
+    return replace(config, **changes, method=config.method or "dflash", num_drafts=drafts)
 
 
 def _config(path: str) -> dict[str, Any]:

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+BLOCK_DRAFTERS = ("dflash", "dflash2", "dspark")
+"""The library's names of methods whose drafters run."""
+
 
 @dataclass(frozen=True)
 class Proposal:

@@ -6,14 +6,22 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from strobe.hub.files import read_json, source_of
-from strobe.models.config_readers.detection import SUPPORTED, format_of, method_of
+from strobe.models.config_readers.detection import (
+    READERS,
+    detect,
+    dialect_of,
+    method_of,
+    supported_methods,
+)
 from strobe.models.config_readers.fields import Fields
 from strobe.models.families import FAMILIES
 from strobe.models.heads import HEADS
 from strobe.models.model_config import DraftConfig, TargetConfig
+from strobe.models.quantization import methods
+from strobe.models.quantization.published import QUANT_FILE, check_format
 
 if TYPE_CHECKING:
     from strobe.models.target import Target
@@ -25,11 +33,18 @@ def _family(architecture: str) -> ModuleType:
 
 def load_target_config(directory: Path) -> TargetConfig:
     """Read the target's config. Raises ValueError if it is damaged or not supported."""
-    path = directory / "config.json"
+    return read_target_config(directory / "config.json", directory)
+
+
+def read_target_config(path: Path, directory: Path) -> TargetConfig:
+    """Read a config that may have another name. directory: of the files that go with it, which
+    need not exist. See `load_target_config`."""
     config = read_json(path)
     method = method_of(config)
     if method is not None:
-        hint = "name it as the drafter" if method in HEADS else SUPPORTED
+        hint = "name it as the drafter"
+        if method not in HEADS:
+            hint = f"use a drafter for {supported_methods()}"
         raise ValueError(
             f"{path} describes a drafter for {method}, not a target; name the model it drafts for "
             f"as the target, and {hint}."
@@ -39,6 +54,9 @@ def load_target_config(directory: Path) -> TargetConfig:
     if not names:
         names = [name for name, (model_type, _) in FAMILIES.items() if model_type == kind]
     family = FAMILIES.get(names[0]) if isinstance(names, list) and len(names) == 1 else None
+    if family is not None or not (names or kind):
+        description = _quantization(directory)
+        check_format(config, path, hint=methods.HINT, description=description)
     if family is None or family[0] != kind:
         raise ValueError(
             f"{path}: architectures {names!r} with model_type {kind!r} is not a supported target; "
@@ -49,6 +67,12 @@ def load_target_config(directory: Path) -> TargetConfig:
     return _family(names[0]).read(fields, directory)
 
 
+def _quantization(directory: Path) -> dict[str, Any] | None:
+    """Read what a checkpoint says of its quantization outside of its config."""
+    path = directory / QUANT_FILE
+    return read_json(path) if path.exists() else None
+
+
 def make_target(config: TargetConfig, max_positions: int) -> Target:
     """Make the module of the config's family; without weights on the meta device."""
     return _family(config.architecture).make(config, max_positions)
@@ -57,12 +81,27 @@ def make_target(config: TargetConfig, max_positions: int) -> Target:
 def load_draft_config(directory: Path, target: Path | None = None) -> DraftConfig:
     """Read a drafter's config. target: its target's directory, for values that older
     drafters lack. Raises ValueError that names the wrong value."""
-    path = directory / "config.json"
+    return read_draft_config(directory / "config.json", directory, target)
+
+
+def read_draft_config(path: Path, directory: Path, target: Path | None = None) -> DraftConfig:
+    """Read a config that may have another name; see `read_target_config` and
+    `load_draft_config`."""
     config = read_json(path)
-    reader = importlib.import_module(f"strobe.models.config_readers.{format_of(config, path)}")
+    known = detect(config)
+    if known is None or known.runs:
+        check_format(
+            config,
+            path,
+            hint="use the unquantized drafter.",
+            description=_quantization(directory),
+            running=(),
+        )
+    dialect = dialect_of(config, path)
     if (side := directory / "mask_embedding.pt").exists():
         raise ValueError(
             f"{side} replaces the embedding of the mask token, which is not supported; use a "
             "drafter without it."
         )
-    return reader.read(config, path, target)
+    module = importlib.import_module(f"strobe.models.config_readers.{READERS[dialect.format]}")
+    return module.read(config, path, dialect, target)

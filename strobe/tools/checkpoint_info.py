@@ -106,7 +106,7 @@ def _draft_facts(path: Path, target: Path | None = None) -> dict[str, Any]:
     ]
     return {
         "path": str(path),
-        "kind": "dflash drafter",
+        "kind": f"{config.method} drafter",
         "format": config.format,
         **_decoder_facts(path, config.decoder),
         "block_size": config.block_size,

@@ -669,7 +669,7 @@ def test_info_describes_target_drafter_and_pair(
         "dtype": "float32", "end_token_ids": [2, 0], "default_sampling": {},
     }  # fmt: skip
     draft = json.loads(main("info", pair.draft, "--json")[1])
-    assert draft["kind"] == "dflash drafter"
+    assert draft["kind"] == "DFlash drafter"
     assert draft["block_size"] == 8
     assert draft["mask_token_id"] == 3
     assert draft["reads_output_of_target_layers"] == [0, 1, 3]

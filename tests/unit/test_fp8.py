@@ -279,7 +279,10 @@ def test_mismatched_scales_are_named(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"quant_method": "compressed-tensors"}, "quant_method is 'compressed-tensors'"),
+        (
+            {"quant_method": "compressed-tensors"},
+            "quantized by compressed-tensors, which is not supported",
+        ),
         ({"activation_scheme": "static"}, "activation_scheme is 'static'"),
         ({"fmt": "e5m2"}, "fmt is 'e5m2'"),
         ({"weight_block_size": None}, "weight_block_size is None"),

@@ -82,9 +82,16 @@ def test_speculators_checkpoint_rejects_other_drafter_or_method(
         locate_models(ENGINE.with_(target=own, **change))
 
 
+@pytest.mark.parametrize("method", ["dflash2", "dspark"])
+def test_speculators_heads_run_as_dflash(pair: Pair, tmp_path: Path, method: str):
+    own = written(tmp_path / "own", speculators(str(pair.target), speculators_model_type=method))
+    located = locate_models(ENGINE.with_(target=own))
+    assert (located.method, located.num_drafts) == ("dflash", 7)
+
+
 def test_other_methods_and_absent_targets_are_rejected(tmp_path: Path):
     other = written(tmp_path / "e", speculators("a/b", speculators_model_type="eagle3"))
-    with pytest.raises(ValueError, match="drafts with 'eagle3', but only 'dflash' is supported"):
+    with pytest.raises(ValueError, match="drafts with 'eagle3', but only 'dflash', 'dflash2', "):
         locate_models(ENGINE.with_(target=other))
     moved = written(tmp_path / "m", speculators("/moved/away"))
     with pytest.raises(ValueError, match="drafts for /moved/away, which is not a directory here"):

@@ -362,7 +362,7 @@ REJECTED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a target": (
         {"architectures": ["Qwen3ForCausalLM"], "dflash_config": ...},
-        r"\['Qwen3ForCausalLM'\] is not a DFlash drafter",
+        r"\['Qwen3ForCausalLM'\] is not a drafter for DFlash, DFlash2 or DSpark",
     ),
     "sinks in some layers": (
         {**SLIDING_AND_FULL, SWA_SINKS: True},
@@ -371,7 +371,7 @@ REJECTED: dict[str, tuple[dict[str, Any], str]] = {
     "sinks that are no flag": ({"attention_sink_bias": 2}, "attention_sink_bias is 2"),
     "another base for the context": (
         {**MIMO, "dflash_config": {**MIMO["dflash_config"], "backbone_rotary_base": 5000000}},
-        "backbone_rotary_base is 5000000, which is not known",
+        r"backbone_rotary_base is 5000000, but .* mask_embedding\.pt .* are not supported",
     ),
     "anchors where DeepSpec has them": ({"num_anchors": 512}, "num_anchors is 512"),
     "first slot": ({"sample_from_anchor": True}, "sample_from_anchor is True"),
@@ -390,11 +390,14 @@ REJECTED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "rope_parameters differ between layer types",
     ),
-    "quantized": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is set"),
+    "quantized": (
+        {"quantization_config": {"quant_method": "fp8"}},
+        "quantized by quant_method 'fp8', which is not supported yet; use the unquantized drafter",
+    ),
     "unknown key": ({"gated_attention": True}, "gated_attention is True, which is not known"),
     "unknown nested key": (
         {"dflash_config": nested(7, 1, shift_label=True)},
-        "shift_label is True, which is not known",
+        "shift_label is True, which is not supported for DFlash in z-lab's format",
     ),
 }
 

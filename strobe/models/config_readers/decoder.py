@@ -66,16 +66,6 @@ def read_decoder(
     )
 
 
-def plain_linears(fields: Fields) -> None:
-    """Raises ValueError unless the activation is SiLU and the checkpoint is not quantized."""
-    fields.only("hidden_act", "silu", why="use a checkpoint with hidden_act 'silu'.")
-    if fields.get("quantization_config"):
-        raise ValueError(
-            f"{fields.path}: quantization_config is set, but quantized checkpoints are not "
-            "supported; use the unquantized one."
-        )
-
-
 def read_ropes(
     fields: Fields,
     masks: tuple[LayerMask, ...],

@@ -1,4 +1,4 @@
-"""The token ids of a drafter's reduced head."""
+"""A drafter's reduced head: its size and its token ids."""
 
 from __future__ import annotations
 
@@ -8,8 +8,22 @@ import torch
 from torch import Tensor
 
 from strobe.models.checkpoint import Checkpoint
+from strobe.models.config_readers.fields import HINT as CONFIG_HINT
+from strobe.models.config_readers.fields import Fields
 from strobe.models.config_readers.tensor_names import HINT
 from strobe.models.model_config import DraftConfig
+
+
+def read_draft_vocabulary(fields: Fields, vocab_size: int, default: int) -> int | None:
+    """Read the number of rows of a reduced head; None if it has all tokens. default: if the key is
+    missing. Raises ValueError."""
+    size = fields.integer("draft_vocab_size", default)
+    if size > vocab_size:
+        raise ValueError(
+            f"{fields.path}: draft_vocab_size is {size}, but the vocabulary has {vocab_size} "
+            f"tokens; {CONFIG_HINT}"
+        )
+    return None if size == vocab_size else size
 
 
 def load_target_ids(checkpoint: Checkpoint, config: DraftConfig) -> Tensor:

@@ -50,12 +50,17 @@ class Fields:
     def __init__(self, values: dict[str, Any], path: Path, *, first: str | None = None):
         self.path = path
         self._values = values
+        self._first_key = first
         self._seen = {first} if first else set[str]()
         self._first: dict[str, Any] = {}
         self._first = self.object(first) if first else {}
 
     def __contains__(self, key: str) -> bool:
         return key in self._first or key in self._values
+
+    def is_nested(self, key: str) -> bool:
+        """Whether the key is in the nested object whose keys take precedence."""
+        return key in self._first
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value. `default` replaces a missing or null one."""
@@ -120,6 +125,15 @@ class Fields:
         """Raises ValueError unless the key is missing, null or has one of the values."""
         if (value := self.get(key)) is not None and value not in values:
             raise ValueError(f"{self.path}: {key} is {value!r}, which is not supported; {why}")
+
+    def agree(self) -> None:
+        """Raises ValueError for a key whose value in the nested object contradicts this one's."""
+        for key, inner in self._first.items():
+            outer = self._values.get(key)
+            if None not in (inner, outer) and inner != outer:
+                raise ValueError(
+                    f"{self.path}: {key} is {outer!r}, but {inner!r} in {self._first_key}; {HINT}"
+                )
 
     def finish(self, harmless: Collection[str] = ()) -> None:
         """Raises ValueError for a key that was not read and is not harmless: ignoring it could

@@ -11,15 +11,23 @@ from pathlib import Path
 from typing import Any
 
 from strobe.attention.mask import LayerMask
+from strobe.models.config_readers.block_layout import read_anchor_first
 from strobe.models.config_readers.decoder import (
-    plain_linears,
     read_decoder,
     read_dtype,
     read_layer_types,
 )
-from strobe.models.config_readers.detection import read_head
+from strobe.models.config_readers.detection import (
+    DFLASH2,
+    DSPARK,
+    SPECULATORS,
+    Dialect,
+    read_head,
+)
+from strobe.models.config_readers.draft_vocabulary import read_draft_vocabulary
 from strobe.models.config_readers.fields import HINT, Fields
 from strobe.models.config_readers.mask_token import read_mask_token
+from strobe.models.config_readers.target_copies import check_copies
 from strobe.models.model_config import DraftConfig
 
 QWEN3: dict[str, Any] = {
@@ -93,14 +101,15 @@ def read_window(fields: Fields, layers: Fields) -> int | None:
     return layers.integer("sliding_window", WINDOW if qwen3 else None)
 
 
-def read_masks(fields: Fields, layers: Fields) -> tuple[LayerMask, ...]:
+def read_masks(fields: Fields, layers: Fields, dialect: Dialect) -> tuple[LayerMask, ...]:
     """Full layers see the whole block, whatever their window. Sliding layers follow
-    `sliding_window_non_causal`; older files lack it, and their layers see the whole block."""
+    `sliding_window_non_causal`; older files lack it, and their layers see the whole block, but for
+    DSpark's, which are causal as in the library."""
     types = read_layer_types(layers)
     window = layers.get("sliding_window")
     if "sliding_attention" in types:
         window = read_window(fields, layers)
-    non_causal = fields.flag("sliding_window_non_causal", True)
+    non_causal = fields.flag("sliding_window_non_causal", dialect.method != DSPARK)
     return tuple(
         LayerMask(causal=not non_causal, window=window)
         if t == "sliding_attention" and window is not None
@@ -125,13 +134,15 @@ def read_recommended(fields: Fields, drafts: int) -> int | None:
     return min(count, drafts)
 
 
-def read(config: dict[str, Any], path: Path, target: Path | None = None) -> DraftConfig:
+def read(
+    config: dict[str, Any], path: Path, dialect: Dialect, target: Path | None = None
+) -> DraftConfig:
     fields = Fields(config, path)
-    for key, plain in (("projector_type", "dflash"), ("shift_label", False)):
-        fields.only(key, plain, why="use a drafter of plain DFlash.")
+    for key, plain in (("projector_type", dialect.method.lower()), ("shift_label", False)):
+        fields.only(key, plain, why=f"use a drafter of {dialect.method}.")
     layers = read_decoder_fields(fields)
-    plain_linears(layers)
-    masks = read_masks(fields, layers)
+    layers.only("hidden_act", "silu", why="use a checkpoint with hidden_act 'silu'.")
+    masks = read_masks(fields, layers, dialect)
     decoder = read_decoder(
         layers,
         masks,
@@ -139,6 +150,7 @@ def read(config: dict[str, Any], path: Path, target: Path | None = None) -> Draf
         head_dim=None if layers.get("model_type") == "llama" else 128,
         drafter=True,
     )
+    check_copies(layers)
     layers.finish(HARMLESS_OF_DECODER)
     ids = fields.ids("aux_hidden_state_layer_ids")
     features = fields.get("target_hidden_size")
@@ -147,14 +159,14 @@ def read(config: dict[str, Any], path: Path, target: Path | None = None) -> Draf
             f"{path}: aux_hidden_state_layer_ids is {ids!r}, but must list the target's hidden "
             f"states that the drafter reads; {HINT}"
         )
-    size = fields.integer("draft_vocab_size", 32000)
-    block = fields.integer("block_size", 8, low=2)
-    if size > decoder.vocab_size:
+    rows = read_draft_vocabulary(fields, decoder.vocab_size, 32000)
+    if rows is not None and dialect.method == DFLASH2:
         raise ValueError(
-            f"{path}: draft_vocab_size is {size}, but the vocabulary has {decoder.vocab_size} "
-            f"tokens; {HINT}"
+            f"{path}: draft_vocab_size is {rows}, but DFlash2's candidates need the whole "
+            f"vocabulary of {decoder.vocab_size}; {HINT}"
         )
-    first = fields.flag("sample_from_anchor")
+    first = read_anchor_first(fields, dialect)
+    block = fields.integer("block_size", 8, low=1 if first else 2)
     draft = DraftConfig(
         decoder=decoder,
         block_size=block,
@@ -167,10 +179,10 @@ def read(config: dict[str, Any], path: Path, target: Path | None = None) -> Draf
         dtype=read_dtype(fields),
         anchor_first=first,
         target_hidden_size=None if features is None else fields.integer("target_hidden_size"),
-        draft_vocab_size=None if size == decoder.vocab_size else size,
+        draft_vocab_size=rows,
         recommended_drafts=read_recommended(fields, block - (not first)),
-        format="speculators",
-        **read_head(config, fields),
+        format=SPECULATORS,
+        **read_head(dialect.method, fields),
     )
     fields.finish(HARMLESS)
     return draft

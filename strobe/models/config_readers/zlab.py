@@ -1,15 +1,15 @@
-"""z-lab's format: DFlash keys at the top level or in `dflash_config`, no embedding and no head."""
+"""z-lab's format: drafting keys at the top level or in `dflash_config`, no embedding and no head.
+SpecForge's and ModelOpt's DSpark drafters are written in the same way."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from strobe.attention.mask import LayerMask
+from strobe.models.config_readers.block_layout import read_anchor_first
 from strobe.models.config_readers.decoder import (
-    plain_linears,
     read_decoder,
     read_dtype,
     read_layer_types,
@@ -17,17 +17,29 @@ from strobe.models.config_readers.decoder import (
     read_ropes,
     read_window,
 )
-from strobe.models.config_readers.detection import read_head
+from strobe.models.config_readers.detection import (
+    DFLASH2,
+    MARKOV_KEYS,
+    Z_LAB,
+    Dialect,
+    read_head,
+)
+from strobe.models.config_readers.draft_vocabulary import read_draft_vocabulary
 from strobe.models.config_readers.fields import HINT, Fields
 from strobe.models.config_readers.mask_token import find_mask_token
 from strobe.models.config_readers.rope import RopeConfig
+from strobe.models.config_readers.target_copies import check_copies
 from strobe.models.model_config import DraftConfig
 
 HARMLESS = frozenset(
     {"eos_token_id", "tie_word_embeddings", "use_sliding_window", "max_window_layers",
-     "swa_window_size", "loss_decay_gamma", "initial_context_length"}
+     "swa_window_size", "loss_decay_gamma"}
 )  # fmt: skip
-"""Keys of a drafter's config that concern its target or training, or that repeat other keys."""
+"""Keys of a drafter's config that concern its target or training."""
+TRAINING = frozenset({"num_anchors", "confidence_head_alpha"})
+"""Keys of DSpark's training."""
+CAPTURE_KEYS = ("target_layer_ids", "dspark_target_layer_ids", "layer_ids")
+"""Keys of the captured layers in order of precedence."""
 
 
 def read_masks(fields: Fields) -> tuple[LayerMask, ...]:
@@ -103,12 +115,23 @@ def read_rope(
     return replace(rope, interleaved=not neox, share=float(share))
 
 
-def read_capture(fields: Fields) -> tuple[tuple[int, ...], int | None]:
-    """Return the captured layers, as numbers of finished layers, and the target's layer count."""
+def read_capture(fields: Fields, dialect: Dialect) -> tuple[tuple[int, ...], int | None]:
+    """Return the captured layers, as numbers of finished layers, and the target's layer count.
+    z-lab's format has a default. Raises ValueError if two keys name different layers."""
     total = fields.get("num_target_layers")
     total = None if total is None else fields.integer("num_target_layers")
-    ids = fields.ids("target_layer_ids")
-    if ids is None and total is not None:
+    lists = {key: ids for key in CAPTURE_KEYS if (ids := fields.ids(key)) is not None}
+    if aux := fields.ids("eagle_aux_hidden_state_layer_ids"):  # counted as hidden states
+        lists["eagle_aux_hidden_state_layer_ids"] = [i - 1 for i in aux]
+    first, *others = [*lists, CAPTURE_KEYS[0]]
+    for other in others:
+        if lists.get(other, lists.get(first)) != lists.get(first):
+            raise ValueError(
+                f"{fields.path}: {first} is {fields.get(first)!r}, but {other} names other layers, "
+                f"{fields.get(other)!r}; {HINT}"
+            )
+    ids = lists.get(first)
+    if ids is None and total is not None and dialect.format == Z_LAB:
         ids = default_capture_layers(total, fields.integer("num_hidden_layers"))
     if not ids:
         raise ValueError(
@@ -118,17 +141,46 @@ def read_capture(fields: Fields) -> tuple[tuple[int, ...], int | None]:
     return tuple(i + 1 for i in ids), total
 
 
-def read_flat(
-    fields: Fields, target: Path | None, harmless: Collection[str] = (), **layout: Any
-) -> DraftConfig:
-    """Read a config with decoder and DFlash keys in one object. layout: more DraftConfig fields."""
-    plain_linears(fields)
-    # Keys that change a DFlash drafter's computation.
-    if "sample_from_anchor" not in harmless:
-        fields.only("sample_from_anchor", False, why="use another drafter.")
-    if "num_anchors" not in harmless:
+def refuse_unsupported(fields: Fields, dialect: Dialect) -> None:
+    """Raises ValueError for keys that change the layers in a way that is not supported, and for
+    those that contradict each other."""
+    fields.only("hidden_act", "silu", why="use a checkpoint with hidden_act 'silu'.")
+    if (base := fields.get("backbone_rotary_base")) is not None:
+        raise ValueError(
+            f"{fields.path}: backbone_rotary_base is {base!r}, but a second base beside "
+            "rope_theta, and the mask_embedding.pt that comes with it in MiMo's drafters, are not "
+            "supported; use another drafter."
+        )
+    if dialect.format == Z_LAB and not fields.is_nested("num_anchors"):
+        # Outside `dflash_config` the key belongs to DeepSpec, whose first slot predicts.
         fields.only("num_anchors", why="use another drafter.")
-    capture, total = read_capture(fields)
+    if dialect.method != DFLASH2:
+        _check_dspark_keys(fields)
+
+
+def _check_dspark_keys(fields: Fields) -> None:
+    """Check the keys of DSpark's family that do not belong to its heads."""
+    if any(key in fields for key in MARKOV_KEYS):
+        fields.agree()
+    heads = fields.get("num_attention_heads")
+    if fields.get("attention_mode") == "mha":  # the numbers of heads say the same
+        fields.only("num_key_value_heads", heads, why="attention_mode is 'mha'.")
+    fields.only("attention_mode", "gqa", "mha", why="use a drafter with one of these.")
+    rank = fields.get("markov_rank")
+    fields.only("dspark_markov_rank", rank, why=f"markov_rank is {rank!r}.")
+    fields.only("use_aux_hidden_state", True, why="use a drafter that reads hidden states.")
+    causal = fields.get("causal", fields.get("is_causal"))
+    fields.only("dflash_query_causal", causal, why=f"causal is {causal!r}.")
+
+
+def read_flat(
+    fields: Fields, target: Path | None, dialect: Dialect, embedding_scale: float | None
+) -> DraftConfig:
+    """Read a config with decoder and drafting keys in one object, or in `dflash_config`.
+    embedding_scale: if the config does not name it; None for the target's."""
+    refuse_unsupported(fields, dialect)
+    anchor_first = read_anchor_first(fields, dialect)
+    capture, total = read_capture(fields, dialect)
     softcap = fields.get("final_logit_softcapping")
     masks = read_masks(fields)
     head_dim = fields.integer("head_dim", 128)
@@ -145,28 +197,37 @@ def read_flat(
         value_scale=fields.number("attention_value_scale", 1.0),
         sinks=sinks,
     )
+    check_copies(fields)
     draft = DraftConfig(
         decoder=decoder,
-        block_size=fields.integer("block_size", 16, low=2),
+        block_size=fields.integer(
+            "block_size", 16 if dialect.format == Z_LAB else None, low=1 if anchor_first else 2
+        ),
         mask_token_id=find_mask_token(fields, target, decoder.vocab_size),
         capture=capture,
         num_target_layers=total,
-        embedding_scale=None if scale is None else fields.number("input_embedding_scale"),
+        embedding_scale=(
+            embedding_scale if scale is None else fields.number("input_embedding_scale")
+        ),
         output_multiplier=fields.number("output_multiplier", 1.0),
         logit_softcap=fields.number("final_logit_softcapping") if softcap else None,
         dtype=read_dtype(fields),
+        anchor_first=anchor_first,
         target_hidden_size=None if features is None else fields.integer("target_hidden_size"),
+        draft_vocab_size=read_draft_vocabulary(fields, decoder.vocab_size, decoder.vocab_size),
+        format=dialect.format,
+        **read_head(dialect.method, fields),
     )
-    fields.finish([*HARMLESS, *harmless])
-    return replace(draft, **layout)
+    fields.finish([*HARMLESS, *TRAINING])
+    return draft
 
 
-def read(config: dict[str, Any], path: Path, target: Path | None = None) -> DraftConfig:
+def read(
+    config: dict[str, Any], path: Path, dialect: Dialect, target: Path | None = None
+) -> DraftConfig:
     """target: the directory whose tokenizer has the mask token if the config does not name it."""
     fields = Fields(config, path, first="dflash_config")
-    # Outside `dflash_config` the key belongs to DeepSpec, whose first slot predicts.
-    harmless = {"num_anchors"} & set(config.get("dflash_config") or ())
-    return read_flat(fields, target, harmless, **read_head(config, fields))
+    return read_flat(fields, target, dialect, embedding_scale=None)
 
 
 def default_capture_layers(num_target_layers: int, count: int) -> list[int]:

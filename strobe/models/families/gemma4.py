@@ -25,6 +25,7 @@ from strobe.models.linear import LinearView
 from strobe.models.model_config import DecoderConfig, ExpertShape, LayerShape, TargetConfig
 from strobe.models.modules import Attention, RMSNorm
 from strobe.models.ops.torch_ops import ForwardRows, Residual, TorchOps
+from strobe.models.quantization.published import check_format
 from strobe.models.target import Target
 from strobe.models.weight_mapping import WeightMapping, WeightPart
 
@@ -52,6 +53,7 @@ ROPES: dict[str, dict[str, Any]] = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
 """Defaults of rope_parameters."""
+UNQUANTIZED = "use the unquantized checkpoint."
 PATTERN = 6
 """By default, one in so many layers is full."""
 
@@ -174,11 +176,8 @@ def refuse_unsupported(fields: Fields) -> None:
     fields.get("vocab_size_per_layer_input")  # of those embeddings
     fields.only("num_kv_shared_layers", 0, why=f"layers cannot share keys and values; {hint}")
     fields.only("use_double_wide_mlp", False, why=f"no layer shares keys and values; {hint}")
-    if fields.get("quantization_config"):
-        raise ValueError(
-            f"{fields.path}: quantization_config is set, but quantized checkpoints are not "
-            "supported; use the unquantized one."
-        )
+    values = fields.object("quantization_config")
+    check_format({"quantization_config": values}, fields.path, hint=UNQUANTIZED, running=())
 
 
 def read(fields: Fields, directory: Path) -> TargetConfig:

@@ -11,6 +11,7 @@ from strobe.models.config_readers.fields import Fields
 from strobe.models.linear import Format
 from strobe.models.model_config import DecoderConfig, Quantization
 from strobe.models.quantization import fp8, mxfp4
+from strobe.models.quantization.published import check_format
 from strobe.models.weight_mapping import WeightMapping
 
 
@@ -51,15 +52,9 @@ def read_quantization(fields: Fields, decoder: DecoderConfig) -> Quantization | 
     values = fields.object("quantization_config")
     if not values:
         return None
+    check_format({"quantization_config": values}, fields.path, hint=HINT, running=METHODS)
     inner = Fields(values, fields.path)
-    name = inner.get("quant_method")
-    method = METHODS.get(str(name))
-    if method is None:
-        raise ValueError(
-            f"{fields.path}: quantization_config.quant_method is {name!r}, which is not "
-            f"supported; {HINT}"
-        )
-    return method.read(inner, decoder)
+    return METHODS[str(inner.get("quant_method"))].read(inner, decoder)
 
 
 def apply_quantization(
