@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from published import QWEN3_8B_DFLASH, written
+from published_configs import published
 from safetensors.torch import load_file, save_file
 from tiny import LAYERS, VOCAB, edit_json, make_draft
 from transformers import AutoConfig
@@ -24,35 +25,7 @@ from strobe.models.config_readers.rope import RopeConfig
 from strobe.models.config_readers.zlab import default_capture_layers
 from strobe.models.families import FAMILIES
 
-QWEN3_8B: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "initializer_range": 0.02,
-    "intermediate_size": 12288,
-    "max_position_embeddings": 40960,
-    "max_window_layers": 36,
-    "model_type": "qwen3",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 36,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.51.0",
-    "use_cache": True,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
-"""The config.json published with Qwen/Qwen3-8B."""
+QWEN3_8B: dict[str, Any] = published("targets", "Qwen__Qwen3-8B")["config"]
 
 MIXED = ["sliding_attention"] * 4 + ["full_attention"]
 
@@ -305,7 +278,7 @@ BAD_DRAFTS: dict[str, tuple[dict[str, Any], str]] = {
     "softcap": ({"final_logit_softcapping": -3}, "final_logit_softcapping is -3"),
     "another model": (
         {"architectures": ["Eagle3"], "dflash_config": None},
-        "a drafter for EAGLE-3, not DFlash",
+        "a drafter for EAGLE-3, which is not supported",
     ),
 }
 
