@@ -1,0 +1,129 @@
+"""Write the tables of published checkpoints in docs/checkpoints.md from tests/corpus.
+
+    python scripts/checkpoints_page.py [--write | --check]
+
+Without an option it prints the page. A test compares each answer with what the readers say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from strobe.models.quantization.published import format_name
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "checkpoints.md"
+CORPUS = ROOT / "tests" / "corpus"
+INFERRED = ("inferred", "does not name the repository", "no such repository")
+"""Words of notes and sources whose checkpoint's name is not certain."""
+NATIVE = {"fp8": "FP8 with scales by blocks", "mxfp4": "experts in MXFP4"}
+INCOMPLETE = "recognized; its config was seen in part"
+
+Entry = dict[str, Any]
+
+
+def checkpoint_name(stem: str, entry: Entry) -> str:
+    """Return the name of a checkpoint as its users write it."""
+    owner, _, name = stem.partition("__")
+    text = f"{entry.get('note', '')} {entry['source']}"
+    suffix = " (name inferred)" if any(words in text for words in INFERRED) else ""
+    if owner == "SpecForge":
+        return f"{owner}'s `{name}`"
+    return f"`{owner}/{name}`{suffix}"
+
+
+def verdict(answer: Entry, entry: Entry) -> str:
+    """Return what happens to the checkpoint, in a few words."""
+    if answer["answer"] == "rejected":
+        return f"rejected by {rejecting(answer, entry)}"
+    if answer["answer"] == "incomplete":
+        return INCOMPLETE
+    return "loads" + (", as far as its config was seen" if entry["partial"] else "")
+
+
+def rejecting(answer: Entry, entry: Entry) -> str:
+    """Return what a rejected checkpoint's error names."""
+    reason = answer["reason"]
+    if reason == answer.get("method"):
+        return "its method"
+    if reason in (entry["config"].get("architectures") or ()):
+        return "its architecture"
+    return "its format of weights" if "quantized" in answer["sentence"] else f"`{reason}`"
+
+
+def weights(entry: Entry) -> str:
+    """Return the format or the dtype of a target's weights."""
+    config = entry["config"]
+    method = (config.get("quantization_config") or {}).get("quant_method")
+    name = format_name(config, entry.get("quant"), NATIVE)
+    if name is not None:
+        return name
+    text = config.get("text_config") or config
+    dtype = text.get("dtype") or text.get("torch_dtype") or config.get("dtype")
+    return NATIVE.get(str(method), dtype or "not seen")
+
+
+def tables() -> dict[str, str]:
+    """Return the two tables by name."""
+    answers = json.loads((CORPUS / "answers.json").read_text(encoding="utf-8"))
+    rows: dict[str, list[tuple[str, ...]]] = {"drafters": [], "targets": []}
+    for kind, by_name in answers.items():
+        for stem, answer in by_name.items():
+            text = (CORPUS / kind / f"{stem}.json").read_text(encoding="utf-8")
+            entry = json.loads(text)
+            name = checkpoint_name(stem, entry)
+            if kind == "drafters":
+                details = answer["method"] or "not seen", answer["format"] or ""
+            else:
+                names = entry["config"].get("architectures")
+                details = f"`{names[0]}`" if names else "not seen", weights(entry)
+            rows[kind].append((*details, name, verdict(answer, entry)))
+    heads = {
+        "drafters": ("method", "format", "checkpoint", "answer"),
+        "targets": ("architecture", "weights", "checkpoint", "answer"),
+    }
+    return {kind: as_table(heads[kind], sorted(rows[kind])) for kind in heads}
+
+
+def as_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    lines += [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join(lines)
+
+
+def with_tables(page: str) -> str:
+    """Return the page with its tables renewed."""
+    made = tables()
+
+    def table(match: re.Match[str]) -> str:
+        return f"{match[1]}\n{made[match[2]]}\n{match[3]}"
+
+    return re.sub(r"(<!-- table (\S+) -->)\n.*?(<!-- end -->)", table, page, flags=re.DOTALL)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--write", action="store_true", help="renew the page")
+    group.add_argument("--check", action="store_true", help="fail if the page is not current")
+    options = parser.parse_args()
+    old = PAGE.read_text(encoding="utf-8")
+    page = with_tables(old)
+    if options.check:
+        if page != old:
+            print("docs/checkpoints.md is old; run python scripts/checkpoints_page.py --write")
+        return int(page != old)
+    if options.write:
+        PAGE.write_text(page, encoding="utf-8")
+    else:
+        print(page, end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
