@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,11 @@ TOLERANCE = 0.01
 
 def tiles(block_m: int, kind: str) -> tuple[Tile, ...]:
     """Return the candidates for a block of so many rows of x."""
+    return tuple(Tile(*tile) for tile in _tiles(block_m, kind))
+
+
+def _tiles(block_m: int, kind: str) -> Iterable[tuple[int, int, int, int]]:
+    """Return (block_n, block_k, warps, stages)."""
     if kind == "mxfp4":  # an iteration always has 128 columns
         if block_m == 8:
             return tuple((n, 128, w, s) for n, w in ((32, 2), (64, 4)) for s in (4, 6))
@@ -89,9 +94,15 @@ def compile_one(
     blocks = None if by_pair else torch.empty(4, 3, dtype=torch.int32, **meta)
     routed = kernels.Routed(ids, ids.float(), None if by_pair else ids[0], blocks, 4)
     biases = torch.empty(count, n, dtype=torch.bfloat16, **meta) if bias else None
-    activation = Gate(name, 7.0) if first else None
-    inputs = x, weight, biases, routed, tile, block_m, activation
-    return compile_error(kernels.grouped, *inputs)
+    return compile_error(
+        kernels.grouped,
+        x,
+        kernels.Projection(weight, biases),
+        routed,
+        tile=tile,
+        block_m=block_m,
+        activation=Gate(name, 7.0) if first else None,
+    )
 
 
 def random_weight(
@@ -130,7 +141,9 @@ class Layer:
             return random_weight(kind, (count, n, k), biases, torch.device("cuda"))
 
         self.linears = [(layer(2 * inner, hidden), layer(hidden, inner)) for _ in range(COPIES)]
-        self.layers = [[(kernel_weight(x), x.bias) for x in pair] for pair in self.linears]
+        self.layers = [
+            [kernels.Projection(kernel_weight(x), x.bias) for x in pair] for pair in self.linears
+        ]
         self.normal, self.count, self.hidden = normal, count, hidden
         self.gate, self.routing = Gate(name, 7.0), Routing(self.top_k)
 
@@ -140,10 +153,10 @@ class Layer:
         self.sizes = torch.tensor([rows], device="cuda")
 
     def run(self, i: int, config: ExpertsConfig) -> Tensor:
-        logits, (gate_up, down) = self.logits[i], self.layers[i]
-        options: dict[str, Any] = {"sizes": self.sizes, "config": config}
+        gate_up, down = self.layers[i]
+        layer = kernels.KernelExperts(self.routing, gate_up, down, self.gate)
         return kernels.experts(
-            self.x, logits, self.routing, gate_up, down, self.gate, self.extra, **options
+            self.x, self.logits[i], layer, self.extra, sizes=self.sizes, config=config
         )
 
     def twin(self, i: int) -> Tensor:
@@ -170,17 +183,28 @@ def fastest(
     """Time the tiles of the first or the second GEMM; return the fastest."""
 
     def inner(i: int) -> Tensor:
-        weight, bias = layer.layers[i][0]
-        return kernels.grouped(layer.x, weight, bias, routed[i], candidates[0], block_m, layer.gate)
+        return kernels.grouped(
+            layer.x,
+            layer.layers[i][0],
+            routed[i],
+            tile=candidates[0],
+            block_m=block_m,
+            activation=layer.gate,
+        )
 
     inputs = [layer.x if first else inner(i) for i in range(COPIES)]
     times: dict[Tile, float] = {}
     for tile in candidates:
 
         def call(i: int, tile: Tile = tile) -> Tensor:
-            weight, bias = layer.layers[i][0 if first else 1]
-            gate = layer.gate if first else None
-            return kernels.grouped(inputs[i], weight, bias, routed[i], tile, block_m, gate)
+            return kernels.grouped(
+                inputs[i],
+                layer.layers[i][0 if first else 1],
+                routed[i],
+                tile=tile,
+                block_m=block_m,
+                activation=layer.gate if first else None,
+            )
 
         try:
             times[tile] = measure(call)
@@ -265,7 +289,8 @@ def tune(args: argparse.Namespace, pool: ProcessPoolExecutor, deadline: float) -
             every = tiles(block_m, kind)
             working = [tile for tile in every if futures[*key, tile, first].result() is None]
             chosen.append(fastest(layer, routed, block_m, working, first=first))
-        config = ExpertsConfig(block_m, by_pair, *chosen)
+        gate_up, down = chosen
+        config = ExpertsConfig(block_m=block_m, by_pair=by_pair, gate_up=gate_up, down=down)
         error = check(layer, config)
         whole = measure(partial(layer.run, config=config))
         twin = f", torch {measure(layer.twin):6.1f}" if kind == "bf16" else ""

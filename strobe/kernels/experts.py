@@ -19,14 +19,14 @@ row's bits do not depend on the other rows in a bucket of row counts. The torch 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from strobe.kernels.experts_table import MAX_ROWS, ExpertsConfig, choose
+from strobe.kernels.experts_table import MAX_ROWS, ExpertsConfig, Tile, choose
 from strobe.kernels.gemm import DTYPES, INTERPRETED
 from strobe.kernels.gemm_table import Weight
 from strobe.kernels.pdl import pdl_wait, supports_pdl
@@ -220,30 +220,51 @@ def _sum_kernel(
     tl.store(out + row * H + column, round_to(total, out.dtype.element_ty), inside)
 
 
-AnyWeight = Weight | PackedWeight
+class Projection(NamedTuple):
+    """One linear layer of each expert: weights [E, N, K] and biases [E, N]."""
+
+    weight: Weight | PackedWeight
+    bias: Tensor | None = None
+
+
+class KernelExperts(NamedTuple):
+    """A layer's experts as the kernels read them, and how rows choose among them."""
+
+    routing: Routing
+    gate_up: Projection
+    down: Projection
+    gate: Gate
+
+    @property
+    def count(self) -> int:
+        """Experts at hand, with a shared one."""
+        return self.gate_up.weight.shape[0]
 
 
 def grouped(
     x: Tensor,
-    weight: AnyWeight,
-    bias: Tensor | None,
+    projection: Projection,
     routed: Routed,
-    tile: tuple[int, int, int, int],
+    *,
+    tile: Tile,
     block_m: int,
     activation: Gate | None,
-    *,
     warmup: bool = False,
 ) -> Tensor:
     """x [T, H] -> [P, I] by the first GEMM, which has an activation, or [P, I] -> [P, H] by the
     second. `warmup` only compiles the kernel."""
+    weight = projection.weight
     number = routed.ids.numel()
     count, n, k = weight.shape
-    kind, group = (weight.kind, weight.group) if isinstance(weight, PackedWeight) else ("", 0)
+    kind = ""
+    group = 0
+    if isinstance(weight, PackedWeight):
+        kind = weight.kind
+        group = weight.group
     outputs = n if activation is None else n // 2
-    block_n, block_k, warps, stages = tile
     y = x.new_empty(number, outputs)
     pdl = supports_pdl(x.device)
-    grid = (triton.cdiv(n, block_n) * routed.num_blocks,)
+    grid = (triton.cdiv(n, tile.block_n) * routed.num_blocks,)
     data = weight.data
     options = dict[str, Any]()
     kernel: Any = _grouped_kernel
@@ -251,23 +272,46 @@ def grouped(
         data = data.view(torch.int32)
     if kind == "e2m1" and x.dtype == torch.bfloat16 and HAS_GLUON and not INTERPRETED:
         kernel = mxfp4_kernel
-        options = {"STAGES": stages, **instructions(block_m)}
+        options = {"STAGES": tile.stages, **instructions(block_m)}
     else:
+        block_k = tile.block_k
         if kind == "e4m3" and group < k:
             block_k = math.gcd(block_k, group)
         options = {
-            "LINE": data.shape[2], "E2M1": kind == "e2m1", "GROUP": group, "BLOCK_K": block_k,
-            "DTYPE": DTYPES[x.dtype], "num_stages": 1 if kind == "e2m1" else stages,
-        }  # fmt: skip
+            "LINE": data.shape[2],
+            "E2M1": kind == "e2m1",
+            "GROUP": group,
+            "BLOCK_K": block_k,
+            "DTYPE": DTYPES[x.dtype],
+            "num_stages": 1 if kind == "e2m1" else tile.stages,
+        }
     if warmup:
         options["grid"] = grid
     (kernel.warmup if warmup else kernel[grid])(
-        x, data, weight.scale, bias, routed.ids, routed.pairs, routed.blocks,
-        routed.weights, y, x.stride(0), 0.0 if activation is None else activation.limit,
-        N=n, K=k, E=count, TOP_K=routed.ids.shape[1], BLOCK_M=block_m, BLOCK_N=block_n,
+        x,
+        data,
+        weight.scale,
+        projection.bias,
+        routed.ids,
+        routed.pairs,
+        routed.blocks,
+        routed.weights,
+        y,
+        x.stride(0),
+        0.0 if activation is None else activation.limit,
+        N=n,
+        K=k,
+        E=count,
+        TOP_K=routed.ids.shape[1],
+        BLOCK_M=block_m,
+        BLOCK_N=tile.block_n,
         ACTIVATION=_ACTIVATIONS[activation.name] if activation else 0,
-        DOWN=activation is None, PDL=pdl, num_warps=warps, launch_pdl=pdl, **options,
-    )  # fmt: skip
+        DOWN=activation is None,
+        PDL=pdl,
+        num_warps=tile.warps,
+        launch_pdl=pdl,
+        **options,
+    )
     return y
 
 
@@ -279,47 +323,42 @@ def serves(x: Tensor, gate_up: Linear) -> bool:
 def experts(
     x: Tensor,
     logits: Tensor,
-    routing: Routing,
-    gate_up: tuple[AnyWeight, Tensor | None],
-    down: tuple[AnyWeight, Tensor | None],
-    activation: Gate,
+    layer: KernelExperts,
     extra: Tensor | None,
+    *,
     sizes: Tensor | None = None,
     config: ExpertsConfig | None = None,
 ) -> Tensor:
-    """x [T, H], logits [T, E] ([T, E + 1] with a shared expert), weights and biases of the experts,
-    extra [T, H] -> extra + the weighted outputs of each row's experts [T, H]. sizes [S] int64: rows
-    of each span; rows after them are padding and choose no experts. config: the table's if None."""
+    """x [T, H], logits [T, E] ([T, E + 1] with a shared expert), extra [T, H] -> extra + the
+    weighted outputs of each row's experts [T, H]. sizes [S] int64: rows of each span; rows after
+    them are padding and choose no experts. config: the table's if None."""
+    routing = layer.routing
     if x.shape[0] > MAX_ROWS:
         routed = route(logits, routing, sizes, 1, by_pair=True)
-        return _many(x, routed, gate_up, down, activation, extra)
+        return _many(x, routed, layer, extra)
     if config is None:
-        weight = gate_up[0]
+        weight = layer.gate_up.weight
         kind = weight.kind if isinstance(weight, PackedWeight) else ""
         shape = weight.shape[0] - routing.shared, *weight.shape[1:]
-        config = choose(x.shape[0], shape, x.dtype, x.device, kind)
+        config = choose(x.shape[0], shape, x.dtype, device=x.device, packed=kind)
     routed = route(logits, routing, sizes, config.block_m, by_pair=config.by_pair)
-    weight, bias = gate_up
     inner = grouped(
         x,
-        weight,
-        bias,
+        layer.gate_up,
         routed,
         tile=config.gate_up,
         block_m=config.block_m,
-        activation=activation,
+        activation=layer.gate,
     )
-    weight, bias = down
     y = grouped(
         inner,
-        weight,
-        bias,
+        layer.down,
         routed,
         tile=config.down,
         block_m=config.block_m,
         activation=None,
     )
-    return _add_up(y, routed, extra, gate_up[0].shape[0])
+    return _add_up(y, routed, extra, layer.count)
 
 
 def _add_up(
@@ -333,37 +372,41 @@ def _add_up(
     block = min(triton.next_power_of_2(size), 512)
     pdl = supports_pdl(y.device)
     _sum_kernel[(rows, triton.cdiv(size, block))](
-        y, routed.ids, places, None if places is None else routed.weights, extra, out,
-        0 if extra is None else extra.stride(0), H=size, E=count, TOP_K=top_k, BLOCK=block,
-        PDL=pdl, num_warps=4, launch_pdl=pdl,
-    )  # fmt: skip
+        y,
+        routed.ids,
+        places,
+        None if places is None else routed.weights,
+        extra,
+        out,
+        0 if extra is None else extra.stride(0),
+        H=size,
+        E=count,
+        TOP_K=top_k,
+        BLOCK=block,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+    )
     return out
 
 
-def _many(
-    x: Tensor,
-    routed: Routed,
-    gate_up: tuple[AnyWeight, Tensor | None],
-    down: tuple[AnyWeight, Tensor | None],
-    activation: Gate,
-    extra: Tensor | None,
-) -> Tensor:
+def _many(x: Tensor, routed: Routed, layer: KernelExperts, extra: Tensor | None) -> Tensor:
     """Compute the experts of many rows by torch's grouped GEMMs; see `experts`."""
-    count = gate_up[0].shape[0]
+    count = layer.count
     of_pair, order = routed.ids.flatten().sort(stable=True)
     every = torch.arange(count, dtype=torch.int32, device=x.device)
     ends = torch.searchsorted(of_pair, every, right=True, out_int32=True)
     places = torch.empty_like(of_pair)
     places[order] = torch.arange(len(order), dtype=torch.int32, device=x.device)
 
-    def linear(x: Tensor, layer: tuple[AnyWeight, Tensor | None]) -> Tensor:
-        weight, bias = layer
-        y = grouped_gemm(x, weight.data, ends)
+    def linear(x: Tensor, projection: Projection) -> Tensor:
+        y = grouped_gemm(x, projection.weight.data, ends)
+        bias = projection.bias
         return y if bias is None else y.add_(bias.index_select(0, of_pair.clamp(max=count - 1)))
 
-    inner = linear(x.index_select(0, order // routed.ids.shape[1]), gate_up)
-    if activation.name == "clamped":
-        inner = activation(inner)
+    inner = linear(x.index_select(0, order // routed.ids.shape[1]), layer.gate_up)
+    if layer.gate.name == "clamped":
+        inner = layer.gate(inner)
     else:
-        inner = silu_mul(inner, gelu=activation.name == "gelu_tanh")
-    return _add_up(linear(inner, down), routed, extra, count, places=places)
+        inner = silu_mul(inner, gelu=layer.gate.name == "gelu_tanh")
+    return _add_up(linear(inner, layer.down), routed, extra, count, places=places)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,19 +18,34 @@ from strobe.kernels.gemm_table import SHARED_MEMORY, entry_of, read, shared_memo
 MAX_ROWS = 2048
 """More rows run in torch's grouped GEMM."""
 
-Tile = tuple[int, int, int, int]
-"""Rows of W and columns of an iteration (MXFP4: always 128), warps, stages of the pipeline."""
+
+class Tile(NamedTuple):
+    """A program's part of a grouped GEMM."""
+
+    block_n: int = 64
+    """Rows of W."""
+    block_k: int = 128
+    """Columns of an iteration (MXFP4: always 128)."""
+    warps: int = 4
+    stages: int = 4
+    """Of the pipeline that loads W."""
+
+
+TILE = Tile()
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """block_m: rows of x in a tile; by_pair: a block is one pair of a row and an expert, which need
-    not be sorted; gate_up, down: tiles of the first and of the second GEMM."""
+    """A configuration of a layer's two grouped GEMMs."""
 
     block_m: int = 16
+    """Rows of x in a tile."""
     by_pair: bool = False
-    gate_up: Tile = (64, 128, 4, 4)
-    down: Tile = (64, 128, 4, 4)
+    """A block is one pair of a row and an expert, which need not be sorted."""
+    gate_up: Tile = TILE
+    """Of the first GEMM."""
+    down: Tile = TILE
+    """Of the second GEMM."""
 
 
 BUCKETS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -55,21 +70,29 @@ def guess(
     a program may use."""
     by_pair = bucket <= 4
     if dtype == torch.float32:  # no tensor cores: small tiles
-        small = (32, 128 if packed == "e2m1" else 32, 4, 2)
-        return ExpertsConfig(16, by_pair, small, small)
+        block_k = 128 if packed == "e2m1" else 32
+        small = Tile(block_n=32, block_k=block_k, warps=4, stages=2)
+        return ExpertsConfig(block_m=16, by_pair=by_pair, gate_up=small, down=small)
     if packed == "e2m1":
         if by_pair:
-            return ExpertsConfig(8, True, (32, 128, 2, 6), (32, 128, 2, 6))
+            deep = Tile(block_n=32, block_k=128, warps=2, stages=6)
+            return ExpertsConfig(block_m=8, by_pair=True, gate_up=deep, down=deep)
         if bucket <= 2 * shape[0]:
-            return ExpertsConfig(16)
+            return ExpertsConfig(block_m=16)
+        wide = Tile(block_n=128, block_k=128, warps=4, stages=3)
         if bucket <= 4 * shape[0]:
-            return ExpertsConfig(32, False, (128, 128, 4, 3), (128, 128, 4, 3))
-        return ExpertsConfig(64, False, (128, 128, 8, 3), (128, 128, 8, 3))
+            return ExpertsConfig(block_m=32, gate_up=wide, down=wide)
+        wide = wide._replace(warps=8)
+        return ExpertsConfig(block_m=64, gate_up=wide, down=wide)
     if bucket * 8 <= 8 * shape[0]:
-        return ExpertsConfig(16, by_pair)
+        return ExpertsConfig(block_m=16, by_pair=by_pair)
     if bucket <= 256:
-        return ExpertsConfig(32, down=(64, 128, 4, 3))
-    return ExpertsConfig(64, False, (128, 64, 4, 3), (128, 64, 8, 4))
+        return ExpertsConfig(block_m=32, down=Tile(stages=3))
+    return ExpertsConfig(
+        block_m=64,
+        gate_up=Tile(block_n=128, block_k=64, warps=4, stages=3),
+        down=Tile(block_n=128, block_k=64, warps=8, stages=4),
+    )
 
 
 @cache
@@ -88,7 +111,7 @@ def choose(
 
 
 def _build(entry: dict[str, Any]) -> ExpertsConfig:
-    tiles: dict[str, Any] = {key: tuple(entry[key]) for key in ("gate_up", "down")}
+    tiles: dict[str, Any] = {key: Tile(*entry[key]) for key in ("gate_up", "down")}
     return ExpertsConfig(**entry | tiles)
 
 

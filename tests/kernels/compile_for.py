@@ -100,12 +100,12 @@ def gemms(capability: int, shared: int) -> Iterator[Call]:
 
 def grouped(_: int, shared: int) -> Iterator[Call]:
     """Experts in bfloat16 and packed, in each bucket."""
-    from strobe.kernels.experts import PackedWeight, experts
+    from strobe.kernels.experts import KernelExperts, PackedWeight, Projection, experts
     from strobe.kernels.experts_table import BUCKETS, guess
     from strobe.kernels.gemm_table import Weight
     from strobe.kernels.reference_experts import Gate, Routing
 
-    def layer(kind: str, n: int, k: int) -> Any:
+    def weight(kind: str, n: int, k: int) -> Any:
         if kind == "e2m1":
             words = torch.zeros(8, k // 128, n, dtype=torch.int32)
             return PackedWeight(torch.empty(8, n, k // 2, dtype=torch.uint8), words, k, 32)
@@ -115,14 +115,14 @@ def grouped(_: int, shared: int) -> Iterator[Call]:
         return Weight(torch.empty(8, n, k, dtype=torch.bfloat16))
 
     for kind in ("", "e2m1", "e4m3"):
-        up, down = layer(kind, 1024, 256), layer(kind, 256, 512)
+        up, down = weight(kind, 1024, 256), weight(kind, 256, 512)
         for bucket in BUCKETS:
             x = torch.empty(bucket, 256, dtype=torch.bfloat16)
             config = guess(bucket, tuple(up.shape), x.dtype, kind, shared)
-            yield partial(
-                experts, x, torch.empty(bucket, 8), Routing(2, shared=not kind), (up, None),
-                (down, None), Gate("silu"), torch.empty_like(x), config=config,
-            )  # fmt: skip
+            routing = Routing(2, shared=not kind)
+            layer = KernelExperts(routing, Projection(up), Projection(down), Gate("silu"))
+            logits = torch.empty(bucket, 8)
+            yield partial(experts, x, logits, layer, torch.empty_like(x), config=config)
 
 
 def others(*_: int) -> Iterator[Call]:

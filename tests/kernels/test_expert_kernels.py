@@ -10,29 +10,29 @@ import torch
 from torch import Tensor
 
 from strobe.kernels import reference_experts as reference
-from strobe.kernels.experts import experts, route
-from strobe.kernels.experts_table import ExpertsConfig
+from strobe.kernels.experts import KernelExperts, Projection, experts, route
+from strobe.kernels.experts_table import ExpertsConfig, Tile
 from strobe.kernels.gemm_table import Weight
 from strobe.kernels.reference_experts import Gate, Routing
 from strobe.models.linear import LinearView, apply
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-SMALL = (32, 32, 4, 2)
-PAIRS = ExpertsConfig(16, True, SMALL, SMALL)
-SORTED = ExpertsConfig(16, False, SMALL, SMALL)
+SMALL = Tile(block_n=32, block_k=32, warps=4, stages=2)
+PAIRS = ExpertsConfig(block_m=16, by_pair=True, gate_up=SMALL, down=SMALL)
+SORTED = replace(PAIRS, by_pair=False)
 
 
 @dataclass
 class Problem:
     x: Tensor
     logits: Tensor
-    gate_up: tuple[Weight, Tensor | None]
-    down: tuple[Weight, Tensor | None]
+    gate_up: Projection
+    down: Projection
     extra: Tensor
 
     def run(self, routing: Routing, activation: Gate, **options: Any) -> Tensor:
-        layers = self.gate_up, self.down, activation
-        return experts(self.x, self.logits, routing, *layers, self.extra, **options)
+        layer = KernelExperts(routing, self.gate_up, self.down, activation)
+        return experts(self.x, self.logits, layer, self.extra, **options)
 
     def twin(self, routing: Routing, activation: Gate) -> Tensor:
         weights, ids = reference.route(self.logits, routing)
@@ -46,7 +46,7 @@ class Problem:
         """The same with the weights of some experts only."""
         part = slice(first, first + count)
         layers = [
-            (Weight(weight.data[part]), None if bias is None else bias[part])
+            Projection(Weight(weight.data[part]), None if bias is None else bias[part])
             for weight, bias in (self.gate_up, self.down)
         ]
         return replace(self, gate_up=layers[0], down=layers[1], extra=torch.zeros_like(self.extra))
@@ -67,8 +67,9 @@ def problem(
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(shape, generator=noise) * scale).to(device, dtype)
 
-    def layer(n: int, k: int) -> tuple[Weight, Tensor | None]:
-        return Weight(normal(count, n, k, scale=k**-0.5)), normal(count, n) if bias else None
+    def layer(n: int, k: int) -> Projection:
+        weight = Weight(normal(count, n, k, scale=k**-0.5))
+        return Projection(weight, normal(count, n) if bias else None)
 
     x, logits = normal(rows, hidden), normal(rows, count)
     return Problem(x, logits, layer(2 * inner, hidden), layer(hidden, inner), normal(rows, hidden))

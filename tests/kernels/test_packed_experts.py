@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +12,8 @@ import torch
 from test_expert_kernels import NEEDS_GPU, PAIRS, SORTED, Problem
 from torch import Tensor
 
-from strobe.kernels.experts_table import ExpertsConfig, choose
+from strobe.kernels.experts import Projection
+from strobe.kernels.experts_table import ExpertsConfig, Tile, choose
 from strobe.kernels.reference_experts import Gate, Routing
 from strobe.models.linear import LinearView
 from strobe.models.ops.torch_ops import ExpertsLayer, TorchOps
@@ -60,6 +61,8 @@ def fp8_groups(shape: tuple[int, int, int], noise: torch.Generator, group: int =
     return LinearView(values.view(torch.uint8), None, scale, Fp8Groups(group)), dense
 
 
+TILE = Tile(block_n=32, block_k=128, warps=4, stages=2)
+
 KINDS: dict[str, Callable[..., Made]] = {
     "mxfp4": mxfp4,
     "fp8 rows": fp8_rows,
@@ -88,7 +91,7 @@ def problem(
         dense.append(LinearView(weight.to(device, dtype), bias))
     x, extra = torch.randn(2, rows, hidden, generator=noise).to(device, dtype)
     logits = torch.randn(rows, count, generator=noise).to(device, dtype)
-    first, second = ((kernel_weight(view), view.bias) for view in packed)
+    first, second = (Projection(kernel_weight(view), view.bias) for view in packed)
     routing, gate = Routing(2), Gate("clamped", 7.0)
     layers = (ExpertsLayer(routing, *linears, gate) for linears in (packed, dense))
     return Problem(x, logits, first, second, extra), *layers
@@ -107,8 +110,7 @@ def test_packed_experts_match_dense_ones(
 ):
     """Also where a row ends within a group of 64 or 128 values."""
     if kind == "mxfp4":
-        wide = (32, 128, 4, 2)
-        config = ExpertsConfig(16, config.by_pair, wide, wide)
+        config = replace(config, gate_up=TILE, down=TILE)
     values, packed, dense = problem(kind, 7, device, inner=inner)
     expected = twin(values, dense)
     actual = values.run(packed.routing, packed.gate, config=config)
@@ -128,7 +130,7 @@ def test_twin_dequantizes_some_experts_at_a_time(
 @pytest.mark.parametrize("kind", KINDS)
 def test_row_of_packed_experts_has_the_same_bits_in_any_batch(device: torch.device, kind: str):
     values, layer, _ = problem(kind, 21, device)
-    options = {"config": ExpertsConfig(16, False, (32, 128, 4, 2), (32, 128, 4, 2))}
+    options = {"config": ExpertsConfig(block_m=16, gate_up=TILE, down=TILE)}
     expected = values.run(layer.routing, layer.gate, **options)
     rows, weights = slice(4, 20), (values.gate_up, values.down)
     part = Problem(values.x[rows], values.logits[rows], *weights, values.extra[rows])
@@ -137,7 +139,7 @@ def test_row_of_packed_experts_has_the_same_bits_in_any_batch(device: torch.devi
 
 def test_tables_of_similar_gpus_complement_each_other(monkeypatch: pytest.MonkeyPatch):
     def entry(stages: int, *kinds: str) -> dict[str, Any]:
-        config = asdict(ExpertsConfig(down=(64, 128, 4, stages)))
+        config = asdict(ExpertsConfig(down=Tile(stages=stages)))
         return {"capability": "9.0", **{kind: {"8x64x32": {"16": config}} for kind in kinds}}
 
     table = {"similar": entry(5, "bfloat16", "bfloat16/e2m1"), "own": entry(6, "bfloat16/e2m1")}
@@ -146,7 +148,7 @@ def test_tables_of_similar_gpus_complement_each_other(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: own)
     for packed, stages in (("", 5), ("e2m1", 6)):
         args = 9, (8, 64, 32), torch.bfloat16, torch.device("cuda"), packed
-        assert choose.__wrapped__(*args) == ExpertsConfig(down=(64, 128, 4, stages))
+        assert choose.__wrapped__(*args) == ExpertsConfig(down=Tile(stages=stages))
 
 
 WIDE: dict[str, Any] = {"count": 32, "hidden": 704, "inner": 352, "dtype": torch.bfloat16}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from strobe.attention.recurrent_backend import RecurrentPlan
 from strobe.kernels import gates
-from strobe.kernels.experts import experts, serves
+from strobe.kernels.experts import KernelExperts, Projection, experts, serves
 from strobe.kernels.gemm_table import Weight
 from strobe.kernels.linear import Gemms
 from strobe.kernels.operands import Epilogue, Input, RowNorm
@@ -121,13 +121,16 @@ class TritonOps(TorchOps):
     ) -> Tensor:
         if not serves(x, layer.gate_up):
             return super().experts(x, logits, layer, onto=onto, rows=rows)
+        weights = KernelExperts(
+            routing=layer.routing,
+            gate_up=Projection(*self._weight(layer.gate_up)),
+            down=Projection(*self._weight(layer.down)),
+            gate=layer.gate,
+        )
         return experts(
             x,
             logits,
-            layer.routing,
-            gate_up=self._weight(layer.gate_up),
-            down=self._weight(layer.down),
-            activation=layer.gate,
+            weights,
             extra=onto,
             sizes=None if rows.paged is None else rows.paged.sizes,
         )
