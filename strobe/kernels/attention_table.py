@@ -10,77 +10,76 @@ from strobe.kernels.gemm_table import SHARED_MEMORY
 
 
 class AttentionConfig(NamedTuple):
-    """A configuration of the attention kernel.
-
-    pairs: (row, head) pairs of a block, at least 16. keys: keys per iteration, a divisor of
-    PIECE_KEYS. unmasked_loop: run keys that every row sees in a separate loop without a mask, which
-    pays off if the kernel is bound by arithmetic rather than memory.
-    """
+    """A configuration of the attention kernel."""
 
     pairs: int
+    """(row, head) pairs of a block, at least 16."""
     keys: int
+    """Keys per iteration, a divisor of PIECE_KEYS."""
     warps: int
     stages: int
-    unmasked_loop: bool
+    unmasked_loop: bool = False
+    """Run keys that every row sees in a separate loop without a mask, which pays off if the kernel
+    is bound by arithmetic rather than memory."""
 
 
 # By head size, pairs of the longest span (16, 32, 64, or 128 for more) and bytes of a stored
 # number: 4 for float32 models, which use no tensor cores and run out of registers first.
 CONFIGS: dict[tuple[int, int, int], AttentionConfig] = {
-    (64, 16, 1): AttentionConfig(16, 128, 4, 4, False),
-    (64, 32, 1): AttentionConfig(32, 128, 4, 4, False),
-    (64, 64, 1): AttentionConfig(64, 64, 4, 4, False),
-    (64, 128, 1): AttentionConfig(128, 64, 8, 3, True),
-    (64, 16, 2): AttentionConfig(16, 128, 4, 3, False),
-    (64, 32, 2): AttentionConfig(32, 128, 4, 3, False),
-    (64, 64, 2): AttentionConfig(64, 64, 4, 4, False),
-    (64, 128, 2): AttentionConfig(128, 128, 8, 3, True),
-    (64, 16, 4): AttentionConfig(16, 32, 4, 2, False),
-    (64, 32, 4): AttentionConfig(32, 32, 8, 2, False),
-    (64, 64, 4): AttentionConfig(64, 32, 8, 2, False),
-    (64, 128, 4): AttentionConfig(64, 32, 8, 2, False),
-    (128, 16, 1): AttentionConfig(16, 128, 4, 3, False),
-    (128, 32, 1): AttentionConfig(32, 128, 4, 3, False),
-    (128, 64, 1): AttentionConfig(64, 64, 4, 4, False),
-    (128, 128, 1): AttentionConfig(128, 64, 8, 3, True),
-    (128, 16, 2): AttentionConfig(16, 32, 4, 4, False),
-    (128, 32, 2): AttentionConfig(32, 64, 4, 3, False),
-    (128, 64, 2): AttentionConfig(64, 64, 4, 3, False),
-    (128, 128, 2): AttentionConfig(128, 128, 8, 3, False),
-    (128, 16, 4): AttentionConfig(16, 16, 4, 2, False),
-    (128, 32, 4): AttentionConfig(32, 16, 8, 2, False),
-    (128, 64, 4): AttentionConfig(32, 16, 8, 2, False),
-    (128, 128, 4): AttentionConfig(32, 16, 8, 2, False),
-    (256, 16, 1): AttentionConfig(16, 32, 4, 4, False),
-    (256, 32, 1): AttentionConfig(32, 32, 4, 4, False),
-    (256, 64, 1): AttentionConfig(64, 32, 8, 4, False),
-    (256, 128, 1): AttentionConfig(64, 32, 8, 3, True),
-    (256, 16, 2): AttentionConfig(16, 32, 4, 4, False),
-    (256, 32, 2): AttentionConfig(32, 32, 4, 3, False),
-    (256, 64, 2): AttentionConfig(64, 32, 8, 4, False),
-    (256, 128, 2): AttentionConfig(128, 32, 8, 3, True),
-    (256, 16, 4): AttentionConfig(16, 16, 4, 2, False),
-    (256, 32, 4): AttentionConfig(16, 16, 4, 2, False),
-    (256, 64, 4): AttentionConfig(16, 16, 4, 2, False),
-    (256, 128, 4): AttentionConfig(16, 16, 4, 2, False),
-    (512, 16, 1): AttentionConfig(16, 64, 8, 2, False),
-    (512, 32, 1): AttentionConfig(32, 32, 8, 2, False),
-    (512, 64, 1): AttentionConfig(64, 64, 8, 1, False),
-    (512, 128, 1): AttentionConfig(64, 64, 8, 1, False),
-    (512, 16, 2): AttentionConfig(16, 32, 4, 3, False),
-    (512, 32, 2): AttentionConfig(32, 32, 4, 2, False),
-    (512, 64, 2): AttentionConfig(64, 32, 8, 2, False),
-    (512, 128, 2): AttentionConfig(64, 32, 8, 2, False),
-    (512, 16, 4): AttentionConfig(16, 16, 8, 2, False),
-    (512, 32, 4): AttentionConfig(16, 16, 8, 2, False),
-    (512, 64, 4): AttentionConfig(16, 16, 8, 2, False),
-    (512, 128, 4): AttentionConfig(16, 16, 8, 2, False),
+    (64, 16, 1): AttentionConfig(pairs=16, keys=128, warps=4, stages=4),
+    (64, 32, 1): AttentionConfig(pairs=32, keys=128, warps=4, stages=4),
+    (64, 64, 1): AttentionConfig(pairs=64, keys=64, warps=4, stages=4),
+    (64, 128, 1): AttentionConfig(pairs=128, keys=64, warps=8, stages=3, unmasked_loop=True),
+    (64, 16, 2): AttentionConfig(pairs=16, keys=128, warps=4, stages=3),
+    (64, 32, 2): AttentionConfig(pairs=32, keys=128, warps=4, stages=3),
+    (64, 64, 2): AttentionConfig(pairs=64, keys=64, warps=4, stages=4),
+    (64, 128, 2): AttentionConfig(pairs=128, keys=128, warps=8, stages=3, unmasked_loop=True),
+    (64, 16, 4): AttentionConfig(pairs=16, keys=32, warps=4, stages=2),
+    (64, 32, 4): AttentionConfig(pairs=32, keys=32, warps=8, stages=2),
+    (64, 64, 4): AttentionConfig(pairs=64, keys=32, warps=8, stages=2),
+    (64, 128, 4): AttentionConfig(pairs=64, keys=32, warps=8, stages=2),
+    (128, 16, 1): AttentionConfig(pairs=16, keys=128, warps=4, stages=3),
+    (128, 32, 1): AttentionConfig(pairs=32, keys=128, warps=4, stages=3),
+    (128, 64, 1): AttentionConfig(pairs=64, keys=64, warps=4, stages=4),
+    (128, 128, 1): AttentionConfig(pairs=128, keys=64, warps=8, stages=3, unmasked_loop=True),
+    (128, 16, 2): AttentionConfig(pairs=16, keys=32, warps=4, stages=4),
+    (128, 32, 2): AttentionConfig(pairs=32, keys=64, warps=4, stages=3),
+    (128, 64, 2): AttentionConfig(pairs=64, keys=64, warps=4, stages=3),
+    (128, 128, 2): AttentionConfig(pairs=128, keys=128, warps=8, stages=3),
+    (128, 16, 4): AttentionConfig(pairs=16, keys=16, warps=4, stages=2),
+    (128, 32, 4): AttentionConfig(pairs=32, keys=16, warps=8, stages=2),
+    (128, 64, 4): AttentionConfig(pairs=32, keys=16, warps=8, stages=2),
+    (128, 128, 4): AttentionConfig(pairs=32, keys=16, warps=8, stages=2),
+    (256, 16, 1): AttentionConfig(pairs=16, keys=32, warps=4, stages=4),
+    (256, 32, 1): AttentionConfig(pairs=32, keys=32, warps=4, stages=4),
+    (256, 64, 1): AttentionConfig(pairs=64, keys=32, warps=8, stages=4),
+    (256, 128, 1): AttentionConfig(pairs=64, keys=32, warps=8, stages=3, unmasked_loop=True),
+    (256, 16, 2): AttentionConfig(pairs=16, keys=32, warps=4, stages=4),
+    (256, 32, 2): AttentionConfig(pairs=32, keys=32, warps=4, stages=3),
+    (256, 64, 2): AttentionConfig(pairs=64, keys=32, warps=8, stages=4),
+    (256, 128, 2): AttentionConfig(pairs=128, keys=32, warps=8, stages=3, unmasked_loop=True),
+    (256, 16, 4): AttentionConfig(pairs=16, keys=16, warps=4, stages=2),
+    (256, 32, 4): AttentionConfig(pairs=16, keys=16, warps=4, stages=2),
+    (256, 64, 4): AttentionConfig(pairs=16, keys=16, warps=4, stages=2),
+    (256, 128, 4): AttentionConfig(pairs=16, keys=16, warps=4, stages=2),
+    (512, 16, 1): AttentionConfig(pairs=16, keys=64, warps=8, stages=2),
+    (512, 32, 1): AttentionConfig(pairs=32, keys=32, warps=8, stages=2),
+    (512, 64, 1): AttentionConfig(pairs=64, keys=64, warps=8, stages=1),
+    (512, 128, 1): AttentionConfig(pairs=64, keys=64, warps=8, stages=1),
+    (512, 16, 2): AttentionConfig(pairs=16, keys=32, warps=4, stages=3),
+    (512, 32, 2): AttentionConfig(pairs=32, keys=32, warps=4, stages=2),
+    (512, 64, 2): AttentionConfig(pairs=64, keys=32, warps=8, stages=2),
+    (512, 128, 2): AttentionConfig(pairs=64, keys=32, warps=8, stages=2),
+    (512, 16, 4): AttentionConfig(pairs=16, keys=16, warps=8, stages=2),
+    (512, 32, 4): AttentionConfig(pairs=16, keys=16, warps=8, stages=2),
+    (512, 64, 4): AttentionConfig(pairs=16, keys=16, warps=8, stages=2),
+    (512, 128, 4): AttentionConfig(pairs=16, keys=16, warps=8, stages=2),
 }
 
 # Overrides if each multiprocessor runs at most one program, which can use all its resources.
 ONE_PER_SM: dict[tuple[int, int, int], AttentionConfig] = {
-    (128, 16, 2): AttentionConfig(16, 128, 4, 3, False),
-    (128, 128, 2): AttentionConfig(128, 64, 8, 3, False),
+    (128, 16, 2): AttentionConfig(pairs=16, keys=128, warps=4, stages=3),
+    (128, 128, 2): AttentionConfig(pairs=128, keys=64, warps=8, stages=3),
 }
 
 
@@ -90,13 +89,13 @@ MUCH_SHARED_MEMORY = 160 * 1024
 # Overrides for GPUs whose programs may use 99 KB of shared memory, such as sm_86, sm_89 and sm_120.
 # Not measured.
 LESS_SHARED_MEMORY: dict[tuple[int, int, int], AttentionConfig] = {
-    (128, 128, 2): AttentionConfig(128, 64, 8, 2, False),
-    (256, 16, 2): AttentionConfig(16, 32, 4, 3, False),
-    (256, 64, 2): AttentionConfig(64, 32, 8, 2, False),
-    (256, 128, 2): AttentionConfig(64, 32, 8, 2, True),
-    (512, 16, 2): AttentionConfig(16, 32, 4, 2, False),
-    (512, 64, 2): AttentionConfig(32, 32, 4, 2, False),
-    (512, 128, 2): AttentionConfig(32, 32, 4, 2, False),
+    (128, 128, 2): AttentionConfig(pairs=128, keys=64, warps=8, stages=2),
+    (256, 16, 2): AttentionConfig(pairs=16, keys=32, warps=4, stages=3),
+    (256, 64, 2): AttentionConfig(pairs=64, keys=32, warps=8, stages=2),
+    (256, 128, 2): AttentionConfig(pairs=64, keys=32, warps=8, stages=2, unmasked_loop=True),
+    (512, 16, 2): AttentionConfig(pairs=16, keys=32, warps=4, stages=2),
+    (512, 64, 2): AttentionConfig(pairs=32, keys=32, warps=4, stages=2),
+    (512, 128, 2): AttentionConfig(pairs=32, keys=32, warps=4, stages=2),
 }
 
 

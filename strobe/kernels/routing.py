@@ -179,7 +179,7 @@ def route(
         SPANS=triton.next_power_of_2(max(spans, 1)), PDL=pdl, num_warps=1, launch_pdl=pdl,
     )  # fmt: skip
     if by_pair:
-        return Routed(ids, weights, None, None, number)
+        return Routed(ids=ids, weights=weights, pairs=None, blocks=None, num_blocks=number)
     num_blocks = number // block_m + count
     # A row's experts are distinct, so that an expert's pairs fit into a block of as many rows.
     fewer = rows <= block_m and number < num_blocks
@@ -192,4 +192,4 @@ def route(
         ids, pairs, blocks, number, num_blocks, E=count, CHUNK=chunk, STEPS=64, BLOCK_M=block_m,
         BY_PAIR=fewer, PDL=pdl, num_warps=max(chunk // 512, 1), launch_pdl=pdl,
     )  # fmt: skip
-    return Routed(ids, weights, pairs, blocks, num_blocks)
+    return Routed(ids=ids, weights=weights, pairs=pairs, blocks=blocks, num_blocks=num_blocks)

@@ -27,6 +27,7 @@ CLEAN_ROOMS = (
     "host",
     "hub",
     "integrations",
+    "kernels",
     "kv",
     "parallel",
     "ranks",
