@@ -125,7 +125,7 @@ def test_missing_table_and_missing_scale_are_named(bigram: Bigram, tmp_path: Pat
 
 def test_unregistered_head_is_refused(bigram: Bigram, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delitem(HEADS, next(iter(ENTRY)))
-    with pytest.raises(ValueError, match="describes a drafter for Bigram, not DFlash"):
+    with pytest.raises(ValueError, match="describes a drafter for Bigram, which is not supported"):
         load_draft_config(bigram.pair.draft)
 
 

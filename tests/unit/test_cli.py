@@ -724,7 +724,7 @@ def test_info_rejects_mismatched_or_missing_models(
     for arguments, sentence in [
         ((tmp_path,), f"{tmp_path / 'config.json'} does not exist; name a directory that holds"),
         ((pair.draft, "--draft", pair.draft), f"{pair.draft} is a drafter itself; name the target"),
-        ((pair.target, "--draft", pair.target), "is not a DFlash drafter"),
+        ((pair.target, "--draft", pair.target), "is not a drafter for DFlash"),
         (("", "--draft", pair.draft), "hidden_size is 32, the target's is 192"),
     ]:
         status, out, err = main("info", *arguments)
