@@ -20,12 +20,14 @@ class Info:
     examples: ClassVar[tuple[str, ...]] = (
         "strobe info smollm2",
         "strobe info Qwen/Qwen3-8B --draft auto",
+        "strobe info config.json",
     )
 
     model: Annotated[
         Positional[str],
         note(
-            "Directory or hub name of a target or a DFlash drafter; without one, the demo models.",
+            "Directory, hub name or config.json of a target or a drafter; without one, the demo "
+            "models.",
             "NAME",
         ),
     ] = ""
@@ -49,6 +51,7 @@ class Info:
         from strobe.hub.locate import find_pair
         from strobe.parallel.split import Split
         from strobe.tools.checkpoint_info import describe, show
+        from strobe.tools.config_info import is_config
 
         config = EngineConfig(
             tensor_parallel_size=self.tensor_parallel_size,
@@ -57,6 +60,8 @@ class Info:
         )
         model = self.model
         draft = self.draft
+        if is_config(model):
+            return self._describe_config()
         if not model:
             model = str(DEMO_MODELS / "target")
             draft = draft or str(DEMO_MODELS / "draft")
@@ -71,3 +76,24 @@ class Info:
         facts = describe(Path(model), Path(draft) if draft is not None else None, split)
         print(json.dumps(facts)) if self.json else show(facts)
         return 0
+
+    def _describe_config(self) -> int:
+        """Describe a config alone; return 1 if its checkpoint cannot load."""
+        from strobe.hub.download import is_hub_name
+        from strobe.tools.checkpoint_info import show
+        from strobe.tools.config_info import describe_config, loads
+
+        if self.draft is not None and (self.draft == "auto" or is_hub_name(self.draft)):
+            raise ValueError(
+                f"draft is {self.draft!r}, but {self.model} is a config alone; name the drafter's "
+                "config.json or directory."
+            )
+        for name in ("tensor_parallel_size", "draft_tensor_parallel_size"):
+            if getattr(self, name) not in (None, 1):
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, but {self.model} is a config alone; name "
+                    "the checkpoint's directory to see what each rank holds."
+                )
+        facts = describe_config(Path(self.model), Path(self.draft) if self.draft else None)
+        print(json.dumps(facts)) if self.json else show(facts)
+        return 0 if loads(facts) else 1

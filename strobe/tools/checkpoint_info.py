@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,8 @@ def describe(model: Path, draft: Path | None = None, split: Split = ALONE) -> di
         "path": str(model),
         "kind": "target",
         "architecture": config.architecture,
-        **_decoder_facts(model, config.decoder),
+        **_weight_facts(model),
+        **decoder_facts(config.decoder),
         "tie_embeddings": target.config.tie_embeddings,
         "dtype": config.dtype,
     }
@@ -99,16 +101,24 @@ def _draft_facts(path: Path, target: Path | None = None) -> dict[str, Any]:
     config = load_draft_config(path, target)
     fetch_weights(path)
     check_draft_tensors(path, config)
+    return {
+        "path": str(path),
+        "kind": f"{config.method} drafter",
+        "format": config.format,
+        **_weight_facts(path),
+        **decoder_facts(config.decoder),
+        **drafting_facts(config),
+    }
+
+
+def drafting_facts(config: DraftConfig) -> dict[str, Any]:
+    """Return what a drafter's config says of its blocks and of its head."""
     masks = [
         f"{'causal' if mask.causal else 'bidirectional'}"
         + (f", window {mask.window}" if mask.window is not None else "")
         for mask in config.decoder.masks
     ]
-    return {
-        "path": str(path),
-        "kind": f"{config.method} drafter",
-        "format": config.format,
-        **_decoder_facts(path, config.decoder),
+    facts = {
         "block_size": config.block_size,
         "drafts_per_block": f"{config.block_drafts}, the first slot "
         + ("predicts too" if config.anchor_first else "holds the newest token"),
@@ -118,6 +128,7 @@ def _draft_facts(path: Path, target: Path | None = None) -> dict[str, Any]:
         "attention": masks,
         "dtype": config.dtype,
     }
+    return facts if config.head is None else {**facts, "head": asdict(config.head)}
 
 
 def _gguf_types(path: Path) -> dict[str, str]:
@@ -129,13 +140,19 @@ def _gguf_types(path: Path) -> dict[str, str]:
     return {"tensors": f"{types}; dequantized when loaded; weight_dtype says to what"}
 
 
-def _decoder_facts(path: Path, decoder: DecoderConfig) -> dict[str, Any]:
+def _weight_facts(path: Path) -> dict[str, Any]:
     checkpoint = Checkpoint(path)
     shapes = {n: s for n, s in checkpoint.shapes.items() if not n.endswith((SCALE, "_scales"))}
     counts = [math.prod(s) * (2 if n.endswith("_blocks") else 1) for n, s in shapes.items()]
     return {
         "parameters": sum(counts),
         "bytes_on_disk": sum(map(checkpoint.bytes_of, checkpoint.shapes)),
+    }
+
+
+def decoder_facts(decoder: DecoderConfig) -> dict[str, Any]:
+    """Return what a config says of a model's layers."""
+    return {
         "layers": decoder.num_layers,
         "hidden_size": decoder.hidden_size,
         "heads": f"{decoder.num_heads} query, {decoder.num_kv_heads} key-value, "
@@ -166,10 +183,12 @@ def _text(value: Any) -> str:
     """Format a fact for reading."""
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if value is None:
+        return "none"
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, dict):
-        return ", ".join(f"{name} {item}" for name, item in value.items()) or "none"
+        return ", ".join(f"{name} {_text(item)}" for name, item in value.items()) or "none"
     if isinstance(value, list):
         items: list[Any] = value
         if len(items) > 1 and len(set(items)) == 1:

@@ -8,10 +8,12 @@ from strobe.models.model_config import DraftConfig, TargetConfig
 
 
 def check_pair(draft: DraftConfig, target: TargetConfig, draft_path: Path) -> None:
-    """Raises ValueError if the drafter does not fit the target. Reads no weights."""
+    """Raises ValueError if the drafter does not fit the target. Reads no weights. draft_path: the
+    drafter's directory, or its config alone."""
     ours = draft.decoder
     theirs = target.decoder
-    prefix = f"{draft_path / 'config.json'}:"
+    file = draft_path if draft_path.is_file() else draft_path / "config.json"
+    prefix = f"{file}:"
     hint = "use the drafter that was trained for this target."
     key = "hidden_size"
     size = ours.hidden_size
