@@ -44,6 +44,32 @@ def test_qwen3_8b_bytes_match_hand_count():
                                               pytest.approx(3.42, abs=0.01))  # fmt: skip
 
 
+def test_own_heads_count_as_published():
+    """Qwen3.8-27B's DFlash2 drafter has 3.85 GB, and RadixArk's DSpark 2.72 GB, in bfloat16."""
+    for name, gigabytes in (("qwen3.8-27b", 3.85), ("qwen3.8-27b-dspark", 2.72)):
+        _, draft = pair_of(name)
+        own = floor.draft_head_values(draft)
+        counted = floor.linear_values(draft.decoder) + floor.small_values(draft.decoder)
+        counted += floor.fc_values(draft) + draft.decoder.hidden_size
+        counted += own.of_rows + own.of_drafts + own.small + own.tables
+        assert 2e-9 * counted == pytest.approx(gigabytes, abs=0.005)
+
+
+def test_own_heads_add_to_the_drafting_work():
+    plain, heavy = shapes_of("qwen3-8b-dspark"), shapes_of("qwen3-8b-dspark")
+    assert heavy.draft is not None
+    bare = replace(heavy.draft, head=None)
+    plain = replace(plain, draft=bare)
+    own = 256 * 151936 + 4096 + 256
+    added = heavy.drafting(3, 0).bytes - plain.drafting(3, 0).bytes
+    assert added == 2 * own
+    added = heavy.drafting(3, 0).linear - plain.drafting(3, 0).linear
+    assert added == 2 * 3 * 7 * own
+    pruned = replace(heavy, draft=replace(bare, head=replace(heavy.draft.head, draft_topk=16)))
+    added = pruned.drafting(3, 0).bytes - plain.drafting(3, 0).bytes
+    assert added == 2 * (4096 + 256)
+
+
 @pytest.mark.parametrize(
     ("name", "drafter"),
     [

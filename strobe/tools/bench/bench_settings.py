@@ -35,7 +35,8 @@ class StepSettings:
     shapes: str = option(
         "", "Shapes by name: demo (the default), qwen3-0.6b, qwen3-4b, qwen3-8b, llama-3.1-8b, "
         "qwen3-coder-30b-a3b, gpt-oss-20b, qwen3.5-9b, qwen3.5-35b-a3b or gemma-4-26b-a4b, "
-        "each with its DFlash drafter; or give directories with --target and --draft."
+        "each with its DFlash drafter, qwen3.8-27b with DFlash2's, or qwen3-8b-dflash2, "
+        "qwen3-8b-dspark or qwen3.8-27b-dspark; or give directories with --target and --draft."
     )  # fmt: skip
     concurrency: str = option("1,8,32", "Requests decoding at once, separated by commas.")
     prompt_len: str = option("256", "Tokens per prompt, separated by commas.")

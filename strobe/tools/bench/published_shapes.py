@@ -1,4 +1,4 @@
-"""Shapes of published pairs by name: the config.json of a target and of its DFlash drafter.
+"""Shapes of published pairs by name: the config.json of a target and of its drafter.
 
 `published_shapes.json` has the targets' published files. Of the drafters':
 
@@ -11,6 +11,9 @@
 - Qwen3.5-9B: captured layers as published for 4B, which is as deep, and heads as for 27B.
 - Qwen3.5-35B-A3B: the first drafter published for it.
 - Gemma 4: as published.
+- Qwen3.8-27B: DFlash2 as z-lab published it; DSpark as Doopeworld's copy of RadixArk's.
+- Qwen3-8B's DSpark: SpecForge's own config. None was seen of its DFlash2: the layers are those of
+  its DFlash drafter, block, windows and head those of Qwen3.8-27B's.
 """
 
 from __future__ import annotations
@@ -24,10 +27,10 @@ from typing import Any
 
 from strobe.config import DEMO_MODELS
 
-_PAIRS: dict[str, dict[str, dict[str, Any]]] = json.loads(
+_PAIRS: dict[str, dict[str, Any]] = json.loads(
     Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
 )
-"""The config.json of each pair's target and draft."""
+"""The config.json of each pair's target and draft; a target may be the name of another pair's."""
 NAMES = ("demo", *_PAIRS)
 
 
@@ -46,10 +49,21 @@ def directories(name: str, block_size: int | None = None) -> Generator[tuple[str
         return
     with TemporaryDirectory(prefix="strobe-shapes-") as directory:
         target = _PAIRS[name]["target"]
-        draft = _PAIRS[name]["draft"]
-        draft = draft | {"block_size": block_size or draft["block_size"]}
+        if isinstance(target, str):
+            target = _PAIRS[target]["target"]
+        draft = _with_block(_PAIRS[name]["draft"], block_size)
         for part, config in (("target", target), ("draft", draft)):
             path = Path(directory, part)
             path.mkdir()
             (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
         yield str(Path(directory, "target")), str(Path(directory, "draft"))
+
+
+def _with_block(draft: dict[str, Any], block_size: int | None) -> dict[str, Any]:
+    """Return the drafter's config with another block size, which may be in `dflash_config`."""
+    nested: dict[str, Any] = draft["dflash_config"]
+    if block_size is None:
+        return draft
+    if "block_size" in nested:
+        return {**draft, "dflash_config": {**nested, "block_size": block_size}}
+    return {**draft, "block_size": block_size}
