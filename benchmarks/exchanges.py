@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from strobe.kernels.operands import RowNorm
 from strobe.kernels.reference_rowwise import rms_norm
 from strobe.parallel.group import share
 from strobe.parallel.shared_memory import memory_size
@@ -59,7 +60,7 @@ def run(rank: int, options: argparse.Namespace, port: int, path: str) -> None:
         norm = torch.rand(options.columns, device=device).bfloat16()
         residual, logits = x.clone(), torch.randn(rows, 16384, device=device)
         times = [
-            captured(partial(group.add, x, residual, next_norm=(norm, 1e-6))),
+            captured(partial(group.add, x, residual, next_norm=RowNorm(norm, 1e-6))),
             seconds(partial(dist.all_reduce, x), 10),
             captured(partial(group.swap, logits)),
         ]
@@ -84,7 +85,7 @@ def check(group: TorchGroup, rounds: int) -> None:
         assert torch.equal(group.sum(own.clone()), total.to(dtype)), ("sum", rows, columns)
         if group.fits(own):
             expected = (total + residual.float()).to(dtype)
-            found, normed = group.add(own, residual, next_norm=(norm, 1e-6))
+            found, normed = group.add(own, residual, next_norm=RowNorm(norm, 1e-6))
             assert torch.equal(found, expected), ("add", rows, columns)
             assert normed is not None
             torch.testing.assert_close(normed, rms_norm(expected, norm, 1e-6))

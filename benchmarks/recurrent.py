@@ -22,7 +22,7 @@ import torch
 
 import strobe.kernels.recurrent as kernels
 from strobe.kernels.kept_rows import SINGLE_ROWS
-from strobe.kernels.reference_recurrent import DeltaInput
+from strobe.kernels.reference_recurrent import DeltaInput, DeltaSpans
 from strobe.kv.states import StateSpec, StateStore
 
 LAYERS = 24
@@ -58,7 +58,13 @@ def measure(count: int, rows: int, dtype: torch.dtype) -> float:
     def run() -> None:
         for layer in range(LAYERS):
             held = [part[layer] for part in store.tensors]
-            spans = slots, first, filled(rows), accepted[layer], filled(False)
+            spans = DeltaSpans(
+                slots=slots,
+                first_rows=first,
+                sizes=filled(rows),
+                accepted=accepted[layer],
+                starts_fresh=filled(False),
+            )
             kernels.mix(x, spans, held, rows, spec)
 
     run()

@@ -15,7 +15,7 @@ from strobe.attention.backend import AttentionBackend, AttentionPlan, Batch
 from strobe.attention.groups import groups_of
 from strobe.attention.mask import LayerMask
 from strobe.kernels.kept_rows import rows_fit
-from strobe.kernels.reference_recurrent import PaddedGroup
+from strobe.kernels.reference_recurrent import DeltaSpans, PaddedGroup
 from strobe.kv.kv_store import KVStore
 from strobe.kv.states import StateStore
 
@@ -72,11 +72,15 @@ class RecurrentPlan:
         return [tensor[layer] for tensor in self.states.tensors]
 
     @property
-    def spans(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Slots, first rows, sizes, accepted rows that the state lacks, and starts_fresh, each
-        [S]."""
-        batch = self.batch
-        return batch.slots, batch.row_starts, batch.sizes, self.accepted, self.starts_fresh
+    def spans(self) -> DeltaSpans:
+        """The spans, for kernels."""
+        return DeltaSpans(
+            slots=self.batch.slots,
+            first_rows=self.batch.row_starts,
+            sizes=self.batch.sizes,
+            accepted=self.accepted,
+            starts_fresh=self.starts_fresh,
+        )
 
     @cached_property
     def groups(self) -> list[PaddedGroup]:

@@ -106,7 +106,7 @@ def choose(
     name = "x".join(map(str, shape))
     entry = _measured(device).get(kind, {}).get(name, {}).get(str(bucket))
     if entry is None:
-        return guess(bucket, shape, dtype, packed, shared_memory(device))
+        return guess(bucket, shape, dtype, packed=packed, shared=shared_memory(device))
     return _build(entry)
 
 

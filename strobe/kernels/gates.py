@@ -94,10 +94,20 @@ def gate(x: Tensor, logits: Tensor, extra: Tensor | None = None) -> Tensor:
     block, parts = parts_of(rows, size)
     pdl = supports_pdl(x.device)
     _gate_kernel[(rows, parts)](
-        x, logits, extra, out, x.stride(0), logits.stride(0),
-        0 if extra is None else extra.stride(0), SIZE=size,
-        BROADCAST=logits.shape[1] == 1 < size, BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl,
-    )  # fmt: skip
+        x,
+        logits,
+        extra,
+        out,
+        x.stride(0),
+        logits.stride(0),
+        0 if extra is None else extra.stride(0),
+        SIZE=size,
+        BROADCAST=logits.shape[1] == 1 < size,
+        BLOCK=block,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+    )
     return out
 
 
@@ -117,32 +127,63 @@ def add_norm(
     block = triton.next_power_of_2(size)
     pdl = supports_pdl(x.device)
     _add_norm_kernel[(rows,)](
-        x, y, weight, scale, out, None if then is None else then.weight, normed, x.stride(0),
-        y.stride(0), eps, 0.0 if then is None else then.eps, H=size, BLOCK=block, PDL=pdl,
-        num_warps=min(max(block // 512, 1), 16), launch_pdl=pdl,
-    )  # fmt: skip
+        x,
+        y,
+        weight,
+        scale,
+        out,
+        None if then is None else then.weight,
+        normed,
+        x.stride(0),
+        y.stride(0),
+        eps,
+        0.0 if then is None else then.eps,
+        H=size,
+        BLOCK=block,
+        PDL=pdl,
+        num_warps=min(max(block // 512, 1), 16),
+        launch_pdl=pdl,
+    )
     return out
 
 
 def add_norm_twice(x: Tensor, y: Tensor, norm: Norm, then: Norm) -> tuple[Tensor, Tensor]:
     """x, y [T, H] -> the sum x + norm(y), and then(sum)."""
     normed = torch.empty(y.shape, dtype=x.dtype, device=x.device)
-    return add_norm(x, y, norm.weight, norm.eps, None, then, normed), normed
+    total = add_norm(x, y, norm.weight, norm.eps, scale=None, then=then, normed=normed)
+    return total, normed
 
 
 def add_norms(
     x: Tensor, y: Tensor, z: Tensor, norms: tuple[Norm, Norm, Norm], scale: Tensor
 ) -> Tensor:
     """(x + norm(norm_y(y) + norm_z(z))) * scale [1] -> [T, H]; norms: of y, z and their sum."""
+    of_y, of_z, of_both = norms
     rows, size = x.shape
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(size)
     pdl = supports_pdl(x.device)
     _add_norms_kernel[(rows,)](
-        x, y, z, *(norm.weight for norm in norms), scale, out, x.stride(0), y.stride(0),
-        z.stride(0), *(norm.eps for norm in norms), H=size, BLOCK=block, PDL=pdl,
-        num_warps=min(max(block // 512, 1), 16), launch_pdl=pdl,
-    )  # fmt: skip
+        x,
+        y,
+        z,
+        of_y.weight,
+        of_z.weight,
+        of_both.weight,
+        scale,
+        out,
+        x.stride(0),
+        y.stride(0),
+        z.stride(0),
+        of_y.eps,
+        of_z.eps,
+        of_both.eps,
+        H=size,
+        BLOCK=block,
+        PDL=pdl,
+        num_warps=min(max(block // 512, 1), 16),
+        launch_pdl=pdl,
+    )
     return out
 
 
@@ -153,7 +194,13 @@ def softcapped(logits: Tensor, cap: float | None) -> Tensor:
         block, parts = parts_of(rows, size)
         pdl = supports_pdl(logits.device)
         _cap_kernel[(rows, parts)](
-            logits, logits.stride(0), cap, SIZE=size, BLOCK=block, PDL=pdl, num_warps=4,
+            logits,
+            logits.stride(0),
+            cap,
+            SIZE=size,
+            BLOCK=block,
+            PDL=pdl,
+            num_warps=4,
             launch_pdl=pdl,
-        )  # fmt: skip
+        )
     return logits

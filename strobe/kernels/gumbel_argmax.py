@@ -151,7 +151,15 @@ def gumbel_argmax(
     blocks = BLOCKS_PER_PART if rows >= MANY_ROWS else 1
     words = out.new_empty(rows, triton.cdiv(num_blocks, blocks))
     _race_kernel[tuple(words.shape)](
-        logits, params, key, position, words, logits.stride(0), blocks,
-        V=size, BLOCK=BLOCK, num_warps=8,
-    )  # fmt: skip
+        logits,
+        params,
+        key,
+        position,
+        words,
+        logits.stride(0),
+        blocks,
+        V=size,
+        BLOCK=BLOCK,
+        num_warps=8,
+    )
     take_best(words, out, num_blocks)

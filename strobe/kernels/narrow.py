@@ -84,14 +84,29 @@ def choose(
     chances = torch.empty(spans, width, dtype=torch.float32, device=margins.device)
     size = triton.next_power_of_2(width)
     _chances_kernel[(spans,)](
-        margins, rates, device_drafts, chances, margins.stride(0),
-        K=width, KNOTS=rates.shape[1], SIZE=size, num_warps=1,
-    )  # fmt: skip
+        margins,
+        rates,
+        device_drafts,
+        chances,
+        margins.stride(0),
+        K=width,
+        KNOTS=rates.shape[1],
+        SIZE=size,
+        num_warps=1,
+    )
     out = torch.empty(spans, dtype=torch.int64, device=margins.device)
     _choose_kernel[(spans,)](
-        chances, device_drafts, drafts, out, spans, count, K=width, SIZE=size,
-        CHUNK=min(_CHUNK, triton.next_power_of_2(spans * width)), num_warps=4,
-    )  # fmt: skip
+        chances,
+        device_drafts,
+        drafts,
+        out,
+        spans,
+        count,
+        K=width,
+        SIZE=size,
+        CHUNK=min(_CHUNK, triton.next_power_of_2(spans * width)),
+        num_warps=4,
+    )
     return out
 
 
@@ -142,8 +157,19 @@ def narrow(layout: Any, drafts: Tensor, shape: Any) -> Tensor:
     spans = triton.next_power_of_2(shape.spans)
     block = min(_BLOCK, max(_CELLS // spans, 16))  # each row is compared with each span
     _narrow_kernel[(triton.cdiv(shape.rows, block),)](
-        layout.slots, layout.context_rows, drafts, layout.active, layout.row_starts, layout.tokens,
-        packed, shape.spans, shape.rows, layout.tokens.shape[0],
-        W=shape.max_logits, SPANS=spans, BLOCK=block, num_warps=4,
-    )  # fmt: skip
+        layout.slots,
+        layout.context_rows,
+        drafts,
+        layout.active,
+        layout.row_starts,
+        layout.tokens,
+        packed,
+        shape.spans,
+        shape.rows,
+        layout.tokens.shape[0],
+        W=shape.max_logits,
+        SPANS=spans,
+        BLOCK=block,
+        num_warps=4,
+    )
     return packed

@@ -6,12 +6,15 @@ Tables of slots without processors are not read. Legend: as in `strobe.sampling.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from strobe.sampling.processors import LogitRows, Tables
 
 BLOCK = 2048
 FLOOR = tl.constexpr(-1e30)
@@ -75,8 +78,8 @@ def _process_kernel(
 
 def process(
     logits: Tensor,
-    tables: Sequence[Tensor],
-    rows: Sequence[Tensor | None],
+    tables: Tables,
+    rows: LogitRows,
     masks: Tensor | None,
     *,
     processed: bool,
@@ -85,21 +88,20 @@ def process(
     LogitRows."""
     size = logits.shape[1]
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-    kinds, bias, counts, flags, strengths, min_end_position = tables
-    slots, positions, drafts, span, rank = rows
+    drafts = rows.drafts
     _process_kernel[(logits.shape[0], triton.cdiv(size, BLOCK))](
         logits,
-        kinds,
-        bias,
-        counts,
-        flags,
-        strengths,
-        min_end_position,
-        slots,
-        positions,
+        tables.kinds,
+        tables.bias,
+        tables.counts,
+        tables.flags,
+        tables.strengths,
+        tables.min_end_position,
+        rows.slots,
+        rows.positions,
         drafts,
-        span,
-        rank,
+        rows.span,
+        rows.rank,
         out if masks is None else masks,
         out,
         logits.stride(0),

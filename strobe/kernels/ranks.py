@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from strobe.kernels.gemm import DTYPES
+from strobe.kernels.operands import RowNorm
 from strobe.kernels.pdl import pdl_wait, supports_pdl
 from strobe.kernels.peer_memory import (
     ROW_BYTES,
@@ -85,13 +86,13 @@ class RankMemory:
         part: Tensor,
         residual: Tensor | None = None,
         *,
-        next_norm: tuple[Tensor, float] | None = None,
+        next_norm: RowNorm | None = None,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """part [R, C] -> residual + the sum of the ranks' parts, in their order, rounded once; and
-        with the weight [C] and epsilon of the next RMSNorm the same after it."""
+        with the next RMSNorm the same after it."""
         out = part.new_empty(part.shape) if out is None else out
-        return out, self._sum(part, residual, next_norm, out)
+        return out, self._sum(part, out, residual=residual, next_norm=next_norm)
 
     def sum(self, x: Tensor) -> Tensor:
         """x [R, C] -> the sum of the ranks' tensors, in their order."""
@@ -105,30 +106,46 @@ class RankMemory:
         """ids [R] int64 -> [R, H], the embeddings. weight [V, H]: the rank's part of the table,
         which begins at id `first`."""
         out = weight.new_empty(ids.shape[0], weight.shape[1])
-        self._sum(weight, None, None, out, ids, first)
+        self._sum(weight, out, ids=ids, first=first)
         return out
 
     def _sum(
         self,
         part: Tensor,
-        residual: Tensor | None,
-        next_norm: tuple[Tensor, float] | None,
         out: Tensor,
+        *,
+        residual: Tensor | None = None,
+        next_norm: RowNorm | None = None,
         ids: Tensor | None = None,
         first: int = 0,
     ) -> Tensor | None:
         rows, columns = out.shape
-        weight, eps = next_norm or (None, 0.0)
-        normed = None if weight is None else out.new_empty(out.shape)
+        normed = None if next_norm is None else out.new_empty(out.shape)
         block = triton.next_power_of_2(columns)
         saved = rows * columns * out.itemsize * (self.size - 1) * (self.size - 2) // self.size
         for first_row in range(0, rows, self.max_rows):
             _sum_kernel[(min(rows - first_row, self.max_rows),)](
-                part, ids, residual, out, weight, normed, self.addresses, self.counts,
-                part.stride(0), 0 if residual is None else residual.stride(0), out.stride(0), eps,
-                first, part.shape[0], first_row, C=columns, BLOCK=block, DTYPE=DTYPES[part.dtype],
-                OWNED=saved >= _OWNER_BYTES, **self._options(min(max(block // 512, 1), 16)),
-            )  # fmt: skip
+                part,
+                ids,
+                residual,
+                out,
+                None if next_norm is None else next_norm.weight,
+                normed,
+                self.addresses,
+                self.counts,
+                part.stride(0),
+                0 if residual is None else residual.stride(0),
+                out.stride(0),
+                0.0 if next_norm is None else next_norm.eps,
+                first,
+                part.shape[0],
+                first_row,
+                C=columns,
+                BLOCK=block,
+                DTYPE=DTYPES[part.dtype],
+                OWNED=saved >= _OWNER_BYTES,
+                **self._options(min(max(block // 512, 1), 16)),
+            )
         return normed
 
     def best(self, values: Tensor, ids: Tensor, margins: Tensor, first: int) -> Tensor:
@@ -140,9 +157,16 @@ class RankMemory:
         rows = ids.shape[0]
         for first_row in range(0, rows, self.max_rows):
             _best_kernel[(min(rows - first_row, self.max_rows),)](
-                values, ids, margins, out, self.addresses, self.counts, first, first_row,
+                values,
+                ids,
+                margins,
+                out,
+                self.addresses,
+                self.counts,
+                first,
+                first_row,
                 **self._options(1),
-            )  # fmt: skip
+            )
         return out
 
     def join(self, x: Tensor) -> Tensor:
@@ -162,9 +186,19 @@ class RankMemory:
         pieces = triton.cdiv(columns, block)  # of a row
         for first in range(0, rows * pieces, self.max_rows):
             _gather_kernel[(min(rows * pieces - first, self.max_rows),)](
-                x, out, self.addresses, self.counts, rows, len(x) - rows, columns, pieces, first,
-                BLOCK=block, DTYPE=DTYPES[x.dtype], **self._options(min(max(block // 512, 1), 16)),
-            )  # fmt: skip
+                x,
+                out,
+                self.addresses,
+                self.counts,
+                rows,
+                len(x) - rows,
+                columns,
+                pieces,
+                first,
+                BLOCK=block,
+                DTYPE=DTYPES[x.dtype],
+                **self._options(min(max(block // 512, 1), 16)),
+            )
         return out
 
     def _options(self, warps: int) -> dict[str, object]:

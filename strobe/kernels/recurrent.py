@@ -29,7 +29,7 @@ from strobe.kernels.rowwise import round_to
 from strobe.kernels.step_bookkeeping import rows_fit
 
 if TYPE_CHECKING:
-    from strobe.kernels.reference_recurrent import DeltaInput
+    from strobe.kernels.reference_recurrent import DeltaInput, DeltaSpans
     from strobe.kv.states import StateSpec
 
 _ROWS = 16
@@ -370,13 +370,12 @@ def _finish_kernel(
 
 def mix(
     x: DeltaInput,
-    spans: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    spans: DeltaSpans,
     stored: Sequence[Tensor],
     longest: int,
     spec: StateSpec,
 ) -> Tensor:
-    """Spans (slots, first rows, sizes, accepted rows that a state lacks, whether a sequence begins)
-    [S] -> normed and gated outputs [T, Hv Dv], 0 for rows after the spans'.
+    """Rows of spans -> normed and gated outputs [T, Hv Dv], 0 for rows after the spans'.
 
     stored, updated in place: state [N, Hv, Dk, Dv], window [N, kernel - 1 + P, C], gates
     [N, P, 2, Hv], keys [N, P, Hk, Dk] and changes [N, P, Hv, Dv]; all in float32 but the window.
@@ -384,8 +383,7 @@ def mix(
     """
     state, window, gates, keys, changes = stored
     rows = x.qkv.shape[0]
-    slots, first_rows, sizes, accepted, begins = spans
-    count = slots.shape[0]
+    count = spans.slots.shape[0]
     heads = spec.heads
     floats = x.qkv.new_empty(rows * (spec.channels + 2 * heads), dtype=torch.float32)
     convolved, decay, rate = floats.split([rows * n for n in (spec.channels, heads, heads)])
@@ -398,32 +396,98 @@ def mix(
     if longest > 1:
         wide = triton.cdiv(spec.channels, _CHANNELS)
         _convolve_kernel[(count, triton.cdiv(longest, _ROWS), wide + 1)](
-            x.qkv, x.ba, x.conv, x.a_log, x.dt_bias, window,
-            slots, first_rows, sizes, accepted, begins,
-            convolved, decay, rate, x.qkv.stride(0), x.ba.stride(0),
-            HEADS=width, ROWS=_ROWS, BLOCK=_CHANNELS, num_warps=4, **shared,
-        )  # fmt: skip
+            x.qkv,
+            x.ba,
+            x.conv,
+            x.a_log,
+            x.dt_bias,
+            window,
+            spans.slots,
+            spans.first_rows,
+            spans.sizes,
+            spans.accepted,
+            spans.starts_fresh,
+            convolved,
+            decay,
+            rate,
+            x.qkv.stride(0),
+            x.ba.stride(0),
+            HEADS=width,
+            ROWS=_ROWS,
+            BLOCK=_CHANNELS,
+            num_warps=4,
+            **shared,
+        )
     values, warps = tile(count, longest)
     _delta_kernel[(count, heads, triton.cdiv(spec.value_dim, values))](
-        x.qkv, x.ba, x.conv, x.a_log, x.dt_bias, window,
-        convolved, decay, rate, state, gates, keys, changes,
-        slots, first_rows, sizes, accepted, begins, out, x.qkv.stride(0), x.ba.stride(0),
-        HK=spec.key_heads, DK=spec.key_dim, DV=spec.value_dim,
-        KEYS=max(16, triton.next_power_of_2(spec.key_dim)), VALUES=values,
-        SINGLE=longest == 1, PRECISION="tf32x3" if out.dtype == torch.float32 else "tf32",
-        num_warps=warps, num_stages=1, **shared,
-    )  # fmt: skip
+        x.qkv,
+        x.ba,
+        x.conv,
+        x.a_log,
+        x.dt_bias,
+        window,
+        convolved,
+        decay,
+        rate,
+        state,
+        gates,
+        keys,
+        changes,
+        spans.slots,
+        spans.first_rows,
+        spans.sizes,
+        spans.accepted,
+        spans.starts_fresh,
+        out,
+        x.qkv.stride(0),
+        x.ba.stride(0),
+        HK=spec.key_heads,
+        DK=spec.key_dim,
+        DV=spec.value_dim,
+        KEYS=max(16, triton.next_power_of_2(spec.key_dim)),
+        VALUES=values,
+        SINGLE=longest == 1,
+        PRECISION="tf32x3" if out.dtype == torch.float32 else "tf32",
+        num_warps=warps,
+        num_stages=1,
+        **shared,
+    )
     num_norms = rows * triton.cdiv(heads, _HEADS)
     taps = triton.next_power_of_2(spec.kernel - 1)
     size = min(_ROWS, triton.next_power_of_2(gates.shape[1]))
     block = _ROWS * _CHANNELS // max(size, taps)
     _finish_kernel[(num_norms + count * triton.cdiv(spec.channels, block),)](
-        x.qkv, convolved, decay, rate, window, gates, keys,
-        slots, first_rows, sizes, accepted, begins,
-        out, x.z, x.gain, normed, x.qkv.stride(0), x.z.stride(0), x.eps, count, num_norms,
-        DV=spec.value_dim, KEYS=spec.key_heads * spec.key_dim,
-        TAPS=taps, HEADS=width, ROWS=size, BLOCK=block, GROUP=_HEADS,
-        VALUES=triton.next_power_of_2(spec.value_dim), SPANS=triton.next_power_of_2(count),
-        num_warps=4, **shared,
-    )  # fmt: skip
+        x.qkv,
+        convolved,
+        decay,
+        rate,
+        window,
+        gates,
+        keys,
+        spans.slots,
+        spans.first_rows,
+        spans.sizes,
+        spans.accepted,
+        spans.starts_fresh,
+        out,
+        x.z,
+        x.gain,
+        normed,
+        x.qkv.stride(0),
+        x.z.stride(0),
+        x.eps,
+        count,
+        num_norms,
+        DV=spec.value_dim,
+        KEYS=spec.key_heads * spec.key_dim,
+        TAPS=taps,
+        HEADS=width,
+        ROWS=size,
+        BLOCK=block,
+        GROUP=_HEADS,
+        VALUES=triton.next_power_of_2(spec.value_dim),
+        SPANS=triton.next_power_of_2(count),
+        num_warps=4,
+        **shared,
+    )
     return normed

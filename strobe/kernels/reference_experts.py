@@ -143,7 +143,7 @@ def _linear(x: Tensor, linear: Linear, of_pair: Tensor, ends: Tensor) -> Tensor:
     if stored is None or scale is None:
         y = grouped_gemm(x, linear.weight, ends)
     else:
-        y = _dequantized_gemm(x, linear.weight, scale, stored, ends)
+        y = _dequantized_gemm(x, linear.weight, scale, stored=stored, ends=ends)
     if linear.bias is None:
         return y
     return y + linear.bias.index_select(0, of_pair.clamp(max=linear.bias.shape[0] - 1))

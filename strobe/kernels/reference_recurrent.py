@@ -40,6 +40,18 @@ class DeltaInput(NamedTuple):
     eps: float
 
 
+class DeltaSpans(NamedTuple):
+    """S spans as the kernels read them, one value each."""
+
+    slots: Tensor
+    first_rows: Tensor
+    sizes: Tensor
+    accepted: Tensor
+    """Accepted rows that the state lacks."""
+    starts_fresh: Tensor
+    """Whether a sequence begins."""
+
+
 class PaddedGroup(NamedTuple):
     """Spans of similar length: slots, sizes, accepted, starts_fresh [G]; rows [G, Q]; valid [G, Q]:
     rows that are not padding."""
@@ -57,7 +69,15 @@ def gated_mix(
 ) -> Tensor:
     """`mix` with its gates computed, and its outputs normed and gated -> [T, Hv Dv]."""
     decay, rate = delta_gates(x.ba, x.a_log, x.dt_bias)
-    out = mix(x.qkv, decay, rate, x.conv, groups, stored, spec)
+    out = mix(
+        x.qkv,
+        decay=decay,
+        rate=rate,
+        weight=x.conv,
+        groups=groups,
+        stored=stored,
+        spec=spec,
+    )
     return gated_norm(out, x.z, x.gain, x.eps)
 
 
@@ -79,7 +99,8 @@ def mix(
     rows = x.shape[0]
     out = x.new_zeros(rows + 1, spec.heads, spec.value_dim)
     for group in groups:
-        outputs = _mix(x, torch.stack([decay, rate], 1), weight, group, stored, spec)
+        gates = torch.stack([decay, rate], 1)
+        outputs = _mix(x, gates, weight, group=group, stored=stored, spec=spec)
         # Padding goes to one extra row at the end.
         place = torch.where(group.valid, group.rows, rows)
         out.index_copy_(0, place.flatten(), outputs.flatten(0, 1).to(out.dtype))
@@ -112,7 +133,8 @@ def _mix(
     rows = torch.cat([_take(window, index[: spec.kernel - 1] + before), fresh], 1)
     row_gates = gates[group.rows].where(group.valid[:, :, None, None], 0.0)
     q, k, v = split(rows, weight, spec)
-    out, end, change = delta_rule(current, _unit(q) * spec.key_dim**-0.5, _unit(k), v, row_gates)
+    q = _unit(q) * spec.key_dim**-0.5
+    out, end, change = delta_rule(current, q, _unit(k), v=v, gates=row_gates)
     long = (group.sizes > pending)[:, None]
     state = torch.where(fits[:, None, None, None], state, current)
     if group.rows.shape[1] > pending:
@@ -187,7 +209,7 @@ def delta_rule(
     """
     q, k = (_of_heads(part, state.shape[1]) for part in (q, k))
     if q.shape[1] > FEW:
-        return _by_chunks(state, q, k, v, gates)
+        return _by_chunks(state, q, k, v=v, gates=gates)
     outputs = list[Tensor]()
     changes = list[Tensor]()
     keep = gates[:, :, 0].exp()[..., None, None]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from strobe.kernels.gemm_table import Weight
 from strobe.kernels.linear import Gemms
-from strobe.kernels.operands import Epilogue, Input, Scaled
+from strobe.kernels.operands import Epilogue, Input, RowNorm, Scaled
 from strobe.kernels.reference_residual import Norm
 
 
@@ -79,7 +79,7 @@ class FusedResidual:
         """Add the sum of the ranks' parts [T, H]. add: as `RankMemory.add`. next_norm: as for
         `add_linear`."""
         out, next_norm = self._begin_sum(next_norm)
-        norm = None if next_norm is None else (next_norm.weight, next_norm.eps)
+        norm = None if next_norm is None else RowNorm(next_norm.weight, next_norm.eps)
         _, normed = add(part, self.value, next_norm=norm, out=out)
         self._end_sum(out, next_norm, normed)
 

@@ -173,11 +173,26 @@ def route(
     spans = 0 if sizes is None else sizes.shape[0]
     unit = 8 if logits.stride(0) % 8 == 0 else 1
     _route_kernel[(rows,)](
-        logits, routing.scale, sizes, ids, weights, logits.stride(0) // unit, spans,
-        E=total, FIRST=first, HELD=count, TOP_K=routing.top_k, SHARED=shared,
-        NORMALIZED=routing.normalized, UNIT=unit, WIDTH=triton.next_power_of_2(total),
-        SPANS=triton.next_power_of_2(max(spans, 1)), PDL=pdl, num_warps=1, launch_pdl=pdl,
-    )  # fmt: skip
+        logits,
+        routing.scale,
+        sizes,
+        ids,
+        weights,
+        logits.stride(0) // unit,
+        spans,
+        E=total,
+        FIRST=first,
+        HELD=count,
+        TOP_K=routing.top_k,
+        SHARED=shared,
+        NORMALIZED=routing.normalized,
+        UNIT=unit,
+        WIDTH=triton.next_power_of_2(total),
+        SPANS=triton.next_power_of_2(max(spans, 1)),
+        PDL=pdl,
+        num_warps=1,
+        launch_pdl=pdl,
+    )
     if by_pair:
         return Routed(ids=ids, weights=weights, pairs=None, blocks=None, num_blocks=number)
     num_blocks = number // block_m + count
@@ -189,7 +204,18 @@ def route(
     if 0 < number % chunk <= chunk // 2:  # the last one would be half empty
         chunk //= 2
     _sort_kernel[(count + 1,)](
-        ids, pairs, blocks, number, num_blocks, E=count, CHUNK=chunk, STEPS=64, BLOCK_M=block_m,
-        BY_PAIR=fewer, PDL=pdl, num_warps=max(chunk // 512, 1), launch_pdl=pdl,
-    )  # fmt: skip
+        ids,
+        pairs,
+        blocks,
+        number,
+        num_blocks,
+        E=count,
+        CHUNK=chunk,
+        STEPS=64,
+        BLOCK_M=block_m,
+        BY_PAIR=fewer,
+        PDL=pdl,
+        num_warps=max(chunk // 512, 1),
+        launch_pdl=pdl,
+    )
     return Routed(ids=ids, weights=weights, pairs=pairs, blocks=blocks, num_blocks=num_blocks)

@@ -213,9 +213,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     block = triton.next_power_of_2(size)
     pdl = supports_pdl(x.device)
     _norm_kernel[(rows,)](
-        x, weight, out, x.stride(0), eps, H=size, BLOCK=block,
-        num_warps=min(max(block // 512, 1), 16), PDL=pdl, launch_pdl=pdl,
-    )  # fmt: skip
+        x,
+        weight,
+        out,
+        x.stride(0),
+        eps,
+        H=size,
+        BLOCK=block,
+        num_warps=min(max(block // 512, 1), 16),
+        PDL=pdl,
+        launch_pdl=pdl,
+    )
     return out
 
 
@@ -363,7 +371,14 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     block = triton.next_power_of_2(size)
     pdl = supports_pdl(x.device)
     _quantize_kernel[(rows,)](
-        x, out, scale, x.stride(0), K=size, BLOCK=block,
-        num_warps=min(max(block // 512, 1), 16), PDL=pdl, launch_pdl=pdl,
-    )  # fmt: skip
+        x,
+        out,
+        scale,
+        x.stride(0),
+        K=size,
+        BLOCK=block,
+        num_warps=min(max(block // 512, 1), 16),
+        PDL=pdl,
+        launch_pdl=pdl,
+    )
     return out, scale

@@ -197,7 +197,6 @@ def sample_rows(logits: Tensor, row_params: RowParams, *, filtered: bool = True)
     -1.
     """
     rows, size = logits.shape
-    temperature, top_p, min_p, top_k, key, position = row_params
     assert all(column.stride(0) == 1 for column in row_params)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     params = torch.empty(rows, 4, dtype=torch.float32, device=logits.device)
@@ -207,10 +206,10 @@ def sample_rows(logits: Tensor, row_params: RowParams, *, filtered: bool = True)
     scratch = allocate(rows, 1 + 6 * parts, dtype=torch.int32, device=logits.device)
     _sample_kernel[(rows, parts)](
         logits,
-        temperature,
-        top_p,
-        min_p,
-        top_k,
+        row_params.temperature,
+        row_params.top_p,
+        row_params.min_p,
+        row_params.top_k,
         params,
         scratch,
         out,
@@ -222,5 +221,5 @@ def sample_rows(logits: Tensor, row_params: RowParams, *, filtered: bool = True)
         PARTS=parts,
         num_warps=32,
     )
-    gumbel_argmax(logits, params, key, position, out)
+    gumbel_argmax(logits, params, key=row_params.key, position=row_params.position, out=out)
     return out

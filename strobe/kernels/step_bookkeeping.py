@@ -262,7 +262,17 @@ def cover(batch: Any, length: Tensor, pending: int) -> tuple[Tensor, Tensor]:
     fresh = torch.empty(size, dtype=torch.bool, device=length.device)
     pdl = supports_pdl(length.device)
     _cover_kernel[(triton.cdiv(size, _BLOCK),)](
-        batch.slots, batch.starts, batch.sizes, length, accepted, fresh, size,
-        P=pending, BLOCK=_BLOCK, num_warps=1, PDL=pdl, launch_pdl=pdl,
-    )  # fmt: skip
+        batch.slots,
+        batch.starts,
+        batch.sizes,
+        length,
+        accepted,
+        fresh,
+        size,
+        P=pending,
+        BLOCK=_BLOCK,
+        num_warps=1,
+        PDL=pdl,
+        launch_pdl=pdl,
+    )
     return accepted, fresh

@@ -24,6 +24,7 @@ from torch.distributed import ReduceOp, distributed_c10d
 from strobe.parallel.group import START_SECONDS, RankFailed, not_started, share
 
 if TYPE_CHECKING:
+    from strobe.kernels.operands import RowNorm
     from strobe.kernels.ranks import RankMemory
     from strobe.parallel.symmetric_memory import SymmetricMemory
 
@@ -224,7 +225,7 @@ class TorchGroup:
         part: Tensor,
         residual: Tensor | None = None,
         *,
-        next_norm: tuple[Tensor, float] | None = None,
+        next_norm: RowNorm | None = None,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """part [R, C] -> residual + the sum of the ranks' parts; as `RankMemory.add`."""

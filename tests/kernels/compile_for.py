@@ -130,8 +130,9 @@ def others(*_: int) -> Iterator[Call]:
     from slow_sampling import params
 
     from strobe.kernels import gates, recurrent, rowwise, sampling
+    from strobe.kernels.operands import RowNorm
     from strobe.kernels.ranks import RankMemory
-    from strobe.kernels.reference_recurrent import DeltaInput
+    from strobe.kernels.reference_recurrent import DeltaInput, DeltaSpans
     from strobe.kernels.step_bookkeeping import cover, gather_rows
     from strobe.models.model_config import StateSpec
 
@@ -151,7 +152,7 @@ def others(*_: int) -> Iterator[Call]:
         torch.zeros(2, 16, 16, 128),
         torch.zeros(2, 16, 32, 128),
     ]
-    spans = tuple(torch.zeros(1, dtype=torch.int64) for _ in range(5))
+    spans = DeltaSpans(*(torch.zeros(1, dtype=torch.int64) for _ in range(5)))
     projected = torch.empty(16, spec.channels + 4096 + 64, dtype=torch.bfloat16)
     parts = projected.split([spec.channels, 4096, 64], 1)
     conv = torch.empty(spec.channels, 4, dtype=torch.bfloat16)
@@ -167,7 +168,7 @@ def others(*_: int) -> Iterator[Call]:
     yield partial(rowwise.rms_norm, wide, wide[0], 1e-6)
     yield partial(rowwise.silu_mul, wide)
     memory = RankMemory(0, rows[:4], rows)
-    yield partial(memory.add, wide, wide.clone(), next_norm=(wide[0], 1e-6))
+    yield partial(memory.add, wide, wide.clone(), next_norm=RowNorm(wide[0], 1e-6))
     yield partial(memory.sum, wide.repeat(64, 1))  # by their owners
     yield partial(memory.swap, logits)
     yield partial(memory.embed, rows, wide, 0)

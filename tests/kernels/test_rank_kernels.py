@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from strobe.kernels import ranks as ranks_module
+from strobe.kernels.operands import RowNorm
 from strobe.kernels.ranks import ENDED, RankMemory
 from strobe.kernels.reference_rowwise import rms_norm
 from strobe.parallel.group import share
@@ -51,7 +52,7 @@ class Ranks:
 def add(
     memory: RankMemory, parts: Sequence[Tensor], residual: Tensor | None, norm: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    next_norm = None if norm is None else (norm, 1e-6)
+    next_norm = None if norm is None else RowNorm(norm, 1e-6)
     return memory.add(parts[memory.rank], residual, next_norm=next_norm)
 
 

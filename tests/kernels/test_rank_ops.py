@@ -12,6 +12,7 @@ from ranks import Exchange, ThreadGroup
 from test_ops import FAMILIES, IDS, ROWS, Cache, contiguous, plan_of
 from torch import Tensor
 
+from strobe.kernels.operands import RowNorm
 from strobe.kernels.reference_rowwise import rms_norm
 from strobe.models.architectures import load_target_config
 from strobe.models.ops.triton_ops import TritonOps
@@ -47,7 +48,7 @@ class KernelGroup(ThreadGroup):
         part: Tensor,
         residual: Tensor | None = None,
         *,
-        next_norm: tuple[Tensor, float] | None = None,
+        next_norm: RowNorm | None = None,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         self.calls.append("add")
