@@ -42,7 +42,7 @@ soak: $(VENV)/.dev
 
 # Ten minutes of random engines, each answer compared with a lone plain run; on a GPU where there is one.
 fuzz: $(VENV)/.dev
-	$(BIN)/python tests/random_engines.py --minutes $(or $(MINUTES),10) --workers $(or $(WORKERS),$(shell nproc))
+	$(BIN)/python -m tests.support.random_engines --minutes $(or $(MINUTES),10) --workers $(or $(WORKERS),$(shell nproc))
 
 test-gpu: $(VENV)/.dev
 	$(BIN)/python -m pytest -m gpu

@@ -27,15 +27,14 @@ from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "server"))
-
-from browser import Json  # noqa: E402
-from chromium import Chromium, ChromiumPage  # noqa: E402
-from page_mock import Gate, MockServer, Reply, answer, step  # noqa: E402
-from page_tests import IDLE, figures, visit  # noqa: E402
-from served import Served  # noqa: E402
+sys.path.insert(0, str(ROOT))
 
 from strobe import __version__  # noqa: E402
+from tests.server.support.browser import Json  # noqa: E402
+from tests.server.support.chromium import Chromium, ChromiumPage  # noqa: E402
+from tests.server.support.mock_page_server import Gate, MockServer, Reply, answer, step  # noqa: E402
+from tests.server.support.page_actions import IDLE, figures, visit  # noqa: E402
+from tests.server.support.server_process import Served  # noqa: E402
 
 NUM_TOKENS = 2000
 TOKENS_PER_STEP = 4

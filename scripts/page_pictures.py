@@ -11,11 +11,11 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "server"))
+sys.path.insert(0, str(ROOT))
 
-from chromium import Chromium, ChromiumPage  # noqa: E402
-from page_tests import IDLE, visit  # noqa: E402
-from served import Served  # noqa: E402
+from tests.server.support.chromium import Chromium, ChromiumPage  # noqa: E402
+from tests.server.support.page_actions import IDLE, visit  # noqa: E402
+from tests.server.support.server_process import Served  # noqa: E402
 
 QUESTIONS = (
     "What is the capital of France?",

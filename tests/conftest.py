@@ -88,7 +88,7 @@ class Target:
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     """Return the tiny target that most tests share."""
-    from tiny import make_target
+    from tests.support.tiny_checkpoints import make_target
 
     path = tmp_path_factory.mktemp("target")
     return Target(make_target(path), path)
@@ -119,7 +119,7 @@ def with_gpu_where_marked(
 @pytest.fixture(scope="session")
 def draft(tmp_path_factory: pytest.TempPathFactory, target: Target) -> Callable[..., Path]:
     """draft(**options of make_draft) -> the drafter's directory, written once."""
-    from tiny import make_draft
+    from tests.support.tiny_checkpoints import make_draft
 
     directories: dict[str, Path] = {}
 

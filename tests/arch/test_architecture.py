@@ -158,6 +158,18 @@ def test_drafting_methods_are_named_only_in_their_registry():
     assert named <= chosen
 
 
+def test_folders_of_tests_hold_only_tests():
+    """What several files of tests share is in a folder named `support`."""
+    others = [
+        path.relative_to(ROOT)
+        for path in (ROOT / "tests").rglob("*.py")
+        if path.parent.name != "support"
+        and not path.name.startswith("test_")
+        and path.name not in ("conftest.py", "__init__.py")
+    ]
+    assert others == []
+
+
 class Module(NamedTuple):
     """A parsed file of the package."""
 

@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from on_gpu import (
+
+from strobe import LLM, EngineConfig, SamplingParams
+from strobe.engine.engine import Engine
+from strobe.runner.graphs import CUDACapturer
+from strobe.tools.demo_comparison import choose_examples, prompts_of
+from strobe.warmup.warmup_steps import warm_up
+from tests.support.gpu_checks import (
     NEEDS_GPU,
     REGRET,
     check_captured,
@@ -16,12 +22,6 @@ from on_gpu import (
     largest_regret,
     steady,
 )
-
-from strobe import LLM, EngineConfig, SamplingParams
-from strobe.engine.engine import Engine
-from strobe.runner.graphs import CUDACapturer
-from strobe.tools.demo_comparison import choose_examples, prompts_of
-from strobe.warmup.warmup_steps import warm_up
 
 pytestmark = NEEDS_GPU
 

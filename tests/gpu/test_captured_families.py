@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES
-from matrix import Pair, make_pair
-from on_gpu import (
+
+from strobe import EngineConfig, SamplingParams
+from strobe.engine.engine import Engine
+from strobe.kernels.reference_experts import blocked_gemm, grouped_gemm
+from tests.support.gpu_checks import (
     NEEDS_GPU,
     ON_GPU,
     check_against_cpu,
@@ -18,10 +20,8 @@ from on_gpu import (
     keys_and_values,
     steady,
 )
-
-from strobe import EngineConfig, SamplingParams
-from strobe.engine.engine import Engine
-from strobe.kernels.reference_experts import blocked_gemm, grouped_gemm
+from tests.support.losslessness_matrix import Pair, make_pair
+from tests.support.target_families import FAMILIES
 
 pytestmark = NEEDS_GPU
 

@@ -1,11 +1,11 @@
 """The demo models on a GPU, with and without speculation, compared with the CPU."""
 
 import pytest
-from bookkeeping import check_engine
-from on_gpu import NEEDS_GPU
 
 from strobe import LLM, SamplingParams
 from strobe.tools.demo_comparison import choose_examples, prompts_of
+from tests.support.bookkeeping_checks import check_engine
+from tests.support.gpu_checks import NEEDS_GPU
 
 pytestmark = NEEDS_GPU
 

@@ -7,15 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from hybrid import make_hybrid
-from matrix import FURTHER_FAMILIES, Pair, PlainAnswers, compare, make_pair
-from on_gpu import NEEDS_GPU, ON_GPU, check_against_cpu, check_captured, steady
-from parity import prompts
-from tiny import run
 
 from strobe.config import EngineConfig
 from strobe.engine.engine import Engine
 from strobe.sampling_params import SamplingParams
+from tests.support.engine_runs import run
+from tests.support.gpu_checks import NEEDS_GPU, ON_GPU, check_against_cpu, check_captured, steady
+from tests.support.losslessness_matrix import (
+    FURTHER_FAMILIES,
+    Pair,
+    PlainAnswers,
+    compare,
+    make_pair,
+)
+from tests.support.recurrent_checkpoints import make_hybrid
+from tests.support.transformers_parity import prompts
 
 pytestmark = NEEDS_GPU
 

@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from matrix import (
+
+from strobe import EngineConfig, SamplingParams
+from tests.support.engine_runs import make_engine, run
+from tests.support.gpu_checks import NEEDS_GPU, ON_GPU, check_against_cpu
+from tests.support.losslessness_matrix import (
     LENGTH,
     SLOW_COMBINATIONS,
     Combination,
@@ -17,10 +21,7 @@ from matrix import (
     make_pair,
     prompts,
 )
-from on_gpu import NEEDS_GPU, ON_GPU, check_against_cpu
-from tiny import make_draft, make_engine, run
-
-from strobe import EngineConfig, SamplingParams
+from tests.support.tiny_checkpoints import make_draft
 
 pytestmark = NEEDS_GPU
 

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matrix import make_pair
-from on_gpu import NEEDS_GPU, ON_GPU, finish
-from tiny import make_target
 
 from strobe.config import EngineConfig
 from strobe.engine.engine import Engine
 from strobe.sampling_params import SamplingParams
+from tests.support.gpu_checks import NEEDS_GPU, ON_GPU, finish
+from tests.support.losslessness_matrix import make_pair
+from tests.support.tiny_checkpoints import make_target
 
 pytestmark = NEEDS_GPU
 

@@ -11,17 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from matrix import make_pair
-from on_gpu import (
-    NEEDS_GPU,
-    ON_GPU,
-    REGRET,
-    check_captured,
-    finish,
-    keys_and_values,
-    largest_regret,
-)
-from tiny import make_tokenizer, run
 
 from strobe import LLM
 from strobe.config import EngineConfig
@@ -33,6 +22,18 @@ from strobe.ranks import leader
 from strobe.ranks.leader import Ranks, start_engine
 from strobe.sampling_params import SamplingParams
 from strobe.tools.demo_comparison import choose_examples, prompts_of
+from tests.support.engine_runs import run
+from tests.support.gpu_checks import (
+    NEEDS_GPU,
+    ON_GPU,
+    REGRET,
+    check_captured,
+    finish,
+    keys_and_values,
+    largest_regret,
+)
+from tests.support.losslessness_matrix import make_pair
+from tests.support.tiny_checkpoints import make_tokenizer
 
 pytestmark = NEEDS_GPU
 

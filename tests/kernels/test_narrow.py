@@ -6,13 +6,13 @@ import random
 
 import pytest
 import torch
-from layouts import facts, spans_of
 
 from strobe.kernels import narrow as kernels
 from strobe.runner.buckets import Buckets
 from strobe.runner.layout import lay_out
 from strobe.speculation.allocate import choose_drafts
 from tests.support.full_marks import full_where
+from tests.support.random_layouts import facts, spans_of
 
 SHORT_SEEDS = {1: 12, 5: 12, 33: 4, 70: 1, 200: 0}
 """How many of the seeds `make test` runs, by the number of spans."""

@@ -11,10 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from hybrid import EXPERTS, make_hybrid
-from int8_format import Int8, to_int8
-from quantized import is_linear, quantize
-from tiny import make_draft, make_target
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -38,6 +34,10 @@ from strobe.models.ops.triton_ops import TritonOps
 from strobe.models.quantization.kernel_weights import join_all
 from strobe.models.quantization.methods import METHODS
 from strobe.models.weight_loading import load_draft, load_target
+from tests.support.int8_format import Int8, to_int8
+from tests.support.quantized_checkpoints import is_linear, quantize
+from tests.support.recurrent_checkpoints import EXPERTS, make_hybrid
+from tests.support.tiny_checkpoints import make_draft, make_target
 
 IDS, ROWS = [3, 1, 4, 1, 5], 5
 

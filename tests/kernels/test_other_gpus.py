@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).with_name("compile_for.py")
+ROOT = Path(__file__).parents[2]
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
 """Bytes that a program may use, by compute capability (CUDA's programming guide)."""
 
@@ -20,7 +20,8 @@ SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
 def test_kernels_compile_and_fit_the_shared_memory(capability: int, tmp_path: Path):
     shared = SHARED_MEMORY[capability]
     done = subprocess.run(
-        [sys.executable, SCRIPT, str(capability), str(shared)],
+        [sys.executable, "-m", "tests.support.compile_kernels", str(capability), str(shared)],
+        cwd=ROOT,
         env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": ""},
         capture_output=True,
         text=True,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from logit_worlds import World, check
 
 from strobe.kernels import processors as kernel
 from strobe.sampling import processors
 from strobe.sampling.processors import LogitRows
+from tests.support.random_logit_batches import World, check
 
 
 def test_floor_matches_torch_twin() -> None:

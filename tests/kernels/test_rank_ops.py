@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Exchange, ThreadGroup
 from test_ops import FAMILIES, IDS, ROWS, Cache, contiguous, plan_of
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from strobe.models.quantization.kernel_weights import join_all
 from strobe.models.weight_loading import load_target
 from strobe.parallel.rank_triton_ops import RankTritonOps
 from strobe.parallel.split import Split
+from tests.support.rank_threads import Exchange, ThreadGroup
 
 SIZE = 2
 EXPERTS = ("qwen3_moe", "gpt_oss", "qwen3_5_moe", "joined", "gemma4_moe")

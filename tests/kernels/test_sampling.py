@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from slow_sampling import params
 from torch import Tensor
 
 from strobe.kernels import gumbel_argmax, sampling
@@ -14,6 +13,7 @@ from strobe.sampling.noise import gumbel
 from strobe.sampling.sampler import RowParams, best_two, sample_rows
 from strobe.sampling_params import OPTIONS
 from tests.support.full_marks import full_where
+from tests.support.reference_sampling import params
 
 # Integer products wrap, as the noise requires, but the interpreter's NumPy warns.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from bookkeeping import check_engine
-from tiny import VOCAB, RandomRows, Scripted, make_engine, pool_bytes, put, run, watched
 
 from strobe import EngineConfig, SamplingParams
 from strobe.engine.build import build, resolve
@@ -24,6 +22,10 @@ from strobe.speculation.costs import StepCosts, StepWork
 from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftPlan
 from strobe.speculation.proposer import Drafts
 from strobe.step import Span
+from tests.support.bookkeeping_checks import check_engine
+from tests.support.engine_runs import make_engine, put, run, watched
+from tests.support.scripted_drafting import RandomRows, Scripted
+from tests.support.tiny_checkpoints import VOCAB, pool_bytes
 
 PROMPTS = [[7, 3, 9] * n + [n] for n in (1, 5, 2, 4)]
 PHASES = 80, 280, 490  # output lengths at which the phases end

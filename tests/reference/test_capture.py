@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from bookkeeping import check_engine, check_pool
-from captured import captured
-from tiny import RandomRows, Scripted, make_engine, put, run, watched, wavering
 
 from strobe import EngineConfig, SamplingParams
 from strobe.config import DEMO_MODELS, Limits
@@ -26,7 +23,11 @@ from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftPlan, Dra
 from strobe.step import TAIL, Span
 from strobe.text.tokenizer import Tokenizer
 from strobe.warmup.warmup_steps import warm_up
+from tests.support.bookkeeping_checks import check_engine, check_pool
+from tests.support.engine_runs import make_engine, put, run, watched
 from tests.support.full_marks import full_where
+from tests.support.scripted_drafting import RandomRows, Scripted, wavering
+from tests.support.simulated_graphs import captured
 
 COLD = SamplingParams(temperature=0.0, max_tokens=25, ignore_eos=True)
 WARM = COLD.clone(temperature=0.9, top_p=0.8, top_k=30, seed=4)

@@ -9,28 +9,25 @@ from typing import Any
 
 import pytest
 import torch
-from bookkeeping import check_engine
-from dflash_transcription import Transcription
-from tiny import (
-    HIDDEN,
-    LAYERS,
-    VOCAB,
-    Lengths,
-    drain,
-    greedy,
-    make_draft,
-    make_engine,
-    make_target,
-    pool_bytes,
-    run,
-    wavering,
-)
-from watched import Watched
 
 from strobe.config import EngineConfig
 from strobe.engine.engine import Engine
 from strobe.request import Request
 from strobe.sampling_params import SamplingParams
+from tests.support.bookkeeping_checks import check_engine
+from tests.support.dflash_transcription import Transcription
+from tests.support.engine_runs import drain, make_engine, run
+from tests.support.recorded_drafter import Watched
+from tests.support.scripted_drafting import Lengths, wavering
+from tests.support.tiny_checkpoints import (
+    HIDDEN,
+    LAYERS,
+    VOCAB,
+    make_draft,
+    make_target,
+    pool_bytes,
+)
+from tests.support.transformers_parity import greedy
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

@@ -10,24 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from dflash_transcription import Transcription
 from safetensors.torch import load_file, save_file
-from tiny import (
-    HIDDEN,
-    LAYERS,
-    MASK_TOKEN,
-    VOCAB,
-    drain,
-    greedy,
-    make_draft,
-    make_engine,
-    oracle,
-    run,
-)
-from watched import Watched
 
 from strobe.config import EngineConfig
 from strobe.sampling_params import SamplingParams
+from tests.support.dflash_transcription import Transcription
+from tests.support.engine_runs import drain, make_engine, run
+from tests.support.recorded_drafter import Watched
+from tests.support.scripted_drafting import oracle
+from tests.support.tiny_checkpoints import HIDDEN, LAYERS, MASK_TOKEN, VOCAB, make_draft
+from tests.support.transformers_parity import greedy
 
 IDS = (0, 1, 3)
 SAMPLING = SamplingParams(temperature=0, max_tokens=18, ignore_eos=True)

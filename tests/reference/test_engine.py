@@ -10,15 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from bookkeeping import check_engine
-from slow_sampling import race
-from tiny import EOS_IDS, VOCAB, greedy, make_engine, pool_bytes, run
 
 from strobe.config import EngineConfig
 from strobe.engine.engine import Engine
 from strobe.request import Status
 from strobe.sampling.noise import noise_key
 from strobe.sampling_params import SamplingParams, Speculation
+from tests.support.bookkeeping_checks import check_engine
+from tests.support.engine_runs import make_engine, run
+from tests.support.reference_sampling import race
+from tests.support.tiny_checkpoints import EOS_IDS, VOCAB, pool_bytes
+from tests.support.transformers_parity import greedy
 
 COLD = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 

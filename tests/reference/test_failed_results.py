@@ -12,14 +12,15 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from bookkeeping import check_engine
-from hybrid import make_hybrid
-from tiny import make_engine, make_tokenizer, run
 
 from strobe.config import EngineConfig
 from strobe.engine.engine import Engine
 from strobe.request import Request
 from strobe.sampling_params import SamplingParams
+from tests.support.bookkeeping_checks import check_engine
+from tests.support.engine_runs import make_engine, run
+from tests.support.recurrent_checkpoints import make_hybrid
+from tests.support.tiny_checkpoints import make_tokenizer
 
 COLD = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
 TEXTS = [[(5 * i + n) % 50 for i in range(n)] for n in (9, 23, 5)]

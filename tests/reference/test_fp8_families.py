@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from hybrid import EXPERTS as SHARED
-from hybrid import make_hybrid
-from parity import GEOMETRY, check_layers
-from quantized import Block, is_linear, quantize
 from safetensors.torch import load_file, save_file
-from tiny import join_experts, make_target
 from transformers import LlamaForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
+
+from tests.support.quantized_checkpoints import Block, is_linear, quantize
+from tests.support.recurrent_checkpoints import EXPERTS as SHARED
+from tests.support.recurrent_checkpoints import make_hybrid
+from tests.support.tiny_checkpoints import join_experts, make_target
+from tests.support.transformers_parity import GEOMETRY, check_layers
 
 EXPERTS = {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3}
 AS_QWEN3 = {"fmt": "e4m3"}

@@ -10,10 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from matrix import EXPERT_CASES, FAMILY_CASES, Pair, PlainAnswers, compare
-from parity import GEOMETRY, Case, check_layers, check_text
 from safetensors.torch import load_file, save_file
-from tiny import edit_json, make_draft, make_engine, make_target
 from transformers import (
     Gemma4ForCausalLM,
     Gemma4ForConditionalGeneration,
@@ -28,6 +25,16 @@ from strobe.models.architectures import make_target as make
 from strobe.models.model_config import TargetConfig
 from strobe.sampling_params import SamplingParams
 from strobe.tools.bench import floor
+from tests.support.engine_runs import make_engine
+from tests.support.losslessness_matrix import (
+    EXPERT_CASES,
+    FAMILY_CASES,
+    Pair,
+    PlainAnswers,
+    compare,
+)
+from tests.support.tiny_checkpoints import edit_json, make_draft, make_target
+from tests.support.transformers_parity import GEOMETRY, Case, check_layers, check_text
 
 TYPES = ["sliding_attention", "sliding_attention", "full_attention"]
 TINY: dict[str, Any] = {

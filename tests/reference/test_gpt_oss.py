@@ -8,10 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from matrix import FAMILY_CASES, PlainAnswers, compare, make_pair
-from parity import GEOMETRY, Case, check_layers, check_rejected, check_text
-from quantized import with_mxfp4_experts
-from tiny import LAYERS, edit_json, make_draft, make_engine, make_target, run
 from transformers import GptOssForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -24,6 +20,17 @@ from strobe.models.weight_loading import check_draft_tensors, check_target_tenso
 from strobe.sampling_params import SamplingParams
 from strobe.tools.checkpoint_info import describe
 from strobe.tools.doctor.pair_checks import memory_bill
+from tests.support.engine_runs import make_engine, run
+from tests.support.losslessness_matrix import FAMILY_CASES, PlainAnswers, compare, make_pair
+from tests.support.quantized_checkpoints import with_mxfp4_experts
+from tests.support.tiny_checkpoints import LAYERS, edit_json, make_draft, make_target
+from tests.support.transformers_parity import (
+    GEOMETRY,
+    Case,
+    check_layers,
+    check_rejected,
+    check_text,
+)
 
 SHAPE: dict[str, Any] = {
     "intermediate_size": 32,

@@ -9,9 +9,20 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from bigram_head import ENTRY, to_bigram
-from captured import captured
-from matrix import (
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from strobe.config import EngineConfig
+from strobe.engine.build import build, resolve
+from strobe.engine.engine import Engine
+from strobe.models.architectures import load_draft_config
+from strobe.models.heads import HEADS
+from strobe.models.heads.head import BlockRows, Drafts
+from strobe.models.weight_loading import check_draft_tensors
+from strobe.sampling_params import SamplingParams
+from tests.support.bigram_head import ENTRY, to_bigram
+from tests.support.engine_runs import run
+from tests.support.losslessness_matrix import (
     COMBINATIONS,
     LENGTH,
     SLOW_COMBINATIONS,
@@ -23,18 +34,7 @@ from matrix import (
     prompts,
     workload,
 )
-from safetensors.torch import load_file, save_file
-from tiny import run
-from torch import Tensor
-
-from strobe.config import EngineConfig
-from strobe.engine.build import build, resolve
-from strobe.engine.engine import Engine
-from strobe.models.architectures import load_draft_config
-from strobe.models.heads import HEADS
-from strobe.models.heads.head import BlockRows, Drafts
-from strobe.models.weight_loading import check_draft_tensors
-from strobe.sampling_params import SamplingParams
+from tests.support.simulated_graphs import captured
 
 DRAFTING = [
     c

@@ -7,13 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matrix import FAMILY_CASES, PlainAnswers, compare, make_pair
-from parity import GEOMETRY, LLAMA3, Case, check_layers, check_rejected, check_text
-from tiny import edit_json, make_target
 from transformers import LlamaForCausalLM
 
 from strobe.config import EngineConfig
 from strobe.engine.build import resolve
+from tests.support.losslessness_matrix import FAMILY_CASES, PlainAnswers, compare, make_pair
+from tests.support.tiny_checkpoints import edit_json, make_target
+from tests.support.transformers_parity import (
+    GEOMETRY,
+    LLAMA3,
+    Case,
+    check_layers,
+    check_rejected,
+    check_text,
+)
 
 
 def as_published(path: Path) -> None:

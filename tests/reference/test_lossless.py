@@ -11,7 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matrix import (
+
+from strobe.config import EngineConfig
+from strobe.sampling_params import SamplingParams
+from tests.support.engine_runs import drain, make_engine
+from tests.support.losslessness_matrix import (
     COMBINATIONS,
     DIMENSIONS,
     DRAFTERS,
@@ -28,10 +32,9 @@ from matrix import (
     prompts,
     workload,
 )
-from tiny import EOS_IDS, Scripted, drain, greedy, make_engine, oracle
-
-from strobe.config import EngineConfig
-from strobe.sampling_params import SamplingParams
+from tests.support.scripted_drafting import Scripted, oracle
+from tests.support.tiny_checkpoints import EOS_IDS
+from tests.support.transformers_parity import greedy
 
 
 @pytest.mark.parametrize("combinations", [COMBINATIONS, SLOW_COMBINATIONS], ids=["fast", "slow"])

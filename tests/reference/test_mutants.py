@@ -12,11 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import MASK_TOKEN, VOCAB, drain, greedy, make_engine, wavering
-from watched import Watched
 
 from strobe.config import EngineConfig
 from strobe.sampling_params import SamplingParams
+from tests.support.engine_runs import drain, make_engine
+from tests.support.recorded_drafter import Watched
+from tests.support.scripted_drafting import wavering
+from tests.support.tiny_checkpoints import MASK_TOKEN, VOCAB
+from tests.support.transformers_parity import greedy
 
 MIXED = {"layer_types": ["full_attention", "sliding_attention"], "window": 5}
 IDS = (0, 1, 3)

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from hybrid import make_hybrid
 from safetensors.torch import load_file, save_file
-from tiny import VOCAB, drain, make_draft, make_engine, make_target
 
 from strobe.config import EngineConfig
 from strobe.engine.engine import Engine
 from strobe.request import Request
 from strobe.sampling_params import SamplingParams
+from tests.support.engine_runs import drain, make_engine
+from tests.support.recurrent_checkpoints import make_hybrid
+from tests.support.tiny_checkpoints import VOCAB, make_draft, make_target
 
 COLD = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logit_bias=None)
 BAD = 59

@@ -8,10 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES
-from hybrid import make_hybrid
 from safetensors.torch import load_file, save_file
-from tiny import HIDDEN, VOCAB, edit_json, greedy, make_draft, make_engine, make_target, run
 from transformers import AutoModelForCausalLM
 
 from strobe.config import EngineConfig
@@ -20,6 +17,11 @@ from strobe.models.weight_loading import check_target_tensors, load_draft, load_
 from strobe.parallel.split import Split
 from strobe.sampling_params import SamplingParams
 from strobe.tools.checkpoint_info import describe
+from tests.support.engine_runs import make_engine, run
+from tests.support.recurrent_checkpoints import make_hybrid
+from tests.support.target_families import FAMILIES
+from tests.support.tiny_checkpoints import HIDDEN, VOCAB, edit_json, make_draft, make_target
+from tests.support.transformers_parity import greedy
 
 PROMPT = [1, 2, 3, 4, 5]
 COLD = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

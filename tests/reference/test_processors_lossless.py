@@ -19,27 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import slow_processors
 import torch
-from bookkeeping import check_engine
 from llguidance import LLMatcher
-from pairwise import all_pairs, covering, pairs_of
-from slow_sampling import race
-from tiny import (
-    EOS_IDS,
-    VOCAB,
-    Scripted,
-    adversary,
-    drain,
-    edit_json,
-    greedy,
-    make_engine,
-    make_tokenizer,
-    oracle,
-    pool_bytes,
-    run,
-    wavering,
-)
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -49,6 +30,14 @@ from strobe.request import Request, TokenLogprob
 from strobe.sampling.grammar_compiler import GrammarCompiler, grammar_source
 from strobe.sampling.noise import noise_key
 from strobe.sampling_params import SamplingParams
+from tests.support import reference_processors
+from tests.support.bookkeeping_checks import check_engine
+from tests.support.engine_runs import drain, make_engine, run
+from tests.support.pairwise import all_pairs, covering, pairs_of
+from tests.support.reference_sampling import race
+from tests.support.scripted_drafting import Scripted, adversary, oracle, wavering
+from tests.support.tiny_checkpoints import EOS_IDS, VOCAB, edit_json, make_tokenizer, pool_bytes
+from tests.support.transformers_parity import greedy
 
 LENGTH = 80
 """max_model_len of every engine here."""
@@ -316,9 +305,9 @@ def check_tokens(reader: Reader, job: Job, sibling: int, output: list[int]) -> t
     logits = reader.logits([*prompt, *output])
     for i, token in enumerate(output):
         row = logits[len(prompt) + i - 1].tolist()
-        row = slow_processors.processed(row, sampling, prompt, output[:i], ends)
+        row = reference_processors.processed(row, sampling, prompt, output[:i], ends)
         if reading is not None:
-            row = slow_processors.within(row, reading.allowed(output[:i]))
+            row = reference_processors.within(row, reading.allowed(output[:i]))
         if sampling.temperature == 0:
             best = max(row)
             unsure += sum(x > best - 1e-4 for x in row) > 1 and best != 0

@@ -8,20 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from parity import (
+
+from strobe.config import EngineConfig
+from strobe.sampling_params import SamplingParams
+from tests.support.engine_runs import make_engine, run
+from tests.support.tiny_checkpoints import LAYERS, edit_json, make_target
+from tests.support.transformers_parity import (
     GEOMETRY,
     LLAMA3,
     Case,
     check_layers,
     check_text,
+    greedy,
     layer_outputs,
     prompts,
     record,
 )
-from tiny import LAYERS, edit_json, greedy, make_engine, make_target, run
-
-from strobe.config import EngineConfig
-from strobe.sampling_params import SamplingParams
 
 WINDOWED = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
 

@@ -11,25 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from bookkeeping import check_engine
-from captured import captured
-from hybrid import EXPERTS, KINDS, ROPE, make_hybrid
-from matrix import EXPERT_CASES, FAMILY_CASES, PlainAnswers, compare, make_pair
-from parity import GEOMETRY, Case, check_layers, check_text, layer_outputs, prompts, record
 from safetensors.torch import load_file, save_file
-from tiny import (
-    HIDDEN,
-    LAYERS,
-    Scripted,
-    edit_json,
-    join_experts,
-    make_draft,
-    make_engine,
-    put,
-    run,
-    watched,
-    wavering,
-)
 
 from strobe.config import EngineConfig
 from strobe.engine.build import build, resolve
@@ -37,6 +19,28 @@ from strobe.engine.engine import Engine
 from strobe.models.architectures import load_target_config
 from strobe.sampling_params import SamplingParams
 from strobe.tools.checkpoint_info import describe
+from tests.support.bookkeeping_checks import check_engine
+from tests.support.engine_runs import make_engine, put, run, watched
+from tests.support.losslessness_matrix import (
+    EXPERT_CASES,
+    FAMILY_CASES,
+    PlainAnswers,
+    compare,
+    make_pair,
+)
+from tests.support.recurrent_checkpoints import EXPERTS, KINDS, ROPE, make_hybrid
+from tests.support.scripted_drafting import Scripted, wavering
+from tests.support.simulated_graphs import captured
+from tests.support.tiny_checkpoints import HIDDEN, LAYERS, edit_json, join_experts, make_draft
+from tests.support.transformers_parity import (
+    GEOMETRY,
+    Case,
+    check_layers,
+    check_text,
+    layer_outputs,
+    prompts,
+    record,
+)
 
 COLD = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 BOUND = 1e-3

@@ -8,10 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from matrix import FAMILY_CASES, PlainAnswers, compare, make_pair
-from parity import GEOMETRY, Case, check_layers, check_rejected, check_text
 from safetensors.torch import load_file, save_file
-from tiny import edit_json, join_experts, make_target
 from transformers import Qwen3MoeForCausalLM
 
 from strobe.config import EngineConfig
@@ -20,6 +17,15 @@ from strobe.models.architectures import load_target_config
 from strobe.models.architectures import make_target as make_module
 from strobe.models.families.experts import Experts
 from strobe.models.layers import MLP
+from tests.support.losslessness_matrix import FAMILY_CASES, PlainAnswers, compare, make_pair
+from tests.support.tiny_checkpoints import edit_json, join_experts, make_target
+from tests.support.transformers_parity import (
+    GEOMETRY,
+    Case,
+    check_layers,
+    check_rejected,
+    check_text,
+)
 
 SHAPE: dict[str, Any] = {
     "moe_intermediate_size": 24,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from random_engines import TARGETS, EngineFactory, Findings, play_round
 
 from tests.support.full_marks import full_where
+from tests.support.random_engines import TARGETS, EngineFactory, Findings, play_round
 
 FAMILIES = list(TARGETS)
 ROUNDS = 24

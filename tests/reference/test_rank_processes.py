@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import make_draft, make_target, make_tokenizer, run
 
 from strobe.config import EngineConfig
 from strobe.engine.engine import Engine
@@ -30,6 +29,8 @@ from strobe.ranks.follower import GrammarPrecompiler
 from strobe.ranks.leader import Ranks, start_engine
 from strobe.ranks.rank_messages import Launch
 from strobe.sampling_params import SamplingParams, StructuredOutputs
+from tests.support.engine_runs import run
+from tests.support.tiny_checkpoints import make_draft, make_target, make_tokenizer
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11]]
 PARAMS = [

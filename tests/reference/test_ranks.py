@@ -9,11 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import random_engines
 import torch
-from families import FAMILIES
-from quantized import quantize
-from random_engines import (
+
+from strobe.config import EngineConfig
+from strobe.engine.build import resolve
+from strobe.engine.engine import Engine
+from strobe.parallel.shared_memory import SharedMemoryGroup, memory_size
+from strobe.sampling_params import SamplingParams
+from tests.support import random_engines
+from tests.support.engine_runs import run
+from tests.support.full_marks import full_where
+from tests.support.quantized_checkpoints import quantize
+from tests.support.random_engines import (
     TARGETS,
     EngineFactory,
     Findings,
@@ -22,15 +29,9 @@ from random_engines import (
     policy,
     prepared,
 )
-from ranks import ranks
-from tiny import make_draft, make_target, make_tokenizer, run
-
-from strobe.config import EngineConfig
-from strobe.engine.build import resolve
-from strobe.engine.engine import Engine
-from strobe.parallel.shared_memory import SharedMemoryGroup, memory_size
-from strobe.sampling_params import SamplingParams
-from tests.support.full_marks import full_where
+from tests.support.rank_threads import ranks
+from tests.support.target_families import FAMILIES
+from tests.support.tiny_checkpoints import make_draft, make_target, make_tokenizer
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11], [5, 6] * 10, [40, 2]]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import drain, make_engine
 
 from strobe import EngineConfig, SamplingParams
 from strobe.step import Plan, StepResult
+from tests.support.engine_runs import drain, make_engine
 
 COLD = SamplingParams(temperature=0.0, max_tokens=18, ignore_eos=True)
 SAMPLING = [

@@ -12,17 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from captured import captured
 from safetensors.torch import load_file, save_file
 from scipy import stats
-from slow_processors import processed
-from slow_sampling import distribution
-from tiny import SHAPE, make_draft, make_engine, make_target, make_tokenizer, run
 
 from strobe import EngineConfig, SamplingParams
 from strobe.engine.build import build, resolve
 from strobe.engine.engine import Engine
 from strobe.warmup.warmup_steps import warm_up
+from tests.support.engine_runs import make_engine, run
+from tests.support.reference_processors import processed
+from tests.support.reference_sampling import distribution
+from tests.support.simulated_graphs import captured
+from tests.support.tiny_checkpoints import SHAPE, make_draft, make_target, make_tokenizer
 
 ANSWERS, TOKENS = 2000, 4
 PROMPT = [1, 2, 3]

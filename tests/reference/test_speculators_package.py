@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import make_engine, make_tokenizer, run
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from watched import Watched
 
 from strobe import LLM
 from strobe.attention.mask import LayerMask
@@ -22,6 +20,9 @@ from strobe.config import EngineConfig
 from strobe.hub.locate import locate_models
 from strobe.models.dflash_drafter import DFlash
 from strobe.sampling_params import SamplingParams
+from tests.support.engine_runs import make_engine, run
+from tests.support.recorded_drafter import Watched
+from tests.support.tiny_checkpoints import make_tokenizer
 
 DATA = Path(__file__).parent / "data" / "speculators"
 PROMPT, WINDOW, KNOWN = 8, 20, 23

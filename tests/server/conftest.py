@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from browser import Browser, Page
-from chromium import Chromium
-from firefox import Firefox
-from page_mock import MockServer
-from page_tests import visit
-from served import Served
+
+from tests.server.support.browser import Browser, Page
+from tests.server.support.chromium import Chromium
+from tests.server.support.firefox import Firefox
+from tests.server.support.mock_page_server import MockServer
+from tests.server.support.page_actions import visit
+from tests.server.support.server_process import Served
 
 
 @pytest.fixture(scope="session")

@@ -10,12 +10,7 @@ from typing import Any
 
 import openai
 import pytest
-from asgi import call
-from engineless import serving
-from polling import PATIENCE, until
 from pydantic import BaseModel
-from served import Served
-from talk import Talk
 
 from strobe.config import DEMO_MODELS
 from strobe.server.app import make_app
@@ -23,6 +18,11 @@ from strobe.server.batches import bodies
 from strobe.server.batches.batch_runner import BatchRunner
 from strobe.server.batches.batch_store import BatchStore
 from strobe.text.tokenizer import Tokenizer
+from tests.server.support.asgi_client import call
+from tests.server.support.engineless_server import serving
+from tests.server.support.http_client import Talk
+from tests.server.support.polling import PATIENCE, until
+from tests.server.support.server_process import Served
 
 CHAT = "/v1/chat/completions"
 SORT = {"messages": [{"role": "user", "content": "Sort these words: pear, apple, fig"}],

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
-from asgi import call
-from scripted import Script, app
 
 from strobe.request import FinishReason
+from tests.server.support.asgi_client import call
+from tests.server.support.scripted_server import Script, app
 
 NAMES = ("read_file", "get_time")
 USER = {"role": "user", "content": "hi"}

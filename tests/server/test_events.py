@@ -7,8 +7,6 @@ import json
 from typing import Any
 
 import pytest
-from asgi import call
-from engineless import serving
 
 from strobe.config import DEMO_MODELS
 from strobe.counters import DraftCounts, EngineStats
@@ -18,6 +16,8 @@ from strobe.server.page import endpoints
 from strobe.server.page.endpoints import engine_events
 from strobe.server.serving import Serving
 from strobe.text.tokenizer import Tokenizer
+from tests.server.support.asgi_client import call
+from tests.server.support.engineless_server import serving
 
 COUNTS = DraftCounts(steps=4, num_verified=28, num_accepted=9)
 SNAPSHOT = EngineSnapshot(2, 1, 0.25, EngineStats(generation_tokens=40, draft_counts=COUNTS))

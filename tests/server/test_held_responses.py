@@ -6,12 +6,12 @@ import json
 from typing import Any
 
 import pytest
-from asgi import Answer, call
-from scripted import Script, app, tokenizer
 
 from strobe.server.engine_process.client import EngineDead
 from strobe.server.openai.protocol import response_bodies as answers
 from strobe.server.response_store import ResponseStore, StoredResponse
+from tests.server.support.asgi_client import Answer, call
+from tests.server.support.scripted_server import Script, app, tokenizer
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}

@@ -6,11 +6,6 @@ import json
 from typing import Any
 
 import pytest
-import scripted
-from asgi import Answer, call
-from bodies import refusal
-from engineless import RecordingClient, serving
-from scripted import Script, post
 
 from strobe.config import DEMO_MODELS
 from strobe.server.app import make_app
@@ -19,6 +14,11 @@ from strobe.server.openai.infill_prompt import ENDS, FILE_TOKENS, TOKENS
 from strobe.server.openai.protocol.completion_request import CompletionRequest
 from strobe.server.openai.protocol.infill_request import InfillRequest
 from strobe.text.tokenizer import Tokenizer
+from tests.server.support import scripted_server
+from tests.server.support.asgi_client import Answer, call
+from tests.server.support.engineless_server import RecordingClient, serving
+from tests.server.support.request_bodies import refusal
+from tests.server.support.scripted_server import Script, post
 
 
 def tokenizer_with(*names: str) -> Tokenizer:
@@ -92,7 +92,7 @@ def infilled(script: Script, **fields: Any) -> list[dict[str, Any]]:
 def fills(monkeypatch: pytest.MonkeyPatch) -> Tokenizer:
     """Give the scripted server a tokenizer with tokens for gaps."""
     tokenizer = tokenizer_with(*TOKENS[0])
-    monkeypatch.setattr(scripted, "tokenizer", lambda: tokenizer)
+    monkeypatch.setattr(scripted_server, "tokenizer", lambda: tokenizer)
     monkeypatch.setattr(Script, "facts", Script.facts._replace(vocab_size=9999))
     return tokenizer
 

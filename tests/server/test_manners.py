@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from polling import until
-from served import Served
-from talk import CHAT, Talk
+
+from tests.server.support.http_client import CHAT, Talk
+from tests.server.support.polling import until
+from tests.server.support.server_process import Served
 
 KEY = {"Authorization": "Bearer two"}
 PAGE = "https://page.example"

@@ -24,11 +24,12 @@ from typing import Any, NamedTuple
 
 import openai
 import pytest
-from features import Cell, cells
 from openai.resources.chat.completions import Completions as Chats
 from openai.resources.completions import Completions as Texts
-from outcomes import AnswerResult, Outcome, streamed, whole
-from served import Served
+
+from tests.server.support.feature_cells import Cell, cells
+from tests.server.support.outcomes import AnswerResult, Outcome, streamed, whole
+from tests.server.support.server_process import Served
 
 SPECULATION: dict[str, Any] = {
     "off": False,

@@ -7,14 +7,14 @@ import re
 from typing import Any
 
 import pytest
-from asgi import Answer, call
-from scripted import Script, app, post, tokenizer
 
 from strobe.server.anthropic.protocol import message_bodies as bodies
 from strobe.server.engine_process.client import EngineDead, EngineStopped, PromptRejected
 from strobe.server.guards import ApiKeyEntry
 from strobe.server.middleware import MiddlewareSettings, wrap
 from strobe.server.openai.protocol.request_errors import FieldError
+from tests.server.support.asgi_client import Answer, call
+from tests.server.support.scripted_server import Script, app, post, tokenizer
 
 USER = {"role": "user", "content": "hello"}
 TOOL = {"name": "f", "input_schema": {"type": "object"}}

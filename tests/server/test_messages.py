@@ -6,8 +6,9 @@ import json
 from typing import Any
 
 import pytest
-from served import Served
-from talk import Talk
+
+from tests.server.support.http_client import Talk
+from tests.server.support.server_process import Served
 
 SUM = "With 44 coins Tom buys 3 cups. Each cup costs 11 coins. How many coins are left?"
 WEATHER = "What is the weather in Athens in celsius?"

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asgi import Answer, call, echo, untouched
 from starlette.requests import ClientDisconnect, Request
 
 from strobe.server.access import AccessLog, RequestId
@@ -24,6 +23,7 @@ from strobe.server.guards import (
 )
 from strobe.server.middleware import OPEN_PATHS, MiddlewareSettings, wrap
 from strobe.server.openai.protocol.request_errors import ERROR_TYPES
+from tests.server.support.asgi_client import Answer, call, echo, untouched
 
 Lines = Callable[[], list[dict[str, Any]]]
 

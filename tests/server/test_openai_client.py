@@ -11,8 +11,9 @@ from typing import Any, Literal
 import openai
 import pytest
 from pydantic import BaseModel
-from served import Served
-from textpair import make_pair
+
+from tests.server.support.server_process import Served
+from tests.support.text_pair import make_pair
 
 MODEL = "strobe-demo"
 SUM = "With 44 coins Tom buys 3 cups. Each cup costs 11 coins. How many coins are left?"

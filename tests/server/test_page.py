@@ -6,9 +6,19 @@ import re
 from collections.abc import Sequence
 
 import pytest
-from browser import Page
-from page_mock import Gate, Json, MockServer, Reply, answer, refusal, step
-from page_tests import (
+
+from strobe.server.page import files
+from tests.server.support.browser import Page
+from tests.server.support.mock_page_server import (
+    Gate,
+    Json,
+    MockServer,
+    Reply,
+    answer,
+    refusal,
+    step,
+)
+from tests.server.support.page_actions import (
     HELLO,
     IDLE,
     SORTED,
@@ -25,8 +35,6 @@ from page_tests import (
     run,
     visit,
 )
-
-from strobe.server.page import files
 
 pytestmark = pytest.mark.full
 

@@ -5,10 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from axe import violations
-from browser import Page
-from page_mock import Gate, MockServer, answer, refusal, step
-from page_tests import HELLO, IDLE, SORTED, THOUGHT, WIDE, ask, ask_and_wait, rounds, show, visit
+
+from tests.server.support.axe_rules import violations
+from tests.server.support.browser import Page
+from tests.server.support.mock_page_server import Gate, MockServer, answer, refusal, step
+from tests.server.support.page_actions import (
+    HELLO,
+    IDLE,
+    SORTED,
+    THOUGHT,
+    WIDE,
+    ask,
+    ask_and_wait,
+    rounds,
+    show,
+    visit,
+)
 
 pytestmark = pytest.mark.full
 

@@ -5,9 +5,20 @@ from __future__ import annotations
 import json
 
 import pytest
-from browser import Page
-from page_mock import Gate, Json, MockServer, answer, refusal, step
-from page_tests import HELLO, IDLE, SORTED, ask, ask_and_wait, figures, origins, show, visit
+
+from tests.server.support.browser import Page
+from tests.server.support.mock_page_server import Gate, Json, MockServer, answer, refusal, step
+from tests.server.support.page_actions import (
+    HELLO,
+    IDLE,
+    SORTED,
+    ask,
+    ask_and_wait,
+    figures,
+    origins,
+    show,
+    visit,
+)
 
 pytestmark = pytest.mark.full
 

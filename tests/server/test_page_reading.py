@@ -5,9 +5,19 @@ from __future__ import annotations
 import json
 
 import pytest
-from browser import Page
-from page_mock import Gate, Json, MockServer, answer, step
-from page_tests import HELLO, IDLE, SORTED, THOUGHT, ask, ask_and_wait, show, visit
+
+from tests.server.support.browser import Page
+from tests.server.support.mock_page_server import Gate, Json, MockServer, answer, step
+from tests.server.support.page_actions import (
+    HELLO,
+    IDLE,
+    SORTED,
+    THOUGHT,
+    ask,
+    ask_and_wait,
+    show,
+    visit,
+)
 
 pytestmark = pytest.mark.full
 

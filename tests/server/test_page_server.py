@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from browser import Page
-from page_mock import Json, MockServer, PathProxy, answer, step
-from page_tests import (
+
+from tests.server.support.browser import Page
+from tests.server.support.mock_page_server import Json, MockServer, PathProxy, answer, step
+from tests.server.support.page_actions import (
     HELLO,
     IDLE,
     SORTED,
@@ -20,7 +21,7 @@ from page_tests import (
     show,
     visit,
 )
-from served import Served
+from tests.server.support.server_process import Served
 
 pytestmark = pytest.mark.full
 

@@ -7,12 +7,18 @@ import re
 from typing import Any
 
 import pytest
-from guided import GEMMA4, Vocabulary, gemma4, render_calls, vocabulary
 from hypothesis import given
 from hypothesis import strategies as st
-from parsing import check_cuts, names, parse, places, prose, stream, texts
 
 from strobe.server.parsers import REASONING_FORMATS, Parser, Tool, make_parser
+from tests.server.support.parser_runs import check_cuts, names, parse, places, prose, stream, texts
+from tests.server.support.tool_tokenizers import (
+    GEMMA4,
+    Vocabulary,
+    gemma4,
+    render_calls,
+    vocabulary,
+)
 
 Q = '<|"|>'
 CALL = f"<|tool_call>call:get_time{{city:{Q}Rome{Q}}}<tool_call|>"

@@ -7,9 +7,18 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from parsing import arguments, check_cuts, dumps, names, parse, places, stream, texts
 
 from strobe.server.parsers import REASONING_FORMATS, Parser, Tool, make_parser
+from tests.server.support.parser_runs import (
+    arguments,
+    check_cuts,
+    dumps,
+    names,
+    parse,
+    places,
+    stream,
+    texts,
+)
 
 THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|>"
 FINAL = "<|channel|>final<|message|>Yes.<|return|>"

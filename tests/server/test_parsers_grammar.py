@@ -9,12 +9,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from guided import CALL_END, END, HARMONY, Vocabulary, allowed, render_calls, vocabulary
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parsing import dumps, parse
 
 from strobe.server.parsers import Tool, make_parser
+from tests.server.support.parser_runs import dumps, parse
+from tests.server.support.tool_tokenizers import (
+    CALL_END,
+    END,
+    HARMONY,
+    Vocabulary,
+    allowed,
+    render_calls,
+    vocabulary,
+)
 
 FORMATS = ("hermes", "llama3", "gpt_oss")
 

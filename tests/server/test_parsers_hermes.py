@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from parsing import (
+
+from strobe.server.parsers import Parser, Tool, make_parser
+from tests.server.support.parser_runs import (
     arguments,
     calls,
     check_cuts,
@@ -20,8 +22,6 @@ from parsing import (
     stream,
     texts,
 )
-
-from strobe.server.parsers import Parser, Tool, make_parser
 
 CALL = '<tool_call>\n{"name": "get_time", "arguments": {"city": "Rome"}}\n</tool_call>'
 TIME = ("get_time", '{"city": "Rome"}')

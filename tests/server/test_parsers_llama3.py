@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from parsing import calls, check_cuts, dumps, parse, places, stream, texts
 
 from strobe.server.parsers import Parser, Tool, make_parser
+from tests.server.support.parser_runs import calls, check_cuts, dumps, parse, places, stream, texts
 
 CALL = '{"name": "get_time", "parameters": {"city": "Rome"}}'
 TIME = ("get_time", '{"city": "Rome"}')

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from guided import Vocabulary, vocabulary
 from hypothesis import given
 from hypothesis import strategies as st
-from parsing import check_cuts, dumps, parse, places, stream, texts
 
 from strobe.server.parsers import Parser, Tool, make_parser
+from tests.server.support.parser_runs import check_cuts, dumps, parse, places, stream, texts
+from tests.server.support.tool_tokenizers import Vocabulary, vocabulary
 
 MISTRAL = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
 DEEPSEEK = tuple(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from parsing import check_cuts, parse, places, stream, texts
 
 from strobe.server.parsers import REASONING_FORMATS, Parsed, Parser, Tool, make_parser
 from strobe.server.parsers.chain import Chain, Plain
 from strobe.server.parsers.reasoning_calls import ReasoningCalls
+from tests.server.support.parser_runs import check_cuts, parse, places, stream, texts
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 lines = st.text(st.characters(codec="utf-8", exclude_characters="<"), max_size=30)

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from guided import END, Vocabulary, allowed, vocabulary
 from hypothesis import given
 from hypothesis import strategies as st
-from parsing import check_cuts, parse, places, prose, stream, texts, values
 
 from strobe.server.parsers import Parser, Tool, make_parser
+from tests.server.support.parser_runs import check_cuts, parse, places, prose, stream, texts, values
+from tests.server.support.tool_tokenizers import END, Vocabulary, allowed, vocabulary
 
 CALL = """<tool_call>
 <function=get_time>

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from parsing import parse
 
 from strobe import demo_models
 from strobe.server.parsers import REASONING_FORMATS, TOOL_FORMATS, detect, make_parser
+from tests.server.support.parser_runs import parse
 
 CHATML = "<|im_start|>assistant\n"
 HERMES = CHATML + r"{{- '<tool_call>\n{\"name\": \"' }}{{- '\", \"arguments\": ' }}</tool_call>"

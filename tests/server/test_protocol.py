@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bodies import GENERATING, NAMED, SMALLEST, TOOL, USER, chat, refusal
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -23,6 +22,15 @@ from strobe.server.openai.protocol.completion_request import CompletionRequest
 from strobe.server.openai.protocol.request_errors import FieldError, error_body, to_field_error
 from strobe.server.openai.protocol.responses_request import ResponsesRequest
 from strobe.server.openai.protocol.tables import NO_EFFECT, UNSUPPORTED
+from tests.server.support.request_bodies import (
+    GENERATING,
+    NAMED,
+    SMALLEST,
+    TOOL,
+    USER,
+    chat,
+    refusal,
+)
 
 ROOT = Path(__file__).parents[2]
 

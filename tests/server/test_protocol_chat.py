@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import pytest
-from bodies import NAMED, TOOL, USER, chat, refusal, respond, tool
 
 from strobe.server.openai.protocol.chat_messages import read_messages
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
@@ -15,6 +14,7 @@ from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.openai.protocol.responses_request import ResponsesRequest
 from strobe.server.openai.protocol.token_requests import TokenizeRequest
 from strobe.server.openai.protocol.tools import ToolChoice
+from tests.server.support.request_bodies import NAMED, TOOL, USER, chat, refusal, respond, tool
 
 
 def test_messages_match_template_input():

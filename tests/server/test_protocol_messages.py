@@ -6,9 +6,9 @@ import json
 from typing import Any
 
 import pytest
-from bodies import SCHEMA, USER, refusal
 
 from strobe.server.anthropic.protocol.messages_request import CountTokensRequest, MessagesRequest
+from tests.server.support.request_bodies import SCHEMA, USER, refusal
 
 TOOL = {"name": "add", "description": "adds", "input_schema": SCHEMA}
 CACHED = {"cache_control": {"type": "ephemeral"}}

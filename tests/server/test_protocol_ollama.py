@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import pytest
-from bodies import SCHEMA, USER, refusal
 
 from strobe.sampling_params import Speculation
 from strobe.server.ollama.protocol.requests import (
@@ -14,6 +13,7 @@ from strobe.server.ollama.protocol.requests import (
     OllamaGenerateRequest,
     OllamaRequest,
 )
+from tests.server.support.request_bodies import SCHEMA, USER, refusal
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": SCHEMA}}
 

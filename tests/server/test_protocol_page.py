@@ -10,9 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from bodies import GENERATING, SMALLEST
 from pydantic import BaseModel
-from scripted import Script, app
 
 from strobe.server.openai.protocol import response_bodies as answers
 from strobe.server.openai.protocol.chat_messages import (
@@ -31,6 +29,8 @@ from strobe.server.openai.protocol.token_requests import DetokenizeResponse, Tok
 from strobe.server.openai.protocol.tools import FUNCTION_FIELDS
 from strobe.server.page import files as page_files
 from strobe.server.page.endpoints import MarkdownBlock, MarkdownResponse
+from tests.server.support.request_bodies import GENERATING, SMALLEST
+from tests.server.support.scripted_server import Script, app
 
 ROOT = Path(__file__).parents[2]
 PLACE = r"{(\w+)(?::path)?}"

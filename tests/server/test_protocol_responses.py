@@ -6,11 +6,11 @@ import json
 from typing import Any
 
 import pytest
-from bodies import SCHEMA, TOOL, USER, refusal, respond
 
 from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.openai.protocol.responses_request import ResponsesRequest
 from strobe.server.openai.protocol.token_requests import DetokenizeRequest, TokenizeRequest
+from tests.server.support.request_bodies import SCHEMA, TOOL, USER, refusal, respond
 
 
 def test_responses_request_becomes_a_chat():

@@ -7,7 +7,6 @@ import re
 from typing import Any
 
 import pytest
-from bodies import GENERATING, SCHEMA, SMALLEST, chat, complete, refusal, respond
 
 from strobe.sampling_params import RepetitionDetection, SamplingParams, Speculation
 from strobe.server.anthropic.protocol.messages_request import MessagesRequest
@@ -17,6 +16,15 @@ from strobe.server.openai.protocol.completion_request import CompletionRequest
 from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.openai.protocol.responses_request import ResponsesRequest
 from strobe.server.openai.protocol.sampling_fields import BOUNDS, SAME_NAME, SamplingFields
+from tests.server.support.request_bodies import (
+    GENERATING,
+    SCHEMA,
+    SMALLEST,
+    chat,
+    complete,
+    refusal,
+    respond,
+)
 
 EVERY_FIELD: dict[str, Any] = {
     **{name: bounds.low + 0.75 * (bounds.high - bounds.low) for name, bounds in BOUNDS.items()

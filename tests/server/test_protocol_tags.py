@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import pytest
-from bodies import GENERATING, SCHEMA, chat, refusal
 from llguidance import LLTokenizer
 
 from strobe.grammars.rules import Tag, text_with_tags
@@ -16,6 +15,7 @@ from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.openai.protocol.sampling_fields import SamplingFields
 from strobe.server.openai.protocol.structural_tags import tags_grammar
+from tests.server.support.request_bodies import GENERATING, SCHEMA, chat, refusal
 
 STRUCTURE = {"begin": "<f=add>", "schema": SCHEMA, "end": "</f>"}
 OLD = {"type": "structural_tag", "structures": [STRUCTURE], "triggers": ["<f", "<f="]}

@@ -24,12 +24,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from polling import PATIENCE, until
-from served import Served, child_of
 
 from strobe.cli.main import main
 from strobe.integrations.forwarding import ForwardedRequest, RoutingState
 from strobe.integrations.replica_watchdog import Heartbeat, watch
+from tests.server.support.polling import PATIENCE, until
+from tests.server.support.server_process import Served, child_of
 
 needs_ray = pytest.mark.skipif(
     find_spec("ray") is None, reason="Ray is not installed: pip install 'strobe[ray]'"

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from polling import PATIENCE
-from served import Served
 
 from strobe.hub.packaged import packaged_file
+from tests.server.support.polling import PATIENCE
+from tests.server.support.server_process import Served
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/first-steps.md")

@@ -7,8 +7,6 @@ import re
 from typing import Any
 
 import pytest
-from asgi import Answer, call
-from engineless import RecordingClient, serving
 
 from strobe.config import DEMO_MODELS
 from strobe.request import SchedulingOptions
@@ -16,6 +14,8 @@ from strobe.server.app import make_app
 from strobe.server.engine_process.engine_messages import Release, Submit
 from strobe.server.serving import Serving
 from strobe.text.tokenizer import Tokenizer
+from tests.server.support.asgi_client import Answer, call
+from tests.server.support.engineless_server import RecordingClient, serving
 
 KEY = ("Authorization", "Bearer secret")
 

@@ -7,10 +7,10 @@ import json
 from typing import Any
 
 import pytest
-from asgi import call
-from scripted import Script, app
 
 from strobe.sampling_params import RepetitionDetection
+from tests.server.support.asgi_client import call
+from tests.server.support.scripted_server import Script, app
 
 MESSAGES = {"messages": [{"role": "user", "content": "hi"}]}
 REQUESTS: dict[str, dict[str, Any]] = {

@@ -12,7 +12,6 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from engineless import START, event, samples, serving
 
 from strobe.config import DEMO_MODELS, EngineConfig
 from strobe.counters import DraftCounts, EngineStats
@@ -37,6 +36,7 @@ from strobe.server.logs import JsonFormatter, PlainFormatter
 from strobe.server.openai.runs import GenerationJob, PromptRun
 from strobe.server.server_settings import ServerConfig
 from strobe.text.tokenizer import Tokenizer
+from tests.server.support.engineless_server import START, event, samples, serving
 
 READY = Ready(2048, 4, 2048, 15, ("dflash", "none"), {}, "float32", "cpu", 100)
 PAGE = 16

@@ -12,9 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from asgi import Answer, call
-from engineless import START, RecordingClient, event, samples, serving
-from scripted import Steps
 
 from strobe.config import DEMO_MODELS
 from strobe.request import TokenLogprob
@@ -29,6 +26,9 @@ from strobe.server.engine_process.engine_messages import Finish, Submit
 from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.serving import Serving
 from strobe.text.tokenizer import Tokenizer
+from tests.server.support.asgi_client import Answer, call
+from tests.server.support.engineless_server import START, RecordingClient, event, samples, serving
+from tests.server.support.scripted_server import Steps
 
 CHAT = "/v1/chat/completions"
 JSON = [("Content-Type", "application/json")]

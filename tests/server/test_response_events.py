@@ -7,10 +7,10 @@ import re
 from typing import Any
 
 import pytest
-from scripted import Script, post
 
 from strobe.server.engine_process.client import EngineDead, PromptRejected
 from strobe.server.openai.protocol import response_bodies as answers
+from tests.server.support.scripted_server import Script, post
 
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": {"b": "é <x> {}"}}}\n</tool_call>'

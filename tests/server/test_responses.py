@@ -9,7 +9,8 @@ from typing import Any
 import openai
 import pytest
 from pydantic import BaseModel
-from served import Served
+
+from tests.server.support.server_process import Served
 
 SUM = "With 44 coins Tom buys 3 cups. Each cup costs 11 coins. How many coins are left?"
 TURTLE = (

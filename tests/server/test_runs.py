@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from engineless import START, RecordingClient, event, samples, serving
 
 from strobe.config import DEMO_MODELS
 from strobe.sampling_params import SamplingParams
@@ -19,6 +18,7 @@ from strobe.server.openai.runs import GenerationJob, Progress, PromptRun, specul
 from strobe.server.openai.step_report import step_of
 from strobe.server.serving import RequestRejected, Serving
 from strobe.text.tokenizer import Tokenizer
+from tests.server.support.engineless_server import START, RecordingClient, event, samples, serving
 
 
 @pytest.fixture(scope="module")

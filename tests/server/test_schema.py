@@ -13,14 +13,14 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from bodies import SMALLEST
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from polling import PATIENCE
-from served import Served
 
 from strobe.server.openai.protocol.common import RequestModel
 from strobe.server.openai.protocol.request_errors import FieldError
+from tests.server.support.polling import PATIENCE
+from tests.server.support.request_bodies import SMALLEST
+from tests.server.support.server_process import Served
 
 schemathesis = pytest.importorskip(
     "schemathesis", reason="schemathesis is not installed; pip install schemathesis"

@@ -8,12 +8,12 @@ from itertools import accumulate
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from parsing import cut, parse, places, texts
 
 from strobe.outputs import CompletionOutput, StreamDelta
 from strobe.request import TokenLogprob
 from strobe.server.openai.segments import OrderedParser, Segment, TokenAttribution
 from strobe.server.parsers import make_parser
+from tests.server.support.parser_runs import cut, parse, places, texts
 
 HERMES = '<tool_call>\n{"name": "f", "arguments": {"a": {}}}\n</tool_call>'
 LLAMA = '{"name": "f", "parameters": {"a": {}}}'

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from polling import PATIENCE, until
-from served import Served
+
+from tests.server.support.polling import PATIENCE, until
+from tests.server.support.server_process import Served
 
 CERTIFICATE = Path(__file__).parent / "certificate"
 """A self-signed certificate for 127.0.0.1, valid until 2126."""

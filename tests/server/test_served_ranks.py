@@ -7,9 +7,10 @@ import signal
 from pathlib import Path
 
 import pytest
-from polling import PATIENCE, until
-from served import Served
-from talk import CHAT, Talk
+
+from tests.server.support.http_client import CHAT, Talk
+from tests.server.support.polling import PATIENCE, until
+from tests.server.support.server_process import Served
 
 MESSAGES = [{"role": "user", "content": "Sort these words: pear kiwi apple fig"}]
 BODY = {"messages": MESSAGES, "max_tokens": 60, "temperature": 0}

@@ -13,9 +13,10 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
-from polling import PATIENCE, until
-from served import Served, child_of, launched
-from talk import CHAT, Talk
+
+from tests.server.support.http_client import CHAT, Talk
+from tests.server.support.polling import PATIENCE, until
+from tests.server.support.server_process import Served, child_of, launched
 
 MESSAGES = [{"role": "user", "content": "Sort these words: pear kiwi apple fig"}]
 BODY = {"messages": MESSAGES, "max_tokens": 60, "temperature": 0}

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from served import ENVIRONMENT, ROOT
+
+from tests.server.support.server_process import ENVIRONMENT, ROOT
 
 GOOD = ("chat", "compl", "resp")
 

@@ -12,9 +12,10 @@ from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
-from polling import PATIENCE, until
-from served import Served, child_of, launched
-from talk import CHAT, Talk
+
+from tests.server.support.http_client import CHAT, Talk
+from tests.server.support.polling import PATIENCE, until
+from tests.server.support.server_process import Served, child_of, launched
 
 MESSAGES = [{"role": "user", "content": "Sort these words: pear kiwi apple fig"}]
 LONG = {"messages": MESSAGES, "max_tokens": 250, "ignore_eos": True, "temperature": 0}

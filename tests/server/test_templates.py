@@ -8,12 +8,12 @@ import logging
 from typing import Any
 
 import pytest
-from scripted import Script, post, tokenizer
 
 from strobe.server.parsers import TOOL_FORMATS
 from strobe.server.server_settings import ServerConfig
 from strobe.server.serving import Formats, log_tool_form
 from strobe.text.chat_template import ONE_SYSTEM_MESSAGE
+from tests.server.support.scripted_server import Script, post, tokenizer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] + '\n' + m['content'] }}<|im_end|>\n"

@@ -10,9 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from asgi import Answer, call
-from engineless import START, RecordingClient, event, serving
-from guided import allowed, vocabulary
 from llguidance import LLMatcher
 
 from strobe.config import DEMO_MODELS
@@ -24,6 +21,9 @@ from strobe.server.parsers import TOOL_FORMATS, Tool
 from strobe.server.server_settings import ServerConfig
 from strobe.server.serving import Formats, log_tool_form
 from strobe.text.tokenizer import Tokenizer
+from tests.server.support.asgi_client import Answer, call
+from tests.server.support.engineless_server import START, RecordingClient, event, serving
+from tests.server.support.tool_tokenizers import allowed, vocabulary
 
 TOOL = {
     "type": "function",

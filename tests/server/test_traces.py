@@ -12,11 +12,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from asgi import call
-from polling import PATIENCE
-from scripted import Script, app
 
 from strobe.server.server_settings import ServerConfig
+from tests.server.support.asgi_client import call
+from tests.server.support.polling import PATIENCE
+from tests.server.support.scripted_server import Script, app
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import uvicorn
 from fastapi import FastAPI, Request
-from polling import PATIENCE
 from starlette.responses import StreamingResponse
 
 from strobe.server.guards import ApiKeyEntry
 from strobe.server.middleware import MiddlewareSettings, wrap
+from tests.server.support.polling import PATIENCE
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 

@@ -10,10 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bookkeeping import check_engine
-from polling import PATIENCE, until
-from textpair import Pair, make_pair
-from tiny import make_engine, run
 
 from strobe.config import EngineConfig
 from strobe.engine.engine import Engine
@@ -32,6 +28,10 @@ from strobe.server.engine_process.snapshot import EngineSnapshot
 from strobe.server.engine_process.worker import Worker
 from strobe.step import TokenEvent
 from strobe.text.tokenizer import Tokenizer
+from tests.server.support.polling import PATIENCE, until
+from tests.support.bookkeeping_checks import check_engine
+from tests.support.engine_runs import make_engine, run
+from tests.support.text_pair import Pair, make_pair
 
 PROMPT = list(range(100, 130))
 LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)

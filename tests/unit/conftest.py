@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from textpair import Pair
-
     from strobe.text.tokenizer import Tokenizer
+    from tests.support.text_pair import Pair
 
 
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """Return a random pair that reads text; tests must not change it."""
-    from textpair import make_pair
+    from tests.support.text_pair import make_pair
 
     return make_pair(tmp_path_factory.mktemp("pair"))
 

@@ -8,7 +8,6 @@ import random
 import numpy as np
 import pytest
 import torch
-from layouts import facts, spans_of
 
 from strobe.runner.buckets import Buckets
 from strobe.runner.layout import Shape, exact_shape, lay_out
@@ -16,6 +15,7 @@ from strobe.speculation.acceptance import DraftChances, evidence, knot_weights
 from strobe.speculation.allocate import chances, choose_drafts, verified_drafts
 from strobe.speculation.policy_config import PolicyConfig
 from strobe.step import TAIL, Span, num_rows
+from tests.support.random_layouts import facts, spans_of
 
 CPU = torch.device("cpu")
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import make_target
 
 from strobe.config import EngineConfig
 from strobe.engine.backend_choice import BackendChoice, choose_backends
 from strobe.models.architectures import load_target_config
+from tests.support.tiny_checkpoints import make_target
 
 
 def chosen(path: Path, **options: str) -> BackendChoice:

@@ -14,10 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bookkeeping import check_engine
 from safetensors.torch import load_file, save_file
-from textpair import Pair
-from tiny import edit_json, make_target
 
 from strobe import LLM, SamplingParams
 from strobe.cli import main as cli
@@ -27,6 +24,9 @@ from strobe.models.architectures import load_draft_config
 from strobe.models.checkpoint import Checkpoint
 from strobe.runner import memory
 from strobe.sampling_params import Speculation
+from tests.support.bookkeeping_checks import check_engine
+from tests.support.text_pair import Pair
+from tests.support.tiny_checkpoints import edit_json, make_target
 
 MODEL = "model.safetensors"
 INDEX = "model.safetensors.index.json"

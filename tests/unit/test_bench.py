@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from bookkeeping import check_engine
-from textpair import Pair
 
 from strobe import EngineConfig
 from strobe.cli import bench as bench_command
@@ -30,6 +28,8 @@ from strobe.text.tokenizer import Tokenizer
 from strobe.tools.bench import bench_prompts, floor, offline, rates, timeline
 from strobe.tools.bench import engine_step as step
 from strobe.tools.bench.bench_settings import DECIDED, OfflineSettings, StepSettings, command_line
+from tests.support.bookkeeping_checks import check_engine
+from tests.support.text_pair import Pair
 
 CPU = torch.device("cpu")
 STEP_FLAGS = [

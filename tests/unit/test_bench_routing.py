@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from tiny import make_target
 from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList, FunctionEvent
@@ -27,6 +26,7 @@ from strobe.models.ops.torch_ops import TorchOps
 from strobe.models.weight_loading import load_target
 from strobe.tools.bench import floor, profiling, published_shapes, rates
 from strobe.tools.bench.even_routing import route_evenly
+from tests.support.tiny_checkpoints import make_target
 
 MOE = {"moe_intermediate_size": 24, "num_experts": 16, "num_experts_per_tok": 3}
 GEMMA: dict[str, Any] = {

@@ -6,13 +6,13 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from tiny import RandomRows
-from world import HostDrafter, Policy, World
 
 from strobe.request import Request
 from strobe.sampling_params import SamplingParams
 from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftPlan, DraftPolicy
 from strobe.step import num_rows
+from tests.support.scripted_drafting import RandomRows
+from tests.support.simulated_device import HostDrafter, Policy, World
 
 LOAD = BatchLoad(prompt_rows=40)
 

@@ -11,10 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from published import QWEN3_8B_DFLASH, written
-from published_configs import published
 from safetensors.torch import load_file, save_file
-from tiny import LAYERS, VOCAB, edit_json, make_draft
 from transformers import AutoConfig
 
 from strobe.attention.mask import LayerMask
@@ -24,6 +21,9 @@ from strobe.models.architectures import load_draft_config, load_target_config
 from strobe.models.config_readers.rope import RopeConfig
 from strobe.models.config_readers.zlab import default_capture_layers
 from strobe.models.families import FAMILIES
+from tests.support.drafter_configs import QWEN3_8B_DFLASH, written
+from tests.support.published_configs import published
+from tests.support.tiny_checkpoints import LAYERS, VOCAB, edit_json, make_draft
 
 QWEN3_8B: dict[str, Any] = published("targets", "Qwen__Qwen3-8B")["config"]
 

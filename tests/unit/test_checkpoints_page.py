@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from published_configs import names
-
 from scripts.checkpoints_page import PAGE, checkpoint_name, rejecting, tables, with_tables
+from tests.support.published_configs import names
 
 
 def test_checkpoints_page_is_current():

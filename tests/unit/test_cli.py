@@ -20,7 +20,6 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from textpair import Pair
 
 from strobe import LLM, EngineConfig, SamplingParams, __version__
 from strobe.cli.answer_view import AnswerView
@@ -31,6 +30,7 @@ from strobe.models.checkpoint import Checkpoint
 from strobe.outputs import CompletionOutput, RequestOutput
 from strobe.server.parsers import REASONING_FORMATS
 from strobe.tools import demo_comparison
+from tests.support.text_pair import Pair
 
 ROOT = Path(__file__).parents[2]
 RUN = [sys.executable, "-m", "strobe"]

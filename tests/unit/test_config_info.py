@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from published import QWEN3_8B_DFLASH
-from published_configs import ANSWERS, published
+
+from tests.support.drafter_configs import QWEN3_8B_DFLASH
+from tests.support.published_configs import ANSWERS, published
 
 Main = Callable[..., tuple[int, str, str]]
 QWEN3_8B = published("targets", "Qwen__Qwen3-8B")["config"]

@@ -13,13 +13,13 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from textpair import Pair
 from tokenizers import decoders, models
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from strobe import LLM, SamplingParams
 from strobe.text.detokenizer import Detokenizer, TokenTexts
 from strobe.text.tokenizer import Tokenizer
+from tests.support.text_pair import Pair
 
 REPLACE, FALLBACK, FUSE = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()
 CASES: dict[str, tuple[Any, str]] = {

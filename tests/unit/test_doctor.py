@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import edit_json
 
 from strobe.cli.main import main
 from strobe.config import DEMO_MODELS, EngineConfig
@@ -26,6 +25,7 @@ from strobe.tools.doctor.measure import MarginFit, gain
 from strobe.tools.doctor.pair_checks import hashes
 from strobe.tools.doctor.tokenizers import fingerprint
 from tests.support.full_marks import full_where
+from tests.support.tiny_checkpoints import edit_json
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from published import QWEN3_8B_DFLASH, QWEN36_35B_SPECULATORS, written
-from published_configs import published
 
 from strobe.models.architectures import load_draft_config, load_target_config
 from strobe.models.config_readers.detection import detect
 from strobe.models.config_readers.target_copies import MEANINGLESS
 from strobe.models.model_config import DraftConfig
+from tests.support.drafter_configs import QWEN3_8B_DFLASH, QWEN36_35B_SPECULATORS, written
+from tests.support.published_configs import published
 
 QWEN3_8B: dict[str, Any] = published("targets", "Qwen__Qwen3-8B")["config"]
 IDS = [1, 9, 17, 25, 33]

@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from published import QWEN3_8B_DFLASH, written
 from safetensors.torch import load_file, save_file
-from tiny import HIDDEN, VOCAB, edit_json, make_draft
 from torch import Tensor
 
 from strobe.models.architectures import load_draft_config
@@ -22,6 +20,8 @@ from strobe.models.dflash_drafter import DFlash
 from strobe.models.model_config import DraftConfig
 from strobe.models.weight_loading import check_draft_tensors
 from strobe.models.weight_mapping import mapping_of
+from tests.support.drafter_configs import QWEN3_8B_DFLASH, written
+from tests.support.tiny_checkpoints import HIDDEN, VOCAB, edit_json, make_draft
 
 PARAMETERS = 1_048_626_432
 

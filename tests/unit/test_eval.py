@@ -12,7 +12,6 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-from textpair import Pair
 
 from strobe import LLM, EngineConfig, SamplingParams
 from strobe.cli import eval as eval_command
@@ -26,6 +25,7 @@ from strobe.tools.eval.answering import Answering
 from strobe.tools.eval.datasets import Sample
 from strobe.tools.eval.eval_settings import EvalSettings
 from strobe.tools.eval.evaluate import Engines
+from tests.support.text_pair import Pair
 
 FLAGS = [
     "--dataset", "--data", "--shots", "--prompts", "--concurrency", "--max-tokens", "--repeats",

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from textpair import Pair
-from tiny import edit_json
 
 from strobe.models.architectures import load_draft_config, load_target_config
 from strobe.tools.bench.published_shapes import directories
 from strobe.tools.eval.eval_settings import EvalSettings
 from strobe.tools.eval.expected import Expected, chosen, compare, enough, expectations
+from tests.support.text_pair import Pair
+from tests.support.tiny_checkpoints import edit_json
 
 
 def resolved(

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from textpair import Pair
 
 from strobe import LLM, SamplingParams
 from strobe.tools.bench.plot_style import missing
 from strobe.tools.eval.answering import Answering, Run
+from tests.support.text_pair import Pair
 
 PICTURES = ["histogram.png", "positions.png", "speedup.png"]
 

@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from quantized import expanded, is_linear, quantize
 from safetensors.torch import load_file, save_file
-from tiny import make_draft, make_engine, make_target, run
 from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
 from strobe.config import EngineConfig
@@ -30,6 +28,9 @@ from strobe.models.weight_loading import (
 from strobe.sampling_params import SamplingParams
 from strobe.tools.checkpoint_info import describe
 from strobe.tools.doctor.pair_checks import memory_bill
+from tests.support.engine_runs import make_engine, run
+from tests.support.quantized_checkpoints import expanded, is_linear, quantize
+from tests.support.tiny_checkpoints import make_draft, make_target
 
 LOAD_OPTIONS: dict[str, Any] = {
     "max_positions": 40,

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grammar_walk import walk as walk_along
 from llguidance import LLMatcher
 
 from strobe.config import DEMO_MODELS
@@ -24,6 +23,7 @@ from strobe.sampling.grammar import GrammarState
 from strobe.sampling.grammar_compiler import GrammarCompiler, grammar_source
 from strobe.sampling_params import StructuredOutputs
 from strobe.text.tokenizer import Tokenizer
+from tests.support.grammar_walk import walk as walk_along
 
 FILE = DEMO_MODELS / "target" / "tokenizer.json"
 VOCAB = 2048

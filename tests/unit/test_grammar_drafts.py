@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from grammar_walk import walk
 
 from strobe.config import DEMO_MODELS
 from strobe.sampling.grammar import GrammarState
 from strobe.sampling.grammar_compiler import GrammarCompiler
 from strobe.sampling_params import StructuredOutputs
+from tests.support.grammar_walk import walk
 
 END = 2
 TEXT = "The name is Ann, and that is all there is to say."

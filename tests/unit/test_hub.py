@@ -12,12 +12,12 @@ import httpx
 import huggingface_hub
 import pytest
 from huggingface_hub import constants, errors
-from textpair import Pair
-from tiny import edit_json
 
 from strobe import LLM
 from strobe.hub.download import display_name, fetch_weights, find_checkpoint
 from strobe.tools.eval.sources import fetch
+from tests.support.text_pair import Pair
+from tests.support.tiny_checkpoints import edit_json
 
 NAME, COMMIT = "owner/tiny-model", "a" * 40
 

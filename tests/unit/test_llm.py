@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bookkeeping import check_engine
-from textpair import Pair
-from tiny import Scripted, edit_json, make_engine, wavering
 
 from strobe import LLM, EngineConfig, SamplingParams
 from strobe.counters import DraftCounts
 from strobe.outputs import CompletionOutput, RequestOutput, StreamDelta
+from tests.support.bookkeeping_checks import check_engine
+from tests.support.engine_runs import make_engine
+from tests.support.scripted_drafting import Scripted, wavering
+from tests.support.text_pair import Pair
+from tests.support.tiny_checkpoints import edit_json
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 WARM = SamplingParams(temperature=1, max_tokens=12, seed=7)

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from bookkeeping import check_engine
-from textpair import EOS_IDS, Pair
 from transformers import AutoModelForCausalLM
 
 from strobe import LLM, SamplingParams
 from strobe.outputs import CompletionOutput, Logprob, RequestOutput
+from tests.support.bookkeeping_checks import check_engine
+from tests.support.text_pair import EOS_IDS, Pair
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 WARM = SamplingParams(temperature=1, max_tokens=20, seed=7)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import make_target
 from transformers import Qwen3ForCausalLM
 
 from strobe.models import weight_loading
@@ -19,6 +18,7 @@ from strobe.models.architectures import load_target_config
 from strobe.models.checkpoint import Checkpoint
 from strobe.models.weight_loading import check_target_tensors, load_target
 from strobe.models.weight_mapping import mapping_of
+from tests.support.tiny_checkpoints import make_target
 
 LOGGER = "strobe.models.weight_loading"
 LOAD_OPTIONS: dict[str, Any] = {

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from textpair import Pair
 
 from strobe import EngineConfig
 from strobe.hub.download import is_hub_name
 from strobe.hub.locate import locate_models
 from strobe.hub.pairs import PAIRS, published_drafter
 from strobe.hub.speculators_pair import Proposal, read_proposal
+from tests.support.text_pair import Pair
 
 ENGINE = EngineConfig()
 

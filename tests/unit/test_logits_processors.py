@@ -8,12 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from logit_worlds import STRUCTURED, Admitted, World, check, normalized, words_of
 from torch import Tensor
 
 from strobe.sampling.processors import LogitRows, process, unpack, unpack_by_shifts
 from strobe.sampling.sampling_state import SamplingState
 from strobe.sampling_params import SamplingParams
+from tests.support.random_logit_batches import (
+    STRUCTURED,
+    Admitted,
+    World,
+    check,
+    normalized,
+    words_of,
+)
 
 SEEDS = range(40)
 

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
-from slow_sampling import exponential, params, row_word, token_hash
 from torch import Tensor
 
 from strobe.sampling.noise import (
@@ -22,6 +21,7 @@ from strobe.sampling.noise import (
     noise_key,
     row_words,
 )
+from tests.support.reference_sampling import exponential, params, row_word, token_hash
 
 COUNT = 40_000
 REAL = 151_936

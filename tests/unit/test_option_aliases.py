@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from textpair import Pair
 
 from strobe import LLM, EngineConfig, SamplingParams
 from strobe.compat import aliases
@@ -19,6 +18,7 @@ from strobe.compat.arguments import split_options
 from strobe.hub.pairs import PAIRS
 from strobe.outputs import CompletionOutput, RequestOutput
 from strobe.server.server_settings import ServerConfig
+from tests.support.text_pair import Pair
 
 ROOT = Path(__file__).parents[2]
 DFLASH = {"method": "dflash", "model": "d", "num_speculative_tokens": 15}

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from test_gguf import metadata_of, model_of, tensors_of, write
-from tiny import Scripted, drain, edit_json, make_draft, make_engine, make_target, run, wavering
 from transformers import LlamaForCausalLM, Qwen3MoeForCausalLM
 
 from strobe import LLM, SamplingParams
@@ -35,6 +34,9 @@ from strobe.tools.bench.bench_report import shapes_of
 from strobe.tools.bench.floor import Widths
 from strobe.tools.checkpoint_info import describe
 from strobe.tools.doctor.pair_checks import memory_bill
+from tests.support.engine_runs import drain, make_engine, run
+from tests.support.scripted_drafting import Scripted, wavering
+from tests.support.tiny_checkpoints import edit_json, make_draft, make_target
 
 gguf = pytest.importorskip("gguf")
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
-from bookkeeping import check_pool
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from strobe.kv.lease import Lease, LeaseError, reserve_all
 from strobe.kv.pages import PagePool
+from tests.support.bookkeeping_checks import check_pool
 
 NUM_PAGES, SIZE, LIMIT = 11, 3, 17
 GARBAGE = ("rejected",)

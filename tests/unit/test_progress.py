@@ -11,12 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from textpair import Pair
 
 from strobe.config import EngineConfig
 from strobe.engine.engine import Engine
 from strobe.terminal import progress
 from strobe.terminal.progress import Progress
+from tests.support.text_pair import Pair
 
 
 @pytest.fixture

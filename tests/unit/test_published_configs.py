@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from published_configs import ANSWERS, checkpoint_of, names, published
 
 from strobe.models.architectures import load_draft_config, load_target_config
 from strobe.models.config_readers.detection import detect, supported_methods
 from strobe.models.families import FAMILIES
 from strobe.models.model_config import DraftConfig
 from strobe.models.quantization.methods import HINT
+from tests.support.published_configs import ANSWERS, checkpoint_of, names, published
 
 SUPPORTED = {
     "{families}": ", ".join(FAMILIES),

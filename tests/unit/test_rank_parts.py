@@ -6,13 +6,13 @@ import threading
 from typing import Any
 
 import torch
-from ranks import Exchange, ThreadGroup
 from torch import Tensor, nn
 
 from strobe.models.linear import Linear
 from strobe.parallel.rank_ops import partial_linears
 from strobe.parallel.rank_sampling import RankRows
 from strobe.sampling.sampling_state import LogitRows, Sampled, SamplingMode, SamplingState
+from tests.support.rank_threads import Exchange, ThreadGroup
 
 CPU = torch.device("cpu")
 

@@ -10,12 +10,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
-from slow_sampling import distribution, exponential, kept, params, row_word, softmax
 from torch import Tensor
 
 from strobe.sampling import sampler
 from strobe.sampling.noise import noise_key
 from strobe.sampling.sampler import RowParams, argmax, sample_rows
+from tests.support.reference_sampling import (
+    distribution,
+    exponential,
+    kept,
+    params,
+    row_word,
+    softmax,
+)
 
 COUNT = 40_000
 

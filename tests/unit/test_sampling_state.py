@@ -8,10 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from logit_worlds import STRUCTURED, Admitted, World
 from scipy import stats
-from slow_processors import processed
-from slow_sampling import distribution, params
 from torch import Tensor
 
 from strobe.sampling.logprobs import score
@@ -19,6 +16,9 @@ from strobe.sampling.processors import LogitRows, process
 from strobe.sampling.sampler import RowParams, sample_rows
 from strobe.sampling.sampling_state import FLOATS, GREEDY, INTS, SamplingMode, SamplingState
 from strobe.sampling_params import MAX_NAMED, SamplingParams
+from tests.support.random_logit_batches import STRUCTURED, Admitted, World
+from tests.support.reference_processors import processed
+from tests.support.reference_sampling import distribution, params
 
 CPU = torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""The scheduler against a fake device of a few dictionaries (`world`): no torch, no model."""
+"""The scheduler against a simulated device of a few dictionaries: no torch, no model."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bookkeeping import check_scheduler
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from world import STOP, Policy, World, running, sequence, truth
 
 from strobe.engine import scheduler
 from strobe.engine.running_request import RunningRequest
 from strobe.request import Request, SchedulingOptions, Status, TokenLogprob
 from strobe.speculation.draft_policy import BatchLoad, DraftPolicy
 from strobe.step import TAIL, Plan, Span, StepResult, TokenEvent
+from tests.support.bookkeeping_checks import check_scheduler
+from tests.support.simulated_device import STOP, Policy, World, running, sequence, truth
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,7 +37,6 @@ FAULTS: dict[str, Callable[[int], Fault]] = {
 
 def test_bookkeeping_modules_load_no_torch():
     names = [
-        "repetition",
         "request",
         "step",
         "config",

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import MASK_TOKEN, VOCAB, make_target
 
 from scripts.smollm2.answers import Answered, load, save
 from scripts.smollm2.packed import (
@@ -27,6 +26,7 @@ from strobe.tools.train.capture import capture
 from strobe.tools.train.draft import draft_config, new_draft
 from strobe.tools.train.train_settings import DraftShape
 from strobe.tools.train.training_blocks import context_kv, draft_hidden, make_blocks
+from tests.support.tiny_checkpoints import MASK_TOKEN, VOCAB, make_target
 
 SIZES = (30, 10), (40, 5), (25, 12), (33, 20), (50, 30)
 """Tokens of each sequence, and of its prompt."""

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from published import QWEN3_8B_DFLASH, QWEN36_35B_SPECULATORS, written
 
 from strobe.attention.mask import LayerMask
 from strobe.models.architectures import load_draft_config
 from strobe.models.config_readers.rope import RopeConfig
 from strobe.models.model_config import DraftConfig
+from tests.support.drafter_configs import QWEN3_8B_DFLASH, QWEN36_35B_SPECULATORS, written
 
 FULL = LayerMask(causal=False)
 METHODS = QWEN36_35B_SPECULATORS["speculators_config"]["proposal_methods"]

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from textpair import Pair
-from tiny import edit_json
 
 from strobe.text.detokenizer import Detokenizer
 from strobe.text.tokenizer import Tokenizer
+from tests.support.text_pair import Pair
+from tests.support.tiny_checkpoints import edit_json
 
 END, START = 2, 1  # <|im_end|> and <|im_start|>, both special
 TEXT = "naïve café 日本語 🚀🚀 end\n\tx = [1, 2]"

@@ -8,13 +8,13 @@ from functools import cache
 import pytest
 import torch
 from scipy import stats
-from slow_sampling import distribution, params
 
 from strobe.config import Limits
 from strobe.runner.decode_state import DecodeState
 from strobe.runner.layout import Layout, exact_shape, lay_out
 from strobe.sampling.sampler import sample_rows
 from strobe.step import TAIL, Span
+from tests.support.reference_sampling import distribution, params
 
 CPU = torch.device("cpu")
 LIMIT = 1000

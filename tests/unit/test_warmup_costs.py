@@ -6,14 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from bookkeeping import check_engine
-from textpair import Pair
 
 from strobe import LLM, SamplingParams
 from strobe.speculation.adaptive import AdaptiveDraftPolicy, Option
 from strobe.speculation.costs import StepWork
 from strobe.warmup import cost_measurement as measured
 from strobe.warmup.cost_measurement import StepKind, measure_costs
+from tests.support.bookkeeping_checks import check_engine
+from tests.support.text_pair import Pair
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 

@@ -9,12 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hybrid import EXPERTS as SHARED
-from hybrid import make_hybrid
-from int8_format import Int8, to_int8
-from quantized import is_linear
 from safetensors.torch import load_file, save_file
-from tiny import make_draft, make_engine, make_target, run
 from transformers import GptOssForCausalLM, LlamaForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
 from strobe.config import EngineConfig
@@ -27,6 +22,12 @@ from strobe.models.weight_loading import check_target_tensors, load_target
 from strobe.sampling_params import SamplingParams
 from strobe.tools.bench.bench_report import shapes_of
 from strobe.tools.checkpoint_info import describe
+from tests.support.engine_runs import make_engine, run
+from tests.support.int8_format import Int8, to_int8
+from tests.support.quantized_checkpoints import is_linear
+from tests.support.recurrent_checkpoints import EXPERTS as SHARED
+from tests.support.recurrent_checkpoints import make_hybrid
+from tests.support.tiny_checkpoints import make_draft, make_target
 
 CPU = torch.device("cpu")
 MOE = {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3}

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from published import QWEN3_8B_DFLASH, written
 from tokenizers import Tokenizer, models
 
 from strobe.attention.mask import LayerMask
 from strobe.models.architectures import load_draft_config
 from strobe.models.config_readers.rope import RopeConfig
 from strobe.models.model_config import DraftConfig
+from tests.support.drafter_configs import QWEN3_8B_DFLASH, written
 
 FULL = LayerMask(causal=False)
 

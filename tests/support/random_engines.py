@@ -1,8 +1,8 @@
 """Compare random requests on random engines with the same requests on a plain engine, one at a
 time.
 
-    python tests/random_engines.py --minutes 10            # what `make fuzz` runs
-    python tests/random_engines.py --seed 123 --rounds 1   # repeats one round
+    python -m tests.support.random_engines --minutes 10            # what `make fuzz` runs
+    python -m tests.support.random_engines --seed 123 --rounds 1   # repeats one round
 
 A seed fixes a round: an engine (family, method, drafts, pages, overlap, pool, rows, policy,
 caching, drafter's sampling) and requests that use every feature. An answer that differs from plain
@@ -27,30 +27,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from bookkeeping import check_engine
+from tests.support.bookkeeping_checks import check_engine
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import numpy as np
-import slow_processors
-import slow_sampling
 import torch
-from captured import captured
-from families import FAMILIES
-from hybrid import make_hybrid
 from llguidance import LLMatcher
-from matrix import Pair, make_pair
-from tiny import (
-    EOS_IDS,
-    VOCAB,
-    RandomRows,
-    Scripted,
-    make_target,
-    make_tokenizer,
-    put,
-    watched,
-    wavering,
-)
 
 from strobe.config import EngineConfig
 from strobe.engine.build import build, resolve
@@ -62,6 +45,14 @@ from strobe.sampling_params import OPTIONS, SamplingParams
 from strobe.speculation.adaptive import AdaptiveDraftPolicy
 from strobe.speculation.costs import StepCosts
 from strobe.speculation.draft_policy import DraftPolicy
+from tests.support import reference_processors, reference_sampling
+from tests.support.engine_runs import put, watched
+from tests.support.losslessness_matrix import Pair, make_pair
+from tests.support.recurrent_checkpoints import make_hybrid
+from tests.support.scripted_drafting import RandomRows, Scripted, wavering
+from tests.support.simulated_graphs import captured
+from tests.support.target_families import FAMILIES
+from tests.support.tiny_checkpoints import EOS_IDS, VOCAB, make_target, make_tokenizer
 
 LENGTH = 128
 """max_model_len of every engine here."""
@@ -545,8 +536,8 @@ def tie(
         rows = []
         for change in noise.uniform(-size, size, (256, VOCAB)) / 2:
             changed = [x + d for x, d in zip(row, change.tolist(), strict=True)]
-            changed = slow_processors.processed(changed, sampling, spec.prompt, output, ends)
-            rows.append(slow_processors.within(changed, allowed))
+            changed = reference_processors.processed(changed, sampling, spec.prompt, output, ends)
+            rows.append(reference_processors.within(changed, allowed))
         count = len(rows)
         position = len(spec.prompt) + len(output)
         columns = {
@@ -554,7 +545,7 @@ def tie(
             for option in OPTIONS
             if option.facts.column is not None
         }
-        params = slow_sampling.params(
+        params = reference_sampling.params(
             count,
             seeds=[sampling.seed or 0] * count,
             siblings=sibling,
@@ -641,7 +632,7 @@ def run_workers(args: argparse.Namespace) -> int:
         options = ["--minutes", args.minutes, "--seed", args.seed + i, "--stride", args.workers]
         options += [word for name in args.family or () for word in ("--family", name)]
         log = (root / f"{i}.log").open("w")
-        command = [sys.executable, __file__, *map(str, options)]
+        command = [sys.executable, "-m", "tests.support.random_engines", *map(str, options)]
         running.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT))
     limit = time.monotonic() + args.minutes * 60 + 120
     failed = 0

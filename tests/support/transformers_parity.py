@@ -10,16 +10,27 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import VOCAB, edit_json, make_engine, run
 
 from strobe.config import EngineConfig
 from strobe.engine.build import resolve
 from strobe.engine.engine import Engine
 from strobe.request import Request
 from strobe.sampling_params import SamplingParams
+from tests.support.engine_runs import make_engine, run
+from tests.support.tiny_checkpoints import VOCAB, edit_json
 
 GEOMETRY = [(1, 1), (16, 7), (64, 5), (256, 64), (16, 3)]
 """(page size, max rows per step)"""
+
+
+def greedy(hf: Any, prompt: Sequence[int], count: int, **options: Any) -> list[int]:
+    """Return transformers' greedy output, its end token included."""
+    ids = torch.tensor([list(prompt)])
+    mask = torch.ones_like(ids)  # else token 0 counts as padding
+    out = hf.generate(
+        ids, attention_mask=mask, max_new_tokens=count, do_sample=False, pad_token_id=0, **options
+    )
+    return out[0, ids.shape[1] :].tolist()
 
 
 @dataclass(frozen=True)

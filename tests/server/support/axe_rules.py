@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from importlib.resources import files
 
-from browser import Page
+from tests.server.support.browser import Page
 
 
 def violations(page: Page) -> list[str]:

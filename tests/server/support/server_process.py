@@ -13,9 +13,9 @@ import urllib.request
 from pathlib import Path
 from typing import IO
 
-from polling import PATIENCE
+from tests.server.support.polling import PATIENCE
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from tiny import Scripted, cursor
 from torch import Tensor
 
 from strobe.engine.build import Components
@@ -13,6 +12,7 @@ from strobe.models.heads.head import Backbone, BlockRows, Drafts
 from strobe.request import Request
 from strobe.sampling.sampler import best_two
 from strobe.step import Span
+from tests.support.scripted_drafting import Scripted, cursor
 
 
 class Drafted(NamedTuple):

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import edit_json
 from torch import Tensor
+
+from tests.support.tiny_checkpoints import edit_json
 
 Block = tuple[int, int]
 LARGEST = 448.0

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
-from bookkeeping import check_scheduler
-
 from strobe.config import Limits
 from strobe.engine.scheduler import Scheduler
 from strobe.kv.pages import PagePool
@@ -20,6 +18,7 @@ from strobe.sampling_params import RepetitionDetection, SamplingParams
 from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftChain, DraftPlan, DraftPolicy
 from strobe.speculation.proposer import Drafter
 from strobe.step import TAIL, Admission, Plan, Span, StepResult, TokenEvent, num_rows
+from tests.support.bookkeeping_checks import check_scheduler
 
 STOP = 5
 TOKENS = 7

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from browser import PATIENCE, Browser, Json, Page, is_root, write
+from tests.server.support.browser import PATIENCE, Browser, Json, Page, is_root, write
 
 FLAGS = (
     "--headless=new",

@@ -16,7 +16,7 @@ from strobe.models.heads.head import Backbone, BlockRows, Drafts, Head
 from strobe.models.model_config import DraftConfig
 
 METHOD = "Bigram"
-ENTRY = {METHOD: "bigram_head"}
+ENTRY = {METHOD: "tests.support.bigram_head"}
 
 
 def read(fields: Fields) -> float:

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny import EOS_IDS, SHAPE
 from transformers import (
     Qwen3_5ForCausalLM,
     Qwen3_5MoeForCausalLM,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
 )
+
+from tests.support.tiny_checkpoints import EOS_IDS, SHAPE
 
 KINDS = ["linear_attention", "full_attention", *["linear_attention"] * 2, "full_attention"]
 ROPE = {

@@ -11,26 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import (
-    LAYERS,
-    VOCAB,
-    RandomRows,
-    Scripted,
-    adversary,
-    drain,
-    make_draft,
-    make_engine,
-    make_target,
-    oracle,
-    run,
-    wavering,
-)
 
 from strobe.config import EngineConfig
 from strobe.engine.build import resolve
 from strobe.engine.engine import Engine
 from strobe.request import Request
 from strobe.sampling_params import SamplingParams
+from tests.support.engine_runs import drain, make_engine, run
+from tests.support.scripted_drafting import RandomRows, Scripted, adversary, oracle, wavering
+from tests.support.tiny_checkpoints import LAYERS, VOCAB, make_draft, make_target
 
 LENGTH = 96
 """max_model_len of every engine here."""

@@ -11,15 +11,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-from quantized import is_linear
 from safetensors.torch import load_file, save_file
-from tiny import edit_json
 from torch import Tensor, nn
 
 from strobe.models.config_readers.fields import Fields
 from strobe.models.linear import Linear
 from strobe.models.model_config import DecoderConfig, Quantization
 from strobe.models.weight_mapping import WeightMapping, WeightPart
+from tests.support.quantized_checkpoints import is_linear
+from tests.support.tiny_checkpoints import edit_json
 
 
 class Int8:

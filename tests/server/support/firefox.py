@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urljoin
 
-from browser import Browser, Json, Page, write
+from tests.server.support.browser import Browser, Json, Page, write
 
 FLAGS = ("--headless", "--no-remote", "--remote-debugging-port=0", "--remote-allow-system-access")
 EVENTS = ("log.entryAdded", "network.beforeRequestSent")

@@ -1,5 +1,8 @@
-"""Compile kernels for a GPU that need not be there: python compile_for.py CAPABILITY SHARED, such
-as 89 101376, the bytes of shared memory that a program may use.
+"""Compile kernels for a GPU that need not be there.
+
+    python -m tests.support.compile_kernels CAPABILITY SHARED
+
+SHARED is the bytes of shared memory that a program may use, such as 101376 for capability 89.
 
 Prints a line of JSON for each compiled kernel: its name and its bytes of shared memory. Wrappers
 run as they are, on CPU tensors whose contents nobody reads; instead of launching a kernel, they
@@ -13,12 +16,9 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[2]))
 os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
@@ -127,14 +127,13 @@ def grouped(_: int, shared: int) -> Iterator[Call]:
 
 def others(*_: int) -> Iterator[Call]:
     """Gates, recurrent layers, sampling, norms and rope, and exchanges between ranks."""
-    from slow_sampling import params
-
     from strobe.kernels import gates, recurrent, rowwise, sampling
     from strobe.kernels.operands import RowNorm
     from strobe.kernels.ranks import RankMemory
     from strobe.kernels.reference_recurrent import DeltaInput, DeltaSpans
     from strobe.kernels.step_bookkeeping import cover, gather_rows
     from strobe.models.model_config import StateSpec
+    from tests.support.reference_sampling import params
 
     wide = torch.empty(8, 4096, dtype=torch.bfloat16)
     few, rows = torch.zeros(8), torch.zeros(8, dtype=torch.int64)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from outcomes import AnswerResult, Outcome
+from tests.server.support.outcomes import AnswerResult, Outcome
 
 Check = Callable[[Outcome], None]
 

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
-from polling import PATIENCE
+from tests.server.support.polling import PATIENCE
 
 CHAT = "/v1/chat/completions"
 

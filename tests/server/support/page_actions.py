@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from browser import Page
-from page_mock import Reply, answer, step
+from tests.server.support.browser import Page
+from tests.server.support.mock_page_server import Reply, answer, step
 
 IDLE = "!document.querySelector('#stop').checkVisibility()"
 WIDTH = 360

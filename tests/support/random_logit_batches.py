@@ -8,13 +8,13 @@ import random
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-import slow_processors
 import torch
 from torch import Tensor
 
 from strobe.sampling.processors import FLOOR, LogitRows
 from strobe.sampling.sampling_state import SamplingState
 from strobe.sampling_params import SamplingParams, StructuredOutputs
+from tests.support import reference_processors
 
 STRENGTHS = (-2.0, -0.7, 0.0, 0.5, 2.0)
 REPETITIONS = (0.3, 1.0, 1.3, 5.0)
@@ -129,9 +129,9 @@ class World:
             a = self.admitted[self.spans[span]]
             output = [*a.tokens[a.num_prompt :], *self.drafts[span][:rank]]
             prompt = a.tokens[: a.num_prompt]
-            changed = slow_processors.processed(row, a.sampling, prompt, output, a.stop_ids)
+            changed = reference_processors.processed(row, a.sampling, prompt, output, a.stop_ids)
             if a.sampling.structured_outputs is not None:
-                changed = slow_processors.within(changed, allowed)
+                changed = reference_processors.within(changed, allowed)
             rows.append(changed)
         return rows
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from bookkeeping import check_engine
-from matrix import Pair, plain_answers
 from torch import Tensor
 
 from strobe import LLM, SamplingParams
 from strobe.engine.engine import Engine
 from strobe.request import Request
+from tests.support.bookkeeping_checks import check_engine
+from tests.support.losslessness_matrix import Pair, plain_answers
 
 NEEDS_GPU = [
     pytest.mark.gpu,

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from asgi import Answer, call
-
 from strobe import demo_models
 from strobe.config import EngineConfig
 from strobe.request import FinishReason, SchedulingOptions, TokenLogprob
@@ -22,6 +20,7 @@ from strobe.server.server_settings import ServerConfig
 from strobe.server.serving import Formats, Serving
 from strobe.step import RequestStart, TokenEvent
 from strobe.text.tokenizer import Tokenizer
+from tests.server.support.asgi_client import Answer, call
 
 END = 2
 """The demo models' end token."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from polling import PATIENCE
+from tests.server.support.polling import PATIENCE
 
 Headers = Sequence[tuple[str, str]]
 

@@ -6,9 +6,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiny import make_draft, make_target
-
 from strobe.config import DEMO_MODELS
+from tests.support.tiny_checkpoints import make_draft, make_target
 
 VOCAB = 2048
 MASK_TOKEN = 3

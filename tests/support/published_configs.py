@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-CORPUS = Path(__file__).parent / "corpus"
+CORPUS = Path(__file__).parents[1] / "corpus"
 ANSWERS: dict[str, dict[str, dict[str, Any]]] = json.loads(
     (CORPUS / "answers.json").read_text(encoding="utf-8")
 )

@@ -6,16 +6,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hybrid import EXPERTS, make_hybrid
-from parity import LLAMA3
-from quantized import quantize, with_mxfp4_experts
-from tiny import make_target
 from transformers import (
     Gemma4ForCausalLM,
     GptOssForCausalLM,
     LlamaForCausalLM,
     Qwen3MoeForCausalLM,
 )
+
+from tests.support.quantized_checkpoints import quantize, with_mxfp4_experts
+from tests.support.recurrent_checkpoints import EXPERTS, make_hybrid
+from tests.support.tiny_checkpoints import make_target
+from tests.support.transformers_parity import LLAMA3
 
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (partial(make_target, family=LlamaForCausalLM), {"rope_parameters": LLAMA3}),

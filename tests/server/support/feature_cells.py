@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from expected import (
+from tokenizers import Tokenizer
+
+from scripts.demo_models.tasks import Example, heldout
+from strobe.config import DEMO_MODELS
+from tests.server.support.answer_checks import (
     Check,
     answers,
     anything,
@@ -25,11 +29,7 @@ from expected import (
     thinks_up_to,
     without_calls,
 )
-from outcomes import AnswerResult
-from tokenizers import Tokenizer
-
-from scripts.demo_models.tasks import Example, heldout
-from strobe.config import DEMO_MODELS
+from tests.server.support.outcomes import AnswerResult
 
 TOKENIZER = Tokenizer.from_file(str(DEMO_MODELS / "target" / "tokenizer.json"))
 _TASKS = {(e.family, i % 24): e for i, e in enumerate(heldout(24, seed=5, thinking=False))}

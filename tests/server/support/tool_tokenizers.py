@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
-from parsing import dumps
 from tokenizers import Tokenizer
 
 from strobe import demo_models
 from strobe.server.parsers import TOOL_FORMATS, Tool
+from tests.server.support.parser_runs import dumps
 
 END, CALL_END = "<|im_end|>", "<|call|>"
 HARMONY = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", CALL_END)

@@ -1,0 +1,1 @@
+"""Tests of Strobe. What several files need is in `support` and `server/support`."""
