@@ -56,7 +56,13 @@ def read_target_config(path: Path, directory: Path) -> TargetConfig:
     family = FAMILIES.get(names[0]) if isinstance(names, list) and len(names) == 1 else None
     if family is not None or not (names or kind):
         description = _quantization(directory)
-        check_format(config, path, hint=methods.HINT, description=description)
+        check_format(
+            config,
+            path,
+            hint=methods.HINT,
+            description=description,
+            running=methods.METHODS,
+        )
     if family is None or family[0] != kind:
         raise ValueError(
             f"{path}: architectures {names!r} with model_type {kind!r} is not a supported target; "

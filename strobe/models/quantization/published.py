@@ -8,8 +8,6 @@ from typing import Any
 
 QUANT_FILE = "hf_quant_config.json"
 """ModelOpt's description of a checkpoint. Older exports have it only there, not in config.json."""
-RUNNING = ("fp8", "mxfp4")
-"""quant_method of formats whose modules read the rest of quantization_config."""
 _PRODUCERS = {
     "awq": "AWQ",
     "gptq": "GPTQ",
@@ -29,7 +27,7 @@ _ALGORITHMS = {
 def format_name(
     config: dict[str, Any],
     description: dict[str, Any] | None = None,
-    running: Collection[str] = RUNNING,
+    running: Collection[str] = (),
 ) -> str | None:
     """Return the format of a quantized checkpoint, such as "ModelOpt in NVFP4"; None if the
     checkpoint is not quantized, or in a format that runs.
@@ -56,7 +54,7 @@ def check_format(
     *,
     hint: str,
     description: dict[str, Any] | None = None,
-    running: Collection[str] = RUNNING,
+    running: Collection[str] = (),
 ) -> None:
     """Raises ValueError that names the format if a checkpoint is in one that does not run. hint:
     what to use; for the rest see `format_name`."""
