@@ -127,6 +127,12 @@ DIALECTS: dict[str, tuple[dict[str, Any], str, str]] = {
         "DFlash2",
         "z-lab",
     ),
+    "DFlash2 under DFlash's label": ({**LAYERS, **TAPS, **SELECTOR}, "DFlash2", "z-lab"),
+    "DFlash2 without a label": (
+        {**LAYERS, **TAPS, **SELECTOR, "architectures": None},
+        "DFlash2",
+        "z-lab",
+    ),
     "DFlash2, speculators'": (
         {**SPECULATORS, **SELECTOR, "speculators_model_type": "dflash2", **dict.fromkeys(MARKOV)},
         "DFlash2",
@@ -303,6 +309,10 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "a reduced vocabulary of DFlash2": (
         {**DIALECTS["DFlash2, speculators'"][0], "draft_vocab_size": 32000},
         "draft_vocab_size is 32000, but DFlash2's candidates need the whole vocabulary",
+    ),
+    "heads of two methods": (
+        {**FLAT, **SELECTOR},
+        "selector_rank is 8, a key of DFlash2, beside keys of DSpark's heads",
     ),
     "an anchor of DFlash2": (
         {**DIALECTS["DFlash2, speculators'"][0], "sample_from_anchor": True},

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from strobe.models.config_readers.fields import Fields
+from strobe.models.config_readers.fields import HINT, Fields
 from strobe.models.heads import HEADS, head_of
 
 DFLASH = "DFlash"
@@ -192,6 +192,14 @@ def dialect_of(config: dict[str, Any], path: Path) -> Dialect:
         raise ValueError(
             f"{path} describes a drafter for {dialect.method}, which is not supported; {hint}"
         )
+    keys = _Keys(config)
+    selector = [key for key in _SELECTOR_KEYS if keys.any(key)]
+    if dialect.method == DSPARK and selector:
+        value = next(keys.values(selector[0]))
+        raise ValueError(
+            f"{path}: {selector[0]} is {value!r}, a key of DFlash2, beside keys of DSpark's heads, "
+            f"but a drafter is for one of the two; {HINT}"
+        )
     return dialect
 
 
@@ -273,11 +281,13 @@ def _dspark_format(keys: _Keys) -> str:
 
 def _dflash_method(keys: _Keys) -> str | None:
     """Return the method of a drafter without DSpark's keys; None if it is none."""
-    if keys.has_inner or any(_ARCHITECTURES.get(name) == DFLASH2 for name in keys.names):
-        if keys.any(*_SELECTOR_KEYS):
-            return DFLASH2
-        if _projector(keys) is not None:
-            return _projector(keys)
+    is_drafter = keys.has_inner or any(name in _ARCHITECTURES for name in keys.names)
+    if is_drafter and keys.any(*_SELECTOR_KEYS):
+        return DFLASH2
+    if not keys.names and keys.any(_SELECTOR_KEYS[0]):  # a copy whose label is lost
+        return DFLASH2
+    if keys.has_inner and _projector(keys) is not None:
+        return _projector(keys)
     for name in keys.names:
         if name in _ARCHITECTURES:
             return _ARCHITECTURES[name]
