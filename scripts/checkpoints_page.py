@@ -1,8 +1,9 @@
-"""Write the tables of published checkpoints in docs/checkpoints.md from tests/corpus.
+"""Write the tables of published checkpoints in docs/checkpoints.md from tests/corpus, and the table
+of pairs in docs/command-line.md from strobe/hub/pairs.py.
 
     python scripts/checkpoints_page.py [--write | --check]
 
-Without an option it prints the page. A test compares each answer with what the readers say.
+Without an option it prints the tables. A test compares each answer with what the readers say.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from strobe.hub.pairs import PAIRS
 from strobe.models.quantization.published import format_name
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "checkpoints.md"
+PAGES = (ROOT / "docs" / "checkpoints.md", ROOT / "docs" / "command-line.md")
 CORPUS = ROOT / "tests" / "corpus"
 INFERRED = ("inferred", "does not name the repository", "no such repository")
 """Words of notes and sources whose checkpoint's name is not certain."""
@@ -69,7 +71,7 @@ def weights(entry: Entry) -> str:
 
 
 def tables() -> dict[str, str]:
-    """Return the two tables by name."""
+    """Return the tables by name."""
     answers = json.loads((CORPUS / "answers.json").read_text(encoding="utf-8"))
     rows: dict[str, list[tuple[str, ...]]] = {"drafters": [], "targets": []}
     for kind, by_name in answers.items():
@@ -87,7 +89,17 @@ def tables() -> dict[str, str]:
         "drafters": ("method", "format", "checkpoint", "answer"),
         "targets": ("architecture", "weights", "checkpoint", "answer"),
     }
-    return {kind: as_table(heads[kind], sorted(rows[kind])) for kind in heads}
+    made = {kind: as_table(heads[kind], sorted(rows[kind])) for kind in heads}
+    return {**made, "pairs": pairs_table()}
+
+
+def pairs_table() -> str:
+    """Return the published drafters of each target, best first."""
+    rows: list[tuple[str, ...]] = []
+    for target, drafters in PAIRS.items():
+        names = [f"`{drafter.name}` ({drafter.method})" for drafter in drafters]
+        rows.append((f"`{target}`", ", ".join(names)))
+    return as_table(("target", "drafters, best first"), rows)
 
 
 def as_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
@@ -109,19 +121,21 @@ def with_tables(page: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     group = parser.add_mutually_exclusive_group()
-    group.add_argument("--write", action="store_true", help="renew the page")
-    group.add_argument("--check", action="store_true", help="fail if the page is not current")
+    group.add_argument("--write", action="store_true", help="renew the pages")
+    group.add_argument("--check", action="store_true", help="fail if a page is not current")
     options = parser.parse_args()
-    old = PAGE.read_text(encoding="utf-8")
-    page = with_tables(old)
+    old_pages = [page.read_text(encoding="utf-8") for page in PAGES]
+    new_pages = [with_tables(text) for text in old_pages]
     if options.check:
-        if page != old:
-            print("docs/checkpoints.md is old; run python scripts/checkpoints_page.py --write")
-        return int(page != old)
+        is_old = old_pages != new_pages
+        if is_old:
+            print("a table is old; run python scripts/checkpoints_page.py --write")
+        return int(is_old)
     if options.write:
-        PAGE.write_text(page, encoding="utf-8")
+        for page, text in zip(PAGES, new_pages, strict=True):
+            page.write_text(text, encoding="utf-8")
     else:
-        print(page, end="")
+        print("\n\n".join(tables().values()))
     return 0
 
 

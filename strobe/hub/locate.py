@@ -55,8 +55,9 @@ def _find_drafter(draft: str | None, revision: str | None, target: str) -> str |
         config = {} if is_hub_name(target) else _config(target)
         if read_proposal(config, Path(target) / "config.json") is not None:
             return None
-        draft = published_drafter(target, config)
-        logger.warning("draft is auto: %s drafts for %s", draft, target)
+        choice = published_drafter(target, config)
+        draft = choice.drafter.name
+        logger.warning("draft is auto: %s drafts for %s: %s", draft, target, choice.reason)
     return find_checkpoint(draft, revision, "draft_revision")
 
 

@@ -1,22 +1,29 @@
-"""docs/checkpoints.md has the tables that scripts/checkpoints_page.py makes."""
+"""The pages have the tables that scripts/checkpoints_page.py makes."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from scripts.checkpoints_page import PAGE, checkpoint_name, rejecting, tables, with_tables
+import pytest
+
+from scripts.checkpoints_page import PAGES, checkpoint_name, rejecting, tables, with_tables
+from strobe.hub.pairs import PAIRS
 from tests.support.published_configs import names
 
 
-def test_checkpoints_page_is_current():
-    page = PAGE.read_text(encoding="utf-8")
-    assert with_tables(page) == page, "run python scripts/checkpoints_page.py --write"
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_tables_of_pages_are_current(page: Path):
+    text = page.read_text(encoding="utf-8")
+    assert with_tables(text) == text, "run python scripts/checkpoints_page.py --write"
 
 
-def test_tables_have_every_published_config():
-    for kind, table in tables().items():
-        assert len(table.splitlines()) == 2 + len(names(kind))
-        assert table in Path(PAGE).read_text(encoding="utf-8")
+def test_tables_have_every_published_config_and_pair():
+    made = tables()
+    for kind in ("drafters", "targets"):
+        assert len(made[kind].splitlines()) == 2 + len(names(kind))
+    assert len(made["pairs"].splitlines()) == 2 + len(PAIRS)
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    assert all(table in text for table in made.values())
 
 
 def test_uncertain_names_are_marked():

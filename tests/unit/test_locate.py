@@ -11,8 +11,11 @@ import pytest
 from strobe import EngineConfig
 from strobe.hub.download import is_hub_name
 from strobe.hub.locate import locate_models
-from strobe.hub.pairs import PAIRS, published_drafter
+from strobe.hub.pairs import METHODS, PAIRS, RUNNING, published_drafter
 from strobe.hub.speculators_pair import Proposal, read_proposal
+from strobe.models.architectures import load_draft_config
+from strobe.models.weight_loading import check_draft_tensors
+from tests.support.published_configs import checkpoint_of, published
 from tests.support.text_pair import Pair
 
 ENGINE = EngineConfig()
@@ -144,43 +147,127 @@ def test_other_checkpoints_propose_nothing():
 # auto
 
 
+def drafter_of(target: str, config: dict[str, Any] | None = None) -> str:
+    """Return the drafter that auto takes once all methods run."""
+    return published_drafter(target, config or {}, METHODS).drafter.name
+
+
 def test_published_pairs_are_matched_by_hub_name():
-    assert published_drafter("Qwen/Qwen3-8B", {}) == "z-lab/Qwen3-8B-DFlash-b16"
-    assert published_drafter("qwen/qwen3-8b@main", {}) == "z-lab/Qwen3-8B-DFlash-b16"
-    for target, drafter in PAIRS.items():
+    assert drafter_of("Qwen/Qwen3.5-9B") == "z-lab/Qwen3.5-9B-DFlash"
+    assert drafter_of("qwen/qwen3.5-9b@main") == "z-lab/Qwen3.5-9B-DFlash"
+    for target, drafters in PAIRS.items():
         assert is_hub_name(target)
-        assert is_hub_name(drafter)
-        assert published_drafter(target, {}) == drafter
+        assert all(is_hub_name(drafter.name) for drafter in drafters)
+        first = next(drafter for drafter in drafters if drafter.method in METHODS)
+        assert drafter_of(target) == first.name
+
+
+def test_pairs_list_the_best_method_first():
+    for drafters in PAIRS.values():
+        ranks = [
+            METHODS.index(drafter.method)
+            for drafter in drafters
+            if drafter.compared and drafter.method in METHODS
+        ]
+        assert ranks == sorted(ranks)
+
+
+CONFIGS = {
+    "DFlash": "z-lab__Qwen3.5-4B-DFlash",
+    "DFlash2": "z-lab__Qwen3.8-27B-DFlash2",
+    "DSpark": "SpecForge__qwen3-8b-dspark",
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_auto_takes_methods_that_run(tmp_path: Path, method: str):
+    assert set(CONFIGS) == set(METHODS)
+    checkpoint_of(published("drafters", CONFIGS[method]), tmp_path, {})
+    try:
+        check_draft_tensors(tmp_path, load_draft_config(tmp_path), open=None)
+    except ValueError:
+        assert method not in RUNNING
+    else:
+        assert method in RUNNING, "add the method to RUNNING in strobe/hub/pairs.py"
+
+
+@pytest.mark.parametrize(
+    ("target", "drafter"),
+    [
+        ("Qwen/Qwen3.8-27B", "z-lab/Qwen3.8-27B-DFlash2"),
+        ("Qwen/Qwen3.8-27B-FP8", "z-lab/Qwen3.8-27B-DFlash2"),
+        ("unsloth/Qwen3.8-27B-NVFP4", "z-lab/Qwen3.8-27B-DFlash2"),
+        ("Qwen/Qwen3.6-27B", "z-lab/Qwen3.6-27B-DFlash"),
+        ("Qwen/Qwen3.6-35B-A3B", "RedHatAI/Qwen3.6-35B-A3B-speculator.dspark"),
+        ("Qwen/Qwen3-8B", "RedHatAI/Qwen3-8B-speculator.dflash2"),
+        ("Qwen/Qwen3-14B", "deepseek-ai/dspark_qwen3_14b_block7"),
+        ("google/gemma-4-12B-it", "z-lab/gemma4-12B-it-DFlash"),
+        ("google/gemma-4-31B-it", "RedHatAI/gemma-4-31B-it-speculator.dspark"),
+        ("openai/gpt-oss-20b", "z-lab/gpt-oss-20b-DFlash"),
+    ],
+)
+def test_auto_takes_the_best_published_drafter(target: str, drafter: str):
+    assert drafter_of(target) == drafter
+
+
+def test_auto_passes_over_methods_that_do_not_run():
+    def drafter(*running: str) -> str:
+        return published_drafter("Qwen/Qwen3-8B", {}, running).drafter.name
+
+    assert drafter("DSpark", "DFlash") == "deepseek-ai/dspark_qwen3_8b_block7"
+    assert drafter("DFlash") == "z-lab/Qwen3-8B-DFlash-b16"
+    with pytest.raises(ValueError, match=r"no published drafter is known for Qwen/Qwen3-14B; .*"):
+        published_drafter("Qwen/Qwen3-14B", {}, ["DFlash"])
+
+
+def test_choice_says_why():
+    def reason(target: str) -> str:
+        return published_drafter(target, {}, METHODS).reason
+
+    assert reason("Qwen/Qwen3-14B") == "the only published one, for DSpark"
+    assert reason("Qwen/Qwen3.8-27B").startswith(
+        "for DFlash2, the method with the most accepted tokens; also published: "
+        "incoai/Qwen3.8-27B-DFlash2 (DFlash2), RadixArk/Qwen3.8-27B-DSpark (DSpark)"
+    )
+    assert reason("Qwen/Qwen3.6-27B").startswith(
+        "for DFlash, the best method whose authors published its acceptance; also published: "
+        "satgeze/Qwen3.6-27B-DSpark (DSpark)"
+    )
+    assert reason("google/gemma-4-12B-it") == (
+        "for DFlash, the only one that runs; also published: "
+        "deepseek-ai/dspark_gemma4_12b_block7 (DSpark with Gemma 4's layers: does not run)"
+    )
 
 
 def test_hub_name_without_drafter_is_rejected_before_download(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     downloads: list[str] = []
     monkeypatch.setattr(
         "huggingface_hub.snapshot_download", lambda name, **_: downloads.append(name)
     )
-    with pytest.raises(ValueError, match="no published DFlash drafter is known for me/mine"):
+    with pytest.raises(ValueError, match="no published drafter is known for me/mine"):
         locate_models(ENGINE.with_(target="me/mine", draft="auto"))
     assert not downloads
-    locate_models(ENGINE.with_(target="Qwen/Qwen3-8B", draft="auto"))
-    assert downloads == ["z-lab/Qwen3-8B-DFlash-b16", "Qwen/Qwen3-8B"]
+    locate_models(ENGINE.with_(target="Qwen/Qwen3.5-9B", draft="auto"))
+    assert downloads == ["z-lab/Qwen3.5-9B-DFlash", "Qwen/Qwen3.5-9B"]
+    assert "z-lab/Qwen3.5-9B-DFlash drafts for Qwen/Qwen3.5-9B: the only published" in caplog.text
 
 
 def test_local_target_is_recognized_by_cache_config_or_size():
-    expected = "z-lab/Qwen3-4B-DFlash-b16"
+    expected = "RedHatAI/Qwen3-4B-speculator.dflash2"
     cached = "/c/hub/models--Qwen--Qwen3-4B/snapshots/1234"
-    assert published_drafter(cached, {}) == expected
-    assert published_drafter("/m/q", {"_name_or_path": "Qwen/Qwen3-4B"}) == expected
+    assert drafter_of(cached) == expected
+    assert drafter_of("/m/q", {"_name_or_path": "Qwen/Qwen3-4B"}) == expected
     size = {"model_type": "qwen3", "hidden_size": 2560, "num_hidden_layers": 36}
-    assert published_drafter("/m/q", {**size, "max_position_embeddings": 40960}) == expected
+    assert drafter_of("/m/q", {**size, "max_position_embeddings": 40960}) == expected
     for longer in (32768, 262144):  # Qwen3-4B-Base, and the models of July 2025
-        with pytest.raises(ValueError, match="no published DFlash drafter is known for /m/q"):
+        with pytest.raises(ValueError, match="no published drafter is known for /m/q"):
             published_drafter("/m/q", {**size, "max_position_embeddings": longer})
 
 
 def test_unknown_target_error_lists_known_ones(pair: Pair, caplog: pytest.LogCaptureFixture):
     with pytest.raises(ValueError, match=r"^draft is auto, but no") as caught:
         locate_models(ENGINE.with_(target=str(pair.target), draft="auto"))
-    assert all(target in str(caught.value) for target in PAIRS)
+    assert all(target in str(caught.value) for target in ("Qwen/Qwen3-4B", "openai/gpt-oss-20b"))
     assert not caplog.records
