@@ -67,7 +67,7 @@ class EngineConfig:
     target: Directory = option("", "Directory or hub name of the target; empty is the demo model.")
     draft: Annotated[str, Field(min_length=1), BeforeValidator(_to_path)] | None = option(
         None,
-        "Directory or hub name of the DFlash drafter; auto takes the published one.",
+        "Directory or hub name of the drafter; auto takes the published one.",
         "name the drafter's directory, or leave draft out.",
     )
     revision: str | None = option(None, "Branch, tag or commit of the target's hub name.")

@@ -47,7 +47,7 @@ class LLM:
     """A target and, optionally, its drafter, ready to answer.
 
     target: a directory with a Hugging Face checkpoint, or its name on the hub; by default the demo
-    models. draft: the same for its DFlash drafter, or "auto". The other options are EngineConfig's
+    models. draft: the same for its drafter, or "auto". The other options are EngineConfig's
     fields, or vLLM's names for them (`model`, `speculative_config`, ...). Raises ValueError with a
     hint, before any weight is read if possible.
     """

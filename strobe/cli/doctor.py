@@ -33,7 +33,7 @@ class Doctor:
     )
 
     target: Annotated[Positional[str], note("The target model.", "TARGET")] = ""
-    draft: Annotated[Positional[str], note("The DFlash drafter.", "DRAFT")] = ""
+    draft: Annotated[Positional[str], note("The drafter.", "DRAFT")] = ""
     json: Json = False
     engine: OmitArgPrefixes[DoctorFlags] = field(default_factory=DoctorFlags)
 

@@ -15,6 +15,9 @@ from strobe.sampling_params import METHODS
 
 logger = logging.getLogger(__name__)
 
+BLOCK_DRAFTERS = ("dflash", "dflash2", "dspark")
+"""Other engines' methods of drafters that Strobe runs under one name."""
+
 RENAMED = {
     "model": "target",
     "model_path": "target",
@@ -259,11 +262,14 @@ def _speculation(translation: Translation, entries: list[tuple[str, str, object]
 
 
 def _method(shown: str, value: object) -> str:
+    """Return Strobe's method. A drafter's config tells which head it has, whatever it is called."""
     method = str(value).lower()
+    if method in BLOCK_DRAFTERS:
+        return "dflash"
     if method not in METHODS:
         raise ValueError(
-            f"{shown} is {value!r}, but Strobe drafts with dflash or ngram; name a DFlash drafter, "
-            "or ngram, which needs none."
+            f"{shown} is {value!r}, but Strobe drafts with dflash or ngram; name a drafter for "
+            "DFlash, DFlash2 or DSpark, or ngram, which needs none."
         )
     return method
 

@@ -17,8 +17,7 @@ def read_mask_token(fields: Fields) -> int:
     mask = next((value for value in ids if value is not None), None)
     if isinstance(mask, bool) or not isinstance(mask, int):
         raise ValueError(
-            f"{fields.path}: mask_token_id is {mask!r}; a DFlash drafter needs the id of its mask "
-            "token."
+            f"{fields.path}: mask_token_id is {mask!r}; a drafter needs the id of its mask token."
         )
     return mask
 
