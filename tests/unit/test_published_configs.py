@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 
+from strobe.hub.pairs import RUNNING
 from strobe.models.architectures import load_draft_config, load_target_config
+from strobe.models.checkpoint import Checkpoint
 from strobe.models.config_readers.detection import detect, supported_methods
+from strobe.models.config_readers.tensor_names import own_name
 from strobe.models.families import FAMILIES
 from strobe.models.model_config import DraftConfig
 from strobe.models.quantization.methods import HINT
+from strobe.models.weight_loading import check_draft_tensors, check_target_tensors
 from tests.support.published_configs import ANSWERS, checkpoint_of, names, published
 
 SUPPORTED = {
@@ -62,6 +66,38 @@ def test_published_drafters_method_and_format_are_told_by_keys(name: str):
 @pytest.mark.parametrize("name", names("targets"))
 def test_published_targets_are_no_drafters(name: str):
     assert detect(published("targets", name)["config"]) is None
+
+
+LOADING = [
+    (kind, name)
+    for kind, name in CHECKPOINTS
+    if ANSWERS[kind][name]["answer"] == "loads"
+    and ANSWERS[kind][name].get("method", "DFlash") in RUNNING
+]
+
+
+class ListedCheckpoint(Checkpoint):
+    """Tensors by their names, dtypes and shapes only."""
+
+    def __init__(self, directory: Path, tensors: dict[str, Any]):
+        self.directory = self.source = directory
+        self.shapes = {own_name(name): tuple(shape) for name, (_, shape) in tensors.items()}
+        self.dtypes = {own_name(name): dtype for name, (dtype, _) in tensors.items()}
+
+
+@pytest.mark.parametrize(("kind", "name"), LOADING)
+def test_published_config_that_loads_makes_a_model(tmp_path: Path, kind: str, name: str):
+    """Without weights, and with the published tensors where their list is known."""
+    entry = published(kind, name)
+    checkpoint_of(entry, tmp_path, {})
+    if kind == "targets":
+        check_target_tensors(tmp_path, load_target_config(tmp_path), open=None)
+        return
+    config = load_draft_config(tmp_path)
+    check_draft_tensors(tmp_path, config, open=None)
+    if entry.get("tensors"):
+        listed = ListedCheckpoint(tmp_path, entry["tensors"])
+        check_draft_tensors(tmp_path, config, open=lambda directory: listed)
 
 
 INCOMPLETE = [(k, n) for k, n in CHECKPOINTS if ANSWERS[k][n]["answer"] == "incomplete"]

@@ -321,7 +321,9 @@ def draft_head_values(draft: DraftConfig) -> DraftHeadValues:
     successors = rank * draft.head_rows
     table = rank * draft.decoder.vocab_size
     is_pruned = head.draft_topk is not None
+    biases = {"vanilla": 0, "gated": rank, "rnn": 3 * rank}[head.kind] + head.confidence
     return DraftHeadValues(
+        small=biases,
         of_drafts=inner[head.kind] + confidence + (0 if is_pruned else successors),
         tables=table + (successors if is_pruned else 0),
     )
