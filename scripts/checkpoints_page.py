@@ -89,8 +89,8 @@ def tables() -> dict[str, str]:
         "drafters": ("method", "format", "checkpoint", "answer"),
         "targets": ("architecture", "weights", "checkpoint", "answer"),
     }
-    made = {kind: as_table(heads[kind], sorted(rows[kind])) for kind in heads}
-    return {**made, "pairs": pairs_table()}
+    new_tables = {kind: as_table(heads[kind], sorted(rows[kind])) for kind in heads}
+    return {**new_tables, "pairs": pairs_table()}
 
 
 def pairs_table() -> str:
@@ -110,10 +110,10 @@ def as_table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 def with_tables(page: str) -> str:
     """Return the page with its tables renewed."""
-    made = tables()
+    new_tables = tables()
 
     def table(match: re.Match[str]) -> str:
-        return f"{match[1]}\n{made[match[2]]}\n{match[3]}"
+        return f"{match[1]}\n{new_tables[match[2]]}\n{match[3]}"
 
     return re.sub(r"(<!-- table (\S+) -->)\n.*?(<!-- end -->)", table, page, flags=re.DOTALL)
 

@@ -23,19 +23,19 @@ _SHIFTED = "shift_label"
 
 
 def read_anchor_first(fields: Fields, dialect: Dialect) -> bool:
-    """Read whether the anchor predicts, from the three keys that say so. Raises ValueError if they
+    """Read whether the anchor predicts, from three keys. Raises ValueError if they
     contradict each other, if the method cannot, or if the file does not tell."""
-    said = {key: fields.flag(key) for key in (_SAMPLED, _SHIFTED) if fields.get(key) is not None}
+    by_key = {key: fields.flag(key) for key in (_SAMPLED, _SHIFTED) if fields.get(key) is not None}
     if fields.get(_BONUS) is not None:  # the anchor stands apart from the drafts
-        said[_BONUS] = not fields.flag(_BONUS)
-    if len(set(said.values())) > 1:
-        named = ", ".join(f"{key} is {fields.get(key)!r}" for key in said)
+        by_key[_BONUS] = not fields.flag(_BONUS)
+    if len(set(by_key.values())) > 1:
+        named = ", ".join(f"{key} is {fields.get(key)!r}" for key in by_key)
         raise ValueError(
             f"{fields.path}: {named}, which contradict each other on whether the first row of a "
             f"block predicts; {HINT}"
         )
-    predicts = said.get(next(iter(said), ""), _DEFAULTS[dialect.format])
-    if dialect.format == Z_LAB and dialect.method == DSPARK and not said:
+    predicts = by_key.get(next(iter(by_key), ""), _DEFAULTS[dialect.format])
+    if dialect.format == Z_LAB and dialect.method == DSPARK and not by_key:
         raise ValueError(
             f"{fields.path}: a drafter labelled as DFlash has a Markov head, but {_SAMPLED} does "
             "not say whether the first row of its blocks predicts; set it to true for a drafter "
@@ -43,7 +43,7 @@ def read_anchor_first(fields: Fields, dialect: Dialect) -> bool:
         )
     may_predict = dialect.method == DSPARK or (dialect.method == DFLASH and dialect.format != Z_LAB)
     if predicts and not may_predict:
-        key = next(key for key, value in said.items() if value)
+        key = next(key for key, value in by_key.items() if value)
         raise ValueError(
             f"{fields.path}: {key} is {fields.get(key)!r}, which is not supported for "
             f"{dialect.method} in {dialect.format}'s format; use another drafter."
