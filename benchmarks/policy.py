@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from strobe.kernels.reference_narrow import choose_drafts
 from strobe.request import Request
 from strobe.runner.buckets import Buckets, verified_rows
 from strobe.sampling_params import SamplingParams
 from strobe.speculation.adaptive import AdaptiveDraftPolicy
-from strobe.speculation.allocate import choose_drafts
 from strobe.speculation.costs import StepCosts, StepWork
 from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftPlan, DraftPolicy
 from strobe.step import TAIL, Plan, Span, StepResult, num_rows

@@ -5,8 +5,9 @@ Legend: S spans, T rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,19 +20,37 @@ from strobe.kernels.reference_recurrent import DeltaSpans, PaddedGroup
 from strobe.kv.kv_store import KVStore
 from strobe.kv.states import StateStore
 
+Cover: TypeAlias = Callable[[Batch, Tensor, int], tuple[Tensor, Tensor]]
+"""Finds the rows that states lack, as `cover` does."""
+
+
+def cover(batch: Batch, length: Tensor, pending: int) -> tuple[Tensor, Tensor]:
+    """A batch of S spans -> accepted rows that the state lacks [S] int64, whether a sequence begins
+    [S]. length [N]: positions in each slot's state, updated. pending: maximum rows that are kept
+    beside a state. The twin of `strobe.kernels.step_bookkeeping.cover`."""
+    start = batch.starts
+    sizes = batch.sizes
+    starts_fresh = start == 0
+    old = length.index_select(0, batch.slots)
+    accepted = (start - old).clamp(0, pending).masked_fill(starts_fresh, 0)
+    fits = rows_fit(accepted, sizes, starts_fresh, pending)
+    written = torch.where(sizes > pending, start + sizes, start)
+    length.index_copy_(0, batch.slots, torch.where(fits, old, written))
+    return accepted, starts_fresh
+
 
 class RecurrentBackend:
-    """Another backend's attention, and recurrent states for the layers without attention. kernels:
-    use a triton kernel."""
+    """Another backend's attention, and recurrent states for the layers without attention. cover:
+    the function of this name, or its kernel."""
 
-    def __init__(self, backend: AttentionBackend, states: StateStore, *, kernels: bool = False):
+    def __init__(self, backend: AttentionBackend, states: StateStore, cover: Cover = cover):
         self.backend = backend
         self.states = states
-        self.kernels = kernels
+        self.cover = cover
 
     def plan(self, batch: Batch, store: KVStore, masks: Sequence[LayerMask]) -> RecurrentPlan:
         attend = self.backend.plan(batch, store, masks)
-        return RecurrentPlan(attend, batch, self.states, kernels=self.kernels)
+        return RecurrentPlan(attend, batch, self.states, self.cover)
 
 
 class RecurrentPlan:
@@ -42,24 +61,12 @@ class RecurrentPlan:
     """
 
     def __init__(
-        self, attend: AttentionPlan, batch: Batch, states: StateStore, *, kernels: bool = False
+        self, attend: AttentionPlan, batch: Batch, states: StateStore, cover: Cover = cover
     ):
         self.attend = attend
         self.batch = batch
         self.states = states
-        if kernels:
-            from strobe.kernels.step_bookkeeping import cover
-
-            self.accepted, self.starts_fresh = cover(batch, states.length, states.pending)
-            return
-        start = batch.starts
-        sizes = batch.sizes
-        self.starts_fresh = start == 0
-        old = states.length.index_select(0, batch.slots)
-        self.accepted = (start - old).clamp(0, states.pending).masked_fill(self.starts_fresh, 0)
-        fits = rows_fit(self.accepted, sizes, self.starts_fresh, states.pending)
-        written = torch.where(sizes > states.pending, start + sizes, start)
-        states.length.index_copy_(0, batch.slots, torch.where(fits, old, written))
+        self.accepted, self.starts_fresh = cover(batch, states.length, states.pending)
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None

@@ -39,6 +39,8 @@ from strobe.runner.decode_state import DecodeState
 from strobe.runner.graphs import CUDACapturer, Eager, Graphs
 from strobe.runner.memory import plan_pages, scratch_bytes
 from strobe.runner.model_runner import ModelRunner
+from strobe.runner.step_ops.numpy_step_ops import NumpyStepOps
+from strobe.runner.step_ops.torch_step_ops import StepOps
 from strobe.sampling.grammar import GrammarState
 from strobe.sampling.grammar_compiler import GrammarCompiler
 from strobe.sampling.sampling_state import SamplingState
@@ -191,7 +193,7 @@ def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
         trim_heap()  # the weights before packing
     config = resolved.config
     limits = resolved.limits
-    kernels = resolved.backends.kernels
+    ops = _make_step_ops(resolved)
     vocab_size = resolved.target.decoder.vocab_size
     pages = resolved.split.fewest(resolved.num_pages(), device)
     spare = int(resolved.backends.graphs)  # a page for rows that only fill up a bucket
@@ -199,8 +201,8 @@ def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
         name: KVStore(spec, pages + spare, limits.page_size, device)
         for name, spec in resolved.kv_groups.items()
     }
-    state = DecodeState(limits, device, spare_page=pages * spare, kernels=kernels)
-    sampling = resolved.split.sampling(limits.max_num_seqs, vocab_size, device, kernels)
+    state = DecodeState(limits, device, ops, spare_page=pages * spare)
+    sampling = resolved.split.sampling(limits.max_num_seqs, vocab_size, device, ops)
     tokenizer = Path(config.target) / "tokenizer.json"
     grammars = GrammarState(GrammarCompiler(tokenizer, vocab_size, resolved.target.eos_ids))
     backend, draft_backend = make_backends(
@@ -208,7 +210,7 @@ def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
     )
     states = _make_states(resolved)
     if states is not None:
-        backend = RecurrentBackend(backend, states, kernels=kernels)
+        backend = RecurrentBackend(backend, states, ops.cover)
     buckets = None
     graphs = Eager()
     if resolved.backends.graphs:
@@ -298,6 +300,15 @@ def _load_models(resolved: ResolvedConfig, target: Target | None) -> tuple[Targe
         model.ops = resolved.split.ops(ops, model)
     pack(backends.packed, target, drafter)
     return target, drafter
+
+
+def _make_step_ops(resolved: ResolvedConfig) -> StepOps:
+    """Make the operations of steps in the form that suits the device."""
+    if resolved.backends.kernels:
+        from strobe.runner.step_ops.triton_step_ops import TritonStepOps
+
+        return TritonStepOps()
+    return NumpyStepOps() if resolved.device.type == "cpu" else StepOps()
 
 
 def _make_states(resolved: ResolvedConfig) -> StateStore | None:

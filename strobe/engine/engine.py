@@ -20,8 +20,8 @@ from strobe.engine.scheduler import Scheduler
 from strobe.models.heads.head import Drafts
 from strobe.request import DEFAULT_SCHEDULING, FinishReason, Request, SchedulingOptions
 from strobe.runner.buckets import verified_rows
-from strobe.runner.decode_state import SimulatedAcceptance
 from strobe.runner.layout import Layout, Shape
+from strobe.runner.step_ops.torch_step_ops import SimulatedAcceptance
 from strobe.runner.step_output import StepOutput
 from strobe.runner.verify_step import VerifyStep
 from strobe.sampling.grammar import GrammarWalk
@@ -205,7 +205,11 @@ class Engine:
         if plan.num_verified is None or not shape.max_drafts:
             return layout
         num_drafts = verified_drafts(
-            layout, margins, plan.confidence, plan.num_verified, kernels=self.state.kernels
+            layout,
+            margins,
+            confidence=plan.confidence,
+            count=plan.num_verified,
+            ops=self.state.ops,
         )
         return self.runner.narrow(layout, num_drafts, shape)
 

@@ -6,7 +6,7 @@
     _narrow_kernel     blocks of rows: the place of each row of the narrower layout
 
 Legend: S spans, K drafts per span, T rows, W rows of a span with logits. The torch twins are
-`strobe.speculation.allocate` and `Layout.narrow`.
+`strobe.kernels.reference_narrow` and `StepOps.narrow`.
 """
 
 from __future__ import annotations

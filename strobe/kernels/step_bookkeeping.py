@@ -1,8 +1,8 @@
 # pyright: basic, reportCallIssue=false
 """A step's bookkeeping on the device: the rows' positions and K/V slots, and accepting drafts.
 
-Legend: S spans, T rows, K drafts per span, W rows of a span with logits. The torch twins are in
-`strobe.runner.decode_state`, and of recurrent states in `strobe.attention.recurrent_backend`.
+Legend: S spans, T rows, K drafts per span, W rows of a span with logits. The torch twins are
+listed in `strobe.runner.step_ops`.
 """
 
 from __future__ import annotations

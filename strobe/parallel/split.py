@@ -24,6 +24,7 @@ from strobe.parallel.group import Group, RankFailed
 from strobe.parallel.rank_ops import RankOps, make_rank_ops
 from strobe.parallel.rank_sampling import RankRows
 from strobe.parallel.shards import ShardedCheckpoint
+from strobe.sampling.sampling_ops import SamplingOps
 from strobe.sampling.sampling_state import SamplingState
 
 Config = TypeVar("Config", TargetConfig, DraftConfig)
@@ -88,11 +89,11 @@ class Split:
         return make_rank_ops(kind, ops, model, self.group, layers_split=size > 1)
 
     def sampling(
-        self, num_slots: int, vocab_size: int, device: torch.device, kernels: bool
+        self, num_slots: int, vocab_size: int, device: torch.device, ops: SamplingOps
     ) -> SamplingState:
         """Make the sampler's state."""
         ranks = None if self.group is None else RankRows(self.group, vocab_size)
-        return SamplingState(num_slots, vocab_size, device, kernels=kernels, ranks=ranks)
+        return SamplingState(num_slots, vocab_size, device, ops, ranks=ranks)
 
     def require_group(self) -> None:
         """Raise ValueError if the rank's model is useless because the other ranks are missing."""

@@ -91,6 +91,10 @@ class Layout:
         """Return the same layout over another packed tensor, such as a graph's input."""
         return self if packed is self.packed else replace(self, packed=packed)
 
+    def narrowed(self, packed: Tensor, shape: Shape) -> Layout:
+        """Return the layout of fewer drafts that `StepOps.narrow` packed for that shape."""
+        return replace(self, packed=packed, shape=shape)
+
     @functools.cached_property
     def row_counts(self) -> list[int]:
         """Rows of each of the spans."""
@@ -142,29 +146,6 @@ class Layout:
         """Number of each span's drafts that the device proposes, [S]: all or none."""
         first = (self.row_starts + self.context_rows).clip(max=self.shape.rows - 1)
         return self.drafts * (self.tokens[first] < TAIL)
-
-    def narrow(self, drafts: Tensor, shape: Shape, *, kernels: bool = False) -> Layout:
-        """Keep the first `drafts` [S] drafts of each span, padded to that shape."""
-        if kernels:
-            from strobe.kernels.narrow import narrow
-
-            return replace(self, shape=shape, packed=narrow(self, drafts, shape))
-        sizes = self.context_rows + drafts
-        ends = sizes.cumsum(0)
-        row_starts = ends - sizes
-        rows = torch.arange(shape.rows, device=drafts.device)
-        # Rows of no span are a padding span's, as `lay_out` has them.
-        span_of_row = torch.searchsorted(ends, rows, right=True).clip(max=shape.spans - 1)
-        used = rows < ends[-1]
-        offset = torch.where(used, rows - row_starts[span_of_row], 0)
-        source = (self.row_starts[span_of_row] + offset).clip(max=self.shape.rows - 1)
-        tokens = torch.where(used, self.tokens[source], 0)
-        from_end = (1 + drafts)[:, None] - torch.arange(shape.max_logits, device=drafts.device)
-        logits_rows = (ends[:, None] - from_end.clip(min=1)).clip(0, shape.rows - 1)
-        logits_rows = torch.where(sizes[:, None] > 0, logits_rows, shape.rows - 1)
-        spans = [self.slots, self.context_rows, drafts, sizes, row_starts, self.active]
-        packed = torch.cat([*spans, span_of_row, offset, tokens, logits_rows.flatten()])
-        return replace(self, shape=shape, packed=packed)
 
 
 @dataclass(frozen=True, eq=False)

@@ -101,7 +101,7 @@ class ModelRunner:
     def narrow(self, layout: Layout, drafts: Tensor, shape: Shape) -> Layout:
         """Reduce a layout to `drafts` [S] drafts per span; a padded one gets that shape."""
         if layout.padded:
-            return layout.narrow(drafts, shape, kernels=self.state.kernels)
+            return layout.narrowed(self.state.ops.narrow(layout, drafts, shape), shape)
         counts = drafts.tolist()
         spans = [
             s._replace(num_drafts=n, num_logits=1 + n) if s.method is not None else s

@@ -10,10 +10,11 @@ from typing import NamedTuple, Protocol, TypeAlias
 from torch import Tensor
 
 from strobe.attention.backend import Batch
-from strobe.runner.decode_state import DecodeState, SimulatedAcceptance
+from strobe.runner.decode_state import DecodeState
 from strobe.runner.graphs import Eager, Graphs
 from strobe.runner.layout import Layout
 from strobe.runner.model_runner import ForwardOutputs, ModelRunner
+from strobe.runner.step_ops.torch_step_ops import SimulatedAcceptance
 from strobe.sampling.logprobs import Scores
 from strobe.sampling.sampling_state import Sampled, SamplingMode, SamplingState
 from strobe.step import Span

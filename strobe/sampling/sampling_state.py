@@ -22,9 +22,10 @@ from torch import Tensor
 from strobe.host.transfer import upload
 from strobe.sampling.logprobs import Scores, score
 from strobe.sampling.noise import noise_key
-from strobe.sampling.processors import ENDS, IN_PROMPT, PROCESSED, STRUCTURED, Tables, process
+from strobe.sampling.processors import ENDS, IN_PROMPT, PROCESSED, STRUCTURED, Tables
 from strobe.sampling.processors import LogitRows as LogitRows
-from strobe.sampling.sampler import RowParams, argmax, best_two, sample_rows
+from strobe.sampling.sampler import RowParams, best_two
+from strobe.sampling.sampling_ops import SamplingOps
 from strobe.sampling_params import MAX_NAMED, OPTIONS, PENALTIES
 from strobe.step import Admission
 
@@ -104,16 +105,16 @@ class SamplingState:
         num_slots: int,
         vocab_size: int,
         device: torch.device,
+        ops: SamplingOps,
         *,
-        kernels: bool = False,
         ranks: SharesRows | None = None,
     ):
-        """kernels: use Triton kernels. ranks: divides rows between the ranks, if there are
+        """ops: the operations on logits. ranks: divides rows between the ranks, if there are
         several."""
         num_slots += 1
         self.device = device
         self.vocab_size = vocab_size
-        self.kernels = kernels
+        self.ops = ops
         self._ranks = ranks
         self.tables = Tables.make(num_slots, vocab_size, device)
         self.floats = torch.zeros(len(FLOATS), num_slots, dtype=torch.float32, device=device)
@@ -121,15 +122,6 @@ class SamplingState:
         self.named = torch.zeros(num_slots, MAX_NAMED, dtype=torch.int64, device=device)
         self._modes = [GREEDY] * num_slots
         self._score_columns: list[slice | None] = [None] * num_slots
-        self._process = process
-        self._argmax = argmax
-        self._sample_rows = sample_rows
-        if kernels:
-            from strobe.kernels import processors, sampling
-
-            self._process = processors.process
-            self._argmax = sampling.argmax
-            self._sample_rows = sampling.sample_rows
 
     @staticmethod
     def num_bytes(num_slots: int, vocab_size: int) -> int:
@@ -203,8 +195,7 @@ class SamplingState:
         tops = [mode.logprobs for mode in modes if mode.logprobs is not None]
         return SamplingMode(
             sampled=sampled,
-            # The kernel handles any mixture of rows: one graph serves them all.
-            filtered=sampled and (self.kernels or any(mode.filtered for mode in modes)),
+            filtered=sampled and (self.ops.takes_mixtures or any(m.filtered for m in modes)),
             processed=any(mode.processed for mode in modes),
             grammar=any(mode.grammar for mode in modes),
             logprobs=next((n for n in TOP_SIZES if n >= max(tops)), max(tops)) if tops else None,
@@ -230,8 +221,8 @@ class SamplingState:
     ) -> Sampled:
         processed = logits
         if mode.processed or mode.grammar:
-            processed = self._process(logits, self.tables, rows, masks, processed=mode.processed)
-        tokens = self._race(processed, rows, mode) if mode.sampled else self._argmax(processed)
+            processed = self.ops.process(logits, self.tables, rows, masks, processed=mode.processed)
+        tokens = self._race(processed, rows, mode) if mode.sampled else self.ops.argmax(processed)
         top = mode.logprobs
         scores = None if top is None else score(logits, tokens, top, self.named[rows.slots])
         margins = best_two(logits)[1] if mode.margins else None
@@ -241,7 +232,7 @@ class SamplingState:
         floats = zip(FLOATS, self.floats.index_select(1, rows.slots).unbind(), strict=True)
         ints = zip(INTS, self.ints.index_select(1, rows.slots).unbind(), strict=True)
         params = RowParams(**dict(floats), **dict(ints), position=rows.positions)
-        return self._sample_rows(logits, params, filtered=mode.filtered)
+        return self.ops.sample_rows(logits, params, filtered=mode.filtered)
 
     def count_tokens(self, slots: Tensor, tokens: Tensor, accepted: Tensor, active: Tensor) -> None:
         """Count the tokens that a step committed, for penalties: the first accepted [S] + 1 of

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from strobe.kernels import processors as kernel
+from strobe.runner.step_ops.triton_step_ops import TritonStepOps
 from strobe.sampling import processors
 from strobe.sampling.processors import LogitRows
 from tests.support.random_logit_batches import World, check
@@ -21,7 +22,7 @@ def test_floor_matches_torch_twin() -> None:
 def test_rows_match_torch_twin(device, monkeypatch, seed, drafts, dtype) -> None:
     monkeypatch.setattr(kernel, "BLOCK", 16)
     world = World(seed, max_drafts=drafts)
-    state = world.state(kernels=True, device=device)
+    state = world.state(TritonStepOps(), device=device)
     rows = LogitRows(*[column.to(device) for column in world.rows])
     wide = torch.tensor(world.logits).repeat(1, 2).to(device, dtype)
     logits, masks = wide[:, : world.size], world.masks.to(device)
@@ -61,7 +62,7 @@ def test_sampling_state_with_kernels_matches_torch(device) -> None:
             changes = {"temperature": (0.0, 0.8, 1.3)[i % 3], "top_p": (1.0, 0.9)[i % 2]}
             sampling = admitted.sampling.clone(**changes, logprobs=2)
             world.admitted[i] = admitted._replace(sampling=sampling, seed=i)
-        by_kernel, by_torch = world.state(kernels=True, device=device), world.state()
+        by_kernel, by_torch = world.state(TritonStepOps(), device=device), world.state()
         mode = by_kernel.mode(world.spans)
         rows = LogitRows(*[column.to(device) for column in world.rows])
         logits, masks = torch.tensor(world.logits), world.masks

@@ -10,8 +10,8 @@ import torch
 pytest.importorskip("triton")
 
 from strobe.attention.backend import Batch
-from strobe.attention.recurrent_backend import RecurrentPlan
-from strobe.kernels import recurrent, reference_recurrent
+from strobe.attention.recurrent_backend import RecurrentPlan, cover
+from strobe.kernels import recurrent, reference_recurrent, step_bookkeeping
 from strobe.kv.states import StateSpec, StateStore
 from tests.support.full_marks import full_where
 
@@ -90,8 +90,8 @@ def mix_both(pair: Any, batch: Batch, x: Any) -> Any:
     """Return the outputs of plain torch and of the kernels, each with its own store."""
     nothing: Any = None
     plain, fused = (
-        RecurrentPlan(nothing, batch, store, kernels=kernels)
-        for store, kernels in zip(pair, (False, True), strict=True)
+        RecurrentPlan(nothing, batch, store, form)
+        for store, form in zip(pair, (cover, step_bookkeeping.cover), strict=True)
     )
     assert torch.equal(plain.accepted, fused.accepted)
     assert torch.equal(plain.starts_fresh, fused.starts_fresh)

@@ -10,9 +10,12 @@ from strobe.attention.backend import Batch
 from strobe.config import Limits
 from strobe.runner.decode_state import DecodeState
 from strobe.runner.layout import Layout, Shape, lay_out
+from strobe.runner.step_ops.torch_step_ops import StepOps
+from strobe.runner.step_ops.triton_step_ops import TritonStepOps
 from strobe.step import TAIL, Span
 
 SLOTS, PAGE, REACH, LIMIT = 5, 4, 60, 40
+FORMS = (StepOps(), TritonStepOps())
 
 
 def device_span(slot: int, drafts: int) -> Span:
@@ -29,9 +32,9 @@ def chunk(slot: int, count: int, logits: int) -> Span:
     return Span(slot, 0, 0, tuple(range(10, 10 + count)), num_logits=logits)
 
 
-def make_state(device: torch.device, *, kernels: bool) -> DecodeState:
+def make_state(device: torch.device, ops: StepOps) -> DecodeState:
     limits = Limits(LIMIT, SLOTS, 64, REACH - LIMIT - 2, PAGE)
-    state = DecodeState(limits, device, spare_page=90, kernels=kernels)
+    state = DecodeState(limits, device, ops, spare_page=90)
     state.cursor[:SLOTS] = torch.tensor([[0, 9], [3, 8], [12, 7], [35, 6], [38, 5]])
     state.cursor[SLOTS, 1] = 4
     generator = torch.Generator().manual_seed(1)
@@ -70,7 +73,7 @@ def make_layout(name: str, device: torch.device) -> tuple[Layout, Tensor | None]
 def pair(name: str, device: torch.device) -> tuple[list[DecodeState], Layout, list[Batch]]:
     """Return states by torch and by kernels, a layout, and each state's batch."""
     layout, drafts = make_layout(name, device)
-    states = [make_state(device, kernels=kernels) for kernels in (False, True)]
+    states = [make_state(device, ops) for ops in FORMS]
     return (
         states,
         layout,
@@ -94,8 +97,8 @@ def test_rows_after_a_nan_row_have_token_0(name: str, device: torch.device):
     """Tokens and drafts of NaN logits are -1, which has no embedding."""
     layout, drafts = make_layout(name, device)
     drafts = None if drafts is None else torch.full_like(drafts, -1)
-    for kernels in (False, True):
-        state = make_state(device, kernels=kernels)
+    for ops in FORMS:
+        state = make_state(device, ops)
         state.cursor[:, 1] = -1
         ids = state.place(layout, drafts)[0]
         assert torch.equal(ids, layout.tokens.clamp(min=0))
@@ -108,7 +111,7 @@ def test_batch_without_device_drafts_matches_torch(name: str, device: torch.devi
     if not spans:
         return
     layout = lay_out(spans, device, shape, padded=True, spare_slot=SLOTS)
-    states = [make_state(device, kernels=kernels) for kernels in (False, True)]
+    states = [make_state(device, ops) for ops in FORMS]
     expected, actual = [state.make_batch(layout, state.place(layout, None)) for state in states]
     assert torch.equal(actual.ids, expected.ids)
     assert torch.equal(actual.draft_lengths, expected.draft_lengths)

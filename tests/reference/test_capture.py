@@ -249,7 +249,7 @@ def test_uncapturable_step_runs_eagerly(target: Any):
 def test_padding_rows_leave_the_last_page_untouched(target: Any):
     parts = build(resolve(config(target)))
     state = parts.state
-    padded = type(state)(Limits(96, 5, 64, 0, 4), state.device, spare_page=7)
+    padded = type(state)(Limits(96, 5, 64, 0, 4), state.device, state.ops, spare_page=7)
     first = padded.table + 4 * torch.arange(padded.table.shape[1])  # each page's first K/V slot
     assert first[:-1].unique().tolist() == [0]
     assert first[-1].unique().tolist() == [28]

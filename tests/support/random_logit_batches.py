@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from strobe.sampling.processors import FLOOR, LogitRows
+from strobe.sampling.sampling_ops import SamplingOps
 from strobe.sampling.sampling_state import SamplingState
 from strobe.sampling_params import SamplingParams, StructuredOutputs
 from tests.support import reference_processors
@@ -95,9 +96,13 @@ class World:
             stop_ids=frozenset(self.tokens(5)),
         )
 
-    def state(self, *, kernels: bool = False, device: torch.device | None = None) -> SamplingState:
+    def state(
+        self, ops: SamplingOps | None = None, *, device: torch.device | None = None
+    ) -> SamplingState:
         """Return a state whose slots held other requests before."""
-        state = SamplingState(self.slots, self.size, device or torch.device("cpu"), kernels=kernels)
+        state = SamplingState(
+            self.slots, self.size, device or torch.device("cpu"), ops or SamplingOps()
+        )
         before = World.__new__(World)
         before.rng, before.size = random.Random(99), self.size
         state.admit([before._admitted(slot)._replace(slot=slot) for slot in range(self.slots)])

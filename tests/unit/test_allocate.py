@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from strobe.kernels.reference_narrow import chances, choose_drafts
 from strobe.runner.buckets import Buckets
 from strobe.runner.layout import Shape, exact_shape, lay_out
+from strobe.runner.step_ops.torch_step_ops import StepOps
 from strobe.speculation.acceptance import DraftChances, evidence, knot_weights
-from strobe.speculation.allocate import chances, choose_drafts, verified_drafts
+from strobe.speculation.allocate import verified_drafts
 from strobe.speculation.policy_config import PolicyConfig
 from strobe.step import TAIL, Span, num_rows
 from tests.support.random_layouts import facts, spans_of
@@ -71,7 +73,7 @@ def test_without_margins_every_request_gets_as_many(padded: bool):
     shape = Buckets(8, 3, 4).shape_of(spans) if padded else exact_shape(spans)
     layout = lay_out(spans, CPU, shape, padded=padded, spare_slot=8)
     for count, expected in ((7, [2, 2, 1, 2]), (5, [2, 1, 1, 1]), (0, [0] * 4), (99, [3, 3, 1, 3])):
-        verified = verified_drafts(layout, None, (), count).tolist()
+        verified = verified_drafts(layout, None, (), count, StepOps()).tolist()
         assert verified[:5] == [*expected, 2]
         assert not any(verified[5:])
 
@@ -89,7 +91,7 @@ def test_narrowed_layout_matches_fresh_layout(seed: int):
     assert wide.device_drafts.tolist() == device_drafts + padding
     host = [span.num_drafts - n for span, n in zip(spans, device_drafts, strict=True)]
     drafts = torch.tensor([n + h for n, h in zip(counts, host, strict=True)] + padding)
-    narrowed = wide.narrow(drafts, shape)
+    narrowed = wide.narrowed(StepOps().narrow(wide, drafts, shape), shape)
     remaining = [
         span if span.method is None else span._replace(num_drafts=n, num_logits=1 + n)
         for span, n in zip(spans, counts, strict=True)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from strobe.sampling.processors import LogitRows, process, unpack, unpack_by_shifts
+from strobe.sampling.sampling_ops import SamplingOps
 from strobe.sampling.sampling_state import SamplingState
 from strobe.sampling_params import SamplingParams
 from tests.support.random_logit_batches import (
@@ -59,7 +60,7 @@ def test_unaffected_rows_are_bitwise_unchanged(seed: int):
 def admit(
     *slot_fields: dict[str, Any], size: int = 4, tokens: tuple[int, ...] = (), prompt: int = 0
 ):
-    state = SamplingState(len(slot_fields), size, torch.device("cpu"))
+    state = SamplingState(len(slot_fields), size, torch.device("cpu"), SamplingOps())
     state.admit(
         [
             Admitted(slot, tokens, prompt, SamplingParams(**fields), stop_ids=frozenset([0, 3]))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from strobe.models.linear import Linear
 from strobe.parallel.rank_ops import partial_linears
 from strobe.parallel.rank_sampling import RankRows
+from strobe.sampling.sampling_ops import SamplingOps
 from strobe.sampling.sampling_state import LogitRows, Sampled, SamplingMode, SamplingState
 from tests.support.rank_threads import Exchange, ThreadGroup
 
@@ -40,12 +41,14 @@ def test_ranks_sample_shares_of_the_rows_and_get_all_results():
     logits = torch.randn(5, 6, generator=generator)
     rows = LogitRows(torch.zeros(5, dtype=torch.int64), torch.arange(5))
     mode = SamplingMode(logprobs=1, margins=True)
-    expected = SamplingState(1, 6, CPU).sample(logits, rows, mode)
+    expected = SamplingState(1, 6, CPU, SamplingOps()).sample(logits, rows, mode)
     exchange = Exchange(2)
     results = dict[int, list[Sampled]]()
 
     def run(rank: int) -> None:
-        state = SamplingState(1, 6, CPU, ranks=RankRows(ThreadGroup(exchange, rank), 6))
+        state = SamplingState(
+            1, 6, CPU, SamplingOps(), ranks=RankRows(ThreadGroup(exchange, rank), 6)
+        )
         columns = logits[:, 3 * rank : 3 * rank + 3]
         results[rank] = [state.sample(part, rows, mode) for part in (logits, columns)]
 

@@ -11,9 +11,11 @@ import torch
 from scipy import stats
 from torch import Tensor
 
+from strobe.runner.step_ops.triton_step_ops import TritonStepOps
 from strobe.sampling.logprobs import score
 from strobe.sampling.processors import LogitRows, process
 from strobe.sampling.sampler import RowParams, sample_rows
+from strobe.sampling.sampling_ops import SamplingOps
 from strobe.sampling.sampling_state import FLOATS, GREEDY, INTS, SamplingMode, SamplingState
 from strobe.sampling_params import MAX_NAMED, SamplingParams
 from tests.support.random_logit_batches import STRUCTURED, Admitted, World
@@ -21,10 +23,11 @@ from tests.support.reference_processors import processed
 from tests.support.reference_sampling import distribution, params
 
 CPU = torch.device("cpu")
+TORCH = SamplingOps()
 
 
-def state_of(*params: SamplingParams, size: int = 8, kernels: bool = False) -> SamplingState:
-    state = SamplingState(len(params), size, CPU, kernels=kernels)
+def state_of(*params: SamplingParams, size: int = 8, ops: SamplingOps = TORCH) -> SamplingState:
+    state = SamplingState(len(params), size, CPU, ops)
     state.admit(
         [Admitted(slot, [1, 2], 2, sampling, seed=slot) for slot, sampling in enumerate(params)]
     )
@@ -77,7 +80,10 @@ def test_mode_of_several_slots_is_their_union():
 
 def test_kernels_use_one_mode_for_sampled_mixtures():
     state = state_of(
-        SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_k=3), kernels=True
+        SamplingParams(temperature=0),
+        SamplingParams(),
+        SamplingParams(top_k=3),
+        ops=TritonStepOps(),
     )
     assert state.mode([0]) == GREEDY
     for slots in ([1], [2], [0, 1], [0, 1, 2]):
@@ -85,7 +91,7 @@ def test_kernels_use_one_mode_for_sampled_mixtures():
 
 
 def test_num_bytes_matches_the_tables():
-    state = SamplingState(7, 100, CPU)
+    state = SamplingState(7, 100, CPU, TORCH)
     held = [*state.tables, state.floats, state.ints, state.named]
     assert SamplingState.num_bytes(7, 100) == sum(t.nbytes for t in held)
 
@@ -131,7 +137,7 @@ def test_seeds_and_siblings_sample_apart():
     logits = torch.zeros(40, 1000)
     tokens = []
     for seed, sibling in ((1, 0), (1, 1), (2, 0), (1, 0)):
-        state = SamplingState(1, 1000, CPU)
+        state = SamplingState(1, 1000, CPU, TORCH)
         state.admit([Admitted(0, [], 0, SamplingParams(), seed=seed, sibling=sibling)])
         tokens.append(state.sample(logits, rows_of([0] * 40, [*range(40)]), state.mode([0])).tokens)
     assert torch.equal(tokens[0], tokens[3])
@@ -153,7 +159,7 @@ def test_scores_come_from_raw_logits():
 def test_captured_sampling_never_syncs():
     """On the meta device there are no values to wait for."""
     meta = torch.device("meta")
-    state = SamplingState(3, 50, meta)
+    state = SamplingState(3, 50, meta, TORCH)
     rows = LogitRows(
         *[torch.zeros(6, dtype=torch.int64, device=meta) for _ in range(2)],
         torch.zeros(2, 2, dtype=torch.int64, device=meta),
@@ -239,7 +245,7 @@ HISTORY, PROMPT = [0, 3, 1, 1, 2], 2
 
 
 def admitted(**fields: Any) -> SamplingState:
-    state = SamplingState(DRAWS, 5, CPU)
+    state = SamplingState(DRAWS, 5, CPU, TORCH)
     sampling = SamplingParams(**fields)
     state.admit([Admitted(i, HISTORY, PROMPT, sampling, seed=i) for i in range(DRAWS)])
     return state

@@ -12,6 +12,8 @@ from scipy import stats
 from strobe.config import Limits
 from strobe.runner.decode_state import DecodeState
 from strobe.runner.layout import Layout, exact_shape, lay_out
+from strobe.runner.step_ops.numpy_step_ops import NumpyStepOps
+from strobe.runner.step_ops.torch_step_ops import StepOps
 from strobe.sampling.sampler import sample_rows
 from strobe.step import TAIL, Span
 from tests.support.reference_sampling import distribution, params
@@ -39,12 +41,30 @@ def verify(
     starts: list[int] | None = None,
     simulated: float | None = None,
 ) -> torch.Tensor:
-    """Verify drafts [S, K] with tokens [S, 1 + K] and return accepted [S]; check the slots'
-    cursors. by_host: the spans carry the drafts as tokens."""
+    """Verify drafts [S, K] with tokens [S, 1 + K], in NumPy and in torch, and return accepted [S];
+    check the slots' cursors. by_host: the spans carry the drafts as tokens."""
+    by_numpy, by_torch = [
+        _verify(tokens, drafts, ops, lengths, by_host=by_host, starts=starts, simulated=simulated)
+        for ops in (NumpyStepOps(), StepOps())
+    ]
+    assert torch.equal(by_numpy, by_torch)
+    return by_numpy
+
+
+def _verify(
+    tokens: torch.Tensor,
+    drafts: torch.Tensor,
+    ops: StepOps,
+    lengths: list[int] | None,
+    *,
+    by_host: bool,
+    starts: list[int] | None,
+    simulated: float | None,
+) -> torch.Tensor:
     count, width = drafts.shape
     lengths = [width] * count if lengths is None else lengths
     starts = list(range(count)) if starts is None else starts
-    state = DecodeState(Limits(LIMIT, count, 64, 18, 16), CPU)
+    state = DecodeState(Limits(LIMIT, count, 64, 18, 16), CPU, ops)
     state.cursor[:count, 0] = torch.tensor(starts)
     state.cursor[:count, 1] = 77
     if by_host:
@@ -114,7 +134,7 @@ def test_drafts_at_context_end_are_not_accepted():
 
 
 def test_prefill_chunks_advance_with_drafts():
-    state = DecodeState(Limits(LIMIT, 3, 64, 2, 16), CPU)
+    state = DecodeState(Limits(LIMIT, 3, 64, 2, 16), CPU, NumpyStepOps())
     state.cursor[:3] = torch.tensor([[4, 0], [8, 77], [0, 0]])
     spans = [
         Span(0, 4, 4, (5, 6, 7)),

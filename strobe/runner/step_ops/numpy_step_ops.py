@@ -1,0 +1,76 @@
+"""A step's operations on a CPU: bookkeeping in NumPy. Right after a forward has swept the caches,
+each small operation takes 20 to 50 us, and torch's take longest. Legend as in `torch_step_ops.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from strobe.attention.backend import Batch
+from strobe.runner.layout import Layout
+from strobe.runner.step_ops.torch_step_ops import SimulatedAcceptance, StepOps, simulated_matches
+
+
+class NumpyStepOps(StepOps):
+    """For layouts without padding; padded ones are left to torch, as graphs would capture them."""
+
+    def place(
+        self,
+        cursor: Tensor,
+        table: Tensor,
+        layout: Layout,
+        drafts: Tensor | None,
+        *,
+        limit: int,
+        page_size: int,
+    ) -> Sequence[Tensor]:
+        if layout.padded:
+            return super().place(cursor, table, layout, drafts, limit=limit, page_size=page_size)
+        host = layout.on_host
+        current = cursor.numpy()[host.slots]
+        starts = current[:, 0]
+        positions = starts.take(host.span_of_row)
+        positions += host.offset
+        kv_slots = table.numpy()[host.slot_of_row, positions // page_size]
+        kv_slots += positions
+        device_tokens = () if drafts is None else (drafts.numpy().ravel(),)
+        lengths = host.drafts
+        if layout.shape.max_drafts:
+            lengths = np.minimum(lengths, np.maximum(limit - 1 - starts, 0))
+        ids = np.concatenate((current[:, 1], host.tokens, *device_tokens))
+        ids = ids.take(host.token_source)
+        np.maximum(ids, 0, out=ids)  # NO_TOKEN, of rows with NaN
+        return [torch.from_numpy(part) for part in (ids, positions, kv_slots, starts, lengths)]
+
+    def accept(
+        self,
+        tokens: Tensor,
+        batch: Batch,
+        layout: Layout,
+        cursor: Tensor,
+        *,
+        simulated: SimulatedAcceptance | None,
+    ) -> Tensor:
+        if layout.padded:
+            return super().accept(tokens, batch, layout, cursor, simulated=simulated)
+        host = layout.on_host
+        sampled = tokens.numpy()
+        starts = batch.starts.numpy()
+        accepted = batch.draft_lengths.numpy()
+        if width := layout.shape.max_drafts:
+            matched = np.zeros((len(starts), width + 1), dtype=np.bool_)
+            drafts = batch.ids.numpy().take(layout.draft_rows.numpy())
+            np.equal(drafts, sampled[:, :width], matched[:, :width])
+            num_matched = matched.argmin(1)
+            if simulated is not None:
+                num_matched = simulated_matches(layout, batch, simulated).numpy()
+            accepted = np.minimum(num_matched, accepted)
+        new_cursor = np.empty((len(starts), 2), dtype=np.int64)
+        np.add(starts + host.context_rows, accepted, new_cursor[:, 0])
+        new_cursor[:, 1] = sampled[np.arange(len(starts)), accepted]
+        cursor.numpy()[host.slots] = new_cursor
+        return torch.from_numpy(accepted)
