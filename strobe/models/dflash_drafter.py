@@ -53,7 +53,7 @@ class DFlash(Decoder):
         self.embed_tokens = nn.Embedding(rows, hidden) if "embed_tokens" in own_tensors else None
         self.lm_head = Linear(hidden, head_rows, fixed=True) if "lm_head" in own_tensors else None
         self.target_ids: Tensor | None = None
-        self._shared = (embedding, LinearView(head_weight))  # a tuple: not our parameters
+        self._shared = (embedding, LinearView(weight=head_weight))  # a tuple: not our parameters
         self.fp8_head: LinearView | None = None
         self._context: ContextWeights | None = None
 
@@ -61,14 +61,14 @@ class DFlash(Decoder):
         """Map the head's parameters, whose names begin at the checkpoint's root, and attention
         sinks, which have another name in drafters than in targets."""
         mapping = {
-            f"draft_head.{name}": [WeightPart({name: tuple(parameter.shape)})]
+            f"draft_head.{name}": [WeightPart(sources={name: tuple(parameter.shape)})]
             for name, parameter in self.draft_head.named_parameters()
         }
         decoder = self.config.decoder
         for layer in range(decoder.num_layers) if decoder.sinks else ():
             name = f"layers.{layer}.self_attn."
             shape = (decoder.num_heads,)
-            mapping[f"{name}sinks"] = [WeightPart({f"{name}attention_sink_bias": shape})]
+            mapping[f"{name}sinks"] = [WeightPart(sources={f"{name}attention_sink_bias": shape})]
         return mapping
 
     @property
@@ -105,10 +105,10 @@ class DFlash(Decoder):
         norms = [a.k_norm for a in self._attentions if a.k_norm is not None]
         folded = [norm.folded or (norm.weight, None) for norm in norms]
         return ContextWeights(
-            LinearView.concat(linears, first),
-            torch.stack([norm.weight for norm in norms]),
-            (torch.stack([gain for gain, _ in folded]), folded[0][1]),
-            self._attentions[0].eps,
+            linear=LinearView.concat(linears, first),
+            gains=torch.stack([norm.weight for norm in norms]),
+            folded=(torch.stack([gain for gain, _ in folded]), folded[0][1]),
+            eps=self._attentions[0].eps,
         )
 
     def _context_rows(self, features: Tensor) -> tuple[Tensor, ContextWeights]:

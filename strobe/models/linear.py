@@ -83,7 +83,13 @@ class Linear(nn.Module):
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return the weight, dequantized to `dtype` if it is quantized."""
-        return LinearView(self.weight, self.bias, self.scale, self.format).dense(dtype)
+        view = LinearView(
+            weight=self.weight,
+            bias=self.bias,
+            scale=self.scale,
+            format=self.format,
+        )
+        return view.dense(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return apply(self, x)
@@ -117,10 +123,10 @@ class LinearView(NamedTuple):
         biases = [x.bias[first:] for x in linears if x.bias is not None]
         scales = [x.scale[first:] for x in linears if x.scale is not None]
         return cls(
-            torch.cat([x.weight[first:] for x in linears]),
-            torch.cat(biases) if biases else None,
-            torch.cat(scales) if scales else None,
-            linears[0].format,
+            weight=torch.cat([x.weight[first:] for x in linears]),
+            bias=torch.cat(biases) if biases else None,
+            scale=torch.cat(scales) if scales else None,
+            format=linears[0].format,
         )
 
     def dense(self, dtype: torch.dtype) -> Tensor:

@@ -86,7 +86,7 @@ class DecoderConfig:
     def shape_of(self, layer: int) -> LayerShape:
         if self.layer_shapes:
             return self.layer_shapes[layer]
-        return LayerShape(self.num_kv_heads, self.head_dim, self.rope)
+        return LayerShape(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, rope=self.rope)
 
     @property
     def head_dims(self) -> list[int]:

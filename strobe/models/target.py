@@ -43,12 +43,12 @@ class Target(Decoder):
     def weight_mapping(self) -> WeightMapping:
         """Map the embedding, which tied checkpoints may store as the head only."""
         shape = tuple(self.embed_tokens.weight.shape)
-        return {EMBEDDING: [WeightPart({self.embedding_source: shape})]}
+        return {EMBEDDING: [WeightPart(sources={self.embedding_source: shape})]}
 
     @property
     def output(self) -> AnyLinear:
         """The output head [V, H]."""
-        return self.packed_head or self.lm_head or LinearView(self.embed_tokens.weight)
+        return self.packed_head or self.lm_head or LinearView(weight=self.embed_tokens.weight)
 
     def embed(self, ids: Tensor) -> Tensor:
         x = self.ops.embed(ids, self.embed_tokens.weight)

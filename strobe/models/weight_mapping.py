@@ -59,7 +59,8 @@ def stacked(name: str, linear: Linear) -> WeightMapping:
         parts = mapping.setdefault(f"{name}.{leaf}", [])
         for source, count in linear.parts.items():
             shape = (count, *parameter.shape[1:])
-            parts.append(WeightPart({f"{source}.{leaf}": shape}, (slice(start, start + count),)))
+            rows = slice(start, start + count)
+            parts.append(WeightPart(sources={f"{source}.{leaf}": shape}, at=(rows,)))
             start += count
     return mapping
 
@@ -90,7 +91,7 @@ def mapping_of(module: nn.Module, names: Collection[str] = ()) -> WeightMapping:
         owner = module.get_submodule(name.rpartition(".")[0])
         stacks = tuple(owner.parts.values()) if isinstance(owner, Linear) else ()
         whole = next((n for n in (name, name.removesuffix(".weight")) if n in names), name)
-        plain_parts = [WeightPart({whole: tuple(parameter.shape)}, stacked=stacks)]
+        plain_parts = [WeightPart(sources={whole: tuple(parameter.shape)}, stacked=stacks)]
         parts = mapped.get(name, plain_parts)
         stacked_there = whole in names and not any(whole in part.sources for part in parts)
         mapping[name] = plain_parts if stacked_there else parts

@@ -144,7 +144,7 @@ def read_rope(
             "without it."
         )
     if kind == "default":
-        return RopeConfig(theta)
+        return RopeConfig(theta=theta)
 
     def value(key: str, default: float | None = None) -> float:
         setting: object = parameters.get(key)

@@ -53,11 +53,11 @@ class Router(nn.Module):
 
     @property
     def linear(self) -> LinearView:
-        return self.joined or LinearView(self.weight, self.bias)
+        return self.joined or LinearView(weight=self.weight, bias=self.bias)
 
     @property
     def routing(self) -> Routing:
-        return Routing(self.top_k, self.normalized, shared=self.joined is not None)
+        return Routing(top_k=self.top_k, normalized=self.normalized, shared=self.joined is not None)
 
     def logits(self, ops: TorchOps, x: Tensor) -> Tensor:
         """x [T, H] -> [T, E], or [T, E + 1] with a shared expert."""
@@ -94,7 +94,12 @@ class Experts(nn.Module):
     def layer(self, routing: Routing) -> ExpertsLayer:
         """Return what `ops.experts` reads."""
         routing = routing._replace(held=self.held)
-        return ExpertsLayer(routing, self.gate_up_proj, self.down_proj, self.gate)
+        return ExpertsLayer(
+            routing=routing,
+            gate_up=self.gate_up_proj,
+            down=self.down_proj,
+            gate=self.gate,
+        )
 
     def weight_mapping(self) -> WeightMapping:
         """Most checkpoints have three linear layers per expert. Biases are stacked."""
@@ -105,10 +110,14 @@ class Experts(nn.Module):
         for e in range(self.count):
             for first, name in ((0, "gate_proj"), (size, "up_proj")):
                 sources = {f"{self.first + e}.{name}.weight": (size, hidden)}
-                gate_up.append(WeightPart(sources, (e, slice(first, first + size))))
-            down.append(WeightPart({f"{self.first + e}.down_proj.weight": (hidden, size)}, (e,)))
+                gate_up.append(WeightPart(sources=sources, at=(e, slice(first, first + size))))
+            sources = {f"{self.first + e}.down_proj.weight": (hidden, size)}
+            down.append(WeightPart(sources=sources, at=(e,)))
         biases = {"gate_up_proj": (self.count, 2 * size), "down_proj": (self.count, hidden)}
-        stacked = {f"{n}.bias": [WeightPart({f"{n}_bias": shape})] for n, shape in biases.items()}
+        stacked = {
+            f"{name}.bias": [WeightPart(sources={f"{name}_bias": shape})]
+            for name, shape in biases.items()
+        }
         return {"gate_up_proj.weight": gate_up, "down_proj.weight": down, **stacked}
 
 
@@ -122,9 +131,10 @@ class SparseMLP(nn.Module):
         self.called = called
 
     def weight_mapping(self) -> WeightMapping:
+        shapes = {name: tuple(weight.shape) for name, weight in self.router.named_parameters()}
         return {
-            f"router.{name}": [WeightPart({f"{self.called}.{name}": tuple(parameter.shape)})]
-            for name, parameter in self.router.named_parameters()
+            f"router.{name}": [WeightPart(sources={f"{self.called}.{name}": shape})]
+            for name, shape in shapes.items()
         }
 
     @property

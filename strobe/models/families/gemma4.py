@@ -110,9 +110,9 @@ def read_shapes(fields: Fields, types: list[str]) -> tuple[LayerShape, ...]:
     for i, kind in enumerate(types):
         part = Fields(layer_kv.get(i, {}), fields.path)
         shape = LayerShape(
-            part.integer("num_key_value_heads", heads),
-            part.integer("head_dim", width),
-            ropes[kind],
+            num_kv_heads=part.integer("num_key_value_heads", heads),
+            head_dim=part.integer("head_dim", width),
+            rope=ropes[kind],
             own_values=not shared or kind == SLIDING,
         )
         part.finish()
@@ -150,7 +150,11 @@ def read_experts(fields: Fields) -> ExpertShape | None:
     layers = (True,) * fields.integer("num_hidden_layers")
     shared = fields.integer("intermediate_size")
     return ExpertShape(
-        count, top_k, fields.integer("moe_intermediate_size", size), layers, shared=shared
+        count=count,
+        top_k=top_k,
+        moe_intermediate_size=fields.integer("moe_intermediate_size", size),
+        layers=layers,
+        shared=shared,
     )
 
 
@@ -250,17 +254,17 @@ class Gemma4Router(nn.Module):
     def weight_mapping(self) -> WeightMapping:
         """The norm's weight is called scale."""
         return {
-            "weight": [WeightPart({"proj.weight": tuple(self.weight.shape)})],
-            "norm.weight": [WeightPart({"scale": tuple(self.norm.weight.shape)})],
+            "weight": [WeightPart(sources={"proj.weight": tuple(self.weight.shape)})],
+            "norm.weight": [WeightPart(sources={"scale": tuple(self.norm.weight.shape)})],
         }
 
     @property
     def linear(self) -> LinearView:
-        return LinearView(self.weight)
+        return LinearView(weight=self.weight)
 
     @property
     def routing(self) -> Routing:
-        return Routing(self.top_k, scale=self.per_expert_scale)
+        return Routing(top_k=self.top_k, scale=self.per_expert_scale)
 
     def logits(self, ops: TorchOps, x: Tensor) -> Tensor:
         """x [T, H] -> [T, E]."""

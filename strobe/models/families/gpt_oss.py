@@ -37,7 +37,7 @@ class GptOssExperts(Experts):
         mapping = super().weight_mapping()
         for name, linear in (("gate_up_proj", self.gate_up_proj), ("down_proj", self.down_proj)):
             shape = self.count, linear.in_features, linear.out_features
-            mapping[f"{name}.weight"] = [WeightPart({name: shape}, fill=transposed)]
+            mapping[f"{name}.weight"] = [WeightPart(sources={name: shape}, fill=transposed)]
         return mapping
 
 

@@ -208,7 +208,7 @@ class GatedDeltaNet(nn.Module):
         """Queries, keys and values are one layer, in checkpoints as well."""
         names = {"in_proj_qkv.weight": self.in_proj_qkv.weight, "conv1d.weight": self.conv1d.weight}
         return {
-            name: [WeightPart({name: tuple(weight.shape)}, stacked=self.channels)]
+            name: [WeightPart(sources={name: tuple(weight.shape)}, stacked=self.channels)]
             for name, weight in names.items()
         }
 
@@ -257,7 +257,7 @@ class SharedMLP(SparseMLP):
             return
         count, size = self.router.weight.shape
         # cuBLAS has fast kernels for rows of logits that are multiples of 16 bytes.
-        zeros = LinearView(self.router.weight.new_zeros(-(count + 1) % 8, size))
+        zeros = LinearView(weight=self.router.weight.new_zeros(-(count + 1) % 8, size))
         router = join_linears(self.router.linear, self.shared_expert_gate, zeros)
         gate_up = join_linears(experts.gate_up_proj, shared.gate_up_proj)
         down = join_linears(experts.down_proj, shared.down_proj)

@@ -31,10 +31,10 @@ def read_experts(fields: Fields) -> ExpertShape:
             f"{len(layers) - 1}; {HINT}"
         )
     return ExpertShape(
-        count,
-        top_k,
-        fields.integer("moe_intermediate_size", 768),
-        tuple(i not in dense and (i + 1) % step == 0 for i in layers),
+        count=count,
+        top_k=top_k,
+        moe_intermediate_size=fields.integer("moe_intermediate_size", 768),
+        layers=tuple(i not in dense and (i + 1) % step == 0 for i in layers),
         normalized=fields.flag("norm_topk_prob"),
     )
 

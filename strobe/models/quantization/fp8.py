@@ -245,4 +245,4 @@ def unsupported_reason(device: torch.device) -> str | None:
 def fp8_copy(weight: Tensor) -> LinearView:
     """Return an FP8 linear layer with this weight."""
     rows, scale = fp8_rows(weight)
-    return LinearView(rows, scale=scale, format=FP8_ROWS)
+    return LinearView(weight=rows, scale=scale, format=FP8_ROWS)

@@ -24,12 +24,12 @@ def kernel_weight(linear: AnyLinear) -> Weight | PackedWeight | None:
     if weight.ndim == 2:
         return Weight(weight, scale) if stored is FP8_ROWS else None
     if isinstance(stored, Mxfp4):
-        return PackedWeight(weight, scale, stored.inputs, BLOCK)
+        return PackedWeight(data=weight, scale=scale, inputs=stored.inputs, group=BLOCK)
     inputs = weight.shape[2]
     if stored is FP8_ROWS:
-        return PackedWeight(weight, scale, inputs, inputs)
+        return PackedWeight(data=weight, scale=scale, inputs=inputs, group=inputs)
     if isinstance(stored, Fp8Groups) and stored.group % 32 == 0:
-        return PackedWeight(weight, scale, inputs, stored.group)
+        return PackedWeight(data=weight, scale=scale, inputs=inputs, group=stored.group)
     return None
 
 
@@ -64,4 +64,4 @@ def join_linears(*linears: AnyLinear) -> LinearView | None:
     joined = torch.cat(parts)
     for weight, part in zip(weights, joined.split([len(part) for part in parts]), strict=True):
         weight.data = part.view(weight.shape)
-    return LinearView(joined)
+    return LinearView(weight=joined)

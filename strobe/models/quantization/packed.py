@@ -217,13 +217,13 @@ def packed(linear: AnyLinear, make: type[Packed]) -> LinearView:
     """Return the layer with its weight packed, unless it is too small. int8 and int4 take sizes
     that are multiples of GROUP; other weights are in float16 then."""
     if linear.product is not None:
-        return LinearView(linear.weight, product=linear.product)
+        return LinearView(weight=linear.weight, product=linear.product)
     weight = linear.dense(torch.float32).detach()
     if make is Float32 and weight.numel() < SMALL:
-        return LinearView(weight, linear.bias)
+        return LinearView(weight=weight, bias=linear.bias)
     if make in (Int8, Int4) and any(size % GROUP for size in weight.shape):
         make = Float16
-    return LinearView(_empty(weight), product=make(weight, linear.bias))
+    return LinearView(weight=_empty(weight), product=make(weight, linear.bias))
 
 
 def _empty(weight: Tensor) -> nn.Parameter:
