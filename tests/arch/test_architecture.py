@@ -18,29 +18,6 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "strobe"
 CORE = ("engine", "speculation", "runner", "models", "kv", "sampling", "text")
 STEP_LINES = 30
-CLEAN_ROOMS = (
-    "attention",
-    "cli",
-    "compat",
-    "engine",
-    "grammars",
-    "host",
-    "hub",
-    "integrations",
-    "kernels",
-    "kv",
-    "parallel",
-    "ranks",
-    "runner",
-    "sampling",
-    "speculation",
-    "terminal",
-    "text",
-    "tools",
-    "warmup",
-    ".",
-)
-"""Rooms without packed lines, "." for the package's own files. Others join as they are cleaned."""
 MAX_POSITIONAL_FIELDS = 3
 """Fields of a record that may be built by position."""
 
@@ -189,14 +166,7 @@ def modules() -> dict[str, Module]:
     return parsed
 
 
-def modules_of(room: str) -> list[Module]:
-    folder = Path("strobe", room)
-    if room == ".":
-        return [module for module in modules().values() if module.path.parent == folder]
-    return [module for module in modules().values() if folder in module.path.parents]
-
-
-def packed_assignments(module: Module) -> Iterator[ast.AST]:
+def packed_assignments(module: Module) -> Iterator[ast.Assign]:
     """Yield the assignments of several values to as many names, unless they swap them."""
     for node in ast.walk(module.tree):
         if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
@@ -208,7 +178,7 @@ def packed_assignments(module: Module) -> Iterator[ast.AST]:
                     yield node
 
 
-def unpacked_tuples(module: Module) -> Iterator[ast.AST]:
+def unpacked_tuples(module: Module) -> Iterator[ast.Call]:
     """Yield the calls that unpack a local name next to other arguments. A function may forward its
     own *args."""
     forwarded = {
@@ -225,12 +195,19 @@ def unpacked_tuples(module: Module) -> Iterator[ast.AST]:
             yield node
 
 
-def positional_records(module: Module) -> Iterator[ast.AST]:
+def positional_records(module: Module) -> Iterator[ast.Call]:
     """Yield the calls that build a record of more than MAX_POSITIONAL_FIELDS fields by position."""
+    owners = {
+        node: owner.name
+        for owner in module.tree.body
+        if isinstance(owner, ast.ClassDef)
+        for node in ast.walk(owner)
+    }
     for node in ast.walk(module.tree):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
             continue
-        record = record_of(module, node.func.id)
+        called = node.func.id
+        record = record_of(module, owners.get(node, called) if called == "cls" else called)
         unpacks = any(isinstance(argument, ast.Starred) for argument in node.args)
         if node.args and not unpacks and record and num_fields(*record) > MAX_POSITIONAL_FIELDS:
             yield node
@@ -280,8 +257,7 @@ PACKED_LINES = {
 def test_lines_are_not_packed(rule: str):
     packed = [
         f"{module.path}:{node.lineno}: {ast.unparse(node)}"
-        for room in CLEAN_ROOMS
-        for module in modules_of(room)
+        for module in modules().values()
         for node in PACKED_LINES[rule](module)
     ]
     assert packed == []
@@ -302,6 +278,14 @@ def test_lines_are_not_packed(rule: str):
 def test_packed_line_is_found(rule: str, line: str):
     nodes = list(PACKED_LINES[rule](sample_module(line)))
     assert [ast.unparse(node) for node in nodes] == [ast.unparse(ast.parse(line))]
+
+
+def test_packed_line_is_found_in_a_record_that_builds_itself():
+    record = (
+        "class Longer(Record):\n    e: int\n    def of(cls):\n        return cls(1, 2, 3, 4, 5)"
+    )
+    nodes = list(positional_records(sample_module(f"@dataclass\n{record}")))
+    assert [ast.unparse(node) for node in nodes] == ["cls(1, 2, 3, 4, 5)"]
 
 
 @pytest.mark.parametrize(
