@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ _SHARED = frozenset(
 )
 _MULTIMODAL = frozenset({"mrope_section", "mrope_interleaved"})
 """Keys in a drafter's config from a multimodal target; its own rope is plain."""
+
+_HINT = "use the config.json the checkpoint was published with."
 
 
 @dataclass(frozen=True)
@@ -130,83 +132,109 @@ def read_rope(
 ) -> RopeConfig:
     """Read `rope_parameters` or `rope_scaling`. max_position: default of the original context
     length. Raises ValueError for unsupported kinds and for invalid values."""
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind not in KINDS:
-        raise ValueError(
-            f"{path}: rope type {kind!r} is not supported; use a checkpoint with one of "
-            f"{', '.join(KINDS)}."
-        )
-    known_keys = _SHARED | _KEYS[kind] | (_MULTIMODAL if drafter else frozenset())
-    unknown = sorted(key for key in set(parameters) - known_keys if parameters[key] is not None)
-    if unknown:
-        raise ValueError(
-            f"{path}: {unknown[0]!r} of a rope of type {kind!r} is not supported; use a checkpoint "
-            "without it."
-        )
-    if kind == "default":
+    rope = _Parameters(parameters, path)
+    rope.check_keys(drafter=drafter)
+    if rope.kind == "default":
         return RopeConfig(theta=theta)
+    if rope.kind == "proportional":
+        return _read_proportional(rope, theta)
+    factor = rope.number("factor")
+    original = int(rope.number("original_max_position_embeddings", max_position))
+    stretched = RopeConfig(theta=theta, kind=rope.kind, factor=factor, original=original)
+    if rope.kind == "llama3":
+        return _with_llama3(stretched, rope)
+    if rope.kind == "yarn":
+        return _with_yarn(stretched, rope)
+    return stretched
 
-    def value(key: str, default: float | None = None) -> float:
-        setting: object = parameters.get(key)
-        setting = default if setting is None else setting
-        is_bool = isinstance(setting, bool)
-        if is_bool or not isinstance(setting, int | float) or not 0 < setting < math.inf:
-            raise ValueError(
-                f"{path}: {key} of a rope of type {kind!r} is {setting!r}, but must be a positive "
-                "number; use the config.json the checkpoint was published with."
-            )
-        return float(setting)
 
-    if kind == "proportional":
-        share = value("partial_rotary_factor", 1.0)
-        if share > 1:
+@dataclass(frozen=True)
+class _Parameters:
+    """A rope's parameters in the config.json at `path`."""
+
+    values: dict[str, Any]
+    path: Path
+
+    @property
+    def kind(self) -> str:
+        """The kind of rope. Raises ValueError unless it is one of KINDS."""
+        kind = self.values.get("rope_type", self.values.get("type", "default"))
+        if kind not in KINDS:
             raise ValueError(
-                f"{path}: partial_rotary_factor is {share:g}, but must be at most 1; use the "
-                "config.json the checkpoint was published with."
+                f"{self.path}: rope type {kind!r} is not supported; use a checkpoint with one of "
+                f"{', '.join(KINDS)}."
             )
-        return RopeConfig(theta=theta, kind=kind, factor=value("factor", 1.0), share=share)
-    factor = value("factor")
-    original = int(value("original_max_position_embeddings", max_position))
-    if kind == "linear":
-        return RopeConfig(theta=theta, kind=kind, factor=factor, original=original)
-    if kind == "llama3":
-        low = value("low_freq_factor")
-        high = value("high_freq_factor")
-        if low >= high:
-            raise ValueError(
-                f"{path}: low_freq_factor is {low:g}, but must be below high_freq_factor {high:g}; "
-                "use the config.json the checkpoint was published with."
-            )
-        return RopeConfig(
-            theta=theta,
-            kind=kind,
-            factor=factor,
-            original=original,
-            low=low,
-            high=high,
+        return kind
+
+    def check_keys(self, *, drafter: bool) -> None:
+        """Raise ValueError for a parameter that this kind of rope does not have."""
+        known_keys = _SHARED | _KEYS[self.kind] | (_MULTIMODAL if drafter else frozenset())
+        unknown = sorted(
+            key for key in set(self.values) - known_keys if self.values[key] is not None
         )
-    truncate = parameters.get("truncate", True)
+        if unknown:
+            raise ValueError(
+                f"{self.path}: {unknown[0]!r} of a rope of type {self.kind!r} is not supported; "
+                "use a checkpoint without it."
+            )
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a positive number. Raises ValueError for any other value."""
+        value: object = self.values.get(key)
+        value = default if value is None else value
+        is_bool = isinstance(value, bool)
+        if is_bool or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ValueError(
+                f"{self.path}: {key} of a rope of type {self.kind!r} is {value!r}, but must be a "
+                f"positive number; {_HINT}"
+            )
+        return float(value)
+
+
+def _read_proportional(rope: _Parameters, theta: float) -> RopeConfig:
+    share = rope.number("partial_rotary_factor", 1.0)
+    if share > 1:
+        raise ValueError(
+            f"{rope.path}: partial_rotary_factor is {share:g}, but must be at most 1; {_HINT}"
+        )
+    factor = rope.number("factor", 1.0)
+    return RopeConfig(theta=theta, kind=rope.kind, factor=factor, share=share)
+
+
+def _with_llama3(stretched: RopeConfig, rope: _Parameters) -> RopeConfig:
+    low = rope.number("low_freq_factor")
+    high = rope.number("high_freq_factor")
+    if low >= high:
+        raise ValueError(
+            f"{rope.path}: low_freq_factor is {low:g}, but must be below high_freq_factor "
+            f"{high:g}; {_HINT}"
+        )
+    return replace(stretched, low=low, high=high)
+
+
+def _with_yarn(stretched: RopeConfig, rope: _Parameters) -> RopeConfig:
+    truncate = rope.values.get("truncate", True)
     if not isinstance(truncate, bool):
         raise ValueError(
-            f"{path}: truncate is {truncate!r}, but must be true or false; use the config.json the "
-            "checkpoint was published with."
+            f"{rope.path}: truncate is {truncate!r}, but must be true or false; {_HINT}"
         )
-    if parameters.get("attention_factor") is not None:
-        scale = value("attention_factor")
-    elif parameters.get("mscale") and parameters.get("mscale_all_dim"):
-        scale = _mscale(factor, value("mscale")) / _mscale(factor, value("mscale_all_dim"))
-    else:
-        scale = _mscale(factor, 1.0)
-    return RopeConfig(
-        theta=theta,
-        kind=kind,
-        factor=factor,
-        original=original,
-        beta_fast=value("beta_fast", 32.0),
-        beta_slow=value("beta_slow", 1.0),
+    return replace(
+        stretched,
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
         truncate=truncate,
-        scale=scale,
+        scale=_yarn_scale(stretched.factor, rope),
     )
+
+
+def _yarn_scale(factor: float, rope: _Parameters) -> float:
+    """Return the factor of cosines and sines: the config's own, or yarn's for its `mscale`."""
+    if rope.values.get("attention_factor") is not None:
+        return rope.number("attention_factor")
+    if rope.values.get("mscale") and rope.values.get("mscale_all_dim"):
+        scale = _mscale(factor, rope.number("mscale"))
+        return scale / _mscale(factor, rope.number("mscale_all_dim"))
+    return _mscale(factor, 1.0)
 
 
 def _mscale(factor: float, weight: float) -> float:
