@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from strobe.attention.backend import AttentionBackend
 from strobe.attention.recurrent_backend import RecurrentBackend
 from strobe.config import EngineConfig, Limits, resolve_limits
 from strobe.engine.backend_choice import BackendChoice, choose_backends, make_backends
@@ -122,42 +123,25 @@ def resolve(config: EngineConfig, rank: int = 0) -> ResolvedConfig:
     """Read and check configs and tensor headers, of a rank's part of the models. Raises ValueError
     with a hint."""
     config = locate_models(config)
-    target_path = Path(config.target)
-    draft_path = Path(config.draft or "")
-    target = load_target_config(target_path)
+    target, draft = _load_configs(config)
     if target.states is not None and config.enable_prefix_caching:
         logger.warning("Prefix caching is off: pages hold no states of recurrent layers.")
         config = config.with_(enable_prefix_caching=False)
-    if config.draft is None and config.draft_sample_method == "greedy":
-        raise ValueError(
-            "draft_sample_method is 'greedy', but no drafter is loaded; name one with "
-            "draft, or leave draft_sample_method out."
-        )
-    draft = None
-    if config.draft is not None:
-        draft = load_draft_config(draft_path, target_path)
-        check_pair(draft, target, draft_path)
     method = config.method or ("none" if draft is None else DRAFTER_METHOD)
     split = Split.of(config, rank)
     device = choose_device(config.device, rank, split.size)
-    if config.gpu_memory_utilization is not None and device.type == "cpu":
+    on_gpu = device.type == "cuda"
+    if config.gpu_memory_utilization is not None and not on_gpu:
         logger.warning("gpu_memory_utilization has no effect on a CPU; kv_cache_memory has.")
     model_max = min(model.decoder.max_position for model in (target, draft) if model is not None)
-    gpu = device.type == "cuda"
-    limits = resolve_limits(config, model_max=model_max, method=method, draft=draft, gpu=gpu)
-    native_dtype = "float32" if device.type == "cpu" else target.dtype
-    dtype: torch.dtype = getattr(torch, native_dtype if config.dtype == "auto" else config.dtype)
+    limits = resolve_limits(config, model_max=model_max, method=method, draft=draft, gpu=on_gpu)
+    dtype = _choose_dtype(config, target, device)
     backends = choose_backends(config, target, draft, device=device, dtype=dtype)
     if config.load_format == "auto":
         fetch_weights(*filter(None, (config.draft, config.target)))
     target, draft = split.split(target, draft)
-    open = split.opener(config.load_format)
-    modules: list[Target | DFlash] = [check_target_tensors(target_path, target, open)]
-    if draft is not None:
-        modules.append(check_draft_tensors(draft_path, draft, open))
-    features = 0 if draft is None else len(draft.capture)
-    scratch = scratch_bytes(limits, target.decoder, features, dtype) if gpu else 0
-    weights = sum(weight_bytes(m, dtype, fp8=backends.fp8, packed=backends.packed) for m in modules)
+    num_features = 0 if draft is None else len(draft.capture)
+    scratch = scratch_bytes(limits, target.decoder, num_features, dtype) if on_gpu else 0
     resolved = ResolvedConfig(
         config=config,
         target=target,
@@ -170,8 +154,49 @@ def resolve(config: EngineConfig, rank: int = 0) -> ResolvedConfig:
         scratch=scratch,
         split=split,
     )
-    resolved.num_pages(weights)
+    resolved.num_pages(_check_weights(resolved))
     return resolved
+
+
+def _load_configs(config: EngineConfig) -> tuple[TargetConfig, DraftConfig | None]:
+    """Read the checkpoints' configs. Raises ValueError if they do not fit each other or the
+    settings."""
+    target_path = Path(config.target)
+    target = load_target_config(target_path)
+    if config.draft is None:
+        if config.draft_sample_method == "greedy":
+            raise ValueError(
+                "draft_sample_method is 'greedy', but no drafter is loaded; name one with "
+                "draft, or leave draft_sample_method out."
+            )
+        return target, None
+    draft_path = Path(config.draft)
+    draft = load_draft_config(draft_path, target_path)
+    check_pair(draft, target, draft_path)
+    return target, draft
+
+
+def _choose_dtype(config: EngineConfig, target: TargetConfig, device: torch.device) -> torch.dtype:
+    """Return the dtype of activations: by default float32 on a CPU, elsewhere the target's own."""
+    native_dtype = "float32" if device.type == "cpu" else target.dtype
+    return getattr(torch, native_dtype if config.dtype == "auto" else config.dtype)
+
+
+def _check_weights(resolved: ResolvedConfig) -> int:
+    """Return the bytes that this rank's weights will take. Raises ValueError for tensors that the
+    models do not have or lack."""
+    config = resolved.config
+    opener = resolved.split.opener(config.load_format)
+    modules: list[Target | DFlash] = [
+        check_target_tensors(Path(config.target), resolved.target, opener)
+    ]
+    if resolved.draft is not None:
+        modules.append(check_draft_tensors(Path(config.draft or ""), resolved.draft, opener))
+    backends = resolved.backends
+    return sum(
+        weight_bytes(module, resolved.dtype, fp8=backends.fp8, packed=backends.packed)
+        for module in modules
+    )
 
 
 def kv_spec(decoder: DecoderConfig, dtype: torch.dtype) -> KVSpec:
@@ -183,41 +208,17 @@ def kv_spec(decoder: DecoderConfig, dtype: torch.dtype) -> KVSpec:
 def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
     """Load the weights, size the pool and wire the parts. target: weights loaded elsewhere."""
     resolved.split.require_group()
-    device = resolved.device
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # streams, events and kernels are the current device's
+    if resolved.device.type == "cuda":  # streams, events and kernels are the current device's
+        torch.cuda.set_device(resolved.device)
     target, drafter = _load_models(resolved, target)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # what loading left over counts as free
-    else:
-        trim_heap()  # the weights before packing
-    config = resolved.config
-    limits = resolved.limits
+    pages = resolved.split.fewest(resolved.num_pages(), resolved.device)
+    graphs, buckets = _make_graphs(resolved)
+    stores = _make_stores(resolved, pages)
     ops = _make_step_ops(resolved)
-    vocab_size = resolved.target.decoder.vocab_size
-    pages = resolved.split.fewest(resolved.num_pages(), device)
-    spare = int(resolved.backends.graphs)  # a page for rows that only fill up a bucket
-    stores = {
-        name: KVStore(spec, pages + spare, limits.page_size, device)
-        for name, spec in resolved.kv_groups.items()
-    }
-    state = DecodeState(limits, device, ops, spare_page=pages * spare)
-    sampling = resolved.split.sampling(limits.max_num_seqs, vocab_size, device, ops)
-    tokenizer = Path(config.target) / "tokenizer.json"
-    grammars = GrammarState(GrammarCompiler(tokenizer, vocab_size, resolved.target.eos_ids))
-    backend, draft_backend = make_backends(
-        resolved.backends, resolved.target, resolved.draft, device
-    )
+    state = _make_decode_state(resolved, pages, ops)
+    sampling = _make_sampling(resolved, ops)
     states = _make_states(resolved)
-    if states is not None:
-        backend = RecurrentBackend(backend, states, ops.cover)
-    buckets = None
-    graphs = Eager()
-    if resolved.backends.graphs:
-        buckets = Buckets(
-            limits.max_num_seqs, limits.num_drafts, limits.lookahead, narrow=config.adaptive
-        )
-        graphs = Graphs(CUDACapturer())
+    backend, draft_backend = _make_backends(resolved, states, ops)
     draft_runner = None
     if drafter is not None:
         draft_runner = ModelRunner(
@@ -228,15 +229,14 @@ def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
             backend=draft_backend,
             buckets=buckets,
         )
-    proposers = make_proposers(
-        ProposerContext(
-            config=config,
-            device=device,
-            graphs=graphs,
-            drafter=drafter,
-            draft_runner=draft_runner,
-        )
+    context = ProposerContext(
+        config=resolved.config,
+        device=resolved.device,
+        graphs=graphs,
+        drafter=drafter,
+        draft_runner=draft_runner,
     )
+    proposers = make_proposers(context)
     runner = ModelRunner(
         model=target,
         store=stores["target"],
@@ -251,9 +251,9 @@ def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
         proposers=proposers,
         state=state,
         sampling=sampling,
-        grammars=grammars,
+        grammars=_make_grammars(resolved),
         graphs=graphs,
-        pool=PagePool(pages, limits.page_size),
+        pool=PagePool(pages, resolved.limits.page_size),
         stores=stores,
         states=states,
     )
@@ -299,6 +299,7 @@ def _load_models(resolved: ResolvedConfig, target: Target | None) -> tuple[Targe
     for model in filter(None, (target, drafter)):
         model.ops = resolved.split.ops(ops, model)
     pack(backends.packed, target, drafter)
+    _release_memory(resolved.device)
     return target, drafter
 
 
@@ -309,6 +310,68 @@ def _make_step_ops(resolved: ResolvedConfig) -> StepOps:
 
         return TritonStepOps()
     return NumpyStepOps() if resolved.device.type == "cpu" else StepOps()
+
+
+def _release_memory(device: torch.device) -> None:
+    """Return to the system what loading no longer needs, so that it counts as free."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    else:
+        trim_heap()  # the weights before packing
+
+
+def _make_graphs(resolved: ResolvedConfig) -> tuple[Graphs | Eager, Buckets | None]:
+    """Make what runs steps: CUDA graphs and the sizes they have, or eager calls."""
+    if not resolved.backends.graphs:
+        return Eager(), None
+    limits = resolved.limits
+    buckets = Buckets(
+        limits.max_num_seqs,
+        limits.num_drafts,
+        limits.lookahead,
+        narrow=resolved.config.adaptive,
+    )
+    return Graphs(CUDACapturer()), buckets
+
+
+def _make_stores(resolved: ResolvedConfig, pages: int) -> dict[str, KVStore]:
+    """Make the K/V tensors of each group, with a spare page if steps are captured."""
+    num_pages = pages + int(resolved.backends.graphs)
+    return {
+        name: KVStore(spec, num_pages, resolved.limits.page_size, resolved.device)
+        for name, spec in resolved.kv_groups.items()
+    }
+
+
+def _make_decode_state(resolved: ResolvedConfig, pages: int, ops: StepOps) -> DecodeState:
+    """Make the tables of the slots. Rows that only fill up a bucket write to the spare page, the
+    last one."""
+    spare_page = pages if resolved.backends.graphs else 0
+    return DecodeState(resolved.limits, resolved.device, ops, spare_page=spare_page)
+
+
+def _make_sampling(resolved: ResolvedConfig, ops: StepOps) -> SamplingState:
+    vocab_size = resolved.target.decoder.vocab_size
+    num_slots = resolved.limits.max_num_seqs
+    return resolved.split.sampling(num_slots, vocab_size, resolved.device, ops)
+
+
+def _make_grammars(resolved: ResolvedConfig) -> GrammarState:
+    tokenizer = Path(resolved.config.target) / "tokenizer.json"
+    vocab_size = resolved.target.decoder.vocab_size
+    return GrammarState(GrammarCompiler(tokenizer, vocab_size, resolved.target.eos_ids))
+
+
+def _make_backends(
+    resolved: ResolvedConfig, states: StateStore | None, ops: StepOps
+) -> tuple[AttentionBackend, AttentionBackend]:
+    """Make the attention backends of the target and of the drafter."""
+    backend, draft_backend = make_backends(
+        resolved.backends, resolved.target, resolved.draft, resolved.device
+    )
+    if states is not None:
+        backend = RecurrentBackend(backend, states, ops.cover)
+    return backend, draft_backend
 
 
 def _make_states(resolved: ResolvedConfig) -> StateStore | None:
