@@ -70,12 +70,23 @@ class ServerMetrics:
         self._families: dict[str, Any] = {} if first is None else first._families
         self._collector = TotalsCollector() if first is None else first._collector
         self.engines: list[ServerMetrics] = [] if first is None else first.engines
-        self.own = model_name, str(len(self.engines))
+        self.own = (model_name, str(len(self.engines)))
         self.engines.append(self)
         self._pages: tuple[str, ...] = ()
         self.open_answers: Callable[[], int] = int
         self.paths: frozenset[str] = frozenset()
 
+        self._add_gauges()
+        self._add_totals()
+        if first is None:
+            self._add_process_metrics()
+        self._add_draft_counters()
+        self._add_token_histograms()
+        self._add_request_histograms()
+        self._add_length_histograms()
+        self._add_outcome_counters()
+
+    def _add_gauges(self) -> None:
         self._running = self._gauge("vllm:num_requests_running", "Running requests.")
         self._waiting = self._gauge("vllm:num_requests_waiting", "Waiting requests.")
         self._kv_used = self._gauge(
@@ -90,33 +101,25 @@ class ServerMetrics:
         self._gauge("strobe:open_answers", "Answers that clients wait for.").set_function(
             lambda: self.open_answers()
         )
+
+    def _add_totals(self) -> None:
+        """Add the engine's own totals, and its restarts."""
         self._restarts = self._counter(
             "strobe:engine_restarts", "Restarts of the engine process after it ended."
         ).labels(*self.own)
         self._totals = EngineTotals(self.own)
         self._collector.engines.append(self._totals)
-        if first is None:
-            self._gauge("strobe:server_tasks", "Tasks on the server's event loop.").set_function(
-                _tasks
-            )
-            self._registry.register(self._collector)
-            ProcessCollector(registry=self._registry)
-            self._http = Counter(
-                "http_requests",
-                "HTTP requests answered.",
-                ["handler", "method", "status"],
-                registry=self._registry,
-            )
 
-        self._add_draft_counters()
-        self._add_histograms()
-        self._finished = self._counter(
-            "vllm:request_success", "Finished answers.", ("finished_reason",)
-        )
-        for reason in REASONS:
-            self._finished.labels(*self.own, reason)
-        self._refused = self._counter(
-            "strobe:http_requests_refused", "Requests answered with an error.", ("status", "reason")
+    def _add_process_metrics(self) -> None:
+        """Add what the server's process has once, whatever the number of engines."""
+        self._gauge("strobe:server_tasks", "Tasks on the server's event loop.").set_function(_tasks)
+        self._registry.register(self._collector)
+        ProcessCollector(registry=self._registry)
+        self._http = Counter(
+            "http_requests",
+            "HTTP requests answered.",
+            ["handler", "method", "status"],
+            registry=self._registry,
         )
 
     def _add_draft_counters(self) -> None:
@@ -143,7 +146,8 @@ class ServerMetrics:
         }
         """Per phase and context bucket: verify steps, tokens drafted, tokens accepted."""
 
-    def _add_histograms(self) -> None:
+    def _add_token_histograms(self) -> None:
+        """Add the times of tokens."""
         self._first_token = self._histogram(
             "vllm:time_to_first_token_seconds",
             "From a request's arrival to its first token.",
@@ -154,25 +158,33 @@ class ServerMetrics:
             "Between one delivery of tokens and the next, of one or several tokens.",
             TOKEN_BOUNDS,
         )
-        self._per_token = self._histogram(
-            "strobe:time_per_output_token_seconds",
-            "Time between deliveries divided by the tokens delivered, once for each token.",
-            TOKEN_BOUNDS,
-        )
-        self._latency = self._histogram(
-            "vllm:e2e_request_latency_seconds",
-            "From a request's arrival to its end.",
-            REQUEST_BOUNDS,
-        )
         self._per_delivery = self._histogram(
             "vllm:time_per_output_token_seconds",
             "The same as vllm:inter_token_latency_seconds, by its older name.",
+            TOKEN_BOUNDS,
+        )
+        self._per_token = self._histogram(
+            "strobe:time_per_output_token_seconds",
+            "Time between deliveries divided by the tokens delivered, once for each token.",
             TOKEN_BOUNDS,
         )
         self._request_per_token = self._histogram(
             "vllm:request_time_per_output_token_seconds",
             "A finished answer's time after its first token, divided by its other tokens.",
             TOKEN_BOUNDS,
+        )
+
+    def _add_request_histograms(self) -> None:
+        """Add the times of requests and of their phases."""
+        self._latency = self._histogram(
+            "vllm:e2e_request_latency_seconds",
+            "From a request's arrival to its end.",
+            REQUEST_BOUNDS,
+        )
+        self._queued = self._histogram(
+            "vllm:request_queue_time_seconds",
+            "From a request's arrival to its first step.",
+            REQUEST_BOUNDS,
         )
         self._prefill = self._histogram(
             "vllm:request_prefill_time_seconds",
@@ -189,6 +201,9 @@ class ServerMetrics:
             "From a request's first step to its end.",
             REQUEST_BOUNDS,
         )
+
+    def _add_length_histograms(self) -> None:
+        """Add the sizes of requests: answers and tokens."""
         self._num_answers = self._histogram(
             "vllm:request_params_n", "Answers that a request asked for.", COUNT_BOUNDS
         )
@@ -200,11 +215,6 @@ class ServerMetrics:
             "Tokens of a request's longest answer.",
             LENGTH_BOUNDS,
         )
-        self._queued = self._histogram(
-            "vllm:request_queue_time_seconds",
-            "From a request's arrival to its first step.",
-            REQUEST_BOUNDS,
-        )
         self._prompt = self._histogram(
             "vllm:request_prompt_tokens", "Prompt tokens of a finished request.", LENGTH_BOUNDS
         )
@@ -212,6 +222,16 @@ class ServerMetrics:
             "vllm:request_generation_tokens",
             "Tokens generated for a finished request.",
             LENGTH_BOUNDS,
+        )
+
+    def _add_outcome_counters(self) -> None:
+        self._finished = self._counter(
+            "vllm:request_success", "Finished answers.", ("finished_reason",)
+        )
+        for reason in REASONS:
+            self._finished.labels(*self.own, reason)
+        self._refused = self._counter(
+            "strobe:http_requests_refused", "Requests answered with an error.", ("status", "reason")
         )
 
     def _family(
@@ -252,7 +272,7 @@ class ServerMetrics:
 
     def engine_started(self, page_size: int, pages: int) -> None:
         """Record the engine's pages, for routers."""
-        self._pages = str(page_size), str(pages)
+        self._pages = (str(page_size), str(pages))
         self._cache_config.labels(*self.own, *self._pages).set(1)
 
     def engine_ended(self) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from strobe.hub.download import fetch_weights
 from strobe.hub.files import GGUF_LINK, read_json
 from strobe.hub.gguf_file import read_header
+from strobe.kv.states import StateSpec
 from strobe.models.architectures import load_draft_config, load_target_config
 from strobe.models.checkpoint import Checkpoint
 from strobe.models.config_readers.detection import method_of
@@ -32,12 +33,7 @@ def describe(model: Path, draft: Path | None = None, split: Split = ALONE) -> di
     that cannot share the model.
     """
     if method_of(read_json(model / "config.json")) is not None:
-        if draft is not None:
-            raise ValueError(f"{model} is a drafter itself; name the target first, then --draft.")
-        if split.size > 1:
-            raise ValueError(
-                f"{model} is a drafter; name the target that ranks share, then --draft."
-            )
+        _require_drafter_alone(model, draft, split)
         return _draft_facts(model)
     config = load_target_config(model)
     draft_config = None if draft is None else load_draft_config(draft, model)
@@ -45,32 +41,10 @@ def describe(model: Path, draft: Path | None = None, split: Split = ALONE) -> di
         check_pair(draft_config, config, draft)
     own_config, own_draft = split.split(config, draft_config)
     fetch_weights(model)
-    target = check_target_tensors(model, config)
-    opener = split.opener("auto")
-    facts = {
-        "path": str(model),
-        "kind": "target",
-        "architecture": config.architecture,
-        **_weight_facts(model),
-        **decoder_facts(config.decoder),
-        "tie_embeddings": target.config.tie_embeddings,
-        "dtype": config.dtype,
-    }
-    if config.quantization is not None:
-        facts["quantization"] = methods.describe(config.quantization, config.decoder)
-    facts |= {
-        **_gguf_types(model),
-        "end_token_ids": list(config.eos_ids),
-        "default_sampling": config.sampling,
-    }
+    facts = _target_facts(model, config)
     if config.states is not None:
-        facts |= {
-            "recurrent_layers": config.states.layers,
-            "recurrent_state_bytes_per_request": config.states.bytes_per_slot(
-                1 + (draft_config.block_drafts if draft_config else 0), getattr(torch, config.dtype)
-            ),
-            "prefix_caching": "off, since no page holds the state of recurrent layers",
-        }
+        facts |= _state_facts(config, config.states, draft_config)
+    opener = split.opener("auto")
     if split.size > 1:
         facts["ranks"] = split.size
         facts |= _rank_facts(check_target_tensors(model, own_config, opener), own_config)
@@ -81,6 +55,47 @@ def describe(model: Path, draft: Path | None = None, split: Split = ALONE) -> di
             facts["draft"] |= _rank_facts(part, own_draft)
         facts["pair"] = "fits"
     return facts
+
+
+def _require_drafter_alone(model: Path, draft: Path | None, split: Split) -> None:
+    """Raise ValueError if a drafter stands where the target of a pair or of ranks should."""
+    if draft is not None:
+        raise ValueError(f"{model} is a drafter itself; name the target first, then --draft.")
+    if split.size > 1:
+        raise ValueError(f"{model} is a drafter; name the target that ranks share, then --draft.")
+
+
+def _target_facts(path: Path, config: TargetConfig) -> dict[str, Any]:
+    target = check_target_tensors(path, config)
+    facts = {
+        "path": str(path),
+        "kind": "target",
+        "architecture": config.architecture,
+        **_weight_facts(path),
+        **decoder_facts(config.decoder),
+        "tie_embeddings": target.config.tie_embeddings,
+        "dtype": config.dtype,
+    }
+    if config.quantization is not None:
+        facts["quantization"] = methods.describe(config.quantization, config.decoder)
+    return facts | {
+        **_gguf_types(path),
+        "end_token_ids": list(config.eos_ids),
+        "default_sampling": config.sampling,
+    }
+
+
+def _state_facts(
+    config: TargetConfig, states: StateSpec, draft_config: DraftConfig | None
+) -> dict[str, Any]:
+    """Return what the recurrent layers of a target need."""
+    pending = 1 + (0 if draft_config is None else draft_config.block_drafts)
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    return {
+        "recurrent_layers": states.layers,
+        "recurrent_state_bytes_per_request": states.bytes_per_slot(pending, dtype),
+        "prefix_caching": "off, since no page holds the state of recurrent layers",
+    }
 
 
 def _rank_facts(part: nn.Module, config: TargetConfig | DraftConfig) -> dict[str, Any]:

@@ -6,7 +6,8 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from fastapi import Request
 from starlette.responses import Response
@@ -88,60 +89,83 @@ async def prepare(
     FieldError, RequestRejected.
     """
     name = serving.name(request.model)
-    facts = serving.facts
-    keep = request.truncate_prompt_tokens
     deadline = replies.Deadline(serving, request.timeout)
-
-    def encode() -> tuple[RenderedChat, list[int]]:
-        if raw_prompt is None:
-            chat = render_prompt(serving, request)
-        else:
-            chat = RenderedChat(text=raw_prompt, marked=raw_prompt, spelled={})
-        serving.check_length(chat.text, "messages", keep)
-        return chat, prompt_ids(serving, chat, request)
-
     async with deadline():
-        prompt, ids = await serving.in_thread(encode)
-    limit, max_tokens = request.limit()
-    room = facts.max_model_len - len(ids)
-    clamped = clamp_max_tokens and max_tokens is not None and 0 < room < max_tokens
-    ids = serving.fit(ids, (limit, room) if clamped else request.needed(), keep, "messages")
+        prompt, ids = await serving.in_thread(partial(_encode, serving, request, raw_prompt))
+    fitted = _fit(serving, request, ids, clamp=clamp_max_tokens)
     arguments = request.sampling(serving.sampling_defaults)
-    sentences = [*warnings(serving, original or request, request), *prompt.warnings]
-    if clamped:
-        arguments["max_tokens"] = room
-        sentences.append(
-            f"{limit} is {max_tokens}, but the answer has at most {counted(room, 'token')}: the "
-            f"context holds {facts.max_model_len} and the prompt has {len(ids)}."
-        )
+    arguments |= fitted.lowered
     toolbox = request.toolbox
-    forms = serving.formats
     tools = [_tool(tool) for tool in toolbox.tools]
-    forced = toolbox.choice.forced
-    parse = _parser(forms, tools, prompt.text, forced=forced, whole_calls=whole_calls)
     structured = structured_outputs(
         serving, request, tools=tools, prompt=prompt.text, arguments=arguments
     )
     arguments["structured_outputs"] = structured
-    sentences += schema_warnings(structured, request, tools)
-    formats = [forms.reasoning, forms.tools if toolbox.tools else None]
-    if any(form is not None and form.keep_special for form in formats):
+    if _keeps_special_tokens(serving, request):
         arguments["skip_special_tokens"] = False
-    request_id = request.request_id or http.scope["state"]["request_id"]
-    return Prepared(
-        job=GenerationJob(
-            prompt_ids=ids,
-            params=serving.params(arguments),
-            request_id=request_id,
-            parser=parse,
-            constraint="tools" if forced else request.constraint,
-            started_at=http.scope["state"]["arrived_at"],
-            scheduling=request.scheduling,
-        ),
-        name=name,
-        warnings=sentences,
-        deadline=deadline,
+    sentences = [
+        *warnings(serving, original or request, request),
+        *prompt.warnings,
+        *fitted.warnings,
+        *schema_warnings(structured, request, tools),
+    ]
+    forced = toolbox.choice.forced
+    job = GenerationJob(
+        prompt_ids=fitted.ids,
+        params=serving.params(arguments),
+        request_id=request.request_id or http.scope["state"]["request_id"],
+        parser=_parser(serving.formats, tools, prompt.text, forced=forced, whole_calls=whole_calls),
+        constraint="tools" if forced else request.constraint,
+        started_at=http.scope["state"]["arrived_at"],
+        scheduling=request.scheduling,
     )
+    return Prepared(job=job, name=name, warnings=sentences, deadline=deadline)
+
+
+def _encode(
+    serving: Serving, request: ChatCompletionRequest, raw_prompt: str | None
+) -> tuple[RenderedChat, list[int]]:
+    """Return the prompt and its token ids. Raises FieldError."""
+    if raw_prompt is None:
+        chat = render_prompt(serving, request)
+    else:
+        chat = RenderedChat(text=raw_prompt, marked=raw_prompt, spelled={})
+    serving.check_length(chat.text, "messages", request.truncate_prompt_tokens)
+    return chat, prompt_ids(serving, chat, request)
+
+
+class _FittedPrompt(NamedTuple):
+    """A prompt that fits the context with its answer. lowered: max_tokens if it was too large."""
+
+    ids: list[int]
+    lowered: dict[str, int]
+    warnings: list[str]
+
+
+def _fit(
+    serving: Serving, request: ChatCompletionRequest, ids: list[int], *, clamp: bool
+) -> _FittedPrompt:
+    """Fit a prompt to the context. clamp: lower max_tokens to what is left. Raises FieldError."""
+    keep = request.truncate_prompt_tokens
+    limit, max_tokens = request.limit()
+    max_model_len = serving.facts.max_model_len
+    room = max_model_len - len(ids)
+    if not clamp or max_tokens is None or not 0 < room < max_tokens:
+        ids = serving.fit(ids, request.needed(), keep, "messages")
+        return _FittedPrompt(ids=ids, lowered={}, warnings=[])
+    ids = serving.fit(ids, (limit, room), keep, "messages")
+    warning = (
+        f"{limit} is {max_tokens}, but the answer has at most {counted(room, 'token')}: the "
+        f"context holds {max_model_len} and the prompt has {len(ids)}."
+    )
+    return _FittedPrompt(ids=ids, lowered={"max_tokens": room}, warnings=[warning])
+
+
+def _keeps_special_tokens(serving: Serving, request: ChatCompletionRequest) -> bool:
+    """Whether a format that is parsed consists of special tokens."""
+    forms = serving.formats
+    formats = [forms.reasoning, forms.tools if request.toolbox.tools else None]
+    return any(form is not None and form.keep_special for form in formats)
 
 
 def render_prompt(serving: Serving, request: Conversation) -> RenderedChat:
