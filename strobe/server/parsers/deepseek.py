@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from strobe.server.parsers.call_named import CallNamed
-from strobe.server.parsers.call_text import CallMarkers, CallText
+from strobe.server.parsers.call_reader import CallReader
+from strobe.server.parsers.call_text import CallMarkers
 from strobe.server.parsers.lark import arguments, check_name, literal, marker
-from strobe.server.parsers.parser import Parser, Tool
+from strobe.server.parsers.marked_calls import MarkedCalls
+from strobe.server.parsers.parser import Tool
 
 CALLS = "<｜tool▁calls▁begin｜>"
 CALLS_END = "<｜tool▁calls▁end｜>"
@@ -32,29 +34,17 @@ _FENCED = re.compile(rf"\s*function\s*{SEP}\s*(?P<name>{_NAME.pattern})\s*```(?:
 _PLAIN = re.compile(rf"\s*(?P<name>{_NAME.pattern})\s*{SEP}\s*")
 
 
-@dataclass(frozen=True)
-class DeepSeek:
+@dataclass(frozen=True, kw_only=True)
+class DeepSeek(MarkedCalls):
     """Consecutive calls between `<｜tool▁calls▁begin｜>` and `<｜tool▁calls▁end｜>`, after any
     text. fenced: the form of V3 and R1, the word "function", the name, and the arguments in a JSON
     code fence; otherwise the form of V3.1, the name and the arguments."""
 
-    name: str
     fenced: bool
-    keep_special: bool = True
-    whole_answer: bool = False
-    openers: tuple[str, ...] = (CALLS + CALL,)
-    line_openers: tuple[str, ...] = (CALL,)
+    markers: CallMarkers = _MARKERS
 
-    def parser(
-        self, tools: Sequence[Tool] = (), *, forced: bool = False, whole_calls: bool = False
-    ) -> Parser:
-        head = _FENCED if self.fenced else _PLAIN
-        return CallText(
-            _MARKERS,
-            lambda _: CallNamed(head, CALL_END, tools),
-            forced=forced,
-            whole_calls=whole_calls,
-        )
+    def reader(self, tools: Sequence[Tool], *, opened: bool) -> CallReader:
+        return CallNamed(_FENCED if self.fenced else _PLAIN, CALL_END, tools)
 
     def grammar(
         self, tools: Sequence[Tool], *, parallel: bool, added_tokens: Mapping[str, int]

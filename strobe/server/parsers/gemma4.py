@@ -6,34 +6,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from strobe.server.parsers.call_gemma4 import CALL, CLOSER, NAME, OPENER, QUOTE, CallGemma4
-from strobe.server.parsers.call_text import CallMarkers, CallText
+from strobe.server.parsers.call_reader import CallReader
+from strobe.server.parsers.call_text import CallMarkers
 from strobe.server.parsers.gemma4_values import Values
 from strobe.server.parsers.lark import arguments, check_name, check_tokens, literal, marker
-from strobe.server.parsers.parser import Parser, Tool
+from strobe.server.parsers.marked_calls import MarkedCalls
+from strobe.server.parsers.parser import Tool
 
 _MARKERS = CallMarkers(opener=OPENER, closer=CLOSER)
 
 
-@dataclass(frozen=True)
-class Gemma4Calls:
+@dataclass(frozen=True, kw_only=True)
+class Gemma4Calls(MarkedCalls):
     """`<|tool_call>call:name{key:value,...}<tool_call|>` after any text, with strings between two
     `<|"|>`; several calls have nothing between them."""
 
     name: str = "gemma4"
-    keep_special: bool = True
-    whole_answer: bool = False
-    openers: tuple[str, ...] = (OPENER,)
-    line_openers: tuple[str, ...] = ()
+    markers: CallMarkers = _MARKERS
 
-    def parser(
-        self, tools: Sequence[Tool] = (), *, forced: bool = False, whole_calls: bool = False
-    ) -> Parser:
-        return CallText(
-            _MARKERS,
-            lambda _: CallGemma4(tools),
-            forced=forced,
-            whole_calls=whole_calls,
-        )
+    def reader(self, tools: Sequence[Tool], *, opened: bool) -> CallReader:
+        return CallGemma4(tools)
 
     def grammar(
         self, tools: Sequence[Tool], *, parallel: bool, added_tokens: Mapping[str, int]

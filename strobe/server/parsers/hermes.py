@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from strobe.server.parsers.call_object import CallObject
-from strobe.server.parsers.call_text import CallMarkers, CallText
+from strobe.server.parsers.call_reader import CallReader
+from strobe.server.parsers.call_text import CallMarkers
 from strobe.server.parsers.lark import call_object, marker
-from strobe.server.parsers.parser import Parser, Tool
+from strobe.server.parsers.marked_calls import MarkedCalls
+from strobe.server.parsers.parser import Tool
 
 OPENER = "<tool_call>"
 CLOSER = "</tool_call>"
@@ -16,27 +18,17 @@ CLOSER = "</tool_call>"
 _MARKERS = CallMarkers(opener=OPENER, closer=CLOSER, separators="},]", repeats=True)
 
 
-@dataclass(frozen=True)
-class Hermes:
+@dataclass(frozen=True, kw_only=True)
+class Hermes(MarkedCalls):
     """`<tool_call>`, a line with {"name": ..., "arguments": {...}}, `</tool_call>`; calls on lines
     of their own, after any text. The parser accepts several objects, or a list of them, in one pair
     of tags."""
 
     name: str = "hermes"
-    keep_special: bool = True  # some checkpoints have the tags as special tokens
-    whole_answer: bool = False
-    openers: tuple[str, ...] = (OPENER,)
-    line_openers: tuple[str, ...] = ()
+    markers: CallMarkers = _MARKERS
 
-    def parser(
-        self, tools: Sequence[Tool] = (), *, forced: bool = False, whole_calls: bool = False
-    ) -> Parser:
-        return CallText(
-            _MARKERS,
-            lambda _: _Call(CLOSER, tools),
-            forced=forced,
-            whole_calls=whole_calls,
-        )
+    def reader(self, tools: Sequence[Tool], *, opened: bool) -> CallReader:
+        return _Call(CLOSER, tools)
 
     def grammar(
         self, tools: Sequence[Tool], *, parallel: bool, added_tokens: Mapping[str, int]

@@ -6,34 +6,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from strobe.server.parsers.call_object import CallObject
-from strobe.server.parsers.call_text import CallMarkers, CallText
+from strobe.server.parsers.call_reader import CallReader
+from strobe.server.parsers.call_text import CallMarkers
 from strobe.server.parsers.lark import call_object, marker
-from strobe.server.parsers.parser import Parser, Tool
+from strobe.server.parsers.marked_calls import MarkedCalls
+from strobe.server.parsers.parser import Tool
 
 OPENER = "<|python_tag|>"
 _MARKERS = CallMarkers(opener=OPENER, bare=True)
 
 
-@dataclass(frozen=True)
-class Llama3:
+@dataclass(frozen=True, kw_only=True)
+class Llama3(MarkedCalls):
     """{"name": ..., "parameters": {...}} as the whole answer, or several of them separated by
     semicolons; with `<|python_tag|>` in front also after other text."""
 
     name: str = "llama3"
-    keep_special: bool = True
-    whole_answer: bool = False
-    openers: tuple[str, ...] = (OPENER,)
-    line_openers: tuple[str, ...] = ()
+    markers: CallMarkers = _MARKERS
 
-    def parser(
-        self, tools: Sequence[Tool] = (), *, forced: bool = False, whole_calls: bool = False
-    ) -> Parser:
-        return CallText(
-            _MARKERS,
-            lambda _: CallObject("", tools, needs_arguments=True),
-            forced=forced,
-            whole_calls=whole_calls,
-        )
+    def reader(self, tools: Sequence[Tool], *, opened: bool) -> CallReader:
+        return CallObject("", tools, needs_arguments=True)
 
     def grammar(
         self, tools: Sequence[Tool], *, parallel: bool, added_tokens: Mapping[str, int]

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 from strobe.server.parsers.call_named import CallNamed
 from strobe.server.parsers.call_object import CallObject
-from strobe.server.parsers.call_text import CallMarkers, CallText
+from strobe.server.parsers.call_reader import CallReader
+from strobe.server.parsers.call_text import CallMarkers
 from strobe.server.parsers.lark import arguments, call_object, check_name, literal, marker
-from strobe.server.parsers.parser import Parser, Tool
+from strobe.server.parsers.marked_calls import MarkedCalls
+from strobe.server.parsers.parser import Tool
 
 OPENER = "[TOOL_CALLS]"
 CALL_ID = "[CALL_ID]"
@@ -22,26 +24,16 @@ _HEAD = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Mistral:
+@dataclass(frozen=True, kw_only=True)
+class Mistral(MarkedCalls):
     """`[TOOL_CALLS]`, then a list of {"name": ..., "arguments": {...}}; or, if the tokenizer has
     `[ARGS]`, `[TOOL_CALLS]name[ARGS]{...}` for each call. Both after any text."""
 
     name: str = "mistral"
-    keep_special: bool = True
-    whole_answer: bool = False
-    openers: tuple[str, ...] = (OPENER,)
-    line_openers: tuple[str, ...] = ()
+    markers: CallMarkers = _MARKERS
 
-    def parser(
-        self, tools: Sequence[Tool] = (), *, forced: bool = False, whole_calls: bool = False
-    ) -> Parser:
-        return CallText(
-            _MARKERS,
-            lambda _: _Call(tools),
-            forced=forced,
-            whole_calls=whole_calls,
-        )
+    def reader(self, tools: Sequence[Tool], *, opened: bool) -> CallReader:
+        return _Call(tools)
 
     def grammar(
         self, tools: Sequence[Tool], *, parallel: bool, added_tokens: Mapping[str, int]

@@ -7,10 +7,12 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from strobe.server.parsers.call_reader import CallReader
 from strobe.server.parsers.call_tags import CallTags
-from strobe.server.parsers.call_text import CallMarkers, CallText
+from strobe.server.parsers.call_text import CallMarkers
 from strobe.server.parsers.lark import arguments, json_of, literal, marker
-from strobe.server.parsers.parser import Parser, Tool
+from strobe.server.parsers.marked_calls import MarkedCalls
+from strobe.server.parsers.parser import Tool
 from strobe.server.parsers.schemas import Arguments, Form, is_text, read_arguments, types_of
 from strobe.server.parsers.tags import (
     CLOSER,
@@ -45,27 +47,17 @@ _UNSUPPORTED = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Qwen3Coder:
+@dataclass(frozen=True, kw_only=True)
+class Qwen3Coder(MarkedCalls):
     """`<tool_call>`, `<function=name>`, arguments as `<parameter=key>` with the value on lines of
     its own, `</function>`, `</tool_call>`; after any text. The parser accepts calls without the
     opening tag, which these models sometimes leave out."""
 
     name: str = "qwen3_coder"
-    keep_special: bool = True
-    whole_answer: bool = False
-    openers: tuple[str, ...] = (OPENER,)
-    line_openers: tuple[str, ...] = (FUNCTION,)
+    markers: CallMarkers = _MARKERS
 
-    def parser(
-        self, tools: Sequence[Tool] = (), *, forced: bool = False, whole_calls: bool = False
-    ) -> Parser:
-        return CallText(
-            _MARKERS,
-            lambda opened: CallTags(tools, opened=opened),
-            forced=forced,
-            whole_calls=whole_calls,
-        )
+    def reader(self, tools: Sequence[Tool], *, opened: bool) -> CallReader:
+        return CallTags(tools, opened=opened)
 
     def grammar(
         self, tools: Sequence[Tool], *, parallel: bool, added_tokens: Mapping[str, int]
