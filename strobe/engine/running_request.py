@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from strobe.kv.lease import Lease
 from strobe.request import Request, Status
@@ -26,15 +26,6 @@ class Residence(Enum):
     RUNNING = auto()
     SUSPENDED = auto()
     LEAVING = auto()
-
-
-class Progress(NamedTuple):
-    """The fields of a running request that a plan changes. num_reserved: open reservations."""
-
-    start: int
-    num_reserved: int = 0
-    in_flight: int = 0
-    pages_sent: int = 0
 
 
 @dataclass(eq=False)
@@ -56,23 +47,6 @@ class RunningRequest:
     pages_sent: int = 0
     in_flight: int = 0
     residence: Residence = Residence.RUNNING
-
-    def progress(self) -> Progress:
-        """Return what a plan changes."""
-        return Progress(
-            start=self.start,
-            num_reserved=len(self.lease.reserved),
-            in_flight=self.in_flight,
-            pages_sent=self.pages_sent,
-        )
-
-    def restore(self, progress: Progress) -> None:
-        """Undo a plan that failed."""
-        while len(self.lease.reserved) > progress.num_reserved:
-            self.lease.rollback()
-        self.start = progress.start
-        self.in_flight = progress.in_flight
-        self.pages_sent = progress.pages_sent
 
     @property
     def is_decoding(self) -> bool:
@@ -101,7 +75,6 @@ class RunningRequest:
         """Return the page-table entries that the device does not have yet."""
         first = self.pages_sent
         pages = self.lease.pages
-        self.pages_sent = len(pages)
         if first == len(pages):
             return None
         return PageWrite(slot=self.slot, first=first, pages=tuple(pages[first:]))

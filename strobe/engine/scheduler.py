@@ -22,7 +22,7 @@ from strobe.config import Limits
 from strobe.counters import EngineStats
 from strobe.engine.fault_isolation import Advice, FaultIsolation
 from strobe.engine.result_processor import ResultProcessor, SpanCounts
-from strobe.engine.running_request import Progress, Residence, RunningRequest
+from strobe.engine.running_request import Residence, RunningRequest
 from strobe.kv.lease import Lease, reserve_all
 from strobe.kv.pages import PagePool
 from strobe.request import FinishReason, Request, Status
@@ -103,25 +103,21 @@ class Scheduler:
             return Plan()  # a failed step of its own must be the only one in flight
         for record in [record for record in self._set_aside if not record.is_leaving]:
             self._resume(record)
-        num_in_flight = len(self._in_flight)
-        before = {record: record.progress() for record in [*self.running, *self._set_aside]}
+        running = list(self.running)
         try:
             return self._plan(solo)
         except BaseException:
-            while len(self._in_flight) > num_in_flight:
-                self._in_flight.pop()
-            for record in [*reversed(self.running), *self._set_aside]:
-                self._restore(record, before.get(record))
+            self._undo_plan(running)
             raise
 
-    def _restore(self, record: RunningRequest, progress: Progress | None) -> None:
-        """Return a request to its progress before a plan that failed; None if the plan has admitted
-        it."""
-        if progress is None:
-            record.restore(Progress(start=record.lease.length))
-            self._requeue(record)
-        else:
-            record.restore(progress)
+    def _undo_plan(self, running: list[RunningRequest]) -> None:
+        """Drop what a failed plan has reserved, and requeue what it has admitted. running: the
+        requests that ran before it. Each has one reservation for each step in flight."""
+        for record in [*reversed(self.running), *self._set_aside]:
+            while len(record.lease.reserved) > record.in_flight:
+                record.lease.rollback()
+            if record in self.running and record not in running:
+                self._requeue(record)
 
     def _plan(self, solo: Request | None) -> Plan:
         """Choose spans and reserve their pages. solo: the only request to run, if any."""
@@ -144,20 +140,26 @@ class Scheduler:
         if solo is not None and not chosen and not self._in_flight:
             self._fault_isolation.clear()  # no room for it next to the others
             return self.plan()
-        for record, span in chosen:
-            record.in_flight += 1
-            record.start += span.num_context_rows
-        if chosen:
-            self._in_flight.append([record for record, _ in chosen])
         admitted = [r.admission(span.start) for r, span in chosen if not r.pages_sent]
         pages = [write for record, _ in chosen if (write := record.page_write())]
-        return Plan(
+        plan = Plan(
             spans=tuple([span for _, span in chosen]),
             pages=tuple(pages),
             admitted=tuple(admitted),
             num_verified=draft_plan.num_verified,
             confidence=draft_plan.confidence,
         )
+        self._launch(chosen)  # last, since `_undo_plan` does not undo it
+        return plan
+
+    def _launch(self, chosen: Scheduled) -> None:
+        """Advance the requests of a plan by its spans."""
+        if chosen:
+            self._in_flight.append([record for record, _ in chosen])
+        for record, span in chosen:
+            record.in_flight += 1
+            record.start += span.num_context_rows
+            record.pages_sent = len(record.lease.pages)
 
     def _prompt_budget(self, running: list[RunningRequest], decode_rows: int) -> int:
         """Return how many rows of prompts the step may have beside those of decoding requests."""
