@@ -162,7 +162,7 @@ class Scheduler:
             record.pages_sent = len(record.lease.pages)
 
     def _prompt_budget(self, running: list[RunningRequest], decode_rows: int) -> int:
-        """Return how many rows of prompts the step may have beside those of decoding requests."""
+        """Return how many rows of prompts the step may have besides those of decoding requests."""
         budget = self.limits.max_num_batched_tokens - decode_rows
         max_mixed = self.limits.max_mixed_tokens
         if max_mixed is not None and any(record.is_decoding for record in running):

@@ -1,4 +1,4 @@
-"""When a recurrent layer's state stays as it is, and rows' changes are kept beside it."""
+"""When a recurrent layer's state stays as it is, and rows' changes are kept next to it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ writing the state takes."""
 
 
 def rows_fit(accepted: Tensor, sizes: Tensor, starts_fresh: Tensor, pending: int) -> Tensor:
-    """Whether spans leave their states as they are, and keep their rows' changes beside those of
-    the accepted rows [S]. pending: rows that there is room for."""
+    """Whether spans leave their states as they are, and keep their rows' changes next to those
+    of the accepted rows [S]. pending: rows that there is room for."""
     room = torch.where(sizes == 1, SINGLE_ROWS, pending)
     return ~starts_fresh & (accepted + sizes <= room)

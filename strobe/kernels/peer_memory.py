@@ -45,11 +45,11 @@ def read_row(
 @triton.jit
 def signal(number, row, addresses, chosen, SIZE: tl.constexpr, RANK: tl.constexpr):
     """Tell ranks that a row is there; after a barrier, which waits for all threads' writes. chosen
-    [next power of 2]: which of them. Each is told by a thread of its own."""
+    [next power of 2]: which of them. A thread of its own notifies each."""
     ranks = tl.arange(0, triton.next_power_of_2(SIZE))
     numbers = tl.load(addresses + ranks, mask=ranks < SIZE, other=0).to(tl.pointer_type(tl.int64))
-    told = chosen & (ranks != RANK) & (ranks < SIZE)
-    tl.atomic_xchg(numbers + row * SIZE + RANK, number, mask=told, sem="release", scope="sys")
+    notified = chosen & (ranks != RANK) & (ranks < SIZE)
+    tl.atomic_xchg(numbers + row * SIZE + RANK, number, mask=notified, sem="release", scope="sys")
 
 
 @triton.jit

@@ -7,7 +7,7 @@ is read once for all of them. With rates b, unit keys K and cumulative decay c, 
 (I + A) U = b (V - e^c K S), A = tril(b K K^T e^(c_i - c_j), -1). The outputs are e^c Q S +
 tril(Q K^T e^(c_i - c_j)) U, and the next state is e^c_end S + (e^(c_end - c) K)^T U. A row's change
 does not depend on later rows, so K and U are saved and later forwards apply the accepted ones. The
-state itself is not written while there is room for a forward's rows beside those.
+state itself is not written while there is room for a forward's rows next to those.
 
 Legend: S spans, T rows, P maximum rows that are saved, C channels of the convolution, Hk / Hv key
 and value heads, Dk / Dv their sizes, N slots. The torch twin is

@@ -256,7 +256,7 @@ def _cover_kernel(
 def cover(batch: Any, length: Tensor, pending: int) -> tuple[Tensor, Tensor]:
     """A batch of S spans -> accepted rows that the state lacks [S] int64, whether a sequence begins
     [S]. length [N]: positions in each slot's state, updated. pending: maximum rows that are kept
-    beside a state."""
+    next to a state."""
     size = batch.slots.shape[0]
     accepted = torch.empty(size, dtype=torch.int64, device=length.device)
     fresh = torch.empty(size, dtype=torch.bool, device=length.device)

@@ -232,7 +232,7 @@ def _check(module: Model, directory: Path, open: Open) -> Model:
 
 def check_target_tensors(directory: Path, config: TargetConfig, open: Open = Checkpoint) -> Target:
     """Return the target on the meta device. Raises ValueError, after reading headers only, for
-    tensors that do not fit the config. Only a head beside an embedding is compared with it."""
+    tensors that do not fit the config. Only a head next to an embedding is compared with it."""
     return _check(_meta_target(directory, config, 1, open), directory, open)
 
 

@@ -36,8 +36,8 @@ class ShardedCheckpoint(Checkpoint):
         self.rank = rank
         self.size = size
         if whole_experts:
-            found = {name: _EXPERT.search(name) for name in self.shapes}
-            numbers = {name: int(match[1]) for name, match in found.items() if match}
+            matches = {name: _EXPERT.search(name) for name in self.shapes}
+            numbers = {name: int(match[1]) for name, match in matches.items() if match}
             part = -(-(max(numbers.values(), default=0) + 1) // size)
             for name, number in numbers.items():
                 if number // part != rank:
@@ -95,14 +95,14 @@ class ShardedCheckpoint(Checkpoint):
         if pieces is None or whole == 1:
             return [(0, whole)]
         block = self.block[dim - len(self.shapes[name])]
-        found = Pieces()
+        blocks = Pieces()
         for start, length in pieces:
             first = start // block
             last = (start + length - 1) // block
             if length % block and block % length:  # on one rank or another
                 raise self._misfit(name + SCALE, whole)
-            found.append((first, last - first + 1))
-        return found
+            blocks.append((first, last - first + 1))
+        return blocks
 
     def read(self, name: str) -> Tensor:
         value = super().read(name)

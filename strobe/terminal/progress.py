@@ -21,7 +21,7 @@ INTERVAL = 10.0
 class Progress:
     """Shows what a command is doing and how far it is; a context manager.
 
-    num_live: displays that now redraw a line of the terminal, beside which nothing else may.
+    num_live: displays that now redraw a line of the terminal, while nothing else may.
     """
 
     num_live = 0

@@ -284,7 +284,7 @@ def fc_values(draft: DraftConfig) -> int:
 
 @dataclass(frozen=True)
 class DraftHeadValues:
-    """Values of a drafter's own head beside H V: of linear layers for every row of a block, of
+    """Values of a drafter's own head besides H V: of linear layers for every row of a block, of
     those for every draft, small ones, and those of tables, of which only a few rows are read."""
 
     of_rows: float = 0.0
