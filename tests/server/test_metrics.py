@@ -79,6 +79,8 @@ FOR_OTHERS = {
     ("process_max_fds", "gauge"),
 }
 """Metrics for vLLM's dashboards that Strobe's own dashboard does not show."""
+ON_RAY_SERVE = {("strobe:replica_up", "gauge")}
+"""Metrics that the proxy adds to those of its replicas."""
 OWN = {"model_name", "engine"}
 PLAIN = "http_", "process_"
 """Name prefixes of metrics without these labels."""
@@ -612,8 +614,8 @@ def test_docs_list_each_metric_with_type_and_labels(busy: ServerMetrics):
     text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     lines = re.findall(r"^\| `([\w:]+)` \| (\w+) \| (.*?) ?\| (.+) \|$", text, re.MULTILINE)
     assert len({name for name, *_ in lines}) == len(lines)
-    assert {(name, kind) for name, kind, *_ in lines} == EXPOSED | FOR_OTHERS
-    exposed = labels_of(busy)
+    assert {(name, kind) for name, kind, *_ in lines} == EXPOSED | FOR_OTHERS | ON_RAY_SERVE
+    exposed = labels_of(busy) | {"strobe:replica_up": {"replica"}}
     for name, kind, labels, _ in lines:
         sample = f"{name}_count" if kind == "histogram" else name
         assert set(re.findall(r"`(\w+)`", labels)) == exposed[sample] - OWN, name
