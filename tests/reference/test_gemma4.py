@@ -178,7 +178,7 @@ def test_outer_config_fields_apply_to_text_decoder(tmp_path: Path):
     config = load_target_config(tmp_path)
     assert (config.eos_ids, config.dtype) == ((1, 6), "float16")
     edit_json(path, quantization_config={"quant_method": "fp8"})
-    with pytest.raises(ValueError, match="quantized checkpoints are not supp"):
+    with pytest.raises(ValueError, match="quantized by quant_method 'fp8'"):
         load_target_config(tmp_path)
 
 
@@ -282,7 +282,7 @@ def test_embedding_scale_rounds_like_transformers(tmp_path: Path):
         ({"per_layer_config": {"2": {"window": 4}}}, "window is 4, which is not known"),
         ({"per_layer_config": {"5": {"head_dim": 4}}}, "per_layer_config has '5': .* 0 to 4"),
         ({"per_layer_config": {"a": {"head_dim": 4}}}, "per_layer_config has 'a'"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantized checkpoints are not supp"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantized by quant_method 'fp8'"),
         ({"rope_parameters": {"full_attention": ROPES["full_attention"]}}, "for sliding_attention"),
         ({"final_logit_softcapping": -1.0}, "final_logit_softcapping is -1.0"),
         ({"top_k_experts": 9}, "top_k_experts is 9, but there are 8 experts"),
