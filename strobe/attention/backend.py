@@ -17,7 +17,8 @@ class Batch(NamedTuple):
 
     ids, positions [T]: each row's token and position; kv_slots [T]: where its K/V are stored.
     slots [S]: each span's row in `tables`; starts, sizes [S]: rows of a span see keys below
-    starts + sizes; row_starts [S]: each span's first row; longest: maximum rows of a span.
+    starts + sizes; row_starts [S]: each span's first row; longest: maximum rows of a span. offsets
+    [T]: each row's offset in its span, 0 for padding.
     draft_lengths [S]: number of a span's drafts within the context. tables [N, columns]: position
     p is in slot tables[n, p // page_size] + p. limit: the end of the context. Rows from there on
     are drafts that cannot be accepted, and no other request may see their keys. row_counts,
@@ -33,6 +34,7 @@ class Batch(NamedTuple):
     slots: Tensor
     sizes: Tensor
     row_starts: Tensor
+    offsets: Tensor
     longest: int
     tables: Tensor
     page_size: int

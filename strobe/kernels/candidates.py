@@ -9,7 +9,7 @@
 A row's C best tokens lie in the C groups with the largest maxima, the first of equal ones, so only
 these are read again. A word is a key in the order of the logits in the high half, and the
 complement of a group or token in the low half, so that the first one wins ties. The torch
-twins are in `strobe.kernels.reference_candidates`.
+twins are in `strobe.kernels.reference_candidates` and `strobe.sampling.walk`.
 
 Legend: R rows, V vocabulary, S spans, K drafts per span, C candidates, r rank.
 """
@@ -115,7 +115,7 @@ def best_of(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _edges_kernel(
-    unary_ptr, ids_ptr, anchor_ptr, left_ptr, right_ptr, hidden_ptr, edges_ptr, scale,
+    unary_ptr, ids_ptr, rows_ptr, anchor_ptr, left_ptr, right_ptr, hidden_ptr, edges_ptr, scale,
     K: tl.constexpr, C: tl.constexpr, PADDED: tl.constexpr, RANK: tl.constexpr,
     WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -132,7 +132,7 @@ def _edges_kernel(
         before = tl.load(anchor_ptr + span) + tl.zeros([PADDED], tl.int64)
     else:
         before = tl.load(ids_ptr + (cell - 1) * C + place, real, 0)
-    after = tl.load(ids_ptr + cell * C + place, real, 0)
+    after = tl.load(rows_ptr + cell * C + place, real, 0)
     both = real[:, None] & inside[None, :]
     left = tl.load(left_ptr + before[:, None] * RANK + rank[None, :], both, 0.0)
     right = tl.load(right_ptr + after[:, None] * RANK + rank[None, :], both, 0.0)
@@ -153,22 +153,21 @@ def edges(
     unary: Tensor,
     ids: Tensor,
     anchor: Tensor,
+    *,
     left: Tensor,
     right: Tensor,
-    hidden: Tensor | None,
+    hidden: Tensor | None = None,
     scale: float = 1.0,
+    rows: Tensor | None = None,
 ) -> Tensor:
-    """Return scores [S, K, C, C] float32 of a slot's candidates after each candidate before it:
-    unary[s, k, c] + scale * <left[before] * hidden[s, k], right[ids[s, k, c]]>.
-
-    unary [S, K, C] float32, ids [S, K, C], anchor [S]: the token before slot 0; left, right [V, r];
-    hidden [S, K, r]."""
+    """See `reference_candidates.edges`. All tensors but anchor are contiguous."""
     spans, slots, count = ids.shape
     rank = left.shape[1]
     out = torch.empty(spans, slots, count, count, dtype=torch.float32, device=ids.device)
+    rows = ids if rows is None else rows
     pdl = supports_pdl(ids.device)
     _edges_kernel[(spans, slots)](
-        unary, ids, anchor, left, right, hidden, out, scale, K=slots, C=count,
+        unary, ids, rows, anchor, left, right, hidden, out, scale, K=slots, C=count,
         PADDED=max(triton.next_power_of_2(count), 16), RANK=rank,
         WIDTH=max(triton.next_power_of_2(rank), 16), PDL=pdl,
         num_warps=4, launch_pdl=pdl,
@@ -218,12 +217,7 @@ def walk(
     margins: Tensor | None,
     noise: tuple[Tensor, Tensor, Tensor] | None,
 ) -> Tensor:
-    """edges [S, K, C, C], ids [S, K, C] -> tokens [S, K] int64 of the path: at each slot the best
-    candidate after the one chosen before, the first if equal.
-
-    noise: keys [S], positions [S] of slot 0, and temperatures [S]; score / temperature + noise
-    decides where the temperature is above 0. margins [S, K] float32: filled with the chosen
-    candidates' scores minus the largest of the others'."""
+    """See `strobe.sampling.walk`; noise is its `WalkNoise`."""
     spans, slots, count = ids.shape
     tokens = torch.empty(spans, slots, dtype=torch.int64, device=ids.device)
     keys, positions, temperatures = noise or (None, None, None)

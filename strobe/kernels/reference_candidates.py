@@ -12,6 +12,19 @@ from torch import Tensor
 def best_of(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """logits [R, V] -> the `count` largest [R, C] float32 in descending order, and their tokens
     [R, C] int64; the lowest first if equal. A NaN counts as -inf."""
+    if logits.device.type != "cpu":
+        return _best_by_words(logits, count)
+    values, ids = logits.float().topk(count)
+    # torch chooses among equal logits, and orders them, as it likes; a NaN is above all numbers.
+    unsure = (logits >= values[:, -1:]).sum(1) > count
+    unsure |= (values[:, 1:] == values[:, :-1]).any(1) | values.isnan().any(1)
+    if unsure.any():
+        values[unsure], ids[unsure] = _best_by_words(logits[unsure], count)
+    return values, ids
+
+
+def _best_by_words(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """As `best_of`, by words that order logits and then tokens."""
     wide = logits.float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     bits = torch.where(wide == 0, 0.0, wide).view(torch.int32).long()
     order = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
@@ -25,19 +38,34 @@ def edges(
     unary: Tensor,
     ids: Tensor,
     anchor: Tensor,
+    *,
     left: Tensor,
     right: Tensor,
-    hidden: Tensor | None,
+    hidden: Tensor | None = None,
     scale: float = 1.0,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """Return scores [S, K, C, C] float32 of a slot's candidates after each candidate before it:
-    unary[s, k, c] + scale * <left[before] * hidden[s, k], right[ids[s, k, c]]>.
+    unary[s, k, c] + scale * <left[before] * hidden[s, k], right[rows[s, k, c]]>.
 
-    unary [S, K, C] float32, ids [S, K, C], anchor [S]: the token before slot 0; left, right [V, r];
-    hidden [S, K, r]."""
-    first = anchor[:, None, None].expand(-1, 1, ids.shape[2])
-    before = left[torch.cat([first, ids[:, :-1]], 1)]
+    unary [S, K, C] float32, ids [S, K, C], anchor [S]: the token before slot 0; left [V, r], right
+    [V', r]; hidden [S, K, r]; rows [S, K, C]: the candidates' rows of `right`, if not their ids."""
+    left = left[before(anchor, ids)]
     if hidden is not None:
-        before = before * hidden[:, :, None]
-    product = before.float() @ right[ids].float().transpose(-1, -2)
+        left = left * hidden[:, :, None]
+    right = right[ids if rows is None else rows]
+    return join(left, right, unary, scale)
+
+
+def before(anchor: Tensor, ids: Tensor) -> Tensor:
+    """Return the tokens before each slot [S, K, C]: the anchor [S], then the candidates ids
+    [S, K, C] of the slot before."""
+    first = anchor[:, None, None].expand(-1, 1, ids.shape[2])
+    return torch.cat([first, ids[:, :-1]], 1)
+
+
+def join(left: Tensor, right: Tensor, unary: Tensor, scale: float = 1.0) -> Tensor:
+    """Vectors left, right [S, K, C, r] of the candidates before and of the candidates -> their
+    edges [S, K, C, C], as `edges` returns them."""
+    product = left.float() @ right.float().transpose(-1, -2)
     return product * scale + unary[:, :, None]

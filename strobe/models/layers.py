@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from strobe.models.linear import Linear
@@ -57,6 +58,58 @@ class DecoderLayer(Layer):
         self.mlp(ops, x, self.post_attention_layernorm, rows)
 
 
+class BlockConvolutions(nn.Module):
+    """The two convolutions along a block's rows around a sub-layer: of its input, and of its
+    output. A row's kernels are `base_kernel` [2, taps, H] plus a linear function of the normed
+    input; `group` neighboring channels share the latter. At first both return their input."""
+
+    def __init__(self, hidden_size: int, taps: int, group: int):
+        super().__init__()
+        identity = torch.zeros(2, taps, hidden_size)
+        identity[:, 0] = 1.0
+        self.base_kernel = nn.Parameter(identity)
+        self.kernel_projection = Linear(hidden_size, 2 * taps * (hidden_size // group))
+        nn.init.zeros_(self.kernel_projection.weight)
+
+    def before(
+        self, ops: TorchOps, x: Residual, norm: RMSNorm, rows: ForwardRows
+    ) -> tuple[Tensor, Tensor]:
+        """Return the sub-layer's input [T, H], and its output's dynamic kernel [T, taps, G]."""
+        y = ops.norm(x.value, norm)
+        kernels = ops.linear(y, self.kernel_projection)
+        first, second = kernels.unflatten(1, (2, self.base_kernel.shape[1], -1)).unbind(1)
+        return ops.convolve(y, self.base_kernel[0], first, rows), second
+
+    def after(
+        self, ops: TorchOps, x: Residual, y: Tensor, kernel: Tensor, rows: ForwardRows
+    ) -> None:
+        """Add the sub-layer's output y [T, H] to the residual stream."""
+        x.value = ops.convolve(y, self.base_kernel[1], kernel, rows, onto=x.value)
+
+
+class ConvolvedLayer(DecoderLayer):
+    """A layer of blocks' rows with convolutions around attention and MLP. Keys and values of the
+    context are not convolved."""
+
+    mlp: MLP
+
+    def __init__(self, config: DecoderConfig, layer: int, *, taps: int, group: int):
+        super().__init__(config, layer)
+        self.attention_conv = BlockConvolutions(config.hidden_size, taps, group)
+        self.mlp_conv = BlockConvolutions(config.hidden_size, taps, group)
+
+    def forward(self, ops: TorchOps, x: Residual, rows: ForwardRows) -> None:
+        attention = self.self_attn
+        y, kernel = self.attention_conv.before(ops, x, self.input_layernorm, rows)
+        y = ops.attention(ops.linear(y, attention.qkv_proj), attention, rows)
+        y = ops.linear(y, attention.o_proj)
+        self.attention_conv.after(ops, x, y, kernel, rows)
+        y, kernel = self.mlp_conv.before(ops, x, self.post_attention_layernorm, rows)
+        y = ops.linear(y, self.mlp.gate_up_proj, "silu")
+        y = ops.linear(y, self.mlp.down_proj)
+        self.mlp_conv.after(ops, x, y, kernel, rows)
+
+
 class Decoder(nn.Module):
     """Embedding, layers and head, as far as they are common to targets and drafters.
 
@@ -93,16 +146,22 @@ class Decoder(nn.Module):
         return self.ops.whole(self.head_part(x))
 
     def forward(
-        self, ids: Tensor, positions: Tensor, attend: Attend, capture: tuple[int, ...] = ()
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        capture: tuple[int, ...] = (),
+        *,
+        offsets: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """ids, positions [T] -> (residual stream [T, H], features [T, len(capture) * H] or None).
 
         capture: numbers of finished layers; the features are the residual streams after them, in
-        this order.
+        this order. offsets: see `ForwardRows`.
         """
         ops = self.ops
         stream = self.ops.residual(self.embed(ids), capture)
-        rows = ForwardRows(positions, attend, self.tables)
+        rows = ForwardRows(positions, attend, self.tables, offsets)
         pairs = zip(self.layers, self._next_norms, strict=True)
         for done, (layer, norm) in enumerate(pairs, start=1):
             stream.begin(done, norm)

@@ -117,6 +117,20 @@ class RankOps(TorchOps):
         ids = ids.gather(1, first).long().masked_fill_(best.isnan(), NO_TOKEN)
         return ids[:, 0], margins[:, 0].nan_to_num_(0.0).clamp_(0.0, MAX_MARGIN)
 
+    def best_of(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Each rank sends its largest logits and their ids."""
+        if logits.shape[1] >= self.head_rows:
+            return super().best_of(logits, count)
+        logits = logits[:, : self.head_rows - self.first_id]  # without the last part's padding
+        values, ids = super().best_of(logits, min(count, logits.shape[1]))
+        missing = (0, count - values.shape[1])
+        values = F.pad(values, missing, value=float("-inf"))
+        ids = F.pad((ids + self.first_id).float(), missing)  # ids below 2^24 are exact
+        joined = self.group.join(torch.cat([values, ids], 1)).unflatten(1, (-1, 2, count))
+        values, ids = joined.transpose(1, 2).flatten(2).unbind(1)
+        values, places = super().best_of(values, count)  # of equal ones the lowest ids come first
+        return values, ids.gather(1, places).long()
+
 
 def make_rank_ops(
     kind: type[RankOps], ops: TorchOps, model: Target | DFlash, group: Group, *, layers_split: bool

@@ -84,6 +84,7 @@ class DecodeState:
             slots=layout.slots,
             sizes=layout.sizes,
             row_starts=layout.row_starts,
+            offsets=layout.offset,
             longest=layout.shape.max_rows,
             tables=self.table,
             page_size=self.page_size,

@@ -126,7 +126,7 @@ class ModelRunner:
         features [T, n * H]."""
         masks = self.model.config.decoder.masks
         attend = self.backend.plan(batch, self.store, masks)
-        return self.model(batch.ids, batch.positions, attend, self.capture)
+        return self.model(batch.ids, batch.positions, attend, self.capture, offsets=batch.offsets)
 
     def copy_out(self, outputs: ForwardOutputs) -> ForwardOutputs:
         """Copy a forward's results to `output_buffers`, one buffer per part for all shapes, where

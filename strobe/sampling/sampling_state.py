@@ -26,6 +26,7 @@ from strobe.sampling.processors import ENDS, IN_PROMPT, PROCESSED, STRUCTURED, T
 from strobe.sampling.processors import LogitRows as LogitRows
 from strobe.sampling.sampler import RowParams, best_two
 from strobe.sampling.sampling_ops import SamplingOps
+from strobe.sampling.walk import WalkNoise
 from strobe.sampling_params import MAX_NAMED, OPTIONS, PENALTIES
 from strobe.step import Admission
 
@@ -227,6 +228,13 @@ class SamplingState:
         scores = None if top is None else score(logits, tokens, top, self.named[rows.slots])
         margins = best_two(logits)[1] if mode.margins else None
         return Sampled(tokens, scores, margins)
+
+    def walk_noise(self, rows: LogitRows) -> WalkNoise:
+        """Return what draws tokens at these rows' slots, from their positions on, among candidates
+        as `sample` does, but without filters."""
+        temperatures = self.floats[FLOATS.index("temperature")]
+        keys = self.ints[INTS.index("key")]
+        return WalkNoise(keys[rows.slots], rows.positions, temperatures[rows.slots])
 
     def _race(self, logits: Tensor, rows: LogitRows, mode: SamplingMode) -> Tensor:
         floats = zip(FLOATS, self.floats.index_select(1, rows.slots).unbind(), strict=True)

@@ -456,6 +456,7 @@ def test_backend_agrees_with_the_reference(
         starts=t(starts),
         sizes=t(sizes),
         row_starts=t(firsts),
+        offsets=t([i for n in sizes for i in range(n)]),
         longest=20,
         draft_lengths=t([0, 0, 0]),
         tables=tables.to(device),

@@ -2,47 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from strobe.kernels import candidates
 from strobe.kernels import reference_candidates as reference
-from strobe.sampling.noise import gumbel_at
+from strobe.sampling.walk import WalkNoise, walk
 
 
 def normal(device: torch.device, *shape: int, seed: int = 1) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
-
-
-def walked(
-    edges: Tensor,
-    ids: Tensor,
-    margins: Tensor | None,
-    noise: tuple[Tensor, Tensor, Tensor] | None,
-) -> Tensor:
-    """Walk as `candidates.walk` does, in plain torch."""
-    spans, slots, count = ids.shape
-    every = torch.arange(spans, device=ids.device)
-    previous = torch.zeros(spans, dtype=torch.int64, device=ids.device)
-    tokens = torch.empty(spans, slots, dtype=torch.int64, device=ids.device)
-    for slot in range(slots):
-        scores = edges[every, slot, previous].nan_to_num(nan=-torch.inf, neginf=-torch.inf)
-        race = scores
-        if noise is not None:
-            keys, positions, temperatures = noise
-            chance = gumbel_at(keys, positions + slot, ids[:, slot])
-            relative = scores - scores.max(1, keepdim=True).values
-            race = relative / temperatures[:, None].clamp(min=1e-30) + chance
-            race = torch.where(temperatures[:, None] > 0, race, scores)
-        previous = race.argmax(1)
-        tokens[:, slot] = ids[every, slot, previous]
-        if margins is not None:
-            chosen = scores[every, previous]
-            others = scores.scatter(1, previous[:, None], -torch.inf)
-            second = others.max(1).values if count > 1 else -torch.inf
-            margins[:, slot] = chosen - second
-    return tokens
 
 
 @pytest.mark.parametrize("count", [1, 5, 16])
@@ -70,9 +42,15 @@ def test_best_of_the_twin_are_the_largest():
 @pytest.mark.parametrize("count", [3, 16])
 @pytest.mark.parametrize("rank", [24, 64])
 @pytest.mark.parametrize("with_hidden", [True, False])
+@pytest.mark.parametrize("with_rows", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_edges_match_twin(
-    device: torch.device, count: int, rank: int, with_hidden: bool, dtype: torch.dtype
+    device: torch.device,
+    count: int,
+    rank: int,
+    with_hidden: bool,
+    with_rows: bool,
+    dtype: torch.dtype,
 ):
     left = normal(device, 100, rank).to(dtype)
     right = normal(device, 100, rank, seed=2).to(dtype)
@@ -81,8 +59,16 @@ def test_edges_match_twin(
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(100, (2, 4, count), generator=generator).to(device)
     anchor = torch.tensor([7, 99], device=device)
-    got = candidates.edges(unary, ids, anchor, left, right, hidden, 0.5)
-    expected = reference.edges(unary, ids, anchor, left, right, hidden, 0.5)
+    rows = ids.flip(2) if with_rows else None
+    options: dict[str, Any] = {
+        "left": left,
+        "right": right,
+        "hidden": hidden,
+        "scale": 0.5,
+        "rows": rows,
+    }
+    got = candidates.edges(unary, ids, anchor, **options)
+    expected = reference.edges(unary, ids, anchor, **options)
     bound = 1e-5 if dtype == torch.float32 else 0.1
     torch.testing.assert_close(got, expected, rtol=bound, atol=bound)
 
@@ -97,7 +83,7 @@ def test_walk_matches_twin(device: torch.device, sampled: bool):
     ids = torch.randint(150000, (5, 7, 16), generator=generator).to(device)
     noise = None
     if sampled:
-        noise = (
+        noise = WalkNoise(
             torch.arange(5, device=device) * 12345678901,
             torch.tensor([0, 3, 500, 70000, 1], device=device),
             torch.tensor([1.0, 0.0, 0.3, 2.0, 1e-9], device=device),
@@ -105,7 +91,7 @@ def test_walk_matches_twin(device: torch.device, sampled: bool):
     margins = torch.empty(5, 7, device=device)
     expected_margins = torch.empty(5, 7, device=device)
     tokens = candidates.walk(edges, ids, margins, noise)
-    assert torch.equal(tokens, walked(edges, ids, expected_margins, noise))
+    assert torch.equal(tokens, walk(edges, ids, expected_margins, noise))
     assert torch.equal(margins, expected_margins)
     assert torch.equal(candidates.walk(edges, ids, None, noise), tokens)
 
@@ -118,5 +104,5 @@ def test_path_is_the_best_one_step_after_another():
     edges[0, 1, 1] = torch.tensor([3.0, 1.0, 2.0])
     margins = torch.empty(1, 2)
     ids = torch.tensor([[[10, 11, 12], [20, 21, 22]]])
-    assert walked(edges, ids, margins, None).tolist() == [[11, 20]]
+    assert walk(edges, ids, margins, None).tolist() == [[11, 20]]
     assert margins.tolist() == [[1.0, 1.0]]

@@ -88,6 +88,7 @@ def plan_of(config: TargetConfig, cache: Cache, device: torch.device) -> Any:
         starts=one,
         sizes=one + ROWS,
         row_starts=one,
+        offsets=torch.arange(ROWS, device=device),
         longest=ROWS,
         draft_lengths=one,
         tables=nothing,

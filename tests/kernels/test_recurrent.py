@@ -52,6 +52,7 @@ def batch_of(
         starts=starts,
         sizes=sizes,
         row_starts=sizes.cumsum(0) - sizes,
+        offsets=nothing,
         longest=max(int(sizes.max()), longest),
         draft_lengths=nothing,
         tables=nothing,

@@ -33,6 +33,7 @@ def batch_of(spans: Sequence[tuple[int, int, int]], *, grouped: bool) -> Batch:
         starts=starts,
         sizes=sizes,
         row_starts=sizes.cumsum(0) - sizes,
+        offsets=nothing,
         longest=int(sizes.max()),
         draft_lengths=nothing,
         tables=nothing,

@@ -18,7 +18,12 @@ from torch import Tensor
 
 from strobe.attention.backend import PagedPlan
 from strobe.attention.recurrent_backend import RecurrentPlan
-from strobe.kernels import reference_experts, reference_gates
+from strobe.kernels import (
+    reference_candidates,
+    reference_convolution,
+    reference_experts,
+    reference_gates,
+)
 from strobe.kernels.operands import Activation
 from strobe.kernels.reference_recurrent import DeltaInput, gated_mix
 from strobe.kernels.reference_residual import ResidualStream
@@ -26,6 +31,7 @@ from strobe.kv.kv_store import KVStore
 from strobe.models.linear import AnyLinear, apply
 from strobe.models.modules import Attention, RMSNorm, Rope, RotaryTable, rotate, unit_rms
 from strobe.sampling.sampler import argmax, best_two
+from strobe.sampling.walk import WalkNoise, walk
 
 if TYPE_CHECKING:
     from strobe.kernels.residual import FusedResidual
@@ -66,12 +72,20 @@ nothing else about caches, masks and batches: the engine passes one such functio
 class ForwardRows:
     """The rows of one forward. tables: the rotary table of each layer with attention. attend: any
     `Attend`; for recurrent layers a `RecurrentPlan`. paged: the attention plan, if kernels can
-    store keys and values in its cache."""
+    store keys and values in its cache. offsets [T]: each row's offset in its span, for convolutions
+    along blocks; 0 for padding."""
 
-    __slots__ = ("_angles", "attend", "paged", "positions", "recurrent", "tables")
+    __slots__ = ("_angles", "attend", "offsets", "paged", "positions", "recurrent", "tables")
 
-    def __init__(self, positions: Tensor, attend: Any, tables: Sequence[RotaryTable]):
+    def __init__(
+        self,
+        positions: Tensor,
+        attend: Any,
+        tables: Sequence[RotaryTable],
+        offsets: Tensor | None = None,
+    ):
         self.positions = positions
+        self.offsets = offsets
         self.tables = tables
         self.recurrent = attend
         self.attend: Attend = attend.attend if isinstance(attend, RecurrentPlan) else attend
@@ -178,6 +192,23 @@ class TorchOps:
         held = plan.stored(layer)
         return gated_mix(x, spans, held, plan.states.spec)
 
+    def convolve(
+        self,
+        x: Tensor,
+        base: Tensor,
+        kernels: Tensor,
+        rows: ForwardRows,
+        onto: Tensor | None = None,
+    ) -> Tensor:
+        """Convolve each channel along the rows of each span, and add the result onto a tensor
+        [T, H], or return it: x [T, H] -> [T, H].
+
+        A row's kernel is base [taps, H] plus kernels [T, taps, G], in which H / G neighboring
+        channels share a column. Tap o reads the row o places before, if that is in the same span.
+        """
+        assert rows.offsets is not None
+        return reference_convolution.convolve(x, base, kernels, rows.offsets, onto)
+
     def head(self, x: Tensor, norm: RMSNorm, head: AnyLinear) -> Tensor:
         """Residual stream [R, H], head [V, H] -> logits [R, V], or this rank's columns of them."""
         return self.linear(self.norm(x, norm), head)
@@ -197,6 +228,47 @@ class TorchOps:
     def best_two_of(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """As `best_two`, from logits: this rank's columns or all."""
         return best_two(logits)
+
+    def best(self, x: Tensor, norm: RMSNorm, head: AnyLinear, count: int) -> tuple[Tensor, Tensor]:
+        """Residual stream [R, H], head [V, H] -> the largest logits [R, count] float32, descending,
+        and their ids [R, count]; of equal logits the lowest ids. count: at most V."""
+        return self.best_of(self.head(x, norm, head), count)
+
+    def best_of(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """As `best`, from logits: this rank's columns or all."""
+        return reference_candidates.best_of(logits, count)
+
+    def edges(
+        self,
+        unary: Tensor,
+        ids: Tensor,
+        anchor: Tensor,
+        *,
+        left: Tensor,
+        right: Tensor,
+        hidden: Tensor | None = None,
+        scale: float = 1.0,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """Return the scores of candidates after each candidate before them; see
+        `reference_candidates.edges`."""
+        return reference_candidates.edges(
+            unary,
+            ids,
+            anchor,
+            left=left,
+            right=right,
+            hidden=hidden,
+            scale=scale,
+            rows=rows,
+        )
+
+    def walk(
+        self, edges: Tensor, ids: Tensor, margins: Tensor | None, noise: WalkNoise | None
+    ) -> Tensor:
+        """Return the tokens [S, K] of the path through candidates ids [S, K, C]; see
+        `strobe.sampling.walk`."""
+        return walk(edges, ids, margins, noise)
 
     def context_kv(
         self, kv: Tensor, weights: ContextWeights, rows: ForwardRows

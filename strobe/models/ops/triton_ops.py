@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from strobe.attention.recurrent_backend import RecurrentPlan
-from strobe.kernels import gates
+from strobe.kernels import candidates, gates
+from strobe.kernels.convolution import convolve
 from strobe.kernels.experts import KernelExperts, Projection, experts, serves
 from strobe.kernels.gemm_table import Weight
 from strobe.kernels.linear import Gemms
@@ -36,6 +37,7 @@ from strobe.models.ops.torch_ops import (
     TorchOps,
 )
 from strobe.models.quantization.kernel_weights import kernel_weight
+from strobe.sampling.walk import WalkNoise
 
 
 class TritonOps(TorchOps):
@@ -157,6 +159,48 @@ class TritonOps(TorchOps):
     def best_two_of(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         margins = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
         return argmax(logits, margins), margins
+
+    def convolve(
+        self,
+        x: Tensor,
+        base: Tensor,
+        kernels: Tensor,
+        rows: ForwardRows,
+        onto: Tensor | None = None,
+    ) -> Tensor:
+        assert rows.offsets is not None
+        return convolve(x, base, kernels, rows.offsets, onto)
+
+    def best_of(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        return candidates.best_of(logits, count)
+
+    def edges(
+        self,
+        unary: Tensor,
+        ids: Tensor,
+        anchor: Tensor,
+        *,
+        left: Tensor,
+        right: Tensor,
+        hidden: Tensor | None = None,
+        scale: float = 1.0,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        return candidates.edges(
+            unary,
+            ids,
+            anchor,
+            left=left,
+            right=right,
+            hidden=hidden,
+            scale=scale,
+            rows=rows,
+        )
+
+    def walk(
+        self, edges: Tensor, ids: Tensor, margins: Tensor | None, noise: WalkNoise | None
+    ) -> Tensor:
+        return candidates.walk(edges, ids, margins, noise)
 
     def store_context(
         self, kv: Tensor, weights: ContextWeights, rows: ForwardRows, slots: Tensor, store: KVStore

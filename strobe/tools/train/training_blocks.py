@@ -172,7 +172,9 @@ def context_kv(draft: DFlash, features: Tensor) -> tuple[Tensor, Tensor]:
 def draft_hidden(draft: DFlash, keys: Tensor, values: Tensor, blocks: Blocks) -> Tensor:
     """Return the residual stream of the slots that draft, [N, A, K, H]."""
     attend = BlockAttention(keys, values, blocks, draft.config.decoder.masks)
-    hidden, _ = draft(blocks.ids.flatten(), blocks.positions.flatten(), attend)
+    offsets = (blocks.positions - blocks.anchors[..., None]).flatten()
+    ids = blocks.ids.flatten()
+    hidden, _ = draft(ids, blocks.positions.flatten(), attend, offsets=offsets)
     return hidden.view(*blocks.ids.shape, -1)[:, :, 1:]
 
 
