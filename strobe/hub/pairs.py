@@ -22,7 +22,7 @@ METHODS = ("DFlash2", "DSpark", "DFlash")
 """Methods with layers like Qwen3's, best first: DFlash2's authors report 6.20, 5.69 and 4.99 tokens
 per step for Qwen3.5-4B on GSM8K, and 4.80 of DFlash2 and 3.62 of DSpark for Qwen3.8-27B."""
 
-RUNNING = frozenset({"DFlash"})
+RUNNING = frozenset({"DFlash2", "DSpark", "DFlash"})
 """Those whose heads run."""
 
 _GEMMA_DSPARK = "DSpark with Gemma 4's layers"

@@ -18,7 +18,7 @@ from strobe.models.config_readers.detection import (
 )
 from strobe.models.config_readers.fields import Fields
 from strobe.models.families import FAMILIES
-from strobe.models.heads import HEADS
+from strobe.models.heads import HEADS, ChecksDrafter
 from strobe.models.model_config import DraftConfig, TargetConfig
 from strobe.models.quantization import methods
 from strobe.models.quantization.published import QUANT_FILE, check_format
@@ -110,4 +110,7 @@ def read_draft_config(path: Path, directory: Path, target: Path | None = None) -
             "drafter without it."
         )
     module = importlib.import_module(f"strobe.models.config_readers.{READERS[dialect.format]}")
-    return module.read(config, path, dialect, target)
+    draft: DraftConfig = module.read(config, path, dialect, target)
+    if isinstance(draft.head, ChecksDrafter):
+        draft.head.check(draft, path)
+    return draft

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from strobe.kv.kv_store import KVStore
 from strobe.models.heads import head_of
 from strobe.models.heads.head import Head
-from strobe.models.layers import Decoder, DecoderLayer
+from strobe.models.layers import Decoder
 from strobe.models.linear import AnyLinear, Linear, LinearView
 from strobe.models.model_config import DraftConfig
 from strobe.models.modules import RMSNorm
@@ -40,10 +40,11 @@ class DFlash(Decoder):
         """embedding, head_weight: the target's. own_tensors: which of "embed_tokens" and "lm_head"
         the drafter's checkpoint has."""
         decoder = config.decoder
-        layers = [DecoderLayer(decoder, i) for i in range(decoder.num_layers)]
+        draft_head: Head = head_of(config.method).make(config)
+        layers = [draft_head.make_layer(decoder, i) for i in range(decoder.num_layers)]
         super().__init__(decoder, layers, max_positions)
         self.config = config
-        self.draft_head: Head = head_of(config.method).make(config)
+        self.draft_head = draft_head
         hidden = decoder.hidden_size
         features = len(config.capture) * (config.target_hidden_size or hidden)
         self.fc = Linear(features, hidden)
@@ -139,19 +140,48 @@ class DFlash(Decoder):
 
     def head_part(self, x: Tensor) -> Tensor:
         """See `Decoder`; with a reduced head all columns, -inf for tokens outside it."""
-        logits = self.ops.head(x, self.norm, self.output)
-        if self.config.output_multiplier != 1.0:
-            logits = logits * self.config.output_multiplier
-        logits = self.ops.gates.softcapped(logits, self.config.logit_softcap)
+        logits = self.finish_logits(self.ops.head(x, self.norm, self.output))
+        return logits if self.target_ids is None else self.spread(self.ops.whole(logits))
+
+    def raw_logits(self, x: Tensor) -> Tensor:
+        """Residual stream [R, H] -> the output of the head [R, V'], for all its rows."""
+        return self.ops.whole(self.ops.head(x, self.norm, self.fp8_head or self.output))
+
+    def finish_logits(self, raw: Tensor) -> Tensor:
+        """Scale and cap outputs of the head [R, n], which this may overwrite."""
+        logits = raw if self.multiplier == 1.0 else raw * self.multiplier
+        return self.ops.gates.softcapped(logits, self.logit_softcap)
+
+    def spread(self, logits: Tensor) -> Tensor:
+        """Logits of the head's rows [R, V'] -> of all tokens [R, V], -inf where there is no row."""
         if self.target_ids is None:
             return logits
         full = logits.new_full((len(logits), self.config.decoder.vocab_size), -torch.inf)
-        return full.index_copy_(1, self.target_ids, self.ops.whole(logits))
+        return full.index_copy_(1, self.target_ids, logits)
+
+    def normed(self, x: Tensor) -> Tensor:
+        """Residual stream [R, H] -> the rows that the head reads [R, H]."""
+        return self.ops.norm(x, self.norm)
+
+    def best(self, x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Residual stream [R, H] -> the largest outputs of the head [R, count] float32, descending,
+        and their rows of the head [R, count]. count: at most the head's rows."""
+        return self.ops.best(x, self.norm, self.fp8_head or self.output, count)
+
+    @property
+    def multiplier(self) -> float:
+        """The factor of the head's outputs."""
+        return self.config.output_multiplier * self.draft_head.logit_scale
+
+    @property
+    def logit_softcap(self) -> float | None:
+        """The cap of the scaled outputs."""
+        return self.config.logit_softcap
 
     @property
     def plain_head(self) -> bool:
         """Whether logits are the unmodified output of the head."""
-        return self.config.output_multiplier == 1.0 and self.config.logit_softcap is None
+        return self.multiplier == 1.0 and self.logit_softcap is None
 
     @property
     def head_in_fp8(self) -> bool:
@@ -164,7 +194,7 @@ class DFlash(Decoder):
         """Residual stream [R, H] -> the most probable tokens [R]."""
         if not self.plain_head:
             return self.best_two(x)[0]
-        return self._known(self.ops.argmax(x, self.norm, self.fp8_head or self.output))
+        return self.tokens_of(self.ops.argmax(x, self.norm, self.fp8_head or self.output))
 
     def best_two(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Residual stream [R, H] -> the most probable tokens [R], and the margins of their logits
@@ -172,8 +202,8 @@ class DFlash(Decoder):
         if not self.plain_head:
             return self.ops.best_two_of(self.head_part(x))
         ids, margins = self.ops.best_two(x, self.norm, self.fp8_head or self.output)
-        return self._known(ids), margins
+        return self.tokens_of(ids), margins
 
-    def _known(self, ids: Tensor) -> Tensor:
+    def tokens_of(self, rows: Tensor) -> Tensor:
         """Return the target's ids of rows of the head."""
-        return ids if self.target_ids is None else self.target_ids[ids]
+        return rows if self.target_ids is None else self.target_ids[rows]

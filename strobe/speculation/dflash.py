@@ -16,6 +16,7 @@ from strobe.runner.graphs import Eager, Graphs
 from strobe.runner.layout import Layout
 from strobe.runner.model_runner import ModelRunner
 from strobe.sampling.sampling_state import GREEDY, LogitRows, SamplingMode
+from strobe.sampling.walk import WalkNoise
 from strobe.step import TAIL, Span
 
 EXTRA_BLOCK_SIZES = 4, 8  # besides the one trained on: they cost less, and see fewer masks
@@ -101,6 +102,7 @@ class DFlashProposer:
             greedy=mode.greedy,
             margins=mode.margins,
             choose=functools.partial(self._choose, layout=layout, batch=batch, mode=mode),
+            noise=self._noise(layout, batch, mode),
         )
         return self.model.draft_head(self.model, block)
 
@@ -109,16 +111,25 @@ class DFlashProposer:
     ) -> Drafts:
         """Choose the blocks' drafts from the `first` one on by their logits [S, n, V]."""
         shape = logits.shape[:2]
-        num_drafts = layout.spans[0].num_logits
-        positions = layout.select(batch.positions).view(-1, num_drafts)
-        positions = positions[:, first : first + shape[1]]
-        # A token stands at its row's own position, or after it if the first row predicts.
-        positions = positions.flatten() + int(self.model.config.anchor_first)
-        slots = layout.slots[:, None].expand(shape).flatten()
-        rows = LogitRows(slots=slots, positions=positions)
+        rows = self._rows(layout, batch, slice(first, first + shape[1]))
         sampled = self.runner.sampling.sample(logits.flatten(0, 1), rows, mode)
         margins = None if sampled.margins is None else sampled.margins.view(shape)
         return Drafts(sampled.tokens.view(shape), margins)
+
+    def _noise(self, layout: Layout, batch: Batch, mode: SamplingMode) -> WalkNoise | None:
+        """Return how the blocks' drafts are drawn among candidates."""
+        if not mode.sampled:
+            return None
+        return self.runner.sampling.walk_noise(self._rows(layout, batch, slice(1)))
+
+    def _rows(self, layout: Layout, batch: Batch, drafts: slice) -> LogitRows:
+        """Return the slots and positions of some of each block's drafts."""
+        num_drafts = layout.spans[0].num_logits
+        positions = layout.select(batch.positions).view(-1, num_drafts)[:, drafts]
+        slots = layout.slots[:, None].expand_as(positions)
+        # A token stands at its row's own position, or after it if the first row predicts.
+        positions = positions.flatten() + int(self.model.config.anchor_first)
+        return LogitRows(slots=slots.flatten(), positions=positions)
 
     def observe(self, batch: Batch, hidden: Tensor | None) -> None:
         """Write the context K/V of every row, including rejected ones, which are never read."""

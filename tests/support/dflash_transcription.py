@@ -53,7 +53,8 @@ class Transcription:
         self.swa: bool = self.value("use_swa", False)
         sinks = ("attention_sink_bias", "add_swa_attention_sink_bias")
         self.sinks = any(self.value(key, False) for key in sinks)
-        self.anchor_first = self.config["architectures"] == ["Qwen3DSparkModel"]
+        is_deepspec = self.config["architectures"] == ["Qwen3DSparkModel"]
+        self.anchor_first = self.value("sample_from_anchor", is_deepspec)
 
     def value(self, key: str, default: Any = None) -> Any:
         return self.nested.get(key, self.config.get(key, default))
@@ -129,11 +130,101 @@ class Transcription:
         window = self.value("swa_window_size" if self.swa else "sliding_window")
         return seen & ((p - j).abs() < window) if sliding else seen
 
+    def convolved(self, name: str, side: int, x: Tensor, normed: Tensor) -> Tensor:
+        """Return the block's rows x [count, H] after one of the sub-layer's two convolutions, whose
+        kernels read its normed input; x if the layers have none."""
+        if f"{name}.base_kernel" not in self.w:
+            return x
+        base = self.w[f"{name}.base_kernel"][side]
+        kernels = self.linear(normed, f"{name}.kernel_projection").view(len(x), 2, len(base), -1)
+        group = x.shape[1] // kernels.shape[3]
+        y = torch.zeros_like(x)
+        for row in range(len(x)):
+            for tap in range(min(row + 1, len(base))):
+                weights = base[tap] + kernels[row, side, tap].repeat_interleave(group)
+                y[row] += weights * x[row - tap]
+        return y
+
     @torch.no_grad()
     def draft_logits(self, tail: int, features: Tensor, count: int) -> Tensor:
         """Return logits [count - 1, V] of the positions after `tail`, with `features` as its
         context; [count, V] if the first slot predicts, too. Tokens that a reduced head lacks get
         -inf."""
+        return self.spread(self.finished(self.raw(self.block_rows(tail, features, count))))
+
+    def raw(self, rows: Tensor) -> Tensor:
+        return rows @ self.w["lm_head.weight"].T
+
+    def finished(self, raw: Tensor) -> Tensor:
+        """Outputs of the head -> logits."""
+        scale = self.value("logit_scale", 1.0) * self.value("output_multiplier", 1.0)
+        cap = self.value("final_logit_softcapping")
+        return cap * torch.tanh(raw * scale / cap) if cap else raw * scale
+
+    def spread(self, logits: Tensor) -> Tensor:
+        """Logits of the head's rows -> of all tokens."""
+        if "d2t" not in self.w:
+            return logits
+        full = torch.full((len(logits), self.config["vocab_size"]), -math.inf)
+        full[:, torch.arange(len(self.w["d2t"])) + self.w["d2t"]] = logits
+        return full
+
+    def drafts(self, tail: int, features: Tensor, count: int) -> list[int]:
+        """Return the greedy drafts after `tail` of a block of `count` rows."""
+        rows = self.block_rows(tail, features, count)
+        if "candidate_selector.hidden_projection.weight" in self.w:
+            return self.selected(rows, tail)
+        if "markov_head.markov_w1.weight" in self.w:
+            return self.corrected(rows, tail)[0]
+        return self.spread(self.finished(self.raw(rows))).argmax(-1).tolist()
+
+    def selected(self, rows: Tensor, tail: int) -> list[int]:
+        """DFlash2's walk, one edge at a time."""
+        part = "candidate_selector"
+        named = {name.removesuffix(".weight"): tensor for name, tensor in self.w.items()}
+        before = named[f"{part}.predecessor_codebook"]
+        after = named[f"{part}.successor_codebook"]
+        factors = self.linear(rows, f"{part}.hidden_projection")
+        drafts = [tail]
+        for row, factor in zip(self.raw(rows), factors, strict=True):
+            best = row.sort(descending=True).indices[: self.value("selector_top_k")].tolist()
+            scores = self.finished(row)
+            edges = [float((before[drafts[-1]] * factor * after[token]).sum()) for token in best]
+            sums = [float(scores[t]) + edge for t, edge in zip(best, edges, strict=True)]
+            drafts.append(best[sums.index(max(sums))])
+        return drafts[1:]
+
+    def corrected(self, rows: Tensor, tail: int) -> tuple[list[int], list[float]]:
+        """DSpark's drafts, and the confidence head's probabilities of them."""
+        first = self.w["markov_head.markov_w1.weight"]
+        second = self.w["markov_head.markov_w2.weight"]
+        state = torch.zeros(first.shape[1])
+        count = self.value("dspark_draft_topk")
+        drafts = [tail]
+        probabilities = list[float]()
+        for h, raw in zip(rows, self.raw(rows), strict=True):
+            e = first[drafts[-1]]
+            x = torch.cat([h, e])
+            probabilities.append(float(self.linear(x, "confidence_head.proj").sigmoid()))
+            if self.value("markov_head_type") == "gated":
+                e = self.linear(x, "markov_head.gate_proj").sigmoid() * e
+            elif self.value("markov_head_type") == "rnn":
+                joint = self.linear(torch.cat([state, e, h]), "markov_head.joint_proj")
+                gate, new, out = joint.view(3, -1)
+                state = gate.sigmoid() * state + (1 - gate.sigmoid()) * new.tanh()
+                e = out.tanh()
+            logits = self.finished(raw + second @ e)
+            if count:
+                keep = raw.sort(descending=True).indices[:count]
+                masked = torch.full_like(logits, -math.inf)
+                masked[keep] = logits[keep]
+                logits = masked
+            drafts.append(int(self.spread(logits[None])[0].argmax()))
+        return drafts[1:], probabilities
+
+    @torch.no_grad()
+    def block_rows(self, tail: int, features: Tensor, count: int) -> Tensor:
+        """Return the rows that predict, as the head reads them [count or count - 1, H]."""
         start = len(features)
         context = self.context(features)
         ids = torch.tensor([tail] + [self.value("mask_token_id")] * (count - 1))
@@ -142,7 +233,8 @@ class Transcription:
         group = self.heads // self.kv_heads
         for layer in self.layers:
             name = f"layers.{layer}"
-            h = rms(x, self.w[f"{name}.input_layernorm.weight"], self.eps)
+            normed = rms(x, self.w[f"{name}.input_layernorm.weight"], self.eps)
+            h = self.convolved(f"{name}.attention_conv", 0, normed, normed)
             q = self.linear(h, f"{name}.self_attn.q_proj").view(count, self.heads, self.width)
             q = rms(q, self.w[f"{name}.self_attn.q_norm.weight"], self.eps)
             q = self.rotated(q, positions)
@@ -156,20 +248,15 @@ class Transcription:
             if self.sinks:
                 total = total + self.w[f"{name}.self_attn.attention_sink_bias"].exp()[:, None, None]
             mixed = torch.einsum("hqk,khd->qhd", weights / total, v).reshape(count, -1)
-            x = x + self.linear(mixed, f"{name}.self_attn.o_proj")
-            m = rms(x, self.w[f"{name}.post_attention_layernorm.weight"], self.eps)
+            out = self.linear(mixed, f"{name}.self_attn.o_proj")
+            x = x + self.convolved(f"{name}.attention_conv", 1, out, normed)
+            normed = rms(x, self.w[f"{name}.post_attention_layernorm.weight"], self.eps)
+            m = self.convolved(f"{name}.mlp_conv", 0, normed, normed)
             gate = self.linear(m, f"{name}.mlp.gate_proj")
             up = self.linear(m, f"{name}.mlp.up_proj")
-            x = x + self.linear(gate * torch.sigmoid(gate) * up, f"{name}.mlp.down_proj")
-        x = rms(x if self.anchor_first else x[1:], self.w["norm.weight"], self.eps)
-        logits = x @ self.w["lm_head.weight"].T * self.value("output_multiplier", 1.0)
-        cap = self.value("final_logit_softcapping")
-        logits = cap * torch.tanh(logits / cap) if cap else logits
-        if "d2t" not in self.w:
-            return logits
-        full = torch.full((len(logits), self.config["vocab_size"]), -math.inf)
-        full[:, torch.arange(len(self.w["d2t"])) + self.w["d2t"]] = logits
-        return full
+            out = self.linear(gate * torch.sigmoid(gate) * up, f"{name}.mlp.down_proj")
+            x = x + self.convolved(f"{name}.mlp_conv", 1, out, normed)
+        return rms(x if self.anchor_first else x[1:], self.w["norm.weight"], self.eps)
 
     def generate(self, prompt: list[int], max_length: int) -> list[list[int]]:
         """Run the greedy reference loop; return the tokens of the prefill and of each block."""

@@ -16,8 +16,8 @@ from tests.support.scripted_drafting import Scripted, cursor
 
 
 class Drafted(NamedTuple):
-    """One block: the last token, at position `start`, and the drafter's logits [B - 1, V] after
-    it."""
+    """One block: the last token, at position `start`, the drafter's logits [B - 1, V] after it,
+    and its drafts."""
 
     request: Request
     start: int
@@ -41,6 +41,7 @@ class Watched(Scripted):
         self.scripted = mangle is not None
         self.drafted: list[Drafted] = []
         self.hidden: list[Tensor] = []
+        self._own_forward = self.inner.model.draft_head.forward
         self.inner.model.draft_head.forward = self._recording
 
     def _recording(self, model: Backbone, block: BlockRows) -> Drafts:
@@ -74,3 +75,18 @@ class Watched(Scripted):
             for d in self.drafted
             if d.start < len(d.request.tokens) and d.request.tokens[d.start] == d.tail
         ]
+
+
+class WatchedHead(Watched):
+    """As `Watched`, with the drafts of the drafter's own head, greedy or sampled. blocks: the rows
+    that it got, and its drafts."""
+
+    def __init__(self, parts: Components):
+        super().__init__(parts)
+        self.blocks: list[tuple[BlockRows, Drafts]] = []
+
+    def _recording(self, model: Backbone, block: BlockRows) -> Drafts:
+        self._last = model.head(block.hidden.flatten(0, 1))
+        drafts = self._own_forward(model, block)
+        self.blocks.append((block, drafts))
+        return drafts

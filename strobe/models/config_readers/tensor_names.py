@@ -19,6 +19,8 @@ ALIASES = {
     "midlayer.": "layers.0.",
     "encoder.fc.": "fc.",
     "encoder.output_norm_enc.": "hidden_norm.",
+    "candidate_selector.predecessor_codebook.weight": "candidate_selector.predecessor_codebook",
+    "candidate_selector.successor_codebook.weight": "candidate_selector.successor_codebook",
 }
 """Prefixes of drafters' tensor names that are replaced."""
 

@@ -2,12 +2,18 @@
 
 A module has `read(fields) -> Any`, which takes the head's own keys from config.json, and
 `make(config) -> Head`, whose parameters are named as in the checkpoint, and an entry in `HEADS`.
+What `read` returns may have a `check`; see `ChecksDrafter`.
 """
 
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from strobe.models.model_config import DraftConfig
 
 HEADS = {
     "DFlash": "strobe.models.heads.argmax",
@@ -20,3 +26,12 @@ HEADS = {
 def head_of(method: str) -> ModuleType:
     """Import the module of the method's head."""
     return importlib.import_module(HEADS[method])
+
+
+@runtime_checkable
+class ChecksDrafter(Protocol):
+    """What a head has read, if that must fit the drafter's other values."""
+
+    def check(self, draft: DraftConfig, path: Path) -> None:
+        """Raises ValueError, which names the config at `path`, unless it fits."""
+        ...

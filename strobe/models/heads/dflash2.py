@@ -1,16 +1,20 @@
-"""DFlash2's head: a walk over each row's best tokens.
-
-Two low-rank codebooks score which candidate follows which.
-"""
+"""DFlash2's head: a walk over each row's best tokens, in which two low-rank codebooks score which
+candidate follows which. Its layers have convolutions along the block."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
 
 from strobe.models.config_readers.fields import HINT, Fields
-from strobe.models.heads.head import Head
-from strobe.models.heads.walk import MAX_CANDIDATES
-from strobe.models.model_config import DraftConfig
+from strobe.models.heads.head import Backbone, BlockRows, Drafts, Head
+from strobe.models.heads.walk import MAX_CANDIDATES, walk
+from strobe.models.layers import ConvolvedLayer
+from strobe.models.linear import Linear
+from strobe.models.model_config import DecoderConfig, DraftConfig
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,20 @@ class SelectorConfig:
     conv_group_size: int
     selector_rank: int
     selector_top_k: int
+
+    def check(self, draft: DraftConfig, path: Path) -> None:
+        """Raises ValueError if the keys do not fit the drafter."""
+        hidden = draft.decoder.hidden_size
+        if hidden % self.conv_group_size:
+            raise ValueError(
+                f"{path}: conv_group_size is {self.conv_group_size}, but must divide hidden_size, "
+                f"{hidden}; {HINT}"
+            )
+        if self.selector_top_k > draft.head_rows:
+            raise ValueError(
+                f"{path}: selector_top_k is {self.selector_top_k}, but the head knows only "
+                f"{draft.head_rows} tokens; {HINT}"
+            )
 
 
 def read(fields: Fields) -> SelectorConfig:
@@ -41,5 +59,53 @@ def read(fields: Fields) -> SelectorConfig:
     return config
 
 
-def make(config: DraftConfig) -> Head:
-    raise ValueError("Drafters for DFlash2 are not run yet; use one for DFlash.")
+def make(config: DraftConfig) -> SelectorHead:
+    return SelectorHead(config.decoder, config.head)
+
+
+class CandidateSelector(nn.Module):
+    """The vectors of edges: of a token before, times a linear function of the row; and of a
+    candidate. Both codebooks have a row for each token."""
+
+    def __init__(self, hidden_size: int, vocab_size: int, rank: int):
+        super().__init__()
+        self.predecessor_codebook = nn.Parameter(torch.empty(vocab_size, rank))
+        self.successor_codebook = nn.Parameter(torch.zeros(vocab_size, rank))
+        self.hidden_projection = Linear(hidden_size, rank, fixed=True)
+        nn.init.normal_(self.predecessor_codebook, std=rank**-0.5)
+
+
+class SelectorHead(Head):
+    """Scores are capped before the edges are added."""
+
+    def __init__(self, decoder: DecoderConfig, config: SelectorConfig):
+        super().__init__()
+        self.config = config
+        self.candidate_selector = CandidateSelector(
+            decoder.hidden_size, decoder.vocab_size, config.selector_rank
+        )
+
+    def make_layer(self, decoder: DecoderConfig, layer: int) -> ConvolvedLayer:
+        return ConvolvedLayer(
+            decoder,
+            layer,
+            taps=self.config.conv_kernel_size,
+            group=self.config.conv_group_size,
+        )
+
+    def forward(self, model: Backbone, block: BlockRows) -> Drafts:
+        selector = self.candidate_selector
+        shape = block.hidden.shape[:2]
+        x = block.hidden.flatten(0, 1)
+        values, rows = model.best(x, self.config.selector_top_k)
+        ids = model.tokens_of(rows).unflatten(0, shape)
+        factors = model.ops.linear(model.normed(x), selector.hidden_projection)
+        edges = model.ops.edges(
+            model.finish_logits(values).unflatten(0, shape),
+            ids,
+            block.anchor,
+            left=selector.predecessor_codebook,
+            right=selector.successor_codebook,
+            hidden=factors.unflatten(0, shape),
+        )
+        return walk(model.ops, edges, ids, block)

@@ -4,12 +4,21 @@ confidence head estimates whether the target accepts the draft."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from strobe.kernels.reference_candidates import before, join
 from strobe.models.config_readers.fields import HINT, Fields
-from strobe.models.heads.head import Head
-from strobe.models.heads.walk import MAX_CANDIDATES
+from strobe.models.heads.argmax import ArgmaxHead
+from strobe.models.heads.head import Backbone, BlockRows, Drafts, Head, concat
+from strobe.models.heads.walk import MAX_CANDIDATES, walk
+from strobe.models.linear import Linear
 from strobe.models.model_config import DraftConfig
+from strobe.sampling.sampler import MAX_MARGIN
 
 MarkovKind = Literal["vanilla", "gated", "rnn"]
 
@@ -27,6 +36,14 @@ class MarkovConfig:
     confidence_with_markov: bool
     draft_topk: int | None
     logit_scale: float
+
+    def check(self, draft: DraftConfig, path: Path) -> None:
+        """Raises ValueError if the keys do not fit the drafter."""
+        if self.draft_topk is not None and self.draft_topk > draft.head_rows:
+            raise ValueError(
+                f"{path}: dspark_draft_topk is {self.draft_topk}, but the head knows only "
+                f"{draft.head_rows} tokens; {HINT}"
+            )
 
 
 def read(fields: Fields) -> MarkovConfig:
@@ -75,4 +92,167 @@ def _read_topk(fields: Fields) -> int | None:
 
 
 def make(config: DraftConfig) -> Head:
-    raise ValueError("Drafters for DSpark are not run yet; use one for DFlash.")
+    return DSparkHead(config)
+
+
+class MarkovHead(nn.Module):
+    """Vectors [r] whose products with `markov_w2` [V', r] correct logits: of the token before, by
+    `markov_w1` [V, r], on its own; times a gate that reads the row, too; or of a state that runs
+    along the block."""
+
+    def __init__(self, hidden_size: int, vocab_size: int, rows: int, config: MarkovConfig):
+        """rows: of the output layer."""
+        super().__init__()
+        rank = config.rank
+        self.rank = rank
+        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        self.markov_w2 = Linear(rank, rows, fixed=True)
+        self.gate_proj: Linear | None = None
+        self.joint_proj: Linear | None = None
+        if config.kind == "gated":
+            self.gate_proj = Linear(hidden_size + rank, rank, bias=True, fixed=True)
+        elif config.kind == "rnn":
+            self.joint_proj = Linear(2 * rank + hidden_size, 3 * rank, bias=True, fixed=True)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """tokens -> their vectors [..., r]."""
+        return self.markov_w1.weight[tokens]
+
+    def gated(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+        """Rows hidden [..., H] and vectors of the tokens before [..., r] -> gated vectors."""
+        if self.gate_proj is None:
+            return embedded
+        return torch.sigmoid(self.gate_proj(torch.cat([hidden, embedded], -1))) * embedded
+
+    def step(self, state: Tensor, hidden: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
+        """State [S, r], rows [S, H] and vectors of the tokens before [S, r] -> the next state, and
+        the vectors that correct this draft."""
+        if self.joint_proj is None:
+            return state, self.gated(hidden, embedded)
+        joint = self.joint_proj(torch.cat([state, embedded, hidden], -1))
+        gate, candidate, output = joint.chunk(3, -1)
+        gate = torch.sigmoid(gate)
+        state = gate * state + (1 - gate) * torch.tanh(candidate)
+        return state, torch.tanh(output)
+
+
+class ConfidenceHead(nn.Module):
+    """The probability that the target accepts a draft, given that it accepts those before."""
+
+    def __init__(self, inputs: int):
+        super().__init__()
+        self.proj = Linear(inputs, 1, bias=True, fixed=True)
+
+    def margins(self, x: Tensor) -> Tensor:
+        """Rows and vectors of the tokens before [S, D, n] -> evidence [S, D] float32: -log(1 - p),
+        which like a margin starts at 0, and for large p is the logit of p."""
+        assert self.proj.bias is not None
+        logits = F.linear(x.float(), self.proj.weight.float(), self.proj.bias.float())
+        return F.softplus(logits[..., 0]).clamp(max=MAX_MARGIN)
+
+
+class DSparkHead(Head):
+    """Each draft's logits are corrected by the token before it. All logits are scaled, and capped
+    after the correction."""
+
+    def __init__(self, config: DraftConfig):
+        super().__init__()
+        keys: MarkovConfig = config.head
+        decoder = config.decoder
+        hidden = decoder.hidden_size
+        self.logit_scale = keys.logit_scale
+        self.config = keys
+        self.plain = ArgmaxHead()
+        self.markov_head: MarkovHead | None = None
+        self.confidence_head: ConfidenceHead | None = None
+        if keys.rank:
+            self.markov_head = MarkovHead(hidden, decoder.vocab_size, config.head_rows, keys)
+        if keys.confidence:
+            self.confidence_head = ConfidenceHead(hidden + self._confidence_rank)
+
+    @property
+    def _confidence_rank(self) -> int:
+        return self.config.rank if self.config.confidence_with_markov else 0
+
+    def forward(self, model: Backbone, block: BlockRows) -> Drafts:
+        wants_margins = block.margins
+        if self.confidence_head is not None:
+            block = block._replace(margins=False)
+        drafts = self._drafts(model, block)
+        if self.confidence_head is None or not wants_margins:
+            return drafts
+        assert drafts.tokens is not None
+        x = self._normed(model, block)
+        if self._confidence_rank:
+            assert self.markov_head is not None
+            before = torch.cat([block.anchor[:, None], drafts.tokens[:, :-1].clamp(min=0)], 1)
+            x = torch.cat([x, self.markov_head.embed(before)], -1)
+        return drafts._replace(margins=self.confidence_head.margins(x))
+
+    def _drafts(self, model: Backbone, block: BlockRows) -> Drafts:
+        head = self.markov_head
+        if head is None:
+            return self.plain(model, block)
+        if self.config.draft_topk is None or head.joint_proj is not None:
+            return self._drafts_in_turn(model, block, head)
+        return self._walk(model, block, head, self.config.draft_topk)
+
+    def _normed(self, model: Backbone, block: BlockRows) -> Tensor:
+        """Return the rows that the output layer reads [S, D, H]."""
+        return model.normed(block.hidden.flatten(0, 1)).unflatten(0, block.hidden.shape[:2])
+
+    def _walk(self, model: Backbone, block: BlockRows, head: MarkovHead, count: int) -> Drafts:
+        """Choose among the candidates that are best without correction."""
+        shape = block.hidden.shape[:2]
+        values, rows = model.best(block.hidden.flatten(0, 1), count)
+        ids = model.tokens_of(rows).unflatten(0, shape)
+        rows = rows.unflatten(0, shape)
+        unary = (values * model.multiplier).unflatten(0, shape)
+        if head.gate_proj is None:
+            edges = model.ops.edges(
+                unary,
+                ids,
+                block.anchor,
+                left=head.markov_w1.weight,
+                right=head.markov_w2.weight,
+                scale=model.multiplier,
+                rows=rows,
+            )
+        else:
+            embedded = head.embed(before(block.anchor, ids))
+            hidden = self._normed(model, block)[:, :, None].expand(-1, -1, ids.shape[2], -1)
+            left = head.gated(hidden, embedded)
+            edges = join(left, head.markov_w2.weight[rows], unary, model.multiplier)
+        if model.logit_softcap is not None:
+            capped = model.ops.gates.softcapped(edges.flatten(0, 2), model.logit_softcap)
+            edges = capped.view(edges.shape)
+        return walk(model.ops, edges, ids, block)
+
+    def _drafts_in_turn(self, model: Backbone, block: BlockRows, head: MarkovHead) -> Drafts:
+        """Choose draft after draft by the corrected logits of all tokens."""
+        shape = block.hidden.shape[:2]
+        x = block.hidden.flatten(0, 1)
+        raw = model.raw_logits(x)
+        left_out = self._left_out(model, raw)
+        raw = raw.unflatten(0, shape)
+        hidden = self._normed(model, block)
+        previous = block.anchor
+        state = hidden.new_zeros(shape[0], head.rank)
+        chosen = list[Drafts]()
+        for k in range(shape[1]):
+            state, vectors = head.step(state, hidden[:, k], head.embed(previous))
+            logits = model.finish_logits(raw[:, k] + model.ops.linear(vectors, head.markov_w2))
+            if left_out is not None:
+                logits = logits.masked_fill(left_out.view(raw.shape)[:, k], -torch.inf)
+            drafts = block.choose(model.spread(logits)[:, None], k)
+            assert drafts.tokens is not None
+            previous = drafts.tokens[:, 0].clamp(min=0)
+            chosen.append(drafts)
+        return concat(chosen)
+
+    def _left_out(self, model: Backbone, raw: Tensor) -> Tensor | None:
+        """Return which tokens are not among the best of raw [R, V'], if others are not chosen."""
+        if self.config.draft_topk is None:
+            return None
+        _, rows = model.ops.best_of(raw, self.config.draft_topk)
+        return torch.ones_like(raw, dtype=torch.bool).scatter_(1, rows, False)
