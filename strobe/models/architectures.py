@@ -4,6 +4,7 @@ format."""
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from strobe.models.families import FAMILIES
 from strobe.models.heads import HEADS, ChecksDrafter
 from strobe.models.model_config import DraftConfig, TargetConfig
 from strobe.models.quantization import methods
+from strobe.models.quantization.methods import read_quantization
 from strobe.models.quantization.published import QUANT_FILE, check_format
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ def load_target_config(directory: Path) -> TargetConfig:
 def read_target_config(path: Path, directory: Path) -> TargetConfig:
     """Read a config that may have another name. directory: of the files that go with it, which
     need not exist. See `load_target_config`."""
-    config = read_json(path)
+    config = with_description(read_json(path), directory)
     method = method_of(config)
     if method is not None:
         hint = "name it as the drafter"
@@ -55,14 +57,7 @@ def read_target_config(path: Path, directory: Path) -> TargetConfig:
         names = [name for name, (model_type, _) in FAMILIES.items() if model_type == kind]
     family = FAMILIES.get(names[0]) if isinstance(names, list) and len(names) == 1 else None
     if family is not None or not (names or kind):
-        description = _quantization(directory)
-        check_format(
-            config,
-            path,
-            hint=methods.HINT,
-            description=description,
-            running=methods.METHODS,
-        )
+        check_format(config, path, hint=methods.HINT, running=methods.METHODS)
     if family is None or family[0] != kind:
         raise ValueError(
             f"{path}: architectures {names!r} with model_type {kind!r} is not a supported target; "
@@ -73,10 +68,18 @@ def read_target_config(path: Path, directory: Path) -> TargetConfig:
     return _family(names[0]).read(fields, directory)
 
 
-def _quantization(directory: Path) -> dict[str, Any] | None:
-    """Read what a checkpoint says of its quantization outside of its config."""
+def with_description(config: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Return the config with the quantization that a checkpoint describes only in ModelOpt's file;
+    unchanged if it describes one itself."""
     path = directory / QUANT_FILE
-    return read_json(path) if path.exists() else None
+    text = config.get("text_config")
+    parts = (config, text if isinstance(text, dict) else {})
+    if any(part.get("quantization_config") for part in parts) or not path.exists():
+        return config
+    values = read_json(path).get("quantization")
+    if not isinstance(values, dict) or not values:
+        return config
+    return {**config, "quantization_config": {"quant_algo": None, **values}}
 
 
 def make_target(config: TargetConfig, max_positions: int) -> Target:
@@ -93,16 +96,10 @@ def load_draft_config(directory: Path, target: Path | None = None) -> DraftConfi
 def read_draft_config(path: Path, directory: Path, target: Path | None = None) -> DraftConfig:
     """Read a config that may have another name; see `read_target_config` and
     `load_draft_config`."""
-    config = read_json(path)
+    config = with_description(read_json(path), directory)
     known = detect(config)
     if known is None or known.runs:
-        check_format(
-            config,
-            path,
-            hint="use the unquantized drafter.",
-            description=_quantization(directory),
-            running=(),
-        )
+        check_format(config, path, hint="use the unquantized drafter.", running=methods.METHODS)
     dialect = dialect_of(config, path)
     if (side := directory / "mask_embedding.pt").exists():
         raise ValueError(
@@ -110,7 +107,9 @@ def read_draft_config(path: Path, directory: Path, target: Path | None = None) -
             "drafter without it."
         )
     module = importlib.import_module(f"strobe.models.config_readers.{READERS[dialect.format]}")
+    values = config.pop("quantization_config", None)
     draft: DraftConfig = module.read(config, path, dialect, target)
     if isinstance(draft.head, ChecksDrafter):
         draft.head.check(draft, path)
-    return draft
+    fields = Fields({"quantization_config": values}, path)
+    return replace(draft, quantization=read_quantization(fields, draft.decoder))

@@ -14,15 +14,15 @@ from strobe.host.mapped_file import MappedFile
 from strobe.hub.files import GGUF_LINK, source_of, weight_files
 from strobe.models.config_readers.tensor_names import own_name
 from strobe.models.quantization.gguf import GGUFFile
-from strobe.models.weight_mapping import FLOATS, WeightPart, copy
+from strobe.models.weight_mapping import FLOATS, Blocks, WeightPart, copy
 
 TORCH = {
     "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U8": torch.uint8, "BOOL": torch.bool,
+    "U8": torch.uint8, "BOOL": torch.bool, "F8_E8M0": torch.uint8,
 }  # fmt: skip
-"""Dtypes by safetensors' names."""
+"""Dtypes by safetensors' names. F8_E8M0 are exponents of scales."""
 
 AT_ONCE = 8 << 20
 """Bytes to copy before their pages are released."""
@@ -94,8 +94,15 @@ class Checkpoint:
             self.dtypes[name] = tensor.dtype
             self._places[name] = file, tensor.stored.start, tensor.stored.end
 
-    def fit(self, name: str, shape: tuple[int, ...], stacked: tuple[int, ...]) -> None:
-        """Check the shape that a module asks for. stacked: see `WeightPart`. Raises ValueError."""
+    def fit(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        stacked: tuple[int, ...],
+        blocks: Blocks | None = None,
+    ) -> None:
+        """Check the shape that a module asks for. stacked, blocks: see `WeightPart`. Raises
+        ValueError."""
         if self.shapes[name] != shape:
             raise ValueError(
                 f"{self.source}: tensor {name} has shape {list(self.shapes[name])}, config.json "

@@ -8,6 +8,7 @@ from typing import Any
 from strobe.attention.mask import LayerMask
 from strobe.kv.states import StateSpec
 from strobe.models.config_readers.rope import RopeConfig
+from strobe.models.quantization.rules import NO_RULES, Rules
 
 
 @dataclass(frozen=True)
@@ -97,10 +98,13 @@ class DecoderConfig:
 @dataclass(frozen=True)
 class Quantization:
     """How a checkpoint stores quantized weights. method: of `quantization.methods`; block: rows and
-    columns of a weight that share a scale."""
+    columns of a weight that share a scale. rules: which modules are quantized, for methods whose
+    modules differ. label: the format's name, as "ModelOpt in NVFP4"."""
 
     method: str
     block: tuple[int, int]
+    rules: Rules = NO_RULES
+    label: str = ""
 
 
 @dataclass(frozen=True)

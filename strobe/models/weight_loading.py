@@ -17,15 +17,15 @@ from strobe.hub.download import display_name
 from strobe.models.architectures import make_target
 from strobe.models.checkpoint import Checkpoint
 from strobe.models.config_readers.draft_vocabulary import load_target_ids
-from strobe.models.config_readers.tensor_names import draft_parts
+from strobe.models.config_readers.tensor_names import draft_parts, has_weight
 from strobe.models.dflash_drafter import DFlash
 from strobe.models.linear import Linear
 from strobe.models.model_config import DraftConfig, TargetConfig
 from strobe.models.modules import Attention, RMSNorm, RotaryTable
 from strobe.models.quantization.fp8 import fp8_copy, hold_rows
-from strobe.models.quantization.methods import apply_quantization
+from strobe.models.quantization.methods import UNUSED, apply_quantization
 from strobe.models.target import EMBEDDING, HEAD, Target
-from strobe.models.weight_mapping import WeightMapping, mapping_of
+from strobe.models.weight_mapping import NO_TENSORS, CheckpointTensors, WeightMapping, mapping_of
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,8 @@ def _check_tensors(module: Target | DFlash, checkpoint: Checkpoint) -> WeightMap
     dtypes = checkpoint.dtypes
     path = checkpoint.source
     mapping = mapping_of(module, shapes)
-    mapping = apply_quantization(module, mapping, dtypes, module.config.quantization)
+    tensors = CheckpointTensors(path, dtypes, shapes)
+    mapping = apply_quantization(module, mapping, tensors, module.config.quantization)
     used = set[str]()
     for part in chain.from_iterable(mapping.values()):
         for name, shape in part.sources.items():
@@ -52,7 +53,7 @@ def _check_tensors(module: Target | DFlash, checkpoint: Checkpoint) -> WeightMap
                 raise ValueError(
                     f"{path}: tensor {name} is missing; download or save the checkpoint again."
                 )
-            checkpoint.fit(name, shape, part.stacked)
+            checkpoint.fit(name, shape, part.stacked, part.blocks.get(name))
             if dtypes[name] not in part.dtypes:
                 raise ValueError(
                     f"{path}: tensor {name} holds {dtypes[name]} values, but only "
@@ -61,7 +62,9 @@ def _check_tensors(module: Target | DFlash, checkpoint: Checkpoint) -> WeightMap
             if name in used:
                 raise RuntimeError(f"{name} would be used twice; this is an error in Strobe.")
             used.add(name)
-    ignored = (*module.skipped, *(n for n in shapes if n.endswith(HARMLESS)))
+    quantization = module.config.quantization
+    harmless = (*HARMLESS, *UNUSED.get(quantization.method, ())) if quantization else HARMLESS
+    ignored = (*module.skipped, *(n for n in shapes if n.endswith(harmless)))
     extra = sorted(n for n in shapes if n not in used and not n.startswith(ignored))
     if extra:
         raise ValueError(
@@ -145,7 +148,7 @@ def _draw_plain(value: Tensor, generator: torch.Generator, *, uniform: bool) -> 
 
 def _quantized_mapping(module: Target | DFlash) -> WeightMapping:
     """Return the mapping of a checkpoint that has all that its config says."""
-    return apply_quantization(module, mapping_of(module), {}, module.config.quantization)
+    return apply_quantization(module, mapping_of(module), NO_TENSORS, module.config.quantization)
 
 
 def _read_tensors(module: Target | DFlash, checkpoint: Checkpoint, options: LoadOptions) -> None:
@@ -192,8 +195,9 @@ def _meta_target(directory: Path, config: TargetConfig, max_positions: int, open
     if open is not None:
         checkpoint = open(directory)
         shapes = checkpoint.shapes
-        if EMBEDDING in shapes and HEAD in shapes:
-            config = replace(config, tie_embeddings=checkpoint.equal(EMBEDDING, HEAD))
+        if EMBEDDING in shapes and has_weight("lm_head", shapes):
+            is_tied = HEAD in shapes and checkpoint.equal(EMBEDDING, HEAD)
+            config = replace(config, tie_embeddings=is_tied)
     if config.tie_embeddings and EMBEDDING not in shapes and HEAD in shapes:
         source = HEAD
     with torch.device("meta"):

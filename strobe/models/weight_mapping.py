@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -26,13 +27,34 @@ def copy(out: Tensor, value: Tensor) -> None:
         out.copy_(value)
 
 
+class Blocks(NamedTuple):
+    """What a grid of scales belongs to: a weight's tensor, and the rows and columns of it that
+    share a scale."""
+
+    weight: str
+    size: tuple[int, int]
+
+
+class CheckpointTensors(NamedTuple):
+    """What a checkpoint says of its tensors before they are read. source: names it in errors."""
+
+    source: object
+    dtypes: Mapping[str, str]
+    shapes: Mapping[str, tuple[int, ...]]
+
+
+NO_TENSORS = CheckpointTensors("", {}, {})
+"""Of a checkpoint that has all that its config says."""
+
+
 class WeightPart(NamedTuple):
     """A part of a parameter, and the checkpoint's tensors that it is made from.
 
     sources: names and required shapes of the tensors. at: index of the part in the parameter. fill:
     writes the part from the tensors, which are on the CPU as stored, in the order of `sources`, and
     valid only during the call. dtypes: allowed dtypes of the tensors. stacked: numbers of outputs
-    of the layers that each tensor stacks, if there are several.
+    of the layers that each tensor stacks, if there are several. blocks: of the sources that are
+    grids of scales, each after its weight.
     """
 
     sources: Mapping[str, tuple[int, ...]]
@@ -40,6 +62,7 @@ class WeightPart(NamedTuple):
     fill: Fill = copy
     dtypes: tuple[str, ...] = FLOATS
     stacked: tuple[int, ...] = ()
+    blocks: Mapping[str, Blocks] = MappingProxyType({})
 
     def under(self, prefix: str) -> WeightPart:
         return self._replace(sources={prefix + n: shape for n, shape in self.sources.items()})

@@ -6,18 +6,15 @@ Only the part is read from the file, unless it is stored in GGUF's quantized for
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from strobe.hub.files import read_json
 from strobe.models.checkpoint import Checkpoint
-from strobe.models.quantization.fp8 import SCALE
-from strobe.models.weight_mapping import WeightPart
+from strobe.models.weight_mapping import Blocks, WeightPart
 
-BY_VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
+BY_VOCABULARY = re.compile(r"(^|\.)(embed_tokens|lm_head)\.\w+$")
 """Tensors whose last part may be smaller."""
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -29,7 +26,7 @@ Pieces = list[tuple[int, int]]
 class ShardedCheckpoint(Checkpoint):
     """The modules' shapes tell which dimension of a tensor is split. A tensor that stacks several
     layers has a part of each. whole_experts: leave out other ranks' experts, if each has tensors of
-    its own. block: rows and columns that share a scale."""
+    its own."""
 
     def __init__(self, directory: Path, rank: int, size: int, *, whole_experts: bool = False):
         super().__init__(directory)
@@ -43,20 +40,21 @@ class ShardedCheckpoint(Checkpoint):
                 if number // part != rank:
                     del self.shapes[name]
         self._pieces: dict[str, dict[int, Pieces]] = {}
-        fields = read_json(directory / "config.json")
-        method = fields.get("quantization_config") or (fields.get("text_config") or {}).get(
-            "quantization_config"
-        )
-        self.block: Sequence[int] = (method or {}).get("weight_block_size") or (1, 1)
 
-    def fit(self, name: str, shape: tuple[int, ...], stacked: tuple[int, ...]) -> None:
+    def fit(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        stacked: tuple[int, ...],
+        blocks: Blocks | None = None,
+    ) -> None:
         stored = self.shapes[name]
         if len(stored) != len(shape):
             super().fit(name, shape, stacked)
         pieces = dict[int, Pieces]()
         for dim, (whole, part) in enumerate(zip(stored, shape, strict=True)):
-            if name.endswith(SCALE):
-                pieces[dim] = self._blocks(name.removesuffix(SCALE), dim, whole)
+            if blocks is not None:
+                pieces[dim] = self._blocks(name, blocks, dim, whole)
             elif whole != part:
                 stacks = stacked if sum(stacked) == part else ()  # of outputs, not of experts
                 pieces[dim] = self._parts(name, whole, part, stacks)
@@ -72,7 +70,7 @@ class ShardedCheckpoint(Checkpoint):
 
     def _parts(self, name: str, whole: int, part: int, stacked: tuple[int, ...]) -> Pieces:
         """Return this rank's pieces of a dimension of size `whole`, `part` in all."""
-        if name.endswith(BY_VOCABULARY):
+        if BY_VOCABULARY.search(name):
             width = -(-whole // self.size)
             if part != min(width, whole - self.rank * width):
                 raise self._misfit(name, whole)
@@ -88,19 +86,19 @@ class ShardedCheckpoint(Checkpoint):
             first += length * self.size // copies
         return pieces
 
-    def _blocks(self, name: str, dim: int, whole: int) -> Pieces:
+    def _blocks(self, name: str, grid: Blocks, dim: int, whole: int) -> Pieces:
         """Return the blocks, `whole` in all, of the pieces of a weight's dimension. Raises
         ValueError if a piece begins or ends within one of several blocks."""
-        pieces = self._pieces[name].get(dim)
+        pieces = self._pieces[grid.weight].get(dim)
         if pieces is None or whole == 1:
             return [(0, whole)]
-        block = self.block[dim - len(self.shapes[name])]
+        block = grid.size[dim - len(self.shapes[name])]
         blocks = Pieces()
         for start, length in pieces:
             first = start // block
             last = (start + length - 1) // block
             if length % block and block % length:  # on one rank or another
-                raise self._misfit(name + SCALE, whole)
+                raise self._misfit(name, whole)
             blocks.append((first, last - first + 1))
         return blocks
 

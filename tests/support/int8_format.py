@@ -7,7 +7,7 @@ knows it.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from strobe.models.config_readers.fields import Fields
 from strobe.models.linear import Linear
 from strobe.models.model_config import DecoderConfig, Quantization
-from strobe.models.weight_mapping import WeightMapping, WeightPart
+from strobe.models.weight_mapping import CheckpointTensors, WeightMapping, WeightPart
 from tests.support.quantized_checkpoints import is_linear
 from tests.support.tiny_checkpoints import edit_json
 
@@ -35,7 +35,7 @@ class Int8:
         self,
         module: nn.Module,
         mapping: WeightMapping,
-        dtypes: Mapping[str, str],
+        tensors: CheckpointTensors,
         quantization: Quantization,
     ) -> WeightMapping:
         mapping = dict(mapping)
@@ -44,7 +44,7 @@ class Int8:
                 continue
             parts = mapping[f"{path}.weight"]
             sources = [name for part in parts for name in part.sources]
-            if not dtypes or all(dtypes.get(name) == "I8" for name in sources):
+            if not tensors.dtypes or all(tensors.dtypes.get(name) == "I8" for name in sources):
                 values = torch.empty_like(linear.weight, dtype=torch.int8)
                 linear.weight = nn.Parameter(values, requires_grad=False)
                 linear.scale = torch.empty(values.shape[:-1], device=values.device)

@@ -399,9 +399,7 @@ def test_reduced_vocabulary_of_flat_and_nested_files(tmp_path: Path):
     [
         ({"quant_method": "awq", "bits": 4}, "AWQ in 4 bits"),
         ({"quant_method": "gptq", "bits": 3}, "GPTQ in 3 bits"),
-        ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "ModelOpt in NVFP4"),
-        ({"quant_algo": "FP8"}, "ModelOpt in FP8 with a scale per tensor"),
+        ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
         ({"quant_method": "later"}, "quant_method 'later'"),
     ],
 )
@@ -414,8 +412,23 @@ def test_quantized_checkpoint_is_rejected_by_its_format(
     path = written(tmp_path, {**QWEN3_8B, "quantization_config": values})
     with pytest.raises(ValueError, match=message):
         load_target_config(path)
+
+
+@pytest.mark.parametrize(
+    ("values", "label"),
+    [
+        ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "ModelOpt in NVFP4"),
+        ({"quant_algo": "FP8"}, "ModelOpt in FP8 with a scale per tensor"),
+    ],
+)
+def test_quantization_of_drafters_is_read(tmp_path: Path, values: dict[str, Any], label: str):
+    config = read(tmp_path, FLAT, quantization_config=values)
+    assert config.quantization is not None
+    assert config.quantization.label == label
     quant = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
     written(tmp_path, quant, "hf_quant_config.json")
     written(tmp_path, FLAT)
-    with pytest.raises(ValueError, match="quantized by ModelOpt in NVFP4"):
-        load_draft_config(tmp_path)
+    config = load_draft_config(tmp_path)
+    assert config.quantization is not None
+    assert config.quantization.label == "ModelOpt in NVFP4"

@@ -281,8 +281,8 @@ def test_mismatched_scales_are_named(
     ("changes", "message"),
     [
         (
-            {"quant_method": "compressed-tensors"},
-            "quantized by compressed-tensors, which is not supported",
+            {"quant_method": "bitsandbytes"},
+            "quantized by bitsandbytes, which is not supported",
         ),
         ({"activation_scheme": "static"}, "activation_scheme is 'static'"),
         ({"fmt": "e5m2"}, "fmt is 'e5m2'"),

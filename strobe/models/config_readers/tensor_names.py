@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from strobe.models.model_config import DraftConfig
@@ -32,6 +32,16 @@ def own_name(key: str) -> str:
     return ALIASES.get(alias, "") + name.removeprefix(alias)
 
 
+def has_weight(module: str, names: Collection[str]) -> bool:
+    """Whether a checkpoint with tensors of these names has the module's weight, in any format."""
+    return any(f"{module}.{leaf}" in names for leaf in ("weight", "weight_packed", "qweight"))
+
+
+def names_in_files(name: str) -> tuple[str, ...]:
+    """Return the names that a module may have in a file or a config; see `own_name`."""
+    return (name, *(prefix + name for prefix in PREFIXES))
+
+
 def draft_parts(
     shapes: Mapping[str, tuple[int, ...]] | None, config: DraftConfig, directory: Path
 ) -> tuple[set[str], tuple[str, ...]]:
@@ -43,7 +53,7 @@ def draft_parts(
         own_names = {"embed_tokens", "lm_head"}
     if shapes is None:
         return own_names, ()
-    own_names |= {part for part in ("embed_tokens", "lm_head") if f"{part}.weight" in shapes}
+    own_names |= {part for part in ("embed_tokens", "lm_head") if has_weight(part, shapes)}
     _check_features(shapes, config, directory)
     if config.draft_vocab_size is None:
         return own_names, VOCABULARY[1:]
@@ -62,7 +72,8 @@ def _check_features(
     count = len(config.capture)
     size = config.target_hidden_size or config.decoder.hidden_size
     fc = shapes.get("fc.weight", (0,))
-    if len(fc) == 2 and fc[1] != count * size:
+    is_packed = "fc.weight_scale_2" in shapes  # two values a byte
+    if len(fc) == 2 and fc[1] * (1 + is_packed) != count * size:
         raise ValueError(
             f"{directory}: tensor fc.weight reads {fc[1]} values per token, but "
             f"{config.capture_ids_key} {list(config.capture_ids)} names {count} layers of "

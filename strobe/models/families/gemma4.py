@@ -53,6 +53,8 @@ ROPES: dict[str, dict[str, Any]] = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
 """Defaults of rope_parameters."""
+QUANTIZED = ("compressed-tensors", "modelopt")
+"""Methods whose weights are dequantized while loading."""
 UNQUANTIZED = "use the unquantized checkpoint."
 PATTERN = 6
 """By default, one in so many layers is full."""
@@ -180,8 +182,8 @@ def refuse_unsupported(fields: Fields) -> None:
     fields.get("vocab_size_per_layer_input")  # of those embeddings
     fields.only("num_kv_shared_layers", 0, why=f"layers cannot share keys and values; {hint}")
     fields.only("use_double_wide_mlp", False, why=f"no layer shares keys and values; {hint}")
-    values = fields.object("quantization_config")
-    check_format({"quantization_config": values}, fields.path, hint=UNQUANTIZED, running=())
+    config = {"quantization_config": fields.object("quantization_config")}
+    check_format(config, fields.path, hint=UNQUANTIZED, running=QUANTIZED)
 
 
 def read(fields: Fields, directory: Path) -> TargetConfig:

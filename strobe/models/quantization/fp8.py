@@ -21,7 +21,15 @@ from strobe.models.config_readers.fields import HINT, Fields
 from strobe.models.linear import Linear, LinearView
 from strobe.models.model_config import DecoderConfig, Quantization
 from strobe.models.quantization.held import fill_bytes, hold, scale_at
-from strobe.models.weight_mapping import FLOATS, Fill, WeightMapping, WeightPart, copy
+from strobe.models.weight_mapping import (
+    FLOATS,
+    Blocks,
+    CheckpointTensors,
+    Fill,
+    WeightMapping,
+    WeightPart,
+    copy,
+)
 
 STORED = "F8_E4M3"
 HINT_OTHER = "use a checkpoint in FP8 with scales by blocks, or an unquantized one."
@@ -41,19 +49,19 @@ def read(fields: Fields, decoder: DecoderConfig) -> Quantization:
             f"{HINT_OTHER if block is None else HINT}"
         )
     fields.finish(("modules_to_not_convert", "ignored_layers", "scale_fmt"))
-    return Quantization("fp8", (block[0], block[1]))
+    return Quantization(method="fp8", block=(block[0], block[1]))
 
 
 def apply(
     module: nn.Module,
     mapping: WeightMapping,
-    dtypes: Mapping[str, str],
+    tensors: CheckpointTensors,
     quantization: Quantization,
 ) -> WeightMapping:
     """Hold experts in FP8, and dequantize other FP8 tensors when they are read. A linear layer is
-    held in FP8 only if all its tensors are stored in FP8, which is assumed without `dtypes`."""
+    held in FP8 only if all its tensors are stored in FP8, which is assumed without `tensors`."""
     every = chain.from_iterable(part.sources for parts in mapping.values() for part in parts)
-    dtypes = dtypes or dict.fromkeys(every, STORED)
+    dtypes = tensors.dtypes or dict.fromkeys(every, STORED)
     add_scales = partial(_with_scales, dtypes=dtypes, block=quantization.block)
     scaled = {name: [add_scales(part) for part in parts] for name, parts in mapping.items()}
     for path, linear in module.named_modules():
@@ -96,7 +104,9 @@ def _hold_blocks(
         fill = partial(_fill_scales, rows=block[0])
         values.append(part._replace(fill=_fill_bytes, dtypes=(STORED,)))
         at = scale_at(part.at)
-        scales.append(part._replace(sources={name + SCALE: shape}, at=at, fill=fill))
+        blocks = {name + SCALE: Blocks(name, block)}
+        scale_sources = {name + SCALE: shape}
+        scales.append(part._replace(sources=scale_sources, at=at, fill=fill, blocks=blocks))
     hold(
         linear,
         experts_format(quantization, inputs),
@@ -124,14 +134,16 @@ def _with_scales(
     if not any(stored):
         return part
     sources = dict(part.sources)
+    grids = dict[str, Blocks]()
     for (name, shape), scaled in zip(part.sources.items(), stored, strict=True):
         if scaled:
             blocks = [
                 -(-size // block_size) for size, block_size in zip(shape[-2:], block, strict=True)
             ]
             sources[name + SCALE] = (*shape[:-2], *blocks)
+            grids[name + SCALE] = Blocks(name, block)
     fill = partial(_fill, fill=part.fill, stored=stored, block=block)
-    return part._replace(sources=sources, fill=fill, dtypes=(*FLOATS, STORED))
+    return part._replace(sources=sources, fill=fill, dtypes=(*FLOATS, STORED), blocks=grids)
 
 
 def _fill(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
 from typing import Protocol
 
 from torch import nn
@@ -10,9 +10,9 @@ from torch import nn
 from strobe.models.config_readers.fields import Fields
 from strobe.models.linear import Format
 from strobe.models.model_config import DecoderConfig, Quantization
-from strobe.models.quantization import fp8, mxfp4
-from strobe.models.quantization.published import check_format
-from strobe.models.weight_mapping import WeightMapping
+from strobe.models.quantization import compressed_tensors, forms, fp8, modelopt, mxfp4
+from strobe.models.quantization.published import check_format, format_name, method_name
+from strobe.models.weight_mapping import CheckpointTensors, WeightMapping
 
 
 class Method(Protocol):
@@ -26,16 +26,17 @@ class Method(Protocol):
         self,
         module: nn.Module,
         mapping: WeightMapping,
-        dtypes: Mapping[str, str],
+        tensors: CheckpointTensors,
         quantization: Quantization,
     ) -> WeightMapping:
         """Return the mapping to the checkpoint's quantized tensors, and set the formats of the
-        module's linear layers. mapping: of the same module, unquantized; dtypes: of the
-        checkpoint's tensors."""
+        module's linear layers. mapping: of the same module, unquantized; tensors: the
+        checkpoint's."""
         ...
 
-    def experts_format(self, quantization: Quantization, inputs: int) -> Format:
-        """Return the format in which experts with so many inputs are held."""
+    def experts_format(self, quantization: Quantization, inputs: int) -> Format | None:
+        """Return the format in which experts with so many inputs are held; None if they are
+        dequantized."""
         ...
 
     def describe(self, quantization: Quantization, decoder: DecoderConfig) -> str:
@@ -43,8 +44,20 @@ class Method(Protocol):
         ...
 
 
-METHODS: dict[str, Method] = {"fp8": fp8, "mxfp4": mxfp4}
-HINT = "use a checkpoint in FP8 with scales by blocks, experts in MXFP4, or an unquantized one."
+METHODS: dict[str, Method] = {
+    "compressed-tensors": compressed_tensors,
+    "fp8": fp8,
+    "modelopt": modelopt,
+    "mxfp4": mxfp4,
+}
+HINT = (
+    "use a checkpoint of compressed-tensors, of ModelOpt in FP8 or NVFP4, in FP8 with scales by "
+    "blocks, with experts in MXFP4, or an unquantized one."
+)
+
+
+UNUSED = {"compressed-tensors": forms.UNUSED, "modelopt": forms.UNUSED}
+"""Suffixes of tensors that loading leaves out, by method."""
 
 
 def read_quantization(fields: Fields, decoder: DecoderConfig) -> Quantization | None:
@@ -52,25 +65,28 @@ def read_quantization(fields: Fields, decoder: DecoderConfig) -> Quantization | 
     values = fields.object("quantization_config")
     if not values:
         return None
-    check_format({"quantization_config": values}, fields.path, hint=HINT, running=METHODS)
+    config = {"quantization_config": values}
+    check_format(config, fields.path, hint=HINT, running=METHODS)
     inner = Fields(values, fields.path)
-    return METHODS[str(inner.get("quant_method"))].read(inner, decoder)
+    inner.get("quant_method")
+    quantization = METHODS[method_name(values)].read(inner, decoder)
+    return replace(quantization, label=format_name(config) or "")
 
 
 def apply_quantization(
     module: nn.Module,
     mapping: WeightMapping,
-    dtypes: Mapping[str, str],
+    tensors: CheckpointTensors,
     quantization: Quantization | None,
 ) -> WeightMapping:
     """Apply the method of `quantization`; return the mapping unchanged if it is None."""
     if quantization is None:
         return mapping
-    return METHODS[quantization.method].apply(module, mapping, dtypes, quantization)
+    return METHODS[quantization.method].apply(module, mapping, tensors, quantization)
 
 
-def experts_format(quantization: Quantization, decoder: DecoderConfig) -> Format:
-    """Return the format in which experts are held."""
+def experts_format(quantization: Quantization, decoder: DecoderConfig) -> Format | None:
+    """Return the format in which experts are held; None if they are dequantized."""
     return METHODS[quantization.method].experts_format(quantization, decoder.hidden_size)
 
 

@@ -6,7 +6,6 @@ Format: OCP Microscaling Formats (MX) specification 1.0, E2M1 values with E8M0 s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +16,7 @@ from strobe.models.config_readers.fields import HINT, Fields
 from strobe.models.linear import Linear
 from strobe.models.model_config import DecoderConfig, Quantization
 from strobe.models.quantization.held import fill_bytes, hold, scale_at
-from strobe.models.weight_mapping import Fill, WeightMapping, WeightPart
+from strobe.models.weight_mapping import CheckpointTensors, Fill, WeightMapping, WeightPart
 
 BLOCK = 32
 """Values that share a scale."""
@@ -46,7 +45,7 @@ def read(fields: Fields, decoder: DecoderConfig) -> Quantization:
                 f"{fields.path}: a size of {size} does not divide into MXFP4's blocks of {BLOCK}; "
                 f"{HINT}"
             )
-    return Quantization("mxfp4", (1, BLOCK))
+    return Quantization(method="mxfp4", block=(1, BLOCK))
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ def describe(quantization: Quantization, decoder: DecoderConfig) -> str:
 def apply(
     module: nn.Module,
     mapping: WeightMapping,
-    dtypes: Mapping[str, str],
+    tensors: CheckpointTensors,
     quantization: Quantization,
 ) -> WeightMapping:
     """Hold experts' weights in MXFP4. X is stored as X_blocks and X_scales."""

@@ -66,14 +66,18 @@ def check_format(
 
 
 def _name(values: dict[str, Any], running: Collection[str]) -> str | None:
-    method = values.get("quant_method")
-    if "quant_algo" in values:  # ModelOpt's files, some of which name another method or none
-        method = "modelopt"
+    method = method_name(values)
     if method in running:
         return None
-    name = _PRODUCERS.get(str(method), f"quant_method {method!r}")
+    name = _PRODUCERS.get(method, f"quant_method {values.get('quant_method')!r}")
     kinds = _modelopt_kinds(values) if method == "modelopt" else _kinds(values)
     return f"{name} in {' and '.join(kinds)}" if kinds else name
+
+
+def method_name(values: dict[str, Any]) -> str:
+    """Return the method of a quantization_config. ModelOpt's files name another one or none in
+    some checkpoints."""
+    return "modelopt" if "quant_algo" in values else str(values.get("quant_method"))
 
 
 def _modelopt_kinds(values: dict[str, Any]) -> list[str]:

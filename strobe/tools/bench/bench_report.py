@@ -45,7 +45,8 @@ def shapes_of(resolved: ResolvedConfig) -> Shapes:
     stored = resolved.target.quantization
     experts = None
     if stored is not None:
-        experts = experts_format(stored, resolved.target.decoder).bits_per_value / 8
+        held = experts_format(stored, resolved.target.decoder)
+        experts = None if held is None else held.bits_per_value / 8
     widths = Widths(linear=linear, head=head, rest=dtype.itemsize, kv=kv, experts=experts)
     return Shapes(target=resolved.target, draft=draft, rows=rows, widths=widths)
 

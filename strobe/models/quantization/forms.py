@@ -1,0 +1,262 @@
+"""Quantized weights of checkpoints, told by their tensors and the dtypes of these.
+
+A weight `X.weight` is stored as tensors `X.*`. Legend: N outputs, K inputs, G groups of inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from strobe.models.quantization.grouped import (
+    GridWeight,
+    GroupWeight,
+    StoredWeight,
+    powers_of_two,
+    unpacked,
+)
+from strobe.models.quantization.rules import FP8, MXFP4, MXFP8, NVFP4, Scheme
+from strobe.models.weight_mapping import FLOATS, Blocks, CheckpointTensors
+
+Shape = tuple[int, ...]
+EXPONENTS = ("U8", "F8_E8M0")
+"""Dtypes of scales that are powers of two."""
+BITS = (4, 8, 2)
+"""Of codes that do not cross bytes."""
+BLOCKS = (128, 32, 64, 16, 256)
+"""Sizes of blocks, the most usual first, of which a grid of scales says only the number."""
+UNUSED = (
+    ".input_scale", ".input_global_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale",
+)  # fmt: skip
+"""Suffixes of scales of activations and of keys and values, which stay in the engine's dtype."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """How one weight is stored. sources: its tensors with the shapes that the module needs. read:
+    makes the weight from them, in this order, on a device. blocks: see `WeightPart`."""
+
+    scheme: Scheme
+    sources: dict[str, Shape]
+    read: Callable[[Sequence[Tensor]], StoredWeight]
+    blocks: Mapping[str, Blocks] = field(default_factory=dict[str, Blocks])
+
+
+def form_of(
+    name: str, shape: Shape, tensors: CheckpointTensors, declared: Scheme | None
+) -> Form | None:
+    """Return the form of a weight whose name and shape the module asks for; None if it is not
+    quantized. declared: by the config. Raises ValueError for a form that is not supported."""
+    stem = name.removesuffix(".weight")
+    if stem == name or len(shape) != 2:
+        return None
+    weight = _Weight(stem=stem, shape=shape, tensors=tensors, declared=declared)
+    if weight.dtype("weight_g_idx") is not None:
+        raise weight.error(
+            "weight_g_idx", "orders its groups by activations, which is not supported"
+        )
+    packed = weight.dtype("weight_packed")
+    if packed == "I32":
+        return _packed_integers(weight)
+    if packed == "U8":
+        return _packed_floats(weight, "weight_packed", "weight_global_scale", is_divisor=True)
+    if packed is not None:
+        raise weight.error("weight_packed", f"holds {packed} values, but must hold I32 or U8")
+    dtype = weight.dtype("weight")
+    if dtype == "U8":
+        return _packed_floats(weight, "weight", "weight_scale_2", is_divisor=False)
+    if dtype in ("F8_E4M3", "I8"):
+        return _grid(weight, FP8 if dtype == "F8_E4M3" else Scheme(kind="int", bits=8))
+    return None
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A weight of the module and the checkpoint's tensors for it."""
+
+    stem: str
+    shape: Shape
+    tensors: CheckpointTensors
+    declared: Scheme | None
+
+    def dtype(self, leaf: str) -> str | None:
+        return self.tensors.dtypes.get(f"{self.stem}.{leaf}")
+
+    def stored(self, leaf: str) -> Shape:
+        return self.tensors.shapes[f"{self.stem}.{leaf}"]
+
+    def error(self, leaf: str, problem: str) -> ValueError:
+        name = f"{self.stem}.{leaf}"
+        return ValueError(
+            f"{self.tensors.source}: tensor {name} {problem}; use another checkpoint of the model."
+        )
+
+    def need(self, leaf: str, dtypes: Sequence[str]) -> None:
+        """Raises ValueError unless the checkpoint has the tensor in one of the dtypes."""
+        dtype = self.dtype(leaf)
+        if dtype is None:
+            raise ValueError(
+                f"{self.tensors.source}: tensor {self.stem}.{leaf} is missing; download or save "
+                "the checkpoint again."
+            )
+        if dtype not in dtypes:
+            raise self.error(leaf, f"holds {dtype} values, but must hold {' or '.join(dtypes)}")
+
+    def group(self, inputs: int) -> int:
+        """Return the number of inputs that share a scale. inputs: of the whole weight."""
+        shape = self.stored("weight_scale")
+        if len(shape) != 2 or not shape[1] or inputs % shape[1]:
+            raise self.error(
+                "weight_scale", f"has shape {list(shape)}, which does not divide {inputs} inputs"
+            )
+        return inputs // shape[1]
+
+    def sources(self, **shapes: Shape) -> dict[str, Shape]:
+        return {f"{self.stem}.{leaf}": shape for leaf, shape in shapes.items()}
+
+
+def _packed_integers(weight: _Weight) -> Form:
+    """compressed-tensors' pack-quantized: words of 32 bits, codes offset to be positive."""
+    outputs, inputs = weight.shape
+    width = weight.stored("weight_packed")[-1]
+    declared = weight.declared
+    bits = declared.bits if declared else None
+    if bits is None:
+        bits = next((b for b in BITS if -(-inputs * b // 32) == width), None)
+    if bits not in BITS:
+        raise weight.error("weight_packed", f"has codes of {bits} bits, which is not supported")
+    weight.need("weight_scale", FLOATS)
+    whole = inputs if -(-inputs * bits // 32) == width else width * 32 // bits
+    group = weight.group(whole)
+    groups = -(-inputs // group)
+    sources = weight.sources(
+        weight_packed=(outputs, -(-inputs * bits // 32)),
+        weight_scale=(outputs, groups),
+    )
+    has_zero = weight.dtype("weight_zero_point") is not None
+    if has_zero or (declared is not None and declared.asymmetric):
+        weight.need("weight_zero_point", ["I32"])
+        sources |= weight.sources(weight_zero_point=(-(-outputs * bits // 32), groups))
+    if weight.dtype("weight_shape") is not None:
+        weight.need("weight_shape", ["I64", "I32"])
+        sources |= weight.sources(weight_shape=(2,))
+
+    def read(tensors: Sequence[Tensor]) -> GroupWeight:
+        by_name = dict(zip(sources, tensors, strict=True))
+        size = by_name.get(f"{weight.stem}.weight_shape")
+        if size is not None and size.tolist() != [weight.stored("weight_packed")[0], whole]:
+            raise weight.error("weight_shape", f"says {size.tolist()}, but the weight is not so")
+        zero = by_name.get(f"{weight.stem}.weight_zero_point")
+        if zero is not None:  # packed along N
+            words = zero.t().contiguous()
+            zero = unpacked(as_bytes(words), bits)[:, :outputs].t()
+        return GroupWeight(
+            codes=as_bytes(tensors[0]),
+            scale=tensors[1],
+            bits=bits,
+            group=group,
+            inputs=inputs,
+            zero=zero,
+        )
+
+    scheme = Scheme(
+        kind="int", bits=bits, group=group if group < whole else None, asymmetric=has_zero
+    )
+    return Form(scheme=scheme, sources=sources, read=read)
+
+
+def _packed_floats(weight: _Weight, codes: str, global_scale: str, *, is_divisor: bool) -> Form:
+    """E2M1 values, two a byte: NVFP4 with scales in e4m3 and a global one, or MXFP4."""
+    outputs, inputs = weight.shape
+    weight.need("weight_scale", ("F8_E4M3", *EXPONENTS))
+    is_nvfp4 = weight.dtype("weight_scale") == "F8_E4M3"
+    group = weight.group(weight.stored(codes)[-1] * 2)
+    scheme = NVFP4 if is_nvfp4 else MXFP4
+    if group != scheme.group:
+        raise weight.error(
+            "weight_scale", f"has groups of {group}, but {scheme} has groups of {scheme.group}"
+        )
+    shapes: dict[str, Shape] = {
+        codes: (outputs, inputs // 2),
+        "weight_scale": (outputs, inputs // group),
+    }
+    if is_nvfp4:
+        weight.need(global_scale, ["F32"])
+        shapes[global_scale] = weight.stored(global_scale)
+
+    def read(tensors: Sequence[Tensor]) -> GroupWeight:
+        return GroupWeight(
+            codes=tensors[0],
+            scale=tensors[1] if is_nvfp4 else powers_of_two(tensors[1]),
+            bits=4,
+            group=group,
+            inputs=inputs,
+            global_scale=tensors[2].float() if is_nvfp4 else None,
+            is_divisor=is_divisor,
+            is_float=True,
+        )
+
+    return Form(scheme=scheme, sources=weight.sources(**shapes), read=read)
+
+
+def _grid(weight: _Weight, scheme: Scheme) -> Form:
+    """Values of 8 bits: a scale per weight, row or block, or in MXFP8 per 32 values of a row."""
+    outputs, inputs = weight.shape
+    leaf = "weight_scale"
+    if weight.dtype("weight_scale_inv") is not None:
+        leaf = "weight_scale_inv"
+    weight.need(leaf, (*FLOATS, *EXPONENTS))
+    is_exponent = weight.dtype(leaf) in EXPONENTS
+    shape = weight.stored(leaf)
+    whole = weight.stored("weight")
+    blocks: dict[str, Blocks] = {}
+    if all(size == 1 for size in shape):
+        block = (outputs, inputs)
+        wanted = shape
+    elif shape in ((whole[0],), (whole[0], 1)):
+        block = (1, inputs)
+        wanted = (outputs, *shape[1:])
+    elif is_exponent and shape == (whole[0], -(-whole[1] // 32)):
+        block = (1, 32)
+        wanted = (outputs, -(-inputs // 32))
+        scheme = MXFP8
+    else:
+        declared = weight.declared
+        block = _block(whole, shape, declared.block if declared else None)
+        if block is None:
+            raise weight.error(leaf, f"has shape {list(shape)} for a weight of {list(whole)}")
+        wanted = (-(-outputs // block[0]), -(-inputs // block[1]))
+        blocks[f"{weight.stem}.{leaf}"] = Blocks(f"{weight.stem}.weight", block)
+    shapes: dict[str, Shape] = {"weight": weight.shape, leaf: wanted}
+    if scheme.kind == "int" and weight.dtype("weight_zero_point") is not None:
+        weight.need("weight_zero_point", ["I8"])
+        shapes["weight_zero_point"] = wanted
+
+    def read(tensors: Sequence[Tensor]) -> GridWeight:
+        scale = powers_of_two(tensors[1]) if is_exponent else tensors[1]
+        columns = scale.shape[-1] if scale.ndim == 2 else 1
+        zero = tensors[2].reshape(-1, columns) if len(tensors) > 2 else None
+        scale = scale.reshape(-1, columns)
+        return GridWeight(values=tensors[0], scale=scale, block=block, zero=zero)
+
+    return Form(scheme=scheme, sources=weight.sources(**shapes), read=read, blocks=blocks)
+
+
+def _block(weight: Shape, scale: Shape, declared: tuple[int, int] | None) -> tuple[int, int] | None:
+    """Return the rows and columns that share a scale; None if the shapes do not fit."""
+    if len(scale) != 2:
+        return None
+    sizes = list[int]()
+    for dim, (size, count) in enumerate(zip(weight, scale, strict=True)):
+        known = (declared[dim],) if declared else ()
+        fits = [b for b in (*known, *BLOCKS) if -(-size // b) == count]
+        sizes.append(size if count == 1 and not fits else next(iter(fits), 0))
+    return (sizes[0], sizes[1]) if all(sizes) else None
+
+
+def as_bytes(words: Tensor) -> Tensor:
+    """words [N, W] int32 -> [N, 4 W] uint8, the low byte first."""
+    return words.contiguous().view(torch.uint8)

@@ -1,0 +1,142 @@
+"""Weights in the forms that all formats of checkpoints are brought into, and their values.
+
+Legend: N outputs, K inputs, G groups of inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Sizes of the 4-bit floating-point values 0 to 7; 8 to 15 are their negatives."""
+_ROWS = 1024
+"""Rows at a time: values are computed in float32."""
+
+
+class StoredWeight(Protocol):
+    """A quantized weight [N, K]."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    def scales(self) -> tuple[Tensor, ...]:
+        """All that its values are multiplied or divided by."""
+        ...
+
+    def rows(self, first: int, last: int) -> Tensor:
+        """Return the values of rows first to last - 1 in float32."""
+        ...
+
+
+@dataclass(frozen=True)
+class GroupWeight:
+    """Codes of 2, 4 or 8 bits with a scale per group of inputs.
+
+    codes: [N, K * bits / 8] uint8, packed along K, the first in the low bits. scale: [N, G]. zero:
+    [N, G], subtracted from the codes; None for the middle of their range. global_scale: a factor
+    of all values, or with `is_divisor` their divisor. is_float: codes of 4 bits are E2M1.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    bits: int
+    group: int
+    inputs: int
+    zero: Tensor | None = None
+    global_scale: Tensor | None = None
+    is_divisor: bool = False
+    is_float: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """See `StoredWeight`."""
+        return len(self.codes), self.inputs
+
+    @property
+    def scales(self) -> tuple[Tensor, ...]:
+        """See `StoredWeight`."""
+        return (self.scale,) if self.global_scale is None else (self.scale, self.global_scale)
+
+    def rows(self, first: int, last: int) -> Tensor:
+        """See `StoredWeight`."""
+        codes = unpacked(self.codes[first:last], self.bits)[:, : self.inputs]
+        values = _e2m1(codes.device)[codes.int()] if self.is_float else codes.float()
+        if self.zero is not None:
+            values -= self._by_value(self.zero[first:last].float())
+        elif not self.is_float:
+            values -= 2 ** (self.bits - 1)
+        values *= self._by_value(self.scale[first:last].float())
+        if self.global_scale is None:
+            return values
+        return values / self.global_scale if self.is_divisor else values * self.global_scale
+
+    def _by_value(self, by_group: Tensor) -> Tensor:
+        return by_group.repeat_interleave(self.group, 1)[:, : self.inputs]
+
+
+@dataclass(frozen=True)
+class GridWeight:
+    """Values of 8 bits with a grid of scales.
+
+    values: [N, K] e4m3 or int8. scale: [N / block[0], K / block[1]]. zero: of the scale's shape,
+    subtracted from the values.
+    """
+
+    values: Tensor
+    scale: Tensor
+    block: tuple[int, int]
+    zero: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """See `StoredWeight`."""
+        outputs, inputs = self.values.shape
+        return outputs, inputs
+
+    @property
+    def scales(self) -> tuple[Tensor, ...]:
+        """See `StoredWeight`."""
+        return (self.scale,)
+
+    def rows(self, first: int, last: int) -> Tensor:
+        """See `StoredWeight`."""
+        values = self.values[first:last].float()
+        if self.zero is not None:
+            values -= self._by_value(self.zero, first, last)
+        return values.mul_(self._by_value(self.scale, first, last))
+
+    def _by_value(self, grid: Tensor, first: int, last: int) -> Tensor:
+        index = torch.arange(first, last, device=grid.device) // self.block[0]
+        by_row = grid.float()[index]
+        return by_row.repeat_interleave(self.block[1], 1)[:, : self.values.shape[1]]
+
+
+@cache
+def _e2m1(device: torch.device) -> Tensor:
+    return torch.tensor((*E2M1, *(-size for size in E2M1)), device=device)
+
+
+def unpacked(packed: Tensor, bits: int) -> Tensor:
+    """packed [N, bytes] uint8, the first code in the low bits -> codes [N, bytes * 8 / bits]."""
+    shifts = range(0, 8, bits)
+    codes = [packed >> shift & (1 << bits) - 1 for shift in shifts]
+    return codes[0] if len(codes) == 1 else torch.stack(codes, -1).flatten(1)
+
+
+def powers_of_two(exponents: Tensor) -> Tensor:
+    """Scales in E8M0, exponents plus 127 -> float32."""
+    ones = torch.ones(exponents.shape, device=exponents.device)
+    return torch.ldexp(ones, exponents.view(torch.uint8).int() - 127)
+
+
+def fill_dequantized(out: Tensor, weight: StoredWeight) -> None:
+    """Write a weight's values to out [N, K], rounded once to its dtype."""
+    for first in range(0, len(out), _ROWS):
+        last = min(first + _ROWS, len(out))
+        out[first:last].copy_(weight.rows(first, last))
