@@ -1,0 +1,131 @@
+"""Quantized targets, heads and drafters, alone and on several ranks: they are their dequantized
+copies."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from strobe.config import EngineConfig
+from strobe.models.architectures import load_draft_config, load_target_config
+from strobe.models.weight_loading import load_draft, load_target
+from strobe.parallel.split import Split
+from strobe.sampling_params import SamplingParams
+from tests.support.draft_heads import to_dflash2
+from tests.support.engine_runs import make_engine, run
+from tests.support.stored_weights import FORMATS, store
+from tests.support.target_families import FAMILIES
+from tests.support.tiny_checkpoints import make_draft, make_target
+
+PLAIN = re.compile(r"embed_tokens|codebook|norm")
+"""Names of tensors that stay unquantized."""
+LINEAR = ("_proj.weight", "in_proj_qkv.weight", "in_proj_z.weight")
+RECORDED = Path(__file__).parents[1] / "recorded"
+NAMES = sorted(path.name for path in RECORDED.iterdir() if (path / "config.json").exists())
+OPTIONS: dict[str, Any] = {
+    "max_positions": 16,
+    "dtype": torch.float32,
+    "device": torch.device("cpu"),
+}
+
+
+def is_stored(name: str) -> bool:
+    return name.endswith(".weight") and not PLAIN.search(name)
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a quantized target and drafter, and copies of the same values."""
+    path = tmp_path_factory.mktemp(request.param)
+    make_target(path / "target")
+    to_dflash2(make_draft(path / "plain dflash"), path / "draft")
+    for name in ("target", "draft"):
+        store(path / name, path / f"dense {name}", request.param, is_stored)
+    return path
+
+
+def check_equal(actual: nn.Module, expected: nn.Module) -> None:
+    parameters = dict(expected.named_parameters())
+    assert parameters.keys() == dict(actual.named_parameters()).keys()
+    for name, parameter in actual.named_parameters():
+        torch.testing.assert_close(parameter, parameters[name], atol=0, rtol=3e-7, msg=name)
+
+
+def test_weights_are_those_of_the_dequantized_copy(pair: Path):
+    targets = [
+        load_target(path, load_target_config(path), **OPTIONS)
+        for path in (pair / "target", pair / "dense target")
+    ]
+    check_equal(targets[0], targets[1])
+    drafts = [
+        load_draft(path, load_draft_config(path, pair / "target"), targets[1], **OPTIONS)
+        for path in (pair / "draft", pair / "dense draft")
+    ]
+    check_equal(drafts[0], drafts[1])
+    assert drafts[0].config.quantization is not None
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3_moe", "gemma4", "gemma4 with experts", "qwen3_5_moe"]
+)
+def test_layers_of_each_family_take_quantized_weights(tmp_path: Path, family: str):
+    make, changes = FAMILIES[family]
+    make(tmp_path / "target", **changes)
+    store(tmp_path / "target", tmp_path / "dense", "FP8", lambda name: name.endswith(LINEAR))
+    targets = [
+        load_target(path, load_target_config(path), **OPTIONS)
+        for path in (tmp_path / "target", tmp_path / "dense")
+    ]
+    check_equal(targets[0], targets[1])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_over_a_quantized_head_change_no_answer(pair: Path, temperature: float):
+    params = SamplingParams(temperature=temperature, seed=3, max_tokens=12, ignore_eos=True)
+    answers = list[Any]()
+    verified = list[int]()
+    for target, draft in (
+        ("dense target", None),
+        ("target", None),
+        ("target", "draft"),
+        ("dense target", "dense draft"),
+    ):
+        engine = make_engine(
+            EngineConfig(
+                target=str(pair / target),
+                draft=None if draft is None else str(pair / draft),
+                device="cpu",
+                dtype="float32",
+                weight_dtype="float32",
+            )
+        )
+        answers.append(run(engine, [[5, 1, 60, 2, 9], [7] * 11], params))
+        verified.append(engine.stats.draft_counts.num_verified)
+    assert answers[0] == answers[1] == answers[2] == answers[3]
+    assert verified[2] == verified[3] > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ranks_hold_parts_of_the_dequantized_weights(name: str):
+    path = RECORDED / name
+    config = load_target_config(path)
+    whole = load_target(path, config, **OPTIONS)
+    parts = list[Any]()
+    for rank in range(2):
+        split = Split(rank=rank, size=2, draft_size=2)
+        own, _ = split.split(config, None)
+        parts.append(load_target(path, own, **OPTIONS, open=split.opener("auto")))
+    for layer, first, second in zip(whole.layers, parts[0].layers, parts[1].layers, strict=True):
+        for linear, dim in (("self_attn.o_proj", 1), ("mlp.down_proj", 1)):
+            halves = [part.get_submodule(linear).weight for part in (first, second)]
+            assert torch.equal(torch.cat(halves, dim), layer.get_submodule(linear).weight)
+        halves = [part.mlp.gate_up_proj.weight.unflatten(0, (2, -1)) for part in (first, second)]
+        fused = layer.get_submodule("mlp.gate_up_proj").weight
+        assert torch.equal(torch.cat(halves, 1).flatten(0, 1), fused)
+    heads = [part.lm_head.weight for part in parts]
+    assert torch.equal(torch.cat(heads), whole.lm_head.weight)
