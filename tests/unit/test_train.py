@@ -9,7 +9,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -671,7 +671,10 @@ def test_command_trains_resumes_and_writes_a_drafter(
         train(replace(run, resume=True, seed=1))
 
 
-def test_engine_acceptance_equals_the_walks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("head", ["dflash", "dflash2", "dspark"])
+def test_engine_acceptance_equals_the_walks(
+    head: Literal["dflash", "dflash2", "dspark"], tmp_path: Path
+) -> None:
     from strobe import LLM, SamplingParams
 
     directory, drafter, output = tmp_path / "target", tmp_path / "draft", tmp_path / "out.jsonl"
@@ -689,7 +692,9 @@ def test_engine_acceptance_equals_the_walks(tmp_path: Path) -> None:
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
-    draft = tiny_draft(target)
+    shape = DraftShape(layers=2, block_size=BLOCK, features=2, head=head, rank=4, conv_group=8)
+    config = draft_config(shape, target.config, MASK_TOKEN)
+    draft = new_draft(config, target, max_positions=POSITIONS, seed=1)
     run = settings()
     run = replace(run, schedule=replace(run.schedule, steps=40, batch_size=6, anchors=16))
     trainer = Trainer(target, draft, run, data)

@@ -1,4 +1,4 @@
-"""`python -m strobe.tools.train`: train a DFlash drafter for a Qwen3 target."""
+"""`python -m strobe.tools.train`: train a drafter for a target."""
 
 from __future__ import annotations
 
@@ -14,15 +14,21 @@ import tyro
 from transformers import AutoTokenizer
 
 from strobe.hub.files import read_json
-from strobe.models.architectures import load_target_config
-from strobe.models.weight_loading import load_target
+from strobe.models.architectures import load_draft_config, load_target_config
+from strobe.models.weight_loading import load_draft, load_target
 from strobe.terminal.progress import Progress
 from strobe.terminal.wording import counted
 from strobe.tools.exit_status import exit_status
 from strobe.tools.train.data import read_samples
-from strobe.tools.train.draft import draft_config, find_mask_token, new_draft, save_draft
+from strobe.tools.train.draft import (
+    draft_config,
+    find_mask_token,
+    new_draft,
+    save_draft,
+)
 from strobe.tools.train.train_settings import TrainSettings
 from strobe.tools.train.trainer import StepResult, Trainer, learning_rate, split_heldout
+from strobe.tools.train.warm_start import continued_config, start_from
 
 log = logging.getLogger("strobe.tools.train")
 CHECKPOINT = "checkpoint.pt"
@@ -49,15 +55,29 @@ def build(settings: TrainSettings) -> Trainer:
     )
     training, heldout = split_heldout(samples, settings.heldout, settings.seed)
     shape = settings.draft
-    mask_token = shape.mask_token_id
-    if mask_token is None:
-        mask_token = find_mask_token(tokenizer, config.decoder.vocab_size)
-    new_config = draft_config(shape, config, mask_token)
-    positions = settings.max_length + 64 + shape.block_size
+    start_config = None if settings.start is None else load_draft_config(settings.start)
+    if start_config is not None:
+        new_config = continued_config(shape, start_config)
+    else:
+        mask_token = shape.mask_token_id
+        if mask_token is None:
+            mask_token = find_mask_token(tokenizer, config.decoder.vocab_size)
+        new_config = draft_config(shape, config, mask_token)
+    positions = settings.max_length + 64 + new_config.block_size
     target = load_target(
         settings.target, config, max_positions=positions, dtype=dtype, device=device
     )
     draft = new_draft(new_config, target, max_positions=positions, seed=settings.seed)
+    if settings.start is not None and start_config is not None:
+        start = load_draft(
+            settings.start,
+            start_config,
+            target,
+            max_positions=positions,
+            dtype=torch.float32,
+            device=device,
+        )
+        start_from(draft, start)
     return Trainer(
         target=target, draft=draft, settings=settings, training=training, heldout=heldout
     )

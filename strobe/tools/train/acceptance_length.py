@@ -1,7 +1,7 @@
 """Tokens per verify step, measured on the target's own answers.
 
-Greedy speculation commits the target's greedy answer whatever the drafter proposes. So the accepted
-lengths follow from one dense pass that drafts at every position of the answer, and a walk over it.
+Speculation commits the target's own answer whatever the drafter proposes. So the accepted lengths
+follow from one dense pass that drafts at every position of the answer, and a walk over it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from strobe.models.dflash_drafter import DFlash
 from strobe.models.target import Target
 from strobe.tools.train.capture import capture
 from strobe.tools.train.data import Batch
+from strobe.tools.train.edges import choose, previous_tokens
 from strobe.tools.train.training_blocks import (
+    Blocks,
     context_kv,
     draft_hidden,
     every_anchor,
@@ -69,13 +71,26 @@ class Acceptance:
 
 
 @torch.no_grad()
-def matched_drafts(draft: DFlash, target: Target, batch: Batch, *, at_once: int = 64) -> Tensor:
+def matched_drafts(
+    draft: DFlash,
+    target: Target,
+    batch: Batch,
+    *,
+    at_once: int = 64,
+    generator: torch.Generator | None = None,
+) -> Tensor:
     """Return the number of matching drafts in a row for a block at each position, [N, S], 0 where
-    no block may start. The target runs in its own dtype, as when serving, without autocast."""
+    no block may start. The target runs in its own dtype, as when serving, without autocast.
+
+    Each draft is chosen after the true tokens before it, which are the drafts themselves as long as
+    all match. generator: the answers are the target's at temperature 1, and drafts are drawn with
+    the noise with which it drew them.
+    """
     config = draft.config
-    with torch.autocast(batch.ids.device.type, enabled=False):
-        features = capture(target, batch.ids, config.capture).features
-    keys, values = context_kv(draft, features)
+    device = batch.ids.device
+    with torch.autocast(device.type, enabled=False):
+        captured = capture(target, batch.ids, config.capture)
+    keys, values = context_kv(draft, captured.features)
     anchors, live = every_anchor(legal_anchors(batch.supervised))
     blocks = make_blocks(
         batch.ids,
@@ -88,11 +103,39 @@ def matched_drafts(draft: DFlash, target: Target, batch: Batch, *, at_once: int 
     matched = torch.zeros_like(batch.ids)
     for start in range(0, anchors.shape[1], at_once):
         part = blocks.slice(start, start + at_once)
-        hidden = draft_hidden(draft, keys, values, part)
-        tokens = draft.head(hidden.flatten(0, 2)).argmax(-1).view(part.labels.shape)
+        hidden = draft_hidden(draft, keys, values, part).flatten(0, 2)
+        noise = None
+        if generator is not None:
+            with torch.autocast(device.type, enabled=False):
+                logits = target_logits(target, captured.hidden, part)
+            noise = noise_of_choices(logits, part.labels.flatten(), generator)
+        tokens = choose(draft, hidden, previous_tokens(part).flatten(), noise)
+        tokens = tokens.view(part.labels.shape)
         run = ((tokens == part.labels) & part.valid).int().cumprod(-1).sum(-1)
         matched.scatter_add_(1, part.anchors, run * live[:, start : start + at_once])
     return matched
+
+
+def target_logits(target: Target, hidden: Tensor, blocks: Blocks) -> Tensor:
+    """Return the target's logits for each drafting slot, [N * A * K, V] float32. hidden [N, S, H]:
+    its last residual stream."""
+    rows = (blocks.positions[..., 1:] - 1).clamp(max=hidden.shape[1] - 1).flatten(1)
+    index = rows[..., None].expand(-1, -1, hidden.shape[-1])
+    return target.head(hidden.gather(1, index).flatten(0, 1)).float()
+
+
+def noise_of_choices(logits: Tensor, tokens: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw Gumbel noise [R, V] with which tokens [R] win the race logits + noise, distributed as if
+    it had been drawn first. logits [R, V].
+
+    The largest sum has the location logsumexp(logits); the others are below it.
+    """
+    uniform = torch.rand(logits.shape, generator=generator, device=logits.device)
+    gumbel = -(-uniform.clamp(1e-20, 1.0 - 1e-7).log()).log()
+    chosen = tokens[:, None]
+    best = logits.logsumexp(-1, keepdim=True) + gumbel.gather(1, chosen)
+    sums = -torch.logaddexp(-best, -(logits + gumbel))
+    return sums.scatter(1, chosen, best) - logits
 
 
 def answer_spans(supervised: list[bool]) -> list[tuple[int, int]]:
@@ -108,9 +151,11 @@ def answer_spans(supervised: list[bool]) -> list[tuple[int, int]]:
     return spans
 
 
-def batch_acceptance(draft: DFlash, target: Target, batch: Batch) -> list[Acceptance]:
-    """Return the acceptance of each sequence of a batch."""
-    rows = matched_drafts(draft, target, batch).tolist()
+def batch_acceptance(
+    draft: DFlash, target: Target, batch: Batch, generator: torch.Generator | None = None
+) -> list[Acceptance]:
+    """Return the acceptance of each sequence of a batch. generator: see `matched_drafts`."""
+    rows = matched_drafts(draft, target, batch, generator=generator).tolist()
     results: list[Acceptance] = []
     for row, supervised in zip(rows, batch.supervised.tolist(), strict=True):
         result = Acceptance(drafts=draft.config.block_size - 1)

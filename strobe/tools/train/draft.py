@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,26 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from strobe.models.config_readers.detection import (
+    DFLASH,
+    DFLASH2,
+    DSPARK,
+    SPECFORGE,
+)
 from strobe.models.config_readers.rope import rope_scaling
 from strobe.models.config_readers.zlab import default_capture_layers
 from strobe.models.dflash_drafter import DFlash
+from strobe.models.heads.dflash2 import SelectorConfig
+from strobe.models.heads.dspark import MarkovConfig
 from strobe.models.model_config import DraftConfig, LayerMask, TargetConfig
 from strobe.models.target import Target
 from strobe.models.weight_mapping import mapping_of
 from strobe.tools.train.data import ChatTokenizer
+from strobe.tools.train.edges import edges_of, reset_edges
 from strobe.tools.train.train_settings import DraftShape
 
+DEFAULT_CANDIDATES = 16
+"""Of each draft, in DFlash2."""
 MASK_NAMES = ("<|mask|>", "<|MASK|>", "<mask>")
 
 
@@ -79,7 +90,31 @@ def draft_config(shape: DraftShape, target: TargetConfig, mask_token: int) -> Dr
         output_multiplier=1.0,
         logit_softcap=None,
         dtype="bfloat16",
+        **head_fields(shape),
     )
+
+
+def head_fields(shape: DraftShape) -> dict[str, Any]:
+    """Return the DraftConfig fields about the head: what it would read from config.json."""
+    if shape.head == "dflash2":
+        selector = SelectorConfig(
+            conv_kernel_size=shape.conv_taps,
+            conv_group_size=shape.conv_group,
+            selector_rank=shape.rank,
+            selector_top_k=shape.candidates or DEFAULT_CANDIDATES,
+        )
+        return {"method": DFLASH2, "head": selector}
+    if shape.head == "dspark":
+        markov = MarkovConfig(
+            rank=shape.rank,
+            kind="vanilla",
+            confidence=shape.confidence,
+            confidence_with_markov=shape.confidence,
+            draft_topk=shape.candidates,
+            logit_scale=1.0,
+        )
+        return {"method": DSPARK, "head": markov, "format": SPECFORGE}
+    return {"method": DFLASH}
 
 
 def _target_layers(shape: DraftShape, count: int) -> tuple[int, ...]:
@@ -110,6 +145,7 @@ def new_draft(config: DraftConfig, target: Target, *, max_positions: int, seed: 
     Linear layers start with variance 1 / inputs; at the end of a residual branch, they are divided
     by the square root of the number of branches. The final norm starts as the target's, since both
     feed the same head. The embedding is converted to fp32, so that the residual stream is fp32.
+    Heads and convolutions start without effect.
     """
     config = replace(config, embedding_scale=target.config.embedding_scale)
     draft = DFlash(config, target.embed_tokens.weight.float(), target.output.weight, max_positions)
@@ -117,6 +153,8 @@ def new_draft(config: DraftConfig, target: Target, *, max_positions: int, seed: 
     branches = 2 * config.decoder.num_layers
     with torch.no_grad():
         for name, parameter in draft.named_parameters():
+            if name.startswith("draft_head.") or "_conv." in name:
+                continue
             if name.endswith(".bias"):
                 parameter.zero_()
             elif parameter.dim() == 2:
@@ -124,6 +162,9 @@ def new_draft(config: DraftConfig, target: Target, *, max_positions: int, seed: 
                 std = (parameter.shape[1] * scale) ** -0.5
                 parameter.normal_(0.0, std, generator=generator)
         draft.norm.weight.copy_(target.norm.weight.cpu())
+    edges = edges_of(draft)
+    if edges is not None:
+        reset_edges(edges, generator)
     return draft.to(target.embed_tokens.weight.device)
 
 
@@ -143,8 +184,11 @@ def checkpoint_config(draft: DraftConfig, target: dict[str, Any]) -> dict[str, A
     decoder = draft.decoder
     sliding = [mask.window is not None for mask in decoder.masks]
     window = next((mask.window for mask in decoder.masks if mask.window is not None), None)
+    architecture, keys, inner_keys = _head_keys(draft)
+    if [mask.causal for mask in decoder.masks] != sliding:
+        keys["is_causal"] = decoder.masks[0].causal
     return {
-        "architectures": ["DFlashDraftModel"],
+        "architectures": [architecture],
         "model_type": "qwen3",
         "dtype": "bfloat16",
         "block_size": draft.block_size,
@@ -152,7 +196,9 @@ def checkpoint_config(draft: DraftConfig, target: dict[str, Any]) -> dict[str, A
         "dflash_config": {
             "mask_token_id": draft.mask_token_id,
             "target_layer_ids": [k - 1 for k in draft.capture],
+            **inner_keys,
         },
+        **keys,
         "hidden_size": decoder.hidden_size,
         "intermediate_size": decoder.intermediate_size,
         "num_hidden_layers": decoder.num_layers,
@@ -177,6 +223,26 @@ def checkpoint_config(draft: DraftConfig, target: dict[str, Any]) -> dict[str, A
         "use_cache": True,
         "vocab_size": decoder.vocab_size,
     }
+
+
+def _head_keys(draft: DraftConfig) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """Return the architecture, the head's keys at the top of config.json, and those in
+    `dflash_config`."""
+    head = draft.head
+    if isinstance(head, SelectorConfig):
+        return "DFlash2DraftModel", {}, asdict(head)
+    if not isinstance(head, MarkovConfig):
+        return "DFlashDraftModel", {}, {}
+    keys: dict[str, Any] = {
+        "sample_from_anchor": False,
+        "markov_rank": head.rank,
+        "markov_head_type": head.kind,
+        "enable_confidence_head": head.confidence,
+        "confidence_head_with_markov": head.confidence_with_markov,
+    }
+    if head.draft_topk is not None:
+        keys["dspark_draft_topk"] = head.draft_topk
+    return "DSparkDraftModel", keys, {"projector_type": "dspark"}
 
 
 def save_draft(draft: DFlash, directory: Path, target_config: dict[str, Any]) -> None:

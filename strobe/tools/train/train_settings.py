@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from strobe.models.heads.walk import MAX_CANDIDATES
+
 
 def _at_least(name: str, value: float, low: float) -> None:
     if value < low:
@@ -37,12 +39,39 @@ class DraftShape:
     """Number of first layers that see only a window and are causal within the block."""
     sliding_window: int = 2048
     """Tokens that a sliding layer sees."""
+    head: Literal["dflash", "dflash2", "dspark"] = "dflash"
+    """How drafts depend on each other: not at all, by DFlash2's selector with convolutions in the
+    layers, or by DSpark's Markov head."""
+    rank: int = 256
+    """Size of a head's vectors of tokens; each of its two tables has as many columns."""
+    candidates: int | None = None
+    """Best tokens of each slot among which a head chooses; None is 16 for dflash2, all for
+    dspark."""
+    conv_taps: int = 2
+    """Rows that a convolution of dflash2 reads."""
+    conv_group: int = 16
+    """Channels that share a dynamic kernel in dflash2; a divisor of the hidden size."""
+    confidence: bool = False
+    """Whether dspark gets a confidence head."""
 
     def __post_init__(self) -> None:
         _at_least("draft.layers", self.layers, 1)
         _at_least("draft.block_size", self.block_size, 2)
         _at_least("draft.features", self.features, 1)
         _at_least("draft.sliding_window", self.sliding_window, 1)
+        _at_least("draft.rank", self.rank, 1)
+        _at_least("draft.conv_taps", self.conv_taps, 1)
+        _at_least("draft.conv_group", self.conv_group, 1)
+        if self.candidates is not None and not 1 <= self.candidates <= MAX_CANDIDATES:
+            raise ValueError(
+                f"draft.candidates is {self.candidates}, but must be 1 to {MAX_CANDIDATES}; 16 is "
+                "usual."
+            )
+        if self.confidence and self.head != "dspark":
+            raise ValueError(
+                f"draft.confidence needs draft.head dspark, but the head is {self.head}; leave one "
+                "of them out."
+            )
         if not 0 <= self.sliding_layers <= self.layers:
             raise ValueError(
                 f"draft.sliding_layers is {self.sliding_layers}, but the drafter has "
@@ -65,12 +94,15 @@ class Objective:
     """Smoothing of dpace."""
     kl: float = 0.0
     """Weight of KL(target || drafter), added to the cross entropy."""
+    unary_share: float = 0.3
+    """Share of the logits that choose candidates, for a head that chooses among some."""
 
     def __post_init__(self) -> None:
         if self.gamma is not None and self.gamma <= 0:
             raise ValueError(f"objective.gamma is {self.gamma!r}, but must be above 0; 7 is usual.")
         _share("objective.alpha", self.alpha)
         _at_least("objective.kl", self.kl, 0)
+        _share("objective.unary_share", self.unary_share)
 
 
 @dataclass(frozen=True)
@@ -129,6 +161,9 @@ class TrainSettings:
     """JSONL of the target's own answers, as messages or as prompt_ids and output_ids."""
     output: Path
     """Directory for the drafter, the checkpoint and the log."""
+    start: Path | None = None
+    """Directory of a drafter for the same target whose weights and shape the new one takes; with
+    draft.head it gets a head that changes nothing at first."""
     draft: DraftShape = DraftShape()
     objective: Objective = Objective()
     schedule: Schedule = Schedule()
@@ -160,6 +195,7 @@ class TrainSettings:
     def recipe(self) -> dict[str, Any]:
         """Return the settings that must match to resume from a checkpoint, as JSON values."""
         return {
+            "start": None if self.start is None else str(self.start),
             "draft": asdict(self.draft),
             "objective": asdict(self.objective),
             "schedule": asdict(self.schedule),

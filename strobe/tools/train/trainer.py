@@ -21,6 +21,7 @@ from strobe.models.target import Target
 from strobe.tools.train.acceptance_length import Acceptance, batch_acceptance
 from strobe.tools.train.capture import Captured, capture, target_choices
 from strobe.tools.train.data import Batch, Corpus, Sample, epoch_order
+from strobe.tools.train.edges import confidence_loss, edges_of, previous_tokens
 from strobe.tools.train.loss import Accuracy, block_loss, measure_slots
 from strobe.tools.train.train_settings import Schedule, TrainSettings
 from strobe.tools.train.training_blocks import (
@@ -140,17 +141,33 @@ class Trainer:
             choices = target_choices(self.target, captured.hidden)
             labels = choices.gather(1, rows).view(labels.shape)
         teacher = self._teacher(captured.hidden, rows) if objective.kl else None
+        edges = edges_of(self.draft)
         with self._autocast():
             hidden = self._hidden(captured.features, blocks)
+            normed = self.draft.norm(hidden.flatten(0, 2))
+            left = None
+            if edges is not None:
+                left = edges.left(normed, previous_tokens(blocks).flatten())
             slots = measure_slots(
                 self.draft.head,
                 hidden.flatten(0, 1),
                 labels.flatten(0, 1),
                 teacher,
                 rows=max(1, LOGITS_AT_ONCE // config.decoder.vocab_size),
+                edges=edges,
+                left=left,
             )
         valid = blocks.valid.flatten(0, 1)
-        return block_loss(slots, valid, objective), Accuracy.of(slots, valid)
+        loss = block_loss(slots, valid, objective)
+        if edges is not None and left is not None:
+            loss = loss + confidence_loss(
+                edges,
+                normed,
+                left,
+                correct=slots.correct.flatten(),
+                weights=valid.flatten().float(),
+            )
+        return loss, Accuracy.of(slots, valid)
 
     @torch.no_grad()
     def _teacher(self, hidden: Tensor, rows: Tensor) -> Tensor:
