@@ -209,5 +209,6 @@ def block_hidden(
         out = attention(q, k, v, block_mask=mask)
         return out.transpose(1, 2).reshape(-1, q.shape[1] * q.shape[3])
 
-    hidden, _ = draft(ids.flatten(), positions.flatten(), attend)
+    offsets = torch.arange(ids.shape[2], device=ids.device).repeat(ids.shape[0] * ids.shape[1])
+    hidden, _ = draft(ids.flatten(), positions.flatten(), attend, offsets=offsets)
     return hidden.view(*ids.shape, -1)[:, :, 1:]

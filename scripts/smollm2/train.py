@@ -2,10 +2,11 @@
 
     python scripts/smollm2/train.py TARGET OUT answers-*.npz --minutes 5
     python scripts/smollm2/train.py TARGET OUT answers-*.npz --minutes 5 --start OUT --end-rate 0
+    python scripts/smollm2/train.py TARGET OUT answers-*.npz --start DRAFT --head dflash2 --rank 64
 
-`--start` continues from the weights of an earlier run. The learning rate falls in a line from
-`--rate` to `--end-rate` over the time. OUT gets the drafter in z-lab's format, in files under
-16 MiB, every two minutes and at the end, and log.json.
+`--start` continues from the weights of an earlier run, whose drafter may have no head yet. The
+learning rate falls in a line from `--rate` to `--end-rate` over the time. OUT gets the drafter in
+files under 16 MiB, every two minutes and at the end, and log.json.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -28,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from scripts.smollm2.answers import Answered, load  # noqa: E402
-from scripts.smollm2.fused_loss import slot_losses  # noqa: E402
+from scripts.smollm2.fused_loss import BlockLoss, LossInputs, block_loss  # noqa: E402
 from scripts.smollm2.packed import (  # noqa: E402
     Rows,
     block_hidden,
@@ -46,9 +48,21 @@ from strobe.models.target import Target  # noqa: E402
 from strobe.models.weight_loading import load_draft, load_target  # noqa: E402
 from strobe.tools.train.acceptance_length import Acceptance, batch_acceptance  # noqa: E402
 from strobe.tools.train.data import Corpus, Sample  # noqa: E402
-from strobe.tools.train.draft import as_saved, checkpoint_config, draft_config, new_draft  # noqa: E402
+from strobe.tools.train.draft import (  # noqa: E402
+    as_saved,
+    checkpoint_config,
+    draft_config,
+    new_draft,
+)
+from strobe.tools.train.edges import (  # noqa: E402
+    candidate_loss,
+    confidence_loss,
+    edges_of,
+    previous_tokens,
+)
 from strobe.tools.train.loss import dpace_weights  # noqa: E402
 from strobe.tools.train.train_settings import DraftShape  # noqa: E402
+from strobe.tools.train.warm_start import start_from  # noqa: E402
 
 START = time.monotonic()
 MASK_TOKEN = 16
@@ -104,14 +118,16 @@ class HeldOut:
 
     @torch.no_grad()
     def measure(self, draft: DFlash, target: Target) -> dict[str, Any]:
-        """Return tokens per verify step, drafts being the likeliest tokens."""
+        """Return tokens per verify step; drafts are chosen as in serving at the temperature."""
         results: dict[str, Any] = {}
+        generator = torch.Generator(self.device).manual_seed(0)
         for name, samples in sorted(self.groups.items()):
             total = Acceptance(draft.config.block_size - 1)
             corpus = Corpus(samples, self.device)
-            for indices in corpus.lengths.argsort(stable=True).split(32):
+            drawn = generator if name.endswith("T = 1") else None
+            for indices in corpus.lengths.argsort(stable=True).split(16):
                 with autocast(self.device):
-                    rows = batch_acceptance(draft, target, corpus.batch(indices))
+                    rows = batch_acceptance(draft, target, corpus.batch(indices), drawn)
                 for row in rows:
                     total.add(row)
             results[name] = {
@@ -127,35 +143,66 @@ def autocast(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
-def read_draft(directory: Path, target: Target, device: torch.device) -> DFlash:
-    """Return the drafter of an earlier run, trainable in fp32."""
-    config = load_draft_config(directory)
-    saved = load_draft(
-        directory, config, target, max_positions=POSITIONS, dtype=torch.float32, device=device
+def read_draft(
+    options: argparse.Namespace, config: DraftConfig, target: Target, device: torch.device
+) -> DFlash:
+    """Return a drafter, trainable in fp32, with the weights of an earlier run."""
+    start_config = load_draft_config(options.start)
+    start = load_draft(
+        options.start,
+        start_config,
+        target,
+        max_positions=POSITIONS,
+        dtype=torch.float32,
+        device=device,
     )
-    draft = new_draft(config, target, max_positions=POSITIONS, seed=0)
-    draft.load_state_dict(saved.state_dict())
+    draft = new_draft(config, target, max_positions=POSITIONS, seed=options.seed)
+    start_from(draft, start)
     return draft
 
 
-def create_draft(options: argparse.Namespace, target: Target) -> DFlash:
-    """Return a new drafter with random weights."""
+def create_draft(options: argparse.Namespace, target: Target, device: torch.device) -> DFlash:
+    """Return the drafter to train: new, or from `--start`."""
     shape = DraftShape(
-        layers=options.layers, block_size=options.block_size, features=options.features
+        layers=options.layers,
+        block_size=options.block_size,
+        features=options.features,
+        intermediate_size=options.intermediate_size,
+        head=options.head,
+        rank=options.rank,
+        candidates=options.candidates,
+        conv_group=options.conv_group,
+        confidence=options.confidence,
     )
-    config: DraftConfig = draft_config(shape, target.config, MASK_TOKEN)
+    config = draft_config(shape, target.config, MASK_TOKEN)
+    if options.start:
+        return read_draft(options, config, target, device)
     return new_draft(config, target, max_positions=POSITIONS, seed=options.seed)
 
 
+def is_muon_matrix(name: str, parameter: Tensor) -> bool:
+    """Whether Muon trains it: matrices between rows, but no tables of tokens."""
+    tables = ("codebook", "markov_w1.weight", "markov_w2.weight", "confidence_head.proj.weight")
+    return parameter.dim() == 2 and not name.endswith(tables)
+
+
 class PackedTrainer:
-    """Optimiser steps on packed rows. Matrices are trained with Muon, norms with AdamW."""
+    """Optimiser steps on packed rows. Matrices are trained with Muon, the others with AdamW."""
 
     def __init__(self, target: Target, draft: DFlash, rows: Rows, options: argparse.Namespace):
         self.target, self.draft, self.rows, self.options = target, draft, rows, options
         self.device = target.embed_tokens.weight.device
         self.head = target.output.weight.to(torch.bfloat16)
-        matrices = [p for p in draft.parameters() if p.dim() == 2]
-        vectors = [p for p in draft.parameters() if p.dim() != 2]
+        self.edges = edges_of(draft)
+        named = dict(draft.named_parameters())
+        matrices = [p for name, p in named.items() if is_muon_matrix(name, p)]
+        others = {n: p for n, p in named.items() if not is_muon_matrix(n, p)}
+        tables = [p for p in others.values() if p.dim() == 2]
+        vectors = [p for p in others.values() if p.dim() != 2]
+        groups = [
+            {"params": vectors, "share": 1.0},
+            {"params": tables, "share": options.table_rate},
+        ]
         self.optimizers = [
             torch.optim.Muon(
                 matrices,
@@ -163,7 +210,12 @@ class PackedTrainer:
                 weight_decay=options.weight_decay,
                 adjust_lr_fn="match_rms_adamw",
             ),
-            torch.optim.AdamW(vectors, lr=options.rate, betas=(0.9, 0.95), weight_decay=0.0),
+            torch.optim.AdamW(
+                [group for group in groups if group["params"]],
+                lr=options.rate,
+                betas=(0.9, 0.95),
+                weight_decay=0.0,
+            ),
         ]
         self.done = options.first_step
         self.hidden: Callable[..., Tensor] = block_hidden
@@ -179,7 +231,7 @@ class PackedTrainer:
         """Set the learning rate of the next step."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = rate
+                group["lr"] = rate * group.get("share", 1.0)
 
     def step(self) -> tuple[Tensor, Tensor, Tensor]:
         """Make one step; return the loss, and per draft the numbers of right ones and of all."""
@@ -217,19 +269,25 @@ class PackedTrainer:
             normed = self.draft.norm(hidden).flatten(0, 2).to(self.head.dtype)
         drafts = config.block_size - 1
         sampled = rows.sampled.gather(1, blocks.anchors)[..., None].expand(-1, -1, drafts).flatten()
-        entropy, losses, best = slot_losses(
-            normed,
-            self.head,
-            teacher,
-            teacher_rows,
-            blocks.labels.flatten(),
-            torch.where(sampled, options.sampled_share, options.greedy_share),
-            variation=options.variation,
-            parts=count // options.loss_rows,
-        )
         valid = blocks.valid.flatten(0, 1)
-        weights = dpace_weights(entropy.view(-1, drafts), valid, options.alpha) * valid
-        loss = (weights * losses.view(-1, drafts)).sum() / weights.sum().clamp(min=1e-6)
+
+        def weigh(entropy: Tensor, part: slice) -> Tensor:
+            own = valid.flatten()[part].view(-1, drafts)
+            return (dpace_weights(entropy.view(-1, drafts), own, options.alpha) * own).flatten()
+
+        inputs = LossInputs(
+            head=self.head,
+            teacher_hidden=teacher,
+            teacher_rows=teacher_rows,
+            labels=blocks.labels.flatten(),
+            shares=torch.where(sampled, options.sampled_share, options.greedy_share),
+            variation=options.variation,
+            parts=max(1, count // options.loss_rows),
+            weigh=weigh,
+            candidates=(self.edges.candidates or 0) if self.edges else 0,
+        )
+        with autocast(self.device):
+            loss, best = self.loss(normed, previous_tokens(blocks).flatten(), inputs)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.draft.parameters(), 1.0)
         for optimizer in self.optimizers:
@@ -238,6 +296,42 @@ class PackedTrainer:
         self.done += 1
         right = (best.view(-1, drafts) == blocks.labels.flatten(0, 1)) & valid
         return loss.detach(), right.sum(0), valid.sum(0)
+
+    def loss(self, normed: Tensor, previous: Tensor, inputs: LossInputs) -> tuple[Tensor, Tensor]:
+        """Return the loss, and the best draft of each slot. normed [R, H]; previous [R]: the true
+        token before each slot."""
+        edges = self.edges
+        if edges is None:
+            result = block_loss(normed, inputs)
+            return mean_loss(result), result.best
+        left = edges.left(normed, previous)
+        if edges.candidates is None:
+            result = block_loss(normed, inputs, (left, edges.right))
+            loss = mean_loss(result)
+            best = result.best
+        else:
+            result = block_loss(normed, inputs)
+            logits = torch.bmm(F.embedding(result.ids, self.head), normed[..., None])[..., 0]
+            chosen = candidate_loss(
+                edges.scores(logits, left, result.ids),
+                result.ids,
+                result.teacher,
+                inputs.shares,
+                self.options.variation,
+            )
+            weights = inputs.weigh(chosen.entropy, slice(None))
+            own = (weights * chosen.loss).sum() / weights.sum().clamp(min=1e-6)
+            share = self.options.unary_share
+            loss = (1.0 - share) * own + share * mean_loss(result)
+            best = chosen.best
+        correct = best == inputs.labels
+        even = inputs.weigh(torch.zeros_like(inputs.shares), slice(None))
+        return loss + confidence_loss(edges, normed, left, correct=correct, weights=even), best
+
+
+def mean_loss(result: BlockLoss) -> Tensor:
+    """Return the weighted mean of the slots' losses."""
+    return result.total / result.weight.clamp(min=1e-6)
 
 
 def parse() -> argparse.Namespace:
@@ -253,6 +347,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--block-size", type=int, default=8)
     parser.add_argument("--features", type=int, default=5, help="target layers that are read")
+    parser.add_argument("--intermediate-size", type=int, help="width of the MLP")
+    parser.add_argument("--head", default="dflash", choices=("dflash", "dflash2", "dspark"))
+    parser.add_argument("--rank", type=int, default=64, help="of a head")
+    parser.add_argument("--candidates", type=int, help="of a slot; all for dspark, 16 for dflash2")
+    parser.add_argument("--conv-group", type=int, default=16, help="channels of a kernel")
+    parser.add_argument("--confidence", action="store_true", help="add dspark's confidence head")
     parser.add_argument("--length", type=int, default=512, help="tokens of a row")
     parser.add_argument("--rows", type=int, default=64, help="rows of a step")
     parser.add_argument("--loss-rows", type=int, default=8, help="rows whose logits are in memory")
@@ -261,7 +361,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sampled-share", type=float, default=1.0, help="of sampled answers")
     parser.add_argument("--variation", type=float, default=0.7, help="total variation's part")
     parser.add_argument("--alpha", type=float, default=0.5, help="smoothing of D-PACE's weights")
+    parser.add_argument("--unary-share", type=float, default=0.3, help="loss before the edges")
     parser.add_argument("--rate", type=float, default=2e-3)
+    parser.add_argument("--table-rate", type=float, default=1.0, help="factor for tables of tokens")
     parser.add_argument("--end-rate", type=float, default=2e-4)
     parser.add_argument("--weight-decay", type=float, default=0.01)
     parser.add_argument("--heldout", type=int, default=96, help="answers of a kind")
@@ -326,11 +428,7 @@ def main() -> None:
     rows = Rows(pack(sequences, options.length, options.seed), device)
     filled = sum(len(ids) for ids, *_ in sequences) / rows.count / options.length
     say(f"{rows.count} rows, {filled:.1%} filled")
-    draft = (
-        read_draft(options.start, target, device)
-        if options.start
-        else create_draft(options, target)
-    )
+    draft = create_draft(options, target, device)
     heldout = HeldOut(answers, options.heldout, device)
     trainer = PackedTrainer(target, draft, rows, options)
     target_config = read_json(options.target / "config.json")
