@@ -18,9 +18,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from strobe.kernels.evidence import KNOTS_PER_UNIT, MEAN_POWER, SQUARE_ROOTS
+
 _BLOCK = 128
 _CHUNK = 1024
 _CELLS = 8192
+
+_KNOTS_PER_UNIT = tl.constexpr(KNOTS_PER_UNIT)
+_MEAN_POWER = tl.constexpr(MEAN_POWER)
+_SQUARE_ROOTS = tl.constexpr(SQUARE_ROOTS)
 
 
 @triton.jit
@@ -34,20 +40,25 @@ def _chances_kernel(
     KNOTS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """rates [K, KNOTS]: by position, at evidence 0, 0.5, ..."""
+    """rates [K, KNOTS]: by position, at the knots of evidence. Computes the evidence as
+    `strobe.kernels.evidence.evidence` does."""
     span = tl.program_id(0)
     place = tl.arange(0, SIZE)
     real = place < K
     limit = tl.load(limits + span)
     margin = tl.load(margins + span * stride + place, real, 0.0)
     mean = tl.sum(tl.where(place < limit, margin, 0.0), 0) / tl.maximum(limit, 1).to(tl.float32)
-    power = margin * mean * mean * mean
-    power = tl.where(power > 0, power, 0.0)  # NaN is no evidence
-    at = 2 * tl.sqrt_rn(tl.sqrt_rn(tl.sqrt_rn(power)))  # twice the evidence
+    power = margin
+    for _ in tl.static_range(_MEAN_POWER):
+        power = power * mean
+    root = tl.where(power > 0, power, 0.0)  # NaN is no evidence
+    for _ in tl.static_range(_SQUARE_ROOTS):
+        root = tl.sqrt_rn(root)
+    at = tl.minimum(_KNOTS_PER_UNIT * root, KNOTS - 1)
     knot = tl.minimum(at.to(tl.int32), KNOTS - 2)
     low = tl.load(rates + place * KNOTS + knot, real, 0.0)
     high = tl.load(rates + place * KNOTS + knot + 1, real, 0.0)
-    chance = tl.cumprod(low + (high - low) * tl.minimum(at - knot.to(tl.float32), 1.0), 0)
+    chance = tl.cumprod(low + (high - low) * (at - knot.to(tl.float32)), 0)
     chance = tl.where(place < limit, chance, -1.0)
     tl.store(chances + span * K + place, chance, real)
 
@@ -74,6 +85,25 @@ def _choose_kernel(
     tl.store(out + span, tl.load(drafts + span) - limit + num_chosen)
 
 
+def chances(margins: Tensor, rates: Tensor, device_drafts: Tensor) -> Tensor:
+    """Return each draft's chance to count [S, K] float32, and -1 past the proposed ones; see
+    `choose`."""
+    spans, width = margins.shape
+    out = torch.empty(spans, width, dtype=torch.float32, device=margins.device)
+    _chances_kernel[(spans,)](
+        margins,
+        rates,
+        device_drafts,
+        out,
+        margins.stride(0),
+        K=width,
+        KNOTS=rates.shape[1],
+        SIZE=triton.next_power_of_2(width),
+        num_warps=1,
+    )
+    return out
+
+
 def choose(
     margins: Tensor, rates: Tensor, device_drafts: Tensor, drafts: Tensor, count: int
 ) -> Tensor:
@@ -81,29 +111,16 @@ def choose(
     the numbers of drafts proposed on the device and in all [S] int64: all of the host's, and of the
     device's those whose chances are among the `count` largest."""
     spans, width = margins.shape
-    chances = torch.empty(spans, width, dtype=torch.float32, device=margins.device)
-    size = triton.next_power_of_2(width)
-    _chances_kernel[(spans,)](
-        margins,
-        rates,
-        device_drafts,
-        chances,
-        margins.stride(0),
-        K=width,
-        KNOTS=rates.shape[1],
-        SIZE=size,
-        num_warps=1,
-    )
     out = torch.empty(spans, dtype=torch.int64, device=margins.device)
     _choose_kernel[(spans,)](
-        chances,
+        chances(margins, rates, device_drafts),
         device_drafts,
         drafts,
         out,
         spans,
         count,
         K=width,
-        SIZE=size,
+        SIZE=triton.next_power_of_2(width),
         CHUNK=min(_CHUNK, triton.next_power_of_2(spans * width)),
         num_warps=4,
     )

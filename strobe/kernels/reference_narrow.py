@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from strobe.kernels.evidence import KNOTS_PER_UNIT, evidence
+
 
 def choose(
     margins: Tensor, rates: Tensor, device_drafts: Tensor, drafts: Tensor, count: int
@@ -23,13 +25,13 @@ def chances(margins: Tensor, rates: Tensor, num_proposed: Tensor) -> Tensor:
     `num_proposed` [S] of a row exist, and rates [K, B], as `DraftChances.chances` does on the
     host."""
     exists = torch.arange(margins.shape[1], device=margins.device) < num_proposed[:, None]
-    mean = ((margins * exists).sum(1) / num_proposed.clamp(min=1))[:, None]
-    power = (margins * mean * mean * mean).nan_to_num().clamp(min=0)
-    at = 2 * power.sqrt().sqrt().sqrt()  # twice the evidence
+    roots = evidence(margins, exists, num_proposed.clamp(min=1), sqrt=torch.sqrt)
+    at = KNOTS_PER_UNIT * roots.nan_to_num()  # NaN is no evidence
+    at = at.clamp(max=rates.shape[1] - 1)
     knots = at.long().clamp(max=rates.shape[1] - 2)
     rows = rates.expand(len(margins), -1, -1)
     low, high = [rows.gather(2, k[..., None])[..., 0] for k in (knots, knots + 1)]
-    return (low + (high - low) * (at - knots).clamp(max=1)).cumprod(1)
+    return (low + (high - low) * (at - knots)).cumprod(1)
 
 
 def choose_drafts(margins: Tensor, rates: Tensor, num_proposed: Tensor, count: int) -> Tensor:

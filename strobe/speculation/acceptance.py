@@ -5,7 +5,7 @@ A draft counts if it and all drafts before it are right. Its chance is the produ
 position, read from a table by *evidence*: (m M^3)^(1/8), where m is the draft's margin and M its
 block's mean margin. A block is made at once, and after a wrong draft the drafter is seldom sure, so
 later margins tell about a draft, too. The evidence of a chain of prompt lookup is half the length
-of its match.
+of its match. `strobe.kernels.evidence` has the terms that the device shares.
 
 Legend: n blocks, K positions of drafts, B knots of evidence.
 """
@@ -18,25 +18,24 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from strobe.kernels.evidence import KNOTS, KNOTS_PER_UNIT, evidence
 from strobe.speculation.policy_config import PolicyConfig
 
 Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]
 
-KNOTS = 13  # of evidence: 0, 0.5, ..., 6; a margin is at most 40, which gives 6.3
 _IN_ORDER = np.tri(KNOTS, dtype=np.bool_).T  # [first knot, last knot]
 
 
-def evidence(margins: Floats, drafts: Ints) -> Floats:
+def margin_evidence(margins: Floats, drafts: Ints) -> Floats:
     """Return the evidence [n, K] of margins [n, K], given the number of drafts in each row [n]."""
     exists = np.arange(margins.shape[1]) < drafts[:, None]
-    means = (margins * exists).sum(1) / np.maximum(drafts, 1)
-    return (margins * means[:, None] ** 3) ** 0.125
+    return evidence(margins, exists, np.maximum(drafts, 1), sqrt=np.sqrt)
 
 
 def knot_weights(evidence: Floats) -> Floats:
     """Return the weights [n, K, B] of the knots next to each evidence [n, K], to interpolate."""
-    at = np.minimum(2.0 * evidence, KNOTS - 1)[..., None]
+    at = np.minimum(KNOTS_PER_UNIT * evidence, KNOTS - 1)[..., None]
     return np.maximum(1.0 - np.abs(at - np.arange(KNOTS)), 0.0)
 
 
@@ -108,7 +107,7 @@ class DraftChances:
         intercept of the logistic function of the evidence that meets the rates at 1 and 3."""
         fits: list[tuple[int, int, float, float]] = []
         for i, width in enumerate(self.widths):
-            rates = self.table(i)[:, [2, 6]].clip(1e-3, 1 - 1e-3)
+            rates = self.table(i)[:, [KNOTS_PER_UNIT, 3 * KNOTS_PER_UNIT]].clip(1e-3, 1 - 1e-3)
             for k, (low, high) in enumerate(np.log(rates / (1 - rates)).tolist()):
                 fits.append((width, k, (high - low) / 2, (3 * low - high) / 2))
         return fits

@@ -29,8 +29,8 @@ from strobe.speculation.acceptance import (
     DraftChances,
     Floats,
     Ints,
-    evidence,
     knot_weights,
+    margin_evidence,
 )
 from strobe.speculation.costs import StepCosts, StepWork
 from strobe.speculation.draft_policy import (
@@ -176,7 +176,7 @@ class AdaptiveDraftPolicy(DraftPolicy):
         if drafting and result.margins is not None:
             slots, drafts = np.array([(spans[i].slot, spans[i].num_drafts) for i in drafting]).T
             margins = np.array(result.margins)[drafting, : self.widths[width]]
-            block = knot_weights(evidence(margins, drafts))
+            block = knot_weights(margin_evidence(margins, drafts))
             self.forecast.observe(slots, self.chances.chances(width, block))
             self.chances.observe(width, block, *verdicts[:, drafting])
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from strobe.host.transfer import upload
+from strobe.kernels.evidence import KNOTS
 from strobe.runner.layout import Layout
 from strobe.runner.step_ops.torch_step_ops import StepOps
-from strobe.speculation.acceptance import KNOTS
 
 
 def verified_drafts(

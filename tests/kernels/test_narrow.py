@@ -4,19 +4,49 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 
 from strobe.kernels import narrow as kernels
 from strobe.kernels import reference_narrow as twin
+from strobe.kernels.evidence import KNOTS
 from strobe.runner.buckets import Buckets
 from strobe.runner.layout import lay_out
 from strobe.runner.step_ops.torch_step_ops import StepOps
+from strobe.sampling.sampler import MAX_MARGIN
+from strobe.speculation.acceptance import knot_weights, margin_evidence
 from tests.support.full_marks import full_where
 from tests.support.random_layouts import facts, spans_of
 
 SHORT_SEEDS = {1: 12, 5: 12, 33: 4, 70: 1, 200: 0}
 """How many of the seeds `make test` runs, by the number of spans."""
+
+
+@pytest.mark.parametrize("nan", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_chances_by_triton_torch_and_numpy_agree(
+    device: torch.device, seed: int, nan: bool
+) -> None:
+    """All three read the terms of evidence in `strobe.kernels.evidence`."""
+    rng = np.random.default_rng(seed)
+    margins = rng.gamma(1.5, 2.0, (9, 7)).clip(max=MAX_MARGIN)
+    margins[0] = MAX_MARGIN  # beyond the last knot
+    margins[1] = 0.0
+    if nan:
+        margins[2] = np.nan
+    num_proposed = np.append([7, 7, 7], rng.integers(0, 8, 6))
+    rates = np.sort(rng.random((7, KNOTS)))
+    evidence = margin_evidence(np.nan_to_num(margins), num_proposed)
+    by_host = np.einsum("nkb,kb->nk", knot_weights(evidence), rates)
+    inputs = [torch.from_numpy(part).float().to(device) for part in (margins, rates)]
+    proposed = torch.from_numpy(num_proposed).to(device)
+    by_triton = kernels.chances(*inputs, proposed).cpu().numpy()
+    by_torch = twin.chances(*inputs, proposed).cpu().numpy()
+    exists = np.arange(7) < num_proposed[:, None]
+    np.testing.assert_allclose(by_triton[exists], by_torch[exists], rtol=1e-6)
+    np.testing.assert_allclose(by_torch[exists], by_host.cumprod(1)[exists], rtol=1e-5)
+    assert (by_triton[~exists] == -1).all()
 
 
 @full_where(lambda spans, seed: seed >= SHORT_SEEDS[spans])

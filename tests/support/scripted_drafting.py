@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from strobe.engine.engine import Engine
+from strobe.kernels.evidence import KNOTS
 from strobe.request import Request
 from strobe.runner.decode_state import DecodeState
-from strobe.speculation.acceptance import KNOTS
 from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftPlan, DraftPolicy
 from strobe.speculation.proposer import Drafts
 from strobe.step import Span

@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from strobe.kernels.evidence import KNOTS
 from strobe.speculation.acceptance import (
-    KNOTS,
     AcceptanceForecast,
     DraftChances,
-    evidence,
     knot_weights,
+    margin_evidence,
     monotone,
 )
 from strobe.speculation.policy_config import PolicyConfig
@@ -46,7 +46,7 @@ def learned(rate: list[float], n: int = 2000, seed: int = 0) -> DraftChances:
 
 
 def test_evidence_combines_a_draft_and_its_block():
-    result = evidence(np.array([[1.0, 3.0, 99.0], [4.0, 0.0, 2.0]]), np.array([2, 3]))
+    result = margin_evidence(np.array([[1.0, 3.0, 99.0], [4.0, 0.0, 2.0]]), np.array([2, 3]))
     assert result[0, :2] == pytest.approx([8**0.125, 24**0.125])
     assert result[1] == pytest.approx([32**0.125, 0.0, 16**0.125])
 
@@ -76,7 +76,7 @@ def test_chances_are_calibrated_on_recorded_blocks():
     chances, predictions, results, place = table(width), list[float](), list[int](), 0
     while place < len(traces.right):
         margins = traces.margins[-1][place : place + 1].astype(float)
-        block_evidence = knot_weights(evidence(margins, np.array([width])))
+        block_evidence = knot_weights(margin_evidence(margins, np.array([width])))
         accepted = int(traces.right[place, -1])
         predictions.append(float(chances.chances(0, block_evidence).sum()))
         results.append(accepted)

@@ -13,7 +13,7 @@ from strobe.kernels.reference_narrow import chances, choose_drafts
 from strobe.runner.buckets import Buckets
 from strobe.runner.layout import Shape, exact_shape, lay_out
 from strobe.runner.step_ops.torch_step_ops import StepOps
-from strobe.speculation.acceptance import DraftChances, evidence, knot_weights
+from strobe.speculation.acceptance import DraftChances, knot_weights, margin_evidence
 from strobe.speculation.allocate import verified_drafts
 from strobe.speculation.policy_config import PolicyConfig
 from strobe.step import TAIL, Span, num_rows
@@ -38,7 +38,7 @@ def test_device_evidence_matches_host(seed: int):
     rng = np.random.default_rng(seed)
     margins, max_drafts = rng.gamma(1.5, 2.0, (6, 7)), rng.integers(0, 8, 6)
     host = DraftChances((7,), PolicyConfig())
-    block_evidence = knot_weights(evidence(margins, max_drafts))
+    block_evidence = knot_weights(margin_evidence(margins, max_drafts))
     host.observe(0, block_evidence, np.full(6, 7), rng.integers(0, 8, 6))
     inputs = [torch.from_numpy(x) for x in (margins, host.table(0), max_drafts)]
     expected = host.chances(0, block_evidence)

@@ -12,13 +12,14 @@ import numpy as np
 from strobe.counters import DraftCounts
 from strobe.engine.build import ResolvedConfig, build
 from strobe.engine.engine import Engine
+from strobe.kernels.evidence import KNOTS, KNOTS_PER_UNIT
 from strobe.models.config_readers.rope import RopeConfig
 from strobe.models.model_config import DraftConfig, TargetConfig
 from strobe.models.target import Target
 from strobe.ranks.leader import start_engine
 from strobe.request import Request
 from strobe.sampling_params import SamplingParams
-from strobe.speculation.acceptance import KNOTS, DraftChances, evidence, knot_weights
+from strobe.speculation.acceptance import DraftChances, knot_weights, margin_evidence
 from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftPlan, DraftPolicy
 from strobe.speculation.policy_config import PolicyConfig
 from strobe.speculation.proposer import Drafts
@@ -114,7 +115,7 @@ class MarginFit(DraftPolicy):
         if result.margins is None:
             return
         drafts = np.array([span.num_drafts for span in plan.spans])
-        draft_evidence = evidence(np.asarray(result.margins), drafts)
+        draft_evidence = margin_evidence(np.asarray(result.margins), drafts)
         verified = drafts if result.num_verified is None else np.array(result.num_verified)
         for i, (span, accepted) in enumerate(zip(plan.spans, result.num_accepted, strict=True)):
             if span.method is not None:
@@ -138,7 +139,9 @@ class MarginFit(DraftPolicy):
             if not reached:
                 break
             low, high = np.percentile([value for value, _ in reached], [25, 75]).tolist()
-            chances = np.interp([2 * low, 2 * high], range(KNOTS), rates).tolist()
+            chances = np.interp(
+                [KNOTS_PER_UNIT * low, KNOTS_PER_UNIT * high], range(KNOTS), rates
+            ).tolist()
             fits.append(
                 {
                     "blocks": len(reached),
