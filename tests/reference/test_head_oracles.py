@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 from strobe import LLM, SamplingParams
+from strobe.config import EngineConfig
+from strobe.hub.locate import locate_models
 from strobe.hub.packaged import packaged_file
+from strobe.models.checkpoint import Checkpoint
 from tests.support import head_oracles
 
 SHORT = ("d2k4", "dsbonus")
@@ -28,7 +31,13 @@ def write(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     except ValueError as error:
         pytest.skip(str(error))
     heads = head_oracles.Heads(head_oracles.shipped())
-    return lambda name: head_oracles.write(name, heads, tmp_path_factory.mktemp(name))
+    target = locate_models(EngineConfig("smollm2")).target
+    embedding = Checkpoint(Path(target)).read("embed_tokens.weight")
+
+    def write_named(name: str) -> Path:
+        return head_oracles.write(name, heads, embedding, tmp_path_factory.mktemp(name))
+
+    return write_named
 
 
 @pytest.mark.parametrize(("name", "prompts"), CASES)

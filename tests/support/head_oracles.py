@@ -100,6 +100,8 @@ class Heads:
     def speculators(self, method: str, **keys: Any) -> dict[str, Any]:
         """A head in the speculators library's format."""
         proposal = {"proposal_type": "greedy", "speculative_tokens": BLOCK - 1}
+        outer = ("block_size", "num_target_layers")
+        layers = {key: value for key, value in self.config.items() if key not in outer}
         about = {
             "algorithm": method,
             "default_proposal_method": "greedy",
@@ -111,7 +113,7 @@ class Heads:
             "speculators_model_type": method,
             "speculators_version": "0.9.0",
             "speculators_config": about,
-            "transformer_layer_config": {**self.config, "architectures": ["Qwen3ForCausalLM"]},
+            "transformer_layer_config": layers,
             "block_size": BLOCK,
             "mask_token_id": self.nested["mask_token_id"],
             "aux_hidden_state_layer_ids": [i + 1 for i in self.nested["target_layer_ids"]],
@@ -146,14 +148,17 @@ MARKOVS: dict[str, Callable[[Heads], dict[str, Any]]] = {
     "dsspec": lambda heads: heads.speculators("dspark", **MARKOV),
 }
 NAMES = (*SELECTORS, *MARKOVS)
-"""The recorded checkpoints; d2k4 is d2 with 4 drafts. The DSpark ones use the target's embedding
-and head; two of the recorded ones had copies of them."""
+"""The recorded checkpoints; d2k4 is d2 with 4 drafts."""
+OWN = ("ds", "dsbonus")
+"""Those with copies of the target's embedding and head, which lose bits in bfloat16."""
 
 
-def write(name: str, heads: Heads, directory: Path) -> Path:
-    """Write one of the checkpoints."""
+def write(name: str, heads: Heads, embedding: Tensor, directory: Path) -> Path:
+    """Write one of the checkpoints. embedding: the target's, which is its head, too."""
     is_selector = name in SELECTORS
     tensors = heads.backbone | (heads.selector if is_selector else heads.markov)
+    if name in OWN:
+        tensors |= {"embed_tokens.weight": embedding, "lm_head.weight": embedding.clone()}
     directory.mkdir(parents=True, exist_ok=True)
     stored = {key: value.to(torch.bfloat16).contiguous() for key, value in tensors.items()}
     save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})

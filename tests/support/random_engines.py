@@ -46,6 +46,7 @@ from strobe.speculation.adaptive import AdaptiveDraftPolicy
 from strobe.speculation.costs import StepCosts
 from strobe.speculation.draft_policy import DraftPolicy
 from tests.support import reference_processors, reference_sampling
+from tests.support.draft_heads import HEADS
 from tests.support.engine_runs import put, watched
 from tests.support.losslessness_matrix import Pair, make_pair
 from tests.support.recurrent_checkpoints import make_hybrid
@@ -53,6 +54,9 @@ from tests.support.scripted_drafting import RandomRows, Scripted, wavering
 from tests.support.simulated_graphs import captured
 from tests.support.target_families import FAMILIES
 from tests.support.tiny_checkpoints import EOS_IDS, VOCAB, make_target, make_tokenizer
+
+DFLASH = "dflash"
+"""The head without weights of its own."""
 
 LENGTH = 128
 """max_model_len of every engine here."""
@@ -86,7 +90,7 @@ class Setup:
     drafter: "dflash" (random weights, hardly ever right), "script" (often right), "ngram", or
     "mixed" (each request uses dflash, ngram, both or none). policy: "all" drafts, "random" drafts,
     or "adaptive". pool: the number of full contexts that fit its pages, None for plenty. padded: on
-    a CPU, steps are padded and replayed as on a GPU.
+    a CPU, steps are padded and replayed as on a GPU. head: the drafter's.
     """
 
     family: str
@@ -101,6 +105,7 @@ class Setup:
     sampled_drafts: bool
     max_num_seqs: int
     padded: bool
+    head: str = DFLASH
 
     @staticmethod
     def draw(rng: random.Random, family: str) -> Setup:
@@ -121,6 +126,7 @@ class Setup:
             sampled_drafts=drafter in ("dflash", "mixed") and rng.random() < 0.5,
             max_num_seqs=rng.choice((1, 3, 8, 12)),
             padded=rng.random() < 0.5,
+            head=rng.choice((DFLASH, *HEADS)),
         )
 
 
@@ -256,6 +262,13 @@ class EngineFactory:
         return pair
 
     @cache  # noqa: B019
+    def draft(self, family: str, head: str) -> Path:
+        draft = self.pair(family).draft
+        if head == DFLASH:
+            return draft
+        return HEADS[head](draft, draft.with_name(head.replace(" ", "_")))
+
+    @cache  # noqa: B019
     def plain(self, family: str) -> Engine:
         config = EngineConfig(
             target=str(self.pair(family).target),
@@ -284,7 +297,7 @@ class EngineFactory:
         rows = None if setup.spare_rows is None else needed + setup.spare_rows
         config = EngineConfig(
             target=str(pair.target),
-            draft=str(pair.draft) if loads else None,
+            draft=str(self.draft(setup.family, setup.head)) if loads else None,
             device=pair.device,
             method=None if loads else "ngram",
             num_drafts=drafts,

@@ -55,8 +55,9 @@ class Watched(Scripted):
         self.num_drafts = self.engine.limits.num_drafts
         cursors = [cursor(self.state, span.slot) for span in spans]
         drafts = self.inner.propose(spans)
-        logits = self._last.clone().view(len(spans), -1, self._last.shape[-1])
-        tokens = drafts.tokens.tolist()
+        count = len(spans)  # captured steps have more blocks
+        logits = self._last.clone().unflatten(0, drafts.tokens.shape)[:count]
+        tokens = drafts.tokens[:count].tolist()
         blocks = zip(self.requests(spans), cursors, logits, tokens, strict=True)
         self.drafted += [
             Drafted(request, start, tail, row, ids) for request, (start, tail), row, ids in blocks
