@@ -55,6 +55,7 @@ from strobe.tools.train.draft import (  # noqa: E402
     new_draft,
 )
 from strobe.tools.train.edges import (  # noqa: E402
+    Edges,
     candidate_loss,
     confidence_loss,
     edges_of,
@@ -161,8 +162,8 @@ def read_draft(
     return draft
 
 
-def create_draft(options: argparse.Namespace, target: Target, device: torch.device) -> DFlash:
-    """Return the drafter to train: new, or from `--start`."""
+def new_config(options: argparse.Namespace, target: Target) -> DraftConfig:
+    """Return the config of the drafter to train."""
     shape = DraftShape(
         layers=options.layers,
         block_size=options.block_size,
@@ -174,7 +175,12 @@ def create_draft(options: argparse.Namespace, target: Target, device: torch.devi
         conv_group=options.conv_group,
         confidence=options.confidence,
     )
-    config = draft_config(shape, target.config, MASK_TOKEN)
+    return draft_config(shape, target.config, MASK_TOKEN)
+
+
+def create_draft(options: argparse.Namespace, target: Target, device: torch.device) -> DFlash:
+    """Return the drafter to train: new, or from `--start`."""
+    config = new_config(options, target)
     if options.start:
         return read_draft(options, config, target, device)
     return new_draft(config, target, max_positions=POSITIONS, seed=options.seed)
@@ -284,7 +290,7 @@ class PackedTrainer:
             variation=options.variation,
             parts=max(1, count // options.loss_rows),
             weigh=weigh,
-            candidates=(self.edges.candidates or 0) if self.edges else 0,
+            candidates=0 if self.edges is None else self.compared_candidates(self.edges),
         )
         with autocast(self.device):
             loss, best = self.loss(normed, previous_tokens(blocks).flatten(), inputs)
@@ -297,6 +303,10 @@ class PackedTrainer:
         right = (best.view(-1, drafts) == blocks.labels.flatten(0, 1)) & valid
         return loss.detach(), right.sum(0), valid.sum(0)
 
+    def compared_candidates(self, edges: Edges) -> int:
+        """Return the number of candidates that the loss compares, 0 for all tokens."""
+        return 0 if self.options.full_loss else edges.candidates or 0
+
     def loss(self, normed: Tensor, previous: Tensor, inputs: LossInputs) -> tuple[Tensor, Tensor]:
         """Return the loss, and the best draft of each slot. normed [R, H]; previous [R]: the true
         token before each slot."""
@@ -305,7 +315,7 @@ class PackedTrainer:
             result = block_loss(normed, inputs)
             return mean_loss(result), result.best
         left = edges.left(normed, previous)
-        if edges.candidates is None:
+        if not inputs.candidates:
             result = block_loss(normed, inputs, (left, edges.right))
             loss = mean_loss(result)
             best = result.best
@@ -362,6 +372,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--variation", type=float, default=0.7, help="total variation's part")
     parser.add_argument("--alpha", type=float, default=0.5, help="smoothing of D-PACE's weights")
     parser.add_argument("--unary-share", type=float, default=0.3, help="loss before the edges")
+    parser.add_argument(
+        "--full-loss", action="store_true", help="compare all tokens, not the candidates alone"
+    )
     parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument("--table-rate", type=float, default=1.0, help="factor for tables of tokens")
     parser.add_argument("--end-rate", type=float, default=2e-4)

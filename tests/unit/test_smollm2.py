@@ -18,6 +18,7 @@ from scripts.smollm2.packed import (
     pack,
     target_rows,
 )
+from scripts.smollm2.train import PackedTrainer, new_config, parse
 from strobe.models.architectures import load_target_config
 from strobe.models.dflash_drafter import DFlash
 from strobe.models.target import Target
@@ -26,6 +27,7 @@ from strobe.tools.train.capture import capture
 from strobe.tools.train.draft import draft_config, new_draft
 from strobe.tools.train.train_settings import DraftShape
 from strobe.tools.train.training_blocks import context_kv, draft_hidden, make_blocks
+from strobe.tools.train.warm_start import start_from
 from tests.support.tiny_checkpoints import MASK_TOKEN, VOCAB, make_target
 
 SIZES = (30, 10), (40, 5), (25, 12), (33, 20), (50, 30)
@@ -129,3 +131,34 @@ def test_answers_survive_saving(tmp_path: Path):
     ]
     assert save(answers, tmp_path, 3) == 4
     assert load([tmp_path / "answers-3.npz"]) == answers
+
+
+def first_loss(pair: tuple[Target, DFlash], monkeypatch: pytest.MonkeyPatch, *flags: str) -> float:
+    """The first step's loss of a drafter that starts from the pair's."""
+    command = ["train.py", "TARGET", "OUT", "answers-0.npz", "--rows", "2", "--anchors", "8"]
+    usual = ["--loss-rows", "1", "--layers", "2", "--block-size", "4", "--features", "2"]
+    monkeypatch.setattr("sys.argv", [*command, *usual, *flags])
+    target, start = pair
+    options = parse()
+    draft = new_draft(new_config(options, target), target, max_positions=LENGTH, seed=1)
+    start_from(draft, start)
+    rows = Rows(pack(sequences(), LENGTH, seed=0), torch.device("cpu"))
+    loss, _, _ = PackedTrainer(target, draft, rows, options).step()
+    return float(loss)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--head", "dflash2", "--unary-share", "1"),
+        ("--head", "dflash2", "--full-loss"),
+        ("--head", "dspark", "--full-loss"),
+    ],
+    ids=["dflash2", "dflash2-full-loss", "dspark"],
+)
+def test_first_loss_with_a_new_head_is_the_old_drafters(
+    flags: tuple[str, ...], pair: tuple[Target, DFlash], monkeypatch: pytest.MonkeyPatch
+):
+    tables = ("--rank", "4", "--conv-group", "8", "--candidates", "8")
+    expected = first_loss(pair, monkeypatch)
+    assert first_loss(pair, monkeypatch, *flags, *tables) == expected
