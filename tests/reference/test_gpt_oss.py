@@ -205,7 +205,10 @@ BAD = {
     "experts_per_token": (4, "experts_per_token is 4, which is not supported"),
     "hidden_act": ("gelu", "hidden_act is 'gelu', which is not supported"),
     "num_local_experts": (1, "num_experts_per_tok is 2, but there are 1 experts"),
-    "quantization_config": ({"quant_method": "gptq"}, "quantized by GPTQ, which is not supported"),
+    "quantization_config": (
+        {"quant_method": "later"},
+        "quantized by quant_method 'later', which is not supported",
+    ),
     "attention_chunk_size": (8, "attention_chunk_size is 8, which is not known"),
     "rope_parameters": (None, "there is no rope_scaling"),
 }

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from strobe.config import EngineConfig
@@ -20,7 +21,7 @@ from tests.support.draft_heads import to_dflash2
 from tests.support.engine_runs import make_engine, run
 from tests.support.stored_weights import FORMATS, store
 from tests.support.target_families import FAMILIES
-from tests.support.tiny_checkpoints import make_draft, make_target
+from tests.support.tiny_checkpoints import edit_json, make_draft, make_target
 
 PLAIN = re.compile(r"embed_tokens|codebook|norm")
 """Names of tensors that stay unquantized."""
@@ -34,8 +35,13 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def is_stored(name: str) -> bool:
+def is_weight(name: str) -> bool:
     return name.endswith(".weight") and not PLAIN.search(name)
+
+
+def is_linear(name: str) -> bool:
+    """Whether a tensor is one of those whose sizes are multiples of 8 and not the head."""
+    return is_weight(name) and "lm_head" not in name
 
 
 @pytest.fixture(scope="module", params=FORMATS)
@@ -44,6 +50,8 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     path = tmp_path_factory.mktemp(request.param)
     make_target(path / "target")
     to_dflash2(make_draft(path / "plain dflash"), path / "draft")
+    transposed = request.param.startswith(("GPTQ", "AWQ", "AutoRound"))
+    is_stored = is_linear if transposed else is_weight
     for name in ("target", "draft"):
         store(path / name, path / f"dense {name}", request.param, is_stored)
     return path
@@ -110,9 +118,8 @@ def test_drafts_over_a_quantized_head_change_no_answer(pair: Path, temperature: 
     assert verified[2] == verified[3] > 0
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_ranks_hold_parts_of_the_dequantized_weights(name: str):
-    path = RECORDED / name
+def check_ranks(path: Path) -> None:
+    """Compare the parts that two ranks load with the whole."""
     config = load_target_config(path)
     whole = load_target(path, config, **OPTIONS)
     parts = list[Any]()
@@ -121,11 +128,54 @@ def test_ranks_hold_parts_of_the_dequantized_weights(name: str):
         own, _ = split.split(config, None)
         parts.append(load_target(path, own, **OPTIONS, open=split.opener("auto")))
     for layer, first, second in zip(whole.layers, parts[0].layers, parts[1].layers, strict=True):
-        for linear, dim in (("self_attn.o_proj", 1), ("mlp.down_proj", 1)):
-            halves = [part.get_submodule(linear).weight for part in (first, second)]
-            assert torch.equal(torch.cat(halves, dim), layer.get_submodule(linear).weight)
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            halves = [part.get_submodule(name).weight for part in (first, second)]
+            assert torch.equal(torch.cat(halves, 1), layer.get_submodule(name).weight)
         halves = [part.mlp.gate_up_proj.weight.unflatten(0, (2, -1)) for part in (first, second)]
         fused = layer.get_submodule("mlp.gate_up_proj").weight
         assert torch.equal(torch.cat(halves, 1).flatten(0, 1), fused)
     heads = [part.lm_head.weight for part in parts]
     assert torch.equal(torch.cat(heads), whole.lm_head.weight)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ranks_hold_parts_of_the_dequantized_weights(name: str):
+    check_ranks(RECORDED / name)
+
+
+@pytest.mark.parametrize("name", ["GPTQ", "AutoRound", "AWQ"])
+def test_ranks_hold_parts_of_transposed_weights(tmp_path: Path, name: str):
+    make_target(tmp_path / "target", intermediate_size=64)
+    store(tmp_path / "target", tmp_path / "dense", name, is_linear)
+    check_ranks(tmp_path / "target")
+
+
+def test_groups_by_activations_need_one_rank_and_scales(tmp_path: Path):
+    path = tmp_path / "target"
+    make_target(path, intermediate_size=64)
+    store(path, tmp_path / "dense", "GPTQ by activations", is_linear)
+    with pytest.raises(ValueError, match="g_idx orders groups by activations, which several ranks"):
+        check_ranks(path)
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.layers.0.mlp.down_proj.g_idx"][5] = 9
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(ValueError, match="g_idx names groups that have no scales"):
+        load_target(path, load_target_config(path), **OPTIONS)
+
+
+OTHERS = [
+    ({"quant_method": "gptq", "bits": 3}, "bits is 3, which is not supported"),
+    ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "is 'marlin'"),
+    ({"quant_method": "auto-round", "bits": 4, "data_type": "mx_fp"}, "data_type is 'mx_fp'"),
+    ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version is 'gemv'"),
+    ({"quant_method": "awq", "bits": 8}, "bits is 8, which is not supported"),
+    ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo is 'W4A8_AWQ'"),
+]
+
+
+@pytest.mark.parametrize(("values", "sentence"), OTHERS)
+def test_other_layouts_are_one_sentence(tmp_path: Path, values: dict[str, Any], sentence: str):
+    make_target(tmp_path)
+    edit_json(tmp_path / "config.json", quantization_config=values)
+    with pytest.raises(ValueError, match=sentence):
+        load_target_config(tmp_path)

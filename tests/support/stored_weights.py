@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,71 @@ def int4(weight: Tensor) -> Stored:
     }, values
 
 
+def _asymmetric(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return 4-bit codes [N, K], scales and zeros [N, G], and the values."""
+    groups = weight.unflatten(1, (-1, GROUP))
+    low = groups.amin(2)
+    scale = ((groups.amax(2) - low) / 15).half()
+    zero = (-low / scale.float()).round().clamp(1, 15)
+    codes = (groups / scale.float()[..., None] + zero[..., None]).round().clamp(0, 15)
+    values = ((codes - zero[..., None]) * scale.float()[..., None]).flatten(1)
+    return codes.flatten(1).long(), scale, zero.long(), values
+
+
+def _words(codes: Tensor, order: Sequence[int] = range(8)) -> Tensor:
+    """codes [R, C] of 4 bits -> [R, C / 8] int32, the code `order[i]` of eight in bits 4 i."""
+    eights = torch.nn.functional.pad(codes, (0, -codes.shape[1] % 8)).unflatten(1, (-1, 8))
+    words = (eights[..., list(order)] << 4 * torch.arange(8)).sum(2)
+    return torch.where(words >= 2**31, words - 2**32, words).int()
+
+
+def gptq(weight: Tensor) -> Stored:
+    """GPTQ's first version, whose zeros are less by one, with groups in the order of inputs."""
+    codes, scale, zero, values = _asymmetric(weight)
+    return {
+        "qweight": _words(codes).t(),
+        "scales": scale.t(),
+        "qzeros": _words((zero - 1).t()),
+        "g_idx": (torch.arange(weight.shape[1]) // GROUP).int(),
+    }, values
+
+
+def gptq_by_activations(weight: Tensor) -> Stored:
+    """GPTQ's second version, with inputs that take their groups in turns."""
+    index = torch.arange(weight.shape[1]) % (weight.shape[1] // GROUP)
+    order = index.argsort(stable=True)
+    codes, scale, zero, values = _asymmetric(weight[:, order])
+    back = order.argsort()
+    return {
+        "qweight": _words(codes[:, back]).t(),
+        "scales": scale.t(),
+        "qzeros": _words(zero.t()),
+        "g_idx": index.int(),
+    }, values[:, back]
+
+
+def gptq_symmetric(weight: Tensor) -> Stored:
+    """Symmetric GPTQ, whose stored zeros have no meaning."""
+    tensors, values = int4(weight)
+    scale = tensors["weight_scale"].half()
+    return {
+        "qweight": tensors["weight_packed"].t(),
+        "scales": scale.t(),
+        "qzeros": torch.zeros(scale.shape[1], -(-len(weight) // 8), dtype=torch.int32),
+    }, values
+
+
+def awq(weight: Tensor) -> Stored:
+    """AWQ's layout gemm."""
+    codes, scale, zero, values = _asymmetric(weight)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    return {
+        "qweight": _words(codes.t(), order),
+        "scales": scale.t(),
+        "qzeros": _words(zero.t(), order),
+    }, values
+
+
 def _config(bits: int, kind: str, **options: Any) -> dict[str, Any]:
     weights = {"num_bits": bits, "type": kind, **options}
     return {
@@ -68,10 +133,21 @@ def _config(bits: int, kind: str, **options: Any) -> dict[str, Any]:
     }
 
 
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True}
 FORMATS: dict[str, tuple[Callable[[Tensor], Stored], dict[str, Any]]] = {
     "FP8": (fp8_rows, _config(8, "float", strategy="channel")),
     "NVFP4": (nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
     "int4": (int4, _config(4, "int", strategy="group", group_size=GROUP)),
+    "GPTQ": (gptq, {**GPTQ, "sym": False}),
+    "GPTQ by activations": (
+        gptq_by_activations,
+        {**GPTQ, "sym": False, "desc_act": True, "checkpoint_format": "gptq_v2"},
+    ),
+    "AutoRound": (gptq_symmetric, {**GPTQ, "quant_method": "auto-round"}),
+    "AWQ": (
+        awq,
+        {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"},
+    ),
 }
 
 

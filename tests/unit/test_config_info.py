@@ -64,7 +64,7 @@ def test_lone_drafter_config_is_described(main: Main, tmp_path: Path):
         ("drafters", "SpecForge__qwen3.6-27b-domino-full-attention", "Domino drafter"),
         ("drafters", "poolside__Laguna-XS-2.1-DFlash", "Laguna's DFlash drafter"),
         ("drafters", "deepseek-ai__dspark_qwen3_14b_block7-mlx-4bit", "DSpark drafter"),
-        ("targets", "Qwen__Qwen3-8B-AWQ", "target"),
+        ("targets", "mlx-community__Qwen3.8-27B-4bit", "target"),
         ("targets", "zai-org__GLM-5.3-Flash", "target"),
     ],
 )
@@ -104,10 +104,10 @@ def test_only_a_file_named_config_json_has_neighbours(main: Main, tmp_path: Path
 
 
 def test_lone_config_prints_a_table(main: Main, tmp_path: Path):
-    config = published("targets", "Qwen__Qwen3-32B-AWQ")["config"]
+    config = published("targets", "mlx-community__Qwen3.8-27B-4bit")["config"]
     status, out, _ = main("info", written(tmp_path / "c.json", config))
     assert status == 1
-    assert "AWQ in 4 bits" in out
+    assert "MLX in 4 bits" in out
     assert "no" in out.split()
 
 

@@ -397,8 +397,6 @@ def test_reduced_vocabulary_of_flat_and_nested_files(tmp_path: Path):
 @pytest.mark.parametrize(
     ("values", "name"),
     [
-        ({"quant_method": "awq", "bits": 4}, "AWQ in 4 bits"),
-        ({"quant_method": "gptq", "bits": 3}, "GPTQ in 3 bits"),
         ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
         ({"quant_method": "later"}, "quant_method 'later'"),
     ],
@@ -417,6 +415,8 @@ def test_quantized_checkpoint_is_rejected_by_its_format(
 @pytest.mark.parametrize(
     ("values", "label"),
     [
+        ({"quant_method": "awq", "bits": 4}, "AWQ in 4 bits"),
+        ({"quant_method": "gptq", "bits": 8}, "GPTQ in 8 bits"),
         ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "ModelOpt in NVFP4"),
         ({"quant_algo": "FP8"}, "ModelOpt in FP8 with a scale per tensor"),

@@ -26,6 +26,8 @@ EXPONENTS = ("U8", "F8_E8M0")
 """Dtypes of scales that are powers of two."""
 BITS = (4, 8, 2)
 """Of codes that do not cross bytes."""
+AWQ_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
+"""Bits at which the codes of eight columns begin in a word."""
 BLOCKS = (128, 32, 64, 16, 256)
 """Sizes of blocks, the most usual first, of which a grid of scales says only the number."""
 UNUSED = (
@@ -58,6 +60,8 @@ def form_of(
         raise weight.error(
             "weight_g_idx", "orders its groups by activations, which is not supported"
         )
+    if weight.dtype("qweight") is not None:
+        return _transposed(weight)
     packed = weight.dtype("weight_packed")
     if packed == "I32":
         return _packed_integers(weight)
@@ -166,6 +170,92 @@ def _packed_integers(weight: _Weight) -> Form:
         kind="int", bits=bits, group=group if group < whole else None, asymmetric=has_zero
     )
     return Form(scheme=scheme, sources=sources, read=read)
+
+
+def _transposed(weight: _Weight) -> Form:
+    """GPTQ's layout, [K, N] packed along K, and AWQ's, packed along N in an order of its own."""
+    outputs, inputs = weight.shape
+    bits = weight.declared.bits if weight.declared is not None else 4
+    asymmetric = weight.declared is None or weight.declared.asymmetric
+    for leaf, dtypes in (("qweight", ("I32",)), ("scales", FLOATS)):
+        weight.need(leaf, dtypes)
+    stored = weight.stored("qweight")
+    groups, columns = weight.stored("scales")
+    is_awq = stored[1] != columns
+    if bits not in BITS or (is_awq and bits != 4):
+        raise weight.error("qweight", f"has codes of {bits} bits, which is not supported")
+    whole = stored[0] if is_awq else stored[0] * 32 // bits
+    if whole % groups:
+        raise weight.error("scales", f"has {groups} groups, which do not divide {whole} inputs")
+    group = whole // groups
+    own_groups = -(-inputs // group)
+    words = -(-outputs * bits // 32)
+    shapes: dict[str, Shape] = {
+        "qweight": (inputs, words) if is_awq else (-(-inputs * bits // 32), outputs),
+        "scales": (own_groups, outputs),
+    }
+    if asymmetric or weight.dtype("qzeros") is not None:
+        weight.need("qzeros", ["I32"])
+        shapes["qzeros"] = (own_groups, words)
+    if weight.dtype("g_idx") is not None:
+        weight.need("g_idx", ["I32", "I64"])
+        shapes["g_idx"] = (inputs,)
+    offset = weight.declared.zero_offset if weight.declared is not None else 0
+
+    def read(tensors: Sequence[Tensor]) -> GroupWeight:
+        by_leaf = dict(zip(shapes, tensors, strict=True))
+        words = by_leaf["qweight"]
+        zero = None
+        if asymmetric:
+            zeros = by_leaf["qzeros"]
+            zero = _awq_codes(zeros) if is_awq else unpacked(as_bytes(zeros), bits)
+            zero = (zero[:, :outputs].int() + offset).t()
+        return GroupWeight(
+            codes=_pairs(_awq_codes(words).t()) if is_awq else as_bytes(words.t()),
+            scale=by_leaf["scales"].t(),
+            bits=bits,
+            group=group,
+            inputs=inputs,
+            zero=zero,
+            index=_index(weight, by_leaf.get("g_idx"), group, whole),
+        )
+
+    scheme = Scheme(
+        kind="int",
+        bits=bits,
+        group=group if group < whole else None,
+        asymmetric=asymmetric,
+    )
+    return Form(scheme=scheme, sources=weight.sources(**shapes), read=read)
+
+
+def _index(weight: _Weight, groups: Tensor | None, group: int, whole: int) -> Tensor | None:
+    """Return the group of each input; None if groups are consecutive inputs. whole: number of
+    inputs of the whole weight."""
+    inputs = weight.shape[1]
+    if groups is None:
+        return None
+    plain = torch.arange(inputs, device=groups.device) // group
+    if torch.equal(groups - groups[0], plain.to(groups.dtype)):
+        return None
+    if inputs != whole:
+        raise weight.error(
+            "g_idx", "orders groups by activations, which several ranks cannot share"
+        )
+    if int(groups.min()) < 0 or int(groups.max()) >= -(-whole // group):
+        raise weight.error("g_idx", "names groups that have no scales")
+    return groups.long()
+
+
+def _awq_codes(words: Tensor) -> Tensor:
+    """words [R, C / 8] int32 -> codes [R, C] uint8."""
+    shifts = torch.tensor(AWQ_SHIFTS, device=words.device)
+    return (words[..., None] >> shifts & 15).to(torch.uint8).flatten(1)
+
+
+def _pairs(codes: Tensor) -> Tensor:
+    """codes [N, K] of 4 bits -> [N, K / 2], the first in the low bits."""
+    return codes[:, ::2] | codes[:, 1::2] << 4
 
 
 def _packed_floats(weight: _Weight, codes: str, global_scale: str, *, is_divisor: bool) -> Form:

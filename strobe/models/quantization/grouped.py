@@ -40,7 +40,8 @@ class GroupWeight:
 
     codes: [N, K * bits / 8] uint8, packed along K, the first in the low bits. scale: [N, G]. zero:
     [N, G], subtracted from the codes; None for the middle of their range. global_scale: a factor
-    of all values, or with `is_divisor` their divisor. is_float: codes of 4 bits are E2M1.
+    of all values, or with `is_divisor` their divisor. is_float: codes of 4 bits are E2M1. index:
+    the group of each input [K], if the groups are not consecutive inputs.
     """
 
     codes: Tensor
@@ -52,6 +53,7 @@ class GroupWeight:
     global_scale: Tensor | None = None
     is_divisor: bool = False
     is_float: bool = False
+    index: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -77,6 +79,8 @@ class GroupWeight:
         return values / self.global_scale if self.is_divisor else values * self.global_scale
 
     def _by_value(self, by_group: Tensor) -> Tensor:
+        if self.index is not None:
+            return by_group[:, self.index]
         return by_group.repeat_interleave(self.group, 1)[:, : self.inputs]
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from strobe.models.config_readers.fields import Fields
 from strobe.models.linear import Format
 from strobe.models.model_config import DecoderConfig, Quantization
-from strobe.models.quantization import compressed_tensors, forms, fp8, modelopt, mxfp4
+from strobe.models.quantization import awq, compressed_tensors, forms, fp8, gptq, modelopt, mxfp4
 from strobe.models.quantization.published import check_format, format_name, method_name
 from strobe.models.weight_mapping import CheckpointTensors, WeightMapping
 
@@ -45,14 +45,17 @@ class Method(Protocol):
 
 
 METHODS: dict[str, Method] = {
+    "auto-round": gptq,
+    "awq": awq,
     "compressed-tensors": compressed_tensors,
     "fp8": fp8,
+    "gptq": gptq,
     "modelopt": modelopt,
     "mxfp4": mxfp4,
 }
 HINT = (
-    "use a checkpoint of compressed-tensors, of ModelOpt in FP8 or NVFP4, in FP8 with scales by "
-    "blocks, with experts in MXFP4, or an unquantized one."
+    "use a checkpoint of compressed-tensors, of ModelOpt in FP8 or NVFP4, of GPTQ, AutoRound or "
+    "AWQ, in FP8 with scales by blocks, with experts in MXFP4, or an unquantized one."
 )
 
 

@@ -16,13 +16,15 @@ LINEAR = ("Linear",)
 @dataclass(frozen=True)
 class Scheme:
     """How values of a weight are stored. group: inputs that share a scale; None if not said, or if
-    all do. block: rows and columns that share a scale. asymmetric: with a zero per group."""
+    all do. block: rows and columns that share a scale. asymmetric: with a zero per group.
+    zero_offset: what is added to stored zeros."""
 
     kind: Kind
     bits: int
     group: int | None = None
     block: tuple[int, int] | None = None
     asymmetric: bool = False
+    zero_offset: int = 0
 
     def __str__(self) -> str:
         if self.kind == "float":
