@@ -12,6 +12,7 @@ from strobe.attention.backend import Batch
 from strobe.config import Limits
 from strobe.host.transfer import upload
 from strobe.runner.layout import Layout
+from strobe.runner.slot_tables import SlotTables
 from strobe.runner.step_ops.torch_step_ops import SimulatedAcceptance, StepOps
 from strobe.step import Plan
 
@@ -40,6 +41,9 @@ class DecodeState:
         unmapped = torch.arange(0, -columns, -1, dtype=torch.int64, device=device) * page_size
         self.table = unmapped.repeat(num_slots + 1, 1)
         self.table[-1] += spare_page * page_size
+        self._tables = SlotTables(
+            cursor=self.cursor, table=self.table, page_size=page_size, limit=self.limit
+        )
 
     def apply(self, plan: Plan) -> None:
         """Apply the plan's admissions and page-table entries."""
@@ -61,14 +65,7 @@ class DecodeState:
     def place(self, layout: Layout, drafts: Tensor | None) -> Sequence[Tensor]:
         """Compute the current ids, positions and K/V slots [T] of the rows, and starts and draft
         lengths [S] of the spans. drafts [S, K]: the device's drafts."""
-        return self.ops.place(
-            self.cursor,
-            self.table,
-            layout,
-            drafts,
-            limit=self.limit,
-            page_size=self.page_size,
-        )
+        return self.ops.place(self._tables, layout, drafts)
 
     def make_batch(
         self, layout: Layout, placed: Sequence[Tensor], bounds: Sequence[int] = ()
@@ -100,4 +97,4 @@ class DecodeState:
         number accepted [S] and advance lengths and newest tokens. Each token is sampled with its
         position's own noise, so this is exact rejection sampling for a draft that is a fixed token
         (Leviathan et al., arXiv 2211.17192, with q one-hot). simulated: accept these instead."""
-        return self.ops.accept(tokens, batch, layout, self.cursor, simulated=simulated)
+        return self.ops.accept(tokens, batch, layout, self._tables, simulated=simulated)

@@ -9,7 +9,7 @@ from torch import Tensor
 from strobe.attention.backend import Batch
 from strobe.config import Limits
 from strobe.runner.decode_state import DecodeState
-from strobe.runner.layout import Layout, Shape, lay_out
+from strobe.runner.layout import Layout, Shape, exact_shape, lay_out
 from strobe.runner.step_ops.torch_step_ops import StepOps
 from strobe.runner.step_ops.triton_step_ops import TritonStepOps
 from strobe.step import TAIL, Span
@@ -146,6 +146,22 @@ def test_accept_moves_cursors_as_torch_does(
     num_spans = len(BATCHES[name][0])
     lengths = batches[0].starts + layout.context_rows + accepted
     assert torch.equal(states[1].cursor[layout.slots[:num_spans], 0], lengths[:num_spans])
+
+
+def test_triton_form_leaves_exact_layouts_to_torch(device: torch.device):
+    """Each of their many shapes would compile a kernel of its own."""
+    spans = [device_span(3, 6), host_span(1, 8), device_span(0, 0)]
+    layout = lay_out(spans, device, exact_shape(spans), padded=False, spare_slot=SLOTS)
+    drafts = (100 + torch.arange(18, device=device)).view(3, 6)
+    expected, actual = [make_state(device, ops) for ops in FORMS]
+    placed = actual.place(layout, drafts)
+    for by_torch, by_triton in zip(expected.place(layout, drafts), placed, strict=True):
+        assert torch.equal(by_triton, by_torch)
+    batch = actual.make_batch(layout, placed)
+    tokens = torch.tensor([[100, 101, 9, 9, 9, 9, 9]] * 3, device=device)
+    accepted = [state.accept(layout, batch, tokens, None).tolist() for state in (expected, actual)]
+    assert accepted == [[2, 0, 0]] * 2
+    assert torch.equal(actual.cursor, expected.cursor)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

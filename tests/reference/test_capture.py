@@ -17,6 +17,7 @@ from strobe.engine.build import build, resolve
 from strobe.engine.engine import Engine
 from strobe.runner.buckets import Buckets
 from strobe.runner.layout import Shape
+from strobe.runner.step_ops.numpy_step_ops import NumpyStepOps
 from strobe.sampling.sampling_state import FLOATS, INTS
 from strobe.speculation.adaptive import AdaptiveDraftPolicy
 from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftPlan, DraftPolicy
@@ -244,6 +245,12 @@ def test_uncapturable_step_runs_eagerly(target: Any):
     assert run(Engine(resolved, components=parts), PROMPTS, COLD) == plain
     assert len(parts.graphs) == 0
     assert 0 < len(attempts) < 12, "each shape is tried once"
+
+
+def test_cpu_engine_keeps_books_in_numpy_and_shares_its_operations(target: Any):
+    parts = build(resolve(config(target)))
+    assert type(parts.state.ops) is NumpyStepOps
+    assert parts.sampling.ops is parts.state.ops
 
 
 def test_padding_rows_leave_the_last_page_untouched(target: Any):

@@ -12,35 +12,28 @@ from torch import Tensor
 
 from strobe.attention.backend import Batch
 from strobe.runner.layout import Layout
+from strobe.runner.slot_tables import SlotTables
 from strobe.runner.step_ops.torch_step_ops import SimulatedAcceptance, StepOps, simulated_matches
 
 
 class NumpyStepOps(StepOps):
     """For layouts without padding; padded ones are left to torch, as graphs would capture them."""
 
-    def place(
-        self,
-        cursor: Tensor,
-        table: Tensor,
-        layout: Layout,
-        drafts: Tensor | None,
-        *,
-        limit: int,
-        page_size: int,
-    ) -> Sequence[Tensor]:
+    def place(self, tables: SlotTables, layout: Layout, drafts: Tensor | None) -> Sequence[Tensor]:
         if layout.padded:
-            return super().place(cursor, table, layout, drafts, limit=limit, page_size=page_size)
+            return super().place(tables, layout, drafts)
         host = layout.on_host
-        current = cursor.numpy()[host.slots]
+        cursor, table = tables.on_host
+        current = cursor[host.slots]
         starts = current[:, 0]
         positions = starts.take(host.span_of_row)
         positions += host.offset
-        kv_slots = table.numpy()[host.slot_of_row, positions // page_size]
+        kv_slots = table[host.slot_of_row, positions // tables.page_size]
         kv_slots += positions
         device_tokens = () if drafts is None else (drafts.numpy().ravel(),)
         lengths = host.drafts
         if layout.shape.max_drafts:
-            lengths = np.minimum(lengths, np.maximum(limit - 1 - starts, 0))
+            lengths = np.minimum(lengths, np.maximum(tables.limit - 1 - starts, 0))
         ids = np.concatenate((current[:, 1], host.tokens, *device_tokens))
         ids = ids.take(host.token_source)
         np.maximum(ids, 0, out=ids)  # NO_TOKEN, of rows with NaN
@@ -51,12 +44,12 @@ class NumpyStepOps(StepOps):
         tokens: Tensor,
         batch: Batch,
         layout: Layout,
-        cursor: Tensor,
+        tables: SlotTables,
         *,
         simulated: SimulatedAcceptance | None,
     ) -> Tensor:
         if layout.padded:
-            return super().accept(tokens, batch, layout, cursor, simulated=simulated)
+            return super().accept(tokens, batch, layout, tables, simulated=simulated)
         host = layout.on_host
         sampled = tokens.numpy()
         starts = batch.starts.numpy()
@@ -72,5 +65,5 @@ class NumpyStepOps(StepOps):
         new_cursor = np.empty((len(starts), 2), dtype=np.int64)
         np.add(starts + host.context_rows, accepted, new_cursor[:, 0])
         new_cursor[:, 1] = sampled[np.arange(len(starts)), accepted]
-        cursor.numpy()[host.slots] = new_cursor
+        tables.on_host.cursor[host.slots] = new_cursor
         return torch.from_numpy(accepted)

@@ -16,6 +16,7 @@ from strobe.attention.backend import Batch
 from strobe.attention.recurrent_backend import cover
 from strobe.kernels.reference_narrow import choose
 from strobe.runner.layout import Layout, Shape
+from strobe.runner.slot_tables import SlotTables
 from strobe.sampling.sampling_ops import SamplingOps
 from strobe.step import TAIL
 
@@ -27,30 +28,20 @@ on average, or [S] drafts of each span."""
 class StepOps(SamplingOps):
     """Stateless. The sampler's operations are those of `SamplingOps`."""
 
-    def place(
-        self,
-        cursor: Tensor,
-        table: Tensor,
-        layout: Layout,
-        drafts: Tensor | None,
-        *,
-        limit: int,
-        page_size: int,
-    ) -> Sequence[Tensor]:
+    def place(self, tables: SlotTables, layout: Layout, drafts: Tensor | None) -> Sequence[Tensor]:
         """Compute the current ids, positions and K/V slots [T] of the rows, and starts and draft
-        lengths [S] of the spans. cursor [N, 2], table [N, columns]: see `DecodeState`. drafts
-        [S, K]: the device's drafts. limit: no draft is at or after this position."""
+        lengths [S] of the spans. drafts [S, K]: the device's drafts."""
         slot_of_row = layout.slot_of_row
-        lengths, newest = cursor.unbind(1)
+        lengths, newest = tables.cursor.unbind(1)
         starts = lengths[layout.slots]
         positions = lengths[slot_of_row] + layout.offset
-        kv_slots = table[slot_of_row, positions // page_size] + positions
+        kv_slots = tables.table[slot_of_row, positions // tables.page_size] + positions
         ids = torch.where(layout.tokens == TAIL, newest[slot_of_row], layout.tokens)
         if drafts is not None and drafts.shape[1]:
             device_tokens = drafts[layout.span_of_row, layout.draft_of_row]
             ids = torch.where(layout.tokens < TAIL, device_tokens, ids)
         ids = ids.clamp_(min=0)  # NO_TOKEN, of rows with NaN
-        max_drafts = (limit - 1 - starts).clamp_(min=0)
+        max_drafts = (tables.limit - 1 - starts).clamp_(min=0)
         return [ids, positions, kv_slots, starts, torch.minimum(layout.drafts, max_drafts)]
 
     def accept(
@@ -58,12 +49,12 @@ class StepOps(SamplingOps):
         tokens: Tensor,
         batch: Batch,
         layout: Layout,
-        cursor: Tensor,
+        tables: SlotTables,
         *,
         simulated: SimulatedAcceptance | None,
     ) -> Tensor:
         """Accept drafts while they equal the target's tokens [S, W] at their rows: the number
-        accepted [S]. Advances the slots' lengths and newest tokens in cursor [N, 2]. simulated:
+        accepted [S]. Advances the slots' lengths and newest tokens. simulated:
         accept these instead."""
         matched = batch.ids[layout.draft_rows] == tokens[:, : layout.shape.max_drafts]
         num_matched = matched.cumprod(1).sum(1)
@@ -72,7 +63,7 @@ class StepOps(SamplingOps):
         accepted = torch.minimum(num_matched, batch.draft_lengths)
         newest = tokens.gather(1, accepted[:, None])[:, 0]
         ends = batch.starts + layout.context_rows + accepted
-        cursor[layout.slots] = torch.stack([ends, newest], 1)
+        tables.cursor[layout.slots] = torch.stack([ends, newest], 1)
         return accepted
 
     def narrow(self, layout: Layout, drafts: Tensor, shape: Shape) -> Tensor:

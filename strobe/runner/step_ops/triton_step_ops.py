@@ -9,6 +9,7 @@ from torch import Tensor
 from strobe.attention.backend import Batch
 from strobe.kernels import narrow, processors, sampling, step_bookkeeping
 from strobe.runner.layout import Layout, Shape
+from strobe.runner.slot_tables import SlotTables
 from strobe.runner.step_ops.torch_step_ops import SimulatedAcceptance, StepOps
 from strobe.sampling.processors import LogitRows, Tables
 from strobe.sampling.sampler import RowParams
@@ -20,31 +21,30 @@ class TritonStepOps(StepOps):
 
     takes_mixtures = True
 
-    def place(
-        self,
-        cursor: Tensor,
-        table: Tensor,
-        layout: Layout,
-        drafts: Tensor | None,
-        *,
-        limit: int,
-        page_size: int,
-    ) -> Sequence[Tensor]:
-        form = step_bookkeeping.place if layout.padded else super().place
-        return form(cursor, table, layout, drafts, limit=limit, page_size=page_size)
+    def place(self, tables: SlotTables, layout: Layout, drafts: Tensor | None) -> Sequence[Tensor]:
+        if not layout.padded:
+            return super().place(tables, layout, drafts)
+        return step_bookkeeping.place(
+            tables.cursor,
+            tables.table,
+            layout,
+            drafts,
+            limit=tables.limit,
+            page_size=tables.page_size,
+        )
 
     def accept(
         self,
         tokens: Tensor,
         batch: Batch,
         layout: Layout,
-        cursor: Tensor,
+        tables: SlotTables,
         *,
         simulated: SimulatedAcceptance | None,
     ) -> Tensor:
         if not layout.padded or callable(simulated):
-            return super().accept(tokens, batch, layout, cursor, simulated=simulated)
-        return step_bookkeeping.accept(tokens, batch, layout, cursor, simulated=simulated)
+            return super().accept(tokens, batch, layout, tables, simulated=simulated)
+        return step_bookkeeping.accept(tokens, batch, layout, tables.cursor, simulated=simulated)
 
     def narrow(self, layout: Layout, drafts: Tensor, shape: Shape) -> Tensor:
         return narrow.narrow(layout, drafts, shape)
