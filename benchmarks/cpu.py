@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import date
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,7 +28,7 @@ from strobe.engine.engine import Engine
 from strobe.outputs import CompletionOutput, RequestOutput
 from strobe.tools.demo_comparison import (
     Answer,
-    answerer,
+    answer,
     choose_examples,
     compare,
     prompts_of,
@@ -149,8 +150,8 @@ def main() -> None:
     prompts = prompts_of(plain, examples)
     ways = {
         "transformers": transformers_answerer(options.target, options.max_tokens),
-        "plain": answerer(plain, params),
-        "dflash": answerer(drafting, params),
+        "plain": partial(answer, llm=plain, params=params),
+        "dflash": partial(answer, llm=drafting, params=params),
     }
     runs = race(ways, prompts, options.repeats)
     rate = {name: run.rate for name, run in runs.items()}
