@@ -241,10 +241,14 @@ def check_target_tensors(directory: Path, config: TargetConfig, open: Open = Che
 
 
 def check_draft_tensors(directory: Path, config: DraftConfig, open: Open = Checkpoint) -> DFlash:
-    """Return the drafter on the meta device; see `check_target_tensors`."""
+    """Return the drafter on the meta device; see `check_target_tensors`. Of a reduced head the
+    token ids are read, too."""
     nothing = torch.empty(0, device="meta")
     module = _meta_draft(directory, config, 1, open, embedding=nothing, head=nothing)
-    return _check(module, directory, open)
+    _check(module, directory, open)
+    if open is not None and config.draft_vocab_size is not None:
+        load_target_ids(open(directory), config)
+    return module
 
 
 def load_target(

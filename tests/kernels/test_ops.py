@@ -27,6 +27,7 @@ from strobe.kernels import linear
 from strobe.kv.kv_store import KVSpec, KVStore
 from strobe.kv.states import StateStore
 from strobe.models.architectures import load_draft_config, load_target_config
+from strobe.models.heads.head import BlockRows, Drafts
 from strobe.models.model_config import DecoderConfig, TargetConfig
 from strobe.models.ops import triton_ops
 from strobe.models.ops.torch_ops import TorchOps
@@ -34,6 +35,9 @@ from strobe.models.ops.triton_ops import TritonOps
 from strobe.models.quantization.kernel_weights import join_all
 from strobe.models.quantization.methods import METHODS
 from strobe.models.weight_loading import load_draft, load_target
+from strobe.sampling.sampler import best_two
+from strobe.sampling.walk import WalkNoise
+from tests.support.draft_heads import HEADS
 from tests.support.int8_format import Int8, to_int8
 from tests.support.quantized_checkpoints import is_linear, quantize
 from tests.support.recurrent_checkpoints import EXPERTS, make_hybrid
@@ -282,6 +286,47 @@ def test_kernels_match_drafter_layer_operations(
         x, _ = model(ids, places, block)
         model.write_context(features, places, places + 16, store)
         results.append([x, *block.layers, model.head(x), model.argmax(x), store.data])
+    for plain, fused in zip(*results, strict=True):
+        torch.testing.assert_close(fused, plain, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("head", HEADS)
+def test_kernels_match_drafters_with_heads(
+    tmp_path: Path, device: torch.device, head: str, sampled: bool
+):
+    """Compares the rows of two blocks, their drafts and the evidence of these."""
+    target, _ = pair(tmp_path, device)
+    path = HEADS[head](tmp_path / "draft", tmp_path / "with head")
+    options: dict[str, Any] = {"max_positions": 16, "dtype": torch.float32, "device": device}
+    model = load_draft(path, load_draft_config(path), target, **options)
+    ids, places = (torch.tensor(x, device=device) for x in (IDS, [4, 5, 6, 7, 8]))
+    offsets = torch.tensor([0, 1, 0, 1, 2], device=device)
+    noise = None
+    if sampled:
+        keys = torch.tensor([3, 4], device=device)
+        noise = WalkNoise(keys, keys + 1, torch.tensor([0.8, 0.0], device=device))
+
+    def choose(logits: Tensor, first: int) -> Drafts:
+        tokens, margins = best_two(logits.flatten(0, 1))
+        shape = logits.shape[:2]
+        return Drafts(tokens.view(shape), margins.view(shape))
+
+    results: list[Any] = []
+    for kernels in (False, True):
+        if kernels:
+            contiguous(model)
+            model.ops = TritonOps(device, torch.float32)
+        x, _ = model(ids, places, Cache(model.config.decoder, device), offsets=offsets)
+        block = BlockRows(
+            hidden=x[:4].unflatten(0, (2, 2)),
+            anchor=ids[:2],
+            greedy=not sampled,
+            margins=True,
+            choose=choose,
+            noise=noise,
+        )
+        results.append([x, *model.draft_head(model, block)])
     for plain, fused in zip(*results, strict=True):
         torch.testing.assert_close(fused, plain, atol=1e-4, rtol=1e-4)
 

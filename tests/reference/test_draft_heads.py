@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from strobe.config import EngineConfig
+from strobe.engine.build import resolve
 from strobe.engine.engine import Engine
 from strobe.models.architectures import load_draft_config
 from strobe.models.weight_loading import check_draft_tensors
@@ -61,7 +62,7 @@ CASES = {
     "dflash2, sliding": Case(
         selector(), {"layer_types": [SLIDING, FULL], "window": 5, "top": {"is_causal": False}}
     ),
-    "dflash2, biased, all tokens": Case(selector(candidates=32), {"bias": True}),
+    "dflash2, biased, 32 candidates": Case(selector(candidates=32), {"bias": True}),
     "vanilla": Case(markov(), {"block": 7}),
     "vanilla, anchor apart": Case(markov(sample_from_anchor=False), {}),
     "vanilla, best tokens": Case(markov(dspark_draft_topk=CANDIDATES), {"block": 7}),
@@ -294,6 +295,18 @@ def test_dspark_tensors_that_disagree_with_the_config_are_named(
     edit_json(path / "config.json", **changes)
     with pytest.raises(ValueError, match=message):
         check_draft_tensors(path, load_draft_config(path))
+
+
+@pytest.mark.parametrize("offset", [30, -1])
+def test_token_of_a_reduced_head_out_of_range_is_named_before_loading(
+    offset: int, tmp_path: Path, target: Any
+):
+    path = draft_of(CASES["vanilla, reduced"], tmp_path, target)
+    tensors = load_file(path / "model.safetensors")
+    tensors["d2t"][0 if offset < 0 else -1] = offset
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"tensor d2t leads to tokens .* lie within 0 to 60"):
+        resolve(EngineConfig(str(target.path), draft=str(path)))
 
 
 def test_more_candidates_than_tokens_are_named(tmp_path: Path, target: Any):
