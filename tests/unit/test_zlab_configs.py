@@ -392,7 +392,7 @@ REJECTED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "quantized": (
         {"quantization_config": {"quant_method": "fp8"}},
-        "quantized by quant_method 'fp8', which is not supported yet; use the unquantized drafter",
+        "weight_block_size is None, but must be two whole numbers of at least 1",
     ),
     "unknown key": ({"gated_attention": True}, "gated_attention is True, which is not known"),
     "unknown nested key": (
