@@ -19,11 +19,9 @@ class PublishedDrafter(NamedTuple):
 
 
 METHODS = ("DFlash2", "DSpark", "DFlash")
-"""Methods with layers like Qwen3's, best first: DFlash2's authors report 6.20, 5.69 and 4.99 tokens
-per step for Qwen3.5-4B on GSM8K, and 4.80 of DFlash2 and 3.62 of DSpark for Qwen3.8-27B."""
-
-RUNNING = frozenset({"DFlash2", "DSpark", "DFlash"})
-"""Those whose heads run."""
+"""Methods whose heads run, on layers like Qwen3's, best first: DFlash2's authors report 6.20, 5.69
+and 4.99 tokens per step for Qwen3.5-4B on GSM8K, and 4.80 of DFlash2 and 3.62 of DSpark for
+Qwen3.8-27B."""
 
 _GEMMA_DSPARK = "DSpark with Gemma 4's layers"
 
@@ -141,7 +139,7 @@ class Choice(NamedTuple):
 
 
 def published_drafter(
-    target: str, config: Mapping[str, Any], running: Collection[str] = RUNNING
+    target: str, config: Mapping[str, Any], running: Collection[str] = METHODS
 ) -> Choice:
     """Choose among the target's published drafters. Raises ValueError listing the known targets if
     there is none that runs.
