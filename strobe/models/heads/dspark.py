@@ -185,8 +185,8 @@ class DSparkHead(Head):
         x = self._normed(model, block)
         if self._confidence_rank:
             assert self.markov_head is not None
-            before = torch.cat([block.anchor[:, None], drafts.tokens[:, :-1].clamp(min=0)], 1)
-            x = torch.cat([x, self.markov_head.embed(before)], -1)
+            previous = torch.cat([block.anchor[:, None], drafts.tokens[:, :-1].clamp(min=0)], 1)
+            x = torch.cat([x, self.markov_head.embed(previous)], -1)
         return drafts._replace(margins=self.confidence_head.margins(x))
 
     def _drafts(self, model: Backbone, block: BlockRows) -> Drafts:
