@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from strobe.hub.pairs import RUNNING
+from strobe.hub.pairs import METHODS
 from strobe.models.architectures import load_draft_config, load_target_config
 from strobe.models.checkpoint import Checkpoint
 from strobe.models.config_readers.detection import detect, supported_methods
@@ -73,7 +73,7 @@ LOADING = [
     (kind, name)
     for kind, name in CHECKPOINTS
     if ANSWERS[kind][name]["answer"] == "loads"
-    and ANSWERS[kind][name].get("method", "DFlash") in RUNNING
+    and ANSWERS[kind][name].get("method", "DFlash") in METHODS
 ]
 
 
