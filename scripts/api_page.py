@@ -22,7 +22,6 @@ from strobe.server.ollama.protocol.requests import (
     ShowRequest,
 )
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
-from strobe.server.openai.protocol.common import RequestModel, StreamOptions
 from strobe.server.openai.protocol.completion_request import CompletionRequest
 from strobe.server.openai.protocol.infill_request import InfillRequest
 from strobe.server.openai.protocol.responses_request import (
@@ -30,10 +29,11 @@ from strobe.server.openai.protocol.responses_request import (
     ResponsesRequest,
     ResponsesStreamOptions,
 )
-from strobe.server.openai.protocol.sampling_fields import SamplingFields
-from strobe.server.openai.protocol.tables import NO_EFFECT, UNSUPPORTED, FieldRule
 from strobe.server.openai.protocol.token_requests import DetokenizeRequest, TokenizeRequest
 from strobe.server.page.endpoints import MarkdownRequest
+from strobe.server.schema.base import RequestModel, StreamOptions
+from strobe.server.schema.rules import NO_EFFECT, UNSUPPORTED, FieldRule
+from strobe.server.schema.sampling import SamplingFields
 
 PAGE = Path(__file__).parents[1] / "docs" / "api.md"
 

@@ -27,7 +27,6 @@ from strobe.server.engine_process.replicas import Replicas
 from strobe.server.guards import Shutdown
 from strobe.server.metrics import ServerMetrics
 from strobe.server.openai.protocol.request_errors import FieldError, counted
-from strobe.server.openai.protocol.structural_tags import tags_grammar
 from strobe.server.parsers import (
     REASONING_FORMATS,
     TOOL_FORMATS,
@@ -38,6 +37,7 @@ from strobe.server.parsers import (
 )
 from strobe.server.response_store import ResponseStore
 from strobe.server.retry_estimator import RetryEstimator
+from strobe.server.schema.structural_tags import tags_grammar
 from strobe.server.server_settings import TEXT_THREADS, ServerConfig
 from strobe.text.chat_template import TemplateCapabilities
 from strobe.text.tokenizer import Tokenizer

@@ -17,11 +17,11 @@ from pydantic import ValidationError
 from strobe.sampling_params import SamplingParams
 from strobe.server.openai.protocol import response_bodies as answers
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
-from strobe.server.openai.protocol.common import RequestModel
 from strobe.server.openai.protocol.completion_request import CompletionRequest
 from strobe.server.openai.protocol.request_errors import FieldError, error_body, to_field_error
 from strobe.server.openai.protocol.responses_request import ResponsesRequest
-from strobe.server.openai.protocol.tables import NO_EFFECT, UNSUPPORTED
+from strobe.server.schema.base import RequestModel
+from strobe.server.schema.rules import NO_EFFECT, UNSUPPORTED
 from tests.server.support.request_bodies import (
     GENERATING,
     NAMED,

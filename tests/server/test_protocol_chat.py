@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from strobe.server.openai.protocol.chat_messages import read_messages
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
-from strobe.server.openai.protocol.common import FieldWarnings, RequestModel
 from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.openai.protocol.responses_request import ResponsesRequest
 from strobe.server.openai.protocol.token_requests import TokenizeRequest
-from strobe.server.openai.protocol.tools import ToolChoice
+from strobe.server.schema.base import FieldWarnings, RequestModel
+from strobe.server.schema.messages import read_messages
+from strobe.server.schema.tools import ToolChoice
 from tests.server.support.request_bodies import NAMED, TOOL, USER, chat, refusal, respond, tool
 
 

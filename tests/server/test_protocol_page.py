@@ -13,22 +13,22 @@ import pytest
 from pydantic import BaseModel
 
 from strobe.server.openai.protocol import response_bodies as answers
-from strobe.server.openai.protocol.chat_messages import (
+from strobe.server.openai.protocol.items import EVERY_ITEM, ITEM_FIELDS
+from strobe.server.openai.protocol.request_errors import ERROR_TYPES
+from strobe.server.openai.protocol.responses_request import ResponsesStreamOptions
+from strobe.server.openai.protocol.token_requests import DetokenizeResponse, TokenizeResponse
+from strobe.server.page import files as page_files
+from strobe.server.page.endpoints import MarkdownBlock, MarkdownResponse
+from strobe.server.schema.base import RequestModel, StreamOptions
+from strobe.server.schema.formats import JSON_SCHEMA_FIELDS, KINDS, SINGLE_FIELDS
+from strobe.server.schema.messages import (
     MESSAGE_FIELDS,
     PART_FIELDS,
     TOOL_CALL_FIELDS,
 )
-from strobe.server.openai.protocol.common import RequestModel, StreamOptions
-from strobe.server.openai.protocol.items import EVERY_ITEM, ITEM_FIELDS
-from strobe.server.openai.protocol.request_errors import ERROR_TYPES
-from strobe.server.openai.protocol.response_format import JSON_SCHEMA_FIELDS, KINDS, SINGLE_FIELDS
-from strobe.server.openai.protocol.responses_request import ResponsesStreamOptions
-from strobe.server.openai.protocol.sampling_fields import SamplingFields
-from strobe.server.openai.protocol.tables import NO_EFFECT, UNSUPPORTED
-from strobe.server.openai.protocol.token_requests import DetokenizeResponse, TokenizeResponse
-from strobe.server.openai.protocol.tools import FUNCTION_FIELDS
-from strobe.server.page import files as page_files
-from strobe.server.page.endpoints import MarkdownBlock, MarkdownResponse
+from strobe.server.schema.rules import NO_EFFECT, UNSUPPORTED
+from strobe.server.schema.sampling import SamplingFields
+from strobe.server.schema.tools import FUNCTION_FIELDS
 from tests.server.support.request_bodies import GENERATING, SMALLEST
 from tests.server.support.scripted_server import Script, app
 

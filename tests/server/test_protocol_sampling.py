@@ -11,11 +11,11 @@ import pytest
 from strobe.sampling_params import RepetitionDetection, SamplingParams, Speculation
 from strobe.server.anthropic.protocol.messages_request import MessagesRequest
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
-from strobe.server.openai.protocol.common import RequestModel
 from strobe.server.openai.protocol.completion_request import CompletionRequest
 from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.openai.protocol.responses_request import ResponsesRequest
-from strobe.server.openai.protocol.sampling_fields import BOUNDS, SAME_NAME, SamplingFields
+from strobe.server.schema.base import RequestModel
+from strobe.server.schema.sampling import BOUNDS, SAME_NAME, SamplingFields
 from tests.server.support.request_bodies import (
     GENERATING,
     SCHEMA,

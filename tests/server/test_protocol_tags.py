@@ -13,8 +13,8 @@ from strobe.grammars.source import grammar_source, lark, make_matcher
 from strobe.sampling_params import StructuredOutputs
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.request_errors import FieldError
-from strobe.server.openai.protocol.sampling_fields import SamplingFields
-from strobe.server.openai.protocol.structural_tags import tags_grammar
+from strobe.server.schema.sampling import SamplingFields
+from strobe.server.schema.structural_tags import tags_grammar
 from tests.server.support.request_bodies import GENERATING, SCHEMA, chat, refusal
 
 STRUCTURE = {"begin": "<f=add>", "schema": SCHEMA, "end": "</f>"}

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from strobe.server.openai.protocol.common import RequestModel
 from strobe.server.openai.protocol.request_errors import FieldError
+from strobe.server.schema.base import RequestModel
 from tests.server.support.polling import PATIENCE
 from tests.server.support.request_bodies import SMALLEST
 from tests.server.support.server_process import Served

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, JsonSchemaValue, models_json_schema
 
 from strobe.server.openai.protocol import response_bodies as answers
-from strobe.server.openai.protocol.common import with_unknown_fields
+from strobe.server.schema.base import with_unknown_fields
 
 POST_ERRORS = ("400", "401", "404", "408", "413", "415", "429", "503", "504")
 """Error statuses of POST endpoints."""

@@ -21,8 +21,8 @@ from strobe.server.access import CLIENT_CLOSED
 from strobe.server.engine_process.client import EngineDead, EngineStopped, EngineUnavailable
 from strobe.server.openai.openapi import EVENT_STREAM
 from strobe.server.openai.protocol.request_errors import FieldError, error_body
-from strobe.server.openai.protocol.sampling_fields import SamplingFields
 from strobe.server.openai.runs import PromptRun, speculation, usage
+from strobe.server.schema.sampling import SamplingFields
 from strobe.server.serving import RequestRejected, Serving
 from strobe.text.tokenizer import Tokenizer
 

@@ -12,9 +12,9 @@ from pydantic import BaseModel, Field, WithJsonSchema
 from starlette.responses import Response, StreamingResponse
 
 from strobe.server.openai import replies
-from strobe.server.openai.protocol.common import RequestModel
 from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.page.markdown import blocks
+from strobe.server.schema.base import RequestModel
 from strobe.server.serving import Serving
 
 MAX_CHARS = 200_000

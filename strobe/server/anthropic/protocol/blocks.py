@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from strobe.server.openai.protocol.common import (
+from strobe.server.openai.protocol.request_errors import FieldError, invalid_value, short_json
+from strobe.server.schema.base import (
     TEXT_SCHEMA,
     FieldWarnings,
     object_schema,
 )
-from strobe.server.openai.protocol.request_errors import FieldError, invalid_value, short_json
 
 ROLES = ("user", "assistant", "system")
 BLOCK_FIELDS: Mapping[str, tuple[str, ...]] = {

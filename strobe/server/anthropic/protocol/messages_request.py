@@ -21,14 +21,6 @@ from strobe.server.anthropic.protocol.tools import (
     read_tools,
 )
 from strobe.server.openai.protocol.chat_request import Effort
-from strobe.server.openai.protocol.common import (
-    Bounds,
-    Int,
-    Texts,
-    check_int,
-    is_int,
-    object_schema,
-)
 from strobe.server.openai.protocol.conversation import TemplateVariables, check_template_options
 from strobe.server.openai.protocol.converted import ConvertedRequest
 from strobe.server.openai.protocol.items import read_input
@@ -39,7 +31,15 @@ from strobe.server.openai.protocol.request_errors import (
     rename_fields,
     short_json,
 )
-from strobe.server.openai.protocol.sampling_fields import STOP_SCHEMA, SamplingFields
+from strobe.server.schema.base import (
+    Bounds,
+    Int,
+    Texts,
+    check_int,
+    is_int,
+    object_schema,
+)
+from strobe.server.schema.sampling import STOP_SCHEMA, SamplingFields
 from strobe.validation import MAX_INT
 
 THINKING = ("enabled", "adaptive", "disabled")

@@ -10,9 +10,10 @@ from pydantic import Field, WithJsonSchema
 
 from strobe.grammars.closed_schema import closed
 from strobe.sampling_params import OPTIONS as SAMPLING_OPTIONS
-from strobe.server.openai.protocol.chat_messages import ARGUMENTS_SCHEMA
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
-from strobe.server.openai.protocol.common import (
+from strobe.server.openai.protocol.converted import ConvertedRequest
+from strobe.server.openai.protocol.request_errors import FieldError, Names, invalid_value
+from strobe.server.schema.base import (
     TEXT_SCHEMA,
     FieldWarnings,
     RequestModel,
@@ -20,10 +21,9 @@ from strobe.server.openai.protocol.common import (
     is_int,
     object_schema,
 )
-from strobe.server.openai.protocol.converted import ConvertedRequest
-from strobe.server.openai.protocol.request_errors import FieldError, Names, invalid_value
-from strobe.server.openai.protocol.sampling_fields import LogprobCount
-from strobe.server.openai.protocol.tools import TOOLS_SCHEMA
+from strobe.server.schema.messages import ARGUMENTS_SCHEMA
+from strobe.server.schema.sampling import LogprobCount
+from strobe.server.schema.tools import TOOLS_SCHEMA
 from strobe.validation import MAX_INT
 
 OPTIONS: Mapping[str, str] = {

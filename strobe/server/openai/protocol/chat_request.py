@@ -9,7 +9,9 @@ from pydantic import Field, WithJsonSchema
 from pydantic.config import JsonDict
 
 from strobe.sampling_params import MAX_ANSWERS, MAX_NAMED
-from strobe.server.openai.protocol.common import (
+from strobe.server.openai.protocol.conversation import Conversation, Messages
+from strobe.server.openai.protocol.request_errors import FieldError
+from strobe.server.schema.base import (
     IDS_SCHEMA,
     Bounds,
     FieldWarnings,
@@ -17,10 +19,8 @@ from strobe.server.openai.protocol.common import (
     StreamOptions,
     TokenIds,
 )
-from strobe.server.openai.protocol.conversation import Conversation, Messages
-from strobe.server.openai.protocol.request_errors import FieldError
-from strobe.server.openai.protocol.sampling_fields import FormatField, LogprobCount, SamplingFields
-from strobe.server.openai.protocol.tools import CHOICE_SCHEMA
+from strobe.server.schema.sampling import FormatField, LogprobCount, SamplingFields
+from strobe.server.schema.tools import CHOICE_SCHEMA
 from strobe.validation import MAX_INT
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

@@ -16,7 +16,9 @@ from strobe.server.openai.protocol.chat_request import (
     check_stream,
     check_truncation,
 )
-from strobe.server.openai.protocol.common import (
+from strobe.server.openai.protocol.infill_request import Gap
+from strobe.server.openai.protocol.request_errors import FieldError, invalid_value
+from strobe.server.schema.base import (
     IDS_SCHEMA,
     Bounds,
     Int,
@@ -25,9 +27,7 @@ from strobe.server.openai.protocol.common import (
     is_int,
     token_ids,
 )
-from strobe.server.openai.protocol.infill_request import Gap
-from strobe.server.openai.protocol.request_errors import FieldError, invalid_value
-from strobe.server.openai.protocol.sampling_fields import FormatField, LogprobCount, SamplingFields
+from strobe.server.schema.sampling import FormatField, LogprobCount, SamplingFields
 from strobe.validation import MAX_INT
 
 _IDS: dict[str, Any] = {**IDS_SCHEMA, "minItems": 1}

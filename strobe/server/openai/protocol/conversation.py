@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 from pydantic import Field, PrivateAttr, WithJsonSchema
 
-from strobe.server.openai.protocol.chat_messages import MESSAGE_SCHEMA, read_messages
-from strobe.server.openai.protocol.common import RequestModel
 from strobe.server.openai.protocol.request_errors import FieldError
-from strobe.server.openai.protocol.tools import TOOLS_SCHEMA, Toolbox, ToolChoice, read_toolbox
+from strobe.server.schema.base import RequestModel
+from strobe.server.schema.messages import MESSAGE_SCHEMA, read_messages
+from strobe.server.schema.tools import TOOLS_SCHEMA, Toolbox, ToolChoice, read_toolbox
 
 Messages = Annotated[
     list[dict[str, Any]], WithJsonSchema({"type": "array", "minItems": 1, "items": MESSAGE_SCHEMA})

@@ -6,7 +6,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from strobe.server.openai.protocol.chat_messages import (
+from strobe.server.openai.protocol.request_errors import FieldError, invalid_value, short_json
+from strobe.server.schema.base import (
+    TEXT_SCHEMA,
+    FieldWarnings,
+    object_schema,
+)
+from strobe.server.schema.messages import (
     ARGUMENTS_SCHEMA,
     CONTENT_SCHEMA,
     ROLES,
@@ -14,12 +20,6 @@ from strobe.server.openai.protocol.chat_messages import (
     read_content,
     read_message,
 )
-from strobe.server.openai.protocol.common import (
-    TEXT_SCHEMA,
-    FieldWarnings,
-    object_schema,
-)
-from strobe.server.openai.protocol.request_errors import FieldError, invalid_value, short_json
 
 EVERY_ITEM = ("type", "id", "status")
 """Fields of every item. id and status come from an earlier response and are ignored."""

@@ -9,13 +9,6 @@ from typing import Annotated, Any, ClassVar, get_args
 from pydantic import Field, PrivateAttr, WithJsonSchema
 
 from strobe.server.openai.protocol.chat_request import Effort
-from strobe.server.openai.protocol.common import (
-    Bounds,
-    FieldWarnings,
-    Int,
-    RequestModel,
-    object_schema,
-)
 from strobe.server.openai.protocol.conversation import TemplateVariables, check_template_options
 from strobe.server.openai.protocol.converted import ConvertedRequest
 from strobe.server.openai.protocol.items import ITEM_SCHEMA, read_input
@@ -25,9 +18,16 @@ from strobe.server.openai.protocol.request_errors import (
     invalid_value,
     short_json,
 )
-from strobe.server.openai.protocol.response_format import TEXT_FORMAT_SCHEMA, read_text_format
-from strobe.server.openai.protocol.sampling_fields import LogprobCount, SamplingFields
-from strobe.server.openai.protocol.tools import (
+from strobe.server.schema.base import (
+    Bounds,
+    FieldWarnings,
+    Int,
+    RequestModel,
+    object_schema,
+)
+from strobe.server.schema.formats import TEXT_FORMAT_SCHEMA, read_text_format
+from strobe.server.schema.sampling import LogprobCount, SamplingFields
+from strobe.server.schema.tools import (
     FLAT_CHOICE_SCHEMA,
     FLAT_TOOLS_SCHEMA,
     Toolbox,

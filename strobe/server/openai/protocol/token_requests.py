@@ -6,9 +6,9 @@ from typing import ClassVar
 
 from pydantic import BaseModel, Field
 
-from strobe.server.openai.protocol.common import RequestModel, TokenIds
 from strobe.server.openai.protocol.conversation import Conversation, Messages
 from strobe.server.openai.protocol.request_errors import FieldError
+from strobe.server.schema.base import RequestModel, TokenIds
 
 
 class TokenizeRequest(Conversation):

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from strobe.server.openai.protocol.common import (
+from strobe.server.openai.protocol.request_errors import FieldError, invalid_value, short_json
+from strobe.server.schema.base import (
     TEXT_SCHEMA,
     FieldWarnings,
     object_schema,
 )
-from strobe.server.openai.protocol.request_errors import FieldError, invalid_value, short_json
 
 TOOL_FIELDS = ("type", "function")
 FUNCTION_FIELDS = ("name", "description", "parameters", "strict")

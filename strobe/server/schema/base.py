@@ -31,7 +31,7 @@ from strobe.server.openai.protocol.request_errors import (
     short_json,
     to_field_error,
 )
-from strobe.server.openai.protocol.tables import NO_EFFECT, UNSUPPORTED
+from strobe.server.schema.rules import NO_EFFECT, UNSUPPORTED
 from strobe.validation import MAX_INT
 
 _MAX_DEPTH = 200

@@ -23,7 +23,8 @@ from strobe.sampling_params import (
     SamplingOption,
     Speculation,
 )
-from strobe.server.openai.protocol.common import (
+from strobe.server.openai.protocol.request_errors import FieldError, invalid_value, short_json
+from strobe.server.schema.base import (
     IDS_SCHEMA,
     TEXT_SCHEMA,
     Bounds,
@@ -35,8 +36,7 @@ from strobe.server.openai.protocol.common import (
     check_int,
     object_schema,
 )
-from strobe.server.openai.protocol.request_errors import FieldError, invalid_value, short_json
-from strobe.server.openai.protocol.response_format import (
+from strobe.server.schema.formats import (
     RESPONSE_FORMAT_SCHEMA,
     SOURCES,
     STRUCTURED_OUTPUTS_SCHEMA,

@@ -1,0 +1,1 @@
+"""Request models: their base, and the objects that several APIs share."""
