@@ -20,9 +20,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from strobe import EngineConfig, SamplingParams
 from strobe.engine.engine import Engine
-from strobe.tools.bench.bench_report import circumstances
 from strobe.tools.bench.engine_step import random_prompts
 from strobe.tools.bench.published_shapes import NAMES, directories
+from strobe.tools.report import circumstances
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 SCHEMA = {

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from strobe.tools.bench.bench_report import Figures
+from strobe.tools.report import Figures
 
 MIXES = ("all", "easy", "hard", "drifting")
 _KEYS = ("widths", "lengths", "right", "note")

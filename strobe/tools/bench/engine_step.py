@@ -17,8 +17,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 
-from rich.console import Console
-
 from strobe.config import EngineConfig
 from strobe.engine.build import ResolvedConfig, resolve
 from strobe.engine.engine import Engine
@@ -27,28 +25,22 @@ from strobe.ranks.leader import start_engine
 from strobe.request import Request, Status
 from strobe.sampling_params import SamplingParams
 from strobe.speculation.registry import DRAFTER_METHOD
-from strobe.tools.bench.bench_report import (
-    Figures,
-    fine,
-    floor_figures,
-    header,
-    number,
-    output,
-    progress,
-    shapes_of,
-    show_head,
-    split_figures,
-    table,
-    write,
-)
+from strobe.terminal.wording import counted
+from strobe.tools.bench.bench_report import floor_figures, header, report, shapes_of, split_figures
 from strobe.tools.bench.bench_settings import StepSettings, command_line
 from strobe.tools.bench.cache_room import with_cache_room
 from strobe.tools.bench.even_routing import check_experts, route_evenly
 from strobe.tools.bench.floor import Rates, Shapes
-from strobe.tools.bench.profiling import Profile, floor_by_part, show_operations, show_profiles
+from strobe.tools.bench.profiling import (
+    Profile,
+    floor_by_part,
+    operations_section,
+    profile_sections,
+)
 from strobe.tools.bench.published_shapes import directories
 from strobe.tools.bench.rates import measure, release, synchronize
 from strobe.tools.bench.timeline import Timeline
+from strobe.tools.report import Figures, Report, Section, fine, number, output, progress, write_json
 
 _PREFILL_REPEATS = 3
 
@@ -89,8 +81,8 @@ def run_step(settings: StepSettings, config: EngineConfig) -> int:
             figures["prefill"] += prefills
             gc.collect()  # free the engine's memory before the next one is built
             release(setup.device)
-    write(settings.json, figures)
-    _show(output(), figures)
+    write_json(settings.json, figures)
+    _report(figures).show(output())
     return 0
 
 
@@ -371,49 +363,63 @@ def _first_tokens(
     return seconds
 
 
-def _show(console: Console, figures: Figures) -> None:
-    show_head(console, figures)
+def _report(figures: Figures) -> Report:
+    rows = figures["rows"]
     forced = figures["acceptance_length_forced"]
     label = "tokens/s"
+    warning = ""
     if forced is not None:
         label = f"tokens/s\n(forced {forced:g})"
-        console.print(
-            f"Random weights; acceptance length forced to {forced:.1f}: speed only, not quality.",
-            style="bold",
+        warning = (
+            f"Random weights; acceptance length forced to {forced:.1f}: speed only, not quality."
         )
-    rows = figures["rows"]
-    names = [(r["method"], f"{r['concurrency']}", f"{r['prompt_tokens']:,}") for r in rows]
-    times = [
-        (*name, *[fine(r[k]) for k in ("ms", "median_ms", "draft_ms", "verify_ms", "rest_ms")],
-         number(r["tokens_per_s"], 1), number(r["ratio_to_floor"]))
-        for name, r in zip(names, rows, strict=True)
-    ]  # fmt: skip
-    columns = ("method", "c", "prompt")
-    console.print(
-        table(
-            "Milliseconds per step; median and parts of a second run, with marks",
-            (*columns, "mean", "median", "draft", "verify", "rest", label, "x floor"),
-            times,
-        )
-    )
-    floors = [
-        (*name, number(r["context_tokens"], 0), *_floor_cells(r["floor"]))
-        for name, r in zip(names, rows, strict=True)
-    ]
-    counts = ("GB", "GFLOP", "drafter ms", "target ms", "floor ms")
-    console.print(table("Work of a step", (*columns, "context", *counts), floors))
-    show_profiles(console, rows)
+    sections = [_times(rows, label), _work(rows), *profile_sections(rows)]
     if figures["prefill"]:
-        cells = [
-            (r["method"], f"{r['prompts']}", f"{r['prompt_tokens']:,}", number(r["seconds"], 4),
-             number(r["tokens_per_s"], 0), number(r["linear_operations_per_s"] / 1e12, 3))
-            for r in figures["prefill"]
-        ]  # fmt: skip
-        names = ("method", "prompts", "tokens", "seconds", "tokens/s", "TFLOP/s, linear layers")
-        console.print(table("Prefill", names, cells))
-        for r in figures["prefill"]:
-            where = f"{r['method']}, {r['prompts']} prompts of {r['prompt_tokens']:,} tokens"
-            show_operations(console, f"Operations of a prefill: {where}", r["profile"])
+        sections.append(_prefills(figures["prefill"]))
+    for row in figures["prefill"]:
+        where = f"{row['method']}, {_prompts_text(row['prompts'], row['prompt_tokens'])}"
+        sections += operations_section(f"Operations of a prefill: {where}", row["profile"])
+    return report(figures, sections, warning=warning)
+
+
+def _prompts_text(count: int, length: int) -> str:
+    return f"{counted(count, 'prompt')} of {length:,} tokens"
+
+
+_WAY = ("method", "c", "prompt")
+
+
+def _way_cells(row: Figures) -> list[str]:
+    return [row["method"], f"{row['concurrency']}", f"{row['prompt_tokens']:,}"]
+
+
+def _times(rows: Sequence[Figures], label: str) -> Section:
+    times = ("ms", "median_ms", "draft_ms", "verify_ms", "rest_ms")
+    return Section(
+        title="Milliseconds per step; median and parts of a second run, with marks",
+        columns=(*_WAY, "mean", "median", "draft", "verify", "rest", label, "x floor"),
+        rows=[
+            [
+                *_way_cells(row),
+                *[fine(row[name]) for name in times],
+                number(row["tokens_per_s"], 1),
+                number(row["ratio_to_floor"]),
+            ]
+            for row in rows
+        ],
+    )
+
+
+def _work(rows: Sequence[Figures]) -> Section:
+    counts = ("GB", "GFLOP", "drafter ms", "target ms", "floor ms")
+    return Section(
+        title="Work of a step",
+        columns=(*_WAY, "context", *counts),
+        rows=[
+            [*_way_cells(row), number(row["context_tokens"], 0), *_floor_cells(row["floor"])]
+            for row in rows
+        ],
+    )
 
 
 def _floor_cells(floor: Figures) -> list[str]:
@@ -423,3 +429,21 @@ def _floor_cells(floor: Figures) -> list[str]:
         *[fine(part["ms"]) for part in parts],
         fine(floor["ms"]),
     ]
+
+
+def _prefills(rows: Sequence[Figures]) -> Section:
+    return Section(
+        title="Prefill",
+        columns=("method", "prompts", "tokens", "seconds", "tokens/s", "TFLOP/s, linear layers"),
+        rows=[
+            (
+                row["method"],
+                f"{row['prompts']}",
+                f"{row['prompt_tokens']:,}",
+                number(row["seconds"], 4),
+                number(row["tokens_per_s"], 0),
+                number(row["linear_operations_per_s"] / 1e12, 3),
+            )
+            for row in rows
+        ],
+    )

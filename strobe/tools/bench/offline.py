@@ -10,7 +10,6 @@ from pathlib import Path
 from statistics import mean
 
 import torch
-from rich.console import Console
 
 from strobe.config import EngineConfig
 from strobe.engine.build import ResolvedConfig, resolve
@@ -22,24 +21,12 @@ from strobe.request import Request
 from strobe.sampling_params import SamplingParams
 from strobe.speculation.registry import DRAFTER_METHOD
 from strobe.tools.bench.bench_prompts import read_prompts
-from strobe.tools.bench.bench_report import (
-    Figures,
-    fine,
-    floor_figures,
-    header,
-    number,
-    output,
-    progress,
-    shapes_of,
-    show_head,
-    split_figures,
-    table,
-    write,
-)
+from strobe.tools.bench.bench_report import floor_figures, header, report, shapes_of, split_figures
 from strobe.tools.bench.bench_settings import OfflineSettings, command_line
 from strobe.tools.bench.floor import Rates
 from strobe.tools.bench.rates import measure, synchronize
 from strobe.tools.bench.timeline import Timeline
+from strobe.tools.report import Figures, Report, Section, fine, number, output, progress, write_json
 from strobe.warmup.cost_measurement import measure_costs
 
 
@@ -102,10 +89,10 @@ def run_offline(settings: OfflineSettings, config: EngineConfig) -> int:
                 row = _row(ways[name], run, rates, count)
                 figures["rows"].append({"method": name, **row})
             figures["pairs"].append({"concurrency": count, **_compare(*best.values())})
-    write(settings.json, figures)
+    write_json(settings.json, figures)
     exact = first.dtype == torch.float32 and config.weight_dtype not in ("int8", "int4")
     verdict = "in fp32 they must not" if exact else "lower precision rounds differently"
-    _show(output(), figures, verdict)
+    _report(figures, verdict).show(output())
     return 1 if exact and any(pair["different"] for pair in figures["pairs"]) else 0
 
 
@@ -235,33 +222,38 @@ def _compare(plain: OfflineRun, drafted: OfflineRun) -> Figures:
     }
 
 
-def _show(console: Console, figures: Figures, verdict: str) -> None:
-    """Print the tables. verdict: the comment on answers that differ."""
-    show_head(console, figures)
+def _report(figures: Figures, verdict: str) -> Report:
+    """Return the report. verdict: the comment on answers that differ."""
     speedups = {pair["concurrency"]: pair["speedup"] for pair in figures["pairs"]}
-    rows = [
-        (
-            row["method"],
-            f"{row['concurrency']}",
-            number(row["tokens_per_s"], 1),
-            number(1.0 if row["method"] == "plain" else speedups[row["concurrency"]]),
-            number(row["acceptance_length"]),
-            fine(row["ms"]),
-            fine(row["draft_ms"]),
-            fine(row["verify_ms"]),
-            fine(row["rest_ms"]),
-            number(row["ratio_to_floor"]),
-        )
-        for row in figures["rows"]
-    ]
-    columns = ("method", "c", "tokens/s", "x plain", "accepted", "ms/step", "draft", "verify",
-               "rest", "x floor")  # fmt: skip
-    console.print(table("The same prompts without and with speculation", columns, rows))
-    for pair in figures["pairs"]:
-        line = f"c = {pair['concurrency']}: {pair['identical']} of {pair['prompts']} answers "
-        line += "identical"
-        if pair["different"]:
-            first = pair["different"][0]
-            line += f"; prompt {first['prompt']} differs first, from token {first['token']} on"
-            line += f" ({verdict})"
-        console.print(line + ".", soft_wrap=not console.is_terminal)
+    times = ("ms", "draft_ms", "verify_ms", "rest_ms")
+    section = Section(
+        title="The same prompts without and with speculation",
+        columns=(
+            *("method", "c", "tokens/s", "x plain", "accepted"),
+            *("ms/step", "draft", "verify", "rest", "x floor"),
+        ),
+        rows=[
+            [
+                row["method"],
+                f"{row['concurrency']}",
+                number(row["tokens_per_s"], 1),
+                number(1.0 if row["method"] == "plain" else speedups[row["concurrency"]]),
+                number(row["acceptance_length"]),
+                *[fine(row[name]) for name in times],
+                number(row["ratio_to_floor"]),
+            ]
+            for row in figures["rows"]
+        ],
+        note="\n".join([_identity(pair, verdict) for pair in figures["pairs"]]),
+    )
+    return report(figures, [section])
+
+
+def _identity(pair: Figures, verdict: str) -> str:
+    """Return a sentence on the answers that are identical in both ways."""
+    line = f"c = {pair['concurrency']}: {pair['identical']} of {pair['prompts']} answers identical"
+    if pair["different"]:
+        first = pair["different"][0]
+        line += f"; prompt {first['prompt']} differs first, from token {first['token']} on"
+        line += f" ({verdict})"
+    return f"{line}."

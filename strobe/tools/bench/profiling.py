@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
-from rich.console import Console
 from torch.profiler import ProfilerActivity, profile
 
-from strobe.tools.bench.bench_report import Figures, fine, number, table
+from strobe.terminal.wording import counted
 from strobe.tools.bench.floor import (
     Rates,
     Shapes,
@@ -21,6 +20,7 @@ from strobe.tools.bench.floor import (
     state_bytes,
     touched_experts,
 )
+from strobe.tools.report import Figures, Section, fine, number
 
 _NAME_WIDTH = 60
 _NUM_SHOWN = 25
@@ -138,37 +138,53 @@ def _parts(shapes: Shapes, requests: int, context: float) -> dict[str, Work]:
     }
 
 
-def show_profiles(console: Console, rows: list[Figures]) -> None:
-    """Print two tables for each row that was profiled."""
+def profile_sections(rows: Sequence[Figures]) -> list[Section]:
+    """Return two tables for each row that was profiled."""
+    sections: list[Section] = []
     for row in rows:
         if not row["profile"]:
             continue
-        where = f"{row['method']}, {row['concurrency']} requests of {row['prompt_tokens']:,} tokens"
-        show_operations(console, f"Operations of a step: {where}", row["profile"])
+        where = (
+            f"{row['method']}, {counted(row['concurrency'], 'request')} of "
+            f"{row['prompt_tokens']:,} tokens"
+        )
+        sections += operations_section(f"Operations of a step: {where}", row["profile"])
         cells = [
-            (part["name"], fine(part["bytes"] / 1e9), fine(part["operations"] / 1e9),
-             fine(part["ms"]), number(100 * part["ms"] / row["ms"], 1))
+            (
+                part["name"],
+                fine(part["bytes"] / 1e9),
+                fine(part["operations"] / 1e9),
+                fine(part["ms"]),
+                number(100 * part["ms"] / row["ms"], 1),
+            )
             for part in row["floor"]["parts"]
-        ]  # fmt: skip
-        names = ("part", "GB", "GFLOP", "floor ms", "% of the step")
-        console.print(table(f"Floor by part: {where}", names, cells))
+        ]
+        columns = ("part", "GB", "GFLOP", "floor ms", "% of the step")
+        sections.append(Section(f"Floor by part: {where}", columns, cells))
+    return sections
 
 
-def show_operations(console: Console, title: str, profile: Figures) -> None:
-    """Print a table of a profile's longest operations; nothing without any."""
+def operations_section(title: str, profile: Figures) -> list[Section]:
+    """Return a table of a profile's longest operations; nothing without any."""
     operations: list[Figures] = profile.get("operations", [])
     total = sum(part["ms"] for part in operations)
     shown = operations[:_NUM_SHOWN]
     if not total:
-        return
+        return []
     if rest := operations[_NUM_SHOWN:]:
-        sums: Figures = {k: sum(part[k] for part in rest) for k in ("launches", "ms")}
+        sums: Figures = {key: sum(part[key] for part in rest) for key in ("launches", "ms")}
         shown.append(sums | {"name": f"{len(rest)} others"})
     cells = [
-        (part["name"][:_NAME_WIDTH], number(part["launches"], 1), fine(part["ms"]),
-         number(100 * part["ms"] / total, 1))
+        (
+            part["name"][:_NAME_WIDTH],
+            number(part["launches"], 1),
+            fine(part["ms"]),
+            number(100 * part["ms"] / total, 1),
+        )
         for part in shown
-    ]  # fmt: skip
-    console.print(table(title, ("operation", "launches", "ms", "% of the sum"), cells))
+    ]
+    note = ""
     if (idle := profile["idle_ms"]) is not None:
-        console.print(f"GPU busy: {fine(total)} ms; idle between operations: {fine(idle)} ms")
+        note = f"GPU busy: {fine(total)} ms; idle between operations: {fine(idle)} ms"
+    columns = ("operation", "launches", "ms", "% of the sum")
+    return [Section(title, columns, cells, note)]

@@ -27,11 +27,11 @@ from strobe.speculation.registry import DRAFTER_METHOD
 from strobe.step import Plan, Span
 from strobe.terminal.wording import counted
 from strobe.tools.bench.bench_prompts import read_prompts
-from strobe.tools.bench.bench_report import circumstances, output, progress
 from strobe.tools.bench.bench_settings import RecordSettings, command_line
 from strobe.tools.bench.cache_room import with_cache_room
 from strobe.tools.bench.draft_traces import Traces
 from strobe.tools.bench.replay import widths_of
+from strobe.tools.report import circumstances, output, progress
 
 Place = list[tuple[NDArray[np.int64], NDArray[np.float16]]]
 """Drafts from one token, and their margins, for each width of a block."""

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from rich.console import Console
 
 from strobe.config import EngineConfig
 from strobe.engine.build import ResolvedConfig, resolve
@@ -24,16 +23,7 @@ from strobe.ranks.leader import start_engine
 from strobe.speculation.adaptive import AdaptiveDraftPolicy
 from strobe.speculation.draft_policy import DraftPolicy
 from strobe.speculation.registry import DRAFTER_METHOD
-from strobe.tools.bench.bench_report import (
-    Figures,
-    circumstances,
-    number,
-    output,
-    progress,
-    show_circumstances,
-    table,
-    write,
-)
+from strobe.tools.bench.bench_report import report
 from strobe.tools.bench.bench_settings import LoadSettings, command_line
 from strobe.tools.bench.cache_room import with_cache_room
 from strobe.tools.bench.draft_traces import Traces, independent, load
@@ -41,6 +31,16 @@ from strobe.tools.bench.driver import Arrival, Driver, LoadRun
 from strobe.tools.bench.engine_step import located_shapes
 from strobe.tools.bench.plot_style import lines, missing, new_figure, save
 from strobe.tools.bench.replay import ReplayEngine, widths_of
+from strobe.tools.report import (
+    Figures,
+    Report,
+    Section,
+    circumstances,
+    number,
+    output,
+    progress,
+    write_json,
+)
 from strobe.warmup.cost_measurement import measure_costs
 
 TRACES = Path(__file__).parent / "traces.npz"
@@ -86,8 +86,8 @@ def run_load(settings: LoadSettings, config: EngineConfig) -> int:
             figures["rows"] += _measure(
                 planned, settings=settings, engine=engine, ways=ways, say=say
             )
-            write(settings.json, figures)
-    _show(output(), figures)
+            write_json(settings.json, figures)
+    _report(figures).show(output())
     if settings.plot:
         _draw(Path(settings.plot), figures["rows"])
     return 0
@@ -281,42 +281,56 @@ def _load(row: Figures) -> tuple[float, int]:
     return row.get("rate", 0.0), row["concurrency"]
 
 
-def _show(console: Console, figures: Figures) -> None:
-    show_circumstances(console, figures)
+def _report(figures: Figures) -> Report:
     lengths = ", ".join(
         f"{length:.2f} ({n} drafts)" for n, length in figures["acceptance_length"].items()
     )
-    console.print(
-        f"Random weights; drafts are accepted as in the traces, whose blocks give {lengths} tokens "
-        "per step if verified whole.",
-        style="bold",
-        soft_wrap=not console.is_terminal,
-    )
     rows = figures["rows"]
     by_rate = "rate" in rows[0]
-    cells = [
-        (row["way"] if row["way"].isalpha() else f"K = {row['way']}",
-         f"{row['rate']:g}/s" if by_rate else f"{row['concurrency']}",
-         number(row["tokens_per_s"], 1),
-         *[number(row[f"{name}_ms_p{p}"]) for name in ("tpot", "ttft") for p in (50, 99)],
-         number(row["acceptance_length"]), number(row["drafts_made_per_token"]),
-         number(row["drafts_verified_per_token"]))
+    comparisons = [
+        _comparison(row, best)
         for row in rows
-    ]  # fmt: skip
-    columns = (
-        *("way", "rate" if by_rate else "c", "tokens/s", "ms/token\n50 %", "\n99 %"),
-        *("first, ms\n50 %", "\n99 %", "accepted", "made\n/token", "verified\n/token"),
+        if row["way"] == "adaptive" and (best := best_fixed(rows, row)) is not None
+    ]
+    section = Section(
+        title="Load",
+        columns=(
+            *("way", "rate" if by_rate else "c", "tokens/s", "ms/token\n50 %", "\n99 %"),
+            *("first, ms\n50 %", "\n99 %", "accepted", "made\n/token", "verified\n/token"),
+        ),
+        rows=[_cells(row) for row in rows],
+        note="\n".join(comparisons),
     )
-    console.print(table("Load", columns, cells))
-    for row in rows:
-        best = best_fixed(rows, row) if row["way"] == "adaptive" else None
-        if best is not None:
-            load_text = f"{row['rate']:g} requests/s" if by_rate else f"c = {row['concurrency']}"
-            name = best["way"] if best["way"] == "plain" else f"K = {best['way']}"
-            ratio = row["tokens_per_s"] / best["tokens_per_s"]
-            console.print(
-                f"{load_text}: adaptive reaches {ratio:.3f} of the best other way, {name}."
-            )
+    return report(
+        figures,
+        [section],
+        warning="Random weights; drafts are accepted as in the traces, whose blocks give "
+        f"{lengths} tokens per step if verified whole.",
+    )
+
+
+def _cells(row: Figures) -> list[str]:
+    times = [f"{name}_ms_p{share}" for name in ("tpot", "ttft") for share in (50, 99)]
+    return [
+        _way_text(row),
+        f"{row['rate']:g}/s" if "rate" in row else f"{row['concurrency']}",
+        number(row["tokens_per_s"], 1),
+        *[number(row[name]) for name in times],
+        number(row["acceptance_length"]),
+        number(row["drafts_made_per_token"]),
+        number(row["drafts_verified_per_token"]),
+    ]
+
+
+def _way_text(row: Figures) -> str:
+    return row["way"] if row["way"].isalpha() else f"K = {row['way']}"
+
+
+def _comparison(row: Figures, best: Figures) -> str:
+    """Return a sentence that compares adaptive drafting with the best other way."""
+    load_text = f"{row['rate']:g} requests/s" if "rate" in row else f"c = {row['concurrency']}"
+    ratio = row["tokens_per_s"] / best["tokens_per_s"]
+    return f"{load_text}: adaptive reaches {ratio:.3f} of the best other way, {_way_text(best)}."
 
 
 def _draw(path: Path, rows: Sequence[Figures]) -> None:
@@ -327,8 +341,7 @@ def _draw(path: Path, rows: Sequence[Figures]) -> None:
     for axis, (key, label) in zip(axes, panels, strict=True):
         curves: dict[str, list[tuple[float, float]]] = {}
         for row in rows:
-            name = row["way"] if row["way"].isalpha() else f"K = {row['way']}"
-            curves.setdefault(name, []).append((row[load_key], row[key]))
+            curves.setdefault(_way_text(row), []).append((row[load_key], row[key]))
         lines(axis, curves, strong="adaptive")
         axis.set_xscale("log", base=2)
         axis.set_yscale("log", base=2)

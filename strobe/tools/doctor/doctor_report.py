@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from strobe.terminal.progress import Progress
 from strobe.tools.doctor.findings import Report
 
 _SIGNS = {"ok": ("green", "ok"), "note": ("yellow", "note"), "fault": ("bold red", "wrong")}
-
-
-@contextmanager
-def progress(*, quiet: bool) -> Generator[Callable[[str], None]]:
-    """Yield a function that shows its text on standard error as the current progress."""
-    if quiet:
-        yield lambda text: None
-        return
-    with Progress() as shown:
-        yield shown.update
 
 
 def show(report: Report) -> None:

@@ -19,7 +19,7 @@ from strobe.models.weight_loading import check_draft_tensors, check_target_tenso
 from strobe.speculation.registry import DRAFTER_METHOD
 from strobe.text.tokenizer import Tokenizer
 from strobe.tools.doctor.doctor_prompts import PROMPTS
-from strobe.tools.doctor.doctor_report import progress, show
+from strobe.tools.doctor.doctor_report import show
 from strobe.tools.doctor.findings import Report
 from strobe.tools.doctor.measure import (
     Acceptance,
@@ -39,6 +39,7 @@ from strobe.tools.doctor.pair_checks import (
     memory_bill,
 )
 from strobe.tools.doctor.tokenizers import roundtrip_share
+from strobe.tools.report import progress
 
 MAX_TOKENS = 64
 """Maximum tokens per answer."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from strobe.tools.bench.bench_report import Figures
 from strobe.tools.bench.plot_style import COLOURS, MARKERS, new_figure, save
+from strobe.tools.report import Figures
 
 
 def draw(folder: Path, figures: Figures) -> list[tuple[str, str]]:

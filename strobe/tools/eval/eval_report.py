@@ -1,25 +1,22 @@
-"""Print an evaluation's report on the console, and render it as Markdown."""
+"""The report of an evaluation: its sentences and tables."""
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-from rich.console import Console
 
 from strobe.terminal.wording import counted
-from strobe.tools.bench.bench_report import Figures, number, table
+from strobe.tools.report import Figures, Report, Section, number
 
 
-@dataclass(frozen=True)
-class Section:
-    """A table with a title, and a sentence below it."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: list[tuple[str, ...]]
-    note: str = ""
+def report(figures: Figures) -> Report:
+    """Return the report of an evaluation."""
+    return Report(
+        title=f"`strobe eval {figures['evaluation']}`, {figures['date'][:10]}",
+        command=figures["command"],
+        head=head(figures),
+        sections=sections(figures),
+        remarks=remarks(figures),
+    )
 
 
 def sections(figures: Figures) -> list[Section]:
@@ -82,6 +79,9 @@ def remarks(figures: Figures) -> list[str]:
             )
     if figures["pairs"] and all(p["identical"] == p["prompts"] for p in figures["pairs"]):
         lines.append("Every answer has the same tokens with speculation and without.")
+    below = sum(not check["met"] for check in figures["expected"])
+    if below:
+        lines.append(f"{below} of {len(figures['expected'])} figures are below the expected ones.")
     return lines
 
 
@@ -201,59 +201,3 @@ def _rates(figures: Figures) -> Section:
     ]
     columns = ("data set", "c", "method", "tokens", "seconds", "tokens/s")
     return Section(title="Rates", columns=columns, rows=rows)
-
-
-def show(console: Console, figures: Figures) -> None:
-    """Print the report."""
-    wrap = not console.is_terminal
-    for line in (figures["command"], *head(figures)):
-        console.print(line, soft_wrap=wrap)
-    for section in sections(figures):
-        console.print(table(section.title, section.columns, section.rows))
-        if section.note:
-            console.print(section.note, soft_wrap=wrap)
-    lines = remarks(figures)
-    if lines:
-        console.print()
-    for line in lines:
-        console.print(line, soft_wrap=wrap)
-    below = sum(not check["met"] for check in figures["expected"])
-    if below:
-        console.print(f"{below} of {len(figures['expected'])} figures are below the expected ones.")
-
-
-def markdown(figures: Figures, pictures: Sequence[tuple[str, str]]) -> str:
-    """Return the report as Markdown. pictures: file names in the same directory, with captions."""
-    lines = [
-        f"# `strobe eval {figures['evaluation']}`, {figures['date'][:10]}",
-        "",
-        f"`{figures['command']}`",
-        "",
-        *(_wrapped(f"- {line}") for line in head(figures)),
-    ]
-    for section in sections(figures):
-        lines += ["", f"## {section.title}", "", _line(section.columns)]
-        words = [
-            any(row[i][:1].isalpha() for row in section.rows) for i in range(len(section.columns))
-        ]
-        lines.append(_line(["---" if word else "---:" for word in words]))
-        lines += [_line(row) for row in section.rows]
-        if section.note:
-            lines += ["", _wrapped(section.note)]
-    for name, caption in pictures:
-        lines += ["", f"![{caption}]({name})"]
-    if notes := remarks(figures):
-        lines += ["", "## Remarks", "", *(_wrapped(f"- {line}") for line in notes)]
-    return "\n".join(lines) + "\n"
-
-
-def _wrapped(text: str) -> str:
-    """Wrap a paragraph or a list item at 120 columns."""
-    indent = "  " if text.startswith("- ") else ""
-    return textwrap.fill(
-        text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"

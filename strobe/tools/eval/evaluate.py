@@ -15,7 +15,6 @@ from strobe.engine.build import ResolvedConfig, resolve
 from strobe.hub.locate import locate_models
 from strobe.llm import LLM
 from strobe.sampling_params import SamplingParams
-from strobe.tools.bench.bench_report import Figures, circumstances, output, progress
 from strobe.tools.bench.bench_settings import command_line
 from strobe.tools.bench.offline import ways_of
 from strobe.tools.bench.plot_style import missing
@@ -23,8 +22,9 @@ from strobe.tools.bench.rates import release
 from strobe.tools.eval import eval_plots, expected, measures
 from strobe.tools.eval.answering import Answering, Run
 from strobe.tools.eval.datasets import DataSet, load
-from strobe.tools.eval.eval_report import markdown, show
+from strobe.tools.eval.eval_report import report
 from strobe.tools.eval.eval_settings import EvalSettings
+from strobe.tools.report import Figures, circumstances, output, progress, write_json
 
 Say = Callable[[str], None]
 
@@ -63,7 +63,7 @@ def evaluate(kind: str, settings: EvalSettings, config: EngineConfig) -> int:
         _fill(figures, settings=settings, data_sets=data_sets, runs=runs, expectations=expectations)
     if settings.output:
         _write(Path(settings.output), settings, figures, runs)
-    show(output(), figures)
+    report(figures).show(output())
     return 0 if figures["passed"] else 1
 
 
@@ -230,9 +230,9 @@ def _write(folder: Path, settings: EvalSettings, figures: Figures, runs: dict[Ke
     try:
         folder.mkdir(parents=True, exist_ok=True)
         pictures = [] if missing() else eval_plots.draw(folder, figures)
-        text = json.dumps(figures, indent=1) + "\n"
-        (folder / "report.json").write_text(text, encoding="utf-8")
-        (folder / "report.md").write_text(markdown(figures, pictures), encoding="utf-8")
+        write_json(folder / "report.json", figures)
+        page = report(figures).markdown(pictures)
+        (folder / "report.md").write_text(page, encoding="utf-8")
         if settings.save_answers:
             lines = [json.dumps(line) + "\n" for line in _answers(runs)]
             (folder / "answers.jsonl").write_text("".join(lines), encoding="utf-8")

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from strobe.engine.build import ResolvedConfig
 from strobe.models.model_config import DraftConfig, TargetConfig
-from strobe.tools.bench.bench_report import Figures
 from strobe.tools.eval.eval_settings import DATA_SETS, EvalSettings
+from strobe.tools.report import Figures
 
 _MIN_PROMPTS = 50  # of a data set; fewer are too noisy to fail a pair
 _PAPER_TOKENS = 2048

@@ -9,9 +9,9 @@ from statistics import mean
 
 from strobe.counters import DraftCounts
 from strobe.outputs import CompletionOutput
-from strobe.tools.bench.bench_report import Figures
 from strobe.tools.eval.answering import Conversation, Run
 from strobe.tools.eval.datasets import DataSet
+from strobe.tools.report import Figures
 
 DEFINITIONS = {
     "acceptance_length": "1 + accepted drafts / verify steps with drafts, over all answers "
