@@ -22,12 +22,10 @@ from scripts.smollm2.evaluate import heldout_prompts  # noqa: E402
 from scripts.smollm2.prompts import KINDS  # noqa: E402
 from strobe.config import EngineConfig  # noqa: E402
 from strobe.engine.build import resolve  # noqa: E402
-from strobe.engine.engine import Engine  # noqa: E402
-from strobe.tools.bench.bench_report import circumstances  # noqa: E402
 from strobe.tools.bench.bench_settings import RecordSettings  # noqa: E402
 from strobe.tools.bench.draft_traces import Traces  # noqa: E402
-from strobe.tools.bench.record import accept_none, record  # noqa: E402
-from strobe.tools.bench.replay import widths_of  # noqa: E402
+from strobe.tools.bench.record import RecordingEngine, record  # noqa: E402
+from strobe.tools.report import circumstances  # noqa: E402
 
 TEMPERATURES = 0.0, 1.0
 MAX_TOKENS = 200
@@ -72,14 +70,13 @@ def main() -> None:
             kv_cache_memory="2GiB",
         )
     )
-    assert setup.draft is not None
     parts: list[Traces] = []
     for temperature in TEMPERATURES:
-        engine = Engine(setup, simulated_acceptance=accept_none)
+        engine = RecordingEngine(setup)
         settings = RecordSettings(
             temperature=temperature, max_tokens=MAX_TOKENS, at_once=options.at_once
         )
-        parts.append(record(engine, prompts, settings, widths_of(setup.draft)))
+        parts.append(record(engine, prompts, settings))
         for n in parts[-1].widths:
             print(temperature, n, round(parts[-1].acceptance_length(n), 3), flush=True)
     command = f"scripts/smollm2/traces.py --count {options.count}"
