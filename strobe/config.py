@@ -21,9 +21,12 @@ GPU_MIXED_TOKENS = 512
 """Maximum rows of a replayed step with prompts on a GPU, where an 8B model takes 13 ms."""
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
-
 CPU_KV_CACHE = 1 << 30
 """Maximum bytes of the KV cache on a CPU by default, if one context needs no more."""
+KEPT_STATES = 32
+"""States of recurrent layers that are kept by default, if they need no more than these bytes."""
+STATE_CACHE_ON_GPU = 4 << 30
+STATE_CACHE_ON_CPU = 256 << 20
 
 
 def parse_bytes(value: int | str) -> int:
@@ -104,6 +107,11 @@ class EngineConfig:
         None,
         "Bytes for keys and values of target and drafter, such as 2GiB; by default the rest of a "
         "GPU, on a CPU room for one full context or for max_num_seqs short requests.",
+    )
+    state_cache_memory: Annotated[int | str | None, PlainValidator(_check_size)] = option(
+        None,
+        "Bytes for states of recurrent layers that the prefix cache keeps, such as 2GiB; by "
+        "default room for 32, in at most 4 GiB of a GPU or 256 MiB on a CPU.",
     )
     gpu_memory_utilization: Annotated[float, Field(ge=0.01, le=1)] | None = option(
         None, "Share of a GPU's memory that may be in use, others' included; by default the rest."

@@ -88,18 +88,31 @@ class Admission(NamedTuple):
     stop_ids: frozenset[int]
 
 
+class StateCopy(NamedTuple):
+    """A copy between a slot's states of recurrent layers and a row of kept ones, before the step.
+    length: positions in the state. keeps: from the slot to the row; otherwise from the row to the
+    slot."""
+
+    slot: int
+    row: int
+    length: int
+    keeps: bool
+
+
 class Plan(NamedTuple):
     """The requests that run in a step, and how far each one goes. pages: page-table entries that
     are new to the device; admitted: requests that are new to it. num_verified: number of device
     drafts to verify, over all spans; the device picks the most likely ones; None: all. confidence:
     per draft position, the probabilities at rising evidence that a draft is accepted if the drafts
-    before it are (`strobe/speculation/acceptance.py`)."""
+    before it are (`strobe/speculation/acceptance.py`). states: copies of recurrent states, in this
+    order."""
 
     spans: tuple[Span, ...] = ()
     pages: tuple[PageWrite, ...] = ()
     admitted: tuple[Admission, ...] = ()
     num_verified: int | None = None
     confidence: tuple[tuple[float, ...], ...] = ()
+    states: tuple[StateCopy, ...] = ()
 
     @property
     def methods(self) -> dict[str, list[int]]:
@@ -112,7 +125,7 @@ class Plan(NamedTuple):
 
     def check(self, num_slots: int, num_pages: int) -> None:
         """Raises AssertionError for a slot or page that does not exist."""
-        for part in (*self.spans, *self.pages, *self.admitted):
+        for part in (*self.spans, *self.pages, *self.admitted, *self.states):
             assert 0 <= part.slot < num_slots, f"slot {part.slot} of {num_slots} in {part}"
         for write in self.pages:
             assert all(0 < page < num_pages for page in write.pages), (

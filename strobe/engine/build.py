@@ -10,11 +10,20 @@ import torch
 
 from strobe.attention.backend import AttentionBackend
 from strobe.attention.recurrent_backend import RecurrentBackend
-from strobe.config import EngineConfig, Limits, resolve_limits
+from strobe.config import (
+    KEPT_STATES,
+    STATE_CACHE_ON_CPU,
+    STATE_CACHE_ON_GPU,
+    EngineConfig,
+    Limits,
+    parse_bytes,
+    resolve_limits,
+)
 from strobe.engine.backend_choice import BackendChoice, choose_backends, make_backends
 from strobe.host.host_memory import trim_heap
 from strobe.hub.download import fetch_weights
 from strobe.hub.locate import locate_models
+from strobe.kv.kept_states import KeptStates
 from strobe.kv.kv_store import KVSpec, KVStore
 from strobe.kv.pages import PagePool
 from strobe.kv.states import StateStore
@@ -80,10 +89,37 @@ class ResolvedConfig:
     @property
     def state_bytes(self) -> int:
         """Bytes of the recurrent layers' states, the spare slot's included."""
-        if self.target.states is None:
+        spec = self.target.states
+        if spec is None:
             return 0
-        per_slot = self.target.states.bytes_per_slot(1 + self.limits.num_drafts, self.dtype)
+        per_slot = spec.bytes_per_slot(1 + self.limits.num_drafts, self.dtype)
         return (self.limits.max_num_seqs + 1) * per_slot
+
+    @property
+    def kept_state_bytes(self) -> int:
+        """Bytes of the recurrent layers' states in the prefix cache."""
+        spec = self.target.states
+        return 0 if spec is None else self.num_kept_states * spec.bytes_per_kept_state(self.dtype)
+
+    @property
+    def num_kept_states(self) -> int:
+        """The number of states that the prefix cache keeps of recurrent layers. Raises ValueError
+        for a budget that holds none."""
+        spec = self.target.states
+        if spec is None or not self.config.enable_prefix_caching:
+            return 0
+        size = spec.bytes_per_kept_state(self.dtype)
+        if self.config.state_cache_memory is None:
+            budget = STATE_CACHE_ON_GPU if self.device.type == "cuda" else STATE_CACHE_ON_CPU
+            return max(min(KEPT_STATES, budget // size), 1)
+        budget = parse_bytes(self.config.state_cache_memory)
+        if budget < size:
+            raise ValueError(
+                f"state_cache_memory is {self.config.state_cache_memory} ({budget} bytes), but one "
+                f"state of the recurrent layers takes {size} bytes; raise it, or turn prefix "
+                "caching off."
+            )
+        return budget // size
 
     def num_pages(self, weights: int = 0) -> int:
         """Return the number of pages that fit, the reserved one included. weights: bytes still to
@@ -99,6 +135,7 @@ class ResolvedConfig:
             self.device,
             weights=weights,
             states=self.state_bytes,
+            kept_states=self.kept_state_bytes,
             sampling=sampling,
             scratch=self.scratch,
         )
@@ -117,6 +154,13 @@ class Components:
     pool: PagePool
     stores: dict[str, KVStore]
     states: StateStore | None = None
+    kept_states: KeptStates | None = None
+
+    def clear_prefix_cache(self) -> None:
+        """Free the pages and states that no request holds."""
+        self.pool.clear_cache()
+        if self.kept_states is not None:
+            self.kept_states.clear()
 
 
 def resolve(config: EngineConfig, rank: int = 0) -> ResolvedConfig:
@@ -124,9 +168,8 @@ def resolve(config: EngineConfig, rank: int = 0) -> ResolvedConfig:
     with a hint."""
     config = locate_models(config)
     target, draft = _load_configs(config)
-    if target.states is not None and config.enable_prefix_caching:
-        logger.warning("Prefix caching is off: pages hold no states of recurrent layers.")
-        config = config.with_(enable_prefix_caching=False)
+    if config.state_cache_memory is not None and target.states is None:
+        logger.warning("state_cache_memory has no effect: the target has no recurrent layers.")
     method = config.method or ("none" if draft is None else DRAFTER_METHOD)
     split = Split.of(config, rank)
     device = choose_device(config.device, rank, split.size)
@@ -246,6 +289,7 @@ def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
         capture=proposers.capture,
         buckets=buckets,
     )
+    pool = PagePool(pages, resolved.limits.page_size)
     return Components(
         runner=runner,
         proposers=proposers,
@@ -253,9 +297,10 @@ def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
         sampling=sampling,
         grammars=_make_grammars(resolved),
         graphs=graphs,
-        pool=PagePool(pages, resolved.limits.page_size),
+        pool=pool,
         stores=stores,
         states=states,
+        kept_states=_make_kept_states(resolved, states, pool),
     )
 
 
@@ -386,4 +431,19 @@ def _make_states(resolved: ResolvedConfig) -> StateStore | None:
         pending=1 + limits.num_drafts,
         dtype=resolved.dtype,
         device=resolved.device,
+        num_kept=resolved.num_kept_states,
+    )
+
+
+def _make_kept_states(
+    resolved: ResolvedConfig, states: StateStore | None, pool: PagePool
+) -> KeptStates | None:
+    """Make the index of kept states, if there are any."""
+    if states is None or not resolved.num_kept_states:
+        return None
+    return KeptStates(
+        resolved.num_kept_states,
+        pool.page_size,
+        min_rows=states.pending + 1,
+        has_page=lambda key: pool.lookup(key) is not None,
     )

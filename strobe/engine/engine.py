@@ -64,6 +64,7 @@ class Engine:
             self.components.pool,
             drafters=self.proposers.drafters,
             prefix_caching=self.config.enable_prefix_caching,
+            kept_states=self.components.kept_states,
             draft_policy=draft_policy or self._make_draft_policy(),
         )
         self.verify_step = VerifyStep(
@@ -179,11 +180,13 @@ class Engine:
         self._pending.append(self.launch(plan))
 
     def _admit(self, plan: Plan) -> None:
-        """Apply a plan's admissions and page-table entries. Raises AssertionError for an invalid
-        plan."""
+        """Apply a plan's admissions, page-table entries and copies of states. Raises AssertionError
+        for an invalid plan."""
         plan.check(self.limits.max_num_seqs, self.components.pool.num_pages)
         self.state.apply(plan)
         self.sampling.admit(plan.admitted)
+        if self.components.states is not None:
+            self.components.states.copy(plan.states)
         for new in plan.admitted:
             structured = StructuredOutputs.of(new.sampling.structured_outputs)
             self.grammars.admit(new.slot, structured, new.tokens[new.num_prompt :])
@@ -315,7 +318,7 @@ class Engine:
         assert not self.has_work, "requests are running"
         self._request_numbers = itertools.count()
         self.scheduler.results.stats = EngineStats()
-        self.components.pool.clear_cache()
+        self.components.clear_prefix_cache()
 
     def check_device(self) -> None:
         """Raise if a GPU is unusable, as after an illegal access, or another rank has ended."""

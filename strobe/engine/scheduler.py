@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import itertools
 import time
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import attrgetter, eq
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -23,11 +23,12 @@ from strobe.counters import EngineStats
 from strobe.engine.fault_isolation import Advice, FaultIsolation
 from strobe.engine.result_processor import ResultProcessor, SpanCounts
 from strobe.engine.running_request import Residence, RunningRequest
+from strobe.kv.kept_states import KeptState, KeptStates
 from strobe.kv.lease import Lease, reserve_all
 from strobe.kv.pages import PagePool
 from strobe.request import FinishReason, Request, Status
 from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftChain, DraftPlan, DraftPolicy
-from strobe.step import TAIL, Plan, Span, StepResult, TokenEvent, num_rows
+from strobe.step import TAIL, Plan, Span, StateCopy, StepResult, TokenEvent, num_rows
 
 if TYPE_CHECKING:
     from strobe.speculation.proposer import Drafter
@@ -48,14 +49,17 @@ class Scheduler:
         *,
         drafters: Mapping[str, Drafter] | None = None,
         prefix_caching: bool = True,
+        kept_states: KeptStates | None = None,
         draft_policy: DraftPolicy | None = None,
     ):
-        """drafters: proposers of each drafting method. draft_policy: decides how many drafts are
-        verified."""
+        """drafters: proposers of each drafting method. kept_states: of a target with recurrent
+        layers, whose cached prefixes end where a state is kept. draft_policy: decides how many
+        drafts are verified."""
         self.limits = limits
         self.pool = pool
         self.drafters = drafters or {}
         self.prefix_caching = prefix_caching
+        self.kept_states = kept_states
         self.draft_policy = draft_policy or DraftPolicy()
         self.results = ResultProcessor(limits)
         self.waiting: deque[Request] = deque()
@@ -148,6 +152,7 @@ class Scheduler:
             admitted=tuple(admitted),
             num_verified=draft_plan.num_verified,
             confidence=draft_plan.confidence,
+            states=self._state_copies(chosen),
         )
         self._launch(chosen)  # last, since `_undo_plan` does not undo it
         return plan
@@ -159,6 +164,7 @@ class Scheduler:
         for record, span in chosen:
             record.in_flight += 1
             record.start += span.num_context_rows
+            self._note_border(record, span)
             record.pages_sent = len(record.lease.pages)
 
     def _prompt_budget(self, running: list[RunningRequest], decode_rows: int) -> int:
@@ -186,6 +192,9 @@ class Scheduler:
             for record, (count, started, length) in zip(records, before, strict=True):
                 record.rewind(count, started, length)
             raise
+        for record in records:
+            self._release_state(record)
+        self._publish_states(plan)
         self._in_flight.popleft()
         return events
 
@@ -233,6 +242,9 @@ class Scheduler:
         if not plan.spans:
             return []
         records = self._in_flight.pop()
+        if self.kept_states is not None:
+            for copy in plan.states:
+                self.kept_states.give_up(copy.row)
         for record, span in zip(records, plan.spans, strict=True):
             record.in_flight -= 1
             record.lease.rollback()
@@ -243,6 +255,8 @@ class Scheduler:
         """Give up all steps in flight, as `cancel` does: the oldest one's result could not be
         committed, and the others build on it."""
         records = list(dict.fromkeys(itertools.chain(*self._in_flight)))
+        if self.kept_states is not None:
+            self.kept_states.give_up_all()
         self._in_flight.clear()
         for record in records:
             record.in_flight = 0
@@ -342,7 +356,7 @@ class Scheduler:
     def _prefill_span(self, record: RunningRequest, token_budget: int) -> Span:
         request = record.request
         start = record.start
-        end = min(record.prefill_end, start + token_budget)
+        end = self._span_end(record, token_budget)
         span = Span(
             slot=record.slot,
             start=start,
@@ -356,6 +370,19 @@ class Scheduler:
             scored_tokens=tuple(request.tokens[start + 1 : min(end + 1, request.num_prompt)]),
             top_logprobs=request.sampling.prompt_logprobs or 0,
         )
+
+    def _span_end(self, record: RunningRequest, token_budget: int) -> int:
+        """Return the end of a prompt's next span. If the target has recurrent layers, it is the
+        next border whose state is to be kept, or a border at least, so that their chunks are the
+        same whatever the budget."""
+        end = min(record.prefill_end, record.start + token_budget)
+        if self.kept_states is None:
+            return end
+        for border in record.borders:
+            if record.start < border <= end:
+                return border
+        border = self.kept_states.last_border(end)
+        return border if record.start < border and end < record.prefill_end else end
 
     def _positions_to_reserve(self, record: RunningRequest, span: Span) -> int:
         """Return the positions to reserve: a drafting request always gets a whole block."""
@@ -406,6 +433,8 @@ class Scheduler:
             lease.release()
             return None
         self._slots.pop()
+        if self.kept_states is not None and record.revived is not None:
+            self.kept_states.hold(record.revived.row)
         self.waiting.remove(request)
         self.running.append(record)
         request.status = Status.RUNNING
@@ -421,16 +450,29 @@ class Scheduler:
     ) -> tuple[RunningRequest, Span]:
         """Return the record of a waiting request and its first span, whose positions are reserved
         if there are pages for all its tokens and one block more."""
+        kept = self.kept_states
         start = 0
+        revived: KeptState | None = None
+        borders: list[int] = []
         if self.prefix_caching:
-            self.pool.extend(request.page_keys, request.tokens)
-            start = 0 if request.wants_prompt_logprobs else lease.adopt(request.tokens)
+            keys = self.pool.extend(request.page_keys, request.tokens)
+            num_cached = self.pool.num_cached(keys)
+            if kept is not None and not request.wants_prompt_logprobs:
+                revived = kept.find(keys[:num_cached])
+            max_length = None if kept is None else (0 if revived is None else revived.length)
+            if not request.wants_prompt_logprobs:
+                start = lease.adopt(request.tokens, max_length)
+            if kept is not None:
+                positions = num_cached * self.pool.page_size
+                borders = kept.borders(keys, start, len(request.tokens), positions)
         record = RunningRequest(
             request=request,
             slot=self._slots[-1],
             lease=lease,
             start=start,
             prefill_end=len(request.tokens),
+            borders=borders,
+            revived=revived,
         )
         if request.num_drafts:
             record.host_proposer, record.device_method = self.drafters[request.method]
@@ -450,10 +492,86 @@ class Scheduler:
         keys = self.pool.extend(request.page_keys, request.tokens)
         size = self.pool.page_size
         other_keys = [r.request.page_keys[: (r.prefill_end - 1) // size] for r in computing]
-        num_cached = next((i for i, k in enumerate(keys) if self.pool.lookup(k) is None), len(keys))
+        num_cached = self.pool.num_cached(keys)
         # A key stands for all the tokens up to its page's end: equal ones are a common prefix's.
-        num_shared = max([sum(map(eq, keys, theirs)) for theirs in other_keys]) - num_cached
-        return 2 * size * num_shared >= len(request.tokens) - num_cached * size
+        shared = [sum(map(eq, keys, theirs)) * size for theirs in other_keys]
+        if self.kept_states is not None:
+            return self._is_state_in_progress(request, keys[:num_cached], computing, shared)
+        num_shared = max(shared) - num_cached * size
+        return 2 * num_shared >= len(request.tokens) - num_cached * size
+
+    def _is_state_in_progress(
+        self,
+        request: Request,
+        cached: Sequence[bytes],
+        computing: Sequence[RunningRequest],
+        shared: Sequence[int],
+    ) -> bool:
+        """The same for a target with recurrent layers: whether a running request will keep a state
+        that holds half of the positions. It is told to keep one where the two prompts part.
+        cached: keys of the request's cached pages. shared: positions in common with each one that
+        is computing."""
+        kept = self.kept_states
+        assert kept is not None
+        state = kept.find(cached)
+        start = 0 if state is None else state.length
+        ends: list[int] = []
+        for record, positions in zip(computing, shared, strict=True):
+            parting = kept.last_border(positions)
+            coming = [border for border in record.borders if border <= parting]
+            ends.append(parting if parting > record.start else max(coming, default=0))
+        end = max(ends)
+        if 2 * (end - start) < len(request.tokens) - start or end == start:
+            return False
+        record = computing[ends.index(end)]
+        if end > record.start and end not in record.borders:
+            insort(record.borders, end)
+        return True
+
+    def _note_border(self, record: RunningRequest, span: Span) -> None:
+        """Note that a span ends where a state is to be kept, and is long enough to write it."""
+        kept = self.kept_states
+        if kept is not None and record.start in record.borders and span.num_rows >= kept.min_rows:
+            record.written_to = record.start
+
+    def _state_copies(self, chosen: Scheduled) -> tuple[StateCopy, ...]:
+        """Return the copies of recurrent states before a step: of those that the spans before wrote
+        up to a border, and then into the slots of requests that begin from a kept one."""
+        kept = self.kept_states
+        if kept is None:
+            return ()
+        copies: list[StateCopy] = []
+        for record, span in chosen:
+            if not span.start or span.start != record.written_to:
+                continue
+            key = kept.key_before(span.start, record.request.page_keys)
+            row = None if kept.is_kept(key) else kept.take(key)
+            if row is not None:
+                copies.append(StateCopy(slot=record.slot, row=row, length=span.start, keeps=True))
+        for record, span in chosen:
+            state = record.revived
+            if state is not None and not record.pages_sent and span.start == state.length:
+                copies.append(
+                    StateCopy(slot=record.slot, row=state.row, length=state.length, keeps=False)
+                )
+        return tuple(copies)
+
+    def _publish_states(self, plan: Plan) -> None:
+        """Index the states that a committed step kept, unless their request failed."""
+        if self.kept_states is None:
+            return
+        failed = {r.slot for r in self._in_flight[0] if r.request.error is not None}
+        for copy in plan.states:
+            if copy.keeps and copy.slot not in failed:
+                self.kept_states.publish(copy.row)
+            elif copy.keeps:
+                self.kept_states.give_up(copy.row)
+
+    def _release_state(self, record: RunningRequest) -> None:
+        """Let the kept state that a request began from be overwritten."""
+        if self.kept_states is not None and record.revived is not None:
+            self.kept_states.release(record.revived.row)
+            record.revived = None
 
     def _requeue(self, record: RunningRequest) -> None:
         """Take back a running request's pages; it starts over from its tokens, first in line of its
@@ -491,5 +609,6 @@ class Scheduler:
         self._put_aside(record, Residence.LEAVING)
         if not record.in_flight and record in self._set_aside:
             record.lease.release()
+            self._release_state(record)
             self._set_aside.remove(record)
             self._slots.append(record.slot)

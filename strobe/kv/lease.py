@@ -79,14 +79,18 @@ class Lease:
             self.rollback()
         self.release()
 
-    def adopt(self, tokens: Sequence[int]) -> int:
+    def adopt(self, tokens: Sequence[int], max_length: int | None = None) -> int:
         """Share cached pages that hold a prefix of `tokens`; return the number of positions.
 
-        The prefix leaves out at least the last token, whose logits are needed.
+        The prefix leaves out at least the last token, whose logits are needed. max_length: whole
+        pages that it has at most.
         """
         if self.pages or self.length or self.reserved or self.released:
             raise LeaseError("adopt() comes before the first reservation")
-        for key in self.pool.extend(self.keys, tokens):
+        keys = self.pool.extend(self.keys, tokens)
+        if max_length is not None:
+            keys = keys[: max_length // self.pool.page_size]
+        for key in keys:
             page = self.pool.lookup(key)
             if page is None:
                 break

@@ -111,6 +111,10 @@ class PagePool:
         """Return the page with this content, or None if there is none or it was evicted."""
         return self._page_of.get(key)
 
+    def num_cached(self, keys: Sequence[bytes]) -> int:
+        """Return how many of the first pages with these keys are indexed."""
+        return next((i for i, key in enumerate(keys) if key not in self._page_of), len(keys))
+
     def clear_cache(self) -> None:
         """Free all cached pages."""
         for page, key in self._cached.items():

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from strobe.kernels.kept_rows import SINGLE_ROWS
+from strobe.step import StateCopy
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,11 @@ class StateSpec:
         """Elements of one sequence's states over all layers."""
         return self.layers * self.heads * self.key_dim * self.value_dim
 
+    def bytes_per_kept_state(self, dtype: torch.dtype) -> int:
+        """Bytes of a kept state: of all layers, with the convolution's window."""
+        window = self.layers * (self.kernel - 1) * self.channels
+        return 4 * self.values + dtype.itemsize * window
+
     def bytes_per_slot(self, pending: int, dtype: torch.dtype) -> int:
         """Bytes of a `StateStore` per sequence."""
         store = StateStore(
@@ -60,7 +66,10 @@ class StateStore:
     convolution's inputs up to the state and after it. Of the rows after it: gates [L, N + 1,
     pending, 2, heads], log decay and learning rate; keys [L, N + 1, pending, key_heads, key_dim],
     not normalized; changes [L, N + 1, pending, heads, value_dim], each added to the state as the
-    outer product with its key. length [N + 1]: positions in each slot's state."""
+    outer product with its key. length [N + 1]: positions in each slot's state.
+
+    Of K kept states, whose slot may have gone on: kept_state [K, L, heads, key_dim, value_dim] and
+    kept_window [K, L, kernel - 1, C]."""
 
     def __init__(
         self,
@@ -69,8 +78,10 @@ class StateStore:
         pending: int,
         dtype: torch.dtype,
         device: torch.device,
+        num_kept: int = 0,
     ):
-        """pending: maximum rows of a block. As many are kept, and at least SINGLE_ROWS."""
+        """pending: maximum rows of a block. As many are kept, and at least SINGLE_ROWS. num_kept:
+        rows for kept states."""
         self.pending = max(pending, SINGLE_ROWS)
         self.spec = spec
         stored = (spec.layers, num_slots + 1)
@@ -85,7 +96,25 @@ class StateStore:
         self.keys = torch.zeros(keys, dtype=torch.float32, device=device)
         self.changes = torch.zeros(changes, dtype=torch.float32, device=device)
         self.length = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
+        kept = (num_kept, spec.layers)
+        kept_state = (*kept, *state[2:])
+        kept_window = (*kept, spec.kernel - 1, spec.channels)
+        self.kept_state = torch.zeros(kept_state, dtype=torch.float32, device=device)
+        self.kept_window = torch.zeros(kept_window, dtype=dtype, device=device)
         self.tensors = self.state, self.window, self.gates, self.keys, self.changes
+
+    def copy(self, copies: Sequence[StateCopy]) -> None:
+        """Copy states between slots and kept rows, in order. A state that is kept has just been
+        written, so that no changes of later rows belong to it."""
+        taps = self.spec.kernel - 1
+        for slot, row, length, keeps in copies:
+            if keeps:
+                self.kept_state[row].copy_(self.state[:, slot])
+                self.kept_window[row].copy_(self.window[:, slot, :taps])
+            else:
+                self.state[:, slot].copy_(self.kept_state[row])
+                self.window[:, slot, :taps].copy_(self.kept_window[row])
+                self.length[slot] = length
 
     def save(self, slot: int) -> list[tuple[Tensor, Tensor]]:
         """Return views of a slot's tensors with copies of them, for `restore`."""

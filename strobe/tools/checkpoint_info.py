@@ -94,7 +94,8 @@ def _state_facts(
     return {
         "recurrent_layers": states.layers,
         "recurrent_state_bytes_per_request": states.bytes_per_slot(pending, dtype),
-        "prefix_caching": "off, since no page holds the state of recurrent layers",
+        "kept_state_bytes": states.bytes_per_kept_state(dtype),
+        "prefix_caching": "every 64 positions or more, where a state is kept (state_cache_memory)",
     }
 
 

@@ -317,12 +317,11 @@ def test_failed_step_restarts_its_requests(
     assert [r.output_ids for r in requests] == plain_answers(path, *map(tuple, TEXTS))
 
 
-def test_pages_hold_attention_layers_without_prefix_lookup(
+def test_pages_hold_attention_layers_only(
     hybrid: tuple[Any, Path], caplog: pytest.LogCaptureFixture
 ):
     with caplog.at_level(logging.WARNING):
         engine = make_engine(config(hybrid[1]))
-    assert "Prefix caching is off: pages hold no states" in caplog.text
     assert len(engine.components.stores["target"].layers) == 2
     states = engine.components.states
     assert states is not None
@@ -333,11 +332,13 @@ def test_pages_hold_attention_layers_without_prefix_lookup(
     window = (spec.kernel - 1 + pending) * spec.channels
     assert per_slot == 4 * (spec.values + spec.layers * (window + pending * row)) + 8
     assert sum(part.nbytes for part in tensors) == 6 * per_slot
-    for _ in range(2):
-        run(engine, [TEXTS[2]], COLD)
-    assert engine.stats.prefix_hits == 0
-    caplog.clear()
-    make_engine(config(hybrid[1], enable_prefix_caching=False))
+    kept = states.kept_state.nbytes + states.kept_window.nbytes
+    assert kept == 32 * spec.bytes_per_kept_state(torch.float32)
+    assert engine.resolved.state_bytes == 6 * per_slot
+    assert engine.resolved.kept_state_bytes == kept
+    off = make_engine(config(hybrid[1], enable_prefix_caching=False))
+    assert off.components.states is not None
+    assert off.components.states.kept_state.nbytes == 0
     assert not caplog.records
 
 
@@ -357,7 +358,7 @@ def test_info_reports_recurrent_layers(hybrid: tuple[Any, Path]):
     assert states is not None
     assert facts["recurrent_state_bytes_per_request"] > 4 * states.values, "kept rows count"
     assert facts["kv_bytes_per_token_bf16"] == 2 * 2 * 2 * 2 * 16
-    assert facts["prefix_caching"] == "off, since no page holds the state of recurrent layers"
+    assert facts["kept_state_bytes"] == states.bytes_per_kept_state(torch.float32)
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

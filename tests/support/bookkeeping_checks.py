@@ -24,12 +24,28 @@ def check_scheduler(scheduler: Scheduler) -> None:
     held = [*scheduler.running, *scheduler._set_aside]
     assert len({r.slot for r in held}) == len(held), "a slot is used twice"
     assert len(held) + len(scheduler._slots) == scheduler.limits.max_num_seqs, "a slot is lost"
+    check_kept_states(scheduler)
     if not held:
         assert scheduler.pool.available == scheduler.pool.capacity, "an idle engine holds pages"
     for record in held:
         assert len(record.lease.reserved) == record.in_flight
         if record.is_decoding and not record.in_flight and not record.is_leaving:
             assert record.lease.length == record.start == len(record.request.tokens) - 1
+
+
+def check_kept_states(scheduler: Scheduler) -> None:
+    """Check that each row for a state is free, kept or being written, and that only requests before
+    their first step hold one."""
+    kept = scheduler.kept_states
+    if kept is None:
+        return
+    rows = [*kept._free, *kept._kept.values(), *kept._written]
+    assert sorted(rows) == list(range(kept.num_rows)), "a row is lost or used twice"
+    held = [*scheduler.running, *scheduler._set_aside]
+    readers = [record.revived.row for record in held if record.revived is not None]
+    assert kept._readers == {row: readers.count(row) for row in readers}
+    assert set(kept._readers) <= set(kept._kept.values()), "a state was evicted under its reader"
+    assert scheduler._in_flight or not kept._written, "a row is written by no step"
 
 
 def check_pool(pool: PagePool) -> None:

@@ -256,7 +256,7 @@ class Worker:
             if isinstance(message, Finish):
                 self._finish(message)
             elif isinstance(message, Release):
-                self.engine.components.pool.clear_cache()
+                self.engine.components.clear_prefix_cache()
             elif isinstance(message, Grammars):
                 send(self.pipe, message)
             elif not self._is_open(message.key):

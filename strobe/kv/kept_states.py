@@ -1,0 +1,154 @@
+"""The index of kept states of recurrent layers; the tensors are in kv.states. Imports no torch.
+
+A state belongs to a border: a multiple of `interval` positions, which is also a multiple of the
+page size. Its key is that of the page before the border, which stands for all tokens up to it. So
+a state stays right as long as it is kept, also when its pages were evicted and computed again.
+
+    free ----take----> being written ----publish----> kept (least recently used first)
+                       being written ----give_up----> free
+    kept ----take, when free runs out----> being written
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+CHUNK = 64
+"""Rows that a recurrent layer computes at once. A span that begins at a multiple of it has the same
+chunks as one that begins before it, so that a kept state leads to the same bits."""
+
+LONG_PROMPT = 4096
+"""Positions between states that are kept within a prompt, at least."""
+
+
+class KeptState(NamedTuple):
+    """A kept state: its row, and the positions in it."""
+
+    row: int
+    length: int
+
+
+def border_interval(page_size: int) -> int:
+    """Return the positions between two borders: whole chunks and whole pages."""
+    return math.lcm(CHUNK, page_size)
+
+
+class KeptStates:
+    """A fixed number of rows for states, and an index of those that are complete.
+
+    min_rows: a span of fewer rows leaves the state in its slot as it is; see `StateStore`.
+    has_page: whether the page with a key is still in the prefix cache."""
+
+    def __init__(
+        self,
+        num_rows: int,
+        page_size: int,
+        *,
+        min_rows: int = 1,
+        has_page: Callable[[bytes], bool] = lambda key: True,
+    ):
+        self.page_size = page_size
+        self.interval = border_interval(page_size)
+        self.min_rows = min_rows
+        self.num_rows = num_rows
+        self._has_page = has_page
+        self._free = list(range(num_rows - 1, -1, -1))
+        self._kept: OrderedDict[bytes, int] = OrderedDict()
+        self._written: dict[int, bytes] = {}
+        self._readers: dict[int, int] = {}
+
+    def last_border(self, position: int) -> int:
+        """Return the last border at or before a position."""
+        return position // self.interval * self.interval
+
+    def key_before(self, border: int, keys: Sequence[bytes]) -> bytes:
+        """Return the key of a border. keys: those of a sequence's pages."""
+        return keys[border // self.page_size - 1]
+
+    def find(self, keys: Sequence[bytes]) -> KeptState | None:
+        """Return the longest state of the pages with these keys, or None if there is none."""
+        border = self.last_border(len(keys) * self.page_size)
+        while border > 0:
+            key = self.key_before(border, keys)
+            row = self._kept.get(key)
+            if row is not None:
+                self._kept.move_to_end(key)
+                return KeptState(row=row, length=border)
+            border -= self.interval
+        return None
+
+    def borders(self, keys: Sequence[bytes], start: int, end: int, num_cached: int) -> list[int]:
+        """Return the positions where a prompt's states are worth keeping, rising: the last border,
+        which the next turn of a chat shares; the one after which other prompts went on differently;
+        and a few in a long prompt. start, end: the positions to compute. num_cached: positions
+        whose pages are cached, with or without a state."""
+        spacing = max(LONG_PROMPT, end // max(self.num_rows // 4, 1))
+        wanted = {self.last_border(end - 1), self.last_border(num_cached)}
+        wanted.update(map(self.last_border, range(spacing, end, spacing)))
+        return [
+            border
+            for border in sorted(wanted)
+            if border > start and not self.is_kept(self.key_before(border, keys))
+        ]
+
+    def is_kept(self, key: bytes) -> bool:
+        """Whether the state of this border is kept or being written."""
+        return key in self._kept or key in self._written.values()
+
+    def hold(self, row: int) -> None:
+        """Keep a row from being overwritten until `release`."""
+        self._readers[row] = self._readers.get(row, 0) + 1
+
+    def release(self, row: int) -> None:
+        """End a `hold`."""
+        self._readers[row] -= 1
+        if not self._readers[row]:
+            del self._readers[row]
+
+    def take(self, key: bytes) -> int | None:
+        """Return a row for a state to be written, or None if all are held. The state of a border
+        whose page was evicted goes first, then the least recently used one."""
+        if not self._free and not self._evict():
+            return None
+        row = self._free.pop()
+        self._written[row] = key
+        return row
+
+    def publish(self, row: int) -> None:
+        """Index a state that has been written."""
+        key = self._written.pop(row, None)
+        if key is None:
+            return
+        if key in self._kept:
+            self._free.append(row)
+        else:
+            self._kept[key] = row
+
+    def give_up(self, row: int) -> None:
+        """Free a row whose state was not written."""
+        if self._written.pop(row, None) is not None:
+            self._free.append(row)
+
+    def give_up_all(self) -> None:
+        """Free all rows that are being written."""
+        for row in list(self._written):
+            self.give_up(row)
+
+    def clear(self) -> None:
+        """Free all rows that nobody holds."""
+        for key, row in list(self._kept.items()):
+            if row not in self._readers:
+                self._drop(key)
+
+    def _evict(self) -> bool:
+        unheld = [key for key, row in self._kept.items() if row not in self._readers]
+        if not unheld:
+            return False
+        self._drop(next((key for key in unheld if not self._has_page(key)), unheld[0]))
+        return True
+
+    def _drop(self, key: bytes) -> None:
+        self._free.append(self._kept.pop(key))
