@@ -160,7 +160,7 @@ def profile_sections(rows: Sequence[Figures]) -> list[Section]:
             for part in row["floor"]["parts"]
         ]
         columns = ("part", "GB", "GFLOP", "floor ms", "% of the step")
-        sections.append(Section(f"Floor by part: {where}", columns, cells))
+        sections.append(Section(title=f"Floor by part: {where}", columns=columns, rows=cells))
     return sections
 
 
@@ -187,4 +187,4 @@ def operations_section(title: str, profile: Figures) -> list[Section]:
     if (idle := profile["idle_ms"]) is not None:
         note = f"GPU busy: {fine(total)} ms; idle between operations: {fine(idle)} ms"
     columns = ("operation", "launches", "ms", "% of the sum")
-    return [Section(title, columns, cells, note)]
+    return [Section(title=title, columns=columns, rows=cells, note=note)]
