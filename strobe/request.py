@@ -37,6 +37,8 @@ class SchedulingOptions(NamedTuple):
 
 
 DEFAULT_SCHEDULING = SchedulingOptions()
+MAX_PASSED = 256
+"""Requests that may be admitted before one that arrived earlier, whatever their priority."""
 
 
 class PageKeys(list[bytes]):
@@ -139,6 +141,10 @@ class Request:
     started: bool = False
     failures: int = 0
     failed_at: int = -1
+    order: int = 0
+    """Its place among all requests by arrival, which the scheduler counts."""
+    num_passed: int = 0
+    """Times that a request which arrived later was admitted before it."""
 
     def __post_init__(self, prompt_ids: Sequence[int]) -> None:
         self.tokens = list(prompt_ids)
@@ -164,6 +170,11 @@ class Request:
         if self.repetition_detector is not None:
             for token in self.output_ids:
                 self.repetition_detector.push(token)
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether so many others went before it that no more may, whatever their priority."""
+        return self.num_passed >= MAX_PASSED
 
     @property
     def num_output(self) -> int:

@@ -45,37 +45,47 @@ class ResultProcessor:
             request.finish_reason = reason
         drafts = result.drafts.get(i, ())
         margins = result.margins[i] if drafts and result.margins else ()
-        return self.make_event(request, committed)._replace(
-            num_proposed=counts.num_proposed,
+        return TokenEvent(
+            key=request.key,
+            sibling=request.sibling,
+            tokens=committed,
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+            error=request.error,
             num_verified=counts.num_verified,
             num_accepted=min(result.num_accepted[i], count),
-            num_computed_tokens=counts.num_computed_tokens,
             logprobs=result.logprobs.get(i, [])[:count],
+            num_computed_tokens=counts.num_computed_tokens,
+            start=self._start_of(request),
+            num_proposed=counts.num_proposed,
             drafts=drafts,
             margins=margins,
         )
 
-    def make_event(self, request: Request, tokens: list[int]) -> TokenEvent:
-        """Make a request's event from what the request knows."""
-        start = None
-        if not request.started:
-            request.started = True
-            start = RequestStart(
-                method=request.method,
-                off_reason=request.off_reason,
-                num_cached=request.num_cached or 0,
-                queue_time=request.queue_time,
-                prompt_logprobs=tuple(request.prompt_logprobs),
-                stop_ids=request.stop_ids,
-            )
+    def make_event(self, request: Request) -> TokenEvent:
+        """Make an event without tokens of a request that has ended."""
         return TokenEvent(
             key=request.key,
             sibling=request.sibling,
-            tokens=tokens,
+            tokens=[],
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
             error=request.error,
-            start=start,
+            start=self._start_of(request),
+        )
+
+    def _start_of(self, request: Request) -> RequestStart | None:
+        """Return the facts that a request's first event brings, None for later ones."""
+        if request.started:
+            return None
+        request.started = True
+        return RequestStart(
+            method=request.method,
+            off_reason=request.off_reason,
+            num_cached=request.num_cached or 0,
+            queue_time=request.queue_time,
+            prompt_logprobs=tuple(request.prompt_logprobs),
+            stop_ids=request.stop_ids,
         )
 
     def _find_stop(self, request: Request, tokens: list[int]) -> tuple[int, FinishReason | None]:

@@ -4,6 +4,11 @@
        ^                  |
        +----preempt-------+        first come, first served; the newest is preempted
 
+A request waits for those of a higher priority, for a prefix that another one computes, and for
+room. But once MAX_PASSED requests that arrived later were admitted before it, it is overdue: it
+goes first, waits for no prefix, and is preempted last. So its wait has a bound: those admitted
+before it, and the running ones that it then waits for.
+
 Results may come one step late: a request that ended or was preempted while a step was in flight
 keeps its slot and pages until that step's result is in, which is dropped.
 """
@@ -15,7 +20,7 @@ import time
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Mapping, Sequence
-from operator import attrgetter, eq
+from operator import eq
 from typing import TYPE_CHECKING, TypeAlias
 
 from strobe.config import Limits
@@ -34,9 +39,13 @@ if TYPE_CHECKING:
     from strobe.speculation.proposer import Drafter
 
 Scheduled: TypeAlias = "list[tuple[RunningRequest, Span]]"
-_priority = attrgetter("scheduling.priority")
 _MAX_SCANNED = 64
 """Waiting requests that one plan looks at, at most."""
+
+
+def _place(request: Request) -> tuple[bool, int]:
+    """Return a request's place in line: overdue ones first, then by priority."""
+    return not request.is_overdue, 0 if request.is_overdue else request.scheduling.priority
 
 
 class Scheduler:
@@ -70,6 +79,7 @@ class Scheduler:
         """Requests that are suspended or leaving."""
         self._slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._in_flight: deque[list[RunningRequest]] = deque()
+        self._orders = itertools.count()
         self._fault_isolation = FaultIsolation()
         self._advice = Advice()
 
@@ -84,7 +94,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request; the caller has checked that it fits the context."""
         self.stats.prompt_tokens += request.num_prompt
-        at = bisect_right(self.waiting, _priority(request), key=_priority)
+        request.order = next(self._orders)
+        at = bisect_right(self.waiting, _place(request), key=_place)
         self.waiting.insert(at, request)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
@@ -283,7 +294,7 @@ class Scheduler:
             return []
         request.error = f"The step failed {request.failures} times with this request alone: {error}"
         self.finish(request, "error")
-        return [self.results.make_event(request, [])]
+        return [self.results.make_event(request)]
 
     def _decode_spans(self, records: list[RunningRequest]) -> tuple[Scheduled, DraftPlan]:
         """Make the decoding requests' spans: each one's newest token and the drafts to verify."""
@@ -333,24 +344,20 @@ class Scheduler:
     def _decode_span(self, record: RunningRequest, count: int, chain: DraftChain | None) -> Span:
         """Make the span of a request's newest token and `count` drafts: of the chain, if there is
         one, or the device's."""
-        tail = Span(
+        drafts_on_device = chain is None and record.device_method is not None
+        drafts: tuple[int, ...] = () if chain is None else chain.tokens[:count]
+        newest = TAIL
+        if record.host_proposer is not None and not drafts_on_device:
+            newest = record.request.tokens[-1]
+        num_drafts = count if drafts_on_device else len(drafts)
+        return Span(
             slot=record.slot,
             start=record.start,
             max_start=record.lease.length + record.lease.open,
-            tokens=(TAIL if record.host_proposer is None else record.request.tokens[-1],),
-        )
-        if chain is not None or record.device_method is None:
-            drafts = () if chain is None else chain.tokens[:count]
-            return tail._replace(
-                tokens=(*tail.tokens, *drafts),
-                num_drafts=len(drafts),
-                num_logits=1 + len(drafts),
-            )
-        return tail._replace(
-            tokens=(TAIL,),
-            num_drafts=count,
-            method=record.device_method if count else None,
-            num_logits=1 + count,
+            tokens=(newest, *drafts),
+            num_drafts=num_drafts,
+            method=record.device_method if drafts_on_device and count else None,
+            num_logits=1 + num_drafts,
         )
 
     def _prefill_span(self, record: RunningRequest, token_budget: int) -> Span:
@@ -391,13 +398,13 @@ class Scheduler:
 
     def _reserve(self, chosen: Scheduled) -> Scheduled:
         """Reserve pages for all of them. If pages run out, the newest running request of the lowest
-        priority is preempted; while the pages of a finishing request are still in use, the newest
-        chosen requests skip this step."""
+        priority, and none that is overdue if there are others, is preempted; while the pages of a
+        finishing request are still in use, the newest chosen requests skip this step."""
         while not reserve_all([(r.lease, self._positions_to_reserve(r, s)) for r, s in chosen]):
             if self._set_aside:
                 chosen = chosen[:-1]
                 continue
-            victim = max(reversed(self.running), key=lambda record: _priority(record.request))
+            victim = max(reversed(self.running), key=lambda record: _place(record.request))
             victim.request.num_preemptions += 1
             self.stats.preemptions += 1
             self._requeue(victim)
@@ -409,15 +416,17 @@ class Scheduler:
         prefix is being computed by another waits for it."""
         admitted: Scheduled = []
         scanned = itertools.islice(self.waiting, _MAX_SCANNED)
+        computing = [record for record in self.running if record.lease.length < record.prefill_end]
         for request in [solo] if solo is not None else list(scanned):
             if token_budget <= 0 or not self._slots or request.status is not Status.WAITING:
                 break
-            if self._is_prefix_in_progress(request):
+            if not request.is_overdue and self._is_prefix_in_progress(request, computing):
                 continue
             admission = self._admit(request, token_budget)
             if admission is None:
                 break
             admitted.append(admission)
+            computing.append(admission[0])
             token_budget -= admission[1].num_rows
         return admitted
 
@@ -435,6 +444,7 @@ class Scheduler:
         self._slots.pop()
         if self.kept_states is not None and record.revived is not None:
             self.kept_states.hold(record.revived.row)
+        self._count_passed(request)
         self.waiting.remove(request)
         self.running.append(record)
         request.status = Status.RUNNING
@@ -444,6 +454,23 @@ class Scheduler:
             self.stats.prefix_queries += len(request.tokens)
             self.stats.prefix_hits += record.start
         return record, span
+
+    def _count_passed(self, admitted: Request) -> None:
+        """Count that a request was admitted before those that arrived earlier and wait, and let
+        those that are overdue now go first."""
+        if self.waiting[0] is admitted and _place(self.waiting[-1]) == _place(admitted):
+            return  # it is the first, and those of its priority arrived later
+        overdue: list[Request] = []
+        for request in self.waiting:
+            if request.order < admitted.order:
+                was_overdue = request.is_overdue
+                request.num_passed += 1
+                if request.is_overdue and not was_overdue:
+                    overdue.append(request)
+        for request in overdue:
+            self.waiting.remove(request)
+            at = bisect_right(self.waiting, _place(request), key=_place)
+            self.waiting.insert(at, request)
 
     def _lease_pages(
         self, request: Request, lease: Lease, token_budget: int
@@ -483,10 +510,9 @@ class Scheduler:
             assert reserved, "pages that were available are not"
         return record, span
 
-    def _is_prefix_in_progress(self, request: Request) -> bool:
-        """Whether a running request is computing at least half of the positions that this one
-        needs."""
-        computing = [record for record in self.running if record.lease.length < record.prefill_end]
+    def _is_prefix_in_progress(self, request: Request, computing: Sequence[RunningRequest]) -> bool:
+        """Whether a request that is computing its prompt computes at least half of the positions
+        that this one needs."""
         if not computing or not self.prefix_caching or request.wants_prompt_logprobs:
             return False
         keys = self.pool.extend(request.page_keys, request.tokens)
@@ -595,7 +621,7 @@ class Scheduler:
 
     def _wait_first(self, request: Request) -> None:
         request.status = Status.WAITING
-        at = bisect_left(self.waiting, _priority(request), key=_priority)
+        at = bisect_left(self.waiting, _place(request), key=_place)
         self.waiting.insert(at, request)
 
     def _put_aside(self, record: RunningRequest, residence: Residence) -> None:

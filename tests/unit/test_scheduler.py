@@ -1080,3 +1080,52 @@ def test_exception_in_plan_undoes_what_it_reserved(
     world.drain()
     assert failures > 3
     world.check_answers()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("seed", range(6))
+def test_no_request_starves_behind_later_ones(
+    seed: int, depth: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Later requests of a higher priority never end; they share prefixes and outgrow the pool."""
+    monkeypatch.setattr("strobe.request.MAX_PASSED", 6)
+    noise = random.Random(seed)
+    world = World(pages=14, max_num_seqs=3, depth=depth)
+    shared = [noise.randrange(7) for _ in range(12)]
+    lowest = SchedulingOptions(priority=9)
+    world.add(8, max_tokens=12, scheduling=SchedulingOptions(priority=0))
+    early = [world.add([*shared, number], max_tokens=12, scheduling=lowest) for number in range(3)]
+    for _ in range(400):
+        while len(world.scheduler.waiting) < 6:
+            prompt = [noise.randrange(7) for _ in range(noise.randint(1, 16))]
+            if noise.random() < 0.5:
+                prompt = [*shared, *prompt]
+            priority = SchedulingOptions(priority=noise.randint(-2, 8))
+            world.add(prompt, max_tokens=noise.randint(1, 12), scheduling=priority)
+        world.step()
+        if all(request.status is Status.FINISHED for request in early):
+            break
+    assert [request.status for request in early] == [Status.FINISHED] * 3
+    assert max(request.num_passed for request in early) <= 6 + world.limits.max_num_seqs
+    assert min(request.num_passed for request in early) >= 6
+
+
+def test_overdue_request_is_preempted_last(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("strobe.request.MAX_PASSED", 1)
+    world = World(pages=10, max_num_seqs=2, prefix_caching=False)
+    urgent = SchedulingOptions(priority=-1)
+    first = world.add(10, max_tokens=25, scheduling=urgent)
+    late = world.add(10, max_tokens=25, scheduling=SchedulingOptions(priority=1))
+    passing = world.add(4, max_tokens=2, scheduling=urgent)
+    after = world.add(4, max_tokens=25, scheduling=urgent)
+    while late.status is Status.WAITING:
+        world.step()
+    assert passing.num_passed == 0
+    assert late.num_passed == 1
+    assert after.status is Status.WAITING
+    while late.status is Status.RUNNING:
+        world.step()
+    assert not late.num_preemptions
+    assert first.num_preemptions
+    world.drain()
+    world.check_answers()
