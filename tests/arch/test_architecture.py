@@ -7,9 +7,9 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 import grimp
 import pytest
@@ -147,12 +147,38 @@ def test_folders_of_tests_hold_only_tests():
     assert others == []
 
 
-class Module(NamedTuple):
+@dataclass
+class Module:
     """A parsed file of the package."""
 
     name: str
     path: Path
     tree: ast.Module
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All nodes of the tree, collected once for the rules."""
+        return list(ast.walk(self.tree))
+
+    @cached_property
+    def calls(self) -> list[ast.Call]:
+        return [node for node in self.nodes if isinstance(node, ast.Call)]
+
+    @cached_property
+    def classes(self) -> dict[str, ast.ClassDef]:
+        """The classes at the top of the module by their names."""
+        return {node.name: node for node in self.tree.body if isinstance(node, ast.ClassDef)}
+
+    @cached_property
+    def imports(self) -> dict[str, list[tuple[str, str]]]:
+        """Where each imported name comes from: (module, name there), inner imports included."""
+        origins: dict[str, list[tuple[str, str]]] = {}
+        for node in self.nodes:
+            if isinstance(node, ast.ImportFrom) and node.module is not None:
+                for alias in node.names:
+                    origin = (node.module, alias.name)
+                    origins.setdefault(alias.asname or alias.name, []).append(origin)
+        return origins
 
 
 @cache
@@ -168,7 +194,7 @@ def modules() -> dict[str, Module]:
 
 def packed_assignments(module: Module) -> Iterator[ast.Assign]:
     """Yield the assignments of several values to as many names, unless they swap them."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Tuple):
             continue
         for target in node.targets:
@@ -183,12 +209,12 @@ def unpacked_tuples(module: Module) -> Iterator[ast.Call]:
     own *args."""
     forwarded = {
         node.args.vararg.arg
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         and node.args.vararg is not None
     }
-    for node in ast.walk(module.tree):
-        if not isinstance(node, ast.Call) or len(node.args) + len(node.keywords) < 2:
+    for node in module.calls:
+        if len(node.args) + len(node.keywords) < 2:
             continue
         stars = [arg.value for arg in node.args if isinstance(arg, ast.Starred)]
         if any(isinstance(value, ast.Name) and value.id not in forwarded for value in stars):
@@ -199,30 +225,26 @@ def positional_records(module: Module) -> Iterator[ast.Call]:
     """Yield the calls that build a record of more than MAX_POSITIONAL_FIELDS fields by position."""
     owners = {
         node: owner.name
-        for owner in module.tree.body
-        if isinstance(owner, ast.ClassDef)
+        for owner in module.classes.values()
         for node in ast.walk(owner)
     }
-    for node in ast.walk(module.tree):
-        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+    for node in module.calls:
+        if not node.args or not isinstance(node.func, ast.Name):
             continue
         called = node.func.id
         record = record_of(module, owners.get(node, called) if called == "cls" else called)
         unpacks = any(isinstance(argument, ast.Starred) for argument in node.args)
-        if node.args and not unpacks and record and num_fields(*record) > MAX_POSITIONAL_FIELDS:
+        if not unpacks and record and num_fields(*record) > MAX_POSITIONAL_FIELDS:
             yield node
 
 
 def record_of(module: Module, name: str) -> tuple[Module, ast.ClassDef] | None:
     """Return the dataclass or named tuple that a module means by a name, and its own module."""
-    for node in module.tree.body:
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            return (module, node) if is_record(node) else None
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.ImportFrom) and node.module in modules():
-            for alias in node.names:
-                if name == (alias.asname or alias.name):
-                    return record_of(modules()[node.module], alias.name)
+    if (node := module.classes.get(name)) is not None:
+        return (module, node) if is_record(node) else None
+    for source, original in module.imports.get(name, []):
+        if source in modules():
+            return record_of(modules()[source], original)
     return None
 
 
