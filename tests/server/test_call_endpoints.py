@@ -10,7 +10,7 @@ import pytest
 
 from strobe.request import FinishReason
 from tests.server.support.asgi_client import call
-from tests.server.support.scripted_server import Script, app
+from tests.server.support.scripted_server import Script, shared_app
 
 NAMES = ("read_file", "get_time")
 USER = {"role": "user", "content": "hi"}
@@ -172,7 +172,7 @@ def check_all(
     for endpoint in endpoints:
         for streamed in streams:
             for size in (1, 1000):
-                application = app(Script(text, size, ends), **OPTIONS[form])
+                application = shared_app(Script(text, size, ends), **OPTIONS[form])
                 sent = {**endpoint.body, "stream": streamed, **body}
                 answer = call(application, endpoint.path, body=[json.dumps(sent).encode()])
                 assert answer.status == 200, answer.body
@@ -300,7 +300,7 @@ def test_cut_forced_call_leaves_no_text(length: int):
 
 
 def test_forced_call_is_streamed_as_it_arrives():
-    application = app(Script(HERMES), **OPTIONS["hermes"])
+    application = shared_app(Script(HERMES), **OPTIONS["hermes"])
     body = {**ENDPOINTS[0].body, "stream": True, "tool_choice": "required"}
     chunks = lines(call(application, body=[json.dumps(body).encode()], path=ENDPOINTS[0].path).body)
     deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]

@@ -10,7 +10,7 @@ import pytest
 
 from strobe.sampling_params import RepetitionDetection
 from tests.server.support.asgi_client import call
-from tests.server.support.scripted_server import Script, app
+from tests.server.support.scripted_server import Script, shared_app
 
 MESSAGES = {"messages": [{"role": "user", "content": "hi"}]}
 REQUESTS: dict[str, dict[str, Any]] = {
@@ -26,7 +26,7 @@ SENTENCE = "repetition_detection ended the answer, because its last tokens repea
 
 def post(path: str, script: Script, body: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
     """Return the objects of a response: one, or those of a stream."""
-    answer = call(app(script, **options), path, body=[json.dumps(body).encode()])
+    answer = call(shared_app(script, **options), path, body=[json.dumps(body).encode()])
     assert answer.status == 200, answer.body
     lines = [line.removeprefix("data: ") for line in answer.body.decode().splitlines()]
     return [json.loads(line) for line in lines if line.startswith("{")]

@@ -100,11 +100,9 @@ class Script:
         )  # fmt: skip
 
 
-def app(script: Script, template: str | None = None, **options: Any) -> Any:
-    """A server with a scripted engine. template: replaces the demo models' chat template; options:
-    of ServerConfig."""
+def _serving(script: Script, template: str | None, **options: Any) -> Serving:
     settings = ServerConfig(access_log=False, **options)
-    serving = Serving(
+    return Serving(
         settings=settings,
         client=script,  # pyright: ignore[reportArgumentType]
         tokenizer=tokenizer(),
@@ -118,9 +116,29 @@ def app(script: Script, template: str | None = None, **options: Any) -> Any:
         ),
         metrics=ServerMetrics("scripted"),
     )
-    return make_app(serving)
+
+
+def app(script: Script, template: str | None = None, **options: Any) -> Any:
+    """A server of its own with a scripted engine. template: replaces the demo models' chat
+    template; options: of ServerConfig."""
+    return make_app(_serving(script, template, **options))
+
+
+_shared: dict[str, tuple[Serving, Any]] = {}
+
+
+def shared_app(script: Script, template: str | None = None, **options: Any) -> Any:
+    """As `app`, but a server that tests with the same options share: its stored responses and
+    totals stay, and it has the script of the latest call."""
+    key = repr((id(tokenizer()), template, sorted(options.items())))
+    if key not in _shared:
+        serving = _serving(script, template, **options)
+        _shared[key] = (serving, make_app(serving))
+    serving, application = _shared[key]
+    serving.client = script  # pyright: ignore[reportAttributeAccessIssue]
+    return application
 
 
 def post(path: str, script: Script, *, template: str | None = None, **body: Any) -> Answer:
-    """Post to a server with a scripted engine. template: replaces its chat template."""
-    return call(app(script, template), path, body=[json.dumps(body).encode()])
+    """Post to a shared server with a scripted engine. template: replaces its chat template."""
+    return call(shared_app(script, template), path, body=[json.dumps(body).encode()])
