@@ -24,6 +24,7 @@ COMMANDS = {
     "demo": "Stream an answer, then compare plain decoding with DFlash.",
     "info": "Describe a checkpoint, and check whether a drafter fits it.",
     "doctor": "Find out why few drafts are accepted.",
+    "verify": "Prove that speculation gives the target's own output.",
     "bench": "Measure single steps, or whole answers.",
     "eval": "Measure acceptance, accuracy or speed on data sets.",
 }

@@ -1,0 +1,1 @@
+"""`strobe verify`: whether speculation, or another engine, gives the target's own output."""

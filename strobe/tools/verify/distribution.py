@@ -1,0 +1,241 @@
+"""Whether two runs draw their tokens from the same distribution, and from the reference's: tests by
+permutation, with a bound of the false discoveries among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from strobe.engine.engine import Engine
+from strobe.sampling.noise import gumbel, noise_key
+from strobe.sampling_params import SamplingParams
+from strobe.tools.verify.cases import Case
+from strobe.tools.verify.check import Outlier
+from strobe.tools.verify.oracle import OracleRow, passes_filters
+from strobe.tools.verify.reference import Reference
+from strobe.tools.verify.runs import Answer, run_cases
+
+FALSE_DISCOVERIES = 1e-3
+"""If no distribution differs, the probability that one is reported is at most this."""
+PERMUTATIONS = 40_000
+POSITIONS = 4
+TEMPERATURES = (1.0, 1.5, 2.0, 3.0, 5.0, 8.0)
+MIN_ENTROPY = 1.5
+"""The temperature of a test is the lowest at which the first token has this entropy, in nats."""
+
+
+@dataclass(frozen=True)
+class DistributionTest:
+    """One test: what was compared, the numbers of samples, its probability under equality, and
+    whether it is a discovery."""
+
+    about: str
+    samples: int
+    p_value: float
+    differs: bool = False
+
+
+@dataclass(frozen=True)
+class SampledPair:
+    """Short sampled answers to one prompt, plain and with speculation, each with seeds of its own;
+    and the reference's logits and probabilities of the first token."""
+
+    about: str
+    plain: list[Answer]
+    speculated: list[Answer]
+    logits: NDArray[np.float64]
+    first: NDArray[np.float64]
+
+    def check_first_tokens(self) -> tuple[int, list[Outlier]]:
+        """Compare each answer's first token with the one that its seed's noise gives; return how
+        many were compared, and those that differ."""
+        wrong: list[Outlier] = []
+        for run, answers in (("plain decoding", self.plain), ("speculation", self.speculated)):
+            for answer in answers:
+                sampling = answer.case.sampling
+                key = torch.tensor([noise_key(sampling.seed or 0, 0)])
+                position = torch.tensor([len(answer.case.prompt)])
+                noise = gumbel(key, position, len(self.logits))[0].numpy()
+                row = OracleRow(self.logits, sampling, noise)
+                expected = row.token()
+                token = answer.tokens[0] if answer.tokens else None
+                if token is not None and token != expected:
+                    wrong.append(
+                        Outlier(
+                            run=run,
+                            wave=f"seed {sampling.seed}",
+                            case=self.about,
+                            index=0,
+                            value=row.distance(token),
+                            token=token,
+                            expected=expected,
+                        )
+                    )
+        return len(self.plain) + len(self.speculated), wrong
+
+
+def sample_pairs(
+    engine: Engine, chats: Sequence[Case], reference: Reference, *, seeds: int, first_seed: int
+) -> list[SampledPair]:
+    """Sample each setting of SETTINGS with so many seeds in each way."""
+    pairs: list[SampledPair] = []
+    for i, setting in enumerate(SETTINGS):
+        chat = chats[i % len(chats)]
+        logits = reference.logits([*chat.prompt, 0], len(chat.prompt))[0].astype(np.float64)
+        temperature = choose_temperature(logits)
+        ordered = np.sort(_probabilities(logits, temperature))[::-1]
+        params = SamplingParams(
+            **setting(ordered), temperature=temperature, max_tokens=POSITIONS, ignore_eos=True
+        )
+        answers = [
+            run_cases(
+                engine,
+                [
+                    Case(setting.__name__, chat.prompt, params.clone(seed=seed))
+                    for seed in range(start, start + seeds)
+                ],
+                speculate=speculate,
+                logprobs=None,
+            )
+            for speculate, start in ((False, first_seed), (True, first_seed + seeds))
+        ]
+        kept = passes_filters((logits - logits.max()) / temperature, params)
+        first = np.where(kept, _probabilities(logits, temperature), 0.0)
+        pairs.append(
+            SampledPair(
+                about=f"{setting.__name__}, temperature {temperature:g}, {chat.kind}",
+                plain=answers[0],
+                speculated=answers[1],
+                logits=logits,
+                first=first / first.sum(),
+            )
+        )
+    return pairs
+
+
+def _probabilities(logits: NDArray[np.float64], temperature: float) -> NDArray[np.float64]:
+    weights = np.exp((logits - logits.max()) / temperature)
+    return weights / weights.sum()
+
+
+def choose_temperature(logits: NDArray[np.float64]) -> float:
+    """Return the lowest temperature at which a row is far from certain."""
+    for temperature in TEMPERATURES:
+        probabilities = _probabilities(logits, temperature)
+        entropy = -(probabilities * np.log(np.maximum(probabilities, 1e-300))).sum()
+        if entropy >= MIN_ENTROPY:
+            return temperature
+    return TEMPERATURES[-1]
+
+
+# Filters that keep two or three tokens, where one too many or too few shows soonest. Each takes a
+# row's probabilities in descending order.
+
+
+def unfiltered(ordered: NDArray[np.float64]) -> dict[str, Any]:
+    return {}
+
+
+def top_p(ordered: NDArray[np.float64]) -> dict[str, Any]:
+    return {"top_p": float(min(ordered[0] + ordered[1] / 2, 0.999))}
+
+
+def top_k(ordered: NDArray[np.float64]) -> dict[str, Any]:
+    return {"top_k": 3}
+
+
+def min_p(ordered: NDArray[np.float64]) -> dict[str, Any]:
+    return {"min_p": float(np.sqrt(ordered[2] * ordered[3]) / ordered[0])}
+
+
+SETTINGS: tuple[Callable[[NDArray[np.float64]], dict[str, Any]], ...] = (
+    unfiltered,
+    top_p,
+    top_k,
+    min_p,
+)
+
+
+def compare_distributions(pairs: Sequence[SampledPair], seed: int) -> list[DistributionTest]:
+    """Test by setting and position whether both ways agree, and the first token of both against the
+    reference's exact probabilities."""
+    rng = np.random.default_rng(seed)
+    tests: list[DistributionTest] = []
+    for pair in pairs:
+        for position in range(POSITIONS):
+            first = _tokens(pair.plain, position)
+            second = _tokens(pair.speculated, position)
+            tests.append(
+                DistributionTest(
+                    about=f"{pair.about}, token {position + 1}",
+                    samples=len(first) + len(second),
+                    p_value=permutation_p(first, second, rng),
+                )
+            )
+        drawn = [*_tokens(pair.plain, 0), *_tokens(pair.speculated, 0)]
+        tests.append(
+            DistributionTest(
+                about=f"{pair.about}, token 1 against the reference",
+                samples=len(drawn),
+                p_value=exact_p(drawn, pair.first, rng),
+            )
+        )
+    return benjamini_hochberg(tests)
+
+
+def _tokens(answers: Sequence[Answer], position: int) -> list[int]:
+    return [answer.tokens[position] for answer in answers if len(answer.tokens) > position]
+
+
+def permutation_p(first: Sequence[int], second: Sequence[int], rng: np.random.Generator) -> float:
+    """Return the probability, over random assignments of the samples to both groups, of a
+    chi-square distance of their counts at least as large."""
+    tokens, index = np.unique([*first, *second], return_inverse=True)
+    if len(tokens) < 2 or not first or not second:
+        return 1.0
+    totals = np.bincount(index)
+    counts = np.bincount(index[: len(first)], minlength=len(totals))
+    drawn = rng.multivariate_hypergeometric(
+        totals, len(first), size=PERMUTATIONS, method="marginals"
+    )
+    expected = totals * len(first) / totals.sum()
+    distances = ((drawn - expected) ** 2 / totals).sum(1)
+    distance = ((counts - expected) ** 2 / totals).sum()
+    return _share(distances, distance)
+
+
+def exact_p(
+    tokens: Sequence[int], probabilities: NDArray[np.float64], rng: np.random.Generator
+) -> float:
+    """Return the probability of counts at least as far from `probabilities`, over samples drawn
+    from these. Tokens of low probability count as one."""
+    count = len(tokens)
+    common = np.flatnonzero(probabilities * count >= 1.0)
+    cells = np.append(probabilities[common], max(1.0 - probabilities[common].sum(), 0.0))
+    cells /= cells.sum()
+    place = {int(token): i for i, token in enumerate(common)}
+    counts = np.bincount([place.get(t, len(common)) for t in tokens], minlength=len(cells))
+    drawn = rng.multinomial(count, cells, size=PERMUTATIONS)
+    expected = np.maximum(cells * count, 1e-9)
+    distances = ((drawn - expected) ** 2 / expected).sum(1)
+    return _share(distances, ((counts - expected) ** 2 / expected).sum())
+
+
+def _share(distances: NDArray[np.float64], distance: float) -> float:
+    return float((1 + (distances >= distance - 1e-9).sum()) / (1 + len(distances)))
+
+
+def benjamini_hochberg(
+    tests: Sequence[DistributionTest], rate: float = FALSE_DISCOVERIES
+) -> list[DistributionTest]:
+    """Mark the tests that differ, so that the expected share of false ones among them is at most
+    `rate` (Benjamini and Hochberg, 1995)."""
+    ordered = sorted(test.p_value for test in tests)
+    passed = [p for i, p in enumerate(ordered, start=1) if p <= rate * i / len(tests)]
+    threshold = max(passed, default=-1.0)
+    return [replace(test, differs=test.p_value <= threshold) for test in tests]

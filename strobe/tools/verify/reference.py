@@ -1,0 +1,134 @@
+"""The teacher-forced reference: logits of every row of a sequence, computed at once by code that
+shares nothing with the engine's steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from strobe.engine.build import ResolvedConfig, build
+from strobe.engine.engine import Engine
+from strobe.models.target import Target
+from strobe.request import TokenLogprob
+from strobe.sampling_params import MAX_LOGPROBS, SamplingParams
+
+Logits = NDArray[np.float32]
+
+
+class Reference(Protocol):
+    """name: what computes it; independent: whether it shares no code with the engine."""
+
+    name: str
+    independent: bool
+
+    def logits(self, tokens: Sequence[int], first: int) -> Logits:
+        """Return the logits [len(tokens) - first, V] of the rows before tokens[first:]."""
+        ...
+
+
+class TransformersReference:
+    """The checkpoint in transformers, with eager attention."""
+
+    name = "transformers"
+    independent = True
+
+    def __init__(self, resolved: ResolvedConfig):
+        """Raises ValueError if transformers cannot load the checkpoint."""
+        from transformers import AutoModelForCausalLM
+
+        try:
+            self.model: Any = AutoModelForCausalLM.from_pretrained(
+                resolved.config.target,
+                dtype=resolved.dtype,
+                attn_implementation="eager",
+                local_files_only=True,
+            )
+            self.model = self.model.to(resolved.device).eval()
+        except Exception as error:  # of many kinds: no such class, no memory, a missing package
+            text = str(error).strip().splitlines() or [type(error).__name__]
+            raise ValueError(f"transformers does not load the checkpoint: {text[0]}") from error
+        self.vocab_size = resolved.target.decoder.vocab_size
+        self.device = resolved.device
+
+    @torch.inference_mode()
+    def logits(self, tokens: Sequence[int], first: int) -> Logits:
+        ids = torch.tensor([list(tokens[:-1])], device=self.device)
+        rows = len(tokens) - first
+        out = self.model(input_ids=ids, use_cache=False, logits_to_keep=rows).logits[0, -rows:]
+        return out[:, : self.vocab_size].float().cpu().numpy()
+
+
+class StrobeReference:
+    """The target in plain torch, one whole sequence at a time, without caches and graphs. It shares
+    the engine's weights and layers."""
+
+    name = "strobe, plain torch, whole sequences"
+    independent = False
+
+    def __init__(self, resolved: ResolvedConfig, target: Target):
+        config = resolved.config.without_draft().with_(
+            attention_backend="reference",
+            kernels="torch",
+            cuda_graphs=False,
+            enable_prefix_caching=False,
+            max_num_seqs=1,
+            overlap=1,
+        )
+        limits = replace(resolved.limits, max_num_seqs=1, num_drafts=0, drafter_block_size=0)
+        plain = replace(resolved, config=config, draft=None, method="none", limits=limits)
+        self.engine = Engine(plain, components=build(plain, target))
+        self.vocab_size = resolved.target.decoder.vocab_size
+
+    def logits(self, tokens: Sequence[int], first: int) -> Logits:
+        top = min(MAX_LOGPROBS, self.vocab_size)
+        params = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=top)
+        self.engine.add(list(tokens), params)
+        scored: list[TokenLogprob | None] = []
+        while self.engine.has_work:
+            for event in self.engine.step():
+                if event.start is not None:
+                    scored = list(event.start.prompt_logprobs)
+        out = np.full((len(tokens) - first, self.vocab_size), -np.inf, dtype=np.float32)
+        for row, entry in zip(out, scored[first:], strict=True):
+            assert entry is not None
+            row[[token for token, _ in entry.top]] = [value for _, value in entry.top]
+            row[entry.token] = entry.logprob
+        return out
+
+
+def make_reference(wanted: str, engine: Engine) -> tuple[Reference, str | None]:
+    """Return the reference, and why it is not transformers. Raises ValueError if `wanted` cannot
+    be had."""
+    resolved = engine.resolved
+    reason = _unlike(resolved)
+    if wanted != "strobe" and reason is None:
+        try:
+            return TransformersReference(resolved), None
+        except ValueError as error:
+            reason = str(error)
+    if wanted == "transformers":
+        raise ValueError(f"reference is transformers, but {reason}; take strobe.")
+    if resolved.split.size > 1:
+        raise ValueError(
+            f"reference cannot be strobe over {resolved.split.size} ranks; use one rank."
+        )
+    target = engine.runner.model
+    assert isinstance(target, Target)
+    return StrobeReference(resolved, target), reason if wanted != "strobe" else None
+
+
+def _unlike(resolved: ResolvedConfig) -> str | None:
+    """Return why transformers would compute another model, if it would."""
+    config = resolved.config
+    if config.load_format != "auto":
+        return f"load_format is {config.load_format}, so the weights are random"
+    if config.weight_dtype not in ("auto", str(resolved.dtype).removeprefix("torch.")):
+        return f"weight_dtype is {config.weight_dtype}, which changes the weights"
+    if config.kv_cache_dtype != "auto":
+        return f"kv_cache_dtype is {config.kv_cache_dtype}, which changes keys and values"
+    return None
