@@ -16,12 +16,13 @@ from typing import Any
 from pydantic_core import from_json
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from strobe.server.anthropic import anthropic_errors as anthropic
-from strobe.server.error_forms import FORMS
+from strobe.server.anthropic import errors as anthropic
+from strobe.server.error_responses import format_of
+from strobe.server.generation.errors import ApiError
 from strobe.server.guards import route
-from strobe.server.ollama import ollama_errors as ollama
-from strobe.server.openai.protocol.request_errors import error_body
+from strobe.server.ollama import errors as ollama
 from strobe.server.openai.replies import CHUNK_STREAM_END, typed_event
+from strobe.server.openai.responses import error_event
 
 PROMPT_FIELDS = ("cache_salt", "system", "instructions", "tools", "messages", "prompt", "input")
 """Fields of a request that its prompt consists of, in that order: if these texts of two requests
@@ -276,11 +277,9 @@ async def send_failure(
     """End a response whose replica is lost, in the form of the path's API. start: the response's
     first message, if it was sent."""
     path = f"{route(request.scope)}/"
-    body = error_body(sentence, status=503, code=code)
+    error = ApiError(503, sentence, code=code)
     ids = [value.decode() for name, value in request.scope["headers"] if name == b"x-request-id"]
-    for prefix, to_body in FORMS.items():
-        if path.startswith(f"{prefix}/"):
-            body = to_body(body, ids[0] if ids else "")
+    body = format_of(route(request.scope))(error, ids[0] if ids else "")
     content = json.dumps(body).encode()
     if start is None:
         headers = [(b"content-type", b"application/json"), (b"retry-after", b"5")]
@@ -291,10 +290,9 @@ async def send_failure(
     elif path.startswith(f"{ollama.PATH}/"):
         content += b"\n"
     elif path.startswith("/v1/responses/"):
-        fields = {name: body["error"][name] for name in ("code", "message", "param")}
-        content = typed_event({"type": "error", **fields})
+        content = typed_event(error_event(error))
     elif any(b"event-stream" in value for _, value in start["headers"]):
-        content = CHUNK_STREAM_END.error_events(body) + CHUNK_STREAM_END.done
+        content = CHUNK_STREAM_END.error_events(error) + CHUNK_STREAM_END.done
     else:
         raise ConnectionError(sentence)  # part of a body of known length: nothing can follow
     await send({"type": "http.response.body", "body": content})

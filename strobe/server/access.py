@@ -13,7 +13,10 @@ from typing import Any
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from strobe.server.error_responses import format_of
+from strobe.server.guards import route
 from strobe.server.logs import Fields, timestamp
+from strobe.server.openai.errors import error_body
 from strobe.server.traces import Traces
 
 CLIENT_CLOSED = 499  # nginx's status for a client that disconnected before the response's end
@@ -28,7 +31,8 @@ _visible = re.compile(rb"[\x21-\x7e]{1,128}")
 
 class RequestId:
     """Names each request: the client's X-Request-Id if it is 1 to 128 visible ASCII characters,
-    else a new id. Handlers find it in scope["state"]["request_id"], the client in the response."""
+    else a new id. Handlers find it in scope["state"]["request_id"], the client in the response,
+    outside OpenAI's API also as `request-id`."""
 
     def __init__(self, app: ASGIApp):
         self.app = app
@@ -45,6 +49,8 @@ class RequestId:
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = [h for h in message.get("headers", ()) if h[0].lower() != b"x-request-id"]
+                if format_of(route(scope)) is not error_body:
+                    headers.append((b"request-id", name))
                 message = {**message, "headers": [*headers, (b"x-request-id", name)]}
             await send(message)
 

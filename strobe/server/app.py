@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 
 from fastapi import FastAPI, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from strobe import __version__
@@ -19,7 +19,8 @@ from strobe.server.anthropic.protocol.messages_request import CountTokensRequest
 from strobe.server.batches.batch_runner import BatchRunner
 from strobe.server.batches.batch_store import BatchStore
 from strobe.server.batches.endpoints import CREATES, add_batch_endpoints
-from strobe.server.error_forms import ErrorForms
+from strobe.server.error_responses import error_response
+from strobe.server.generation.errors import ApiError
 from strobe.server.get_endpoints import (
     READ_ERRORS,
     UNSERVED,
@@ -45,7 +46,6 @@ from strobe.server.openai.protocol import response_bodies as answers
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.completion_request import CompletionRequest
 from strobe.server.openai.protocol.infill_request import Infill, InfillRequest
-from strobe.server.openai.protocol.request_errors import error_body
 from strobe.server.openai.protocol.responses_request import InputTokensRequest, ResponsesRequest
 from strobe.server.openai.protocol.token_requests import (
     DetokenizeRequest,
@@ -172,7 +172,7 @@ def make_app(serving: Serving) -> ASGIApp:
     add_ollama_endpoints(app, serving)
     runner: BatchRunner | None = None
     if (directory := serving.settings.batch_dir) is not None:
-        runner = BatchRunner(serving, BatchStore(Path(directory)), RequestId(ErrorForms(app)))
+        runner = BatchRunner(serving, BatchStore(Path(directory)), RequestId(app))
         serving.background.append(runner)
     add_batch_endpoints(app, serving, runner)
     add_event_stream(app, serving)
@@ -238,7 +238,7 @@ def _bound(
             if generates:
                 serving.check_room(1)  # a full server spends no time on parsing
         except Exception as error:
-            return replies.error_response(serving, error)
+            return replies.error_response(serving, http, error)
         serving.handling += 1
         try:
             return await handler(serving, http)
@@ -268,9 +268,9 @@ def _static(show: Callable[[], Response]) -> Callable[[Request], Awaitable[Respo
 async def _not_found(http: Request, error: Exception) -> Response:
     if http.url.path in UNSERVED:
         sentence = f"Strobe serves text generation; {http.url.path} is not among what it does."
-        return JSONResponse(error_body(sentence, status=501, code="not_implemented"), 501)
+        return _error(http, 501, sentence, "not_implemented")
     if (sentence := refusal(route(http.scope))) is not None:
-        return JSONResponse(error_body(sentence, status=501, code="not_implemented"), 501)
+        return _error(http, 501, sentence, "not_implemented")
     path = route(http.scope)
     prefixes = [path.removesuffix(served) for served in _paths(http.app) if path.endswith(served)]
     prefix = min(filter(None, prefixes), key=len, default="")
@@ -283,12 +283,17 @@ async def _not_found(http: Request, error: Exception) -> Response:
         )
     else:
         sentence = f"There is nothing at {http.url.path[:200]!r}; GET /docs lists what there is."
-    return JSONResponse(error_body(sentence, status=404, code="not_found"), 404)
+    return _error(http, 404, sentence, "not_found")
 
 
 async def _not_allowed(http: Request, error: Exception) -> Response:
     sentence = (
         f"{http.url.path[:200]!r} does not take {http.method}; GET /docs lists what it takes."
     )
-    headers = getattr(error, "headers", None)
-    return JSONResponse(error_body(sentence, status=404, code="wrong_method"), 405, headers)
+    return _error(http, 405, sentence, "wrong_method", getattr(error, "headers", None))
+
+
+def _error(
+    http: Request, status: int, sentence: str, code: str, headers: Mapping[str, str] | None = None
+) -> Response:
+    return error_response(http.scope, ApiError(status, sentence, code=code, headers=headers))

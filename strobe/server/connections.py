@@ -17,8 +17,9 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from strobe.server.guards import send_error
-from strobe.server.openai.protocol.request_errors import error_body
+from strobe.server.error_responses import send_error
+from strobe.server.generation.errors import ApiError
+from strobe.server.openai.errors import error_body
 
 logger = logging.getLogger(__name__)
 
@@ -218,7 +219,7 @@ class Connection(HttpToolsProtocol):
         self._stop_waiting()
         self.connections.discard(self)
         if not answered:
-            body = json.dumps(error_body(message, status=status, code=code)).encode()
+            body = json.dumps(error_body(ApiError(status, message, code=code))).encode()
             self.transport.write(
                 f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n"
                 "content-type: application/json\r\n"
@@ -232,7 +233,8 @@ def _refusal(status: int, code: str, message: str) -> Any:
     """Return an application that rejects its request and closes the connection."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await send_error(send, status, message, code=code, headers=[(b"connection", b"close")])
+        error = ApiError(status, message, code=code, headers={"connection": "close"})
+        await send_error(scope, receive, send, error)
 
     return app
 

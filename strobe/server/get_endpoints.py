@@ -11,10 +11,11 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 
 from strobe import __version__
 from strobe.server.engine_process.engine_messages import Release
+from strobe.server.error_responses import error_response
+from strobe.server.generation.errors import ApiError
 from strobe.server.openai import replies, stored_responses
 from strobe.server.openai.api_page import api_page
 from strobe.server.openai.protocol import response_bodies as answers
-from strobe.server.openai.protocol.request_errors import error_body
 from strobe.server.serving import Serving
 
 _STARTING = ("401", "503")
@@ -88,7 +89,7 @@ class _GetEndpoints:
         self._app = app
         self._serving = serving
 
-    async def health(self) -> Response:
+    async def health(self, http: Request) -> Response:
         """200 once the server can answer, else 503 with the reason."""
         grammar_fault = self._serving.client.grammar_fault
         if self._serving.shutdown.stopping:
@@ -99,7 +100,7 @@ class _GetEndpoints:
             state = str(grammar_fault)
         else:
             state = self._serving.client.state
-        return JSONResponse(error_body(state, status=503, code="not_ready"), 503)
+        return error_response(http.scope, ApiError(503, state, code="not_ready"))
 
     async def load(self) -> answers.Load:
         """The number of answers in progress or waiting."""
@@ -117,27 +118,27 @@ class _GetEndpoints:
         body, kind = self._serving.metrics.render(http.headers.get("accept"))
         return Response(body, headers={"Content-Type": kind})
 
-    async def models(self) -> Response:
+    async def models(self, http: Request) -> Response:
         """The names of the served model."""
         try:
             cards = [_card(self._serving, name) for name in self._serving.names]
             return JSONResponse({"object": "list", "data": cards})
         except Exception as error:
-            return replies.error_response(self._serving, error)
+            return replies.error_response(self._serving, http, error)
 
-    async def model(self, name: str) -> Response:
+    async def model(self, http: Request, name: str) -> Response:
         """One of the names of the served model."""
         try:
             return JSONResponse(_card(self._serving, self._serving.name(name)))
         except Exception as error:
-            return replies.error_response(self._serving, error)
+            return replies.error_response(self._serving, http, error)
 
     async def tokenizer_info(self) -> dict[str, Any]:
         """The tokenizer's class, special tokens, settings and chat template, from which a client
         can build the same prompts as the server."""
         return _tokenizer(self._serving)
 
-    async def server_info(self) -> Response:
+    async def server_info(self, http: Request) -> Response:
         """The version, the engine's facts, and the settings without API keys."""
         try:
             facts = self._serving.facts
@@ -148,16 +149,16 @@ class _GetEndpoints:
             info["template"] = _template(self._serving)
             return JSONResponse(_plain(info))
         except Exception as error:
-            return replies.error_response(self._serving, error)
+            return replies.error_response(self._serving, http, error)
 
-    async def reset_prefix_cache(self) -> Response:
+    async def reset_prefix_cache(self, http: Request) -> Response:
         """Clear the prefix cache; pages that running requests hold stay."""
         try:
             assert self._serving.facts
             self._serving.client.send(Release())
             return PlainTextResponse("")
         except Exception as error:
-            return replies.error_response(self._serving, error)
+            return replies.error_response(self._serving, http, error)
 
 
 class _ResponseEndpoints:

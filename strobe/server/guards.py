@@ -1,6 +1,6 @@
 """Middleware that rejects requests: by host, by API key, while stopping, by the body's size.
 
-A rejection is OpenAI's error object; `on_reject` gets its status and a fixed word as the reason.
+A rejection is the path's error object; `on_reject` gets its status and a fixed word as the reason.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -18,7 +17,9 @@ from typing import NamedTuple
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from strobe.server.openai.protocol.request_errors import counted, error_body
+from strobe.server.error_responses import send_error
+from strobe.server.generation.errors import ApiError
+from strobe.server.openai.protocol.request_errors import counted
 
 OnReject = Callable[[int, str], None]
 """Called with the status and reason of each rejection, such as `ServerMetrics.record_rejected`."""
@@ -130,22 +131,22 @@ class AllowedHosts:
         elif host is None:
             self.on_reject(400, "host")
             problem = f"{values[0][:100]!r}" if len(values) == 1 else f"sent {len(values)} times"
-            await send_error(
-                send,
+            error = ApiError(
                 400,
                 f"The Host header is {problem}; send one, with the server's name or address.",
                 code="invalid_host",
-                headers=[(b"connection", b"close")],
+                headers={"connection": "close"},
             )
+            await send_error(scope, receive, send, error)
         else:
             self.on_reject(421, "host")
-            await send_error(
-                send,
+            error = ApiError(
                 421,
                 f"This server does not answer for the host {host[:100]!r}; if that is its name, "
                 f"start it with --allowed-hosts {host[:100]}.",
                 code="host_not_allowed",
             )
+            await send_error(scope, receive, send, error)
 
 
 class ApiKeyGuard:
@@ -182,28 +183,28 @@ class ApiKeyGuard:
         key = self._key(scope)
         if key is None and route(scope) not in self.open_paths:
             self.on_reject(401, "api_key")
-            await send_error(
-                send,
+            error = ApiError(
                 401,
                 "The API key is missing or wrong; send the header Authorization: Bearer KEY, or "
                 "x-api-key: KEY.",
                 code="invalid_api_key",
-                headers=[(b"www-authenticate", b"Bearer")],
+                headers={"www-authenticate": "Bearer"},
             )
+            await send_error(scope, receive, send, error)
         elif key is None or route(scope) in self.open_paths:
             await self.app(scope, receive, send)
         elif scope["method"] in SAFE_METHODS or route(scope) in UNCOUNTED:
             await self._run(scope, receive, send, key=key, count=0)
         elif key.max_concurrency is not None and self.running[key] >= key.max_concurrency:
             self.on_reject(429, "api_key_busy")
-            await send_error(
-                send,
+            error = ApiError(
                 429,
                 f"This API key may run {counted(key.max_concurrency, 'request')} at once; try "
                 "again when one has ended.",
                 code="api_key_busy",
-                headers=[(b"retry-after", b"1")],
+                headers={"retry-after": "1"},
             )
+            await send_error(scope, receive, send, error)
         else:
             await self._run(scope, receive, send, key=key, count=1)
 
@@ -247,16 +248,13 @@ class ShutdownGuard:
             await self.app(scope, receive, send)
             return
         self.on_reject(503, "stopping")
-        await send_error(
-            send,
+        error = ApiError(
             503,
             "The server is stopping; send the request again to another, or later to this one.",
             code="server_stopping",
-            headers=[
-                (b"retry-after", str(self.shutdown.retry_after).encode()),
-                (b"connection", b"close"),
-            ],
+            headers={"retry-after": str(self.shutdown.retry_after), "connection": "close"},
         )
+        await send_error(scope, receive, send, error)
 
 
 class _BodyTooLong(BaseException):
@@ -280,15 +278,15 @@ class BodyLimit:
         lengths = set(_values(scope, b"content-length"))
         if len(lengths) > 1 or not all(_digits.fullmatch(length) for length in lengths):
             self.on_reject(400, "content_length")
-            await send_error(
-                send,
+            error = ApiError(
                 400,
                 "Content-Length is not one whole number; send the body's length in bytes.",
                 code="invalid_content_length",
-                headers=[(b"connection", b"close")],
+                headers={"connection": "close"},
             )
+            await send_error(scope, receive, send, error)
         elif lengths and int(lengths.pop()) > self.limit:
-            await self._too_large(send)
+            await self._too_large(scope, receive, send)
         elif _values(scope, b"content-length") and not _values(scope, b"transfer-encoding"):
             await self.app(scope, receive, send)  # the HTTP parser enforces the length
         else:
@@ -317,33 +315,17 @@ class BodyLimit:
         except _BodyTooLong:
             if started:  # too late for a status: the server closes the connection
                 raise RuntimeError("A body passed its limit after the response began.") from None
-            await self._too_large(send)
+            await self._too_large(scope, receive, send)
 
-    async def _too_large(self, send: Send) -> None:
+    async def _too_large(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.on_reject(413, "body_too_large")
-        await send_error(
-            send,
+        error = ApiError(
             413,
             f"The body is longer than this server's limit of {self.limit} bytes; send less.",
             code="request_too_large",
-            headers=[(b"connection", b"close")],
+            headers={"connection": "close"},
         )
-
-
-async def send_error(
-    send: Send,
-    status: int,
-    message: str,
-    *,
-    code: str,
-    headers: Collection[tuple[bytes, bytes]] = (),
-) -> None:
-    """Answer with OpenAI's error object and end the response."""
-    body = json.dumps(error_body(message, status=status, code=code)).encode()
-    length = str(len(body)).encode()
-    start = [(b"content-type", b"application/json"), (b"content-length", length), *headers]
-    await send({"type": "http.response.start", "status": status, "headers": start})
-    await send({"type": "http.response.body", "body": body})
+        await send_error(scope, receive, send, error)
 
 
 def _keys(scope: Scope) -> list[bytes]:

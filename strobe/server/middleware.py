@@ -3,8 +3,8 @@
 Each class is a plain ASGI application around another. None buffers, and `http.disconnect` always
 reaches the handlers, because stopping an abandoned answer depends on it.
 
-    RequestId > AccessLog > ResponseCounter > ErrorForms > AllowedHosts > CORS > ApiKeyGuard >
-    ShutdownGuard > BodyLimit > the application
+    RequestId > AccessLog > ResponseCounter > AllowedHosts > CORS > ApiKeyGuard > ShutdownGuard >
+    BodyLimit > the application
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from strobe.server.access import AccessLog, RequestId, ResponseCounter
-from strobe.server.error_forms import ErrorForms
 from strobe.server.guards import (
     AllowedHosts,
     ApiKeyEntry,
@@ -109,7 +108,6 @@ def wrap(
     loopback = is_loopback(settings.listens_on)
     if "*" not in settings.allowed_hosts and (loopback or settings.allowed_hosts):
         app = AllowedHosts(app, settings.allowed_hosts, loopback, on_refusal)
-    app = ErrorForms(app)
     if on_response is not None:
         app = ResponseCounter(app, on_response)
     if settings.access_log or traces is not None:

@@ -24,6 +24,7 @@ from strobe.sampling_params import SamplingParams
 from strobe.server.engine_process.client import EngineClient, Generation
 from strobe.server.engine_process.engine_messages import Ready
 from strobe.server.engine_process.replicas import Replicas
+from strobe.server.generation.errors import ApiError, retry_after
 from strobe.server.guards import Shutdown
 from strobe.server.metrics import ServerMetrics
 from strobe.server.openai.protocol.request_errors import FieldError, counted
@@ -46,25 +47,6 @@ Result = TypeVar("Result")
 
 LATEST = ":latest"
 """The tag that Ollama's clients add to a name without one."""
-
-
-class RequestRejected(Exception):
-    """A request that is rejected with an HTTP status. retry_after: seconds."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        code: str,
-        param: str | None = None,
-        retry_after: int | None = None,
-    ):
-        super().__init__(message)
-        self.status = status
-        self.code = code
-        self.param = param
-        self.retry_after = retry_after
 
 
 logger = logging.getLogger(__name__)
@@ -175,16 +157,16 @@ class Serving:
 
     @property
     def facts(self) -> Ready:
-        """The engine's facts. Raises RequestRejected while it starts or restarts and after its
+        """The engine's facts. Raises ApiError while it starts or restarts and after its
         end."""
         if self.client.facts is None or self.client.dead:
-            raise RequestRejected(503, self.client.state, code="engine_not_ready", retry_after=5)
+            raise ApiError(503, self.client.state, code="engine_not_ready", headers=retry_after(5))
         return self.client.facts
 
     @functools.cached_property
     def fingerprint(self) -> str:
         """The responses' `system_fingerprint`: a digest of the version, the engine's settings and
-        its device. Raises RequestRejected before the engine is ready for the first time."""
+        its device. Raises ApiError before the engine is ready for the first time."""
         facts = self.facts
         text = f"{__version__} {self.client.config} {facts.device} {facts.dtype}"
         return f"fp_{hashlib.sha256(text.encode('utf-8', 'replace')).hexdigest()[:12]}"
@@ -204,18 +186,18 @@ class Serving:
         return bool(self.handling or self.client.num_open)
 
     def name(self, requested: str | None) -> str:
-        """Return the model's name for the response. Raises RequestRejected if it is not served."""
+        """Return the model's name for the response. Raises ApiError if it is not served."""
         if requested is None:
             return self.names[0]
         if requested not in self.names and requested.endswith(LATEST):
             requested = requested.removesuffix(LATEST)
         if requested not in self.names:
-            raise RequestRejected(
+            raise ApiError(
                 404,
                 f"The model {requested[:200]!r} is not served here; ask for "
                 f"{' or '.join(self.names)}.",
                 code="model_not_found",
-                param="model",
+                field="model",
             )
         return requested
 
@@ -255,13 +237,13 @@ class Serving:
         request_id: str,
         scheduling: SchedulingOptions = DEFAULT_SCHEDULING,
     ) -> Generation:
-        """Submit a prompt to the engine. Raises RequestRejected if the queue is full."""
+        """Submit a prompt to the engine. Raises ApiError if the queue is full."""
         self.check_room(params.n)
         return self.client.submit(prompt_ids, params, request_id, scheduling)
 
     def check_room(self, answers: int, prompts: int = 1) -> None:
         """Check that the queue has room for so many answers to so many prompts. Raises
-        RequestRejected if it is full, FieldError if they never fit."""
+        ApiError if it is full, FieldError if they never fit."""
         max_requests = self.facts.max_num_seqs + self.settings.max_waiting
         if answers > max_requests and prompts > 1:
             raise FieldError(
@@ -276,12 +258,12 @@ class Serving:
                 "n",
             )
         if answers > max_requests - self.client.num_open:
-            raise RequestRejected(
+            raise ApiError(
                 429,
                 f"The queue is full: {counted(self.client.num_open, 'answer')} in progress or "
                 "waiting; try again later.",
                 code="queue_full",
-                retry_after=self.retry_estimator.retry_after(self.client.num_open),
+                headers=retry_after(self.retry_estimator.retry_after(self.client.num_open)),
             )
 
     def params(self, arguments: Mapping[str, Any]) -> SamplingParams:

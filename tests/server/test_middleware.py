@@ -22,7 +22,7 @@ from strobe.server.guards import (
     read_keys,
 )
 from strobe.server.middleware import OPEN_PATHS, MiddlewareSettings, wrap
-from strobe.server.openai.protocol.request_errors import ERROR_TYPES
+from strobe.server.openai.errors import TYPES
 from tests.server.support.asgi_client import Answer, call, echo, untouched
 
 Lines = Callable[[], list[dict[str, Any]]]
@@ -45,7 +45,7 @@ def is_envelope(answer: Answer) -> bool:
         answer.header("content-type") == "application/json"
         and answer.header("content-length") == str(len(answer.body))
         and list(answer.error) == ["message", "type", "param", "code"]
-        and answer.error["type"] == ERROR_TYPES[answer.status]
+        and answer.error["type"] == TYPES[answer.status]
     )
 
 

@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from strobe.sampling_params import SamplingParams
+from strobe.server.generation.errors import ApiError, to_api_error
+from strobe.server.openai.errors import error_body
 from strobe.server.openai.protocol import response_bodies as answers
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.completion_request import CompletionRequest
-from strobe.server.openai.protocol.request_errors import FieldError, error_body, to_field_error
+from strobe.server.openai.protocol.request_errors import FieldError, to_field_error
 from strobe.server.openai.protocol.responses_request import ResponsesRequest
 from strobe.server.schema.base import RequestModel
 from strobe.server.schema.rules import NO_EFFECT, UNSUPPORTED
@@ -48,7 +50,7 @@ def test_minimal_request_has_no_warnings(model: type[RequestModel]):
 def test_malformed_body_is_400(model: type[RequestModel], body: bytes):
     with pytest.raises(FieldError) as caught:
         model.read(body)
-    error = caught.value.body()["error"]
+    error = error_body(to_api_error(caught.value))["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["type"] == "invalid_request_error"
     assert len(error["message"]) < 300
@@ -181,7 +183,7 @@ def test_missing_field_is_named():
 
 
 def test_error_object_is_openais():
-    body = error_body("The queue is full.", status=429, code="queue_full")
+    body = error_body(ApiError(429, "The queue is full.", code="queue_full"))
     assert body["error"]["type"] == "rate_limit_error"
     answers.ErrorResponse.model_validate(body)
 

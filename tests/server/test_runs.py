@@ -12,11 +12,12 @@ from strobe.config import DEMO_MODELS
 from strobe.sampling_params import SamplingParams
 from strobe.server.engine_process.client import EngineDead, EngineStopped, Generation
 from strobe.server.engine_process.engine_messages import Finish, Submit
+from strobe.server.generation.errors import ApiError
 from strobe.server.metrics import ServerMetrics
 from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.openai.runs import GenerationJob, Progress, PromptRun, speculation
 from strobe.server.openai.step_report import step_of
-from strobe.server.serving import RequestRejected, Serving
+from strobe.server.serving import Serving
 from strobe.text.tokenizer import Tokenizer
 from tests.server.support.engineless_server import START, RecordingClient, event, samples, serving
 
@@ -134,9 +135,9 @@ def test_queue_limit_counts_answers(tokenizer: Tokenizer):
         served = serving(tokenizer, max_waiting=3)
         four = SamplingParams(max_tokens=5, n=4)
         run = PromptRun(served, GenerationJob([5], four, "a"))
-        with pytest.raises(RequestRejected) as full:
+        with pytest.raises(ApiError) as full:
             PromptRun(served, GenerationJob([5], SamplingParams(max_tokens=5, n=2), "b"))
-        assert (full.value.status, full.value.retry_after) == (429, 1)
+        assert (full.value.status, full.value.headers) == (429, {"Retry-After": "1"})
         assert served.client.num_open == 4
         PromptRun(served, GenerationJob([5], SamplingParams(max_tokens=5), "c"))
         run.close()

@@ -294,4 +294,4 @@ def test_unreadable_schema_is_a_client_error(error: Exception, monkeypatch: pyte
     monkeypatch.setattr(type(TOOL_FORMATS["hermes"]), "grammar", fails)
     with pytest.raises(FieldError, match="tools has a schema in which a keyword's value") as caught:
         served.call_grammar([Tool("f")], parallel=True, prompt="")
-    assert caught.value.body()["error"]["param"] == "tools"
+    assert caught.value.param == "tools"

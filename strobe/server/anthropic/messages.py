@@ -9,12 +9,13 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
-from strobe.server.anthropic.anthropic_errors import error_body
 from strobe.server.anthropic.content import make_block
+from strobe.server.anthropic.errors import error_body
 from strobe.server.anthropic.protocol.messages_request import (
     CountTokensRequest,
     MessagesRequest,
 )
+from strobe.server.generation.errors import ApiError
 from strobe.server.openai import converted, replies
 from strobe.server.openai.chat import Prepared
 from strobe.server.openai.output_items import OrderedAnswer, OutputItems
@@ -33,13 +34,13 @@ async def messages(serving: Serving, http: Request) -> Response:
         items = OutputItems(make, parallel=request.to_chat().allows_several_calls)
         answer = OrderedAnswer(serving, request, prepared.job, items)
     except Exception as error:
-        return replies.error_response(serving, error)
+        return replies.error_response(serving, http, error)
     report = replies.wants_report(http, request)
     reply = MessageReply(request, prepared, answer, report)
     runs = [answer.run]
     deadline = prepared.deadline
     if request.stream:
-        failed = functools.partial(_error_response, prepared.job.request_id)
+        failed = functools.partial(_error_event, prepared.job.request_id)
         ending = replies.StreamEnd(failed)
         return await replies.stream_response(
             serving, http, runs=runs, events=reply.events, deadline=deadline, ending=ending
@@ -55,12 +56,12 @@ async def count_tokens(serving: Serving, http: Request) -> Response:
         number, sentences = await converted.count_tokens(serving, request)
         return JSONResponse({"input_tokens": number} | replies.extras([], False, sentences))
     except Exception as error:
-        return replies.error_response(serving, error)
+        return replies.error_response(serving, http, error)
 
 
-def _error_response(request_id: str, body: dict[str, Any]) -> bytes:
+def _error_event(request_id: str, error: ApiError) -> bytes:
     """Return the last event of a stream that fails."""
-    return replies.typed_event(error_body(body, request_id))
+    return replies.typed_event(error_body(error, request_id))
 
 
 class MessageReply:

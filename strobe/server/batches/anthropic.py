@@ -15,9 +15,10 @@ from strobe.server.batches.batch_store import RUNNING, succeeded
 from strobe.server.batches.find import find_batch
 from strobe.server.batches.lines import read_requests
 from strobe.server.batches.protocol import MAX_ITEMS, MessageBatchRequest
+from strobe.server.generation.errors import ApiError
 from strobe.server.openai import replies
 from strobe.server.openai.listing import listed
-from strobe.server.serving import RequestRejected, Serving
+from strobe.server.serving import Serving
 
 PATH = "/v1/messages"
 
@@ -91,7 +92,7 @@ def _results(runner: BatchRunner, record: Mapping[str, Any]) -> Iterator[dict[st
 
 def _ended(record: dict[str, Any], hint: str) -> dict[str, Any]:
     if record["status"] in RUNNING:
-        raise RequestRejected(
+        raise ApiError(
             400,
             f"The batch {record['id']} has not ended; {hint}.",
             code="batch_not_ended",

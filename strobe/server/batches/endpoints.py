@@ -13,11 +13,12 @@ from strobe.server.anthropic.protocol.message_bodies import MessageErrorResponse
 from strobe.server.batches import anthropic, bodies, openai
 from strobe.server.batches.batch_runner import BatchRunner
 from strobe.server.batches.protocol import MAX_ITEMS, BatchRequest, MessageBatchRequest
+from strobe.server.generation.errors import ApiError
 from strobe.server.openai import replies
 from strobe.server.openai.openapi import Post
 from strobe.server.openai.protocol.response_bodies import ErrorResponse
 from strobe.server.openai.stored_responses import owner
-from strobe.server.serving import RequestRejected, Serving
+from strobe.server.serving import Serving
 
 Endpoint = Callable[[Serving, BatchRunner, str, Request], Awaitable[Response]]
 Method = Literal["GET", "POST", "DELETE"]
@@ -213,7 +214,7 @@ def _bound(
     async def serve(http: Request) -> Response:
         try:
             if runner is None:
-                raise RequestRejected(
+                raise ApiError(
                     501,
                     "This server stores no batches; start it with --batch-dir DIR, where it keeps "
                     "their files.",
@@ -223,6 +224,6 @@ def _bound(
                 await replies.read_body(serving, http)
             return await endpoint(serving, runner, (owner(http) or b"").hex(), http)
         except Exception as error:
-            return replies.error_response(serving, error)
+            return replies.error_response(serving, http, error)
 
     return serve

@@ -7,22 +7,22 @@ from typing import Any
 from fastapi import Request
 
 from strobe.server.batches.batch_store import BatchStore
-from strobe.server.serving import RequestRejected
+from strobe.server.generation.errors import ApiError
 
 
-def not_found(kind: str, name: str, param: str | None = None) -> RequestRejected:
+def not_found(kind: str, name: str, param: str | None = None) -> ApiError:
     """Return the error for a file or batch that is not stored."""
-    return RequestRejected(
+    return ApiError(
         404,
         f"There is no {kind} {name[:200]!r}; it may have been deleted, or belong to another key.",
         code=f"{kind}_not_found",
-        param=param,
+        field=param,
     )
 
 
 def find_batch(store: BatchStore, owner: str, http: Request, prefix: str) -> dict[str, Any]:
     """Return the owner's batch that the path names. prefix: of the names of its interface. Raises
-    RequestRejected."""
+    ApiError."""
     name = http.path_params["id"]
     record = store.get(name, owner) if name.startswith(prefix) else None
     if record is None:

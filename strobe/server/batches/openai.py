@@ -15,10 +15,11 @@ from strobe.server.batches.batch_store import ERRORS, OUTPUT, RUNNING
 from strobe.server.batches.find import find_batch, not_found
 from strobe.server.batches.lines import BrokenLines, read_requests
 from strobe.server.batches.protocol import MAX_ITEMS, BatchRequest
+from strobe.server.generation.errors import ApiError
 from strobe.server.openai import replies
 from strobe.server.openai.listing import listed
 from strobe.server.openai.protocol.request_errors import FieldError, invalid_value
-from strobe.server.serving import RequestRejected, Serving
+from strobe.server.serving import Serving
 
 _TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 _FORM = "multipart/form-data"
@@ -27,7 +28,7 @@ _FORM = "multipart/form-data"
 async def upload(serving: Serving, runner: BatchRunner, owner: str, http: Request) -> Response:
     """Answer POST /v1/files."""
     if "authorization" not in http.headers:
-        raise RequestRejected(
+        raise ApiError(
             401,
             "An upload needs the header Authorization, even if the server takes any key, because "
             "other sites' pages can send forms; set it as OpenAI's clients do.",
@@ -35,7 +36,7 @@ async def upload(serving: Serving, runner: BatchRunner, owner: str, http: Reques
         )
     kind = http.headers.get("content-type", "")
     if not kind.lower().startswith(_FORM):
-        raise RequestRejected(
+        raise ApiError(
             415,
             f"The Content-Type is {kind[:100]!r}, but must be {_FORM}; send the file as a form.",
             code="unsupported_media_type",

@@ -12,7 +12,8 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from strobe.request import CUT_SHORT
-from strobe.server.ollama.ollama_errors import error_body
+from strobe.server.generation.errors import ApiError
+from strobe.server.ollama.errors import error_body
 from strobe.server.ollama.protocol.requests import (
     OllamaChatRequest,
     OllamaGenerateRequest,
@@ -75,7 +76,7 @@ async def _answer(
         prepared = await _prepare(serving, request, http)
         run = PromptRun(serving, prepared.job)
     except Exception as error:
-        return replies.error_response(serving, error)
+        return replies.error_response(serving, http, error)
     report = replies.wants_report(http, request.to_chat())
     reply = OllamaReply(
         serving,
@@ -124,9 +125,9 @@ def _head(name: str) -> dict[str, Any]:
     return {"model": name, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
 
 
-def _error_line(body: dict[str, Any]) -> bytes:
+def _error_line(error: ApiError) -> bytes:
     """Return the last line of a stream that fails."""
-    return _line(error_body(body))
+    return _line(error_body(error))
 
 
 def _line(value: dict[str, Any]) -> bytes:

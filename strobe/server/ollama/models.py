@@ -58,14 +58,14 @@ class _GetEndpoints:
         """The version of Ollama whose API the paths under /api follow."""
         return bodies.Version(version=VERSION)
 
-    async def ollama_tags(self) -> Response:
+    async def ollama_tags(self, http: Request) -> Response:
         """The names of the served model, in Ollama's format."""
         try:
             return JSONResponse({"models": _models(self._serving)})
         except Exception as error:
-            return replies.error_response(self._serving, error)
+            return replies.error_response(self._serving, http, error)
 
-    async def ollama_ps(self) -> Response:
+    async def ollama_ps(self, http: Request) -> Response:
         """The served model with its context length, in Ollama's format."""
         try:
             facts = self._serving.facts
@@ -76,7 +76,7 @@ class _GetEndpoints:
             ]
             return JSONResponse({"models": models})
         except Exception as error:
-            return replies.error_response(self._serving, error)
+            return replies.error_response(self._serving, http, error)
 
 
 async def ollama_show(serving: Serving, http: Request) -> Response:
@@ -108,7 +108,7 @@ async def ollama_show(serving: Serving, http: Request) -> Response:
         }
         return JSONResponse(body | replies.extras([], False, request.warnings()))
     except Exception as error:
-        return replies.error_response(serving, error)
+        return replies.error_response(serving, http, error)
 
 
 def _models(serving: Serving) -> list[dict[str, Any]]:

@@ -54,7 +54,7 @@ async def chat(serving: Serving, http: Request) -> Response:
         prepared = await prepare(serving, request, http, whole_calls=not request.stream)
         run = PromptRun(serving, prepared.job)
     except Exception as error:
-        return replies.error_response(serving, error)
+        return replies.error_response(serving, http, error)
     reply = ChatReply(
         serving,
         request=request,
@@ -86,7 +86,7 @@ async def prepare(
     original: the other endpoint's request that `request` was converted from. clamp_max_tokens:
     lower max_tokens to what fits the context, with a warning. raw_prompt: the whole prompt, to
     which the chat template is not applied. whole_calls: parse each call at its end only. Raises
-    FieldError, RequestRejected.
+    FieldError, ApiError.
     """
     name = serving.name(request.model)
     deadline = replies.Deadline(serving, request.timeout)

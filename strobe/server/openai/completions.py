@@ -55,7 +55,7 @@ async def completions(serving: Serving, http: Request) -> Response:
         request = CompletionRequest.read(await http.body(), lenient=serving.settings.lenient)
         started = await start(serving, request, http)
     except Exception as error:
-        return replies.error_response(serving, error)
+        return replies.error_response(serving, http, error)
     reply = CompletionReply(serving, request, started, replies.wants_report(http, request))
     if request.stream:
         return await replies.stream_response(
@@ -69,7 +69,7 @@ async def completions(serving: Serving, http: Request) -> Response:
 async def start(
     serving: Serving, request: CompletionRequest | InfillRequest, http: Request
 ) -> Started:
-    """Submit the request's prompts. Raises FieldError and others of `replies.to_error`."""
+    """Submit the request's prompts. Raises FieldError and others of `to_api_error`."""
     runs: list[PromptRun] = []
     try:
         name = serving.name(request.model)

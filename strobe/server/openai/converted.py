@@ -23,7 +23,7 @@ async def prepare_converted(
     whole_calls: bool = True,
 ) -> Prepared:
     """Prepare the request as a chat, with its own field names in errors and warnings, by the
-    options of `prepare`. Raises FieldError, RequestRejected."""
+    options of `prepare`. Raises FieldError, ApiError."""
     try:
         prepared = await prepare(
             serving,

@@ -22,10 +22,10 @@ async def infill(serving: Serving, http: Request) -> Response:
         request = InfillRequest.read(await http.body(), lenient=serving.settings.lenient)
         started = await start(serving, request, http)
     except Exception as error:
-        return replies.error_response(serving, error)
+        return replies.error_response(serving, http, error)
     reply = InfillReply(request, started, replies.wants_report(http, request))
     if request.stream:
-        ending = replies.StreamEnd(replies.event)
+        ending = replies.StreamEnd(replies.error_event)
         return await replies.stream_response(
             serving,
             http,

@@ -99,7 +99,7 @@ class OrderedAnswer:
     def __init__(
         self, serving: Serving, request: ConvertedRequest, job: GenerationJob, items: OutputItems
     ):
-        """Submit the prompt to the engine. Raises RequestRejected, EngineDead."""
+        """Submit the prompt to the engine. Raises ApiError, EngineDead."""
         self._segments = OrderedParser(job.parser())
         self._attribution = TokenAttribution()
         self._tokenizer = serving.tokenizer
@@ -115,7 +115,7 @@ class OrderedAnswer:
         return "incomplete" if reason in CUT_SHORT else "completed"
 
     async def steps(self) -> AsyncIterator[list[Event]]:
-        """Yield the events of each step. Raises FieldError, RequestRejected, EngineDead."""
+        """Yield the events of each step. Raises FieldError, ApiError, EngineDead."""
         try:
             async for steps in self.run.steps():
                 replies.check_answers([self.run])

@@ -12,18 +12,19 @@ from typing import Any, NamedTuple
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from strobe.outputs import logprobs_by_token
 from strobe.request import TokenLogprob
+from strobe.server import error_responses
 from strobe.server.access import CLIENT_CLOSED
-from strobe.server.engine_process.client import EngineDead, EngineStopped, EngineUnavailable
+from strobe.server.generation.errors import ApiError, to_api_error
+from strobe.server.openai.errors import error_body
 from strobe.server.openai.openapi import EVENT_STREAM
-from strobe.server.openai.protocol.request_errors import FieldError, error_body
 from strobe.server.openai.runs import PromptRun, speculation, usage
 from strobe.server.schema.sampling import SamplingFields
-from strobe.server.serving import RequestRejected, Serving
+from strobe.server.serving import Serving
 from strobe.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -48,40 +49,19 @@ def typed_event(value: Mapping[str, Any]) -> bytes:
     return b"event: %s\n" % value["type"].encode() + event(value)
 
 
-def to_error(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
-    """Return (HTTP status, body, headers) for an error; unexpected errors are a logged 500."""
-    if isinstance(error, FieldError):
-        return 400, error.body(), {}
-    if isinstance(error, RequestRejected):
-        headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
-        body = error_body(str(error), status=error.status, param=error.param, code=error.code)
-        return error.status, body, headers
-    if isinstance(error, EngineStopped):
-        return 503, error_body(str(error), status=503, code="server_stopping"), {"Retry-After": "5"}
-    if isinstance(error, EngineUnavailable):
-        return 503, error_body(str(error), status=503, code=error.code), {"Retry-After": "5"}
-    if isinstance(error, EngineDead):
-        return 500, error_body(str(error), status=500, code="engine_dead"), {}
-    if isinstance(error, TimeoutError):
-        sentence = "The request took longer than its time limit; ask for less, or allow more time."
-        return 504, error_body(sentence, status=504, code="timeout"), {}
-    logger.error("a request failed", exc_info=error)
-    return 500, error_body("The server failed at this request.", status=500, code="internal"), {}
-
-
-def error_response(serving: Serving, error: Exception) -> Response:
+def error_response(serving: Serving, http: Request, error: Exception) -> Response:
     """Return the HTTP response for an error before a response began."""
     if isinstance(error, ClientDisconnect):
         return Response(status_code=CLIENT_CLOSED)
-    status, body, headers = to_error(error)
-    serving.metrics.record_rejected(status, body["error"]["code"])
-    return JSONResponse(body, status, headers)
+    api_error = to_api_error(error)
+    serving.metrics.record_rejected(api_error.status, api_error.code)
+    return error_responses.error_response(http.scope, api_error)
 
 
 async def read_body(serving: Serving, http: Request, *, untyped: bool = False) -> None:
     """Read the body, which `http` then caches for the handler.
 
-    untyped: clients of the endpoint send no Content-Type, or curl's. Raises RequestRejected if the
+    untyped: clients of the endpoint send no Content-Type, or curl's. Raises ApiError if the
     Content-Type is not JSON, since any web page may post text, unless it is untyped and comes from
     no web page, or if it does not arrive within request_timeout; ClientDisconnect.
     """
@@ -89,7 +69,7 @@ async def read_body(serving: Serving, http: Request, *, untyped: bool = False) -
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     accepted = untyped and "origin" not in http.headers
     if kind != "application/json" and not kind.endswith("+json") and not accepted:
-        raise RequestRejected(
+        raise ApiError(
             415,
             f"The Content-Type is {kind[:100]!r}, but must be application/json; send that header.",
             code="unsupported_media_type",
@@ -100,7 +80,7 @@ async def read_body(serving: Serving, http: Request, *, untyped: bool = False) -
             await http.body()
     except TimeoutError:
         sentence = f"The body did not arrive within {limit:g} s; send it at once."
-        raise RequestRejected(408, sentence, code="body_timeout") from None
+        raise ApiError(408, sentence, code="body_timeout") from None
 
 
 class DisconnectWatcher:
@@ -176,14 +156,19 @@ Events = Callable[[], AsyncGenerator[bytes]]
 
 
 class StreamEnd(NamedTuple):
-    """The end of a stream. error_events: returns the events for an error's body; done: the last
-    bytes of every stream."""
+    """The end of a stream. error_events: returns the events for an error; done: the last bytes of
+    every stream."""
 
-    error_events: Callable[[dict[str, Any]], bytes]
+    error_events: Callable[[ApiError], bytes]
     done: bytes = b""
 
 
-CHUNK_STREAM_END = StreamEnd(event, DONE)
+def error_event(error: ApiError) -> bytes:
+    """Return OpenAI's error object as an event."""
+    return event(error_body(error))
+
+
+CHUNK_STREAM_END = StreamEnd(error_event, DONE)
 """The end of /v1/chat/completions and /v1/completions."""
 
 
@@ -205,10 +190,10 @@ async def stream_response(
         _finish(serving, http, runs, streams=True)
 
     def failing(error: Exception) -> bytes:
-        status, body, _ = to_error(error)
-        serving.metrics.record_rejected(status, body["error"]["code"])
-        _log_fields(http)["error"] = body["error"]["code"]
-        return ending.error_events(body) + ending.done
+        api_error = to_api_error(error)
+        serving.metrics.record_rejected(api_error.status, api_error.code)
+        _log_fields(http)["error"] = api_error.code
+        return ending.error_events(api_error) + ending.done
 
     source = _until_deadline(events(), deadline)
     try:
@@ -218,7 +203,7 @@ async def stream_response(
         return Response(status_code=CLIENT_CLOSED)
     except Exception as error:
         at_end()
-        return error_response(serving, error)
+        return error_response(serving, http, error)
     rest = _with_ending(source, runs, failing, ending.done)
     return StreamedResponse(
         first, rest=rest, deadline=deadline, at_end=at_end, media_type=media_type
@@ -276,7 +261,7 @@ async def json_response(
             return Response(status_code=CLIENT_CLOSED)
         return Response(compact(answer).encode("utf-8", "replace"), media_type="application/json")
     except Exception as error:
-        return error_response(serving, error)
+        return error_response(serving, http, error)
     finally:
         watch.stop()
         _finish(serving, http, runs, streams=False)
@@ -297,13 +282,13 @@ async def wait_for_all(runs: Sequence[PromptRun]) -> None:
 
 
 def check_answers(runs: Sequence[PromptRun]) -> None:
-    """Raise RequestRejected for an answer that failed in the engine, FieldError if its grammar is
+    """Raise ApiError for an answer that failed in the engine, FieldError if its grammar is
     the reason."""
     for run in runs:
         for error in [choice.output.error for choice in run.choices if choice.output.error]:
             if error.startswith("structured_outputs"):
                 raise run.to_field_error(error)
-            raise RequestRejected(500, error, code="answer_failed")
+            raise ApiError(500, error, code="answer_failed")
 
 
 def wants_report(http: Request, request: SamplingFields) -> bool:

@@ -10,6 +10,7 @@ from fastapi import Request
 from pydantic_core import from_json
 from starlette.responses import JSONResponse, Response
 
+from strobe.server.generation.errors import ApiError
 from strobe.server.openai import replies
 from strobe.server.openai.chat import Prepared
 from strobe.server.openai.converted import count_tokens, prepare_converted
@@ -35,7 +36,7 @@ async def responses(serving: Serving, http: Request) -> Response:
         items = OutputItems(make_item, parallel=request.to_chat().allows_several_calls)
         answer = OrderedAnswer(serving, request, prepared.job, items)
     except Exception as error:
-        return replies.error_response(serving, error)
+        return replies.error_response(serving, http, error)
     report = replies.wants_report(http, request)
     saver = _ResponseSaver(serving.responses, owner(http), previous_items)
     reply = ResponseReply(request, prepared=prepared, answer=answer, saver=saver, report=report)
@@ -67,18 +68,23 @@ async def input_tokens(serving: Serving, http: Request) -> Response:
         body = {"object": "response.input_tokens", "input_tokens": number}
         return JSONResponse(body | replies.extras([], False, sentences))
     except Exception as error:
-        return replies.error_response(serving, error)
+        return replies.error_response(serving, http, error)
 
 
 def _follow(serving: Serving, request: ResponsesPrompt, http: Request) -> tuple[bytes, ...]:
     """Continue the conversation of previous_response_id and return its items. Raises
-    RequestRejected."""
+    ApiError."""
     name = request.previous_response_id
     if name is None:
         return ()
     items = find(serving, http, name, "previous_response_id").conversation
     request.follow([from_json(item) for item in items])
     return items
+
+
+def error_event(error: ApiError) -> Event:
+    """Return the event of a stream that fails."""
+    return {"type": "error", "code": error.code, "message": str(error), "param": error.field}
 
 
 class _ResponseSaver(NamedTuple):
@@ -147,13 +153,12 @@ class ResponseReply:
             response = self._ended() | {"speculation": speculation([self.run])}
             yield self._event({"type": f"response.{response['status']}", "response": response})
 
-    def failed(self, body: dict[str, Any]) -> bytes:
+    def failed(self, error: ApiError) -> bytes:
         """Return the last events of a stream that fails."""
-        error = body["error"]
-        event = {"type": "error", **{name: error[name] for name in ("code", "message", "param")}}
+        event = error_event(error)
         self.items.close("incomplete")
         response = self._response("failed")
-        response["error"] = {"code": "server_error", "message": error["message"]}
+        response["error"] = {"code": "server_error", "message": str(error)}
         try:
             _json(response)
         except ValueError:  # the answer so far has NaN logprobs

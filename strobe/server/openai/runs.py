@@ -140,7 +140,7 @@ class PromptRun:
     """Generation of all answers to one prompt."""
 
     def __init__(self, serving: Serving, job: GenerationJob):
-        """Submit the prompt to the engine. Raises RequestRejected, EngineDead."""
+        """Submit the prompt to the engine. Raises ApiError, EngineDead."""
         self.job = job
         self.rejected = False
         self.num_cached = 0

@@ -10,10 +10,11 @@ from fastapi import Request
 from pydantic_core import from_json
 from starlette.responses import JSONResponse, Response
 
+from strobe.server.generation.errors import ApiError
 from strobe.server.openai import replies
 from strobe.server.openai.listing import DEFAULT_ITEMS, check_query, listed
 from strobe.server.response_store import StoredResponse
-from strobe.server.serving import RequestRejected, Serving
+from strobe.server.serving import Serving
 
 MAX_ITEMS = 100
 """Limit of a page of /v1/responses/ID/input_items."""
@@ -44,7 +45,7 @@ async def retrieve(serving: Serving, http: Request) -> Response:
         check_query(http)
         return Response(find(serving, http, _name(http)).body, media_type="application/json")
     except Exception as error:
-        return replies.error_response(serving, error)
+        return replies.error_response(serving, http, error)
 
 
 async def delete(serving: Serving, http: Request) -> Response:
@@ -55,7 +56,7 @@ async def delete(serving: Serving, http: Request) -> Response:
         serving.responses.delete(_name(http), response.owner)
         return JSONResponse({"id": _name(http), "object": "response", "deleted": True})
     except Exception as error:
-        return replies.error_response(serving, error)
+        return replies.error_response(serving, http, error)
 
 
 async def input_items(serving: Serving, http: Request) -> Response:
@@ -64,20 +65,20 @@ async def input_items(serving: Serving, http: Request) -> Response:
         items = find(serving, http, _name(http)).items
         return JSONResponse(listed([from_json(item) for item in reversed(items)], http, MAX_ITEMS))
     except Exception as error:
-        return replies.error_response(serving, error)
+        return replies.error_response(serving, http, error)
 
 
 def find(serving: Serving, http: Request, name: str, param: str | None = None) -> StoredResponse:
-    """Return the client's response with that id. Raises RequestRejected if it is not stored."""
+    """Return the client's response with that id. Raises ApiError if it is not stored."""
     response = serving.responses.get(name, owner(http))
     if response is None:
-        raise RequestRejected(
+        raise ApiError(
             404,
             f"There is no response {name[:200]!r}: responses are held in memory, and this one may "
             "have expired, been deleted, or been made with store: false; send the whole "
             "conversation as input.",
             code="response_not_found",
-            param=param,
+            field=param,
         )
     return response
 

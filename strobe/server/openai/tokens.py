@@ -45,7 +45,7 @@ async def tokenize(serving: Serving, http: Request) -> Response:
 
         return Response(await serving.in_thread(encode), media_type="application/json")
     except Exception as error:
-        return replies.error_response(serving, error)
+        return replies.error_response(serving, http, error)
 
 
 async def detokenize(serving: Serving, http: Request) -> Response:
@@ -65,4 +65,4 @@ async def detokenize(serving: Serving, http: Request) -> Response:
         )
         return JSONResponse({"prompt": text} | replies.extras([], False, request.warnings()))
     except Exception as error:
-        return replies.error_response(serving, error)
+        return replies.error_response(serving, http, error)

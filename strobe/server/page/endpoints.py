@@ -74,7 +74,7 @@ async def markdown(serving: Serving, http: Request) -> Response:
 
         return Response(await serving.in_thread(render), media_type="application/json")
     except Exception as error:
-        return replies.error_response(serving, error)
+        return replies.error_response(serving, http, error)
 
 
 def add_event_stream(app: FastAPI, serving: Serving) -> None:

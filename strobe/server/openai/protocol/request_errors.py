@@ -1,4 +1,4 @@
-"""Errors of a request: the exception, its field and OpenAI's error object."""
+"""Errors of a request's fields."""
 
 from __future__ import annotations
 
@@ -7,23 +7,6 @@ import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
-
-ERROR_TYPES: Mapping[int, str] = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    404: "not_found_error",
-    408: "timeout",
-    413: "request_too_large",
-    415: "invalid_request_error",
-    421: "invalid_request_error",
-    429: "rate_limit_error",
-    431: "request_too_large",
-    500: "server_error",
-    501: "not_implemented_error",
-    503: "service_unavailable",
-    504: "timeout",
-}
-"""The error object's `type` for each HTTP error status."""
 
 KINDS = {
     "int": "a whole number",
@@ -51,10 +34,6 @@ class FieldError(ValueError):
         self.param = param
         self.code = code
 
-    def body(self) -> dict[str, Any]:
-        """The JSON body of the 400."""
-        return error_body(str(self), param=self.param, code=self.code)
-
     def with_names(self, names: Names) -> FieldError:
         """The same error with another endpoint's field names."""
         param = None if self.param is None else rename_fields(self.param, names)
@@ -76,14 +55,6 @@ class HasErrors(Protocol):
     """pydantic's ValidationError, or a framework's exception with the same `errors()`."""
 
     def errors(self) -> Sequence[Any]: ...
-
-
-def error_body(
-    message: str, *, status: int = 400, param: str | None = None, code: str | None = None
-) -> dict[str, Any]:
-    """OpenAI's error object, also for a chunk of a stream. status: a key of ERROR_TYPES."""
-    kind = ERROR_TYPES[status]
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def counted(number: int, noun: str) -> str:

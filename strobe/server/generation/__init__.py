@@ -1,0 +1,1 @@
+"""Generation of answers, for all APIs."""
