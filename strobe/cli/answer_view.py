@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from strobe.server.parsers import Parsed, Parser, ReasoningFormat, make_parser
+from strobe.server.parsers import Parser, ReasoningFormat, Segment, make_parser
 from strobe.terminal.wrapping import Wrapping
 
 if TYPE_CHECKING:
@@ -57,16 +57,17 @@ class AnswerView:
             self._end_blocks()
             self.at_line_start = self._replace(self._block)
 
-    def _take(self, parsed: Parsed) -> None:
-        if parsed.reasoning and self.console.is_terminal:
-            self._turn(True)
-            self._print(parsed.reasoning)
-        if parsed.content:
-            if self._thinking:
-                self._turn(False)
-                self._print("\n\n")
-                self._start_block()
-            self._show(parsed.content)
+    def _take(self, segments: list[Segment]) -> None:
+        for segment in segments:
+            if segment.kind == "content":
+                if self._thinking:
+                    self._turn(False)
+                    self._print("\n\n")
+                    self._start_block()
+                self._show(segment.text)
+            elif self.console.is_terminal:
+                self._turn(True)
+                self._print(segment.text)
 
     def _show(self, text: str) -> None:
         self.content += text

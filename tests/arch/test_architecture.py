@@ -223,11 +223,7 @@ def unpacked_tuples(module: Module) -> Iterator[ast.Call]:
 
 def positional_records(module: Module) -> Iterator[ast.Call]:
     """Yield the calls that build a record of more than MAX_POSITIONAL_FIELDS fields by position."""
-    owners = {
-        node: owner.name
-        for owner in module.classes.values()
-        for node in ast.walk(owner)
-    }
+    owners = {node: owner.name for owner in module.classes.values() for node in ast.walk(owner)}
     for node in module.calls:
         if not node.args or not isinstance(node.func, ast.Name):
             continue

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strobe.server.parsers import REASONING_FORMATS, Parser, Tool, make_parser
+from strobe.server.parsers import REASONING_FORMATS, Parser, Segment, Tool, make_parser
 from tests.server.support.parser_runs import (
     arguments,
     check_cuts,
@@ -124,8 +124,9 @@ def test_malformed_header_is_content(text: str):
 
 def test_header_without_end_is_not_held_back():
     channels = parser()
-    assert channels.push("<|channel|>" + "long " * 80).content == ""
-    assert channels.push("long " * 80).content == "<|channel|>" + "long " * 160
+    assert channels.push("<|channel|>" + "long " * 80) == []
+    text = "<|channel|>" + "long " * 160
+    assert channels.push("long " * 80) == [Segment("content", text, 0, len(text))]
 
 
 def test_header_limit_does_not_depend_on_chunking():

@@ -6,10 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strobe.server.parsers import REASONING_FORMATS, Parsed, Parser, Tool, make_parser
-from strobe.server.parsers.chain import Chain, Plain
-from strobe.server.parsers.reasoning_calls import ReasoningCalls
-from tests.server.support.parser_runs import check_cuts, parse, places, stream, texts
+from strobe.server.parsers import REASONING_FORMATS, Parser, Tool, make_parser
+from tests.server.support.parser_runs import check_cuts, places, stream, texts
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 lines = st.text(st.characters(codec="utf-8", exclude_characters="<"), max_size=30)
@@ -195,24 +193,6 @@ def test_reasoning_after_a_mentioned_tag_is_streamed():
         "",
         "\n" + TAGGED[:30],
     ]
-
-
-def test_calls_held_back_in_thinking_are_parsed_at_end():
-    class Late(Plain):
-        def __init__(self) -> None:
-            self.held = ""
-
-        def push(self, text: str) -> Parsed:
-            self.held += text
-            return Parsed()
-
-        def finish(self, *, cut: bool = False) -> Parsed:
-            return Parsed(content=self.held)
-
-    text = f"One. {CALL} Two."
-    calls = ReasoningCalls(parser, ("<tool_call>",), ())
-    chain = Chain(Late(), make_parser("hermes", None), calls)
-    assert parse(chain, [text]) == ("", "One. Two.", [("f", "{}")])
 
 
 @pytest.mark.parametrize(

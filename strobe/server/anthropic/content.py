@@ -7,7 +7,7 @@ import secrets
 from typing import Any
 
 from strobe.server.openai.output_items import Event, Logprobs, OutputItem, Status
-from strobe.server.openai.segments import Segment
+from strobe.server.parsers import Segment
 from strobe.server.parsers.call_arguments import read_object
 
 

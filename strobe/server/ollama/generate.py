@@ -29,6 +29,7 @@ from strobe.server.openai.chat import (
 )
 from strobe.server.openai.converted import prepare_converted
 from strobe.server.openai.runs import PromptRun
+from strobe.server.parsers import text_of
 from strobe.server.parsers.call_arguments import read_object
 from strobe.server.serving import Serving
 
@@ -175,14 +176,15 @@ class OllamaReply:
         async for steps in self.run.steps():
             out = b""
             for progress in steps:
-                parsed = progress.parsed
+                content = text_of(progress.segments, "content")
+                reasoning = text_of(progress.segments, "reasoning")
                 self.message.take(progress)
                 calls = self._calls(num_sent)
                 num_sent += len(calls)
-                fields = self.part(parsed.content, parsed.reasoning, calls)
+                fields = self.part(content, reasoning, calls)
                 if self.request.logprobs and progress.delta.logprobs:
                     fields["logprobs"] = self._logprobs(progress.delta.logprobs)
-                elif not (parsed.content or parsed.reasoning or calls):
+                elif not (content or reasoning or calls):
                     continue
                 fields |= {"done": False} | replies.extras([], False, unsent_warnings)
                 out += _line(_head(self.prepared.name) | fields)

@@ -28,7 +28,7 @@ from strobe.server.openai.runs import (
     usage,
 )
 from strobe.server.openai.step_report import step_of
-from strobe.server.parsers import CallDelta, Parser, Tool, make_parser
+from strobe.server.parsers import Parser, Segment, Tool, make_parser, text_of
 from strobe.server.parsers.call_arguments import read_object
 from strobe.server.serving import Formats, Serving
 from strobe.text.tokenizer import RenderedChat, Tokenizer
@@ -236,22 +236,22 @@ class ToolCallCollector:
         """Whether there are calls and the last one is complete, not cut by a stop string."""
         return bool(self.calls) and read_object(self.calls[-1]["function"]["arguments"]) is not None
 
-    def take(self, deltas: tuple[CallDelta, ...]) -> list[dict[str, Any]]:
-        """Add deltas and return them in OpenAI's format; without `parallel`, only the first
-        call's."""
+    def take(self, segments: list[Segment]) -> list[dict[str, Any]]:
+        """Add the calls' segments and return them in OpenAI's format; without `parallel`, only the
+        first call's."""
         sent: list[dict[str, Any]] = []
-        for delta in deltas:
-            if delta.index and not self.parallel:
+        for segment in segments:
+            if segment.kind != "call" or (segment.call and not self.parallel):
                 continue
-            if delta.name is not None:
-                function = {"name": delta.name, "arguments": delta.arguments}
+            if segment.name is not None:
+                function = {"name": segment.name, "arguments": segment.text}
                 call = {"id": f"call_{secrets.token_hex(12)}", "type": "function"}
                 self.calls.append({**call, "function": dict(function)})
-                sent.append({"index": delta.index, **call, "function": function})
+                sent.append({"index": segment.call, **call, "function": function})
             else:
-                self.calls[delta.index]["function"]["arguments"] += delta.arguments
-                function = {"arguments": delta.arguments}
-                sent.append({"index": delta.index, "function": function})
+                self.calls[segment.call]["function"]["arguments"] += segment.text
+                function = {"arguments": segment.text}
+                sent.append({"index": segment.call, "function": function})
         return sent
 
 
@@ -266,19 +266,20 @@ class AssistantMessage:
 
     def take(self, progress: Progress) -> dict[str, Any]:
         """Add a step's progress. Returns its delta."""
-        parsed = progress.parsed
-        self.content += parsed.content
-        self.reasoning += parsed.reasoning
+        content = text_of(progress.segments, "content")
+        reasoning = text_of(progress.segments, "reasoning")
+        self.content += content
+        self.reasoning += reasoning
         delta: dict[str, Any] = {}
         if not self.begun:
             self.begun = True
             delta["role"] = "assistant"
             delta["content"] = ""
-        if parsed.reasoning:
-            delta |= dict.fromkeys(REASONING_NAMES, parsed.reasoning)
-        if parsed.content:
-            delta["content"] = parsed.content
-        calls = self.calls.take(parsed.calls)
+        if reasoning:
+            delta |= dict.fromkeys(REASONING_NAMES, reasoning)
+        if content:
+            delta["content"] = content
+        calls = self.calls.take(progress.segments)
         if calls:
             delta["tool_calls"] = calls
         return delta

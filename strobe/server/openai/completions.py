@@ -26,7 +26,7 @@ from strobe.server.openai.runs import (
     usage,
 )
 from strobe.server.openai.step_report import step_of
-from strobe.server.parsers.chain import Plain
+from strobe.server.parsers import Plain
 from strobe.server.serving import Serving
 from strobe.text.detokenizer import TextStream
 

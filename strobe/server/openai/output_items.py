@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 from typing import Any, Literal, Protocol
 
 from strobe.request import CUT_SHORT
@@ -12,7 +11,8 @@ from strobe.server.openai.chat import chat_logprob
 from strobe.server.openai.protocol.converted import ConvertedRequest
 from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.openai.runs import GenerationJob, PromptRun
-from strobe.server.openai.segments import OrderedParser, Segment, TokenAttribution
+from strobe.server.openai.token_attribution import TokenAttribution
+from strobe.server.parsers import Segment
 from strobe.server.parsers.call_arguments import read_object
 from strobe.server.serving import Serving
 
@@ -100,13 +100,12 @@ class OrderedAnswer:
         self, serving: Serving, request: ConvertedRequest, job: GenerationJob, items: OutputItems
     ):
         """Submit the prompt to the engine. Raises ApiError, EngineDead."""
-        self._segments = OrderedParser(job.parser())
         self._attribution = TokenAttribution()
         self._tokenizer = serving.tokenizer
         self._request = request
         self.items = items
         self.reasoning_tokens = 0
-        self.run = PromptRun(serving, replace(job, parser=lambda: self._segments))
+        self.run = PromptRun(serving, job)
 
     @property
     def status(self) -> Status:
@@ -119,9 +118,11 @@ class OrderedAnswer:
         try:
             async for steps in self.run.steps():
                 replies.check_answers([self.run])
+                events: list[Event] = []
                 for progress in steps:
                     self._attribution.add(progress.delta)
-                events = [event for part in self._segments.take() for event in self._take(part)]
+                    for segment in progress.segments:
+                        events += self._take(segment)
                 if any(progress.finished for progress in steps):
                     events += self.items.end(self.status)
                 yield events

@@ -15,9 +15,7 @@ from strobe.sampling_params import SamplingParams
 from strobe.server.engine_process.client import PromptRejected
 from strobe.server.metrics import ServerMetrics
 from strobe.server.openai.protocol.request_errors import FieldError
-from strobe.server.parsers import Parsed, Parser
-from strobe.server.parsers.chain import Plain
-from strobe.server.parsers.parser import join
+from strobe.server.parsers import Parser, Plain, Segment
 from strobe.server.serving import Serving
 from strobe.step import TokenEvent
 
@@ -40,11 +38,11 @@ class GenerationJob:
 
 
 class Progress(NamedTuple):
-    """One step of one answer: its new text, raw and parsed."""
+    """One step of one answer: its new text, raw and as segments."""
 
     choice: ChoiceState
     delta: StreamDelta
-    parsed: Parsed
+    segments: list[Segment]
 
     @property
     def finished(self) -> bool:
@@ -96,10 +94,10 @@ class ChoiceState:
         delta = self.builder.push(event)
         self.logprobs += delta.logprobs
         self.pieces += delta.pieces
-        parsed = self.parser.push(delta.text)
+        segments = self.parser.push(delta.text)
         if delta.finished:
             cut = self.output.finish_reason in CUT_SHORT
-            parsed = join([parsed, self.parser.finish(cut=cut)])
+            segments += self.parser.finish(cut=cut)
         if event.num_verified:
             self._metrics.record_verified(
                 num_verified=event.num_verified,
@@ -110,7 +108,7 @@ class ChoiceState:
         self._record_latency(first, len(delta.token_ids))
         if delta.finished:
             self.record_finished()
-        return Progress(self, delta, parsed)
+        return Progress(self, delta, segments)
 
     def _record_latency(self, first: bool, num_tokens: int) -> None:
         if not num_tokens:

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeVar
 
-from strobe.server.parsers.chain import Chain, Plain
 from strobe.server.parsers.deepseek import DeepSeek
 from strobe.server.parsers.gemma4 import Gemma4Calls
 from strobe.server.parsers.gpt_oss import GptOss
@@ -15,30 +14,27 @@ from strobe.server.parsers.hermes import Hermes
 from strobe.server.parsers.llama3 import Llama3
 from strobe.server.parsers.mistral import Mistral
 from strobe.server.parsers.parser import (
-    CallDelta,
-    Parsed,
-    Parser,
-    Phase,
     ReasoningFormat,
     Tool,
     ToolFormat,
 )
 from strobe.server.parsers.qwen3_coder import Qwen3Coder
-from strobe.server.parsers.reasoning_calls import ReasoningCalls
-from strobe.server.parsers.thinking import ThinkingTags
+from strobe.server.parsers.segment import Parser, Phase, Plain, Segment, text_of
+from strobe.server.parsers.thinking import ReasoningCalls, ThinkingTags
 
 __all__ = [
     "REASONING_FORMATS",
     "TOOL_FORMATS",
-    "CallDelta",
-    "Parsed",
     "Parser",
     "Phase",
+    "Plain",
     "ReasoningFormat",
+    "Segment",
     "Tool",
     "ToolFormat",
     "detect",
     "make_parser",
+    "text_of",
 ]
 
 Format = TypeVar("Format")
@@ -66,7 +62,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
 """Tool call formats by name. `llama3_json`, `openai` and `qwen3_xml` are vLLM's names of `llama3`,
 `gpt_oss` and `qwen3_coder`."""
 
-REASONING_FORMATS: Mapping[str, ReasoningFormat] = MappingProxyType(
+REASONING_FORMATS: Mapping[str, ThinkingTags | GptOss] = MappingProxyType(
     {
         "qwen3": _QWEN3,
         "deepseek_r1": _QWEN3,
@@ -128,7 +124,7 @@ def make_parser(
     tool = _named(tool_format, TOOL_FORMATS, "tool")
     reasoning = _named(reasoning_format, REASONING_FORMATS, "reasoning")
     names = {part.name for part in (tool, reasoning) if part is not None}
-    if _GPT_OSS.name in names:
+    if isinstance(tool, GptOss) or isinstance(reasoning, GptOss):
         if len(names) > 1:
             raise ValueError(
                 f"The tool format {tool_format} and the reasoning format {reasoning_format} do "
@@ -140,16 +136,16 @@ def make_parser(
             whole_calls=whole_calls,
             thinking_open=thinking_open,
         )
-    thinking = None if reasoning is None else reasoning.parser(thinking_open=thinking_open)
-    if tool is None or tools is None:
-        return thinking or Plain()
-    calls = tool.parser(tools, forced=forced, whole_calls=whole_calls)
-    if thinking is None:
-        return calls
-    reasoning_calls = ReasoningCalls(
-        lambda: tool.parser(tools, whole_calls=True), tool.openers, tool.line_openers
-    )
-    return Chain(thinking, calls, reasoning_calls)
+    answer: Parser = Plain()
+    calls = None
+    if tool is not None and tools is not None:
+        answer = tool.parser(tools, forced=forced, whole_calls=whole_calls)
+        calls = ReasoningCalls(
+            lambda: tool.parser(tools, whole_calls=True), tool.openers, tool.line_openers
+        )
+    if reasoning is None:
+        return answer
+    return reasoning.parser(answer, calls, thinking_open=thinking_open)
 
 
 def _named(name: str | None, formats: Mapping[str, Format], kind: str) -> Format | None:

@@ -7,8 +7,9 @@ import json
 import re
 from collections.abc import Sequence
 
+from strobe.server.parsers.buffer import Buffer, held_back
 from strobe.server.parsers.call_reader import CallReader
-from strobe.server.parsers.parser import Tool, held_back
+from strobe.server.parsers.parser import Tool
 from strobe.server.parsers.schemas import ANY, Arguments, as_json, read_arguments
 
 OPENER = "<|tool_call>"
@@ -45,27 +46,28 @@ class CallGemma4(CallReader):
 
     always_valid = True
 
-    def __init__(self, tools: Sequence[Tool] = ()):
+    def __init__(self, buffer: Buffer, tools: Sequence[Tool] = ()):
         """tools: the tools that may be called, empty for any."""
-        super().__init__(tools, self._head)
+        super().__init__(buffer, tools, self._head)
         self._seen = 0  # position in raw before which the current item does not end
         self._arguments = Arguments()
         self._open: list[str] = []  # the brackets that are open
         self._separator = ""  # in front of the next key or item
         self._types = ANY  # of the current value
 
-    def push(self, text: str) -> str:
-        added = super().push(text)
+    def advance(self) -> str:
+        added = super().advance()
         if self.begun:
-            self.raw = self.raw[self._at :]
             self._seen = max(0, self._seen - self._at)
-            self._at = 0
+            self._drop(self._at)
         return added
 
-    def finish(self, *, cut: bool) -> str:
-        if self._read == self._string:
-            return _json_chars(self.raw)
-        return self.raw if self._read == self._scalar else ""
+    def _end_early(self, cut: bool) -> None:
+        self._at = len(self.raw)
+        if self._step == self._string:
+            self._add(_json_chars(self.raw))
+        elif self._step == self._scalar:
+            self._add(self.raw)
 
     # Each step reads from raw[_at:] on.
 
@@ -78,7 +80,7 @@ class CallGemma4(CallReader):
                 return self._break()
             return False
         self._set_name(head[1])
-        self.begun = True
+        self._begin(head.end() - 1)
         with contextlib.suppress(ValueError):  # values are then of any type
             self._arguments = read_arguments(self._tools.get(self.name, Tool(self.name)))
         self._pass(head.end())
@@ -86,10 +88,10 @@ class CallGemma4(CallReader):
         return True
 
     def _bracket(self, bracket: str) -> None:
-        self._added += bracket
+        self._add(bracket)
         self._open.append(bracket)
         self._separator = ""
-        self._read = self._before_item
+        self._step = self._before_item
 
     def _before_item(self) -> bool:
         """Before a key, an item or a closing bracket."""
@@ -98,7 +100,7 @@ class CallGemma4(CallReader):
             return False
         if char == _CLOSING[self._open[-1]]:
             return self._close()
-        self._read = self._key if self._open[-1] == "{" else self._value
+        self._step = self._key if self._open[-1] == "{" else self._value
         return True
 
     def _key(self) -> bool:
@@ -128,9 +130,9 @@ class CallGemma4(CallReader):
             return self._break()
         self._pass(colon.end() + 1)
         self._types = self._arguments.types(key) if len(self._open) == 1 else ANY
-        self._added += f"{self._separator}{_json(key)}: "
+        self._add(f"{self._separator}{_json(key)}: ")
         self._separator = ""
-        self._read = self._value
+        self._step = self._value
         return True
 
     def _value(self) -> bool:
@@ -140,14 +142,15 @@ class CallGemma4(CallReader):
             return False
         if char in ",}]:":
             return self._break()
-        self._added += self._separator
-        self._separator = ""
+        if self._separator:
+            self._add(self._separator)
+            self._separator = ""
         if rest == QUOTE:
             self._pass(self._at + len(QUOTE))
-            self._read = self._text
+            self._step = self._text
             if "string" in self._types:
-                self._added += '"'
-                self._read = self._string
+                self._add('"')
+                self._step = self._string
         elif char in "{[":
             self._pass(self._at + 1)
             self._types = ANY
@@ -156,26 +159,27 @@ class CallGemma4(CallReader):
             return self._break()
         else:
             quoted = {'"': self._quoted, "'": self._single_quoted}
-            self._read = quoted.get(char, self._scalar)
+            self._step = quoted.get(char, self._scalar)
         return True
 
     def _string(self) -> bool:
         end = self.raw.find(QUOTE, self._at)
         stop = end if end >= 0 else len(self.raw) - held_back(self.raw[self._at :], (QUOTE,))
-        self._added += _json_chars(self.raw[self._at : stop])
+        text = self.raw[self._at : stop]
         self._pass(stop)
+        if text:
+            self._add(_json_chars(text))
         if end < 0:
             return False
-        self._added += '"'
-        return self._ended(end + len(QUOTE))
+        return self._ended(end + len(QUOTE), '"')
 
     def _text(self) -> bool:
         """Read a string if the schema allows none."""
         end = self._find(QUOTE, self._at)
         if end < 0:
             return False
-        self._added += as_json(self.raw[self._at : end], self._types)
-        return self._ended(end + len(QUOTE))
+        value = as_json(self.raw[self._at : end], self._types)
+        return self._ended(end + len(QUOTE), value)
 
     def _quoted(self) -> bool:
         end = self._json_end()
@@ -188,7 +192,7 @@ class CallGemma4(CallReader):
         while mark := _SINGLE_MARK.search(self.raw, position):
             if mark[0] == CLOSER:  # a word that begins with an apostrophe
                 self._seen = self._at
-                self._read = self._scalar
+                self._step = self._scalar
                 return True
             if mark[0] == "'":
                 return self._take_text(_from_single(self.raw[self._at : mark.end()]), mark.end())
@@ -198,8 +202,9 @@ class CallGemma4(CallReader):
 
     def _take_text(self, text: str, end: int) -> bool:
         """Take a string that ends at a position."""
-        self._added += _json(text) if "string" in self._types else as_json(text, self._types)
-        return self._ended(end)
+        return self._ended(
+            end, _json(text) if "string" in self._types else as_json(text, self._types)
+        )
 
     def _scalar(self) -> bool:
         value_end = _SCALAR_END.search(self.raw, self._seen)
@@ -207,12 +212,13 @@ class CallGemma4(CallReader):
             self._seen = len(self.raw)
             return False
         text = self.raw[self._at : value_end.start()].strip()
-        self._added += as_json(text, self._types)
-        return self._ended(value_end.start())
+        return self._ended(value_end.start(), as_json(text, self._types))
 
-    def _ended(self, position: int) -> bool:
+    def _ended(self, position: int, added: str) -> bool:
+        """End a value at a position. added: the rest of its JSON."""
         self._pass(position)
-        self._read = self._after_value
+        self._add(added)
+        self._step = self._after_value
         return True
 
     def _after_value(self) -> bool:
@@ -226,13 +232,12 @@ class CallGemma4(CallReader):
             return self._break()
         self._pass(self._at + 1)
         self._separator = ", "
-        self._read = self._before_item
+        self._step = self._before_item
         self._types = ANY
         return True
 
     def _close(self) -> bool:
-        self._added += _CLOSING[self._open.pop()]
-        self._ended(self._at + 1)
+        self._ended(self._at + 1, _CLOSING[self._open.pop()])
         return True if self._open else self._whole()
 
     def _char(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from strobe.server.parsers.buffer import Buffer
 from strobe.server.parsers.call_object import CallObject
 from strobe.server.parsers.parser import Tool
 
@@ -16,11 +17,17 @@ class CallNamed(CallObject):
     `CallObject`. The call has begun at the arguments' first brace, which must be among the first
     300 characters, and is whole at their last brace."""
 
-    def __init__(self, head: re.Pattern[str], closer: str = "", tools: Sequence[Tool] = ()):
+    def __init__(
+        self,
+        buffer: Buffer,
+        head: re.Pattern[str],
+        closer: str = "",
+        tools: Sequence[Tool] = (),
+    ):
         """head: the text before the arguments, with the tool's name as the group `name`."""
-        super().__init__(closer, tools)
+        super().__init__(buffer, closer, tools)
         self._pattern = head
-        self._read = self._head
+        self._step = self._head
 
     def _head(self) -> bool:
         brace = self.raw.find("{", 0, _MAX_HEAD_CHARS)
@@ -31,7 +38,7 @@ class CallNamed(CallObject):
             return self._break()
         self._set_name(head["name"])
         self._at = brace
-        self._read = self._arguments_begin
+        self._step = self._arguments_begin
         return True
 
     def _comma(self) -> bool:

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 
+from strobe.server.parsers.buffer import Buffer
 from strobe.server.parsers.call_arguments import as_arguments
 from strobe.server.parsers.call_reader import CallReader
 from strobe.server.parsers.parser import Tool
@@ -32,12 +33,17 @@ class CallObject(CallReader):
     """
 
     def __init__(
-        self, closer: str = "", tools: Sequence[Tool] = (), *, needs_arguments: bool = False
+        self,
+        buffer: Buffer,
+        closer: str = "",
+        tools: Sequence[Tool] = (),
+        *,
+        needs_arguments: bool = False,
     ):
         """closer: the markup after a call, which ends arguments that lack a brace or a quote.
         tools: the tools that may be called, empty for any. needs_arguments: whether an object
         without arguments is not a call."""
-        super().__init__(tools, self._brace)
+        super().__init__(buffer, tools, self._brace)
         self._closer = closer
         self._needs_arguments = needs_arguments
         self._nested = False  # whether the object under `function` is open
@@ -45,13 +51,16 @@ class CallObject(CallReader):
         self._key = ""
         self._keys: set[str] = set()
         self._arguments = ""
-        self._first = 0
+        self._first = 0  # the arguments' range in raw
+        self._last = 0
         self._depth = 0
         self._in_string = False
         self._has_line_break = False
 
-    def finish(self, *, cut: bool) -> str:
-        return self.raw if self.begun and self._read == self._inside_arguments else ""
+    def _end_early(self, cut: bool) -> None:
+        if self._step == self._inside_arguments:
+            self._at = len(self.raw)
+            self._add(self.raw)
 
     # Each step reads from raw[_at:] on.
 
@@ -73,7 +82,7 @@ class CallObject(CallReader):
             return self._break()
         self._keys.add(self._key)
         self._at += len(key) + 2
-        self._read = self._colon
+        self._step = self._colon
         return True
 
     def _colon(self) -> bool:
@@ -95,20 +104,21 @@ class CallObject(CallReader):
         except ValueError:
             return self._break()
         self._at = match.end()
-        self._read = self._comma
+        self._step = self._comma
         if self._key == "name":
             if not value:
                 return self._break()
             self._set_name(value)
             if "arguments" in self._keys:
-                self._begin(self._arguments)
+                self._begin_with(self._arguments)
         return True
 
     def _arguments_begin(self) -> bool:
         char = self._next()
+        self._first = self._at
         if char == '"':
             self._scanned = self._at + 1
-            self._read = self._arguments_in_string
+            self._step = self._arguments_in_string
             return True
         if char == "n":
             rest = self.raw[self._at : self._at + len("null")]
@@ -119,9 +129,10 @@ class CallObject(CallReader):
         if char != "{":
             return self._wait_or_break()
         if self.name:
-            self._begin("")
-        self._first = self._at
-        self._read = self._inside_arguments
+            self._begin(self._at)
+            self._drop(self._at)
+            self._first = 0
+        self._step = self._inside_arguments
         return True
 
     def _arguments_in_string(self) -> bool:
@@ -142,10 +153,11 @@ class CallObject(CallReader):
 
     def _set_arguments(self, arguments: str) -> bool:
         """Take arguments that are complete at once."""
-        self._read = self._comma
+        self._step = self._comma
         self._arguments = arguments
+        self._last = self._at
         if self.name:
-            self._begin(arguments)
+            self._begin_with(arguments)
         return True
 
     def _inside_arguments(self) -> bool:
@@ -179,14 +191,17 @@ class CallObject(CallReader):
 
     def _more_arguments(self) -> bool:
         if self.begun:
-            self._emit(self.raw[: self._at])
+            self._add(self.raw[: self._at])
+            self._drop(self._at)
         return False
 
     def _end_arguments(self) -> bool:
         self._arguments = self.raw[self._first : self._at]
-        self._read = self._comma
+        self._last = self._at
+        self._step = self._comma
         if self.begun:
-            self._emit(self._arguments)
+            self._add(self._arguments)
+            self._drop(self._at)
         return True
 
     def _comma(self) -> bool:
@@ -202,28 +217,23 @@ class CallObject(CallReader):
         if not self.begun:
             if not self.name or self._needs_arguments:
                 return self._break()
-            self._begin("{}")
+            self._first = self._last = self._at
+            self._begin_with("{}")
         self._drop(self._at + 1)
         return self._whole()
 
-    def _begin(self, arguments: str) -> None:
-        self.begun = True
+    def _begin_with(self, arguments: str) -> None:
+        """Begin the call after its arguments."""
+        self._begin(self._first)
         self._added = arguments
+        self.end = self._buffer.position + self._last
         self._drop(self._at)
-
-    def _emit(self, arguments: str) -> None:
-        self._added += arguments
-        self._drop(len(arguments))
-
-    def _drop(self, count: int) -> None:
-        self.raw = self.raw[count:]
-        self._at = 0
 
     def _pass(self, char: str, next_state: Callable[[], bool]) -> bool:
         if self._next() != char:
             return self._wait_or_break()
         self._at += 1
-        self._read = next_state
+        self._step = next_state
         return True
 
     def _wait_or_break(self) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections.abc import Sequence
 
+from strobe.server.parsers.buffer import Buffer
 from strobe.server.parsers.call_reader import CallReader
 from strobe.server.parsers.parser import Tool
 from strobe.server.parsers.schemas import ANY, Arguments, as_json, is_text, read_arguments
@@ -40,10 +41,10 @@ class CallTags(CallReader):
 
     always_valid = True
 
-    def __init__(self, tools: Sequence[Tool] = (), *, opened: bool = False):
+    def __init__(self, buffer: Buffer, tools: Sequence[Tool] = (), *, opened: bool = False):
         """tools: the tools that may be called, empty for any. opened: whether `<function=` has been
         read."""
-        super().__init__(tools, self._name if opened else self._function)
+        super().__init__(buffer, tools, self._name if opened else self._function)
         self._last = False  # whether the answer has ended
         self._arguments = Arguments()
         self._seen_keys: set[str] = set()
@@ -55,20 +56,21 @@ class CallTags(CallReader):
         self._repeated = False
         self._end = ValueEnd((), text=False)
 
-    def finish(self, *, cut: bool) -> str:
-        """Return the rest of the arguments if the answer ends inside them, with their closing brace
-        only if nothing but the function's end is missing."""
+    def _end_early(self, cut: bool) -> None:
+        """Add the rest of the arguments, with their closing brace only if nothing but the
+        function's end is missing."""
         self._last = True
-        added = self.push("")
-        self._added = ""
-        if self.verdict is None and self._read == self._value:
+        while self.verdict is None and self._step():
+            pass
+        if self.verdict is None and self._step == self._value:
+            value = self.raw
+            self._drop(len(value))
             if self._is_text:
-                self._emit_text(self.raw)
+                self._emit_text(value)
             else:
-                self._emit(self._unbroken(self.raw))
+                self._emit(self._unbroken(value))
         elif self.verdict is None and self._seen_keys and not self.raw and not cut:
             self._end_call()
-        return added + self._added
 
     # Each step but the first reads from the beginning of raw.
 
@@ -91,26 +93,26 @@ class CallTags(CallReader):
         if not end:
             return False
         self._set_name(name)
-        self.begun = True
-        self.raw = rest
+        self._drop(len(self.raw) - len(rest))
+        self._begin(0)
         with contextlib.suppress(ValueError):  # values are then of any type
             self._arguments = read_arguments(self._tools.get(name, Tool(name)))
-        self._read = self._parameters
+        self._step = self._parameters
         return True
 
     def _parameters(self) -> bool:
-        self.raw = self.raw[blank(self.raw) :]
+        self._drop(blank(self.raw))
         if self.raw.startswith(FUNCTION_END):
-            self.raw = self.raw.removeprefix(FUNCTION_END)
+            self._drop(len(FUNCTION_END))
             return self._end_call()
         if may_begin(self.raw, (PARAMETER, PARAMETER_END, FUNCTION_END)):
             return False
-        key, end, value = self.raw.removeprefix(PARAMETER).partition(">")
+        key, end, _ = self.raw.removeprefix(PARAMETER).partition(">")
         if not self.raw.startswith(PARAMETER) or not NAME.fullmatch(key or "?"):
             return self._end_call()
         if not end:
             return False
-        self.raw = value
+        self._drop(len(PARAMETER) + len(key) + len(end))
         self._begin_value(key)
         return True
 
@@ -126,27 +128,26 @@ class CallTags(CallReader):
         self._end = ValueEnd(
             self._arguments.properties.keys() - self._seen_keys, text=self._is_text
         )
-        self._read = self._value
+        self._step = self._value
 
     def _value(self) -> bool:
         value_end = self._end.find(self.raw, last=self._last)
         count = self._end.certain
         if value_end is None:
             if self._is_text and (self._opened or count > _LONGEST_NULL):
-                self._emit_text(self.raw[:count])
-                self.raw = self.raw[count:]
+                text = self.raw[:count]
+                self._drop(count)
+                self._emit_text(text)
                 self._end.certain = 0
             return False
         value = self.raw[:count]
-        self.raw = self.raw[
-            value_end.end() if value_end[2] == PARAMETER_END else value_end.start(2) :
-        ]
+        self._drop(value_end.end() if value_end[2] == PARAMETER_END else value_end.start(2))
         if not self._is_text or (not self._opened and self._unbroken(value) in _NULLS):
             self._emit(as_json(self._unbroken(value), self._types))
         else:
             self._emit_text(value)
             self._emit('"')
-        self._read = self._parameters
+        self._step = self._parameters
         return True
 
     def _unbroken(self, value: str) -> str:
@@ -164,10 +165,10 @@ class CallTags(CallReader):
 
     def _emit(self, arguments: str) -> None:
         if not self._repeated:
-            self._added += arguments
+            self._add(arguments)
 
     def _end_call(self) -> bool:
-        self._added += "}" if self._seen_keys else "{}"
+        self._add("}" if self._seen_keys else "{}")
         return self._whole()
 
 

@@ -5,16 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from strobe.server.parsers.buffer import Buffer, StateParser, find_first, held_back
 from strobe.server.parsers.call_arguments import as_arguments
 from strobe.server.parsers.call_reader import CallReader
-from strobe.server.parsers.parser import (
-    CallDelta,
-    Parsed,
-    Phase,
-    StateParser,
-    find_first,
-    held_back,
-)
+from strobe.server.parsers.segment import Phase, Segment
 
 _SPACE = " \t\r\n"
 
@@ -57,7 +51,8 @@ class CallText(StateParser):
 
     A call of a tool that was not offered is content, including calls inside it, and so is a call
     whose arguments are not a JSON object. Space around calls is dropped. A call whose arguments may
-    yet turn out not to be one is held back until its end.
+    yet turn out not to be one is held back until its end. The buffer keeps the text that is content
+    if no call follows or the call turns out not to be one.
 
     forced, whole_calls: see `make_parser`.
     """
@@ -65,13 +60,13 @@ class CallText(StateParser):
     def __init__(
         self,
         markers: CallMarkers,
-        make: Callable[[bool], CallReader],
+        make: Callable[[Buffer, bool], CallReader],
         *,
         forced: bool,
         whole_calls: bool,
     ):
-        """make: returns the reader of a call; its argument says whether `markers.inner` has been
-        read."""
+        """make: returns the reader of a call; its second argument says whether `markers.inner` has
+        been read."""
         super().__init__(self._between if markers.bare else self._text)
         self._markers = markers
         self._begins = markers.begins
@@ -80,13 +75,11 @@ class CallText(StateParser):
         self._forced = forced
         self._whole_calls = whole_calls
         self._make = make
-        self._space = ""  # space before the buffer, which is content if no call follows
-        self._line_begins = True  # whether the space is at the beginning of a line
-        self._lead = ""  # the text in front of the call, in case it is not a call
+        self._line_begins = True  # whether the kept space is at the beginning of a line
         self._marked = False  # whether the call has an opener
-        self._call = make(False)
-        self._text_of_call: list[str] = []  # the text that the call has read
+        self._call = make(self._buffer, False)
         self._arguments: list[str] = []  # the arguments of a call that is held back
+        self._arguments_start = 0
         self._index = 0
         self._unclosed = False  # whether the last call's closer has not arrived
         self._only_calls = False  # whether there was no content since the last call
@@ -96,7 +89,7 @@ class CallText(StateParser):
         in_call = self._state == self._in_call and self._call.offered
         return "tool" if in_call or self._state in (self._held, self._after_call) else "answer"
 
-    def finish(self, *, cut: bool = False) -> Parsed:
+    def finish(self, *, cut: bool = False) -> list[Segment]:
         self._advance()
         while self._state == self._in_call and not self._call.begun:
             if cut and (self._forced or self._marked):
@@ -108,28 +101,29 @@ class CallText(StateParser):
             self._finish_call(cut=cut)
         elif self._state == self._held:
             if not self._emit_held():
-                self._reject_held()
-                self._emit(self._buffer)
+                self._emit_rest()
         elif self._state != self._after_call and not (cut and self._forced):
-            rest = self._space + self._buffer
+            rest = self._buffer.kept + self._buffer.text
             if not self._only_calls or rest.strip(
                 _SPACE if self._markers.closer else self._separators
             ):
-                self._emit(rest)
-        self._space = self._buffer = ""
+                self._emit_rest()
+        self._buffer.drop_kept()
+        self._buffer.skip(len(self._buffer.text))
         return self._flush()
 
     def _finish_call(self, *, cut: bool) -> None:
         """End the answer inside a call that has begun."""
         call = self._call
         if not call.offered:
-            self._emit(call.raw)
+            self._emit_rest()
         elif not self._holds(call):
-            self._emit_call(None, call.finish(cut=cut))
+            arguments = call.finish(cut=cut)
+            self._emit_call(None, arguments, start=call.start)
         else:
             self._arguments.append(call.finish(cut=cut))
             if not self._emit_held() and not cut:
-                self._emit(self._lead + "".join(self._text_of_call))
+                self._emit_rest()
 
     def _holds(self, call: CallReader) -> bool:
         """Whether a call's arguments are emitted at its end only."""
@@ -140,12 +134,19 @@ class CallText(StateParser):
         arguments = as_arguments("".join(self._arguments))
         if arguments is None:
             return False
-        self._emit_call(self._call.name, arguments)
+        self._emit_call(self._call.name, arguments, start=self._arguments_start)
         return True
 
-    def _emit(self, content: str) -> None:
+    def _emit_rest(self) -> None:
+        """Emit all text as content."""
+        self._buffer.read(len(self._buffer.text))
+        self._emit_kept()
+
+    def _emit_kept(self) -> None:
+        """Emit the text that is kept as content."""
+        content = self._buffer.kept
         if content:
-            self._content.append(content)
+            self._output_kept("content")
             self._only_calls = False
             self._line_begins = content.endswith("\n")
 
@@ -153,42 +154,34 @@ class CallText(StateParser):
         markers = (*self._begins, self._markers.closer) if self._unclosed else self._begins
         if self._markers.trailer and self._index:
             markers = (*markers, self._markers.trailer)
-        match = find_first(self._buffer, markers)
+        text = self._buffer.text
+        match = find_first(text, markers)
         if match is None:
-            self._emit_text(len(self._buffer) - held_back(self._buffer, markers))
+            self._emit_text(len(text) - held_back(text, markers))
             return False
         position, marker = match
         self._emit_text(position)
-        if marker == self._markers.inner and not (self._line_begins or "\n" in self._space):
+        if marker == self._markers.inner and not (self._line_begins or "\n" in self._buffer.kept):
             self._emit_text(len(marker))
             return True
         if marker in self._begins:
             return self._begin(len(marker), inner=marker == self._markers.inner)
         self._unclosed = False
-        self._space = ""
-        self._buffer = self._buffer.removeprefix(marker)
+        self._buffer.drop_kept()
+        self._buffer.skip(len(marker))
         return True
 
     def _emit_text(self, count: int) -> None:
         """Emit so many characters of the buffer, except space at their end: a call may follow."""
-        text = self._buffer[:count]
-        self._buffer = self._buffer[count:]
-        stripped = text.rstrip(_SPACE)
+        stripped = len(self._buffer.text[:count].rstrip(_SPACE))
         if stripped:
-            self._emit(self._space + stripped)
-            self._space = ""
-        self._space += text[len(stripped) :]
-
-    def _pass(self, chars: str) -> str:
-        """Move such characters from the buffer's beginning to the space. Returns the rest."""
-        rest = self._buffer.lstrip(chars)
-        self._space += self._buffer[: len(self._buffer) - len(rest)]
-        self._buffer = rest
-        return rest
+            self._buffer.read(stripped)
+            self._emit_kept()
+        self._buffer.read(count - stripped)
 
     def _between(self) -> bool:
         """Before a bare call, if one follows."""
-        rest = self._pass(self._separators if self._index else _SPACE)
+        rest = self._buffer.strip(self._separators if self._index else _SPACE)
         if rest.startswith("{"):
             return self._begin(0)
         if rest.startswith(self._markers.opener):
@@ -201,11 +194,8 @@ class CallText(StateParser):
     def _begin(self, count: int, *, inner: bool = False) -> bool:
         """Begin a call after so many characters of the buffer."""
         self._marked = count > 0 or self._markers.repeats
-        self._lead = self._space + self._buffer[:count]
-        self._buffer = self._buffer[count:]
-        self._space = ""
-        self._call = self._make(inner)
-        self._text_of_call = []
+        self._buffer.read(count)
+        self._call = self._make(self._buffer, inner)
         self._arguments = []
         self._unclosed = False
         self._state = self._in_call
@@ -214,24 +204,23 @@ class CallText(StateParser):
     def _in_call(self) -> bool:
         call = self._call
         had_begun = call.begun
-        raw = call.raw
-        buffer = self._buffer
-        arguments = call.push(buffer)
-        self._buffer = ""
-        self._text_of_call.append(buffer)
-        if call.begun and call.offered and self._holds(call):
-            self._arguments.append(arguments)
-        elif call.begun and call.offered:
-            self._emit_call(None if had_begun else call.name, arguments)
-        elif call.begun and (read := len(raw) + len(buffer) - len(call.raw)):
-            self._emit(self._lead + (raw + buffer)[:read])
-            self._lead = ""
-        if call.verdict is None:
-            return False
+        arguments = call.advance()
         if not call.begun:
+            if call.verdict is None:
+                return False
             self._reject_call()
             return True
-        self._buffer = call.raw
+        if not call.offered:
+            self._emit_kept()
+        elif self._holds(call):
+            if not self._arguments:
+                self._arguments_start = call.start
+            self._arguments.append(arguments)
+        else:
+            self._buffer.drop_kept()
+            self._emit_call(None if had_begun else call.name, arguments, start=call.start)
+        if call.verdict is None:
+            return False
         if not call.offered:
             self._state = self._text
             return True
@@ -244,8 +233,9 @@ class CallText(StateParser):
         """After a call that was held back: emit it, or emit it as content if its arguments are not
         an object or text follows directly, as after a quote too many."""
         if not self._call.always_valid:
+            text = self._buffer.text
             space = self._separators if self._call.verdict == "broken" else self._same_line
-            rest = self._buffer.lstrip(space)
+            rest = text.lstrip(space)
             markers = [
                 marker
                 for marker in (*self._begins, self._markers.closer, self._markers.trailer)
@@ -253,7 +243,7 @@ class CallText(StateParser):
             ]
             if any(marker.startswith(rest) and marker != rest for marker in markers):
                 return False
-            passed = self._buffer[: len(self._buffer) - len(rest)]
+            passed = text[: len(text) - len(rest)]
             separated = not self._markers.closer and (";" in passed or "]" in passed)
             follows = (*markers, "{") if self._call.verdict == "broken" else (*markers, *"{\r\n")
             if not (separated or rest.startswith(follows)):
@@ -261,38 +251,47 @@ class CallText(StateParser):
         return self._end_call() if self._emit_held() else self._reject_held()
 
     def _reject_held(self) -> bool:
-        text = self._lead + "".join(self._text_of_call)
-        self._emit(text[: len(text) - len(self._call.raw)])
+        self._emit_kept()
         self._state = self._text
         return True
 
     def _end_call(self) -> bool:
+        self._buffer.drop_kept()
         self._index += 1
         self._only_calls = self._line_begins = True
         self._state = self._after_call if self._markers.closer else self._between
         return True
 
-    def _emit_call(self, name: str | None, arguments: str) -> None:
+    def _emit_call(self, name: str | None, arguments: str, *, start: int) -> None:
         if name or arguments:
-            self._calls.append(CallDelta(self._index, name, arguments))
+            self._output(
+                Segment(
+                    kind="call",
+                    text=arguments,
+                    start=start,
+                    end=self._call.end,
+                    call=self._index,
+                    name=name,
+                )
+            )
 
     def _reject_call(self) -> None:
-        """Treat the text as content, and look for a call inside it."""
-        self._emit(self._lead)
-        self._buffer = self._call.raw
+        """Treat the text before the call as content, and look for a call inside it."""
+        self._emit_kept()
         self._state = self._text
 
     def _after_call(self) -> bool:
         """Before the closer, which may be missing."""
-        rest = self._pass(self._separators)
+        rest = self._buffer.strip(self._separators)
         if self._markers.closer.startswith(rest) and rest != self._markers.closer:
             return False
         if self._markers.repeats and rest.startswith("{"):
             return self._begin(0)
         self._unclosed = not rest.startswith(self._markers.closer)
-        self._buffer = (
-            self._space + rest if self._unclosed else rest.removeprefix(self._markers.closer)
-        )
-        self._space = ""
+        if self._unclosed:
+            self._buffer.unread()
+        else:
+            self._buffer.drop_kept()
+            self._buffer.skip(len(self._markers.closer))
         self._state = self._text
         return True

@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from typing import Literal
 
+from strobe.server.parsers.buffer import StateParser, find_first, held_back
 from strobe.server.parsers.call_arguments import as_arguments
-from strobe.server.parsers.parser import (
-    CallDelta,
-    Parsed,
-    Phase,
-    StateParser,
-    find_first,
-    held_back,
-)
+from strobe.server.parsers.segment import Kind, Phase, Segment
 
 START = "<|start|>"
 CHANNEL = "<|channel|>"
@@ -24,10 +17,9 @@ END = "<|end|>"
 CALL = "<|call|>"
 RETURN = "<|return|>"
 
-Kind = Literal["reasoning", "content", "call"]
-
 _PHASES: dict[Kind, Phase] = {"reasoning": "thinking", "content": "answer", "call": "tool"}
 _ENDS = (END, CALL, RETURN)
+_BODY_ENDS = (*_ENDS, START, CHANNEL)
 _HEADER_BEGINS = (START, CHANNEL, MESSAGE, "to=")
 _MAX_HEADER_CHARS = 512
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
@@ -58,8 +50,7 @@ class Channels(StateParser):
         self._tools = tools
         self._holds_calls = holds_calls
         self._name = ""  # of the call
-        self._header_text = ""  # of the call
-        self._arguments: list[str] = []  # of the call
+        self._arguments_start = 0  # of the call
         self.phase: Phase = "answer"
         self._kind: Kind | None = None
         self._seen_kinds: set[Kind] = set()
@@ -68,13 +59,11 @@ class Channels(StateParser):
         if thinking_open:
             self._begin("reasoning")
 
-    def finish(self, *, cut: bool = False) -> Parsed:
-        rest = self._buffer
-        self._buffer = ""
-        if self._state != self._body and not self._is_framing(rest):
+    def finish(self, *, cut: bool = False) -> list[Segment]:
+        if self._state != self._body and not self._is_framing(self._buffer.text):
             self._begin("content")
         if self._state == self._body:
-            self._emit(rest)
+            self._emit(len(self._buffer.text))
             self._end_body(cut=cut)
         return self._flush()
 
@@ -96,52 +85,72 @@ class Channels(StateParser):
         self.phase = _PHASES[kind]
         self._separator = "\n" if kind in self._seen_kinds else ""
 
-    def _begin_call(self, name: str, header: str) -> None:
-        """Begin the body of a call. name: the called function."""
+    def _begin_call(self, name: str) -> None:
+        """Begin the body of a call, whose header is kept. name: the called function."""
         self._begin("call")
         self._name = name
-        self._header_text = header
-        self._arguments = []
+        self._arguments_start = self._buffer.position
         if not self._holds_calls:
+            self._buffer.drop_kept()
             self._index += 1
-            self._calls.append(CallDelta(self._index, name, ""))
+            self._output_call("", 0, name)
 
     def _end_body(self, *, cut: bool) -> None:
         """End a message's body."""
         if self._kind != "call":
             return
-        text = "".join(self._arguments)
+        count = self._buffer.position - self._arguments_start
         if not self._holds_calls:
-            if not text and not cut:
-                self._calls.append(CallDelta(self._index, None, "{}"))
+            if not count and not cut:
+                self._output_call("{}", 0)
             return
+        kept = self._buffer.kept
+        text = kept[len(kept) - count :]
         arguments = as_arguments(text if text.strip() or cut else "{}")
         if arguments is not None:
             self._index += 1
-            self._calls.append(CallDelta(self._index, self._name, arguments))
+            self._output_call(arguments, count, self._name)
         elif not cut:
             self._begin("content")
-            self._emit(self._header_text + text)
+            self._emit(0)
+        self._buffer.drop_kept()
 
-    def _emit(self, text: str) -> None:
-        if not text:
+    def _emit(self, count: int) -> None:
+        """Take so many characters into the current message, after the text that is kept."""
+        if self._kind == "call" and not self._holds_calls:
+            arguments = self._buffer.text[:count]
+            self._buffer.skip(count)
+            if arguments:
+                self._output_call(arguments, count)
             return
         assert self._kind is not None
-        if self._kind == "call":
-            self._arguments.append(text)
-            if not self._holds_calls:
-                self._calls.append(CallDelta(self._index, None, text))
+        self._buffer.read(count)
+        if self._kind == "call" or not self._buffer.kept:
             return
-        (self._reasoning if self._kind == "reasoning" else self._content).append(
-            self._separator + text
-        )
+        self._output_kept(self._kind, self._separator)
         self._separator = ""
         self._seen_kinds.add(self._kind)
 
+    def _output_call(self, arguments: str, count: int, name: str | None = None) -> None:
+        """Output arguments, which were read from so many characters in front of the buffer. name:
+        in the call's first output."""
+        end = self._buffer.position
+        self._output(
+            Segment(
+                kind="call",
+                text=arguments,
+                start=end - count,
+                end=end,
+                call=self._index,
+                name=name,
+            )
+        )
+
     def _outside(self) -> bool:
-        rest = self._buffer.lstrip()
+        text = self._buffer.text
+        rest = text.lstrip()
         if rest.startswith(_HEADER_BEGINS):
-            self._buffer = rest
+            self._buffer.skip(len(text) - len(rest))
             self._state = self._header
             return True
         if any(begins.startswith(rest) for begins in _HEADER_BEGINS):
@@ -150,44 +159,42 @@ class Channels(StateParser):
         return True
 
     def _header(self) -> bool:
-        head, message, rest = self._buffer.partition(MESSAGE)
+        head, message, _ = self._buffer.text.partition(MESSAGE)
         if not message:
             head = head[: len(head) - held_back(head, (MESSAGE, START, *_ENDS))]
         end = _header_breaks(head)
         if end is not None:
             self._begin("content")
-            self._emit(self._buffer[:end])
-            self._buffer = self._buffer[end:]
+            self._emit(end)
             return True
         if not message:
             return False
-        self._buffer = rest
+        self._buffer.read(len(head) + len(message))
         recipient = _RECIPIENT.search(head)
         channel = _CHANNEL.search(head)
         if recipient and recipient[1] not in ("assistant", "user", "all"):
             name = recipient[1].removeprefix("functions.")
             if self._tools is not None and (not self._tools or name in self._tools):
-                self._begin_call(name, head + message)
+                self._begin_call(name)
             else:
                 self._begin("content")
-                self._emit(head + message)
+                self._emit(0)
         else:
+            self._buffer.drop_kept()
             self._begin("reasoning" if channel and channel[1] == "analysis" else "content")
         return True
 
     def _body(self) -> bool:
-        markers = (*_ENDS, START, CHANNEL)
-        match = find_first(self._buffer, markers)
+        text = self._buffer.text
+        match = find_first(text, _BODY_ENDS)
         if match is None:
-            end = len(self._buffer) - held_back(self._buffer, markers)
-            self._emit(self._buffer[:end])
-            self._buffer = self._buffer[end:]
+            self._emit(len(text) - held_back(text, _BODY_ENDS))
             return False
         position, marker = match
-        self._emit(self._buffer[:position])
+        self._emit(position)
         self._end_body(cut=False)
         ended = marker in _ENDS
-        self._buffer = self._buffer[position + len(marker) if ended else position :]
+        self._buffer.skip(len(marker) if ended else 0)
         self._state = self._outside if ended else self._header
         return True
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from strobe.server.parsers.buffer import Buffer
 from strobe.server.parsers.call_named import CallNamed
 from strobe.server.parsers.call_reader import CallReader
 from strobe.server.parsers.call_text import CallMarkers
@@ -43,8 +44,8 @@ class DeepSeek(MarkedCalls):
     fenced: bool
     markers: CallMarkers = _MARKERS
 
-    def reader(self, tools: Sequence[Tool], *, opened: bool) -> CallReader:
-        return CallNamed(_FENCED if self.fenced else _PLAIN, CALL_END, tools)
+    def reader(self, buffer: Buffer, tools: Sequence[Tool], *, opened: bool) -> CallReader:
+        return CallNamed(buffer, _FENCED if self.fenced else _PLAIN, CALL_END, tools)
 
     def grammar(
         self, tools: Sequence[Tool], *, parallel: bool, added_tokens: Mapping[str, int]

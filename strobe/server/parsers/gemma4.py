@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from strobe.server.parsers.buffer import Buffer
 from strobe.server.parsers.call_gemma4 import CALL, CLOSER, NAME, OPENER, QUOTE, CallGemma4
 from strobe.server.parsers.call_reader import CallReader
 from strobe.server.parsers.call_text import CallMarkers
@@ -24,8 +25,8 @@ class Gemma4Calls(MarkedCalls):
     name: str = "gemma4"
     markers: CallMarkers = _MARKERS
 
-    def reader(self, tools: Sequence[Tool], *, opened: bool) -> CallReader:
-        return CallGemma4(tools)
+    def reader(self, buffer: Buffer, tools: Sequence[Tool], *, opened: bool) -> CallReader:
+        return CallGemma4(buffer, tools)
 
     def grammar(
         self, tools: Sequence[Tool], *, parallel: bool, added_tokens: Mapping[str, int]

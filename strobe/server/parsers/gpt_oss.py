@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from strobe.server.parsers.channels import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, START, Channels
 from strobe.server.parsers.lark import arguments, check_name, check_tokens, literal, marker
-from strobe.server.parsers.parser import Parser, Tool
+from strobe.server.parsers.parser import Tool
+from strobe.server.parsers.segment import Parser
 
 _NAME = re.compile(r"[^\s<>]+")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from strobe.server.parsers.buffer import Buffer
 from strobe.server.parsers.call_object import CallObject
 from strobe.server.parsers.call_reader import CallReader
 from strobe.server.parsers.call_text import CallMarkers
@@ -27,8 +28,8 @@ class Hermes(MarkedCalls):
     name: str = "hermes"
     markers: CallMarkers = _MARKERS
 
-    def reader(self, tools: Sequence[Tool], *, opened: bool) -> CallReader:
-        return _Call(CLOSER, tools)
+    def reader(self, buffer: Buffer, tools: Sequence[Tool], *, opened: bool) -> CallReader:
+        return _Call(buffer, CLOSER, tools)
 
     def grammar(
         self, tools: Sequence[Tool], *, parallel: bool, added_tokens: Mapping[str, int]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from strobe.server.parsers.buffer import Buffer
 from strobe.server.parsers.call_object import CallObject
 from strobe.server.parsers.call_reader import CallReader
 from strobe.server.parsers.call_text import CallMarkers
@@ -24,8 +25,8 @@ class Llama3(MarkedCalls):
     name: str = "llama3"
     markers: CallMarkers = _MARKERS
 
-    def reader(self, tools: Sequence[Tool], *, opened: bool) -> CallReader:
-        return CallObject("", tools, needs_arguments=True)
+    def reader(self, buffer: Buffer, tools: Sequence[Tool], *, opened: bool) -> CallReader:
+        return CallObject(buffer, "", tools, needs_arguments=True)
 
     def grammar(
         self, tools: Sequence[Tool], *, parallel: bool, added_tokens: Mapping[str, int]

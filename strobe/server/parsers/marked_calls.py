@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from strobe.server.parsers.buffer import Buffer
 from strobe.server.parsers.call_reader import CallReader
 from strobe.server.parsers.call_text import CallMarkers, CallText
-from strobe.server.parsers.parser import Parser, Tool
+from strobe.server.parsers.parser import Tool
+from strobe.server.parsers.segment import Parser
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +35,11 @@ class MarkedCalls:
     ) -> Parser:
         return CallText(
             self.markers,
-            lambda opened: self.reader(tools, opened=opened),
+            lambda buffer, opened: self.reader(buffer, tools, opened=opened),
             forced=forced,
             whole_calls=whole_calls,
         )
 
-    def reader(self, tools: Sequence[Tool], *, opened: bool) -> CallReader:
+    def reader(self, buffer: Buffer, tools: Sequence[Tool], *, opened: bool) -> CallReader:
         """Return the reader of one call. opened: whether `markers.inner` has been read."""
         raise NotImplementedError

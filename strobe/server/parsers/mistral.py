@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from strobe.server.parsers.buffer import Buffer
 from strobe.server.parsers.call_named import CallNamed
 from strobe.server.parsers.call_object import CallObject
 from strobe.server.parsers.call_reader import CallReader
@@ -32,8 +33,8 @@ class Mistral(MarkedCalls):
     name: str = "mistral"
     markers: CallMarkers = _MARKERS
 
-    def reader(self, tools: Sequence[Tool], *, opened: bool) -> CallReader:
-        return _Call(tools)
+    def reader(self, buffer: Buffer, tools: Sequence[Tool], *, opened: bool) -> CallReader:
+        return _Call(buffer, tools)
 
     def grammar(
         self, tools: Sequence[Tool], *, parallel: bool, added_tokens: Mapping[str, int]
@@ -58,9 +59,9 @@ class Mistral(MarkedCalls):
 class _Call(CallNamed):
     """Reads a call of either style, including a list's opening bracket."""
 
-    def __init__(self, tools: Sequence[Tool]):
-        super().__init__(_HEAD, "", tools)
-        self._read = self._style
+    def __init__(self, buffer: Buffer, tools: Sequence[Tool]):
+        super().__init__(buffer, _HEAD, "", tools)
+        self._step = self._style
 
     def _style(self) -> bool:
         first = self._next()
@@ -69,7 +70,7 @@ class _Call(CallNamed):
         if first == "[":
             self._at += 1
         self._listed = first in "[{"
-        self._read = self._brace if self._listed else self._head
+        self._step = self._brace if self._listed else self._head
         return True
 
     def _comma(self) -> bool:

@@ -1,84 +1,14 @@
-"""Protocols of parsers and formats, and the values that parsers return."""
+"""Tools, and the protocols of their formats and of formats of reasoning."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from strobe.grammars.closed_schema import closed
 from strobe.grammars.json_schema import enforceable
-
-Phase = Literal["thinking", "answer", "tool"]
-
-
-@dataclass(frozen=True, slots=True)
-class CallDelta:
-    """A piece of a tool call. index: the call's index in the answer. name: only in a call's first
-    delta. arguments: a piece of the arguments' JSON text, as the model wrote it."""
-
-    index: int
-    name: str | None
-    arguments: str
-
-
-class Parsed(NamedTuple):
-    """Parsed text: pieces of reasoning, content and tool calls."""
-
-    reasoning: str = ""
-    content: str = ""
-    calls: tuple[CallDelta, ...] = ()
-
-
-class Parser(Protocol):
-    """Splits one answer, whose raw text arrives in pieces of any size.
-
-    The joined output depends only on the whole text, never on where it was cut. Text is held back
-    only while it may be the beginning of a marker.
-    """
-
-    @property
-    def phase(self) -> Phase:
-        """The phase of the last text."""
-        ...
-
-    def push(self, text: str) -> Parsed:
-        """Add text. Returns the output that is certain so far."""
-        ...
-
-    def finish(self, *, cut: bool = False) -> Parsed:
-        """Return the rest of the output after the answer's end, which may be anywhere. cut: whether
-        the limit of tokens ended the answer; an unfinished call is then dropped."""
-        ...
-
-
-class StateParser:
-    """Base class of parsers with states. Each state consumes a part of the buffer. It returns False
-    if it needs more text."""
-
-    def __init__(self, first: Callable[[], bool]):
-        """first: the first state."""
-        self._state = first
-        self._buffer = ""
-        self._reasoning: list[str] = []
-        self._content: list[str] = []
-        self._calls: list[CallDelta] = []
-
-    def push(self, text: str) -> Parsed:
-        self._buffer += text
-        self._advance()
-        return self._flush()
-
-    def _advance(self) -> None:
-        while self._state():
-            pass
-
-    def _flush(self) -> Parsed:
-        parsed = Parsed("".join(self._reasoning), "".join(self._content), tuple(self._calls))
-        self._reasoning = []
-        self._content = []
-        self._calls = []
-        return parsed
+from strobe.server.parsers.segment import Parser
 
 
 @dataclass(frozen=True)
@@ -168,30 +98,3 @@ class ReasoningFormat(Protocol):
     def opened_by(self, prompt: str) -> bool:
         """Whether a prompt ends inside reasoning, so that the answer begins with it."""
         ...
-
-    def parser(self, *, thinking_open: bool = False) -> Parser: ...
-
-
-def join(parts: Sequence[Parsed]) -> Parsed:
-    """Return consecutive outputs as one."""
-    return Parsed(
-        "".join([part.reasoning for part in parts]),
-        "".join([part.content for part in parts]),
-        tuple(delta for part in parts for delta in part.calls),
-    )
-
-
-def held_back(text: str, markers: Collection[str]) -> int:
-    """Return the number of characters at a text's end that may begin one of the markers."""
-    longest = max(map(len, markers)) - 1
-    heads = {marker[0] for marker in markers}
-    for count in range(min(longest, len(text)), 0, -1):
-        if text[-count] in heads and any(marker.startswith(text[-count:]) for marker in markers):
-            return count
-    return 0
-
-
-def find_first(text: str, markers: Iterable[str]) -> tuple[int, str] | None:
-    """Return the position of the first marker in a text, and that marker."""
-    matches = [(position, marker) for marker in markers if (position := text.find(marker)) >= 0]
-    return min(matches) if matches else None

@@ -7,6 +7,7 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from strobe.server.parsers.buffer import Buffer
 from strobe.server.parsers.call_reader import CallReader
 from strobe.server.parsers.call_tags import CallTags
 from strobe.server.parsers.call_text import CallMarkers
@@ -56,8 +57,8 @@ class Qwen3Coder(MarkedCalls):
     name: str = "qwen3_coder"
     markers: CallMarkers = _MARKERS
 
-    def reader(self, tools: Sequence[Tool], *, opened: bool) -> CallReader:
-        return CallTags(tools, opened=opened)
+    def reader(self, buffer: Buffer, tools: Sequence[Tool], *, opened: bool) -> CallReader:
+        return CallTags(buffer, tools, opened=opened)
 
     def grammar(
         self, tools: Sequence[Tool], *, parallel: bool, added_tokens: Mapping[str, int]

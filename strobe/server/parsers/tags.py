@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 
-from strobe.server.parsers.parser import held_back
+from strobe.server.parsers.buffer import held_back
 
 OPENER = "<tool_call>"
 CLOSER = "</tool_call>"
@@ -23,9 +23,9 @@ _MAX_CHARS = 207
 _BLANK = re.compile(rf"(?:[ \t\r\n]|{_COMMENT})*")
 _BLANK_OR_END = re.compile(rf"(?:[ \t\r\n]|{PARAMETER_END}|{_COMMENT})*")
 _MARKER = re.compile(rf"(\r?\n)?({PARAMETER_END}|{FUNCTION_END}|{PARAMETER})")
-_MARKERS = [
+_MARKERS = tuple(
     line + tag for line in ("", "\n", "\r\n") for tag in (PARAMETER_END, FUNCTION_END, PARAMETER)
-]
+)
 _FOLLOWS = {
     PARAMETER_END: (PARAMETER, FUNCTION_END, CLOSER, FUNCTION, OPENER),
     FUNCTION_END: (CLOSER, FUNCTION, OPENER),

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from strobe.server.parsers import Parsed, Parser
+from strobe.server.parsers import Parser, Segment, text_of
 
 Make = Callable[[], Parser]
 
@@ -22,29 +22,48 @@ class Result(NamedTuple):
     calls: list[tuple[str, str]]
 
 
-def joined(parts: Iterable[Parsed]) -> Result:
-    """Join deltas as a client does. They must be in order."""
-    reasoning = content = ""
-    calls: list[tuple[str, str]] = []
-    for part in parts:
-        reasoning += part.reasoning
-        content += part.content
-        for delta in part.calls:
-            if delta.index == len(calls):
-                assert delta.name, "a call's first delta names it"
-                calls.append((delta.name, delta.arguments))
-            else:
-                assert delta.index == len(calls) - 1
-                assert delta.name is None
-                assert delta.arguments, "a later delta brings something"
-                name, arguments = calls[-1]
-                calls[-1] = (name, arguments + delta.arguments)
-    return Result(reasoning, content, calls)
+def join(segments: Iterable[Segment]) -> list[Segment]:
+    """Join consecutive segments of one kind, or of one call, as a client does."""
+    joined: list[Segment] = []
+    end = 0
+    for segment in segments:
+        assert end <= segment.start <= segment.end, "the segments are in the order of the text"
+        end = segment.end
+        last = joined[-1] if joined else None
+        if last is not None and (last.kind, last.call) == (segment.kind, segment.call):
+            assert segment.name is None, "only a call's first segment names it"
+            assert segment.text, "a later segment brings something"
+            joined[-1] = last._replace(text=last.text + segment.text, end=segment.end)
+        else:
+            assert (segment.kind == "call") == bool(segment.name), "a call's first segment names it"
+            joined.append(segment)
+    return joined
+
+
+def segments_of(parser: Parser, pieces: Sequence[str], *, cut: bool = False) -> list[Segment]:
+    """Return the joined segments of a text in pieces."""
+    segments = [segment for piece in pieces for segment in parser.push(piece)]
+    segments += parser.finish(cut=cut)
+    text = "".join(pieces)
+    for segment in segments:
+        # A parser may add a line break between two messages, which is not in the text.
+        same = text[segment.start : segment.end] in (segment.text, segment.text.removeprefix("\n"))
+        assert segment.kind == "call" or same
+    return join(segments)
 
 
 def parse(parser: Parser, pieces: Sequence[str], *, cut: bool = False) -> Result:
-    parts = [parser.push(piece) for piece in pieces]
-    return joined([*parts, parser.finish(cut=cut)])
+    return result_of(segments_of(parser, pieces, cut=cut))
+
+
+def result_of(segments: Sequence[Segment]) -> Result:
+    calls = [segment for segment in segments if segment.kind == "call"]
+    assert [call.call for call in calls] == list(range(len(calls)))
+    return Result(
+        text_of(segments, "reasoning"),
+        text_of(segments, "content"),
+        [(call.name or "", call.text) for call in calls],
+    )
 
 
 def cut(text: str, places: Iterable[int]) -> list[str]:
@@ -54,11 +73,17 @@ def cut(text: str, places: Iterable[int]) -> list[str]:
 
 
 def check_cuts(make: Make, text: str, places: Sequence[int] = ()) -> Result:
-    """Parse a text and check that the result is the same whole, cut, and character by character."""
-    whole = parse(make(), [text])
-    assert parse(make(), list(text)) == whole
-    assert parse(make(), cut(text, places)) == whole
-    assert parse(make(), ["", *cut(text, places), ""]) == whole
+    """Parse a text and check that the result, with the ranges of its segments, is the same whole,
+    cut, and character by character."""
+    return result_of(check_segments(make, text, places))
+
+
+def check_segments(make: Make, text: str, places: Sequence[int] = ()) -> list[Segment]:
+    """Return the same as joined segments."""
+    whole = segments_of(make(), [text])
+    assert segments_of(make(), list(text)) == whole
+    assert segments_of(make(), cut(text, places)) == whole
+    assert segments_of(make(), ["", *cut(text, places), ""]) == whole
     return whole
 
 
@@ -68,9 +93,9 @@ def stream(make: Make, pieces: Sequence[str]) -> list[Result]:
     parts = [parser.push(piece) for piece in pieces]
     return [
         Result(
-            part.reasoning,
-            part.content,
-            [(delta.name or "", delta.arguments) for delta in part.calls],
+            text_of(part, "reasoning"),
+            text_of(part, "content"),
+            [(segment.name or "", segment.text) for segment in part if segment.kind == "call"],
         )
         for part in (*parts, parser.finish())
     ]
