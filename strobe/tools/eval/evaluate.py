@@ -35,7 +35,7 @@ def evaluate(kind: str, settings: EvalSettings, config: EngineConfig) -> int:
     Returns 0, or 1 if a figure is below the expected one or answers in fp32 differ with
     speculation. Raises ValueError for settings that cannot run, before measuring.
     """
-    pair = expected.chosen(settings)
+    named = expected.chosen(settings)
     command = command_line(f"eval {kind}", settings, config)
     with progress() as say:
         say("reading data sets")
@@ -52,7 +52,7 @@ def evaluate(kind: str, settings: EvalSettings, config: EngineConfig) -> int:
             del ways["plain"]
         resolved = resolve(list(ways.values())[-1])
         enough = {d.name: expected.enough(len(d.samples), d.total) for d in data_sets}
-        expectations = expected.expectations(settings, resolved, pair, enough)
+        expectations = expected.expectations(settings, resolved, named, enough)
         figures = _header(
             kind, command=command, settings=settings, resolved=resolved, data_sets=data_sets
         )
