@@ -29,6 +29,7 @@ class Verify:
     examples: ClassVar[tuple[str, ...]] = (
         "strobe verify",
         "strobe verify Qwen/Qwen3-8B DRAFT --tokens 30000",
+        "strobe verify Qwen/Qwen3-8B DRAFT --against http://localhost:8000",
     )
 
     target: Annotated[Positional[str], note("The target model.", "TARGET")] = ""

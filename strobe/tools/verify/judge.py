@@ -71,7 +71,10 @@ class Judge:
                 if divergence is not None:
                     divergences.append(divergence)
                 rows += compare_rows(name, wave, one, two)
-        for about, count, is_greedy in (("greedy", greedy, True), ("sampled", sampled, False)):
+        for about, count, is_greedy in (
+            (f"greedy, {name}", greedy, True),
+            (f"sampled, {name}", sampled, False),
+        ):
             self._judge_divergences(
                 about, count, [d for d in divergences if d.greedy == is_greedy], name
             )

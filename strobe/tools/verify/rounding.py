@@ -70,9 +70,11 @@ def comparable_rows(a: Sequence[int], b: Sequence[int]) -> int:
     return min(common_length(a, b) + 1, len(a), len(b))
 
 
-def limit_of(resolved: ResolvedConfig, spread: float) -> float:
-    """Return the largest difference that rounding may make, for logits that spread so far."""
-    units = LIMITS[resolved.dtype] * torch.finfo(resolved.dtype).eps
+def limit_of(resolved: ResolvedConfig, spread: float, dtype: torch.dtype | None = None) -> float:
+    """Return the largest difference that rounding may make, for logits that spread so far. dtype:
+    another engine's."""
+    dtype = resolved.dtype if dtype is None else dtype
+    units = LIMITS[dtype] * torch.finfo(dtype).eps
     if resolved.config.kv_cache_dtype == "fp8":
         units = max(units, 2 * torch.finfo(torch.float8_e4m3fn).eps)
     if resolved.target.decoder.experts is not None:
@@ -112,5 +114,22 @@ def measure_rounding(engine: Engine, plain: Run, spread: float) -> Rounding:
         by_shape={shape: float(values.max(initial=0.0)) for shape, values in merged.items()},
         largest=largest,
         bound=min(bound, limit),
+        limit=limit,
+    )
+
+
+def peer_rounding(run: Run, own: Rounding, limit: float) -> Rounding:
+    """Return the rounding of another engine: between its answers alone and at once, and at least
+    this engine's own."""
+    found = [np.zeros(1)]
+    for one, two in zip(run.answers["alone"], run.answers.get("batch", []), strict=False):
+        rows = comparable_rows(one.tokens, two.tokens)
+        found.append(difference(one.rows[:rows], two.rows[:rows]))
+    largest = max(float(values.max(initial=0.0)) for values in found)
+    return Rounding(
+        rows=sum(len(values) for values in found),
+        by_shape={"batch": largest},
+        largest=largest,
+        bound=min(max(own.bound, FACTOR * largest), limit),
         limit=limit,
     )

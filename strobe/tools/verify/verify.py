@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from strobe.config import EngineConfig
 from strobe.engine.build import resolve
@@ -19,13 +20,21 @@ from strobe.ranks.leader import start_engine
 from strobe.speculation.draft_policy import DraftPolicy
 from strobe.text.tokenizer import Tokenizer
 from strobe.tools import report
+from strobe.tools.verify.against import (
+    Peer,
+    PeerUndecided,
+    ServerPeer,
+    TransformersPeer,
+    run_peer,
+    trimmed,
+)
 from strobe.tools.verify.cases import Suite, SuiteBuilder, read_prompts
 from strobe.tools.verify.check import Checker
 from strobe.tools.verify.distribution import compare_distributions, sample_pairs
 from strobe.tools.verify.findings import Verification
 from strobe.tools.verify.judge import Judge, detectable_rate, reference_bound
-from strobe.tools.verify.reference import Reference, make_reference
-from strobe.tools.verify.rounding import measure_rounding
+from strobe.tools.verify.reference import Reference, TransformersReference, make_reference
+from strobe.tools.verify.rounding import limit_of, measure_rounding, peer_rounding
 from strobe.tools.verify.runs import Run, run_waves
 from strobe.tools.verify.verify_report import markdown, show
 from strobe.tools.verify.verify_settings import VerifySettings
@@ -119,6 +128,9 @@ class Verifier:
         pairs = [(wave.name, wave.cold) for wave in suite.waves if wave.cold is not None]
         judge.judge_acceptance(speculated, pairs)
         self._count(plain, speculated, judge)
+        if self.settings.against is not None:
+            with self._timed("against", f"comparing with {self.settings.against}"):
+                self._compare_with_peer(self.settings.against, checker, plain, judge)
         for reason in suite.left_out:
             self.verification.add("note", "left out", f"{reason}.")
         return self.verification
@@ -169,6 +181,49 @@ class Verifier:
             judge.judge_first_tokens(pairs)
         self.verification.figures["distribution"] = [vars(test) for test in tests]
         judge.judge_distributions(tests)
+
+    def _compare_with_peer(self, against: str, checker: Checker, plain: Run, judge: Judge) -> None:
+        """Compare another engine's answers to the chats with plain decoding and the reference."""
+        stop_ids = self.engine.resolved.target.eos_ids
+        resolved = self.engine.resolved
+        try:
+            peer, dtype = self._peer(against)
+            run = run_peer(peer, [answer.case for answer in plain.answers["batch"]], stop_ids)
+        except (PeerUndecided, ValueError) as error:
+            text = str(error).rstrip(".")
+            self.verification.add("undecided", "against", f"{text}.")
+            return
+        ours = trimmed(plain, stop_ids)
+        checks = checker.check_runs({peer.name: run})[peer.name]
+        spread = float(np.median(checker.spreads))
+        limit = limit_of(resolved, spread, dtype)
+        rounding = peer_rounding(run, judge.rounding, limit)
+        bound = reference_bound(rounding, checks)
+        rounding = replace(rounding, bound=max(rounding.bound, bound))
+        own = replace(judge, rounding=rounding, reference_bound=bound)
+        self.verification.add(
+            "note",
+            "against",
+            f"{peer.name}: {checks.rows} rows, compared with bound {bound:.2g}.",
+        )
+        for wave in run.answers:
+            batch = Run({wave: ours.answers["batch"]}, ours.seconds)
+            own.judge_runs(checker, batch, Run({wave: run.answers[wave]}, 0.0), peer.name)
+        own.judge_reference(checks, self._reference().name)
+        if "batch" in run.answers:
+            tokens = sum(len(answer.tokens) for answer in run.answers["batch"])
+            self.verification.figures["against_tokens_per_s"] = tokens / run.seconds
+
+    def _peer(self, against: str) -> tuple[Peer, torch.dtype]:
+        """Return the other engine and its dtype. Raises ValueError."""
+        if against != "transformers":
+            dtype: torch.dtype = getattr(torch, self.settings.against_dtype)
+            return ServerPeer(against, self.tokenizer), dtype
+        reference = self._reference()
+        if not isinstance(reference, TransformersReference):
+            reference = TransformersReference(self.engine.resolved)
+        stop_ids = self.engine.resolved.target.eos_ids
+        return TransformersPeer(reference, stop_ids), self.engine.resolved.dtype
 
     def _count(self, plain: Run, speculated: Run, judge: Judge) -> None:
         """Report throughput, acceptance, and the fault rate that would have shown."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from strobe.validation import option, settings
 
@@ -17,6 +17,14 @@ class VerifySettings:
 
     error_prefix: ClassVar[str] = ""
 
+    against: str | None = option(
+        None,
+        "Compare with another engine as well: transformers, or the URL of an OpenAI-compatible "
+        "server.",
+    )
+    against_dtype: Literal["float32", "float16", "bfloat16"] = option(
+        "bfloat16", "The dtype that the server of --against runs in, for the limit of its rounding."
+    )
     prompts: str | None = option(
         None, "File with one prompt a line (JSON strings or plain text) in place of the built-in."
     )
@@ -33,3 +41,12 @@ class VerifySettings:
         "auto is transformers where it loads the checkpoint.",
     )
     output: str = option("", "File for the report as Markdown.")
+
+    @model_validator(mode="after")
+    def _check_against(self) -> VerifySettings:
+        if self.against not in (None, "transformers") and not str(self.against).startswith("http"):
+            raise ValueError(
+                f"against is {self.against!r}, but must be transformers or a URL such as "
+                "http://localhost:8000."
+            )
+        return self
