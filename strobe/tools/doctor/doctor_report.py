@@ -107,9 +107,10 @@ def _show_margins(console: Console, report: Report) -> None:
         table.add_row(title, *[f"{report.margins[i][name]:.2f}" for i in shown])
     console.print(table)
     console.print(
-        " margin m: a draft's logit minus the second largest; evidence: (m M^3)^(1/8), "
-        "M the mean of its\n block's margins; low and high: the quartiles. Chance: about\n"
-        " 1 / (1 + exp(-slope x evidence - intercept))",
+        " margin m: a draft's logit minus the second largest\n"
+        " evidence: (m M^3)^(1/8), with M the mean of its block's margins\n"
+        " low and high: the quartiles of the evidence\n"
+        " chance: about 1 / (1 + exp(-slope x evidence - intercept))",
         style="dim",
     )
 
