@@ -191,7 +191,7 @@ def test_step_times_demo_shapes_and_reports_forced_acceptance(
     assert figures["acceptance_length_forced"] == 3
     assert figures["device"]
     assert figures["versions"]["torch"] == torch.__version__
-    assert figures["command"].startswith("strobe bench step --concurrency 1,3 --prompt-len 20")
+    assert figures["command"].startswith("strobe bench step --load-format uniform --concurrency")
     assert figures["config"]["dflash"]["load_format"] == "uniform"
     assert figures["config"]["plain"]["draft"] is None
     rows = {(row["method"], row["concurrency"]): row for row in figures["rows"]}

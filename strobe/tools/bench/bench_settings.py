@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field as Bounds
 from pydantic import model_validator
@@ -28,9 +28,31 @@ TopP = Annotated[float, Bounds(gt=0, le=1)]
 _MORE = "ask for one or more."
 
 
+def _top_p() -> float:
+    return option(1.0, "Keep the most probable tokens up to this mass; 1 is off.")
+
+
 @settings
-class StepSettings:
-    """`strobe bench step`. Raises ValueError for invalid values and combinations."""
+class _Concurrency:
+    """Options of the benchmarks that measure several numbers of requests."""
+
+    concurrency: str = option("1,8,32", "Requests at once, separated by commas.")
+    json: str = option("", "File to write every figure to.")
+
+    @model_validator(mode="after")
+    def _check_shared(self) -> Self:
+        _ = self.requests  # raises if it cannot be parsed
+        check_file(self.json)
+        return self
+
+    @property
+    def requests(self) -> tuple[int, ...]:
+        return positive_ints("concurrency", self.concurrency)
+
+
+@settings
+class _RandomModels:
+    """Options of the benchmarks with random weights."""
 
     shapes: str = option(
         "", "Shapes by name: demo (the default), qwen3-0.6b, qwen3-4b, qwen3-8b, llama-3.1-8b, "
@@ -38,7 +60,34 @@ class StepSettings:
         "each with its DFlash drafter, qwen3.8-27b with DFlash2's, or qwen3-8b-dflash2, "
         "qwen3-8b-dspark or qwen3.8-27b-dspark; or give directories with --target and --draft."
     )  # fmt: skip
-    concurrency: str = option("1,8,32", "Requests decoding at once, separated by commas.")
+    load_format: RandomWeights = option(
+        "dummy", "Random weights: dummy draws normal ones, with norms of 1; uniform draws all "
+        "within 0.001 of 0, as vLLM's dummy does. Rows then hold the same few tokens, so that a "
+        "GPU at its power limit is faster."
+    )  # fmt: skip
+    temperature: Temperature = option(0.0, "0 is greedy.")
+
+
+@settings
+class _RealPrompts:
+    """Options of the benchmarks that answer real prompts."""
+
+    data: str = option(
+        "", "JSON lines with prompt, messages or turns; without it, held-out tasks of the demo "
+        "models."
+    )  # fmt: skip
+    prompts: Positive = option(32, "Number of prompts, from the start of the data.", _MORE)
+    max_tokens: Positive = option(256, "Maximum tokens per answer.", _MORE)
+    temperature: Temperature = option(0.0, "0 is greedy.")
+    top_p: TopP = _top_p()
+    ignore_eos: bool = option(False, "The model's own end tokens do not end the answer.")
+    thinking: bool = option(False, "Let the model think before it answers a prompt of --data.")
+
+
+@settings
+class StepSettings(_Concurrency, _RandomModels):
+    """`strobe bench step`. Raises ValueError for invalid values and combinations."""
+
     prompt_len: str = option("256", "Tokens per prompt, separated by commas.")
     acceptance_length: Annotated[float, Bounds(ge=1, le=10**6)] = option(
         6.0,
@@ -49,36 +98,24 @@ class StepSettings:
     warmup: Annotated[int, Bounds(ge=0, le=MAX_INT)] = option(
         20, "Untimed steps before them.", "0 times the first steps, too."
     )
-    temperature: Temperature = option(0.0, "0 is greedy.")
-    top_p: TopP = option(1.0, "Keep the most probable tokens up to this mass; 1 is off.")
+    top_p: TopP = _top_p()
     prefill: str = option("", "Prefills to time, prompts x tokens, such as 8x2048,1x32000.")
     routing: Literal["random", "even"] = option(
         "random", "Experts of each row: random chooses by the random weights, so that rows "
         "prefer the same ones; even draws them evenly, without repetition and the same in every "
         "run. Only even agrees with the floor and compares with other engines."
     )  # fmt: skip
-    load_format: RandomWeights = option(
-        "dummy", "Random weights: dummy draws normal ones, with norms of 1; uniform draws all "
-        "within 0.001 of 0, as vLLM's dummy does. Rows then hold the same few tokens, so that a "
-        "GPU at its power limit is faster."
-    )  # fmt: skip
     profile: bool = option(
         False, "Also list the operations of a step and of a prefill: launches, time and share of "
         "each, and the floor of each part of the model. On a GPU, the time of an operation counts "
         "from the end of those that started before it."
     )  # fmt: skip
-    json: str = option("", "File to write every figure to.")
 
     @model_validator(mode="after")
-    def _check_together(self) -> StepSettings:
-        for name in ("requests", "prompt_lens", "prefills"):
+    def _check_together(self) -> Self:
+        for name in ("prompt_lens", "prefills"):
             getattr(self, name)  # raises if it cannot be parsed
-        check_file(self.json)
         return self
-
-    @property
-    def requests(self) -> tuple[int, ...]:
-        return positive_ints("concurrency", self.concurrency)
 
     @property
     def prompt_lens(self) -> tuple[int, ...]:
@@ -99,46 +136,26 @@ class StepSettings:
 
 
 @settings
-class OfflineSettings:
+class OfflineSettings(_Concurrency, _RealPrompts):
     """`strobe bench offline`. Raises ValueError for invalid values and combinations."""
 
-    data: str = option(
-        "", "JSON lines with prompt, messages or turns; without it, held-out tasks of the demo "
-        "models."
-    )  # fmt: skip
-    prompts: Positive = option(32, "Number of prompts, from the start of the data.", _MORE)
-    concurrency: str = option("1,8,32", "Requests running at once, separated by commas.")
-    max_tokens: Positive = option(256, "Maximum tokens per answer.", _MORE)
     repeats: Positive = option(2, "Timed runs; the fastest of each way counts.", _MORE)
-    temperature: Temperature = option(0.0, "0 is greedy.")
-    top_p: TopP = option(1.0, "Keep the most probable tokens up to this mass; 1 is off.")
-    ignore_eos: bool = option(False, "The model's own end tokens do not end the answer.")
-    thinking: bool = option(False, "Let the model think before it answers a prompt of --data.")
-    json: str = option("", "File to write every figure to.")
 
     @model_validator(mode="after")
-    def _check_together(self) -> OfflineSettings:
+    def _check_together(self) -> Self:
         max_requests = max(self.requests)
         if max_requests > self.prompts:
             raise ValueError(
                 f"concurrency is {max_requests}, but there are {self.prompts} prompts; lower it "
-                "or raise "
-                f"prompts to {max_requests}."
+                f"or raise prompts to {max_requests}."
             )
-        check_file(self.json)
         return self
-
-    @property
-    def requests(self) -> tuple[int, ...]:
-        return positive_ints("concurrency", self.concurrency)
 
 
 @settings
-class LoadSettings:
+class LoadSettings(_Concurrency, _RandomModels):
     """`strobe bench load`. Raises ValueError for invalid values and combinations."""
 
-    shapes: str = option("", "Shapes by name, as in strobe bench step; or --target and --draft.")
-    concurrency: str = option("1,8,32", "Requests at once, separated by commas.")
     rate: str = option(
         "", "Requests per second, arriving at random times, separated by commas; the largest "
         "concurrency limits the requests in flight."
@@ -154,7 +171,6 @@ class LoadSettings:
         None, "Instead of traces: accept each draft with this probability, whatever its margin.",
         "0 accepts none.",
     )  # fmt: skip
-    load_format: RandomWeights = option("dummy", "Random weights, as in strobe bench step.")
     answers: Annotated[int, Bounds(ge=0, le=MAX_INT)] = option(
         0, "Answers per load; 0 is 4 for each request at once, 30 s at a rate, and at least 24."
     )
@@ -166,15 +182,12 @@ class LoadSettings:
     max_tokens: Annotated[int, Bounds(ge=0, le=MAX_INT)] = option(
         0, "Maximum tokens per answer; 0 keeps the traces' lengths, or is 256 with --steady."
     )
-    temperature: Temperature = option(0.0, "0 is greedy.")
-    json: str = option("", "File to write every figure to.")
     plot: str = option("", "Image to write: tokens/s and time per token over the load.")
 
     @model_validator(mode="after")
-    def _check_together(self) -> LoadSettings:
-        for name in ("requests", "rates", "fixed"):
+    def _check_together(self) -> Self:
+        for name in ("rates", "fixed"):
             getattr(self, name)  # raises if it cannot be parsed
-        check_file(self.json)
         check_file(self.plot, "plot")
         if self.plot and Path(self.plot).suffix.lower() not in FORMATS:
             ends = ", ".join(FORMATS)
@@ -186,10 +199,6 @@ class LoadSettings:
                 "acceptance_rate is set together with traces or mix; leave it or them out."
             )
         return self
-
-    @property
-    def requests(self) -> tuple[int, ...]:
-        return positive_ints("concurrency", self.concurrency)
 
     @property
     def rates(self) -> tuple[float, ...]:
@@ -224,21 +233,16 @@ class LoadSettings:
 
 
 @settings
-class RecordSettings:
+class RecordSettings(_RealPrompts):
     """`strobe bench record`. Raises ValueError for invalid values and combinations."""
 
-    data: str = option("", "As in strobe bench offline.")
     prompts: Positive = option(64, "Number of prompts, from the start of the data.", _MORE)
     at_once: Positive = option(8, "Requests running at once.", _MORE)
     max_tokens: Positive = option(320, "Maximum tokens per answer.", _MORE)
-    temperature: Temperature = option(0.0, "0 is greedy.")
-    top_p: TopP = option(1.0, "Keep the most probable tokens up to this mass; 1 is off.")
-    ignore_eos: bool = option(False, "The model's own end tokens do not end the answer.")
-    thinking: bool = option(False, "Let the model think before it answers a prompt of --data.")
     out: str = option("traces.npz", "File to write the traces to.")
 
     @model_validator(mode="after")
-    def _check_together(self) -> RecordSettings:
+    def _check_together(self) -> Self:
         check_file(self.out, "out")
         if not self.out.endswith(".npz"):
             raise ValueError(f"out is {self.out!r}, but must end with .npz.")
