@@ -32,6 +32,7 @@ def test_wheel_contains_only_models_and_examples(wheel: Path):
         assert f"strobe/demo_models/{name}" in names
     assert "strobe/smollm2_draft/model-00001-of-00002.safetensors" in names
     assert "strobe/py.typed" in names
+    assert "strobe/tools/eval/published_figures.json" in names
     assert wheel.name.startswith(f"strobe-{__version__}-")
     assert wheel.stat().st_size < 60e6
     assert not [name for name in names if name.startswith("strobe/demo_models/tasks")]

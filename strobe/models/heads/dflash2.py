@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from strobe.models.config_readers.fields import HINT, Fields
-from strobe.models.heads.head import Backbone, BlockRows, Drafts, Head
+from strobe.models.heads.head import Backbone, BlockRows, Drafts, Head, HeadValues
 from strobe.models.heads.walk import MAX_CANDIDATES, walk
 from strobe.models.layers import ConvolvedLayer
 from strobe.models.linear import Linear
@@ -41,6 +41,20 @@ class SelectorConfig:
                 f"{path}: selector_top_k is {self.selector_top_k}, but the head knows only "
                 f"{draft.head_rows} tokens; {HINT}"
             )
+
+    def values(self, draft: DraftConfig) -> HeadValues:
+        """Count the head's weights. With T taps and G channels that share a kernel, two
+        convolutions in each layer have 2 T H / G H linear and 2 T H small ones; the selector of
+        rank r has r H and two tables of V r."""
+        hidden = draft.decoder.hidden_size
+        convolutions = 2 * draft.decoder.num_layers
+        taps = 2 * self.conv_kernel_size
+        groups = hidden // self.conv_group_size
+        return HeadValues(
+            of_rows=convolutions * taps * groups * hidden + self.selector_rank * hidden,
+            small=convolutions * taps * hidden,
+            tables=2 * draft.decoder.vocab_size * self.selector_rank,
+        )
 
 
 def read(fields: Fields) -> SelectorConfig:

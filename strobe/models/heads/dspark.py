@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from strobe.kernels.reference_candidates import before, join
 from strobe.models.config_readers.fields import HINT, Fields
 from strobe.models.heads.argmax import ArgmaxHead
-from strobe.models.heads.head import Backbone, BlockRows, Drafts, Head, concat
+from strobe.models.heads.head import Backbone, BlockRows, Drafts, Head, HeadValues, concat
 from strobe.models.heads.walk import MAX_CANDIDATES, walk
 from strobe.models.linear import Linear
 from strobe.models.model_config import DraftConfig
@@ -44,6 +44,27 @@ class MarkovConfig:
                 f"{path}: dspark_draft_topk is {self.draft_topk}, but the head knows only "
                 f"{draft.head_rows} tokens; {HINT}"
             )
+
+    def values(self, draft: DraftConfig) -> HeadValues:
+        """Count the head's weights. A Markov head of rank r has a table of V r, and V r linear ones
+        unless only the best tokens are corrected; r (H + r) more if it is gated and 3 r (H + 2 r)
+        if recurrent; the confidence has H and maybe r."""
+        hidden = draft.decoder.hidden_size
+        rank = self.rank
+        inner = {
+            "vanilla": 0,
+            "gated": rank * (hidden + rank),
+            "rnn": 3 * rank * (hidden + 2 * rank),
+        }
+        biases = {"vanilla": 0, "gated": rank, "rnn": 3 * rank}
+        confidence = (hidden + rank * self.confidence_with_markov) * self.confidence
+        successors = rank * draft.head_rows
+        is_pruned = self.draft_topk is not None
+        return HeadValues(
+            of_drafts=inner[self.kind] + confidence + (0 if is_pruned else successors),
+            small=biases[self.kind] + self.confidence,
+            tables=rank * draft.decoder.vocab_size + (successors if is_pruned else 0),
+        )
 
 
 def read(fields: Fields) -> MarkovConfig:

@@ -11,8 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from strobe.kernels.kept_rows import SINGLE_ROWS
-from strobe.models.heads.dflash2 import SelectorConfig
-from strobe.models.heads.dspark import MarkovConfig
+from strobe.models.heads.head import HeadValues
 from strobe.models.model_config import DecoderConfig, DraftConfig, ExpertShape, TargetConfig
 
 
@@ -282,51 +281,9 @@ def fc_values(draft: DraftConfig) -> int:
     return len(draft.capture) * (draft.target_hidden_size or hidden_size) * hidden_size
 
 
-@dataclass(frozen=True)
-class DraftHeadValues:
-    """Values of a drafter's own head besides H V: of linear layers for every row of a block, of
-    those for every draft, small ones, and those of tables, of which only a few rows are read."""
-
-    of_rows: float = 0.0
-    of_drafts: float = 0.0
-    small: int = 0
-    tables: int = 0
-
-
-def draft_head_values(draft: DraftConfig) -> DraftHeadValues:
-    """Count a head's own values.
-
-    DFlash2, with T taps and G channels that share a kernel: two convolutions in each layer have
-    2 T H / G H linear and 2 T H small ones; the selector of rank r has r H and two tables of V r.
-    DSpark, with a Markov head of rank r: a table of V r, and V r linear ones unless only the best
-    tokens are corrected; r (H + r) more if it is gated and 3 r (H + 2 r) if recurrent; H and maybe
-    r for the confidence.
-    """
-    hidden = draft.decoder.hidden_size
-    head = draft.head
-    if isinstance(head, SelectorConfig):
-        convolutions = 2 * draft.decoder.num_layers
-        taps = 2 * head.conv_kernel_size
-        groups = hidden // head.conv_group_size
-        return DraftHeadValues(
-            of_rows=convolutions * taps * groups * hidden + head.selector_rank * hidden,
-            small=convolutions * taps * hidden,
-            tables=2 * draft.decoder.vocab_size * head.selector_rank,
-        )
-    if not isinstance(head, MarkovConfig):
-        return DraftHeadValues()
-    rank = head.rank
-    inner = {"vanilla": 0, "gated": rank * (hidden + rank), "rnn": 3 * rank * (hidden + 2 * rank)}
-    confidence = (hidden + rank * head.confidence_with_markov) * head.confidence
-    successors = rank * draft.head_rows
-    table = rank * draft.decoder.vocab_size
-    is_pruned = head.draft_topk is not None
-    biases = {"vanilla": 0, "gated": rank, "rnn": 3 * rank}[head.kind] + head.confidence
-    return DraftHeadValues(
-        small=biases,
-        of_drafts=inner[head.kind] + confidence + (0 if is_pruned else successors),
-        tables=table + (successors if is_pruned else 0),
-    )
+def draft_head_values(draft: DraftConfig) -> HeadValues:
+    """Return the values of a drafter's own head besides H V."""
+    return HeadValues() if draft.head is None else draft.head.values(draft)
 
 
 def observe_values(draft: DraftConfig) -> int:
