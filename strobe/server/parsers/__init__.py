@@ -8,16 +8,16 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from strobe.server.parsers.deepseek import DeepSeek
+from strobe.server.parsers.formats import (
+    ReasoningFormat,
+    Tool,
+    ToolFormat,
+)
 from strobe.server.parsers.gemma4 import Gemma4Calls
 from strobe.server.parsers.gpt_oss import GptOss
 from strobe.server.parsers.hermes import Hermes
 from strobe.server.parsers.llama3 import Llama3
 from strobe.server.parsers.mistral import Mistral
-from strobe.server.parsers.parser import (
-    ReasoningFormat,
-    Tool,
-    ToolFormat,
-)
 from strobe.server.parsers.qwen3_coder import Qwen3Coder
 from strobe.server.parsers.segment import Parser, Phase, Plain, Segment, text_of
 from strobe.server.parsers.thinking import ReasoningCalls, ThinkingTags

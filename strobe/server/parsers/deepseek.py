@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from strobe.server.parsers.buffer import Buffer
-from strobe.server.parsers.call_named import CallNamed
+from strobe.server.parsers.call_json import CallNamed
 from strobe.server.parsers.call_reader import CallReader
-from strobe.server.parsers.call_text import CallMarkers
+from strobe.server.parsers.formats import Tool
 from strobe.server.parsers.lark import arguments, check_name, literal, marker
 from strobe.server.parsers.marked_calls import MarkedCalls
-from strobe.server.parsers.parser import Tool
 
 CALLS = "<｜tool▁calls▁begin｜>"
 CALLS_END = "<｜tool▁calls▁end｜>"
@@ -21,14 +20,6 @@ CALL_END = "<｜tool▁call▁end｜>"
 SEP = "<｜tool▁sep｜>"
 FENCE = "\n```json\n"
 FENCE_END = "\n```"
-
-_MARKERS = CallMarkers(
-    opener=CALLS + CALL,
-    closer=CALL_END,
-    inner=CALL,
-    separators="}`",
-    trailer=CALLS_END,
-)
 
 _NAME = re.compile(r"[^\s<>{}]{1,200}")
 _FENCED = re.compile(rf"\s*function\s*{SEP}\s*(?P<name>{_NAME.pattern})\s*```(?:json)?\s*")
@@ -42,7 +33,11 @@ class DeepSeek(MarkedCalls):
     code fence; otherwise the form of V3.1, the name and the arguments."""
 
     fenced: bool
-    markers: CallMarkers = _MARKERS
+    opener: str = CALLS + CALL
+    closer: str = CALL_END
+    inner: str = CALL
+    separators: str = "}`"
+    trailer: str = CALLS_END
 
     def reader(self, buffer: Buffer, tools: Sequence[Tool], *, opened: bool) -> CallReader:
         return CallNamed(buffer, _FENCED if self.fenced else _PLAIN, CALL_END, tools)

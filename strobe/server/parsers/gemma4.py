@@ -8,13 +8,10 @@ from dataclasses import dataclass
 from strobe.server.parsers.buffer import Buffer
 from strobe.server.parsers.call_gemma4 import CALL, CLOSER, NAME, OPENER, QUOTE, CallGemma4
 from strobe.server.parsers.call_reader import CallReader
-from strobe.server.parsers.call_text import CallMarkers
+from strobe.server.parsers.formats import Tool
 from strobe.server.parsers.gemma4_values import Values
 from strobe.server.parsers.lark import arguments, check_name, check_tokens, literal, marker
 from strobe.server.parsers.marked_calls import MarkedCalls
-from strobe.server.parsers.parser import Tool
-
-_MARKERS = CallMarkers(opener=OPENER, closer=CLOSER)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +20,8 @@ class Gemma4Calls(MarkedCalls):
     `<|"|>`; several calls have nothing between them."""
 
     name: str = "gemma4"
-    markers: CallMarkers = _MARKERS
+    opener: str = OPENER
+    closer: str = CLOSER
 
     def reader(self, buffer: Buffer, tools: Sequence[Tool], *, opened: bool) -> CallReader:
         return CallGemma4(buffer, tools)

@@ -6,17 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from strobe.server.parsers.buffer import Buffer
-from strobe.server.parsers.call_object import CallObject
+from strobe.server.parsers.call_json import CallObject
 from strobe.server.parsers.call_reader import CallReader
-from strobe.server.parsers.call_text import CallMarkers
+from strobe.server.parsers.formats import Tool
 from strobe.server.parsers.lark import call_object, marker
 from strobe.server.parsers.marked_calls import MarkedCalls
-from strobe.server.parsers.parser import Tool
 
 OPENER = "<tool_call>"
 CLOSER = "</tool_call>"
-
-_MARKERS = CallMarkers(opener=OPENER, closer=CLOSER, separators="},]", repeats=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +23,10 @@ class Hermes(MarkedCalls):
     of tags."""
 
     name: str = "hermes"
-    markers: CallMarkers = _MARKERS
+    opener: str = OPENER
+    closer: str = CLOSER
+    separators: str = "},]"
+    repeats: bool = True
 
     def reader(self, buffer: Buffer, tools: Sequence[Tool], *, opened: bool) -> CallReader:
         return _Call(buffer, CLOSER, tools)

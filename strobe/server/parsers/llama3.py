@@ -6,15 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from strobe.server.parsers.buffer import Buffer
-from strobe.server.parsers.call_object import CallObject
+from strobe.server.parsers.call_json import CallObject
 from strobe.server.parsers.call_reader import CallReader
-from strobe.server.parsers.call_text import CallMarkers
+from strobe.server.parsers.formats import Tool
 from strobe.server.parsers.lark import call_object, marker
 from strobe.server.parsers.marked_calls import MarkedCalls
-from strobe.server.parsers.parser import Tool
 
 OPENER = "<|python_tag|>"
-_MARKERS = CallMarkers(opener=OPENER, bare=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +21,8 @@ class Llama3(MarkedCalls):
     semicolons; with `<|python_tag|>` in front also after other text."""
 
     name: str = "llama3"
-    markers: CallMarkers = _MARKERS
+    opener: str = OPENER
+    bare: bool = True
 
     def reader(self, buffer: Buffer, tools: Sequence[Tool], *, opened: bool) -> CallReader:
         return CallObject(buffer, "", tools, needs_arguments=True)

@@ -7,18 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from strobe.server.parsers.buffer import Buffer
-from strobe.server.parsers.call_named import CallNamed
-from strobe.server.parsers.call_object import CallObject
+from strobe.server.parsers.call_json import CallNamed, CallObject
 from strobe.server.parsers.call_reader import CallReader
-from strobe.server.parsers.call_text import CallMarkers
+from strobe.server.parsers.formats import Tool
 from strobe.server.parsers.lark import arguments, call_object, check_name, literal, marker
 from strobe.server.parsers.marked_calls import MarkedCalls
-from strobe.server.parsers.parser import Tool
 
 OPENER = "[TOOL_CALLS]"
 CALL_ID = "[CALL_ID]"
 ARGS = "[ARGS]"
-_MARKERS = CallMarkers(opener=OPENER, separators=",]")
 _NAME = re.compile(r"[^\s\[\]{}]{1,200}")
 _HEAD = re.compile(
     rf"\s*(?P<name>{_NAME.pattern})\s*(\[CALL_ID\]\s*\w+\s*)?({re.escape(ARGS)})?\s*"
@@ -31,7 +28,8 @@ class Mistral(MarkedCalls):
     `[ARGS]`, `[TOOL_CALLS]name[ARGS]{...}` for each call. Both after any text."""
 
     name: str = "mistral"
-    markers: CallMarkers = _MARKERS
+    opener: str = OPENER
+    separators: str = ",]"
 
     def reader(self, buffer: Buffer, tools: Sequence[Tool], *, opened: bool) -> CallReader:
         return _Call(buffer, tools)

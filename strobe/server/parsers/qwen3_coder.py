@@ -9,13 +9,7 @@ from dataclasses import dataclass, replace
 
 from strobe.server.parsers.buffer import Buffer
 from strobe.server.parsers.call_reader import CallReader
-from strobe.server.parsers.call_tags import CallTags
-from strobe.server.parsers.call_text import CallMarkers
-from strobe.server.parsers.lark import arguments, json_of, literal, marker
-from strobe.server.parsers.marked_calls import MarkedCalls
-from strobe.server.parsers.parser import Tool
-from strobe.server.parsers.schemas import Arguments, Form, is_text, read_arguments, types_of
-from strobe.server.parsers.tags import (
+from strobe.server.parsers.call_tags import (
     CLOSER,
     FUNCTION,
     FUNCTION_END,
@@ -23,14 +17,18 @@ from strobe.server.parsers.tags import (
     OPENER,
     PARAMETER,
     PARAMETER_END,
+    CallTags,
 )
+from strobe.server.parsers.formats import Tool
+from strobe.server.parsers.lark import arguments, json_of, literal, marker
+from strobe.server.parsers.marked_calls import MarkedCalls
+from strobe.server.parsers.schemas import Arguments, Form, is_text, read_arguments, types_of
 
 MAX_COUNTED_CHARS = 1000
 """Number of characters of a string up to which a grammar counts. A larger minLength is lowered to
 it; a larger maxLength is not enforced. llguidance cannot count much further."""
 LINE = ">\n"
 END = f"\n{PARAMETER_END}\n"
-_MARKERS = CallMarkers(opener=OPENER, closer=CLOSER, inner=FUNCTION)
 
 # Terminals are greedy, so TEXT and PLAIN include a value's end and exclude any other end inside it.
 # llguidance cannot combine counting with a complement, so a string with lengths (PLAIN) may contain
@@ -55,7 +53,9 @@ class Qwen3Coder(MarkedCalls):
     opening tag, which these models sometimes leave out."""
 
     name: str = "qwen3_coder"
-    markers: CallMarkers = _MARKERS
+    opener: str = OPENER
+    closer: str = CLOSER
+    inner: str = FUNCTION
 
     def reader(self, buffer: Buffer, tools: Sequence[Tool], *, opened: bool) -> CallReader:
         return CallTags(buffer, tools, opened=opened)

@@ -1,4 +1,4 @@
-"""Incremental reader of one tool call written as a JSON object."""
+"""Incremental readers of one tool call written as JSON, with or without the name in the object."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from strobe.server.parsers.buffer import Buffer
 from strobe.server.parsers.call_arguments import as_arguments
 from strobe.server.parsers.call_reader import CallReader
-from strobe.server.parsers.parser import Tool
+from strobe.server.parsers.formats import Tool
 
 _KEYS = ("name", "arguments", "parameters", "type", "id", "function")
 _STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\.)*"')
@@ -17,6 +17,7 @@ _STRING_SO_FAR = re.compile(r'"(?:[^"\\\x00-\x1f]|\\.)*\\?')
 _OUTSIDE_STRING = re.compile(r'["{}\[\]<]')
 _INSIDE_STRING = re.compile(r'["\\\n<]')
 _STRING_MARK = re.compile(r'\\.|"', re.DOTALL)
+_MAX_HEAD_CHARS = 300
 
 
 class CallObject(CallReader):
@@ -239,3 +240,36 @@ class CallObject(CallReader):
     def _wait_or_break(self) -> bool:
         """Wait if the next character has not arrived, else break: it is not the expected one."""
         return self._break() if self._next() else False
+
+
+class CallNamed(CallObject):
+    """Reads a head with the tool's name, then the arguments, a JSON object; otherwise the same as
+    `CallObject`. The call has begun at the arguments' first brace, which must be among the first
+    300 characters, and is whole at their last brace."""
+
+    def __init__(
+        self,
+        buffer: Buffer,
+        head: re.Pattern[str],
+        closer: str = "",
+        tools: Sequence[Tool] = (),
+    ):
+        """head: the text before the arguments, with the tool's name as the group `name`."""
+        super().__init__(buffer, closer, tools)
+        self._pattern = head
+        self._step = self._head
+
+    def _head(self) -> bool:
+        brace = self.raw.find("{", 0, _MAX_HEAD_CHARS)
+        if brace < 0:
+            return False if len(self.raw) < _MAX_HEAD_CHARS else self._break()
+        head = self._pattern.fullmatch(self.raw, 0, brace)
+        if head is None:
+            return self._break()
+        self._set_name(head["name"])
+        self._at = brace
+        self._step = self._arguments_begin
+        return True
+
+    def _comma(self) -> bool:
+        return self._whole()
