@@ -5,15 +5,16 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from strobe.counters import DraftCounts
 from strobe.request import Request
 from strobe.sampling_params import SamplingParams
 from strobe.step import TokenEvent
 from strobe.tools.bench.bench_settings import LoadSettings
+from strobe.tools.bench.measurement import open_requests
 from strobe.tools.bench.rates import synchronize
 from strobe.tools.bench.replay import ReplayEngine
 
@@ -85,7 +86,8 @@ class Driver:
         size = engine.resolved.target.decoder.vocab_size
         noise = random.Random(engine.config.seed)
         self.prompt = [noise.randrange(size) for _ in range(settings.prompt_len)]
-        self.active: dict[Any, tuple[Request, RequestTimes]] = {}
+        self.active: dict[Hashable, Request] = {}
+        self.times: dict[Hashable, RequestTimes] = {}
 
     def run(self, arrivals: Sequence[Arrival]) -> LoadRun:
         """Send all requests and return the run's times and counts.
@@ -98,7 +100,7 @@ class Driver:
         synchronize(self.engine.resolved.device)
         run.began = start = time.perf_counter()
         full = bool(self.settings.rate)
-        try:
+        with open_requests(self.engine) as self.active:
             while waiting or self.active:
                 self._send(waiting, run, start)
                 if not self.engine.has_work:
@@ -111,12 +113,6 @@ class Driver:
                 if full and self._is_over(run, waiting):
                     break
             run.ended = time.perf_counter()
-        finally:
-            for request, _ in self.active.values():
-                self.engine.finish(request, "abort")
-            self.active.clear()
-            while self.engine.has_work:
-                self.engine.step()
         synchronize(self.engine.resolved.device)
         return run
 
@@ -129,7 +125,8 @@ class Driver:
             params = self.params.clone(max_tokens=arrival.tokens)
             request = self.engine.add(self.prompt, params, seed=arrival.place)
             times = RequestTimes(due=start + arrival.at if self.settings.rate else now)
-            self.active[request.key] = request, times
+            self.active[request.key] = request
+            self.times[request.key] = times
             run.requests.append(times)
 
     def _step(self, run: LoadRun) -> None:
@@ -138,7 +135,7 @@ class Driver:
         run.steps += bool(events)
         for event in events:
             run.count(event)
-            _, times = self.active[event.key]
+            times = self.times[event.key]
             times.first = times.first or now
             times.tokens = times.tokens + len(event.tokens)
             times.last = now

@@ -31,6 +31,7 @@ from strobe.tools.bench.bench_settings import StepSettings, command_line
 from strobe.tools.bench.cache_room import with_cache_room
 from strobe.tools.bench.even_routing import check_experts, route_evenly
 from strobe.tools.bench.floor import Rates, Shapes
+from strobe.tools.bench.measurement import all_decode, open_requests
 from strobe.tools.bench.profiling import (
     Profile,
     floor_by_part,
@@ -270,10 +271,13 @@ def decode(
     """Prefill all prompts, decode for `warmup` steps, then time `steps` more, synchronizing with
     the device only before the first and after the last of these."""
     device = engine.resolved.device
-    on_phase = engine.on_phase
-    requests = [engine.add(prompt, params) for prompt in prompts]
-    try:
-        while not _all_decode(engine, len(requests)):
+    count = len(prompts)
+    with open_requests(engine) as active:
+        for prompt in prompts:
+            request = engine.add(prompt, params)
+            active[request.key] = request
+        requests = list(active.values())
+        while not all_decode(engine, count):
             engine.step()
         for _ in range(warmup):
             engine.step()
@@ -290,13 +294,6 @@ def decode(
         seconds = time.perf_counter() - began
         after = _tokens(requests)
         _check_running(engine, requests)
-    finally:
-        engine.on_phase = on_phase
-        for request in requests:
-            engine.finish(request, "abort")
-        while engine.has_work:
-            engine.step()
-    count = len(requests)
     return Window(
         requests=count,
         steps=steps,
@@ -304,11 +301,6 @@ def decode(
         tokens=after - before,
         context=(before + after) / 2 / count,
     )
-
-
-def _all_decode(engine: Engine, count: int) -> bool:
-    running = engine.scheduler.running
-    return len(running) == count and all(record.is_decoding for record in running)
 
 
 def _tokens(requests: Sequence[Request]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean
@@ -24,6 +24,7 @@ from strobe.tools.bench.bench_prompts import read_prompts
 from strobe.tools.bench.bench_report import floor_figures, header, report, shapes_of, split_figures
 from strobe.tools.bench.bench_settings import OfflineSettings, command_line
 from strobe.tools.bench.floor import Rates
+from strobe.tools.bench.measurement import all_decode, open_requests
 from strobe.tools.bench.rates import measure, synchronize
 from strobe.tools.bench.timeline import Timeline
 from strobe.tools.report import Figures, Report, Section, fine, number, output, progress, write_json
@@ -130,7 +131,6 @@ def answer(
 ) -> OfflineRun:
     """Answer all prompts, `count` at a time; each next one starts as soon as one has ended."""
     device = engine.resolved.device
-    on_phase = engine.on_phase
     params = SamplingParams(
         temperature=settings.temperature,
         top_p=settings.top_p,
@@ -139,18 +139,16 @@ def answer(
     )
     run = OfflineRun(requests=[], timeline=Timeline(device))
     waiting = deque(prompts)
-    active = dict[Hashable, Request]()
-    engine.on_phase = run.timeline.mark
     synchronize(device)
     began = time.perf_counter()
-    try:
+    with open_requests(engine, run.timeline.mark) as active:
         while waiting or active:
             while waiting and len(active) < count:
                 seed = engine.config.seed + len(run.requests)
                 request = engine.add(waiting.popleft(), params, seed=seed)
                 run.requests.append(request)
                 active[request.key] = request
-            full = _all_decode(engine, count)
+            full = all_decode(engine, count)
             before = len(run.timeline)
             events = engine.step()
             if full and len(run.timeline) > before:
@@ -161,20 +159,8 @@ def answer(
                     del active[event.key]
         run.seconds = time.perf_counter() - began
         run.timeline.stop()
-    finally:
-        engine.on_phase = on_phase
-        for request in active.values():
-            engine.finish(request, "abort")
-        while engine.has_work:
-            engine.step()
     synchronize(device)
     return run
-
-
-def _all_decode(engine: Engine, count: int) -> bool:
-    scheduler = engine.scheduler
-    all_run = len(scheduler.running) == count and not scheduler.waiting
-    return all_run and all(record.is_decoding for record in scheduler.running)
 
 
 def _row(setup: ResolvedConfig, run: OfflineRun, rates: Rates, count: int) -> Figures:
