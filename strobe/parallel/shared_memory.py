@@ -29,6 +29,9 @@ PLACE = 1 << 20
 _LINE = 64
 _SPINS = 200
 _CHECK_SECONDS = 0.01
+_YIELD_SECONDS = 0.1
+"""How long a waiting rank only yields its processor; afterwards it sleeps between looks."""
+_SLEEP_SECONDS = 0.001
 
 
 def memory_size(size: int) -> int:
@@ -127,8 +130,11 @@ class SharedMemoryGroup:
             spins += 1
             if spins < _SPINS:
                 continue
-            os.sched_yield()
             waited = time.monotonic() - started
+            if waited < _YIELD_SECONDS:
+                os.sched_yield()
+            else:
+                time.sleep(_SLEEP_SECONDS)
             if waited - checked < _CHECK_SECONDS:
                 continue
             checked = waited

@@ -14,6 +14,8 @@ import torch
 from strobe.config import EngineConfig
 from strobe.engine.build import resolve
 from strobe.engine.engine import Engine
+from strobe.parallel import shared_memory
+from strobe.parallel.group import RankFailed
 from strobe.parallel.shared_memory import SharedMemoryGroup, memory_size
 from strobe.sampling_params import SamplingParams
 from tests.support import random_engines
@@ -121,6 +123,17 @@ def test_no_rows_are_exchanged():
     group = SharedMemoryGroup(mmap(-1, memory_size(1)), 0, 1, lambda: None)
     for exchange in (group.join, group.swap):
         assert exchange(torch.empty(0, 3)).shape == (0, 3)
+
+
+def test_rank_that_waits_long_sleeps(monkeypatch: pytest.MonkeyPatch):
+    """It would use a whole processor until the other rank has started, or has stalled."""
+    naps = list[float]()
+    monkeypatch.setattr(shared_memory, "START_SECONDS", 0.2)
+    monkeypatch.setattr(shared_memory.time, "sleep", naps.append)
+    group = SharedMemoryGroup(mmap(-1, memory_size(2)), 0, 2, lambda: None)
+    with pytest.raises(RankFailed, match="Rank 1 has not started"):
+        group.join(torch.ones(1, 3))
+    assert naps
 
 
 SPARSE = [name for name in FAMILIES if any(part in name for part in ("moe", "oss", "experts"))]
