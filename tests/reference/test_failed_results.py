@@ -19,6 +19,7 @@ from strobe.request import Request
 from strobe.sampling_params import SamplingParams
 from tests.support.bookkeeping_checks import check_engine
 from tests.support.engine_runs import make_engine, run
+from tests.support.full_marks import full_where
 from tests.support.recurrent_checkpoints import make_hybrid
 from tests.support.tiny_checkpoints import make_tokenizer
 
@@ -107,6 +108,7 @@ class Fault:
             sys.setprofile(None)
 
 
+@full_where(lambda stage, overlap: (stage == "result") is (overlap == 1))
 @pytest.mark.parametrize("overlap", [1, 2])
 @pytest.mark.parametrize(
     ("path", "method"),

@@ -16,6 +16,7 @@ from strobe.sampling_params import SamplingParams
 from tests.support.bookkeeping_checks import check_engine
 from tests.support.draft_heads import HEADS, to_dflash2, to_dspark
 from tests.support.engine_runs import put, run, watched
+from tests.support.full_marks import full_where
 from tests.support.losslessness_matrix import (
     COMBINATIONS,
     SLOW_COMBINATIONS,
@@ -80,6 +81,7 @@ def config(target: Any, drafter: Path, **options: Any) -> EngineConfig:
     )
 
 
+@full_where(lambda name, method: method == "greedy" and name != "dspark")
 @pytest.mark.parametrize("method", ["greedy", "probabilistic"])
 @pytest.mark.parametrize("name", HEADS)
 def test_captured_steps_draft_as_eager_ones(
@@ -115,6 +117,7 @@ def id_of(drafted: Any) -> int:
     return drafted.request.tokens[0]
 
 
+@full_where(lambda name, layers: layers == 1 and name != "dspark")
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("layers", [1, None], ids=["whole layers", "split layers"])
 @pytest.mark.parametrize("name", HEADS)

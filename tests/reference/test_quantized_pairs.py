@@ -19,6 +19,7 @@ from strobe.parallel.split import Split
 from strobe.sampling_params import SamplingParams
 from tests.support.draft_heads import to_dflash2
 from tests.support.engine_runs import make_engine, run
+from tests.support.full_marks import full_where
 from tests.support.stored_weights import FORMATS, store
 from tests.support.target_families import FAMILIES
 from tests.support.tiny_checkpoints import edit_json, make_draft, make_target
@@ -92,6 +93,7 @@ def test_layers_of_each_family_take_quantized_weights(tmp_path: Path, family: st
     check_equal(targets[0], targets[1])
 
 
+@full_where(lambda pair, temperature: temperature == list(FORMATS).index(pair) % 2)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_drafts_over_a_quantized_head_change_no_answer(pair: Path, temperature: float):
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=12, ignore_eos=True)

@@ -151,7 +151,7 @@ def first_loss(pair: tuple[Target, DFlash], monkeypatch: pytest.MonkeyPatch, *fl
     "flags",
     [
         ("--head", "dflash2", "--unary-share", "1"),
-        ("--head", "dflash2", "--full-loss"),
+        pytest.param(("--head", "dflash2", "--full-loss"), marks=pytest.mark.full),
         ("--head", "dspark", "--full-loss"),
     ],
     ids=["dflash2", "dflash2-full-loss", "dspark"],
