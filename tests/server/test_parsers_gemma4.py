@@ -86,22 +86,6 @@ def test_template_output_is_parsed_back(text: str, expected_calls: Any, cuts: li
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        CALL,
-        f"\n{CALL}\n",
-        CALL.removesuffix("<tool_call|>"),
-        CALL.replace("{", "{ ").replace("}", " }").replace(":<", ": <"),
-        CALL.replace("city", f"{Q}city{Q}"),
-        CALL.replace("city", '"city"').replace(Q, '"'),
-        CALL.replace(Q, ""),
-    ],
-)
-def test_call_variants_parse_alike(text: str):
-    assert check_cuts(parser, text) == ("", "", [TIME])
-
-
-@pytest.mark.parametrize(
     ("value", "read"),
     [
         (f"city:{Q}7{Q}", {"city": "7"}),
@@ -145,13 +129,6 @@ def test_strings_may_be_in_single_quotes(value: str, read: Any):
     for parsed in (check_cuts(typed, text), check_cuts(typed, text + CALL)):
         assert parsed.content == ""
         assert json.loads(parsed.calls[0][1]) == read
-
-
-@pytest.mark.parametrize(
-    "text", ["<|tool_call>", "<|tool_call>call:", "<|tool_call>call:f", "<|tool_call>[1]", "<|to"]
-)
-def test_non_call_is_unchanged_content(text: str):
-    assert check_cuts(parser, text) == ("", text, [])
 
 
 @pytest.mark.parametrize("cut", range(1, len("{city:") + len(Q) + len("Rome") + len(Q) + 1))

@@ -48,26 +48,6 @@ def test_model_output_is_parsed_back(
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        CALL,
-        CALL.removesuffix("<|call|>"),
-        CALL.replace(" <|constrain|>json", ""),
-        CALL.replace(" <|constrain|>", " "),
-        CALL.replace("<|call|>", "<|end|>"),
-        CALL.replace("functions.", ""),
-        CALL.replace("commentary", "analysis"),
-        ' to=functions.f<|channel|>commentary json<|message|>{"a": 1}<|call|>',
-        f" to=functions.f{CALL.replace(' to=functions.f', '')}",
-        f"{TURN}{CALL}",
-        f"\n{CALL}\n",
-    ],
-)
-def test_call_variants_parse_alike(text: str):
-    assert check_cuts(parser, text) == ("", "", [F])
-
-
-@pytest.mark.parametrize(
     ("text", "reasoning", "content"),
     [
         (f"{THOUGHT}{TURN}{FINAL}", "Hm.", "Yes."),

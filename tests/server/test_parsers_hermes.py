@@ -48,28 +48,6 @@ def test_template_output_is_parsed_back(text: str, expected_calls: Any, cuts: li
     assert result.calls == [(name, dumps(value)) for name, value in expected_calls]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        CALL,
-        f"{CALL}\n\n",
-        f"\n\n{CALL}",
-        CALL.removesuffix("\n</tool_call>"),
-        CALL.removesuffix("}\n</tool_call>"),
-        CALL.removesuffix("l_call>"),
-        CALL.replace("}\n<", "\n<"),
-        CALL.replace("}\n<", "}}\n<"),
-        CALL.replace("\n", ""),
-        CALL.replace("\n", " \r\n\t "),
-        CALL.replace('"arguments"', '"parameters"'),
-        CALL.replace('{"name"', '{ "type" : "function", "id":"7", "name"'),
-        CALL.replace('"}}', '"}, "type": "function"}'),
-    ],
-)
-def test_call_variants_parse_alike(text: str):
-    assert check_cuts(parser, text) == ("", "", [TIME])
-
-
 def test_arguments_may_precede_name():
     text = '<tool_call>\n{"arguments": {"a": "}{\\"", "b": [1]}, "name": "f"}\n</tool_call>'
     assert check_cuts(parser, text) == ("", "", [("f", '{"a": "}{\\"", "b": [1]}')])
@@ -84,37 +62,6 @@ def test_arguments_are_the_models_raw_text():
 def test_name_is_decoded_from_json():
     text = CALL.replace("get_time", 'caf\\u00e9 \\"x\\"')
     assert check_cuts(parser, text).calls == [('café "x"', TIME[1])]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "<tool_call>\nnot JSON\n</tool_call>",
-        '<tool_call>\n{"name": "f", "arguments": "[]"}\n</tool_call>',
-        '<tool_call>\n{"name": "f", "arguments": "Rome"}\n</tool_call>',
-        '<tool_call>\n{"name": "f", "arguments": nothing}\n</tool_call>',
-        '<tool_call>\n{"name": "", "arguments": {}}\n</tool_call>',
-        '<tool_call>\n{"name": 5, "arguments": {}}\n</tool_call>',
-        '<tool_call>\n{"name": "f", "name": "g", "arguments": {}}\n</tool_call>',
-        '<tool_call>\n{"name": "f\n", "arguments": {}}\n</tool_call>',
-        '<tool_call>\n{"name": "\\x", "arguments": {}}\n</tool_call>',
-        '<tool_call>\n{"arguments": {}, "parameters": {}, "name": "f"}\n</tool_call>',
-        '<tool_call>\n{"arguments": {}}\n</tool_call>',
-        '<tool_call>\n{"arguments": {}, "name": ""}\n</tool_call>',
-        '<tool_call>\n{"nome": "f", "arguments": {}}\n</tool_call>',
-        "<tool_call>\n<function=f>\n</function>\n</tool_call>",
-        '<tool_call>\n{"name": "get_ti',
-        '<tool_call>\n{"name": "<tool_call>',
-        '<tool_call>\n{"name": "f", "arg',
-        "Write <tool_call> to call.\n",
-        "</tool_call>",
-        "1 < 2 <tool",
-        " \n ",
-        "",
-    ],
-)
-def test_non_call_is_unchanged_content(text: str):
-    assert check_cuts(parser, text) == ("", text, [])
 
 
 def test_call_inside_broken_call_is_parsed():

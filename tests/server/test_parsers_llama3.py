@@ -28,52 +28,9 @@ def test_template_output_is_parsed_back(expected_calls: Any, cuts: list[int]):
     assert result == ("", "", [(name, dumps(value)) for name, value in expected_calls])
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        CALL,
-        f" \n{CALL}\n",
-        f"{TAG}{CALL}",
-        f"{TAG}\n{CALL};",
-        CALL.removesuffix("}"),
-        CALL.replace("parameters", "arguments"),
-        CALL.replace('{"name"', '{"type": "function", "name"'),
-        '{"parameters": {"city": "Rome"}, "name": "get_time"}',
-    ],
-)
-def test_call_variants_parse_alike(text: str):
-    assert check_cuts(parser, text) == ("", "", [TIME])
-
-
 @pytest.mark.parametrize("joint", ["; ", ";", "\n", " ;\n", f"; {TAG}", TAG])
 def test_consecutive_calls_are_parsed(joint: str):
     assert check_cuts(parser, joint.join([CALL, CALL, CALL])) == ("", "", [TIME] * 3)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        '{"city": "Rome"}',
-        '{"name": "Ann", "age": 31}',
-        '{"name": "Ann"}',
-        '{"name": ["a"]}',
-        '{"type": "object", "properties": {}}',
-        ' {"a": 1}; {"name": "f", "parameters": {}}',
-        f"{TAG}print(1)",
-        "{",
-        "{}",
-        '[{"name": "f", "parameters": {}}]',
-        f"Use {CALL}",
-        '{"name": "get_ti',
-        "<|python",
-        "; x",
-        f"; {CALL}",
-        " ",
-        "",
-    ],
-)
-def test_non_call_is_unchanged_content(text: str):
-    assert check_cuts(parser, text) == ("", text, [])
 
 
 def test_non_call_json_is_recognized_by_first_key():

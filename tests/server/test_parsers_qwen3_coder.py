@@ -103,29 +103,6 @@ def test_template_output_is_parsed_back(
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        CALL,
-        f"{CALL}\n\n",
-        f"\n\n{CALL}",
-        CALL.replace("\n", ""),
-        CALL.replace("<tool_call>\n", ""),
-        CALL.removesuffix("\n</tool_call>"),
-        CALL.removesuffix("</function>\n</tool_call>"),
-        CALL.replace("</function>\n", ""),
-        CALL.replace("</parameter>\n", ""),
-        CALL.replace("\n", "\r\n"),
-        CALL.replace("</parameter>\n", "</parameter>\n</parameter>\n"),
-        CALL.replace("</parameter>\n", "</parameter>\n<!-- that is all -->\n"),
-        CALL.replace("<parameter", "<!-- where? -->\n<parameter"),
-        CALL.replace("</function>", "<parameter=city>\nOslo\n</parameter>\n</function>"),
-    ],
-)
-def test_call_variants_parse_alike(text: str):
-    assert check_cuts(parser, text) == ("", "", [TIME])
-
-
-@pytest.mark.parametrize(
     ("key", "text", "value"),
     [
         ("city", "7", "7"),
