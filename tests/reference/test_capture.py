@@ -55,6 +55,7 @@ def config(target: Any, drafter: Path | None = None, **options: Any) -> EngineCo
     return EngineConfig(str(target.path), draft=drafter and str(drafter), **fields)
 
 
+@full_where(lambda overlap, budget: (overlap == 1) is (budget is None))
 @pytest.mark.parametrize("overlap", [1, 2])
 @pytest.mark.parametrize("budget", [None, 48])
 def test_replayed_steps_match_eager_steps(

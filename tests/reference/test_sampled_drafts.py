@@ -20,6 +20,7 @@ from strobe.engine.build import build, resolve
 from strobe.engine.engine import Engine
 from strobe.warmup.warmup_steps import warm_up
 from tests.support.engine_runs import make_engine, run
+from tests.support.full_marks import full_where
 from tests.support.reference_processors import processed
 from tests.support.reference_sampling import distribution
 from tests.support.simulated_graphs import captured
@@ -182,6 +183,7 @@ def plain(target: Path, draft: Path) -> list[list[int]]:
     return alone(target, draft, [sampling.clone(speculation=False) for sampling in BATCH])
 
 
+@full_where(lambda overlap, budget: (overlap == 1) is (budget is None))
 @pytest.mark.parametrize("overlap", [1, 2])
 @pytest.mark.parametrize("budget", [None, 50])
 def test_sampled_drafts_change_no_token_of_plain_decoding(

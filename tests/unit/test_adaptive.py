@@ -340,6 +340,7 @@ def test_drafts_get_the_rows_left_by_prompts(count: int):
         assert sum(plan.max_drafts) == 8 * 15, "there is room for all"
 
 
+@full_where(lambda count, verify: (count == 256) is (verify is GPU))
 @pytest.mark.parametrize("verify", [GPU, CPU], ids=["gpu", "cpu"])
 @pytest.mark.parametrize("count", [1, pytest.param(8, marks=pytest.mark.full), 256])
 def test_exploration_costs_less_than_one_percent(count: int, verify: dict[int, float]):
