@@ -25,7 +25,7 @@ from strobe.models.weight_loading import load_target
 from strobe.ranks.leader import start_engine
 from strobe.sampling_params import SamplingParams
 from strobe.text.tokenizer import Tokenizer
-from strobe.tools.bench import bench_prompts, floor, offline, rates, timeline
+from strobe.tools.bench import bench_prompts, bench_report, floor, offline, rates, timeline
 from strobe.tools.bench import engine_step as step
 from strobe.tools.bench.bench_settings import DECIDED, OfflineSettings, StepSettings, command_line
 from tests.support.bookkeeping_checks import check_engine
@@ -130,8 +130,7 @@ def test_bad_input_is_a_one_line_error(
         raise AssertionError("the device's rates were measured")
 
     if "kv-cache" not in str(arguments):  # that error needs the engine's page pool
-        monkeypatch.setattr(step, "measure", measure)
-        monkeypatch.setattr(offline, "measure", measure)
+        monkeypatch.setattr(bench_report, "measure", measure)
     status, out, err = main("bench", name, "--device=cpu", *arguments)
     assert (status, out) == (2, "")
     assert err.startswith("strobe: ")

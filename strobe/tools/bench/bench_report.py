@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from strobe.engine.build import ResolvedConfig
@@ -10,6 +10,7 @@ from strobe.models.quantization.methods import experts_format
 from strobe.models.quantization.packed import FORMATS, head_format
 from strobe.speculation.registry import DRAFTER_METHOD
 from strobe.tools.bench.floor import Rates, Shapes, Widths
+from strobe.tools.bench.rates import measure
 from strobe.tools.bench.timeline import Split
 from strobe.tools.report import Figures, Report, Section, circumstances, fine
 
@@ -35,10 +36,15 @@ def shapes_of(resolved: ResolvedConfig) -> Shapes:
     return Shapes(target=resolved.target, draft=draft, rows=rows, widths=widths)
 
 
-def header(name: str, command: str, ways: dict[str, ResolvedConfig], rates: Rates) -> Figures:
-    """Return the file's first entries: date, command, device, settings, and this run's rates."""
+def begin(
+    name: str, command: str, ways: dict[str, ResolvedConfig], say: Callable[[str], None]
+) -> tuple[Figures, Rates]:
+    """Measure the device's rates; return the file's first entries (date, command, device, settings
+    and these rates), and the rates."""
     resolved = next(iter(ways.values()))
-    return {
+    say("measuring bandwidth and matrix rate")
+    rates = measure(resolved.device, resolved.dtype, fp8=resolved.config.weight_dtype == "fp8")
+    figures: Figures = {
         "benchmark": name,
         **circumstances(command, resolved),
         "config": {way: asdict(setup.config) for way, setup in ways.items()},
@@ -56,6 +62,7 @@ def header(name: str, command: str, ways: dict[str, ResolvedConfig], rates: Rate
             "linear_operations_per_s": rates.linear,
         },
     }
+    return figures, rates
 
 
 def split_figures(split: Split | None) -> Figures:

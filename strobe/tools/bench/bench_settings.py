@@ -11,6 +11,7 @@ from pydantic import Field as Bounds
 from pydantic import model_validator
 
 from strobe.config import EngineConfig
+from strobe.sampling_params import SamplingParams
 from strobe.tools.bench.plot_style import FORMATS
 from strobe.validation import MAX_INT, option, settings
 
@@ -82,6 +83,15 @@ class _RealPrompts:
     top_p: TopP = _top_p()
     ignore_eos: bool = option(False, "The model's own end tokens do not end the answer.")
     thinking: bool = option(False, "Let the model think before it answers a prompt of --data.")
+
+    def sampling(self) -> SamplingParams:
+        """Return the sampling parameters of all answers."""
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+        )
 
 
 @settings

@@ -26,7 +26,7 @@ from strobe.request import Request, Status
 from strobe.sampling_params import SamplingParams
 from strobe.speculation.registry import DRAFTER_METHOD
 from strobe.terminal.wording import counted
-from strobe.tools.bench.bench_report import floor_figures, header, report, shapes_of, split_figures
+from strobe.tools.bench.bench_report import begin, floor_figures, report, shapes_of, split_figures
 from strobe.tools.bench.bench_settings import StepSettings, command_line
 from strobe.tools.bench.cache_room import with_cache_room
 from strobe.tools.bench.even_routing import check_experts, route_evenly
@@ -39,7 +39,7 @@ from strobe.tools.bench.profiling import (
     profile_sections,
 )
 from strobe.tools.bench.published_shapes import directories
-from strobe.tools.bench.rates import measure, release, synchronize
+from strobe.tools.bench.rates import release, synchronize
 from strobe.tools.bench.timeline import Timeline
 from strobe.tools.report import Figures, Report, Section, fine, number, output, progress, write_json
 
@@ -70,10 +70,7 @@ def run_step(settings: StepSettings, config: EngineConfig) -> int:
         ways = {name: resolve(way) for name, way in _ways(settings, config).items()}
         for setup in ways.values():
             _check_fits(settings, setup)
-        setup = next(iter(ways.values()))
-        say("measuring bandwidth and matrix rate")
-        rates = measure(setup.device, setup.dtype, fp8=config.weight_dtype == "fp8")
-        figures = header("step", command, ways, rates)
+        figures, rates = begin("step", command, ways, say)
         forced = settings.acceptance_length if DRAFTER_METHOD in ways else None
         figures |= {"acceptance_length_forced": forced, "rows": [], "prefill": []}
         for name, setup in ways.items():

@@ -18,14 +18,13 @@ from strobe.hub.locate import locate_models
 from strobe.models.architectures import load_draft_config, load_target_config
 from strobe.ranks.leader import start_engine
 from strobe.request import Request
-from strobe.sampling_params import SamplingParams
 from strobe.speculation.registry import DRAFTER_METHOD
 from strobe.tools.bench.bench_prompts import read_prompts
-from strobe.tools.bench.bench_report import floor_figures, header, report, shapes_of, split_figures
+from strobe.tools.bench.bench_report import begin, floor_figures, report, shapes_of, split_figures
 from strobe.tools.bench.bench_settings import OfflineSettings, command_line
 from strobe.tools.bench.floor import Rates
 from strobe.tools.bench.measurement import all_decode, open_requests
-from strobe.tools.bench.rates import measure, synchronize
+from strobe.tools.bench.rates import synchronize
 from strobe.tools.bench.timeline import Timeline
 from strobe.tools.report import Figures, Report, Section, fine, number, output, progress, write_json
 from strobe.warmup.cost_measurement import measure_costs
@@ -68,9 +67,8 @@ def run_offline(settings: OfflineSettings, config: EngineConfig) -> int:
         config = _fit(settings, config, max(map(len, prompts)))
         ways = {name: resolve(way) for name, way in ways_of(config).items()}
         first = next(iter(ways.values()))
-        say("measuring bandwidth and matrix rate")
-        rates = measure(first.device, first.dtype, fp8=config.weight_dtype == "fp8")
-        figures = header("offline", command, ways, rates) | {"rows": [], "pairs": []}
+        figures, rates = begin("offline", command, ways, say)
+        figures |= {"rows": [], "pairs": []}
         say("loading")
         engines = {name: start_engine(setup) for name, setup in ways.items()}
         say("measuring what steps cost")
@@ -131,12 +129,7 @@ def answer(
 ) -> OfflineRun:
     """Answer all prompts, `count` at a time; each next one starts as soon as one has ended."""
     device = engine.resolved.device
-    params = SamplingParams(
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        max_tokens=settings.max_tokens,
-        ignore_eos=settings.ignore_eos,
-    )
+    params = settings.sampling()
     run = OfflineRun(requests=[], timeline=Timeline(device))
     waiting = deque(prompts)
     synchronize(device)

@@ -21,7 +21,6 @@ from strobe.hub.locate import locate_models
 from strobe.ranks.leader import start_engine
 from strobe.request import Request
 from strobe.runner.layout import Layout
-from strobe.sampling_params import SamplingParams
 from strobe.speculation.proposer import Drafts, Proposer
 from strobe.speculation.registry import DRAFTER_METHOD
 from strobe.step import Plan, Span
@@ -121,13 +120,7 @@ def record(
     """Answer all prompts, one token per step, and record the drafts at every token."""
     recorder = engine.recorder
     widths = engine.recorder.widths
-    params = SamplingParams(
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        max_tokens=settings.max_tokens,
-        ignore_eos=settings.ignore_eos,
-        speculation={"num_drafts": 1},
-    )
+    params = settings.sampling().clone(speculation={"num_drafts": 1})
     waiting = deque(enumerate(prompts))
     slots = dict[int, Request]()
     requests: list[Request] = []
