@@ -21,7 +21,8 @@ from strobe.server.error_responses import format_of
 from strobe.server.generation.errors import ApiError
 from strobe.server.guards import route
 from strobe.server.ollama import errors as ollama
-from strobe.server.openai.replies import CHUNK_STREAM_END, typed_event
+from strobe.server.openai.chunks import DONE
+from strobe.server.openai.replies import encode_event, encode_typed_event
 from strobe.server.openai.responses import error_event
 
 PROMPT_FIELDS = ("cache_salt", "system", "instructions", "tools", "messages", "prompt", "input")
@@ -286,13 +287,13 @@ async def send_failure(
         headers.append((b"content-length", str(len(content)).encode()))
         await send({"type": "http.response.start", "status": 503, "headers": headers})
     elif path.startswith(f"{anthropic.PATH}/"):
-        content = typed_event(body)
+        content = encode_typed_event(body)
     elif path.startswith(f"{ollama.PATH}/"):
         content += b"\n"
     elif path.startswith("/v1/responses/"):
-        content = typed_event(error_event(error))
+        content = encode_typed_event(error_event(error))
     elif any(b"event-stream" in value for _, value in start["headers"]):
-        content = CHUNK_STREAM_END.error_events(error) + CHUNK_STREAM_END.done
+        content = encode_event(body) + DONE
     else:
         raise ConnectionError(sentence)  # part of a body of known length: nothing can follow
     await send({"type": "http.response.body", "body": content})

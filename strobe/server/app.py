@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
@@ -53,6 +54,7 @@ from strobe.server.openai.protocol.token_requests import (
     TokenizeRequest,
     TokenizeResponse,
 )
+from strobe.server.openai.replies import Codec
 from strobe.server.openai.responses import input_tokens, responses
 from strobe.server.openai.tokens import detokenize, tokenize
 from strobe.server.page.endpoints import (
@@ -66,7 +68,8 @@ from strobe.server.server_settings import ServerConfig
 from strobe.server.serving import Serving
 from strobe.server.traces import Traces
 
-Handler = Callable[[Serving, Request], Awaitable[Response]]
+Handler = Callable[[Serving, Any, Request], Awaitable[Codec | Response]]
+"""Answers a request, which is one of the endpoint's request model."""
 
 POSTS: dict[Handler, Post] = {
     chat: Post(
@@ -155,17 +158,15 @@ POSTS: dict[Handler, Post] = {
         response_model=MarkdownResponse,
     ),
 }
-"""The POST endpoints. Handlers parse the body themselves, so that every error is one sentence and
-no field is silently ignored."""
+"""The POST endpoints. Bodies are read by their models and not by FastAPI, so that every error is
+one sentence and no field is silently ignored."""
 
 
 def make_app(serving: Serving) -> ASGIApp:
     """Return the ASGI application with all routes and middleware."""
     app = FastAPI(title="Strobe", version=__version__, docs_url=None, redoc_url=None)
     for handler, post in POSTS.items():
-        generates = "stream" in post.request_model.model_fields
-        untyped = issubclass(post.error_model, ollama_bodies.OllamaError)
-        route = _bound(handler, serving, generates=generates, untyped=untyped)
+        route = _bound(handler, serving, post)
         app.add_api_route(post.path, route, methods=["POST"], include_in_schema=False)
     add_get_endpoints(app, serving)
     add_response_endpoints(app, serving)
@@ -227,23 +228,30 @@ def middleware_settings(settings: ServerConfig) -> MiddlewareSettings:
 
 
 def _bound(
-    handler: Handler, serving: Serving, *, generates: bool, untyped: bool
+    handler: Handler, serving: Serving, post: Post
 ) -> Callable[[Request], Awaitable[Response]]:
-    """Return the route for a handler, which reads the body first and counts running handlers.
-    generates: reject the request early if the queue is full. untyped: see `read_body`."""
+    """Return the route of a POST endpoint: it reads the request, counts running handlers, and sends
+    the answer or the error."""
+    generates = "stream" in post.request_model.model_fields
+    untyped = issubclass(post.error_model, ollama_bodies.OllamaError)
 
     async def serve(http: Request) -> Response:
+        running = 0
         try:
             await replies.read_body(serving, http, untyped=untyped)
             if generates:
                 serving.check_room(1)  # a full server spends no time on parsing
+            serving.handling += (running := 1)
+            request = post.request_model.read(await http.body(), lenient=serving.settings.lenient)
+            answer = await handler(serving, request, http)
+            if isinstance(answer, Response):
+                return answer
+            stream = getattr(request, "stream", False)
+            return await replies.respond(serving, http, answer, stream=stream)
         except Exception as error:
             return replies.error_response(serving, http, error)
-        serving.handling += 1
-        try:
-            return await handler(serving, http)
         finally:
-            serving.handling -= 1
+            serving.handling -= running
 
     serve.__name__ = handler.__name__
     return serve

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -28,7 +28,8 @@ from strobe.server.openai.chat import (
     warnings,
 )
 from strobe.server.openai.converted import prepare_converted
-from strobe.server.openai.runs import PromptRun
+from strobe.server.openai.replies import Codec, Event
+from strobe.server.openai.runs import Progress, PromptRun
 from strobe.server.parsers import text_of
 from strobe.server.parsers.call_arguments import read_object
 from strobe.server.serving import Serving
@@ -39,14 +40,18 @@ Part = Callable[[str, str, list[dict[str, Any]]], dict[str, Any]]
 """Returns the fields of some content, thinking and calls."""
 
 
-async def ollama_chat(serving: Serving, http: Request) -> Response:
+async def ollama_chat(
+    serving: Serving, request: OllamaChatRequest, http: Request
+) -> OllamaCodec | Response:
     """Answer POST /api/chat."""
-    return await _answer(serving, http, OllamaChatRequest, _message_part)
+    return await _answer(serving, request, http, _message_part)
 
 
-async def ollama_generate(serving: Serving, http: Request) -> Response:
+async def ollama_generate(
+    serving: Serving, request: OllamaGenerateRequest, http: Request
+) -> OllamaCodec | Response:
     """Answer POST /api/generate."""
-    return await _answer(serving, http, OllamaGenerateRequest, _text_part)
+    return await _answer(serving, request, http, _text_part)
 
 
 def _message_part(content: str, thinking: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
@@ -60,46 +65,26 @@ def _text_part(content: str, thinking: str, calls: list[dict[str, Any]]) -> dict
 
 
 async def _answer(
-    serving: Serving, http: Request, model: type[OllamaRequest], part: Part
-) -> Response:
-    try:
-        request = model.read(await http.body(), lenient=serving.settings.lenient)
-        name = request.model or serving.name(None)
-        if request.is_load:
-            serving.name(request.model)
-            sentences = request.own_names(warnings(serving, request, request.to_chat()))
-            sentences += _context_warning(serving, request)
-            return JSONResponse(
-                _head(name)
-                | {**part("", "", []), "done": True, "done_reason": "load"}
-                | replies.extras([], False, sentences)
-            )
-        prepared = await _prepare(serving, request, http)
-        run = PromptRun(serving, prepared.job)
-    except Exception as error:
-        return replies.error_response(serving, http, error)
-    report = replies.wants_report(http, request.to_chat())
-    reply = OllamaReply(
+    serving: Serving, request: OllamaRequest, http: Request, part: Part
+) -> OllamaCodec | Response:
+    name = request.model or serving.name(None)
+    if request.is_load:
+        serving.name(request.model)
+        sentences = request.own_names(warnings(serving, request, request.to_chat()))
+        sentences += _context_warning(serving, request)
+        return JSONResponse(
+            _head(name)
+            | {**part("", "", []), "done": True, "done_reason": "load"}
+            | replies.extras([], False, sentences)
+        )
+    prepared = await _prepare(serving, request, http)
+    return OllamaCodec(
         serving,
         request=request,
         prepared=replace(prepared, name=name),
-        run=run,
+        run=PromptRun(serving, prepared.job),
         part=part,
-        report=report,
-    )
-    if request.stream:
-        ending = replies.StreamEnd(_error_line)
-        return await replies.stream_response(
-            serving,
-            http,
-            runs=[run],
-            events=reply.events,
-            deadline=prepared.deadline,
-            ending=ending,
-            media_type=MEDIA_TYPE,
-        )
-    return await replies.json_response(
-        serving, http, runs=[run], body=reply.body, deadline=prepared.deadline
+        report=replies.wants_report(http, request.to_chat()),
     )
 
 
@@ -126,17 +111,10 @@ def _head(name: str) -> dict[str, Any]:
     return {"model": name, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
 
 
-def _error_line(error: ApiError) -> bytes:
-    """Return the last line of a stream that fails."""
-    return _line(error_body(error))
+class OllamaCodec(Codec):
+    """An answer of /api/chat or /api/generate, whole or streamed as lines."""
 
-
-def _line(value: dict[str, Any]) -> bytes:
-    return f"{replies.compact(value)}\n".encode("utf-8", "replace")
-
-
-class OllamaReply:
-    """Builds the response of /api/chat and /api/generate, whole or streamed."""
+    media_type = MEDIA_TYPE
 
     def __init__(
         self,
@@ -147,6 +125,7 @@ class OllamaReply:
         part: Part,
         report: bool,
     ):
+        super().__init__([run], prepared.deadline)
         self.serving = serving
         self.request = request
         self.prepared = prepared
@@ -154,47 +133,44 @@ class OllamaReply:
         self.part = part
         self.report = report
         self.message = AssistantMessage(calls=ToolCallCollector(parallel=True))
+        self.num_sent = 0
+        self.unsent_warnings = prepared.warnings
 
-    async def body(self) -> dict[str, Any]:
-        """Return the whole answer after its end."""
-        async for steps in self.run.steps():
-            for progress in steps:
-                self.message.take(progress)
-        replies.check_answers([self.run])
+    def delta(self, place: int, steps: Sequence[Progress]) -> list[Event]:
+        lines: list[Event] = []
+        for progress in steps:
+            content = text_of(progress.segments, "content")
+            reasoning = text_of(progress.segments, "reasoning")
+            self.message.take(progress)
+            calls = self._calls(self.num_sent)
+            self.num_sent += len(calls)
+            fields = self.part(content, reasoning, calls)
+            if self.request.logprobs and progress.delta.logprobs:
+                fields["logprobs"] = self._logprobs(progress.delta.logprobs)
+                self.message.logprobs += fields["logprobs"]
+            elif not (content or reasoning or calls):
+                continue
+            fields |= {"done": False} | replies.extras([], False, self.unsent_warnings)
+            self.unsent_warnings = []
+            lines.append(_head(self.prepared.name) | fields)
+        return lines
+
+    def end(self) -> list[Event]:
+        fields = self.part("", "", []) | self._ended(self.unsent_warnings)
+        return [_head(self.prepared.name) | fields]
+
+    def error(self, error: ApiError) -> list[Event]:
+        return [error_body(error)]
+
+    def body(self) -> Event:
         message = self.message
-        run = self.run
-        calls = self._calls(0)
-        body = _head(self.prepared.name) | self.part(message.content, message.reasoning, calls)
+        fields = self.part(message.content, message.reasoning, self._calls(0))
         if self.request.logprobs:
-            body["logprobs"] = self._logprobs(run.choices[0].logprobs)
-        return body | self._ended(self.prepared.warnings)
+            fields["logprobs"] = message.logprobs
+        return _head(self.prepared.name) | fields | self._ended(self.prepared.warnings)
 
-    async def events(self) -> AsyncGenerator[bytes]:
-        """Yield the lines of the stream."""
-        num_sent = 0
-        unsent_warnings = self.prepared.warnings
-        async for steps in self.run.steps():
-            out = b""
-            for progress in steps:
-                content = text_of(progress.segments, "content")
-                reasoning = text_of(progress.segments, "reasoning")
-                self.message.take(progress)
-                calls = self._calls(num_sent)
-                num_sent += len(calls)
-                fields = self.part(content, reasoning, calls)
-                if self.request.logprobs and progress.delta.logprobs:
-                    fields["logprobs"] = self._logprobs(progress.delta.logprobs)
-                elif not (content or reasoning or calls):
-                    continue
-                fields |= {"done": False} | replies.extras([], False, unsent_warnings)
-                out += _line(_head(self.prepared.name) | fields)
-                unsent_warnings = []
-            if out:
-                yield out
-        replies.check_answers([self.run])
-        if not self.run.abandoned:
-            fields = self.part("", "", []) | self._ended(unsent_warnings)
-            yield _line(_head(self.prepared.name) | fields)
+    def encode(self, event: Event) -> bytes:
+        return f"{replies.compact(event)}\n".encode("utf-8", "replace")
 
     def _calls(self, num_sent: int) -> list[dict[str, Any]]:
         """Return the calls after the first `num_sent`."""
@@ -230,7 +206,7 @@ class OllamaReply:
             "prompt_eval_duration": _nanoseconds(first_token - (choice.queue_time or 0.0)),
             "eval_count": len(choice.output.token_ids),
             "eval_duration": _nanoseconds(last_ended - first_ended),
-        } | replies.extras([self.run], self.report, [*warnings, *ending_warnings])
+        } | replies.extras(self.runs, self.report, [*warnings, *ending_warnings])
 
 
 def _nanoseconds(seconds: float) -> int:

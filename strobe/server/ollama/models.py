@@ -79,36 +79,32 @@ class _GetEndpoints:
             return replies.error_response(self._serving, http, error)
 
 
-async def ollama_show(serving: Serving, http: Request) -> Response:
+async def ollama_show(serving: Serving, request: ShowRequest, http: Request) -> Response:
     """Answer POST /api/show, which describes the model."""
-    try:
-        request = ShowRequest.read(await http.body(), lenient=serving.settings.lenient)
-        serving.name(request.model or request.name)
-        facts = serving.facts
-        formats = serving.formats
-        details = _details(serving)
-        template = serving.chat_template or serving.tokenizer.hf.chat_template
-        family = details["family"]
-        body = {
-            "modelfile": f"# Served by Strobe.\nFROM {serving.names[0]}",
-            "parameters": "\n".join(f"{name} {value}" for name, value in facts.sampling.items()),
-            "template": template if isinstance(template, str) else "",
-            "details": details,
-            "model_info": {
-                "general.architecture": family,
-                f"{family}.context_length": facts.max_model_len,
-                f"{family}.vocab_size": facts.vocab_size,
-            },
-            "capabilities": [
-                "completion",
-                *(["tools"] if formats.tools is not None else []),
-                *(["thinking"] if formats.reasoning is not None else []),
-            ],
-            "modified_at": _modified_at(serving),
-        }
-        return JSONResponse(body | replies.extras([], False, request.warnings()))
-    except Exception as error:
-        return replies.error_response(serving, http, error)
+    serving.name(request.model or request.name)
+    facts = serving.facts
+    formats = serving.formats
+    details = _details(serving)
+    template = serving.chat_template or serving.tokenizer.hf.chat_template
+    family = details["family"]
+    body = {
+        "modelfile": f"# Served by Strobe.\nFROM {serving.names[0]}",
+        "parameters": "\n".join(f"{name} {value}" for name, value in facts.sampling.items()),
+        "template": template if isinstance(template, str) else "",
+        "details": details,
+        "model_info": {
+            "general.architecture": family,
+            f"{family}.context_length": facts.max_model_len,
+            f"{family}.vocab_size": facts.vocab_size,
+        },
+        "capabilities": [
+            "completion",
+            *(["tools"] if formats.tools is not None else []),
+            *(["thinking"] if formats.reasoning is not None else []),
+        ],
+        "modified_at": _modified_at(serving),
+    }
+    return JSONResponse(body | replies.extras([], False, request.warnings()))
 
 
 def _models(serving: Serving) -> list[dict[str, Any]]:

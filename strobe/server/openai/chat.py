@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 from fastapi import Request
-from starlette.responses import Response
 
 from strobe.request import TokenLogprob
 from strobe.server.openai import replies
+from strobe.server.openai.chunks import ChunkCodec, last_chunk
 from strobe.server.openai.constraints import schema_warnings, structured_outputs
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.conversation import Conversation
 from strobe.server.openai.protocol.converted import ConvertedRequest
 from strobe.server.openai.protocol.request_errors import FieldError, counted
+from strobe.server.openai.replies import Event
 from strobe.server.openai.runs import (
     ChoiceState,
     GenerationJob,
     Progress,
     PromptRun,
-    speculation,
     usage,
 )
 from strobe.server.openai.step_report import step_of
@@ -47,27 +47,15 @@ class Prepared:
     deadline: replies.Deadline
 
 
-async def chat(serving: Serving, http: Request) -> Response:
+async def chat(serving: Serving, request: ChatCompletionRequest, http: Request) -> ChatCodec:
     """Answer POST /v1/chat/completions."""
-    try:
-        request = ChatCompletionRequest.read(await http.body(), lenient=serving.settings.lenient)
-        prepared = await prepare(serving, request, http, whole_calls=not request.stream)
-        run = PromptRun(serving, prepared.job)
-    except Exception as error:
-        return replies.error_response(serving, http, error)
-    reply = ChatReply(
+    prepared = await prepare(serving, request, http, whole_calls=not request.stream)
+    return ChatCodec(
         serving,
         request=request,
         prepared=prepared,
-        run=run,
+        run=PromptRun(serving, prepared.job),
         report=replies.wants_report(http, request),
-    )
-    if request.stream:
-        return await replies.stream_response(
-            serving, http, runs=[run], events=reply.events, deadline=prepared.deadline
-        )
-    return await replies.json_response(
-        serving, http, runs=[run], body=reply.body, deadline=prepared.deadline
     )
 
 
@@ -263,6 +251,7 @@ class AssistantMessage:
     content: str = ""
     reasoning: str = ""
     begun: bool = False
+    logprobs: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
     def take(self, progress: Progress) -> dict[str, Any]:
         """Add a step's progress. Returns its delta."""
@@ -300,8 +289,8 @@ class AssistantMessage:
         return message
 
 
-class ChatReply:
-    """Builds the response of a chat completion, whole or streamed."""
+class ChatCodec(ChunkCodec):
+    """A chat completion, whole or streamed."""
 
     def __init__(
         self,
@@ -311,6 +300,7 @@ class ChatReply:
         run: PromptRun,
         report: bool,
     ):
+        super().__init__([run], prepared.deadline)
         self.serving = serving
         self.request = request
         self.prepared = prepared
@@ -318,22 +308,47 @@ class ChatReply:
         self.report = report
         self.id = f"chatcmpl-{prepared.job.request_id}"
         self.created = int(time.time())
+        self.head = self._head("chat.completion.chunk")
+        self.first = self._first()
         self.messages = [
             AssistantMessage(calls=ToolCallCollector(parallel=request.allows_several_calls))
             for _ in run.choices
         ]
 
-    async def body(self) -> dict[str, Any]:
-        """Return the whole completion after its end."""
-        async for steps in self.run.steps():
-            for progress in steps:
-                self.messages[progress.choice.index].take(progress)
-        replies.check_answers([self.run])
+    def _first(self) -> dict[str, Any]:
+        """Return the fields of the first chunk alone."""
+        first: dict[str, Any] = {}
+        if self.request.return_token_ids:
+            first["prompt_token_ids"] = self.prepared.job.prompt_ids
+        if self.prepared.warnings:
+            first["warnings"] = self.prepared.warnings
+        return first
+
+    def delta(self, place: int, steps: Sequence[Progress]) -> list[Event]:
+        options = self.request.stream_options
+        chunks: list[Event] = []
+        for progress in steps:
+            entry = self._chunk(progress)
+            if entry is None:
+                continue
+            chunk = {**self.head, **self.first, "choices": [entry]}
+            self.first = {}
+            if options is not None and options.include_usage:
+                chunk["usage"] = usage(self.runs) if options.continuous_usage_stats else None
+            chunks.append(chunk)
+        return chunks
+
+    def end(self) -> list[Event]:
+        options = self.request.stream_options
+        if not self.report and (options is None or not options.include_usage):
+            return []
+        return [last_chunk(self.head, self.runs)]
+
+    def body(self) -> Event:
         tokenizer = self.serving.tokenizer
         request = self.request
         choices: list[dict[str, Any]] = []
         for choice, message in zip(self.run.choices, self.messages, strict=True):
-            message.content = request.echo_text + message.content
             entry: dict[str, Any] = {
                 "index": choice.index,
                 "message": message.as_dict(reasoning=request.include_reasoning),
@@ -342,46 +357,16 @@ class ChatReply:
                 "stop_reason": choice.output.stop_reason,
             }
             if request.logprobs:
-                entry["logprobs"] = {"content": self._logprobs(choice.logprobs)}
+                entry["logprobs"] = {"content": message.logprobs}
             if request.return_token_ids:
                 entry["token_ids"] = choice.output.token_ids
             choices.append(entry)
-        body = {**self._head("chat.completion"), "choices": choices, "usage": usage([self.run])}
+        body = {**self._head("chat.completion"), "choices": choices, "usage": usage(self.runs)}
         if self.run.prompt_logprobs is not None:
             body["prompt_logprobs"] = replies.prompt_logprobs(self.run.prompt_logprobs, tokenizer)
         if request.return_token_ids:
             body["prompt_token_ids"] = self.prepared.job.prompt_ids
-        return body | replies.extras([self.run], self.report, self.prepared.warnings)
-
-    async def events(self) -> AsyncGenerator[bytes]:
-        """Yield the chunks of the stream."""
-        request = self.request
-        options = self.request.stream_options
-        head = self._head("chat.completion.chunk")
-        first: dict[str, Any] = {}
-        if request.return_token_ids:
-            first["prompt_token_ids"] = self.prepared.job.prompt_ids
-        if self.prepared.warnings:
-            first["warnings"] = self.prepared.warnings
-        async for steps in self.run.steps():
-            out = b""
-            for progress in steps:
-                entry = self._chunk(progress)
-                if entry is None:
-                    continue
-                chunk = {**head, **first, "choices": [entry]}
-                first = {}
-                if options is not None and options.include_usage:
-                    chunk["usage"] = usage([self.run]) if options.continuous_usage_stats else None
-                out += replies.event(chunk)
-            if out:
-                yield out
-        replies.check_answers([self.run])
-        if self.run.abandoned:
-            return
-        if (options is not None and options.include_usage) or self.report:
-            last = {**head, "choices": [], "usage": usage([self.run])}
-            yield replies.event(last | {"speculation": speculation([self.run])})
+        return body | replies.extras(self.runs, self.report, self.prepared.warnings)
 
     def _chunk(self, progress: Progress) -> dict[str, Any] | None:
         """Return a chunk's choice, None if there is nothing to send."""
@@ -395,12 +380,15 @@ class ChatReply:
                 delta.pop(name, None)
         if not begun and request.echo_text:
             delta["content"] = request.echo_text + delta.get("content", "")
+            message.content = request.echo_text + message.content
         entry: dict[str, Any] = {"index": choice.index, "delta": delta, "logprobs": None}
         entry["finish_reason"] = message.finish_reason(choice) if progress.finished else None
         if progress.finished:
             entry["stop_reason"] = choice.output.stop_reason
         if request.logprobs and progress.delta.logprobs:
-            entry["logprobs"] = {"content": self._logprobs(progress.delta.logprobs)}
+            logprobs = self._logprobs(progress.delta.logprobs)
+            message.logprobs += logprobs
+            entry["logprobs"] = {"content": logprobs}
         if request.return_token_ids:
             entry["token_ids"] = progress.delta.token_ids
         if self.report:

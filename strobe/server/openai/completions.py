@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fastapi import Request
-from starlette.responses import Response
 
 from strobe.request import TokenLogprob
 from strobe.server.openai import replies
+from strobe.server.openai.chunks import ChunkCodec, last_chunk
 from strobe.server.openai.infill_prompt import end_ids, infill_ids
 from strobe.server.openai.protocol.completion_request import CompletionRequest
 from strobe.server.openai.protocol.infill_request import InfillRequest
 from strobe.server.openai.protocol.request_errors import FieldError
+from strobe.server.openai.replies import Event
 from strobe.server.openai.runs import (
     ChoiceState,
     GenerationJob,
     Progress,
     PromptRun,
-    speculation,
     usage,
 )
 from strobe.server.openai.step_report import step_of
@@ -49,21 +48,12 @@ class Started(NamedTuple):
     runs: list[PromptRun]
 
 
-async def completions(serving: Serving, http: Request) -> Response:
+async def completions(
+    serving: Serving, request: CompletionRequest, http: Request
+) -> CompletionCodec:
     """Answer POST /v1/completions."""
-    try:
-        request = CompletionRequest.read(await http.body(), lenient=serving.settings.lenient)
-        started = await start(serving, request, http)
-    except Exception as error:
-        return replies.error_response(serving, http, error)
-    reply = CompletionReply(serving, request, started, replies.wants_report(http, request))
-    if request.stream:
-        return await replies.stream_response(
-            serving, http, runs=started.runs, events=reply.events, deadline=started.deadline
-        )
-    return await replies.json_response(
-        serving, http, runs=started.runs, body=reply.body, deadline=started.deadline
-    )
+    started = await start(serving, request, http)
+    return CompletionCodec(serving, request, started, replies.wants_report(http, request))
 
 
 async def start(
@@ -145,8 +135,8 @@ async def _prompt(
     return prompt
 
 
-class CompletionReply:
-    """Builds the response of a text completion, whole or streamed."""
+class CompletionCodec(ChunkCodec):
+    """A text completion, whole or streamed; chunks of several prompts are interleaved."""
 
     def __init__(
         self,
@@ -155,10 +145,10 @@ class CompletionReply:
         started: Started,
         report: bool,
     ):
+        super().__init__(started.runs, started.deadline)
         self.serving = serving
         self.request = request
         self.prompts = started.prompts
-        self.runs = started.runs
         self.report = report
         self.warnings = request.warnings()
         self.head = {
@@ -168,12 +158,9 @@ class CompletionReply:
             "model": started.name,
             "system_fingerprint": serving.fingerprint,
         }
-        self._offsets: dict[tuple[int, int], int] = {}
+        self._logprobs: dict[tuple[int, int], LogprobsBuilder] = {}
 
-    async def body(self) -> dict[str, Any]:
-        """Return the whole completion after all answers have ended."""
-        await replies.wait_for_all(self.runs)
-        replies.check_answers(self.runs)
+    def body(self) -> Event:
         choices: list[dict[str, Any]] = []
         for place, run in enumerate(self.runs):
             for choice in _best_choices(run.choices, self.request.n):
@@ -194,9 +181,7 @@ class CompletionReply:
             "stop_reason": choice.output.stop_reason,
         }
         if request.logprobs is not None:
-            parts = self._prompt_part(run, prompt) if request.echo else LogprobsBuilder()
-            parts.add(choice.logprobs, choice.pieces, self)
-            entry["logprobs"] = parts.as_dict()
+            entry["logprobs"] = self._logprobs[place, choice.index].since(0)
         if request.prompt_logprobs is not None and run.prompt_logprobs is not None:
             entry["prompt_logprobs"] = replies.prompt_logprobs(
                 [
@@ -226,88 +211,57 @@ class CompletionReply:
             parts.add([scored], [text], self, first=entry is None)
         return parts
 
-    async def events(self) -> AsyncGenerator[bytes]:
-        """Yield the chunks of the stream; chunks of several prompts are interleaved."""
+    def delta(self, place: int, steps: Sequence[Progress]) -> list[Event]:
+        chunks = [self._chunk(place, progress) for progress in steps]
+        return [chunk for chunk in chunks if chunk is not None]
+
+    def end(self) -> list[Event]:
         options = self.request.stream_options
-        outputs: asyncio.Queue[tuple[int, list[Progress]] | Exception | None] = asyncio.Queue()
+        if not self.report and (options is None or not options.include_usage):
+            return []
+        return [last_chunk(self.head, self.runs)]
 
-        async def follow(place: int, run: PromptRun) -> None:
-            try:
-                async for steps in run.steps():
-                    outputs.put_nowait((place, steps))
-                outputs.put_nowait(None)
-            except Exception as error:
-                outputs.put_nowait(error)
-
-        tasks = [asyncio.ensure_future(follow(i, run)) for i, run in enumerate(self.runs)]
-        num_running = len(tasks)
-        try:
-            while num_running:
-                output = await outputs.get()
-                if output is None:
-                    num_running -= 1
-                elif isinstance(output, Exception):
-                    raise output
-                else:
-                    out = b"".join(self._chunks(*output))
-                    if out:
-                        yield out
-        finally:
-            for task in tasks:
-                task.cancel()
-        replies.check_answers(self.runs)
-        if any(run.abandoned for run in self.runs):
-            return
-        if (options is not None and options.include_usage) or self.report:
-            last = {**self.head, "choices": [], "usage": usage(self.runs)}
-            yield replies.event(last | {"speculation": speculation(self.runs)})
-
-    def _chunks(self, place: int, steps: list[Progress]) -> list[bytes]:
+    def _chunk(self, place: int, progress: Progress) -> Event | None:
+        """Return a chunk, None if there is nothing to send."""
         request = self.request
-        run = self.runs[place]
         prompt = self.prompts[place]
         options = request.stream_options
-        chunks: list[bytes] = []
-        for progress in steps:
-            choice = progress.choice
-            delta = progress.delta
-            parts = LogprobsBuilder()
-            text = delta.text
-            first = (place, choice.index) not in self._offsets
+        choice = progress.choice
+        delta = progress.delta
+        text = delta.text
+        first = (place, choice.index) not in self._logprobs
+        if first:
+            self._logprobs[place, choice.index] = LogprobsBuilder()
+            if request.echo:
+                text = prompt.text + text
+        entry: dict[str, Any] = {
+            "index": place * request.n + choice.index,
+            "text": text,
+            "logprobs": None,
+            "finish_reason": choice.output.finish_reason if progress.finished else None,
+        }
+        if progress.finished:
+            entry["stop_reason"] = choice.output.stop_reason
+        if request.logprobs is not None:
+            if first and request.echo:
+                self._logprobs[place, choice.index] = self._prompt_part(self.runs[place], prompt)
+            parts = self._logprobs[place, choice.index]
+            num_sent = 0 if first else len(parts.tokens)
+            parts.add(delta.logprobs, delta.pieces, self)
+            entry["logprobs"] = parts.since(num_sent) if len(parts.tokens) > num_sent else None
+        if request.return_token_ids:
+            entry["token_ids"] = delta.token_ids
             if first:
-                self._offsets[place, choice.index] = 0
-                if request.echo:
-                    text = prompt.text + text
-                    if request.logprobs is not None:
-                        parts = self._prompt_part(run, prompt)
-            entry: dict[str, Any] = {
-                "index": place * request.n + choice.index,
-                "text": text,
-                "logprobs": None,
-                "finish_reason": choice.output.finish_reason if progress.finished else None,
-            }
-            if progress.finished:
-                entry["stop_reason"] = choice.output.stop_reason
-            if request.logprobs is not None:
-                parts.offset = self._offsets[place, choice.index] + parts.offset
-                parts.add(delta.logprobs, delta.pieces, self)
-                self._offsets[place, choice.index] = parts.offset
-                entry["logprobs"] = parts.as_dict() if parts.tokens else None
-            if request.return_token_ids:
-                entry["token_ids"] = delta.token_ids
-                if first:
-                    entry["prompt_token_ids"] = prompt.ids
-            if self.report:
-                entry["step"] = step_of(delta, self.serving.tokenizer)
-            chunk: dict[str, Any] = {**self.head, "choices": [entry]}
-            if first and self.warnings:
-                chunk["warnings"] = self.warnings
-            if options is not None and options.include_usage:
-                chunk["usage"] = usage(self.runs) if options.continuous_usage_stats else None
-            filled = text or progress.finished or entry["logprobs"] or len(entry) > 4 or first
-            if filled:
-                chunks.append(replies.event(chunk))
-        return chunks
+                entry["prompt_token_ids"] = prompt.ids
+        if self.report:
+            entry["step"] = step_of(delta, self.serving.tokenizer)
+        chunk: dict[str, Any] = {**self.head, "choices": [entry]}
+        if first and self.warnings:
+            chunk["warnings"] = self.warnings
+        if options is not None and options.include_usage:
+            chunk["usage"] = usage(self.runs) if options.continuous_usage_stats else None
+        filled = text or progress.finished or entry["logprobs"] or len(entry) > 4 or first
+        return chunk if filled else None
 
 
 class LogprobsBuilder:
@@ -324,34 +278,35 @@ class LogprobsBuilder:
         self,
         entries: list[TokenLogprob],
         pieces: list[str],
-        reply: CompletionReply,
+        codec: CompletionCodec,
         *,
         first: bool = False,
     ) -> None:
         """Add tokens and their texts. first: a prompt's first token, which has no logprob."""
         for entry, piece in zip(entries, pieces, strict=True):
-            self.tokens.append(self._name(entry.token, reply))
+            self.tokens.append(self._name(entry.token, codec))
             self.values.append(None if first else entry.logprob)
             best: dict[str, float] = {}  # tokens of the same text share its highest value
             for token, value in (*entry.top, (entry.token, entry.logprob)):
-                name = self._name(token, reply)
+                name = self._name(token, codec)
                 best[name] = max(value, best.get(name, value))
             self.top.append(None if first else best)
             self.offsets.append(max(self.offset, 0))
             self.offset += len(piece)
 
     @staticmethod
-    def _name(token: int, reply: CompletionReply) -> str:
-        if reply.request.return_tokens_as_token_ids:
+    def _name(token: int, codec: CompletionCodec) -> str:
+        if codec.request.return_tokens_as_token_ids:
             return f"token_id:{token}"
-        return reply.serving.tokenizer.token_text(token)
+        return codec.serving.tokenizer.token_text(token)
 
-    def as_dict(self) -> dict[str, Any]:
+    def since(self, start: int) -> dict[str, Any]:
+        """Return the object of the tokens after the first `start`."""
         return {
-            "tokens": self.tokens,
-            "token_logprobs": self.values,
-            "top_logprobs": self.top,
-            "text_offset": self.offsets,
+            "tokens": self.tokens[start:],
+            "token_logprobs": self.values[start:],
+            "top_logprobs": self.top[start:],
+            "text_offset": self.offsets[start:],
         }
 
 

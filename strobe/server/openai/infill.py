@@ -3,67 +3,50 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import Request
-from starlette.responses import Response
 
 from strobe.request import CUT_SHORT
+from strobe.server.generation.errors import ApiError
 from strobe.server.openai import replies
 from strobe.server.openai.completions import Started, start
+from strobe.server.openai.errors import error_body
 from strobe.server.openai.protocol.infill_request import InfillRequest
+from strobe.server.openai.replies import Codec, Event
+from strobe.server.openai.runs import Progress
 from strobe.server.serving import Serving
 
 
-async def infill(serving: Serving, http: Request) -> Response:
+async def infill(serving: Serving, request: InfillRequest, http: Request) -> InfillCodec:
     """Answer POST /infill."""
-    try:
-        request = InfillRequest.read(await http.body(), lenient=serving.settings.lenient)
-        started = await start(serving, request, http)
-    except Exception as error:
-        return replies.error_response(serving, http, error)
-    reply = InfillReply(request, started, replies.wants_report(http, request))
-    if request.stream:
-        ending = replies.StreamEnd(replies.error_event)
-        return await replies.stream_response(
-            serving,
-            http,
-            runs=started.runs,
-            events=reply.events,
-            deadline=started.deadline,
-            ending=ending,
-        )
-    return await replies.json_response(
-        serving, http, runs=started.runs, body=reply.body, deadline=started.deadline
-    )
+    started = await start(serving, request, http)
+    return InfillCodec(request, started, replies.wants_report(http, request))
 
 
-class InfillReply:
-    """Builds the response of /infill, whole or streamed."""
+class InfillCodec(Codec):
+    """An answer in llama.cpp's form, whole or streamed: parts of the text, and a last event."""
 
     def __init__(self, request: InfillRequest, started: Started, report: bool):
+        super().__init__(started.runs, started.deadline)
         self.request = request
         self.name = started.name
         self.report = report
         (self.run,) = started.runs
 
-    async def body(self) -> dict[str, Any]:
-        """Return the whole answer after its end."""
-        await replies.wait_for_all([self.run])
-        replies.check_answers([self.run])
-        text = self.run.choices[0].output.text
-        return self._last(text if self.request.n_predict else "")
+    def delta(self, place: int, steps: Sequence[Progress]) -> list[Event]:
+        text = "".join([progress.delta.text for progress in steps])
+        return [{"content": text, "stop": False}] if text and self.request.n_predict else []
 
-    async def events(self) -> AsyncGenerator[bytes]:
-        """Yield the parts of the text, and then the last event."""
-        async for steps in self.run.steps():
-            text = "".join([progress.delta.text for progress in steps])
-            if text and self.request.n_predict:
-                yield replies.event({"content": text, "stop": False})
-        replies.check_answers([self.run])
-        if not self.run.abandoned:
-            yield replies.event(self._last(""))
+    def end(self) -> list[Event]:
+        return [self._last("")]
+
+    def error(self, error: ApiError) -> list[Event]:
+        return [error_body(error)]
+
+    def body(self) -> Event:
+        return self._last(self.run.choices[0].output.text if self.request.n_predict else "")
 
     def _last(self, text: str) -> dict[str, Any]:
         """Return the text with the reason of its end, counts and durations."""

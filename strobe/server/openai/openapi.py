@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, JsonSchemaValue, models_json_schema
 
 from strobe.server.openai.protocol import response_bodies as answers
-from strobe.server.schema.base import with_unknown_fields
+from strobe.server.schema.base import RequestModel, with_unknown_fields
 
 POST_ERRORS = ("400", "401", "404", "408", "413", "415", "429", "503", "504")
 """Error statuses of POST endpoints."""
@@ -40,7 +40,7 @@ class Post(NamedTuple):
 
     path: str
     summary: str
-    request_model: type[BaseModel]
+    request_model: type[RequestModel]
     response_model: type[BaseModel]
     error_model: type[BaseModel] = answers.ErrorResponse
     stream_type: str = EVENT_STREAM

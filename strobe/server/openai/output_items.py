@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 from strobe.request import CUT_SHORT
 from strobe.server.openai import replies
-from strobe.server.openai.chat import chat_logprob
+from strobe.server.openai.chat import Prepared, chat_logprob
 from strobe.server.openai.protocol.converted import ConvertedRequest
 from strobe.server.openai.protocol.request_errors import FieldError
-from strobe.server.openai.runs import GenerationJob, PromptRun
+from strobe.server.openai.replies import Codec, Event, encode_typed_event
+from strobe.server.openai.runs import Progress, PromptRun
 from strobe.server.openai.token_attribution import TokenAttribution
 from strobe.server.parsers import Segment
 from strobe.server.parsers.call_arguments import read_object
 from strobe.server.serving import Serving
 
-Event = dict[str, Any]
 Logprobs = list[dict[str, Any]]
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -90,22 +90,29 @@ class OutputItems:
         return events + self._items[-1].begin()
 
 
-class OrderedAnswer:
-    """One answer's generation, as events of its items.
+class ItemCodec(Codec):
+    """An answer as items, in the order in which the model wrote them. Events are named after their
+    type.
 
     reasoning_tokens: number of tokens so far with reasoning in their text, without markers.
     """
 
     def __init__(
-        self, serving: Serving, request: ConvertedRequest, job: GenerationJob, items: OutputItems
+        self,
+        serving: Serving,
+        request: ConvertedRequest,
+        prepared: Prepared,
+        make: Callable[[Segment, int], OutputItem],
     ):
-        """Submit the prompt to the engine. Raises ApiError, EngineDead."""
+        """Submit the prompt to the engine. make: as in OutputItems. Raises ApiError, EngineDead."""
+        self.run = PromptRun(serving, prepared.job)
+        super().__init__([self.run], prepared.deadline)
+        self.prepared = prepared
+        self.items = OutputItems(make, parallel=request.to_chat().allows_several_calls)
+        self.reasoning_tokens = 0
         self._attribution = TokenAttribution()
         self._tokenizer = serving.tokenizer
-        self._request = request
-        self.items = items
-        self.reasoning_tokens = 0
-        self.run = PromptRun(serving, job)
+        self._converted = request
 
     @property
     def status(self) -> Status:
@@ -113,21 +120,22 @@ class OrderedAnswer:
         reason = self.run.choices[0].output.finish_reason
         return "incomplete" if reason in CUT_SHORT else "completed"
 
-    async def steps(self) -> AsyncIterator[list[Event]]:
-        """Yield the events of each step. Raises FieldError, ApiError, EngineDead."""
-        try:
-            async for steps in self.run.steps():
-                replies.check_answers([self.run])
-                events: list[Event] = []
-                for progress in steps:
-                    self._attribution.add(progress.delta)
-                    for segment in progress.segments:
-                        events += self._take(segment)
-                if any(progress.finished for progress in steps):
-                    events += self.items.end(self.status)
-                yield events
-        except FieldError as error:
-            raise self._request.with_own_names(error) from None
+    def delta(self, place: int, steps: Sequence[Progress]) -> list[Event]:
+        replies.check_answers(self.runs)
+        events: list[Event] = []
+        for progress in steps:
+            self._attribution.add(progress.delta)
+            for segment in progress.segments:
+                events += self._take(segment)
+        if any(progress.finished for progress in steps):
+            events += self.items.end(self.status)
+        return events
+
+    def own_names(self, error: FieldError) -> FieldError:
+        return self._converted.with_own_names(error)
+
+    def encode(self, event: Event) -> bytes:
+        return encode_typed_event(event)
 
     def _take(self, segment: Segment) -> list[Event]:
         tokens = self._attribution.tokens_of(segment)

@@ -6,9 +6,8 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from typing import Any, NamedTuple
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import Any
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
@@ -20,9 +19,9 @@ from strobe.request import TokenLogprob
 from strobe.server import error_responses
 from strobe.server.access import CLIENT_CLOSED
 from strobe.server.generation.errors import ApiError, to_api_error
-from strobe.server.openai.errors import error_body
 from strobe.server.openai.openapi import EVENT_STREAM
-from strobe.server.openai.runs import PromptRun, speculation, usage
+from strobe.server.openai.protocol.request_errors import FieldError
+from strobe.server.openai.runs import Progress, PromptRun, speculation, usage
 from strobe.server.schema.sampling import SamplingFields
 from strobe.server.serving import Serving
 from strobe.text.tokenizer import Tokenizer
@@ -33,20 +32,23 @@ SPECULATION_HEADER = "x-strobe-speculation"
 DONE = b"data: [DONE]\n\n"
 _UNREAD_SECONDS = 5.0
 
+Event = dict[str, Any]
+"""A part of a stream, or a whole body, before it is encoded."""
+
 
 def compact(value: object) -> str:
     """Return JSON without spaces. Raises ValueError for NaN and infinities, which JSON lacks."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
-def event(value: object) -> bytes:
-    """One server-sent event."""
+def encode_event(value: object) -> bytes:
+    """Return a server-sent event."""
     return f"data: {compact(value)}\n\n".encode("utf-8", "replace")
 
 
-def typed_event(value: Mapping[str, Any]) -> bytes:
-    """One server-sent event, named after its type."""
-    return b"event: %s\n" % value["type"].encode() + event(value)
+def encode_typed_event(value: Mapping[str, Any]) -> bytes:
+    """Return a server-sent event, named after its type."""
+    return b"event: %s\n" % value["type"].encode() + encode_event(value)
 
 
 def error_response(serving: Serving, http: Request, error: Exception) -> Response:
@@ -151,51 +153,86 @@ class Deadline:
         return asyncio.timeout_at(None if self._at is None else self._at + later)
 
 
-Events = Callable[[], AsyncGenerator[bytes]]
-"""Yields the events of a stream, without its end."""
+class Codec:
+    """One answer in an API's format. `run` of one prompt, or of several.
+
+    `delta` is called with each step, and `start` after the first of them. All return events, which
+    `encode` makes the bytes of a stream. A whole body is what the same events have left behind.
+    done: the last bytes of every stream.
+    """
+
+    media_type = EVENT_STREAM
+    done = b""
+
+    def __init__(self, runs: Sequence[PromptRun], deadline: Deadline):
+        self.runs = runs
+        self.deadline = deadline
+
+    @property
+    def abandoned(self) -> bool:
+        return any(run.abandoned for run in self.runs)
+
+    def start(self) -> Sequence[Event]:
+        """Return the events before those of the first step."""
+        return ()
+
+    def delta(self, place: int, steps: Sequence[Progress]) -> Sequence[Event]:
+        """Add steps of a prompt's answers. Returns their events. Raises what `check_answers`
+        raises."""
+        raise NotImplementedError
+
+    def end(self) -> Sequence[Event]:
+        """Return the events after the last step."""
+        raise NotImplementedError
+
+    def error(self, error: ApiError) -> Sequence[Event]:
+        """Return the last events of a stream that fails."""
+        raise NotImplementedError
+
+    def body(self) -> Event:
+        """Return the whole body after the last step."""
+        raise NotImplementedError
+
+    def encode(self, event: Event) -> bytes:
+        """Return an event as a part of the stream."""
+        return encode_event(event)
+
+    def own_names(self, error: FieldError) -> FieldError:
+        """Return a field's error of the engine with this API's field names."""
+        return error
 
 
-class StreamEnd(NamedTuple):
-    """The end of a stream. error_events: returns the events for an error; done: the last bytes of
-    every stream."""
-
-    error_events: Callable[[ApiError], bytes]
-    done: bytes = b""
-
-
-def error_event(error: ApiError) -> bytes:
-    """Return OpenAI's error object as an event."""
-    return event(error_body(error))
-
-
-CHUNK_STREAM_END = StreamEnd(error_event, DONE)
-"""The end of /v1/chat/completions and /v1/completions."""
-
-
-async def stream_response(
-    serving: Serving,
-    http: Request,
-    *,
-    runs: Sequence[PromptRun],
-    events: Events,
-    deadline: Deadline,
-    ending: StreamEnd = CHUNK_STREAM_END,
-    media_type: str = EVENT_STREAM,
-) -> Response:
-    """Answer with a stream of events. Errors before its first event are HTTP errors."""
-    watch = DisconnectWatcher(http.receive, lambda: _close(runs))
+async def respond(serving: Serving, http: Request, codec: Codec, *, stream: bool) -> Response:
+    """Answer with a whole body or with a stream of events. Errors before the first event are HTTP
+    errors."""
+    watch = DisconnectWatcher(http.receive, lambda: _close(codec.runs))
 
     def at_end() -> None:
         watch.stop()
-        _finish(serving, http, runs, streams=True)
+        _finish(serving, http, codec.runs, streams=stream)
+
+    if not stream:
+        try:
+            async with codec.deadline():
+                async for _ in _events(codec):
+                    pass
+                body = codec.body()
+            if watch.disconnected:
+                return Response(status_code=CLIENT_CLOSED)
+            content = compact(body).encode("utf-8", "replace")
+            return Response(content, media_type="application/json")
+        except Exception as error:
+            return error_response(serving, http, error)
+        finally:
+            at_end()
 
     def failing(error: Exception) -> bytes:
         api_error = to_api_error(error)
         serving.metrics.record_rejected(api_error.status, api_error.code)
         _log_fields(http)["error"] = api_error.code
-        return ending.error_events(api_error) + ending.done
+        return b"".join(map(codec.encode, codec.error(api_error))) + codec.done
 
-    source = _until_deadline(events(), deadline)
+    source = _stream(codec)
     try:
         first = await anext(source)
     except StopAsyncIteration:
@@ -204,81 +241,93 @@ async def stream_response(
     except Exception as error:
         at_end()
         return error_response(serving, http, error)
-    rest = _with_ending(source, runs, failing, ending.done)
+    rest = _until_error(source, codec.runs, failing)
     return StreamedResponse(
-        first, rest=rest, deadline=deadline, at_end=at_end, media_type=media_type
+        first, rest=rest, deadline=codec.deadline, at_end=at_end, media_type=codec.media_type
     )
 
 
-async def _until_deadline(
-    events: AsyncGenerator[bytes], deadline: Deadline
-) -> AsyncGenerator[bytes]:
-    """Yield the events until the deadline. Raises TimeoutError."""
+async def _events(codec: Codec) -> AsyncGenerator[Sequence[Event]]:
+    """Yield the events of each step, without those of the end. Raises what any run raises, and
+    what `check_answers` raises."""
+    started = False
+    try:
+        async for place, steps in _steps(codec.runs):
+            events = codec.delta(place, steps)
+            if not started:
+                started = True
+                events = [*codec.start(), *events]
+            if events:
+                yield events
+    except FieldError as error:
+        raise codec.own_names(error) from None
+    check_answers(codec.runs)
+
+
+async def _steps(runs: Sequence[PromptRun]) -> AsyncGenerator[tuple[int, list[Progress]]]:
+    """Yield the steps of all runs as they come, each with its run's place."""
+    if len(runs) == 1:
+        async for steps in runs[0].steps():
+            yield 0, steps
+        return
+    outputs: asyncio.Queue[tuple[int, list[Progress]] | Exception | None] = asyncio.Queue()
+
+    async def follow(place: int, run: PromptRun) -> None:
+        try:
+            async for steps in run.steps():
+                outputs.put_nowait((place, steps))
+            outputs.put_nowait(None)
+        except Exception as error:
+            outputs.put_nowait(error)
+
+    tasks = [asyncio.ensure_future(follow(place, run)) for place, run in enumerate(runs)]
+    num_running = len(tasks)
+    try:
+        while num_running:
+            output = await outputs.get()
+            if isinstance(output, Exception):
+                raise output
+            if output is None:
+                num_running -= 1
+            else:
+                yield output
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _stream(codec: Codec) -> AsyncGenerator[bytes]:
+    """Yield the parts of a stream. Raises TimeoutError after the deadline."""
+    source = _events(codec)
     try:
         while True:
-            async with deadline():
-                chunk = await anext(events, None)
-            if chunk is None:
-                return
-            yield chunk
+            async with codec.deadline():
+                events = await anext(source, None)
+            if events is None:
+                break
+            yield b"".join(map(codec.encode, events))
+        if not codec.abandoned:
+            last = b"".join(map(codec.encode, codec.end())) + codec.done
+            if last:
+                yield last
     finally:
-        await events.aclose()
+        await source.aclose()
 
 
-async def _with_ending(
-    events: AsyncGenerator[bytes],
+async def _until_error(
+    parts: AsyncGenerator[bytes],
     runs: Sequence[PromptRun],
     failing: Callable[[Exception], bytes],
-    done: bytes,
 ) -> AsyncGenerator[bytes]:
-    """Yield the events, then `done`, or after an exception the result of `failing`."""
+    """Yield the parts, and after an exception the result of `failing`."""
     try:
-        async for chunk in events:
-            yield chunk
-        if done and not any(run.abandoned for run in runs):
-            yield done
+        async for part in parts:
+            yield part
     except Exception as error:
         _close(runs)
         yield failing(error)
     finally:
-        await events.aclose()
-
-
-async def json_response(
-    serving: Serving,
-    http: Request,
-    *,
-    runs: Sequence[PromptRun],
-    body: Callable[[], Awaitable[dict[str, Any]]],
-    deadline: Deadline,
-) -> Response:
-    """Answer with one JSON object after all answers have ended."""
-    watch = DisconnectWatcher(http.receive, lambda: _close(runs))
-    try:
-        async with deadline():
-            answer = await body()
-        if watch.disconnected:
-            return Response(status_code=CLIENT_CLOSED)
-        return Response(compact(answer).encode("utf-8", "replace"), media_type="application/json")
-    except Exception as error:
-        return error_response(serving, http, error)
-    finally:
-        watch.stop()
-        _finish(serving, http, runs, streams=False)
-
-
-async def wait_for_all(runs: Sequence[PromptRun]) -> None:
-    """Wait for all answers of all runs. Raises what any of them raises."""
-
-    async def drain(run: PromptRun) -> None:
-        async for _ in run.steps():
-            pass
-
-    if len(runs) == 1:
-        await drain(runs[0])
-    else:
-        async with _all(runs):
-            await asyncio.gather(*map(drain, runs))
+        await parts.aclose()
 
 
 def check_answers(runs: Sequence[PromptRun]) -> None:
@@ -319,15 +368,6 @@ def prompt_logprobs(
         else {str(t): value._asdict() for t, value in logprobs_by_token(entry, tokenizer).items()}
         for entry in entries
     ]
-
-
-@asynccontextmanager
-async def _all(runs: Sequence[PromptRun]) -> AsyncGenerator[None]:
-    try:
-        yield
-    except BaseException:
-        _close(runs)
-        raise
 
 
 def _close(runs: Sequence[PromptRun]) -> None:

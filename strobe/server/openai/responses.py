@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
 from typing import Any, NamedTuple
 
 from fastapi import Request
@@ -14,12 +13,13 @@ from strobe.server.generation.errors import ApiError
 from strobe.server.openai import replies
 from strobe.server.openai.chat import Prepared
 from strobe.server.openai.converted import count_tokens, prepare_converted
-from strobe.server.openai.output_items import Event, OrderedAnswer, OutputItems
+from strobe.server.openai.output_items import ItemCodec
 from strobe.server.openai.protocol.responses_request import (
     InputTokensRequest,
     ResponsesPrompt,
     ResponsesRequest,
 )
+from strobe.server.openai.replies import Event
 from strobe.server.openai.response_items import make_item
 from strobe.server.openai.runs import speculation, usage
 from strobe.server.openai.stored_responses import complete_items, find, owner
@@ -27,27 +27,13 @@ from strobe.server.response_store import ResponseStore, StoredResponse
 from strobe.server.serving import Serving
 
 
-async def responses(serving: Serving, http: Request) -> Response:
+async def responses(serving: Serving, request: ResponsesRequest, http: Request) -> ResponseCodec:
     """Answer POST /v1/responses."""
-    try:
-        request = ResponsesRequest.read(await http.body(), lenient=serving.settings.lenient)
-        previous_items = _follow(serving, request, http)
-        prepared = await _prepare(serving, request, http)
-        items = OutputItems(make_item, parallel=request.to_chat().allows_several_calls)
-        answer = OrderedAnswer(serving, request, prepared.job, items)
-    except Exception as error:
-        return replies.error_response(serving, http, error)
+    previous_items = _follow(serving, request, http)
+    prepared = await _prepare(serving, request, http)
     report = replies.wants_report(http, request)
     saver = _ResponseSaver(serving.responses, owner(http), previous_items)
-    reply = ResponseReply(request, prepared=prepared, answer=answer, saver=saver, report=report)
-    runs = [answer.run]
-    deadline = prepared.deadline
-    if request.stream:
-        ending = replies.StreamEnd(reply.failed)
-        return await replies.stream_response(
-            serving, http, runs=runs, events=reply.events, deadline=deadline, ending=ending
-        )
-    return await replies.json_response(serving, http, runs=runs, body=reply.body, deadline=deadline)
+    return ResponseCodec(serving, request=request, prepared=prepared, saver=saver, report=report)
 
 
 async def _prepare(serving: Serving, request: ResponsesRequest, http: Request) -> Prepared:
@@ -58,17 +44,13 @@ async def _prepare(serving: Serving, request: ResponsesRequest, http: Request) -
     return prepared
 
 
-async def input_tokens(serving: Serving, http: Request) -> Response:
+async def input_tokens(serving: Serving, request: InputTokensRequest, http: Request) -> Response:
     """Answer POST /v1/responses/input_tokens, which counts the prompt's tokens."""
-    try:
-        request = InputTokensRequest.read(await http.body(), lenient=serving.settings.lenient)
-        serving.name(request.model)
-        _follow(serving, request, http)
-        number, sentences = await count_tokens(serving, request)
-        body = {"object": "response.input_tokens", "input_tokens": number}
-        return JSONResponse(body | replies.extras([], False, sentences))
-    except Exception as error:
-        return replies.error_response(serving, http, error)
+    serving.name(request.model)
+    _follow(serving, request, http)
+    number, sentences = await count_tokens(serving, request)
+    body = {"object": "response.input_tokens", "input_tokens": number}
+    return JSONResponse(body | replies.extras([], False, sentences))
 
 
 def _follow(serving: Serving, request: ResponsesPrompt, http: Request) -> tuple[bytes, ...]:
@@ -108,54 +90,35 @@ def _json(value: object) -> bytes:
     return replies.compact(value).encode("utf-8", "replace")
 
 
-class ResponseReply:
-    """Builds the response of /v1/responses, whole or streamed."""
+class ResponseCodec(ItemCodec):
+    """A response of /v1/responses, whole or streamed."""
 
     def __init__(
         self,
+        serving: Serving,
         request: ResponsesRequest,
         prepared: Prepared,
-        answer: OrderedAnswer,
         saver: _ResponseSaver,
         report: bool,
     ):
+        super().__init__(serving, request, prepared, make_item)
         self.request = request
-        self.prepared = prepared
-        self.answer = answer
-        self.run = answer.run
-        self.items = answer.items
         self.report = report
         self._saver = saver
         self.stores = request.store and saver.store.max_bytes > 0
         self.created = int(time.time())
         self._sent = 0
 
-    async def body(self) -> dict[str, Any]:
-        """Return the whole response after the answer has ended."""
-        async for _ in self.answer.steps():
-            pass
-        return self._ended()
+    def start(self) -> list[Event]:
+        response = self._response("in_progress") | {"output": []}
+        kinds = ("response.created", "response.in_progress")
+        return [{"type": kind, "response": response} for kind in kinds]
 
-    async def events(self) -> AsyncGenerator[bytes]:
-        """Yield the events of the stream."""
-        begun = False
-        async for events in self.answer.steps():
-            out = b""
-            if not begun:
-                begun = True
-                response = self._response("in_progress") | {"output": []}
-                out += self._event({"type": "response.created", "response": response})
-                out += self._event({"type": "response.in_progress", "response": response})
-            out += b"".join(map(self._event, events))
-            if out:
-                yield out
-        if not self.run.abandoned:
-            response = self._ended() | {"speculation": speculation([self.run])}
-            yield self._event({"type": f"response.{response['status']}", "response": response})
+    def end(self) -> list[Event]:
+        response = self._ended() | {"speculation": speculation(self.runs)}
+        return [{"type": f"response.{response['status']}", "response": response}]
 
-    def failed(self, error: ApiError) -> bytes:
-        """Return the last events of a stream that fails."""
-        event = error_event(error)
+    def error(self, error: ApiError) -> list[Event]:
         self.items.close("incomplete")
         response = self._response("failed")
         response["error"] = {"code": "server_error", "message": str(error)}
@@ -163,22 +126,32 @@ class ResponseReply:
             _json(response)
         except ValueError:  # the answer so far has NaN logprobs
             response["output"] = []
-        return self._event(event) + self._event({"type": "response.failed", "response": response})
+        return [error_event(error), {"type": "response.failed", "response": response}]
+
+    def body(self) -> Event:
+        return self._ended()
+
+    def encode(self, event: Event) -> bytes:
+        """Encode an event with its sequence number."""
+        numbered = {"type": event["type"], "sequence_number": self._sent, **event}
+        encoded = super().encode(numbered)
+        self._sent += 1
+        return encoded
 
     def _ended(self) -> dict[str, Any]:
         """Return the finished response, and store it if the request asks for it."""
-        response = self._response(self.answer.status)
+        response = self._response(self.status)
         if response["status"] == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
-        counted = usage([self.run])
+        counted = usage(self.runs)
         response["usage"] = {
             "input_tokens": counted["prompt_tokens"],
             "input_tokens_details": {**counted["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": counted["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": self.answer.reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
             "total_tokens": counted["total_tokens"],
         }
-        response |= {"speculation": speculation([self.run])} if self.report else {}
+        response |= {"speculation": speculation(self.runs)} if self.report else {}
         if self.stores and not self.run.abandoned:
             self._saver.save(self.request, response)
         return response
@@ -220,10 +193,3 @@ class ResponseReply:
         ending_warnings = self.request.own_names(replies.ending_warnings(self.run))
         warnings = [*self.prepared.warnings, *ending_warnings]
         return response | ({"warnings": warnings} if warnings else {})
-
-    def _event(self, event: Event) -> bytes:
-        """Encode an event with its sequence number."""
-        numbered = {"type": event["type"], "sequence_number": self._sent, **event}
-        encoded = replies.typed_event(numbered)
-        self._sent += 1
-        return encoded

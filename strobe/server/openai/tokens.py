@@ -14,55 +14,45 @@ from strobe.server.openai.protocol.token_requests import DetokenizeRequest, Toke
 from strobe.server.serving import Serving
 
 
-async def tokenize(serving: Serving, http: Request) -> Response:
+async def tokenize(serving: Serving, request: TokenizeRequest, http: Request) -> Response:
     """Answer POST /tokenize."""
-    try:
-        request = TokenizeRequest.read(await http.body(), lenient=serving.settings.lenient)
-        serving.name(request.model)
-        max_length = serving.facts.max_model_len
+    serving.name(request.model)
+    max_length = serving.facts.max_model_len
 
-        def encode() -> bytes:
-            tokenizer = serving.tokenizer
-            add_special_tokens = request.adds_special_tokens
-            warnings = request.warnings()
-            try:
-                if request.prompt is None:
-                    chat = render_prompt(serving, request)
-                    warnings += chat.warnings
-                    ids = tokenizer.encode_chat(chat, add_special_tokens=add_special_tokens)
-                else:
-                    ids = tokenizer.encode(request.prompt, add_special_tokens=add_special_tokens)
-            except FieldError:
-                raise
-            except ValueError as error:
-                field = "prompt" if request.messages is None else "messages"
-                raise FieldError(str(error), field) from None
-            body: dict[str, Any] = {"count": len(ids), "max_model_len": max_length, "tokens": ids}
-            if request.return_token_strs:
-                body["token_strs"] = [tokenizer.fast.id_to_token(token) or "" for token in ids]
-            body |= replies.extras([], False, warnings)
-            return replies.compact(body).encode("utf-8", "replace")
+    def encode() -> bytes:
+        tokenizer = serving.tokenizer
+        add_special_tokens = request.adds_special_tokens
+        warnings = request.warnings()
+        try:
+            if request.prompt is None:
+                chat = render_prompt(serving, request)
+                warnings += chat.warnings
+                ids = tokenizer.encode_chat(chat, add_special_tokens=add_special_tokens)
+            else:
+                ids = tokenizer.encode(request.prompt, add_special_tokens=add_special_tokens)
+        except FieldError:
+            raise
+        except ValueError as error:
+            field = "prompt" if request.messages is None else "messages"
+            raise FieldError(str(error), field) from None
+        body: dict[str, Any] = {"count": len(ids), "max_model_len": max_length, "tokens": ids}
+        if request.return_token_strs:
+            body["token_strs"] = [tokenizer.fast.id_to_token(token) or "" for token in ids]
+        body |= replies.extras([], False, warnings)
+        return replies.compact(body).encode("utf-8", "replace")
 
-        return Response(await serving.in_thread(encode), media_type="application/json")
-    except Exception as error:
-        return replies.error_response(serving, http, error)
+    return Response(await serving.in_thread(encode), media_type="application/json")
 
 
-async def detokenize(serving: Serving, http: Request) -> Response:
+async def detokenize(serving: Serving, request: DetokenizeRequest, http: Request) -> Response:
     """Answer POST /detokenize."""
-    try:
-        request = DetokenizeRequest.read(await http.body(), lenient=serving.settings.lenient)
-        serving.name(request.model)
-        size = serving.facts.vocab_size
-        invalid = next((token for token in request.tokens if token >= size), None)
-        if invalid is not None:
-            raise FieldError(
-                f"tokens holds {invalid}, but the vocabulary has ids 0 to {size - 1}.", "tokens"
-            )
-        ids = list(request.tokens)
-        text = await serving.in_thread(
-            lambda: serving.tokenizer.decode(ids, skip_special_tokens=False)
+    serving.name(request.model)
+    size = serving.facts.vocab_size
+    invalid = next((token for token in request.tokens if token >= size), None)
+    if invalid is not None:
+        raise FieldError(
+            f"tokens holds {invalid}, but the vocabulary has ids 0 to {size - 1}.", "tokens"
         )
-        return JSONResponse({"prompt": text} | replies.extras([], False, request.warnings()))
-    except Exception as error:
-        return replies.error_response(serving, http, error)
+    ids = list(request.tokens)
+    text = await serving.in_thread(lambda: serving.tokenizer.decode(ids, skip_special_tokens=False))
+    return JSONResponse({"prompt": text} | replies.extras([], False, request.warnings()))

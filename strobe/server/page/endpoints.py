@@ -62,19 +62,15 @@ class MarkdownResponse(BaseModel):
     warnings: list[str] | None = None
 
 
-async def markdown(serving: Serving, http: Request) -> Response:
+async def markdown(serving: Serving, request: MarkdownRequest, http: Request) -> Response:
     """Answer POST /markdown."""
-    try:
-        request = MarkdownRequest.read(await http.body(), lenient=serving.settings.lenient)
 
-        def render() -> bytes:
-            parts = [block._asdict() for block in blocks(request.text, is_open=request.open)]
-            body = {"blocks": parts} | replies.extras([], False, request.warnings())
-            return replies.compact(body).encode("utf-8", "replace")
+    def render() -> bytes:
+        parts = [block._asdict() for block in blocks(request.text, is_open=request.open)]
+        body = {"blocks": parts} | replies.extras([], False, request.warnings())
+        return replies.compact(body).encode("utf-8", "replace")
 
-        return Response(await serving.in_thread(render), media_type="application/json")
-    except Exception as error:
-        return replies.error_response(serving, http, error)
+    return Response(await serving.in_thread(render), media_type="application/json")
 
 
 def add_event_stream(app: FastAPI, serving: Serving) -> None:
@@ -98,7 +94,7 @@ async def engine_events(serving: Serving) -> AsyncGenerator[bytes]:
         if state != last:
             last = state
             sent_at = now
-            yield replies.event({**state, "time": round(now, 3)})
+            yield replies.encode_event({**state, "time": round(now, 3)})
         elif now - sent_at >= SILENT_SECONDS:
             sent_at = now
             yield b": nothing new\n\n"
