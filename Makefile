@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest -rs -n auto --maxprocesses 4 --dist loadfile \
 PIP := $(BIN)/python -m pip install $(if $(MAKE_TERMOUT),,--quiet) --disable-pip-version-check \
 	-c constraints.txt
 
-.PHONY: serve demo soak fuzz test pytest test-all test-gpu test-ray test-floors check style types format bench clean
+.PHONY: serve demo soak fuzz test pytest test-all test-gpu test-ray test-floors verify-peers check style types format bench clean
 
 # A small language model, fetched once; the demo models where it cannot be fetched. Options go behind
 # `strobe serve` itself: .venv/bin/strobe serve --help
@@ -56,6 +56,11 @@ test-ray: $(VENV)/.dev
 # `make test-floors TORCH=2.13.0` with another release of torch.
 test-floors: $(VENV)/.installed
 	$(BIN)/python scripts/floors.py $(if $(TORCH),--torch $(TORCH))
+
+# Strobe and vLLM's CPU build on SmolLM2 and its drafter, compared by `strobe verify`, in
+# build/verify-peers: 2 GB.
+verify-peers: $(VENV)/.dev
+	$(BIN)/python -m scripts.verify_peers
 
 check: style types
 

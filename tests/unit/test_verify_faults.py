@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ import pytest
 from strobe.config import EngineConfig
 from strobe.engine.engine import Engine
 from strobe.hub.locate import locate_models
-from strobe.tools.verify import distribution
 from strobe.tools.verify.findings import Verification
 from strobe.tools.verify.reference import Reference, make_reference
 from strobe.tools.verify.verify import Verifier, make_engine
@@ -24,13 +23,6 @@ TEXTS = (
     "There are 54 people on a bus. 41 people leave at a stop. How many people are there?",
     "Take the list apple, wind, beach, ladder, olive and write it in reverse order.",
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_permutations() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distribution, "PERMUTATIONS", 2000)
-        yield
 
 
 @pytest.fixture(scope="module")
