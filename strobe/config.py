@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
 from strobe.sampling_params import Method
-from strobe.validation import brief, option, settings
+from strobe.validation import Texts, brief, option, settings
 
 if TYPE_CHECKING:
     from strobe.models.model_config import DraftConfig
@@ -20,6 +20,11 @@ DEMO_MODELS = Path(__file__).parent / "demo_models"
 GPU_MIXED_TOKENS = 512
 """Maximum rows of a replayed step with prompts on a GPU, where an 8B model takes 13 ms."""
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+SERVED_OPTIONS = ("shadow", "shadow_draft", "shadow_share")
+"""Options that only a server has."""
+SHADOW_SHARE = 0.1
+"""Share of the steps' time that scoring drafters takes at most, by default."""
 
 CPU_KV_CACHE = 1 << 30
 """Maximum bytes of the KV cache on a CPU by default, if one context needs no more."""
@@ -157,6 +162,17 @@ class EngineConfig:
         4, "Longest run of tokens that prompt lookup matches."
     )
     ngram_min: Count = option(2, "Shortest run of tokens that prompt lookup matches.")
+    shadow: bool = option(
+        False, "Answer by plain decoding, and score drafters on a sample of the requests."
+    )
+    shadow_draft: Texts = option(
+        (),
+        "Directory or hub name of a further drafter to score; prompt lookup (ngram) is always "
+        "scored.",
+    )
+    shadow_share: Annotated[float, Field(gt=0, le=1)] = option(
+        SHADOW_SHARE, "Maximum share of the steps' time that scoring drafters takes."
+    )
 
     @model_validator(mode="after")
     def _check_together(self) -> EngineConfig:
@@ -175,7 +191,33 @@ class EngineConfig:
                 f"ngram_min is {self.ngram_min}, above ngram_max {self.ngram_max}; "
                 "lower the one or raise the other."
             )
+        self._check_shadow()
         return self
+
+    def _check_shadow(self) -> None:
+        if self.shadow and self.method is not None:
+            raise ValueError(
+                f"method is {self.method!r}, but in shadow mode all answers come from plain "
+                "decoding; leave method or shadow out."
+            )
+        if self.shadow and self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"tensor_parallel_size is {self.tensor_parallel_size}, but shadow mode runs on one "
+                "device; leave tensor_parallel_size or shadow out."
+            )
+        if not self.shadow and self.shadow_draft:
+            raise ValueError(
+                f"shadow_draft is {self.shadow_draft[0]!r}, but shadow is off; set shadow, or "
+                "leave shadow_draft out."
+            )
+        if not self.shadow and self.shadow_share != SHADOW_SHARE:
+            raise ValueError(
+                f"shadow_share is {self.shadow_share}, but shadow is off; set shadow, or leave "
+                "shadow_share out."
+            )
+        twice = [name for name in self.shadow_draft if self.shadow_draft.count(name) > 1]
+        if twice:
+            raise ValueError(f"shadow_draft names {twice[0]!r} twice; name each drafter once.")
 
     def without_draft(self) -> EngineConfig:
         """Return a copy without drafter and drafting."""

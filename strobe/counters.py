@@ -62,7 +62,9 @@ class DraftCounts(Counters):
 @dataclass
 class EngineStats(Counters):
     """Counters over all requests. prefix_queries, prefix_hits: prompt tokens of admitted requests,
-    and those served from the prefix cache. `strobe.outputs.METRICS` has their metrics."""
+    and those served from the prefix cache. shadow_requests, shadow_blocks: answers and blocks in
+    which drafters are scored, and the seconds that this takes, of all steps' seconds.
+    `strobe.outputs.METRICS` has their metrics."""
 
     steps: int = 0
     prompt_tokens: int = 0
@@ -71,3 +73,7 @@ class EngineStats(Counters):
     prefix_queries: int = 0
     prefix_hits: int = 0
     draft_counts: DraftCounts = field(default_factory=DraftCounts)
+    shadow_requests: int = 0
+    shadow_blocks: int = 0
+    shadow_seconds: float = 0.0
+    step_seconds: float = 0.0

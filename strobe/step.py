@@ -99,13 +99,31 @@ class StateCopy(NamedTuple):
     keeps: bool
 
 
+class ShadowWork(NamedTuple):
+    """What a step does for the scores of drafters in shadow mode. observed: spans whose rows the
+    drafters read; proposals: by drafter, spans of a newest token after which it drafts."""
+
+    observed: tuple[int, ...] = ()
+    proposals: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+
+class ScoredBlock(NamedTuple):
+    """A drafter's block in shadow mode, compared with the answer. start: positions before it;
+    num_accepted: leading drafts that the answer has, of num_drafts."""
+
+    drafter: str
+    start: int
+    num_drafts: int
+    num_accepted: int
+
+
 class Plan(NamedTuple):
     """The requests that run in a step, and how far each one goes. pages: page-table entries that
     are new to the device; admitted: requests that are new to it. num_verified: number of device
     drafts to verify, over all spans; the device picks the most likely ones; None: all. confidence:
     per draft position, the probabilities at rising evidence that a draft is accepted if the drafts
     before it are (`strobe/speculation/acceptance.py`). states: copies of recurrent states, in this
-    order."""
+    order. shadow: in shadow mode only."""
 
     spans: tuple[Span, ...] = ()
     pages: tuple[PageWrite, ...] = ()
@@ -113,6 +131,7 @@ class Plan(NamedTuple):
     num_verified: int | None = None
     confidence: tuple[tuple[float, ...], ...] = ()
     states: tuple[StateCopy, ...] = ()
+    shadow: ShadowWork | None = None
 
     @property
     def methods(self) -> dict[str, list[int]]:
@@ -186,7 +205,8 @@ class TokenEvent(NamedTuple):
     this step, None if the request could not draft; num_verified: of these verified; num_accepted:
     leading `tokens` that were drafts. logprobs: one per token, if requested; num_computed_tokens:
     positions before this step; start: with the answer's first event; drafts: those proposed, if
-    requested, and their margins, none or 0 if unknown.
+    requested, and their margins, none or 0 if unknown; scored: drafters' blocks that this step
+    has decided, in shadow mode.
     """
 
     key: Hashable
@@ -203,3 +223,4 @@ class TokenEvent(NamedTuple):
     num_proposed: int | None = None
     drafts: Sequence[int] = ()
     margins: Sequence[float] = ()
+    scored: Sequence[ScoredBlock] = ()

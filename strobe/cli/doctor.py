@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from tyro.conf import OmitArgPrefixes, Positional
 
 from strobe.cli.flags import Json, flags, note
-from strobe.config import EngineConfig
+from strobe.config import SERVED_OPTIONS, EngineConfig
 
 DECIDED = (
     "target", "draft", "method", "max_num_seqs", "cuda_graphs", "enable_prefix_caching",
-    "ngram_max", "ngram_min", "seed", "load_format",
+    "ngram_max", "ngram_min", "seed", "load_format", *SERVED_OPTIONS,
 )  # fmt: skip
 """Engine settings that the doctor sets itself."""
 

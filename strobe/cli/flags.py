@@ -34,7 +34,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from strobe.compat.aliases import translate
 from strobe.compat.arguments import parse_value
-from strobe.config import EngineConfig
+from strobe.config import SERVED_OPTIONS, EngineConfig
 from strobe.sampling_params import OPTIONS, RECOMMENDED, SamplingParams
 from strobe.server.server_settings import ServerConfig
 
@@ -220,8 +220,10 @@ if TYPE_CHECKING:
     EngineFlags = DemoFlags = SamplingFlags = ChatFlags = ServedFlags = Any
     ServerFlags = Any
 else:
-    EngineFlags = flags(EngineConfig, "EngineFlags", omit=("seed",), defaults=None)
-    DemoFlags = flags(EngineConfig, "DemoFlags", omit=("seed", "method"), defaults=None)
+    EngineFlags = flags(EngineConfig, "EngineFlags", omit=("seed", *SERVED_OPTIONS), defaults=None)
+    DemoFlags = flags(
+        EngineConfig, "DemoFlags", omit=("seed", "method", *SERVED_OPTIONS), defaults=None
+    )
     ServedFlags = flags(EngineConfig, "ServedFlags", defaults=None)
     ServerFlags = flags(ServerConfig, "ServerFlags", defaults=None)
     SamplingFlags = flags(SamplingParams, "SamplingFlags", omit=_API_ONLY, defaults=SHOWN)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from tyro.conf import OmitArgPrefixes, Positional
 
 from strobe.cli.flags import Json, flags, note
-from strobe.config import EngineConfig
+from strobe.config import SERVED_OPTIONS, EngineConfig
 from strobe.tools.verify.verify_settings import VerifySettings
 
-DECIDED = ("target", "draft", "adaptive")
+DECIDED = ("target", "draft", "adaptive", *SERVED_OPTIONS)
 """Engine settings that are arguments, or that a verification sets itself."""
 
 if TYPE_CHECKING:

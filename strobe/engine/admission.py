@@ -53,6 +53,8 @@ def choose_method(
 ) -> tuple[str, int, str | None]:
     """Return a request's drafting method, its drafts per step, and why it has none. methods: those
     that the engine can run. Raises ValueError for what it cannot."""
+    if resolved.config.shadow:
+        return "none", 0, _shadow_reason(speculation)
     max_drafts = resolved.limits.num_drafts
     method = speculation.method or resolved.method
     if speculation.num_drafts is not None and speculation.num_drafts > max_drafts:
@@ -73,3 +75,14 @@ def choose_method(
             f"speculation.method is {method!r}, but this engine cannot draft so; {hint}."
         )
     return method, max_drafts if speculation.num_drafts is None else speculation.num_drafts, None
+
+
+def _shadow_reason(speculation: Speculation) -> str:
+    """Return why a request does not draft in shadow mode, with the fields that have no effect."""
+    if speculation.method == "none" or speculation.num_drafts == 0:
+        return "the request turned speculation off"
+    reason = "the engine runs in shadow mode, where all answers come from plain decoding"
+    ignored = [name for name in ("method", "num_drafts", "always") if getattr(speculation, name)]
+    if not ignored:
+        return reason
+    return f"{reason}; {', '.join(f'speculation.{name}' for name in ignored)} had no effect"

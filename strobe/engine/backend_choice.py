@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ class BackendChoice(NamedTuple):
 def choose_backends(
     config: EngineConfig,
     target: TargetConfig,
-    draft: DraftConfig | None,
+    drafts: Sequence[DraftConfig],
     device: torch.device,
     dtype: torch.dtype,
 ) -> BackendChoice:
@@ -46,10 +47,11 @@ def choose_backends(
     unsupported = _unsupported(target.decoder, device, dtype)
     attention = _backend("attention_backend", requested, unsupported)
     option = "attention_backend"
-    if draft is not None and config.draft_attention_backend is not None:
+    if drafts and config.draft_attention_backend is not None:
         requested = config.draft_attention_backend
         option = "draft_attention_backend"
-    draft_unsupported = _unsupported((draft or target).decoder, device, dtype)
+    reasons = [_unsupported(model.decoder, device, dtype) for model in drafts or (target,)]
+    draft_unsupported = next((reason for reason in reasons if reason is not None), None)
     draft_attention = _backend(option, requested, draft_unsupported)
     no_fp8 = fp8_unsupported(device) if "triton" in (attention, draft_attention) else None
     if config.kv_cache_dtype == "fp8" and no_fp8 is not None:
@@ -73,7 +75,7 @@ def choose_backends(
         kv_dtype=FP8 if config.kv_cache_dtype == "fp8" else dtype,
         fp8=config.weight_dtype == "fp8" or (is_stored_in_fp8 and unsupported is None),
         packed=packed_format(
-            config.weight_dtype, target=target, draft=draft, device=device, dtype=dtype
+            config.weight_dtype, target=target, drafts=drafts, device=device, dtype=dtype
         ),
     )
 
@@ -92,11 +94,14 @@ def _unsupported(decoder: DecoderConfig, device: torch.device, dtype: torch.dtyp
 
 
 def make_backends(
-    choice: BackendChoice, target: TargetConfig, draft: DraftConfig | None, device: torch.device
+    choice: BackendChoice,
+    target: TargetConfig,
+    drafts: Sequence[DraftConfig],
+    device: torch.device,
 ) -> tuple[AttentionBackend, AttentionBackend]:
-    """Make the target's and the drafter's attention backends."""
+    """Make the target's and the drafters' attention backends."""
     backends: dict[str, AttentionBackend] = {"reference": ReferenceBackend()}
     if "triton" in (choice.attention, choice.draft_attention):
-        widths = target.decoder.head_dims + (draft.decoder.head_dims if draft is not None else [])
+        widths = [width for model in (target, *drafts) for width in model.decoder.head_dims]
         backends["triton"] = TritonBackend(device, max(widths))
     return backends[choice.attention], backends[choice.draft_attention]

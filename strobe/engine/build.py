@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,9 +20,10 @@ from strobe.config import (
     resolve_limits,
 )
 from strobe.engine.backend_choice import BackendChoice, choose_backends, make_backends
+from strobe.engine.shadow_drafters import ShadowDrafter, load_shadow_configs, shadow_limits
 from strobe.host.host_memory import trim_heap
 from strobe.hub.download import fetch_weights
-from strobe.hub.locate import locate_models
+from strobe.hub.locate import LOOKUP, locate_models
 from strobe.kv.kept_states import KeptStates
 from strobe.kv.kv_store import KVSpec, KVStore
 from strobe.kv.pages import PagePool
@@ -55,7 +56,12 @@ from strobe.sampling.grammar import GrammarState
 from strobe.sampling.grammar_compiler import GrammarCompiler
 from strobe.sampling.sampling_state import SamplingState
 from strobe.speculation.proposer import ProposerSet
-from strobe.speculation.registry import DRAFTER_METHOD, ProposerContext, make_proposers
+from strobe.speculation.registry import (
+    DRAFTER_METHOD,
+    ProposerContext,
+    make_proposers,
+    make_shadow_proposers,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +70,8 @@ logger = logging.getLogger(__name__)
 class ResolvedConfig:
     """Settings and checkpoint configs after all checks, before any weight is read. draft: None
     without a drafter; scratch: GPU bytes of a step besides weights and KV cache; split: the part of
-    the models that this rank holds, which target and draft describe."""
+    the models that this rank holds, which target and draft describe; shadows: drafters to score in
+    shadow mode."""
 
     config: EngineConfig
     target: TargetConfig
@@ -76,14 +83,17 @@ class ResolvedConfig:
     backends: BackendChoice
     scratch: int
     split: Split
+    shadows: tuple[ShadowDrafter, ...] = ()
 
     @property
     def kv_groups(self) -> dict[str, KVSpec]:
-        """The K/V shapes of the target and of the drafter, which share page ids."""
+        """The K/V shapes of the target and of each drafter, which share page ids."""
         dtype = self.backends.kv_dtype
         groups = {"target": kv_spec(self.target.decoder, dtype)}
         if self.draft is not None:
             groups["draft"] = kv_spec(self.draft.decoder, dtype)
+        for shadow in self.shadows:
+            groups[shadow.name] = kv_spec(shadow.config.decoder, dtype)
         return groups
 
     @property
@@ -166,24 +176,32 @@ class Components:
 def resolve(config: EngineConfig, rank: int = 0) -> ResolvedConfig:
     """Read and check configs and tensor headers, of a rank's part of the models. Raises ValueError
     with a hint."""
+    typed = config
     config = locate_models(config)
     target, draft = _load_configs(config)
     if config.state_cache_memory is not None and target.states is None:
         logger.warning("state_cache_memory has no effect: the target has no recurrent layers.")
+    shadows = load_shadow_configs(typed, config, target)
     method = config.method or ("none" if draft is None else DRAFTER_METHOD)
     split = Split.of(config, rank)
     device = choose_device(config.device, rank, split.size)
     on_gpu = device.type == "cuda"
     if config.gpu_memory_utilization is not None and not on_gpu:
         logger.warning("gpu_memory_utilization has no effect on a CPU; kv_cache_memory has.")
-    model_max = min(model.decoder.max_position for model in (target, draft) if model is not None)
-    limits = resolve_limits(config, model_max=model_max, method=method, draft=draft, gpu=on_gpu)
+    drafts = [shadow.config for shadow in shadows] if draft is None else [draft]
+    model_max = min(model.decoder.max_position for model in (target, *drafts))
+    if config.shadow:
+        limits = shadow_limits(config, shadows, model_max=model_max, gpu=on_gpu)
+    else:
+        limits = resolve_limits(config, model_max=model_max, method=method, draft=draft, gpu=on_gpu)
     dtype = _choose_dtype(config, target, device)
-    backends = choose_backends(config, target, draft, device=device, dtype=dtype)
+    backends = choose_backends(config, target, drafts, device=device, dtype=dtype)
     if config.load_format == "auto":
-        fetch_weights(*filter(None, (config.draft, config.target)))
+        paths = [str(shadow.path) for shadow in shadows]
+        fetch_weights(*filter(None, (config.draft, *paths, config.target)))
+    shadows = tuple(replace(s, config=split.split_draft(target, s.config)) for s in shadows)
     target, draft = split.split(target, draft)
-    num_features = 0 if draft is None else len(draft.capture)
+    num_features = len({layer for config in drafts for layer in config.capture})
     scratch = scratch_bytes(limits, target.decoder, num_features, dtype) if on_gpu else 0
     resolved = ResolvedConfig(
         config=config,
@@ -196,6 +214,7 @@ def resolve(config: EngineConfig, rank: int = 0) -> ResolvedConfig:
         backends=backends,
         scratch=scratch,
         split=split,
+        shadows=shadows,
     )
     resolved.num_pages(_check_weights(resolved))
     return resolved
@@ -207,7 +226,7 @@ def _load_configs(config: EngineConfig) -> tuple[TargetConfig, DraftConfig | Non
     target_path = Path(config.target)
     target = load_target_config(target_path)
     if config.draft is None:
-        if config.draft_sample_method == "greedy":
+        if config.draft_sample_method == "greedy" and set(config.shadow_draft) <= {LOOKUP}:
             raise ValueError(
                 "draft_sample_method is 'greedy', but no drafter is loaded; name one with "
                 "draft, or leave draft_sample_method out."
@@ -235,6 +254,8 @@ def _check_weights(resolved: ResolvedConfig) -> int:
     ]
     if resolved.draft is not None:
         modules.append(check_draft_tensors(Path(config.draft or ""), resolved.draft, opener))
+    for shadow in resolved.shadows:
+        modules.append(check_draft_tensors(shadow.path, shadow.config, opener))
     backends = resolved.backends
     return sum(
         weight_bytes(module, resolved.dtype, fp8=backends.fp8, packed=backends.packed)
@@ -253,7 +274,7 @@ def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
     resolved.split.require_group()
     if resolved.device.type == "cuda":  # streams, events and kernels are the current device's
         torch.cuda.set_device(resolved.device)
-    target, drafter = _load_models(resolved, target)
+    target, drafters = _load_models(resolved, target)
     pages = resolved.split.fewest(resolved.num_pages(), resolved.device)
     graphs, buckets = _make_graphs(resolved)
     stores = _make_stores(resolved, pages)
@@ -262,24 +283,22 @@ def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
     sampling = _make_sampling(resolved, ops)
     states = _make_states(resolved)
     backend, draft_backend = _make_backends(resolved, states, ops)
-    draft_runner = None
-    if drafter is not None:
+    context = ProposerContext(config=resolved.config, device=resolved.device, graphs=graphs)
+    contexts: dict[str, ProposerContext] = {}
+    for name, drafter in drafters.items():
         draft_runner = ModelRunner(
             model=drafter,
-            store=stores["draft"],
+            store=stores[name],
             state=state,
             sampling=sampling,
             backend=draft_backend,
             buckets=buckets,
         )
-    context = ProposerContext(
-        config=resolved.config,
-        device=resolved.device,
-        graphs=graphs,
-        drafter=drafter,
-        draft_runner=draft_runner,
-    )
-    proposers = make_proposers(context)
+        contexts[name] = replace(context, drafter=drafter, draft_runner=draft_runner)
+    if resolved.config.shadow:
+        proposers = make_shadow_proposers(context, contexts)
+    else:
+        proposers = make_proposers(contexts.get("draft", context))
     runner = ModelRunner(
         model=target,
         store=stores["target"],
@@ -304,8 +323,11 @@ def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
     )
 
 
-def _load_models(resolved: ResolvedConfig, target: Target | None) -> tuple[Target, DFlash | None]:
-    """Load the target, unless it is given, and the drafter, and give them their operations."""
+def _load_models(
+    resolved: ResolvedConfig, target: Target | None
+) -> tuple[Target, dict[str, DFlash]]:
+    """Load the target, unless it is given, and the drafters by their K/V groups, and give them
+    their operations."""
     config = resolved.config
     backends = resolved.backends
     max_positions = resolved.limits.num_positions
@@ -325,15 +347,13 @@ def _load_models(resolved: ResolvedConfig, target: Target | None) -> tuple[Targe
         if quantization is not None and not backends.fp8:
             size = sum(parameter.nbytes for parameter in target.parameters())
             logger.info("Weights in %s take %d bytes in memory.", quantization.method, size)
-    drafter = None
+    sources = {shadow.name: (shadow.path, shadow.config) for shadow in resolved.shadows}
     if resolved.draft is not None:
-        drafter = load_draft(
-            Path(config.draft or ""),
-            resolved.draft,
-            target,
-            max_positions=max_positions,
-            **options,
-        )
+        sources["draft"] = (Path(config.draft or ""), resolved.draft)
+    drafters = {
+        name: load_draft(path, draft, target, max_positions=max_positions, **options)
+        for name, (path, draft) in sources.items()
+    }
     ops = TorchOps()
     if backends.kernels:
         from strobe.models.ops.triton_ops import TritonOps
@@ -341,11 +361,11 @@ def _load_models(resolved: ResolvedConfig, target: Target | None) -> tuple[Targe
 
         ops = TritonOps(resolved.device, resolved.dtype)  # models of one stream share a workspace
         join_all(target)
-    for model in filter(None, (target, drafter)):
+    for model in (target, *drafters.values()):
         model.ops = resolved.split.ops(ops, model)
-    pack(backends.packed, target, drafter)
+    pack(backends.packed, target, *drafters.values())
     _release_memory(resolved.device)
-    return target, drafter
+    return target, drafters
 
 
 def _make_step_ops(resolved: ResolvedConfig) -> StepOps:
@@ -411,8 +431,11 @@ def _make_backends(
     resolved: ResolvedConfig, states: StateStore | None, ops: StepOps
 ) -> tuple[AttentionBackend, AttentionBackend]:
     """Make the attention backends of the target and of the drafter."""
+    drafts = [shadow.config for shadow in resolved.shadows]
+    if resolved.draft is not None:
+        drafts.append(resolved.draft)
     backend, draft_backend = make_backends(
-        resolved.backends, resolved.target, resolved.draft, resolved.device
+        resolved.backends, resolved.target, drafts, resolved.device
     )
     if states is not None:
         backend = RecurrentBackend(backend, states, ops.cover)

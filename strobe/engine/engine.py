@@ -17,14 +17,16 @@ from strobe.engine.admission import check_prompt, check_sampling, choose_method
 from strobe.engine.build import Components, ResolvedConfig, build, resolve
 from strobe.engine.grammar_walk import WalkedDrafts, walk_drafts
 from strobe.engine.scheduler import Scheduler
+from strobe.engine.shadow_mode import ShadowMode
 from strobe.models.heads.head import Drafts
 from strobe.request import DEFAULT_SCHEDULING, FinishReason, Request, SchedulingOptions
 from strobe.runner.buckets import verified_rows
 from strobe.runner.layout import Layout, Shape
 from strobe.runner.step_ops.torch_step_ops import SimulatedAcceptance
 from strobe.runner.step_output import StepOutput
-from strobe.runner.verify_step import VerifyStep
+from strobe.runner.verify_step import Verified, VerifyStep
 from strobe.sampling.grammar import GrammarWalk
+from strobe.sampling.sampling_state import SamplingMode
 from strobe.sampling_params import SamplingParams, Speculation, StructuredOutputs
 from strobe.speculation.adaptive import AdaptiveDraftPolicy
 from strobe.speculation.allocate import verified_drafts
@@ -59,6 +61,9 @@ class Engine:
         self.sampling = self.components.sampling
         self.graphs = self.components.graphs
         self.grammars = self.components.grammars
+        self.shadow = None
+        if self.config.shadow:
+            self.shadow = ShadowMode(self.resolved, self.components)
         self.scheduler = Scheduler(
             self.limits,
             self.components.pool,
@@ -66,16 +71,16 @@ class Engine:
             prefix_caching=self.config.enable_prefix_caching,
             kept_states=self.components.kept_states,
             draft_policy=draft_policy or self._make_draft_policy(),
+            shadow=None if self.shadow is None else self.shadow.ledger,
         )
         self.verify_step = VerifyStep(
             runner=self.runner,
             state=self.state,
             sampling=self.sampling,
             graphs=self.graphs,
-            observer=self.proposers,
+            observer=self.proposers if self.shadow is None else None,
             simulated_acceptance=simulated_acceptance,
         )
-        self.max_in_flight = self.resolved.backends.overlap
         self.on_launch = on_launch
         self.on_phase: Callable[[str], None] = lambda name: None
         """Called within each launch with "start", "draft" and "verify", as each is queued."""
@@ -85,11 +90,21 @@ class Engine:
         self._request_numbers = itertools.count()
         self._last_done = 0.0
 
+    @property
+    def max_in_flight(self) -> int:
+        """Steps in flight at most. A chain of shadow mode goes on where its last block was
+        decided, so each step waits for the one before while answers are scored."""
+        if self.shadow is not None and self.shadow.ledger.num_open:
+            return 1
+        return self.resolved.backends.overlap
+
     def _make_draft_policy(self) -> DraftPolicy:
         """Make the adaptive policy if a proposer on the device gives margins, else one that
         verifies all drafts."""
         drafter = next(iter(self.proposers.on_device.values()), None)
         max_drafts = self.limits.num_drafts
+        if self.shadow is not None:
+            return DraftPolicy()
         if not (self.config.adaptive and max_drafts and drafter is not None and drafter.margins):
             return DraftPolicy()
         rows = functools.partial(verified_rows, self.runner.buckets)
@@ -105,7 +120,7 @@ class Engine:
 
     def step(self) -> list[TokenEvent]:
         """Launch the next step; commit the oldest one once `overlap` steps are in flight."""
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan() if len(self._pending) < self.max_in_flight else Plan()
         launched = not plan.spans
         try:
             if not launched:
@@ -115,6 +130,8 @@ class Engine:
             if not self._pending or (plan.spans and len(self._pending) < self.max_in_flight):
                 return []
             result = self._result(self._pending[0])
+            if self.shadow is not None:
+                self.shadow.observe_step(result)
             events = self.scheduler.commit(self._pending[0].plan, result)
             self._pending.popleft()
             return events
@@ -151,15 +168,14 @@ class Engine:
         slots = [span.slot for span in plan.spans]
         mode = self.sampling.mode(slots)
         shape = self.runner.shape_of(plan.spans, plan.num_verified)
-        proposed = self.proposers.propose(plan, shape)
+        proposed = self._propose(plan, shape)
         self.on_phase("draft")
         walked = self._walk_grammars(plan, proposed.tokens) if mode.grammar else None
         drafts = proposed.tokens if walked is None else walked.by_device
         layout = self._lay_out(plan, shape, proposed.margins, walked)
         readers = [i for i, slot in enumerate(slots) if self._reads_drafts[slot]]
         on_host = Drafts(drafts if readers else None, proposed.margins).download()
-        masks = None if walked is None else functools.partial(self._masks, walked.walk, layout)
-        verified, errors = self.verify_step.run(plan.spans, layout, mode, drafts, masks)
+        verified, errors = self._verify(plan, layout, mode, drafts=drafts, walked=walked)
         self.on_phase("verify")
         self.resolved.split.end_step()
         return StepOutput(
@@ -172,6 +188,29 @@ class Engine:
             draft_readers=readers,
             started_at=started,
         )
+
+    def _propose(self, plan: Plan, shape: Shape) -> Drafts:
+        """Propose the plan's drafts; in shadow mode those that are only scored, too."""
+        if self.shadow is not None:
+            self.shadow.propose(plan)
+        return self.proposers.propose(plan, shape)
+
+    def _verify(
+        self,
+        plan: Plan,
+        layout: Layout,
+        mode: SamplingMode,
+        *,
+        drafts: Tensor | None,
+        walked: WalkedDrafts | None,
+    ) -> tuple[Verified, dict[int, str]]:
+        """Run the target on all rows and verify the drafts; see `VerifyStep.run`. In shadow mode,
+        let drafters read the features of the answers that are scored."""
+        masks = None if walked is None else functools.partial(self._masks, walked.walk, layout)
+        verified, errors = self.verify_step.run(plan.spans, layout, mode, drafts, masks)
+        if self.shadow is not None:
+            self.shadow.observe(plan, verified)
+        return verified, errors
 
     def follow(self, plan: Plan, in_flight: int) -> None:
         """Run a plan of another engine, which had so many steps in flight."""
@@ -229,6 +268,8 @@ class Engine:
         """Wait for a step's result and advance the grammars by its tokens, once."""
         result = output.result(self._last_done)
         self._last_done = max(self._last_done, output.done_at)
+        if self.shadow is not None:
+            self.shadow.read()  # drafts follow the grammars from where they stood at the launch
         output.advance_grammars(self.grammars)
         return result
 
@@ -317,7 +358,7 @@ class Engine:
         """Clear counters, request numbers and the prefix cache; the engine must be idle."""
         assert not self.has_work, "requests are running"
         self._request_numbers = itertools.count()
-        self.scheduler.results.stats = EngineStats()
+        self.scheduler.reset_stats()
         self.components.clear_prefix_cache()
 
     def check_device(self) -> None:

@@ -20,6 +20,7 @@ import time
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 from operator import eq
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -33,7 +34,17 @@ from strobe.kv.lease import Lease, reserve_all
 from strobe.kv.pages import PagePool
 from strobe.request import FinishReason, Request, Status
 from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftChain, DraftPlan, DraftPolicy
-from strobe.step import TAIL, Plan, Span, StateCopy, StepResult, TokenEvent, num_rows
+from strobe.speculation.shadow.ledger import ShadowLedger
+from strobe.step import (
+    TAIL,
+    Plan,
+    ShadowWork,
+    Span,
+    StateCopy,
+    StepResult,
+    TokenEvent,
+    num_rows,
+)
 
 if TYPE_CHECKING:
     from strobe.speculation.proposer import Drafter
@@ -60,17 +71,20 @@ class Scheduler:
         prefix_caching: bool = True,
         kept_states: KeptStates | None = None,
         draft_policy: DraftPolicy | None = None,
+        shadow: ShadowLedger | None = None,
     ):
         """drafters: proposers of each drafting method. kept_states: of a target with recurrent
         layers, whose cached prefixes end where a state is kept. draft_policy: decides how many
-        drafts are verified."""
+        drafts are verified. shadow: scores drafters, in shadow mode."""
         self.limits = limits
         self.pool = pool
         self.drafters = drafters or {}
         self.prefix_caching = prefix_caching
         self.kept_states = kept_states
         self.draft_policy = draft_policy or DraftPolicy()
+        self.shadow = shadow
         self.results = ResultProcessor(limits)
+        self.reset_stats()
         self.waiting: deque[Request] = deque()
         self.running: list[RunningRequest] = []
         self.alone: Request | None = None
@@ -86,6 +100,12 @@ class Scheduler:
     @property
     def stats(self) -> EngineStats:
         return self.results.stats
+
+    def reset_stats(self) -> None:
+        """Clear all counters."""
+        self.results.stats = EngineStats()
+        if self.shadow is not None:
+            self.shadow.stats = self.results.stats
 
     @property
     def has_work(self) -> bool:
@@ -164,9 +184,16 @@ class Scheduler:
             num_verified=draft_plan.num_verified,
             confidence=draft_plan.confidence,
             states=self._state_copies(chosen),
+            shadow=self._plan_shadow(chosen),
         )
         self._launch(chosen)  # last, since `_undo_plan` does not undo it
         return plan
+
+    def _plan_shadow(self, chosen: Scheduled) -> ShadowWork | None:
+        shadow = self.shadow
+        if shadow is None:
+            return None
+        return self._advice.of("Shadow mode", lambda: shadow.plan(chosen), None)
 
     def _launch(self, chosen: Scheduled) -> None:
         """Advance the requests of a plan by its spans."""
@@ -236,6 +263,9 @@ class Scheduler:
                     num_computed_tokens=start,
                 )
                 event = self.results.apply(request, i, result, counts)
+                if self.shadow is not None and record.lease.observed:
+                    resolve = partial(self.shadow.resolve, request)
+                    event = event._replace(scored=self._advice.of("Shadow mode", resolve, []))
                 event_pairs.append((request, event))
                 if event.finish_reason is not None:
                     ends[i] = len(event.tokens)
@@ -393,7 +423,7 @@ class Scheduler:
 
     def _positions_to_reserve(self, record: RunningRequest, span: Span) -> int:
         """Return the positions to reserve: a drafting request always gets a whole block."""
-        drafting = record.is_decoding and record.request.num_drafts
+        drafting = record.is_decoding and (record.request.num_drafts or record.lease.observed)
         return self.limits.lookahead if drafting else span.num_rows
 
     def _reserve(self, chosen: Scheduled) -> Scheduled:
@@ -453,6 +483,8 @@ class Scheduler:
             request.queue_time = time.monotonic() - request.arrived_at
             self.stats.prefix_queries += len(request.tokens)
             self.stats.prefix_hits += record.start
+        if self.shadow is not None and lease.observed:
+            self.shadow.charge_rows(self._num_cached(request) - record.start)
         return record, span
 
     def _count_passed(self, admitted: Request) -> None:
@@ -472,6 +504,17 @@ class Scheduler:
             at = bisect_right(self.waiting, _place(request), key=_place)
             self.waiting.insert(at, request)
 
+    def _num_cached(self, request: Request) -> int:
+        """Return the positions of a request that a prefix hit could cover."""
+        if not self.prefix_caching or request.wants_prompt_logprobs:
+            return 0
+        keys = self.pool.extend(request.page_keys, request.tokens)
+        num_cached = self.pool.num_cached(keys)
+        if self.kept_states is None:
+            return self.pool.page_size * num_cached
+        state = self.kept_states.find(keys[:num_cached])
+        return 0 if state is None else state.length
+
     def _lease_pages(
         self, request: Request, lease: Lease, token_budget: int
     ) -> tuple[RunningRequest, Span]:
@@ -481,9 +524,10 @@ class Scheduler:
         start = 0
         revived: KeptState | None = None
         borders: list[int] = []
+        lease.observed = self.shadow is not None and self.shadow.draw(request)
         if self.prefix_caching:
             keys = self.pool.extend(request.page_keys, request.tokens)
-            num_cached = self.pool.num_cached(keys)
+            num_cached = self.pool.num_cached(keys, observed=lease.observed)
             if kept is not None and not request.wants_prompt_logprobs:
                 revived = kept.find(keys[:num_cached])
             max_length = None if kept is None else (0 if revived is None else revived.length)

@@ -20,6 +20,8 @@ from strobe.sampling_params import DRAFTER_METHODS
 logger = logging.getLogger(__name__)
 
 AUTO = "auto"
+LOOKUP = "ngram"
+"""Prompt lookup, where drafters are named."""
 
 
 def locate_models(config: EngineConfig) -> EngineConfig:
@@ -32,11 +34,32 @@ def locate_models(config: EngineConfig) -> EngineConfig:
     that name local directories are returned as they are. Raises ValueError.
     """
     config = _own_pair(config) if not config.target else _named_pair(config)
+    if config.shadow:
+        return _shadow_drafters(config)
     if config.method in DRAFTER_METHODS and config.draft is None:
         raise ValueError(
             f"method is {config.method!r}, but no drafter is named; set draft to a directory."
         )
     return config
+
+
+def _shadow_drafters(config: EngineConfig) -> EngineConfig:
+    """Return settings of shadow mode with all its drafters in shadow_draft: the one of `draft`
+    first. Raises ValueError if there are none."""
+    others = [
+        name if name == LOOKUP else _find_drafter(name, None, config.target)
+        for name in config.shadow_draft
+    ]
+    drafters = [path for path in (config.draft, *others) if path is not None]
+    if not drafters:
+        raise ValueError(
+            f"shadow is set, but no drafter is named for {config.target}; name one with "
+            f"shadow_draft or draft, or score prompt lookup alone with shadow_draft {LOOKUP}."
+        )
+    twice = [path for path in drafters if drafters.count(path) > 1]
+    if twice:
+        raise ValueError(f"Shadow mode would score {twice[0]} twice; name each drafter once.")
+    return replace(config, draft=None, draft_revision=None, shadow_draft=tuple(drafters))
 
 
 def find_pair(target: str, draft: str | None) -> tuple[str, str | None]:
@@ -121,7 +144,8 @@ def _proposed_pair(config: EngineConfig, proposal: Proposal, path: str) -> Engin
     logger.warning("%s is a drafter: its target is %s", target_name, verifier)
     drafts = config.num_drafts if config.num_drafts is not None else proposal.num_drafts
     changes: dict[str, Any] = {"target": target, "draft": path, "revision": None}
-    return replace(config, **changes, method=config.method or "dflash", num_drafts=drafts)
+    method = None if config.shadow else config.method or "dflash"
+    return replace(config, **changes, method=method, num_drafts=drafts)
 
 
 def _config(path: str) -> dict[str, Any]:

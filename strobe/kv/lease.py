@@ -34,6 +34,8 @@ class Lease:
         self.pages: list[int] = []
         self.length = 0
         self.released = False
+        self.observed = False
+        """Whether drafters in shadow mode observe all its positions, adopted ones included."""
         self.reserved: deque[int] = deque()
         self._published = 0
 
@@ -91,7 +93,7 @@ class Lease:
         if max_length is not None:
             keys = keys[: max_length // self.pool.page_size]
         for key in keys:
-            page = self.pool.lookup(key)
+            page = self.pool.lookup(key, observed=self.observed)
             if page is None:
                 break
             self.pool.share(page)
@@ -111,7 +113,12 @@ class Lease:
             own = tokens[i * size : (i + 1) * size]
             parent = self.keys[i - 1] if i else None
             self.pool.publish(
-                self.pages[i], key=self.keys[i], tokens=own, parent=parent, root=self.keys.root
+                self.pages[i],
+                key=self.keys[i],
+                tokens=own,
+                parent=parent,
+                root=self.keys.root,
+                observed=self.observed,
             )
         self._published = full
 

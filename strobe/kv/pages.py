@@ -38,6 +38,8 @@ class PagePool:
         self._cached: OrderedDict[int, bytes] = OrderedDict()
         self._key_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
+        self._observed: set[int] = set()
+        """Indexed pages with every drafter's context, in shadow mode."""
         self.on_stored: OnStored = lambda key, parent, root, tokens: None
         self.on_removed: Callable[[bytes], None] = lambda key: None
 
@@ -63,6 +65,7 @@ class PagePool:
                 del self._page_of[key], self._key_of[page]
                 self.on_removed(key)
             self._holders[page] = 1
+            self._observed.discard(page)
             pages.append(page)
         return pages
 
@@ -97,23 +100,39 @@ class PagePool:
 
     def publish(
         self, page: int, key: bytes, tokens: Sequence[int] = (), parent: bytes | None = None,
-        root: bytes = b"",
+        root: bytes = b"", observed: bool = False,
     ) -> None:  # fmt: skip
-        """Index a full, committed page for later requests; the first page with a key keeps it.
-        tokens, parent, root: for `on_stored`."""
+        """Index a full, committed page for later requests; the first page with a key keeps it,
+        unless this one has the drafters' context, too. tokens, parent, root: for `on_stored`.
+        observed: whether drafters in shadow mode have observed all its positions."""
         assert self._holders.get(page, 0) > 0, f"page {page} is not held"
-        if key not in self._page_of and page not in self._key_of:
-            self._page_of[key] = page
-            self._key_of[page] = key
+        if page in self._key_of:
+            return
+        previous = self._page_of.get(key)
+        if previous is None:
             self.on_stored(key, parent, root, tokens)
+        elif observed and previous not in self._observed:
+            del self._key_of[previous]
+            if self._cached.pop(previous, None) is not None:
+                self._free.append(previous)
+        else:
+            return
+        self._page_of[key] = page
+        self._key_of[page] = key
+        if observed:
+            self._observed.add(page)
 
-    def lookup(self, key: bytes) -> int | None:
-        """Return the page with this content, or None if there is none or it was evicted."""
-        return self._page_of.get(key)
+    def lookup(self, key: bytes, *, observed: bool = False) -> int | None:
+        """Return the page with this content, or None if there is none or it was evicted. observed:
+        only a page with the drafters' context, in shadow mode."""
+        page = self._page_of.get(key)
+        return None if observed and page not in self._observed else page
 
-    def num_cached(self, keys: Sequence[bytes]) -> int:
-        """Return how many of the first pages with these keys are indexed."""
-        return next((i for i, key in enumerate(keys) if key not in self._page_of), len(keys))
+    def num_cached(self, keys: Sequence[bytes], *, observed: bool = False) -> int:
+        """Return how many of the first pages with these keys are indexed. observed: see
+        `lookup`."""
+        pages = (self.lookup(key, observed=observed) for key in keys)
+        return next((i for i, page in enumerate(pages) if page is None), len(keys))
 
     def clear_cache(self) -> None:
         """Free all cached pages."""

@@ -150,6 +150,12 @@ class Split:
             draft = replace(draft, decoder=_split("drafter", draft.decoder, self.draft_size))
         return self.of_rank(target), draft and self.of_rank(draft)
 
+    def split_draft(self, target: TargetConfig, draft: DraftConfig) -> DraftConfig:
+        """Return the config of the rank's part of a drafter; see `split`."""
+        part = self.split(target, draft)[1]
+        assert part is not None
+        return part
+
     def of_rank(self, config: Config) -> Config:
         """Return a config of parts with those that differ between ranks."""
         decoder = replace(config.decoder, vocab_part=(self.rank, self.size))

@@ -24,13 +24,24 @@ ComputeMasks: TypeAlias = Callable[[], tuple[Tensor, dict[int, str]]]
 further."""
 
 
+class ContextRows(NamedTuple):
+    """What drafters' context K/V are made of, of all rows: the target's captured features
+    [T, n * H], positions [T] and K/V slots [T]."""
+
+    features: Tensor
+    positions: Tensor
+    kv_slots: Tensor
+
+
 class Verified(NamedTuple):
     """sampled: tokens and scores of the rows with logits. num_accepted [S]: accepted drafts, so
-    that one token more counts. prompt_scores: of prompt tokens, in the spans' order."""
+    that one token more counts. prompt_scores: of prompt tokens, in the spans' order. context: if
+    no observer has read it."""
 
     sampled: Sampled
     num_accepted: Tensor
     prompt_scores: Scores | None
+    context: ContextRows | None = None
 
 
 class FeatureObserver(Protocol):
@@ -58,10 +69,11 @@ class VerifyStep:
         sampling: SamplingState,
         graphs: Graphs | Eager,
         *,
-        observer: FeatureObserver,
+        observer: FeatureObserver | None,
         simulated_acceptance: SimulatedAcceptance | None = None,
     ):
-        """observer: gets all rows and the target's features, for the drafters.
+        """observer: gets all rows and the target's features, for the drafters; None: they are
+        returned.
         simulated_acceptance: the number of drafts to accept, regardless of the target."""
         self.runner = runner
         self.state = state
@@ -150,5 +162,14 @@ class VerifyStep:
         if mode.processed:
             self.sampling.count_tokens(layout.slots, tokens, num_accepted, layout.active)
         prompt_scores = self.runner.score_prompt(outputs.residual, layout)
-        self.observer.observe(batch, outputs.features)  # the drafters' K/V, on the same pages
-        return Verified(sampled, num_accepted, prompt_scores)
+        context = None
+        if self.observer is not None:
+            self.observer.observe(batch, outputs.features)  # the drafters' K/V, on the same pages
+        elif outputs.features is not None:
+            context = ContextRows(outputs.features, batch.positions, batch.kv_slots)
+        return Verified(
+            sampled=sampled,
+            num_accepted=num_accepted,
+            prompt_scores=prompt_scores,
+            context=context,
+        )

@@ -17,6 +17,7 @@ from strobe.runner.layout import Layout
 from strobe.runner.model_runner import ModelRunner
 from strobe.sampling.sampling_state import GREEDY, LogitRows, SamplingMode
 from strobe.sampling.walk import WalkNoise
+from strobe.speculation.proposer import PlacedRows
 from strobe.step import TAIL, Span
 
 EXTRA_BLOCK_SIZES = 4, 8  # besides the one trained on: they cost less, and see fewer masks
@@ -85,7 +86,7 @@ class DFlashProposer:
         body = functools.partial(
             self._draft, layout=layout, mode=mode, bounds=runner.bounds(blocks)
         )
-        return self.graphs.run(("draft", mode, shape), body, layout.packed)
+        return self.graphs.run(("draft", self, mode, shape), body, layout.packed)
 
     def _draft(
         self, packed: Tensor, *, layout: Layout, mode: SamplingMode, bounds: Sequence[int]
@@ -131,7 +132,7 @@ class DFlashProposer:
         positions = positions.flatten() + int(self.model.config.anchor_first)
         return LogitRows(slots=slots.flatten(), positions=positions)
 
-    def observe(self, batch: Batch, hidden: Tensor | None) -> None:
+    def observe(self, batch: PlacedRows, hidden: Tensor | None) -> None:
         """Write the context K/V of every row, including rejected ones, which are never read."""
         assert hidden is not None, "the target's runner captures nothing"
         self.model.write_context(hidden, batch.positions, batch.kv_slots, self.runner.store)

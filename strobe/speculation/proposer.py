@@ -8,13 +8,22 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from strobe.attention.backend import Batch
 from strobe.host.transfer import upload
 from strobe.models.heads.head import Drafts
 from strobe.request import Request
 from strobe.runner.layout import Shape
 from strobe.speculation.draft_policy import DraftChain
 from strobe.step import Plan, Span
+
+
+class PlacedRows(Protocol):
+    """Rows of a batch: their positions and K/V slots [T]."""
+
+    @property
+    def positions(self) -> Tensor: ...
+
+    @property
+    def kv_slots(self) -> Tensor: ...
 
 
 @runtime_checkable
@@ -36,8 +45,9 @@ class Proposer(Protocol):
         """Propose drafts for n spans, for each at least as many as it may verify."""
         ...
 
-    def observe(self, batch: Batch, hidden: Tensor | None) -> None:
-        """Receive the captured features [T, n * H] of all rows after every target forward."""
+    def observe(self, batch: PlacedRows, hidden: Tensor | None) -> None:
+        """Receive the captured features [T, n * H] of all rows after every target forward, in
+        shadow mode of the rows of scored answers."""
         ...
 
 
@@ -113,12 +123,15 @@ class ProposerSet:
             tokens = torch.zeros(size, dtype=torch.int64, device=self.device)
         return Drafts(tokens, margins)
 
-    def observe(self, batch: Batch, hidden: Tensor | None) -> None:
+    def observe(self, batch: PlacedRows, hidden: Tensor | None) -> None:
         """Pass a forward to every proposer, whichever method each request uses."""
         for proposer in self.on_device.values():
-            features = hidden
-            if hidden is not None and proposer.capture != self.capture:
-                parts = hidden.chunk(len(self.capture), 1)
-                indices = [self.capture.index(layer) for layer in proposer.capture]
-                features = torch.cat([parts[i] for i in indices], 1) if indices else None
-            proposer.observe(batch, features)
+            proposer.observe(batch, self.features_of(proposer, hidden))
+
+    def features_of(self, proposer: Proposer, hidden: Tensor | None) -> Tensor | None:
+        """Return the features that a proposer reads, of all that are captured."""
+        if hidden is None or proposer.capture == self.capture:
+            return hidden
+        parts = hidden.chunk(len(self.capture), 1)
+        indices = [self.capture.index(layer) for layer in proposer.capture]
+        return torch.cat([parts[i] for i in indices], 1) if indices else None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from strobe.config import EngineConfig
+from strobe.hub.locate import LOOKUP
 from strobe.models.dflash_drafter import DFlash
 from strobe.runner.graphs import Eager, Graphs
 from strobe.runner.model_runner import ModelRunner
@@ -53,9 +54,9 @@ def _make_ngram(context: ProposerContext) -> HostProposer:
 
 REGISTRY = {
     "dflash": DraftMethod(_make_dflash, needs_drafter=True),
-    "ngram": DraftMethod(_make_ngram),
+    LOOKUP: DraftMethod(_make_ngram),
 }
-COMPOSITES = {"dflash+ngram": ("ngram", "dflash")}
+COMPOSITES = {"dflash+ngram": (LOOKUP, "dflash")}
 """Methods that combine two: the host's drafts first, then the device's."""
 DRAFTER_METHOD = next(name for name, method in REGISTRY.items() if method.needs_drafter)
 """The method of a drafter that is named without one."""
@@ -67,3 +68,11 @@ def make_proposers(context: ProposerContext) -> ProposerSet:
     usable = {n: m for n, m in REGISTRY.items() if has_drafter or not m.needs_drafter}
     proposers = {name: method.make(context) for name, method in usable.items()}
     return ProposerSet(proposers, context.device, COMPOSITES)
+
+
+def make_shadow_proposers(
+    context: ProposerContext, drafters: Mapping[str, ProposerContext]
+) -> ProposerSet:
+    """Make the proposers that shadow mode scores: prompt lookup, and drafters by name."""
+    proposers = {name: _make_dflash(drafter) for name, drafter in drafters.items()}
+    return ProposerSet({LOOKUP: _make_ngram(context), **proposers}, context.device)

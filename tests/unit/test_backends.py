@@ -15,7 +15,7 @@ from tests.support.tiny_checkpoints import make_target
 
 def chosen(path: Path, **options: str) -> BackendChoice:
     target, device = load_target_config(path), torch.device("cuda")
-    return choose_backends(EngineConfig(**options), target, None, device, torch.bfloat16)
+    return choose_backends(EngineConfig(**options), target, [], device, torch.bfloat16)
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (12, 0)], ids=str)

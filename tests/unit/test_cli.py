@@ -46,6 +46,7 @@ ENGINE_FIELDS = [
     "enable_expert_parallel", "load_format",
     "weight_dtype", "kv_cache_dtype", "attention_backend",
     "draft_attention_backend", "kernels", "cuda_graphs", "seed", "ngram_max", "ngram_min",
+    "shadow", "shadow_draft", "shadow_share",
 ]  # fmt: skip
 SAMPLING_FIELDS = [
     "n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens",
@@ -89,7 +90,7 @@ FLAGS = {
         "--no-restart-engine", "--lenient", "--batch-dir", "--max-body-bytes", "--response-memory",
         "--cors-origin", "--access-log", "--no-access-log", "--log-level",
         "--log-json", "--log-prompts", "--otlp-traces-endpoint", "--kv-events-config",
-        *ENGINE_FLAGS, "--method", "--seed",
+        *ENGINE_FLAGS, "--method", "--seed", "--shadow", "--shadow-draft", "--shadow-share",
     ],
     "demo": ["--prompts", "--max-tokens", "--repeats", "--json", "--debug", *ENGINE_FLAGS],
     "info": [

@@ -8,6 +8,7 @@ rows, N outputs, K inputs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
@@ -154,7 +155,7 @@ FORMATS: dict[str, type[Packed]] = {
 def packed_format(
     name: str,
     target: TargetConfig,
-    draft: DraftConfig | None,
+    drafts: Sequence[DraftConfig],
     device: torch.device,
     dtype: torch.dtype,
 ) -> str | None:
@@ -167,7 +168,7 @@ def packed_format(
         wanted = "float16" if target.dtype != "float32" and _has_fbgemm() else "float32"
     if device.type != "cpu":
         unsupported = f"the device is {device}, and packed weights run on a CPU"
-    elif name in FORMATS and any(c.decoder.experts for c in (target, draft) if c is not None):
+    elif name in FORMATS and any(c.decoder.experts for c in (target, *drafts)):
         unsupported = "experts have no product with packed weights"
     elif wanted == "float32" and not torch.backends.mkldnn.is_available():
         unsupported = "torch has no oneDNN here"
@@ -189,13 +190,13 @@ def _has_fbgemm() -> bool:
     return "fbgemm" in torch.backends.quantized.supported_engines
 
 
-def pack(name: str | None, target: Target, draft: DFlash | None) -> None:
-    """Pack the linear layers of both models, and their heads as `head_format` says."""
+def pack(name: str | None, target: Target, *drafters: DFlash) -> None:
+    """Pack the linear layers of all models, and their heads as `head_format` says."""
     if name is None:
         return
     make = FORMATS[name]
     head = head_format(make)
-    for model in filter(None, (target, draft)):
+    for model in (target, *drafters):
         for linear in model.modules():
             if isinstance(linear, Linear) and linear.weight.ndim == 2 and not linear.fixed:
                 _pack(linear, make)
@@ -203,8 +204,8 @@ def pack(name: str | None, target: Target, draft: DFlash | None) -> None:
             _pack(model.lm_head, head)
     if target.packed_head is None:
         target.packed_head = packed(target.output, head)
-    if draft is not None:
-        draft.pack(target.packed_head, partial(packed, make=make))
+    for drafter in drafters:
+        drafter.pack(target.packed_head, partial(packed, make=make))
 
 
 def _pack(linear: Linear, make: type[Packed]) -> None:

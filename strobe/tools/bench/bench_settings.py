@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 from pydantic import Field as Bounds
 from pydantic import model_validator
 
-from strobe.config import EngineConfig
+from strobe.config import SERVED_OPTIONS, EngineConfig
 from strobe.sampling_params import SamplingParams
 from strobe.tools.bench.plot_style import FORMATS
 from strobe.validation import MAX_INT, option, settings
@@ -18,7 +18,7 @@ from strobe.validation import MAX_INT, option, settings
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-DECIDED = ("load_format", "max_num_seqs", "enable_prefix_caching")
+DECIDED = ("load_format", "max_num_seqs", "enable_prefix_caching", *SERVED_OPTIONS)
 """Engine settings that a benchmark sets itself: no prompt may hit the prefix cache."""
 
 

@@ -21,7 +21,7 @@ from strobe.hub.locate import locate_models
 from strobe.ranks.leader import start_engine
 from strobe.request import Request
 from strobe.runner.layout import Layout
-from strobe.speculation.proposer import Drafts, Proposer
+from strobe.speculation.proposer import Drafts, PlacedRows, Proposer
 from strobe.speculation.registry import DRAFTER_METHOD
 from strobe.step import Plan, Span
 from strobe.terminal.wording import counted
@@ -60,7 +60,7 @@ class _RecordingProposer:
             self.seen.setdefault(span.slot, []).append(place)
         return drafts.first(1)  # pyright: ignore[reportPossiblyUnboundVariable]
 
-    def observe(self, batch: Batch, hidden: Tensor | None) -> None:
+    def observe(self, batch: PlacedRows, hidden: Tensor | None) -> None:
         self.drafter.observe(batch, hidden)
 
 
