@@ -154,7 +154,7 @@ class Deadline:
 
 
 class Codec:
-    """One answer in an API's format. `run` of one prompt, or of several.
+    """The answer to a request in an API's format. runs: of its prompts, one or several.
 
     `delta` is called with each step, and `start` after the first of them. All return events, which
     `encode` makes the bytes of a stream. A whole body is what the same events have left behind.
