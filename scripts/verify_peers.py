@@ -73,6 +73,7 @@ def start(python: Path, target: Path, draft: Path, port: int, log: Path) -> subp
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "3600",  # its first drafts compile, slowly
         "HF_HUB_OFFLINE": "1",
     }
     with log.open("wb") as file:
@@ -96,7 +97,7 @@ def wait(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--directory", type=Path, default=ROOT / "build" / "verify-peers")
     parser.add_argument("--max-tokens", type=int, default=32)
     args = parser.parse_args()
