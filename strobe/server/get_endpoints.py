@@ -23,6 +23,7 @@ READ_ERRORS: dict[str, tuple[str, ...]] = {
     "/health": ("503",),
     "/ping": ("503",),
     "/load": ("401",),
+    "/shadow": ("401",),
     "/v1/models": _STARTING,
     "/v1/models/{name}": ("401", "404", "503"),
     "/v1/responses/{id}": ("400", "401", "404", "503"),
@@ -63,6 +64,7 @@ def add_get_endpoints(app: FastAPI, serving: Serving) -> None:
     app.get("/version")(endpoints.show_version)
     app.get("/docs", include_in_schema=False)(endpoints.docs)
     app.get("/metrics", response_class=text)(endpoints.metrics)
+    app.get("/shadow")(endpoints.shadow)
     app.get("/v1/models", response_model=answers.ModelList)(endpoints.models)
     app.get("/v1/models/{name:path}", response_model=answers.ModelCard)(endpoints.model)
     app.get("/tokenizer_info")(endpoints.tokenizer_info)
@@ -112,6 +114,15 @@ class _GetEndpoints:
 
     async def docs(self) -> Response:
         return HTMLResponse(api_page(self._app.openapi()))
+
+    async def shadow(self, http: Request) -> Response:
+        """Scores of the drafters in shadow mode: JSON, or a table for Accept: text/plain."""
+        tally = self._serving.shadow
+        if "text/plain" in http.headers.get("accept", ""):
+            return PlainTextResponse(tally.as_text())
+        config = self._serving.client.config
+        head = {"shadow": config.shadow, "share": config.shadow_share}
+        return JSONResponse({**head, "drafters": tally.as_dict()})
 
     async def metrics(self, http: Request) -> Response:
         """Counters and histograms in Prometheus' format."""

@@ -6,9 +6,10 @@ import asyncio
 import functools
 import hashlib
 import logging
+import re
 import reprlib
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,10 +41,15 @@ from strobe.server.response_store import ResponseStore
 from strobe.server.retry_estimator import RetryEstimator
 from strobe.server.schema.structural_tags import tags_grammar
 from strobe.server.server_settings import TEXT_THREADS, ServerConfig
+from strobe.speculation.shadow.report import ShadowTally
 from strobe.text.chat_template import TemplateCapabilities
 from strobe.text.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
+
+_KIND_TOKENS = 512
+"""Last tokens of a prompt that decide its kind."""
+_CODE = re.compile(r"```|^\s*(def|class|import|#include|function|const|public) ", re.MULTILINE)
 
 LATEST = ":latest"
 """The tag that Ollama's clients add to a name without one."""
@@ -145,6 +151,7 @@ class Serving:
     shutdown: Shutdown = field(default_factory=Shutdown)
     created: int = field(default_factory=lambda: int(time.time()))
     retry_estimator: RetryEstimator = field(default_factory=RetryEstimator)
+    shadow: ShadowTally = field(default_factory=ShadowTally)
     background: list[Background] = field(default_factory=list[Background])
     handling: int = 0
     """Number of requests whose handlers are running."""
@@ -225,6 +232,14 @@ class Serving:
                 field,
                 "context_length_exceeded",
             )
+
+    def prompt_kind(self, prompt_ids: Sequence[int], params: SamplingParams) -> str:
+        """Return the kind of a prompt, under which shadow mode counts it: "structured" with a
+        grammar, "code" if the end of the text has some, else "text"."""
+        if params.structured_outputs is not None:
+            return "structured"
+        text = self.tokenizer.hf.decode(list(prompt_ids[-_KIND_TOKENS:]))
+        return "code" if _CODE.search(text) else "text"
 
     async def in_thread(self, work: Callable[[], Result]) -> Result:
         """Run slow work, such as encoding, in a thread instead of on the event loop."""

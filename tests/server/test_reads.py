@@ -13,6 +13,8 @@ from strobe.request import SchedulingOptions
 from strobe.server.app import make_app
 from strobe.server.engine_process.engine_messages import Release, Submit
 from strobe.server.serving import Serving
+from strobe.speculation.shadow.report import Group
+from strobe.step import ScoredBlock
 from strobe.text.tokenizer import Tokenizer
 from tests.server.support.asgi_client import Answer, call
 from tests.server.support.engineless_server import RecordingClient, serving
@@ -55,7 +57,7 @@ def test_settings_are_reported_without_keys(tokenizer: Tokenizer):
     assert info["server"]["max_waiting"] == 256
 
 
-@pytest.mark.parametrize("path", ["/server_info", "/tokenizer_info", "/load"])
+@pytest.mark.parametrize("path", ["/server_info", "/tokenizer_info", "/load", "/shadow"])
 def test_missing_api_key_reveals_nothing(tokenizer: Tokenizer, path: str):
     app = make_app(serving(tokenizer, api_key=("secret",)))
     assert call(app, path, method="GET").status == 401
@@ -201,3 +203,16 @@ def test_api_page_has_contents_order_and_relative_links(tokenizer: Tokenizer):
     assert not re.findall(r'(?:href|src)="?/', html)
     for name in ("theme.css", "docs.css", "icon.svg"):
         assert f'href="{name}"' in html
+
+
+def test_shadow_reports_scores_as_json_and_as_table(tokenizer: Tokenizer):
+    state = serving(tokenizer)
+    group = Group(drafter="draft", kind="text", phase="answer", context="0-1k")
+    block = ScoredBlock(drafter="draft", start=9, num_drafts=4, num_accepted=3)
+    state.shadow.add([(group, block)])
+    report = read(state, "/shadow")
+    assert report["shadow"] is False
+    assert report["drafters"]["draft"]["acceptance_length"] == 4.0
+    accept = [KEY, ("Accept", "text/plain")]
+    text = call(make_app(state), "/shadow", method="GET", headers=accept).body.decode()
+    assert text.splitlines()[1].split() == ["draft", "all", "1", "1", "4.00", "-"]

@@ -38,7 +38,7 @@ CONFIG = {
     },
 }
 READS = (
-    "/health", "/ping", "/load", "/version", "/metrics", "/v1/models", "/tokenizer_info",
+    "/health", "/ping", "/load", "/shadow", "/version", "/metrics", "/v1/models", "/tokenizer_info",
     "/server_info", "/api/tags", "/api/ps", "/api/version", "/v1/files", "/v1/batches",
     "/v1/messages/batches",
 )  # fmt: skip

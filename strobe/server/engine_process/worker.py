@@ -76,6 +76,8 @@ def run_engine(
         logger.info("warming up")
         warm_up(engine)
         measure_costs(engine)
+        if engine.shadow is not None:
+            engine.shadow.start()
         if publisher is not None:
             publisher.start(engine.components.pool)
     except ValueError as error:

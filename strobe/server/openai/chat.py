@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from fastapi import Request
 
 from strobe.request import TokenLogprob
+from strobe.sampling_params import Speculation
 from strobe.server.openai import replies
 from strobe.server.openai.chunks import ChunkCodec, last_chunk
 from strobe.server.openai.constraints import schema_warnings, structured_outputs
@@ -186,6 +187,10 @@ def warnings(
         sentences.append(
             "thinking_token_budget has no effect: this model has no known format of reasoning."
         )
+    asked = Speculation.of(chat.speculation)
+    drafts = asked.method not in (None, "none") or asked.num_drafts or asked.always
+    if serving.client.config.shadow and drafts:
+        sentences.append("speculation has no effect: this server runs in shadow mode.")
     if chat.toolbox.tools and serving.formats.tools is None:
         sentences.append(
             "tools are shown to the model, but its form of calls is not known: they are text."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import bisect_right
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -13,11 +14,12 @@ from strobe.outputs import AnswerBuilder, SpeculationReport, StreamDelta
 from strobe.request import CUT_SHORT, DEFAULT_SCHEDULING, SchedulingOptions, TokenLogprob
 from strobe.sampling_params import SamplingParams
 from strobe.server.engine_process.client import PromptRejected
-from strobe.server.metrics import ServerMetrics
+from strobe.server.metrics import CONTEXT_BOUNDS, CONTEXTS, ServerMetrics
 from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.parsers import Parser, Plain, Segment
 from strobe.server.serving import Serving
-from strobe.step import TokenEvent
+from strobe.speculation.shadow.report import Group
+from strobe.step import ScoredBlock, TokenEvent
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +79,16 @@ class ChoiceState:
         """Seconds from the request's arrival to its first token."""
         self.logprobs: list[TokenLogprob] = []
         self.pieces: list[str] = []
+        self._scored: list[tuple[Group, ScoredBlock]] = []
+
+    def _group(self, block: ScoredBlock) -> Group:
+        """Return where a block of shadow mode is counted."""
+        return Group(
+            drafter=block.drafter,
+            kind=self._serving.prompt_kind(self.job.prompt_ids, self.job.params),
+            phase=self.parser.phase,
+            context=CONTEXTS[bisect_right(CONTEXT_BOUNDS, block.start)],
+        )
 
     @property
     def finished(self) -> bool:
@@ -106,6 +118,8 @@ class ChoiceState:
                 phase=self.parser.phase,
             )
         self._record_latency(first, len(delta.token_ids))
+        if event.scored:
+            self._scored += [(self._group(block), block) for block in event.scored]
         if delta.finished:
             self.record_finished()
         return Progress(self, delta, segments)
@@ -124,6 +138,8 @@ class ChoiceState:
     def record_finished(self) -> None:
         """Record a finished or aborted answer in the metrics."""
         self._serving.retry_estimator.record_finished()
+        self._serving.shadow.add(self._scored)
+        self._scored = []
         self._metrics.record_finished(
             reason=self.output.finish_reason or "abort",
             seconds=time.monotonic() - self._started_at,
