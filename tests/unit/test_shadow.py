@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -226,3 +227,20 @@ def test_incompatible_drafter_is_a_sentence(tmp_path: Path):
     options = {"target": str(tmp_path), "shadow_draft": (str(DEMO_MODELS / "draft"),)}
     with pytest.raises(ValueError, match=re.escape(str(DEMO_MODELS / "draft"))):
         resolve(EngineConfig(device="cpu", shadow=True, **options))
+
+
+def test_several_drafters_are_scored_on_the_same_answers(prompts: list[list[int]], tmp_path: Path):
+    other = tmp_path / "other"
+    shutil.copytree(DEMO_MODELS / "draft", other)
+    drafters = {"draft": str(DEMO_MODELS / "draft"), "shadow_draft": (str(other),)}
+    engine = Engine(EngineConfig(shadow=True, shadow_share=1.0, **drafters, **OPTIONS))
+    assert engine.shadow is not None
+    engine.shadow.start()
+    engine.shadow.ledger.account = UnlimitedAccount(1.0)
+    events = run(engine, prompts, temperature=0.0)
+    for answer in events.values():
+        first = [(b.start, b.num_accepted) for b in blocks_of(answer, "draft")]
+        second = [(b.start, b.num_accepted) for b in blocks_of(answer, "other")]
+        assert first
+        assert first == second
+        assert blocks_of(answer, "ngram")
