@@ -33,7 +33,12 @@ from strobe.hub.gguf_file import AGAIN, GGUFHeader, read_header
 
 FORM = 2
 """Counts up with each change of what is written, so that older directories are not used."""
-ARCHITECTURES = {"llama": ("LlamaForCausalLM", "llama"), "qwen3": ("Qwen3ForCausalLM", "qwen3")}
+ARCHITECTURES = {
+    "llama": ("LlamaForCausalLM", "llama"),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    "smollm3": ("SmolLM3ForCausalLM", "smollm3"),
+}
 """architectures and model_type of config.json by general.architecture."""
 UNSUPPORTED = (
     "expert_count", "rope.scaling.type", "attention.sliding_window", "final_logit_softcapping",
@@ -157,7 +162,7 @@ def _check_supported(header: GGUFHeader, architecture: str, path: Path) -> None:
     if architecture not in ARCHITECTURES:
         raise ValueError(
             f"{path}: general.architecture is {architecture!r}, but GGUF files are supported of "
-            f"{' and '.join(ARCHITECTURES)} only; use the checkpoint in safetensors."
+            f"{', '.join(ARCHITECTURES)} only; use the checkpoint in safetensors."
         )
     parts = metadata.get("split.count", 0)
     if parts > 1:

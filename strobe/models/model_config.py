@@ -52,7 +52,8 @@ class DecoderConfig:
     Qwen3. value_scale: factor of the values. output_gate: whether attention's output is gated.
     layer_shapes: of each layer, if they differ. sinks: whether all layers' heads have an extra
     logit in the softmax. norm_offset: added to the weights of all RMS norms. vocab_part: index
-    and number of the parts of embedding and head, of which the model holds one.
+    and number of the parts of embedding and head, of which the model holds one. output_bias:
+    whether attention with biases has one at its output, too.
     """
 
     hidden_size: int
@@ -76,6 +77,7 @@ class DecoderConfig:
     norm_offset: float = 0.0
     experts: ExpertShape | None = None
     vocab_part: tuple[int, int] = (0, 1)
+    output_bias: bool = True
 
     def own_rows(self, rows: int) -> int:
         """Return the rows that the model holds of an embedding or a head of `rows`; the last part

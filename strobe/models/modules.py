@@ -127,7 +127,10 @@ class Attention(nn.Module):
         parts |= {"v_proj": parts["k_proj"]} if shape.own_values else {}
         self.qkv_proj = Linear(config.hidden_size, parts, bias)
         self.o_proj = Linear(
-            self.q_heads * self.head_dim, config.hidden_size, bias=bias, split="inputs"
+            self.q_heads * self.head_dim,
+            config.hidden_size,
+            bias=bias and config.output_bias,
+            split="inputs",
         )
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None

@@ -17,6 +17,7 @@ from transformers import (
     Gemma4ForCausalLM,
     GptOssForCausalLM,
     LlamaForCausalLM,
+    Qwen2ForCausalLM,
     Qwen3ForCausalLM,
     Qwen3MoeForCausalLM,
 )
@@ -160,6 +161,7 @@ HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
 FAMILIES: dict[str, Callable[..., Any]] = {
     "qwen3": partial(make_target, family=Qwen3ForCausalLM),
     "llama": partial(make_target, family=LlamaForCausalLM),
+    "qwen2": partial(make_target, family=Qwen2ForCausalLM),
     "biased": partial(make_target, family=LlamaForCausalLM, attention_bias=True, mlp_bias=True),
     "qwen3_moe": partial(make_target, family=Qwen3MoeForCausalLM, **MOE),
     "gpt_oss": partial(make_target, family=GptOssForCausalLM, **GPT_OSS),

@@ -57,7 +57,7 @@ def make_target(
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
             scale = embedding if "embed" in name or "lm_head" in name else 0.3
-            if not normed and ("q_proj" in name or "k_proj" in name):
+            if not normed and ("q_proj" in name or "k_proj" in name or "qkv_proj" in name):
                 scale = 0.1  # else attention is so sharp that float32's own rounding shows
             parameter.data.normal_(0, scale, generator=noise)
         elif "norm" in name:

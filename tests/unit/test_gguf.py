@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, SmolLM3Config
 
 from strobe import LLM, SamplingParams
 from strobe.config import EngineConfig
@@ -54,7 +55,13 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def model_of(kind: str, **changes: Any) -> Any:
     """Return a transformers model with random weights."""
     torch.manual_seed(0)
-    config = {"llama": LlamaConfig, "qwen3": Qwen3Config}[kind](**SHAPE | changes)
+    kinds = {
+        "llama": LlamaConfig,
+        "qwen2": Qwen2Config,
+        "qwen3": Qwen3Config,
+        "smollm3": partial(SmolLM3Config, pad_token_id=0),
+    }
+    config = kinds[kind](**SHAPE | changes)
     config.eos_token_id = 0
     return AutoModelForCausalLM.from_config(config).float()
 
@@ -94,7 +101,7 @@ def tensors_of(kind: str, model: Any) -> dict[str, NDArray[np.float32]]:
         prefix = "" if layer is None else f"blk.{layer[1]}."
         module = names[path[len(layer[0]) :] if layer else path]
         array = value.numpy()
-        if kind == "llama" and module in ("attn_q", "attn_k"):
+        if kind in ("llama", "smollm3") and module in ("attn_q", "attn_k"):
             heads = SHAPE["num_attention_heads" if module == "attn_q" else "num_key_value_heads"]
             array = array.reshape(heads, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
         tensors[f"{prefix}{module}.{leaf}"] = np.ascontiguousarray(array)
@@ -132,7 +139,7 @@ def tiny(path: Path, kind: str = "llama", **options: Any) -> Path:
     return write(path, metadata_of(kind), tensors_of(kind, model_of(kind)), **options)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "smollm3"])
 def test_answers_equal_transformers(kind: str, tmp_path: Path):
     model = model_of(kind)
     file = write(tmp_path / "tiny.gguf", metadata_of(kind), tensors_of(kind, model))

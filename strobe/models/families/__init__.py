@@ -6,7 +6,11 @@ and an entry in `FAMILIES` for each of its architectures.
 
 FAMILIES = {
     "Qwen3ForCausalLM": ("qwen3", "qwen3"),
+    "Qwen2ForCausalLM": ("qwen2", "qwen2"),
     "LlamaForCausalLM": ("llama", "llama"),
+    "MistralForCausalLM": ("mistral", "mistral"),
+    "SmolLM3ForCausalLM": ("smollm3", "smollm3"),
+    "Phi3ForCausalLM": ("phi3", "phi3"),
     "Gemma4ForCausalLM": ("gemma4_text", "gemma4"),
     "Gemma4ForConditionalGeneration": ("gemma4", "gemma4"),
     "Gemma4UnifiedForCausalLM": ("gemma4_unified_text", "gemma4"),

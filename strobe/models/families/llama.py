@@ -29,5 +29,6 @@ def read(fields: Fields, directory: Path) -> TargetConfig:
 
 
 def make(config: TargetConfig, max_positions: int) -> Target:
+    """Make a model of plain decoder layers."""
     layers = [DecoderLayer(config.decoder, i) for i in range(config.decoder.num_layers)]
     return Target(config, layers, max_positions)

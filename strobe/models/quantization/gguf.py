@@ -91,13 +91,17 @@ class GGUFFile(MappedFile):
 
 
 def _reordered_heads(header: GGUFHeader, name: str) -> int:
-    """Return the number of heads in a tensor that llama.cpp reordered, which it does for Llama."""
+    """Return the number of heads in a tensor that llama.cpp reordered, which it does for Llama and
+    models converted as it is."""
     metadata = header.metadata
+    architecture = metadata["general.architecture"]
     module = name.split(".")[-2:-1]
-    if metadata["general.architecture"] != "llama" or module not in (["attn_q"], ["attn_k"]):
+    if architecture not in ("llama", "smollm3") or module not in (["attn_q"], ["attn_k"]):
         return 0
-    count = metadata["llama.attention.head_count"]
-    return count if module == ["attn_q"] else metadata.get("llama.attention.head_count_kv", count)
+    count = metadata[f"{architecture}.attention.head_count"]
+    if module == ["attn_q"]:
+        return count
+    return metadata.get(f"{architecture}.attention.head_count_kv", count)
 
 
 def _library() -> tuple[Callable[..., Any], Any]:

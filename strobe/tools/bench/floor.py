@@ -240,7 +240,7 @@ def small_values(decoder: DecoderConfig) -> int:
     heads = 2 * decoder.head_dim * decoder.qk_norm * len(decoder.masks)
     if decoder.attention_bias:
         wide = (decoder.num_heads + 2 * decoder.num_kv_heads) * decoder.head_dim
-        each += wide + decoder.hidden_size
+        each += wide + decoder.hidden_size * decoder.output_bias
     if decoder.mlp_bias:
         each += 2 * decoder.intermediate_size + decoder.hidden_size
     if decoder.sinks:
