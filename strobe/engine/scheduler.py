@@ -224,15 +224,15 @@ class Scheduler:
             for record in records:
                 if self.prefix_caching and record.request.error is None:
                     record.lease.publish(record.request.tokens)
+            for record in records:
+                self._release_state(record)
+            self._publish_states(plan)
             for record in ended:
                 self._retire(record)
         except BaseException:
             for record, (count, started, length) in zip(records, before, strict=True):
                 record.rewind(count, started, length)
             raise
-        for record in records:
-            self._release_state(record)
-        self._publish_states(plan)
         self._in_flight.popleft()
         return events
 
