@@ -64,7 +64,7 @@ class EngineStats(Counters):
     """Counters over all requests. prefix_queries, prefix_hits: prompt tokens of admitted requests,
     and those served from the prefix cache. shadow_requests, shadow_blocks: answers and blocks in
     which drafters are scored; shadow_seconds: that this takes, of all steps' step_seconds.
-    `strobe.outputs.METRICS` has the metrics of all but these four."""
+    `strobe.outputs.METRICS` has their metrics."""
 
     steps: int = 0
     prompt_tokens: int = 0

@@ -371,6 +371,10 @@ METRICS = (
     ("prefix_queries", "vllm:prefix_cache_queries", "Tokens looked up in the prefix cache."),
     ("prefix_hits", "vllm:prefix_cache_hits", "Tokens found in the prefix cache."),
     ("steps", "strobe:engine_steps", "Steps of the engine."),
+    ("shadow_requests", "strobe:shadow_answers", "Answers in which shadow mode scores drafters."),
+    ("shadow_blocks", "strobe:shadow_blocks", "Blocks that shadow mode has scored."),
+    ("shadow_seconds", "strobe:shadow_seconds", "Seconds that shadow mode's scoring took."),
+    ("step_seconds", "strobe:step_seconds", "Seconds of all steps in shadow mode."),
 )
 """An engine's metrics: attribute of EngineStats, name (vLLM's where vLLM has one), help."""
 

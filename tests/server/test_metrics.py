@@ -50,6 +50,10 @@ EXPOSED = {
     ("vllm:request_success_total", "counter"),
     ("strobe:engine_restarts_total", "counter"),
     ("strobe:engine_steps_total", "counter"),
+    ("strobe:shadow_answers_total", "counter"),
+    ("strobe:shadow_blocks_total", "counter"),
+    ("strobe:shadow_seconds_total", "counter"),
+    ("strobe:step_seconds_total", "counter"),
     ("strobe:spec_decode_steps_total", "counter"),
     ("strobe:spec_decode_drafts_made_total", "counter"),
     ("strobe:spec_decode_rested_steps_total", "counter"),
@@ -217,12 +221,16 @@ def test_two_servers_count_separately(metrics: ServerMetrics):
 def test_each_engine_counter_has_its_metric(metrics: ServerMetrics):
     fit = (3, 0, 0.5, -1.0), (3, 1, 0.25, 2.0), (7, 0, 1.0, 0.0)
     counts = DraftCounts(11, 12, 13, [9, 4], 14, rows=15, skipped_steps=16)
-    stats = EngineStats(21, 22, 23, 24, 25, 26, counts)
+    stats = EngineStats(21, 22, 23, 24, 25, 26, counts, 27, 28, 29.5, 30.5)
     metrics.engine(EngineSnapshot(31, 32, 0.25, stats, fit))
     expected = {
         "vllm:num_requests_running": 31,
         "vllm:num_requests_waiting": 32,
         "strobe:engine_steps_total": stats.steps,
+        "strobe:shadow_answers_total": stats.shadow_requests,
+        "strobe:shadow_blocks_total": stats.shadow_blocks,
+        "strobe:shadow_seconds_total": stats.shadow_seconds,
+        "strobe:step_seconds_total": stats.step_seconds,
         "vllm:prompt_tokens_total": stats.prompt_tokens,
         "vllm:generation_tokens_total": stats.generation_tokens,
         "vllm:num_preemptions_total": stats.preemptions,

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from strobe.server.openai.errors import TYPES
 from strobe.server.openai.protocol import response_bodies as answers
 from strobe.server.openai.protocol.items import EVERY_ITEM, ITEM_FIELDS
-from strobe.server.openai.protocol.request_errors import ERROR_TYPES
 from strobe.server.openai.protocol.responses_request import ResponsesStreamOptions
 from strobe.server.openai.protocol.token_requests import DetokenizeResponse, TokenizeResponse
 from strobe.server.page import files as page_files
@@ -126,7 +126,7 @@ def test_page_lists_every_endpoint(page: str):
 
 
 def test_page_lists_every_status(page: str):
-    for status, kind in ERROR_TYPES.items():
+    for status, kind in TYPES.items():
         assert f"| {status} | `{kind}` |" in page
 
 

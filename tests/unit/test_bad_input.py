@@ -912,7 +912,7 @@ def test_one_bad_prompt_on_the_command_line(pair: Pair, capsys: pytest.CaptureFi
         (
             ["generte", "hello"],
             "'generte' is not a command; there are generate, chat, serve, run-batch, pull, demo, "
-            "info, doctor, bench, eval.",
+            "info, doctor, verify, bench, eval.",
         ),
         (["generate"], "No prompt was given; name one or more: strobe generate 'PROMPT'."),
         (
