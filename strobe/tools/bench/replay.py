@@ -15,7 +15,7 @@ from strobe.host.transfer import upload
 from strobe.models.model_config import DraftConfig
 from strobe.runner.layout import Layout
 from strobe.speculation.dflash import block_sizes
-from strobe.speculation.proposer import Drafts
+from strobe.speculation.proposer import Drafts, PlacedRows
 from strobe.step import Plan, Span
 from strobe.tools.bench.draft_traces import Traces
 
@@ -96,7 +96,7 @@ class _ReplayingProposer:
         margins = self.engine.margins_of(spans, *drafts.tokens.shape)
         return drafts if drafts.margins is None else drafts._replace(margins=margins)
 
-    def observe(self, batch: Batch, hidden: Tensor | None) -> None:
+    def observe(self, batch: PlacedRows, hidden: Tensor | None) -> None:
         self.engine.drafter.observe(batch, hidden)
 
 
