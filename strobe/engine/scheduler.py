@@ -678,7 +678,7 @@ class Scheduler:
         """Release a request's slot and pages once no step of it is in flight."""
         self._put_aside(record, Residence.LEAVING)
         if not record.in_flight and record in self._set_aside:
-            record.lease.release()
             self._release_state(record)
+            record.lease.release()
             self._set_aside.remove(record)
             self._slots.append(record.slot)
