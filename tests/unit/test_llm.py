@@ -645,6 +645,10 @@ METRICS = [
     "vllm:prefix_cache_queries",
     "vllm:prefix_cache_hits",
     "strobe:engine_steps",
+    "strobe:shadow_answers",
+    "strobe:shadow_blocks",
+    "strobe:shadow_seconds",
+    "strobe:step_seconds",
 ]
 
 
