@@ -177,37 +177,83 @@ def test_flat_nested_and_relabelled_files_say_the_same(tmp_path: Path):
     assert (flat.embedding_scale, nested.embedding_scale) == (1.0, None)
 
 
-@pytest.mark.parametrize(
-    ("config", "first"),
-    [
-        (FLAT, True),
-        ({**FLAT, "sample_from_anchor": False}, False),
-        ({**FLAT, "dspark_bonus_anchor": True}, False),
-        (NESTED, True),
-        (MODELOPT, False),
-        ({**MODELOPT, "sample_from_anchor": None, "dspark_bonus_anchor": None}, False),
-        (SPECULATORS, False),
-        ({**SPECULATORS, "sample_from_anchor": True}, True),
-        ({**LABELLED_DFLASH, "sample_from_anchor": False}, False),
-        ({**LABELLED_DFLASH, "sample_from_anchor": True}, True),
-        (DIALECTS["flat without heads"][0], True),
-    ],
-)
-def test_sample_from_anchor_has_each_dialects_default(
-    tmp_path: Path, config: dict[str, Any], first: bool
-):
+ANCHOR_KEYS = ("sample_from_anchor", "dspark_bonus_anchor", "shift_label")
+DEFAULTS: dict[str, bool | None] = {
+    "flat": True,
+    "flat without a label": True,
+    "flat under DFlash's label": True,
+    "flat without heads": True,
+    "nested": True,
+    "nested under DeepSpec's label": True,
+    "nested under DFlash's label": True,
+    "nested without heads": True,
+    "ModelOpt's": True,
+    "speculators'": False,
+    "speculators' under vLLM's label": False,
+    "DFlash's label with a Markov head": None,
+}
+"""Of `sample_from_anchor` in each dialect of DSpark's family; None where a file must say it."""
+
+
+def silent(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config without any key that says whether the anchor predicts."""
+    flat = {key: value for key, value in config.items() if key not in ANCHOR_KEYS}
+    inner = config.get("dflash_config")
+    return flat if inner is None else {**flat, "dflash_config": silent(inner)}
+
+
+def explicit(config: dict[str, Any], value: bool) -> list[dict[str, Any]]:
+    """Return the config with `sample_from_anchor` at the top level, in `dflash_config`, in both,
+    and in the words of its opposite."""
+    plain = silent(config)
+    told = {"sample_from_anchor": value}
+    configs = [{**plain, **told}, {**plain, "dspark_bonus_anchor": not value}]
+    inner = plain.get("dflash_config")
+    if inner is not None:
+        nested = {**plain, "dflash_config": {**inner, **told}}
+        configs += [nested, {**nested, **told}]
+    return configs
+
+
+def test_every_dialect_of_dspark_has_a_default_layout():
+    family = {name for name, about in DIALECTS.items() if about[1] == "DSpark"}
+    assert family <= DEFAULTS.keys()
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_sample_from_anchor_has_each_dialects_default(tmp_path: Path, name: str):
+    config = silent(DIALECTS[name][0])
+    default = DEFAULTS[name]
+    if default is None:
+        with pytest.raises(ValueError, match="sample_from_anchor does not say whether"):
+            read(tmp_path, config)
+        return
     draft = read(tmp_path, config)
-    assert draft.anchor_first is first
-    assert draft.block_drafts == draft.block_size - (not first)
+    assert draft.anchor_first is default
+    assert draft.block_drafts == draft.block_size - (not default)
+
+
+@pytest.mark.parametrize("value", [True, False])
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_sample_from_anchor_overrides_each_dialects_default(tmp_path: Path, name: str, value: bool):
+    for config in explicit(DIALECTS[name][0], value):
+        draft = read(tmp_path, config)
+        assert draft.anchor_first is value
+        assert draft.block_drafts == draft.block_size - (not value)
+
+
+def test_sample_from_anchor_at_both_levels_must_agree(tmp_path: Path):
+    config = silent(NESTED)
+    config["dflash_config"]["sample_from_anchor"] = False
+    with pytest.raises(ValueError, match="sample_from_anchor"):
+        read(tmp_path, config, sample_from_anchor=True)
 
 
 def test_shifted_labels_mean_that_the_anchor_predicts(tmp_path: Path):
-    inner = {**MODELOPT["dflash_config"], "sample_from_anchor": None}
-    silent = {**MODELOPT, "sample_from_anchor": None, "dspark_bonus_anchor": None}
+    config = silent(MODELOPT)
     for shifted in (True, False):
-        draft = read(tmp_path, silent, dflash_config={**inner, "shift_label": shifted})
-        assert draft.anchor_first is shifted
-    assert read(tmp_path, silent, dflash_config=inner).anchor_first
+        config["dflash_config"]["shift_label"] = shifted
+        assert read(tmp_path, config).anchor_first is shifted
 
 
 def test_modelopt_blocks_slide_with_sinks(tmp_path: Path):
