@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from typing_extensions import TypedDict
+
 from strobe.counters import DraftCounts, EngineStats
 from strobe.request import FinishReason, TokenLogprob
 from strobe.sampling_params import SamplingParams
@@ -16,6 +18,23 @@ from strobe.text.tokenizer import Tokenizer
 
 NO_MATCH = "no earlier text matched the newest tokens"
 NOT_WORTHWHILE = "drafting promised less than it costs at this load"
+
+
+class SpeculationFields(TypedDict):
+    """The figures of a `SpeculationReport`."""
+
+    used: bool
+    method: str
+    steps: int
+    drafted: int
+    accepted: int
+    acceptance_length: float | None
+    accepted_per_position: list[int]
+    off_reason: str | None
+    rows_verified: int
+    drafts_made: int
+    rested_steps: int
+    rest_reason: str | None
 
 
 @dataclass(frozen=True)
@@ -78,7 +97,7 @@ class SpeculationReport:
         figures = ", ".join(f"{name}={value!r}" for name, value in self.as_dict().items())
         return f"SpeculationReport({figures})"
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> SpeculationFields:
         """Return the figures by the names that JSON has for them."""
         return {
             "used": self.used,

@@ -233,7 +233,7 @@ def _bound(
     """Return the route of a POST endpoint: it reads the request, counts running handlers, and sends
     the answer or the error."""
     generates = "stream" in post.request_model.model_fields
-    untyped = issubclass(post.error_model, ollama_bodies.OllamaError)
+    untyped = post.error_model is ollama_bodies.OllamaError
 
     async def serve(http: Request) -> Response:
         running = 0

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
 
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
@@ -13,7 +12,7 @@ from strobe.server.generation.errors import ApiError
 from strobe.server.ollama import errors as ollama
 from strobe.server.openai import errors as openai
 
-ToBody = Callable[[ApiError, str | None], dict[str, Any]]
+ToBody = Callable[[ApiError, str | None], Mapping[str, object]]
 """Renders an error; the second argument is the request's id."""
 
 FORMATS: dict[str, ToBody] = {

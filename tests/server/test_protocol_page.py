@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from strobe.server.generation.bodies import SpeculationReport, TokenLogprob
 from strobe.server.openai.errors import TYPES
 from strobe.server.openai.protocol import response_bodies as answers
 from strobe.server.openai.protocol.items import EVERY_ITEM, ITEM_FIELDS
@@ -91,11 +92,11 @@ def test_page_lists_every_object_field(place: str, page: str):
     [
         MESSAGE_FIELDS, PART_FIELDS, TOOL_CALL_FIELDS, FUNCTION_FIELDS, KINDS, SINGLE_FIELDS,
         JSON_SCHEMA_FIELDS, EVERY_ITEM, *ITEM_FIELDS.items(),
-        answers.SpeculationReport.model_fields, answers.Step.model_fields,
+        SpeculationReport.__annotations__, answers.Step.model_fields,
         answers.ModelCard.model_fields,
         TokenizeResponse.model_fields, DetokenizeResponse.model_fields,
         MarkdownResponse.model_fields, MarkdownBlock.model_fields,
-        answers.CompletionLogprobs.model_fields, answers.TokenLogprob.model_fields,
+        answers.CompletionLogprobs.model_fields, TokenLogprob.__annotations__,
         answers.PromptLogprob.model_fields, answers.ErrorDetail.model_fields,
     ],
     ids=str,

@@ -35,7 +35,7 @@ async def count_tokens(serving: Serving, request: CountTokensRequest, http: Requ
     """Answer POST /v1/messages/count_tokens, which counts the prompt's tokens."""
     serving.name(request.model)
     number, sentences = await converted.count_tokens(serving, request)
-    return JSONResponse({"input_tokens": number} | replies.extras([], False, sentences))
+    return JSONResponse({"input_tokens": number, **replies.extras([], False, sentences)})
 
 
 class MessageCodec(ItemCodec):

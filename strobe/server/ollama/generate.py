@@ -6,14 +6,24 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import NamedTuple
 
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
-from strobe.request import CUT_SHORT
+from strobe.request import CUT_SHORT, TokenLogprob
+from strobe.server.generation import bodies
 from strobe.server.generation.errors import ApiError
 from strobe.server.ollama.errors import error_body
+from strobe.server.ollama.protocol.bodies import (
+    AnswerEnd,
+    AnswerMessage,
+    Call,
+    ChatAnswer,
+    GenerateAnswer,
+    GenerateText,
+    Logprobs,
+)
 from strobe.server.ollama.protocol.requests import (
     OllamaChatRequest,
     OllamaGenerateRequest,
@@ -36,54 +46,74 @@ from strobe.server.serving import Serving
 
 MEDIA_TYPE = "application/x-ndjson"
 
-Part = Callable[[str, str, list[dict[str, Any]]], dict[str, Any]]
-"""Returns the fields of some content, thinking and calls."""
+
+class Part(NamedTuple):
+    """A part of an answer, or all of it."""
+
+    content: str = ""
+    thinking: str = ""
+    calls: Sequence[Call] = ()
+
+
+Render = Callable[[str, Part, AnswerEnd], ChatAnswer | GenerateAnswer]
+"""Returns a line, or a whole body, from the model's name, a part and the last fields."""
 
 
 async def ollama_chat(
     serving: Serving, request: OllamaChatRequest, http: Request
 ) -> OllamaCodec | Response:
     """Answer POST /api/chat."""
-    return await _answer(serving, request, http, _message_part)
+    return await _answer(serving, request, http, _chat_answer)
 
 
 async def ollama_generate(
     serving: Serving, request: OllamaGenerateRequest, http: Request
 ) -> OllamaCodec | Response:
     """Answer POST /api/generate."""
-    return await _answer(serving, request, http, _text_part)
+    return await _answer(serving, request, http, _generate_answer)
 
 
-def _message_part(content: str, thinking: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": content}
-    message |= {"thinking": thinking} if thinking else {}
-    return {"message": message | ({"tool_calls": calls} if calls else {})}
+def _chat_answer(model: str, part: Part, end: AnswerEnd) -> ChatAnswer:
+    message: AnswerMessage = {"role": "assistant", "content": part.content}
+    if part.thinking:
+        message["thinking"] = part.thinking
+    if part.calls:
+        message["tool_calls"] = list(part.calls)
+    return {"model": model, "created_at": _now(), "message": message, **end}
 
 
-def _text_part(content: str, thinking: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"response": content} | ({"thinking": thinking} if thinking else {})
+def _generate_answer(model: str, part: Part, end: AnswerEnd) -> GenerateAnswer:
+    text: GenerateText = {"response": part.content}
+    if part.thinking:
+        text["thinking"] = part.thinking
+    return {"model": model, "created_at": _now(), **text, **end}
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
 async def _answer(
-    serving: Serving, request: OllamaRequest, http: Request, part: Part
+    serving: Serving, request: OllamaRequest, http: Request, render: Render
 ) -> OllamaCodec | Response:
     name = request.model or serving.name(None)
     if request.is_load:
         serving.name(request.model)
         sentences = request.own_names(warnings(serving, request, request.to_chat()))
         sentences += _context_warning(serving, request)
-        return JSONResponse(
-            _head(name)
-            | {**part("", "", []), "done": True, "done_reason": "load"}
-            | replies.extras([], False, sentences)
-        )
+        end: AnswerEnd = {
+            "done": True,
+            "done_reason": "load",
+            **replies.extras([], False, sentences),
+        }
+        return JSONResponse(render(name, Part(), end))
     prepared = await _prepare(serving, request, http)
     return OllamaCodec(
         serving,
         request=request,
         prepared=replace(prepared, name=name),
         run=PromptRun(serving, prepared.job),
-        part=part,
+        render=render,
         report=replies.wants_report(http, request.to_chat()),
     )
 
@@ -107,10 +137,6 @@ def _context_warning(serving: Serving, request: OllamaRequest) -> list[str]:
     ]
 
 
-def _head(name: str) -> dict[str, Any]:
-    return {"model": name, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
-
-
 class OllamaCodec(Codec):
     """An answer of /api/chat or /api/generate, whole or streamed as lines."""
 
@@ -122,7 +148,7 @@ class OllamaCodec(Codec):
         request: OllamaRequest,
         prepared: Prepared,
         run: PromptRun,
-        part: Part,
+        render: Render,
         report: bool,
     ):
         super().__init__([run], prepared.deadline)
@@ -130,7 +156,7 @@ class OllamaCodec(Codec):
         self.request = request
         self.prepared = prepared
         self.run = run
-        self.part = part
+        self.render = render
         self.report = report
         self.message = AssistantMessage(calls=ToolCallCollector(parallel=True))
         self.num_sent = 0
@@ -144,35 +170,37 @@ class OllamaCodec(Codec):
             self.message.take(progress)
             calls = self._calls(self.num_sent)
             self.num_sent += len(calls)
-            fields = self.part(content, reasoning, calls)
+            logprobs: Logprobs = {}
             if self.request.logprobs and progress.delta.logprobs:
-                fields["logprobs"] = self._logprobs(progress.delta.logprobs)
-                self.message.logprobs += fields["logprobs"]
+                entries = self._logprobs(progress.delta.logprobs)
+                self.message.logprobs += entries
+                logprobs["logprobs"] = entries
             elif not (content or reasoning or calls):
                 continue
-            fields |= {"done": False} | replies.extras([], False, self.unsent_warnings)
+            part = Part(content, reasoning, calls)
+            unsent = replies.extras([], False, self.unsent_warnings)
             self.unsent_warnings = []
-            lines.append(_head(self.prepared.name) | fields)
+            end: AnswerEnd = {**logprobs, "done": False, **unsent}
+            lines.append(self.render(self.prepared.name, part, end))
         return lines
 
     def end(self) -> list[Event]:
-        fields = self.part("", "", []) | self._ended(self.unsent_warnings)
-        return [_head(self.prepared.name) | fields]
+        return [self.render(self.prepared.name, Part(), self._ended(self.unsent_warnings))]
 
     def error(self, error: ApiError) -> list[Event]:
         return [error_body(error)]
 
     def body(self) -> Event:
         message = self.message
-        fields = self.part(message.content, message.reasoning, self._calls(0))
-        if self.request.logprobs:
-            fields["logprobs"] = message.logprobs
-        return _head(self.prepared.name) | fields | self._ended(self.prepared.warnings)
+        part = Part(message.content, message.reasoning, self._calls(0))
+        logprobs: Logprobs = {"logprobs": message.logprobs} if self.request.logprobs else {}
+        end: AnswerEnd = {**logprobs, **self._ended(self.prepared.warnings)}
+        return self.render(self.prepared.name, part, end)
 
     def encode(self, event: Event) -> bytes:
         return f"{replies.compact(event)}\n".encode("utf-8", "replace")
 
-    def _calls(self, num_sent: int) -> list[dict[str, Any]]:
+    def _calls(self, num_sent: int) -> list[Call]:
         """Return the calls after the first `num_sent`."""
         calls = self.message.calls.calls
         return [
@@ -187,10 +215,10 @@ class OllamaCodec(Codec):
             for index, call in enumerate(calls[num_sent:], num_sent)
         ]
 
-    def _logprobs(self, entries: list[Any]) -> list[dict[str, Any]]:
+    def _logprobs(self, entries: list[TokenLogprob]) -> list[bodies.TokenLogprob]:
         return [chat_logprob(entry, self.serving.tokenizer, False) for entry in entries]
 
-    def _ended(self, warnings: list[str]) -> dict[str, Any]:
+    def _ended(self, warnings: list[str]) -> AnswerEnd:
         """Return the last fields: the reason of the end, counts, durations and warnings."""
         ending_warnings = self.request.own_names(replies.ending_warnings(self.run))
         choice = self.run.choices[0]
@@ -206,7 +234,8 @@ class OllamaCodec(Codec):
             "prompt_eval_duration": _nanoseconds(first_token - (choice.queue_time or 0.0)),
             "eval_count": len(choice.output.token_ids),
             "eval_duration": _nanoseconds(last_ended - first_ended),
-        } | replies.extras(self.runs, self.report, [*warnings, *ending_warnings])
+            **replies.extras(self.runs, self.report, [*warnings, *ending_warnings]),
+        }
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
@@ -56,12 +55,13 @@ class _GetEndpoints:
 
     async def ollama_version(self) -> bodies.Version:
         """The version of Ollama whose API the paths under /api follow."""
-        return bodies.Version(version=VERSION)
+        return {"version": VERSION}
 
     async def ollama_tags(self, http: Request) -> Response:
         """The names of the served model, in Ollama's format."""
         try:
-            return JSONResponse({"models": _models(self._serving)})
+            body: bodies.ModelList = {"models": _models(self._serving)}
+            return JSONResponse(body)
         except Exception as error:
             return replies.error_response(self._serving, http, error)
 
@@ -69,12 +69,18 @@ class _GetEndpoints:
         """The served model with its context length, in Ollama's format."""
         try:
             facts = self._serving.facts
-            running = {"expires_at": NEVER, "context_length": facts.max_model_len}
-            models = [
-                {**model, **running, "size_vram": 0 if facts.device == "cpu" else model["size"]}
+            is_on_cpu = facts.device == "cpu"
+            models: list[bodies.RunningModel] = [
+                {
+                    **model,
+                    "expires_at": NEVER,
+                    "context_length": facts.max_model_len,
+                    "size_vram": 0 if is_on_cpu else model["size"],
+                }
                 for model in _models(self._serving)
             ]
-            return JSONResponse({"models": models})
+            body: bodies.RunningModelList = {"models": models}
+            return JSONResponse(body)
         except Exception as error:
             return replies.error_response(self._serving, http, error)
 
@@ -87,7 +93,7 @@ async def ollama_show(serving: Serving, request: ShowRequest, http: Request) -> 
     details = _details(serving)
     template = serving.chat_template or serving.tokenizer.hf.chat_template
     family = details["family"]
-    body = {
+    body: bodies.ShowResponse = {
         "modelfile": f"# Served by Strobe.\nFROM {serving.names[0]}",
         "parameters": "\n".join(f"{name} {value}" for name, value in facts.sampling.items()),
         "template": template if isinstance(template, str) else "",
@@ -104,20 +110,27 @@ async def ollama_show(serving: Serving, request: ShowRequest, http: Request) -> 
         ],
         "modified_at": _modified_at(serving),
     }
-    return JSONResponse(body | replies.extras([], False, request.warnings()))
+    if warnings := request.warnings():
+        body["warnings"] = warnings
+    return JSONResponse(body)
 
 
-def _models(serving: Serving) -> list[dict[str, Any]]:
+def _models(serving: Serving) -> list[bodies.Model]:
     """Describe the model under each of its names."""
     config = Path(serving.root) / "config.json"
-    description = {
-        "modified_at": _modified_at(serving),
-        "size": sum((config.parent / name).stat().st_size for name in weight_files(config.parent)),
-        "digest": hashlib.sha256(config.read_bytes()).hexdigest(),
-        "details": _details(serving),
-    }
-    names = [name if ":" in name else f"{name}:latest" for name in serving.names]
-    return [{"name": name, "model": name, **description} for name in names]
+    size = sum((config.parent / name).stat().st_size for name in weight_files(config.parent))
+    digest = hashlib.sha256(config.read_bytes()).hexdigest()
+    return [
+        {
+            "name": name,
+            "model": name,
+            "modified_at": _modified_at(serving),
+            "size": size,
+            "digest": digest,
+            "details": _details(serving),
+        }
+        for name in [name if ":" in name else f"{name}:latest" for name in serving.names]
+    ]
 
 
 def _modified_at(serving: Serving) -> str:
@@ -125,7 +138,7 @@ def _modified_at(serving: Serving) -> str:
     return datetime.fromtimestamp(changed, UTC).isoformat().replace("+00:00", "Z")
 
 
-def _details(serving: Serving) -> dict[str, Any]:
+def _details(serving: Serving) -> bodies.ModelDetails:
     root = Path(serving.root)
     family = str(read_json(root / "config.json").get("model_type", "unknown"))
     return {

@@ -13,6 +13,7 @@ from fastapi import Request
 
 from strobe.request import TokenLogprob
 from strobe.sampling_params import Speculation
+from strobe.server.generation import bodies
 from strobe.server.openai import replies
 from strobe.server.openai.chunks import ChunkCodec, last_chunk
 from strobe.server.openai.constraints import schema_warnings, structured_outputs
@@ -256,7 +257,7 @@ class AssistantMessage:
     content: str = ""
     reasoning: str = ""
     begun: bool = False
-    logprobs: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    logprobs: list[bodies.TokenLogprob] = field(default_factory=list[bodies.TokenLogprob])
 
     def take(self, progress: Progress) -> dict[str, Any]:
         """Add a step's progress. Returns its delta."""
@@ -410,15 +411,15 @@ class ChatCodec(ChunkCodec):
             "system_fingerprint": self.serving.fingerprint,
         }
 
-    def _logprobs(self, entries: list[TokenLogprob]) -> list[dict[str, Any]]:
+    def _logprobs(self, entries: list[TokenLogprob]) -> list[bodies.TokenLogprob]:
         as_ids = self.request.return_tokens_as_token_ids
         return [chat_logprob(entry, self.serving.tokenizer, as_ids) for entry in entries]
 
 
-def chat_logprob(entry: TokenLogprob, tokenizer: Tokenizer, as_ids: bool) -> dict[str, Any]:
+def chat_logprob(entry: TokenLogprob, tokenizer: Tokenizer, as_ids: bool) -> bodies.TokenLogprob:
     """Convert a token's log probability to OpenAI's chat format."""
 
-    def convert(token: int, value: float) -> dict[str, Any]:
+    def convert(token: int, value: float) -> bodies.TopLogprob:
         text = f"token_id:{token}" if as_ids else tokenizer.token_text(token)
         return {"token": text, "logprob": value, "bytes": list(tokenizer.token_bytes(token))}
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from pydantic import BaseModel
-from pydantic.json_schema import JsonSchemaMode, JsonSchemaValue, models_json_schema
+from pydantic import TypeAdapter
+from pydantic.json_schema import JsonSchemaMode, JsonSchemaValue
 
 from strobe.server.openai.protocol import response_bodies as answers
 from strobe.server.schema.base import RequestModel, with_unknown_fields
@@ -31,18 +31,18 @@ EVENT: dict[str, Any] = {
 """An event of a stream."""
 
 
-References = Mapping[tuple[type[BaseModel], JsonSchemaMode], JsonSchemaValue]
-"""Where the document describes each model."""
+References = Mapping[tuple[type, JsonSchemaMode], JsonSchemaValue]
+"""Where the document describes each type."""
 
 
 class Post(NamedTuple):
-    """A POST endpoint, with the models of its request, response and errors."""
+    """A POST endpoint, with the types of its request, response and errors."""
 
     path: str
     summary: str
     request_model: type[RequestModel]
-    response_model: type[BaseModel]
-    error_model: type[BaseModel] = answers.ErrorResponse
+    response_model: type
+    error_model: type = answers.ErrorResponse
     stream_type: str = EVENT_STREAM
 
 
@@ -58,15 +58,15 @@ def describe(
     that need no API key, None if there are no keys; lenient: whether requests may have unknown
     fields."""
     schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    shapes: list[tuple[type[BaseModel], JsonSchemaMode]] = [
-        (answers.ErrorResponse, "serialization")
-    ]
+    shapes: list[tuple[type, JsonSchemaMode]] = [(answers.ErrorResponse, "serialization")]
     for post in posts:
         shapes.append((post.request_model, "validation"))
         shapes.append((post.response_model, "serialization"))
         shapes.append((post.error_model, "serialization"))
-    placed, parts = models_json_schema(shapes, ref_template="#/components/schemas/{model}")
-    references: References = {(model, mode): placed[model, mode] for model, mode in shapes}
+    references, parts = TypeAdapter.json_schemas(
+        [(model, mode, TypeAdapter[Any](model)) for model, mode in shapes],
+        ref_template="#/components/schemas/{model}",
+    )
     schemas: dict[str, Any] = schema.setdefault("components", {}).setdefault("schemas", {})
     for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's, which no route returns
         schemas.pop(name, None)
@@ -106,11 +106,9 @@ def _operation(references: References, post: Post) -> dict[str, Any]:
     }
 
 
-def _error(references: References, model: type[BaseModel]) -> dict[str, Any]:
+def _error(references: References, model: type) -> dict[str, Any]:
     return {"description": "Error", "content": _content(references, model, "serialization")}
 
 
-def _content(
-    references: References, model: type[BaseModel], mode: JsonSchemaMode
-) -> dict[str, Any]:
+def _content(references: References, model: type, mode: JsonSchemaMode) -> dict[str, Any]:
     return {"application/json": {"schema": references[model, mode]}}

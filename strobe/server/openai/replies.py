@@ -18,6 +18,7 @@ from strobe.outputs import logprobs_by_token
 from strobe.request import TokenLogprob
 from strobe.server import error_responses
 from strobe.server.access import CLIENT_CLOSED
+from strobe.server.generation.bodies import Extras
 from strobe.server.generation.errors import ApiError, to_api_error
 from strobe.server.openai.openapi import EVENT_STREAM
 from strobe.server.openai.protocol.request_errors import FieldError
@@ -32,7 +33,7 @@ SPECULATION_HEADER = "x-strobe-speculation"
 DONE = b"data: [DONE]\n\n"
 _UNREAD_SECONDS = 5.0
 
-Event = dict[str, Any]
+Event = Mapping[str, Any]
 """A part of a stream, or a whole body, before it is encoded."""
 
 
@@ -345,10 +346,14 @@ def wants_report(http: Request, request: SamplingFields) -> bool:
     return request.include_speculation or http.headers.get(SPECULATION_HEADER, "") in ("1", "true")
 
 
-def extras(runs: Sequence[PromptRun], report: bool, warnings: list[str]) -> dict[str, Any]:
+def extras(runs: Sequence[PromptRun], report: bool, warnings: list[str]) -> Extras:
     """Return the fields of a whole response that OpenAI's API lacks."""
-    fields: dict[str, Any] = {"speculation": speculation(runs)} if report else {}
-    return fields | ({"warnings": warnings} if warnings else {})
+    fields: Extras = {}
+    if report:
+        fields["speculation"] = speculation(runs)
+    if warnings:
+        fields["warnings"] = warnings
+    return fields
 
 
 def ending_warnings(run: PromptRun) -> list[str]:

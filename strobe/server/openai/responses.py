@@ -50,7 +50,7 @@ async def input_tokens(serving: Serving, request: InputTokensRequest, http: Requ
     _follow(serving, request, http)
     number, sentences = await count_tokens(serving, request)
     body = {"object": "response.input_tokens", "input_tokens": number}
-    return JSONResponse(body | replies.extras([], False, sentences))
+    return JSONResponse({**body, **replies.extras([], False, sentences)})
 
 
 def _follow(serving: Serving, request: ResponsesPrompt, http: Request) -> tuple[bytes, ...]:

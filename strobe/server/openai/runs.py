@@ -14,6 +14,7 @@ from strobe.outputs import AnswerBuilder, SpeculationReport, StreamDelta
 from strobe.request import CUT_SHORT, DEFAULT_SCHEDULING, SchedulingOptions, TokenLogprob
 from strobe.sampling_params import SamplingParams
 from strobe.server.engine_process.client import PromptRejected
+from strobe.server.generation import bodies
 from strobe.server.metrics import CONTEXT_BOUNDS, CONTEXTS, ServerMetrics
 from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.parsers import Parser, Plain, Segment
@@ -248,7 +249,7 @@ def usage(runs: Sequence[PromptRun]) -> dict[str, Any]:
     }
 
 
-def speculation(runs: Sequence[PromptRun]) -> dict[str, Any]:
+def speculation(runs: Sequence[PromptRun]) -> bodies.SpeculationReport:
     """Return the speculation report of all answers together."""
     choices = [choice for run in runs for choice in run.choices]
     total = DraftCounts()

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from strobe.server.openai.protocol.response_bodies import SpeculationReport
+from strobe.server.generation.bodies import SpeculationReport
 
 
 class TextBlock(BaseModel):

@@ -1,25 +1,25 @@
-"""Models of the responses of Ollama's API, for the OpenAPI document."""
+"""The response bodies of Ollama's API."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired
 
-from pydantic import BaseModel
+from typing_extensions import TypedDict
 
-from strobe.server.openai.protocol.response_bodies import SpeculationReport, TokenLogprob
+from strobe.server.generation.bodies import SpeculationReport, TokenLogprob
 
 
-class OllamaError(BaseModel):
+class OllamaError(TypedDict):
     error: str
 
 
-class Version(BaseModel):
+class Version(TypedDict):
     """version: of Ollama, whose API the endpoints follow."""
 
     version: str
 
 
-class ModelDetails(BaseModel):
+class ModelDetails(TypedDict):
     """quantization_level: the weights' format in memory."""
 
     parent_model: str
@@ -30,7 +30,7 @@ class ModelDetails(BaseModel):
     quantization_level: str
 
 
-class Model(BaseModel):
+class Model(TypedDict):
     """size: bytes of the weights on disk. digest: of the checkpoint's config.json."""
 
     name: str
@@ -41,7 +41,7 @@ class Model(BaseModel):
     details: ModelDetails
 
 
-class ModelList(BaseModel):
+class ModelList(TypedDict):
     models: list[Model]
 
 
@@ -53,11 +53,11 @@ class RunningModel(Model):
     context_length: int
 
 
-class RunningModelList(BaseModel):
+class RunningModelList(TypedDict):
     models: list[RunningModel]
 
 
-class ShowResponse(BaseModel):
+class ShowResponse(TypedDict):
     """template: the chat template, in Jinja. parameters: the recommended sampling options."""
 
     modelfile: str
@@ -67,49 +67,66 @@ class ShowResponse(BaseModel):
     model_info: dict[str, Any]
     capabilities: list[str]
     modified_at: str
+    warnings: NotRequired[list[str]]
 
 
-class CallFunction(BaseModel):
+class CallFunction(TypedDict):
+    """arguments: null if the answer was cut within them."""
+
     index: int
     name: str
-    arguments: dict[str, Any]
+    arguments: dict[str, Any] | None
 
 
-class Call(BaseModel):
+class Call(TypedDict):
     id: str
     function: CallFunction
 
 
-class AnswerMessage(BaseModel):
-    role: Literal["assistant"] = "assistant"
+class AnswerMessage(TypedDict):
+    role: Literal["assistant"]
     content: str
-    thinking: str | None = None
-    tool_calls: list[Call] | None = None
+    thinking: NotRequired[str]
+    tool_calls: NotRequired[list[Call]]
 
 
-class Answer(BaseModel):
-    """Durations are in nanoseconds. prompt_eval_duration: from the start of the prompt's
-    computation to the first token; eval_duration: from there to the last one."""
+class AnswerHead(TypedDict):
+    """The first fields of every line."""
 
     model: str
     created_at: str
+
+
+class Logprobs(TypedDict, total=False):
+    logprobs: list[TokenLogprob]
+
+
+class AnswerEnd(Logprobs):
+    """The last fields of a line. done: if true, the line has the reason, counts and durations."""
+
     done: bool
-    done_reason: Literal["stop", "length", "load"] | None = None
-    total_duration: int | None = None
-    load_duration: int | None = None
-    prompt_eval_count: int | None = None
-    prompt_eval_duration: int | None = None
-    eval_count: int | None = None
-    eval_duration: int | None = None
-    logprobs: list[TokenLogprob] | None = None
-    speculation: SpeculationReport | None = None
-    warnings: list[str] | None = None
+    done_reason: NotRequired[Literal["stop", "length", "load"]]
+    total_duration: NotRequired[int]
+    load_duration: NotRequired[int]
+    prompt_eval_count: NotRequired[int]
+    prompt_eval_duration: NotRequired[int]
+    eval_count: NotRequired[int]
+    eval_duration: NotRequired[int]
+    speculation: NotRequired[SpeculationReport]
+    warnings: NotRequired[list[str]]
 
 
-class ChatAnswer(Answer):
+class ChatAnswer(AnswerHead, AnswerEnd):
+    """Durations are in nanoseconds. prompt_eval_duration: from the start of the prompt's
+    computation to the first token; eval_duration: from there to the last one."""
+
     message: AnswerMessage
 
 
-class GenerateAnswer(Answer):
+class GenerateText(TypedDict):
     response: str
-    thinking: str | None = None
+    thinking: NotRequired[str]
+
+
+class GenerateAnswer(AnswerHead, AnswerEnd, GenerateText):
+    """Durations are as in an answer of /api/chat."""

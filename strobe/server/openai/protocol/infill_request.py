@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, Field, PrivateAttr, WithJsonSchema
 
+from strobe.server.generation.bodies import SpeculationReport
 from strobe.server.openai.protocol.request_errors import invalid_value
-from strobe.server.openai.protocol.response_bodies import SpeculationReport
 from strobe.server.schema.base import Bounds, Int, object_schema
 from strobe.server.schema.sampling import BOUNDS, SamplingFields
 from strobe.validation import MAX_INT

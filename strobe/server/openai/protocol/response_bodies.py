@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
+from strobe.server.generation.bodies import SpeculationReport, TokenLogprob
+
 FinishReason = Literal["stop", "length", "repetition", "tool_calls", "abort", "error"]
 
 
@@ -25,31 +27,6 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
-
-
-class SpeculationReport(BaseModel):
-    """How all answers of a response were drafted.
-
-    drafted: drafts verified; drafts_made: drafts proposed. acceptance_length: 1 + accepted / steps,
-    null without a step. rows_verified: rows of the target in all steps that could carry drafts;
-    rested_steps: steps without drafts, and rest_reason why. off_reason: a sentence if no drafts
-    were verified. decode_seconds: from the end of the first step to the end of the last one, by
-    the engine's clock; null with one step.
-    """
-
-    used: bool
-    method: str
-    steps: int
-    drafted: int
-    accepted: int
-    acceptance_length: float | None
-    accepted_per_position: list[int]
-    off_reason: str | None
-    rows_verified: int = 0
-    drafts_made: int = 0
-    rested_steps: int = 0
-    rest_reason: str | None = None
-    decode_seconds: float | None = None
 
 
 class Step(BaseModel):
@@ -87,20 +64,6 @@ class PromptLogprob(BaseModel):
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 """Per prompt token: token ids to their log probabilities; null for the first."""
-
-
-class TopLogprob(BaseModel):
-    """bytes: the token's text as UTF-8."""
-
-    token: str
-    logprob: float
-    bytes: list[int] | None = None
-
-
-class TokenLogprob(TopLogprob):
-    """A token of the answer, and the most probable tokens at its position."""
-
-    top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(BaseModel):

@@ -1,0 +1,42 @@
+"""Parts that the responses of several APIs have in common."""
+
+from __future__ import annotations
+
+from typing_extensions import TypedDict
+
+from strobe.outputs import SpeculationFields
+
+
+class SpeculationReport(SpeculationFields):
+    """How all answers of a response were drafted.
+
+    drafted: drafts verified; drafts_made: drafts proposed. acceptance_length: 1 + accepted / steps,
+    null without a step. rows_verified: rows of the target in all steps that could carry drafts;
+    rested_steps: steps without drafts, and rest_reason why. off_reason: a sentence if no drafts
+    were verified. decode_seconds: from the end of the first step to the end of the last one, by
+    the engine's clock; null with one step.
+    """
+
+    decode_seconds: float | None
+
+
+class Extras(TypedDict, total=False):
+    """Fields that no other server sends. speculation: only on request. warnings: one sentence for
+    each field without effect."""
+
+    speculation: SpeculationReport
+    warnings: list[str]
+
+
+class TopLogprob(TypedDict):
+    """bytes: the token's text as UTF-8."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    """A token of the answer, and the most probable tokens at its position."""
+
+    top_logprobs: list[TopLogprob]
