@@ -13,6 +13,7 @@ from strobe.server.engine_process.client import EngineDead, EngineStopped, Promp
 from strobe.server.guards import ApiKeyEntry
 from strobe.server.middleware import MiddlewareSettings, wrap
 from strobe.server.openai.protocol.request_errors import FieldError
+from tests.server.support.answer_checks import check_body
 from tests.server.support.asgi_client import Answer, call
 from tests.server.support.scripted_server import Script, app, post, tokenizer
 
@@ -32,7 +33,7 @@ def message(script: Script, **body: Any) -> dict[str, Any]:
     answer = ask(script, **body)
     assert answer.status == 200, answer.body
     body_json = json.loads(answer.body)
-    bodies.Message.model_validate(body_json)
+    check_body(bodies.Message, body_json)
     return body_json
 
 
@@ -252,7 +253,7 @@ def test_count_tokens_matches_the_prompt():
 
 def is_anthropic(answer: Answer, status: int, kind: str) -> bool:
     body = json.loads(answer.body)
-    bodies.MessageErrorResponse.model_validate(body)
+    check_body(bodies.MessageErrorResponse, body)
     return (
         answer.status == status
         and answer.header("content-length") == str(len(answer.body))

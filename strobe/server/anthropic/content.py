@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from typing import Any
 
+from strobe.server.anthropic.protocol.message_bodies import (
+    ContentBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolUseBlock,
+)
 from strobe.server.openai.output_items import Event, Logprobs, OutputItem, Status
 from strobe.server.parsers import Segment
 from strobe.server.parsers.call_arguments import read_object
@@ -18,7 +23,7 @@ class _Block:
         self.index = index
         self.text = ""
 
-    def item(self) -> dict[str, Any]:
+    def item(self) -> ContentBlock:
         raise NotImplementedError
 
     def begin(self) -> list[Event]:
@@ -31,7 +36,7 @@ class _Block:
     def end(self, status: Status) -> list[Event]:
         return [self._event("stop")]
 
-    def _delta(self, text: str) -> dict[str, Any]:
+    def _delta(self, text: str) -> Event:
         raise NotImplementedError
 
     def _event(self, kind: str, **fields: object) -> Event:
@@ -41,10 +46,10 @@ class _Block:
 class Text(_Block):
     """A text block."""
 
-    def item(self) -> dict[str, Any]:
+    def item(self) -> TextBlock:
         return {"type": "text", "text": self.text, "citations": None}
 
-    def _delta(self, text: str) -> dict[str, Any]:
+    def _delta(self, text: str) -> Event:
         return {"type": "text_delta", "text": text}
 
 
@@ -56,7 +61,7 @@ class Thinking(_Block):
         self._shown = shown
         self._ended = False
 
-    def item(self) -> dict[str, Any]:
+    def item(self) -> ThinkingBlock:
         text = self.text if self._shown else ""
         return {"type": "thinking", "thinking": text, "signature": self._signature()}
 
@@ -69,7 +74,7 @@ class Thinking(_Block):
         signed = {"type": "signature_delta", "signature": self._signature()}
         return [self._event("delta", delta=signed), *super().end(status)]
 
-    def _delta(self, text: str) -> dict[str, Any]:
+    def _delta(self, text: str) -> Event:
         return {"type": "thinking_delta", "thinking": text}
 
     def _signature(self) -> str:
@@ -84,15 +89,15 @@ class ToolUse(_Block):
         self.name = name
         self.id = f"toolu_{secrets.token_hex(12)}"
 
-    def item(self) -> dict[str, Any]:
+    def item(self) -> ToolUseBlock:
         arguments = read_object(self.text) or {}
         return {"type": "tool_use", "id": self.id, "name": self.name, "input": arguments}
 
-    def _delta(self, text: str) -> dict[str, Any]:
+    def _delta(self, text: str) -> Event:
         return {"type": "input_json_delta", "partial_json": text}
 
 
-def make_block(segment: Segment, index: int, *, shows_thinking: bool) -> OutputItem:
+def make_block(segment: Segment, index: int, *, shows_thinking: bool) -> OutputItem[ContentBlock]:
     """Return the block for its first segment."""
     if segment.kind == "call":
         return ToolUse(index, segment.name or "")

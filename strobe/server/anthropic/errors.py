@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
+from strobe.server.anthropic.protocol.message_bodies import MessageErrorDetail, MessageErrorResponse
 from strobe.server.anthropic.protocol.messages_request import THREAD_UNSUPPORTED
 from strobe.server.generation.errors import ApiError
 
@@ -29,9 +29,9 @@ TYPES: Mapping[int, str] = {
 """The error object's `type` for each HTTP error status."""
 
 
-def error_body(error: ApiError, request_id: str | None) -> dict[str, Any]:
+def error_body(error: ApiError, request_id: str | None) -> MessageErrorResponse:
     """Return Anthropic's error object, also for an event of a stream."""
-    details: dict[str, Any] = {"type": TYPES[error.status], "message": str(error)}
+    details: MessageErrorDetail = {"type": TYPES[error.status], "message": str(error)}
     if error.code == THREAD_UNSUPPORTED:
         details["details"] = {"error_code": THREAD_UNSUPPORTED}
     return {"type": "error", "error": details, "request_id": request_id}

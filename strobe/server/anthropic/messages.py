@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from strobe.server.anthropic.content import make_block
 from strobe.server.anthropic.errors import error_body
+from strobe.server.anthropic.protocol.message_bodies import (
+    ContentBlock,
+    Message,
+    MessageEnd,
+    MessageHead,
+    MessageTokens,
+    MessageUsage,
+    StopReason,
+)
 from strobe.server.anthropic.protocol.messages_request import (
     CountTokensRequest,
     MessagesRequest,
@@ -19,7 +27,7 @@ from strobe.server.openai import converted, replies
 from strobe.server.openai.chat import Prepared
 from strobe.server.openai.output_items import ItemCodec
 from strobe.server.openai.replies import Event
-from strobe.server.openai.runs import usage
+from strobe.server.openai.runs import speculation, usage
 from strobe.server.serving import Serving
 
 
@@ -35,10 +43,13 @@ async def count_tokens(serving: Serving, request: CountTokensRequest, http: Requ
     """Answer POST /v1/messages/count_tokens, which counts the prompt's tokens."""
     serving.name(request.model)
     number, sentences = await converted.count_tokens(serving, request)
-    return JSONResponse({"input_tokens": number, **replies.extras([], False, sentences)})
+    body: MessageTokens = {"input_tokens": number}
+    if sentences:
+        body["warnings"] = sentences
+    return JSONResponse(body)
 
 
-class MessageCodec(ItemCodec):
+class MessageCodec(ItemCodec[ContentBlock]):
     """A message of /v1/messages, whole or streamed."""
 
     def __init__(
@@ -50,52 +61,68 @@ class MessageCodec(ItemCodec):
         self.report = report
 
     def start(self) -> list[Event]:
-        message = {**self._message(), "stop_reason": None, "stop_sequence": None}
-        message["usage"] = self._usage()
+        message: Message = {
+            **self._head(),
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": self._usage(),
+        }
         return [{"type": "message_start", "message": message}, {"type": "ping"}]
 
     def end(self) -> list[Event]:
-        ended = self._ended() | replies.extras([], False, self._ending_warnings())
-        delta = {name: ended.pop(name) for name in ("stop_reason", "stop_sequence")}
-        return [{"type": "message_delta", "delta": delta, **ended}, {"type": "message_stop"}]
+        end = self._end()
+        names = ("stop_reason", "stop_sequence")
+        delta = {
+            "type": "message_delta",
+            "delta": {name: end[name] for name in names},
+            **{name: value for name, value in end.items() if name not in names},
+            **replies.extras([], False, self._ending_warnings()),
+        }
+        return [delta, {"type": "message_stop"}]
 
     def error(self, error: ApiError) -> list[Event]:
         return [error_body(error, self.prepared.job.request_id)]
 
-    def body(self) -> Event:
-        return self._message() | {"content": self.items.output} | self._ended()
+    def body(self) -> Message:
+        return {**self._head(), "content": self.items.output, **self._end()}
 
-    def _message(self) -> dict[str, Any]:
+    def _head(self) -> MessageHead:
         """Return the message's first fields, before any content."""
-        return {
+        head: MessageHead = {
             "id": f"msg_{self.prepared.job.request_id}",
             "type": "message",
             "role": "assistant",
             "model": self.prepared.name,
             "content": [],
-        } | replies.extras([], False, [*self.prepared.warnings, *self._ending_warnings()])
+        }
+        if warnings := [*self.prepared.warnings, *self._ending_warnings()]:
+            head["warnings"] = warnings
+        return head
 
     def _ending_warnings(self) -> list[str]:
         return self.request.own_names(replies.ending_warnings(self.run))
 
-    def _ended(self) -> dict[str, Any]:
+    def _end(self) -> MessageEnd:
         """Return the message's last fields: stop reason and usage."""
         stop = self.run.choices[0].output.stop_reason
         sequence = stop if isinstance(stop, str) else None
-        return {
+        end: MessageEnd = {
             "stop_reason": self._stop_reason(sequence),
             "stop_sequence": sequence,
             "usage": self._usage(),
-        } | replies.extras(self.runs, self.report, [])
+        }
+        if self.report:
+            end["speculation"] = speculation(self.runs)
+        return end
 
-    def _stop_reason(self, sequence: str | None) -> str:
+    def _stop_reason(self, sequence: str | None) -> StopReason:
         if self.status == "incomplete":
             return "max_tokens"
         if sequence is not None:
             return "stop_sequence"
         return "tool_use" if self.items.calls_are_complete else "end_turn"
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> MessageUsage:
         counted = usage(self.runs)
         cached = counted["prompt_tokens_details"]["cached_tokens"]
         return {

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Generic, Literal, Protocol, TypeVar
 
 from strobe.request import CUT_SHORT
+from strobe.server.generation.bodies import TokenLogprob
 from strobe.server.openai import replies
 from strobe.server.openai.chat import Prepared, chat_logprob
 from strobe.server.openai.protocol.converted import ConvertedRequest
@@ -17,14 +18,16 @@ from strobe.server.parsers import Segment
 from strobe.server.parsers.call_arguments import read_object
 from strobe.server.serving import Serving
 
-Logprobs = list[dict[str, Any]]
+Logprobs = list[TokenLogprob]
 Status = Literal["in_progress", "completed", "incomplete"]
+Body = TypeVar("Body", covariant=True)
+"""An item as JSON."""
 
 
-class OutputItem(Protocol):
+class OutputItem(Protocol[Body]):
     """One item of the output, in an endpoint's format. Its methods return the events to send."""
 
-    def item(self) -> dict[str, Any]:
+    def item(self) -> Body:
         """The item as JSON, as far as it has been generated."""
         ...
 
@@ -33,15 +36,15 @@ class OutputItem(Protocol):
     def end(self, status: Status) -> list[Event]: ...
 
 
-class OutputItems:
+class OutputItems(Generic[Body]):
     """The list of output items. A new item begins when the kind of segment changes."""
 
-    def __init__(self, make: Callable[[Segment, int], OutputItem], *, parallel: bool):
+    def __init__(self, make: Callable[[Segment, int], OutputItem[Body]], *, parallel: bool):
         """make: returns an item for its first segment and its index in the output. parallel: if
         False, all calls after the first are dropped."""
         self._make = make
         self._parallel = parallel
-        self._items: list[OutputItem] = []
+        self._items: list[OutputItem[Body]] = []
         self._open: tuple[str, int] | None = None
         self._arguments = ""  # of the last call
 
@@ -51,7 +54,7 @@ class OutputItems:
         return read_object(self._arguments) is not None
 
     @property
-    def output(self) -> list[dict[str, Any]]:
+    def output(self) -> list[Body]:
         return [item.item() for item in self._items]
 
     def take(self, segment: Segment, logprobs: Logprobs) -> list[Event]:
@@ -90,7 +93,7 @@ class OutputItems:
         return events + self._items[-1].begin()
 
 
-class ItemCodec(Codec):
+class ItemCodec(Codec, Generic[Body]):
     """An answer as items, in the order in which the model wrote them. Events are named after their
     type.
 
@@ -102,7 +105,7 @@ class ItemCodec(Codec):
         serving: Serving,
         request: ConvertedRequest,
         prepared: Prepared,
-        make: Callable[[Segment, int], OutputItem],
+        make: Callable[[Segment, int], OutputItem[Body]],
     ):
         """Submit the prompt to the engine. make: as in OutputItems. Raises ApiError, EngineDead."""
         self.run = PromptRun(serving, prepared.job)

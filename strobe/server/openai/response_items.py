@@ -86,11 +86,11 @@ class Message(_Text):
 
     def add(self, text: str, logprobs: Logprobs) -> list[Event]:
         self.logprobs += logprobs
-        return [event | {"logprobs": logprobs} for event in super().add(text, logprobs)]
+        return [{**event, "logprobs": logprobs} for event in super().add(text, logprobs)]
 
     def end(self, status: Status) -> list[Event]:
         text_done, *rest = super().end(status)
-        return [text_done | {"logprobs": self.logprobs}, *rest]
+        return [{**text_done, "logprobs": self.logprobs}, *rest]
 
     def _part(self) -> dict[str, Any]:
         return super()._part() | {"annotations": [], "logprobs": list(self.logprobs)}
@@ -139,7 +139,7 @@ class Call(_Item):
         ]
 
 
-def make_item(segment: Segment, index: int) -> OutputItem:
+def make_item(segment: Segment, index: int) -> OutputItem[dict[str, Any]]:
     """Return the item for its first segment."""
     if segment.kind == "call":
         return Call(index, segment.name or "")

@@ -90,7 +90,7 @@ def _json(value: object) -> bytes:
     return replies.compact(value).encode("utf-8", "replace")
 
 
-class ResponseCodec(ItemCodec):
+class ResponseCodec(ItemCodec[dict[str, Any]]):
     """A response of /v1/responses, whole or streamed."""
 
     def __init__(

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from tests.server.support.outcomes import AnswerResult, Outcome
 
 Check = Callable[[Outcome], None]
@@ -16,6 +18,11 @@ Check = Callable[[Outcome], None]
 
 def anything(outcome: Outcome) -> None:
     """Accept any answer."""
+
+
+def check_body(shape: Any, body: object) -> None:
+    """Check that a response is of a type of the server, and has no field that the type lacks."""
+    assert TypeAdapter[object](shape).validate_python(body) == body
 
 
 def each(check: Callable[[AnswerResult], None]) -> Check:

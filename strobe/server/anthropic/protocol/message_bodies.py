@@ -1,82 +1,96 @@
-"""Models of the responses of /v1/messages, for the OpenAPI document."""
+"""The response bodies of /v1/messages."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired
 
-from pydantic import BaseModel
+from typing_extensions import TypedDict
 
 from strobe.server.generation.bodies import SpeculationReport
 
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
-class TextBlock(BaseModel):
-    type: Literal["text"] = "text"
+
+class TextBlock(TypedDict):
+    type: Literal["text"]
     text: str
-    citations: None = None
+    citations: None
 
 
-class ThinkingBlock(BaseModel):
+class ThinkingBlock(TypedDict):
     """signature: a checksum of the thinking, which the server ignores in requests."""
 
-    type: Literal["thinking"] = "thinking"
+    type: Literal["thinking"]
     thinking: str
     signature: str
 
 
-class ToolUseBlock(BaseModel):
-    type: Literal["tool_use"] = "tool_use"
+class ToolUseBlock(TypedDict):
+    type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
 
 
-class OutputTokensDetails(BaseModel):
+ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock
+
+
+class MessageOutputDetails(TypedDict):
     thinking_tokens: int
 
 
-class MessageUsage(BaseModel):
+class MessageUsage(TypedDict):
     """input_tokens: prompt tokens not found in the prefix cache."""
 
     input_tokens: int
     cache_read_input_tokens: int
     cache_creation_input_tokens: int
     output_tokens: int
-    output_tokens_details: OutputTokensDetails | None = None
+    output_tokens_details: MessageOutputDetails
 
 
-class Message(BaseModel):
-    """The response of /v1/messages. stop_sequence: the text that ended the answer."""
+class MessageHead(TypedDict):
+    """The first fields of a message."""
 
     id: str
-    type: Literal["message"] = "message"
-    role: Literal["assistant"] = "assistant"
+    type: Literal["message"]
+    role: Literal["assistant"]
     model: str
-    content: list[TextBlock | ThinkingBlock | ToolUseBlock]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
+    content: list[ContentBlock]
+    warnings: NotRequired[list[str]]
+
+
+class MessageEnd(TypedDict):
+    """The last fields of a message, unknown until it ends."""
+
+    stop_reason: StopReason | None
     stop_sequence: str | None
     usage: MessageUsage
-    speculation: SpeculationReport | None = None
-    warnings: list[str] | None = None
+    speculation: NotRequired[SpeculationReport]
 
 
-class MessageTokens(BaseModel):
+class Message(MessageHead, MessageEnd):
+    """The response of /v1/messages. stop_sequence: the text that ended the answer."""
+
+
+class MessageTokens(TypedDict):
     """The response of /v1/messages/count_tokens."""
 
     input_tokens: int
-    warnings: list[str] | None = None
+    warnings: NotRequired[list[str]]
 
 
-class MessageErrorDetail(BaseModel):
+class MessageErrorDetail(TypedDict):
     """details: `error_code`, for errors that clients handle."""
 
     type: str
     message: str
-    details: dict[str, str] | None = None
+    details: NotRequired[dict[str, str]]
 
 
-class MessageErrorResponse(BaseModel):
+class MessageErrorResponse(TypedDict):
     """request_id: the request's id, also in the header `request-id`."""
 
-    type: Literal["error"] = "error"
+    type: Literal["error"]
     error: MessageErrorDetail
-    request_id: str | None = None
+    request_id: str | None
