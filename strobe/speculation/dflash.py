@@ -97,15 +97,17 @@ class DFlashProposer:
         batch = state.make_batch(layout, state.place(layout, None), bounds)
         residual, _ = self.runner.forward(batch)
         num_drafts = layout.spans[0].num_logits
+        head = self.model.draft_head
         block = BlockRows(
             hidden=layout.select(residual).unflatten(0, (-1, num_drafts)),
             anchor=batch.ids[layout.row_starts],
+            anchor_hidden=residual[layout.row_starts] if head.reads_anchor else None,
             greedy=mode.greedy,
             margins=mode.margins,
             choose=functools.partial(self._choose, layout=layout, batch=batch, mode=mode),
             noise=self._noise(layout, batch, mode),
         )
-        return self.model.draft_head(self.model, block)
+        return head(self.model, block)
 
     def _choose(
         self, logits: Tensor, first: int, *, layout: Layout, batch: Batch, mode: SamplingMode

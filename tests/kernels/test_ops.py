@@ -323,6 +323,7 @@ def test_kernels_match_drafters_with_heads(
         block = BlockRows(
             hidden=x[:4].unflatten(0, (2, 2)),
             anchor=ids[:2],
+            anchor_hidden=x[:4:2] if model.draft_head.reads_anchor else None,
             greedy=not sampled,
             margins=True,
             choose=choose,

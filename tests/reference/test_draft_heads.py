@@ -75,6 +75,7 @@ CASES = {
     "gated": Case(markov(kind="gated"), {"block": 7}),
     "gated, best tokens, reduced": Case(reduced(kind="gated", dspark_draft_topk=CANDIDATES), {}),
     "rnn": Case(markov(kind="rnn"), {"block": 7}),
+    "rnn, anchor apart": Case(markov(kind="rnn", sample_from_anchor=False), {}),
     "rnn, best tokens, reduced, scaled": Case(
         reduced(kind="rnn", dspark_draft_topk=CANDIDATES, logit_scale=2.0), {}
     ),
@@ -137,8 +138,8 @@ def test_confidence_is_the_evidence(kind: str, keys: dict[str, Any], tmp_path: P
         if block not in head.true_drafts():
             continue
         features = drafter.run_target(block.request.tokens)[1][: block.start]
-        rows = drafter.block_rows(block.tail, features, drafter.block)
-        expected = [-math.log1p(-p) for p in drafter.corrected(rows, block.tail)[1]]
+        every = drafter.every_row(block.tail, features, drafter.block)
+        expected = [-math.log1p(-p) for p in drafter.corrected(every, block.tail)[1]]
         assert drafts.margins is not None
         assert drafts.margins[0].tolist() == pytest.approx(expected, abs=1e-4)
 

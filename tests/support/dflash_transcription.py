@@ -171,11 +171,12 @@ class Transcription:
 
     def drafts(self, tail: int, features: Tensor, count: int) -> list[int]:
         """Return the greedy drafts after `tail` of a block of `count` rows."""
-        rows = self.block_rows(tail, features, count)
+        every = self.every_row(tail, features, count)
+        rows = self.drafting(every)
         if "candidate_selector.hidden_projection.weight" in self.w:
             return self.selected(rows, tail)
         if "markov_head.markov_w1.weight" in self.w:
-            return self.corrected(rows, tail)[0]
+            return self.corrected(every, tail)[0]
         return self.spread(self.finished(self.raw(rows))).argmax(-1).tolist()
 
     def selected(self, rows: Tensor, tail: int) -> list[int]:
@@ -194,18 +195,19 @@ class Transcription:
             drafts.append(best[sums.index(max(sums))])
         return drafts[1:]
 
-    def corrected(self, rows: Tensor, tail: int) -> tuple[list[int], list[float]]:
-        """DSpark's drafts, and the confidence head's probabilities of them."""
+    def corrected(self, every: Tensor, tail: int) -> tuple[list[int], list[float]]:
+        """DSpark's drafts, and the confidence head's probabilities of them, from all rows of a
+        block. The recurrent state begins at the first, also where that drafts nothing."""
         first = self.w["markov_head.markov_w1.weight"]
         second = self.w["markov_head.markov_w2.weight"]
         state = torch.zeros(first.shape[1])
         count = self.value("dspark_draft_topk")
         drafts = [tail]
         probabilities = list[float]()
-        for h, raw in zip(rows, self.raw(rows), strict=True):
+        skipped = len(every) - len(self.drafting(every))
+        for row, (h, raw) in enumerate(zip(every, self.raw(every), strict=True)):
             e = first[drafts[-1]]
             x = torch.cat([h, e])
-            probabilities.append(float(self.linear(x, "confidence_head.proj").sigmoid()))
             if self.value("markov_head_type") == "gated":
                 e = self.linear(x, "markov_head.gate_proj").sigmoid() * e
             elif self.value("markov_head_type") == "rnn":
@@ -213,6 +215,9 @@ class Transcription:
                 gate, new, out = joint.view(3, -1)
                 state = gate.sigmoid() * state + (1 - gate.sigmoid()) * new.tanh()
                 e = out.tanh()
+            if row < skipped:
+                continue
+            probabilities.append(float(self.linear(x, "confidence_head.proj").sigmoid()))
             logits = self.finished(raw + second @ e)
             if count:
                 keep = raw.sort(descending=True).indices[:count]
@@ -222,9 +227,17 @@ class Transcription:
             drafts.append(int(self.spread(logits[None])[0].argmax()))
         return drafts[1:], probabilities
 
-    @torch.no_grad()
     def block_rows(self, tail: int, features: Tensor, count: int) -> Tensor:
         """Return the rows that predict, as the head reads them [count or count - 1, H]."""
+        return self.drafting(self.every_row(tail, features, count))
+
+    def drafting(self, every: Tensor) -> Tensor:
+        """All rows of a block -> those that predict."""
+        return every if self.anchor_first else every[1:]
+
+    @torch.no_grad()
+    def every_row(self, tail: int, features: Tensor, count: int) -> Tensor:
+        """Return all rows of a block, as the head reads them [count, H]."""
         start = len(features)
         context = self.context(features)
         ids = torch.tensor([tail] + [self.value("mask_token_id")] * (count - 1))
@@ -256,7 +269,7 @@ class Transcription:
             up = self.linear(m, f"{name}.mlp.up_proj")
             out = self.linear(gate * torch.sigmoid(gate) * up, f"{name}.mlp.down_proj")
             x = x + self.convolved(f"{name}.mlp_conv", 1, out, normed)
-        return rms(x if self.anchor_first else x[1:], self.w["norm.weight"], self.eps)
+        return rms(x, self.w["norm.weight"], self.eps)
 
     def generate(self, prompt: list[int], max_length: int) -> list[list[int]]:
         """Run the greedy reference loop; return the tokens of the prefill and of each block."""

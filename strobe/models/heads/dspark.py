@@ -188,6 +188,7 @@ class DSparkHead(Head):
         self.confidence_head: ConfidenceHead | None = None
         if keys.rank:
             self.markov_head = MarkovHead(hidden, decoder.vocab_size, config.head_rows, keys)
+            self.reads_anchor = keys.kind == "rnn" and not config.anchor_first
         if keys.confidence:
             self.confidence_head = ConfidenceHead(hidden + self._confidence_rank)
 
@@ -259,6 +260,8 @@ class DSparkHead(Head):
         hidden = self._normed(model, block)
         previous = block.anchor
         state = hidden.new_zeros(shape[0], head.rank)
+        if block.anchor_hidden is not None:  # in training the state runs along all rows
+            state, _ = head.step(state, model.normed(block.anchor_hidden), head.embed(previous))
         chosen = list[Drafts]()
         for k in range(shape[1]):
             state, vectors = head.step(state, hidden[:, k], head.embed(previous))

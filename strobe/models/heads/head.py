@@ -58,14 +58,16 @@ class HeadValues:
 class BlockRows(NamedTuple):
     """The rows of S blocks that predict.
 
-    hidden [S, D, H]: their residual stream; anchor [S]: each block's newest token. greedy: drafts
-    are argmax tokens; margins: their margins are wanted. choose(logits [S, n, V], first): choose
-    the drafts from the `first` one on, by argmax or as the request's own tokens are sampled; the
-    logits may be one rank's columns. noise: the same choice among candidates; None for argmax.
+    hidden [S, D, H]: their residual stream; anchor [S]: each block's newest token; anchor_hidden
+    [S, H]: its row's residual stream, if that row predicts nothing and the head reads it. greedy:
+    drafts are argmax tokens; margins: their margins are wanted. choose(logits [S, n, V], first):
+    choose the drafts from the `first` one on, by argmax or as the request's own tokens are sampled;
+    the logits may be one rank's columns. noise: the same choice among candidates; None for argmax.
     """
 
     hidden: Tensor
     anchor: Tensor
+    anchor_hidden: Tensor | None
     greedy: bool
     margins: bool
     choose: Callable[[Tensor, int], Drafts]
@@ -131,9 +133,11 @@ class Backbone(Protocol):
 
 
 class Head(nn.Module):
-    """Turns the rows of blocks into drafts. logit_scale: factor of the output layer's outputs."""
+    """Turns the rows of blocks into drafts. logit_scale: factor of the output layer's outputs.
+    reads_anchor: whether it needs the anchor's row, too, where that predicts nothing."""
 
     logit_scale = 1.0
+    reads_anchor = False
 
     def make_layer(self, decoder: DecoderConfig, layer: int) -> DecoderLayer:
         """Make a layer of the drafter."""
