@@ -19,9 +19,11 @@ from strobe.attention.mask import LayerMask
 from strobe.config import EngineConfig
 from strobe.hub.locate import locate_models
 from strobe.models.dflash_drafter import DFlash
+from strobe.models.heads.head import BlockRows, Drafts
+from strobe.sampling.sampler import best_two
 from strobe.sampling_params import SamplingParams
 from tests.support.engine_runs import make_engine, run
-from tests.support.recorded_drafter import Watched
+from tests.support.recorded_drafter import Watched, WatchedHead
 from tests.support.tiny_checkpoints import make_tokenizer
 
 DATA = Path(__file__).parent / "data" / "speculators"
@@ -33,6 +35,14 @@ MASKS = {
     "both_ways": (LayerMask(causal=False, window=WINDOW),) * 2,
     "first_slot": (CAUSAL,),
 }
+HEAD_MASKS = {
+    "selector": (LayerMask(causal=False, window=WINDOW),),
+    "vanilla": (FULL,),
+    "gated": (CAUSAL,),
+    "rnn": (FULL,),
+    "rnn_apart": (FULL,),
+}
+"""Of the drafters with heads of DFlash2 and DSpark."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +70,16 @@ def recorded(name: str) -> Recorded:
     )
 
 
-def engine_of(name: str, **options: Any) -> Any:
+def recorded_head(name: str) -> dict[str, Tensor]:
+    """Return what the package's own head made of each block; see the script."""
+    values = load_file(DATA / "heads.safetensors")
+    start = f"{name}."
+    return {key.removeprefix(start): x for key, x in values.items() if key.startswith(start)}
+
+
+def engine_of(name: str, watch: type[Watched] = Watched, **options: Any) -> Any:
     config = EngineConfig(str(DATA / "target"), draft=str(DATA / name), page_size=4, **options)
-    return make_engine(config, lambda parts, _: Watched(parts), names=["dflash"])
+    return make_engine(config, lambda parts, _: watch(parts), names=["dflash"])
 
 
 def watched(engine: Any) -> Any:
@@ -91,13 +108,15 @@ def sees(mask: LayerMask, anchor: int, size: int, *, trained: bool) -> Tensor:
 
 
 @torch.no_grad()
-def block_logits(model: DFlash, about: Recorded, anchor: int, *, trained: bool) -> Tensor:
-    """Return the module's logits [D, V'] for the block at `anchor`, over the recorded features."""
+def block_rows(
+    model: DFlash, tokens: Tensor, features: Tensor, anchor: int, *, trained: bool
+) -> Tensor:
+    """Return the residual stream [B, H] of the block at `anchor`, over the recorded features."""
     config = model.config
-    keys, values = model.context_kv(about.features[:anchor], torch.arange(anchor))
+    keys, values = model.context_kv(features[:anchor], torch.arange(anchor))
     positions = torch.arange(anchor, anchor + config.block_size)
     ids = torch.full((config.block_size,), config.mask_token_id)
-    ids[0] = about.tokens[anchor]
+    ids[0] = tokens[anchor]
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         k, v = torch.cat([keys[:, layer], k]), torch.cat([values[:, layer], v])
@@ -106,8 +125,14 @@ def block_logits(model: DFlash, about: Recorded, anchor: int, *, trained: bool) 
         out = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
         return out.transpose(0, 1).flatten(1)
 
-    x, _ = model(ids, positions, attend)
-    return known(model, model.head(x[-config.block_drafts :]))
+    return model(ids, positions, attend, offsets=torch.arange(config.block_size))[0]
+
+
+def block_logits(model: DFlash, about: Recorded, anchor: int, *, trained: bool) -> Tensor:
+    """Return the module's logits [D, V'] for the block at `anchor`."""
+    tokens = torch.tensor(about.tokens)
+    x = block_rows(model, tokens, about.features, anchor, trained=trained)
+    return known(model, model.head(x[-model.config.block_drafts :]))
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -164,6 +189,90 @@ def test_export_drafts_like_the_original_and_keeps_answers(name: str):
     assert (num_different > 4) == slides
 
 
+@pytest.mark.parametrize("name", HEAD_MASKS)
+def test_package_export_with_a_head_is_read_completely(name: str):
+    config = watched(engine_of(name)).inner.model.config
+    is_selector = name == "selector"
+    assert (config.format, config.method) == ("speculators", "DFlash2" if is_selector else "DSpark")
+    assert config.decoder.masks == HEAD_MASKS[name]
+    assert (config.capture, config.mask_token_id, config.block_size) == ((1, 2, 3), 60, 5)
+    assert config.anchor_first == (name in ("vanilla", "rnn"))
+    assert config.block_drafts == config.recommended_drafts == 4 + config.anchor_first
+    assert config.draft_vocab_size == (None if name in ("selector", "vanilla") else KNOWN)
+    if is_selector:
+        head = config.head
+        assert (head.conv_kernel_size, head.conv_group_size) == (3, 4)
+        assert (head.selector_rank, head.selector_top_k) == (8, 4)
+    else:
+        assert (config.head.rank, config.head.kind) == (8, name.removesuffix("_apart"))
+        assert config.head.confidence
+        assert config.head.confidence_with_markov == (name != "rnn")
+
+
+@pytest.mark.parametrize("name", HEAD_MASKS)
+@torch.no_grad()
+def test_heads_match_the_packages_own(name: str):
+    """Compares the rows that the head reads at every anchor, its scores, its drafts and the
+    evidence of these."""
+    text = load_file(DATA / "recorded.safetensors")
+    about = recorded_head(name)
+    model = watched(engine_of(name, WatchedHead)).inner.model
+    num_drafts = model.config.block_drafts
+    corrected: list[Tensor] = []
+
+    def choose(logits: Tensor, first: int) -> Drafts:
+        corrected.append(known(model, logits.flatten(0, 1)))
+        tokens, margins = best_two(logits.flatten(0, 1))
+        return Drafts(tokens[:, None], margins[:, None])
+
+    assert about["anchors"].tolist() == list(range(PROMPT, len(text["tokens"]) - 5))
+    for row, anchor in enumerate(about["anchors"].tolist()):
+        x = block_rows(model, text["tokens"], text["features"], anchor, trained=True)
+        assert close(model.normed(x), about["hidden"][row])
+        block = BlockRows(
+            hidden=x[None, -num_drafts:],
+            anchor=text["tokens"][anchor : anchor + 1],
+            anchor_hidden=x[:1] if model.draft_head.reads_anchor else None,
+            greedy=True,
+            margins=True,
+            choose=choose,
+            noise=None,
+        )
+        corrected.clear()
+        drafts = model.draft_head(model, block)
+        scores = about["scores"][row]
+        assert drafts.tokens[0].tolist() == about["tokens"][row].tolist()
+        if name == "selector":
+            candidates = model.tokens_of(model.best(x[-num_drafts:], 4)[1])
+            assert torch.equal(candidates.sort().values, about["candidates"][row].sort().values)
+            best = scores.topk(2).values
+            evidence = best[:, 0] - best[:, 1]
+        else:
+            assert close(torch.cat(corrected), scores)
+            evidence = torch.nn.functional.softplus(about["confidence"][row])
+        torch.testing.assert_close(drafts.margins[0], evidence, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", HEAD_MASKS)
+def test_heads_draft_like_the_package_step_by_step(name: str):
+    """Over Strobe's own features, where windows start as in training."""
+    text = load_file(DATA / "recorded.safetensors")["tokens"].tolist()
+    about = recorded_head(name)
+    engine = engine_of(name, WatchedHead)
+    answer = text[PROMPT:]
+    sampling = SamplingParams(temperature=0, max_tokens=len(answer), ignore_eos=True)
+    assert run(engine, [text[:PROMPT]], sampling) == [answer]
+    slides = HEAD_MASKS[name][0].window is not None
+    drafts = dict(zip(about["anchors"].tolist(), about["tokens"].tolist(), strict=True))
+    compared = 0
+    for drafted in watched(engine).true_drafts():
+        inside = not slides or drafted.start + 5 <= WINDOW
+        if inside and drafted.start in drafts:
+            assert drafted.tokens == drafts[drafted.start]
+            compared += 1
+    assert compared > 4
+
+
 def test_export_names_target_and_num_drafts(
     monkeypatch: pytest.MonkeyPatch,
 ):
@@ -175,7 +284,7 @@ def test_export_names_target_and_num_drafts(
     assert Path(located.draft).resolve() == DATA / "first_slot"
 
 
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name", [*MASKS, "selector", "gated"])
 def test_export_served_by_its_path_answers_like_its_target(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ):
@@ -183,9 +292,9 @@ def test_export_served_by_its_path_answers_like_its_target(
         shutil.copytree(DATA / part, tmp_path / part)
     make_tokenizer(tmp_path / "target")
     monkeypatch.chdir(tmp_path)
-    about = recorded(name)
-    prompt: Any = {"prompt_token_ids": about.tokens[:PROMPT]}
-    answer = about.tokens[PROMPT:]
+    text = load_file(DATA / "recorded.safetensors")["tokens"].tolist()
+    prompt: Any = {"prompt_token_ids": text[:PROMPT]}
+    answer = text[PROMPT:]
     sampling = SamplingParams(temperature=0, max_tokens=len(answer), ignore_eos=True)
     options: dict[str, Any] = {"max_model_len": 64, "adaptive": False}
     llm = LLM(name, speculative_config={"num_speculative_tokens": 2}, **options)
