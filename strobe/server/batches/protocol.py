@@ -9,7 +9,8 @@ from pydantic import Field, WithJsonSchema
 
 from strobe.server.batches.lines import URLS
 from strobe.server.openai.protocol.request_errors import FieldError, invalid_value, short_json
-from strobe.server.schema.base import TEXT_SCHEMA, RequestModel
+from strobe.server.schema.base import RequestModel
+from strobe.server.schema.values import TEXT_SCHEMA
 
 MAX_ITEMS = 10_000
 """Limit of a page of files or batches."""

@@ -1,38 +1,36 @@
-"""Base class of all request models: field checks, warnings, and the types of field values."""
+"""Base classes of all request models: field checks and warnings."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Annotated, Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
-    GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     ModelWrapValidatorHandler,
     PrivateAttr,
     ValidationError,
     ValidationInfo,
-    WithJsonSchema,
     model_validator,
 )
-from pydantic_core import CoreSchema, core_schema, from_json
+from pydantic_core import CoreSchema, from_json
 
 from strobe.grammars.json_depth import json_depth
 from strobe.server.openai.protocol.request_errors import (
+    HERE,
     FieldError,
+    at_path,
     invalid_value,
     short_json,
     to_field_error,
 )
 from strobe.server.schema.rules import NO_EFFECT, UNSUPPORTED
-from strobe.validation import MAX_INT
+from strobe.server.schema.values import Must
 
 _MAX_DEPTH = 200
 """Nesting limit of a body's objects and lists, the same as in pydantic's parser."""
@@ -54,23 +52,29 @@ class FieldWarnings(list[str]):
         self.lenient = lenient
 
     def split(
-        self, value: object, known_names: Collection[str], schema_key: str, path: str
+        self,
+        value: object,
+        known_names: Collection[str],
+        schema_key: str,
+        path: str = HERE,
+        owner: str = "",
     ) -> dict[str, Any]:
         """Return an object's known fields without nulls, and add a warning for each field without
         effect.
 
         schema_key: key of its rules in NO_EFFECT and UNSUPPORTED. path: its path in the request.
-        Raises FieldError if `value` is not an object or has an unknown or unsupported field.
+        owner: what the fields are of, in errors; by default the path. Raises FieldError if `value`
+        is not an object or has an unknown or unsupported field.
         """
         if not isinstance(value, Mapping):
-            raise invalid_value(path or None, value, "a JSON object")
+            raise invalid_value(path, value, "a JSON object")
         no_effect = NO_EFFECT.get(schema_key, {})
         refused = UNSUPPORTED.get(schema_key, {})
         fields: dict[str, Any] = {}
         for name, item in value.items():
             if item is None:
                 continue
-            full = f"{path}.{name}" if path else str(name)
+            full = f"{path}.{name}"
             if name in known_names:
                 fields[name] = item
             elif (rule := no_effect.get(name)) is not None:
@@ -88,7 +92,7 @@ class FieldWarnings(list[str]):
                 hint = f"; did you mean {near[0]}?" if near else ""
                 if not self.lenient:
                     raise FieldError(
-                        f"{short_json(str(name))} is not a field of {path or 'this endpoint'}"
+                        f"{short_json(str(name))} is not a field of {owner or path}"
                         f"{hint or '; leave it out.'}",
                         full[:200],
                         "unknown_parameter",
@@ -108,19 +112,89 @@ def _too_deep(body: bytes | str) -> FieldError:
     )
 
 
-class RequestModel(BaseModel):
+class RequestObject(BaseModel):
     """An object of a request. null is the same as a missing field; no field is silently ignored."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
-    schema_key: ClassVar[str]
+    schema_key: ClassVar[str] = ""
     """Key of its rules in NO_EFFECT and UNSUPPORTED."""
-    path: ClassVar[str] = ""
-    """Path of the object in the request."""
+    _names: ClassVar[tuple[str, ...]] = ()
+    """Names of its fields in a request."""
+    _null_if_missing: ClassVar[tuple[str, ...]] = ()
+    """Names of its required fields whose error says what they must be."""
+
+    _sent: Mapping[str, Any] = PrivateAttr(default_factory=dict[str, Any])
+    _warnings: FieldWarnings = PrivateAttr(default_factory=FieldWarnings)
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        cls._names = tuple(field.alias or name for name, field in cls.model_fields.items())
+        cls._null_if_missing = tuple(
+            field.alias or name
+            for name, field in cls.model_fields.items()
+            if field.is_required() and any(isinstance(part, Must) for part in field.metadata)
+        )
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _validate(
+        cls, data: object, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo
+    ) -> Self:
+        if isinstance(data, cls):
+            return data
+        warnings = FieldWarnings(lenient=bool((info.context or {}).get("lenient")))
+        fields = cls.split(data, warnings)
+        self = handler({**dict.fromkeys(cls._null_if_missing), **fields})
+        self._sent = fields
+        self._warnings = warnings
+        for name, value in self:
+            self._adopt(value, f"{HERE}.{cls.model_fields[name].alias or name}")
+        self.check()
+        return self
+
+    def _adopt(self, value: object, path: str) -> None:
+        """Add the warnings of a nested object, or of a list of objects, at this path."""
+        if isinstance(value, RequestObject):
+            self._warnings.extend(at_path(sentence, path) for sentence in value._warnings)
+        elif isinstance(value, list):
+            for index, item in enumerate(cast(list[object], value)):
+                self._adopt(item, f"{path}[{index}]")
+
+    @classmethod
+    def split(cls, data: object, warnings: FieldWarnings) -> dict[str, Any]:
+        """Return the known fields of an object, in the order of the client. Raises FieldError."""
+        return warnings.split(data, cls._names, cls.schema_key)
+
+    def check(self) -> None:
+        """Check fields that depend on each other. Raises FieldError."""
+
+    def is_set(self, name: str) -> bool:
+        """Whether the client sent a field with a value other than null."""
+        return name in self.model_fields_set
+
+    @property
+    def sent(self) -> Mapping[str, Any]:
+        """The fields that the client sent, without nulls, in the client's order."""
+        return self._sent
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """Add the fields without effect and the unsupported ones to the OpenAPI schema."""
+        reference = handler(schema)
+        page: dict[str, Any] = handler.resolve_ref_schema(reference)
+        page |= object_schema(page.get("properties", {}), cls.schema_key, page.get("required", ()))
+        return reference
+
+
+class RequestModel(RequestObject):
+    """The body of a request."""
+
     ignores_unknown_fields: ClassVar[bool] = False
     """Whether unknown fields are warnings on every server, as on one with --lenient."""
-
-    _warnings: FieldWarnings = PrivateAttr(default_factory=FieldWarnings)
 
     @classmethod
     def read(cls, body: bytes | str | Mapping[str, Any], *, lenient: bool = False) -> Self:
@@ -136,52 +210,48 @@ class RequestModel(BaseModel):
                 raise FieldError(
                     f"The body is not JSON: {error}; send one JSON object.", None, "invalid_json"
                 ) from None
+        is_lenient = lenient or cls.ignores_unknown_fields
         try:
-            return cls.model_validate(data, context={"lenient": lenient})
+            return cls.model_validate(data, context={"lenient": is_lenient})
         except ValidationError as error:
             raise to_field_error(error) from None
 
-    @model_validator(mode="wrap")
     @classmethod
-    def _validate(
-        cls, data: object, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo
-    ) -> Self:
-        if isinstance(data, cls):
-            return data
-        is_lenient = cls.ignores_unknown_fields or bool((info.context or {}).get("lenient"))
-        warnings = FieldWarnings(lenient=is_lenient)
-        self = handler(warnings.split(data, cls.model_fields, cls.schema_key, cls.path))
-        self._warnings = warnings
-        self.check()
-        return self
-
-    def check(self) -> None:
-        """Check fields that depend on each other. Raises FieldError."""
-
-    def is_set(self, name: str) -> bool:
-        """Whether the client sent a field with a value other than null."""
-        return name in self.model_fields_set
+    def split(cls, data: object, warnings: FieldWarnings) -> dict[str, Any]:
+        return warnings.split(data, cls._names, cls.schema_key, owner="this endpoint")
 
     def warnings(self) -> list[str]:
         """One sentence for each field without effect, and one for all items of a list."""
         first: dict[str, str] = {}
         for warning in self._warnings:
-            first.setdefault(INDEX.sub("[]", warning), warning)
+            sentence = at_path(warning, "")
+            first.setdefault(INDEX.sub("[]", sentence), sentence)
         return list(first.values())
 
     @classmethod
     def __get_pydantic_json_schema__(
         cls, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        """Add the fields without effect and the unsupported ones to the OpenAPI schema."""
-        reference = handler(schema)
-        page: dict[str, Any] = handler.resolve_ref_schema(reference)
-        page |= object_schema(page.get("properties", {}), cls.schema_key, page.get("required", ()))
+        """Allow unknown fields in the OpenAPI schema, also in nested objects, if they are
+        ignored."""
+        reference = super().__get_pydantic_json_schema__(schema, handler)
         if cls.ignores_unknown_fields:
-            open_page = with_unknown_fields(page)
+            page: dict[str, Any] = handler.resolve_ref_schema(reference)
+            open_page = with_unknown_fields(_in_place(page, handler))
             page.clear()
             page |= open_page
         return reference
+
+
+def _in_place(part: Any, handler: GetJsonSchemaHandler) -> Any:
+    """Return a part of a JSON schema with the schemas that it refers to."""
+    if isinstance(part, list):
+        return [_in_place(item, handler) for item in part]
+    if not isinstance(part, dict):
+        return part
+    if "$ref" in part:
+        return _in_place(handler.resolve_ref_schema(part), handler)
+    return {name: _in_place(value, handler) for name, value in part.items()}
 
 
 def with_unknown_fields(part: object) -> Any:
@@ -227,96 +297,10 @@ def _nullable(shape: Mapping[str, Any]) -> Mapping[str, Any]:
     return shape if takes_null else {"anyOf": [shape, {"type": "null"}]}
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """A number's inclusive bounds; with `above` the lower one is exclusive."""
-
-    low: float
-    high: float
-    hint: str
-    above: bool = False
-
-    def __get_pydantic_core_schema__(
-        self, source: object, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        return core_schema.with_info_after_validator_function(self._check, handler(source))
-
-    def __get_pydantic_json_schema__(
-        self, schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> dict[str, Any]:
-        low = "exclusiveMinimum" if self.above else "minimum"
-        return {**handler(schema), low: self.low, "maximum": self.high}
-
-    def _check(self, value: float, info: ValidationInfo) -> float:
-        if not self.low <= value <= self.high or (self.above and value == self.low):
-            between = " and at most" if self.above else " to"
-            must = f"{'above' if self.above else 'from'} {_plain(self.low)}{between}"
-            raise invalid_value(info.field_name, value, f"{must} {_plain(self.high)}", self.hint)
-        return value
-
-
-def _plain(number: float) -> str:
-    return f"{number:g}" if abs(number) < 1e6 else str(int(number))
-
-
-def check_int(value: object) -> Any:
-    """Convert a whole float to int, since 2.0 and 2 are the same number in JSON."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-Int = Annotated[int, BeforeValidator(check_int)]
-
-
-def is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def token_ids(value: object, path: str | None) -> tuple[int, ...]:
-    """A list of token ids, which may be empty. Raises FieldError."""
-    if not isinstance(value, list | tuple):
-        raise invalid_value(path, value, "a list of token ids")
-    ids = tuple(check_int(token) for token in value)
-    for index, token in enumerate(ids):
-        if not is_int(token) or not 0 <= token <= MAX_INT:
-            raise invalid_value(
-                f"{path}[{index}]", token, "a token id", "give whole numbers from 0 up"
-            )
-    return ids
-
-
-def texts(value: object, path: str | None) -> tuple[str, ...]:
-    """A single text or a list of texts, none of them empty. Raises FieldError."""
-    listed = [value] if isinstance(value, str) else value
-    if not isinstance(listed, list | tuple):
-        raise invalid_value(path, value, "a string or a list of strings")
-    for index, text in enumerate(listed):
-        if not isinstance(text, str) or not text:
-            place = path if isinstance(value, str) else f"{path}[{index}]"
-            raise invalid_value(place, text, "a string of one or more characters")
-    return tuple(listed)
-
-
-def _texts_field(value: object, info: ValidationInfo) -> tuple[str, ...]:
-    return texts(value, info.field_name)
-
-
-def _ids_field(value: object, info: ValidationInfo) -> tuple[int, ...]:
-    return token_ids(value, info.field_name)
-
-
-TEXT_SCHEMA: dict[str, Any] = {"type": "string", "minLength": 1}
-ID_SCHEMA: dict[str, Any] = {"type": "integer", "minimum": 0, "maximum": MAX_INT}
-IDS_SCHEMA: dict[str, Any] = {"type": "array", "items": ID_SCHEMA}
-
-Texts = Annotated[tuple[str, ...], BeforeValidator(_texts_field)]
-TokenIds = Annotated[tuple[int, ...], BeforeValidator(_ids_field), WithJsonSchema(IDS_SCHEMA)]
-
-
-class StreamOptions(RequestModel):
+class StreamOptions(RequestObject):
     """Options of a stream's chunks."""
 
     schema_key: ClassVar[str] = "stream_options"
-    path: ClassVar[str] = "stream_options"
 
     include_usage: bool = Field(
         False, description="Add a last chunk with the usage and no choices."
@@ -328,7 +312,7 @@ class StreamOptions(RequestModel):
     def check(self) -> None:
         if self.continuous_usage_stats and not self.include_usage:
             raise FieldError(
-                "stream_options.continuous_usage_stats is true without include_usage; "
+                f"{HERE}.continuous_usage_stats is true without include_usage; "
                 "set include_usage to true as well.",
-                "stream_options.continuous_usage_stats",
+                f"{HERE}.continuous_usage_stats",
             )

@@ -11,13 +11,9 @@ from strobe.grammars.json_schema import enforceable
 from strobe.grammars.lark_text import schemas_in
 from strobe.grammars.rules import text_without
 from strobe.server.openai.protocol.request_errors import FieldError, invalid_value, short_json
-from strobe.server.schema.base import (
-    TEXT_SCHEMA,
-    FieldWarnings,
-    object_schema,
-    texts,
-)
+from strobe.server.schema.base import FieldWarnings, object_schema
 from strobe.server.schema.structural_tags import TAGS_SCHEMA, read_tags
+from strobe.server.schema.values import TEXT_SCHEMA, texts
 
 RESPONSE_FORMAT_FIELDS = ("type", "json_schema")
 JSON_SCHEMA_FIELDS = ("name", "schema", "strict")

@@ -8,11 +8,8 @@ from typing import Any
 from pydantic_core import from_json
 
 from strobe.server.openai.protocol.request_errors import FieldError, invalid_value, short_json
-from strobe.server.schema.base import (
-    TEXT_SCHEMA,
-    FieldWarnings,
-    object_schema,
-)
+from strobe.server.schema.base import FieldWarnings, object_schema
+from strobe.server.schema.values import TEXT_SCHEMA
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 

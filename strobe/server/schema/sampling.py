@@ -10,7 +10,6 @@ from pydantic import (
     BeforeValidator,
     Field,
     PrivateAttr,
-    ValidationInfo,
     WithJsonSchema,
     create_model,
 )
@@ -23,19 +22,8 @@ from strobe.sampling_params import (
     SamplingOption,
     Speculation,
 )
-from strobe.server.openai.protocol.request_errors import FieldError, invalid_value, short_json
-from strobe.server.schema.base import (
-    IDS_SCHEMA,
-    TEXT_SCHEMA,
-    Bounds,
-    FieldWarnings,
-    Int,
-    RequestModel,
-    Texts,
-    TokenIds,
-    check_int,
-    object_schema,
-)
+from strobe.server.openai.protocol.request_errors import HERE, FieldError, invalid_value, short_json
+from strobe.server.schema.base import FieldWarnings, RequestModel, object_schema
 from strobe.server.schema.formats import (
     RESPONSE_FORMAT_SCHEMA,
     SOURCES,
@@ -44,6 +32,15 @@ from strobe.server.schema.formats import (
     Constraint,
     read_constraint,
     unenforced,
+)
+from strobe.server.schema.values import (
+    IDS_SCHEMA,
+    TEXT_SCHEMA,
+    Bounds,
+    Int,
+    Texts,
+    TokenIds,
+    check_int,
 )
 from strobe.validation import MAX_INT
 
@@ -57,34 +54,31 @@ SETTINGS = {"speculation": Speculation, "repetition_detection": RepetitionDetect
 """Fields with settings of their own."""
 
 
-def _bias(value: Any, info: ValidationInfo) -> dict[int, float]:
+def _bias(value: Any) -> dict[int, float]:
     """Convert a JSON object of token ids and biases to {token id: bias}."""
-    name = info.field_name
     if not isinstance(value, Mapping):
-        raise invalid_value(name, value, "an object from token ids to numbers from -100 to 100")
+        raise invalid_value(HERE, value, "an object from token ids to numbers from -100 to 100")
     biases: dict[int, float] = {}
     for key, bias in value.items():
         text = str(key)
         if not (text.isascii() and text.isdigit()) or len(text) > 9:
             raise FieldError(
-                f"{name} has the key {short_json(text)}, but its keys must be token ids; "
+                f"{HERE} has the key {short_json(text)}, but its keys must be token ids; "
                 "/tokenize gives them.",
-                name,
+                HERE,
             )
         number = isinstance(bias, int | float) and not isinstance(bias, bool)
         if not number or not -100 <= bias <= 100:
             raise invalid_value(
-                f"{name}.{text}", bias, "a number from -100 to 100", "0 changes nothing"
+                f"{HERE}.{text}", bias, "a number from -100 to 100", "0 changes nothing"
             )
         biases[int(text)] = float(bias)
     return biases
 
 
-def _nonempty_ids(value: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
+def _nonempty_ids(value: tuple[int, ...]) -> tuple[int, ...]:
     if value == () or value == []:
-        raise invalid_value(
-            info.field_name, [], "a list of one or more token ids", "leave it out for all"
-        )
+        raise invalid_value(HERE, [], "a list of one or more token ids", "leave it out for all")
     return value
 
 
@@ -105,7 +99,7 @@ def _request_id(value: Any) -> Any:
     if isinstance(value, str) and not (
         0 < len(value) <= 128 and value.isascii() and value.isprintable()
     ):
-        raise invalid_value("request_id", value, "a string of 1 to 128 printable ASCII characters")
+        raise invalid_value(HERE, value, "a string of 1 to 128 printable ASCII characters")
     return value
 
 

@@ -10,12 +10,8 @@ from pydantic_core import from_json
 from strobe.grammars.rules import Tag, text_with_tags
 from strobe.grammars.source import lark, one_line
 from strobe.server.openai.protocol.request_errors import FieldError, invalid_value, short_json
-from strobe.server.schema.base import (
-    TEXT_SCHEMA,
-    FieldWarnings,
-    object_schema,
-    texts,
-)
+from strobe.server.schema.base import FieldWarnings, object_schema
+from strobe.server.schema.values import TEXT_SCHEMA, texts
 
 _SHAPE: dict[str, Any] = {"type": "object"}
 _TRIGGERS: dict[str, Any] = {"type": "array", "minItems": 1, "items": TEXT_SCHEMA}

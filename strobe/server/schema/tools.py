@@ -7,11 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from strobe.server.openai.protocol.request_errors import FieldError, invalid_value, short_json
-from strobe.server.schema.base import (
-    TEXT_SCHEMA,
-    FieldWarnings,
-    object_schema,
-)
+from strobe.server.schema.base import FieldWarnings, object_schema
+from strobe.server.schema.values import TEXT_SCHEMA
 
 TOOL_FIELDS = ("type", "function")
 FUNCTION_FIELDS = ("name", "description", "parameters", "strict")

@@ -6,11 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from strobe.server.openai.protocol.request_errors import FieldError, invalid_value, short_json
-from strobe.server.schema.base import (
-    TEXT_SCHEMA,
-    FieldWarnings,
-    object_schema,
-)
+from strobe.server.schema.base import FieldWarnings, object_schema
+from strobe.server.schema.values import TEXT_SCHEMA
 
 ROLES = ("user", "assistant", "system")
 BLOCK_FIELDS: Mapping[str, tuple[str, ...]] = {

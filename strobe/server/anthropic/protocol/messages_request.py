@@ -31,15 +31,9 @@ from strobe.server.openai.protocol.request_errors import (
     rename_fields,
     short_json,
 )
-from strobe.server.schema.base import (
-    Bounds,
-    Int,
-    Texts,
-    check_int,
-    is_int,
-    object_schema,
-)
+from strobe.server.schema.base import object_schema
 from strobe.server.schema.sampling import STOP_SCHEMA, SamplingFields
+from strobe.server.schema.values import Bounds, Int, Texts, check_int, is_int
 from strobe.validation import MAX_INT
 
 THINKING = ("enabled", "adaptive", "disabled")

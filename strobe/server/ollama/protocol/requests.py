@@ -13,17 +13,11 @@ from strobe.sampling_params import OPTIONS as SAMPLING_OPTIONS
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.converted import ConvertedRequest
 from strobe.server.openai.protocol.request_errors import FieldError, Names, invalid_value
-from strobe.server.schema.base import (
-    TEXT_SCHEMA,
-    FieldWarnings,
-    RequestModel,
-    check_int,
-    is_int,
-    object_schema,
-)
+from strobe.server.schema.base import FieldWarnings, RequestModel, object_schema
 from strobe.server.schema.messages import ARGUMENTS_SCHEMA
 from strobe.server.schema.sampling import LogprobCount
 from strobe.server.schema.tools import TOOLS_SCHEMA
+from strobe.server.schema.values import TEXT_SCHEMA, check_int, is_int
 from strobe.validation import MAX_INT
 
 OPTIONS: Mapping[str, str] = {

@@ -11,16 +11,10 @@ from pydantic.config import JsonDict
 from strobe.sampling_params import MAX_ANSWERS, MAX_NAMED
 from strobe.server.openai.protocol.conversation import Conversation, Messages
 from strobe.server.openai.protocol.request_errors import FieldError
-from strobe.server.schema.base import (
-    IDS_SCHEMA,
-    Bounds,
-    FieldWarnings,
-    Int,
-    StreamOptions,
-    TokenIds,
-)
+from strobe.server.schema.base import FieldWarnings, StreamOptions
 from strobe.server.schema.sampling import FormatField, LogprobCount, SamplingFields
 from strobe.server.schema.tools import CHOICE_SCHEMA
+from strobe.server.schema.values import IDS_SCHEMA, Bounds, Int, TokenIds
 from strobe.validation import MAX_INT
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -124,7 +118,7 @@ class ChatCompletionRequest(SamplingFields, Conversation):
     def check(self) -> None:
         super().check()
         self.read_conversation(self.messages, self.tool_choice)
-        check_stream(self.stream, self.stream_options, self.prompt_logprobs, self._warnings)
+        check_stream(self.stream, self.stream_options, self.prompt_logprobs)
         check_truncation(self.truncate_prompt_tokens)
         if (
             self.max_tokens is not None
@@ -237,15 +231,12 @@ def check_stream(
     stream: bool,
     options: StreamOptions | None,
     prompt_logprobs: int | None,
-    warnings: FieldWarnings,
 ) -> None:
     """Check the fields that need or exclude a stream. Raises FieldError."""
-    if options is not None:
-        warnings += options.warnings()
-        if not stream:
-            raise FieldError(
-                "stream_options is set without stream; set stream to true.", "stream_options"
-            )
+    if options is not None and not stream:
+        raise FieldError(
+            "stream_options is set without stream; set stream to true.", "stream_options"
+        )
     if stream and prompt_logprobs is not None:
         raise FieldError(
             f"prompt_logprobs is {prompt_logprobs} together with stream, which has no place for "

@@ -18,16 +18,9 @@ from strobe.server.openai.protocol.chat_request import (
 )
 from strobe.server.openai.protocol.infill_request import Gap
 from strobe.server.openai.protocol.request_errors import FieldError, invalid_value
-from strobe.server.schema.base import (
-    IDS_SCHEMA,
-    Bounds,
-    Int,
-    StreamOptions,
-    check_int,
-    is_int,
-    token_ids,
-)
+from strobe.server.schema.base import StreamOptions
 from strobe.server.schema.sampling import FormatField, LogprobCount, SamplingFields
+from strobe.server.schema.values import IDS_SCHEMA, Bounds, Int, check_int, is_int, token_ids
 from strobe.validation import MAX_INT
 
 _IDS: dict[str, Any] = {**IDS_SCHEMA, "minItems": 1}
@@ -112,7 +105,7 @@ class CompletionRequest(SamplingFields):
     def check(self) -> None:
         super().check()
         self._prompts = self._read_prompts()
-        check_stream(self.stream, self.stream_options, self.prompt_logprobs, self._warnings)
+        check_stream(self.stream, self.stream_options, self.prompt_logprobs)
         check_truncation(self.truncate_prompt_tokens)
         top = None if self.logprobs is None else ("logprobs", self.logprobs)
         check_named_ids(self.logprob_token_ids, top, "0", self._warnings)

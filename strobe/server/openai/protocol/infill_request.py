@@ -9,8 +9,9 @@ from pydantic import BaseModel, Field, PrivateAttr, WithJsonSchema
 
 from strobe.server.generation.bodies import SpeculationReport
 from strobe.server.openai.protocol.request_errors import invalid_value
-from strobe.server.schema.base import Bounds, Int, object_schema
+from strobe.server.schema.base import object_schema
 from strobe.server.schema.sampling import BOUNDS, SamplingFields
+from strobe.server.schema.values import Bounds, Int
 from strobe.validation import MAX_INT
 
 _TEXT: dict[str, Any] = {"type": "string"}

@@ -7,11 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from strobe.server.openai.protocol.request_errors import FieldError, invalid_value, short_json
-from strobe.server.schema.base import (
-    TEXT_SCHEMA,
-    FieldWarnings,
-    object_schema,
-)
+from strobe.server.schema.base import FieldWarnings, object_schema
 from strobe.server.schema.messages import (
     ARGUMENTS_SCHEMA,
     CONTENT_SCHEMA,
@@ -20,6 +16,7 @@ from strobe.server.schema.messages import (
     read_content,
     read_message,
 )
+from strobe.server.schema.values import TEXT_SCHEMA
 
 EVERY_ITEM = ("type", "id", "status")
 """Fields of every item. id and status come from an earlier response and are ignored."""

@@ -22,6 +22,19 @@ KINDS = {
 """The value that each of pydantic's error types asks for."""
 
 
+HERE = "\0"
+"""Stands for the path of the object or value that is being read, in the sentences and paths of
+errors and warnings. It becomes the path where the path is known; values are shown as JSON, which
+has no such character."""
+
+
+def at_path(text: str, path: str) -> str:
+    """Return a sentence, or a field's path, with a path in the place of HERE; "" is the body."""
+    if not path:
+        text = text.replace(f"{HERE}.", "")
+    return text.replace(HERE, path or "The body")
+
+
 class FieldError(ValueError):
     """An invalid field of a request: an HTTP 400.
 
@@ -33,6 +46,11 @@ class FieldError(ValueError):
         super().__init__(message)
         self.param = param
         self.code = code
+
+    def at_path(self, path: str | None) -> FieldError:
+        """The same error with a path in the place of HERE."""
+        param = path if self.param == HERE else self.param and at_path(self.param, path or "")
+        return FieldError(at_path(str(self), path or ""), param, self.code)
 
     def with_names(self, names: Names) -> FieldError:
         """The same error with another endpoint's field names."""
@@ -109,11 +127,11 @@ def to_field_error(error: HasErrors) -> FieldError:
     """
     first: Mapping[str, Any] = error.errors()[0]
     cause = first.get("ctx", {}).get("error")
-    if isinstance(cause, FieldError):
-        return cause
     location = list(first["loc"])
     if location[:1] == ["body"]:
         location = location[1:]
+    if isinstance(cause, FieldError):
+        return cause.at_path(_path(location))
     if first["type"] == "json_invalid":
         return FieldError("The body is not JSON; send one JSON object.", None, "invalid_json")
     param = _path(location)

@@ -18,13 +18,7 @@ from strobe.server.openai.protocol.request_errors import (
     invalid_value,
     short_json,
 )
-from strobe.server.schema.base import (
-    Bounds,
-    FieldWarnings,
-    Int,
-    RequestModel,
-    object_schema,
-)
+from strobe.server.schema.base import FieldWarnings, RequestObject, object_schema
 from strobe.server.schema.formats import TEXT_FORMAT_SCHEMA, read_text_format
 from strobe.server.schema.sampling import LogprobCount, SamplingFields
 from strobe.server.schema.tools import (
@@ -34,6 +28,7 @@ from strobe.server.schema.tools import (
     ToolChoice,
     read_toolbox,
 )
+from strobe.server.schema.values import Bounds, Int
 from strobe.validation import MAX_INT
 
 _NAMES = {
@@ -55,11 +50,10 @@ REASONING_SCHEMA = object_schema({"effort": {"enum": list(get_args(Effort))}}, "
 INCLUDE_SCHEMA: dict[str, Any] = {"type": "array", "items": {"enum": [LOGPROBS, ENCRYPTED]}}
 
 
-class ResponsesStreamOptions(RequestModel):
+class ResponsesStreamOptions(RequestObject):
     """Stream options, none with an effect; the last event always carries the usage."""
 
     schema_key: ClassVar[str] = "responses.stream_options"
-    path: ClassVar[str] = "stream_options"
 
 
 class ResponsesPrompt(ConvertedRequest):
@@ -215,13 +209,11 @@ class ResponsesRequest(SamplingFields, ResponsesPrompt):
 
     def check(self) -> None:
         super().check()
-        if self.stream_options is not None:
-            self._warnings.extend(self.stream_options.warnings())
-            if not self.stream:
-                raise FieldError(
-                    "stream_options is set without stream; set stream to true.",
-                    "stream_options",
-                )
+        if self.stream_options is not None and not self.stream:
+            raise FieldError(
+                "stream_options is set without stream; set stream to true.",
+                "stream_options",
+            )
         self.build()
 
     def generation(self) -> dict[str, Any]:

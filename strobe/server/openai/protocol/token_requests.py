@@ -8,7 +8,8 @@ from pydantic import BaseModel, Field
 
 from strobe.server.openai.protocol.conversation import Conversation, Messages
 from strobe.server.openai.protocol.request_errors import FieldError
-from strobe.server.schema.base import RequestModel, TokenIds
+from strobe.server.schema.base import RequestModel
+from strobe.server.schema.values import TokenIds
 
 
 class TokenizeRequest(Conversation):

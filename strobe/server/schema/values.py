@@ -1,0 +1,149 @@
+"""Types of field values, with the errors of values that do not fit them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WithJsonSchema,
+)
+from pydantic_core import CoreSchema, core_schema
+
+from strobe.server.openai.protocol.request_errors import HERE, FieldError, invalid_value
+from strobe.validation import MAX_INT
+
+
+@dataclass(frozen=True)
+class Must:
+    """What a value must be, as its error says it. A required field of a nested object that is
+    missing has the error of null."""
+
+    requirement: str
+    hint: str = ""
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_wrap_validator_function(self._read, handler(source))
+
+    def _read(self, value: object, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            if first["loc"] or isinstance(first.get("ctx", {}).get("error"), FieldError):
+                raise  # the value is of the right kind, but a part of it is wrong
+            raise invalid_value(HERE, value, self.requirement, self.hint) from None
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Reads a value as one model of a union. choose: returns the model of a value, None for a value
+    that is no object; raises FieldError."""
+
+    choose: Callable[[Any], type[BaseModel] | None]
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.with_info_wrap_validator_function(self._read, handler(source))
+
+    def _read(
+        self, value: object, handler: ValidatorFunctionWrapHandler, info: ValidationInfo
+    ) -> Any:
+        model = self.choose(value)
+        if model is None:
+            return value
+        return model.model_validate(value, context=info.context)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """A number's inclusive bounds; with `above` the lower one is exclusive."""
+
+    low: float
+    high: float
+    hint: str
+    above: bool = False
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        low = "exclusiveMinimum" if self.above else "minimum"
+        return {**handler(schema), low: self.low, "maximum": self.high}
+
+    def _check(self, value: float) -> float:
+        if not self.low <= value <= self.high or (self.above and value == self.low):
+            between = " and at most" if self.above else " to"
+            must = f"{'above' if self.above else 'from'} {_plain(self.low)}{between}"
+            raise invalid_value(HERE, value, f"{must} {_plain(self.high)}", self.hint)
+        return value
+
+
+def _plain(number: float) -> str:
+    return f"{number:g}" if abs(number) < 1e6 else str(int(number))
+
+
+def check_int(value: object) -> Any:
+    """Convert a whole float to int, since 2.0 and 2 are the same number in JSON."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Int = Annotated[int, BeforeValidator(check_int)]
+
+
+def is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def token_ids(value: object, path: str = HERE) -> tuple[int, ...]:
+    """A list of token ids, which may be empty. Raises FieldError."""
+    if not isinstance(value, list | tuple):
+        raise invalid_value(path, value, "a list of token ids")
+    ids = tuple(check_int(token) for token in value)
+    for index, token in enumerate(ids):
+        if not is_int(token) or not 0 <= token <= MAX_INT:
+            raise invalid_value(
+                f"{path}[{index}]", token, "a token id", "give whole numbers from 0 up"
+            )
+    return ids
+
+
+def texts(value: object, path: str = HERE) -> tuple[str, ...]:
+    """A single text or a list of texts, none of them empty. Raises FieldError."""
+    listed = [value] if isinstance(value, str) else value
+    if not isinstance(listed, list | tuple):
+        raise invalid_value(path, value, "a string or a list of strings")
+    for index, text in enumerate(listed):
+        if not isinstance(text, str) or not text:
+            place = path if isinstance(value, str) else f"{path}[{index}]"
+            raise invalid_value(place, text, "a string of one or more characters")
+    return tuple(listed)
+
+
+TEXT_SCHEMA: dict[str, Any] = {"type": "string", "minLength": 1}
+ID_SCHEMA: dict[str, Any] = {"type": "integer", "minimum": 0, "maximum": MAX_INT}
+IDS_SCHEMA: dict[str, Any] = {"type": "array", "items": ID_SCHEMA}
+
+Texts = Annotated[tuple[str, ...], BeforeValidator(texts)]
+TokenIds = Annotated[tuple[int, ...], BeforeValidator(token_ids), WithJsonSchema(IDS_SCHEMA)]
+
+Text = Annotated[str, Must("a string")]
+SomeText = Annotated[str, Field(min_length=1), Must("a string of one or more characters")]
+Flag = Annotated[bool, Must("true or false")]
+JsonSchema = Annotated[dict[str, Any], Must("a JSON schema, as an object")]
