@@ -23,7 +23,7 @@ from strobe.server.server_settings import ServerConfig
 from strobe.server.serving import check_parsers, check_template, read_template
 from strobe.terminal.progress import Progress
 from strobe.terminal.wording import counted
-from strobe.text.tokenizer import Tokenizer
+from strobe.text.server_tokenizer import load_server_tokenizer
 
 _SHOW_SECONDS = 0.5
 """Time between two looks at the engine's progress."""
@@ -48,7 +48,7 @@ def run_batch(config: EngineConfig, settings: ServerConfig, source: Path, out: P
         settings.logs.configure()
         config = locate_models(config)
         if template is not None:
-            check_template(Tokenizer(Path(config.target)), template)
+            check_template(load_server_tokenizer(Path(config.target)), template)
         tally = BatchTally(remaining)
         try:
             asyncio.run(
@@ -100,7 +100,7 @@ async def _run(
     client = make_client(config, settings)
     client.start()
     try:
-        tokenizer = await asyncio.to_thread(Tokenizer, Path(client.config.target))
+        tokenizer = await asyncio.to_thread(load_server_tokenizer, Path(client.config.target))
         facts = await client.ready()
         app = make_app(make_serving(settings, client, tokenizer, template))
         with Progress("Answering", len(lines), unit="requests") as progress:

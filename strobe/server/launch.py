@@ -46,6 +46,7 @@ from strobe.server.serving import (
     log_tool_form,
     read_template,
 )
+from strobe.text.server_tokenizer import load_server_tokenizer
 from strobe.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ def serve(config: EngineConfig, settings: ServerConfig) -> int:
     try:
         config = locate_checkpoint(config)
         if template is not None:
-            check_template(Tokenizer(Path(config.target)), template)
+            check_template(load_server_tokenizer(Path(config.target)), template)
         return asyncio.run(Server(config, settings, template, listener).run())
     finally:
         listener.close()
@@ -268,7 +269,7 @@ async def load_serving(
 ) -> Serving:
     """Load the tokenizer while the engine starts, and return the endpoints' shared state. Raises
     as `make_serving`."""
-    tokenizer = await asyncio.to_thread(Tokenizer, Path(client.config.target))
+    tokenizer = await asyncio.to_thread(load_server_tokenizer, Path(client.config.target))
     return make_serving(settings, client, tokenizer, template)
 
 

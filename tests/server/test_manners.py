@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -263,3 +264,8 @@ def test_client_text_is_never_logged(server: Served):
     assert MARK not in server.log
     assert len(answers) > 10
     assert answers[:20] not in server.log
+
+
+def test_http_process_loads_no_torch(server: Served):
+    assert "libtorch" in Path(f"/proc/{server.engine_pid}/maps").read_text()
+    assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import subprocess
+import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -340,3 +343,23 @@ def test_token_bytes_join_to_the_text(tokenizer: Tokenizer):
     assert any("\ufffd" in tokenizer.token_text(token) for token in ids)
     assert b"".join(map(tokenizer.token_bytes, ids)).decode() == text
     assert tokenizer.token_bytes(1) == b"<|im_start|>"
+
+
+def test_server_tokenizer_answers_alike_without_torch(pair: Pair, tokenizer: Tokenizer):
+    call = {"id": "a", "type": "function", "function": {"name": "weigh", "arguments": "{}"}}
+    chat = [HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    code = (
+        "import json, sys; from pathlib import Path\n"
+        "from strobe.text.server_tokenizer import load_server_tokenizer\n"
+        "tokenizer = load_server_tokenizer(Path(sys.argv[1]))\n"
+        "ids = tokenizer.render_chat(json.loads(sys.argv[2]))\n"
+        "print(json.dumps({'ids': ids, 'torch': 'torch' in sys.modules}))\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(pair.target), json.dumps(chat)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stderr == ""
+    assert json.loads(run.stdout) == {"ids": tokenizer.render_chat(chat), "torch": False}
