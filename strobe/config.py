@@ -139,10 +139,10 @@ class EngineConfig:
     load_format: Literal["auto", "dummy", "uniform"] = option(
         "auto", "auto reads weights; dummy (normal) and uniform draw random ones, to measure speed."
     )
-    weight_dtype: Literal["auto", "fp8", "float32", "float16", "int8", "int4"] = option(
+    weight_dtype: Literal["auto", "stored", "fp8", "float32", "float16", "int8", "int4"] = option(
         "auto",
-        "auto keeps weights in dtype, on a CPU in float16 if stored in 16 bits or less; fp8 is for "
-        "GPUs, the others for CPUs.",
+        "auto keeps weights in dtype, on a CPU in float16 if stored in 16 bits or less; stored "
+        "keeps quantized ones as the checkpoint has them; fp8 is for GPUs, the others for CPUs.",
     )
     kv_cache_dtype: Literal["auto", "fp8"] = option(
         "auto", "auto keeps keys and values in dtype; fp8 halves them."

@@ -65,7 +65,8 @@ def choose_backends(
     unsupported = unsupported or no_fp8
     if config.weight_dtype == "fp8" and unsupported is not None:
         raise ValueError(f"weight_dtype is 'fp8', but {unsupported}; use weight_dtype auto.")
-    is_stored_in_fp8 = target.quantization is not None and target.quantization.method == "fp8"
+    quantization = target.quantization
+    in_rows = quantization is not None and quantization.method == "fp8" and not quantization.held
     return BackendChoice(
         attention=attention,
         draft_attention=draft_attention,
@@ -73,7 +74,7 @@ def choose_backends(
         graphs=attention == draft_attention == "triton" and config.cuda_graphs,
         overlap=config.overlap or (2 if device.type == "cuda" else 1),
         kv_dtype=FP8 if config.kv_cache_dtype == "fp8" else dtype,
-        fp8=config.weight_dtype == "fp8" or (is_stored_in_fp8 and unsupported is None),
+        fp8=config.weight_dtype == "fp8" or (in_rows and unsupported is None),
         packed=packed_format(
             config.weight_dtype, target=target, drafts=drafts, device=device, dtype=dtype
         ),

@@ -33,8 +33,9 @@ from strobe.models.config_readers.pair import check_pair
 from strobe.models.dflash_drafter import DFlash
 from strobe.models.model_config import DecoderConfig, DraftConfig, TargetConfig
 from strobe.models.ops.torch_ops import TorchOps
+from strobe.models.quantization.methods import hold_stored
 from strobe.models.quantization.packed import pack
-from strobe.models.quantization.sizes import weight_bytes
+from strobe.models.quantization.sizes import held_bytes, weight_bytes
 from strobe.models.target import Target
 from strobe.models.weight_loading import (
     LoadOptions,
@@ -182,6 +183,11 @@ def resolve(config: EngineConfig, rank: int = 0) -> ResolvedConfig:
     if config.state_cache_memory is not None and target.states is None:
         logger.warning("state_cache_memory has no effect: the target has no recurrent layers.")
     shadows = load_shadow_configs(typed, config, target)
+    if config.weight_dtype == "stored":
+        target = hold_stored(target, Path(config.target))
+        if draft is not None:
+            draft = hold_stored(draft, Path(config.draft or ""))
+        shadows = tuple(replace(s, config=hold_stored(s.config, s.path)) for s in shadows)
     method = config.method or ("none" if draft is None else DRAFTER_METHOD)
     split = Split.of(config, rank)
     device = choose_device(config.device, rank, split.size)
@@ -346,6 +352,7 @@ def _load_models(
         quantization = resolved.target.quantization
         if quantization is not None and not backends.fp8:
             size = sum(parameter.nbytes for parameter in target.parameters())
+            size += held_bytes(target)
             logger.info("Weights in %s take %d bytes in memory.", quantization.method, size)
     sources = {shadow.name: (shadow.path, shadow.config) for shadow in resolved.shadows}
     if resolved.draft is not None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from strobe.kernels import quack_gemm
+from strobe.kernels.coded import CodedWeight, coded_gemm
 from strobe.kernels.gemm import Workspace, launch
 from strobe.kernels.gemm_table import BUCKETS, LARGE, Gemm, GemmConfig, GemmTable, Weight, bucket_of
 from strobe.kernels.operands import PLAIN, Argmax, Epilogue, Input, Scaled
@@ -22,6 +23,10 @@ from strobe.kernels.rowwise import quantize_rows, rms_norm, silu_mul
 from strobe.kernels.sampling import argmax
 
 logger = logging.getLogger(__name__)
+
+
+AnyWeight = Weight | CodedWeight
+"""Weights in codes run between row-wise kernels, as in cuBLAS."""
 
 
 class Chooser(Protocol):
@@ -54,20 +59,22 @@ class Gemms:
         self.quack = quack_gemm.load() if device.type == "cuda" else None
         self.chosen: dict[tuple[object, ...], tuple[GemmConfig, Gemm]] = {}
 
-    def linear(self, x: Input, weight: Weight, epilogue: Epilogue = PLAIN) -> Tensor:
+    def linear(self, x: Input, weight: AnyWeight, epilogue: Epilogue = PLAIN) -> Tensor:
         """x [M, K], weight [N, K] -> [M, N]: residual + act(norm(x) Wᵀ + bias), rounded once.
 
         With an activation, weight is [2I, K], gate rows then up rows, and the result [M, I].
         """
         return self.add(x, weight, epilogue)[0]
 
-    def add(self, x: Input, weight: Weight, epilogue: Epilogue) -> tuple[Tensor, Scaled | None]:
+    def add(self, x: Input, weight: AnyWeight, epilogue: Epilogue) -> tuple[Tensor, Scaled | None]:
         """Return the same as `linear`, and the result as prepared for the epilogue's next norm:
         pass it to the next GEMM as `scaled`, with the result as rows.
 
         Preparing it is free here and saves the next GEMM its norm. None if unavailable; the next
         GEMM then normalizes.
         """
+        if isinstance(weight, CodedWeight):
+            return _unfused(x, weight, epilogue), None
         config, gemm = self._choose(x, weight, epilogue)
         if config.quack is not None:
             y = self._by_quack(config.quack, x, weight, epilogue)
@@ -87,7 +94,7 @@ class Gemms:
     def head_argmax(
         self,
         x: Input,
-        weight: Weight,
+        weight: AnyWeight,
         *,
         margins: Tensor | None = None,
         largest: Tensor | None = None,
@@ -97,6 +104,8 @@ class Gemms:
         Logits are rounded to the model's dtype first; the lowest id wins a tie, and a row with a
         NaN gives -1. margins, largest: filled; see `Argmax`.
         """
+        if isinstance(weight, CodedWeight):
+            return argmax(_unfused(x, weight, PLAIN), margins, largest)
         epilogue = Epilogue(argmax=Argmax(margins, largest))
         config, gemm = self._choose(x, weight, epilogue)
         if config.kernel == "cublas":
@@ -118,7 +127,7 @@ class Gemms:
         key = weight.data.shape, fp8, norm, epilogue.gated, residual, is_argmax, bucket
         choice = self.chosen.get(key)
         if choice is None:
-            n, k = weight.data.shape
+            n, k = weight.shape
             gemm = Gemm(
                 n=n,
                 k=k,
@@ -186,13 +195,16 @@ def _normalized(x: Input) -> Tensor:
     return x.rows if x.norm is None else rms_norm(x.rows, x.norm.weight, x.norm.eps)
 
 
-def _unfused(x: Input, weight: Weight, epilogue: Epilogue) -> Tensor:
+def _unfused(x: Input, weight: AnyWeight, epilogue: Epilogue) -> Tensor:
     """Run norm, cuBLAS and the operations after it, one kernel each."""
     rows = _normalized(x)
     bias = epilogue.bias
     residual = epilogue.residual
     out = epilogue.out
-    if weight.scale is not None:
+    if isinstance(weight, CodedWeight):
+        y = coded_gemm(rows, weight)
+        y = y if bias is None else y.add_(bias)
+    elif weight.scale is not None:
         y = _fp8_gemm(rows, weight.data, weight.scale)
         y = y if bias is None else y.add_(bias)
     elif residual is None or epilogue.gated:

@@ -10,8 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from strobe.kernels.gemm_table import Weight
-from strobe.kernels.linear import Gemms
+from strobe.kernels.linear import AnyWeight, Gemms
 from strobe.kernels.operands import Epilogue, Input, RowNorm, Scaled
 from strobe.kernels.reference_residual import Norm
 
@@ -55,7 +54,7 @@ class FusedResidual:
         self,
         gemms: Gemms,
         x: Tensor,
-        weight: Weight,
+        weight: AnyWeight,
         bias: Tensor | None,
         next_norm: Norm | None,
     ) -> None:

@@ -33,11 +33,11 @@ class DFlash(Decoder):
         self,
         config: DraftConfig,
         embedding: Tensor,
-        head_weight: Tensor,
+        head: AnyLinear,
         max_positions: int,
         own_tensors: Collection[str] = (),
     ):
-        """embedding, head_weight: the target's. own_tensors: which of "embed_tokens" and "lm_head"
+        """embedding, head: the target's. own_tensors: which of "embed_tokens" and "lm_head"
         the drafter's checkpoint has."""
         decoder = config.decoder
         draft_head: Head = head_of(config.method).make(config)
@@ -54,7 +54,7 @@ class DFlash(Decoder):
         self.embed_tokens = nn.Embedding(rows, hidden) if "embed_tokens" in own_tensors else None
         self.lm_head = Linear(hidden, head_rows, fixed=True) if "lm_head" in own_tensors else None
         self.target_ids: Tensor | None = None
-        self._shared = (embedding, LinearView(weight=head_weight))  # a tuple: not our parameters
+        self._shared = (embedding, head)  # a tuple: not our parameters
         self.fp8_head: LinearView | None = None
         self._context: ContextWeights | None = None
 

@@ -36,6 +36,64 @@ class Format(Protocol):
         ...
 
 
+class StoredWeight(Protocol):
+    """A quantized weight [N, K] as a checkpoint stores it."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    def scales(self) -> tuple[Tensor, ...]:
+        """All that its values are multiplied or divided by."""
+        ...
+
+    def rows(self, first: int, last: int) -> Tensor:
+        """Return the values of rows first to last - 1 in float32."""
+        ...
+
+    def copied(self) -> StoredWeight:
+        """Return the weight in memory of its own, laid out for products."""
+        ...
+
+    def take(self, order: Tensor) -> StoredWeight:
+        """Return a weight whose row i is the row order[i] of this one."""
+        ...
+
+    def scaled(self, factor: float) -> StoredWeight:
+        """Return a weight of this one's values times a factor."""
+        ...
+
+
+class StoredProduct(Protocol):
+    """The product with a weight that stays as a checkpoint stores it."""
+
+    @property
+    def parts(self) -> Sequence[StoredWeight]:
+        """Weights whose outputs follow one another."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight in memory."""
+        ...
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, K] -> x Wᵀ + bias [T, N]."""
+        ...
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight [N, K], dequantized to dtype."""
+        ...
+
+    def reorder(self, order: Tensor) -> None:
+        """See `Linear.reorder`."""
+        ...
+
+    def multiply(self, first: int, factor: float) -> None:
+        """See `Linear.multiply`."""
+        ...
+
+
 Outputs = int | Mapping[str, int]
 SummedSplit = Literal["inputs", "experts"]
 """What several ranks divide among them of a layer whose output is the sum of their outputs."""
@@ -49,8 +107,9 @@ class Linear(nn.Module):
     weight: W in the model's dtype, or its values in `format`, which also has `scale`. parts: number
     of outputs of each of the checkpoint's layers that this layer stacks, in order; empty if it
     stacks none. fixed: loading keeps the weight in this format, whatever weight_dtype says.
-    product: the layer as a function, once its weight is packed; then `weight` is empty. split: see
-    `SummedSplit`; None if ranks divide its outputs, or nothing.
+    product: the layer as a function, once its weight is packed; then `weight` is empty. stored: the
+    product, if it holds the weight as the checkpoint stores it. split: see `SummedSplit`; None if
+    ranks divide its outputs, or nothing.
     """
 
     scale: Tensor | None
@@ -76,6 +135,7 @@ class Linear(nn.Module):
         self.register_buffer("scale", None, persistent=False)
         self.format: Format | None = None
         self.product: Product | None = None
+        self.stored: StoredProduct | None = None
         self.fixed = fixed
         self.split: SummedSplit | None = split
         for parameter in self.parameters():
@@ -83,6 +143,8 @@ class Linear(nn.Module):
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return the weight, dequantized to `dtype` if it is quantized."""
+        if self.stored is not None:
+            return self.stored.dense(dtype)
         view = LinearView(
             weight=self.weight,
             bias=self.bias,
@@ -96,14 +158,22 @@ class Linear(nn.Module):
 
     def reorder(self, order: Tensor) -> None:
         """Reorder outputs in place: output i becomes the former output order[i]."""
-        for tensor in (self.weight, self.bias, self.scale):
+        weight = self.weight
+        if self.stored is not None:
+            weight = None
+            self.stored.reorder(order)
+        for tensor in (weight, self.bias, self.scale):
             if tensor is not None:  # FP8 is moved as bytes
                 rows = tensor.data.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor.data
                 rows.copy_(rows[order])
 
     def multiply(self, first: int, factor: float) -> None:
         """Multiply outputs from `first` on by a factor, in place."""
-        for tensor in (self.weight if self.scale is None else self.scale, self.bias):
+        weight = self.weight if self.scale is None else self.scale
+        if self.stored is not None:
+            weight = None
+            self.stored.multiply(first, factor)
+        for tensor in (weight, self.bias):
             if tensor is not None:
                 tensor.data[first:] *= factor
 
@@ -116,14 +186,16 @@ class LinearView(NamedTuple):
     scale: Tensor | None = None
     format: Format | None = None
     product: Product | None = None
+    stored: StoredProduct | None = None
 
     @classmethod
     def concat(cls, linears: Sequence[Linear], first: int) -> LinearView:
-        """Concatenate the outputs from `first` on of layers of one format."""
+        """Concatenate the outputs from `first` on of layers of one format. Weights that are held as
+        stored are dequantized."""
         biases = [x.bias[first:] for x in linears if x.bias is not None]
         scales = [x.scale[first:] for x in linears if x.scale is not None]
         return cls(
-            weight=torch.cat([x.weight[first:] for x in linears]),
+            weight=torch.cat([_own_weight(x)[first:] for x in linears]),
             bias=torch.cat(biases) if biases else None,
             scale=torch.cat(scales) if scales else None,
             format=linears[0].format,
@@ -137,6 +209,11 @@ class LinearView(NamedTuple):
 
 
 AnyLinear = Linear | LinearView
+
+
+def _own_weight(linear: Linear) -> Tensor:
+    """Return the values in the layer's format."""
+    return linear.weight if linear.stored is None else linear.stored.dense(linear.weight.dtype)
 
 
 def apply(linear: AnyLinear, x: Tensor) -> Tensor:

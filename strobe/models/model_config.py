@@ -101,12 +101,14 @@ class DecoderConfig:
 class Quantization:
     """How a checkpoint stores quantized weights. method: of `quantization.methods`; block: rows and
     columns of a weight that share a scale. rules: which modules are quantized, for methods whose
-    modules differ. label: the format's name, as "ModelOpt in NVFP4"."""
+    modules differ. label: the format's name, as "ModelOpt in NVFP4". held: linear layers keep their
+    weights as stored, if the method can."""
 
     method: str
     block: tuple[int, int]
     rules: Rules = NO_RULES
     label: str = ""
+    held: bool = False
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from strobe.models.checkpoint import Checkpoint
 from strobe.models.config_readers.draft_vocabulary import load_target_ids
 from strobe.models.config_readers.tensor_names import draft_parts, has_weight
 from strobe.models.dflash_drafter import DFlash
-from strobe.models.linear import Linear
+from strobe.models.linear import AnyLinear, Linear, LinearView
 from strobe.models.model_config import DraftConfig, TargetConfig
 from strobe.models.modules import Attention, RMSNorm, RotaryTable
 from strobe.models.quantization.fp8 import fp8_copy, hold_rows
@@ -213,7 +213,7 @@ def _meta_draft(
     open: Open,
     *,
     embedding: Tensor,
-    head: Tensor,
+    head: AnyLinear,
 ) -> DFlash:
     """Return the drafter on the meta device. embedding, head: the target's."""
     own_tensors, skipped = draft_parts(open and open(directory).shapes, config, directory)
@@ -221,7 +221,7 @@ def _meta_draft(
         module = DFlash(
             config,
             embedding=embedding,
-            head_weight=head,
+            head=head,
             max_positions=max_positions,
             own_tensors=own_tensors,
         )
@@ -244,7 +244,8 @@ def check_draft_tensors(directory: Path, config: DraftConfig, open: Open = Check
     """Return the drafter on the meta device; see `check_target_tensors`. Of a reduced head the
     token ids are read, too."""
     nothing = torch.empty(0, device="meta")
-    module = _meta_draft(directory, config, 1, open, embedding=nothing, head=nothing)
+    head = LinearView(weight=nothing)
+    module = _meta_draft(directory, config, 1, open, embedding=nothing, head=head)
     _check(module, directory, open)
     if open is not None and config.draft_vocab_size is not None:
         load_target_ids(open(directory), config)
@@ -284,12 +285,12 @@ def load_draft(
         max_positions,
         options.get("open", Checkpoint),
         embedding=target.embed_tokens.weight,
-        head=target.output.weight,
+        head=target.output,
     )
     module = _load(module, directory, options)
     module.fold()
     if options.get("fp8") and module.head_in_fp8:
-        module.fp8_head = fp8_copy(module.output.weight)
+        module.fp8_head = fp8_copy(module.output.dense(options["dtype"]))
     if config.draft_vocab_size is not None:
         ids = torch.arange(config.draft_vocab_size)
         if options.get("open", Checkpoint):

@@ -25,6 +25,7 @@ from transformers import (
 from strobe.attention.backend import Batch
 from strobe.attention.recurrent_backend import RecurrentPlan
 from strobe.kernels import linear
+from strobe.kernels.coded import CodedWeight, coded_gemm
 from strobe.kv.kv_store import KVSpec, KVStore
 from strobe.kv.states import StateStore
 from strobe.models.architectures import load_draft_config, load_target_config
@@ -34,7 +35,7 @@ from strobe.models.ops import triton_ops
 from strobe.models.ops.torch_ops import TorchOps
 from strobe.models.ops.triton_ops import TritonOps
 from strobe.models.quantization.kernel_weights import join_all
-from strobe.models.quantization.methods import METHODS
+from strobe.models.quantization.methods import METHODS, hold_stored
 from strobe.models.weight_loading import load_draft, load_target
 from strobe.sampling.sampler import best_two
 from strobe.sampling.walk import WalkNoise
@@ -42,6 +43,7 @@ from tests.support.draft_heads import HEADS
 from tests.support.int8_format import Int8, to_int8
 from tests.support.quantized_checkpoints import is_linear, quantize
 from tests.support.recurrent_checkpoints import EXPERTS, make_hybrid
+from tests.support.stored_weights import store
 from tests.support.tiny_checkpoints import make_draft, make_target
 
 IDS, ROWS = [3, 1, 4, 1, 5], 5
@@ -109,15 +111,18 @@ def contiguous(model: torch.nn.Module) -> None:
         parameter.data = parameter.data.contiguous()
 
 
-def run_both(path: Path, device: torch.device, *, fp8: bool = False) -> list[tuple[Tensor, Tensor]]:
+def run_both(
+    path: Path, device: torch.device, *, fp8: bool = False, held: bool = False
+) -> list[tuple[Tensor, Tensor]]:
     """Run five rows by kernels and in plain torch. Return pairs of every layer's output, then of
     every layer's keys and values, then of the logits; check that the argmax is equal. fp8: the
-    kernels' model keeps FP8 linear layers in FP8."""
+    kernels' model keeps FP8 linear layers in FP8. held: it keeps quantized weights as stored."""
     config = load_target_config(path)
     layers = range(config.decoder.num_layers + 1)
     options: dict[str, Any] = {"max_positions": 16, "dtype": torch.float32, "device": device}
     plain = load_target(path, config, **options)
-    fused = load_target(path, config, **options, fp8=fp8)
+    own = hold_stored(config, path) if held else config
+    fused = load_target(path, own, **options, fp8=fp8)
     ids, places = torch.tensor(IDS, device=device), torch.arange(ROWS, device=device)
     caches = [Cache(config.decoder, device) for _ in range(2)]
     contiguous(fused)
@@ -255,6 +260,27 @@ def test_formats_without_a_kernel_are_dequantized(
     to_int8(tmp_path / "int8", tmp_path / "plain")
     for actual, expected in run_both(tmp_path / "int8", device):
         torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("qwen3", "NVFP4"), ("biased", "int4"), ("biased", "AWQ"), ("qwen3_moe", "FP8")],
+)
+def test_weights_held_as_stored_have_kernels(
+    tmp_path: Path, device: torch.device, family: str, name: str, monkeypatch: pytest.MonkeyPatch
+):
+    FAMILIES[family](tmp_path / "held", head_dim=64, num_hidden_layers=2, hidden_size=64)
+    store(tmp_path / "held", tmp_path / "plain", name, lambda n: n.endswith("_proj.weight"))
+    products = list[CodedWeight]()
+
+    def counted(x: Tensor, weight: CodedWeight) -> Tensor:
+        products.append(weight)
+        return coded_gemm(x, weight)
+
+    monkeypatch.setattr("strobe.kernels.linear.coded_gemm", counted)
+    for actual, expected in run_both(tmp_path / "held", device, held=True):
+        torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+    assert len(products) == 2 * (2 if family == "qwen3_moe" else 4)
 
 
 def pair(tmp_path: Path, device: torch.device, **changes: Any) -> tuple[Any, Any]:

@@ -14,6 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
+from strobe.models.architectures import load_target_config
+from strobe.models.linear import Linear
+from strobe.models.quantization.methods import hold_stored
+from strobe.models.weight_loading import check_target_tensors
 from tests.support.quantized_checkpoints import Block, is_linear, quantize
 from tests.support.recurrent_checkpoints import EXPERTS as SHARED
 from tests.support.recurrent_checkpoints import make_hybrid
@@ -104,6 +108,15 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if getattr(hf.config, "num_experts", None):
         hf.set_experts_implementation("eager")  # a loop over experts
     return hf, path, case.bound
+
+
+def test_layers_that_keep_their_blocks_match_transformers(model: tuple[Any, Path, float]):
+    hf, path, bound = model
+    config = hold_stored(load_target_config(path), path)
+    target = check_target_tensors(path, config)
+    linears = [linear for linear in target.modules() if isinstance(linear, Linear)]
+    assert any(linear.stored is not None for linear in linears)
+    check_layers(hf, path, *GEOMETRY[1], atol=bound, weight_dtype="stored")
 
 
 def test_all_layers_and_logits_match_transformers(model: tuple[Any, Path, float]):

@@ -14,6 +14,10 @@ from torch import nn
 
 from strobe.config import EngineConfig
 from strobe.models.architectures import load_draft_config, load_target_config
+from strobe.models.dflash_drafter import DFlash
+from strobe.models.linear import Linear
+from strobe.models.quantization.methods import hold_stored
+from strobe.models.target import Target
 from strobe.models.weight_loading import load_draft, load_target
 from strobe.parallel.split import Split
 from strobe.sampling_params import SamplingParams
@@ -79,6 +83,47 @@ def test_weights_are_those_of_the_dequantized_copy(pair: Path):
     assert drafts[0].config.quantization is not None
 
 
+def test_held_layers_have_the_same_values(pair: Path):
+    dense = load_target(pair / "dense target", load_target_config(pair / "dense target"), **OPTIONS)
+    config = hold_stored(load_target_config(pair / "target"), pair / "target")
+    held = load_target(pair / "target", config, **OPTIONS)
+    check_held(held, dense)
+    draft_config = load_draft_config(pair / "draft", pair / "target")
+    drafts = [
+        load_draft(pair / "draft", config, held, **OPTIONS)
+        for config in (draft_config, hold_stored(draft_config, pair / "draft"))
+    ]
+    check_held(drafts[1], drafts[0])
+
+
+def check_held(actual: Target | DFlash, expected: Target | DFlash) -> None:
+    """Check that a model holds layers as stored, in the bytes that were planned for them."""
+    of_layers = dict(expected.named_modules())
+    stored = {
+        path: linear.stored
+        for path, linear in actual.named_modules()
+        if isinstance(linear, Linear) and linear.stored is not None
+    }
+    assert len(stored) >= 4
+    for path, product in stored.items():
+        weight = of_layers[path].weight
+        torch.testing.assert_close(product.dense(torch.float32), weight, atol=0, rtol=3e-7)
+        tensors = [value for part in product.parts for value in vars(part).values()]
+        num_bytes = sum(value.nbytes for value in tensors if isinstance(value, torch.Tensor))
+        assert num_bytes <= product.nbytes + 100
+        assert product.nbytes < 0.7 * weight.nbytes
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma4", "qwen3_5_moe"])
+def test_held_layers_of_each_family_have_the_same_values(tmp_path: Path, family: str):
+    make, changes = FAMILIES[family]
+    make(tmp_path / "target", **changes)
+    store(tmp_path / "target", tmp_path / "dense", "FP8", lambda name: name.endswith(LINEAR))
+    dense = load_target(tmp_path / "dense", load_target_config(tmp_path / "dense"), **OPTIONS)
+    config = hold_stored(load_target_config(tmp_path / "target"), tmp_path / "target")
+    check_held(load_target(tmp_path / "target", config, **OPTIONS), dense)
+
+
 @pytest.mark.parametrize(
     "family", ["llama", "qwen3_moe", "gemma4", "gemma4 with experts", "qwen3_5_moe"]
 )
@@ -99,11 +144,13 @@ def test_drafts_over_a_quantized_head_change_no_answer(pair: Path, temperature: 
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=12, ignore_eos=True)
     answers = list[Any]()
     verified = list[int]()
-    for target, draft in (
-        ("dense target", None),
-        ("target", None),
-        ("target", "draft"),
-        ("dense target", "dense draft"),
+    for target, draft, weight_dtype in (
+        ("dense target", None, "float32"),
+        ("target", None, "float32"),
+        ("target", None, "stored"),
+        ("target", "draft", "float32"),
+        ("target", "draft", "stored"),
+        ("dense target", "dense draft", "float32"),
     ):
         engine = make_engine(
             EngineConfig(
@@ -111,13 +158,13 @@ def test_drafts_over_a_quantized_head_change_no_answer(pair: Path, temperature: 
                 draft=None if draft is None else str(pair / draft),
                 device="cpu",
                 dtype="float32",
-                weight_dtype="float32",
+                weight_dtype=weight_dtype,
             )
         )
         answers.append(run(engine, [[5, 1, 60, 2, 9], [7] * 11], params))
         verified.append(engine.stats.draft_counts.num_verified)
-    assert answers[0] == answers[1] == answers[2] == answers[3]
-    assert verified[2] == verified[3] > 0
+    assert all(answer == answers[0] for answer in answers)
+    assert verified[3] == verified[4] == verified[5] > 0
 
 
 def check_ranks(path: Path) -> None:
@@ -125,10 +172,13 @@ def check_ranks(path: Path) -> None:
     config = load_target_config(path)
     whole = load_target(path, config, **OPTIONS)
     parts = list[Any]()
+    of_ranks = list[Any]()
     for rank in range(2):
         split = Split(rank=rank, size=2, draft_size=2)
         own, _ = split.split(config, None)
-        parts.append(load_target(path, own, **OPTIONS, open=split.opener("auto")))
+        opener = split.opener("auto")
+        parts.append(load_target(path, own, **OPTIONS, open=opener))
+        of_ranks.append(load_target(path, hold_stored(own, path), **OPTIONS, open=opener))
     for layer, first, second in zip(whole.layers, parts[0].layers, parts[1].layers, strict=True):
         for name in ("self_attn.o_proj", "mlp.down_proj"):
             halves = [part.get_submodule(name).weight for part in (first, second)]
@@ -138,6 +188,8 @@ def check_ranks(path: Path) -> None:
         assert torch.equal(torch.cat(halves, 1).flatten(0, 1), fused)
     heads = [part.lm_head.weight for part in parts]
     assert torch.equal(torch.cat(heads), whole.lm_head.weight)
+    for held, part in zip(of_ranks, parts, strict=True):
+        check_held(held, part)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -107,10 +107,13 @@ def record(engine: Engine) -> dict[tuple[Request, int], torch.Tensor]:
     return seen
 
 
-def check_layers(hf: Any, path: Path, page_size: int, budget: int, *, atol: float = 1e-4) -> None:
+def check_layers(
+    hf: Any, path: Path, page_size: int, budget: int, *, atol: float = 1e-4, **options: Any
+) -> None:
     """Run prompts and answers in steps of `budget` rows; compare every layer's output and the
-    logits with transformers."""
+    logits with transformers. options: of the engine."""
     config = EngineConfig(
+        **options,
         target=str(path),
         page_size=page_size,
         max_model_len=64,

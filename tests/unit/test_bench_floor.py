@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from strobe.attention.mask import LayerMask
 from strobe.models.architectures import load_draft_config, load_target_config, make_target
 from strobe.models.dflash_drafter import DFlash
+from strobe.models.linear import LinearView
 from strobe.models.model_config import DraftConfig, TargetConfig
 from strobe.tools.bench import floor, published_shapes, rates, timeline
 
@@ -92,7 +93,7 @@ def test_counted_values_match_the_modules(name: str, drafter: int | None):
     target, draft = pair_of(name)
     with torch.device("meta"):
         model = make_target(target, 1)
-        drafting = DFlash(draft, model.embed_tokens.weight, model.output.weight, 1)
+        drafting = DFlash(draft, model.embed_tokens.weight, model.output, 1)
     num_parameters = sum(p.numel() for p in model.parameters())
     table = target.decoder.vocab_size * target.decoder.hidden_size
     gates = (p.numel() for n, p in model.named_parameters() if "shared_expert_gate" in n)
@@ -155,7 +156,7 @@ def test_recurrent_states_are_read_and_written():
 def test_biases_are_counted(draft: Callable[..., Path]):
     config = load_draft_config(draft(bias=True))
     with torch.device("meta"):
-        drafter = DFlash(config, torch.empty(0), torch.empty(0), 1)
+        drafter = DFlash(config, torch.empty(0), LinearView(weight=torch.empty(0)), 1)
     num_parameters = sum(p.numel() for p in drafter.parameters())
     counted = floor.linear_values(config.decoder) + floor.small_values(config.decoder)
     assert num_parameters == counted + floor.fc_values(config) + config.decoder.hidden_size
@@ -168,7 +169,7 @@ def test_operations_match_torch_count():
     config, draft = counts.target, counts.draft
     assert draft is not None
     model = make_target(config, 64)
-    drafter = DFlash(draft, model.embed_tokens.weight, model.output.weight, 64)
+    drafter = DFlash(draft, model.embed_tokens.weight, model.output, 64)
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return q.flatten(1)

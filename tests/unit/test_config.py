@@ -68,7 +68,7 @@ def test_non_positive_size_is_rejected(text: object):
         ({"seed": True}, "seed is True"),
         ({"cuda_graphs": 1}, "cuda_graphs is 1, but must be True or False"),
         ({"load_format": "gguf"}, "load_format is 'gguf', but must be 'auto', 'dummy' or"),
-        ({"weight_dtype": "int3"}, "weight_dtype is 'int3', but must be 'auto', 'fp8', 'float32'"),
+        ({"weight_dtype": "int3"}, "weight_dtype is 'int3', but must be 'auto', 'stored', 'fp8'"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype is 'int8', but must be 'auto' or 'fp8'"),
         (
             {"attention_backend": "flash"},

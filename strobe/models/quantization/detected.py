@@ -1,6 +1,7 @@
 """Load weights in the form in which a checkpoint stores each, and compare it with the config.
 
-A weight is dequantized in float32 while loading and rounded once to the engine's dtype.
+A weight is dequantized in float32 while loading and rounded once to the engine's dtype. If weights
+are held, linear layers keep theirs as stored, and each product dequantizes them so.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from strobe.models.config_readers.tensor_names import names_in_files
-from strobe.models.linear import Linear
+from strobe.models.linear import Linear, StoredWeight
 from strobe.models.model_config import DecoderConfig, Quantization
 from strobe.models.quantization.forms import Form, form_of
-from strobe.models.quantization.grouped import StoredWeight, fill_dequantized
+from strobe.models.quantization.grouped import fill_dequantized
 from strobe.models.quantization.rules import Rules
+from strobe.models.quantization.stored import HeldProduct, empty_weight, held_bytes
 from strobe.models.weight_mapping import (
+    Blocks,
     CheckpointTensors,
     Fill,
     WeightMapping,
@@ -28,6 +31,8 @@ from strobe.models.weight_mapping import (
 
 logger = logging.getLogger(__name__)
 
+HEAD = "lm_head.weight"
+
 
 def apply(
     module: nn.Module,
@@ -35,23 +40,25 @@ def apply(
     tensors: CheckpointTensors,
     quantization: Quantization,
 ) -> WeightMapping:
-    """Dequantize weights when they are read. Raises ValueError for a weight that is stored in
-    another form than the config says, and if none is quantized."""
+    """Dequantize weights when they are read, or hold them. Raises ValueError for a weight that is
+    stored in another form than the config says, and if none is quantized."""
     if not tensors.dtypes:
         return mapping
-    linear = {f"{path}.weight" for path, m in module.named_modules() if isinstance(m, Linear)}
+    linear = {f"{path}.weight": m for path, m in module.named_modules() if isinstance(m, Linear)}
     plain = list[str]()
     quantized = 0
     result: WeightMapping = {}
     for name, parts in mapping.items():
         result[name] = list[WeightPart]()
-        for part in parts:
-            forms = _forms(part, tensors, quantization.rules)
+        forms_of_parts = [_forms(part, tensors, quantization.rules) for part in parts]
+        for part, forms in zip(parts, forms_of_parts, strict=True):
             stored = _with_forms(part, forms, tensors) if any(forms.values()) else part
             result[name].append(stored)
             quantized += sum(form is not None for form in forms.values())
             if name in linear:
                 plain += [source for source, form in forms.items() if form is None]
+        if quantization.held and _can_hold(name, linear.get(name), parts, forms_of_parts):
+            result[name] = [_held(linear[name], result[name], forms_of_parts, tensors)]
     if not quantized:
         raise ValueError(
             f"{tensors.source}: quantization_config says {quantization.label}, but no tensor is "
@@ -63,6 +70,8 @@ def apply(
 
 def describe(quantization: Quantization, decoder: DecoderConfig) -> str:
     """See `Method.describe`."""
+    if quantization.held:
+        return f"{quantization.label}, kept as stored in linear layers"
     return f"{quantization.label}, dequantized to the engine's dtype while loading"
 
 
@@ -95,6 +104,58 @@ def _forms(part: WeightPart, tensors: CheckpointTensors, rules: Rules) -> dict[s
                 f"says {declared}; weights and config.json must come from one checkpoint."
             )
     return forms
+
+
+def _can_hold(
+    name: str,
+    linear: Linear | None,
+    parts: Sequence[WeightPart],
+    forms: Sequence[Mapping[str, Form | None]],
+) -> bool:
+    """Whether a linear layer can keep its weight as stored: if that is the checkpoint's, part by
+    part. Others read the weights of layers whose format is fixed, but for the head."""
+    if linear is None or linear.weight.ndim != 2 or (linear.fixed and name != HEAD):
+        return False
+    if len(parts) > 1 and any(part.stacked for part in parts):
+        return False
+    are_plain = all(part.fill is copy and len(part.sources) == 1 for part in parts)
+    return are_plain and all(form is not None for part in forms for form in part.values())
+
+
+def _held(
+    linear: Linear,
+    parts: Sequence[WeightPart],
+    forms: Sequence[Mapping[str, Form | None]],
+    tensors: CheckpointTensors,
+) -> WeightPart:
+    """Return the tensors that a layer is to hold, as a part that fills nothing."""
+    sources: dict[str, tuple[int, ...]] = {}
+    blocks: dict[str, Blocks] = {}
+    dtypes = set[str]()
+    for part in parts:
+        sources |= part.sources
+        blocks |= part.blocks
+        dtypes |= {*part.dtypes}
+    own = [(name, form) for part in forms for name, form in part.items() if form is not None]
+    product = HeldProduct(linear, sum(held_bytes(form, tensors) for _, form in own))
+    linear.stored = product
+    linear.product = product
+    empty_weight(linear)
+    return WeightPart(
+        sources=sources,
+        fill=partial(_hold, product=product, forms=own),
+        dtypes=tuple(sorted(dtypes)),
+        stacked=parts[0].stacked,
+        blocks=blocks,
+    )
+
+
+def _hold(
+    out: Tensor, *tensors: Tensor, product: HeldProduct, forms: Sequence[tuple[str, Form]]
+) -> None:
+    """Let a layer hold the stored tensors on the device of `out`, which is empty."""
+    rest = iter(tensors)
+    product.parts = tuple(_read(name, form, rest, out.device).copied() for name, form in forms)
 
 
 def _tell_unexpected(

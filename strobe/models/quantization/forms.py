@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from strobe.models.linear import StoredWeight
 from strobe.models.quantization.grouped import (
     GridWeight,
     GroupWeight,
-    StoredWeight,
     powers_of_two,
     unpacked,
 )

@@ -10,7 +10,7 @@ which weights are quantized.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from strobe.models.config_readers.fields import HINT, Fields
 from strobe.models.linear import Linear, LinearView
 from strobe.models.model_config import DecoderConfig, Quantization
+from strobe.models.quantization import detected
 from strobe.models.quantization.held import fill_bytes, hold, scale_at
+from strobe.models.quantization.rules import LINEAR, Rule, Rules, Scheme
 from strobe.models.weight_mapping import (
     FLOATS,
     Blocks,
@@ -58,21 +60,35 @@ def apply(
     tensors: CheckpointTensors,
     quantization: Quantization,
 ) -> WeightMapping:
-    """Hold experts in FP8, and dequantize other FP8 tensors when they are read. A linear layer is
-    held in FP8 only if all its tensors are stored in FP8, which is assumed without `tensors`."""
+    """Hold experts in FP8, and dequantize other FP8 tensors when they are read, unless layers keep
+    theirs as stored. A linear layer is held in FP8 only if all its tensors are stored in FP8, which
+    is assumed without `tensors`."""
+    kept: WeightMapping = {}
+    if quantization.held:
+        experts = {
+            f"{path}.weight"
+            for path, linear in module.named_modules()
+            if isinstance(linear, Linear) and linear.weight.ndim == 3
+        }
+        others = {name: parts for name, parts in mapping.items() if name not in experts}
+        by_block = Scheme(kind="float", bits=8, block=quantization.block)
+        # The dtypes decide, so that any layer may be unquantized: "" is part of every name.
+        rules = Rules(rules=(Rule(LINEAR, by_block),), ignored=("",), loose=True)
+        kept = detected.apply(module, others, tensors, replace(quantization, rules=rules))
+        mapping = {name: mapping[name] for name in experts}
     every = chain.from_iterable(part.sources for parts in mapping.values() for part in parts)
     dtypes = tensors.dtypes or dict.fromkeys(every, STORED)
     add_scales = partial(_with_scales, dtypes=dtypes, block=quantization.block)
     scaled = {name: [add_scales(part) for part in parts] for name, parts in mapping.items()}
     for path, linear in module.named_modules():
-        if isinstance(linear, Linear):
+        if isinstance(linear, Linear) and f"{path}.weight" in mapping:
             parts = mapping[f"{path}.weight"]
             sources = chain.from_iterable(part.sources for part in parts)
             if any(dtypes.get(name) != STORED for name in sources):
                 linear.fixed = True
             elif linear.weight.ndim == 3 and all(part.fill is copy for part in parts):
                 scaled |= _hold_blocks(path, linear, parts, quantization)
-    return scaled
+    return kept | scaled
 
 
 def experts_format(quantization: Quantization, inputs: int) -> Fp8Groups:

@@ -5,33 +5,18 @@ Legend: N outputs, K inputs, G groups of inputs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from strobe.models.linear import StoredWeight
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Sizes of the 4-bit floating-point values 0 to 7; 8 to 15 are their negatives."""
 _ROWS = 1024
 """Rows at a time: values are computed in float32."""
-
-
-class StoredWeight(Protocol):
-    """A quantized weight [N, K]."""
-
-    @property
-    def shape(self) -> tuple[int, int]: ...
-
-    @property
-    def scales(self) -> tuple[Tensor, ...]:
-        """All that its values are multiplied or divided by."""
-        ...
-
-    def rows(self, first: int, last: int) -> Tensor:
-        """Return the values of rows first to last - 1 in float32."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -78,6 +63,29 @@ class GroupWeight:
             return values
         return values / self.global_scale if self.is_divisor else values * self.global_scale
 
+    def copied(self) -> GroupWeight:
+        """See `StoredWeight`."""
+        return replace(
+            self,
+            codes=_copy(self.codes),
+            scale=_copy(self.scale),
+            zero=None if self.zero is None else _copy(self._small(self.zero)),
+            global_scale=None if self.global_scale is None else _copy(self.global_scale),
+        )
+
+    def _small(self, zero: Tensor) -> Tensor:
+        """Return zeros in the smallest dtype; those of 8 bits may be 256."""
+        return zero.to(torch.uint8 if self.bits < 8 else torch.int16)
+
+    def take(self, order: Tensor) -> GroupWeight:
+        """See `StoredWeight`."""
+        zero = None if self.zero is None else self.zero[order]
+        return replace(self, codes=self.codes[order], scale=_taken(self.scale, order), zero=zero)
+
+    def scaled(self, factor: float) -> GroupWeight:
+        """See `StoredWeight`."""
+        return replace(self, scale=self.scale.float() * factor)
+
     def _by_value(self, by_group: Tensor) -> Tensor:
         if self.index is not None:
             return by_group[:, self.index]
@@ -115,10 +123,40 @@ class GridWeight:
             values -= self._by_value(self.zero, first, last)
         return values.mul_(self._by_value(self.scale, first, last))
 
+    def copied(self) -> GridWeight:
+        """See `StoredWeight`."""
+        zero = None if self.zero is None else _copy(self.zero)
+        return replace(self, values=_copy(self.values), scale=_copy(self.scale), zero=zero)
+
+    def take(self, order: Tensor) -> GridWeight:
+        """See `StoredWeight`."""
+        rows = order // self.block[0]
+        return GridWeight(
+            values=_taken(self.values, order),
+            scale=_taken(self.scale, rows),
+            block=(1, self.block[1]),
+            zero=None if self.zero is None else self.zero[rows],
+        )
+
+    def scaled(self, factor: float) -> GridWeight:
+        """See `StoredWeight`."""
+        return replace(self, scale=self.scale.float() * factor)
+
     def _by_value(self, grid: Tensor, first: int, last: int) -> Tensor:
         index = torch.arange(first, last, device=grid.device) // self.block[0]
         by_row = grid.float()[index]
         return by_row.repeat_interleave(self.block[1], 1)[:, : self.values.shape[1]]
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _taken(tensor: Tensor, rows: Tensor) -> Tensor:
+    """Return rows of a tensor, which may be in FP8."""
+    if tensor.dtype.itemsize > 1:
+        return tensor[rows]
+    return tensor.view(torch.uint8)[rows].view(tensor.dtype)
 
 
 @cache

@@ -7,15 +7,21 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from strobe.kernels.coded import CodedWeight, Codes
 from strobe.kernels.gemm_table import Weight
 from strobe.kernels.unpack import PackedWeight
-from strobe.models.linear import AnyLinear, LinearView
+from strobe.models.linear import AnyLinear, LinearView, StoredWeight
 from strobe.models.quantization.fp8 import FP8_ROWS, Fp8Groups
+from strobe.models.quantization.grouped import GridWeight, GroupWeight
 from strobe.models.quantization.mxfp4 import BLOCK, Mxfp4
 
 
-def kernel_weight(linear: AnyLinear) -> Weight | PackedWeight | None:
+def kernel_weight(linear: AnyLinear) -> Weight | PackedWeight | CodedWeight | None:
     """Return the layer's weight for kernels, None if there is none for its format."""
+    if linear.stored is not None:
+        codes = [codes_of(part) for part in linear.stored.parts]
+        parts = tuple(part for part in codes if part is not None)
+        return CodedWeight(parts) if len(parts) == len(codes) else None
     weight = linear.weight
     scale = linear.scale
     stored = linear.format
@@ -31,6 +37,45 @@ def kernel_weight(linear: AnyLinear) -> Weight | PackedWeight | None:
     if isinstance(stored, Fp8Groups) and stored.group % 32 == 0:
         return PackedWeight(data=weight, scale=scale, inputs=inputs, group=stored.group)
     return None
+
+
+def codes_of(weight: StoredWeight) -> Codes | None:
+    """Return a stored weight for kernels, None if there is none for its form."""
+    if isinstance(weight, GridWeight):
+        return _grid_codes(weight)
+    if isinstance(weight, GroupWeight) and weight.bits in (4, 8):
+        return _group_codes(weight)
+    return None
+
+
+def _grid_codes(weight: GridWeight) -> Codes:
+    return Codes(
+        kind="e4m3" if weight.values.dtype == torch.float8_e4m3fn else "s8",
+        codes=weight.values.view(torch.uint8),
+        scale=weight.scale,
+        inputs=weight.shape[1],
+        group=weight.block[1],
+        rows=weight.block[0],
+        zero=weight.zero,
+    )
+
+
+def _group_codes(weight: GroupWeight) -> Codes:
+    kind = "e2m1" if weight.is_float else f"int{weight.bits}"
+    scale = weight.scale
+    is_fp8 = scale.dtype == torch.float8_e4m3fn
+    return Codes(
+        kind=kind,
+        codes=weight.codes,
+        scale=scale.view(torch.uint8) if is_fp8 else scale,
+        inputs=weight.inputs,
+        group=weight.group,
+        zero=weight.zero,
+        middle=2 ** (weight.bits - 1) if weight.zero is None else 0,
+        factor=None if weight.global_scale is None else weight.global_scale.reshape(1),
+        divides=weight.is_divisor,
+        index=weight.index,
+    )
 
 
 @runtime_checkable

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
+from pathlib import Path
+from typing import Protocol, TypeVar
 
 from torch import nn
 
+from strobe.hub.files import GGUF_LINK
 from strobe.models.config_readers.fields import Fields
 from strobe.models.linear import Format
-from strobe.models.model_config import DecoderConfig, Quantization
+from strobe.models.model_config import DecoderConfig, DraftConfig, Quantization, TargetConfig
 from strobe.models.quantization import awq, compressed_tensors, forms, fp8, gptq, modelopt, mxfp4
 from strobe.models.quantization.published import check_format, format_name, method_name
 from strobe.models.weight_mapping import CheckpointTensors, WeightMapping
@@ -59,6 +61,8 @@ HINT = (
 )
 
 
+Config = TypeVar("Config", TargetConfig, DraftConfig)
+
 UNUSED = {"compressed-tensors": forms.UNUSED, "modelopt": forms.UNUSED}
 """Suffixes of tensors that loading leaves out, by method."""
 
@@ -86,6 +90,20 @@ def apply_quantization(
     if quantization is None:
         return mapping
     return METHODS[quantization.method].apply(module, mapping, tensors, quantization)
+
+
+def hold_stored(config: Config, directory: Path) -> Config:
+    """Return a model's config whose linear layers keep quantized weights as stored. Raises
+    ValueError for GGUF files, of which none can be kept so."""
+    if (directory / GGUF_LINK).exists():
+        raise ValueError(
+            "weight_dtype is 'stored', but weights of GGUF files are dequantized while loading; "
+            "use weight_dtype auto, or int8 or int4 on a CPU."
+        )
+    quantization = config.quantization
+    if quantization is None:
+        return config
+    return replace(config, quantization=replace(quantization, held=True))
 
 
 def experts_format(quantization: Quantization, decoder: DecoderConfig) -> Format | None:

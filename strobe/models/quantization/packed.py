@@ -176,7 +176,7 @@ def packed_format(
         unsupported = "torch has no FBGEMM here, which needs a CPU with AVX2"
     if name in FORMATS and unsupported is not None:
         raise ValueError(f"weight_dtype is {name!r}, but {unsupported}; use weight_dtype auto.")
-    is_asked = name in FORMATS or (name == "auto" and dtype == torch.float32)
+    is_asked = name in FORMATS or (name in ("auto", "stored") and dtype == torch.float32)
     return wanted if is_asked and unsupported is None else None
 
 

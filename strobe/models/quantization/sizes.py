@@ -20,6 +20,9 @@ def weight_bytes(
         for parameter in part.parameters(recurse=False):
             kind = dtype if parameter.is_floating_point() else parameter.dtype
             total += parameter.numel() * kind.itemsize
+        if isinstance(part, Linear) and part.stored is not None:
+            total += part.stored.nbytes
+            continue
         if isinstance(part, Linear) and part.scale is not None:
             total += part.scale.nbytes
         if fp8 and isinstance(part, Linear) and not part.fixed:
@@ -32,3 +35,9 @@ def weight_bytes(
         decoder = module.config.decoder
         total += decoder.own_rows(module.config.head_rows) * (decoder.hidden_size + 4)
     return total
+
+
+def held_bytes(module: Target | DFlash) -> int:
+    """Return the bytes of the weights that a module's layers hold as stored."""
+    linears = (part for part in module.modules() if isinstance(part, Linear))
+    return sum(linear.stored.nbytes for linear in linears if linear.stored is not None)

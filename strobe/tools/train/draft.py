@@ -148,7 +148,7 @@ def new_draft(config: DraftConfig, target: Target, *, max_positions: int, seed: 
     Heads and convolutions start without effect.
     """
     config = replace(config, embedding_scale=target.config.embedding_scale)
-    draft = DFlash(config, target.embed_tokens.weight.float(), target.output.weight, max_positions)
+    draft = DFlash(config, target.embed_tokens.weight.float(), target.output, max_positions)
     generator = torch.Generator().manual_seed(seed)
     branches = 2 * config.decoder.num_layers
     with torch.no_grad():

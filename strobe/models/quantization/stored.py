@@ -1,0 +1,104 @@
+"""Linear layers whose weights stay as a checkpoint stores them.
+
+A value is dequantized whenever it is multiplied, and rounded once to the dtype of the rows, so that
+a product is that with the weight dequantized while loading. Legend: T rows, N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from strobe.models.linear import Linear, StoredWeight
+from strobe.models.quantization.forms import EXPONENTS, Form
+from strobe.models.quantization.grouped import fill_dequantized
+from strobe.models.weight_mapping import CheckpointTensors
+
+BYTES = {
+    "BF16": 2,
+    "F16": 2,
+    "F32": 4,
+    "F8_E4M3": 1,
+    "F8_E8M0": 1,
+    "I8": 1,
+    "I32": 4,
+    "I64": 8,
+    "U8": 1,
+}
+"""Of a value, by safetensors' names of dtypes."""
+ZEROS = ("zero_point", "qzeros")
+
+
+class HeldProduct:
+    """The product of a linear layer with weights that are held as stored.
+
+    parts: weights whose outputs follow one another; empty before loading. nbytes: of the tensors
+    that they are read from."""
+
+    def __init__(self, linear: Linear, nbytes: int):
+        self.linear = linear
+        self.nbytes = nbytes
+        self.parts: tuple[StoredWeight, ...] = ()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, K] -> x Wᵀ + bias [T, N]."""
+        y = torch.cat([F.linear(x, self._dense(part, x.dtype)) for part in self.parts], -1)
+        bias = self.linear.bias
+        return y if bias is None else y + bias
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight [N, K] in dtype."""
+        return torch.cat([self._dense(part, dtype) for part in self.parts])
+
+    def reorder(self, order: Tensor) -> None:
+        """See `Linear.reorder`. Raises ValueError if outputs would leave their part."""
+        parts = list[StoredWeight]()
+        first = 0
+        for part in self.parts:
+            own = order[first : first + part.shape[0]] - first
+            if int(own.min()) < 0 or int(own.max()) >= len(own):
+                raise ValueError("Outputs are reordered beyond a stored weight; this is an error.")
+            parts.append(part.take(own))
+            first += len(own)
+        self.parts = tuple(parts)
+
+    def multiply(self, first: int, factor: float) -> None:
+        """See `Linear.multiply`. `first` begins a part."""
+        parts = list[StoredWeight]()
+        start = 0
+        for part in self.parts:
+            parts.append(part.scaled(factor) if start >= first else part)
+            start += part.shape[0]
+        self.parts = tuple(parts)
+
+    @staticmethod
+    def _dense(part: StoredWeight, dtype: torch.dtype) -> Tensor:
+        out = torch.empty(part.shape, dtype=dtype, device=part.scales[0].device)
+        fill_dequantized(out, part)
+        return out
+
+
+def held_bytes(form: Form, tensors: CheckpointTensors) -> int:
+    """Return the bytes of a weight that is held: those of its tensors, but zeros are unpacked to a
+    byte each, scales that are powers of two become float32, and groups of inputs int64."""
+    total = 0
+    for name, shape in form.sources.items():
+        dtype = tensors.dtypes[name]
+        size = prod(shape) * BYTES[dtype]
+        if name.endswith(ZEROS) and dtype == "I32":
+            size *= 8 // form.scheme.bits
+        elif name.endswith("scale") and dtype in EXPONENTS:
+            size *= 4
+        elif name.endswith("g_idx"):
+            size = prod(shape) * 8
+        total += size
+    return total
+
+
+def empty_weight(linear: Linear) -> None:
+    """Make a layer on the meta device have no weight of its own."""
+    empty = torch.empty(0, dtype=linear.weight.dtype, device=linear.weight.device)
+    linear.weight = nn.Parameter(empty, requires_grad=False)

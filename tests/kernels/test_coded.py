@@ -1,0 +1,135 @@
+"""Products with weights in codes equal those with the weights' values, in every stored form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from test_expert_kernels import NEEDS_GPU
+from torch import Tensor
+
+from strobe.kernels.coded import BLOCK_K, CodedWeight, coded_gemm, dequantized
+from strobe.kernels.linear import Gemms
+from strobe.kernels.operands import Epilogue, Input, RowNorm
+from strobe.models.linear import StoredWeight
+from strobe.models.quantization.grouped import GridWeight, GroupWeight
+from strobe.models.quantization.kernel_weights import codes_of
+
+N = 72
+K = 2 * BLOCK_K + 32
+
+
+def _noise() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+def grouped(bits: int = 4, group: int = 32) -> GroupWeight:
+    """Codes with a scale in bfloat16 per group."""
+    noise = _noise()
+    codes = torch.randint(0, 256, (N, K * bits // 8), generator=noise, dtype=torch.uint8)
+    scale = torch.rand(N, K // group, generator=noise).bfloat16() / 50
+    return GroupWeight(codes=codes, scale=scale, bits=bits, group=group, inputs=K)
+
+
+def with_zeros(weight: GroupWeight) -> GroupWeight:
+    zero = torch.randint(0, 2**weight.bits, weight.scale.shape, generator=_noise())
+    return replace(weight, zero=zero.to(torch.uint8))
+
+
+def nvfp4(*, is_divisor: bool) -> GroupWeight:
+    scale = torch.rand(N, K // 16, generator=_noise()).to(torch.float8_e4m3fn)
+    factor = torch.tensor(23.7 if is_divisor else 1 / 23.7)
+    weight = replace(grouped(group=16), scale=scale, is_float=True)
+    return replace(weight, global_scale=factor, is_divisor=is_divisor)
+
+
+def mxfp4() -> GroupWeight:
+    exponents = torch.randint(-9, -3, (N, K // 32), generator=_noise())
+    return replace(grouped(), scale=2.0 ** exponents.float(), is_float=True)
+
+
+def by_activations() -> GroupWeight:
+    return replace(with_zeros(grouped()), index=torch.arange(K) % (K // 32))
+
+
+def grid(block: tuple[int, int], *, dtype: torch.dtype = torch.float8_e4m3fn) -> GridWeight:
+    values = torch.randn(N, K, generator=_noise()).mul(30).clamp(-120, 120).to(dtype)
+    shape = (-(-N // block[0]), -(-K // block[1]))
+    return GridWeight(values=values, scale=torch.rand(shape, generator=_noise()) / 99, block=block)
+
+
+WEIGHTS: dict[str, Callable[[], StoredWeight]] = {
+    "int4": grouped,
+    "int4 with zeros": lambda: with_zeros(grouped()),
+    "int4 by activations": by_activations,
+    "int8 with zeros": lambda: with_zeros(grouped(bits=8)),
+    "NVFP4": lambda: nvfp4(is_divisor=False),
+    "NVFP4 with a divisor": lambda: nvfp4(is_divisor=True),
+    "MXFP4": mxfp4,
+    "FP8 by rows": lambda: grid((1, K)),
+    "FP8 by blocks": lambda: grid((64, 128)),
+    "FP8 with one scale": lambda: grid((N, K)),
+    "int8 by rows": lambda: grid((1, K), dtype=torch.int8),
+}
+
+
+def on(device: torch.device, weight: StoredWeight) -> StoredWeight:
+    values = {n: v.to(device) for n, v in vars(weight).items() if isinstance(v, Tensor)}
+    return replace(weight, **values)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+@pytest.fixture(params=WEIGHTS)
+def weight(request: pytest.FixtureRequest, device: torch.device) -> StoredWeight:
+    return on(device, WEIGHTS[request.param]())
+
+
+def codes(*weights: StoredWeight) -> CodedWeight:
+    parts = [codes_of(weight) for weight in weights]
+    assert None not in parts
+    return CodedWeight(tuple(part for part in parts if part is not None))
+
+
+# Triton's interpreter rounds float32 to bfloat16 towards zero.
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float16, torch.float32, pytest.param(torch.bfloat16, marks=NEEDS_GPU)],
+)
+def test_values_are_those_of_plain_torch(weight: StoredWeight, dtype: torch.dtype):
+    (part,) = codes(weight).parts
+    expected = weight.rows(0, N).to(dtype)
+    torch.testing.assert_close(dequantized(part, dtype), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 129])
+def test_products_equal_those_with_the_values(weight: StoredWeight, rows: int):
+    device = weight.scales[0].device
+    x = torch.randn(rows, K, generator=_noise()).to(device)
+    y = coded_gemm(x, codes(weight, weight))
+    expected = torch.cat([x @ weight.rows(0, N).t()] * 2, 1)
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_a_row_does_not_depend_on_the_rows_beside_it(device: torch.device):
+    weight = codes(on(device, grouped()))
+    x = torch.randn(9, K, generator=_noise()).to(device)
+    assert torch.equal(coded_gemm(x, weight)[3:4], coded_gemm(x[3:4].contiguous(), weight))
+
+
+def test_norm_bias_gate_and_residual_go_around_the_product(device: torch.device):
+    stored = on(device, grouped())
+    dense = stored.rows(0, N)
+    x = torch.randn(3, K, generator=_noise()).to(device)
+    gain = torch.rand(K, generator=_noise()).to(device)
+    residual = torch.randn(3, N // 2, generator=_noise()).to(device)
+    bias = torch.randn(N, generator=_noise()).to(device)
+    y = Gemms(device, torch.float32).linear(
+        Input(rows=x, norm=RowNorm(gain, 1e-6)),
+        codes(stored),
+        Epilogue(bias=bias, activation="silu", residual=residual),
+    )
+    normed = x * (x.square().mean(1, keepdim=True) + 1e-6).rsqrt() * gain
+    gate, up = (normed @ dense.t() + bias).chunk(2, 1)
+    expected = residual + torch.nn.functional.silu(gate) * up
+    torch.testing.assert_close(y, expected, rtol=1e-3, atol=1e-3)
