@@ -46,13 +46,11 @@ from strobe.server.openai.openapi import Post, describe
 from strobe.server.openai.protocol import response_bodies as answers
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.completion_request import CompletionRequest
-from strobe.server.openai.protocol.infill_request import Infill, InfillRequest
+from strobe.server.openai.protocol.infill_request import InfillRequest
 from strobe.server.openai.protocol.responses_request import InputTokensRequest, ResponsesRequest
 from strobe.server.openai.protocol.token_requests import (
     DetokenizeRequest,
-    DetokenizeResponse,
     TokenizeRequest,
-    TokenizeResponse,
 )
 from strobe.server.openai.replies import Codec
 from strobe.server.openai.responses import input_tokens, responses
@@ -88,7 +86,7 @@ POSTS: dict[Handler, Post] = {
         path="/infill",
         summary="The text between a prefix and a suffix, in llama.cpp's form.",
         request_model=InfillRequest,
-        response_model=Infill,
+        response_model=answers.Infill,
     ),
     responses: Post(
         path="/v1/responses",
@@ -143,13 +141,13 @@ POSTS: dict[Handler, Post] = {
         path="/tokenize",
         summary="Token ids of a text or a conversation.",
         request_model=TokenizeRequest,
-        response_model=TokenizeResponse,
+        response_model=answers.TokenizeResponse,
     ),
     detokenize: Post(
         path="/detokenize",
         summary="The text of token ids.",
         request_model=DetokenizeRequest,
-        response_model=DetokenizeResponse,
+        response_model=answers.DetokenizeResponse,
     ),
     markdown: Post(
         path="/markdown",

@@ -106,11 +106,11 @@ class _GetEndpoints:
 
     async def load(self) -> answers.Load:
         """The number of answers in progress or waiting."""
-        return answers.Load(server_load=self._serving.client.num_open)
+        return {"server_load": self._serving.client.num_open}
 
     async def show_version(self) -> answers.Version:
         """The version of Strobe."""
-        return answers.Version(version=__version__)
+        return {"version": __version__}
 
     async def docs(self) -> Response:
         return HTMLResponse(api_page(self._app.openapi()))
@@ -133,7 +133,8 @@ class _GetEndpoints:
         """The names of the served model."""
         try:
             cards = [_card(self._serving, name) for name in self._serving.names]
-            return JSONResponse({"object": "list", "data": cards})
+            body: answers.ModelList = {"object": "list", "data": cards}
+            return JSONResponse(body)
         except Exception as error:
             return replies.error_response(self._serving, http, error)
 
@@ -155,10 +156,14 @@ class _GetEndpoints:
             facts = self._serving.facts
             settings = asdict(self._serving.settings)
             settings["api_key"] = len(self._serving.settings.api_key)
-            parts = {"engine": facts._asdict(), "config": asdict(self._serving.client.config)}
-            info = {"version": __version__, **parts, "server": settings}
-            info["template"] = _template(self._serving)
-            return JSONResponse(_plain(info))
+            info: answers.ServerInfo = {
+                "version": __version__,
+                "engine": _plain(facts._asdict()),
+                "config": _plain(asdict(self._serving.client.config)),
+                "server": _plain(settings),
+                "template": _template(self._serving),
+            }
+            return JSONResponse(info)
         except Exception as error:
             return replies.error_response(self._serving, http, error)
 
@@ -191,7 +196,7 @@ class _ResponseEndpoints:
         return await stored_responses.input_items(self._serving, http)
 
 
-def _card(serving: Serving, name: str) -> dict[str, Any]:
+def _card(serving: Serving, name: str) -> answers.ModelCard:
     return {
         "id": name,
         "object": "model",
@@ -202,12 +207,12 @@ def _card(serving: Serving, name: str) -> dict[str, Any]:
     }
 
 
-def _template(serving: Serving) -> dict[str, Any]:
+def _template(serving: Serving) -> answers.TemplateInfo:
     forms = serving.formats
     reads = serving.template_reads
     return {
-        "reasoning": forms.reasoning and forms.reasoning.name,
-        "tools": forms.tools and forms.tools.name,
+        "reasoning": None if forms.reasoning is None else forms.reasoning.name,
+        "tools": None if forms.tools is None else forms.tools.name,
         "variables": None if reads is None else sorted(reads),
     }
 

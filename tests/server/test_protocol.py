@@ -24,6 +24,7 @@ from strobe.server.openai.protocol.request_errors import FieldError, to_field_er
 from strobe.server.openai.protocol.responses_request import ResponsesRequest
 from strobe.server.schema.base import RequestModel
 from strobe.server.schema.rules import NO_EFFECT, UNSUPPORTED
+from tests.server.support.answer_checks import check_body
 from tests.server.support.request_bodies import (
     GENERATING,
     NAMED,
@@ -185,7 +186,7 @@ def test_missing_field_is_named():
 def test_error_object_is_openais():
     body = error_body(ApiError(429, "The queue is full.", code="queue_full"))
     assert body["error"]["type"] == "rate_limit_error"
-    answers.ErrorResponse.model_validate(body)
+    check_body(answers.ErrorResponse, body)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from strobe.server.openai.errors import TYPES
 from strobe.server.openai.protocol import response_bodies as answers
 from strobe.server.openai.protocol.items import EVERY_ITEM, ITEM_FIELDS
 from strobe.server.openai.protocol.responses_request import ResponsesStreamOptions
-from strobe.server.openai.protocol.token_requests import DetokenizeResponse, TokenizeResponse
 from strobe.server.page import files as page_files
 from strobe.server.page.endpoints import MarkdownBlock, MarkdownResponse
 from strobe.server.schema.base import RequestModel, StreamOptions
@@ -30,6 +29,7 @@ from strobe.server.schema.messages import (
 from strobe.server.schema.rules import NO_EFFECT, UNSUPPORTED
 from strobe.server.schema.sampling import SamplingFields
 from strobe.server.schema.tools import FUNCTION_FIELDS
+from tests.server.support.answer_checks import check_body
 from tests.server.support.request_bodies import GENERATING, SMALLEST
 from tests.server.support.scripted_server import Script, app
 
@@ -92,12 +92,12 @@ def test_page_lists_every_object_field(place: str, page: str):
     [
         MESSAGE_FIELDS, PART_FIELDS, TOOL_CALL_FIELDS, FUNCTION_FIELDS, KINDS, SINGLE_FIELDS,
         JSON_SCHEMA_FIELDS, EVERY_ITEM, *ITEM_FIELDS.items(),
-        SpeculationReport.__annotations__, answers.Step.model_fields,
-        answers.ModelCard.model_fields,
-        TokenizeResponse.model_fields, DetokenizeResponse.model_fields,
+        SpeculationReport.__annotations__, answers.Step.__annotations__,
+        answers.ModelCard.__annotations__,
+        answers.TokenizeResponse.__annotations__, answers.DetokenizeResponse.__annotations__,
         MarkdownResponse.model_fields, MarkdownBlock.model_fields,
-        answers.CompletionLogprobs.model_fields, TokenLogprob.__annotations__,
-        answers.PromptLogprob.model_fields, answers.ErrorDetail.model_fields,
+        answers.CompletionLogprobs.__annotations__, TokenLogprob.__annotations__,
+        answers.PromptLogprob.__annotations__, answers.ErrorDetail.__annotations__,
     ],
     ids=str,
 )  # fmt: skip
@@ -163,10 +163,10 @@ def test_openai_client_parses_the_examples():
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     message = {"role": "assistant", "content": "a", "tool_calls": [call], "refusal": None}
     choice = {"index": 0, "message": message, "finish_reason": "stop",
-              "logprobs": {"content": [token], "refusal": None}}  # fmt: skip
+              "stop_reason": None, "logprobs": {"content": [token]}}  # fmt: skip
     delta = {"role": "assistant", "content": "a",
              "tool_calls": [{"index": 0, "function": {"name": "f", "arguments": ""}}]}  # fmt: skip
-    step = {"tokens": [["a", False]], "drafted": 0, "accepted": 0}
+    step = {"tokens": [("a", False)], "drafted": 0, "accepted": 0}
     lists = {"tokens": ["a"], "token_logprobs": [-0.5], "top_logprobs": [{"a": -0.5}],
              "text_offset": [0]}  # fmt: skip
     text = {"index": 0, "text": "a", "finish_reason": "length", "logprobs": lists}
@@ -179,13 +179,17 @@ def test_openai_client_parses_the_examples():
              "tools": [], "text": {"format": {"type": "text"}},
              "usage": {"input_tokens": 1, "output_tokens": 1, "total_tokens": 2,
                        "input_tokens_details": {}, "output_tokens_details": {}}}  # fmt: skip
-    chunk = {"index": 0, "delta": delta, "finish_reason": None, "step": step}
+    chunk = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None, "step": step}
+    completion = {**head, "object": "chat.completion", "choices": [choice]}
+    completion_chunk = {**head, "object": "chat.completion.chunk", "choices": [chunk]}
+    text_completion = {**head, "object": "text_completion", "choices": [text]}
 
-    pairs: list[tuple[type[BaseModel], type[BaseModel], dict[str, Any]]] = [
-        (answers.ChatCompletion, ChatCompletion, {**head, "choices": [choice]}),
-        (answers.ChatCompletionChunk, ChatCompletionChunk, {**head, "choices": [chunk]}),
-        (answers.Completion, Completion, {**head, "choices": [text]}),
-        (answers.Response, Response, reply),
+    pairs: list[tuple[Any, type[BaseModel], dict[str, Any]]] = [
+        (answers.ChatCompletion, ChatCompletion, completion),
+        (answers.ChatCompletionChunk, ChatCompletionChunk, completion_chunk),
+        (answers.Completion, Completion, text_completion),
     ]
     for ours, theirs, value in pairs:
-        theirs.model_validate(ours.model_validate(value).model_dump(mode="json"))
+        check_body(ours, value)
+        theirs.model_validate(value)
+    Response.model_validate(answers.Response.model_validate(reply).model_dump(mode="json"))

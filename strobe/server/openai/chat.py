@@ -15,12 +15,27 @@ from strobe.request import TokenLogprob
 from strobe.sampling_params import Speculation
 from strobe.server.generation import bodies
 from strobe.server.openai import replies
-from strobe.server.openai.chunks import ChunkCodec, last_chunk
+from strobe.server.openai.chunks import ChunkCodec, last_fields, reports_usage
 from strobe.server.openai.constraints import schema_warnings, structured_outputs
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.conversation import Conversation
 from strobe.server.openai.protocol.converted import ConvertedRequest
 from strobe.server.openai.protocol.request_errors import FieldError, counted
+from strobe.server.openai.protocol.response_bodies import (
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatDelta,
+    ChatMessage,
+    ChunkHead,
+    FinishReason,
+    FirstChunk,
+    FunctionCall,
+    Origin,
+    ToolCall,
+    ToolCallDelta,
+)
 from strobe.server.openai.replies import Event
 from strobe.server.openai.runs import (
     ChoiceState,
@@ -34,9 +49,6 @@ from strobe.server.parsers import Parser, Segment, Tool, make_parser, text_of
 from strobe.server.parsers.call_arguments import read_object
 from strobe.server.serving import Formats, Serving
 from strobe.text.tokenizer import RenderedChat, Tokenizer
-
-REASONING_NAMES = ("reasoning_content", "reasoning")
-"""Reasoning is sent under both names: DeepSeek's, which is widely read, and vLLM's newer one."""
 
 
 @dataclass(frozen=True)
@@ -223,29 +235,35 @@ class ToolCallCollector:
 
     def __init__(self, *, parallel: bool):
         self.parallel = parallel
-        self.calls: list[dict[str, Any]] = []
+        self.calls: list[ToolCall] = []
 
     @property
     def is_complete(self) -> bool:
         """Whether there are calls and the last one is complete, not cut by a stop string."""
         return bool(self.calls) and read_object(self.calls[-1]["function"]["arguments"]) is not None
 
-    def take(self, segments: list[Segment]) -> list[dict[str, Any]]:
+    def take(self, segments: list[Segment]) -> list[ToolCallDelta]:
         """Add the calls' segments and return them in OpenAI's format; without `parallel`, only the
         first call's."""
-        sent: list[dict[str, Any]] = []
+        sent: list[ToolCallDelta] = []
         for segment in segments:
             if segment.kind != "call" or (segment.call and not self.parallel):
                 continue
             if segment.name is not None:
-                function = {"name": segment.name, "arguments": segment.text}
-                call = {"id": f"call_{secrets.token_hex(12)}", "type": "function"}
-                self.calls.append({**call, "function": dict(function)})
-                sent.append({"index": segment.call, **call, "function": function})
+                function: FunctionCall = {"name": segment.name, "arguments": segment.text}
+                name = f"call_{secrets.token_hex(12)}"
+                self.calls.append({"id": name, "type": "function", "function": function})
+                sent.append(
+                    {
+                        "index": segment.call,
+                        "id": name,
+                        "type": "function",
+                        "function": {**function},
+                    }
+                )
             else:
                 self.calls[segment.call]["function"]["arguments"] += segment.text
-                function = {"arguments": segment.text}
-                sent.append({"index": segment.call, "function": function})
+                sent.append({"index": segment.call, "function": {"arguments": segment.text}})
         return sent
 
 
@@ -254,24 +272,26 @@ class AssistantMessage:
     """One answer in the format of OpenAI's message."""
 
     calls: ToolCallCollector
+    shows_reasoning: bool = True
     content: str = ""
     reasoning: str = ""
     begun: bool = False
     logprobs: list[bodies.TokenLogprob] = field(default_factory=list[bodies.TokenLogprob])
 
-    def take(self, progress: Progress) -> dict[str, Any]:
+    def take(self, progress: Progress) -> ChatDelta:
         """Add a step's progress. Returns its delta."""
         content = text_of(progress.segments, "content")
         reasoning = text_of(progress.segments, "reasoning")
         self.content += content
         self.reasoning += reasoning
-        delta: dict[str, Any] = {}
+        delta: ChatDelta = {}
         if not self.begun:
             self.begun = True
             delta["role"] = "assistant"
             delta["content"] = ""
-        if reasoning:
-            delta |= dict.fromkeys(REASONING_NAMES, reasoning)
+        if reasoning and self.shows_reasoning:
+            delta["reasoning_content"] = reasoning
+            delta["reasoning"] = reasoning
         if content:
             delta["content"] = content
         calls = self.calls.take(progress.segments)
@@ -279,19 +299,18 @@ class AssistantMessage:
             delta["tool_calls"] = calls
         return delta
 
-    def finish_reason(self, choice: ChoiceState) -> str | None:
+    def finish_reason(self, choice: ChoiceState) -> FinishReason | None:
         reason = choice.output.finish_reason
         return "tool_calls" if reason == "stop" and self.calls.is_complete else reason
 
-    def as_dict(self, *, reasoning: bool) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
-        message["content"] = self.content or None
+    def as_dict(self) -> ChatMessage:
+        message: ChatMessage = {"role": "assistant", "content": self.content, "refusal": None}
         if self.calls.calls:
+            message["content"] = self.content or None
             message["tool_calls"] = self.calls.calls
-        else:
-            message["content"] = self.content
-        if reasoning and self.reasoning:
-            message |= dict.fromkeys(REASONING_NAMES, self.reasoning)
+        if self.reasoning and self.shows_reasoning:
+            message["reasoning_content"] = self.reasoning
+            message["reasoning"] = self.reasoning
         return message
 
 
@@ -313,17 +332,28 @@ class ChatCodec(ChunkCodec):
         self.run = run
         self.report = report
         self.id = f"chatcmpl-{prepared.job.request_id}"
-        self.created = int(time.time())
-        self.head = self._head("chat.completion.chunk")
-        self.first = self._first()
+        self.origin: Origin = {
+            "created": int(time.time()),
+            "model": prepared.name,
+            "system_fingerprint": serving.fingerprint,
+        }
+        self.head: ChunkHead = {
+            "id": self.id,
+            "object": "chat.completion.chunk",
+            **self.origin,
+        }
+        self.first: FirstChunk = self._first()
         self.messages = [
-            AssistantMessage(calls=ToolCallCollector(parallel=request.allows_several_calls))
+            AssistantMessage(
+                calls=ToolCallCollector(parallel=request.allows_several_calls),
+                shows_reasoning=request.include_reasoning,
+            )
             for _ in run.choices
         ]
 
-    def _first(self) -> dict[str, Any]:
+    def _first(self) -> FirstChunk:
         """Return the fields of the first chunk alone."""
-        first: dict[str, Any] = {}
+        first: FirstChunk = {}
         if self.request.return_token_ids:
             first["prompt_token_ids"] = self.prepared.job.prompt_ids
         if self.prepared.warnings:
@@ -337,7 +367,7 @@ class ChatCodec(ChunkCodec):
             entry = self._chunk(progress)
             if entry is None:
                 continue
-            chunk = {**self.head, **self.first, "choices": [entry]}
+            chunk: ChatCompletionChunk = {**self.head, **self.first, "choices": [entry]}
             self.first = {}
             if options is not None and options.include_usage:
                 chunk["usage"] = usage(self.runs) if options.continuous_usage_stats else None
@@ -345,21 +375,21 @@ class ChatCodec(ChunkCodec):
         return chunks
 
     def end(self) -> list[Event]:
-        options = self.request.stream_options
-        if not self.report and (options is None or not options.include_usage):
+        if not reports_usage(self.report, self.request.stream_options):
             return []
-        return [last_chunk(self.head, self.runs)]
+        last: ChatCompletionChunk = {**self.head, **last_fields(self.runs)}
+        return [last]
 
-    def body(self) -> Event:
+    def body(self) -> ChatCompletion:
         tokenizer = self.serving.tokenizer
         request = self.request
-        choices: list[dict[str, Any]] = []
+        choices: list[ChatChoice] = []
         for choice, message in zip(self.run.choices, self.messages, strict=True):
-            entry: dict[str, Any] = {
+            entry: ChatChoice = {
                 "index": choice.index,
-                "message": message.as_dict(reasoning=request.include_reasoning),
+                "message": message.as_dict(),
                 "logprobs": None,
-                "finish_reason": message.finish_reason(choice),
+                "finish_reason": message.finish_reason(choice) or "abort",
                 "stop_reason": choice.output.stop_reason,
             }
             if request.logprobs:
@@ -367,28 +397,35 @@ class ChatCodec(ChunkCodec):
             if request.return_token_ids:
                 entry["token_ids"] = choice.output.token_ids
             choices.append(entry)
-        body = {**self._head("chat.completion"), "choices": choices, "usage": usage(self.runs)}
+        body: ChatCompletion = {
+            "id": self.id,
+            "object": "chat.completion",
+            **self.origin,
+            "choices": choices,
+            "usage": usage(self.runs),
+        }
         if self.run.prompt_logprobs is not None:
             body["prompt_logprobs"] = replies.prompt_logprobs(self.run.prompt_logprobs, tokenizer)
         if request.return_token_ids:
             body["prompt_token_ids"] = self.prepared.job.prompt_ids
-        return body | replies.extras(self.runs, self.report, self.prepared.warnings)
+        return {**body, **replies.extras(self.runs, self.report, self.prepared.warnings)}
 
-    def _chunk(self, progress: Progress) -> dict[str, Any] | None:
+    def _chunk(self, progress: Progress) -> ChatChunkChoice | None:
         """Return a chunk's choice, None if there is nothing to send."""
         request = self.request
         choice = progress.choice
         message = self.messages[choice.index]
         begun = message.begun
         delta = message.take(progress)
-        if not request.include_reasoning:
-            for name in REASONING_NAMES:
-                delta.pop(name, None)
         if not begun and request.echo_text:
             delta["content"] = request.echo_text + delta.get("content", "")
             message.content = request.echo_text + message.content
-        entry: dict[str, Any] = {"index": choice.index, "delta": delta, "logprobs": None}
-        entry["finish_reason"] = message.finish_reason(choice) if progress.finished else None
+        entry: ChatChunkChoice = {
+            "index": choice.index,
+            "delta": delta,
+            "logprobs": None,
+            "finish_reason": message.finish_reason(choice) if progress.finished else None,
+        }
         if progress.finished:
             entry["stop_reason"] = choice.output.stop_reason
         if request.logprobs and progress.delta.logprobs:
@@ -401,15 +438,6 @@ class ChatCodec(ChunkCodec):
             entry["step"] = step_of(progress.delta, self.serving.tokenizer)
         filled = delta or progress.finished or entry["logprobs"] or len(entry) > 4
         return entry if filled else None
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.prepared.name,
-            "system_fingerprint": self.serving.fingerprint,
-        }
 
     def _logprobs(self, entries: list[TokenLogprob]) -> list[bodies.TokenLogprob]:
         as_ids = self.request.return_tokens_as_token_ids

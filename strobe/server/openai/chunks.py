@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from typing_extensions import TypedDict
+
+from strobe.server.generation.bodies import SpeculationReport
 from strobe.server.generation.errors import ApiError
 from strobe.server.openai.errors import error_body
+from strobe.server.openai.protocol.response_bodies import Usage
 from strobe.server.openai.replies import Codec, Event
 from strobe.server.openai.runs import PromptRun, speculation, usage
+from strobe.server.schema.base import StreamOptions
 
 DONE = b"data: [DONE]\n\n"
 
@@ -22,6 +27,20 @@ class ChunkCodec(Codec):
         return [error_body(error)]
 
 
-def last_chunk(head: dict[str, Any], runs: Sequence[PromptRun]) -> Event:
-    """Return the chunk without choices, which has the usage. head: the chunks' first fields."""
-    return {**head, "choices": [], "usage": usage(runs), "speculation": speculation(runs)}
+class _LastChunk(TypedDict):
+    """The chunk without choices."""
+
+    choices: list[Any]
+    usage: Usage
+    speculation: SpeculationReport
+
+
+def last_fields(runs: Sequence[PromptRun]) -> _LastChunk:
+    """Return the fields of the chunk without choices, which has the usage."""
+    return {"choices": [], "usage": usage(runs), "speculation": speculation(runs)}
+
+
+def reports_usage(report: bool, options: StreamOptions | None) -> bool:
+    """Whether a stream ends with a chunk that has the usage. report: whether the client asks for a
+    speculation report."""
+    return report or (options is not None and options.include_usage)

@@ -5,17 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fastapi import Request
 
 from strobe.request import TokenLogprob
 from strobe.server.openai import replies
-from strobe.server.openai.chunks import ChunkCodec, last_chunk
+from strobe.server.openai.chunks import ChunkCodec, last_fields, reports_usage
 from strobe.server.openai.infill_prompt import end_ids, infill_ids
 from strobe.server.openai.protocol.completion_request import CompletionRequest
 from strobe.server.openai.protocol.infill_request import InfillRequest
 from strobe.server.openai.protocol.request_errors import FieldError
+from strobe.server.openai.protocol.response_bodies import (
+    Completion,
+    CompletionChoice,
+    CompletionHead,
+    CompletionLogprobs,
+)
 from strobe.server.openai.replies import Event
 from strobe.server.openai.runs import (
     ChoiceState,
@@ -151,7 +157,7 @@ class CompletionCodec(ChunkCodec):
         self.prompts = started.prompts
         self.report = report
         self.warnings = request.warnings()
-        self.head = {
+        self.head: CompletionHead = {
             "id": f"cmpl-{started.request_id}",
             "object": "text_completion",
             "created": int(time.time()),
@@ -160,20 +166,24 @@ class CompletionCodec(ChunkCodec):
         }
         self._logprobs: dict[tuple[int, int], LogprobsBuilder] = {}
 
-    def body(self) -> Event:
-        choices: list[dict[str, Any]] = []
+    def body(self) -> Completion:
+        choices: list[CompletionChoice] = []
         for place, run in enumerate(self.runs):
             for choice in _best_choices(run.choices, self.request.n):
                 choices.append(self._choice(place, choice, len(choices)))
-        body = {**self.head, "choices": choices, "usage": usage(self.runs)}
-        return body | replies.extras(self.runs, self.report, self.warnings)
+        return {
+            **self.head,
+            "choices": choices,
+            "usage": usage(self.runs),
+            **replies.extras(self.runs, self.report, self.warnings),
+        }
 
-    def _choice(self, place: int, choice: ChoiceState, index: int) -> dict[str, Any]:
+    def _choice(self, place: int, choice: ChoiceState, index: int) -> CompletionChoice:
         request = self.request
         run = self.runs[place]
         prompt = self.prompts[place]
         text = (prompt.text if request.echo else "") + choice.output.text
-        entry: dict[str, Any] = {
+        entry: CompletionChoice = {
             "index": index,
             "text": text,
             "logprobs": None,
@@ -216,12 +226,12 @@ class CompletionCodec(ChunkCodec):
         return [chunk for chunk in chunks if chunk is not None]
 
     def end(self) -> list[Event]:
-        options = self.request.stream_options
-        if not self.report and (options is None or not options.include_usage):
+        if not reports_usage(self.report, self.request.stream_options):
             return []
-        return [last_chunk(self.head, self.runs)]
+        last: Completion = {**self.head, **last_fields(self.runs)}
+        return [last]
 
-    def _chunk(self, place: int, progress: Progress) -> Event | None:
+    def _chunk(self, place: int, progress: Progress) -> Completion | None:
         """Return a chunk, None if there is nothing to send."""
         request = self.request
         prompt = self.prompts[place]
@@ -234,7 +244,7 @@ class CompletionCodec(ChunkCodec):
             self._logprobs[place, choice.index] = LogprobsBuilder()
             if request.echo:
                 text = prompt.text + text
-        entry: dict[str, Any] = {
+        entry: CompletionChoice = {
             "index": place * request.n + choice.index,
             "text": text,
             "logprobs": None,
@@ -255,7 +265,7 @@ class CompletionCodec(ChunkCodec):
                 entry["prompt_token_ids"] = prompt.ids
         if self.report:
             entry["step"] = step_of(delta, self.serving.tokenizer)
-        chunk: dict[str, Any] = {**self.head, "choices": [entry]}
+        chunk: Completion = {**self.head, "choices": [entry]}
         if first and self.warnings:
             chunk["warnings"] = self.warnings
         if options is not None and options.include_usage:
@@ -300,7 +310,7 @@ class LogprobsBuilder:
             return f"token_id:{token}"
         return codec.serving.tokenizer.token_text(token)
 
-    def since(self, start: int) -> dict[str, Any]:
+    def since(self, start: int) -> CompletionLogprobs:
         """Return the object of the tokens after the first `start`."""
         return {
             "tokens": self.tokens[start:],

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from strobe.server.generation.errors import ApiError
+from strobe.server.openai.protocol.response_bodies import ErrorDetail, ErrorResponse
 
 TYPES: Mapping[int, str] = {
     400: "invalid_request_error",
@@ -26,9 +26,9 @@ TYPES: Mapping[int, str] = {
 """The error object's `type` for each HTTP error status."""
 
 
-def error_body(error: ApiError, request_id: str | None = None) -> dict[str, Any]:
+def error_body(error: ApiError, request_id: str | None = None) -> ErrorResponse:
     """Return OpenAI's error object, also for a chunk of a stream."""
-    details = {
+    details: ErrorDetail = {
         "message": str(error),
         "type": TYPES[error.status],
         "param": error.field,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from fastapi import Request
 
@@ -14,6 +13,7 @@ from strobe.server.openai import replies
 from strobe.server.openai.completions import Started, start
 from strobe.server.openai.errors import error_body
 from strobe.server.openai.protocol.infill_request import InfillRequest
+from strobe.server.openai.protocol.response_bodies import Infill, InfillTimings
 from strobe.server.openai.replies import Codec, Event
 from strobe.server.openai.runs import Progress
 from strobe.server.serving import Serving
@@ -45,10 +45,10 @@ class InfillCodec(Codec):
     def error(self, error: ApiError) -> list[Event]:
         return [error_body(error)]
 
-    def body(self) -> Event:
+    def body(self) -> Infill:
         return self._last(self.run.choices[0].output.text if self.request.n_predict else "")
 
-    def _last(self, text: str) -> dict[str, Any]:
+    def _last(self, text: str) -> Infill:
         """Return the text with the reason of its end, counts and durations."""
         choice = self.run.choices[0]
         count = len(self.run.choices[0].output.token_ids)
@@ -67,21 +67,28 @@ class InfillCodec(Codec):
             "tokens_cached": self.run.num_cached,
             "truncated": False,
             "timings": self._timings(count),
-        } | replies.extras([self.run], self.report, warnings)
+            **replies.extras([self.run], self.report, warnings),
+        }
 
-    def _timings(self, count: int) -> dict[str, Any]:
+    def _timings(self, count: int) -> InfillTimings:
         choice = self.run.choices[0]
         job = self.run.job
         total = time.monotonic() - job.started_at
         first = total if choice.first_token_seconds is None else choice.first_token_seconds
         started, ended = self.run.decoded
         num_computed = len(job.prompt_ids) - self.run.num_cached
-        timings: dict[str, Any] = {"cache_n": self.run.num_cached}
-        prompt = "prompt", num_computed, first - (choice.queue_time or 0.0)
-        for name, number, seconds in (prompt, ("predicted", count, ended - started)):
-            timings |= {
-                f"{name}_n": number,
-                f"{name}_ms": round(1e3 * seconds, 3),
-                f"{name}_per_second": round(number / seconds, 3) if seconds > 0 else 0.0,
-            }
-        return timings
+        prompt_seconds = first - (choice.queue_time or 0.0)
+        seconds = ended - started
+        return {
+            "cache_n": self.run.num_cached,
+            "prompt_n": num_computed,
+            "prompt_ms": round(1e3 * prompt_seconds, 3),
+            "prompt_per_second": _per_second(num_computed, prompt_seconds),
+            "predicted_n": count,
+            "predicted_ms": round(1e3 * seconds, 3),
+            "predicted_per_second": _per_second(count, seconds),
+        }
+
+
+def _per_second(number: int, seconds: float) -> float:
+    return round(number / seconds, 3) if seconds > 0 else 0.0

@@ -22,6 +22,7 @@ from strobe.server.generation.bodies import Extras
 from strobe.server.generation.errors import ApiError, to_api_error
 from strobe.server.openai.openapi import EVENT_STREAM
 from strobe.server.openai.protocol.request_errors import FieldError
+from strobe.server.openai.protocol.response_bodies import PromptLogprob, PromptLogprobs
 from strobe.server.openai.runs import Progress, PromptRun, speculation, usage
 from strobe.server.schema.sampling import SamplingFields
 from strobe.server.serving import Serving
@@ -363,16 +364,20 @@ def ending_warnings(run: PromptRun) -> list[str]:
     return ["repetition_detection ended the answer, because its last tokens repeat a pattern."]
 
 
-def prompt_logprobs(
-    entries: Sequence[TokenLogprob | None], tokenizer: Tokenizer
-) -> list[dict[str, Any] | None]:
+def prompt_logprobs(entries: Sequence[TokenLogprob | None], tokenizer: Tokenizer) -> PromptLogprobs:
     """Return vLLM's format: per prompt token, token ids to their log probabilities."""
-    return [
-        None
-        if entry is None
-        else {str(t): value._asdict() for t, value in logprobs_by_token(entry, tokenizer).items()}
-        for entry in entries
-    ]
+
+    def convert(entry: TokenLogprob) -> dict[str, PromptLogprob]:
+        return {
+            str(token): {
+                "logprob": value.logprob,
+                "rank": value.rank,
+                "decoded_token": value.decoded_token,
+            }
+            for token, value in logprobs_by_token(entry, tokenizer).items()
+        }
+
+    return [entry and convert(entry) for entry in entries]
 
 
 def _close(runs: Sequence[PromptRun]) -> None:

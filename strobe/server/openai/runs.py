@@ -7,7 +7,7 @@ import time
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from strobe.counters import DraftCounts
 from strobe.outputs import AnswerBuilder, SpeculationReport, StreamDelta
@@ -17,6 +17,7 @@ from strobe.server.engine_process.client import PromptRejected
 from strobe.server.generation import bodies
 from strobe.server.metrics import CONTEXT_BOUNDS, CONTEXTS, ServerMetrics
 from strobe.server.openai.protocol.request_errors import FieldError
+from strobe.server.openai.protocol.response_bodies import Usage
 from strobe.server.parsers import Parser, Plain, Segment
 from strobe.server.serving import Serving
 from strobe.speculation.shadow.report import Group
@@ -237,7 +238,7 @@ def field_in(sentence: str) -> str | None:
     return word if word.replace(".", "").replace("_", "").isalpha() and word.islower() else None
 
 
-def usage(runs: Sequence[PromptRun]) -> dict[str, Any]:
+def usage(runs: Sequence[PromptRun]) -> Usage:
     """Return the tokens of the prompts and of all answers so far."""
     prompt = sum(len(run.job.prompt_ids) for run in runs)
     completion_tokens = sum(len(choice.output.token_ids) for run in runs for choice in run.choices)

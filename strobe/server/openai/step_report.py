@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from strobe.outputs import StreamDelta
+from strobe.server.openai.protocol.response_bodies import Step
 from strobe.text.tokenizer import Tokenizer
 
 
-def step_of(delta: StreamDelta, tokenizer: Tokenizer) -> dict[str, Any]:
+def step_of(delta: StreamDelta, tokenizer: Tokenizer) -> Step:
     """Describe a verify step for the page: each token's text and whether it was a draft; if the
     request reads its drafts, those that were rejected and the drafter's confidence in each."""
     accepted = delta.num_accepted
     verified = delta.num_verified
-    tokens = [[piece, i < accepted] for i, piece in enumerate(delta.pieces)]
-    step: dict[str, Any] = {"tokens": tokens, "drafted": verified, "accepted": accepted}
+    tokens = [(piece, i < accepted) for i, piece in enumerate(delta.pieces)]
+    step: Step = {"tokens": tokens, "drafted": verified, "accepted": accepted}
     if delta.drafts:
         ended = accepted == len(tokens)  # on a draft, and nothing was asked of those after it
         rejected = () if ended else delta.drafts[accepted:verified]

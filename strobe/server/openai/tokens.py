@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from strobe.server.openai import replies
 from strobe.server.openai.chat import render_prompt
 from strobe.server.openai.protocol.request_errors import FieldError
+from strobe.server.openai.protocol.response_bodies import DetokenizeResponse, TokenizeResponse
 from strobe.server.openai.protocol.token_requests import DetokenizeRequest, TokenizeRequest
 from strobe.server.serving import Serving
 
@@ -35,10 +34,11 @@ async def tokenize(serving: Serving, request: TokenizeRequest, http: Request) ->
         except ValueError as error:
             field = "prompt" if request.messages is None else "messages"
             raise FieldError(str(error), field) from None
-        body: dict[str, Any] = {"count": len(ids), "max_model_len": max_length, "tokens": ids}
+        body: TokenizeResponse = {"count": len(ids), "max_model_len": max_length, "tokens": ids}
         if request.return_token_strs:
             body["token_strs"] = [tokenizer.fast.id_to_token(token) or "" for token in ids]
-        body |= replies.extras([], False, warnings)
+        if warnings:
+            body["warnings"] = warnings
         return replies.compact(body).encode("utf-8", "replace")
 
     return Response(await serving.in_thread(encode), media_type="application/json")
@@ -55,4 +55,7 @@ async def detokenize(serving: Serving, request: DetokenizeRequest, http: Request
         )
     ids = list(request.tokens)
     text = await serving.in_thread(lambda: serving.tokenizer.decode(ids, skip_special_tokens=False))
-    return JSONResponse({"prompt": text} | replies.extras([], False, request.warnings()))
+    body: DetokenizeResponse = {"prompt": text}
+    if warnings := request.warnings():
+        body["warnings"] = warnings
+    return JSONResponse(body)

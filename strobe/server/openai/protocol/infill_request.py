@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
-from pydantic import BaseModel, Field, PrivateAttr, WithJsonSchema
+from pydantic import Field, PrivateAttr, WithJsonSchema
 
-from strobe.server.generation.bodies import SpeculationReport
 from strobe.server.openai.protocol.request_errors import invalid_value
 from strobe.server.schema.base import object_schema
 from strobe.server.schema.sampling import BOUNDS, SamplingFields
@@ -93,33 +92,3 @@ class InfillRequest(SamplingFields):
         if self.seed == -1:  # llama.cpp's value for a random seed
             del arguments["seed"]
         return arguments
-
-
-class InfillTimings(BaseModel):
-    """Numbers of tokens, milliseconds and tokens per second. cache_n: prompt tokens from the prefix
-    cache; prompt_n: all others."""
-
-    cache_n: int
-    prompt_n: int
-    prompt_ms: float
-    prompt_per_second: float
-    predicted_n: int
-    predicted_ms: float
-    predicted_per_second: float
-
-
-class Infill(BaseModel):
-    """An answer of /infill, or the last event of its stream."""
-
-    content: str
-    stop: bool
-    stop_type: Literal["eos", "limit", "word"] | None = None
-    stopping_word: str | None = None
-    model: str | None = None
-    tokens_predicted: int | None = None
-    tokens_evaluated: int | None = None
-    tokens_cached: int | None = None
-    truncated: bool | None = None
-    timings: InfillTimings | None = None
-    speculation: SpeculationReport | None = None
-    warnings: list[str] | None = None

@@ -1,35 +1,33 @@
-"""Models of the endpoints' responses, for the OpenAPI document.
-
-The server builds its responses as plain dicts of this shape, without these classes.
-"""
+"""The response bodies of OpenAI's API and of the server's own endpoints."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired
 
 from pydantic import BaseModel
+from typing_extensions import TypedDict
 
-from strobe.server.generation.bodies import SpeculationReport, TokenLogprob
+from strobe.server.generation.bodies import Extras, SpeculationReport, TokenLogprob
 
 FinishReason = Literal["stop", "length", "repetition", "tool_calls", "abort", "error"]
 
 
-class PromptTokensDetails(BaseModel):
+class PromptTokensDetails(TypedDict):
     """cached_tokens: prompt tokens found in the prefix cache."""
 
-    cached_tokens: int = 0
+    cached_tokens: int
 
 
-class Usage(BaseModel):
+class Usage(TypedDict):
     """Tokens of the prompt and of all answers."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails | None = None
+    prompt_tokens_details: PromptTokensDetails
 
 
-class Step(BaseModel):
+class Step(TypedDict):
     """A verify step. tokens: each token's text, and whether it was an accepted draft. With
     return_drafts: rejected, the texts of the drafts that were rejected; confidence, of each draft
     verified, the drafter's probability of it over the second best token; empty if unknown."""
@@ -37,28 +35,32 @@ class Step(BaseModel):
     tokens: list[tuple[str, bool]]
     drafted: int
     accepted: int
-    rejected: list[str] | None = None
-    confidence: list[float] | None = None
+    rejected: NotRequired[list[str]]
+    confidence: NotRequired[list[float]]
 
 
-class Answer(BaseModel):
-    """Fields of every chat and text completion. system_fingerprint: the same while the engine's
-    settings, device and version are. warnings: one sentence for each field without effect."""
+class Origin(TypedDict):
+    """Where an answer comes from. system_fingerprint: the same while the engine's settings, device
+    and version are."""
 
-    id: str
     created: int
     model: str
     system_fingerprint: str
-    usage: Usage | None = None
-    speculation: SpeculationReport | None = None
-    warnings: list[str] | None = None
 
 
-class PromptLogprob(BaseModel):
+class Answer(Origin, Extras):
+    """Fields of every chat and text completion, and of the chunks of their streams. usage: null in
+    a chunk that does not report it."""
+
+    id: str
+    usage: NotRequired[Usage | None]
+
+
+class PromptLogprob(TypedDict):
     """rank: 1 for the most probable token."""
 
     logprob: float
-    rank: int
+    rank: int | None
     decoded_token: str
 
 
@@ -66,87 +68,110 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 """Per prompt token: token ids to their log probabilities; null for the first."""
 
 
-class ChatLogprobs(BaseModel):
-    content: list[TokenLogprob] | None = None
-    refusal: None = None
+class ChatLogprobs(TypedDict):
+    content: list[TokenLogprob]
 
 
-class FunctionCall(BaseModel):
+class FunctionCall(TypedDict):
     """arguments: JSON text."""
 
-    name: str | None = None
+    name: str
     arguments: str
 
 
-class ToolCall(BaseModel):
+class ToolCall(TypedDict):
     id: str
-    type: Literal["function"] = "function"
+    type: Literal["function"]
     function: FunctionCall
 
 
-class ToolCallDelta(BaseModel):
+class FunctionCallDelta(TypedDict):
+    """arguments: the next part of the JSON text."""
+
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCallDelta(TypedDict):
     """index: the call that it continues; id and name come with a call's first delta."""
 
     index: int
-    id: str | None = None
-    type: Literal["function"] | None = None
-    function: FunctionCall
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionCallDelta
 
 
-class ChatMessage(BaseModel):
+class Reasoning(TypedDict, total=False):
+    """The model's reasoning, under both names that clients read: DeepSeek's, which is widely read,
+    and vLLM's newer one."""
+
+    reasoning_content: str
+    reasoning: str
+
+
+class ChatMessage(Reasoning):
     """reasoning_content, reasoning: the model's reasoning, under both names that clients read."""
 
-    role: Literal["assistant"] = "assistant"
-    content: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    refusal: None = None
-    tool_calls: list[ToolCall] | None = None
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: NotRequired[list[ToolCall]]
 
 
-class ChatDelta(BaseModel):
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    tool_calls: list[ToolCallDelta] | None = None
+class ChatDelta(Reasoning, total=False):
+    role: Literal["assistant"]
+    content: str
+    tool_calls: list[ToolCallDelta]
 
 
-class ChatChoice(BaseModel):
+class ChatChoice(TypedDict):
     """stop_reason: the stop text or token id that ended the answer."""
 
     index: int
     message: ChatMessage
-    logprobs: ChatLogprobs | None = None
+    logprobs: ChatLogprobs | None
     finish_reason: FinishReason
-    stop_reason: int | str | None = None
-    token_ids: list[int] | None = None
+    stop_reason: int | str | None
+    token_ids: NotRequired[list[int]]
 
 
 class ChatCompletion(Answer):
-    object: Literal["chat.completion"] = "chat.completion"
+    object: Literal["chat.completion"]
     choices: list[ChatChoice]
-    prompt_logprobs: PromptLogprobs | None = None
-    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: NotRequired[PromptLogprobs]
+    prompt_token_ids: NotRequired[list[int]]
 
 
-class ChatChunkChoice(BaseModel):
+class ChatChunkChoice(TypedDict):
     index: int
     delta: ChatDelta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    token_ids: list[int] | None = None
-    step: Step | None = None
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: NotRequired[int | str | None]
+    token_ids: NotRequired[list[int]]
+    step: NotRequired[Step]
 
 
-class ChatCompletionChunk(Answer):
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+class FirstChunk(TypedDict, total=False):
+    """Fields of the first chunk alone."""
+
+    prompt_token_ids: list[int]
+    warnings: list[str]
+
+
+class ChunkHead(Origin):
+    """The first fields of a chunk."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+
+
+class ChatCompletionChunk(ChunkHead, Answer):
     choices: list[ChatChunkChoice]
-    prompt_token_ids: list[int] | None = None
+    prompt_token_ids: NotRequired[list[int]]
 
 
-class CompletionLogprobs(BaseModel):
+class CompletionLogprobs(TypedDict):
     """One entry per token. text_offset: where each token's text begins, in characters."""
 
     tokens: list[str]
@@ -155,23 +180,77 @@ class CompletionLogprobs(BaseModel):
     text_offset: list[int]
 
 
-class CompletionChoice(BaseModel):
+class CompletionChoice(TypedDict):
+    """stop_reason: the stop text or token id that ended the answer."""
+
     index: int
     text: str
-    logprobs: CompletionLogprobs | None = None
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    prompt_logprobs: PromptLogprobs | None = None
-    prompt_token_ids: list[int] | None = None
-    token_ids: list[int] | None = None
-    step: Step | None = None
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: NotRequired[int | str | None]
+    prompt_logprobs: NotRequired[PromptLogprobs]
+    prompt_token_ids: NotRequired[list[int]]
+    token_ids: NotRequired[list[int]]
+    step: NotRequired[Step]
 
 
-class Completion(Answer):
+class CompletionHead(Origin):
+    """The first fields of a text completion."""
+
+    id: str
+    object: Literal["text_completion"]
+
+
+class Completion(CompletionHead, Answer):
     """A text completion, or a chunk of its stream."""
 
-    object: Literal["text_completion"] = "text_completion"
     choices: list[CompletionChoice]
+
+
+class InfillTimings(TypedDict):
+    """Numbers of tokens, milliseconds and tokens per second. cache_n: prompt tokens from the prefix
+    cache; prompt_n: all others."""
+
+    cache_n: int
+    prompt_n: int
+    prompt_ms: float
+    prompt_per_second: float
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_second: float
+
+
+class Infill(Extras):
+    """An answer of /infill, or the last event of its stream."""
+
+    content: str
+    stop: bool
+    stop_type: Literal["eos", "limit", "word"]
+    stopping_word: str
+    model: str
+    tokens_predicted: int
+    tokens_evaluated: int
+    tokens_cached: int
+    truncated: bool
+    timings: InfillTimings
+
+
+class TokenizeResponse(TypedDict):
+    """The response of /tokenize. token_strs: with return_token_strs, each token as the vocabulary
+    writes it, such as `Ġworld`."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: NotRequired[list[str]]
+    warnings: NotRequired[list[str]]
+
+
+class DetokenizeResponse(TypedDict):
+    """The response of /detokenize."""
+
+    prompt: str
+    warnings: NotRequired[list[str]]
 
 
 class InputTokensDetails(BaseModel):
@@ -297,46 +376,46 @@ class ItemList(BaseModel):
     has_more: bool
 
 
-class ErrorDetail(BaseModel):
+class ErrorDetail(TypedDict):
     """param: the path of the invalid field."""
 
     message: str
     type: str
-    param: str | None = None
-    code: str | None = None
+    param: str | None
+    code: str | None
 
 
-class ErrorResponse(BaseModel):
+class ErrorResponse(TypedDict):
     error: ErrorDetail
 
 
-class ModelCard(BaseModel):
+class ModelCard(TypedDict):
     """root: the directory or hub name of the model."""
 
     id: str
-    object: Literal["model"] = "model"
+    object: Literal["model"]
     created: int
-    owned_by: Literal["strobe"] = "strobe"
+    owned_by: Literal["strobe"]
     root: str
     max_model_len: int
 
 
-class ModelList(BaseModel):
-    object: Literal["list"] = "list"
+class ModelList(TypedDict):
+    object: Literal["list"]
     data: list[ModelCard]
 
 
-class Version(BaseModel):
+class Version(TypedDict):
     version: str
 
 
-class Load(BaseModel):
+class Load(TypedDict):
     """server_load: answers in progress or waiting."""
 
     server_load: int
 
 
-class TemplateInfo(BaseModel):
+class TemplateInfo(TypedDict):
     """reasoning, tools: names of their formats, null for none. variables: those that the chat
     template reads, null if unknown."""
 
@@ -345,7 +424,7 @@ class TemplateInfo(BaseModel):
     variables: list[str] | None
 
 
-class ServerInfo(BaseModel):
+class ServerInfo(TypedDict):
     """engine: the engine's facts; config, server: settings, with the number of API keys in place
     of the keys. template: what the chat template knows."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from strobe.server.openai.protocol.conversation import Conversation, Messages
 from strobe.server.openai.protocol.request_errors import FieldError
@@ -61,17 +61,6 @@ PROMPT_FIELDS = ("model", "prompt", "add_special_tokens", "return_token_strs")
 """The fields of a request with a prompt."""
 
 
-class TokenizeResponse(BaseModel):
-    """The response of /tokenize. token_strs: with return_token_strs, each token as the vocabulary
-    writes it, such as `Ġworld`."""
-
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None = None
-    warnings: list[str] | None = None
-
-
 class DetokenizeRequest(RequestModel):
     """The body of POST /detokenize."""
 
@@ -81,10 +70,3 @@ class DetokenizeRequest(RequestModel):
         None, description="The served model's name, as listed by /v1/models. Optional."
     )
     tokens: TokenIds = Field(description="Token ids.")
-
-
-class DetokenizeResponse(BaseModel):
-    """The response of /detokenize."""
-
-    prompt: str
-    warnings: list[str] | None = None
