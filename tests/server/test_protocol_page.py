@@ -28,7 +28,7 @@ from strobe.server.schema.messages import (
 )
 from strobe.server.schema.rules import NO_EFFECT, UNSUPPORTED
 from strobe.server.schema.sampling import SamplingFields
-from strobe.server.schema.tools import FUNCTION_FIELDS
+from strobe.server.schema.tools import Function
 from tests.server.support.answer_checks import check_body
 from tests.server.support.request_bodies import GENERATING, SMALLEST
 from tests.server.support.scripted_server import Script, app
@@ -90,8 +90,8 @@ def test_page_lists_every_object_field(place: str, page: str):
 @pytest.mark.parametrize(
     "names",
     [
-        MESSAGE_FIELDS, PART_FIELDS, TOOL_CALL_FIELDS, FUNCTION_FIELDS, KINDS, SINGLE_FIELDS,
-        JSON_SCHEMA_FIELDS, EVERY_ITEM, *ITEM_FIELDS.items(),
+        MESSAGE_FIELDS, PART_FIELDS, TOOL_CALL_FIELDS, Function.model_fields, KINDS,
+        SINGLE_FIELDS, JSON_SCHEMA_FIELDS, EVERY_ITEM, *ITEM_FIELDS.items(),
         SpeculationReport.__annotations__, answers.Step.__annotations__,
         answers.ModelCard.__annotations__,
         answers.TokenizeResponse.__annotations__, answers.DetokenizeResponse.__annotations__,

@@ -2,65 +2,199 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from strobe.server.openai.protocol.request_errors import FieldError, invalid_value, short_json
-from strobe.server.schema.base import FieldWarnings, object_schema
-from strobe.server.schema.values import TEXT_SCHEMA
+from pydantic import BaseModel, ConfigDict, Field
 
-TOOL_FIELDS = ("type", "function")
-FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
+from strobe.server.openai.protocol.request_errors import (
+    HERE,
+    FieldError,
+    invalid_value,
+    short_json,
+)
+from strobe.server.schema.base import FieldWarnings, RequestObject
+from strobe.server.schema.values import Flag, JsonSchema, Must, OneOf, Text
 
-_FUNCTION: dict[str, Any] = {
-    "name": TEXT_SCHEMA,
-    "description": {"type": "string"},
-    "parameters": {"type": "object"},
-    "strict": {"type": "boolean"},
-}
-_KIND: dict[str, Any] = {"const": "function"}
-_HOSTED: dict[str, Any] = {
-    "type": "object",
-    "description": "Skipped, with a warning.",
-    "properties": {"type": {"type": "string", "minLength": 1, "not": _KIND}},
-    "required": ["type"],
-}
-"""A tool of /v1/responses that is no function, such as a web search."""
+FunctionName = Annotated[str, Field(min_length=1), Must("the name of a function")]
 
 
-def _schemas(flat: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The JSON schemas of tools and tool_choice."""
+class Function(RequestObject):
+    """A function that the model may call."""
 
-    def function(fields: dict[str, Any], place: str) -> dict[str, Any]:
-        if flat:
-            return object_schema({"type": _KIND, **fields}, place, ("type", "name"))
-        inner = object_schema(fields, "", ("name",))
-        return object_schema({"type": _KIND, "function": inner}, place, ("type", "function"))
+    name: FunctionName
+    description: Text | None = None
+    parameters: JsonSchema | None = None
+    strict: Flag = False
 
-    def allowed(fields: dict[str, Any]) -> dict[str, Any]:
-        kind: dict[str, Any] = {"const": "allowed_tools"}
-        if flat:
-            return object_schema({"type": kind, **fields}, "", ("type", *fields))
-        inner = object_schema(fields, "", tuple(fields))
-        return object_schema({"type": kind, "allowed_tools": inner}, "", ("type", "allowed_tools"))
-
-    name_schema = function({"name": {"type": "string"}}, "")
-    listed = {"anyOf": [name_schema, _HOSTED]} if flat else name_schema
-    allowed_schema = {
-        "mode": {"enum": ["auto", "required"]},
-        "tools": {"type": "array", "minItems": 1, "items": listed},
-    }
-    tool = function(_FUNCTION, "responses.tool" if flat else "tool")
-    tools: dict[str, Any] = {"type": "array", "items": {"anyOf": [tool, _HOSTED]} if flat else tool}
-    return tools, {
-        "anyOf": [{"enum": ["none", "auto", "required"]}, name_schema, allowed(allowed_schema)]
-    }
+    def in_chat(self) -> dict[str, Any]:
+        """The tool as chat templates read it, in the order of the client's fields."""
+        names = ("name", "description", "parameters")
+        function = {name: value for name, value in self.sent.items() if name in names}
+        return {"type": "function", "function": function}
 
 
-TOOLS_SCHEMA, CHOICE_SCHEMA = _schemas(flat=False)
-FLAT_TOOLS_SCHEMA, FLAT_CHOICE_SCHEMA = _schemas(flat=True)
-"""The same schemas for /v1/responses."""
+class Tool(RequestObject):
+    """A tool of a chat."""
+
+    schema_key: ClassVar[str] = "tool"
+
+    type: Literal["function"]
+    function: Annotated[Function, Must("a JSON object")]
+
+
+class ResponsesTool(Function):
+    """A tool of /v1/responses, whose fields are not inside `function`."""
+
+    schema_key: ClassVar[str] = "responses.tool"
+
+    type: Literal["function"]
+
+
+class HostedTool(BaseModel):
+    """Skipped, with a warning."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    type: str = Field(min_length=1, json_schema_extra={"not": {"const": "function"}})
+
+    def skipped(self, path: str) -> str:
+        """The warning for the tool."""
+        extra = self.model_extra or {}
+        name = extra.get("name", extra.get("server_label"))
+        named = f" ({short_json(name)})" if isinstance(name, str) else ""
+        return (
+            f"{path}{named} has no effect: tools of the type {short_json(self.type)} are not "
+            "supported, only functions."
+        )
+
+
+def _is_hosted(tool: object) -> bool:
+    """Whether a tool of /v1/responses is no function."""
+    kind = tool.get("type") if isinstance(tool, Mapping) else None
+    return isinstance(kind, str) and kind not in ("", "function")
+
+
+def _check_function(value: object) -> None:
+    if not isinstance(value, Mapping):
+        raise invalid_value(HERE, value, "a tool with a type and a function")
+    if value.get("type") != "function":
+        raise invalid_value(
+            f"{HERE}.type", value.get("type"), '"function"', "other tools are not supported"
+        )
+
+
+def _tool(value: object) -> type[Tool]:
+    _check_function(value)
+    return Tool
+
+
+def _responses_tool(value: object) -> type[ResponsesTool | HostedTool]:
+    if _is_hosted(value):
+        return HostedTool
+    _check_function(value)
+    return ResponsesTool
+
+
+ChatTools = list[Annotated[Tool, OneOf(_tool)]]
+ResponsesTools = list[Annotated[ResponsesTool | HostedTool, OneOf(_responses_tool)]]
+
+
+class FunctionReference(RequestObject):
+    """A function of the request's tools, by name."""
+
+    name: Annotated[str, Must("the name of a function")]
+
+
+class NamedTool(RequestObject):
+    """A tool of a chat, by name."""
+
+    type: Literal["function"]
+    function: Annotated[FunctionReference, Must("a JSON object")]
+
+    @property
+    def name(self) -> str:
+        return self.function.name
+
+
+class NamedResponsesTool(FunctionReference):
+    """A tool of /v1/responses, by name."""
+
+    type: Literal["function"]
+
+
+def _named_tool(value: object) -> type[NamedTool]:
+    if not isinstance(value, Mapping) or value.get("type") != "function":
+        raise invalid_value(HERE, value, 'a tool of the type "function"')
+    return NamedTool
+
+
+def _named_responses_tool(value: object) -> type[NamedResponsesTool | HostedTool]:
+    if _is_hosted(value):
+        return HostedTool
+    _named_tool(value)
+    return NamedResponsesTool
+
+
+_Mode = Annotated[Literal["auto", "required"], Must('"auto" or "required"')]
+_SomeTools = (Field(min_length=1), Must("a list of one or more tools"))
+
+
+class AllowedTools(RequestObject):
+    """The tools that the model may call, and whether it must call one."""
+
+    mode: _Mode
+    tools: Annotated[list[Annotated[NamedTool, OneOf(_named_tool)]], *_SomeTools]
+
+
+class AllowedToolsChoice(RequestObject):
+    """A chat's choice of some of its tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: Annotated[AllowedTools, Must("a JSON object")]
+
+
+class AllowedResponsesTools(RequestObject):
+    """The choice of some of the tools of /v1/responses."""
+
+    type: Literal["allowed_tools"]
+    mode: _Mode
+    tools: Annotated[
+        list[Annotated[NamedResponsesTool | HostedTool, OneOf(_named_responses_tool)]], *_SomeTools
+    ]
+
+
+@dataclass(frozen=True)
+class _ChoiceOf:
+    """Chooses the model of a tool_choice."""
+
+    named: type[RequestObject]
+    allowed: type[RequestObject]
+
+    def __call__(self, value: Any) -> type[RequestObject] | None:
+        if value in ("none", "auto", "required"):
+            return None
+        kind = value.get("type") if isinstance(value, Mapping) else None
+        if kind == "function":
+            return self.named
+        if kind == "allowed_tools":
+            return self.allowed
+        raise invalid_value(
+            HERE,
+            value,
+            'none, auto, required or an object of the type "function" or "allowed_tools"',
+        )
+
+
+ChoiceWord = Literal["none", "auto", "required"]
+ChatToolChoice = Annotated[
+    ChoiceWord | NamedTool | AllowedToolsChoice, OneOf(_ChoiceOf(NamedTool, AllowedToolsChoice))
+]
+ResponsesToolChoice = Annotated[
+    ChoiceWord | NamedResponsesTool | AllowedResponsesTools,
+    OneOf(_ChoiceOf(NamedResponsesTool, AllowedResponsesTools)),
+]
 
 
 @dataclass(frozen=True)
@@ -86,160 +220,88 @@ class Toolbox:
     strict: tuple[str, ...] = ()
 
 
-def read_toolbox(
-    tools: object, choice: object, warnings: FieldWarnings, *, flat: bool = False
+def make_toolbox(
+    tools: Sequence[Tool | ResponsesTool | HostedTool] | None,
+    choice: ChatToolChoice | ResponsesToolChoice | None,
+    warnings: FieldWarnings,
 ) -> Toolbox:
-    """Read a request's tools and tool_choice. flat: the form of /v1/responses, in which a tool's
-    fields are not inside `function`, and tools of other types than functions are skipped with a
-    warning. Raises FieldError."""
-    functions, strict = _tools(tools, warnings, flat)
-    names = [tool["function"]["name"] for tool in functions]
+    """Return the tools that the choice allows. warnings: gets a sentence for each tool that is no
+    function. Raises FieldError."""
+    functions, strict = _functions(tools or (), warnings)
     if choice is None:
         choice = "auto" if functions else "none"
     if choice == "none":
         return Toolbox((), ToolChoice("none"))
-    tool_choice, allowed = _choice(choice, names, warnings, flat)
-    if allowed is not None:
-        functions = [tool for tool in functions if tool["function"]["name"] in allowed]
-    if tool_choice.forced and not functions:
+    tool_choice, allowed = _choice(choice, functions, warnings)
+    if tool_choice.forced and not allowed:
+        sent = choice.sent if isinstance(choice, RequestObject) else choice
         raise FieldError(
-            f"tool_choice is {short_json(choice)}, but there are no tools; give tools as well.",
+            f"tool_choice is {short_json(sent)}, but there are no tools; give tools as well.",
             "tool_choice",
         )
-    if tool_choice.mode == "auto" and not functions:
+    if tool_choice.mode == "auto" and not allowed:
         tool_choice = ToolChoice("none")
-    return Toolbox(tuple(functions), tool_choice, strict)
+    in_chat = tuple(functions[name].in_chat() for name in functions if name in allowed)
+    return Toolbox(in_chat, tool_choice, strict)
 
 
-def _tools(
-    value: object, warnings: FieldWarnings, flat: bool
-) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    if value is None:
-        return [], ()
-    if not isinstance(value, list | tuple):
-        raise invalid_value("tools", value, "a list of tools")
-    tools: list[dict[str, Any]] = []
+def _functions(
+    tools: Sequence[Tool | ResponsesTool | HostedTool], warnings: FieldWarnings
+) -> tuple[dict[str, Function], tuple[str, ...]]:
+    """Return the functions by name, and the paths of `strict` fields that are true."""
+    functions: dict[str, Function] = {}
     strict: list[str] = []
-    names: set[str] = set()
-    for index, tool in enumerate(value):
+    for index, tool in enumerate(tools):
         path = f"tools[{index}]"
-        if flat and _is_hosted(tool):
-            warnings.append(_skipped(tool, path))
+        if isinstance(tool, HostedTool):
+            warnings.append(tool.skipped(path))
             continue
-        inner = path if flat else f"{path}.function"
-        function = _function(tool, path, inner=inner, warnings=warnings, flat=flat)
-        name = function["name"]
-        if name in names:
+        if isinstance(tool, Tool):
+            function = tool.function
+            path = f"{path}.function"
+        else:
+            function = tool
+        if function.name in functions:
             raise FieldError(
-                f"{inner}.name is {short_json(name)}, the name of an earlier tool; give each tool "
-                "its own.",
-                f"{inner}.name",
+                f"{path}.name is {short_json(function.name)}, the name of an earlier tool; give "
+                "each tool its own.",
+                f"{path}.name",
             )
-        names.add(name)
-        if function.pop("strict", False):
-            strict.append(f"{inner}.strict")
-        tools.append({"type": "function", "function": function})
-    return tools, tuple(strict)
-
-
-def _is_hosted(tool: object) -> bool:
-    """Whether a tool of /v1/responses is no function."""
-    kind = tool.get("type") if isinstance(tool, Mapping) else None
-    return isinstance(kind, str) and kind not in ("", "function")
-
-
-def _skipped(tool: Mapping[str, Any], path: str) -> str:
-    """The warning for a tool that is no function."""
-    name = tool.get("name", tool.get("server_label"))
-    named = f" ({short_json(name)})" if isinstance(name, str) else ""
-    return (
-        f"{path}{named} has no effect: tools of the type {short_json(tool['type'])} are not "
-        "supported, only functions."
-    )
-
-
-def _function(
-    tool: object, path: str, *, inner: str, warnings: FieldWarnings, flat: bool
-) -> dict[str, Any]:
-    if not isinstance(tool, Mapping):
-        raise invalid_value(path, tool, "a tool with a type and a function")
-    if tool.get("type") != "function":
-        raise invalid_value(
-            f"{path}.type", tool.get("type"), '"function"', "other tools are not supported"
-        )
-    known_fields = ("type", *FUNCTION_FIELDS) if flat else TOOL_FIELDS
-    fields = warnings.split(tool, known_fields, "responses.tool" if flat else "tool", path)
-    if not flat:
-        fields = warnings.split(fields.get("function"), FUNCTION_FIELDS, "", inner)
-    function = {name: value for name, value in fields.items() if name != "type"}
-    name = function.get("name")
-    if not isinstance(name, str) or not name:
-        raise invalid_value(f"{inner}.name", name, "the name of a function")
-    if not isinstance(function.get("description", ""), str):
-        raise invalid_value(f"{inner}.description", function["description"], "a string")
-    if not isinstance(function.get("parameters", {}), Mapping):
-        raise invalid_value(
-            f"{inner}.parameters", function["parameters"], "a JSON schema, as an object"
-        )
-    if not isinstance(function.get("strict", False), bool):
-        raise invalid_value(f"{inner}.strict", function["strict"], "true or false")
-    return function
+        functions[function.name] = function
+        if function.strict:
+            strict.append(f"{path}.strict")
+    return functions, tuple(strict)
 
 
 def _choice(
-    value: Any, names: Sequence[str], warnings: FieldWarnings, flat: bool
-) -> tuple[ToolChoice, frozenset[str] | None]:
-    """Return the tool choice and the names of the allowed tools, None for all."""
-    if value in ("auto", "required"):
-        return ToolChoice(value), None
-    kind = value.get("type") if isinstance(value, Mapping) else None
-    if kind == "function":
-        name = _name(value, "tool_choice", warnings, flat)
-        _offered(name, names, "tool_choice")
-        return ToolChoice("required", name), None
-    if kind == "allowed_tools":
-        path = "tool_choice" if flat else "tool_choice.allowed_tools"
-        known_fields = ("type", "mode", "tools") if flat else ("type", kind)
-        fields = warnings.split(value, known_fields, "", "tool_choice")
-        if not flat:
-            fields = warnings.split(fields.get(kind), ("mode", "tools"), "", path)
-        if fields.get("mode") not in ("auto", "required"):
-            raise invalid_value(f"{path}.mode", fields.get("mode"), '"auto" or "required"')
-        listed = fields.get("tools")
-        if not isinstance(listed, list | tuple) or not listed:
-            raise invalid_value(f"{path}.tools", listed, "a list of one or more tools")
-        allowed: set[str] = set()
-        for index, entry in enumerate(listed):
-            place = f"{path}.tools[{index}]"
-            if flat and _is_hosted(entry):
-                warnings.append(_skipped(entry, place))
-                continue
-            if not isinstance(entry, Mapping) or entry.get("type") != "function":
-                raise invalid_value(place, entry, 'a tool of the type "function"')
-            name = _name(entry, place, warnings, flat)
-            _offered(name, names, place)
-            allowed.add(name)
-        return ToolChoice(fields["mode"]), frozenset(allowed)
-    raise invalid_value(
-        "tool_choice",
-        value,
-        'none, auto, required or an object of the type "function" or "allowed_tools"',
-    )
+    choice: ChatToolChoice | ResponsesToolChoice,
+    names: Collection[str],
+    warnings: FieldWarnings,
+) -> tuple[ToolChoice, Collection[str]]:
+    """Return the tool choice and the names of the tools that it allows."""
+    if isinstance(choice, str):
+        return ToolChoice(choice), names
+    if isinstance(choice, NamedTool | NamedResponsesTool):
+        _check_offered(choice.name, names, "tool_choice")
+        return ToolChoice("required", choice.name), names
+    if isinstance(choice, AllowedToolsChoice):
+        path = "tool_choice.allowed_tools.tools"
+        allowed = choice.allowed_tools
+    else:
+        path = "tool_choice.tools"
+        allowed = choice
+    allowed_names: set[str] = set()
+    for index, tool in enumerate(allowed.tools):
+        place = f"{path}[{index}]"
+        if isinstance(tool, HostedTool):
+            warnings.append(tool.skipped(place))
+            continue
+        _check_offered(tool.name, names, place)
+        allowed_names.add(tool.name)
+    return ToolChoice(allowed.mode), allowed_names
 
 
-def _name(value: Mapping[str, Any], path: str, warnings: FieldWarnings, flat: bool) -> str:
-    """The name in {"type": "function", "function": {"name": ...}}, or in its flat form."""
-    fields = warnings.split(value, ("type", "name") if flat else TOOL_FIELDS, "", path)
-    if not flat:
-        path = f"{path}.function"
-        fields = warnings.split(fields.get("function"), ("name",), "", path)
-    name = fields.get("name")
-    if not isinstance(name, str):
-        raise invalid_value(f"{path}.name", name, "the name of a function")
-    return name
-
-
-def _offered(name: str, names: Sequence[str], path: str) -> None:
+def _check_offered(name: str, names: Collection[str], path: str) -> None:
     if name not in names:
         offer = f"tools has {', '.join(names)}" if names else "tools is empty"
         raise FieldError(f"{path} names the function {short_json(name)}, but {offer}.", path)

@@ -61,6 +61,8 @@ class OneOf:
     def _read(
         self, value: object, handler: ValidatorFunctionWrapHandler, info: ValidationInfo
     ) -> Any:
+        if isinstance(value, BaseModel):
+            return value
         model = self.choose(value)
         if model is None:
             return value

@@ -15,10 +15,9 @@ from strobe.server.anthropic.protocol.blocks import (
     read_texts,
 )
 from strobe.server.anthropic.protocol.tools import (
-    CHOICE_SCHEMA,
-    TOOLS_SCHEMA,
-    read_choice,
-    read_tools,
+    MessagesToolChoice,
+    MessagesTools,
+    choice_in_chat,
 )
 from strobe.server.openai.protocol.chat_request import Effort
 from strobe.server.openai.protocol.conversation import TemplateVariables, check_template_options
@@ -86,12 +85,12 @@ class MessagesPrompt(ConvertedRequest):
     system: Annotated[Any, WithJsonSchema(TEXTS_SCHEMA)] = Field(
         None, description="The system message: a string or a list of text blocks."
     )
-    tools: Annotated[list[Any], WithJsonSchema(TOOLS_SCHEMA)] | None = Field(
+    tools: MessagesTools | None = Field(
         None,
         description="Tools that the model may call: `name`, `description`, `input_schema` (a JSON "
         "schema) and `strict`.",
     )
-    tool_choice: Annotated[Any, WithJsonSchema(CHOICE_SCHEMA)] = Field(
+    tool_choice: MessagesToolChoice | None = Field(
         None,
         description="`type`: `auto`, `any`, `tool` (with its `name`) or `none`; default: `auto` if "
         "there are tools. With `none` the prompt contains no tools. `disable_parallel_tool_use` "
@@ -136,11 +135,11 @@ class MessagesPrompt(ConvertedRequest):
         self._check_thread()
         items = read_items(self.messages, self._warnings)
         system = read_texts(self.system, "system", self._warnings)
-        tools = read_tools(self.tools, self._warnings)
+        tools = [tool.in_chat() for tool in self.tools or ()]
         body: dict[str, Any] = {
             "messages": read_input(items, system, self._warnings) if items else [],
             "tools": tools,
-            **read_choice(self.tool_choice, tools, self._warnings),
+            **choice_in_chat(self.tool_choice, has_tools=bool(tools)),
             "chat_template": self.chat_template,
             "chat_template_kwargs": self._variables(),
             "reasoning_effort": self._output.get("effort"),

@@ -1,99 +1,116 @@
-"""Converts the tools and tool choice of /v1/messages to a chat's."""
+"""The tools and tool choice of /v1/messages."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
-from strobe.server.openai.protocol.request_errors import FieldError, invalid_value, short_json
-from strobe.server.schema.base import FieldWarnings, object_schema
-from strobe.server.schema.values import TEXT_SCHEMA
-
-TOOL_FIELDS = ("type", "name", "description", "input_schema", "strict")
-CHOICES = ("auto", "any", "tool", "none")
-
-TOOLS_SCHEMA: dict[str, Any] = {
-    "type": "array",
-    "items": object_schema(
-        {
-            "type": {"const": "custom"},
-            "name": TEXT_SCHEMA,
-            "description": {"type": "string"},
-            "input_schema": {"type": "object"},
-            "strict": {"type": "boolean"},
-        },
-        "messages.tool",
-        ("name", "input_schema"),
-    ),
-}
-_DISABLE_PARALLEL: dict[str, Any] = {"disable_parallel_tool_use": {"type": "boolean"}}
-CHOICE_SCHEMA: dict[str, Any] = {
-    "anyOf": [
-        object_schema({"type": {"const": "none"}}, "", ("type",)),
-        object_schema({"type": {"enum": ["auto", "any"]}, **_DISABLE_PARALLEL}, "", ("type",)),
-        object_schema(
-            {"type": {"const": "tool"}, "name": {"type": "string"}, **_DISABLE_PARALLEL},
-            "",
-            ("type", "name"),
-        ),
-    ]
-}
+from strobe.server.openai.protocol.request_errors import (
+    HERE,
+    FieldError,
+    invalid_value,
+    short_json,
+)
+from strobe.server.schema.base import RequestObject
+from strobe.server.schema.tools import FunctionName
+from strobe.server.schema.values import Flag, JsonSchema, Must, OneOf, Text
 
 
-def read_tools(tools: object, warnings: FieldWarnings) -> list[dict[str, Any]]:
-    """Return the tools in a chat's format. Raises FieldError."""
-    if tools is None:
-        return []
-    if not isinstance(tools, list | tuple):
-        raise invalid_value("tools", tools, "a list of tools")
-    return [_tool(tool, f"tools[{index}]", warnings) for index, tool in enumerate(tools)]
+class MessagesTool(RequestObject):
+    """A tool of /v1/messages."""
+
+    schema_key: ClassVar[str] = "messages.tool"
+
+    type: Literal["custom"] | None = None
+    name: FunctionName
+    description: Text | None = None
+    input_schema: JsonSchema
+    strict: Flag = False
+
+    def in_chat(self) -> dict[str, Any]:
+        """The tool in a chat's format, in the order of the client's fields."""
+        own_names = ("type", "input_schema")
+        function = {name: value for name, value in self.sent.items() if name not in own_names}
+        function["parameters"] = self.input_schema
+        return {"type": "function", "function": function}
 
 
-def _tool(tool: object, path: str, warnings: FieldWarnings) -> dict[str, Any]:
-    if not isinstance(tool, Mapping):
-        raise invalid_value(path, tool, "a tool with a name and an input_schema")
-    kind = tool.get("type")
+def _tool(value: object) -> type[MessagesTool]:
+    if not isinstance(value, Mapping):
+        raise invalid_value(HERE, value, "a tool with a name and an input_schema")
+    kind = value.get("type")
     if kind not in (None, "custom"):
         raise FieldError(
-            f"{path}.type is {short_json(kind)}, which is not supported: this server brings no "
+            f"{HERE}.type is {short_json(kind)}, which is not supported: this server brings no "
             'tools of its own; leave it out, or give "custom".',
-            f"{path}.type",
+            f"{HERE}.type",
             "unsupported_parameter",
         )
-    function = warnings.split(tool, TOOL_FIELDS, "messages.tool", path)
-    function.pop("type", None)
-    schema = function.pop("input_schema", None)
-    if not isinstance(schema, Mapping):
-        raise invalid_value(f"{path}.input_schema", schema, "a JSON schema, as an object")
-    return {"type": "function", "function": {**function, "parameters": schema}}
+    return MessagesTool
 
 
-def read_choice(
-    value: object, tools: list[dict[str, Any]], warnings: FieldWarnings
-) -> dict[str, Any]:
+MessagesTools = list[Annotated[MessagesTool, OneOf(_tool)]]
+
+
+class NoToolChoice(RequestObject):
+    """No tools: the prompt contains none."""
+
+    type: Literal["none"]
+
+
+class AnyToolChoice(RequestObject):
+    """The choice of whether the model must call a tool."""
+
+    type: Literal["auto", "any"]
+    disable_parallel_tool_use: Flag | None = None
+
+
+class NamedToolChoice(RequestObject):
+    """The choice of the tool that the model must call."""
+
+    type: Literal["tool"]
+    name: Annotated[str, Must("the name of a tool")]
+    disable_parallel_tool_use: Flag | None = None
+
+
+CHOICES: Mapping[str, type[NoToolChoice | AnyToolChoice | NamedToolChoice]] = {
+    "auto": AnyToolChoice,
+    "any": AnyToolChoice,
+    "tool": NamedToolChoice,
+    "none": NoToolChoice,
+}
+
+
+def _choice(value: object) -> type[NoToolChoice | AnyToolChoice | NamedToolChoice]:
+    if not isinstance(value, Mapping):
+        raise invalid_value(HERE, value, f"an object with a type, one of {', '.join(CHOICES)}")
+    kind = value.get("type")
+    if not isinstance(kind, str) or kind not in CHOICES:
+        shown = value if kind is None else kind
+        raise invalid_value(f"{HERE}.type", shown, f"one of {', '.join(CHOICES)}")
+    return CHOICES[kind]
+
+
+MessagesToolChoice = Annotated[NoToolChoice | AnyToolChoice | NamedToolChoice, OneOf(_choice)]
+
+
+def choice_in_chat(choice: MessagesToolChoice | None, *, has_tools: bool) -> dict[str, Any]:
     """Return a chat's tool_choice and parallel_tool_calls. Raises FieldError."""
-    if value is None:
+    if choice is None:
         return {}
-    kind = value.get("type") if isinstance(value, Mapping) else None
-    if kind not in CHOICES:
-        place = "tool_choice.type" if isinstance(value, Mapping) else "tool_choice"
-        shape = "one of" if isinstance(value, Mapping) else "an object with a type, one of"
-        raise invalid_value(place, value if kind is None else kind, f"{shape} {', '.join(CHOICES)}")
-    known_fields = ["type", *(("name",) if kind == "tool" else ())]
-    known_fields += ["disable_parallel_tool_use"] if kind != "none" else []
-    fields = warnings.split(value, known_fields, "", "tool_choice")
-    single = fields.get("disable_parallel_tool_use", False)
-    if not isinstance(single, bool):
-        raise invalid_value("tool_choice.disable_parallel_tool_use", single, "true or false")
-    if kind in ("any", "tool") and not tools:
+    if choice.type in ("any", "tool") and not has_tools:
         raise FieldError(
-            f"tool_choice is {short_json(value)}, but there are no tools; give tools as well.",
+            f"tool_choice is {short_json(choice.sent)}, but there are no tools; give tools as "
+            "well.",
             "tool_choice",
         )
-    choice: object = {"any": "required"}.get(kind, kind)
-    if kind == "tool":
-        if not isinstance(fields.get("name"), str):
-            raise invalid_value("tool_choice.name", fields.get("name"), "the name of a tool")
-        choice = {"type": "function", "function": {"name": fields["name"]}}
-    parallel = not single if "disable_parallel_tool_use" in fields else None
-    return {"tool_choice": choice, "parallel_tool_calls": parallel}
+    if isinstance(choice, NoToolChoice):
+        return {"tool_choice": "none", "parallel_tool_calls": None}
+    chosen: object = "required" if choice.type == "any" else choice.type
+    if isinstance(choice, NamedToolChoice):
+        chosen = {"type": "function", "function": {"name": choice.name}}
+    disabled = choice.disable_parallel_tool_use
+    return {
+        "tool_choice": chosen,
+        "parallel_tool_calls": None if disabled is None else not disabled,
+    }

@@ -16,7 +16,7 @@ from strobe.server.openai.protocol.request_errors import FieldError, Names, inva
 from strobe.server.schema.base import FieldWarnings, RequestModel, object_schema
 from strobe.server.schema.messages import ARGUMENTS_SCHEMA
 from strobe.server.schema.sampling import LogprobCount
-from strobe.server.schema.tools import TOOLS_SCHEMA
+from strobe.server.schema.tools import ChatTools
 from strobe.server.schema.values import TEXT_SCHEMA, check_int, is_int
 from strobe.validation import MAX_INT
 
@@ -199,7 +199,7 @@ class OllamaChatRequest(OllamaRequest):
         "and `tool_name`. If the last message is the assistant's, the answer continues it. Without "
         "messages, the answer is empty.",
     )
-    tools: Annotated[list[Any], WithJsonSchema(TOOLS_SCHEMA)] | None = Field(
+    tools: ChatTools | None = Field(
         None,
         description="Functions that the model may call: `name`, `description` and `parameters` (a "
         "JSON schema).",

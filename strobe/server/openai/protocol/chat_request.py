@@ -13,7 +13,7 @@ from strobe.server.openai.protocol.conversation import Conversation, Messages
 from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.schema.base import FieldWarnings, StreamOptions
 from strobe.server.schema.sampling import FormatField, LogprobCount, SamplingFields
-from strobe.server.schema.tools import CHOICE_SCHEMA
+from strobe.server.schema.tools import ChatToolChoice
 from strobe.server.schema.values import IDS_SCHEMA, Bounds, Int, TokenIds
 from strobe.validation import MAX_INT
 
@@ -67,7 +67,7 @@ class ChatCompletionRequest(SamplingFields, Conversation):
         description="`text`, `json_object`, or `json_schema` with `json_schema.schema`, which is "
         "always enforced strictly.",
     )
-    tool_choice: Annotated[Any, WithJsonSchema(CHOICE_SCHEMA)] = Field(
+    tool_choice: ChatToolChoice | None = Field(
         None,
         description="`none`, `auto`, `required`, a function by name, or `allowed_tools`; default: "
         "`auto` if there are tools. With `none` the prompt contains no tools.",

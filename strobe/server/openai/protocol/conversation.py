@@ -10,7 +10,7 @@ from pydantic import Field, PrivateAttr, WithJsonSchema
 from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.schema.base import RequestModel
 from strobe.server.schema.messages import MESSAGE_SCHEMA, read_messages
-from strobe.server.schema.tools import TOOLS_SCHEMA, Toolbox, ToolChoice, read_toolbox
+from strobe.server.schema.tools import ChatToolChoice, ChatTools, Toolbox, ToolChoice, make_toolbox
 
 Messages = Annotated[
     list[dict[str, Any]], WithJsonSchema({"type": "array", "minItems": 1, "items": MESSAGE_SCHEMA})
@@ -42,7 +42,7 @@ TemplateVariables = Annotated[
 class Conversation(RequestModel):
     """Messages and chat template options: the arguments of `Tokenizer.chat_text`."""
 
-    tools: Annotated[list[Any], WithJsonSchema(TOOLS_SCHEMA)] | None = Field(
+    tools: ChatTools | None = Field(
         None,
         description="Functions that the model may call: `name`, `description`, `parameters` (a "
         "JSON schema) and `strict`.",
@@ -82,11 +82,13 @@ class Conversation(RequestModel):
                 "add_generation_prompt",
             )
 
-    def read_conversation(self, messages: list[dict[str, Any]], tool_choice: object = None) -> None:
+    def read_conversation(
+        self, messages: list[dict[str, Any]], tool_choice: ChatToolChoice | None = None
+    ) -> None:
         """Check messages and tools and store them as the template reads them. Raises
         FieldError."""
         self._messages = read_messages(messages, self._warnings)
-        self._toolbox = read_toolbox(self.tools, tool_choice, self._warnings)
+        self._toolbox = make_toolbox(self.tools, tool_choice, self._warnings)
 
     @property
     def conversation(self) -> list[dict[str, Any]]:

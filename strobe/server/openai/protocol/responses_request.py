@@ -22,11 +22,11 @@ from strobe.server.schema.base import FieldWarnings, RequestObject, object_schem
 from strobe.server.schema.formats import TEXT_FORMAT_SCHEMA, read_text_format
 from strobe.server.schema.sampling import LogprobCount, SamplingFields
 from strobe.server.schema.tools import (
-    FLAT_CHOICE_SCHEMA,
-    FLAT_TOOLS_SCHEMA,
+    ResponsesToolChoice,
+    ResponsesTools,
     Toolbox,
     ToolChoice,
-    read_toolbox,
+    make_toolbox,
 )
 from strobe.server.schema.values import Bounds, Int
 from strobe.validation import MAX_INT
@@ -72,12 +72,12 @@ class ResponsesPrompt(ConvertedRequest):
     previous_response_id: str | None = Field(
         None, description="Id of a stored response whose conversation precedes input."
     )
-    tools: Annotated[list[Any], WithJsonSchema(FLAT_TOOLS_SCHEMA)] | None = Field(
+    tools: ResponsesTools | None = Field(
         None,
         description="Functions that the model may call: `type: function`, `name`, `description`, "
         "`parameters` (a JSON schema) and `strict`. Other types are skipped with a warning.",
     )
-    tool_choice: Annotated[Any, WithJsonSchema(FLAT_CHOICE_SCHEMA)] = Field(
+    tool_choice: ResponsesToolChoice | None = Field(
         None,
         description="`none`, `auto`, `required`, a function by name, or `allowed_tools`; default: "
         "`auto` if there are tools. With `none` the prompt contains no tools.",
@@ -116,7 +116,7 @@ class ResponsesPrompt(ConvertedRequest):
 
     def build(self) -> None:
         """Build the chat request. Raises FieldError."""
-        self._toolbox = read_toolbox(self.tools, self.tool_choice, self._warnings, flat=True)
+        self._toolbox = make_toolbox(self.tools, self.tool_choice, self._warnings)
         choice = self._toolbox.choice
         self._format = self._read_format()
         body: dict[str, Any] = {
