@@ -142,7 +142,8 @@ class EngineConfig:
     weight_dtype: Literal["auto", "stored", "fp8", "float32", "float16", "int8", "int4"] = option(
         "auto",
         "auto keeps weights in dtype, on a CPU in float16 if stored in 16 bits or less; stored "
-        "keeps quantized ones as the checkpoint has them; fp8 is for GPUs, the others for CPUs.",
+        "keeps quantized ones as the checkpoint has them; fp8 is for GPUs, float32 and float16 for "
+        "CPUs.",
     )
     kv_cache_dtype: Literal["auto", "fp8"] = option(
         "auto", "auto keeps keys and values in dtype; fp8 halves them."

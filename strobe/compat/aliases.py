@@ -103,7 +103,7 @@ ONLY: dict[str, tuple[tuple[object, ...], str]] = {
     ),
     "cpu_offload_gb": ((0, 0.0), "Strobe keeps all weights on the device"),
     "enable_lora": ((False,), "Strobe loads no adapters"),
-    "quantization": ((), "Strobe takes weights as the checkpoint has them, or weight_dtype fp8"),
+    "quantization": ((), "weights are as in the checkpoint, or as weight_dtype says"),
     "tokenizer_mode": (("auto",), _OWN_TOKENIZER),
     "skip_tokenizer_init": ((False,), _OWN_TOKENIZER),
     "task": (("auto", "generate"), "Strobe only generates"),
@@ -116,6 +116,12 @@ ONLY: dict[str, tuple[tuple[object, ...], str]] = {
     "disable_log_stats": ((True, False), "get_metrics() always counts"),
 }
 """Options that only accept values for what Strobe does anyway, and why it rejects others."""
+
+CHECKPOINT_FORMATS = (
+    "auto-round", "awq", "awq_marlin", "compressed-tensors", "gptq", "gptq_marlin", "modelopt",
+    "modelopt_fp4", "modelopt_mixed", "mxfp4",
+)  # fmt: skip
+"""Values of vLLM's and SGLang's `quantization` that name what a checkpoint is."""
 
 SPECULATIVE_ONLY: dict[str, tuple[tuple[object, ...], str]] = {
     "rejection_sample_method": (("standard", "strict"), "Strobe only verifies without loss"),
@@ -202,8 +208,10 @@ def translate(options: Mapping[str, Any]) -> Translation:
             translation.put("num_drafts", _drafts(name, value), name, value)
         elif name == "speculative_algorithm":
             translation.put("method", _method(name, value), name, value)
-        elif name == "quantization" and value == "fp8":
-            translation.put("weight_dtype", "fp8", name, value)
+        elif name == "quantization" and value in ("fp8", "int8", "int4"):
+            translation.put("weight_dtype", value, name, value)
+        elif name == "quantization" and value in CHECKPOINT_FORMATS:
+            logger.warning("quantization has no effect: the checkpoint says how it is stored.")
         elif name in ONLY:
             _only(name, value, *ONLY[name])
         elif name in NO_EFFECT and value not in NO_EFFECT[name][0]:

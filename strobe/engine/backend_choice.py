@@ -12,6 +12,7 @@ from strobe.attention.reference import ReferenceBackend
 from strobe.attention.triton import TritonBackend, unsupported_reason
 from strobe.config import EngineConfig
 from strobe.models.model_config import DecoderConfig, DraftConfig, TargetConfig
+from strobe.models.quantization import rounding
 from strobe.models.quantization.fp8 import unsupported_reason as fp8_unsupported
 from strobe.models.quantization.packed import packed_format
 
@@ -22,7 +23,8 @@ class BackendChoice(NamedTuple):
     """attention, draft_attention: "triton" or "reference"; kernels: whether triton kernels run the
     models' operations and sampling; graphs: whether steps are captured; overlap: steps in flight;
     kv_dtype: dtype of keys and values; fp8: whether linear layers are held in FP8;
-    packed: the format they are packed in for a CPU."""
+    packed: the format they are packed in for a CPU; rounded: the one they are rounded to for a
+    GPU."""
 
     attention: str
     draft_attention: str
@@ -32,6 +34,7 @@ class BackendChoice(NamedTuple):
     kv_dtype: torch.dtype
     fp8: bool
     packed: str | None
+    rounded: str | None
 
 
 def choose_backends(
@@ -65,6 +68,7 @@ def choose_backends(
     unsupported = unsupported or no_fp8
     if config.weight_dtype == "fp8" and unsupported is not None:
         raise ValueError(f"weight_dtype is 'fp8', but {unsupported}; use weight_dtype auto.")
+    is_rounded = device.type == "cuda" and config.weight_dtype in rounding.NAMES
     quantization = target.quantization
     in_rows = quantization is not None and quantization.method == "fp8" and not quantization.held
     return BackendChoice(
@@ -78,6 +82,7 @@ def choose_backends(
         packed=packed_format(
             config.weight_dtype, target=target, drafts=drafts, device=device, dtype=dtype
         ),
+        rounded=config.weight_dtype if is_rounded else None,
     )
 
 

@@ -264,7 +264,13 @@ def _check_weights(resolved: ResolvedConfig) -> int:
         modules.append(check_draft_tensors(shadow.path, shadow.config, opener))
     backends = resolved.backends
     return sum(
-        weight_bytes(module, resolved.dtype, fp8=backends.fp8, packed=backends.packed)
+        weight_bytes(
+            module,
+            resolved.dtype,
+            fp8=backends.fp8,
+            packed=backends.packed,
+            rounded=backends.rounded,
+        )
         for module in modules
     )
 
@@ -343,6 +349,7 @@ def _load_models(
         open=resolved.split.opener(config.load_format),
         fp8=backends.fp8,
         packed=backends.packed,
+        rounded=backends.rounded,
         uniform=config.load_format == "uniform",
     )
     if target is None:

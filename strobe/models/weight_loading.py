@@ -24,6 +24,7 @@ from strobe.models.model_config import DraftConfig, TargetConfig
 from strobe.models.modules import Attention, RMSNorm, RotaryTable
 from strobe.models.quantization.fp8 import fp8_copy, hold_rows
 from strobe.models.quantization.methods import UNUSED, apply_quantization
+from strobe.models.quantization.rounding import hold_rounded
 from strobe.models.target import EMBEDDING, HEAD, Target
 from strobe.models.weight_mapping import NO_TENSORS, CheckpointTensors, WeightMapping, mapping_of
 
@@ -77,7 +78,8 @@ def _check_tensors(module: Target | DFlash, checkpoint: Checkpoint) -> WeightMap
 class LoadOptions(TypedDict):
     """Where to put the weights and in which dtype. open: see `Open`. uniform: whether random ones
     are uniform, not normal. fp8: hold linear layers in FP8. packed: the format they are packed in
-    afterwards; they are loaded in float16 unless it is float32."""
+    afterwards; they are loaded in float16 unless it is float32. rounded: the format of
+    `quantization.rounding` that linear layers other than experts are rounded to."""
 
     dtype: torch.dtype
     device: torch.device
@@ -85,6 +87,7 @@ class LoadOptions(TypedDict):
     uniform: NotRequired[bool]
     fp8: NotRequired[bool]
     packed: NotRequired[str | None]
+    rounded: NotRequired[str | None]
 
 
 def _fill(
@@ -94,8 +97,8 @@ def _fill(
     options: LoadOptions,
 ) -> None:
     """Give a module on the meta device its weights, one parameter after another. Linear layers for
-    FP8 are converted before the next parameter is read. write: writes a parameter's values to its
-    memory."""
+    FP8 or codes are converted before the next parameter is read. write: writes a parameter's values
+    to its memory."""
     for name in names:
         path, _, leaf = name.rpartition(".")
         owner = module.get_submodule(path)
@@ -111,6 +114,9 @@ def _fill(
         write(name, value)
         if layer is not None and options.get("fp8"):
             value = hold_rows(layer, value)
+        rounded = options.get("rounded")
+        if layer is not None and meta.ndim == 2 and rounded is not None:
+            value = hold_rounded(layer, value, rounded)
         if isinstance(meta, nn.Parameter):
             value = nn.Parameter(value, requires_grad=False)
         setattr(owner, leaf, value)

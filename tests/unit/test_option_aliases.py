@@ -221,8 +221,8 @@ def test_options_of_other_engines_reach_settings(
             "pipeline_parallel_size is 2, but only tensor_parallel_size splits a model; give 1.",
         ),
         (
-            ["--quantization=awq"],
-            "quantization is 'awq', but Strobe takes weights as the checkpoint has",
+            ["--quantization=bitsandbytes"],
+            "quantization is 'bitsandbytes', but weights are as in the checkpoint",
         ),
         (["--attention-backend=flash_attn"], "fine"),
         (
@@ -260,7 +260,7 @@ def test_options_without_effect_are_accepted_and_reported(caplog: pytest.LogCapt
     options = {
         "trust_remote_code": True, "limit_mm_per_prompt": {"image": 5}, "swap_space": 4,
         "enable_chunked_prefill": False, "disable_log_stats": False, "pipeline_parallel_size": 1,
-        "cpu_offload_gb": 0,
+        "cpu_offload_gb": 0, "quantization": "modelopt_fp4",
         "speculative_config": None, "max_num_seqs": None, "enforce_eager": False,
         "seed": 0,
     }  # fmt: skip
@@ -269,6 +269,7 @@ def test_options_without_effect_are_accepted_and_reported(caplog: pytest.LogCapt
     logged = [record.getMessage().split()[0] for record in caplog.records]
     assert logged == [
         "trust_remote_code", "limit_mm_per_prompt", "swap_space", "enable_chunked_prefill",
+        "quantization",
     ]  # fmt: skip
 
 

@@ -242,9 +242,10 @@ def test_auto_follows_the_stored_dtype(
 
 def test_gpu_is_a_one_line_error():
     nothing: Any = None
-    message = "weight_dtype is 'int4', but the device is cuda:0, and packed weights run on a CPU"
+    message = "weight_dtype is 'float16', but the device is cuda:0, and packed weights run on a CPU"
     with pytest.raises(ValueError, match=message):
-        packed_format("int4", nothing, [], torch.device("cuda", 0), torch.bfloat16)
+        packed_format("float16", nothing, [], torch.device("cuda", 0), torch.bfloat16)
+    assert packed_format("int4", nothing, [], torch.device("cuda", 0), torch.bfloat16) is None
 
 
 def test_torch_without_fbgemm_is_a_one_line_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from strobe.models.dflash_drafter import DFlash
 from strobe.models.linear import AnyLinear, Linear, LinearView
 from strobe.models.model_config import DraftConfig, TargetConfig
+from strobe.models.quantization import rounding
 from strobe.models.target import Target
 
 GROUP = 32
@@ -159,11 +160,14 @@ def packed_format(
     device: torch.device,
     dtype: torch.dtype,
 ) -> str | None:
-    """Return the format for a weight_dtype, None if weights stay as they are. For models in float32
+    """Return the format for a weight_dtype, None if weights stay as they are or are rounded while
+    loading. For models in float32
     auto is float16 if the target's weights were trained or stored in at most 16 bits, else float32.
     Raises ValueError if weights cannot be packed."""
     wanted = name
     unsupported = None
+    if name in rounding.NAMES and device.type == "cuda":
+        return None
     if name not in FORMATS:
         wanted = "float16" if target.dtype != "float32" and _has_fbgemm() else "float32"
     if device.type != "cpu":

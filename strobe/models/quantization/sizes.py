@@ -6,14 +6,21 @@ import torch
 
 from strobe.models.dflash_drafter import DFlash
 from strobe.models.linear import Linear
+from strobe.models.quantization.rounding import rounded_bytes
 from strobe.models.target import Target
 
 
 def weight_bytes(
-    module: Target | DFlash, dtype: torch.dtype, *, fp8: bool, packed: str | None = None
+    module: Target | DFlash,
+    dtype: torch.dtype,
+    *,
+    fp8: bool,
+    packed: str | None = None,
+    rounded: str | None = None,
 ) -> int:
     """Return the bytes of a module's weights in memory; if they are packed, the most that packing
-    needs. packed: their format. The module may be on the meta device."""
+    needs. packed: their format; rounded: the one they are rounded to. The module may be on the meta
+    device."""
     loaded = 4 if packed == "float32" else 2
     total = 0
     for part in module.modules():
@@ -27,6 +34,9 @@ def weight_bytes(
             total += part.scale.nbytes
         if fp8 and isinstance(part, Linear) and not part.fixed:
             total += part.weight.numel() * (1 - dtype.itemsize) + part.weight[..., 0].numel() * 4
+        if rounded and isinstance(part, Linear) and part.weight.ndim == 2 and not part.fixed:
+            total += rounded_bytes(part.weight.shape, rounded)
+            total -= part.weight.numel() * dtype.itemsize
         if packed and isinstance(part, Linear) and part.weight.ndim == 2 and not part.fixed:
             total += part.weight.numel() * (loaded - dtype.itemsize)
     if packed and isinstance(module, Target):

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from strobe.engine.build import ResolvedConfig
 from strobe.models.quantization.methods import experts_format
 from strobe.models.quantization.packed import FORMATS, head_format
+from strobe.models.quantization.rounding import BYTES_PER_VALUE
 from strobe.speculation.registry import DRAFTER_METHOD
 from strobe.tools.bench.floor import Rates, Shapes, Widths
 from strobe.tools.bench.rates import measure
@@ -21,6 +22,8 @@ def shapes_of(resolved: ResolvedConfig) -> Shapes:
     dtype = resolved.dtype
     linear = dtype.itemsize if config.weight_dtype != "fp8" else 1
     head = dtype.itemsize
+    if resolved.backends.rounded is not None:
+        linear = BYTES_PER_VALUE[resolved.backends.rounded]
     if (packed := resolved.backends.packed) is not None:
         linear = FORMATS[packed].value_bytes
         head = head_format(FORMATS[packed]).value_bytes

@@ -208,6 +208,7 @@ def memory_bill(resolved: ResolvedConfig, target: Target, draft: DFlash) -> dict
             resolved.dtype,
             fp8=resolved.backends.fp8,
             packed=resolved.backends.packed,
+            rounded=resolved.backends.rounded,
         )
         for module in (target, draft)
     )
@@ -233,7 +234,11 @@ def _weight_format(resolved: ResolvedConfig) -> dict[str, str]:
     packed = resolved.backends.packed
     if packed in ("int8", "int4"):
         return {"held in": f"{packed}, heads in float16; the most at loading"}
+    if resolved.backends.rounded is not None:
+        return {"held in": f"{resolved.backends.rounded}; heads and experts are not"}
     stored = resolved.target.quantization
+    if stored is not None and stored.held:
+        return {"held in": f"{stored.label or stored.method}, as in the checkpoint"}
     if stored is None:
         return {} if packed in (None, "float32") else {"held in": packed}
     dtype = packed or str(resolved.dtype).removeprefix("torch.")
