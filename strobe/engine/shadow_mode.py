@@ -19,6 +19,7 @@ from strobe.runner.verify_step import Verified
 from strobe.speculation.proposer import Proposer
 from strobe.speculation.shadow.drafting import ShadowDrafting
 from strobe.speculation.shadow.ledger import DraftRows, ScoredDrafter, ShadowLedger
+from strobe.speculation.shadow.speed_up import ShadowCosts
 from strobe.step import Plan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,8 @@ class ShadowMode:
             walk=self._walk,
         )
         self.drafters = tuple(drafters)
+        self.costs: ShadowCosts | None = None
+        """Costs of the engine's steps, if they were measured."""
 
     def start(self) -> None:
         """Draw answers from now on."""

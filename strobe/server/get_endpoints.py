@@ -17,6 +17,7 @@ from strobe.server.openai import replies, stored_responses
 from strobe.server.openai.api_page import api_page
 from strobe.server.openai.protocol import response_bodies as answers
 from strobe.server.serving import Serving
+from strobe.speculation.shadow.report import report_dict, report_text
 
 _STARTING = ("401", "503")
 READ_ERRORS: dict[str, tuple[str, ...]] = {
@@ -116,13 +117,16 @@ class _GetEndpoints:
         return HTMLResponse(api_page(self._app.openapi()))
 
     async def shadow(self, http: Request) -> Response:
-        """Scores of the drafters in shadow mode: JSON, or a table for Accept: text/plain."""
+        """Scores of the drafters in shadow mode and the speed-up that each would bring: JSON, or
+        tables for Accept: text/plain."""
         tally = self._serving.shadow
+        facts = self._serving.client.facts
+        costs = None if facts is None else facts.shadow_costs
         if "text/plain" in http.headers.get("accept", ""):
-            return PlainTextResponse(tally.as_text())
+            return PlainTextResponse(report_text(tally, costs))
         config = self._serving.client.config
         head = {"shadow": config.shadow, "share": config.shadow_share}
-        return JSONResponse({**head, "drafters": tally.as_dict()})
+        return JSONResponse(head | report_dict(tally, costs))
 
     async def metrics(self, http: Request) -> Response:
         """Counters and histograms in Prometheus' format."""
@@ -156,9 +160,11 @@ class _GetEndpoints:
             facts = self._serving.facts
             settings = asdict(self._serving.settings)
             settings["api_key"] = len(self._serving.settings.api_key)
+            engine = facts._asdict()
+            del engine["shadow_costs"]
             info: answers.ServerInfo = {
                 "version": __version__,
-                "engine": _plain(facts._asdict()),
+                "engine": _plain(engine),
                 "config": _plain(asdict(self._serving.client.config)),
                 "server": _plain(settings),
                 "template": _template(self._serving),

@@ -26,10 +26,10 @@ _RECENT = 4  # steps that say how fast the machine is just now
 
 class StepWork(NamedTuple):
     """Rows of the drafter's blocks, rows of the target, number of decoding requests, and positions
-    of all their contexts together. Rows may be arrays."""
+    of all their contexts together. Rows may be arrays, and means."""
 
     draft_rows: int | Ints
-    rows: int | Ints
+    rows: int | Ints | Floats
     requests: int = 1
     context: int = 0
 
@@ -71,14 +71,17 @@ class StepCosts:
         """Milliseconds of the latest steps over those expected."""
 
     @classmethod
-    def fit(cls, timed: Sequence[tuple[StepWork, float]], *, lines: bool) -> StepCosts | None:
+    def fit(
+        cls, timed: Sequence[tuple[StepWork, float]], *, lines: bool, has_drafter: bool = True
+    ) -> StepCosts | None:
         """Return the costs with the smallest relative errors for these steps and milliseconds, or
-        None if there are too few. Curves are as straight as these steps allow, since steps alone
-        cannot tell a costly drafter from costly rows; lines: they are lines, as on a CPU."""
+        None if there are too few. has_drafter: whether some have rows of a drafter. Curves are as
+        straight as these steps allow, since steps alone cannot tell a costly drafter from costly
+        rows; lines: they are lines, as on a CPU."""
         ms = np.array([ms for _, ms in timed])
         works = np.array([work for work, _ in timed], dtype=np.float64).reshape(-1, 4).T
         rows = [np.unique(n[n > 0]) for n in works[:2]]
-        if min(map(len, rows)) < 2:
+        if len(rows[0]) < 2 * has_drafter or len(rows[1]) < 2:
             return None
         terms = np.concatenate([*map(_shares, works, rows), works[2:]]) / ms
         weight = (1e2 if lines else 3e-4) / np.median(ms)  # of a bend, against a relative error
@@ -93,7 +96,7 @@ class StepCosts:
             used[-2:] &= costs[-2:] >= 0  # a rate below 0 is noise
             costs[~used] = 0.0
         curves = np.split(np.maximum(costs[:-2], 1e-3).tolist(), [len(rows[0])])
-        draft = dict(zip(rows[0], curves[0], strict=True))
+        draft = dict(zip(rows[0], curves[0], strict=True)) or {1: 0.0, 2: 0.0}
         verify = dict(zip(rows[1], curves[1], strict=True))
         request, context = costs[-2:].tolist()
         return cls(draft, verify, request=request, context=context)
@@ -158,7 +161,8 @@ def _curve(points: Mapping[float, float]) -> Curve:
 def _shares(rows: Floats, knots: Floats) -> Floats:
     """Return the weight of each knot in the cost of each step's rows [knots, steps]; 0 for no
     rows."""
-    return np.array([np.interp(rows, knots, unit) * (rows > 0) for unit in np.eye(len(knots))])
+    shares = [np.interp(rows, knots, unit) * (rows > 0) for unit in np.eye(len(knots))]
+    return np.array(shares).reshape(len(knots), len(rows))
 
 
 def _bends(rows: Floats) -> Floats:

@@ -3,18 +3,32 @@ to them. A step's time is from one result to the next, so it includes the host's
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from strobe.engine.engine import Engine
+from strobe.engine.shadow_mode import ShadowMode
+from strobe.hub.locate import LOOKUP
 from strobe.request import Request
+from strobe.runner.buckets import verified_rows
 from strobe.sampling_params import SamplingParams
 from strobe.speculation.adaptive import AdaptiveDraftPolicy, Option
 from strobe.speculation.costs import StepCosts, StepWork
-from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftPlan, DraftPolicy
+from strobe.speculation.draft_policy import (
+    BatchLoad,
+    Candidate,
+    DraftChain,
+    DraftPlan,
+    DraftPolicy,
+)
+from strobe.speculation.proposer import Drafter, Proposer
+from strobe.speculation.shadow.ledger import ScoredDrafter
+from strobe.speculation.shadow.speed_up import PLAIN, DrafterCosts, ShadowCosts
 from strobe.step import Plan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -30,17 +44,32 @@ _MAX_STEPS = 400  # after which a kind that has not run is skipped
 _ENDLESS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 
 
+class BlockOptions(Protocol):
+    """The blocks of a drafter, as an adaptive policy has them. widths: drafts, ascending;
+    block_rows: rows of each; rows(requests, drafting requests, max drafts of each): the steps that
+    exist for them, as (drafts of all together, rows)."""
+
+    @property
+    def widths(self) -> tuple[int, ...]: ...
+
+    @property
+    def block_rows(self) -> tuple[int, ...]: ...
+
+    @property
+    def rows(self) -> Callable[[int, int, int], Sequence[tuple[int, int]]]: ...
+
+
 class FixedDraftPolicy(DraftPolicy):
     """Plans one kind of step. timed: work and milliseconds of its decoding steps."""
 
-    def __init__(self, adaptive: AdaptiveDraftPolicy):
+    def __init__(self, blocks: BlockOptions):
         self.option = Option()
-        self.adaptive = adaptive
+        self.blocks = blocks
         self.timed: list[tuple[StepWork, float]] = []
 
     def plan(self, candidates: Sequence[Candidate], load: BatchLoad) -> DraftPlan:
         width, _, num_verified = self.option
-        drafts = self.adaptive.widths[width] if width >= 0 else 0
+        drafts = self.blocks.widths[width] if width >= 0 else 0
         max_drafts = [min(candidate.max_drafts, drafts) for candidate in candidates]
         return DraftPlan(
             max_drafts=max_drafts,
@@ -48,33 +77,106 @@ class FixedDraftPolicy(DraftPolicy):
         )
 
     def observe(self, plan: Plan, result: StepResult) -> None:
-        work = StepWork.of(plan, result, self.adaptive.block_rows[self.option.width])
+        block_rows = self.blocks.block_rows[self.option.width] if self.blocks.block_rows else 0
+        work = StepWork.of(plan, result, block_rows)
         if work is not None and result.seconds is not None:
             self.timed.append((work, 1e3 * result.seconds))
 
 
 def measure_costs(engine: Engine) -> None:
-    """Set the costs of an adaptive policy. Leaves no other trace in the engine or the policy."""
-    adaptive = engine.scheduler.draft_policy
+    """Set the costs of an adaptive policy, or of shadow mode. Leaves no other trace in the engine
+    or the policy."""
     limits = engine.limits
-    has_room = limits.max_model_len > 5 * limits.lookahead
-    if not (has_room and isinstance(adaptive, AdaptiveDraftPolicy)):
+    adaptive = engine.scheduler.draft_policy
+    start = time.perf_counter()
+    if limits.max_model_len <= 5 * limits.lookahead:
         return
+    if engine.shadow is not None:
+        engine.shadow.costs = measure_shadow_costs(engine, engine.shadow)
+    elif isinstance(adaptive, AdaptiveDraftPolicy):
+        method = engine.proposers.device_method
+        assert method is not None
+        steps = time_steps(engine, adaptive, method)
+        adaptive.costs = StepCosts.fit(steps, lines=not engine.resolved.backends.graphs)
+    else:
+        return
+    logger.info("costs of steps measured in %.1f s", time.perf_counter() - start)
+
+
+@dataclass(frozen=True)
+class DrafterBlocks:
+    """The blocks of a drafter in shadow mode; those of prompt lookup have no rows. See
+    `BlockOptions`."""
+
+    widths: tuple[int, ...]
+    block_rows: tuple[int, ...]
+    rows: Callable[[int, int, int], Sequence[tuple[int, int]]]
+
+
+class FullChains:
+    """Prompt lookup that always finds a whole chain."""
+
+    def propose(self, request: Request, count: int) -> DraftChain:
+        return DraftChain(tokens=(0,) * count, match_length=1)
+
+
+def measure_shadow_costs(engine: Engine, shadow: ShadowMode) -> ShadowCosts:
+    """Return the costs of steps with each drafter as if there were no other; without those for
+    which there was too little time. Leaves no trace in the engine."""
+    drafters = engine.scheduler.drafters
+    engine.scheduler.drafters = {**drafters, LOOKUP: Drafter(host=FullChains())}
+    has_graphs = bool(engine.resolved.backends.graphs)
+    costs: dict[str, DrafterCosts] = {}
+    for drafter in shadow.drafters:
+        blocks = _blocks_of(engine, drafter)
+        timed = time_steps(engine, blocks, drafter.name)
+        if not has_graphs:  # no long contexts are timed, so that a fit to them would be noise
+            timed = [(work._replace(context=0), ms) for work, ms in timed]
+        block_rows = sum(blocks.block_rows)
+        steps = StepCosts.fit(timed, lines=not has_graphs, has_drafter=block_rows > 0)
+        if steps is not None:
+            costs[drafter.name] = DrafterCosts(steps=steps, block_rows=block_rows)
+    engine.scheduler.drafters = drafters
+    return ShadowCosts(drafters=costs, max_num_seqs=engine.limits.max_num_seqs)
+
+
+def _blocks_of(engine: Engine, drafter: ScoredDrafter) -> DrafterBlocks:
+    """Return the blocks of steps to time: a drafter on the device drafts its whole block."""
+    proposer = engine.proposers[drafter.name]
+    num_drafts = drafter.num_drafts
+    if not isinstance(proposer, Proposer):
+        widths = tuple(sorted({max(num_drafts // 4, 1), num_drafts}))
+        return DrafterBlocks(widths=widths, block_rows=(), rows=_all_verified)
+    widths, block_rows = proposer.widths_for(num_drafts)
+    rows = functools.partial(verified_rows, engine.runner.buckets)
+    return DrafterBlocks(widths=(widths[-1],), block_rows=(block_rows[-1],), rows=rows)
+
+
+def _all_verified(count: int, drafting: int, max_drafts: int) -> list[tuple[int, int]]:
+    """Return the one step in which all drafts are verified, as prompt lookup's always are."""
+    drafts = drafting * max_drafts
+    return [(drafts, count + drafts)]
+
+
+def time_steps(engine: Engine, blocks: BlockOptions, method: str) -> list[tuple[StepWork, float]]:
+    """Return work and median milliseconds of steps of each kind, with drafts by this method. Leaves
+    no trace in the engine."""
     start = time.perf_counter()
     device = engine.resolved.device.type
-    timing = _Timing(engine, adaptive)
+    sustained = SUSTAINED if device == "cuda" or engine.shadow is not None else 0.0
+    policy = engine.scheduler.draft_policy
+    timing = _Timing(engine, blocks, method)
     steps = list[tuple[StepWork, float]]()
-    for kind in _kinds(engine, adaptive):
-        timed = timing.run(kind, SUSTAINED if device == "cuda" else 0.0)
+    for kind in _kinds(engine, blocks):
+        timed = timing.run(kind, sustained)
         if timed:
             steps.append((timed[-1][0], median([ms for _, ms in timed])))
         if time.perf_counter() > start + SECONDS[device]:
             break
     timing.end()
     engine.reset()
-    engine.scheduler.draft_policy = adaptive
-    adaptive.costs = StepCosts.fit(steps, lines=not engine.resolved.backends.graphs)
-    logger.info("costs of steps measured in %.1f s", time.perf_counter() - start)
+    engine.scheduler.draft_policy = policy
+    return steps
 
 
 class StepKind(NamedTuple):
@@ -85,7 +187,7 @@ class StepKind(NamedTuple):
     option: Option
 
 
-def _kinds(engine: Engine, adaptive: AdaptiveDraftPolicy) -> Iterator[StepKind]:
+def _kinds(engine: Engine, blocks: BlockOptions) -> Iterator[StepKind]:
     """Yield the kinds of steps to time: on a GPU plain steps with long contexts; then plain steps,
     and for each width the fewest drafts and all, to tell the cost of drafting from the cost of
     rows."""
@@ -101,8 +203,8 @@ def _kinds(engine: Engine, adaptive: AdaptiveDraftPolicy) -> Iterator[StepKind]:
     between = [4**i for i in range(8, 0, -1) if 4**i < max_requests]
     for count in dict.fromkeys((max_requests, 1, *between)):  # a range to interpolate in, first
         yield StepKind(count, 1, Option())
-        for i, width in enumerate(adaptive.widths):
-            choices = [drafts for drafts, _ in adaptive.rows(count, count, width)]
+        for i, width in enumerate(blocks.widths):
+            choices = [drafts for drafts, _ in blocks.rows(count, count, width)]
             for drafts in sorted({choices[0], choices[-1]}):
                 yield StepKind(count, 1, Option(i, count, drafts))
 
@@ -110,12 +212,14 @@ def _kinds(engine: Engine, adaptive: AdaptiveDraftPolicy) -> Iterator[StepKind]:
 class _Timing:
     """Runs requests in an engine, one kind of step at a time."""
 
-    def __init__(self, engine: Engine, adaptive: AdaptiveDraftPolicy):
+    def __init__(self, engine: Engine, blocks: BlockOptions, method: str):
         self.requests = list[Request]()
         self.engine = engine
-        method = engine.proposers.device_method
-        self.params = _ENDLESS.clone(speculation={"method": method})
-        self.policy = engine.scheduler.draft_policy = FixedDraftPolicy(adaptive)
+        self.method = method
+        self.shadow = engine.shadow
+        self.use_drafter = True
+        """Whether requests have the drafter: in shadow mode not those of plain steps."""
+        self.policy = engine.scheduler.draft_policy = FixedDraftPolicy(blocks)
 
     def run(self, kind: StepKind, seconds: float) -> list[tuple[StepWork, float]]:
         """Run steps of this kind for so many seconds, after the first ones, which compile and
@@ -123,8 +227,13 @@ class _Timing:
         come about."""
         policy = self.policy
         until = 0.0
-        if any(request.num_prompt != kind.prompt for request in self.requests):
+        self.use_drafter = kind.option.width >= 0 or self.shadow is None
+        usable = kind.prompt, self.method if self.use_drafter else PLAIN
+        if any((request.num_prompt, request.method) != usable for request in self.requests):
             self.end()
+        if self.shadow is not None:
+            is_on_device = self.method in self.engine.proposers.on_device
+            self.shadow.drafting.timed = (self.method,) if self.use_drafter and is_on_device else ()
         policy.option = kind.option
         policy.timed = []
         for _ in range(_MAX_STEPS):
@@ -145,6 +254,8 @@ class _Timing:
         self.requests = []
         while self.engine.has_work:
             self.engine.step()
+        if self.shadow is not None:
+            self.shadow.drafting.timed = None
 
     def _fill(self, count: int, size: int) -> None:
         """End requests that are too many or near the context's end, and add new ones, so that
@@ -155,4 +266,8 @@ class _Timing:
                 self.engine.finish(request, "abort")
         self.requests = [r for r in self.requests if r.finish_reason is None]
         while len(self.requests) < count:  # different tokens, so that none shares cached pages
-            self.requests.append(self.engine.add([len(self.requests)] * size, self.params))
+            request = self.engine.add([len(self.requests)] * size, _ENDLESS)
+            if self.use_drafter:  # requests in shadow mode cannot choose it
+                request.method = self.method
+                request.num_drafts = self.policy.blocks.widths[-1]
+            self.requests.append(request)

@@ -13,7 +13,9 @@ from strobe.request import SchedulingOptions
 from strobe.server.app import make_app
 from strobe.server.engine_process.engine_messages import Release, Submit
 from strobe.server.serving import Serving
+from strobe.speculation.costs import StepCosts
 from strobe.speculation.shadow.report import Group
+from strobe.speculation.shadow.speed_up import DrafterCosts, ShadowCosts
 from strobe.step import ScoredBlock
 from strobe.text.tokenizer import Tokenizer
 from tests.server.support.asgi_client import Answer, call
@@ -215,4 +217,24 @@ def test_shadow_reports_scores_as_json_and_as_table(tokenizer: Tokenizer):
     assert report["drafters"]["draft"]["acceptance_length"] == 4.0
     accept = [KEY, ("Accept", "text/plain")]
     text = call(make_app(state), "/shadow", method="GET", headers=accept).body.decode()
-    assert text.splitlines()[1].split() == ["draft", "all", "1", "1", "4.00", "-"]
+    assert "no speed-ups" in text
+    assert text.splitlines()[3].split() == ["draft", "all", "1", "1", "4.00"]
+
+
+def test_shadow_reports_speed_ups_from_the_engines_costs(tokenizer: Tokenizer):
+    state = serving(tokenizer)
+    steps = StepCosts({1: 0.0, 2: 0.0}, {1: 10.0, 100: 10.0})
+    costs = ShadowCosts(drafters={"draft": DrafterCosts(steps)}, max_num_seqs=4)
+    assert state.client.facts is not None
+    state.client.facts = state.client.facts._replace(shadow_costs=costs)
+    group = Group(drafter="draft", kind="text", phase="answer", context="0-1k")
+    for accepted in (3, 3, 3, 3, 4):
+        block = ScoredBlock(drafter="draft", start=9, num_drafts=4, num_accepted=accepted)
+        state.shadow.add([(group, block)])
+    report = read(state, "/shadow")
+    assert [entry["concurrency"] for entry in report["recommended"]] == [1, 2, 4]
+    assert {entry["drafter"] for entry in report["recommended"]} == {"draft"}
+    entry = report["drafters"]["draft"]["by"]["phase"]["answer"]["speedup"][0]
+    assert (entry["num_drafts"], entry["speedup"]) == (4, 4.2)
+    assert entry["interval"][0] < 4.2 < entry["interval"][1]
+    assert "shadow_costs" not in read(state, "/server_info")["engine"]

@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 
 from strobe import LLM, SamplingParams
+from strobe.config import EngineConfig
+from strobe.engine.engine import Engine
 from strobe.speculation.adaptive import AdaptiveDraftPolicy, Option
 from strobe.speculation.costs import StepWork
+from strobe.speculation.shadow.block_sums import BlockSums
+from strobe.step import ScoredBlock
 from strobe.warmup import cost_measurement as measured
 from strobe.warmup.cost_measurement import StepKind, measure_costs
 from tests.support.bookkeeping_checks import check_engine
@@ -91,7 +95,7 @@ def test_drafter_is_timed_for_every_method(pair: Pair, method: str):
     """Prompts repeat, so that prompt lookup would find something."""
     llm = LLM(pair.target, pair.draft, max_num_seqs=2, method=method, overlap=1)
     policy = policy_of(llm)
-    timing = measured._Timing(llm.engine, policy)
+    timing = measured._Timing(llm.engine, policy, "dflash")
     for work, ms in timing.run(StepKind(2, 1, whole(policy, 2)), 0.0):
         assert work.rows == 2 * (1 + policy.widths[-1])
         assert work.draft_rows == 2 * policy.block_rows[-1]
@@ -103,7 +107,7 @@ def test_steps_are_timed_after_long_prompts(pair: Pair):
     llm = LLM(pair.target, pair.draft, max_num_seqs=4, max_num_batched_tokens=160)
     engine = llm.engine
     engine.limits = engine.scheduler.limits = replace(engine.limits, max_mixed_tokens=16)
-    timing = measured._Timing(engine, policy_of(llm))
+    timing = measured._Timing(engine, policy_of(llm), "dflash")
     timed = timing.run(StepKind(4, 150, Option()), 0.0)
     assert {(work.rows, work.requests) for work, _ in timed} == {(4, 4)}
     assert min(work.context for work, _ in timed) >= 4 * 150
@@ -114,7 +118,7 @@ def test_steps_are_timed_after_long_prompts(pair: Pair):
 def test_requests_at_the_context_end_are_replaced(pair: Pair):
     llm = LLM(pair.target, pair.draft, max_num_seqs=2, max_model_len=128)
     policy = policy_of(llm)
-    timing = measured._Timing(llm.engine, policy)
+    timing = measured._Timing(llm.engine, policy, "dflash")
     for _ in range(20):
         assert len(timing.run(StepKind(2, 1, whole(policy, 2)), 0.0)) >= measured.REPEATS
 
@@ -134,3 +138,56 @@ def test_short_context_leaves_costs_unmeasured(pair: Pair):
     llm = LLM(pair.target, pair.draft, max_model_len=24)
     assert policy_of(llm).costs is None
     assert len(llm.generate("hello", GREEDY)[0].outputs[0].token_ids) == 8
+
+
+def test_shadow_mode_times_plain_steps_and_each_drafter(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+):
+    """Prompt lookup, too, whose chains would else not come about."""
+    works: dict[str, list[StepWork]] = {}
+    fit = measured.time_steps
+
+    def time_steps(engine: Engine, blocks: Any, method: str) -> list[tuple[StepWork, float]]:
+        steps = fit(engine, blocks, method)
+        works[method] = [work for work, _ in steps]
+        assert engine.shadow is not None
+        assert engine.shadow.drafting.timed is None
+        assert engine.shadow.ledger.fault is None
+        return steps
+
+    monkeypatch.setattr(measured, "time_steps", time_steps)
+    monkeypatch.setitem(measured.SECONDS, "cpu", 60.0)  # however busy the machine is
+    monkeypatch.setattr(measured, "SUSTAINED", 0.0)
+    options = {"target": pair.target, "draft": pair.draft, "shadow": True, "max_num_seqs": 4}
+    engine = Engine(EngineConfig().with_(device="cpu", **options))
+    assert engine.shadow is not None
+    measure_costs(engine)
+    costs = engine.shadow.costs
+    assert costs is not None
+    draft, lookup = engine.shadow.drafters
+    for timed in works.values():
+        assert {work.rows for work in timed if not work.draft_rows} >= {1, 4}
+    assert max(work.rows for work in works["ngram"]) == 4 * (1 + lookup.num_drafts)
+    assert not any(work.draft_rows for work in works["ngram"])
+    assert max(work.rows for work in works[draft.name]) == 4 * (1 + draft.num_drafts)
+    block_rows = costs.drafters[draft.name].block_rows
+    assert {work.draft_rows for work in works[draft.name]} == {0, block_rows, 4 * block_rows}
+    assert costs.drafters["ngram"].block_rows == 0
+    sums = BlockSums()
+    sums.add([ScoredBlock(draft.name, start=9, num_drafts=draft.num_drafts, num_accepted=3)])
+    for concurrency in (1, 4):
+        speed_up = costs.speed_up(draft.name, sums, concurrency)
+        assert speed_up is not None
+        assert speed_up.estimate.value > 0
+    assert engine.stats.steps == 0
+    check_engine(engine)
+
+
+def test_shadow_mode_without_costs_knows_no_speed_ups(pair: Pair):
+    """One kind of step, after which the fixture stops, tells too little."""
+    options = {"target": pair.target, "draft": pair.draft, "shadow": True}
+    engine = Engine(EngineConfig().with_(device="cpu", **options))
+    measure_costs(engine)
+    assert engine.shadow is not None
+    assert engine.shadow.costs is not None
+    assert not engine.shadow.costs.drafters

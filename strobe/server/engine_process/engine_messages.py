@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from strobe.request import DEFAULT_SCHEDULING, FinishReason, SchedulingOptions
 from strobe.sampling_params import SamplingParams
 from strobe.server.engine_process.snapshot import EngineSnapshot
+from strobe.speculation.shadow.speed_up import ShadowCosts
 from strobe.step import TokenEvent
 
 
@@ -42,7 +43,8 @@ class Stop(NamedTuple):
 
 class Ready(NamedTuple):
     """The engine is ready. sampling: the checkpoint's recommended sampling parameters; methods:
-    the available drafting methods, the default first; kv_bytes: size of both KV caches."""
+    the available drafting methods, the default first; kv_bytes: size of both KV caches;
+    shadow_costs: of steps, as shadow mode's report needs them."""
 
     max_model_len: int
     max_num_seqs: int
@@ -54,6 +56,7 @@ class Ready(NamedTuple):
     device: str
     pages: int
     kv_bytes: int = 0
+    shadow_costs: ShadowCosts | None = None
 
 
 class Failed(NamedTuple):

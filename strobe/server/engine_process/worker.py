@@ -134,6 +134,7 @@ def facts(engine: Engine) -> Ready:
         device=str(resolved.device),
         pages=engine.components.pool.capacity,
         kv_bytes=sum(store.data.nbytes for store in engine.components.stores.values()),
+        shadow_costs=None if engine.shadow is None else engine.shadow.costs,
     )
 
 
