@@ -46,11 +46,20 @@ def rounded(weight: Tensor, name: str) -> StoredWeight:
     inputs = weight.shape[1]
     if _name_for(inputs, name) == "int8":
         parts = [_by_rows(rows) for rows in weight.split(_ROWS)]
-        values, scales = (torch.cat(column) for column in zip(*parts, strict=True))
-        return GridWeight(values=values, scale=scales, block=(1, inputs))
+        return GridWeight(
+            values=torch.cat([values for values, _ in parts]),
+            scale=torch.cat([scale for _, scale in parts]),
+            block=(1, inputs),
+        )
     groups = [_by_groups(rows) for rows in weight.split(_ROWS)]
-    codes, scales, zeros = (torch.cat(column) for column in zip(*groups, strict=True))
-    return GroupWeight(codes=codes, scale=scales, bits=4, group=GROUP, inputs=inputs, zero=zeros)
+    return GroupWeight(
+        codes=torch.cat([codes for codes, _, _ in groups]),
+        scale=torch.cat([scale for _, scale, _ in groups]),
+        bits=4,
+        group=GROUP,
+        inputs=inputs,
+        zero=torch.cat([zero for _, _, zero in groups]),
+    )
 
 
 def _name_for(inputs: int, name: str) -> str:
