@@ -10,6 +10,7 @@ import pytest
 from strobe.server.engine_process.client import EngineDead
 from strobe.server.openai.protocol import response_bodies as answers
 from strobe.server.response_store import ResponseStore, StoredResponse
+from tests.server.support.answer_checks import check_body
 from tests.server.support.asgi_client import Answer, call
 from tests.server.support.scripted_server import Script, app, tokenizer
 
@@ -77,7 +78,7 @@ def test_skipped_items_are_stored_and_skipped_again():
     response = session.ask([user, shell], prompt={"id": "p"}, background=False)
     assert {line.split()[0] for line in response["warnings"]} == {"input[1]", "prompt"}
     assert (response["background"], response["service_tier"]) == (False, "default")
-    answers.Response.model_validate(response)
+    check_body(answers.Response, response)
     items = session.get(f"/{response['id']}/input_items")["data"]
     assert [item["type"] for item in items] == ["local_shell_call", "message"]
     session.ask("more", previous_response_id=response["id"])
@@ -91,7 +92,7 @@ def test_stored_response_is_retrieved(streams: bool):
     assert (response["store"], response["metadata"]) == (True, {"a": "b"})
     response.pop("speculation", None)
     assert session.get(f"/{response['id']}") == response
-    answers.Response.model_validate(response)
+    check_body(answers.Response, response)
 
 
 def test_conversation_continues_after_previous_response():
@@ -135,7 +136,7 @@ def test_input_items_are_listed():
     second = session.ask(sent, previous_response_id=first["id"])
     path = f"/{second['id']}/input_items"
     listed = session.get(path, query="order=asc")
-    answers.ItemList.model_validate(listed)
+    check_body(answers.ItemList, listed)
     items = listed["data"]
     assert [item["type"] for item in items] == [
         "message", "message", "message", "message", "function_call", "function_call_output"

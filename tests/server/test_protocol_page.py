@@ -173,12 +173,17 @@ def test_openai_client_parses_the_examples():
     output = {"type": "message", "id": "m", "role": "assistant", "status": "completed",
               "content": [{"type": "output_text", "text": "a", "annotations": [],
                            "logprobs": [token]}]}  # fmt: skip
-    reply = {"id": "r", "created_at": 1, "model": "m", "status": "completed", "output": [output],
-             "parallel_tool_calls": True, "temperature": 1.0, "top_p": 1.0, "tool_choice": "auto",
-             "store": True,
-             "tools": [], "text": {"format": {"type": "text"}},
+    unset = ("error", "incomplete_details", "instructions", "max_output_tokens", "max_tool_calls",
+             "previous_response_id", "prompt", "user")  # fmt: skip
+    reply = {"id": "r", "object": "response", "created_at": 1, "model": "m", "status": "completed",
+             "background": False, "output": [output], "parallel_tool_calls": True,
+             "temperature": 1.0, "top_p": 1.0, "tool_choice": "auto", "store": True, "tools": [],
+             "text": {"format": {"type": "text"}}, "top_logprobs": 0, "truncation": "disabled",
+             "service_tier": "default", "reasoning": {"effort": None, "summary": None},
+             "metadata": {}, **dict.fromkeys(unset),
              "usage": {"input_tokens": 1, "output_tokens": 1, "total_tokens": 2,
-                       "input_tokens_details": {}, "output_tokens_details": {}}}  # fmt: skip
+                       "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                       "output_tokens_details": {"reasoning_tokens": 0}}}  # fmt: skip
     chunk = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None, "step": step}
     completion = {**head, "object": "chat.completion", "choices": [choice]}
     completion_chunk = {**head, "object": "chat.completion.chunk", "choices": [chunk]}
@@ -188,8 +193,8 @@ def test_openai_client_parses_the_examples():
         (answers.ChatCompletion, ChatCompletion, completion),
         (answers.ChatCompletionChunk, ChatCompletionChunk, completion_chunk),
         (answers.Completion, Completion, text_completion),
+        (answers.Response, Response, reply),
     ]
     for ours, theirs, value in pairs:
         check_body(ours, value)
         theirs.model_validate(value)
-    Response.model_validate(answers.Response.model_validate(reply).model_dump(mode="json"))

@@ -11,7 +11,8 @@ from strobe.server.anthropic.protocol.message_bodies import (
     ThinkingBlock,
     ToolUseBlock,
 )
-from strobe.server.openai.output_items import Event, Logprobs, OutputItem, Status
+from strobe.server.openai.output_items import Event, Logprobs, OutputItem
+from strobe.server.openai.protocol.response_bodies import ItemStatus
 from strobe.server.parsers import Segment
 from strobe.server.parsers.call_arguments import read_object
 
@@ -33,7 +34,7 @@ class _Block:
         self.text += text
         return [self._event("delta", delta=self._delta(text))] if text else []
 
-    def end(self, status: Status) -> list[Event]:
+    def end(self, status: ItemStatus) -> list[Event]:
         return [self._event("stop")]
 
     def _delta(self, text: str) -> Event:
@@ -69,7 +70,7 @@ class Thinking(_Block):
         events = super().add(text, logprobs)
         return events if self._shown else []
 
-    def end(self, status: Status) -> list[Event]:
+    def end(self, status: ItemStatus) -> list[Event]:
         self._ended = True
         signed = {"type": "signature_delta", "signature": self._signature()}
         return [self._event("delta", delta=signed), *super().end(status)]

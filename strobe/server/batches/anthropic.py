@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from strobe.server.batches.batch_runner import BatchRunner
 from strobe.server.batches.batch_store import RUNNING, succeeded
+from strobe.server.batches.bodies import DeletedMessageBatch, MessageBatch, MessageBatchList
 from strobe.server.batches.find import find_batch
 from strobe.server.batches.lines import read_requests
 from strobe.server.batches.protocol import MAX_ITEMS, MessageBatchRequest
@@ -37,16 +38,19 @@ async def create(serving: Serving, runner: BatchRunner, owner: str, http: Reques
     runner.store.write_lines(record["id"], content)
     runner.store.save({**record, "owner": owner})
     runner.start(record["id"])
-    return JSONResponse(
-        _batch(runner, record, http) | replies.extras([], False, request.warnings())
-    )
+    body = _batch(runner, record, http)
+    if warnings := request.warnings():
+        body["warnings"] = warnings
+    return JSONResponse(body)
 
 
 async def batches(serving: Serving, runner: BatchRunner, owner: str, http: Request) -> Response:
     """Answer GET /v1/messages/batches."""
     records = runner.store.records("msgbatch", owner)
-    page = listed([_batch(runner, r, http) for r in records], http, MAX_ITEMS, after="after_id")
-    return JSONResponse({name: value for name, value in page.items() if name != "object"})
+    described = [_batch(runner, record, http) for record in records]
+    page, ends = listed(described, http, MAX_ITEMS, after="after_id")
+    body: MessageBatchList = {"data": page, **ends}
+    return JSONResponse(body)
 
 
 async def batch(serving: Serving, runner: BatchRunner, owner: str, http: Request) -> Response:
@@ -66,7 +70,8 @@ async def delete(serving: Serving, runner: BatchRunner, owner: str, http: Reques
     """Answer DELETE /v1/messages/batches/ID."""
     record = _ended(find_batch(runner.store, owner, http, "msgbatch_"), "cancel it first")
     runner.store.delete(record["id"])
-    return JSONResponse({"id": record["id"], "type": "message_batch_deleted"})
+    body: DeletedMessageBatch = {"id": record["id"], "type": "message_batch_deleted"}
+    return JSONResponse(body)
 
 
 async def results(serving: Serving, runner: BatchRunner, owner: str, http: Request) -> Response:
@@ -100,7 +105,7 @@ def _ended(record: dict[str, Any], hint: str) -> dict[str, Any]:
     return record
 
 
-def _batch(runner: BatchRunner, record: Mapping[str, Any], http: Request) -> dict[str, Any]:
+def _batch(runner: BatchRunner, record: Mapping[str, Any], http: Request) -> MessageBatch:
     """Return a batch in Anthropic's format."""
     status = record["status"]
     name = record["id"]
@@ -109,6 +114,7 @@ def _batch(runner: BatchRunner, record: Mapping[str, Any], http: Request) -> dic
     left = record["total"] - succeeded - errored
     running = "canceling" if status == "cancelling" else "in_progress"
     ended_at = next((record[key] for key in _ENDS if record.get(key)), None)
+    cancelled_at = record.get("cancelling_at")
     return {
         "id": name,
         "type": "message_batch",
@@ -121,10 +127,10 @@ def _batch(runner: BatchRunner, record: Mapping[str, Any], http: Request) -> dic
             "expired": 0,
         },
         "created_at": _time(record["created_at"]),
-        "ended_at": _time(ended_at),
+        "ended_at": None if ended_at is None else _time(ended_at),
         "expires_at": _time(record["created_at"] + 86400),
         "archived_at": None,
-        "cancel_initiated_at": _time(record.get("cancelling_at")),
+        "cancel_initiated_at": None if cancelled_at is None else _time(cancelled_at),
         "results_url": f"{http.base_url}v1/messages/batches/{name}/results" if ended else None,
     }
 
@@ -132,7 +138,5 @@ def _batch(runner: BatchRunner, record: Mapping[str, Any], http: Request) -> dic
 _ENDS = ("completed_at", "cancelled_at", "failed_at")
 
 
-def _time(seconds: int | None) -> str | None:
-    if seconds is None:
-        return None
+def _time(seconds: int) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")

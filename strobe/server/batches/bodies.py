@@ -1,13 +1,15 @@
-"""Models of the responses about files and batches, for the OpenAPI document."""
+"""The response bodies about files and batches."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NotRequired
 
-from pydantic import BaseModel
+from typing_extensions import TypedDict
+
+from strobe.server.openai.protocol.response_bodies import PageEnds
 
 
-class File(BaseModel):
+class File(TypedDict):
     """An uploaded file, or the answers of a batch."""
 
     id: str
@@ -20,44 +22,38 @@ class File(BaseModel):
     expires_at: int | None
 
 
-class DeletedFile(BaseModel):
+class DeletedFile(TypedDict):
     id: str
     object: Literal["file"]
-    deleted: bool
+    deleted: Literal[True]
 
 
-class Page(BaseModel):
+class FileList(PageEnds):
     """Part of a list, newest first unless the request orders otherwise."""
 
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-
-
-class FileList(Page):
     object: Literal["list"]
     data: list[File]
 
 
-class BatchError(BaseModel):
+class BatchError(TypedDict):
     code: str
     message: str
     param: str | None
     line: int | None
 
 
-class BatchErrors(BaseModel):
+class BatchErrors(TypedDict):
     object: Literal["list"]
     data: list[BatchError]
 
 
-class BatchCounts(BaseModel):
+class BatchCounts(TypedDict):
     total: int
     completed: int
     failed: int
 
 
-class Batch(BaseModel):
+class Batch(TypedDict):
     """A batch in OpenAI's format. Times are seconds since 1970."""
 
     id: str
@@ -82,15 +78,15 @@ class Batch(BaseModel):
     cancelled_at: int | None
     request_counts: BatchCounts
     metadata: dict[str, str] | None
-    warnings: list[str] | None = None
+    warnings: NotRequired[list[str]]
 
 
-class BatchList(Page):
+class BatchList(PageEnds):
     object: Literal["list"]
     data: list[Batch]
 
 
-class MessageBatchCounts(BaseModel):
+class MessageBatchCounts(TypedDict):
     processing: int
     succeeded: int
     errored: int
@@ -98,7 +94,7 @@ class MessageBatchCounts(BaseModel):
     expired: int
 
 
-class MessageBatch(BaseModel):
+class MessageBatch(TypedDict):
     """A batch in Anthropic's format."""
 
     id: str
@@ -111,13 +107,13 @@ class MessageBatch(BaseModel):
     archived_at: str | None
     cancel_initiated_at: str | None
     results_url: str | None
-    warnings: list[str] | None = None
+    warnings: NotRequired[list[str]]
 
 
-class MessageBatchList(Page):
+class MessageBatchList(PageEnds):
     data: list[MessageBatch]
 
 
-class DeletedMessageBatch(BaseModel):
+class DeletedMessageBatch(TypedDict):
     id: str
     type: Literal["message_batch_deleted"]

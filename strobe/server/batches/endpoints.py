@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Literal, NamedTuple
 
 from fastapi import FastAPI, Request
-from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response
 
 from strobe.server.anthropic.protocol.message_bodies import MessageErrorResponse
@@ -50,7 +49,7 @@ class Route(NamedTuple):
     path: str
     endpoint: Endpoint
     summary: str
-    model: type[BaseModel] | None
+    model: type | None
 
 
 OTHERS = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from email import message_from_bytes, policy
 from typing import Any
 
@@ -12,16 +12,22 @@ from starlette.responses import JSONResponse, Response
 
 from strobe.server.batches.batch_runner import BatchRunner
 from strobe.server.batches.batch_store import ERRORS, OUTPUT, RUNNING
+from strobe.server.batches.bodies import (
+    Batch,
+    BatchError,
+    BatchList,
+    DeletedFile,
+    File,
+    FileList,
+)
 from strobe.server.batches.find import find_batch, not_found
 from strobe.server.batches.lines import BrokenLines, read_requests
 from strobe.server.batches.protocol import MAX_ITEMS, BatchRequest
 from strobe.server.generation.errors import ApiError
-from strobe.server.openai import replies
 from strobe.server.openai.listing import listed
 from strobe.server.openai.protocol.request_errors import FieldError, invalid_value
 from strobe.server.serving import Serving
 
-_TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 _FORM = "multipart/form-data"
 
 
@@ -86,7 +92,9 @@ async def files(serving: Serving, runner: BatchRunner, owner: str, http: Request
     """Answer GET /v1/files."""
     purpose = http.query_params.get("purpose", "batch")
     records = runner.store.records("file", owner) if purpose == "batch" else []
-    return JSONResponse(listed(list(map(_file, records)), http, MAX_ITEMS, ("purpose",)))
+    page, ends = listed(list(map(_file, records)), http, MAX_ITEMS, ("purpose",))
+    body: FileList = {"object": "list", "data": page, **ends}
+    return JSONResponse(body)
 
 
 async def file(serving: Serving, runner: BatchRunner, owner: str, http: Request) -> Response:
@@ -117,7 +125,8 @@ async def delete(serving: Serving, runner: BatchRunner, owner: str, http: Reques
     if not name.startswith("file_") or runner.store.get(name, owner) is None:
         raise not_found("file", name)
     runner.store.delete(name)
-    return JSONResponse({"id": name, "object": "file", "deleted": True})
+    body: DeletedFile = {"id": name, "object": "file", "deleted": True}
+    return JSONResponse(body)
 
 
 async def create(serving: Serving, runner: BatchRunner, owner: str, http: Request) -> Response:
@@ -127,7 +136,7 @@ async def create(serving: Serving, runner: BatchRunner, owner: str, http: Reques
     source = request.input_file_id
     if not source.startswith("file_") or store.get(source, owner) is None:
         raise not_found("file", source, "input_file_id")
-    errors: list[dict[str, Any]] | None = None
+    errors: list[BatchError] | None = None
     total = 0
     try:
         total = len(read_requests(store.lines_path(source), source, (request.endpoint,)))
@@ -147,18 +156,22 @@ async def create(serving: Serving, runner: BatchRunner, owner: str, http: Reques
     record = store.add("batch", owner, fields)
     if errors is None:
         runner.start(record["id"])
-    extras = replies.extras([], False, request.warnings())
-    return JSONResponse(_batch(runner, record) | extras)
+    body = _batch(runner, record)
+    if warnings := request.warnings():
+        body["warnings"] = warnings
+    return JSONResponse(body)
 
 
-def _error(sentence: str, line: int | None) -> dict[str, Any]:
+def _error(sentence: str, line: int | None) -> BatchError:
     return {"code": "invalid_request", "message": sentence, "param": None, "line": line}
 
 
 async def batches(serving: Serving, runner: BatchRunner, owner: str, http: Request) -> Response:
     """Answer GET /v1/batches."""
     records = runner.store.records("batch", owner)
-    return JSONResponse(listed([_batch(runner, record) for record in records], http, MAX_ITEMS))
+    page, ends = listed([_batch(runner, record) for record in records], http, MAX_ITEMS)
+    body: BatchList = {"object": "list", "data": page, **ends}
+    return JSONResponse(body)
 
 
 async def batch(serving: Serving, runner: BatchRunner, owner: str, http: Request) -> Response:
@@ -174,13 +187,20 @@ async def cancel(serving: Serving, runner: BatchRunner, owner: str, http: Reques
     return JSONResponse(_batch(runner, record))
 
 
-def _file(record: Mapping[str, Any]) -> dict[str, Any]:
-    names: Sequence[str] = ("id", "bytes", "created_at", "filename", "purpose")
-    known = {name: record[name] for name in names}
-    return {"object": "file", **known, "status": "processed", "expires_at": None}
+def _file(record: Mapping[str, Any]) -> File:
+    return {
+        "object": "file",
+        "id": record["id"],
+        "bytes": record["bytes"],
+        "created_at": record["created_at"],
+        "filename": record["filename"],
+        "purpose": record["purpose"],
+        "status": "processed",
+        "expires_at": None,
+    }
 
 
-def _batch(runner: BatchRunner, record: Mapping[str, Any]) -> dict[str, Any]:
+def _batch(runner: BatchRunner, record: Mapping[str, Any]) -> Batch:
     """Return a batch in OpenAI's format."""
     name = record["id"]
     ended = record["status"] not in RUNNING
@@ -198,7 +218,13 @@ def _batch(runner: BatchRunner, record: Mapping[str, Any]) -> dict[str, Any]:
         "error_file_id": f"{name}{ERRORS}" if ended and failed else None,
         "created_at": record["created_at"],
         "expires_at": None,
-        **{f"{status}_at": record.get(f"{status}_at") for status in _TIMES},
+        "in_progress_at": record.get("in_progress_at"),
+        "finalizing_at": record.get("finalizing_at"),
+        "completed_at": record.get("completed_at"),
+        "failed_at": record.get("failed_at"),
+        "expired_at": record.get("expired_at"),
+        "cancelling_at": record.get("cancelling_at"),
+        "cancelled_at": record.get("cancelled_at"),
         "request_counts": {"total": record["total"], "completed": completed, "failed": failed},
         "metadata": record["metadata"],
     }

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, TypeVar
 
 from fastapi import Request
 
 from strobe.server.openai.protocol.request_errors import FieldError, invalid_value, short_json
+from strobe.server.openai.protocol.response_bodies import PageEnds
 
 DEFAULT_ITEMS = 20
+
+Item = TypeVar("Item", bound=Mapping[str, Any])
 
 
 def check_query(http: Request, allowed: Collection[str] = ()) -> None:
@@ -24,13 +27,13 @@ def check_query(http: Request, allowed: Collection[str] = ()) -> None:
 
 
 def listed(
-    items: list[dict[str, Any]],
+    items: list[Item],
     http: Request,
     max_items: int,
     others: Collection[str] = (),
     after: str = "after",
-) -> dict[str, Any]:
-    """Return the page of items that the query selects. items: newest first; others: query
+) -> tuple[list[Item], PageEnds]:
+    """Return the items that the query selects, and their ends. items: newest first; others: query
     parameters that the caller reads; after: the name of the parameter that continues a list. Raises
     FieldError."""
     query = http.query_params
@@ -48,10 +51,9 @@ def listed(
             raise invalid_value(after, last, "the id of an item in the list")
         items = items[places[0] + 1 :]
     page = items[: int(limit)]
-    return {
-        "object": "list",
-        "data": page,
+    ends: PageEnds = {
         "first_id": page[0]["id"] if page else None,
         "last_id": page[-1]["id"] if page else None,
         "has_more": len(items) > len(page),
     }
+    return page, ends

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from strobe.request import CUT_SHORT
 from strobe.server.generation.bodies import TokenLogprob
@@ -11,6 +11,7 @@ from strobe.server.openai import replies
 from strobe.server.openai.chat import Prepared, chat_logprob
 from strobe.server.openai.protocol.converted import ConvertedRequest
 from strobe.server.openai.protocol.request_errors import FieldError
+from strobe.server.openai.protocol.response_bodies import ItemStatus
 from strobe.server.openai.replies import Codec, Event, encode_typed_event
 from strobe.server.openai.runs import Progress, PromptRun
 from strobe.server.openai.token_attribution import TokenAttribution
@@ -19,7 +20,6 @@ from strobe.server.parsers.call_arguments import read_object
 from strobe.server.serving import Serving
 
 Logprobs = list[TokenLogprob]
-Status = Literal["in_progress", "completed", "incomplete"]
 Body = TypeVar("Body", covariant=True)
 """An item as JSON."""
 
@@ -33,7 +33,7 @@ class OutputItem(Protocol[Body]):
 
     def begin(self) -> list[Event]: ...
     def add(self, text: str, logprobs: Logprobs) -> list[Event]: ...
-    def end(self, status: Status) -> list[Event]: ...
+    def end(self, status: ItemStatus) -> list[Event]: ...
 
 
 class OutputItems(Generic[Body]):
@@ -68,7 +68,7 @@ class OutputItems(Generic[Body]):
             self._arguments += segment.text
         return events + self._items[-1].add(segment.text, logprobs)
 
-    def end(self, status: Status) -> list[Event]:
+    def end(self, status: ItemStatus) -> list[Event]:
         """End the answer; an answer without content or calls gets an empty message. Returns the
         events."""
         events: list[Event] = []
@@ -76,7 +76,7 @@ class OutputItems(Generic[Body]):
             events += self._begin(Segment(kind="content", text="", start=0, end=0))
         return events + self.close(status)
 
-    def close(self, status: Status) -> list[Event]:
+    def close(self, status: ItemStatus) -> list[Event]:
         """End the open item, if there is one; a call with all its arguments is complete whatever
         ended the answer. Returns its events."""
         open_item = self._open
@@ -118,7 +118,7 @@ class ItemCodec(Codec, Generic[Body]):
         self._converted = request
 
     @property
-    def status(self) -> Status:
+    def status(self) -> ItemStatus:
         """The status of the finished answer."""
         reason = self.run.choices[0].output.finish_reason
         return "incomplete" if reason in CUT_SHORT else "completed"

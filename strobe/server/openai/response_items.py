@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from typing import Any
+from typing import Generic, TypeVar
 
-from strobe.server.openai.output_items import Event, Logprobs, OutputItem, Status
+from strobe.server.openai.output_items import Event, Logprobs, OutputItem
+from strobe.server.openai.protocol import response_bodies as bodies
+from strobe.server.openai.protocol.response_bodies import ItemStatus
 from strobe.server.parsers import Segment
 
 
@@ -15,23 +17,26 @@ class _Item:
     def __init__(self, index: int, prefix: str):
         self.index = index
         self.id = f"{prefix}_{secrets.token_hex(12)}"
-        self.status: Status = "in_progress"
+        self.status: ItemStatus = "in_progress"
         self.text = ""
 
     def event(self, kind: str, **fields: object) -> Event:
         position = {"item_id": self.id, "output_index": self.index}
         return {"type": f"response.{kind}", **position, **fields}
 
-    def complete_event(self, kind: str, item: dict[str, Any]) -> Event:
+    def complete_event(self, kind: str, item: bodies.OutputItem) -> Event:
         return {"type": f"response.output_item.{kind}", "output_index": self.index, "item": item}
 
 
-class _Text(_Item):
+Part = TypeVar("Part", bodies.ReasoningText, bodies.OutputText)
+
+
+class _Text(_Item, Generic[Part]):
     """An item with one text part. part_type: the part's type, also in the names of events."""
 
     part_type = ""
 
-    def item(self) -> dict[str, Any]:
+    def item(self) -> bodies.OutputItem:
         return self._item([self._part()])
 
     def begin(self) -> list[Event]:
@@ -42,7 +47,7 @@ class _Text(_Item):
         self.text += text
         return [self.event(f"{self.part_type}.delta", content_index=0, delta=text)]
 
-    def end(self, status: Status) -> list[Event]:
+    def end(self, status: ItemStatus) -> list[Event]:
         self.status = status
         return [
             self.event(f"{self.part_type}.done", content_index=0, text=self.text),
@@ -50,14 +55,14 @@ class _Text(_Item):
             self.complete_event("done", self.item()),
         ]
 
-    def _part(self) -> dict[str, Any]:
-        return {"type": self.part_type, "text": self.text}
+    def _part(self) -> Part:
+        raise NotImplementedError
 
-    def _item(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+    def _item(self, content: list[Part]) -> bodies.OutputItem:
         raise NotImplementedError
 
 
-class Reasoning(_Text):
+class Reasoning(_Text[bodies.ReasoningText]):
     """Reasoning as plain text, without a summary."""
 
     part_type = "reasoning_text"
@@ -65,7 +70,10 @@ class Reasoning(_Text):
     def __init__(self, index: int):
         super().__init__(index, "rs")
 
-    def _item(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+    def _part(self) -> bodies.ReasoningText:
+        return {"type": "reasoning_text", "text": self.text}
+
+    def _item(self, content: list[bodies.ReasoningText]) -> bodies.OutputReasoning:
         return {
             "id": self.id,
             "type": "reasoning",
@@ -75,7 +83,7 @@ class Reasoning(_Text):
         }
 
 
-class Message(_Text):
+class Message(_Text[bodies.OutputText]):
     """A message of the assistant."""
 
     part_type = "output_text"
@@ -88,14 +96,19 @@ class Message(_Text):
         self.logprobs += logprobs
         return [{**event, "logprobs": logprobs} for event in super().add(text, logprobs)]
 
-    def end(self, status: Status) -> list[Event]:
+    def end(self, status: ItemStatus) -> list[Event]:
         text_done, *rest = super().end(status)
         return [{**text_done, "logprobs": self.logprobs}, *rest]
 
-    def _part(self) -> dict[str, Any]:
-        return super()._part() | {"annotations": [], "logprobs": list(self.logprobs)}
+    def _part(self) -> bodies.OutputText:
+        return {
+            "type": "output_text",
+            "text": self.text,
+            "annotations": [],
+            "logprobs": list(self.logprobs),
+        }
 
-    def _item(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+    def _item(self, content: list[bodies.OutputText]) -> bodies.OutputMessage:
         return {
             "id": self.id,
             "type": "message",
@@ -113,7 +126,7 @@ class Call(_Item):
         self.name = name
         self.call_id = f"call_{secrets.token_hex(12)}"
 
-    def item(self) -> dict[str, Any]:
+    def item(self) -> bodies.OutputCall:
         return {
             "id": self.id,
             "type": "function_call",
@@ -130,7 +143,7 @@ class Call(_Item):
         self.text += text
         return [self.event("function_call_arguments.delta", delta=text)] if text else []
 
-    def end(self, status: Status) -> list[Event]:
+    def end(self, status: ItemStatus) -> list[Event]:
         self.status = status
         done = {"name": self.name, "arguments": self.text}
         return [
@@ -139,7 +152,7 @@ class Call(_Item):
         ]
 
 
-def make_item(segment: Segment, index: int) -> OutputItem[dict[str, Any]]:
+def make_item(segment: Segment, index: int) -> OutputItem[bodies.OutputItem]:
     """Return the item for its first segment."""
     if segment.kind == "call":
         return Call(index, segment.name or "")

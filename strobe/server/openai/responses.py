@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
 from fastapi import Request
 from pydantic_core import from_json
@@ -14,6 +14,8 @@ from strobe.server.openai import replies
 from strobe.server.openai.chat import Prepared
 from strobe.server.openai.converted import count_tokens, prepare_converted
 from strobe.server.openai.output_items import ItemCodec
+from strobe.server.openai.protocol import response_bodies as bodies
+from strobe.server.openai.protocol.response_bodies import InputTokens, ItemStatus
 from strobe.server.openai.protocol.responses_request import (
     InputTokensRequest,
     ResponsesPrompt,
@@ -49,8 +51,10 @@ async def input_tokens(serving: Serving, request: InputTokensRequest, http: Requ
     serving.name(request.model)
     _follow(serving, request, http)
     number, sentences = await count_tokens(serving, request)
-    body = {"object": "response.input_tokens", "input_tokens": number}
-    return JSONResponse({**body, **replies.extras([], False, sentences)})
+    body: InputTokens = {"object": "response.input_tokens", "input_tokens": number}
+    if sentences:
+        body["warnings"] = sentences
+    return JSONResponse(body)
 
 
 def _follow(serving: Serving, request: ResponsesPrompt, http: Request) -> tuple[bytes, ...]:
@@ -76,7 +80,7 @@ class _ResponseSaver(NamedTuple):
     owner: bytes | None
     previous_items: tuple[bytes, ...]
 
-    def save(self, request: ResponsesRequest, response: dict[str, Any]) -> None:
+    def save(self, request: ResponsesRequest, response: bodies.Response) -> None:
         """Store a finished response."""
         items = [*self.previous_items, *map(_json, complete_items(request.input))]
         output = tuple(map(_json, response["output"]))
@@ -90,7 +94,7 @@ def _json(value: object) -> bytes:
     return replies.compact(value).encode("utf-8", "replace")
 
 
-class ResponseCodec(ItemCodec[dict[str, Any]]):
+class ResponseCodec(ItemCodec[bodies.OutputItem]):
     """A response of /v1/responses, whole or streamed."""
 
     def __init__(
@@ -110,12 +114,14 @@ class ResponseCodec(ItemCodec[dict[str, Any]]):
         self._sent = 0
 
     def start(self) -> list[Event]:
-        response = self._response("in_progress") | {"output": []}
+        response = self._response("in_progress")
+        response["output"] = []
         kinds = ("response.created", "response.in_progress")
         return [{"type": kind, "response": response} for kind in kinds]
 
     def end(self) -> list[Event]:
-        response = self._ended() | {"speculation": speculation(self.runs)}
+        response = self._ended()
+        response["speculation"] = speculation(self.runs)
         return [{"type": f"response.{response['status']}", "response": response}]
 
     def error(self, error: ApiError) -> list[Event]:
@@ -128,7 +134,7 @@ class ResponseCodec(ItemCodec[dict[str, Any]]):
             response["output"] = []
         return [error_event(error), {"type": "response.failed", "response": response}]
 
-    def body(self) -> Event:
+    def body(self) -> bodies.Response:
         return self._ended()
 
     def encode(self, event: Event) -> bytes:
@@ -138,7 +144,7 @@ class ResponseCodec(ItemCodec[dict[str, Any]]):
         self._sent += 1
         return encoded
 
-    def _ended(self) -> dict[str, Any]:
+    def _ended(self) -> bodies.Response:
         """Return the finished response, and store it if the request asks for it."""
         response = self._response(self.status)
         if response["status"] == "incomplete":
@@ -151,16 +157,17 @@ class ResponseCodec(ItemCodec[dict[str, Any]]):
             "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
             "total_tokens": counted["total_tokens"],
         }
-        response |= {"speculation": speculation(self.runs)} if self.report else {}
+        if self.report:
+            response["speculation"] = speculation(self.runs)
         if self.stores and not self.run.abandoned:
             self._saver.save(self.request, response)
         return response
 
-    def _response(self, status: str) -> dict[str, Any]:
+    def _response(self, status: ItemStatus | Literal["failed"]) -> bodies.Response:
         """Return the response so far, which echoes the request's options."""
         request = self.request
         params = self.prepared.job.params
-        response: dict[str, Any] = {
+        response: bodies.Response = {
             "id": self._saver.store.id_prefix + self.prepared.job.request_id,
             "object": "response",
             "created_at": self.created,
@@ -191,5 +198,6 @@ class ResponseCodec(ItemCodec[dict[str, Any]]):
             "metadata": request.metadata or {},
         }
         ending_warnings = self.request.own_names(replies.ending_warnings(self.run))
-        warnings = [*self.prepared.warnings, *ending_warnings]
-        return response | ({"warnings": warnings} if warnings else {})
+        if warnings := [*self.prepared.warnings, *ending_warnings]:
+            response["warnings"] = warnings
+        return response

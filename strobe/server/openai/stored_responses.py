@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from strobe.server.generation.errors import ApiError
 from strobe.server.openai import replies
 from strobe.server.openai.listing import DEFAULT_ITEMS, check_query, listed
+from strobe.server.openai.protocol.response_bodies import DeletedResponse, ItemList
 from strobe.server.response_store import StoredResponse
 from strobe.server.serving import Serving
 
@@ -54,7 +55,8 @@ async def delete(serving: Serving, http: Request) -> Response:
         check_query(http)
         response = find(serving, http, _name(http))
         serving.responses.delete(_name(http), response.owner)
-        return JSONResponse({"id": _name(http), "object": "response", "deleted": True})
+        body: DeletedResponse = {"id": _name(http), "object": "response", "deleted": True}
+        return JSONResponse(body)
     except Exception as error:
         return replies.error_response(serving, http, error)
 
@@ -62,8 +64,10 @@ async def delete(serving: Serving, http: Request) -> Response:
 async def input_items(serving: Serving, http: Request) -> Response:
     """Answer GET /v1/responses/ID/input_items."""
     try:
-        items = find(serving, http, _name(http)).items
-        return JSONResponse(listed([from_json(item) for item in reversed(items)], http, MAX_ITEMS))
+        stored = [from_json(item) for item in reversed(find(serving, http, _name(http)).items)]
+        items, ends = listed(stored, http, MAX_ITEMS)
+        body: ItemList = {"object": "list", "data": items, **ends}
+        return JSONResponse(body)
     except Exception as error:
         return replies.error_response(serving, http, error)
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal, NotRequired
 
-from pydantic import BaseModel
 from typing_extensions import TypedDict
 
-from strobe.server.generation.bodies import Extras, SpeculationReport, TokenLogprob
+from strobe.server.generation.bodies import Extras, TokenLogprob
 
 FinishReason = Literal["stop", "length", "repetition", "tool_calls", "abort", "error"]
 
@@ -253,16 +252,16 @@ class DetokenizeResponse(TypedDict):
     warnings: NotRequired[list[str]]
 
 
-class InputTokensDetails(BaseModel):
-    cached_tokens: int = 0
-    cache_write_tokens: int = 0
+class InputTokensDetails(TypedDict):
+    cached_tokens: int
+    cache_write_tokens: int
 
 
-class OutputTokensDetails(BaseModel):
-    reasoning_tokens: int = 0
+class OutputTokensDetails(TypedDict):
+    reasoning_tokens: int
 
 
-class ResponseUsage(BaseModel):
+class ResponseUsage(TypedDict):
     input_tokens: int
     input_tokens_details: InputTokensDetails
     output_tokens: int
@@ -270,110 +269,119 @@ class ResponseUsage(BaseModel):
     total_tokens: int
 
 
-class OutputText(BaseModel):
-    type: Literal["output_text"] = "output_text"
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputText(TypedDict):
+    type: Literal["output_text"]
     text: str
-    annotations: list[Any] = []
-    logprobs: list[TokenLogprob] | None = None
+    annotations: list[Any]
+    logprobs: list[TokenLogprob]
 
 
-class OutputMessage(BaseModel):
-    type: Literal["message"] = "message"
+class OutputMessage(TypedDict):
     id: str
-    role: Literal["assistant"] = "assistant"
-    status: Literal["in_progress", "completed", "incomplete"]
+    type: Literal["message"]
+    role: Literal["assistant"]
+    status: ItemStatus
     content: list[OutputText]
 
 
-class OutputCall(BaseModel):
-    type: Literal["function_call"] = "function_call"
+class OutputCall(TypedDict):
     id: str
+    type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
-    status: Literal["in_progress", "completed", "incomplete"]
+    status: ItemStatus
 
 
-class ReasoningText(BaseModel):
-    type: Literal["reasoning_text"] = "reasoning_text"
+class ReasoningText(TypedDict):
+    type: Literal["reasoning_text"]
     text: str
 
 
-class OutputReasoning(BaseModel):
-    type: Literal["reasoning"] = "reasoning"
+class OutputReasoning(TypedDict):
     id: str
-    summary: list[Any] = []
+    type: Literal["reasoning"]
+    summary: list[Any]
     content: list[ReasoningText]
-    status: Literal["in_progress", "completed", "incomplete"]
+    status: ItemStatus
 
 
-class IncompleteDetails(BaseModel):
+OutputItem = OutputMessage | OutputCall | OutputReasoning
+
+
+class IncompleteDetails(TypedDict):
     reason: Literal["max_output_tokens"]
 
 
-class ResponseError(BaseModel):
+class ResponseError(TypedDict):
     code: str
     message: str
 
 
-class Response(BaseModel):
+class Response(Extras):
     """The response of /v1/responses, which echoes the request's options, null for those without
     effect."""
 
     id: str
-    object: Literal["response"] = "response"
+    object: Literal["response"]
     created_at: int
     model: str
     status: Literal["in_progress", "completed", "incomplete", "failed"]
-    background: Literal[False] = False
-    output: list[OutputMessage | OutputCall | OutputReasoning]
-    error: ResponseError | None = None
-    incomplete_details: IncompleteDetails | None = None
-    usage: ResponseUsage | None = None
-    instructions: str | None = None
-    max_output_tokens: int | None = None
-    max_tool_calls: None = None
+    background: Literal[False]
+    output: list[OutputItem]
+    error: ResponseError | None
+    incomplete_details: IncompleteDetails | None
+    usage: ResponseUsage | None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: None
     parallel_tool_calls: bool
-    previous_response_id: str | None = None
-    prompt: None = None
-    reasoning: dict[str, Any] | None = None
-    service_tier: Literal["default"] = "default"
+    previous_response_id: str | None
+    prompt: None
+    reasoning: dict[str, Any]
+    service_tier: Literal["default"]
     store: bool
     temperature: float
     text: dict[str, Any]
     tool_choice: Any
     tools: list[dict[str, Any]]
-    top_logprobs: int | None = None
+    top_logprobs: int
     top_p: float
-    truncation: Literal["disabled"] = "disabled"
-    user: None = None
-    metadata: dict[str, str] = {}
-    speculation: SpeculationReport | None = None
-    warnings: list[str] | None = None
+    truncation: Literal["disabled"]
+    user: None
+    metadata: dict[str, str]
 
 
-class InputTokens(BaseModel):
+class InputTokens(TypedDict):
     """The response of /v1/responses/input_tokens."""
 
-    object: Literal["response.input_tokens"] = "response.input_tokens"
+    object: Literal["response.input_tokens"]
     input_tokens: int
-    warnings: list[str] | None = None
+    warnings: NotRequired[list[str]]
 
 
-class DeletedResponse(BaseModel):
+class DeletedResponse(TypedDict):
     id: str
-    object: Literal["response"] = "response"
-    deleted: Literal[True] = True
+    object: Literal["response"]
+    deleted: Literal[True]
 
 
-class ItemList(BaseModel):
-    """data: input items with their ids. has_more: whether more items follow."""
+class PageEnds(TypedDict):
+    """The ends of a part of a list. has_more: whether more items follow."""
 
-    object: Literal["list"] = "list"
-    data: list[dict[str, Any]]
     first_id: str | None
     last_id: str | None
     has_more: bool
+
+
+class ItemList(PageEnds):
+    """data: input items with their ids. has_more: whether more items follow."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
 
 
 class ErrorDetail(TypedDict):
