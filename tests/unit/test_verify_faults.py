@@ -6,13 +6,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from strobe.config import EngineConfig
 from strobe.engine.engine import Engine
 from strobe.hub.locate import locate_models
+from strobe.sampling_params import SamplingParams
+from strobe.tools.verify.cases import Case
+from strobe.tools.verify.check import Checker
+from strobe.tools.verify.filter_edges import FILTERS, Filter
 from strobe.tools.verify.findings import Verification
 from strobe.tools.verify.reference import Reference, make_reference
+from strobe.tools.verify.runs import Run, run_cases
 from strobe.tools.verify.verify import Verifier, make_engine
 from strobe.tools.verify.verify_settings import VerifySettings
 from tests.support.planted_faults import PLANTS, Plant, planted
@@ -70,5 +76,21 @@ SHORT = ("one wrong token", "foreign state", "top-p off by one", "grammar mask s
     "name", [pytest.param(n, marks=[] if n in SHORT else [pytest.mark.full]) for n in PLANTS]
 )
 def test_verify_finds_planted_fault(verify: Verify, name: str):
-    verification = verify(PLANTS[name], seeds=48 if "top-p" in name else 0)
+    verification = verify(PLANTS[name], seeds=16 if "top-p" in name else 0)
     assert verification.exit_status == 1, verification.findings
+
+
+@pytest.mark.parametrize("tested", FILTERS[1:], ids=lambda tested: tested.name)
+def test_filter_is_tested_where_one_token_too_many_is_probable(
+    engine: Engine, reference: Reference, tested: Filter
+):
+    """If one draw in seven takes it, 16 seeds of each way miss it in 8 of 1,000 runs."""
+    checker = Checker(reference, engine)
+    case = Case("chat", (5, 6, 7), SamplingParams(temperature=0.0, max_tokens=32))
+    answers = run_cases(engine, [case], speculate=False)
+    checker.check_runs({"plain": Run({"chat": answers}, 1.0)})
+    row, temperature = tested.choose(checker.edges, bound=1e-3)
+    assert tested.kept is not None
+    weights = np.exp((np.array(row.top) - row.top[0]) / temperature)[: tested.kept + 1]
+    assert weights[-1] / weights.sum() >= 1 / 7
+    assert row.gap(tested.kept) > 1e-3

@@ -95,6 +95,10 @@ class Case:
     def is_greedy(self) -> bool:
         return self.sampling.temperature == 0.0
 
+    @property
+    def is_constrained(self) -> bool:
+        return self.sampling.structured_outputs is not None
+
 
 @dataclass(frozen=True)
 class Wave:

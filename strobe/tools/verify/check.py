@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from strobe.engine.engine import Engine
+from strobe.tools.verify.filter_edges import EdgeRow
 from strobe.tools.verify.oracle import Oracle, OracleRow
 from strobe.tools.verify.reference import Logits, Reference
 from strobe.tools.verify.rounding import common_length, comparable_rows, difference
@@ -63,13 +64,15 @@ class RowChecks:
 
 
 class Checker:
-    """Runs the reference over answers, each sequence once."""
+    """Runs the reference over answers, each sequence once. spreads: between each row's largest and
+    mean logit; edges: the rows of plain greedy answers, for the test of filters."""
 
     def __init__(self, reference: Reference, engine: Engine):
         self.reference = reference
         self.seed = engine.config.seed
         self.compiler = engine.grammars.compiler
         self.spreads: list[float] = []
+        self.edges: list[EdgeRow] = []
         self._last_key: object = None
         self._last: Any = None
 
@@ -80,6 +83,8 @@ class Checker:
             logits = self.reference.logits([*key[0], *answer.tokens], len(key[0]))
             finite = np.where(np.isfinite(logits), logits, np.nan)
             self.spreads += (np.nanmax(finite, 1) - np.nanmean(finite, 1)).tolist()
+            if answer.case.is_greedy and not answer.case.is_constrained:
+                self.edges += EdgeRow.of(answer, logits)
             oracle = Oracle(answer.case, self.seed, self.compiler)
             self._last = oracle.rows(logits, answer.tokens), logits
             self._last_key = key

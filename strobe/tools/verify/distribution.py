@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from strobe.sampling.noise import gumbel, noise_key
 from strobe.sampling_params import SamplingParams
 from strobe.tools.verify.cases import Case
 from strobe.tools.verify.check import Outlier
+from strobe.tools.verify.filter_edges import FILTERS, POSITIONS, EdgeRow
 from strobe.tools.verify.oracle import OracleRow, passes_filters
 from strobe.tools.verify.reference import Reference
 from strobe.tools.verify.runs import Answer, run_cases
@@ -25,10 +25,10 @@ FALSE_DISCOVERIES = 1e-3
 PERMUTATIONS = (2_000, 40_000)
 """Of a test; the second number only if the first gives a probability below SURE."""
 SURE = 0.02
-POSITIONS = 4
 TEMPERATURES = (1.0, 1.5, 2.0, 3.0, 5.0, 8.0)
 MIN_ENTROPY = 1.5
-"""The temperature of a test is the lowest at which the first token has this entropy, in nats."""
+"""Without a filter, the temperature is the lowest at which the first token has this entropy, in
+nats."""
 
 
 @dataclass(frozen=True)
@@ -82,23 +82,33 @@ class SampledPair:
 
 
 def sample_pairs(
-    engine: Engine, chats: Sequence[Case], reference: Reference, *, seeds: int, first_seed: int
+    engine: Engine,
+    rows: Sequence[EdgeRow],
+    reference: Reference,
+    *,
+    seeds: int,
+    first_seed: int,
+    bound: float,
 ) -> list[SampledPair]:
-    """Sample each setting of SETTINGS with so many seeds in each way."""
+    """Sample each of FILTERS with so many seeds in each way, each at the row of `rows` where it
+    shows most. bound: of the reference's rounding."""
     pairs: list[SampledPair] = []
-    for i, setting in enumerate(SETTINGS):
-        chat = chats[i % len(chats)]
-        logits = reference.logits([*chat.prompt, 0], len(chat.prompt))[0].astype(np.float64)
-        temperature = choose_temperature(logits)
+    for filtered in FILTERS:
+        row, temperature = filtered.choose(rows, bound)
+        logits = reference.logits([*row.prompt, 0], len(row.prompt))[0].astype(np.float64)
+        temperature = temperature or choose_temperature(logits)
         ordered = np.sort(_probabilities(logits, temperature))[::-1]
         params = SamplingParams(
-            **setting(ordered), temperature=temperature, max_tokens=POSITIONS, ignore_eos=True
+            **filtered.fields(ordered),
+            temperature=temperature,
+            max_tokens=POSITIONS,
+            ignore_eos=True,
         )
         answers = [
             run_cases(
                 engine,
                 [
-                    Case(setting.__name__, chat.prompt, params.clone(seed=seed))
+                    Case(filtered.name, row.prompt, params.clone(seed=seed))
                     for seed in range(start, start + seeds)
                 ],
                 speculate=speculate,
@@ -110,7 +120,7 @@ def sample_pairs(
         first = np.where(kept, _probabilities(logits, temperature), 0.0)
         pairs.append(
             SampledPair(
-                about=f"{setting.__name__}, temperature {temperature:g}, {chat.kind}",
+                about=f"{filtered.name}, temperature {temperature:.3g}, {row.kind}",
                 plain=answers[0],
                 speculated=answers[1],
                 logits=logits,
@@ -133,34 +143,6 @@ def choose_temperature(logits: NDArray[np.float64]) -> float:
         if entropy >= MIN_ENTROPY:
             return temperature
     return TEMPERATURES[-1]
-
-
-# Filters that keep two or three tokens, where one too many or too few shows soonest. Each takes a
-# row's probabilities in descending order.
-
-
-def unfiltered(ordered: NDArray[np.float64]) -> dict[str, Any]:
-    return {}
-
-
-def top_p(ordered: NDArray[np.float64]) -> dict[str, Any]:
-    return {"top_p": float(min(ordered[0] + ordered[1] / 2, 0.999))}
-
-
-def top_k(ordered: NDArray[np.float64]) -> dict[str, Any]:
-    return {"top_k": 3}
-
-
-def min_p(ordered: NDArray[np.float64]) -> dict[str, Any]:
-    return {"min_p": float(np.sqrt(ordered[2] * ordered[3]) / ordered[0])}
-
-
-SETTINGS: tuple[Callable[[NDArray[np.float64]], dict[str, Any]], ...] = (
-    unfiltered,
-    top_p,
-    top_k,
-    min_p,
-)
 
 
 def compare_distributions(pairs: Sequence[SampledPair], seed: int) -> list[DistributionTest]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,6 +31,7 @@ from strobe.tools.verify.against import (
 from strobe.tools.verify.cases import Suite, SuiteBuilder, read_prompts
 from strobe.tools.verify.check import Checker
 from strobe.tools.verify.distribution import compare_distributions, sample_pairs
+from strobe.tools.verify.filter_edges import EdgeRow
 from strobe.tools.verify.findings import Verification
 from strobe.tools.verify.judge import Judge, detectable_rate, reference_bound
 from strobe.tools.verify.reference import Reference, TransformersReference, make_reference
@@ -123,8 +124,8 @@ class Verifier:
         judge.judge_runs(checker, plain, speculated, "speculation")
         for check in checks.values():
             judge.judge_reference(check, reference.name)
-        if self.settings.seeds:
-            self._judge_distributions(suite, reference, judge)
+        if self.settings.seeds and checker.edges:
+            self._judge_distributions(checker.edges, reference, judge)
         pairs = [(wave.name, wave.cold) for wave in suite.waves if wave.cold is not None]
         judge.judge_acceptance(speculated, pairs)
         self._count(plain, speculated, judge)
@@ -165,16 +166,19 @@ class Verifier:
                 )
         return self.reference
 
-    def _judge_distributions(self, suite: Suite, reference: Reference, judge: Judge) -> None:
+    def _judge_distributions(
+        self, rows: Sequence[EdgeRow], reference: Reference, judge: Judge
+    ) -> None:
         """Sample with many seeds in both ways, and test whether the distributions agree."""
         seed = self.engine.config.seed
         with self._timed("sampling", "sampling with many seeds"):
             pairs = sample_pairs(
                 self.engine,
-                suite.chats,
+                rows,
                 reference,
                 seeds=self.settings.seeds,
                 first_seed=seed + FIRST_SEED,
+                bound=judge.reference_bound,
             )
         with self._timed("testing", "testing distributions"):
             tests = compare_distributions(pairs, seed)
