@@ -37,12 +37,12 @@ ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "llama"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
     "smollm3": ("SmolLM3ForCausalLM", "smollm3"),
 }
 """architectures and model_type of config.json by general.architecture."""
-UNSUPPORTED = (
-    "expert_count", "rope.scaling.type", "attention.sliding_window", "final_logit_softcapping",
-)  # fmt: skip
+WITH_EXPERTS = ("qwen3moe",)
+UNSUPPORTED = ("rope.scaling.type", "attention.sliding_window", "final_logit_softcapping")
 """Metadata of an architecture that would change the computation."""
 END_TOKENS = frozenset(
     {
@@ -132,7 +132,8 @@ def _config(header: GGUFHeader, path: Path) -> dict[str, Any]:
     tokens = _value(metadata, "tokenizer.ggml.tokens", path)
     name, model_type = ARCHITECTURES[architecture]
     types = {tensor.type for tensor in header.tensors.values()}
-    return {
+    experts = _experts(metadata, architecture, path) if architecture in WITH_EXPERTS else {}
+    return experts | {
         "architectures": [name],
         "model_type": model_type,
         "dtype": "float32" if types == {"F32"} else "float16" if "F16" in types else "bfloat16",
@@ -156,6 +157,20 @@ def _config(header: GGUFHeader, path: Path) -> dict[str, Any]:
     }
 
 
+def _experts(metadata: Mapping[str, Any], architecture: str, path: Path) -> dict[str, Any]:
+    """Return the part of config.json that describes experts, which every layer has."""
+    return {
+        "num_experts": _value(metadata, f"{architecture}.expert_count", path),
+        "num_experts_per_tok": _value(metadata, f"{architecture}.expert_used_count", path),
+        "moe_intermediate_size": _value(
+            metadata, f"{architecture}.expert_feed_forward_length", path
+        ),
+        "norm_topk_prob": True,  # as llama.cpp computes it
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
 def _check_supported(header: GGUFHeader, architecture: str, path: Path) -> None:
     """Raise ValueError for what no config can say."""
     metadata = header.metadata
@@ -175,7 +190,8 @@ def _check_supported(header: GGUFHeader, architecture: str, path: Path) -> None:
             f"{path} has a tensor rope_freqs.weight, which scales rope's frequencies, as in Llama "
             "3.1 to 3.3; this is not supported in a GGUF file; use the checkpoint in safetensors."
         )
-    for name in UNSUPPORTED:
+    experts = () if architecture in WITH_EXPERTS else ("expert_count",)
+    for name in (*experts, *UNSUPPORTED):
         setting = metadata.get(f"{architecture}.{name}")
         if setting not in (None, 0, "none"):
             raise ValueError(

@@ -14,12 +14,20 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, SmolLM3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
+)
 
 from strobe import LLM, SamplingParams
 from strobe.config import EngineConfig
 from strobe.engine.build import resolve
 from strobe.hub.gguf_checkpoint import gguf_directory
+from strobe.hub.gguf_file import TYPES as HEADER_TYPES
 from strobe.hub.gguf_file import read_header
 from strobe.models.architectures import load_target_config
 from strobe.models.checkpoint import Checkpoint
@@ -45,6 +53,12 @@ SHAPE = {
     "tie_word_embeddings": True,
 }
 PROMPT = [5, 80, 33, 12, 7]
+EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +73,7 @@ def model_of(kind: str, **changes: Any) -> Any:
         "llama": LlamaConfig,
         "qwen2": Qwen2Config,
         "qwen3": Qwen3Config,
+        "qwen3moe": partial(Qwen3MoeConfig, **EXPERTS),
         "smollm3": partial(SmolLM3Config, pad_token_id=0),
     }
     config = kinds[kind](**SHAPE | changes)
@@ -69,6 +84,9 @@ def model_of(kind: str, **changes: Any) -> Any:
 def metadata_of(kind: str) -> dict[str, Any]:
     return {
         "general.architecture": kind,
+        f"{kind}.expert_count": EXPERTS["num_experts"] if kind == "qwen3moe" else 0,
+        f"{kind}.expert_used_count": EXPERTS["num_experts_per_tok"],
+        f"{kind}.expert_feed_forward_length": EXPERTS["moe_intermediate_size"],
         f"{kind}.block_count": SHAPE["num_hidden_layers"],
         f"{kind}.context_length": SHAPE["max_position_embeddings"],
         f"{kind}.embedding_length": SHAPE["hidden_size"],
@@ -99,6 +117,9 @@ def tensors_of(kind: str, model: Any) -> dict[str, NDArray[np.float32]]:
         path, _, leaf = name.removeprefix("model.").rpartition(".")
         layer = re.match(r"layers\.(\d+)\.", path)
         prefix = "" if layer is None else f"blk.{layer[1]}."
+        if leaf in ("gate_up_proj", "down_proj"):  # of stacked experts
+            tensors |= experts_of(prefix, leaf, value.numpy())
+            continue
         module = names[path[len(layer[0]) :] if layer else path]
         array = value.numpy()
         if kind in ("llama", "smollm3") and module in ("attn_q", "attn_k"):
@@ -106,6 +127,17 @@ def tensors_of(kind: str, model: Any) -> dict[str, NDArray[np.float32]]:
             array = array.reshape(heads, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
         tensors[f"{prefix}{module}.{leaf}"] = np.ascontiguousarray(array)
     return tensors
+
+
+def experts_of(prefix: str, leaf: str, array: NDArray[np.float32]) -> dict[str, Any]:
+    """Return stacked experts as llama.cpp does, with gate and up apart."""
+    if leaf == "down_proj":
+        return {f"{prefix}ffn_down_exps.weight": array}
+    gate, up = np.split(array, 2, axis=1)
+    return {
+        f"{prefix}ffn_gate_exps.weight": np.ascontiguousarray(gate),
+        f"{prefix}ffn_up_exps.weight": np.ascontiguousarray(up),
+    }
 
 
 def write(
@@ -125,7 +157,7 @@ def write(
         else:
             writer.add_uint32(key, value)
     for name, array in tensors.items():
-        number = gguf.GGMLQuantizationType[kind if array.ndim == 2 else "F32"]
+        number = gguf.GGMLQuantizationType[kind if array.ndim >= 2 else "F32"]
         stored = gguf.quants.quantize(array, number)
         writer.add_tensor(name, stored, raw_dtype=number)
     writer.write_header_to_file()
@@ -139,7 +171,7 @@ def tiny(path: Path, kind: str = "llama", **options: Any) -> Path:
     return write(path, metadata_of(kind), tensors_of(kind, model_of(kind)), **options)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "smollm3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "qwen3moe", "smollm3"])
 def test_answers_equal_transformers(kind: str, tmp_path: Path):
     model = model_of(kind)
     file = write(tmp_path / "tiny.gguf", metadata_of(kind), tensors_of(kind, model))
@@ -167,8 +199,11 @@ def test_tensors_are_dequantized(stored: str, tmp_path: Path):
         torch.testing.assert_close(read.float(), torch.from_numpy(array), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("stored", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"])
-def test_k_quants_are_dequantized(stored: str, tmp_path: Path):
+BLOCKS = [name for name, values, _ in HEADER_TYPES.values() if values in (64, 256)]
+
+
+@pytest.mark.parametrize("stored", [*BLOCKS, "IQ4_NL", "MXFP4"])
+def test_blocks_of_each_type_are_dequantized(stored: str, tmp_path: Path):
     number = gguf.GGMLQuantizationType[stored]
     values, size = gguf.GGML_QUANT_SIZES[number]
     blocks = np.random.default_rng(0).integers(0, 256, (4, 2 * size), np.uint8)
@@ -184,6 +219,21 @@ def test_k_quants_are_dequantized(stored: str, tmp_path: Path):
     read = tensor.decode(torch.from_numpy(blocks.reshape(-1)))
     expected = torch.from_numpy(gguf.quants.dequantize(blocks, number))
     torch.testing.assert_close(read, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_experts_are_parts_of_the_tensor_that_stacks_them(tmp_path: Path):
+    tensors = tensors_of("qwen3moe", model_of("qwen3moe"))
+    factors = np.arange(1, 7, dtype=np.float32)
+    tensors["blk.1.ffn_down_exps.scale"] = factors
+    file = write(tmp_path / "tiny.gguf", metadata_of("qwen3moe"), tensors, "Q8_0")
+    checkpoint = Checkpoint(gguf_directory(file))
+    number = gguf.GGMLQuantizationType["Q8_0"]
+    array = tensors["blk.1.ffn_down_exps.weight"]
+    values = gguf.quants.dequantize(gguf.quants.quantize(array, number), number)
+    for expert in range(6):
+        read = checkpoint.read(f"layers.1.mlp.experts.{expert}.down_proj.weight")
+        expected = torch.from_numpy(values[expert] * factors[expert])
+        torch.testing.assert_close(read, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("stored", ["F32", "Q8_0"])
@@ -349,6 +399,6 @@ def test_unsupported_type_is_a_one_line_error(tmp_path: Path):
     file = tiny(tmp_path / "tiny.gguf")
     name = b"token_embd.weight"
     place = file.read_bytes().index(name) + len(name) + 4 + 16  # dimensions: their number, sizes
-    patched(file, place, struct.pack("<I", 16))
-    with pytest.raises(ValueError, match="is stored in GGUF's type 16, but only F32, F16"):
+    patched(file, place, struct.pack("<I", 41))
+    with pytest.raises(ValueError, match="is stored in GGUF's type 41, but only F32, F16"):
         read_header(file)

@@ -28,8 +28,18 @@ NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
 }
 """Names of modules by their names in GGUF files."""
+EXPERTS = {
+    "ffn_gate_exps": "gate_proj",
+    "ffn_up_exps": "up_proj",
+    "ffn_down_exps": "down_proj",
+}
+"""Names of each expert's modules by the name of the tensor that stacks them."""
+SCALES = (".scale", ".input_scale")
+"""Suffixes of what NVFP4 has beside a tensor: a factor of its values, and one of activations, which
+stay in the engine's dtype."""
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Types that are read as they are."""
 _NAME = re.compile(r"(blk\.(?P<layer>\d+)\.)?(?P<module>\w+)\.(?P<leaf>weight|bias)")
@@ -37,10 +47,11 @@ _NAME = re.compile(r"(blk\.(?P<layer>\d+)\.)?(?P<module>\w+)\.(?P<leaf>weight|bi
 
 class GGUFTensor(NamedTuple):
     """stored: its place in the file. heads: number of heads whose rows llama.cpp reordered; 0 if it
-    did not."""
+    did not. factor: of all values."""
 
     stored: StoredTensor
     heads: int
+    factor: float = 1.0
 
     @property
     def dtype(self) -> str:
@@ -54,6 +65,8 @@ class GGUFTensor(NamedTuple):
             value = data.clone().view(FLOATS[self.stored.type]).view(shape)
         else:
             value = _dequantized(data, self.stored.type).view(shape)
+        if self.factor != 1.0:
+            value = value * self.factor
         if not self.heads:
             return value
         # llama.cpp puts the two dimensions of each of rope's pairs side by side.
@@ -84,10 +97,35 @@ class GGUFFile(MappedFile):
         if any(tensor.type not in FLOATS for tensor in header.tensors.values()):
             _library()
         super().__init__(path)
-        self.tensors = {
-            own_name(name): GGUFTensor(tensor, _reordered_heads(header, name))
-            for name, tensor in header.tensors.items()
-        }
+        self.tensors: dict[str, GGUFTensor] = {}
+        for name, stored in header.tensors.items():
+            if not name.endswith(SCALES):
+                self._add(name, stored, header)
+
+    def _add(self, name: str, stored: StoredTensor, header: GGUFHeader) -> None:
+        """Add a tensor by the module's name; one of stacked experts as a tensor of each."""
+        factors = self._factors(header.tensors.get(name.removesuffix("weight") + "scale"))
+        match = _NAME.fullmatch(name)
+        if match is None or match["module"] not in EXPERTS:
+            factor = factors[0] if factors else 1.0
+            heads = _reordered_heads(header, name)
+            self.tensors[own_name(name)] = GGUFTensor(stored, heads, factor)
+            return
+        path = f"layers.{match['layer']}.mlp.experts"
+        leaf = f"{EXPERTS[match['module']]}.{match['leaf']}"
+        count = stored.shape[0]
+        size = (stored.end - stored.start) // count
+        for expert in range(count):
+            start = stored.start + expert * size
+            part = stored._replace(shape=stored.shape[1:], start=start, end=start + size)
+            factor = factors[expert % len(factors)] if factors else 1.0
+            self.tensors[f"{path}.{expert}.{leaf}"] = GGUFTensor(part, 0, factor)
+
+    def _factors(self, stored: StoredTensor | None) -> list[float]:
+        """Return the values of a tensor of factors in fp32, if there is one."""
+        if stored is None:
+            return []
+        return self.bytes[stored.start : stored.end].clone().view(torch.float32).tolist()
 
 
 def _reordered_heads(header: GGUFHeader, name: str) -> int:
