@@ -481,6 +481,5 @@ def _make_kept_states(
     return KeptStates(
         resolved.num_kept_states,
         pool.page_size,
-        min_rows=states.pending + 1,
         has_page=lambda key: pool.lookup(key) is not None,
     )

@@ -8,11 +8,11 @@ RUNNING --suspend--> SUSPENDED     it waits for the next plan and keeps slot and
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from strobe.kv.kept_states import KeptState
+from strobe.kv.kept_states import SequenceStates
 from strobe.kv.lease import Lease
 from strobe.request import Request, Status
 from strobe.step import Admission, PageWrite
@@ -47,12 +47,8 @@ class RunningRequest:
     device_method: str | None = None
     pages_sent: int = 0
     in_flight: int = 0
-    borders: list[int] = field(default_factory=list[int])
-    """Positions before prefill_end where the states of recurrent layers are to be kept, rising."""
-    written_to: int = 0
-    """The border up to which the newest span, if it ends at one, writes the state."""
-    revived: KeptState | None = None
-    """The kept state that it begins from, until its first step is committed."""
+    states: SequenceStates | None = None
+    """Of a target with recurrent layers: the states that are kept of it."""
     residence: Residence = Residence.RUNNING
 
     @property

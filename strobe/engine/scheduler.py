@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -29,7 +29,8 @@ from strobe.counters import EngineStats
 from strobe.engine.fault_isolation import Advice, FaultIsolation
 from strobe.engine.result_processor import ResultProcessor, SpanCounts
 from strobe.engine.running_request import Residence, RunningRequest
-from strobe.kv.kept_states import KeptState, KeptStates
+from strobe.engine.state_ledger import StateLedger
+from strobe.kv.kept_states import KeptStates, SequenceStates
 from strobe.kv.lease import Lease, reserve_all
 from strobe.kv.pages import PagePool
 from strobe.request import FinishReason, Request, Status
@@ -40,7 +41,6 @@ from strobe.step import (
     Plan,
     ShadowWork,
     Span,
-    StateCopy,
     StepResult,
     TokenEvent,
     num_rows,
@@ -80,7 +80,7 @@ class Scheduler:
         self.pool = pool
         self.drafters = drafters or {}
         self.prefix_caching = prefix_caching
-        self.kept_states = kept_states
+        self.states = None if kept_states is None else StateLedger(kept_states)
         self.draft_policy = draft_policy or DraftPolicy()
         self.shadow = shadow
         self.results = ResultProcessor(limits)
@@ -183,7 +183,7 @@ class Scheduler:
             admitted=tuple(admitted),
             num_verified=draft_plan.num_verified,
             confidence=draft_plan.confidence,
-            states=self._state_copies(chosen),
+            states=() if self.states is None else self.states.copies(chosen),
             shadow=self._plan_shadow(chosen),
         )
         self._launch(chosen)  # last, since `_undo_plan` does not undo it
@@ -202,7 +202,6 @@ class Scheduler:
         for record, span in chosen:
             record.in_flight += 1
             record.start += span.num_context_rows
-            self._note_border(record, span)
             record.pages_sent = len(record.lease.pages)
 
     def _prompt_budget(self, running: list[RunningRequest], decode_rows: int) -> int:
@@ -224,9 +223,8 @@ class Scheduler:
             for record in records:
                 if self.prefix_caching and record.request.error is None:
                     record.lease.publish(record.request.tokens)
-            for record in records:
-                self._release_state(record)
-            self._publish_states(plan)
+            if self.states is not None:
+                self._commit_states(self.states, plan, records, [length for _, _, length in before])
             for record in ended:
                 self._retire(record)
         except BaseException:
@@ -235,6 +233,21 @@ class Scheduler:
             raise
         self._in_flight.popleft()
         return events
+
+    @staticmethod
+    def _commit_states(
+        ledger: StateLedger, plan: Plan, records: list[RunningRequest], starts: list[int]
+    ) -> None:
+        """Index the states that a step has kept. starts: the records' positions before it."""
+        for record in records:
+            ledger.end_revival(record)
+        if not plan.states:
+            return
+        by_slot = {r.slot: (r, start) for r, start in zip(records, starts, strict=True)}
+        for copy in plan.states:
+            if copy.keeps and copy.slot in by_slot:
+                record, start = by_slot[copy.slot]
+                ledger.commit(record, copy, start)
 
     def _commit(
         self, plan: Plan, result: StepResult
@@ -283,9 +296,6 @@ class Scheduler:
         if not plan.spans:
             return []
         records = self._in_flight.pop()
-        if self.kept_states is not None:
-            for copy in plan.states:
-                self.kept_states.give_up(copy.row)
         for record, span in zip(records, plan.spans, strict=True):
             record.in_flight -= 1
             record.lease.rollback()
@@ -296,8 +306,6 @@ class Scheduler:
         """Give up all steps in flight, as `cancel` does: the oldest one's result could not be
         committed, and the others build on it."""
         records = list(dict.fromkeys(itertools.chain(*self._in_flight)))
-        if self.kept_states is not None:
-            self.kept_states.give_up_all()
         self._in_flight.clear()
         for record in records:
             record.in_flight = 0
@@ -393,7 +401,9 @@ class Scheduler:
     def _prefill_span(self, record: RunningRequest, token_budget: int) -> Span:
         request = record.request
         start = record.start
-        end = self._span_end(record, token_budget)
+        end = min(record.prefill_end, start + token_budget)
+        if self.states is not None and record.states is not None:
+            end = self.states.span_end(record.states, start, end, record.prefill_end)
         span = Span(
             slot=record.slot,
             start=start,
@@ -407,19 +417,6 @@ class Scheduler:
             scored_tokens=tuple(request.tokens[start + 1 : min(end + 1, request.num_prompt)]),
             top_logprobs=request.sampling.prompt_logprobs or 0,
         )
-
-    def _span_end(self, record: RunningRequest, token_budget: int) -> int:
-        """Return the end of a prompt's next span. If the target has recurrent layers, it is the
-        next border whose state is to be kept, or a border at least, so that their chunks are the
-        same whatever the budget."""
-        end = min(record.prefill_end, record.start + token_budget)
-        if self.kept_states is None:
-            return end
-        for border in record.borders:
-            if record.start < border <= end:
-                return border
-        border = self.kept_states.last_border(end)
-        return border if record.start < border and end < record.prefill_end else end
 
     def _positions_to_reserve(self, record: RunningRequest, span: Span) -> int:
         """Return the positions to reserve: a drafting request always gets a whole block."""
@@ -472,8 +469,8 @@ class Scheduler:
             lease.release()
             return None
         self._slots.pop()
-        if self.kept_states is not None and record.revived is not None:
-            self.kept_states.hold(record.revived.row)
+        if self.states is not None and record.states is not None:
+            self.states.hold(record.states)
         self._count_passed(request)
         self.waiting.remove(request)
         self.running.append(record)
@@ -510,9 +507,9 @@ class Scheduler:
             return 0
         keys = self.pool.extend(request.page_keys, request.tokens)
         num_cached = self.pool.num_cached(keys)
-        if self.kept_states is None:
+        if self.states is None:
             return self.pool.page_size * num_cached
-        state = self.kept_states.find(keys[:num_cached])
+        state = self.states.kept.find(keys[:num_cached])
         return 0 if state is None else state.length
 
     def _lease_pages(
@@ -520,30 +517,23 @@ class Scheduler:
     ) -> tuple[RunningRequest, Span]:
         """Return the record of a waiting request and its first span, whose positions are reserved
         if there are pages for all its tokens and one block more."""
-        kept = self.kept_states
         start = 0
-        revived: KeptState | None = None
-        borders: list[int] = []
+        states: SequenceStates | None = None
         lease.observed = self.shadow is not None and self.shadow.draw(request)
-        if self.prefix_caching:
+        if self.prefix_caching and self.states is not None:
             keys = self.pool.extend(request.page_keys, request.tokens)
             num_cached = self.pool.num_cached(keys, observed=lease.observed)
-            if kept is not None and not request.wants_prompt_logprobs:
-                revived = kept.find(keys[:num_cached])
-            max_length = None if kept is None else (0 if revived is None else revived.length)
-            if not request.wants_prompt_logprobs:
-                start = lease.adopt(request.tokens, max_length)
-            if kept is not None:
-                positions = num_cached * self.pool.page_size
-                borders = kept.borders(keys, start, len(request.tokens), positions)
+            states = self.states.begin(request, lease, keys, num_cached)
+            start = lease.length
+        elif self.prefix_caching and not request.wants_prompt_logprobs:
+            start = lease.adopt(request.tokens)
         record = RunningRequest(
             request=request,
             slot=self._slots[-1],
             lease=lease,
             start=start,
             prefill_end=len(request.tokens),
-            borders=borders,
-            revived=revived,
+            states=states,
         )
         if request.num_drafts:
             record.host_proposer, record.device_method = self.drafters[request.method]
@@ -565,83 +555,10 @@ class Scheduler:
         num_cached = self.pool.num_cached(keys)
         # A key stands for all the tokens up to its page's end: equal ones are a common prefix's.
         shared = [sum(map(eq, keys, theirs)) * size for theirs in other_keys]
-        if self.kept_states is not None:
-            return self._is_state_in_progress(request, keys[:num_cached], computing, shared)
+        if self.states is not None:
+            return self.states.is_in_progress(request, keys[:num_cached], computing, shared)
         num_shared = max(shared) - num_cached * size
         return 2 * num_shared >= len(request.tokens) - num_cached * size
-
-    def _is_state_in_progress(
-        self,
-        request: Request,
-        cached: Sequence[bytes],
-        computing: Sequence[RunningRequest],
-        shared: Sequence[int],
-    ) -> bool:
-        """The same for a target with recurrent layers: whether a running request will keep a state
-        that holds half of the positions. It is told to keep one where the two prompts part.
-        cached: keys of the request's cached pages. shared: positions in common with each one that
-        is computing."""
-        kept = self.kept_states
-        assert kept is not None
-        state = kept.find(cached)
-        start = 0 if state is None else state.length
-        ends: list[int] = []
-        for record, positions in zip(computing, shared, strict=True):
-            parting = kept.last_border(positions)
-            coming = [border for border in record.borders if border <= parting]
-            ends.append(parting if parting > record.start else max(coming, default=0))
-        end = max(ends)
-        if 2 * (end - start) < len(request.tokens) - start or end == start:
-            return False
-        record = computing[ends.index(end)]
-        if end > record.start and end not in record.borders:
-            insort(record.borders, end)
-        return True
-
-    def _note_border(self, record: RunningRequest, span: Span) -> None:
-        """Note that a span ends where a state is to be kept, and is long enough to write it."""
-        kept = self.kept_states
-        if kept is not None and record.start in record.borders and span.num_rows >= kept.min_rows:
-            record.written_to = record.start
-
-    def _state_copies(self, chosen: Scheduled) -> tuple[StateCopy, ...]:
-        """Return the copies of recurrent states before a step: of those that the spans before wrote
-        up to a border, and then into the slots of requests that begin from a kept one."""
-        kept = self.kept_states
-        if kept is None:
-            return ()
-        copies: list[StateCopy] = []
-        for record, span in chosen:
-            if not span.start or span.start != record.written_to:
-                continue
-            key = kept.key_before(span.start, record.request.page_keys)
-            row = None if kept.is_kept(key) else kept.take(key)
-            if row is not None:
-                copies.append(StateCopy(slot=record.slot, row=row, length=span.start, keeps=True))
-        for record, span in chosen:
-            state = record.revived
-            if state is not None and not record.pages_sent and span.start == state.length:
-                copies.append(
-                    StateCopy(slot=record.slot, row=state.row, length=state.length, keeps=False)
-                )
-        return tuple(copies)
-
-    def _publish_states(self, plan: Plan) -> None:
-        """Index the states that a committed step kept, unless their request failed."""
-        if self.kept_states is None:
-            return
-        failed = {r.slot for r in self._in_flight[0] if r.request.error is not None}
-        for copy in plan.states:
-            if copy.keeps and copy.slot not in failed:
-                self.kept_states.publish(copy.row)
-            elif copy.keeps:
-                self.kept_states.give_up(copy.row)
-
-    def _release_state(self, record: RunningRequest) -> None:
-        """Let the kept state that a request began from be overwritten."""
-        if self.kept_states is not None and record.revived is not None:
-            self.kept_states.release(record.revived.row)
-            record.revived = None
 
     def _requeue(self, record: RunningRequest) -> None:
         """Take back a running request's pages; it starts over from its tokens, first in line of its
@@ -678,7 +595,8 @@ class Scheduler:
         """Release a request's slot and pages once no step of it is in flight."""
         self._put_aside(record, Residence.LEAVING)
         if not record.in_flight and record in self._set_aside:
-            self._release_state(record)
+            if self.states is not None:
+                self.states.release(record)
             record.lease.release()
             self._set_aside.remove(record)
             self._slots.append(record.slot)

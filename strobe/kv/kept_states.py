@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 CHUNK = 64
@@ -31,6 +32,26 @@ class KeptState(NamedTuple):
     length: int
 
 
+@dataclass
+class SequenceStates:
+    """A running request's kept states."""
+
+    borders: list[int] = field(default_factory=list[int])
+    """Positions of its prompt where states are still to be kept, rising."""
+    answer_border: int = 0
+    """The next border in its answer."""
+    row: int | None = None
+    """The row for the state at the next border, once a step may have passed that."""
+    answer_key: bytes | None = None
+    """The border in its answer whose state is kept."""
+    revived: KeptState | None = None
+    """The kept state that it begins from, until its first step is committed."""
+
+    @property
+    def next_border(self) -> int:
+        return self.borders[0] if self.borders else self.answer_border
+
+
 def border_interval(page_size: int) -> int:
     """Return the positions between two borders: whole chunks and whole pages."""
     return math.lcm(CHUNK, page_size)
@@ -39,7 +60,6 @@ def border_interval(page_size: int) -> int:
 class KeptStates:
     """A fixed number of rows for states, and an index of those that are complete.
 
-    min_rows: a span of fewer rows leaves the state in its slot as it is; see `StateStore`.
     has_page: whether the page with a key is still in the prefix cache."""
 
     def __init__(
@@ -47,17 +67,15 @@ class KeptStates:
         num_rows: int,
         page_size: int,
         *,
-        min_rows: int = 1,
         has_page: Callable[[bytes], bool] = lambda key: True,
     ):
         self.page_size = page_size
         self.interval = border_interval(page_size)
-        self.min_rows = min_rows
         self.num_rows = num_rows
         self._has_page = has_page
         self._free = list(range(num_rows - 1, -1, -1))
         self._kept: OrderedDict[bytes, int] = OrderedDict()
-        self._written: dict[int, bytes] = {}
+        self._written: dict[int, bytes | None] = {}
         self._readers: dict[int, int] = {}
 
     def last_border(self, position: int) -> int:
@@ -108,20 +126,21 @@ class KeptStates:
         if not self._readers[row]:
             del self._readers[row]
 
-    def take(self, key: bytes) -> int | None:
-        """Return a row for a state to be written, or None if all are held. The state of a border
-        whose page was evicted goes first, then the least recently used one."""
+    def take(self, key: bytes | None = None, *, before: bytes | None = None) -> int | None:
+        """Return a row for a state to be written, or None if all are held. If none is free, that of
+        the border `before` goes first, then the state of a border whose page was evicted, then the
+        least recently used one. key: its border, if known."""
+        if not self._free:
+            self.drop(before)
         if not self._free and not self._evict():
             return None
         row = self._free.pop()
         self._written[row] = key
         return row
 
-    def publish(self, row: int) -> None:
-        """Index a state that has been written."""
-        key = self._written.pop(row, None)
-        if key is None:
-            return
+    def publish(self, row: int, key: bytes) -> None:
+        """Index a state that has been written. key: its border."""
+        del self._written[row]
         if key in self._kept:
             self._free.append(row)
         else:
@@ -129,26 +148,22 @@ class KeptStates:
 
     def give_up(self, row: int) -> None:
         """Free a row whose state was not written."""
-        if self._written.pop(row, None) is not None:
-            self._free.append(row)
+        del self._written[row]
+        self._free.append(row)
 
-    def give_up_all(self) -> None:
-        """Free all rows that are being written."""
-        for row in list(self._written):
-            self.give_up(row)
+    def drop(self, key: bytes | None) -> None:
+        """Free the row of a border, if it has one that nobody holds."""
+        if key is not None and self._kept.get(key) not in (None, *self._readers):
+            self._free.append(self._kept.pop(key))
 
     def clear(self) -> None:
         """Free all rows that nobody holds."""
-        for key, row in list(self._kept.items()):
-            if row not in self._readers:
-                self._drop(key)
+        for key in list(self._kept):
+            self.drop(key)
 
     def _evict(self) -> bool:
         unheld = [key for key, row in self._kept.items() if row not in self._readers]
         if not unheld:
             return False
-        self._drop(next((key for key in unheld if not self._has_page(key)), unheld[0]))
+        self.drop(next((key for key in unheld if not self._has_page(key)), unheld[0]))
         return True
-
-    def _drop(self, key: bytes) -> None:
-        self._free.append(self._kept.pop(key))

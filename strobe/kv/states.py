@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from strobe.kernels.kept_rows import SINGLE_ROWS
+from strobe.kernels.kept_rows import SINGLE_ROWS, add_changes
 from strobe.step import StateCopy
 
 
@@ -84,6 +84,7 @@ class StateStore:
         rows for kept states."""
         self.pending = max(pending, SINGLE_ROWS)
         self.spec = spec
+        self.taps = spec.kernel - 1
         stored = (spec.layers, num_slots + 1)
         state = (*stored, spec.heads, spec.key_dim, spec.value_dim)
         window = (*stored, spec.kernel - 1 + self.pending, spec.channels)
@@ -104,17 +105,32 @@ class StateStore:
         self.tensors = self.state, self.window, self.gates, self.keys, self.changes
 
     def copy(self, copies: Sequence[StateCopy]) -> None:
-        """Copy states between slots and kept rows, in order. A state that is kept has just been
-        written, so that no changes of later rows belong to it."""
-        taps = self.spec.kernel - 1
-        for slot, row, length, keeps in copies:
-            if keeps:
-                self.kept_state[row].copy_(self.state[:, slot])
-                self.kept_window[row].copy_(self.window[:, slot, :taps])
+        """Copy states between slots and kept rows, in order. A slot that is kept has at least the
+        copy's positions; its row stays as it is if the slot's state is already past them."""
+        for copy in copies:
+            if copy.keeps:
+                self._keep(copy)
             else:
-                self.state[:, slot].copy_(self.kept_state[row])
-                self.window[:, slot, :taps].copy_(self.kept_window[row])
-                self.length[slot] = length
+                self.state[:, copy.slot].copy_(self.kept_state[copy.row])
+                self.window[:, copy.slot, : self.taps].copy_(self.kept_window[copy.row])
+                self.length[copy.slot] = copy.length
+
+    def _keep(self, copy: StateCopy) -> None:
+        """Keep a slot's state with the changes of its next rows, up to the copy's length. The host
+        does not know how many these are."""
+        missing = copy.length - self.length[copy.slot]
+        is_covered = missing >= 0
+        index = torch.arange(self.pending, device=self.length.device)
+        rows = (index < missing).view(1, -1, 1, 1)
+        # Mask by value: rows that do not belong to the sequence may be NaN.
+        gates, keys, changes = (
+            part[:, copy.slot].where(rows, 0.0) for part in (self.gates, self.keys, self.changes)
+        )
+        state = add_changes(self.state[:, copy.slot], gates[:, :, 0], keys, changes)
+        taps = torch.arange(self.taps, device=self.length.device) + missing.clamp(0, self.pending)
+        window = self.window[:, copy.slot].index_select(1, taps)
+        for kept, value in ((self.kept_state, state), (self.kept_window, window)):
+            kept[copy.row] = torch.where(is_covered, value, kept[copy.row])
 
     def save(self, slot: int) -> list[tuple[Tensor, Tensor]]:
         """Return views of a slot's tensors with copies of them, for `restore`."""

@@ -34,18 +34,19 @@ def check_scheduler(scheduler: Scheduler) -> None:
 
 
 def check_kept_states(scheduler: Scheduler) -> None:
-    """Check that each row for a state is free, kept or being written, and that only requests before
-    their first step hold one."""
-    kept = scheduler.kept_states
-    if kept is None:
+    """Check that each row for a state is free, kept or being written by a request, and that only
+    requests before their first step hold one."""
+    if scheduler.states is None:
         return
+    kept = scheduler.states.kept
     rows = [*kept._free, *kept._kept.values(), *kept._written]
     assert sorted(rows) == list(range(kept.num_rows)), "a row is lost or used twice"
-    held = [*scheduler.running, *scheduler._set_aside]
-    readers = [record.revived.row for record in held if record.revived is not None]
+    held = [r.states for r in [*scheduler.running, *scheduler._set_aside] if r.states is not None]
+    readers = [states.revived.row for states in held if states.revived is not None]
     assert kept._readers == {row: readers.count(row) for row in readers}
     assert set(kept._readers) <= set(kept._kept.values()), "a state was evicted under its reader"
-    assert scheduler._in_flight or not kept._written, "a row is written by no step"
+    written = [states.row for states in held if states.row is not None]
+    assert sorted(kept._written) == sorted(written), "a row is written by no request"
 
 
 def check_pool(pool: PagePool) -> None:

@@ -11,9 +11,10 @@ KEYS = [bytes([i]) for i in range(64)]
 
 def kept_at(kept: KeptStates, border: int) -> int:
     """Keep a state at a border; return its row."""
-    row = kept.take(kept.key_before(border, KEYS))
+    key = kept.key_before(border, KEYS)
+    row = kept.take(key)
     assert row is not None
-    kept.publish(row)
+    kept.publish(row, key)
     return row
 
 
@@ -60,6 +61,17 @@ def test_least_recently_used_state_is_evicted_after_those_without_pages():
     kept.release(rows[64])
     kept.clear()
     assert kept.find(KEYS) is None
+
+
+def test_row_of_an_earlier_border_goes_before_others():
+    kept = KeptStates(2, page_size=16)
+    oldest = kept_at(kept, 64)
+    own = kept_at(kept, 128)
+    assert kept.take(before=KEYS[7]) == own
+    kept.publish(own, KEYS[11])
+    assert kept.find(KEYS) == KeptState(row=own, length=192)
+    kept.hold(own)
+    assert kept.take(before=KEYS[11]) == oldest, "a state that is read is not overwritten"
 
 
 def test_borders_of_a_prompt():

@@ -14,6 +14,7 @@ from strobe.attention.recurrent_backend import RecurrentPlan
 from strobe.kernels.kept_rows import SINGLE_ROWS
 from strobe.kernels.reference_recurrent import CHUNK, FEW, apply_changes, delta_rule, mix
 from strobe.kv.states import StateSpec, StateStore
+from strobe.step import StateCopy
 
 SPEC = StateSpec(layers=2, heads=4, key_heads=2, key_dim=6, value_dim=5, kernel=4)
 CPU = torch.device("cpu")
@@ -197,3 +198,31 @@ def test_row_changes_apply_bitwise():
     gates[:, 3:], changes[:, 3:] = 0, 0
     _, middle, _ = delta_rule(state, q[:, :3], k[:, :3], v[:, :3], gates[:, :3])
     assert torch.equal(apply_changes(state, gates[:, :, 0], k, changes), middle)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_kept_state_is_that_of_the_accepted_rows(grouped: bool):
+    """Also within a block, of which more rows were accepted, and after single rows."""
+    rows = Rows()
+    for border in range(9, 14):
+        states = store()
+        states.kept_state, states.kept_window = (
+            torch.full((2, *shape), float("nan"))
+            for shape in (states.kept_state.shape[1:], states.kept_window.shape[1:])
+        )
+        step(states, rows, [(1, 0, range(9))], grouped=grouped)
+        step(states, rows, [(1, 9, [9, 10, 11, 12, 200])], grouped=grouped)
+        states.copy([StateCopy(slot=1, row=1, length=border, keeps=True)])
+        true = store()
+        step(true, rows, [(0, 0, range(border))])
+        torch.testing.assert_close(states.kept_state[1], true.state[:, 0], atol=1e-5, rtol=1e-5)
+        assert torch.equal(states.kept_window[1], true.window[:, 0, :3])
+        step(states, rows, [(1, 13, range(13, 23))], grouped=grouped)
+        before = states.kept_state.clone()
+        states.copy([StateCopy(slot=1, row=1, length=border, keeps=True)])  # of a later step
+        assert torch.equal(states.kept_state[1], before[1])
+        states.copy([StateCopy(slot=2, row=1, length=border, keeps=False)])
+        again = step(states, rows, [(2, border, range(border, border + 3))], grouped=grouped)
+        assert not states.state[:, 0].isfinite().any(), "another slot's state changed"
+        expected = step(true, rows, [(0, border, range(border, border + 3))])
+        torch.testing.assert_close(again, expected, atol=1e-5, rtol=1e-5)
