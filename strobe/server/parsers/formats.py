@@ -36,13 +36,11 @@ class Tool:
         return enforceable(self.parameters).dropped
 
 
-class ToolFormat(Protocol):
-    """A model family's format of tool calls.
+class AnswerFormat(Protocol):
+    """A model family's format of a part of its answers.
 
     keep_special: the parser needs the text of special tokens. whole_answer: parser and grammar
     apply to the whole answer, reasoning included; otherwise to the text after the reasoning.
-    openers: the markers that begin a call; line_openers: those that do so at the beginning of a
-    line.
     """
 
     @property
@@ -51,6 +49,15 @@ class ToolFormat(Protocol):
     def keep_special(self) -> bool: ...
     @property
     def whole_answer(self) -> bool: ...
+
+
+class ToolFormat(AnswerFormat, Protocol):
+    """A model family's format of tool calls.
+
+    openers: the markers that begin a call; line_openers: those that do so at the beginning of a
+    line.
+    """
+
     @property
     def openers(self) -> tuple[str, ...]: ...
     @property
@@ -75,19 +82,13 @@ class ToolFormat(Protocol):
         ...
 
 
-class ReasoningFormat(Protocol):
+class ReasoningFormat(AnswerFormat, Protocol):
     """A model family's format of reasoning.
 
     start, end: its opening and closing markers. gap: the chat template's text between `end` and the
-    answer. keep_special, whole_answer: see `ToolFormat`.
+    answer.
     """
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def keep_special(self) -> bool: ...
-    @property
-    def whole_answer(self) -> bool: ...
     @property
     def start(self) -> str: ...
     @property
