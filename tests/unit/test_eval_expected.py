@@ -186,4 +186,4 @@ def test_exit_status_is_1_below_an_expected_figure(
     assert "Compared with expected figures" in out
     status, out, _ = main(*command, "--expect-accuracy=0.5")
     assert status == 1
-    assert "1 of 2 figures are below the expected ones." in out
+    assert "Below the expected value: 1 of 2 figures." in out

@@ -64,7 +64,7 @@ def test_speed_reports_both_methods_and_writes_results(
     assert figures["rows"][0]["acceptance"] is None
     page = (folder / "report.md").read_text()
     assert "## Speed-up" in page
-    assert "1 of 3 prompts have an answer to compare with" in page
+    assert "1 of 3 prompts can be graded; no answer is known to the others" in page
     answers = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
     assert len(answers) == 12
     assert [len(answer["answers"]) for answer in answers[:3]] == [2, 1, 1]
@@ -113,7 +113,7 @@ def test_accuracy_is_counted_with_and_without_speculation(
     assert printed_table(out, "Accuracy") == [header, [*row[:2], "plain", *row[3:]]]
     status, out, _ = main("eval", "accuracy", *flags, *drafted, "--expect-accuracy=0.6")
     assert status == 1
-    assert "1 of 1 figures are below the expected ones." in out
+    assert "Below the expected value: 1 of 1 figure." in out
 
 
 def test_different_fp32_answers_fail_the_evaluation(

@@ -129,15 +129,15 @@ def _check_fits(settings: StepSettings, setup: ResolvedConfig) -> None:
     accepted = settings.acceptance_length if setup.draft is not None else 1.0
     if accepted > drafts + 1:
         raise ValueError(
-            f"acceptance_length is {accepted:g}, but a step verifies {drafts} drafts; ask for 1 to "
-            f"{drafts + 1}."
+            f"acceptance_length is {accepted:g}, but a step verifies "
+            f"{counted(drafts, 'draft')}; ask for 1 to {drafts + 1}."
         )
     for length in settings.prompt_lens:
         room = limits.max_model_len - length - 1 - 2 * limits.lookahead
         max_steps = math.floor(room / accepted) - settings.warmup
         if settings.steps > max_steps:
             hint = (
-                f"ask for at most {max_steps} steps"
+                f"ask for at most {counted(max_steps, 'step')}"
                 if max_steps > 0
                 else "ask for shorter prompts or a smaller warmup"
             )
@@ -148,8 +148,9 @@ def _check_fits(settings: StepSettings, setup: ResolvedConfig) -> None:
     for count, length in settings.prefills:
         if length >= limits.max_model_len:
             raise ValueError(
-                f"prefill asks for {count} prompts of {length} tokens, but max_model_len is "
-                f"{limits.max_model_len}; ask for at most {limits.max_model_len - 1}."
+                f"prefill asks for {counted(count, 'prompt')} of {counted(length, 'token')}, but "
+                f"max_model_len is {limits.max_model_len}; ask for at most "
+                f"{limits.max_model_len - 1}."
             )
 
 
@@ -164,8 +165,9 @@ def _check_pages(settings: StepSettings, engine: Engine) -> None:
     need = count * -(-longest // limits.page_size)
     if need > pool.capacity:
         raise ValueError(
-            f"{count} requests of up to {longest} tokens need {need} pages, but the KV cache has "
-            f"{pool.capacity}; lower concurrency or prompt_len, or raise kv_cache_memory."
+            f"{counted(count, 'request')} of up to {longest} tokens need {need} pages, but "
+            f"the KV cache has {pool.capacity}; lower concurrency or prompt_len, or raise "
+            "kv_cache_memory."
         )
 
 
@@ -187,7 +189,7 @@ def _measure(
     rows: list[Figures] = []
     for length in settings.prompt_lens:
         for count in settings.requests:
-            say(f"{name}: {count} requests, prompts of {length} tokens")
+            say(f"{name}: {counted(count, 'request')}, prompts of {counted(length, 'token')}")
             rows.append(
                 {
                     "method": name,

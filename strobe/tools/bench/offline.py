@@ -19,6 +19,7 @@ from strobe.models.architectures import load_draft_config, load_target_config
 from strobe.ranks.leader import start_engine
 from strobe.request import Request
 from strobe.speculation.registry import DRAFTER_METHOD
+from strobe.terminal.wording import counted
 from strobe.tools.bench.bench_prompts import read_prompts
 from strobe.tools.bench.bench_report import begin, floor_figures, report, shapes_of, split_figures
 from strobe.tools.bench.bench_settings import OfflineSettings, command_line
@@ -230,7 +231,8 @@ def _report(figures: Figures, verdict: str) -> Report:
 
 def _identity(pair: Figures, verdict: str) -> str:
     """Return a sentence on the answers that are identical in both ways."""
-    line = f"c = {pair['concurrency']}: {pair['identical']} of {pair['prompts']} answers identical"
+    answers = counted(pair["prompts"], "answer")
+    line = f"c = {pair['concurrency']}: {pair['identical']} of {answers} identical"
     if pair["different"]:
         first = pair["different"][0]
         line += f"; prompt {first['prompt']} differs first, from token {first['token']} on"

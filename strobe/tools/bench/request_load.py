@@ -23,6 +23,7 @@ from strobe.ranks.leader import start_engine
 from strobe.speculation.adaptive import AdaptiveDraftPolicy
 from strobe.speculation.draft_policy import DraftPolicy
 from strobe.speculation.registry import DRAFTER_METHOD
+from strobe.terminal.wording import counted
 from strobe.tools.bench.bench_report import report
 from strobe.tools.bench.bench_settings import LoadSettings, command_line
 from strobe.tools.bench.cache_room import with_cache_room
@@ -168,15 +169,15 @@ def _check_fits(settings: LoadSettings, setup: ResolvedConfig, traces: Traces) -
     need = settings.prompt_len + longest + 2 * limits.lookahead
     if need > limits.max_model_len:
         raise ValueError(
-            f"A prompt of {settings.prompt_len} tokens and its answer need up to {need} "
+            f"A prompt of {counted(settings.prompt_len, 'token')} and its answer need up to {need} "
             f"positions, but max_model_len is {limits.max_model_len}; lower prompt_len or "
             "max_tokens, or raise it."
         )
     for way in settings.fixed:
         if way > limits.num_drafts:
             raise ValueError(
-                f"ways names {way} drafts, but a step verifies at most {limits.num_drafts}; leave "
-                "it out."
+                f"ways names {counted(way, 'draft')}, but a step verifies at most "
+                f"{limits.num_drafts}; leave it out."
             )
 
 
@@ -283,7 +284,8 @@ def _load(row: Figures) -> tuple[float, int]:
 
 def _report(figures: Figures) -> Report:
     lengths = ", ".join(
-        f"{length:.2f} ({n} drafts)" for n, length in figures["acceptance_length"].items()
+        f"{length:.2f} ({counted(n, 'draft')})"
+        for n, length in figures["acceptance_length"].items()
     )
     rows = figures["rows"]
     by_rate = "rate" in rows[0]

@@ -17,6 +17,7 @@ from strobe.models.model_config import DraftConfig, TargetConfig
 from strobe.models.quantization.sizes import weight_bytes
 from strobe.models.target import Target
 from strobe.models.weight_loading import check_draft_tensors, check_target_tensors
+from strobe.terminal.wording import counted
 from strobe.text.tokenizer import Tokenizer
 from strobe.tools.doctor.findings import Report
 from strobe.tools.doctor.tokenizers import fingerprint
@@ -108,7 +109,7 @@ def check_fit(report: Report, target: TargetConfig, draft: DraftConfig, path: Pa
     report.facts["fit"] = {
         "hidden size": f"{draft_decoder.hidden_size} for {target_decoder.hidden_size}",
         "vocabulary": f"{draft_decoder.vocab_size} for {target_decoder.vocab_size}",
-        "block": f"{draft.block_size} slots, {draft.block_drafts} drafts",
+        "block": f"{counted(draft.block_size, 'slot')}, {counted(draft.block_drafts, 'draft')}",
         "anchor layout": "the first slot predicts too"
         if draft.anchor_first
         else "the first slot holds the newest token and predicts nothing",

@@ -34,20 +34,21 @@ def head(figures: Figures) -> list[str]:
     """Return sentences on the pair, the settings, the machine and the data."""
     pair = figures["pair"]
     settings = figures["settings"]
-    drafts = f", {pair['drafts_per_step']} drafts per step" if pair["drafts_per_step"] else ""
+    num_drafts = pair["drafts_per_step"]
+    drafts = f", {counted(num_drafts, 'draft')} per step" if num_drafts else ""
     sampling = f"temperature {settings['temperature']:g}, top-p {settings['top_p']:g}"
     data = "; ".join(
-        f"{d['name']}: {d['prompts']} of {d['of']} prompts ({d['source']})"
+        f"{d['name']}: {d['prompts']} of {counted(d['of'], 'prompt')} ({d['source']})"
         for d in figures["data_sets"]
     )
     thinking = "with" if settings["thinking"] else "without"
     demo = any(d["name"] == "demo" for d in figures["data_sets"])
     return [
-        f"Target {pair['target']} ({pair['architecture']}, {pair['layers']} layers, hidden size "
-        f"{pair['hidden_size']}), drafter {pair['draft'] or 'none'}{drafts}.",
-        f"{sampling[:1].upper()}{sampling[1:]}, up to {settings['max_tokens']} tokens, "
+        f"Target {pair['target']} ({pair['architecture']}, {counted(pair['layers'], 'layer')}, "
+        f"hidden size {pair['hidden_size']}), drafter {pair['draft'] or 'none'}{drafts}.",
+        f"{sampling[:1].upper()}{sampling[1:]}, up to {counted(settings['max_tokens'], 'token')}, "
         f"{thinking} thinking{' (demo: every other pair of tasks)' if demo else ''}.",
-        f"{figures['device']}, {figures['threads']} threads, {figures['dtype']}, torch "
+        f"{figures['device']}, threads: {figures['threads']}, {figures['dtype']}, torch "
         f"{figures['versions']['torch']}.",
         f"{data}.",
     ]
@@ -74,14 +75,15 @@ def remarks(figures: Figures) -> list[str]:
             verdict = "in fp32 they must not" if exact else "lower precision rounds differently"
             lines.append(
                 f"{pair['data_set']}, c = {pair['concurrency']}: with speculation, the answers to "
-                f"{pair['prompts'] - pair['identical']} of {pair['prompts']} prompts differ "
-                f"({verdict})."
+                f"{pair['prompts'] - pair['identical']} of {counted(pair['prompts'], 'prompt')} "
+                f"differ ({verdict})."
             )
     if figures["pairs"] and all(p["identical"] == p["prompts"] for p in figures["pairs"]):
         lines.append("Every answer has the same tokens with speculation and without.")
     below = sum(not check["met"] for check in figures["expected"])
     if below:
-        lines.append(f"{below} of {len(figures['expected'])} figures are below the expected ones.")
+        num_figures = counted(len(figures["expected"]), "figure")
+        lines.append(f"Below the expected value: {below} of {num_figures}.")
     return lines
 
 

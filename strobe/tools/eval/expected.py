@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from strobe.engine.build import ResolvedConfig
+from strobe.terminal.wording import counted
 from strobe.tools.eval.eval_settings import DATA_SETS, EvalSettings
 from strobe.tools.report import Figures
 from strobe.validation import as_tuple, option, settings
@@ -174,7 +175,7 @@ def _why_not_comparable(settings: EvalSettings, resolved: ResolvedConfig, is_eno
     if settings.max_tokens < _PAPER_TOKENS:
         return f"they were measured with max_tokens {_PAPER_TOKENS}"
     if resolved.draft is not None and resolved.limits.num_drafts < resolved.draft.block_drafts:
-        return f"they were measured with {resolved.draft.block_drafts} drafts per step"
+        return f"they were measured with {counted(resolved.draft.block_drafts, 'draft')} per step"
     return "" if is_enough else f"at least {_MIN_PROMPTS} prompts are needed"
 
 

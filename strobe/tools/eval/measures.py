@@ -9,6 +9,7 @@ from statistics import mean
 
 from strobe.counters import DraftCounts
 from strobe.outputs import CompletionOutput
+from strobe.terminal.wording import counted
 from strobe.tools.eval.answering import Conversation, Run
 from strobe.tools.eval.datasets import DataSet
 from strobe.tools.report import Figures
@@ -72,7 +73,8 @@ def accuracy(data: DataSet, run: Run, *, run_code: bool) -> Figures:
         suffix = "" if code == len(run.conversations) else f" of {code} of them"
         note = f"accuracy{suffix} is not measured without --allow-code-execution"
     elif not note and len(graded) < len(run.conversations):
-        note = f"{len(graded)} of {len(run.conversations)} prompts have an answer to compare with"
+        num_prompts = counted(len(run.conversations), "prompt")
+        note = f"{len(graded)} of {num_prompts} can be graded; no answer is known to the others"
     with ThreadPoolExecutor(4) as pool:  # programs run in processes of their own
         right = sum(pool.map(_right, graded))
     share = round(right / len(graded), 4) if graded else None
