@@ -17,9 +17,9 @@ from pydantic_core import from_json
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from strobe.server.anthropic import errors as anthropic
-from strobe.server.error_responses import format_of
 from strobe.server.generation.errors import ApiError
-from strobe.server.guards import route
+from strobe.server.http.error_responses import format_of
+from strobe.server.http.guards import route
 from strobe.server.ollama import errors as ollama
 from strobe.server.openai.chunks import DONE
 from strobe.server.openai.replies import encode_event, encode_typed_event

@@ -38,7 +38,7 @@ from strobe.integrations.forwarding import (
 )
 from strobe.integrations.replica_watchdog import Heartbeat
 from strobe.server.app import make_app
-from strobe.server.guards import Shutdown, route
+from strobe.server.http.guards import Shutdown, route
 from strobe.server.launch import (
     begin_stop,
     load_serving,

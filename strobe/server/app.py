@@ -13,23 +13,25 @@ from starlette.types import ASGIApp
 
 from strobe import __version__
 from strobe.server import page
-from strobe.server.access import RequestId
 from strobe.server.anthropic.messages import count_tokens, messages
 from strobe.server.anthropic.protocol import message_bodies as bodies
 from strobe.server.anthropic.protocol.messages_request import CountTokensRequest, MessagesRequest
 from strobe.server.batches.batch_runner import BatchRunner
 from strobe.server.batches.batch_store import BatchStore
 from strobe.server.batches.endpoints import CREATES, add_batch_endpoints
-from strobe.server.error_responses import error_response
 from strobe.server.generation.errors import ApiError
-from strobe.server.get_endpoints import (
+from strobe.server.http.access import RequestId
+from strobe.server.http.error_responses import error_response
+from strobe.server.http.get_endpoints import (
     READ_ERRORS,
     UNSERVED,
     add_get_endpoints,
     add_response_endpoints,
 )
-from strobe.server.guards import ApiKeyEntry, read_keys, route
-from strobe.server.middleware import OPEN_PATHS, MiddlewareSettings, wrap
+from strobe.server.http.guards import ApiKeyEntry, read_keys, route
+from strobe.server.http.middleware import OPEN_PATHS, MiddlewareSettings, wrap
+from strobe.server.http.openapi import Post, describe
+from strobe.server.http.root_path import RootPath
 from strobe.server.ollama.generate import MEDIA_TYPE, ollama_chat, ollama_generate
 from strobe.server.ollama.models import add_ollama_endpoints, ollama_show, refusal
 from strobe.server.ollama.protocol import bodies as ollama_bodies
@@ -42,7 +44,6 @@ from strobe.server.openai import replies
 from strobe.server.openai.chat import chat
 from strobe.server.openai.completions import completions
 from strobe.server.openai.infill import infill
-from strobe.server.openai.openapi import Post, describe
 from strobe.server.openai.protocol import response_bodies as answers
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.completion_request import CompletionRequest
@@ -61,10 +62,9 @@ from strobe.server.page.endpoints import (
     add_event_stream,
     markdown,
 )
-from strobe.server.root_path import RootPath
 from strobe.server.server_settings import ServerConfig
 from strobe.server.serving import Serving
-from strobe.server.traces import Traces
+from strobe.server.telemetry.traces import Traces
 
 Handler = Callable[[Serving, Any, Request], Awaitable[Codec | Response]]
 """Answers a request, which is one of the endpoint's request model."""

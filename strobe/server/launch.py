@@ -30,12 +30,11 @@ from strobe.hub.files import read_json
 from strobe.hub.locate import locate_models
 from strobe.server.app import make_app, middleware_settings
 from strobe.server.batches.batch_store import BatchStore
-from strobe.server.connections import AT_ONCE, Connection, QuietErrorHandler
 from strobe.server.engine_process.client import EngineClient, EngineDead
 from strobe.server.engine_process.engine_messages import Ready
 from strobe.server.engine_process.replicas import Replicas
-from strobe.server.guards import Shutdown, is_loopback
-from strobe.server.metrics import ServerMetrics
+from strobe.server.http.connections import AT_ONCE, Connection, QuietErrorHandler
+from strobe.server.http.guards import Shutdown, is_loopback
 from strobe.server.openai.protocol.request_errors import counted
 from strobe.server.server_settings import ServerConfig
 from strobe.server.serving import (
@@ -46,6 +45,7 @@ from strobe.server.serving import (
     log_tool_form,
     read_template,
 )
+from strobe.server.telemetry.metrics import ServerMetrics
 from strobe.text.server_tokenizer import load_server_tokenizer
 from strobe.text.tokenizer import Tokenizer
 

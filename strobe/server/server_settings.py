@@ -9,9 +9,9 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, model_validator
 
 from strobe.sampling_params import RepetitionDetection
-from strobe.server.kv_events import KVEventsConfig, check_kv_events
 from strobe.server.logs import configure_logging
-from strobe.server.traces import check_endpoint
+from strobe.server.telemetry.kv_events import KVEventsConfig, check_kv_events
+from strobe.server.telemetry.traces import check_endpoint
 from strobe.validation import MAX_INT, Texts, option, settings
 
 MAX_PATTERN = 256

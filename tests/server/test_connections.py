@@ -13,8 +13,8 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from strobe.server import connections
-from strobe.server.connections import Connection, QuietErrorHandler, max_connections
+from strobe.server.http import connections
+from strobe.server.http.connections import Connection, QuietErrorHandler, max_connections
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]

@@ -18,8 +18,8 @@ from strobe.kv.lease import Lease, reserve_all
 from strobe.kv.pages import PagePool
 from strobe.request import PageKeys
 from strobe.server.engine_process import worker
-from strobe.server.kv_events import KVEventPublisher, KVEventsConfig, number
 from strobe.server.server_settings import LogSettings, ServerConfig
+from strobe.server.telemetry.kv_events import KVEventPublisher, KVEventsConfig, number
 
 SECONDS = 30_000  # ms
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from starlette.requests import ClientDisconnect, Request
 
-from strobe.server.access import AccessLog, RequestId
-from strobe.server.guards import (
+from strobe.server.http.access import AccessLog, RequestId
+from strobe.server.http.guards import (
     AllowedHosts,
     ApiKeyEntry,
     ApiKeyGuard,
@@ -21,7 +21,7 @@ from strobe.server.guards import (
     ShutdownGuard,
     read_keys,
 )
-from strobe.server.middleware import OPEN_PATHS, MiddlewareSettings, wrap
+from strobe.server.http.middleware import OPEN_PATHS, MiddlewareSettings, wrap
 from strobe.server.openai.errors import TYPES
 from tests.server.support.asgi_client import Answer, call, echo, untouched
 
@@ -313,7 +313,7 @@ def test_all_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch)
         pairs.append((len(first), len(second)))
         return first == second
 
-    monkeypatch.setattr("strobe.server.guards.hmac.compare_digest", compare)
+    monkeypatch.setattr("strobe.server.http.guards.hmac.compare_digest", compare)
     for key in ("k-one", "k", "a much longer key than any"):
         call(keyed(), headers=[("Authorization", f"Bearer {key}")])
     assert pairs == [(32, 32)] * 6

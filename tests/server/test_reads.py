@@ -170,7 +170,7 @@ def test_proxy_that_does_not_strip_is_logged_once(
     tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ):
     app = make_app(serving(tokenizer, root_path="/strobe"))
-    with caplog.at_level("INFO", "strobe.server.root_path"):
+    with caplog.at_level("INFO", "strobe.server.http.root_path"):
         for path in ("/health", "/strobe/health", "/strobe/health"):
             call(app, "/strobe" + path, method="GET", root_path="/strobe")
     (record,) = [record for record in caplog.records if "strip" in record.getMessage()]

@@ -13,11 +13,11 @@ from strobe.sampling_params import SamplingParams
 from strobe.server.engine_process.client import EngineDead, EngineStopped, Generation
 from strobe.server.engine_process.engine_messages import Finish, Submit
 from strobe.server.generation.errors import ApiError
-from strobe.server.metrics import ServerMetrics
 from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.openai.runs import GenerationJob, Progress, PromptRun, speculation
 from strobe.server.openai.step_report import step_of
 from strobe.server.serving import Serving
+from strobe.server.telemetry.metrics import ServerMetrics
 from strobe.text.tokenizer import Tokenizer
 from tests.server.support.engineless_server import START, RecordingClient, event, samples, serving
 

@@ -15,8 +15,8 @@ import uvicorn
 from fastapi import FastAPI, Request
 from starlette.responses import StreamingResponse
 
-from strobe.server.guards import ApiKeyEntry
-from strobe.server.middleware import MiddlewareSettings, wrap
+from strobe.server.http.guards import ApiKeyEntry
+from strobe.server.http.middleware import MiddlewareSettings, wrap
 from tests.server.support.polling import PATIENCE
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

@@ -15,8 +15,8 @@ from strobe.cli.flags import parse
 from strobe.cli.serve import Serve
 from strobe.compat.arguments import split_options
 from strobe.config import EngineConfig
-from strobe.server.get_endpoints import READ_ERRORS
-from strobe.server.middleware import OPEN_PATHS
+from strobe.server.http.get_endpoints import READ_ERRORS
+from strobe.server.http.middleware import OPEN_PATHS
 from strobe.server.server_settings import ServerConfig
 
 PAGE = (Path(__file__).parents[2] / "docs" / "deployment.md").read_text(encoding="utf-8")

@@ -17,8 +17,8 @@ from strobe.server.batches.find import find_batch
 from strobe.server.batches.lines import read_requests
 from strobe.server.batches.protocol import MAX_ITEMS, MessageBatchRequest
 from strobe.server.generation.errors import ApiError
+from strobe.server.http.listing import listed
 from strobe.server.openai import replies
-from strobe.server.openai.listing import listed
 from strobe.server.serving import Serving
 
 PATH = "/v1/messages"

@@ -13,8 +13,8 @@ from strobe.server.batches import anthropic, bodies, openai
 from strobe.server.batches.batch_runner import BatchRunner
 from strobe.server.batches.protocol import MAX_ITEMS, BatchRequest, MessageBatchRequest
 from strobe.server.generation.errors import ApiError
+from strobe.server.http.openapi import Post
 from strobe.server.openai import replies
-from strobe.server.openai.openapi import Post
 from strobe.server.openai.protocol.response_bodies import ErrorResponse
 from strobe.server.openai.stored_responses import owner
 from strobe.server.serving import Serving

@@ -34,9 +34,9 @@ from strobe.server.engine_process.process import blocked, run
 from strobe.server.engine_process.resources import Replica
 from strobe.server.engine_process.snapshot import EngineSnapshot
 from strobe.server.engine_process.watchdog import FULL_PIPE_SECONDS, Watchdog, limit_sends
-from strobe.server.kv_events import KVEventsConfig
 from strobe.server.logs import engine_logger
 from strobe.server.server_settings import LogSettings
+from strobe.server.telemetry.kv_events import KVEventsConfig
 from strobe.step import TokenEvent
 
 logger = logging.getLogger(__name__)

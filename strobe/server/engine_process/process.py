@@ -16,8 +16,8 @@ from tqdm import tqdm
 
 from strobe.config import EngineConfig
 from strobe.server.engine_process.resources import Replica
-from strobe.server.kv_events import KVEventsConfig
 from strobe.server.server_settings import LogSettings
+from strobe.server.telemetry.kv_events import KVEventsConfig
 
 
 @contextlib.contextmanager

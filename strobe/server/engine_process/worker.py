@@ -40,8 +40,8 @@ from strobe.server.engine_process.engine_messages import (
 )
 from strobe.server.engine_process.resources import Replica
 from strobe.server.engine_process.snapshot import EngineSnapshot
-from strobe.server.kv_events import KVEventPublisher, KVEventsConfig
 from strobe.server.server_settings import LogSettings
+from strobe.server.telemetry.kv_events import KVEventPublisher, KVEventsConfig
 from strobe.step import TokenEvent
 from strobe.warmup.cost_measurement import measure_costs
 from strobe.warmup.warmup_steps import warm_up

@@ -16,11 +16,11 @@ from starlette.types import Receive, Scope, Send
 
 from strobe.outputs import logprobs_by_token
 from strobe.request import TokenLogprob
-from strobe.server import error_responses
-from strobe.server.access import CLIENT_CLOSED
 from strobe.server.generation.bodies import Extras
 from strobe.server.generation.errors import ApiError, to_api_error
-from strobe.server.openai.openapi import EVENT_STREAM
+from strobe.server.http import error_responses
+from strobe.server.http.access import CLIENT_CLOSED
+from strobe.server.http.openapi import EVENT_STREAM
 from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.openai.protocol.response_bodies import PromptLogprob, PromptLogprobs
 from strobe.server.openai.runs import Progress, PromptRun, speculation, usage

@@ -11,8 +11,8 @@ from pydantic_core import from_json
 from starlette.responses import JSONResponse, Response
 
 from strobe.server.generation.errors import ApiError
+from strobe.server.http.listing import DEFAULT_ITEMS, check_query, listed
 from strobe.server.openai import replies
-from strobe.server.openai.listing import DEFAULT_ITEMS, check_query, listed
 from strobe.server.openai.protocol.response_bodies import DeletedResponse, ItemList
 from strobe.server.response_store import StoredResponse
 from strobe.server.serving import Serving

@@ -10,10 +10,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from strobe.config import DEMO_MODELS, EngineConfig
 from strobe.server.engine_process.client import EngineClient, Generation
 from strobe.server.engine_process.engine_messages import Ready, Submit
-from strobe.server.guards import Shutdown
-from strobe.server.metrics import ServerMetrics
+from strobe.server.http.guards import Shutdown
 from strobe.server.server_settings import LogSettings, ServerConfig
 from strobe.server.serving import Formats, Serving
+from strobe.server.telemetry.metrics import ServerMetrics
 from strobe.step import RequestStart, TokenEvent
 from strobe.text.tokenizer import Tokenizer
 

@@ -15,9 +15,9 @@ from strobe.sampling_params import SamplingParams
 from strobe.server.app import make_app
 from strobe.server.engine_process.client import Generation
 from strobe.server.engine_process.engine_messages import Ready, Submit
-from strobe.server.metrics import ServerMetrics
 from strobe.server.server_settings import ServerConfig
 from strobe.server.serving import Formats, Serving
+from strobe.server.telemetry.metrics import ServerMetrics
 from strobe.step import RequestStart, TokenEvent
 from strobe.text.tokenizer import Tokenizer
 from tests.server.support.asgi_client import Answer, call

@@ -26,7 +26,7 @@ from prometheus_client.openmetrics.exposition import ALLOWUTF8
 from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST as OPENMETRICS
 
 from strobe.server.engine_process.snapshot import EngineSnapshot
-from strobe.server.engine_totals import IDLE, OWN_LABELS, EngineTotals, TotalsCollector
+from strobe.server.telemetry.engine_totals import IDLE, OWN_LABELS, EngineTotals, TotalsCollector
 
 _Metric = TypeVar("_Metric", Counter, Gauge, Histogram)
 Phase = Literal["thinking", "answer", "tool"]

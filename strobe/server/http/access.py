@@ -13,11 +13,11 @@ from typing import Any
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from strobe.server.error_responses import format_of
-from strobe.server.guards import route
+from strobe.server.http.error_responses import format_of
+from strobe.server.http.guards import route
 from strobe.server.logs import Fields, timestamp
 from strobe.server.openai.errors import error_body
-from strobe.server.traces import Traces
+from strobe.server.telemetry.traces import Traces
 
 CLIENT_CLOSED = 499  # nginx's status for a client that disconnected before the response's end
 MAX_PATH_CHARS = 256

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from strobe.server.access import AccessLog, RequestId, ResponseCounter
-from strobe.server.guards import (
+from strobe.server.http.access import AccessLog, RequestId, ResponseCounter
+from strobe.server.http.guards import (
     AllowedHosts,
     ApiKeyEntry,
     ApiKeyGuard,
@@ -28,7 +28,7 @@ from strobe.server.guards import (
     allowed_host,
     is_loopback,
 )
-from strobe.server.traces import Traces
+from strobe.server.telemetry.traces import Traces
 
 OPEN_PATHS = frozenset(
     {"/", "/page.css", "/page.js", "/favicon.ico", "/health", "/ping", "/metrics", "/version"}

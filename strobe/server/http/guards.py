@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from strobe.server.error_responses import send_error
 from strobe.server.generation.errors import ApiError
+from strobe.server.http.error_responses import send_error
 from strobe.server.openai.protocol.request_errors import counted
 
 OnReject = Callable[[int, str], None]

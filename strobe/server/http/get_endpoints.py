@@ -11,10 +11,10 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 
 from strobe import __version__
 from strobe.server.engine_process.engine_messages import Release
-from strobe.server.error_responses import error_response
 from strobe.server.generation.errors import ApiError
+from strobe.server.http.api_page import api_page
+from strobe.server.http.error_responses import error_response
 from strobe.server.openai import replies, stored_responses
-from strobe.server.openai.api_page import api_page
 from strobe.server.openai.protocol import response_bodies as answers
 from strobe.server.serving import Serving
 from strobe.speculation.shadow.report import report_dict, report_text

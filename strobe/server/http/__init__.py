@@ -1,0 +1,1 @@
+"""HTTP below the APIs: connections, guards, middleware, errors, the OpenAPI document."""

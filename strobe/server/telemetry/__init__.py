@@ -1,0 +1,1 @@
+"""Metrics, totals, traces and events of K/V pages, for those who watch the server."""
