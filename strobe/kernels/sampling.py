@@ -196,6 +196,14 @@ def sample_rows(logits: Tensor, row_params: RowParams, *, filtered: bool = True)
     token. Rows without probabilities (with +inf, or all -inf) count as greedy; rows with a NaN give
     -1.
     """
+    params, out = race_params(logits, row_params)
+    gumbel_argmax(logits, params, key=row_params.key, position=row_params.position, out=out)
+    return out
+
+
+def race_params(logits: Tensor, row_params: RowParams) -> tuple[Tensor, Tensor]:
+    """logits [R, V] -> parameters [R, 4] of `gumbel_argmax`, and [R] int64 with the tokens of rows
+    that draw nothing."""
     rows, size = logits.shape
     assert all(column.stride(0) == 1 for column in row_params)
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -221,5 +229,4 @@ def sample_rows(logits: Tensor, row_params: RowParams, *, filtered: bool = True)
         PARTS=parts,
         num_warps=32,
     )
-    gumbel_argmax(logits, params, key=row_params.key, position=row_params.position, out=out)
-    return out
+    return params, out

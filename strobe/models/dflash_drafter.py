@@ -19,6 +19,7 @@ from strobe.models.model_config import DraftConfig
 from strobe.models.modules import RMSNorm
 from strobe.models.ops.torch_ops import ContextWeights, ForwardRows
 from strobe.models.weight_mapping import WeightMapping, WeightPart
+from strobe.sampling.candidates import Candidates, HeadOutputs
 
 
 class DFlash(Decoder):
@@ -145,7 +146,11 @@ class DFlash(Decoder):
 
     def raw_logits(self, x: Tensor) -> Tensor:
         """Residual stream [R, H] -> the output of the head [R, V'], for all its rows."""
-        return self.ops.whole(self.ops.head(x, self.norm, self.fp8_head or self.output))
+        return self.ops.whole(self.raw_part(x))
+
+    def raw_part(self, x: Tensor) -> Tensor:
+        """As `raw_logits`, or this rank's columns of it."""
+        return self.ops.head(x, self.norm, self.fp8_head or self.output)
 
     def finish_logits(self, raw: Tensor) -> Tensor:
         """Scale and cap outputs of the head [R, n], which this may overwrite."""
@@ -163,10 +168,19 @@ class DFlash(Decoder):
         """Residual stream [R, H] -> the rows that the head reads [R, H]."""
         return self.ops.norm(x, self.norm)
 
-    def best(self, x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Residual stream [R, H] -> the largest outputs of the head [R, count] float32, descending,
-        and their rows of the head [R, count]. count: at most the head's rows."""
-        return self.ops.best(x, self.norm, self.fp8_head or self.output, count)
+    def best(self, x: Tensor, count: int) -> Candidates:
+        """Residual stream [R, H] -> the largest outputs of the head, descending. count: at most the
+        head's rows."""
+        return Candidates(*self.ops.best(x, self.norm, self.fp8_head or self.output, count))
+
+    def outputs(self, raw: Tensor) -> HeadOutputs:
+        """Outputs of the head, or this rank's columns of them -> the same, with their meaning."""
+        return HeadOutputs(
+            raw=raw,
+            width=self.config.head_rows,
+            finish=None if self.plain_head else self.finish_logits,
+            tokens=self.target_ids,
+        )
 
     @property
     def multiplier(self) -> float:

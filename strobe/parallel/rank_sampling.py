@@ -9,8 +9,15 @@ import torch
 from torch import Tensor
 
 from strobe.parallel.group import Group, share
+from strobe.sampling.candidates import Candidates, HeadOutputs
 from strobe.sampling.logprobs import Scores
-from strobe.sampling.sampling_state import LogitRows, Sampled, SampleRows, SamplingMode
+from strobe.sampling.sampling_state import (
+    FindCandidates,
+    LogitRows,
+    Sampled,
+    SampleRows,
+    SamplingMode,
+)
 
 
 class RankRows:
@@ -30,12 +37,25 @@ class RankRows:
     ) -> Sampled:
         """Sample this rank's share of the rows, and join the ranks' results, which are the same on
         every rank. logits: all columns [R, V], or this rank's."""
-        own = share(self.group.rank, self.group.size, len(logits))
-        is_whole = logits.shape[1] == self.vocab_size
-        own_logits = logits[own] if is_whole else self.group.swap(logits)[:, : self.vocab_size]
+        own, own_logits = self._own(logits, self.vocab_size)
         own_masks = None if masks is None else masks[own]
         own_results = sample(own_logits, rows.select(own), mode, own_masks)
         return _unpack(self._join(_pack(own_results), own, len(logits)), own_results)
+
+    def candidates(self, find: FindCandidates, outputs: HeadOutputs, rows: LogitRows) -> Candidates:
+        """As `sample`, for the candidates of drafts."""
+        own, raw = self._own(outputs.raw, outputs.width)
+        values, places = find(outputs.with_raw(raw), rows.select(own))
+        packed = torch.cat([values, places.float()], 1)  # places below 2^24 are exact
+        values, places = self._join(packed, own, len(outputs.raw)).chunk(2, 1)
+        return Candidates(values.contiguous(), places.long())
+
+    def _own(self, rows: Tensor, width: int) -> tuple[slice, Tensor]:
+        """Return this rank's share of rows, and their `width` columns. rows: all columns [R,
+        width], or this rank's."""
+        own = share(self.group.rank, self.group.size, len(rows))
+        is_whole = rows.shape[1] == width
+        return own, rows[own] if is_whole else self.group.swap(rows)[:, :width]
 
     def _join(self, part: Tensor, own: slice, count: int) -> Tensor:
         """Join the ranks' shares of results. Of rows in two shares, the first rank's counts."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from strobe.sampling.candidates import race_candidates
 from strobe.sampling.processors import LogitRows, Tables, process
 from strobe.sampling.sampler import RowParams, argmax, sample_rows
 
@@ -40,3 +41,10 @@ class SamplingOps:
         """logits [R, V] -> tokens [R] int64; see `strobe.sampling.sampler.sample_rows`. filtered:
         whether some row has a filter."""
         return sample_rows(logits, rows, filtered=filtered)
+
+    def race_candidates(
+        self, logits: Tensor, rows: RowParams, count: int, tokens: Tensor | None, *, filtered: bool
+    ) -> tuple[Tensor, Tensor]:
+        """logits [R, V'] -> the tokens that lead the race [R, count]; see
+        `strobe.sampling.candidates.race_candidates`."""
+        return race_candidates(logits, rows, count, tokens, filtered=filtered)

@@ -13,6 +13,7 @@ Legend: N slots, R rows of logits, S spans, K drafts per span, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from strobe.host.transfer import upload
+from strobe.sampling.candidates import Candidates, HeadOutputs
 from strobe.sampling.logprobs import Scores, score
 from strobe.sampling.noise import noise_key
 from strobe.sampling.processors import ENDS, IN_PROMPT, PROCESSED, STRUCTURED, Tables
@@ -81,6 +83,9 @@ class Sampled(NamedTuple):
 SampleRows: TypeAlias = Callable[[Tensor, LogitRows, SamplingMode, Tensor | None], Sampled]
 """`SamplingState.sample` for rows of one rank."""
 
+FindCandidates: TypeAlias = Callable[[HeadOutputs, LogitRows], Candidates]
+"""`SamplingState.candidates` for rows of one rank."""
+
 
 class SharesRows(Protocol):
     """Divides rows of logits between several ranks."""
@@ -94,6 +99,10 @@ class SharesRows(Protocol):
         masks: Tensor | None,
     ) -> Sampled:
         """Return the results of all rows; `sample` samples those of this rank."""
+        ...
+
+    def candidates(self, find: FindCandidates, outputs: HeadOutputs, rows: LogitRows) -> Candidates:
+        """Return the candidates of all rows; `find` finds those of this rank's rows."""
         ...
 
 
@@ -236,11 +245,33 @@ class SamplingState:
         keys = self.ints[INTS.index("key")]
         return WalkNoise(keys[rows.slots], rows.positions, temperatures[rows.slots])
 
+    def candidates(
+        self, outputs: HeadOutputs, rows: LogitRows, mode: SamplingMode, count: int
+    ) -> Candidates:
+        """Return the `count` tokens of each row that lead the race in which `sample` draws, for
+        drafters that choose among few. Of several ranks each gets the candidates of all rows."""
+        find = functools.partial(self._candidates, mode=mode, count=count)
+        if self._ranks is not None:
+            return self._ranks.candidates(find, outputs, rows)
+        return find(outputs, rows)
+
+    def _candidates(
+        self, outputs: HeadOutputs, rows: LogitRows, *, mode: SamplingMode, count: int
+    ) -> Candidates:
+        params = self._row_params(rows)
+        places, joins = self.ops.race_candidates(
+            outputs.logits(), params, count, outputs.tokens, filtered=mode.filtered
+        )
+        values = outputs.raw.gather(1, places).float()
+        return Candidates(values.masked_fill_(~joins, torch.nan), places)
+
     def _race(self, logits: Tensor, rows: LogitRows, mode: SamplingMode) -> Tensor:
+        return self.ops.sample_rows(logits, self._row_params(rows), filtered=mode.filtered)
+
+    def _row_params(self, rows: LogitRows) -> RowParams:
         floats = zip(FLOATS, self.floats.index_select(1, rows.slots).unbind(), strict=True)
         ints = zip(INTS, self.ints.index_select(1, rows.slots).unbind(), strict=True)
-        params = RowParams(**dict(floats), **dict(ints), position=rows.positions)
-        return self.ops.sample_rows(logits, params, filtered=mode.filtered)
+        return RowParams(**dict(floats), **dict(ints), position=rows.positions)
 
     def count_tokens(self, slots: Tensor, tokens: Tensor, accepted: Tensor, active: Tensor) -> None:
         """Count the tokens that a step committed, for penalties: the first accepted [S] + 1 of

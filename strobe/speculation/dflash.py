@@ -15,6 +15,7 @@ from strobe.models.model_config import DraftConfig
 from strobe.runner.graphs import Eager, Graphs
 from strobe.runner.layout import Layout
 from strobe.runner.model_runner import ModelRunner
+from strobe.sampling.candidates import Candidates, HeadOutputs
 from strobe.sampling.sampling_state import GREEDY, LogitRows, SamplingMode
 from strobe.sampling.walk import WalkNoise
 from strobe.speculation.proposer import PlacedRows
@@ -106,6 +107,9 @@ class DFlashProposer:
             margins=mode.margins,
             choose=functools.partial(self._choose, layout=layout, batch=batch, mode=mode),
             noise=self._noise(layout, batch, mode),
+            lead=functools.partial(self._lead, layout=layout, batch=batch, mode=mode)
+            if mode.sampled
+            else None,
         )
         return head(self.model, block)
 
@@ -118,6 +122,13 @@ class DFlashProposer:
         sampled = self.runner.sampling.sample(logits.flatten(0, 1), rows, mode)
         margins = None if sampled.margins is None else sampled.margins.view(shape)
         return Drafts(sampled.tokens.view(shape), margins)
+
+    def _lead(
+        self, outputs: HeadOutputs, count: int, *, layout: Layout, batch: Batch, mode: SamplingMode
+    ) -> Candidates:
+        """Return the tokens of each draft's row that lead the race in which drafts are drawn."""
+        rows = self._rows(layout, batch, slice(None))
+        return self.runner.sampling.candidates(outputs, rows, mode, count)
 
     def _noise(self, layout: Layout, batch: Batch, mode: SamplingMode) -> WalkNoise | None:
         """Return how the blocks' drafts are drawn among candidates."""

@@ -354,6 +354,7 @@ def test_kernels_match_drafters_with_heads(
             margins=True,
             choose=choose,
             noise=noise,
+            lead=None,
         )
         results.append([x, *model.draft_head(model, block)])
     for plain, fused in zip(*results, strict=True):

@@ -144,6 +144,50 @@ def test_confidence_is_the_evidence(kind: str, keys: dict[str, Any], tmp_path: P
         assert drafts.margins[0].tolist() == pytest.approx(expected, abs=1e-4)
 
 
+HOT = SamplingParams(temperature=1.3, max_tokens=18, seed=4, ignore_eos=True)
+SCORES = {"final_logit_softcapping": 2.0, "output_multiplier": 0.7}
+
+
+@pytest.mark.parametrize("keys", [{}, SCORES], ids=["plain", "scaled"])
+@pytest.mark.parametrize("sampling", [{}, {"top_p": 0.6}, {"top_k": 2}], ids=str)
+def test_neutral_dflash2_samples_as_dflash(
+    sampling: dict[str, Any], keys: dict[str, Any], tmp_path: Path, target: Any
+):
+    """Few candidates suffice where they lead the race in which the whole vocabulary runs."""
+    source = make_draft(tmp_path / "source", nested=keys)
+    path = to_dflash2(source, tmp_path / "draft", neutral=True, candidates=2, **keys)
+    tokens: list[list[list[int]]] = []
+    for directory in (source, path):
+        engine, head = watched(target, directory, draft_sample_method="probabilistic")
+        run(engine, PROMPTS, HOT.clone(**sampling))
+        tokens.append([block.tokens for block in head.drafted])
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+@pytest.mark.parametrize("keys", [{}, {"logit_scale": 0.6}, {"final_logit_softcapping": 2.0}])
+def test_neutral_dspark_with_few_candidates_samples_as_with_all(
+    kind: str, keys: dict[str, Any], tmp_path: Path, target: Any
+):
+    """The head has a part of the vocabulary; noise belongs to the target's tokens."""
+    source = make_draft(tmp_path / "source")
+    tokens: list[list[list[int]]] = []
+    for name, topk in (("all", {}), ("few", {"dspark_draft_topk": 2})):
+        path = to_dspark(
+            source,
+            tmp_path / name,
+            kind=kind,
+            neutral=True,
+            reduced=target.hf.lm_head.weight,
+            **topk,
+            **keys,
+        )
+        engine, head = watched(target, path, draft_sample_method="probabilistic")
+        run(engine, PROMPTS, HOT)
+        tokens.append([block.tokens for block in head.drafted])
+    assert tokens[0] == tokens[1]
+
+
 @pytest.mark.parametrize("candidates", [1, CANDIDATES])
 def test_neutral_dflash2_equals_dflash(candidates: int, tmp_path: Path, target: Any):
     """With the kernels and the codebook that training starts from; and so do the rows."""

@@ -136,14 +136,14 @@ def test_ranks_draft_as_one_does(
 
 
 def test_drafts_share_the_requests_noise(target: Any, tmp_path: Path):
-    """At a very high temperature noise alone decides, which drafter and target share: a draft is
-    right wherever the target's token is among the candidates."""
+    """At a very high temperature noise alone decides, which drafter and target share. The
+    candidates lead its race, so that few are enough."""
     hot = SamplingParams(temperature=100.0, max_tokens=40, ignore_eos=True)
     source = make_draft(tmp_path / "source")
     writers = (
         to_dspark(source, tmp_path / "all", sample_from_anchor=False),
-        to_dspark(source, tmp_path / "best", dspark_draft_topk=32),
-        to_dflash2(source, tmp_path / "selector", candidates=32),
+        to_dspark(source, tmp_path / "best", dspark_draft_topk=2, sample_from_anchor=False),
+        to_dflash2(source, tmp_path / "selector", candidates=2),
     )
     accepted: list[int] = []
     for path in writers:
@@ -152,4 +152,4 @@ def test_drafts_share_the_requests_noise(target: Any, tmp_path: Path):
         accepted.append(engine.stats.draft_counts.num_accepted)
     everything, *some = accepted
     assert everything > 100
-    assert min(some) > 30
+    assert min(some) > 0.9 * everything

@@ -237,6 +237,7 @@ def test_heads_match_the_packages_own(name: str):
             margins=True,
             choose=choose,
             noise=None,
+            lead=None,
         )
         corrected.clear()
         drafts = model.draft_head(model, block)

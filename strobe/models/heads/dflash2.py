@@ -11,7 +11,7 @@ from torch import nn
 
 from strobe.models.config_readers.fields import HINT, Fields
 from strobe.models.heads.head import Backbone, BlockRows, Drafts, Head, HeadValues
-from strobe.models.heads.walk import MAX_CANDIDATES, walk
+from strobe.models.heads.walk import MAX_CANDIDATES, candidates, walk
 from strobe.models.layers import ConvolvedLayer
 from strobe.models.linear import Linear
 from strobe.models.model_config import DecoderConfig, DraftConfig
@@ -111,7 +111,7 @@ class SelectorHead(Head):
         selector = self.candidate_selector
         shape = block.hidden.shape[:2]
         x = block.hidden.flatten(0, 1)
-        values, rows = model.best(x, self.config.selector_top_k)
+        values, rows = candidates(model, block, self.config.selector_top_k)
         ids = model.tokens_of(rows).unflatten(0, shape)
         factors = model.ops.linear(model.normed(x), selector.hidden_projection)
         edges = model.ops.edges(

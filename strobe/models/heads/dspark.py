@@ -15,7 +15,7 @@ from strobe.kernels.reference_candidates import before, join
 from strobe.models.config_readers.fields import HINT, Fields
 from strobe.models.heads.argmax import ArgmaxHead
 from strobe.models.heads.head import Backbone, BlockRows, Drafts, Head, HeadValues, concat
-from strobe.models.heads.walk import MAX_CANDIDATES, walk
+from strobe.models.heads.walk import MAX_CANDIDATES, candidates, walk
 from strobe.models.linear import Linear
 from strobe.models.model_config import DraftConfig
 from strobe.sampling.sampler import MAX_MARGIN
@@ -224,9 +224,9 @@ class DSparkHead(Head):
         return model.normed(block.hidden.flatten(0, 1)).unflatten(0, block.hidden.shape[:2])
 
     def _walk(self, model: Backbone, block: BlockRows, head: MarkovHead, count: int) -> Drafts:
-        """Choose among the candidates that are best without correction."""
+        """Choose among the candidates that are best without correction, or lead the race."""
         shape = block.hidden.shape[:2]
-        values, rows = model.best(block.hidden.flatten(0, 1), count)
+        values, rows = candidates(model, block, count)
         ids = model.tokens_of(rows).unflatten(0, shape)
         rows = rows.unflatten(0, shape)
         unary = (values * model.multiplier).unflatten(0, shape)
@@ -255,7 +255,7 @@ class DSparkHead(Head):
         shape = block.hidden.shape[:2]
         x = block.hidden.flatten(0, 1)
         raw = model.raw_logits(x)
-        left_out = self._left_out(model, raw)
+        left_out = self._left_out(model, block, raw)
         raw = raw.unflatten(0, shape)
         hidden = self._normed(model, block)
         previous = block.anchor
@@ -274,9 +274,14 @@ class DSparkHead(Head):
             chosen.append(drafts)
         return concat(chosen)
 
-    def _left_out(self, model: Backbone, raw: Tensor) -> Tensor | None:
-        """Return which tokens are not among the best of raw [R, V'], if others are not chosen."""
-        if self.config.draft_topk is None:
+    def _left_out(self, model: Backbone, block: BlockRows, raw: Tensor) -> Tensor | None:
+        """Return which tokens are not among the candidates of raw [R, V'], if others are not
+        chosen."""
+        count = self.config.draft_topk
+        if count is None:
             return None
-        _, rows = model.ops.best_of(raw, self.config.draft_topk)
+        if block.lead is None:
+            _, rows = model.ops.best_of(raw, count)
+        else:
+            _, rows = block.lead(model.outputs(raw), count)
         return torch.ones_like(raw, dtype=torch.bool).scatter_(1, rows, False)

@@ -17,6 +17,7 @@ from strobe.host.transfer import download
 from strobe.models.layers import DecoderLayer
 from strobe.models.model_config import DecoderConfig
 from strobe.models.ops.torch_ops import TorchOps
+from strobe.sampling.candidates import Candidates, HeadOutputs
 from strobe.sampling.walk import WalkNoise
 
 
@@ -63,6 +64,7 @@ class BlockRows(NamedTuple):
     drafts are argmax tokens; margins: their margins are wanted. choose(logits [S, n, V], first):
     choose the drafts from the `first` one on, by argmax or as the request's own tokens are sampled;
     the logits may be one rank's columns. noise: the same choice among candidates; None for argmax.
+    lead(outputs of all rows, count): the candidates for such a choice; None for argmax.
     """
 
     hidden: Tensor
@@ -72,6 +74,7 @@ class BlockRows(NamedTuple):
     margins: bool
     choose: Callable[[Tensor, int], Drafts]
     noise: WalkNoise | None
+    lead: Callable[[HeadOutputs, int], Candidates] | None
 
 
 class Backbone(Protocol):
@@ -96,9 +99,13 @@ class Backbone(Protocol):
         largest [R] float32."""
         ...
 
-    def best(self, x: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Return the largest outputs of the output layer [R, count] float32, descending, and their
-        rows of that layer, without logits in memory."""
+    def best(self, x: Tensor, count: int) -> Candidates:
+        """Return the largest outputs of the output layer, descending, without logits in memory."""
+        ...
+
+    def outputs(self, raw: Tensor) -> HeadOutputs:
+        """Outputs of the output layer, or this rank's columns of them -> the same, with their
+        meaning."""
         ...
 
     def normed(self, x: Tensor) -> Tensor:
@@ -107,6 +114,10 @@ class Backbone(Protocol):
 
     def raw_logits(self, x: Tensor) -> Tensor:
         """Return the output layer's outputs [R, V']."""
+        ...
+
+    def raw_part(self, x: Tensor) -> Tensor:
+        """Return this rank's columns of the output layer's outputs."""
         ...
 
     def finish_logits(self, raw: Tensor) -> Tensor:

@@ -5,12 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from strobe.models.heads.head import BlockRows, Drafts
+from strobe.models.heads.head import Backbone, BlockRows, Drafts
 from strobe.models.ops.torch_ops import TorchOps
+from strobe.sampling.candidates import Candidates
 from strobe.sampling.sampler import MAX_MARGIN
 
 MAX_CANDIDATES = 32
 """Candidates of one draft: a warp holds one in each lane."""
+
+
+def candidates(model: Backbone, block: BlockRows, count: int) -> Candidates:
+    """Return the candidates of each row [S * D, C]: the most probable tokens, or where drafts are
+    sampled those that lead the race."""
+    x = block.hidden.flatten(0, 1)
+    if block.lead is None:
+        return model.best(x, count)
+    return block.lead(model.outputs(model.raw_part(x)), count)
 
 
 def walk(ops: TorchOps, edges: Tensor, ids: Tensor, block: BlockRows) -> Drafts:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from strobe.attention.backend import Batch
-from strobe.kernels import narrow, processors, sampling, step_bookkeeping
+from strobe.kernels import narrow, processors, race_candidates, sampling, step_bookkeeping
 from strobe.runner.layout import Layout, Shape
 from strobe.runner.slot_tables import SlotTables
 from strobe.runner.step_ops.torch_step_ops import SimulatedAcceptance, StepOps
@@ -79,3 +79,11 @@ class TritonStepOps(StepOps):
 
     def sample_rows(self, logits: Tensor, rows: RowParams, *, filtered: bool) -> Tensor:
         return sampling.sample_rows(logits, rows, filtered=filtered)
+
+    def race_candidates(
+        self, logits: Tensor, rows: RowParams, count: int, tokens: Tensor | None, *, filtered: bool
+    ) -> tuple[Tensor, Tensor]:
+        params, _ = sampling.race_params(logits, rows)
+        return race_candidates.race_candidates(
+            logits, params, rows.key, rows.position, count, tokens
+        )

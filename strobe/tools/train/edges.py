@@ -169,7 +169,8 @@ def confidence_loss(
 
 def choose(draft: DFlash, hidden: Tensor, previous: Tensor, noise: Tensor | None = None) -> Tensor:
     """Return the drafts [R] of slots with a residual stream hidden [R, H] after tokens `previous`
-    [R]: the argmax, or with noise [R, V] the winner of the race at temperature 1."""
+    [R]: the argmax, or with noise [R, V] the winner of the race at temperature 1, whose candidates
+    are its leaders."""
     logits = draft.head(hidden).float()
     edges = edges_of(draft)
     if edges is None:
@@ -178,8 +179,9 @@ def choose(draft: DFlash, hidden: Tensor, previous: Tensor, noise: Tensor | None
     if edges.candidates is None:
         logits += F.linear(left.float(), edges.right.float())
         return (logits if noise is None else logits + noise).argmax(-1)
-    values, ids = logits.topk(edges.candidates)
-    scores = edges.scores(values, left, ids)
+    race = logits if noise is None else logits + noise
+    ids = race.topk(edges.candidates).indices
+    scores = edges.scores(logits.gather(1, ids), left, ids)
     if noise is not None:
         scores = scores + noise.gather(1, ids)
     return ids.gather(1, scores.argmax(-1, keepdim=True))[:, 0]
