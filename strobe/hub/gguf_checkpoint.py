@@ -31,17 +31,20 @@ from strobe.hub.cache import cache_directory
 from strobe.hub.files import GGUF_LINK
 from strobe.hub.gguf_file import AGAIN, GGUFHeader, read_header
 
-FORM = 2
+FORM = 3
 """Counts up with each change of what is written, so that older directories are not used."""
 ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "llama"),
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
+    "qwen35": ("Qwen3_5ForCausalLM", "qwen3_5_text"),
+    "qwen35moe": ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
     "smollm3": ("SmolLM3ForCausalLM", "smollm3"),
 }
 """architectures and model_type of config.json by general.architecture."""
-WITH_EXPERTS = ("qwen3moe",)
+WITH_EXPERTS = ("qwen3moe", "qwen35moe")
+RECURRENT = ("qwen35", "qwen35moe")
 UNSUPPORTED = ("rope.scaling.type", "attention.sliding_window", "final_logit_softcapping")
 """Metadata of an architecture that would change the computation."""
 END_TOKENS = frozenset(
@@ -66,6 +69,10 @@ SPLITS = {
     "smollm": _GPT2,
     "llama-bpe": _WORDS % "{1,3}",
     "qwen2": _WORDS % "",
+    "qwen35": (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+        r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
 }
 """Patterns that split text before byte-pair encoding, by tokenizer.ggml.pre."""
 
@@ -132,14 +139,23 @@ def _config(header: GGUFHeader, path: Path) -> dict[str, Any]:
     tokens = _value(metadata, "tokenizer.ggml.tokens", path)
     name, model_type = ARCHITECTURES[architecture]
     types = {tensor.type for tensor in header.tensors.values()}
-    experts = _experts(metadata, architecture, path) if architecture in WITH_EXPERTS else {}
-    return experts | {
+    layers = _value(metadata, f"{prefix}block_count", path)
+    further: dict[str, Any] = {}
+    if architecture in WITH_EXPERTS:
+        further |= _experts(metadata, architecture, path)
+    if architecture in RECURRENT:
+        layers -= metadata.get(f"{prefix}nextn_predict_layers", 0)
+        further |= _recurrent(metadata, architecture, layers, path)
+    else:
+        further["rope_theta"] = metadata.get(f"{prefix}rope.freq_base", 10000.0)
+    if architecture != "qwen35moe":
+        further["intermediate_size"] = _value(metadata, f"{prefix}feed_forward_length", path)
+    return further | {
         "architectures": [name],
         "model_type": model_type,
         "dtype": "float32" if types == {"F32"} else "float16" if "F16" in types else "bfloat16",
         "hidden_size": hidden,
-        "intermediate_size": _value(metadata, f"{prefix}feed_forward_length", path),
-        "num_hidden_layers": _value(metadata, f"{prefix}block_count", path),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": metadata.get(f"{prefix}attention.head_count_kv", heads),
         "head_dim": metadata.get(f"{prefix}attention.key_length")
@@ -148,7 +164,6 @@ def _config(header: GGUFHeader, path: Path) -> dict[str, Any]:
         "vocab_size": len(tokens),
         # Stored in fp32: 1e-6 is there as 9.99999997e-7.
         "rms_norm_eps": float(f"{epsilon:.6g}"),
-        "rope_theta": metadata.get(f"{prefix}rope.freq_base", 10000.0),
         "max_position_embeddings": _value(metadata, f"{prefix}context_length", path),
         "hidden_act": "silu",
         "tie_word_embeddings": "output.weight" not in header.tensors,
@@ -159,7 +174,9 @@ def _config(header: GGUFHeader, path: Path) -> dict[str, Any]:
 
 def _experts(metadata: Mapping[str, Any], architecture: str, path: Path) -> dict[str, Any]:
     """Return the part of config.json that describes experts, which every layer has."""
-    return {
+    shared = metadata.get(f"{architecture}.expert_shared_feed_forward_length")
+    size = {} if shared is None else {"shared_expert_intermediate_size": shared}
+    return size | {
         "num_experts": _value(metadata, f"{architecture}.expert_count", path),
         "num_experts_per_tok": _value(metadata, f"{architecture}.expert_used_count", path),
         "moe_intermediate_size": _value(
@@ -168,6 +185,35 @@ def _experts(metadata: Mapping[str, Any], architecture: str, path: Path) -> dict
         "norm_topk_prob": True,  # as llama.cpp computes it
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
+    }
+
+
+def _recurrent(
+    metadata: Mapping[str, Any], architecture: str, layers: int, path: Path
+) -> dict[str, Any]:
+    """Return the part of config.json that describes recurrent layers, and the rope beside them."""
+    values = {
+        name: _value(metadata, f"{architecture}.{name}", path)
+        for name in (
+            "attention.key_length", "rope.dimension_count", "rope.freq_base", "ssm.conv_kernel",
+            "ssm.group_count", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank",
+        )
+    }  # fmt: skip
+    interval = metadata.get(f"{architecture}.full_attention_interval", 4)
+    kinds = ("linear_attention", "full_attention")
+    return {
+        "layer_types": [kinds[(layer + 1) % interval == 0] for layer in range(layers)],
+        "linear_conv_kernel_dim": values["ssm.conv_kernel"],
+        "linear_key_head_dim": values["ssm.state_size"],
+        "linear_num_key_heads": values["ssm.group_count"],
+        "linear_num_value_heads": values["ssm.time_step_rank"],
+        "linear_value_head_dim": values["ssm.inner_size"] // values["ssm.time_step_rank"],
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": values["rope.freq_base"],
+            "partial_rotary_factor": values["rope.dimension_count"]
+            / values["attention.key_length"],
+        },
     }
 
 
@@ -240,7 +286,7 @@ def _tokenizer(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]
     vocabulary = {text: i for i, text in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=split == "llama-bpe"))
-    if split == "qwen2":
+    if split in ("qwen2", "qwen35"):
         tokenizer.normalizer = normalizers.NFC()
     steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if split == "smollm" else []
     steps.append(pre_tokenizers.Split(Regex(SPLITS[split]), "isolated"))

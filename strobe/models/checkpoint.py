@@ -90,7 +90,7 @@ class Checkpoint:
 
     def _add_gguf(self, file: GGUFFile) -> None:
         for name, tensor in file.tensors.items():
-            self.shapes[name] = tensor.stored.shape
+            self.shapes[name] = tensor.shape
             self.dtypes[name] = tensor.dtype
             self._places[name] = file, tensor.stored.start, tensor.stored.end
 

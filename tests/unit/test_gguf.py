@@ -13,11 +13,15 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from tokenizers import pre_tokenizers
+from tokenizers import Tokenizer, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     Qwen2Config,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     SmolLM3Config,
@@ -31,6 +35,7 @@ from strobe.hub.gguf_file import TYPES as HEADER_TYPES
 from strobe.hub.gguf_file import read_header
 from strobe.models.architectures import load_target_config
 from strobe.models.checkpoint import Checkpoint
+from strobe.models.quantization import gguf_qwen35
 from strobe.models.quantization.gguf import NAMES, GGUFFile
 from strobe.models.weight_loading import check_target_tensors
 
@@ -84,7 +89,7 @@ def model_of(kind: str, **changes: Any) -> Any:
 def metadata_of(kind: str) -> dict[str, Any]:
     return {
         "general.architecture": kind,
-        f"{kind}.expert_count": EXPERTS["num_experts"] if kind == "qwen3moe" else 0,
+        f"{kind}.expert_count": EXPERTS["num_experts"] if kind.endswith("moe") else 0,
         f"{kind}.expert_used_count": EXPERTS["num_experts_per_tok"],
         f"{kind}.expert_feed_forward_length": EXPERTS["moe_intermediate_size"],
         f"{kind}.block_count": SHAPE["num_hidden_layers"],
@@ -127,6 +132,93 @@ def tensors_of(kind: str, model: Any) -> dict[str, NDArray[np.float32]]:
             array = array.reshape(heads, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
         tensors[f"{prefix}{module}.{leaf}"] = np.ascontiguousarray(array)
     return tensors
+
+
+RECURRENT: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "num_hidden_layers": 4,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+    },
+}
+SHARED = {"shared_expert_intermediate_size": 40}
+
+
+def qwen35(kind: str) -> tuple[Any, dict[str, Any], dict[str, NDArray[np.float32]]]:
+    """Return a random Qwen3.5 of transformers, and its metadata and tensors as llama.cpp converts
+    it, with one more layer that predicts further tokens."""
+    torch.manual_seed(0)
+    values = {**SHAPE, **RECURRENT, "tie_word_embeddings": False}
+    if kind == "qwen35moe":
+        model: Any = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**values, **EXPERTS, **SHARED))
+    else:
+        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**values))
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "dt_bias" in name or "A_log" in name:
+            torch.nn.init.uniform_(parameter, -0.5, 0.5)
+    model.generation_config.eos_token_id = 0
+    metadata = metadata_of(kind) | {
+        f"{kind}.block_count": 5,
+        f"{kind}.nextn_predict_layers": 1,
+        f"{kind}.full_attention_interval": 4,
+        f"{kind}.rope.dimension_count": 8,
+        f"{kind}.ssm.conv_kernel": 4,
+        f"{kind}.ssm.group_count": 2,
+        f"{kind}.ssm.inner_size": 72,
+        f"{kind}.ssm.state_size": 8,
+        f"{kind}.ssm.time_step_rank": 6,
+        f"{kind}.expert_shared_feed_forward_length": SHARED["shared_expert_intermediate_size"],
+    }
+    names = {ours: theirs for theirs, ours in (NAMES | gguf_qwen35.NAMES).items()}
+    tensors = {"blk.4.nextn.eh_proj.weight": np.zeros((64, 128), np.float32)}
+    for name, value in model.float().state_dict().items():
+        path, _, leaf = name.removeprefix("model.").rpartition(".")
+        layer = re.match(r"layers\.(\d+)\.", path)
+        prefix = "" if layer is None else f"blk.{layer[1]}."
+        module = path[len(layer[0]) :] if layer else path
+        if leaf in ("gate_up_proj", "down_proj"):
+            tensors |= experts_of(prefix, leaf, value.numpy())
+        elif leaf == "A_log":
+            tensors[f"{prefix}ssm_a"] = -np.exp(tiled(value.numpy(), 1))
+        elif leaf == "dt_bias":
+            tensors[f"{prefix}ssm_dt.bias"] = tiled(value.numpy(), 1)
+        else:
+            tensors[f"{prefix}{names[module]}.{leaf}"] = converted(module, value.numpy())
+    return model, metadata, {name: np.ascontiguousarray(a) for name, a in tensors.items()}
+
+
+def tiled(array: NDArray[np.float32], size: int) -> NDArray[np.float32]:
+    """Put value heads of different key heads side by side. size: rows of a head."""
+    heads = array.reshape(2, 3, size, *array.shape[1:])
+    return heads.swapaxes(0, 1).reshape(array.shape)
+
+
+def converted(module: str, array: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return a module's weight as llama.cpp stores it."""
+    if module.endswith("norm") and not module.startswith("linear_attn"):
+        return array + 1
+    if module.endswith(("in_proj_qkv", "conv1d")):
+        whole = array.reshape(array.shape[0], -1)
+        return np.concatenate([whole[:32], tiled(whole[32:], 12)])
+    if module.endswith("in_proj_z"):
+        return tiled(array, 12)
+    if module.endswith(("in_proj_a", "in_proj_b")):
+        return tiled(array, 1)
+    if module.endswith("linear_attn.out_proj"):
+        return tiled(array.T, 12).T
+    return array[0] if module.endswith("shared_expert_gate") else array
+
+
+@pytest.mark.parametrize("kind", ["qwen35", "qwen35moe"])
+def test_recurrent_models_equal_transformers(kind: str, tmp_path: Path):
+    model, metadata, tensors = qwen35(kind)
+    file = write(tmp_path / "tiny.gguf", metadata, tensors)
+    check_answer(file, model)
 
 
 def experts_of(prefix: str, leaf: str, array: NDArray[np.float32]) -> dict[str, Any]:
@@ -174,7 +266,11 @@ def tiny(path: Path, kind: str = "llama", **options: Any) -> Path:
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "qwen3moe", "smollm3"])
 def test_answers_equal_transformers(kind: str, tmp_path: Path):
     model = model_of(kind)
-    file = write(tmp_path / "tiny.gguf", metadata_of(kind), tensors_of(kind, model))
+    check_answer(write(tmp_path / "tiny.gguf", metadata_of(kind), tensors_of(kind, model)), model)
+
+
+def check_answer(file: Path, model: Any) -> None:
+    """Compare a file's greedy answer with that of transformers' model."""
     expected = model.generate(torch.tensor([PROMPT]), max_new_tokens=16, do_sample=False)
     llm = LLM(file, method="none", device="cpu")
     params = SamplingParams(temperature=0, max_tokens=16)
@@ -255,6 +351,16 @@ def test_tokenizer_and_chat_template_are_the_files(tmp_path: Path):
     assert tokenizer.decode(tokenizer.encode("the end, 12 é")) == "the end, 12 é"
     assert tokenizer.encode("th<|start|>") == [TOKENS.index("th"), 1]
     assert tokenizer.chat_text([{"role": "user", "content": "hi"}]) == "hi"
+
+
+@pytest.mark.parametrize(("split", "count"), [("qwen2", 3), ("qwen35", 2)])
+def test_qwen35_keeps_marks_with_their_letters(split: str, count: int, tmp_path: Path):
+    metadata = metadata_of("qwen3") | {"tokenizer.ggml.pre": split}
+    file = write(tmp_path / "tiny.gguf", metadata, tensors_of("qwen3", model_of("qwen3")))
+    tokenizer = Tokenizer.from_file(str(gguf_directory(file) / "tokenizer.json"))
+    pieces = tokenizer.pre_tokenizer.pre_tokenize_str("x\u0301y!")
+    assert len(pieces) == count
+    assert tokenizer.decode(tokenizer.encode("x\u0301y!").ids) == "x\u0301y!"
 
 
 def test_directory_is_written_once_per_file(tmp_path: Path):

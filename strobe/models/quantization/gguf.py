@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from strobe.host.mapped_file import MappedFile
 from strobe.hub.gguf_file import GGUFHeader, StoredTensor, read_header
+from strobe.models.quantization import gguf_qwen35
 
 NAMES = {
     "token_embd": "embed_tokens",
@@ -32,9 +34,10 @@ NAMES = {
 }
 """Names of modules by their names in GGUF files."""
 EXPERTS = {
-    "ffn_gate_exps": "gate_proj",
-    "ffn_up_exps": "up_proj",
-    "ffn_down_exps": "down_proj",
+    "ffn_gate_exps": ("gate_proj",),
+    "ffn_up_exps": ("up_proj",),
+    "ffn_gate_up_exps": ("gate_proj", "up_proj"),
+    "ffn_down_exps": ("down_proj",),
 }
 """Names of each expert's modules by the name of the tensor that stacks them."""
 SCALES = (".scale", ".input_scale")
@@ -42,16 +45,25 @@ SCALES = (".scale", ".input_scale")
 stay in the engine's dtype."""
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Types that are read as they are."""
-_NAME = re.compile(r"(blk\.(?P<layer>\d+)\.)?(?P<module>\w+)\.(?P<leaf>weight|bias)")
+_NAME = re.compile(r"(blk\.(?P<layer>\d+)\.)?(?P<module>\w+)(\.(?P<leaf>weight|bias))?")
+_EXTRA_LAYERS = "nextn_predict_layers"
+"""Layers after the model's own, which predict further tokens."""
 
 
 class GGUFTensor(NamedTuple):
-    """stored: its place in the file. heads: number of heads whose rows llama.cpp reordered; 0 if it
-    did not. factor: of all values."""
+    """stored: its place in the file. restore: makes the checkpoint's tensor of one that llama.cpp
+    changed. factor: of all values."""
 
     stored: StoredTensor
-    heads: int
+    restore: Callable[[Tensor], Tensor] | None = None
     factor: float = 1.0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The checkpoint's."""
+        if self.restore is None:
+            return self.stored.shape
+        return tuple(self.restore(torch.empty(self.stored.shape, device="meta")).shape)
 
     @property
     def dtype(self) -> str:
@@ -67,11 +79,7 @@ class GGUFTensor(NamedTuple):
             value = _dequantized(data, self.stored.type).view(shape)
         if self.factor != 1.0:
             value = value * self.factor
-        if not self.heads:
-            return value
-        # llama.cpp puts the two dimensions of each of rope's pairs side by side.
-        pairs = value.view(self.heads, -1, 2, *shape[1:])
-        return pairs.transpose(1, 2).reshape(shape)
+        return value if self.restore is None else self.restore(value)
 
 
 def _dequantized(data: Tensor, kind: str) -> Tensor:
@@ -79,13 +87,21 @@ def _dequantized(data: Tensor, kind: str) -> Tensor:
     return torch.from_numpy(dequantize(data.numpy(), types[kind]))
 
 
-def own_name(name: str) -> str:
+def own_name(name: str, architecture: str) -> str:
     """Return the module's name for a tensor; an unknown one as it is, which loading rejects."""
     match = _NAME.fullmatch(name)
-    if match is None or match["module"] not in NAMES:
+    if match is None:
         return name
+    names = NAMES
+    if architecture in gguf_qwen35.ARCHITECTURES:
+        names = NAMES | gguf_qwen35.NAMES
     layer = "" if match["layer"] is None else f"layers.{match['layer']}."
-    return f"{layer}{NAMES[match['module']]}.{match['leaf']}"
+    parameter = gguf_qwen35.PARAMETERS.get(name.removeprefix(f"blk.{match['layer']}."))
+    if parameter is not None:
+        return layer + parameter
+    if match["module"] not in names or match["leaf"] is None:
+        return name
+    return f"{layer}{names[match['module']]}.{match['leaf']}"
 
 
 class GGUFFile(MappedFile):
@@ -98,8 +114,9 @@ class GGUFFile(MappedFile):
             _library()
         super().__init__(path)
         self.tensors: dict[str, GGUFTensor] = {}
+        skipped = tuple(f"blk.{layer}." for layer in _extra_layers(header.metadata))
         for name, stored in header.tensors.items():
-            if not name.endswith(SCALES):
+            if not name.endswith(SCALES) and not name.startswith(skipped):
                 self._add(name, stored, header)
 
     def _add(self, name: str, stored: StoredTensor, header: GGUFHeader) -> None:
@@ -108,18 +125,21 @@ class GGUFFile(MappedFile):
         match = _NAME.fullmatch(name)
         if match is None or match["module"] not in EXPERTS:
             factor = factors[0] if factors else 1.0
-            heads = _reordered_heads(header, name)
-            self.tensors[own_name(name)] = GGUFTensor(stored, heads, factor)
+            own = own_name(name, header.metadata["general.architecture"])
+            self.tensors[own] = GGUFTensor(stored, _restore(header, name), factor)
             return
         path = f"layers.{match['layer']}.mlp.experts"
-        leaf = f"{EXPERTS[match['module']]}.{match['leaf']}"
-        count = stored.shape[0]
-        size = (stored.end - stored.start) // count
+        names = EXPERTS[match["module"]]
+        count, outputs, inputs = stored.shape
+        size = (stored.end - stored.start) // count // len(names)
         for expert in range(count):
-            start = stored.start + expert * size
-            part = stored._replace(shape=stored.shape[1:], start=start, end=start + size)
             factor = factors[expert % len(factors)] if factors else 1.0
-            self.tensors[f"{path}.{expert}.{leaf}"] = GGUFTensor(part, 0, factor)
+            for place, module in enumerate(names):
+                start = stored.start + (expert * len(names) + place) * size
+                shape = (outputs // len(names), inputs)
+                part = stored._replace(shape=shape, start=start, end=start + size)
+                own = f"{path}.{expert}.{module}.{match['leaf']}"
+                self.tensors[own] = GGUFTensor(part, factor=factor)
 
     def _factors(self, stored: StoredTensor | None) -> list[float]:
         """Return the values of a tensor of factors in fp32, if there is one."""
@@ -128,18 +148,36 @@ class GGUFFile(MappedFile):
         return self.bytes[stored.start : stored.end].clone().view(torch.float32).tolist()
 
 
-def _reordered_heads(header: GGUFHeader, name: str) -> int:
-    """Return the number of heads in a tensor that llama.cpp reordered, which it does for Llama and
-    models converted as it is."""
+def _extra_layers(metadata: Mapping[str, Any]) -> range:
+    """Return the numbers of layers that predict further tokens, which are not used."""
+    prefix = metadata["general.architecture"]
+    count = metadata.get(f"{prefix}.block_count", 0)
+    return range(count - metadata.get(f"{prefix}.{_EXTRA_LAYERS}", 0), count)
+
+
+def _restore(header: GGUFHeader, name: str) -> Callable[[Tensor], Tensor] | None:
+    """Return what makes the checkpoint's tensor of one that llama.cpp changed; None if it did not.
+    It reorders heads of Llama and of models converted as it is."""
     metadata = header.metadata
     architecture = metadata["general.architecture"]
-    module = name.split(".")[-2:-1]
-    if architecture not in ("llama", "smollm3") or module not in (["attn_q"], ["attn_k"]):
-        return 0
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    module = match["module"]
+    if architecture in gguf_qwen35.ARCHITECTURES:
+        return gguf_qwen35.restore_of(metadata, module)
+    if architecture not in ("llama", "smollm3") or module not in ("attn_q", "attn_k"):
+        return None
     count = metadata[f"{architecture}.attention.head_count"]
-    if module == ["attn_q"]:
-        return count
-    return metadata.get(f"{architecture}.attention.head_count_kv", count)
+    if module == "attn_k":
+        count = metadata.get(f"{architecture}.attention.head_count_kv", count)
+    return partial(_pairs_apart, heads=count)
+
+
+def _pairs_apart(value: Tensor, heads: int) -> Tensor:
+    """Put the two dimensions of each of rope's pairs apart, which llama.cpp puts side by side."""
+    pairs = value.reshape(heads, -1, 2, *value.shape[1:])
+    return pairs.transpose(1, 2).reshape(value.shape)
 
 
 def _library() -> tuple[Callable[..., Any], Any]:
