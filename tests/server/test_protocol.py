@@ -81,6 +81,15 @@ def test_lenient_server_ignores_unknown_field(model: type[RequestModel]):
             model.read({**SMALLEST[model], name: "something"}, lenient=True)
 
 
+@pytest.mark.parametrize("name", ["\0", "a\0.b"])
+def test_unknown_field_may_have_any_name(name: str):
+    message = {**USER, name: 1}
+    with pytest.raises(FieldError, match=r"is not a field of messages\[0\]"):
+        ChatCompletionRequest.read({"messages": [message]})
+    request = ChatCompletionRequest.read({"messages": [message]}, lenient=True)
+    assert len(request.warnings()) == 1
+
+
 LENIENT: list[tuple[type[RequestModel], dict[str, Any], str]] = [
     (ChatCompletionRequest, {"messages": [{**USER, "x": 1}]}, "messages[0].x"),
     (ChatCompletionRequest, {"messages": [{"role": "user", "content": [{"text": "a", "x": 1}]}]},

@@ -11,8 +11,7 @@ from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.openai.protocol.responses_request import ResponsesRequest
 from strobe.server.openai.protocol.token_requests import TokenizeRequest
-from strobe.server.schema.base import FieldWarnings, RequestModel
-from strobe.server.schema.messages import read_messages
+from strobe.server.schema.base import RequestModel
 from strobe.server.schema.tools import ToolChoice
 from tests.server.support.request_bodies import NAMED, TOOL, USER, chat, refusal, respond, tool
 
@@ -53,13 +52,13 @@ def test_messages_match_template_input():
         {"role": "assistant", "content": "no"},
         {"role": "assistant", "content": "never"},
     ]  # fmt: skip
-    assert read_messages(request.conversation, FieldWarnings()) == request.conversation
+    assert chat(messages=request.conversation).conversation == request.conversation
 
 
 @pytest.mark.parametrize("arguments", ["", "5", "[1]", "nul", '{"a": NaN}', '"x"'])
 def test_non_object_arguments_stay_text(arguments: str):
     call = {"function": {"name": "f", "arguments": arguments}}
-    (message,) = read_messages([{"role": "assistant", "tool_calls": [call]}], FieldWarnings())
+    (message,) = chat(messages=[{"role": "assistant", "tool_calls": [call]}]).conversation
     assert message["tool_calls"][0]["function"]["arguments"] == (arguments or {})
 
 

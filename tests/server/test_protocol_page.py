@@ -15,17 +15,13 @@ from pydantic import BaseModel
 from strobe.server.generation.bodies import SpeculationReport, TokenLogprob
 from strobe.server.openai.errors import TYPES
 from strobe.server.openai.protocol import response_bodies as answers
-from strobe.server.openai.protocol.items import EVERY_ITEM, ITEM_FIELDS
+from strobe.server.openai.protocol.items import ITEMS
 from strobe.server.openai.protocol.responses_request import ResponsesStreamOptions
 from strobe.server.page import files as page_files
 from strobe.server.page.endpoints import MarkdownBlock, MarkdownResponse
 from strobe.server.schema.base import RequestModel, StreamOptions
 from strobe.server.schema.formats import JSON_SCHEMA_FIELDS, KINDS, SINGLE_FIELDS
-from strobe.server.schema.messages import (
-    MESSAGE_FIELDS,
-    PART_FIELDS,
-    TOOL_CALL_FIELDS,
-)
+from strobe.server.schema.messages import PARTS, AssistantMessage, ToolCall
 from strobe.server.schema.rules import NO_EFFECT, UNSUPPORTED
 from strobe.server.schema.sampling import SamplingFields
 from strobe.server.schema.tools import Function
@@ -90,8 +86,9 @@ def test_page_lists_every_object_field(place: str, page: str):
 @pytest.mark.parametrize(
     "names",
     [
-        MESSAGE_FIELDS, PART_FIELDS, TOOL_CALL_FIELDS, Function.model_fields, KINDS,
-        SINGLE_FIELDS, JSON_SCHEMA_FIELDS, EVERY_ITEM, *ITEM_FIELDS.items(),
+        AssistantMessage.model_fields, PARTS, ToolCall.model_fields, Function.model_fields, KINDS,
+        SINGLE_FIELDS, JSON_SCHEMA_FIELDS, ITEMS,
+        *(item.model_fields for item in ITEMS.values()),
         SpeculationReport.__annotations__, answers.Step.__annotations__,
         answers.ModelCard.__annotations__,
         answers.TokenizeResponse.__annotations__, answers.DetokenizeResponse.__annotations__,

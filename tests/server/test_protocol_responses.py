@@ -232,3 +232,9 @@ def test_detokenize_takes_token_ids():
     assert DetokenizeRequest.read({"tokens": [0, 5]}).tokens == (0, 5)
     assert refusal(DetokenizeRequest, tokens=[-1]).param == "tokens[0]"
     assert refusal(DetokenizeRequest, tokens="x").param == "tokens"
+
+
+@pytest.mark.parametrize("role", ["user", "assistant", "tool"])
+def test_message_item_without_content_is_refused(role: str):
+    error = refusal(ResponsesRequest, input=[USER, {"role": role}])
+    assert (error.param, error.code) == ("input[1].content", "missing_required_parameter")

@@ -82,7 +82,7 @@ class _ResponseSaver(NamedTuple):
 
     def save(self, request: ResponsesRequest, response: bodies.Response) -> None:
         """Store a finished response."""
-        items = [*self.previous_items, *map(_json, complete_items(request.input))]
+        items = [*self.previous_items, *map(_json, complete_items(request.sent["input"]))]
         output = tuple(map(_json, response["output"]))
         stored = StoredResponse(
             owner=self.owner, body=_json(response), items=tuple(items), output=output

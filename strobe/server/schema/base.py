@@ -197,6 +197,11 @@ class RequestModel(RequestObject):
     """Whether unknown fields are warnings on every server, as on one with --lenient."""
 
     @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        cls._null_if_missing = ()
+
+    @classmethod
     def read(cls, body: bytes | str | Mapping[str, Any], *, lenient: bool = False) -> Self:
         """Parse and check a request. lenient: unknown fields are warnings. Raises FieldError, and
         nothing else, for an invalid body."""
@@ -293,7 +298,8 @@ def object_schema(
 
 def _nullable(shape: Mapping[str, Any]) -> Mapping[str, Any]:
     kinds = [kind.get("type") for kind in shape.get("anyOf", [shape])]
-    takes_null = "null" in kinds or None in shape.get("enum", ()) or not shape
+    is_any = not shape.keys() - {"title", "default", "description"}
+    takes_null = "null" in kinds or None in shape.get("enum", ()) or is_any
     return shape if takes_null else {"anyOf": [shape, {"type": "null"}]}
 
 

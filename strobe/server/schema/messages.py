@@ -1,219 +1,266 @@
-"""Checks a chat's messages and converts them to the form that chat templates read."""
+"""A chat's messages, and the form in which chat templates read them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
+from pydantic import Field
 from pydantic_core import from_json
 
-from strobe.server.openai.protocol.request_errors import FieldError, invalid_value, short_json
-from strobe.server.schema.base import FieldWarnings, object_schema
-from strobe.server.schema.values import TEXT_SCHEMA
+from strobe.server.openai.protocol.request_errors import (
+    HERE,
+    FieldError,
+    invalid_value,
+    short_json,
+)
+from strobe.server.schema.base import FieldWarnings, RequestObject
+from strobe.server.schema.tools import FunctionName
+from strobe.server.schema.values import Must, Nonempty, OneOf, OrText, Text
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 
-EVERY_ROLE = ("role", "content", "name")
-ASSISTANT_ONLY = ("tool_calls", "refusal", "reasoning_content", "reasoning")
-TOOL_ONLY = ("tool_call_id",)
-MAY_BE_EMPTY = ("assistant", "tool")
-"""Roles whose messages need no content: an answer may be empty, and a tool may return nothing."""
-TOOL_CALL_FIELDS = ("id", "type", "function", "index")
-MESSAGE_FIELDS = (*EVERY_ROLE, *ASSISTANT_ONLY, *TOOL_ONLY)
+class TextPart(RequestObject):
+    """A text of a message's content."""
 
-PART_FIELDS: Mapping[str, str] = {
-    "text": "text",
-    "input_text": "text",
-    "output_text": "text",
-    "refusal": "refusal",
+    schema_key: ClassVar[str] = "part"
+
+    type: Literal["text", "input_text", "output_text"] = "text"
+    text: Text
+
+
+class RefusalPart(RequestObject):
+    """A refusal in a message's content, which is read as a text."""
+
+    schema_key: ClassVar[str] = "part"
+
+    type: Literal["refusal"]
+    refusal: Text
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+PARTS: Mapping[str, type[TextPart | RefusalPart]] = {
+    "text": TextPart,
+    "input_text": TextPart,
+    "output_text": TextPart,
+    "refusal": RefusalPart,
 }
-"""Content part types that are text, and the field that holds the text."""
-
-_TEXT: dict[str, Any] = {"type": "string"}
-_PARTS: list[dict[str, Any]] = [
-    object_schema(
-        {"type": {"enum": [kind for kind, name in PART_FIELDS.items() if name == "text"]},
-         "text": _TEXT},
-        "part", ("text",),
-    ),
-    object_schema({"type": {"const": "refusal"}, "refusal": _TEXT}, "part", ("type", "refusal")),
-]  # fmt: skip
-CONTENT_SCHEMA: dict[str, Any] = {"anyOf": [_TEXT, {"type": "array", "items": {"anyOf": _PARTS}}]}
-ARGUMENTS_SCHEMA: dict[str, Any] = {"anyOf": [{"type": "object"}, _TEXT, {"type": "null"}]}
-_CALLS: dict[str, Any] = {
-    "type": "array",
-    "items": object_schema(
-        {
-            "id": _TEXT,
-            "type": {"const": "function"},
-            "index": {},
-            "function": object_schema(
-                {"name": TEXT_SCHEMA, "arguments": ARGUMENTS_SCHEMA}, "", ("name",)
-            ),
-        },
-        "tool_call",
-        ("function",),
-    ),
-}
-_NO_TEXT: dict[str, Any] = {"enum": [None, ""]}
-_OTHER_ROLES_ONLY: dict[str, Any] = {
-    **dict.fromkeys((*ASSISTANT_ONLY, *TOOL_ONLY), _NO_TEXT),
-    "tool_calls": {"enum": [None, [], {}, "", 0, False]},
-}
-"""Fields of other roles must be empty."""
-_NOT_ASSISTANT: dict[str, Any] = {**_OTHER_ROLES_ONLY, "content": CONTENT_SCHEMA, "name": _TEXT}
-_ASSISTANT: dict[str, Any] = {
-    **dict.fromkeys((*EVERY_ROLE, *ASSISTANT_ONLY), _TEXT),
-    **dict.fromkeys(TOOL_ONLY, _NO_TEXT),
-    "role": {"const": "assistant"},
-    "content": CONTENT_SCHEMA,
-    "tool_calls": _CALLS,
-}
-MESSAGE_SCHEMA: dict[str, Any] = {
-    "anyOf": [
-        object_schema(
-            {**_NOT_ASSISTANT, "role": {"enum": ["system", "developer", "user"]}},
-            "message", ("role", "content"),
-        ),
-        object_schema(
-            {**_NOT_ASSISTANT, "role": {"const": "tool"}, "tool_call_id": _TEXT},
-            "message", ("role",),
-        ),
-        object_schema(_ASSISTANT, "message", ("role",)),
-    ]
-}  # fmt: skip
 
 
-def read_messages(messages: Sequence[Any], warnings: FieldWarnings) -> list[dict[str, Any]]:
-    """Return the messages as the chat template reads them; reading the result again changes
-    nothing. warnings: gets a sentence for each field without effect. Raises FieldError."""
-    if not messages:
-        raise invalid_value("messages", list(messages), "a list of one or more messages")
-    return [read_message(message, f"messages[{i}]", warnings) for i, message in enumerate(messages)]
-
-
-def read_message(message: object, path: str, warnings: FieldWarnings) -> dict[str, Any]:
-    """Return one message as the chat template reads it. Raises FieldError.
-
-    Content becomes text, or None where an answer has only calls or reasoning, the role developer
-    becomes system, and the arguments of tool calls become objects if they are valid JSON.
-    """
-    fields = warnings.split(message, MESSAGE_FIELDS, "message", path)
-    role = fields.get("role")
-    if role not in ROLES:
-        problem = "is missing" if role is None else f"is {short_json(role)}"
+def _part(value: object) -> type[TextPart | RefusalPart]:
+    if not isinstance(value, Mapping):
+        raise invalid_value(HERE, value, 'a part such as {"type": "text", "text": ...}')
+    kind = "text" if value.get("type") is None else value["type"]
+    part = PARTS.get(kind) if isinstance(kind, str) else None
+    if part is None:
         raise FieldError(
-            f"{path}.role {problem}, but must be one of {', '.join(ROLES)}.", f"{path}.role"
-        )
-    for names, owner in ((ASSISTANT_ONLY, "assistant"), (TOOL_ONLY, "tool")):
-        for name in names:
-            if role != owner and fields.get(name):
-                raise FieldError(
-                    f"{path}.{name} is set for the role {role}, but belongs to the role {owner}.",
-                    f"{path}.{name}",
-                )
-    for name in ("name", "refusal", "reasoning_content", "reasoning", "tool_call_id"):
-        if not isinstance(fields.get(name, ""), str):
-            raise invalid_value(f"{path}.{name}", fields[name], "a string")
-    read: dict[str, Any] = {"role": "system" if role == "developer" else role}
-    read["content"] = read_content(fields.get("content"), f"{path}.content", warnings)
-    read |= {name: fields[name] for name in ("name", "tool_call_id") if name in fields}
-    if role == "assistant":
-        read |= _assistant(fields, read["content"], path, warnings)
-    if read["content"] is None and role in MAY_BE_EMPTY:
-        has_more = read.get("tool_calls") or read.get("reasoning_content")
-        read["content"] = None if has_more else ""
-    elif read["content"] is None:
-        raise FieldError(
-            f"{path}.content is missing; give a string, or a list of text parts.",
-            f"{path}.content",
-            "missing_required_parameter",
-        )
-    return read
-
-
-def _assistant(
-    fields: Mapping[str, Any], content: str | None, path: str, warnings: FieldWarnings
-) -> dict[str, Any]:
-    """Return an assistant message's fields other than role and name. A refusal becomes content."""
-    read: dict[str, Any] = {}
-    if refusal := fields.get("refusal"):
-        read["content"] = "\n".join([content, refusal] if content else [refusal])
-    reasoning = fields.get("reasoning_content", fields.get("reasoning"))
-    if reasoning != fields.get("reasoning", reasoning):
-        raise FieldError(
-            f"{path}.reasoning differs from {path}.reasoning_content; give one of them.",
-            f"{path}.reasoning",
-        )
-    if reasoning:
-        read["reasoning_content"] = reasoning
-    if (calls := fields.get("tool_calls")) is not None:
-        if not isinstance(calls, list | tuple):
-            raise invalid_value(f"{path}.tool_calls", calls, "a list of tool calls")
-        path = f"{path}.tool_calls"
-        read_calls = [_tool_call(call, f"{path}[{i}]", warnings) for i, call in enumerate(calls)]
-        if read_calls:
-            read["tool_calls"] = read_calls
-    return read
-
-
-def read_content(content: object, path: str, warnings: FieldWarnings) -> str | None:
-    """Return a message's text; the texts of several parts are joined by newlines. Raises
-    FieldError."""
-    if content is None or isinstance(content, str):
-        return content
-    if not isinstance(content, list | tuple):
-        raise invalid_value(path, content, "a string, or a list of text parts")
-    return "\n".join(_part(part, f"{path}[{i}]", warnings) for i, part in enumerate(content))
-
-
-def _part(part: object, path: str, warnings: FieldWarnings) -> str:
-    if not isinstance(part, Mapping):
-        raise invalid_value(path, part, 'a part such as {"type": "text", "text": ...}')
-    kind = "text" if part.get("type") is None else part["type"]
-    field = PART_FIELDS.get(kind) if isinstance(kind, str) else None
-    if field is None:
-        raise FieldError(
-            f"{path}.type is {short_json(kind)}, but only text is supported, no images, audio or "
+            f"{HERE}.type is {short_json(kind)}, but only text is supported, no images, audio or "
             'files; give {"type": "text", "text": ...}.',
-            f"{path}.type",
+            f"{HERE}.type",
             "unsupported_parameter",
         )
-    text = warnings.split(part, ("type", field), "part", path).get(field)
-    if not isinstance(text, str):
-        raise invalid_value(f"{path}.{field}", text, "a string")
-    return text
+    return part
 
 
-def _tool_call(call: object, path: str, warnings: FieldWarnings) -> dict[str, Any]:
-    """Return an earlier tool call. `index`, its position in a stream, is ignored."""
-    fields = warnings.split(call, TOOL_CALL_FIELDS, "tool_call", path)
-    if fields.get("type", "function") != "function":
-        raise invalid_value(
-            f"{path}.type", fields["type"], '"function"', "other tools are not supported"
-        )
-    inner = f"{path}.function"
-    function = warnings.split(fields.get("function"), ("name", "arguments"), "", inner)
-    name = function.get("name")
-    if not isinstance(name, str) or not name:
-        raise invalid_value(f"{path}.function.name", name, "the name of a function")
-    if not isinstance(fields.get("id", ""), str):
-        raise invalid_value(f"{path}.id", fields["id"], "a string")
-    arguments = read_arguments(function.get("arguments"), f"{path}.function.arguments")
-    read = {"type": "function", "function": {"name": name, "arguments": arguments}}
-    return {"id": fields["id"], **read} if "id" in fields else read
+_CONTENT = "a string, or a list of text parts"
+_TextOrParts = Annotated[str | list[Annotated[TextPart | RefusalPart, OneOf(_part)]], OrText()]
+Content = Annotated[_TextOrParts, Must(_CONTENT)]
+RequiredContent = Annotated[_TextOrParts, Must(_CONTENT, if_missing=f"give {_CONTENT}")]
+Arguments = Annotated[str | dict[str, Any], OrText(), Must("a JSON string with an object")]
 
 
-def read_arguments(arguments: object, path: str) -> dict[str, Any] | str:
+def content_text(content: Content | None) -> str | None:
+    """Return a message's text; the texts of several parts are joined by newlines."""
+    if isinstance(content, list):
+        return "\n".join(part.text for part in content)
+    return content
+
+
+def arguments_object(arguments: Arguments | None) -> dict[str, Any] | str:
     """Return a call's arguments as an object, or as text if they are not a JSON object."""
-    if arguments is None or arguments == "":
+    if not arguments:
         return {}
-    if isinstance(arguments, Mapping):
-        return dict(arguments)
     if not isinstance(arguments, str):
-        raise invalid_value(path, arguments, "a JSON string with an object")
+        return arguments
     try:
         value = from_json(arguments, allow_inf_nan=False)
     except ValueError:
         return arguments
     return value if isinstance(value, dict) else arguments
+
+
+class CalledFunction(RequestObject):
+    """The function of an earlier call, with its arguments."""
+
+    name: FunctionName
+    arguments: Arguments | None = None
+
+
+class ToolCall(RequestObject):
+    """An earlier tool call. `index`, its position in a stream, is ignored."""
+
+    schema_key: ClassVar[str] = "tool_call"
+
+    type: Annotated[Literal["function"], Must('"function"', "other tools are not supported")] = (
+        "function"
+    )
+    function: Annotated[CalledFunction, Must("a JSON object")]
+    id: Text | None = None
+    index: Any = None
+
+    def for_template(self) -> dict[str, Any]:
+        """The call as the chat template reads it."""
+        arguments = arguments_object(self.function.arguments)
+        function = {"name": self.function.name, "arguments": arguments}
+        call = {"type": "function", "function": function}
+        return call if self.id is None else {"id": self.id, **call}
+
+
+_OWNERS = {
+    "tool_calls": "assistant",
+    "refusal": "assistant",
+    "reasoning_content": "assistant",
+    "reasoning": "assistant",
+    "tool_call_id": "tool",
+}
+"""The role of each field that belongs to one role. In messages of other roles it must be empty."""
+
+NoText = Annotated[Literal[""], Must("a string")] | None
+NoCalls = Annotated[Any, Field(json_schema_extra={"enum": [None, [], {}, "", 0, False]})]
+
+
+class Message(RequestObject):
+    """A message of any role."""
+
+    schema_key: ClassVar[str] = "message"
+
+    name: Text | None = None
+
+    @classmethod
+    def split(cls, data: object, warnings: FieldWarnings) -> dict[str, Any]:
+        fields = super().split(data, warnings)
+        role = fields["role"]
+        for name, owner in _OWNERS.items():
+            if role != owner and fields.get(name):
+                raise FieldError(
+                    f"{HERE}.{name} is set for the role {role}, but belongs to the role {owner}.",
+                    f"{HERE}.{name}",
+                )
+        return fields
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as the chat template reads it: with its content as text, None where an
+        answer has only calls or reasoning, and the role system in the place of developer."""
+        role = self.sent["role"]
+        read: dict[str, Any] = {"role": "system" if role == "developer" else role}
+        read["content"] = self.text() or ""
+        read |= {name: self.sent[name] for name in ("name", "tool_call_id") if name in self.sent}
+        return read
+
+    def text(self) -> str | None:
+        """The text of the content."""
+        raise NotImplementedError
+
+
+class PromptMessage(Message):
+    """A message of the system, the developer or the user."""
+
+    role: Literal["system", "developer", "user"]
+    content: RequiredContent
+    tool_calls: NoCalls = None
+    refusal: NoText = None
+    reasoning_content: NoText = None
+    reasoning: NoText = None
+    tool_call_id: NoText = None
+
+    def text(self) -> str | None:
+        return content_text(self.content)
+
+
+class ToolMessage(Message):
+    """The result of a tool call, which may be empty."""
+
+    role: Literal["tool"]
+    content: Content | None = None
+    tool_calls: NoCalls = None
+    refusal: NoText = None
+    reasoning_content: NoText = None
+    reasoning: NoText = None
+    tool_call_id: Text | None = None
+
+    def text(self) -> str | None:
+        return content_text(self.content)
+
+
+class AssistantMessage(Message):
+    """An earlier answer, which may be empty. A refusal is read as content."""
+
+    role: Literal["assistant"]
+    content: Content | None = None
+    tool_calls: Annotated[list[ToolCall], Must("a list of tool calls")] | None = None
+    refusal: Text | None = None
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None
+    tool_call_id: NoText = None
+
+    def check(self) -> None:
+        super().check()
+        if self.reasoning not in (None, self._reasoning()):
+            raise FieldError(
+                f"{HERE}.reasoning differs from {HERE}.reasoning_content; give one of them.",
+                f"{HERE}.reasoning",
+            )
+
+    def _reasoning(self) -> str | None:
+        return self.reasoning if self.reasoning_content is None else self.reasoning_content
+
+    def text(self) -> str | None:
+        texts = (content_text(self.content), self.refusal)
+        return "\n".join(text for text in texts if text) or content_text(self.content)
+
+    def for_template(self) -> dict[str, Any]:
+        read = super().for_template()
+        more: dict[str, Any] = {}
+        if reasoning := self._reasoning():
+            more["reasoning_content"] = reasoning
+        if self.tool_calls:
+            more["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if more:
+            read["content"] = self.text()
+        return read | more
+
+
+MESSAGES: Mapping[str, type[PromptMessage | ToolMessage | AssistantMessage]] = {
+    "system": PromptMessage,
+    "developer": PromptMessage,
+    "user": PromptMessage,
+    "assistant": AssistantMessage,
+    "tool": ToolMessage,
+}
+"""The model of each role's messages."""
+
+
+def check_role(role: object) -> str:
+    """Return a message's role. Raises FieldError."""
+    if not isinstance(role, str) or role not in MESSAGES:
+        problem = "is missing" if role is None else f"is {short_json(role)}"
+        raise FieldError(
+            f"{HERE}.role {problem}, but must be one of {', '.join(MESSAGES)}.", f"{HERE}.role"
+        )
+    return role
+
+
+def _message(value: object) -> type[PromptMessage | ToolMessage | AssistantMessage]:
+    if not isinstance(value, Mapping):
+        error = invalid_value(HERE, value, "an object")
+        error.code = "invalid_type"
+        raise error
+    return MESSAGES[check_role(value.get("role"))]
+
+
+Messages = Annotated[
+    list[Annotated[PromptMessage | ToolMessage | AssistantMessage, OneOf(_message)]],
+    Nonempty("a list of one or more messages"),
+]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from pydantic import (
     BaseModel,
@@ -26,10 +26,11 @@ from strobe.validation import MAX_INT
 @dataclass(frozen=True)
 class Must:
     """What a value must be, as its error says it. A required field of a nested object that is
-    missing has the error of null."""
+    missing has the error of null, unless if_missing says what to give."""
 
     requirement: str
     hint: str = ""
+    if_missing: str = ""
 
     def __get_pydantic_core_schema__(
         self, source: object, handler: GetCoreSchemaHandler
@@ -43,6 +44,9 @@ class Must:
             first = error.errors(include_url=False)[0]
             if first["loc"] or isinstance(first.get("ctx", {}).get("error"), FieldError):
                 raise  # the value is of the right kind, but a part of it is wrong
+            if value is None and self.if_missing:
+                sentence = f"{HERE} is missing; {self.if_missing}."
+                raise FieldError(sentence, HERE, "missing_required_parameter") from None
             raise invalid_value(HERE, value, self.requirement, self.hint) from None
 
 
@@ -67,6 +71,51 @@ class OneOf:
         if model is None:
             return value
         return model.model_validate(value, context=info.context)
+
+
+class OrText:
+    """Reads a union of a text and another type, whose errors have no part for the union in their
+    paths."""
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        text, other = get_args(source)
+        assert text is str, "the text comes first"
+        return core_schema.no_info_wrap_validator_function(
+            self._read, handler.generate_schema(other)
+        )
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {"anyOf": [{"type": "string"}, handler(schema)]}
+
+    def _read(self, value: object, handler: ValidatorFunctionWrapHandler) -> Any:
+        return value if isinstance(value, str) else handler(value)
+
+
+@dataclass(frozen=True)
+class Nonempty:
+    """Rejects an empty list. requirement: what the list must be."""
+
+    requirement: str
+    hint: str = ""
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {**handler(schema), "minItems": 1}
+
+    def _check(self, value: Sequence[Any]) -> Sequence[Any]:
+        if not value:
+            raise invalid_value(HERE, [], self.requirement, self.hint)
+        return value
 
 
 @dataclass(frozen=True)

@@ -1,162 +1,211 @@
-"""Converts the messages of /v1/messages, lists of blocks, to the items of /v1/responses."""
+"""The messages of /v1/messages, lists of blocks, and the items of /v1/responses they become."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
-from strobe.server.openai.protocol.request_errors import FieldError, invalid_value, short_json
-from strobe.server.schema.base import FieldWarnings, object_schema
-from strobe.server.schema.values import TEXT_SCHEMA
+from pydantic import Field
 
-ROLES = ("user", "assistant", "system")
-BLOCK_FIELDS: Mapping[str, tuple[str, ...]] = {
-    "text": ("text",),
-    "thinking": ("thinking", "signature"),
-    "redacted_thinking": (),
-    "tool_use": ("id", "name", "input"),
-    "tool_result": ("tool_use_id", "content"),
-}
-"""Fields of each type of block. A signature is accepted and ignored."""
-
-OWNERS: Mapping[str, tuple[str, ...]] = {
-    "user": ("text", "tool_result"),
-    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
-    "system": ("text",),
-}
-"""Types of blocks in each role's messages."""
-
-_TEXT: dict[str, Any] = {"type": "string"}
+from strobe.server.openai.protocol.items import (
+    FunctionCallItem,
+    FunctionCallOutputItem,
+    MessageItem,
+    ReadItem,
+    ReasoningItem,
+)
+from strobe.server.openai.protocol.request_errors import (
+    HERE,
+    FieldError,
+    invalid_value,
+    short_json,
+)
+from strobe.server.schema.base import RequestObject
+from strobe.server.schema.values import Must, OneOf, OrText, Text
 
 
-def _shape(kind: str) -> dict[str, Any]:
-    """The JSON schema of a block."""
-    values = {**dict.fromkeys(BLOCK_FIELDS[kind], _TEXT), "type": {"const": kind}}
-    needed = [name for name in BLOCK_FIELDS[kind] if name not in ("signature", "content")]
-    if kind == "tool_use":
-        values |= {"name": TEXT_SCHEMA, "input": {"type": "object"}}
-    elif kind == "tool_result":
-        values["content"] = TEXTS_SCHEMA
-    return object_schema(values, "block", ("type", *needed))
+class Block(RequestObject):
+    """A block of a message's content."""
+
+    schema_key: ClassVar[str] = "block"
 
 
-def _texts_or(blocks: list[dict[str, Any]], min_items: int = 0) -> dict[str, Any]:
-    listed = {"type": "array", "minItems": min_items, "items": {"anyOf": blocks}}
-    return {"anyOf": [_TEXT, listed]}
+class TextBlock(Block):
+    """A text."""
+
+    type: Literal["text"]
+    text: Text
 
 
-TEXTS_SCHEMA = _texts_or([_shape("text")])
-"""A text, or a list of text blocks."""
+class ThinkingBlock(Block):
+    """The thinking of an earlier answer. Its signature is ignored."""
 
-MESSAGES_SCHEMA: dict[str, Any] = {
-    "type": "array",
-    "minItems": 1,
-    "items": {
-        "anyOf": [
-            object_schema(
-                {"role": {"const": role}, "content": _texts_or([*map(_shape, kinds)], min_items=1)},
-                "",
-                ("role", "content"),
+    type: Literal["thinking"]
+    thinking: Text
+    signature: Text | None = None
+
+
+class RedactedThinkingBlock(Block):
+    """Thinking that only the service that created it can read; ignored."""
+
+    type: Literal["redacted_thinking"]
+
+
+class ToolUseBlock(Block):
+    """An earlier call of a tool."""
+
+    type: Literal["tool_use"]
+    id: Text
+    name: Annotated[str, Field(min_length=1), Must("the name of a tool")]
+    input: Annotated[dict[str, Any], Must("an object, the tool's arguments")]
+
+
+@dataclass(frozen=True)
+class _BlockOf:
+    """Chooses the model of a block. types: the types there."""
+
+    types: tuple[str, ...]
+
+    def __call__(self, value: Any) -> type[Block]:
+        if not isinstance(value, Mapping):
+            raise invalid_value(HERE, value, 'a block such as {"type": "text", "text": ...}')
+        kind = value.get("type")
+        if kind not in self.types:
+            is_known = isinstance(kind, str) and kind in BLOCKS
+            why = "has no place there"
+            if not is_known:
+                why = "is not supported: text and calls of tools are"
+            raise FieldError(
+                f"{HERE}.type is {short_json(kind)}, which {why}; the types there are "
+                f"{', '.join(self.types)}.",
+                f"{HERE}.type",
+                "unsupported_parameter",
             )
-            for role, kinds in OWNERS.items()
-        ]
-    },
+        return BLOCKS[kind]
+
+
+Texts = Annotated[
+    str | list[Annotated[TextBlock, OneOf(_BlockOf(("text",)))]],
+    OrText(),
+    Must("a string, or a list of text blocks"),
+]
+
+
+def joined(texts: Texts | None) -> str:
+    """Return a text, or the texts of blocks joined by newlines."""
+    if isinstance(texts, list):
+        return "\n".join(block.text for block in texts)
+    return texts or ""
+
+
+class ToolResultBlock(Block):
+    """The result of an earlier call of a tool."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Text
+    content: Texts | None = None
+
+
+BLOCKS: Mapping[str, type[Block]] = {
+    "text": TextBlock,
+    "thinking": ThinkingBlock,
+    "redacted_thinking": RedactedThinkingBlock,
+    "tool_use": ToolUseBlock,
+    "tool_result": ToolResultBlock,
 }
 
+_Content = (
+    OrText(),
+    Must("a string, or a list of one or more blocks"),
+)
+_UserBlock = Annotated[TextBlock | ToolResultBlock, OneOf(_BlockOf(("text", "tool_result")))]
+_AssistantBlock = Annotated[
+    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock,
+    OneOf(_BlockOf(("text", "thinking", "redacted_thinking", "tool_use"))),
+]
+_SystemBlock = Annotated[TextBlock, OneOf(_BlockOf(("text",)))]
 
-def read_items(messages: object, warnings: FieldWarnings) -> list[dict[str, Any]]:
-    """Return the messages as items, with consecutive texts of one role merged into one message.
-    warnings: gets a sentence for each field without effect. Raises FieldError."""
-    if not isinstance(messages, list | tuple) or not messages:
-        raise invalid_value("messages", messages, "a list of one or more messages")
-    items: list[dict[str, Any]] = []
-    for index, message in enumerate(messages):
-        path = f"messages[{index}]"
-        fields = warnings.split(message, ("role", "content"), "", path)
-        role = fields.get("role")
-        content = fields.get("content")
-        if role not in ROLES:
-            raise invalid_value(f"{path}.role", role, f"one of {', '.join(ROLES)}")
-        if isinstance(content, str):
-            content = [{"type": "text", "text": content}]
-        elif not isinstance(content, list | tuple) or not content:
-            raise invalid_value(
-                f"{path}.content", content, "a string, or a list of one or more blocks"
-            )
-        for place, block in enumerate(content):
-            item = _item(block, role, f"{path}.content[{place}]", warnings)
-            if item is not None:
-                _add(items, item)
+
+class UserTurn(RequestObject):
+    """A message of the user, with texts and results of calls."""
+
+    role: Literal["user"]
+    content: Annotated[str | Annotated[list[_UserBlock], Field(min_length=1)], *_Content]
+
+
+class AssistantTurn(RequestObject):
+    """An earlier answer."""
+
+    role: Literal["assistant"]
+    content: Annotated[str | Annotated[list[_AssistantBlock], Field(min_length=1)], *_Content]
+
+
+class SystemTurn(RequestObject):
+    """A message of the system."""
+
+    role: Literal["system"]
+    content: Annotated[str | Annotated[list[_SystemBlock], Field(min_length=1)], *_Content]
+
+
+Turn = UserTurn | AssistantTurn | SystemTurn
+TURNS: Mapping[str, type[Turn]] = {
+    "user": UserTurn,
+    "assistant": AssistantTurn,
+    "system": SystemTurn,
+}
+"""The model of each role's messages."""
+
+
+def _turn(value: object) -> type[Turn]:
+    if not isinstance(value, Mapping):
+        raise invalid_value(HERE, value, "a JSON object")
+    role = value.get("role")
+    if not isinstance(role, str) or role not in TURNS:
+        raise invalid_value(f"{HERE}.role", role, f"one of {', '.join(TURNS)}")
+    return TURNS[role]
+
+
+Turns = Annotated[
+    list[Annotated[Turn, OneOf(_turn)]],
+    Field(min_length=1),
+    Must("a list of one or more messages"),
+]
+
+
+def to_items(turns: Sequence[Turn]) -> list[ReadItem]:
+    """Return the messages as items, with consecutive texts of one role merged into one message."""
+    items: list[ReadItem] = []
+    for turn in turns:
+        if isinstance(turn.content, str):
+            _add_text(items, turn.role, turn.content)
+            continue
+        for block in turn.content:
+            if isinstance(block, TextBlock):
+                _add_text(items, turn.role, block.text)
+            elif not isinstance(block, RedactedThinkingBlock):
+                items.append(_item(block))
     return items
 
 
-def read_texts(value: object, path: str, warnings: FieldWarnings) -> str:
-    """Return a text, or the texts of a list of text blocks joined by newlines. Raises
-    FieldError."""
-    if value is None or isinstance(value, str):
-        return value or ""
-    if not isinstance(value, list | tuple):
-        raise invalid_value(path, value, "a string, or a list of text blocks")
-    blocks = [
-        _block(entry, ("text",), f"{path}[{i}]", warnings)[1] for i, entry in enumerate(value)
-    ]
-    return "\n".join(block["text"] for block in blocks)
+def _add_text(
+    items: list[ReadItem], role: Literal["user", "assistant", "system"], text: str
+) -> None:
+    last = items[-1] if items else None
+    if isinstance(last, MessageItem) and last.role == role:
+        items.pop()
+        text = f"{last.content}\n{text}"
+    items.append(MessageItem(role=role, content=text))
 
 
-def _add(items: list[dict[str, Any]], item: dict[str, Any]) -> None:
-    last = items[-1] if items else {}
-    if item["type"] == "message" and last.get("role") == item["role"]:
-        last["content"] += item["content"]
-    else:
-        items.append(item)
-
-
-def _item(block: object, role: str, path: str, warnings: FieldWarnings) -> dict[str, Any] | None:
-    kind, fields = _block(block, OWNERS[role], path, warnings)
-    if kind == "text":
-        part = {"type": "text", "text": fields["text"]}
-        return {"type": "message", "role": role, "content": [part]}
-    if kind == "thinking":
-        text = [{"text": fields["thinking"]}] if fields["thinking"] else []
-        return {"type": "reasoning", "content": text}
-    if kind == "tool_use":
-        call = {"call_id": fields["id"], "name": fields["name"], "arguments": fields["input"]}
-        return {"type": "function_call", **call}
-    if kind == "tool_result":
-        output = read_texts(fields.get("content"), f"{path}.content", warnings)
-        return {"type": "function_call_output", "call_id": fields["tool_use_id"], "output": output}
-    return None
-
-
-def _block(
-    block: object, kinds: tuple[str, ...], path: str, warnings: FieldWarnings
-) -> tuple[str, dict[str, Any]]:
-    """Return a block's type and fields. kinds: the allowed types. Raises FieldError."""
-    if not isinstance(block, Mapping):
-        raise invalid_value(path, block, 'a block such as {"type": "text", "text": ...}')
-    kind = block.get("type")
-    if kind not in kinds:
-        is_known = isinstance(kind, str) and kind in BLOCK_FIELDS
-        why = "has no place there" if is_known else "is not supported: text and calls of tools are"
-        raise FieldError(
-            f"{path}.type is {short_json(kind)}, which {why}; the types there are "
-            f"{', '.join(kinds)}.",
-            f"{path}.type",
-            "unsupported_parameter",
+def _item(block: ThinkingBlock | ToolUseBlock | ToolResultBlock) -> ReadItem:
+    if isinstance(block, ThinkingBlock):
+        parts = [{"text": block.thinking}] if block.thinking else []
+        return ReasoningItem.model_validate({"type": "reasoning", "content": parts})
+    if isinstance(block, ToolUseBlock):
+        return FunctionCallItem(
+            type="function_call", call_id=block.id, name=block.name, arguments=block.input
         )
-    fields = warnings.split(block, ("type", *BLOCK_FIELDS[kind]), "block", path)
-    for name in BLOCK_FIELDS[kind]:
-        if name in ("signature", "content"):
-            continue
-        if name == "input":
-            if not isinstance(fields.get(name), Mapping):
-                raise invalid_value(
-                    f"{path}.input", fields.get(name), "an object, the tool's arguments"
-                )
-        elif not isinstance(fields.get(name), str):
-            raise invalid_value(f"{path}.{name}", fields.get(name), "a string")
-    if fields.get("name") == "":
-        raise invalid_value(f"{path}.name", "", "the name of a tool")
-    if not isinstance(fields.get("signature", ""), str):
-        raise invalid_value(f"{path}.signature", fields["signature"], "a string")
-    return kind, fields
+    return FunctionCallOutputItem(
+        type="function_call_output", call_id=block.tool_use_id, output=joined(block.content)
+    )

@@ -8,12 +8,8 @@ from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import Field, PrivateAttr, WithJsonSchema
 
-from strobe.server.anthropic.protocol.blocks import (
-    MESSAGES_SCHEMA,
-    TEXTS_SCHEMA,
-    read_items,
-    read_texts,
-)
+from strobe.server.anthropic.protocol.blocks import Texts as TextBlocks
+from strobe.server.anthropic.protocol.blocks import Turns, joined, to_items
 from strobe.server.anthropic.protocol.tools import (
     MessagesToolChoice,
     MessagesTools,
@@ -22,7 +18,7 @@ from strobe.server.anthropic.protocol.tools import (
 from strobe.server.openai.protocol.chat_request import Effort
 from strobe.server.openai.protocol.conversation import TemplateVariables, check_template_options
 from strobe.server.openai.protocol.converted import ConvertedRequest
-from strobe.server.openai.protocol.items import read_input
+from strobe.server.openai.protocol.items import MessageItem, input_messages
 from strobe.server.openai.protocol.request_errors import (
     FieldError,
     Names,
@@ -78,11 +74,11 @@ class MessagesPrompt(ConvertedRequest):
     names: ClassVar[Names] = _NAMES
     format_field: ClassVar[str] = "output_config.format"
 
-    messages: Annotated[Any, WithJsonSchema(MESSAGES_SCHEMA)] = Field(
+    messages: Turns = Field(
         description="The conversation: objects with `role` and `content`, a string or a list of "
         "blocks. If the last message is the assistant's, the answer continues it."
     )
-    system: Annotated[Any, WithJsonSchema(TEXTS_SCHEMA)] = Field(
+    system: TextBlocks | None = Field(
         None, description="The system message: a string or a list of text blocks."
     )
     tools: MessagesTools | None = Field(
@@ -133,17 +129,19 @@ class MessagesPrompt(ConvertedRequest):
         self._check_objects()
         self._format = self._read_format()
         self._check_thread()
-        items = read_items(self.messages, self._warnings)
-        system = read_texts(self.system, "system", self._warnings)
+        items = to_items(self.messages)
+        system = joined(self.system)
         tools = [tool.in_chat() for tool in self.tools or ()]
         body: dict[str, Any] = {
-            "messages": read_input(items, system, self._warnings) if items else [],
+            "messages": input_messages(items, system, self._warnings) if items else [],
             "tools": tools,
             **choice_in_chat(self.tool_choice, has_tools=bool(tools)),
             "chat_template": self.chat_template,
             "chat_template_kwargs": self._variables(),
             "reasoning_effort": self._output.get("effort"),
-            "continue_final_message": bool(items) and items[-1].get("role") == "assistant",
+            "continue_final_message": (
+                bool(items) and isinstance(items[-1], MessageItem) and items[-1].role == "assistant"
+            ),
         }
         self.read_chat(body | self.generation())
 

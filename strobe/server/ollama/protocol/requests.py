@@ -14,7 +14,6 @@ from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.converted import ConvertedRequest
 from strobe.server.openai.protocol.request_errors import FieldError, Names, invalid_value
 from strobe.server.schema.base import FieldWarnings, RequestModel, object_schema
-from strobe.server.schema.messages import ARGUMENTS_SCHEMA
 from strobe.server.schema.sampling import LogprobCount
 from strobe.server.schema.tools import ChatTools
 from strobe.server.schema.values import TEXT_SCHEMA, check_int, is_int
@@ -32,6 +31,7 @@ CALL_FIELDS = ("id", "function")
 FUNCTION_FIELDS = ("name", "arguments", "index")
 
 _TEXT: dict[str, Any] = {"type": "string"}
+ARGUMENTS_SCHEMA: dict[str, Any] = {"anyOf": [{"type": "object"}, _TEXT, {"type": "null"}]}
 _CHAT_SCHEMAS = ChatCompletionRequest.model_json_schema()["properties"]
 OPTIONS_SCHEMA = object_schema(
     {

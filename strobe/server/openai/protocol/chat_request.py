@@ -9,9 +9,10 @@ from pydantic import Field, WithJsonSchema
 from pydantic.config import JsonDict
 
 from strobe.sampling_params import MAX_ANSWERS, MAX_NAMED
-from strobe.server.openai.protocol.conversation import Conversation, Messages
+from strobe.server.openai.protocol.conversation import Conversation
 from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.schema.base import FieldWarnings, StreamOptions
+from strobe.server.schema.messages import Messages
 from strobe.server.schema.sampling import FormatField, LogprobCount, SamplingFields
 from strobe.server.schema.tools import ChatToolChoice
 from strobe.server.schema.values import IDS_SCHEMA, Bounds, Int, TokenIds

@@ -9,12 +9,8 @@ from pydantic import Field, PrivateAttr, WithJsonSchema
 
 from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.schema.base import RequestModel
-from strobe.server.schema.messages import MESSAGE_SCHEMA, read_messages
+from strobe.server.schema.messages import Messages
 from strobe.server.schema.tools import ChatToolChoice, ChatTools, Toolbox, ToolChoice, make_toolbox
-
-Messages = Annotated[
-    list[dict[str, Any]], WithJsonSchema({"type": "array", "minItems": 1, "items": MESSAGE_SCHEMA})
-]
 
 OWN_FIELDS = (
     "messages", "tools", "documents", "chat_template", "add_generation_prompt",
@@ -83,11 +79,10 @@ class Conversation(RequestModel):
             )
 
     def read_conversation(
-        self, messages: list[dict[str, Any]], tool_choice: ChatToolChoice | None = None
+        self, messages: Messages, tool_choice: ChatToolChoice | None = None
     ) -> None:
-        """Check messages and tools and store them as the template reads them. Raises
-        FieldError."""
-        self._messages = read_messages(messages, self._warnings)
+        """Store messages and tools as the template reads them. Raises FieldError."""
+        self._messages = [message.for_template() for message in messages]
         self._toolbox = make_toolbox(self.tools, tool_choice, self._warnings)
 
     @property

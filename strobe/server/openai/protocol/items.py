@@ -1,131 +1,224 @@
-"""Converts the input of /v1/responses to chat messages."""
+"""The input of /v1/responses, a list of items, and the chat messages that it becomes."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
-from strobe.server.openai.protocol.request_errors import FieldError, invalid_value, short_json
-from strobe.server.schema.base import FieldWarnings, object_schema
-from strobe.server.schema.messages import (
-    ARGUMENTS_SCHEMA,
-    CONTENT_SCHEMA,
-    ROLES,
-    read_arguments,
-    read_content,
-    read_message,
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from strobe.server.openai.protocol.request_errors import (
+    HERE,
+    FieldError,
+    invalid_value,
+    short_json,
 )
-from strobe.server.schema.values import TEXT_SCHEMA
-
-EVERY_ITEM = ("type", "id", "status")
-"""Fields of every item. id and status come from an earlier response and are ignored."""
-
-ITEM_FIELDS: Mapping[str, tuple[str, ...]] = {
-    "message": ("role", "content"),
-    "function_call": ("call_id", "name", "arguments"),
-    "function_call_output": ("call_id", "output"),
-    "reasoning": ("content", "summary"),
-}
+from strobe.server.schema.base import FieldWarnings, RequestObject
+from strobe.server.schema.messages import (
+    Arguments,
+    Content,
+    RequiredContent,
+    arguments_object,
+    check_role,
+    content_text,
+)
+from strobe.server.schema.tools import FunctionName
+from strobe.server.schema.values import Must, OneOf, OrText, Text
 
 HOSTED_ITEM = re.compile(r"^(?!function_call$|function_call_output$)(\w+_(call|output)|mcp_\w+)$")
 """Types of items about tools other than functions, such as `web_search_call` and
 `custom_tool_call_output`. They are skipped, since the model was not offered those tools."""
 
-_THINKING: dict[str, Any] = {
-    "type": "array",
-    "items": {
-        "type": "object",
-        "required": ["text"],
-        "properties": {"text": {"type": "string"}},
-    },
+
+class Item(RequestObject):
+    """An item. id and status come from an earlier response and are ignored."""
+
+    schema_key: ClassVar[str] = "item"
+
+    id: Any = None
+    status: Any = None
+
+
+class MessageItem(Item):
+    """A message. Its type may be left out."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: RequiredContent
+
+    @classmethod
+    def split(cls, data: object, warnings: FieldWarnings) -> dict[str, Any]:
+        fields = super().split(data, warnings)
+        check_role(fields.get("role"))
+        return fields
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as the chat template reads it."""
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": content_text(self.content)}
+
+
+class FunctionCallItem(Item):
+    """An earlier call of a function."""
+
+    type: Literal["function_call"]
+    call_id: Text
+    name: FunctionName
+    arguments: Arguments | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """The call as the chat template reads it."""
+        function = {"name": self.name, "arguments": arguments_object(self.arguments)}
+        return {"id": self.call_id, "type": "function", "function": function}
+
+
+class FunctionCallOutputItem(Item):
+    """The result of an earlier call of a function."""
+
+    type: Literal["function_call_output"]
+    call_id: Annotated[str, Must("the id of a function call")]
+    output: Content
+
+    def for_template(self) -> dict[str, Any]:
+        """The message with the result."""
+        return {
+            "role": "tool",
+            "content": content_text(self.output),
+            "tool_call_id": self.call_id,
+        }
+
+
+class ReasoningText(BaseModel):
+    """A text of an answer's reasoning, or of its summary."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    text: str
+
+
+def _reasoning_text(value: object) -> type[ReasoningText]:
+    text = value.get("text") if isinstance(value, Mapping) else None
+    if not isinstance(text, str):
+        raise invalid_value(HERE, value, "a part with a text")
+    return ReasoningText
+
+
+ReasoningTexts = Annotated[
+    list[Annotated[ReasoningText, OneOf(_reasoning_text)]], Must("a list of strings")
+]
+
+
+class ReasoningItem(Item):
+    """The reasoning of an earlier answer, or its summary if it has nothing else."""
+
+    type: Literal["reasoning"]
+    content: ReasoningTexts | None = None
+    summary: ReasoningTexts | None = None
+
+    @property
+    def texts(self) -> list[str]:
+        return [part.text for part in self.content or self.summary or ()]
+
+
+class HostedItem(BaseModel):
+    """Skipped, with a warning."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    type: str = Field(json_schema_extra={"pattern": HOSTED_ITEM.pattern})
+
+
+ReadItem = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
+ITEMS: Mapping[str, type[ReadItem]] = {
+    "message": MessageItem,
+    "function_call": FunctionCallItem,
+    "function_call_output": FunctionCallOutputItem,
+    "reasoning": ReasoningItem,
 }
-_VALUES: Mapping[str, dict[str, Any]] = {
-    "role": {"enum": list(ROLES)},
-    "content": CONTENT_SCHEMA,
-    "call_id": {"type": "string"},
-    "name": TEXT_SCHEMA,
-    "arguments": ARGUMENTS_SCHEMA,
-    "output": CONTENT_SCHEMA,
-    "summary": _THINKING,
-}
-
-
-def _shape(kind: str) -> dict[str, Any]:
-    """The JSON schema of an item; `type` is optional for a message."""
-    fields = {name: _VALUES[name] for name in ITEM_FIELDS[kind]}
-    fields |= {"id": {}, "status": {}, "type": {"const": kind}}
-    if kind == "reasoning":
-        return object_schema({**fields, "content": _THINKING}, "item", ("type",))
-    needed = [name for name in ITEM_FIELDS[kind] if name != "arguments"]
-    return object_schema(fields, "item", needed if kind == "message" else ["type", *needed])
-
-
-_HOSTED: dict[str, Any] = {
-    "type": "object",
-    "description": "Skipped, with a warning.",
-    "properties": {"type": {"type": "string", "pattern": HOSTED_ITEM.pattern}},
-    "required": ["type"],
-}
-ITEM_SCHEMA: dict[str, Any] = {"anyOf": [*(_shape(kind) for kind in ITEM_FIELDS), _HOSTED]}
-
-
-def read_input(
-    value: object, instructions: str | None, warnings: FieldWarnings
-) -> list[dict[str, Any]]:
-    """Return the input as messages. Raises FieldError.
-
-    Reasoning, text and calls of one answer are separate items, which become one message.
-    warnings: gets a sentence for each field without effect and each item that is skipped.
-    """
-    messages: list[dict[str, Any]] = []
-    if instructions:
-        messages.append({"role": "system", "content": instructions})
-    if isinstance(value, str):
-        return [*messages, {"role": "user", "content": value}]
-    if not isinstance(value, list | tuple) or not value:
-        raise invalid_value("input", value, "a string, or a list of one or more items")
-    answer: dict[str, Any] | None = None
-    for index, item in enumerate(value):
-        path = f"input[{index}]"
-        if is_hosted(item):
-            warnings.append(
-                f"{path} has no effect: items of the type {short_json(item['type'])} are not shown "
-                "to the model."
-            )
-            continue
-        kind, fields = _item(item, path, warnings)
-        if kind == "message":
-            message = read_message(
-                {k: fields[k] for k in fields if k not in EVERY_ITEM}, path, warnings
-            )
-            if answer is not None and message["role"] == "assistant" and _is_bare(answer):
-                answer.update(message)
-                continue
-            answer = message if message["role"] == "assistant" else None
-            messages.append(message)
-        elif kind == "function_call_output":
-            answer = None
-            messages.append(_output(fields, path, warnings))
-        else:
-            if answer is None or (kind == "reasoning" and not _is_bare(answer)):
-                answer = {"role": "assistant", "content": None}
-                messages.append(answer)
-            if kind == "function_call":
-                answer.setdefault("tool_calls", []).append(_call(fields, path))
-            else:
-                _add_reasoning(answer, fields, path)
-    if not messages:
-        raise FieldError(
-            "input has only items that are not shown to the model; give a message as well.", "input"
-        )
-    return [_with_content(message) for message in messages]
 
 
 def is_hosted(item: object) -> bool:
     """Whether an item is about a tool other than a function."""
     kind = item.get("type") if isinstance(item, Mapping) else None
     return isinstance(kind, str) and HOSTED_ITEM.match(kind) is not None
+
+
+def _item(value: object) -> type[ReadItem | HostedItem]:
+    if not isinstance(value, Mapping):
+        raise invalid_value(HERE, value, "an item with a type")
+    if is_hosted(value):
+        return HostedItem
+    kind = value.get("type")
+    if kind is None:
+        kind = "message"
+    if not isinstance(kind, str) or kind not in ITEMS:
+        raise FieldError(
+            f"{HERE}.type is {short_json(kind)}, which is not supported; the types are "
+            f"{', '.join(ITEMS)}.",
+            f"{HERE}.type",
+            "unsupported_parameter",
+        )
+    return ITEMS[kind]
+
+
+Items = list[Annotated[ReadItem | HostedItem, OneOf(_item)]]
+Input = Annotated[
+    str | Annotated[Items, Field(min_length=1)],
+    OrText(),
+    Must("a string, or a list of one or more items"),
+]
+STORED_ITEMS = TypeAdapter[Items](Items)
+"""Reads the items of a stored conversation."""
+
+
+def input_messages(
+    value: str | Sequence[ReadItem | HostedItem],
+    instructions: str | None,
+    warnings: FieldWarnings,
+) -> list[dict[str, Any]]:
+    """Return the input as messages that a chat template reads. Raises FieldError.
+
+    Reasoning, text and calls of one answer are separate items, which become one message.
+    warnings: gets a sentence for each item that is skipped.
+    """
+    messages: list[dict[str, Any]] = []
+    if instructions:
+        messages.append({"role": "system", "content": instructions})
+    if isinstance(value, str):
+        return [*messages, {"role": "user", "content": value}]
+    answer: dict[str, Any] | None = None
+    for index, item in enumerate(value):
+        if isinstance(item, HostedItem):
+            warnings.append(
+                f"input[{index}] has no effect: items of the type {short_json(item.type)} are not "
+                "shown to the model."
+            )
+            continue
+        if isinstance(item, MessageItem):
+            message = item.for_template()
+            if answer is not None and message["role"] == "assistant" and _is_bare(answer):
+                answer.update(message)
+                continue
+            answer = message if message["role"] == "assistant" else None
+            messages.append(message)
+        elif isinstance(item, FunctionCallOutputItem):
+            answer = None
+            messages.append(item.for_template())
+        else:
+            is_reasoning = isinstance(item, ReasoningItem)
+            if answer is None or (is_reasoning and not _is_bare(answer)):
+                answer = {"role": "assistant", "content": None}
+                messages.append(answer)
+            if isinstance(item, FunctionCallItem):
+                answer.setdefault("tool_calls", []).append(item.for_template())
+            else:
+                _add_reasoning(answer, item.texts)
+    if not messages:
+        raise FieldError(
+            "input has only items that are not shown to the model; give a message as well.", "input"
+        )
+    return [_with_content(message) for message in messages]
 
 
 def _is_bare(answer: Mapping[str, Any]) -> bool:
@@ -140,61 +233,7 @@ def _with_content(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": ""} if empty else message
 
 
-def _item(item: object, path: str, warnings: FieldWarnings) -> tuple[str, dict[str, Any]]:
-    if not isinstance(item, Mapping):
-        raise invalid_value(path, item, "an item with a type")
-    kind = item.get("type")
-    if kind is None:
-        kind = "message"
-    known_fields = ITEM_FIELDS.get(kind) if isinstance(kind, str) else None
-    if known_fields is None:
-        raise FieldError(
-            f"{path}.type is {short_json(kind)}, which is not supported; the types are "
-            f"{', '.join(ITEM_FIELDS)}.",
-            f"{path}.type",
-            "unsupported_parameter",
-        )
-    return kind, warnings.split(item, (*EVERY_ITEM, *known_fields), "item", path)
-
-
-def _call(fields: Mapping[str, Any], path: str) -> dict[str, Any]:
-    for name in ("call_id", "name"):
-        if not isinstance(fields.get(name), str):
-            raise invalid_value(f"{path}.{name}", fields.get(name), "a string")
-    if not fields["name"]:
-        raise invalid_value(f"{path}.name", "", "the name of a function")
-    arguments = read_arguments(fields.get("arguments"), f"{path}.arguments")
-    function = {"name": fields["name"], "arguments": arguments}
-    return {"id": fields["call_id"], "type": "function", "function": function}
-
-
-def _output(fields: Mapping[str, Any], path: str, warnings: FieldWarnings) -> dict[str, Any]:
-    if not isinstance(fields.get("call_id"), str):
-        raise invalid_value(f"{path}.call_id", fields.get("call_id"), "the id of a function call")
-    content = read_content(fields.get("output"), f"{path}.output", warnings)
-    if content is None:
-        raise invalid_value(f"{path}.output", None, "a string, or a list of text parts")
-    return {"role": "tool", "content": content, "tool_call_id": fields["call_id"]}
-
-
-def _texts(fields: Mapping[str, Any], name: str, path: str) -> list[str]:
-    """The texts of a list of parts."""
-    parts = fields.get(name, ())
-    if not isinstance(parts, list | tuple):
-        raise invalid_value(f"{path}.{name}", parts, "a list of strings")
-    texts: list[str] = []
-    for index, part in enumerate(parts):
-        text = part.get("text") if isinstance(part, Mapping) else None
-        if not isinstance(text, str):
-            raise invalid_value(f"{path}.{name}[{index}]", part, "a part with a text")
-        texts.append(text)
-    return texts
-
-
-def _add_reasoning(answer: dict[str, Any], fields: Mapping[str, Any], path: str) -> None:
-    """Add the item's reasoning, or its summary if it has nothing else."""
-    content, summary = (_texts(fields, name, path) for name in ("content", "summary"))
-    texts = content or summary
-    reasoning = [answer["reasoning_content"]] if "reasoning_content" in answer else []
-    if joined := "\n".join([*reasoning, *texts]):
+def _add_reasoning(answer: dict[str, Any], texts: Sequence[str]) -> None:
+    earlier = [answer["reasoning_content"]] if "reasoning_content" in answer else []
+    if joined := "\n".join([*earlier, *texts]):
         answer["reasoning_content"] = joined

@@ -11,7 +11,7 @@ from pydantic import Field, PrivateAttr, WithJsonSchema
 from strobe.server.openai.protocol.chat_request import Effort
 from strobe.server.openai.protocol.conversation import TemplateVariables, check_template_options
 from strobe.server.openai.protocol.converted import ConvertedRequest
-from strobe.server.openai.protocol.items import ITEM_SCHEMA, read_input
+from strobe.server.openai.protocol.items import STORED_ITEMS, Input, MessageItem, input_messages
 from strobe.server.openai.protocol.request_errors import (
     FieldError,
     Names,
@@ -40,10 +40,6 @@ _NAMES = {
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
 
-INPUT_SCHEMA: dict[str, Any] = {
-    "anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": ITEM_SCHEMA}]
-}
-
 
 TEXT_SCHEMA = object_schema({"format": TEXT_FORMAT_SCHEMA}, "text")
 REASONING_SCHEMA = object_schema({"effort": {"enum": list(get_args(Effort))}}, "reasoning")
@@ -62,7 +58,7 @@ class ResponsesPrompt(ConvertedRequest):
     names: ClassVar[Names] = _NAMES
     format_field: ClassVar[str] = "text.format"
 
-    input: Annotated[Any, WithJsonSchema(INPUT_SCHEMA)] = Field(
+    input: Input = Field(
         description="A string, or a list of items: `message`, `function_call`, "
         "`function_call_output` and `reasoning`; items of other tools are skipped with a warning."
     )
@@ -120,7 +116,7 @@ class ResponsesPrompt(ConvertedRequest):
         choice = self._toolbox.choice
         self._format = self._read_format()
         body: dict[str, Any] = {
-            "messages": read_input(self.input, self.instructions, self._warnings),
+            "messages": input_messages(self.input, self.instructions, self._warnings),
             "tools": list(self._toolbox.tools),
             "tool_choice": choice.mode,
             "parallel_tool_calls": (
@@ -143,9 +139,12 @@ class ResponsesPrompt(ConvertedRequest):
 
     def follow(self, items: list[Any]) -> None:
         """Put the items of an earlier conversation before the input."""
-        is_text = isinstance(self.input, str)
-        new_items = [{"role": "user", "content": self.input}] if is_text else self.input
-        messages = read_input([*items, *new_items], self.instructions, FieldWarnings(lenient=True))
+        earlier = STORED_ITEMS.validate_python(items, context={"lenient": True})
+        if isinstance(self.input, str):
+            new_items = [MessageItem(role="user", content=self.input)]
+        else:
+            new_items = self.input
+        messages = input_messages([*earlier, *new_items], self.instructions, FieldWarnings())
         self.read_chat(self._body | {"messages": messages})
 
     def with_own_names(self, error: FieldError) -> FieldError:
