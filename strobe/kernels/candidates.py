@@ -23,6 +23,7 @@ from torch import Tensor
 
 from strobe.kernels.gumbel_argmax import NO_WORD, gumbel, key_of, read, row_word, token_of, word_of
 from strobe.kernels.pdl import pdl_wait, supports_pdl
+from strobe.kernels.reference_candidates import EdgeTerms
 from strobe.kernels.rowwise import INTERPRETED
 
 GROUP = 128
@@ -149,25 +150,16 @@ def _edges_kernel(
     tl.store(spots, edges + unary[None, :], real[:, None] & real[None, :])
 
 
-def edges(
-    unary: Tensor,
-    ids: Tensor,
-    anchor: Tensor,
-    *,
-    left: Tensor,
-    right: Tensor,
-    hidden: Tensor | None = None,
-    scale: float = 1.0,
-    rows: Tensor | None = None,
-) -> Tensor:
-    """See `reference_candidates.edges`. All tensors but anchor are contiguous."""
+def edges(terms: EdgeTerms) -> Tensor:
+    """See `reference_candidates.edges`."""
+    ids = terms.ids
     spans, slots, count = ids.shape
-    rank = left.shape[1]
+    rank = terms.left.shape[1]
     out = torch.empty(spans, slots, count, count, dtype=torch.float32, device=ids.device)
-    rows = ids if rows is None else rows
     pdl = supports_pdl(ids.device)
     _edges_kernel[(spans, slots)](
-        unary, ids, rows, anchor, left, right, hidden, out, scale, K=slots, C=count,
+        terms.unary, ids, ids if terms.rows is None else terms.rows, terms.anchor, terms.left,
+        terms.right, terms.hidden, out, terms.scale, K=slots, C=count,
         PADDED=max(triton.next_power_of_2(count), 16), RANK=rank,
         WIDTH=max(triton.next_power_of_2(rank), 16), PDL=pdl,
         num_warps=4, launch_pdl=pdl,

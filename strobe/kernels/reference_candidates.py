@@ -5,6 +5,8 @@ Legend: R rows, V vocabulary, S spans, K drafts per span, C candidates, r rank.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -34,27 +36,33 @@ def _best_by_words(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return wide.gather(1, ids), ids
 
 
-def edges(
-    unary: Tensor,
-    ids: Tensor,
-    anchor: Tensor,
-    *,
-    left: Tensor,
-    right: Tensor,
-    hidden: Tensor | None = None,
-    scale: float = 1.0,
-    rows: Tensor | None = None,
-) -> Tensor:
-    """Return scores [S, K, C, C] float32 of a slot's candidates after each candidate before it:
-    unary[s, k, c] + scale * <left[before] * hidden[s, k], right[rows[s, k, c]]>.
+class EdgeTerms(NamedTuple):
+    """What candidates' scores after those before them are made of.
 
-    unary [S, K, C] float32, ids [S, K, C], anchor [S]: the token before slot 0; left [V, r], right
-    [V', r]; hidden [S, K, r]; rows [S, K, C]: the candidates' rows of `right`, if not their ids."""
-    left = left[before(anchor, ids)]
-    if hidden is not None:
-        left = left * hidden[:, :, None]
-    right = right[ids if rows is None else rows]
-    return join(left, right, unary, scale)
+    unary [S, K, C] float32: their own scores; ids [S, K, C]: their tokens; anchor [S]: the token
+    before slot 0. left [V, r], right [V', r]: vectors of the tokens before and of candidates;
+    hidden [S, K, r]: factors of each slot, if any; scale: of the products; rows [S, K, C]: the
+    candidates' rows of `right`, if not their ids. All but anchor are contiguous.
+    """
+
+    unary: Tensor
+    ids: Tensor
+    anchor: Tensor
+    left: Tensor
+    right: Tensor
+    hidden: Tensor | None = None
+    scale: float = 1.0
+    rows: Tensor | None = None
+
+
+def edges(terms: EdgeTerms) -> Tensor:
+    """Return scores [S, K, C, C] float32 of a slot's candidates after each candidate before it:
+    unary[s, k, c] + scale * <left[before] * hidden[s, k], right[rows[s, k, c]]>."""
+    left = terms.left[before(terms.anchor, terms.ids)]
+    if terms.hidden is not None:
+        left = left * terms.hidden[:, :, None]
+    right = terms.right[terms.ids if terms.rows is None else terms.rows]
+    return join(left, right, terms.unary, terms.scale)
 
 
 def before(anchor: Tensor, ids: Tensor) -> Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -60,15 +58,18 @@ def test_edges_match_twin(
     ids = torch.randint(100, (2, 4, count), generator=generator).to(device)
     anchor = torch.tensor([7, 99], device=device)
     rows = ids.flip(2) if with_rows else None
-    options: dict[str, Any] = {
-        "left": left,
-        "right": right,
-        "hidden": hidden,
-        "scale": 0.5,
-        "rows": rows,
-    }
-    got = candidates.edges(unary, ids, anchor, **options)
-    expected = reference.edges(unary, ids, anchor, **options)
+    terms = reference.EdgeTerms(
+        unary=unary,
+        ids=ids,
+        anchor=anchor,
+        left=left,
+        right=right,
+        hidden=hidden,
+        scale=0.5,
+        rows=rows,
+    )
+    got = candidates.edges(terms)
+    expected = reference.edges(terms)
     bound = 1e-5 if dtype == torch.float32 else 0.1
     torch.testing.assert_close(got, expected, rtol=bound, atol=bound)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from strobe.kernels.reference_candidates import EdgeTerms
 from strobe.models.config_readers.fields import HINT, Fields
 from strobe.models.heads.head import Backbone, BlockRows, Drafts, Head, HeadValues
 from strobe.models.heads.walk import MAX_CANDIDATES, candidates, walk
@@ -114,12 +115,12 @@ class SelectorHead(Head):
         values, rows = candidates(model, block, self.config.selector_top_k)
         ids = model.tokens_of(rows).unflatten(0, shape)
         factors = model.ops.linear(model.normed(x), selector.hidden_projection)
-        edges = model.ops.edges(
-            model.finish_logits(values).unflatten(0, shape),
-            ids,
-            block.anchor,
+        terms = EdgeTerms(
+            unary=model.finish_logits(values).unflatten(0, shape),
+            ids=ids,
+            anchor=block.anchor,
             left=selector.predecessor_codebook,
             right=selector.successor_codebook,
             hidden=factors.unflatten(0, shape),
         )
-        return walk(model.ops, edges, ids, block)
+        return walk(model.ops, model.ops.edges(terms), ids, block)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from strobe.kernels.reference_candidates import before, join
+from strobe.kernels.reference_candidates import EdgeTerms, before, join
 from strobe.models.config_readers.fields import HINT, Fields
 from strobe.models.heads.argmax import ArgmaxHead
 from strobe.models.heads.head import Backbone, BlockRows, Drafts, Head, HeadValues, concat
@@ -231,15 +231,16 @@ class DSparkHead(Head):
         rows = rows.unflatten(0, shape)
         unary = (values * model.multiplier).unflatten(0, shape)
         if head.gate_proj is None:
-            edges = model.ops.edges(
-                unary,
-                ids,
-                block.anchor,
+            terms = EdgeTerms(
+                unary=unary,
+                ids=ids,
+                anchor=block.anchor,
                 left=head.markov_w1.weight,
                 right=head.markov_w2.weight,
                 scale=model.multiplier,
                 rows=rows,
             )
+            edges = model.ops.edges(terms)
         else:
             embedded = head.embed(before(block.anchor, ids))
             hidden = self._normed(model, block)[:, :, None].expand(-1, -1, ids.shape[2], -1)

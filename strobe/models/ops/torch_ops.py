@@ -25,6 +25,7 @@ from strobe.kernels import (
     reference_gates,
 )
 from strobe.kernels.operands import Activation
+from strobe.kernels.reference_candidates import EdgeTerms
 from strobe.kernels.reference_recurrent import DeltaInput, gated_mix
 from strobe.kernels.reference_residual import ResidualStream
 from strobe.kv.kv_store import KVStore
@@ -238,30 +239,10 @@ class TorchOps:
         """As `best`, from logits: this rank's columns or all."""
         return reference_candidates.best_of(logits, count)
 
-    def edges(
-        self,
-        unary: Tensor,
-        ids: Tensor,
-        anchor: Tensor,
-        *,
-        left: Tensor,
-        right: Tensor,
-        hidden: Tensor | None = None,
-        scale: float = 1.0,
-        rows: Tensor | None = None,
-    ) -> Tensor:
+    def edges(self, terms: EdgeTerms) -> Tensor:
         """Return the scores of candidates after each candidate before them; see
         `reference_candidates.edges`."""
-        return reference_candidates.edges(
-            unary,
-            ids,
-            anchor,
-            left=left,
-            right=right,
-            hidden=hidden,
-            scale=scale,
-            rows=rows,
-        )
+        return reference_candidates.edges(terms)
 
     def walk(
         self, edges: Tensor, ids: Tensor, margins: Tensor | None, noise: WalkNoise | None

@@ -20,6 +20,7 @@ from strobe.kernels.gemm_table import Weight
 from strobe.kernels.linear import Gemms
 from strobe.kernels.operands import Epilogue, Input, RowNorm
 from strobe.kernels.recurrent import mix
+from strobe.kernels.reference_candidates import EdgeTerms
 from strobe.kernels.reference_recurrent import DeltaInput
 from strobe.kernels.residual import FusedResidual
 from strobe.kernels.rowwise import context_store, qk_norm_rope_store, rms_norm
@@ -174,28 +175,8 @@ class TritonOps(TorchOps):
     def best_of(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return candidates.best_of(logits, count)
 
-    def edges(
-        self,
-        unary: Tensor,
-        ids: Tensor,
-        anchor: Tensor,
-        *,
-        left: Tensor,
-        right: Tensor,
-        hidden: Tensor | None = None,
-        scale: float = 1.0,
-        rows: Tensor | None = None,
-    ) -> Tensor:
-        return candidates.edges(
-            unary,
-            ids,
-            anchor,
-            left=left,
-            right=right,
-            hidden=hidden,
-            scale=scale,
-            rows=rows,
-        )
+    def edges(self, terms: EdgeTerms) -> Tensor:
+        return candidates.edges(terms)
 
     def walk(
         self, edges: Tensor, ids: Tensor, margins: Tensor | None, noise: WalkNoise | None
