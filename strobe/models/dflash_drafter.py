@@ -144,13 +144,13 @@ class DFlash(Decoder):
         logits = self.finish_logits(self.ops.head(x, self.norm, self.output))
         return logits if self.target_ids is None else self.spread(self.ops.whole(logits))
 
-    def raw_logits(self, x: Tensor) -> Tensor:
-        """Residual stream [R, H] -> the output of the head [R, V'], for all its rows."""
-        return self.ops.whole(self.raw_part(x))
+    def raw_logits(self, rows: Tensor) -> Tensor:
+        """Normed rows [R, H] -> the output of the head [R, V'], for all its rows."""
+        return self.ops.whole(self.raw_part(rows))
 
-    def raw_part(self, x: Tensor) -> Tensor:
+    def raw_part(self, rows: Tensor) -> Tensor:
         """As `raw_logits`, or this rank's columns of it."""
-        return self.ops.head(x, self.norm, self.fp8_head or self.output)
+        return self.ops.logits(rows, self.fp8_head or self.output)
 
     def finish_logits(self, raw: Tensor) -> Tensor:
         """Scale and cap outputs of the head [R, n], which this may overwrite."""
@@ -168,10 +168,10 @@ class DFlash(Decoder):
         """Residual stream [R, H] -> the rows that the head reads [R, H]."""
         return self.ops.norm(x, self.norm)
 
-    def best(self, x: Tensor, count: int) -> Candidates:
-        """Residual stream [R, H] -> the largest outputs of the head, descending. count: at most the
+    def best(self, rows: Tensor, count: int) -> Candidates:
+        """Normed rows [R, H] -> the largest outputs of the head, descending. count: at most the
         head's rows."""
-        return Candidates(*self.ops.best(x, self.norm, self.fp8_head or self.output, count))
+        return Candidates(*self.ops.best_of(self.raw_part(rows), count))
 
     def outputs(self, raw: Tensor) -> HeadOutputs:
         """Outputs of the head, or this rank's columns of them -> the same, with their meaning."""

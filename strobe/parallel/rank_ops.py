@@ -84,8 +84,8 @@ class RankOps(TorchOps):
         y = self.group.sum(super().experts(x, logits, layer, onto=None, rows=rows))
         return y if onto is None else onto + y
 
-    def head(self, x: Tensor, norm: RMSNorm, head: AnyLinear) -> Tensor:
-        logits = super().head(x, norm, head)
+    def logits(self, rows: Tensor, head: AnyLinear) -> Tensor:
+        logits = super().logits(rows, head)
         missing = -(-self.head_rows // self.group.size) - logits.shape[1]
         return F.pad(logits, (0, missing)) if missing else logits
 

@@ -244,7 +244,7 @@ def test_heads_match_the_packages_own(name: str):
         scores = about["scores"][row]
         assert drafts.tokens[0].tolist() == about["tokens"][row].tolist()
         if name == "selector":
-            candidates = model.tokens_of(model.best(x[-num_drafts:], 4)[1])
+            candidates = model.tokens_of(model.best(model.normed(x[-num_drafts:]), 4)[1])
             assert torch.equal(candidates.sort().values, about["candidates"][row].sort().values)
             best = scores.topk(2).values
             evidence = best[:, 0] - best[:, 1]

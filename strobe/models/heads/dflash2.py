@@ -111,10 +111,10 @@ class SelectorHead(Head):
     def forward(self, model: Backbone, block: BlockRows) -> Drafts:
         selector = self.candidate_selector
         shape = block.hidden.shape[:2]
-        x = block.hidden.flatten(0, 1)
-        values, rows = candidates(model, block, self.config.selector_top_k)
-        ids = model.tokens_of(rows).unflatten(0, shape)
-        factors = model.ops.linear(model.normed(x), selector.hidden_projection)
+        rows = model.normed(block.hidden.flatten(0, 1))
+        values, places = candidates(model, block, rows, self.config.selector_top_k)
+        ids = model.tokens_of(places).unflatten(0, shape)
+        factors = model.ops.linear(rows, selector.hidden_projection)
         terms = EdgeTerms(
             unary=model.finish_logits(values).unflatten(0, shape),
             ids=ids,

@@ -200,35 +200,34 @@ class DSparkHead(Head):
         wants_margins = block.margins
         if self.confidence_head is not None:
             block = block._replace(margins=False)
-        drafts = self._drafts(model, block)
+        # The rows that the output layer reads, [S, D, H].
+        rows = model.normed(block.hidden.flatten(0, 1)).unflatten(0, block.hidden.shape[:2])
+        drafts = self._drafts(model, block, rows)
         if self.confidence_head is None or not wants_margins:
             return drafts
         assert drafts.tokens is not None
-        x = self._normed(model, block)
         if self._confidence_rank:
             assert self.markov_head is not None
             previous = torch.cat([block.anchor[:, None], drafts.tokens[:, :-1].clamp(min=0)], 1)
-            x = torch.cat([x, self.markov_head.embed(previous)], -1)
-        return drafts._replace(margins=self.confidence_head.margins(x))
+            rows = torch.cat([rows, self.markov_head.embed(previous)], -1)
+        return drafts._replace(margins=self.confidence_head.margins(rows))
 
-    def _drafts(self, model: Backbone, block: BlockRows) -> Drafts:
+    def _drafts(self, model: Backbone, block: BlockRows, rows: Tensor) -> Drafts:
         head = self.markov_head
         if head is None:
             return self.plain(model, block)
         if self.config.draft_topk is None or head.joint_proj is not None:
-            return self._drafts_in_turn(model, block, head)
-        return self._walk(model, block, head, self.config.draft_topk)
+            return self._drafts_in_turn(model, block, rows, head)
+        return self._walk(model, block, rows, head, self.config.draft_topk)
 
-    def _normed(self, model: Backbone, block: BlockRows) -> Tensor:
-        """Return the rows that the output layer reads [S, D, H]."""
-        return model.normed(block.hidden.flatten(0, 1)).unflatten(0, block.hidden.shape[:2])
-
-    def _walk(self, model: Backbone, block: BlockRows, head: MarkovHead, count: int) -> Drafts:
+    def _walk(
+        self, model: Backbone, block: BlockRows, rows: Tensor, head: MarkovHead, count: int
+    ) -> Drafts:
         """Choose among the candidates that are best without correction, or lead the race."""
-        shape = block.hidden.shape[:2]
-        values, rows = candidates(model, block, count)
-        ids = model.tokens_of(rows).unflatten(0, shape)
-        rows = rows.unflatten(0, shape)
+        shape = rows.shape[:2]
+        values, places = candidates(model, block, rows.flatten(0, 1), count)
+        ids = model.tokens_of(places).unflatten(0, shape)
+        places = places.unflatten(0, shape)
         unary = (values * model.multiplier).unflatten(0, shape)
         if head.gate_proj is None:
             terms = EdgeTerms(
@@ -238,34 +237,33 @@ class DSparkHead(Head):
                 left=head.markov_w1.weight,
                 right=head.markov_w2.weight,
                 scale=model.multiplier,
-                rows=rows,
+                rows=places,
             )
             edges = model.ops.edges(terms)
         else:
             embedded = head.embed(before(block.anchor, ids))
-            hidden = self._normed(model, block)[:, :, None].expand(-1, -1, ids.shape[2], -1)
-            left = head.gated(hidden, embedded)
-            edges = join(left, head.markov_w2.weight[rows], unary, model.multiplier)
+            left = head.gated(rows[:, :, None].expand(-1, -1, ids.shape[2], -1), embedded)
+            edges = join(left, head.markov_w2.weight[places], unary, model.multiplier)
         if model.logit_softcap is not None:
             capped = model.ops.gates.softcapped(edges.flatten(0, 2), model.logit_softcap)
             edges = capped.view(edges.shape)
         return walk(model.ops, edges, ids, block)
 
-    def _drafts_in_turn(self, model: Backbone, block: BlockRows, head: MarkovHead) -> Drafts:
+    def _drafts_in_turn(
+        self, model: Backbone, block: BlockRows, rows: Tensor, head: MarkovHead
+    ) -> Drafts:
         """Choose draft after draft by the corrected logits of all tokens."""
-        shape = block.hidden.shape[:2]
-        x = block.hidden.flatten(0, 1)
-        raw = model.raw_logits(x)
+        shape = rows.shape[:2]
+        raw = model.raw_logits(rows.flatten(0, 1))
         left_out = self._left_out(model, block, raw)
         raw = raw.unflatten(0, shape)
-        hidden = self._normed(model, block)
         previous = block.anchor
-        state = hidden.new_zeros(shape[0], head.rank)
+        state = rows.new_zeros(shape[0], head.rank)
         if block.anchor_hidden is not None:  # in training the state runs along all rows
             state, _ = head.step(state, model.normed(block.anchor_hidden), head.embed(previous))
         chosen = list[Drafts]()
         for k in range(shape[1]):
-            state, vectors = head.step(state, hidden[:, k], head.embed(previous))
+            state, vectors = head.step(state, rows[:, k], head.embed(previous))
             logits = model.finish_logits(raw[:, k] + model.ops.linear(vectors, head.markov_w2))
             if left_out is not None:
                 logits = logits.masked_fill(left_out.view(raw.shape)[:, k], -torch.inf)

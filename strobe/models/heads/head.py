@@ -99,8 +99,8 @@ class Backbone(Protocol):
         largest [R] float32."""
         ...
 
-    def best(self, x: Tensor, count: int) -> Candidates:
-        """Return the largest outputs of the output layer, descending, without logits in memory."""
+    def best(self, rows: Tensor, count: int) -> Candidates:
+        """Return the largest outputs of the output layer for normed rows, descending."""
         ...
 
     def outputs(self, raw: Tensor) -> HeadOutputs:
@@ -112,12 +112,12 @@ class Backbone(Protocol):
         """Return the rows that the output layer reads [R, H]."""
         ...
 
-    def raw_logits(self, x: Tensor) -> Tensor:
-        """Return the output layer's outputs [R, V']."""
+    def raw_logits(self, rows: Tensor) -> Tensor:
+        """Return the output layer's outputs for normed rows [R, V']."""
         ...
 
-    def raw_part(self, x: Tensor) -> Tensor:
-        """Return this rank's columns of the output layer's outputs."""
+    def raw_part(self, rows: Tensor) -> Tensor:
+        """As `raw_logits`, this rank's columns."""
         ...
 
     def finish_logits(self, raw: Tensor) -> Tensor:

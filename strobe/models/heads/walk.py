@@ -14,13 +14,12 @@ MAX_CANDIDATES = 32
 """Candidates of one draft: a warp holds one in each lane."""
 
 
-def candidates(model: Backbone, block: BlockRows, count: int) -> Candidates:
-    """Return the candidates of each row [S * D, C]: the most probable tokens, or where drafts are
-    sampled those that lead the race."""
-    x = block.hidden.flatten(0, 1)
+def candidates(model: Backbone, block: BlockRows, rows: Tensor, count: int) -> Candidates:
+    """Return the candidates [S * D, C] of normed rows [S * D, H]: the most probable tokens, or
+    where drafts are sampled those that lead the race."""
     if block.lead is None:
-        return model.best(x, count)
-    return block.lead(model.outputs(model.raw_part(x)), count)
+        return model.best(rows, count)
+    return block.lead(model.outputs(model.raw_part(rows)), count)
 
 
 def walk(ops: TorchOps, edges: Tensor, ids: Tensor, block: BlockRows) -> Drafts:

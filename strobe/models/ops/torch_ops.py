@@ -212,7 +212,11 @@ class TorchOps:
 
     def head(self, x: Tensor, norm: RMSNorm, head: AnyLinear) -> Tensor:
         """Residual stream [R, H], head [V, H] -> logits [R, V], or this rank's columns of them."""
-        return self.linear(self.norm(x, norm), head)
+        return self.logits(self.norm(x, norm), head)
+
+    def logits(self, rows: Tensor, head: AnyLinear) -> Tensor:
+        """As `head`, from normed rows [R, H]."""
+        return self.linear(rows, head)
 
     def whole(self, logits: Tensor) -> Tensor:
         """This rank's columns of logits -> all columns [R, V]. Whole logits stay as they are."""
@@ -230,13 +234,9 @@ class TorchOps:
         """As `best_two`, from logits: this rank's columns or all."""
         return best_two(logits)
 
-    def best(self, x: Tensor, norm: RMSNorm, head: AnyLinear, count: int) -> tuple[Tensor, Tensor]:
-        """Residual stream [R, H], head [V, H] -> the largest logits [R, count] float32, descending,
-        and their ids [R, count]; of equal logits the lowest ids. count: at most V."""
-        return self.best_of(self.head(x, norm, head), count)
-
     def best_of(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """As `best`, from logits: this rank's columns or all."""
+        """Logits [R, V], or this rank's columns of them -> the largest [R, count] float32,
+        descending, and their ids [R, count]; of equal logits the lowest ids. count: at most V."""
         return reference_candidates.best_of(logits, count)
 
     def edges(self, terms: EdgeTerms) -> Tensor:
