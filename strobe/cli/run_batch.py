@@ -1,4 +1,4 @@
-"""`strobe run-batch` on the command line; the work is in `server/batch_file.py`."""
+"""`strobe run-batch` on the command line; the work is in `server/batches/batch_file.py`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RunBatch:
     engine: OmitArgPrefixes[EngineFlags] = field(default_factory=EngineFlags)
 
     def run(self) -> int:
-        from strobe.server.batch_file import run_batch
+        from strobe.server.batches.batch_file import run_batch
 
         for name, value in (("input", self.input_file), ("output", self.output_file)):
             if not value:

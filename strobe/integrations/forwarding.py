@@ -18,11 +18,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from strobe.server.anthropic import errors as anthropic
 from strobe.server.generation.errors import ApiError
+from strobe.server.generation.reply import encode_event, encode_typed_event
 from strobe.server.http.error_responses import format_of
 from strobe.server.http.guards import route
 from strobe.server.ollama import errors as ollama
 from strobe.server.openai.chunks import DONE
-from strobe.server.openai.replies import encode_event, encode_typed_event
 from strobe.server.openai.responses import error_event
 
 PROMPT_FIELDS = ("cache_salt", "system", "instructions", "tools", "messages", "prompt", "input")

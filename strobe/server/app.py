@@ -19,7 +19,9 @@ from strobe.server.anthropic.protocol.messages_request import CountTokensRequest
 from strobe.server.batches.batch_runner import BatchRunner
 from strobe.server.batches.batch_store import BatchStore
 from strobe.server.batches.endpoints import CREATES, add_batch_endpoints
+from strobe.server.generation import reply
 from strobe.server.generation.errors import ApiError
+from strobe.server.generation.reply import Codec
 from strobe.server.http.access import RequestId
 from strobe.server.http.error_responses import error_response
 from strobe.server.http.get_endpoints import (
@@ -40,7 +42,6 @@ from strobe.server.ollama.protocol.requests import (
     OllamaGenerateRequest,
     ShowRequest,
 )
-from strobe.server.openai import replies
 from strobe.server.openai.chat import chat
 from strobe.server.openai.completions import completions
 from strobe.server.openai.infill import infill
@@ -53,7 +54,6 @@ from strobe.server.openai.protocol.token_requests import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from strobe.server.openai.replies import Codec
 from strobe.server.openai.responses import input_tokens, responses
 from strobe.server.openai.tokens import detokenize, tokenize
 from strobe.server.page.endpoints import (
@@ -236,7 +236,7 @@ def _bound(
     async def serve(http: Request) -> Response:
         running = 0
         try:
-            await replies.read_body(serving, http, untyped=untyped)
+            await reply.read_body(serving, http, untyped=untyped)
             if generates:
                 serving.check_room(1)  # a full server spends no time on parsing
             serving.handling += (running := 1)
@@ -245,9 +245,9 @@ def _bound(
             if isinstance(answer, Response):
                 return answer
             stream = getattr(request, "stream", False)
-            return await replies.respond(serving, http, answer, stream=stream)
+            return await reply.respond(serving, http, answer, stream=stream)
         except Exception as error:
-            return replies.error_response(serving, http, error)
+            return reply.error_response(serving, http, error)
         finally:
             serving.handling -= running
 

@@ -9,7 +9,7 @@ import pytest
 
 from strobe.server.engine_process.client import EngineDead
 from strobe.server.openai.protocol import response_bodies as answers
-from strobe.server.response_store import ResponseStore, StoredResponse
+from strobe.server.openai.response_store import ResponseStore, StoredResponse
 from tests.server.support.answer_checks import check_body
 from tests.server.support.asgi_client import Answer, call
 from tests.server.support.scripted_server import Script, app, tokenizer
@@ -254,7 +254,7 @@ def test_oldest_responses_are_evicted(monkeypatch: pytest.MonkeyPatch):
     assert memory.get("b", None) is not None
     memory.put("e", held(101))
     assert (memory.num_bytes, len(memory)) == (0, 0)
-    monkeypatch.setattr("strobe.server.response_store.MAX_RESPONSES", 2)
+    monkeypatch.setattr("strobe.server.openai.response_store.MAX_RESPONSES", 2)
     for name in "abc":
         memory.put(name, held(1))
     assert [memory.get(name, None) is not None for name in "abc"] == [False, True, True]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from strobe.server.retry_estimator import RetryEstimator
+from strobe.server.generation.retry_estimator import RetryEstimator
 
 
 class Clock:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from strobe.server.generation.bodies import SpeculationReport, TokenLogprob
+from strobe.server.generation.bodies import PromptLogprob, SpeculationReport, TokenLogprob
 from strobe.server.openai.errors import TYPES
 from strobe.server.openai.protocol import response_bodies as answers
 from strobe.server.openai.protocol.items import ITEMS
@@ -94,7 +94,7 @@ def test_page_lists_every_object_field(place: str, page: str):
         answers.TokenizeResponse.__annotations__, answers.DetokenizeResponse.__annotations__,
         MarkdownResponse.model_fields, MarkdownBlock.model_fields,
         answers.CompletionLogprobs.__annotations__, TokenLogprob.__annotations__,
-        answers.PromptLogprob.__annotations__, answers.ErrorDetail.__annotations__,
+        PromptLogprob.__annotations__, answers.ErrorDetail.__annotations__,
     ],
     ids=str,
 )  # fmt: skip

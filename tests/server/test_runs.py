@@ -13,8 +13,8 @@ from strobe.sampling_params import SamplingParams
 from strobe.server.engine_process.client import EngineDead, EngineStopped, Generation
 from strobe.server.engine_process.engine_messages import Finish, Submit
 from strobe.server.generation.errors import ApiError
+from strobe.server.generation.run import GenerationJob, Progress, PromptRun, speculation
 from strobe.server.openai.protocol.request_errors import FieldError
-from strobe.server.openai.runs import GenerationJob, Progress, PromptRun, speculation
 from strobe.server.openai.step_report import step_of
 from strobe.server.serving import Serving
 from strobe.server.telemetry.metrics import ServerMetrics

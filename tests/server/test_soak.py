@@ -70,7 +70,7 @@ def test_hostile_grammars_do_not_disturb_honest_requests(tmp_path: Path):
     assert sum(report["hostile"].values()) == 40
     refused = [line for line in run.stderr.splitlines() if "the grammar does not compile" in line]
     assert refused
-    assert all("WARNING strobe.server.openai.runs: request " in line for line in refused)
+    assert all("WARNING strobe.server.generation.run: request " in line for line in refused)
     assert "Traceback" not in run.stderr
 
 

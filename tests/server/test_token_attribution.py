@@ -9,7 +9,7 @@ import pytest
 
 from strobe.outputs import CompletionOutput, StreamDelta
 from strobe.request import TokenLogprob
-from strobe.server.openai.token_attribution import TokenAttribution
+from strobe.server.generation.token_attribution import TokenAttribution
 from strobe.server.parsers import Segment, make_parser
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from strobe.server import batch_file
+from strobe.server.batches import batch_file
 from strobe.server.batches.lines import AnswerFile, BatchLine, read_requests
 from strobe.server.batches.tally import BatchTally
 from strobe.server.server_settings import LogSettings
@@ -219,7 +219,7 @@ def run_rejected(
 ) -> Callable[[], str]:
     """Return a function that runs the command, checks that it fails with one sentence before the
     engine starts, and returns the sentence."""
-    monkeypatch.setattr("strobe.server.batch_file.make_client", NoEngine)
+    monkeypatch.setattr("strobe.server.batches.batch_file.make_client", NoEngine)
 
     def run() -> str:
         status, _, err = main("run-batch", f"-i={files[0]}", f"-o={files[1]}", "--device=cpu")
@@ -328,7 +328,7 @@ def test_start_never_empties_the_file(
     def stop(path: str | None) -> Any:
         raise ValueError(f"The file holds {len(files[1].read_text())} characters.")
 
-    monkeypatch.setattr("strobe.server.batch_file.read_template", stop)
+    monkeypatch.setattr("strobe.server.batches.batch_file.read_template", stop)
     status, _, err = main("run-batch", f"-i={files[0]}", f"-o={files[1]}", "--device=cpu")
     assert status == 2
     assert f"The file holds {len(text)} characters." in err

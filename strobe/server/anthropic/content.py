@@ -11,8 +11,8 @@ from strobe.server.anthropic.protocol.message_bodies import (
     ThinkingBlock,
     ToolUseBlock,
 )
-from strobe.server.openai.output_items import Event, Logprobs, OutputItem
-from strobe.server.openai.protocol.response_bodies import ItemStatus
+from strobe.server.generation.bodies import ItemStatus
+from strobe.server.generation.output_items import Event, Logprobs, OutputItem
 from strobe.server.parsers import Segment
 from strobe.server.parsers.call_arguments import read_object
 

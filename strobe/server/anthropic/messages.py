@@ -22,12 +22,13 @@ from strobe.server.anthropic.protocol.messages_request import (
     CountTokensRequest,
     MessagesRequest,
 )
+from strobe.server.generation import reply
 from strobe.server.generation.errors import ApiError
-from strobe.server.openai import converted, replies
-from strobe.server.openai.chat import Prepared
-from strobe.server.openai.output_items import ItemCodec
-from strobe.server.openai.replies import Event
-from strobe.server.openai.runs import speculation, usage
+from strobe.server.generation.output_items import ItemCodec
+from strobe.server.generation.prepare import Prepared
+from strobe.server.generation.reply import Event
+from strobe.server.generation.run import speculation, usage
+from strobe.server.openai import converted
 from strobe.server.serving import Serving
 
 
@@ -36,7 +37,7 @@ async def messages(serving: Serving, request: MessagesRequest, http: Request) ->
     prepared = await converted.prepare_converted(
         serving, request, http, clamp_max_tokens=True, whole_calls=not request.stream
     )
-    return MessageCodec(serving, request, prepared, replies.wants_report(http, request))
+    return MessageCodec(serving, request, prepared, reply.wants_report(http, request))
 
 
 async def count_tokens(serving: Serving, request: CountTokensRequest, http: Request) -> Response:
@@ -76,7 +77,7 @@ class MessageCodec(ItemCodec[ContentBlock]):
             "type": "message_delta",
             "delta": {name: end[name] for name in names},
             **{name: value for name, value in end.items() if name not in names},
-            **replies.extras([], False, self._ending_warnings()),
+            **reply.extras([], False, self._ending_warnings()),
         }
         return [delta, {"type": "message_stop"}]
 
@@ -100,7 +101,7 @@ class MessageCodec(ItemCodec[ContentBlock]):
         return head
 
     def _ending_warnings(self) -> list[str]:
-        return self.request.own_names(replies.ending_warnings(self.run))
+        return self.request.own_names(reply.ending_warnings(self.run))
 
     def _end(self) -> MessageEnd:
         """Return the message's last fields: stop reason and usage."""

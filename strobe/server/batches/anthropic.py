@@ -16,9 +16,9 @@ from strobe.server.batches.bodies import DeletedMessageBatch, MessageBatch, Mess
 from strobe.server.batches.find import find_batch
 from strobe.server.batches.lines import read_requests
 from strobe.server.batches.protocol import MAX_ITEMS, MessageBatchRequest
+from strobe.server.generation import reply
 from strobe.server.generation.errors import ApiError
 from strobe.server.http.listing import listed
-from strobe.server.openai import replies
 from strobe.server.serving import Serving
 
 PATH = "/v1/messages"
@@ -77,7 +77,7 @@ async def delete(serving: Serving, runner: BatchRunner, owner: str, http: Reques
 async def results(serving: Serving, runner: BatchRunner, owner: str, http: Request) -> Response:
     """Answer GET /v1/messages/batches/ID/results."""
     record = _ended(find_batch(runner.store, owner, http, "msgbatch_"), "ask again later")
-    lines = [replies.compact(line).encode() + b"\n" for line in _results(runner, record)]
+    lines = [reply.compact(line).encode() + b"\n" for line in _results(runner, record)]
     return Response(b"".join(lines), media_type="application/x-jsonl")
 
 

@@ -12,9 +12,9 @@ from strobe.server.anthropic.protocol.message_bodies import MessageErrorResponse
 from strobe.server.batches import anthropic, bodies, openai
 from strobe.server.batches.batch_runner import BatchRunner
 from strobe.server.batches.protocol import MAX_ITEMS, BatchRequest, MessageBatchRequest
+from strobe.server.generation import reply
 from strobe.server.generation.errors import ApiError
 from strobe.server.http.openapi import Post
-from strobe.server.openai import replies
 from strobe.server.openai.protocol.response_bodies import ErrorResponse
 from strobe.server.openai.stored_responses import owner
 from strobe.server.serving import Serving
@@ -220,9 +220,9 @@ def _bound(
                     code="not_implemented",
                 )
             if reads_json:
-                await replies.read_body(serving, http)
+                await reply.read_body(serving, http)
             return await endpoint(serving, runner, (owner(http) or b"").hex(), http)
         except Exception as error:
-            return replies.error_response(serving, http, error)
+            return reply.error_response(serving, http, error)
 
     return serve

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from typing_extensions import TypedDict
 
 from strobe.outputs import SpeculationFields
@@ -28,6 +30,10 @@ class Extras(TypedDict, total=False):
     warnings: list[str]
 
 
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+"""The state of an item of an answer."""
+
+
 class TopLogprob(TypedDict):
     """bytes: the token's text as UTF-8."""
 
@@ -40,3 +46,30 @@ class TokenLogprob(TopLogprob):
     """A token of the answer, and the most probable tokens at its position."""
 
     top_logprobs: list[TopLogprob]
+
+
+class PromptTokensDetails(TypedDict):
+    """cached_tokens: prompt tokens found in the prefix cache."""
+
+    cached_tokens: int
+
+
+class Usage(TypedDict):
+    """Tokens of the prompt and of all answers."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class PromptLogprob(TypedDict):
+    """rank: 1 for the most probable token."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""Per prompt token: token ids to their log probabilities; null for the first."""

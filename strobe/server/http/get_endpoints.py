@@ -11,10 +11,11 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 
 from strobe import __version__
 from strobe.server.engine_process.engine_messages import Release
+from strobe.server.generation import reply
 from strobe.server.generation.errors import ApiError
 from strobe.server.http.api_page import api_page
 from strobe.server.http.error_responses import error_response
-from strobe.server.openai import replies, stored_responses
+from strobe.server.openai import stored_responses
 from strobe.server.openai.protocol import response_bodies as answers
 from strobe.server.serving import Serving
 from strobe.speculation.shadow.report import report_dict, report_text
@@ -140,14 +141,14 @@ class _GetEndpoints:
             body: answers.ModelList = {"object": "list", "data": cards}
             return JSONResponse(body)
         except Exception as error:
-            return replies.error_response(self._serving, http, error)
+            return reply.error_response(self._serving, http, error)
 
     async def model(self, http: Request, name: str) -> Response:
         """One of the names of the served model."""
         try:
             return JSONResponse(_card(self._serving, self._serving.name(name)))
         except Exception as error:
-            return replies.error_response(self._serving, http, error)
+            return reply.error_response(self._serving, http, error)
 
     async def tokenizer_info(self) -> dict[str, Any]:
         """The tokenizer's class, special tokens, settings and chat template, from which a client
@@ -171,7 +172,7 @@ class _GetEndpoints:
             }
             return JSONResponse(info)
         except Exception as error:
-            return replies.error_response(self._serving, http, error)
+            return reply.error_response(self._serving, http, error)
 
     async def reset_prefix_cache(self, http: Request) -> Response:
         """Clear the prefix cache; pages that running requests hold stay."""
@@ -180,7 +181,7 @@ class _GetEndpoints:
             self._serving.client.send(Release())
             return PlainTextResponse("")
         except Exception as error:
-            return replies.error_response(self._serving, http, error)
+            return reply.error_response(self._serving, http, error)
 
 
 class _ResponseEndpoints:

@@ -12,8 +12,12 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from strobe.request import CUT_SHORT, TokenLogprob
-from strobe.server.generation import bodies
+from strobe.server.generation import bodies, reply
 from strobe.server.generation.errors import ApiError
+from strobe.server.generation.logprobs import chat_logprob
+from strobe.server.generation.prepare import Prepared, warnings
+from strobe.server.generation.reply import Codec, Event
+from strobe.server.generation.run import Progress, PromptRun
 from strobe.server.ollama.errors import error_body
 from strobe.server.ollama.protocol.bodies import (
     AnswerEnd,
@@ -29,17 +33,11 @@ from strobe.server.ollama.protocol.requests import (
     OllamaGenerateRequest,
     OllamaRequest,
 )
-from strobe.server.openai import replies
 from strobe.server.openai.chat import (
     AssistantMessage,
-    Prepared,
     ToolCallCollector,
-    chat_logprob,
-    warnings,
 )
 from strobe.server.openai.converted import prepare_converted
-from strobe.server.openai.replies import Codec, Event
-from strobe.server.openai.runs import Progress, PromptRun
 from strobe.server.parsers import text_of
 from strobe.server.parsers.call_arguments import read_object
 from strobe.server.serving import Serving
@@ -104,7 +102,7 @@ async def _answer(
         end: AnswerEnd = {
             "done": True,
             "done_reason": "load",
-            **replies.extras([], False, sentences),
+            **reply.extras([], False, sentences),
         }
         return JSONResponse(render(name, Part(), end))
     prepared = await _prepare(serving, request, http)
@@ -114,7 +112,7 @@ async def _answer(
         prepared=replace(prepared, name=name),
         run=PromptRun(serving, prepared.job),
         render=render,
-        report=replies.wants_report(http, request.to_chat()),
+        report=reply.wants_report(http, request.to_chat()),
     )
 
 
@@ -178,7 +176,7 @@ class OllamaCodec(Codec):
             elif not (content or reasoning or calls):
                 continue
             part = Part(content, reasoning, calls)
-            unsent = replies.extras([], False, self.unsent_warnings)
+            unsent = reply.extras([], False, self.unsent_warnings)
             self.unsent_warnings = []
             end: AnswerEnd = {**logprobs, "done": False, **unsent}
             lines.append(self.render(self.prepared.name, part, end))
@@ -198,7 +196,7 @@ class OllamaCodec(Codec):
         return self.render(self.prepared.name, part, end)
 
     def encode(self, event: Event) -> bytes:
-        return f"{replies.compact(event)}\n".encode("utf-8", "replace")
+        return f"{reply.compact(event)}\n".encode("utf-8", "replace")
 
     def _calls(self, num_sent: int) -> list[Call]:
         """Return the calls after the first `num_sent`."""
@@ -220,7 +218,7 @@ class OllamaCodec(Codec):
 
     def _ended(self, warnings: list[str]) -> AnswerEnd:
         """Return the last fields: the reason of the end, counts, durations and warnings."""
-        ending_warnings = self.request.own_names(replies.ending_warnings(self.run))
+        ending_warnings = self.request.own_names(reply.ending_warnings(self.run))
         choice = self.run.choices[0]
         first_ended, last_ended = self.run.decoded
         total = time.monotonic() - self.run.job.started_at
@@ -234,7 +232,7 @@ class OllamaCodec(Codec):
             "prompt_eval_duration": _nanoseconds(first_token - (choice.queue_time or 0.0)),
             "eval_count": len(choice.output.token_ids),
             "eval_duration": _nanoseconds(last_ended - first_ended),
-            **replies.extras(self.runs, self.report, [*warnings, *ending_warnings]),
+            **reply.extras(self.runs, self.report, [*warnings, *ending_warnings]),
         }
 
 

@@ -10,9 +10,9 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
 from strobe.hub.files import GGUF_LINK, read_json, weight_files
+from strobe.server.generation import reply
 from strobe.server.ollama.protocol import bodies
 from strobe.server.ollama.protocol.requests import ShowRequest
-from strobe.server.openai import replies
 from strobe.server.serving import Serving
 
 VERSION = "0.12.11"
@@ -63,7 +63,7 @@ class _GetEndpoints:
             body: bodies.ModelList = {"models": _models(self._serving)}
             return JSONResponse(body)
         except Exception as error:
-            return replies.error_response(self._serving, http, error)
+            return reply.error_response(self._serving, http, error)
 
     async def ollama_ps(self, http: Request) -> Response:
         """The served model with its context length, in Ollama's format."""
@@ -82,7 +82,7 @@ class _GetEndpoints:
             body: bodies.RunningModelList = {"models": models}
             return JSONResponse(body)
         except Exception as error:
-            return replies.error_response(self._serving, http, error)
+            return reply.error_response(self._serving, http, error)
 
 
 async def ollama_show(serving: Serving, request: ShowRequest, http: Request) -> Response:

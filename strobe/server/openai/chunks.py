@@ -7,12 +7,11 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
-from strobe.server.generation.bodies import SpeculationReport
+from strobe.server.generation.bodies import SpeculationReport, Usage
 from strobe.server.generation.errors import ApiError
+from strobe.server.generation.reply import Codec, Event
+from strobe.server.generation.run import PromptRun, speculation, usage
 from strobe.server.openai.errors import error_body
-from strobe.server.openai.protocol.response_bodies import Usage
-from strobe.server.openai.replies import Codec, Event
-from strobe.server.openai.runs import PromptRun, speculation, usage
 from strobe.server.schema.base import StreamOptions
 
 DONE = b"data: [DONE]\n\n"

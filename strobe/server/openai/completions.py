@@ -10,7 +10,16 @@ from typing import NamedTuple
 from fastapi import Request
 
 from strobe.request import TokenLogprob
-from strobe.server.openai import replies
+from strobe.server.generation import reply
+from strobe.server.generation.logprobs import prompt_logprobs
+from strobe.server.generation.reply import Event
+from strobe.server.generation.run import (
+    ChoiceState,
+    GenerationJob,
+    Progress,
+    PromptRun,
+    usage,
+)
 from strobe.server.openai.chunks import ChunkCodec, last_fields, reports_usage
 from strobe.server.openai.infill_prompt import end_ids, infill_ids
 from strobe.server.openai.protocol.completion_request import CompletionRequest
@@ -21,14 +30,6 @@ from strobe.server.openai.protocol.response_bodies import (
     CompletionChoice,
     CompletionHead,
     CompletionLogprobs,
-)
-from strobe.server.openai.replies import Event
-from strobe.server.openai.runs import (
-    ChoiceState,
-    GenerationJob,
-    Progress,
-    PromptRun,
-    usage,
 )
 from strobe.server.openai.step_report import step_of
 from strobe.server.parsers import Plain
@@ -49,7 +50,7 @@ class Started(NamedTuple):
 
     name: str
     request_id: str
-    deadline: replies.Deadline
+    deadline: reply.Deadline
     prompts: list[Prompt]
     runs: list[PromptRun]
 
@@ -59,7 +60,7 @@ async def completions(
 ) -> CompletionCodec:
     """Answer POST /v1/completions."""
     started = await start(serving, request, http)
-    return CompletionCodec(serving, request, started, replies.wants_report(http, request))
+    return CompletionCodec(serving, request, started, reply.wants_report(http, request))
 
 
 async def start(
@@ -69,7 +70,7 @@ async def start(
     runs: list[PromptRun] = []
     try:
         name = serving.name(request.model)
-        deadline = replies.Deadline(serving, request.timeout)
+        deadline = reply.Deadline(serving, request.timeout)
         arguments = request.sampling(serving.sampling_defaults)
         structured = serving.with_token_ids(arguments.get("structured_outputs"))
         params = serving.params({**arguments, "structured_outputs": structured})
@@ -175,7 +176,7 @@ class CompletionCodec(ChunkCodec):
             **self.head,
             "choices": choices,
             "usage": usage(self.runs),
-            **replies.extras(self.runs, self.report, self.warnings),
+            **reply.extras(self.runs, self.report, self.warnings),
         }
 
     def _choice(self, place: int, choice: ChoiceState, index: int) -> CompletionChoice:
@@ -193,7 +194,7 @@ class CompletionCodec(ChunkCodec):
         if request.logprobs is not None:
             entry["logprobs"] = self._logprobs[place, choice.index].since(0)
         if request.prompt_logprobs is not None and run.prompt_logprobs is not None:
-            entry["prompt_logprobs"] = replies.prompt_logprobs(
+            entry["prompt_logprobs"] = prompt_logprobs(
                 [
                     entry and entry._replace(top=entry.top[: request.prompt_logprobs])
                     for entry in run.prompt_logprobs

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from fastapi import Request
 
-from strobe.server.openai.chat import Prepared, prepare, prompt_ids, render_prompt, warnings
+from strobe.server.generation.prepare import Prepared, prepare, prompt_ids, render_prompt, warnings
 from strobe.server.openai.protocol.converted import ConvertedRequest
 from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.serving import Serving

@@ -8,21 +8,21 @@ from collections.abc import Sequence
 from fastapi import Request
 
 from strobe.request import CUT_SHORT
+from strobe.server.generation import reply
 from strobe.server.generation.errors import ApiError
-from strobe.server.openai import replies
+from strobe.server.generation.reply import Codec, Event
+from strobe.server.generation.run import Progress
 from strobe.server.openai.completions import Started, start
 from strobe.server.openai.errors import error_body
 from strobe.server.openai.protocol.infill_request import InfillRequest
 from strobe.server.openai.protocol.response_bodies import Infill, InfillTimings
-from strobe.server.openai.replies import Codec, Event
-from strobe.server.openai.runs import Progress
 from strobe.server.serving import Serving
 
 
 async def infill(serving: Serving, request: InfillRequest, http: Request) -> InfillCodec:
     """Answer POST /infill."""
     started = await start(serving, request, http)
-    return InfillCodec(request, started, replies.wants_report(http, request))
+    return InfillCodec(request, started, reply.wants_report(http, request))
 
 
 class InfillCodec(Codec):
@@ -53,7 +53,7 @@ class InfillCodec(Codec):
         choice = self.run.choices[0]
         count = len(self.run.choices[0].output.token_ids)
         word = choice.output.stop_reason if isinstance(choice.output.stop_reason, str) else ""
-        warnings = [*self.request.warnings(), *replies.ending_warnings(self.run)]
+        warnings = [*self.request.warnings(), *reply.ending_warnings(self.run)]
         was_cut = choice.output.finish_reason in CUT_SHORT
         kind = "limit" if was_cut else "word" if word else "eos"
         return {
@@ -67,7 +67,7 @@ class InfillCodec(Codec):
             "tokens_cached": self.run.num_cached,
             "truncated": False,
             "timings": self._timings(count),
-            **replies.extras([self.run], self.report, warnings),
+            **reply.extras([self.run], self.report, warnings),
         }
 
     def _timings(self, count: int) -> InfillTimings:

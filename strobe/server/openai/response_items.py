@@ -5,9 +5,9 @@ from __future__ import annotations
 import secrets
 from typing import Generic, TypeVar
 
-from strobe.server.openai.output_items import Event, Logprobs, OutputItem
+from strobe.server.generation.bodies import ItemStatus
+from strobe.server.generation.output_items import Event, Logprobs, OutputItem
 from strobe.server.openai.protocol import response_bodies as bodies
-from strobe.server.openai.protocol.response_bodies import ItemStatus
 from strobe.server.parsers import Segment
 
 

@@ -9,23 +9,24 @@ from fastapi import Request
 from pydantic_core import from_json
 from starlette.responses import JSONResponse, Response
 
+from strobe.server.generation import reply
+from strobe.server.generation.bodies import ItemStatus
 from strobe.server.generation.errors import ApiError
-from strobe.server.openai import replies
-from strobe.server.openai.chat import Prepared
+from strobe.server.generation.output_items import ItemCodec
+from strobe.server.generation.prepare import Prepared
+from strobe.server.generation.reply import Event
+from strobe.server.generation.run import speculation, usage
 from strobe.server.openai.converted import count_tokens, prepare_converted
-from strobe.server.openai.output_items import ItemCodec
 from strobe.server.openai.protocol import response_bodies as bodies
-from strobe.server.openai.protocol.response_bodies import InputTokens, ItemStatus
+from strobe.server.openai.protocol.response_bodies import InputTokens
 from strobe.server.openai.protocol.responses_request import (
     InputTokensRequest,
     ResponsesPrompt,
     ResponsesRequest,
 )
-from strobe.server.openai.replies import Event
 from strobe.server.openai.response_items import make_item
-from strobe.server.openai.runs import speculation, usage
+from strobe.server.openai.response_store import ResponseStore, StoredResponse
 from strobe.server.openai.stored_responses import complete_items, find, owner
-from strobe.server.response_store import ResponseStore, StoredResponse
 from strobe.server.serving import Serving
 
 
@@ -33,7 +34,7 @@ async def responses(serving: Serving, request: ResponsesRequest, http: Request) 
     """Answer POST /v1/responses."""
     previous_items = _follow(serving, request, http)
     prepared = await _prepare(serving, request, http)
-    report = replies.wants_report(http, request)
+    report = reply.wants_report(http, request)
     saver = _ResponseSaver(serving.responses, owner(http), previous_items)
     return ResponseCodec(serving, request=request, prepared=prepared, saver=saver, report=report)
 
@@ -91,7 +92,7 @@ class _ResponseSaver(NamedTuple):
 
 
 def _json(value: object) -> bytes:
-    return replies.compact(value).encode("utf-8", "replace")
+    return reply.compact(value).encode("utf-8", "replace")
 
 
 class ResponseCodec(ItemCodec[bodies.OutputItem]):
@@ -197,7 +198,7 @@ class ResponseCodec(ItemCodec[bodies.OutputItem]):
             "user": None,
             "metadata": request.metadata or {},
         }
-        ending_warnings = self.request.own_names(replies.ending_warnings(self.run))
+        ending_warnings = self.request.own_names(reply.ending_warnings(self.run))
         if warnings := [*self.prepared.warnings, *ending_warnings]:
             response["warnings"] = warnings
         return response

@@ -10,11 +10,11 @@ from fastapi import Request
 from pydantic_core import from_json
 from starlette.responses import JSONResponse, Response
 
+from strobe.server.generation import reply
 from strobe.server.generation.errors import ApiError
 from strobe.server.http.listing import DEFAULT_ITEMS, check_query, listed
-from strobe.server.openai import replies
 from strobe.server.openai.protocol.response_bodies import DeletedResponse, ItemList
-from strobe.server.response_store import StoredResponse
+from strobe.server.openai.response_store import StoredResponse
 from strobe.server.serving import Serving
 
 MAX_ITEMS = 100
@@ -46,7 +46,7 @@ async def retrieve(serving: Serving, http: Request) -> Response:
         check_query(http)
         return Response(find(serving, http, _name(http)).body, media_type="application/json")
     except Exception as error:
-        return replies.error_response(serving, http, error)
+        return reply.error_response(serving, http, error)
 
 
 async def delete(serving: Serving, http: Request) -> Response:
@@ -58,7 +58,7 @@ async def delete(serving: Serving, http: Request) -> Response:
         body: DeletedResponse = {"id": _name(http), "object": "response", "deleted": True}
         return JSONResponse(body)
     except Exception as error:
-        return replies.error_response(serving, http, error)
+        return reply.error_response(serving, http, error)
 
 
 async def input_items(serving: Serving, http: Request) -> Response:
@@ -69,7 +69,7 @@ async def input_items(serving: Serving, http: Request) -> Response:
         body: ItemList = {"object": "list", "data": items, **ends}
         return JSONResponse(body)
     except Exception as error:
-        return replies.error_response(serving, http, error)
+        return reply.error_response(serving, http, error)
 
 
 def find(serving: Serving, http: Request, name: str, param: str | None = None) -> StoredResponse:

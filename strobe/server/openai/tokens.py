@@ -5,8 +5,8 @@ from __future__ import annotations
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
-from strobe.server.openai import replies
-from strobe.server.openai.chat import render_prompt
+from strobe.server.generation import reply
+from strobe.server.generation.prepare import render_prompt
 from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.openai.protocol.response_bodies import DetokenizeResponse, TokenizeResponse
 from strobe.server.openai.protocol.token_requests import DetokenizeRequest, TokenizeRequest
@@ -39,7 +39,7 @@ async def tokenize(serving: Serving, request: TokenizeRequest, http: Request) ->
             body["token_strs"] = [tokenizer.fast.id_to_token(token) or "" for token in ids]
         if warnings:
             body["warnings"] = warnings
-        return replies.compact(body).encode("utf-8", "replace")
+        return reply.compact(body).encode("utf-8", "replace")
 
     return Response(await serving.in_thread(encode), media_type="application/json")
 

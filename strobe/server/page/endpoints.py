@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request
 from pydantic import BaseModel, Field, WithJsonSchema
 from starlette.responses import Response, StreamingResponse
 
-from strobe.server.openai import replies
+from strobe.server.generation import reply
 from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.page.markdown import blocks
 from strobe.server.schema.base import RequestModel
@@ -67,8 +67,8 @@ async def markdown(serving: Serving, request: MarkdownRequest, http: Request) ->
 
     def render() -> bytes:
         parts = [block._asdict() for block in blocks(request.text, is_open=request.open)]
-        body = {"blocks": parts} | replies.extras([], False, request.warnings())
-        return replies.compact(body).encode("utf-8", "replace")
+        body = {"blocks": parts} | reply.extras([], False, request.warnings())
+        return reply.compact(body).encode("utf-8", "replace")
 
     return Response(await serving.in_thread(render), media_type="application/json")
 
@@ -94,7 +94,7 @@ async def engine_events(serving: Serving) -> AsyncGenerator[bytes]:
         if state != last:
             last = state
             sent_at = now
-            yield replies.encode_event({**state, "time": round(now, 3)})
+            yield reply.encode_event({**state, "time": round(now, 3)})
         elif now - sent_at >= SILENT_SECONDS:
             sent_at = now
             yield b": nothing new\n\n"

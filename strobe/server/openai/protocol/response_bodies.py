@@ -6,24 +6,9 @@ from typing import Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
-from strobe.server.generation.bodies import Extras, TokenLogprob
+from strobe.server.generation.bodies import Extras, ItemStatus, PromptLogprobs, TokenLogprob, Usage
 
 FinishReason = Literal["stop", "length", "repetition", "tool_calls", "abort", "error"]
-
-
-class PromptTokensDetails(TypedDict):
-    """cached_tokens: prompt tokens found in the prefix cache."""
-
-    cached_tokens: int
-
-
-class Usage(TypedDict):
-    """Tokens of the prompt and of all answers."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
 
 
 class Step(TypedDict):
@@ -53,18 +38,6 @@ class Answer(Origin, Extras):
 
     id: str
     usage: NotRequired[Usage | None]
-
-
-class PromptLogprob(TypedDict):
-    """rank: 1 for the most probable token."""
-
-    logprob: float
-    rank: int | None
-    decoded_token: str
-
-
-PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""Per prompt token: token ids to their log probabilities; null for the first."""
 
 
 class ChatLogprobs(TypedDict):
@@ -267,9 +240,6 @@ class ResponseUsage(TypedDict):
     output_tokens: int
     output_tokens_details: OutputTokensDetails
     total_tokens: int
-
-
-ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
 class OutputText(TypedDict):

@@ -16,7 +16,6 @@ from strobe.sampling_params import SamplingParams
 from strobe.server.engine_process.client import PromptRejected
 from strobe.server.generation import bodies
 from strobe.server.openai.protocol.request_errors import FieldError
-from strobe.server.openai.protocol.response_bodies import Usage
 from strobe.server.parsers import Parser, Plain, Segment
 from strobe.server.serving import Serving
 from strobe.server.telemetry.metrics import CONTEXT_BOUNDS, CONTEXTS, ServerMetrics
@@ -238,7 +237,7 @@ def field_in(sentence: str) -> str | None:
     return word if word.replace(".", "").replace("_", "").isalpha() and word.islower() else None
 
 
-def usage(runs: Sequence[PromptRun]) -> Usage:
+def usage(runs: Sequence[PromptRun]) -> bodies.Usage:
     """Return the tokens of the prompts and of all answers so far."""
     prompt = sum(len(run.job.prompt_ids) for run in runs)
     completion_tokens = sum(len(choice.output.token_ids) for run in runs for choice in run.choices)

@@ -14,19 +14,15 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from strobe.outputs import logprobs_by_token
-from strobe.request import TokenLogprob
 from strobe.server.generation.bodies import Extras
 from strobe.server.generation.errors import ApiError, to_api_error
+from strobe.server.generation.run import Progress, PromptRun, speculation, usage
 from strobe.server.http import error_responses
 from strobe.server.http.access import CLIENT_CLOSED
 from strobe.server.http.openapi import EVENT_STREAM
 from strobe.server.openai.protocol.request_errors import FieldError
-from strobe.server.openai.protocol.response_bodies import PromptLogprob, PromptLogprobs
-from strobe.server.openai.runs import Progress, PromptRun, speculation, usage
 from strobe.server.schema.sampling import SamplingFields
 from strobe.server.serving import Serving
-from strobe.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -362,22 +358,6 @@ def ending_warnings(run: PromptRun) -> list[str]:
     if all(choice.output.finish_reason != "repetition" for choice in run.choices):
         return []
     return ["repetition_detection ended the answer, because its last tokens repeat a pattern."]
-
-
-def prompt_logprobs(entries: Sequence[TokenLogprob | None], tokenizer: Tokenizer) -> PromptLogprobs:
-    """Return vLLM's format: per prompt token, token ids to their log probabilities."""
-
-    def convert(entry: TokenLogprob) -> dict[str, PromptLogprob]:
-        return {
-            str(token): {
-                "logprob": value.logprob,
-                "rank": value.rank,
-                "decoded_token": value.decoded_token,
-            }
-            for token, value in logprobs_by_token(entry, tokenizer).items()
-        }
-
-    return [entry and convert(entry) for entry in entries]
 
 
 def _close(runs: Sequence[PromptRun]) -> None:

@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from strobe.request import CUT_SHORT
-from strobe.server.generation.bodies import TokenLogprob
-from strobe.server.openai import replies
-from strobe.server.openai.chat import Prepared, chat_logprob
+from strobe.server.generation import reply
+from strobe.server.generation.bodies import ItemStatus, TokenLogprob
+from strobe.server.generation.logprobs import chat_logprob
+from strobe.server.generation.prepare import Prepared
+from strobe.server.generation.reply import Codec, Event, encode_typed_event
+from strobe.server.generation.run import Progress, PromptRun
+from strobe.server.generation.token_attribution import TokenAttribution
 from strobe.server.openai.protocol.converted import ConvertedRequest
 from strobe.server.openai.protocol.request_errors import FieldError
-from strobe.server.openai.protocol.response_bodies import ItemStatus
-from strobe.server.openai.replies import Codec, Event, encode_typed_event
-from strobe.server.openai.runs import Progress, PromptRun
-from strobe.server.openai.token_attribution import TokenAttribution
 from strobe.server.parsers import Segment
 from strobe.server.parsers.call_arguments import read_object
 from strobe.server.serving import Serving
@@ -124,7 +124,7 @@ class ItemCodec(Codec, Generic[Body]):
         return "incomplete" if reason in CUT_SHORT else "completed"
 
     def delta(self, place: int, steps: Sequence[Progress]) -> list[Event]:
-        replies.check_answers(self.runs)
+        reply.check_answers(self.runs)
         events: list[Event] = []
         for progress in steps:
             self._attribution.add(progress.delta)
