@@ -378,7 +378,7 @@ def test_warm_up_stops_at_its_time_limit(target: Any, draft: Callable[..., Path]
     assert run(engine, [[5]], COLD)
 
 
-@pytest.mark.parametrize("overlap", [1, 2])
+@pytest.mark.parametrize("overlap", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_warm_up_captures_the_same_shapes_with_and_without_overlap(
     overlap: int, target: Any, draft: Callable[..., Path]
 ):

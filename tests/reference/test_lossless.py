@@ -59,7 +59,7 @@ def plain(pair: Pair) -> PlainAnswers:
     return PlainAnswers(pair)
 
 
-@pytest.mark.parametrize("c", few_cases(COMBINATIONS, 22))
+@pytest.mark.parametrize("c", few_cases(COMBINATIONS, 16))
 def test_outputs_equal_plain_decoding(c: Combination, pair: Pair, plain: Any):
     compare(c, pair, plain(c.workload))
 

@@ -137,7 +137,7 @@ def test_rank_that_waits_long_sleeps(monkeypatch: pytest.MonkeyPatch):
 
 
 SPARSE = [name for name in FAMILIES if any(part in name for part in ("moe", "oss", "experts"))]
-SHORT_SPARSE = {("qwen3_5_moe", 2), ("gemma4 with experts", 2)}
+SHORT_SPARSE = {("gemma4 with experts", 2)}
 
 
 @full_where(lambda family, size: (family, size) not in SHORT_SPARSE)
@@ -174,7 +174,7 @@ class RankFactory(EngineFactory):
         return prepared(self.open.__enter__())
 
 
-@full_where(lambda seed: seed >= 2)
+@full_where(lambda seed: seed != 1)  # with four ranks
 @pytest.mark.parametrize("seed", range(12))
 def test_random_engine_of_ranks_answers_like_plain_decoding(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -127,10 +127,11 @@ def test_engine_death_fails_open_requests_and_exits_with_1():
         assert "Traceback" not in served.log
 
 
-def test_killed_engine_is_restarted_under_load():
+@pytest.mark.parametrize("deaths", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_killed_engine_is_restarted_under_load(deaths: int):
     with serving() as served:
         steps = 0.0
-        for number in (1, 2):
+        for number in range(1, deaths + 1):
             talks = opened(served)
             steps = max(steps, served.metric("strobe:engine_steps_total"))
             killed = served.engine_pid
