@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -88,11 +88,11 @@ def stacked(name: str, linear: Linear) -> WeightMapping:
     return mapping
 
 
-@runtime_checkable
-class MapsWeights(Protocol):
-    """A module whose parameters have other names or shapes in checkpoints."""
-
-    def weight_mapping(self) -> WeightMapping: ...
+def own_mapping(module: Any) -> WeightMapping:
+    """Return the mapping of a module whose parameters have other names or shapes in checkpoints,
+    which has a method `weight_mapping`; empty for others."""
+    maps = hasattr(type(module), "weight_mapping")
+    return module.weight_mapping() if maps else {}
 
 
 def mapping_of(module: nn.Module, names: Collection[str] = ()) -> WeightMapping:
@@ -102,7 +102,7 @@ def mapping_of(module: nn.Module, names: Collection[str] = ()) -> WeightMapping:
     mapped: WeightMapping = {}
     for path, submodule in module.named_modules():
         around, _, name = path.rpartition(".")
-        submodule_mapping = submodule.weight_mapping() if isinstance(submodule, MapsWeights) else {}
+        submodule_mapping = own_mapping(submodule)
         if isinstance(submodule, Linear) and submodule.parts:
             path = around
             submodule_mapping = stacked(name, submodule)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strobe.attention.backend import PagedPlan
+from strobe.attention.backend import paged_plan
 from strobe.attention.recurrent_backend import RecurrentPlan
 from strobe.kernels import (
     reference_candidates,
@@ -90,7 +90,7 @@ class ForwardRows:
         self.tables = tables
         self.recurrent = attend
         self.attend: Attend = attend.attend if isinstance(attend, RecurrentPlan) else attend
-        self.paged = self.attend if isinstance(self.attend, PagedPlan) else None
+        self.paged = paged_plan(self.attend)
         self._angles: dict[RotaryTable, Rope] = {}
 
     def angles(self, layer: int) -> Rope:
