@@ -376,7 +376,7 @@ def _load_models(
         ops = TritonOps(resolved.device, resolved.dtype)  # models of one stream share a workspace
         join_all(target)
     for model in (target, *drafters.values()):
-        model.ops = resolved.split.ops(ops, model)
+        model.ops = resolved.split.ops(ops, model, kernels=backends.kernels)
     pack(backends.packed, target, *drafters.values())
     _release_memory(resolved.device)
     return target, drafters

@@ -78,12 +78,13 @@ class Split:
             whole_experts=self.whole_experts,
         )
 
-    def ops(self, ops: TorchOps, model: Target | DFlash) -> TorchOps:
-        """Return the operations that compute the rank's part of the model as `ops` do."""
+    def ops(self, ops: TorchOps, model: Target | DFlash, *, kernels: bool) -> TorchOps:
+        """Return the operations that compute the rank's part of the model as `ops` do. kernels:
+        whether those are `TritonOps`."""
         if self.group is None:
             return ops
         kind = RankOps
-        if type(ops) is not TorchOps:
+        if kernels:
             from strobe.parallel.rank_triton_ops import RankTritonOps as kind
         size = self.size if isinstance(model, Target) else self.draft_size
         return make_rank_ops(kind, ops, model, self.group, layers_split=size > 1)

@@ -6,13 +6,15 @@ import gc
 import logging
 from collections.abc import Callable, Hashable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
-Body = Callable[..., Any]
+Body = Callable[[Tensor, Tensor | None], Any]
+"""(packed layout, the other input of a step: its drafts or masks) -> results."""
 
 
 class CUDACapturer:
@@ -47,13 +49,15 @@ class CUDACapturer:
         return graph.replay, result
 
 
-class _Graph(NamedTuple):
-    """replay: runs the body again; inputs: tensors that it reads; input_sources: the tensors that
-    were copied into them; result: tensors that it writes."""
+@dataclass(kw_only=True)
+class _Graph:
+    """replay: runs the body again; packed, step_input: tensors that it reads; packed_source: the
+    tensor last copied into `packed`; result: tensors that it writes."""
 
     replay: Callable[[], None]
-    inputs: tuple[Tensor | None, ...]
-    input_sources: list[Tensor | None]
+    packed: Tensor
+    packed_source: Tensor
+    step_input: Tensor | None
     result: Any
 
 
@@ -73,38 +77,47 @@ class Graphs:
     def __len__(self) -> int:
         return sum(graph is not None for graph in self._graphs.values())
 
-    def run(self, key: Hashable, body: Body, packed: Tensor, *inputs: Tensor | None) -> Any:
-        """Run body(packed, *inputs), captured under the key, which determines the inputs' shapes.
+    def run(
+        self, key: Hashable, body: Body, packed: Tensor, step_input: Tensor | None = None
+    ) -> Any:
+        """Run body(packed, step_input), captured under the key, which determines their shapes.
 
-        packed: the layout; the same tensor always holds the same values. The other inputs are new
-        in each step.
+        packed: the layout; the same tensor always holds the same values. step_input: new in each
+        step.
         """
         graph = self._graphs.get(key)
         if graph is None:
-            result = body(packed, *inputs)
+            result = body(packed, step_input)
             if key not in self._graphs:
-                self._capture(key, body, (packed, *inputs))
+                self._graphs[key] = self._capture(key, body, packed, step_input)
             return result
-        if graph.input_sources[0] is not packed:
-            graph.inputs[0].copy_(packed)  # pyright: ignore[reportOptionalMemberAccess]
-            graph.input_sources[0] = packed
-        for graph_input, value in zip(graph.inputs[1:], inputs, strict=True):
-            if graph_input is not None and value is not None:
-                graph_input.copy_(value)
+        if graph.packed_source is not packed:
+            graph.packed.copy_(packed)
+            graph.packed_source = packed
+        if graph.step_input is not None and step_input is not None:
+            graph.step_input.copy_(step_input)
         graph.replay()
         return graph.result
 
-    def _capture(self, key: Hashable, body: Body, inputs: tuple[Tensor | None, ...]) -> None:
-        """Capture the body after its first run; without memory for that, it stays eager."""
+    def _capture(
+        self, key: Hashable, body: Body, packed: Tensor, step_input: Tensor | None
+    ) -> _Graph | None:
+        """Capture the body after its first run. Without memory for that return None: it stays
+        eager."""
         try:
-            graph_inputs = tuple([None if tensor is None else tensor.clone() for tensor in inputs])
-            replay, result = self.capturer.capture(lambda: body(*graph_inputs))
-            self._graphs[key] = _Graph(
-                replay=replay, inputs=graph_inputs, input_sources=[inputs[0]], result=result
-            )
+            own_packed = packed.clone()
+            own_input = None if step_input is None else step_input.clone()
+            replay, result = self.capturer.capture(lambda: body(own_packed, own_input))
         except RuntimeError as error:
             logger.warning("A step runs without a graph (%s): %s", key, error)
-            self._graphs[key] = None
+            return None
+        return _Graph(
+            replay=replay,
+            packed=own_packed,
+            packed_source=packed,
+            step_input=own_input,
+            result=result,
+        )
 
 
 class Eager:
@@ -113,5 +126,7 @@ class Eager:
     def __len__(self) -> int:
         return 0
 
-    def run(self, key: Hashable, body: Body, *inputs: Tensor | None) -> Any:
-        return body(*inputs)
+    def run(
+        self, key: Hashable, body: Body, packed: Tensor, step_input: Tensor | None = None
+    ) -> Any:
+        return body(packed, step_input)

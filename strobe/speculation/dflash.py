@@ -90,7 +90,13 @@ class DFlashProposer:
         return self.graphs.run(("draft", self, mode, shape), body, layout.packed)
 
     def _draft(
-        self, packed: Tensor, *, layout: Layout, mode: SamplingMode, bounds: Sequence[int]
+        self,
+        packed: Tensor,
+        _: Tensor | None,
+        *,
+        layout: Layout,
+        mode: SamplingMode,
+        bounds: Sequence[int],
     ) -> Drafts:
         """Run the drafter over the blocks, and its head over their rows that predict."""
         layout = layout.with_packed(packed)

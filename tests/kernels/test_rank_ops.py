@@ -112,7 +112,7 @@ def test_two_ranks_match_one(
                 model = load_target(tmp_path, own, **options, open=split.opener("auto"))
                 contiguous(model)
                 join_all(model)
-                model.ops = split.ops(TritonOps(device, torch.float32), model)
+                model.ops = split.ops(TritonOps(device, torch.float32), model, kernels=True)
                 assert isinstance(model.ops, RankTritonOps)
                 plan = plan_of(own, Cache(own.decoder, device), device)
                 found[rank] = outputs(model, plan, device)
