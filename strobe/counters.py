@@ -48,9 +48,11 @@ class DraftCounts(Counters):
         self.steps += num_verified > 0
         self.num_verified += num_verified
         self.num_accepted += num_accepted
-        self.accepted_per_position += [0] * (num_verified - len(self.accepted_per_position))
+        accepted_per_position = self.accepted_per_position
+        if num_verified > len(accepted_per_position):
+            accepted_per_position += [0] * (num_verified - len(accepted_per_position))
         for position in range(num_accepted):
-            self.accepted_per_position[position] += 1
+            accepted_per_position[position] += 1
 
     @property
     def acceptance_length(self) -> float | None:
@@ -64,7 +66,8 @@ class EngineStats(Counters):
     """Counters over all requests. prefix_queries, prefix_hits: prompt tokens of admitted requests,
     and those served from the prefix cache. shadow_requests, shadow_blocks: answers and blocks in
     which drafters are scored; shadow_seconds: that this takes, of all steps' step_seconds.
-    `strobe.outputs.METRICS` has their metrics."""
+    states_kept: states of recurrent layers that were kept; state_hits: requests that began from
+    one. `strobe.outputs.METRICS` has their metrics."""
 
     steps: int = 0
     prompt_tokens: int = 0
@@ -77,3 +80,5 @@ class EngineStats(Counters):
     shadow_blocks: int = 0
     shadow_seconds: float = 0.0
     step_seconds: float = 0.0
+    states_kept: int = 0
+    state_hits: int = 0

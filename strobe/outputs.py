@@ -389,6 +389,8 @@ METRICS = (
     ("preemptions", "vllm:num_preemptions", "Requests preempted for lack of K/V pages."),
     ("prefix_queries", "vllm:prefix_cache_queries", "Tokens looked up in the prefix cache."),
     ("prefix_hits", "vllm:prefix_cache_hits", "Tokens found in the prefix cache."),
+    ("states_kept", "strobe:states_kept", "States of recurrent layers that were kept."),
+    ("state_hits", "strobe:state_hits", "Requests that began from a kept state."),
     ("steps", "strobe:engine_steps", "Steps of the engine."),
     ("shadow_requests", "strobe:shadow_answers", "Answers in which shadow mode scores drafters."),
     ("shadow_blocks", "strobe:shadow_blocks", "Blocks that shadow mode has scored."),

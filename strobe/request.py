@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import reprlib
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import InitVar, dataclass, field
@@ -45,8 +46,15 @@ class PageKeys(list[bytes]):
     """Content keys of a sequence's full pages; root: the key before the first one."""
 
     def __init__(self, cache_salt: str = ""):
-        digest = hashlib.blake2b(cache_salt.encode(), digest_size=16).digest()
-        self.root = digest if cache_salt else b""
+        """Raises ValueError for a salt that is no whole Unicode text."""
+        try:
+            salt = cache_salt.encode()
+        except UnicodeEncodeError:
+            raise ValueError(
+                f"cache_salt is {reprlib.repr(cache_salt)}, but must be a text of one or more "
+                "whole Unicode characters."
+            ) from None
+        self.root = hashlib.blake2b(salt, digest_size=16).digest() if salt else b""
 
 
 class RepetitionDetector:

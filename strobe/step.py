@@ -53,7 +53,7 @@ class Span(NamedTuple):
     @property
     def num_context_rows(self) -> int:
         """Rows that are no drafts."""
-        return self.num_rows - self.num_drafts
+        return len(self.tokens) - (self.num_drafts if self.method is None else 0)
 
 
 def num_rows(spans: Sequence[Span], num_verified: int | None = None) -> int:

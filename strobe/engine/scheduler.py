@@ -234,9 +234,8 @@ class Scheduler:
         self._in_flight.popleft()
         return events
 
-    @staticmethod
     def _commit_states(
-        ledger: StateLedger, plan: Plan, records: list[RunningRequest], starts: list[int]
+        self, ledger: StateLedger, plan: Plan, records: list[RunningRequest], starts: list[int]
     ) -> None:
         """Index the states that a step has kept. starts: the records' positions before it."""
         for record in records:
@@ -247,7 +246,7 @@ class Scheduler:
         for copy in plan.states:
             if copy.keeps and copy.slot in by_slot:
                 record, start = by_slot[copy.slot]
-                ledger.commit(record, copy, start)
+                self.stats.states_kept += ledger.commit(record, copy, start)
 
     def _commit(
         self, plan: Plan, result: StepResult
@@ -480,6 +479,7 @@ class Scheduler:
             request.queue_time = time.monotonic() - request.arrived_at
             self.stats.prefix_queries += len(request.tokens)
             self.stats.prefix_hits += record.start
+            self.stats.state_hits += record.states is not None and record.start > 0
         if self.shadow is not None and lease.observed:
             self.shadow.charge_rows(self._num_cached(request) - record.start)
         return record, span

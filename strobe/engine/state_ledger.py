@@ -113,23 +113,25 @@ class StateLedger:
         self._answering.add(record.slot)
         return True
 
-    def commit(self, record: RunningRequest, copy: StateCopy, start: int) -> None:
-        """Index the state that a committed step has kept. start: positions before the step."""
+    def commit(self, record: RunningRequest, copy: StateCopy, start: int) -> bool:
+        """Index the state that a committed step has kept; return whether it has. start: positions
+        before the step."""
         states = record.states
         if states is None or states.row != copy.row or states.next_border != copy.length:
-            return
+            return False
         if record.is_leaving or record.request.error is not None or start < copy.length:
-            return
+            return False
         key = self.kept.key_before(copy.length, record.request.page_keys)
         self.kept.publish(copy.row, key)
         states.row = None
         if states.borders:
             states.borders.pop(0)
-            return
+            return True
         if states.answer_key is not None:
             self.kept.drop(states.answer_key)
         states.answer_key = key
         states.answer_border += self.kept.interval
+        return True
 
     def end_revival(self, record: RunningRequest) -> None:
         """Let the kept state that a request began from be overwritten."""

@@ -46,8 +46,11 @@ class Lease:
 
     def pages_for(self, count: int) -> int:
         """Return how many pages a further reservation of `count` positions would add."""
-        end = min(self.length + self.open + count, self.limit)
-        return max(0, -(-end // self.pool.page_size) - len(self.pages))
+        covered = len(self.pages) * self.pool.page_size
+        end = self.length + sum(self.reserved) + count
+        if end <= covered:
+            return 0
+        return max(0, -(-min(end, self.limit) // self.pool.page_size) - len(self.pages))
 
     def commit(self, rows: int) -> None:
         """Keep the first `rows` positions of the oldest open reservation."""
@@ -107,8 +110,9 @@ class Lease:
         known."""
         size = self.pool.page_size
         full = min(self.length, len(tokens)) // size
-        if full > self._published:
-            self.pool.extend(self.keys, tokens)
+        if full <= self._published:
+            return
+        self.pool.extend(self.keys, tokens)
         for i in range(self._published, full):
             own = tokens[i * size : (i + 1) * size]
             parent = self.keys[i - 1] if i else None
@@ -141,5 +145,6 @@ def reserve_all(requests: Sequence[tuple[Lease, int]]) -> bool:
         return False
     for (lease, count), pages in zip(requests, page_counts, strict=True):
         lease.reserved.append(count)  # first: a rollback undoes it also if allocating fails
-        lease.pages += pool.allocate(pages)
+        if pages:
+            lease.pages += pool.allocate(pages)
     return True

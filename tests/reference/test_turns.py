@@ -11,7 +11,7 @@ import pytest
 from strobe.config import EngineConfig
 from strobe.engine.build import resolve
 from strobe.engine.engine import Engine
-from strobe.request import Request
+from strobe.request import Request, SchedulingOptions
 from strobe.sampling_params import SamplingParams, Speculation
 from tests.support.bookkeeping_checks import check_engine
 from tests.support.engine_runs import drain, make_engine, run
@@ -201,3 +201,23 @@ def test_turns_are_right_when_steps_of_answers_fail(stage: str, overlap: int, ch
         again = ask(engine, turn, GREEDY)
         assert again.num_cached == 128
         assert again.output_ids == ask(cold, turn, GREEDY).output_ids
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_tenants_share_no_pages_and_no_states(name: str, checkpoints: Any):
+    engine = make_engine(config(checkpoints(name)))
+    short = GREEDY.clone(max_tokens=2)
+
+    def cached(salt: str) -> int | None:
+        (request,) = engine.add_prompt(LONG, short, scheduling=SchedulingOptions(0, salt))
+        drain(engine, [request])
+        return request.num_cached
+
+    hit = 128 if name == "qwen3_5" else 144
+    assert [cached(salt) for salt in ("a", "b", "a", "", "b", "")] == [0, 0, hit, 0, hit, hit]
+    if name == "qwen3_5":
+        assert engine.stats.states_kept == 3
+        assert engine.stats.state_hits == 3
+    with pytest.raises(ValueError, match=r"cache_salt is 'a\\ud800', but must be a text of"):
+        cached("a\ud800")
+    assert not engine.has_work

@@ -37,6 +37,8 @@ EXPOSED = {
     ("vllm:generation_tokens_total", "counter"),
     ("vllm:prefix_cache_queries_total", "counter"),
     ("vllm:prefix_cache_hits_total", "counter"),
+    ("strobe:states_kept_total", "counter"),
+    ("strobe:state_hits_total", "counter"),
     ("vllm:spec_decode_num_drafts_total", "counter"),
     ("vllm:spec_decode_num_draft_tokens_total", "counter"),
     ("vllm:spec_decode_num_accepted_tokens_total", "counter"),
@@ -221,7 +223,7 @@ def test_two_servers_count_separately(metrics: ServerMetrics):
 def test_each_engine_counter_has_its_metric(metrics: ServerMetrics):
     fit = (3, 0, 0.5, -1.0), (3, 1, 0.25, 2.0), (7, 0, 1.0, 0.0)
     counts = DraftCounts(11, 12, 13, [9, 4], 14, rows=15, skipped_steps=16)
-    stats = EngineStats(21, 22, 23, 24, 25, 26, counts, 27, 28, 29.5, 30.5)
+    stats = EngineStats(21, 22, 23, 24, 25, 26, counts, 27, 28, 29.5, 30.5, 33, 34)
     metrics.engine(EngineSnapshot(31, 32, 0.25, stats, fit))
     expected = {
         "vllm:num_requests_running": 31,
@@ -239,6 +241,8 @@ def test_each_engine_counter_has_its_metric(metrics: ServerMetrics):
         "vllm:spec_decode_num_accepted_tokens_total": counts.num_accepted,
         "vllm:prefix_cache_queries_total": stats.prefix_queries,
         "vllm:prefix_cache_hits_total": stats.prefix_hits,
+        "strobe:states_kept_total": stats.states_kept,
+        "strobe:state_hits_total": stats.state_hits,
         "strobe:spec_decode_drafts_made_total": counts.num_proposed,
         "strobe:spec_decode_rested_steps_total": counts.skipped_steps,
     }

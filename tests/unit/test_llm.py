@@ -644,6 +644,8 @@ METRICS = [
     "vllm:num_preemptions",
     "vllm:prefix_cache_queries",
     "vllm:prefix_cache_hits",
+    "strobe:states_kept",
+    "strobe:state_hits",
     "strobe:engine_steps",
     "strobe:shadow_answers",
     "strobe:shadow_blocks",
