@@ -13,12 +13,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from strobe.kernels.reference_candidates import best_of
 from strobe.sampling.noise import gumbel, gumbel_at
 from strobe.sampling.sampler import MIN_TEMPERATURE, RowParams, filter_mask
+
+NUM_SORTED = 1024
+"""Weights of a row that a CPU sorts first to find what top-p keeps."""
 
 
 class HeadOutputs(NamedTuple):
@@ -68,10 +72,46 @@ def race_candidates(
     scale = rows.temperature.clamp_min(MIN_TEMPERATURE).reciprocal_()
     sums = (logits - top).mul_(scale[:, None])
     if filtered:
-        sums.masked_fill_(filter_mask(sums.exp(), rows).logical_not_(), -torch.inf)
+        sums.masked_fill_(_kept(sums.exp(), rows).logical_not_(), -torch.inf)
     sums += _noise(rows, logits.shape[1], tokens)
-    keys, columns = best_of(torch.where(draws, sums, logits), count)
+    keys, columns = _best_of(torch.where(draws, sums, logits), draws, count)
     return columns, keys > -torch.inf
+
+
+def _best_of(keys: Tensor, draws: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """As `best_of`; where all rows draw, only tokens that do not take part have equal keys, and
+    their order does not matter."""
+    if keys.device.type == "cpu" and bool(draws.all()):
+        values, columns = keys.topk(count)
+        return values, columns
+    return best_of(keys, count)
+
+
+def _kept(weights: Tensor, rows: RowParams) -> Tensor:
+    """Return what `filter_mask` does, up to rounding. A CPU, where sorting is slow, sorts only the
+    NUM_SORTED largest weights of each row, if these decide."""
+    if weights.device.type != "cpu" or weights.shape[1] <= NUM_SORTED:
+        return filter_mask(weights, rows)
+    ordered = _largest(weights)
+    has_top_k = rows.top_k > 0
+    has_top_p = rows.top_p < 1
+    size = torch.where(has_top_k, rows.top_k, NUM_SORTED)
+    inside = ordered * (torch.arange(NUM_SORTED) < size[:, None])
+    reached = inside.cumsum(1)
+    mass = torch.where(has_top_k, reached[:, -1], weights.sum(1))
+    nucleus = torch.where(has_top_p, rows.top_p * mass, torch.inf)
+    if ((size > NUM_SORTED) | (has_top_p & (nucleus > reached[:, -1]))).any():
+        return filter_mask(weights, rows)
+    count = (reached - inside < nucleus[:, None]).sum(1).clamp_(min=1)
+    edge = ordered.gather(1, torch.minimum(count, size)[:, None] - 1)
+    edge = torch.where((has_top_k | has_top_p)[:, None], edge, 0.0)
+    return weights >= edge.maximum(rows.min_p[:, None] * ordered[:, :1])
+
+
+def _largest(weights: Tensor) -> Tensor:
+    """weights [R, V] on a CPU -> the NUM_SORTED largest of each row, descending."""
+    negated = np.partition(-weights.numpy(), NUM_SORTED, -1)[:, :NUM_SORTED]
+    return -torch.from_numpy(np.sort(negated, -1))
 
 
 def _noise(rows: RowParams, size: int, tokens: Tensor | None) -> Tensor:

@@ -13,7 +13,7 @@ from strobe.kernels import race_candidates as kernels
 from strobe.kernels import sampling
 from strobe.sampling.candidates import race_candidates
 from strobe.sampling.noise import gumbel
-from strobe.sampling.sampler import NO_TOKEN, RowParams, sample_rows
+from strobe.sampling.sampler import NO_TOKEN, RowParams, filter_mask, sample_rows
 from tests.support.reference_sampling import params
 
 # Integer products wrap, as the noise requires, but the interpreter's NumPy warns.
@@ -97,3 +97,21 @@ def test_noise_is_that_of_the_targets_tokens():
     few, _ = race_candidates(logits, rows, 4, tokens, filtered=True)
     drawn = sample_rows(whole, rows, filtered=True)
     assert tokens[few[:-1, 0]].tolist() == drawn[:-1].tolist()
+
+
+@pytest.mark.parametrize("spread", [0.1, 4.0])
+def test_filters_keep_what_the_sampler_keeps(spread: float):
+    """The most probable tokens of rows with little spread do not reach top-p, so that all are
+    sorted."""
+    rows = rows_of(torch.device("cpu"))
+    logits = spread * logits_of(torch.device("cpu"), 4000)[:-1]
+    rows = RowParams(*[column[:-1] for column in rows])
+    columns, joins = race_candidates(logits, rows, 16, None, filtered=True)
+    scale = rows.temperature.clamp(min=1e-30).reciprocal()[:, None]
+    weights = ((logits - logits.amax(1, keepdim=True)) * scale).exp()
+    kept = filter_mask(weights, rows)
+    sums = (logits * scale + gumbel(rows.key, rows.position, 4000)).masked_fill(~kept, -math.inf)
+    for row in (0, 1, 3, 4):
+        count = min(16, int(kept[row].sum()))
+        assert int(joins[row].sum()) == count
+        assert columns[row, :count].tolist() == sums[row].topk(count).indices.tolist()
