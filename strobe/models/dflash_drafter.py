@@ -18,6 +18,7 @@ from strobe.models.linear import AnyLinear, Linear, LinearView
 from strobe.models.model_config import DraftConfig
 from strobe.models.modules import RMSNorm
 from strobe.models.ops.torch_ops import ContextWeights, ForwardRows
+from strobe.models.weight_counts import WeightCounts, count_weights
 from strobe.models.weight_mapping import WeightMapping, WeightPart
 from strobe.sampling.candidates import Candidates, HeadOutputs
 
@@ -94,6 +95,16 @@ class DFlash(Decoder):
         if self.lm_head is not None and torch.equal(self.lm_head.weight, self.embedding):
             self.lm_head.weight = nn.Parameter(self.embedding.detach(), requires_grad=False)
         self._context = self._context_weights()
+
+    def context_weight_counts(self) -> WeightCounts:
+        """Count the weights that multiply the features of context tokens: fc, and each layer's rows
+        for keys and values."""
+        counts = count_weights(self.fc)
+        for attention in self._attentions:
+            qkv = attention.qkv_proj
+            outputs = qkv.out_features - attention.first_key
+            counts += WeightCounts(linear=outputs * qkv.in_features)
+        return counts
 
     def pack(self, head: LinearView, packed: Callable[[AnyLinear], LinearView]) -> None:
         """Pack the context weights, and share the target's packed head."""

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from strobe.models.weight_counts import WeightCounts
+
 
 class Format(Protocol):
     """How quantized weights are stored."""
@@ -129,6 +131,7 @@ class Linear(nn.Module):
         outputs = size if isinstance(size, int) else sum(size.values())
         self.in_features = inputs
         self.out_features = outputs
+        self.experts = experts
         shape = (experts, outputs, inputs) if experts else (outputs, inputs)
         self.weight = nn.Parameter(torch.empty(shape))
         self.bias = nn.Parameter(torch.empty(shape[:-1])) if bias else None
@@ -140,6 +143,14 @@ class Linear(nn.Module):
         self.split: SummedSplit | None = split
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -(inputs**-0.5), inputs**-0.5)
+
+    def weight_counts(self) -> WeightCounts:
+        """Count the values of the weight, however they are stored, and of the bias."""
+        size = self.in_features * self.out_features
+        biases = 0 if self.bias is None else self.bias.numel()
+        if self.experts:
+            return WeightCounts(experts=self.experts * size, small=biases)
+        return WeightCounts(linear=size, small=biases)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return the weight, dequantized to `dtype` if it is quantized."""

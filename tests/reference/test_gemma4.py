@@ -23,6 +23,7 @@ from strobe.engine.build import resolve
 from strobe.models.architectures import load_target_config
 from strobe.models.architectures import make_target as make
 from strobe.models.model_config import TargetConfig
+from strobe.models.weight_counts import WeightCounts
 from strobe.sampling_params import SamplingParams
 from strobe.tools.bench import floor
 from tests.support.engine_runs import make_engine
@@ -243,9 +244,13 @@ def linear_values(answers: PlainAnswers) -> tuple[TargetConfig, int]:
     return config, sum(p.numel() for p in layers.parameters() if p.ndim > 1)
 
 
+def target_counts(config: TargetConfig) -> WeightCounts:
+    return floor.Shapes(config, None, 1, floor.Widths(2, 2, 2, 2)).target_counts
+
+
 def test_bench_counts_match_linear_layers(plain: PlainAnswers):
     config, num_values = linear_values(plain)
-    assert floor.linear_values(config.decoder) == num_values
+    assert target_counts(config).linear == num_values
     assert floor.kv_values(config.decoder) == 2 * (3 * 2 * 16 + 2 * 32)
     far, near = (floor.attention_operations(config.decoder, 1, n) for n in (100, 99))
     assert far - near == 4 * 4 * 2 * 32  # of full layers only
@@ -253,9 +258,10 @@ def test_bench_counts_match_linear_layers(plain: PlainAnswers):
 
 def test_bench_counts_experts_and_mlp(sparse: PlainAnswers):
     config, num_values = linear_values(sparse)
-    assert floor.linear_values(config.decoder) == num_values
-    chosen = floor.linear_values(config.decoder, floor.active_experts(config.decoder))
-    assert num_values - chosen == 5 * (8 - 3) * 3 * 24 * 32
+    counts = target_counts(config)
+    assert counts.linear + counts.experts == num_values
+    assert counts.experts == 5 * 8 * 3 * 24 * 32
+    assert floor.active_share(config.decoder) == 3 / 8
 
 
 def test_embedding_scale_rounds_like_transformers(tmp_path: Path):

@@ -13,7 +13,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from strobe.attention.mask import LayerMask
 from strobe.models.architectures import load_draft_config, load_target_config, make_target
 from strobe.models.dflash_drafter import DFlash
-from strobe.models.linear import LinearView
 from strobe.models.model_config import DraftConfig, TargetConfig
 from strobe.tools.bench import floor, published_shapes, rates, timeline
 
@@ -27,6 +26,12 @@ def pair_of(name: str) -> tuple[TargetConfig, DraftConfig]:
 
 def shapes_of(name: str, *, rows: int = 16, bytes: int = 2) -> floor.Shapes:
     return floor.Shapes(*pair_of(name), rows, floor.Widths(bytes, bytes, bytes, bytes))
+
+
+def keys_and_values(name: str) -> int:
+    """Return the values of a drafter's key and value layers, which count twice."""
+    decoder = pair_of(name)[1].decoder
+    return decoder.hidden_size * floor.kv_values(decoder)
 
 
 def test_qwen3_8b_bytes_match_hand_count():
@@ -48,25 +53,25 @@ def test_qwen3_8b_bytes_match_hand_count():
 def test_own_heads_count_as_published():
     """Qwen3.8-27B's DFlash2 drafter has 3.85 GB, and RadixArk's DSpark 2.72 GB, in bfloat16."""
     for name, gigabytes in (("qwen3.8-27b", 3.85), ("qwen3.8-27b-dspark", 2.72)):
-        _, draft = pair_of(name)
-        own = floor.draft_head_values(draft)
-        counted = floor.linear_values(draft.decoder) + floor.small_values(draft.decoder)
-        counted += floor.fc_values(draft) + draft.decoder.hidden_size
-        counted += own.of_rows + own.of_drafts + own.small + own.tables
-        assert 2e-9 * counted == pytest.approx(gigabytes, abs=0.005)
+        counts = shapes_of(name).drafter_counts
+        values = counts.layers.total + counts.head.total + counts.context.linear
+        values -= keys_and_values(name)
+        assert 2e-9 * values == pytest.approx(gigabytes, abs=0.005)
 
 
 def test_own_heads_add_to_the_drafting_work():
     plain, heavy = shapes_of("qwen3-8b-dspark"), shapes_of("qwen3-8b-dspark")
     assert heavy.draft is not None
-    bare = replace(heavy.draft, head=None)
+    bare = replace(heavy.draft, head=None, method="DFlash")
     plain = replace(plain, draft=bare)
     own = 256 * 151936 + 4096 + 256
     added = heavy.drafting(3, 0).bytes - plain.drafting(3, 0).bytes
     assert added == 2 * (own + 1)  # with the bias of the confidence
     added = heavy.drafting(3, 0).linear - plain.drafting(3, 0).linear
     assert added == 2 * 3 * 7 * own
-    pruned = replace(heavy, draft=replace(bare, head=replace(heavy.draft.head, draft_topk=16)))
+    pruned = replace(
+        heavy, draft=replace(heavy.draft, head=replace(heavy.draft.head, draft_topk=16))
+    )
     added = pruned.drafting(3, 0).bytes - plain.drafting(3, 0).bytes
     assert added == 2 * (4096 + 256 + 1)
 
@@ -94,16 +99,15 @@ def test_counted_values_match_the_modules(name: str, drafter: int | None):
     with torch.device("meta"):
         model = make_target(target, 1)
         drafting = DFlash(draft, model.embed_tokens.weight, model.output, 1)
+    shapes = shapes_of(name)
     num_parameters = sum(p.numel() for p in model.parameters())
     table = target.decoder.vocab_size * target.decoder.hidden_size
-    gates = (p.numel() for n, p in model.named_parameters() if "shared_expert_gate" in n)
-    counted = sum(floor.layer_values(target)) + sum(gates)
-    assert num_parameters == counted + table * (1 if target.tie_embeddings else 2)
+    tables = table * (1 if target.tie_embeddings else 2)
+    assert num_parameters == shapes.target_counts.total + tables
     num_parameters = sum(p.numel() for p in drafting.parameters())
-    counted = floor.linear_values(draft.decoder) + floor.small_values(draft.decoder)
-    own = floor.draft_head_values(draft)
-    counted += own.of_rows + own.of_drafts + own.small + own.tables
-    assert num_parameters == counted + floor.fc_values(draft) + draft.decoder.hidden_size
+    counts = shapes.drafter_counts
+    counted = counts.layers.total + counts.head.total + counts.context.total
+    assert num_parameters == counted - keys_and_values(name)
     assert drafter in (None, num_parameters)
 
 
@@ -120,24 +124,24 @@ def test_expert_counts_match_model_cards(name: str, billions: float, active: flo
     target = pair_of(name)[0]
     decoder, table = target.decoder, floor.head_values(target.decoder)
     tables = table * (1 if target.tie_embeddings else 2)
-    total = floor.linear_values(decoder) + floor.small_values(decoder) + tables
-    assert total / 1e9 == pytest.approx(billions, abs=0.05)
-    chosen = floor.linear_values(decoder, floor.active_experts(decoder)) + table
+    counts = shapes_of(name).target_counts
+    assert (counts.total + tables) / 1e9 == pytest.approx(billions, abs=0.05)
+    chosen = counts.linear + counts.experts * floor.active_share(decoder) + table
     chosen += table if name.startswith("qwen3") else 0
     assert chosen / 1e9 == pytest.approx(active, abs=0.1)
 
 
 def test_touched_experts_match_simulation():
     decoder = pair_of("qwen3-coder-30b-a3b")[0].decoder
-    assert floor.touched_experts(decoder, 1) == pytest.approx(8)
+    assert 128 * floor.touched_share(decoder, 1) == pytest.approx(8)
     noise = torch.Generator().manual_seed(0)
     drawn = torch.rand(400, 16, 128, generator=noise).topk(8).indices.flatten(1)
     mean = sum(len(rows.unique()) for rows in drawn) / len(drawn)
-    assert floor.touched_experts(decoder, 16) == pytest.approx(mean, rel=0.01)
-    assert floor.touched_experts(decoder, 1e9) == 128
+    assert 128 * floor.touched_share(decoder, 16) == pytest.approx(mean, rel=0.01)
+    assert floor.touched_share(decoder, 1e9) == 1
     shapes = replace(shapes_of("qwen3-coder-30b-a3b"), draft=None)
     few, many = shapes.verify(1, 0), shapes.verify(2, 0)
-    more = floor.touched_experts(decoder, 32) - floor.touched_experts(decoder, 16)
+    more = 128 * (floor.touched_share(decoder, 32) - floor.touched_share(decoder, 16))
     row = 16 * floor.kv_values(decoder) * 2
     assert many.bytes - few.bytes - row == pytest.approx(48 * 3 * 768 * 2048 * 2 * more)
     assert many.operations == pytest.approx(2 * few.operations)
@@ -154,12 +158,17 @@ def test_recurrent_states_are_read_and_written():
 
 
 def test_biases_are_counted(draft: Callable[..., Path]):
-    config = load_draft_config(draft(bias=True))
-    with torch.device("meta"):
-        drafter = DFlash(config, torch.empty(0), LinearView(weight=torch.empty(0)), 1)
-    num_parameters = sum(p.numel() for p in drafter.parameters())
-    counted = floor.linear_values(config.decoder) + floor.small_values(config.decoder)
-    assert num_parameters == counted + floor.fc_values(config) + config.decoder.hidden_size
+    plain, biased = [load_draft_config(draft(bias=bias)) for bias in (False, True)]
+    decoder = biased.decoder
+    widths = floor.Widths(2, 2, 2, 2)
+    counts = [
+        floor.Shapes(pair_of("demo")[0], config, 1, widths).drafter_counts.layers
+        for config in (plain, biased)
+    ]
+    assert counts[0].linear == counts[1].linear
+    heads = (decoder.num_heads + 2 * decoder.num_kv_heads) * decoder.head_dim
+    added = decoder.num_layers * (heads + decoder.hidden_size)
+    assert counts[1].small - counts[0].small == added
 
 
 @torch.inference_mode()
@@ -224,7 +233,7 @@ def test_window_bounds_reads_and_fp8_halves_them():
     assert saved == 2 * row * 2 * (100 - 10)
     halved = replace(counts, widths=floor.Widths(linear=1, head=2, rest=2, kv=1))
     saved = counts.verify(3, 50).bytes - halved.verify(3, 50).bytes
-    values = floor.linear_values(counts.target.decoder) + 3 * 66 * 2 * 16 * 2 * 64
+    values = counts.target_counts.linear + 3 * 66 * 2 * 16 * 2 * 64
     assert saved == values
 
 

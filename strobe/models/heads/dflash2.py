@@ -11,11 +11,12 @@ from torch import nn
 
 from strobe.kernels.reference_candidates import EdgeTerms
 from strobe.models.config_readers.fields import HINT, Fields
-from strobe.models.heads.head import Backbone, BlockRows, Drafts, Head, HeadValues
+from strobe.models.heads.head import Backbone, BlockRows, Drafts, Head
 from strobe.models.heads.walk import MAX_CANDIDATES, candidates, walk
 from strobe.models.layers import ConvolvedLayer
 from strobe.models.linear import Linear
 from strobe.models.model_config import DecoderConfig, DraftConfig
+from strobe.models.weight_counts import WeightCounts, count_weights
 
 
 @dataclass(frozen=True)
@@ -42,20 +43,6 @@ class SelectorConfig:
                 f"{path}: selector_top_k is {self.selector_top_k}, but the head knows only "
                 f"{draft.head_rows} tokens; {HINT}"
             )
-
-    def values(self, draft: DraftConfig) -> HeadValues:
-        """Count the head's weights. With T taps and G channels that share a kernel, two
-        convolutions in each layer have 2 T H / G H linear and 2 T H small ones; the selector of
-        rank r has r H and two tables of V r."""
-        hidden = draft.decoder.hidden_size
-        convolutions = 2 * draft.decoder.num_layers
-        taps = 2 * self.conv_kernel_size
-        groups = hidden // self.conv_group_size
-        return HeadValues(
-            of_rows=convolutions * taps * groups * hidden + self.selector_rank * hidden,
-            small=convolutions * taps * hidden,
-            tables=2 * draft.decoder.vocab_size * self.selector_rank,
-        )
 
 
 def read(fields: Fields) -> SelectorConfig:
@@ -88,6 +75,11 @@ class CandidateSelector(nn.Module):
         self.successor_codebook = nn.Parameter(torch.zeros(vocab_size, rank))
         self.hidden_projection = Linear(hidden_size, rank, fixed=True)
         nn.init.normal_(self.predecessor_codebook, std=rank**-0.5)
+
+    def weight_counts(self) -> WeightCounts:
+        """Count the codebooks as tables; see `count_weights`."""
+        tables = self.predecessor_codebook.numel() + self.successor_codebook.numel()
+        return WeightCounts(tables=tables) + count_weights(self.hidden_projection)
 
 
 class SelectorHead(Head):

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from strobe.kernels.reference_candidates import EdgeTerms, before, join
 from strobe.models.config_readers.fields import HINT, Fields
 from strobe.models.heads.argmax import ArgmaxHead
-from strobe.models.heads.head import Backbone, BlockRows, Drafts, Head, HeadValues, concat
+from strobe.models.heads.head import Backbone, BlockRows, Drafts, Head, concat
 from strobe.models.heads.walk import MAX_CANDIDATES, candidates, walk
 from strobe.models.linear import Linear
 from strobe.models.model_config import DraftConfig
+from strobe.models.weight_counts import WeightCounts, count_weights
 from strobe.sampling.sampler import MAX_MARGIN
 
 MarkovKind = Literal["vanilla", "gated", "rnn"]
@@ -44,27 +45,6 @@ class MarkovConfig:
                 f"{path}: dspark_draft_topk is {self.draft_topk}, but the head knows only "
                 f"{draft.head_rows} tokens; {HINT}"
             )
-
-    def values(self, draft: DraftConfig) -> HeadValues:
-        """Count the head's weights. A Markov head of rank r has a table of V r, and V r linear ones
-        unless only the best tokens are corrected; r (H + r) more if it is gated and 3 r (H + 2 r)
-        if recurrent; the confidence has H and maybe r."""
-        hidden = draft.decoder.hidden_size
-        rank = self.rank
-        inner = {
-            "vanilla": 0,
-            "gated": rank * (hidden + rank),
-            "rnn": 3 * rank * (hidden + 2 * rank),
-        }
-        biases = {"vanilla": 0, "gated": rank, "rnn": 3 * rank}
-        confidence = (hidden + rank * self.confidence_with_markov) * self.confidence
-        successors = rank * draft.head_rows
-        is_pruned = self.draft_topk is not None
-        return HeadValues(
-            of_drafts=inner[self.kind] + confidence + (0 if is_pruned else successors),
-            small=biases[self.kind] + self.confidence,
-            tables=rank * draft.decoder.vocab_size + (successors if is_pruned else 0),
-        )
 
 
 def read(fields: Fields) -> MarkovConfig:
@@ -134,6 +114,17 @@ class MarkovHead(nn.Module):
             self.gate_proj = Linear(hidden_size + rank, rank, bias=True, fixed=True)
         elif config.kind == "rnn":
             self.joint_proj = Linear(2 * rank + hidden_size, 3 * rank, bias=True, fixed=True)
+        self.reads_candidates = config.draft_topk is not None and self.joint_proj is None
+
+    def weight_counts(self) -> WeightCounts:
+        """Count `markov_w2` as a table where only candidates are corrected; see `count_weights`."""
+        counts = WeightCounts(tables=self.markov_w1.weight.numel())
+        for linear in (self.gate_proj, self.joint_proj):
+            if linear is not None:
+                counts += count_weights(linear)
+        if self.reads_candidates:
+            return counts + WeightCounts(tables=self.markov_w2.weight.numel())
+        return counts + count_weights(self.markov_w2)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens -> their vectors [..., r]."""

@@ -7,7 +7,6 @@ V' rows of the drafter's output layer, which may be fewer.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -42,18 +41,6 @@ def concat(parts: Sequence[Drafts]) -> Drafts:
     tokens = [part.tokens for part in parts if part.tokens is not None]
     margins = [part.margins for part in parts if part.margins is not None]
     return Drafts(torch.cat(tokens, 1), torch.cat(margins, 1) if margins else None)
-
-
-@dataclass(frozen=True)
-class HeadValues:
-    """Number of a head's own weights besides the output layer's: of linear layers for every row of
-    a block, of those for every draft, small ones, and those of tables, of which a step reads only a
-    few rows."""
-
-    of_rows: float = 0.0
-    of_drafts: float = 0.0
-    small: int = 0
-    tables: int = 0
 
 
 class BlockRows(NamedTuple):

@@ -1,18 +1,27 @@
 """A lower bound of a step's time: bytes to move and operations to compute, over measured rates.
 
-Legend: c requests, n positions of context each, R rows verified per request (drafts + 1), B the
-drafter's block, H hidden size, I intermediate size, V vocabulary, L layers, Hq / Hkv query and
-key-value heads, D head size. Only GEMMs count; activations, logits, the norms' arithmetic and the
-few embedding rows do not.
+The modules of the models, made without memory, count their own weights. Only GEMMs, attention and
+recurrent states count; activations, logits, the norms' arithmetic and the few embedding rows do
+not.
+
+Legend: c requests, n positions of context each, R rows verified per request (drafts + 1), B rows
+and K drafts of the drafter's block, H hidden size, V vocabulary, L layers, Hq / Hkv query and
+key-value heads, D head size.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+
+import torch
 
 from strobe.kernels.kept_rows import SINGLE_ROWS
-from strobe.models.heads.head import HeadValues
-from strobe.models.model_config import DecoderConfig, DraftConfig, ExpertShape, TargetConfig
+from strobe.models.architectures import make_target
+from strobe.models.dflash_drafter import DFlash
+from strobe.models.linear import LinearView
+from strobe.models.model_config import DecoderConfig, DraftConfig, TargetConfig
+from strobe.models.weight_counts import WeightCounts, count_weights
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,16 @@ class Widths:
 
 
 @dataclass(frozen=True)
+class DrafterCounts:
+    """A drafter's weights: of the layers and norms, of its own head besides the output layer, and
+    those that the features of verified rows pass through."""
+
+    layers: WeightCounts
+    head: WeightCounts
+    context: WeightCounts
+
+
+@dataclass(frozen=True)
 class Shapes:
     """A target, its drafter if there is one, and the rows that each request verifies."""
 
@@ -78,63 +97,101 @@ class Shapes:
     rows: int
     widths: Widths
 
-    def verify(self, requests: float, context: float) -> Work:
-        """Return the work of the target's forward over c x R rows.
+    @cached_property
+    def target_counts(self) -> WeightCounts:
+        """The weights of the target's layers and norms."""
+        with torch.device("meta"):
+            model = make_target(self.target, 1)
+        return count_weights(model.layers) + count_weights(model.norm)
 
-        bytes = linear + head + norms + c (n + R) KV; operations = 2 c R (linear + H V) + attention;
-        plus the states of recurrent layers. Expert weights are read if any row is expected to use
-        them; operations count the top-k experts of each row.
+    @cached_property
+    def drafter_counts(self) -> DrafterCounts:
+        """The drafter's weights."""
+        assert self.draft is not None
+        with torch.device("meta"):
+            empty = torch.empty(0)
+            model = DFlash(self.draft, empty, LinearView(weight=empty), 1)
+        norms = count_weights(model.norm) + count_weights(model.hidden_norm)
+        return DrafterCounts(
+            layers=count_weights(model.layers) + norms,
+            head=count_weights(model.draft_head),
+            context=model.context_weight_counts(),
+        )
+
+    def verify(self, requests: float, context: float) -> Work:
+        """Return the work of the target's forward over c x R rows: its parts together."""
+        parts = self.verify_parts(requests, context).values()
+        return Work(
+            sum(part.bytes for part in parts),
+            sum(part.linear for part in parts),
+            sum(part.head_and_attention for part in parts),
+        )
+
+    def verify_parts(self, requests: float, context: float) -> dict[str, Work]:
+        """Return the work of each part of the target's forward over c x R rows.
+
+        A row multiplies each value of the linear layers, of its own experts and of the head once;
+        expert weights are read if any row is expected to use them. Keys and values are read for the
+        context and written for the rows; states are read and written, and each row takes four
+        multiply-adds per value of a state.
         """
         decoder = self.target.decoder
         rows = requests * self.rows
-        touched = touched_experts(decoder, rows)
         widths = self.widths
-        read, small = layer_values(self.target, touched)
-        packed = 0.0 if widths.experts is None else widths.experts - widths.linear
-        values, _ = layer_values(self.target, active_experts(decoder))
-        state_values = 0 if self.target.states is None else self.target.states.values
-        # Each row takes four multiply-adds per value of a state.
-        stored = rows * kv_values(decoder) * self.widths.kv
-        stored += requests * state_bytes(state_values, self.rows)
-        return Work(
-            self._weights(read, small, head_values(decoder))
-            + packed * expert_values(decoder, touched)
-            + self.context_bytes(decoder, requests, context)
-            + stored,
-            2 * rows * values,
-            2 * rows * (head_values(decoder) + 4 * state_values)
-            + requests * attention_operations(decoder, self.rows, context),
-        )
+        counts = self.target_counts
+        head = head_values(decoder)
+        experts = counts.experts * touched_share(decoder, rows)
+        keys = rows * kv_values(decoder) * widths.kv
+        keys += self.context_bytes(decoder, requests, context)
+        states = 0 if self.target.states is None else self.target.states.values
+        expert_width = widths.linear if widths.experts is None else widths.experts
+        active = counts.experts * active_share(decoder)
+        return {
+            "experts": Work(experts * expert_width, 2 * rows * active),
+            "other linear layers": Work(counts.linear * widths.linear, 2 * rows * counts.linear),
+            "head": Work(head * widths.head, 0, 2 * rows * head),
+            "keys and values": Work(
+                keys,
+                0,
+                requests * attention_operations(decoder, self.rows, context),
+            ),
+            "recurrent states": Work(
+                requests * state_bytes(states, self.rows),
+                0,
+                8 * rows * states,
+            ),
+            "norms and biases": Work(counts.small * widths.rest),
+        }
 
     def drafting(self, requests: float, context: float) -> Work:
         """Return the work of the drafter's block and of its context K/V for the verified rows; none
         without a drafter.
 
-        bytes = linear + fc + context GEMMs + head + norms + c (n + R) KV. The head and the layers'
-        k and v count again, since block and context read them at different times. The head has the
-        linear layers' dtype: in FP8 the drafter has its own copy.
-        operations = 2 c B linear + 2 c D H V + 2 c R (fc + context) + attention, with D drafts per
-        block. A head's own weights count as `draft_head_values` says, and are read once.
+        The output layer, its own head's weights and the layers' k and v are read at different
+        times, and count each time. The output layer has the linear layers' dtype: in FP8 the
+        drafter has its own copy. The B rows of a block pass through the layers, its K drafts
+        through the head, and R rows through the context's weights.
         """
         if self.draft is None:
             return Work()
         decoder = self.draft.decoder
         rows = requests * self.rows
-        values = linear_values(decoder)
-        head = decoder.hidden_size * self.draft.head_rows
+        widths = self.widths
+        counts = self.drafter_counts
         block = self.draft.block_size
-        observed = observe_values(self.draft)
-        own = draft_head_values(self.draft)
-        small = small_values(decoder) + decoder.hidden_size + own.small
         drafts = self.draft.block_drafts
-        stored = rows * kv_values(decoder) * self.widths.kv
+        output = decoder.hidden_size * decoder.own_rows(self.draft.head_rows)
+        head = output + counts.head.linear
+        linear = counts.layers.linear + counts.context.linear + head
+        small = counts.layers.small + counts.head.small + counts.context.small
+        stored = rows * kv_values(decoder) * widths.kv
         return Work(
-            # the head has the layers' dtype
-            self._weights(values + observed + head + own.of_rows + own.of_drafts, small, 0)
+            linear * widths.linear
+            + small * widths.rest
             + self.context_bytes(decoder, requests, context)
             + stored,
-            2 * requests * (block * (values + own.of_rows) + drafts * (head + own.of_drafts))
-            + 2 * rows * observed,
+            2 * requests * (block * counts.layers.linear + drafts * head)
+            + 2 * rows * counts.context.linear,
             requests * attention_operations(decoder, block, context),
         )
 
@@ -147,14 +204,11 @@ class Shapes:
         """Return the operations of the linear layers over whole prompts: the layers for every
         token, the head for each prompt's last one, and a drafter's fc and context GEMMs."""
         decoder = self.target.decoder
-        values, _ = layer_values(self.target, active_experts(decoder))
+        counts = self.target_counts
+        values = counts.linear + counts.experts * active_share(decoder)
         if self.draft is not None:
-            values += observe_values(self.draft)
+            values += self.drafter_counts.context.linear
         return 2.0 * prompts * (tokens * values + head_values(decoder))
-
-    def _weights(self, linear: float, small: int, head: int) -> float:
-        widths = self.widths
-        return linear * widths.linear + small * widths.rest + head * widths.head
 
     def context_bytes(self, decoder: DecoderConfig, requests: float, context: float) -> float:
         """Return the bytes of keys and values that the requests' rows read."""
@@ -165,96 +219,23 @@ class Shapes:
         return requests * values * self.widths.kv
 
 
-def linear_values(decoder: DecoderConfig, experts: float | None = None) -> float:
-    """Count L (H D (Hq + 2 Hkv) + Hq D H + 3 H I) values: q, k, v, o, gate, up and down.
-
-    Layers with E experts of size J have H E for the router and 3 H J for each of `experts` of them
-    (default: all), instead of 3 H I or in addition to a shared MLP. Only attention layers have q,
-    k, v and o: no v if keys serve as values, and Hq more heads for an output gate.
-    """
+def active_share(decoder: DecoderConfig) -> float:
+    """Return k / E, the share of a layer's E experts that each row uses; on each of several ranks,
+    the same share of its own on average."""
     shape = decoder.experts
-    sparse = sum(shape.layers) if shape is not None else 0
-    values: float = (decoder.num_layers - sparse) * 3 * decoder.intermediate_size
-    for layer in map(decoder.shape_of, range(len(decoder.masks))):
-        heads = (2 + decoder.output_gate) * decoder.num_heads
-        heads += (1 + layer.own_values) * layer.num_kv_heads
-        values += heads * layer.head_dim
-    if shape is not None:
-        num_experts = shape.count * held_share(shape) if experts is None else experts
-        values += sparse * (
-            shape.count + 3 * shape.shared + 3 * shape.moe_intermediate_size * num_experts
-        )
-    return values * decoder.hidden_size
+    return 0.0 if shape is None else shape.top_k / shape.count
 
 
-def expert_values(decoder: DecoderConfig, experts: float) -> float:
-    """Count the 3 H J values of so many experts of size J in each layer that has them."""
-    shape = decoder.experts
-    if shape is None:
-        return 0.0
-    return sum(shape.layers) * 3 * decoder.hidden_size * shape.moe_intermediate_size * experts
-
-
-def held_share(shape: ExpertShape) -> float:
-    """Return the share of a layer's experts that a rank holds."""
-    return 1.0 if shape.held is None else shape.held[1] / shape.count
-
-
-def active_experts(decoder: DecoderConfig) -> float:
-    """Return the number of experts that each row uses, on average on each rank."""
-    shape = decoder.experts
-    return 0.0 if shape is None else shape.top_k * held_share(shape)
-
-
-def touched_experts(decoder: DecoderConfig, rows: float) -> float:
-    """Return E (1 - (1 - k / E)^rows), the expected number of a layer's E experts that at least
-    one row uses if each row uses k. Exact for uniform, independent routing (linearity of
-    expectation); real routers are less even and touch fewer. Of these, a rank's share."""
-    shape = decoder.experts
-    if shape is None:
-        return 0.0
-    return held_share(shape) * shape.count * (1 - (1 - shape.top_k / shape.count) ** rows)
-
-
-def layer_values(target: TargetConfig, experts: float | None = None) -> tuple[float, int]:
-    """Return the linear and small values of a target. Each recurrent layer adds H (C + 2 Hv Dv +
-    2 Hv) linear ones (input of the convolution, gates, decay, output) and the small ones of
-    convolution, decay and norm."""
-    decoder = target.decoder
-    states = target.states
-    linear = linear_values(decoder, experts)
-    small = small_values(decoder)
-    if states is not None:
-        wide = states.channels + 2 * states.heads * (states.value_dim + 1)
-        linear += states.layers * decoder.hidden_size * wide
-        state_rows = states.channels * states.kernel + 2 * states.heads + states.value_dim
-        small += states.layers * state_rows
-    return linear, small
-
-
-def small_values(decoder: DecoderConfig) -> int:
-    """Count the norms, L (2 H + 2 D) + H (without 2 D if queries and keys are not normalized), and
-    the biases. Gemma's extra norms and the gates of Qwen3.5's shared experts, about 0.01 % of the
-    bytes that one row reads, are left out."""
-    each = 2 * decoder.hidden_size
-    heads = 2 * decoder.head_dim * decoder.qk_norm * len(decoder.masks)
-    if decoder.attention_bias:
-        wide = (decoder.num_heads + 2 * decoder.num_kv_heads) * decoder.head_dim
-        each += wide + decoder.hidden_size * decoder.output_bias
-    if decoder.mlp_bias:
-        each += 2 * decoder.intermediate_size + decoder.hidden_size
-    if decoder.sinks:
-        each += decoder.num_heads
-    if (shape := decoder.experts) is not None and shape.bias:
-        each += shape.count * (
-            1 + 2 * shape.moe_intermediate_size + decoder.hidden_size
-        )  # every layer has experts
-    return decoder.num_layers * each + heads + decoder.hidden_size
+def touched_share(decoder: DecoderConfig, rows: float) -> float:
+    """Return 1 - (1 - k / E)^rows, the expected share of a layer's E experts that at least one row
+    uses if each row uses k. Exact for uniform, independent routing (linearity of expectation); real
+    routers are less even and touch fewer."""
+    return 1 - (1 - active_share(decoder)) ** rows
 
 
 def head_values(decoder: DecoderConfig) -> int:
-    """H V."""
-    return decoder.hidden_size * decoder.vocab_size
+    """H V, of the rows that a rank holds."""
+    return decoder.hidden_size * decoder.own_rows(decoder.vocab_size)
 
 
 def kv_values(decoder: DecoderConfig) -> int:
@@ -273,22 +254,6 @@ def state_bytes(values: int, rows: int) -> float:
     on average: single rows write them once in SINGLE_ROWS forwards. Two or three rows may write
     less than is counted."""
     return 4 * values * (1 + (1 / SINGLE_ROWS if rows == 1 else 1))
-
-
-def fc_values(draft: DraftConfig) -> int:
-    """m Ht H for m captured layers of a target of size Ht."""
-    hidden_size = draft.decoder.hidden_size
-    return len(draft.capture) * (draft.target_hidden_size or hidden_size) * hidden_size
-
-
-def draft_head_values(draft: DraftConfig) -> HeadValues:
-    """Return the values of a drafter's own head besides H V."""
-    return HeadValues() if draft.head is None else draft.head.values(draft)
-
-
-def observe_values(draft: DraftConfig) -> int:
-    """fc, and the key and value GEMMs of every layer, 2 L H Hkv D."""
-    return fc_values(draft) + draft.decoder.hidden_size * kv_values(draft.decoder)
 
 
 def attention_operations(decoder: DecoderConfig, rows: int, context: float) -> float:

@@ -8,18 +8,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from strobe.terminal.wording import counted
-from strobe.tools.bench.floor import (
-    Rates,
-    Shapes,
-    Work,
-    active_experts,
-    attention_operations,
-    head_values,
-    kv_values,
-    layer_values,
-    state_bytes,
-    touched_experts,
-)
+from strobe.tools.bench.floor import Rates, Shapes
 from strobe.tools.report import Figures, Section, fine, number
 
 _NAME_WIDTH = 60
@@ -97,7 +86,9 @@ def added_times(
 
 def floor_by_part(shapes: Shapes, rates: Rates, requests: int, context: float) -> list[Figures]:
     """Return bytes, operations and the minimum milliseconds of each part of a step."""
-    parts = {name: work for name, work in _parts(shapes, requests, context).items() if work.bytes}
+    verify = shapes.verify_parts(requests, context)
+    parts = {f"target: {name}": work for name, work in verify.items()}
+    parts["drafter"] = shapes.drafting(requests, context)
     return [
         {
             "name": name,
@@ -106,36 +97,8 @@ def floor_by_part(shapes: Shapes, rates: Rates, requests: int, context: float) -
             "ms": 1e3 * rates.seconds(work),
         }
         for name, work in parts.items()
+        if work.bytes
     ]
-
-
-def _parts(shapes: Shapes, requests: int, context: float) -> dict[str, Work]:
-    target = shapes.target
-    widths = shapes.widths
-    decoder = target.decoder
-    rows = requests * shapes.rows
-    without, _ = layer_values(target, 0)
-    read, _ = layer_values(target, touched_experts(decoder, rows))
-    active, _ = layer_values(target, active_experts(decoder))
-    head = head_values(decoder)
-    states = 0 if target.states is None else target.states.values
-    verify = shapes.verify(requests, context)
-    width = widths.linear if widths.experts is None else widths.experts
-    experts = (read - without) * width
-    linear = experts + without * widths.linear + head * widths.head
-    stored = rows * kv_values(decoder) * widths.kv
-    attention = requests * attention_operations(decoder, shapes.rows, context)
-    keys = stored + shapes.context_bytes(decoder, requests, context)
-    state = requests * state_bytes(states, shapes.rows)
-    return {
-        "target: experts": Work(experts, 2 * rows * (active - without)),
-        "target: other linear layers": Work(without * widths.linear, 2 * rows * without),
-        "target: head": Work(head * widths.head, 0, 2 * rows * head),
-        "target: keys and values": Work(keys, 0, attention),
-        "target: recurrent states": Work(state, 0, 8 * rows * states),
-        "target: norms and biases": Work(verify.bytes - linear - keys - state),
-        "drafter": shapes.drafting(requests, context),
-    }
 
 
 def profile_sections(rows: Sequence[Figures]) -> list[Section]:
