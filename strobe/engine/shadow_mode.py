@@ -64,11 +64,11 @@ class ShadowMode:
         try:
             with self.drafting.stopwatch.running():
                 drafts = self.drafting.propose(plan.spans, plan.shadow, self.num_drafts)
-            proposed: dict[str, DraftRows] = {}
-            for name, _ in plan.shadow.proposals:
-                tokens = Drafts(drafts[name].tokens).download().tokens
-                assert tokens is not None
-                proposed[name] = tokens
+                proposed: dict[str, DraftRows] = {}
+                for name, _ in plan.shadow.proposals:
+                    tokens = Drafts(drafts[name].tokens).download().tokens
+                    assert tokens is not None
+                    proposed[name] = tokens
             self.ledger.receive(plan, proposed)
         except Exception as error:
             self._stop(error)

@@ -9,7 +9,8 @@ resolve    compare them with the answer's tokens
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 from weakref import WeakKeyDictionary
@@ -130,6 +131,10 @@ class ShadowLedger:
         host are made here."""
         if not self._answers:
             return None
+        with self._on_host():
+            return self._plan(scheduled)
+
+    def _plan(self, scheduled: Sequence[tuple[RunningRequest, Span]]) -> ShadowWork:
         self._close()
         observed: list[int] = []
         due: dict[str, list[int]] = {}
@@ -154,10 +159,8 @@ class ShadowLedger:
     def _begin_on_host(self, drafter: ScoredDrafter, chain: Chain, record: RunningRequest) -> None:
         if drafter.host is None:
             return
-        started = time.perf_counter()
         drafts = drafter.host.propose(record.request, drafter.num_drafts).tokens
         chain.begin(record.start, self.walk(record.slot, drafts) if drafts else ())
-        self._host_seconds += time.perf_counter() - started
 
     def receive(self, plan: Plan, proposed: Mapping[str, DraftRows]) -> None:
         """Take in the device's drafts of a plan that was launched; they are read later."""
@@ -168,20 +171,26 @@ class ShadowLedger:
 
     def read(self) -> None:
         """Read the drafts that were received; their steps are done."""
-        started = time.perf_counter()
-        for name, rows, chains in self._received:
-            count = self.drafters[name].num_drafts
-            for row, (chain, span) in zip(rows.tolist(), chains, strict=False):
-                drafts = [max(token, 0) for token in row[:count]]
-                chain.begin(span.start, self.walk(span.slot, drafts))
-        self._received.clear()
-        self._host_seconds += time.perf_counter() - started
+        if not self._received:
+            return
+        with self._on_host():
+            for name, rows, chains in self._received:
+                count = self.drafters[name].num_drafts
+                for row, (chain, span) in zip(rows.tolist(), chains, strict=False):
+                    drafts = [max(token, 0) for token in row[:count]]
+                    chain.begin(span.start, self.walk(span.slot, drafts))
+            self._received.clear()
 
     def resolve(self, request: Request) -> list[ScoredBlock]:
         """Return the blocks that the answer's tokens so far decide."""
         answer = self._answers.get(request)
         if answer is None:
             return []
+        with self._on_host():
+            return self._resolve(answer)
+
+    def _resolve(self, answer: ScoredAnswer) -> list[ScoredBlock]:
+        request = answer.request
         ended = request.status is Status.FINISHED
         scored: list[ScoredBlock] = []
         for name, chain in answer.chains.items():
@@ -204,6 +213,15 @@ class ShadowLedger:
         if ended:
             self.release(request)
         return scored
+
+    @contextmanager
+    def _on_host(self) -> Generator[None]:
+        """Count the host's seconds of scoring."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._host_seconds += time.perf_counter() - started
 
     def _close(self) -> None:
         """Forget answers that ended from outside, as at a stop string."""
