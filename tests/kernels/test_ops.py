@@ -37,7 +37,10 @@ from strobe.models.ops.triton_ops import TritonOps
 from strobe.models.quantization.kernel_weights import join_all
 from strobe.models.quantization.methods import METHODS, hold_stored
 from strobe.models.weight_loading import load_draft, load_target
-from strobe.sampling.sampler import best_two
+from strobe.runner.step_ops.torch_step_ops import StepOps
+from strobe.runner.step_ops.triton_step_ops import TritonStepOps
+from strobe.sampling.candidates import Candidates, HeadOutputs
+from strobe.sampling.sampler import RowParams, best_two
 from strobe.sampling.walk import WalkNoise
 from tests.support.draft_heads import HEADS
 from tests.support.int8_format import Int8, to_int8
@@ -318,6 +321,28 @@ def test_kernels_match_drafter_layer_operations(
         torch.testing.assert_close(fused, plain, atol=1e-4, rtol=1e-4)
 
 
+def lead(noise: WalkNoise, ops: StepOps, outputs: HeadOutputs, count: int) -> Candidates:
+    """Return the candidates that lead the race of blocks of two drafts, without filters."""
+    drafts = torch.arange(4, device=outputs.raw.device)
+    temperature = noise.temperatures[drafts // 2].contiguous()
+    none = torch.zeros_like(temperature)
+    rows = RowParams(
+        temperature=temperature,
+        top_p=none + 1,
+        min_p=none,
+        top_k=none.long(),
+        key=noise.keys[drafts // 2],
+        position=noise.positions[drafts // 2] + drafts % 2,
+    )
+    places, joins = ops.race_candidates(
+        outputs.logits(), rows, count, outputs.tokens, filtered=False
+    )
+    values = outputs.raw.gather(1, places).float()
+    return Candidates(values.masked_fill(~joins, torch.nan), places)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # by the interpreter's NumPy
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("head", HEADS)
 def test_kernels_match_drafters_with_heads(
@@ -342,9 +367,11 @@ def test_kernels_match_drafters_with_heads(
 
     results: list[Any] = []
     for kernels in (False, True):
+        step_ops = StepOps()
         if kernels:
             contiguous(model)
             model.ops = TritonOps(device, torch.float32)
+            step_ops = TritonStepOps()
         x, _ = model(ids, places, Cache(model.config.decoder, device), offsets=offsets)
         block = BlockRows(
             hidden=x[:4].unflatten(0, (2, 2)),
@@ -354,7 +381,7 @@ def test_kernels_match_drafters_with_heads(
             margins=True,
             choose=choose,
             noise=noise,
-            lead=None,
+            lead=partial(lead, noise, step_ops) if noise else None,
         )
         results.append([x, *model.draft_head(model, block)])
     for plain, fused in zip(*results, strict=True):

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from strobe.kernels import race_candidates as kernels
-from strobe.kernels import sampling
+from strobe.runner.step_ops.torch_step_ops import StepOps
+from strobe.runner.step_ops.triton_step_ops import TritonStepOps
 from strobe.sampling.candidates import race_candidates
 from strobe.sampling.noise import gumbel
 from strobe.sampling.sampler import NO_TOKEN, RowParams, filter_mask, sample_rows
@@ -59,9 +59,8 @@ def test_kernels_match_twin(device: torch.device, vocab: int, count: int, dtype:
     rows = rows_of(device)
     chosen = torch.randperm(50_000, generator=torch.Generator().manual_seed(1))[:vocab]
     for tokens in (None, chosen.to(device)):
-        race, _ = sampling.race_params(logits, rows)
-        found = kernels.race_candidates(logits, race, rows.key, rows.position, count, tokens)
-        expected = race_candidates(logits, rows, count, tokens, filtered=True)
+        found = TritonStepOps().race_candidates(logits, rows, count, tokens, filtered=True)
+        expected = StepOps().race_candidates(logits, rows, count, tokens, filtered=True)
         assert torch.equal(found[1], expected[1])
         assert torch.equal(found[0][found[1]], expected[0][expected[1]])
 
