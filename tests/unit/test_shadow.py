@@ -18,7 +18,9 @@ from strobe.sampling_params import SamplingParams
 from strobe.speculation.shadow.share_account import ShareAccount
 from strobe.step import ScoredBlock, Span, TokenEvent
 from strobe.text.tokenizer import Tokenizer
-from tests.support.tiny_checkpoints import make_target
+from tests.support.draft_heads import to_dflash2, to_dspark
+from tests.support.recurrent_checkpoints import make_hybrid
+from tests.support.tiny_checkpoints import make_draft, make_target
 
 TEXTS = (
     "Sort these words from A to Z: ocean, stone, umbrella, ember, water, ocean, stone.",
@@ -298,3 +300,36 @@ def test_several_drafters_are_scored_on_the_same_answers(prompts: list[list[int]
         assert first
         assert first == second
         assert blocks_of(answer, "ngram")
+
+
+@pytest.mark.parametrize("kind", ["full", "recurrent"])
+def test_drafters_of_every_head_are_scored_on_the_same_answers(kind: str, tmp_path: Path):
+    target = tmp_path / "target"
+    if kind == "recurrent":
+        make_hybrid(target)
+    else:
+        make_target(target)
+    first = make_draft(tmp_path / "dflash1")
+    second = to_dflash2(first, tmp_path / "dflash2")
+    third = to_dspark(first, tmp_path / "dspark")
+    drafters = tuple(str(path) for path in (first, second, third))
+    options = {**OPTIONS, "target": str(target), "max_model_len": 256}
+    engine = Engine(EngineConfig(shadow=True, shadow_share=1.0, shadow_draft=drafters, **options))
+    assert engine.shadow is not None
+    engine.shadow.start()
+    engine.shadow.ledger.account = UnlimitedAccount(1.0)
+    prompts = [[3, 5, 8, 13] * 3, [2, 7, 1] * 5]
+    events = run(engine, prompts, temperature=0.0, ignore_eos=True)
+    assert engine.shadow.ledger.fault is None
+    plain = run(
+        Engine(EngineConfig(method="none", **options)), prompts, temperature=0.0, ignore_eos=True
+    )
+    for key, answer in events.items():
+        assert tokens_of(answer) == tokens_of(plain[key])
+        for name in ("dflash1", "dflash2", "dspark", "ngram"):
+            blocks = blocks_of(answer, name)
+            starts = [block.start for block in blocks]
+            assert starts[0] == len(prompts[key])
+            # Each block begins where the one before it ended, so that all its steps are counted.
+            ends = [block.start + block.num_accepted + 1 for block in blocks]
+            assert starts[1:] == ends[:-1]
