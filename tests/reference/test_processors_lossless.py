@@ -36,6 +36,7 @@ from tests.support.engine_runs import drain, make_engine, run
 from tests.support.pairwise import all_pairs, covering, pairs_of
 from tests.support.reference_sampling import race
 from tests.support.scripted_drafting import Scripted, adversary, oracle, wavering
+from tests.support.step_failures import fail_calls, run_with_failures
 from tests.support.tiny_checkpoints import EOS_IDS, VOCAB, edit_json, make_tokenizer, pool_bytes
 from tests.support.transformers_parity import greedy
 
@@ -619,28 +620,12 @@ def test_failed_step_counts_no_token_twice(
     place: str, overlap: int, reader: Reader, plain: Callable[[str], list[Output]]
 ):
     engine, answers = scripted(reader, 3, overlap=overlap, max_num_seqs=3)
-    true, calls = getattr(engine.sampling, place), 0
-
-    def failing(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls % 3 == 1:
-            raise MemoryError("no memory")
-        return true(*args)
-
-    setattr(engine.sampling, place, failing)
+    fail_calls(engine.sampling, place, lambda call: call % 3 == 1, has_effect=False)
     expected = plain("everything")
     requests = add(engine, jobs("everything"))
     for request, answer in zip(requests, expected, strict=True):
         answers[request] = request.tokens + answer.tokens
-    failures = 0
-    while engine.has_work:
-        try:
-            engine.step()
-        except MemoryError:
-            failures += 1
-        check_engine(engine)
-    assert failures > 5
+    assert run_with_failures(engine) > 5
     assert [r.output_ids for r in requests] == [a.tokens for a in expected]
 
 

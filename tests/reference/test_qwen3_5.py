@@ -32,6 +32,7 @@ from tests.support.losslessness_matrix import (
 from tests.support.recurrent_checkpoints import EXPERTS, KINDS, ROPE, make_hybrid
 from tests.support.scripted_drafting import Scripted, wavering
 from tests.support.simulated_graphs import captured
+from tests.support.step_failures import fail_calls, run_with_failures
 from tests.support.tiny_checkpoints import HIDDEN, LAYERS, edit_json, join_experts, make_draft
 from tests.support.transformers_parity import (
     GEOMETRY,
@@ -297,26 +298,9 @@ def test_failed_step_restarts_its_requests(
     options: dict[str, Any] = {"draft": str(drafter), "overlap": overlap}
     engine = make_engine(config(path, **options, max_num_batched_tokens=40))
     owner: Any = {"forward": engine.runner}.get(method, engine.proposers)
-    true, calls = getattr(owner, method), 0
-
-    def failing(*args: Any, **named: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        result = true(*args, **named)
-        if calls in (2, 5, 9):
-            raise MemoryError("no memory")
-        return result
-
-    setattr(owner, method, failing)
+    fail_calls(owner, method, lambda call: call in (2, 5, 9))
     requests = [engine.add(prompt, COLD) for prompt in TEXTS]
-    failures = 0
-    while engine.has_work:
-        try:
-            engine.step()
-        except MemoryError:
-            failures += 1
-        check_engine(engine)
-    assert failures == 3
+    assert run_with_failures(engine) == 3
     assert [r.output_ids for r in requests] == plain_answers(path, *map(tuple, TEXTS))
 
 

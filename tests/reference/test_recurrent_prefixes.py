@@ -13,10 +13,10 @@ from strobe.engine.build import resolve
 from strobe.engine.engine import Engine
 from strobe.request import Request
 from strobe.sampling_params import SamplingParams, Speculation
-from tests.support.bookkeeping_checks import check_engine
 from tests.support.engine_runs import drain, make_engine, run
 from tests.support.recurrent_checkpoints import EXPERTS, make_hybrid
 from tests.support.simulated_graphs import captured
+from tests.support.step_failures import fail_calls, run_with_failures
 from tests.support.tiny_checkpoints import make_draft
 from tests.support.transformers_parity import prompts
 
@@ -196,26 +196,9 @@ def test_answers_are_right_when_steps_with_copies_fail(
     states = engine.components.states
     owner: Any = {"copy": states, "forward": engine.runner, "commit": engine.scheduler}[stage]
     name = {"copy": "copy", "forward": "forward", "commit": "_commit"}[stage]
-    true, calls = getattr(owner, name), 0
-
-    def failing(*args: Any, **named: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        result = true(*args, **named)
-        if calls % 3 == 0:
-            raise MemoryError("no memory")
-        return result
-
-    setattr(owner, name, failing)
+    fail_calls(owner, name, lambda call: call % 3 == 0)
     prompts = [LONG, [*LONG, *TAIL], OTHER, LONG, [*LONG[:150], *OTHER]]
     requests = [engine.add(prompt, COLD) for prompt in prompts]
-    failures = 0
-    while engine.has_work:
-        try:
-            engine.step()
-        except MemoryError:
-            failures += 1
-        check_engine(engine)
-    assert failures > 3
+    assert run_with_failures(engine) > 3
     expected = [cold_answer(hybrid, prompt, COLD).output_ids for prompt in prompts]
     assert [request.output_ids for request in requests] == expected
