@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest -rs -n auto --maxprocesses 4 --dist loadfile \
 PIP := $(BIN)/python -m pip install $(if $(MAKE_TERMOUT),,--quiet) --disable-pip-version-check \
 	-c constraints.txt
 
-.PHONY: serve demo soak fuzz test pytest test-all test-gpu test-ray test-floors verify-peers check style types format bench clean
+.PHONY: serve demo soak fuzz test pytest test-all test-nightly test-gpu test-ray test-floors verify-peers check style types format bench clean
 
 # A small language model, fetched once; the demo models where it cannot be fetched. Options go behind
 # `strobe serve` itself: .venv/bin/strobe serve --help
@@ -31,9 +31,13 @@ test: $(VENV)/.dev style
 pytest: $(VENV)/.dev
 	$(PYTEST) -m "not full"
 
-# The rest: whole matrices, tests in a browser, the wheel, longer soaks. CI runs both.
+# The rest: whole matrices, the page in Chromium, the wheel, longer soaks. CI runs both.
 test-all: $(VENV)/.dev
-	$(PYTEST) -m full
+	$(PYTEST) -m "full and not nightly"
+
+# What rarely finds more than the others: the page in Firefox. CI runs it each night.
+test-nightly: $(VENV)/.dev
+	$(PYTEST) -m nightly
 
 # Five minutes of 1,000 streams, broken requests and clients that leave, then schemathesis in full.
 soak: $(VENV)/.dev

@@ -36,7 +36,13 @@ def page_server(real_server: Served) -> str:
     return f"{real_server.url}/"
 
 
-@pytest.fixture(scope="session", params=[Chromium, Firefox], ids=lambda kind: kind.__name__)
+@pytest.fixture(
+    scope="session",
+    params=[
+        pytest.param(Chromium, id="Chromium"),
+        pytest.param(Firefox, id="Firefox", marks=[pytest.mark.full, pytest.mark.nightly]),
+    ],
+)
 def browser(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Browser]:
