@@ -20,7 +20,7 @@ from strobe.server.openai.protocol.responses_request import ResponsesStreamOptio
 from strobe.server.page import files as page_files
 from strobe.server.page.endpoints import MarkdownBlock, MarkdownResponse
 from strobe.server.schema.base import RequestModel, StreamOptions
-from strobe.server.schema.formats import JSON_SCHEMA_FIELDS, KINDS, SINGLE_FIELDS
+from strobe.server.schema.formats import KINDS, SINGLE_FIELDS, SchemaTextFormat
 from strobe.server.schema.messages import PARTS, AssistantMessage, ToolCall
 from strobe.server.schema.rules import NO_EFFECT, UNSUPPORTED
 from strobe.server.schema.sampling import SamplingFields
@@ -87,7 +87,7 @@ def test_page_lists_every_object_field(place: str, page: str):
     "names",
     [
         AssistantMessage.model_fields, PARTS, ToolCall.model_fields, Function.model_fields, KINDS,
-        SINGLE_FIELDS, JSON_SCHEMA_FIELDS, ITEMS,
+        SINGLE_FIELDS, [f.alias or n for n, f in SchemaTextFormat.model_fields.items()], ITEMS,
         *(item.model_fields for item in ITEMS.values()),
         SpeculationReport.__annotations__, answers.Step.__annotations__,
         answers.ModelCard.__annotations__,

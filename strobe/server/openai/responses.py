@@ -185,7 +185,10 @@ class ResponseCodec(ItemCodec[bodies.OutputItem]):
             "parallel_tool_calls": request.parallel_tool_calls,
             "previous_response_id": request.previous_response_id,
             "prompt": None,
-            "reasoning": {"effort": (request.reasoning or {}).get("effort"), "summary": None},
+            "reasoning": {
+                "effort": request.reasoning and request.reasoning.effort,
+                "summary": None,
+            },
             "service_tier": "default",
             "store": self.stores,
             "temperature": params.temperature,

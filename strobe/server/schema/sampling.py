@@ -25,11 +25,11 @@ from strobe.sampling_params import (
 from strobe.server.openai.protocol.request_errors import HERE, FieldError, invalid_value, short_json
 from strobe.server.schema.base import FieldWarnings, RequestModel, object_schema
 from strobe.server.schema.formats import (
-    RESPONSE_FORMAT_SCHEMA,
     SOURCES,
-    STRUCTURED_OUTPUTS_SCHEMA,
-    VALUE_SCHEMAS,
+    Choices,
     Constraint,
+    SchemaOrText,
+    StructuredOutputs,
     read_constraint,
     unenforced,
 )
@@ -38,6 +38,7 @@ from strobe.server.schema.values import (
     TEXT_SCHEMA,
     Bounds,
     Int,
+    SomeText,
     Texts,
     TokenIds,
     check_int,
@@ -146,11 +147,6 @@ REPETITION_SCHEMA: dict[str, Any] = {
     ]
 }
 
-SchemaField = Annotated[Any, WithJsonSchema(VALUE_SCHEMAS["json"])]
-TextField = Annotated[Any, WithJsonSchema(TEXT_SCHEMA)]
-TextListField = Annotated[Any, WithJsonSchema(VALUE_SCHEMAS["choice"])]
-FormatField = Annotated[Any, WithJsonSchema(RESPONSE_FORMAT_SCHEMA)]
-
 LogprobCount = Annotated[Int, Bounds(low=0, high=20, hint="0 gives the sampled token alone")]
 
 BOUNDS = {
@@ -234,18 +230,20 @@ class SamplingFields(DeclaredFields):
         "row: an object with `max_pattern_size` and `min_pattern_size` (tokens of the pattern; a "
         "maximum of 0 is off) and `min_count` (2 or more). Default: the server's `--max-repeats`.",
     )
-    structured_outputs: Annotated[Any, WithJsonSchema(STRUCTURED_OUTPUTS_SCHEMA)] = Field(
+    structured_outputs: StructuredOutputs | None = Field(
         None,
         description="Constrains the answer: exactly one of `json` (a schema), `json_object: true`, "
         "`regex`, `choice` (a list of strings), `grammar` (Lark or EBNF) and `structural_tag`.",
     )
-    guided_json: SchemaField = Field(None, description="Same as `structured_outputs.json`.")
-    guided_regex: TextField = Field(None, description="Same as `structured_outputs.regex`.")
-    guided_choice: TextListField = Field(None, description="Same as `structured_outputs.choice`.")
-    guided_grammar: TextField = Field(None, description="Same as `structured_outputs.grammar`.")
-    regex: TextField = Field(None, description="Same as `structured_outputs.regex`.")
-    ebnf: TextField = Field(None, description="Same as `structured_outputs.grammar`.")
-    json_schema: SchemaField = Field(None, description="Same as `structured_outputs.json`.")
+    guided_json: SchemaOrText | None = Field(None, description="Same as `structured_outputs.json`.")
+    guided_regex: SomeText | None = Field(None, description="Same as `structured_outputs.regex`.")
+    guided_choice: Choices | None = Field(None, description="Same as `structured_outputs.choice`.")
+    guided_grammar: SomeText | None = Field(
+        None, description="Same as `structured_outputs.grammar`."
+    )
+    regex: SomeText | None = Field(None, description="Same as `structured_outputs.regex`.")
+    ebnf: SomeText | None = Field(None, description="Same as `structured_outputs.grammar`.")
+    json_schema: SchemaOrText | None = Field(None, description="Same as `structured_outputs.json`.")
     stream: bool = Field(False, description="Stream the answer as server-sent events.")
     request_id: (
         Annotated[
@@ -298,7 +296,7 @@ class SamplingFields(DeclaredFields):
                 value = getattr(self, name)
                 self._settings[name] = _read_settings(name, value, self._warnings)
         constraints = {name: getattr(self, name) for name in SOURCES if self.is_set(name)}
-        self._constraint = read_constraint(constraints, self._warnings)
+        self._constraint = read_constraint(constraints)
         sources = [] if self._constraint is None else [self._constraint.source]
         if self.thinking_budget is not None:
             sources.append("thinking_token_budget")

@@ -1,115 +1,200 @@
-"""Reads structural tags, in vLLM's older form and in the newer one of triggered tags."""
+"""Structural tags, in vLLM's older form and in the newer one of triggered tags."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic_core import from_json
+from pydantic import BeforeValidator, Field
 
 from strobe.grammars.rules import Tag, text_with_tags
 from strobe.grammars.source import lark, one_line
-from strobe.server.openai.protocol.request_errors import FieldError, invalid_value, short_json
-from strobe.server.schema.base import FieldWarnings, object_schema
-from strobe.server.schema.values import TEXT_SCHEMA, texts
-
-_SHAPE: dict[str, Any] = {"type": "object"}
-_TRIGGERS: dict[str, Any] = {"type": "array", "minItems": 1, "items": TEXT_SCHEMA}
-_OLD_TAG = object_schema(
-    {"begin": TEXT_SCHEMA, "schema": _SHAPE, "end": {"type": "string"}}, "", ("begin", "schema")
+from strobe.server.openai.protocol.request_errors import (
+    HERE,
+    FieldError,
+    invalid_value,
+    short_json,
 )
-CONTENTS = {"json_schema": "json_schema", "regex": "pattern", "grammar": "grammar"}
-"""The field of each type of content."""
-_CONTENT: dict[str, Any] = {
-    "anyOf": [
-        object_schema(
-            {
-                "type": {"const": kind},
-                name: _SHAPE if kind == name == "json_schema" else TEXT_SCHEMA,
-            },
-            "",
-            ("type", name),
-        )
-        for kind, name in CONTENTS.items()
-    ]
+from strobe.server.schema.base import FieldWarnings, RequestObject
+from strobe.server.schema.values import JsonSchema, Must, OneOf, OrJson, SomeText, Text
+
+
+def _listed(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+Triggers = Annotated[
+    list[SomeText],
+    Field(min_length=1),
+    BeforeValidator(_listed),
+    Must("a string or a list of strings"),
+]
+_ONE_OR_MORE_TAGS = "a list of one or more tags"
+
+
+class SchemaTag(RequestObject):
+    """A tag of the older form, whose content follows a JSON schema."""
+
+    begin: SomeText
+    schema_: JsonSchema = Field(alias="schema")
+    end: Text = ""
+
+    @property
+    def constraint(self) -> Mapping[str, Any]:
+        return self.schema_
+
+
+class SchemaContent(RequestObject):
+    """A tag's content that follows a JSON schema."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+    @property
+    def constraint(self) -> Mapping[str, Any]:
+        return self.json_schema
+
+
+class RegexContent(RequestObject):
+    """A tag's content that follows a regular expression."""
+
+    type: Literal["regex"]
+    pattern: SomeText
+
+    @property
+    def constraint(self) -> tuple[str, str]:
+        return self.type, self.pattern
+
+
+class GrammarContent(RequestObject):
+    """A tag's content that follows a grammar."""
+
+    type: Literal["grammar"]
+    grammar: SomeText
+
+    @property
+    def constraint(self) -> tuple[str, str]:
+        return self.type, self.grammar
+
+
+Content = SchemaContent | RegexContent | GrammarContent
+CONTENTS: Mapping[str, type[Content]] = {
+    "json_schema": SchemaContent,
+    "regex": RegexContent,
+    "grammar": GrammarContent,
 }
-_NEW_TAG = object_schema(
-    {"type": {"const": "tag"}, "begin": TEXT_SCHEMA, "content": _CONTENT,
-     "end": {"type": "string"}},
-    "",
-    ("begin", "content"),
-)  # fmt: skip
-STRUCTURES_SCHEMA: dict[str, Any] = {"type": "array", "minItems": 1, "items": _OLD_TAG}
-FORMAT_SCHEMA = object_schema(
-    {"type": {"const": "triggered_tags"}, "triggers": _TRIGGERS,
-     "tags": {"type": "array", "minItems": 1, "items": _NEW_TAG}},
-    "triggered_tags",
-    ("type", "triggers", "tags"),
-)  # fmt: skip
-TAGS_SCHEMA: dict[str, Any] = {
-    "anyOf": [
-        object_schema(
-            {"type": {"const": "structural_tag"}, "structures": STRUCTURES_SCHEMA,
-             "triggers": _TRIGGERS},
-            "",
-            ("type", "structures", "triggers"),
-        ),
-        object_schema(
-            {"type": {"const": "structural_tag"}, "format": FORMAT_SCHEMA}, "", ("type", "format")
-        ),
-    ]
-}  # fmt: skip
 
 
-def read_tags(value: object, path: str, warnings: FieldWarnings) -> list[Tag]:
-    """Return the tags of an object, or of its text as JSON. Raises FieldError."""
-    if isinstance(value, str):
-        try:
-            value = from_json(value, allow_inf_nan=False)
-        except ValueError as error:
-            raise invalid_value(
-                path, value, "a structural tag", f"as JSON it fails: {error}"
-            ) from None
-    fields = warnings.split(value, ("type", "structures", "triggers", "format"), "", path)
-    if fields.get("type", "structural_tag") != "structural_tag":
-        raise invalid_value(f"{path}.type", fields["type"], '"structural_tag"')
-    if ("format" in fields) == ("structures" in fields):
+def _content(value: object) -> type[Content]:
+    if not isinstance(value, Mapping):
+        raise invalid_value(HERE, value, "a JSON object")
+    kind = value.get("type")
+    if not isinstance(kind, str) or kind not in CONTENTS:
         raise FieldError(
-            f"{path} must hold either format or structures with triggers; give one of them.", path
+            f"{HERE}.type is {short_json(kind)}, which is not supported; the types are "
+            f"{', '.join(CONTENTS)}.",
+            f"{HERE}.type",
+            "unsupported_parameter",
         )
-    if "structures" in fields:
-        read = _old_tag
-        listed = fields["structures"]
-        where = f"{path}.structures"
-    else:
-        path = f"{path}.format"
-        known_names = ("type", "triggers", "tags")
-        fields = warnings.split(fields["format"], known_names, "triggered_tags", path)
-        if fields.get("type") != "triggered_tags":
-            raise FieldError(
-                f"{path}.type is {short_json(fields.get('type'))}, which is not supported; the "
-                "only type is triggered_tags.",
-                f"{path}.type",
-                "unsupported_parameter",
-            )
-        read = _new_tag
-        listed = fields.get("tags")
-        where = f"{path}.tags"
-    triggers = texts(fields.get("triggers", ()), f"{path}.triggers")
-    if not isinstance(listed, list | tuple) or not listed:
-        raise invalid_value(where, listed, "a list of one or more tags")
-    tags: list[Tag] = []
-    for index, entry in enumerate(listed):
-        place = f"{where}[{index}]"
-        begin, content, end = read(entry, place, warnings)
-        tags.append(
-            Tag(trigger=_trigger(begin, triggers, place), begin=begin, content=content, end=end)
-        )
-    return tags
+    return CONTENTS[kind]
 
 
-Parts = tuple[str, Mapping[str, Any] | tuple[str, str], str]
-"""A tag's beginning, content and end."""
+class TriggeredTag(RequestObject):
+    """A tag of the newer form."""
+
+    type: Annotated[Literal["tag"], Must('"tag"')] = "tag"
+    begin: SomeText
+    content: Annotated[Content, OneOf(_content), Must("a JSON object")]
+    end: Text = ""
+
+    @property
+    def constraint(self) -> Mapping[str, Any] | tuple[str, str]:
+        return self.content.constraint
+
+
+class TriggeredTags(RequestObject):
+    """Tags, each of which may follow a trigger that it begins with."""
+
+    schema_key: ClassVar[str] = "triggered_tags"
+
+    type: Literal["triggered_tags"]
+    triggers: Triggers
+    tags: Annotated[list[TriggeredTag], Field(min_length=1), Must(_ONE_OR_MORE_TAGS)]
+
+    def check(self) -> None:
+        super().check()
+        _tags(self.tags, self.triggers, "tags")
+
+
+def _format(value: object) -> type[TriggeredTags]:
+    if not isinstance(value, Mapping):
+        raise invalid_value(HERE, value, "a JSON object")
+    if value.get("type") != "triggered_tags":
+        raise FieldError(
+            f"{HERE}.type is {short_json(value.get('type'))}, which is not supported; the only "
+            "type is triggered_tags.",
+            f"{HERE}.type",
+            "unsupported_parameter",
+        )
+    return TriggeredTags
+
+
+class StructuralTag(RequestObject):
+    """Structural tags. The type may be left out where nothing else has a place."""
+
+    type: Literal["structural_tag"]
+
+    @classmethod
+    def split(cls, data: object, warnings: FieldWarnings) -> dict[str, Any]:
+        return {"type": "structural_tag", **super().split(data, warnings)}
+
+    def tags(self) -> list[Tag]:
+        """The tags, each with its trigger. Raises FieldError."""
+        raise NotImplementedError
+
+
+class OlderStructuralTag(StructuralTag):
+    """Structural tags in vLLM's older form."""
+
+    structures: Annotated[list[SchemaTag], Field(min_length=1), Must(_ONE_OR_MORE_TAGS)]
+    triggers: Triggers
+
+    def check(self) -> None:
+        super().check()
+        self.tags()
+
+    def tags(self) -> list[Tag]:
+        return _tags(self.structures, self.triggers, "structures")
+
+
+class NewerStructuralTag(StructuralTag):
+    """Structural tags in the form of triggered tags."""
+
+    format: Annotated[TriggeredTags, OneOf(_format)]
+
+    def tags(self) -> list[Tag]:
+        return _tags(self.format.tags, self.format.triggers, "tags")
+
+
+def structural_tag_model(value: object) -> type[OlderStructuralTag | NewerStructuralTag]:
+    """Return the model of structural tags. Raises FieldError."""
+    if not isinstance(value, Mapping):
+        raise invalid_value(HERE, value, "a JSON object")
+    if value.get("type", "structural_tag") not in (None, "structural_tag"):
+        raise invalid_value(f"{HERE}.type", value["type"], '"structural_tag"')
+    is_newer = value.get("format") is not None
+    if is_newer == (value.get("structures") is not None):
+        raise FieldError(
+            f"{HERE} must hold either format or structures with triggers; give one of them.", HERE
+        )
+    return NewerStructuralTag if is_newer else OlderStructuralTag
+
+
+StructuralTagOrText = Annotated[
+    OlderStructuralTag | NewerStructuralTag,
+    OneOf(structural_tag_model),
+    OrJson("a structural tag"),
+]
 
 
 def tags_grammar(tags: Sequence[Tag], added_tokens: Mapping[str, int]) -> str:
@@ -123,60 +208,21 @@ def tags_grammar(tags: Sequence[Tag], added_tokens: Mapping[str, int]) -> str:
         ) from None
 
 
-def _old_tag(value: object, path: str, warnings: FieldWarnings) -> Parts:
-    fields = warnings.split(value, ("begin", "schema", "end"), "", path)
-    return (
-        _text(fields.get("begin"), f"{path}.begin"),
-        _schema(fields.get("schema"), f"{path}.schema"),
-        _text(fields.get("end", ""), f"{path}.end", empty=True),
-    )
-
-
-def _new_tag(value: object, path: str, warnings: FieldWarnings) -> Parts:
-    fields = warnings.split(value, ("type", "begin", "content", "end"), "", path)
-    if fields.get("type", "tag") != "tag":
-        raise invalid_value(f"{path}.type", fields["type"], '"tag"')
-    inner = f"{path}.content"
-    content = warnings.split(fields.get("content"), ("type", *CONTENTS.values()), "", inner)
-    kind = content.get("type")
-    if not isinstance(kind, str) or kind not in CONTENTS:
-        raise FieldError(
-            f"{inner}.type is {short_json(kind)}, which is not supported; the types are "
-            f"{', '.join(CONTENTS)}.",
-            f"{inner}.type",
-            "unsupported_parameter",
-        )
-    value = content.get(CONTENTS[kind])
-    where = f"{inner}.{CONTENTS[kind]}"
-    constraint = _schema(value, where) if kind == "json_schema" else (kind, _text(value, where))
-    return (
-        _text(fields.get("begin"), f"{path}.begin"),
-        constraint,
-        _text(fields.get("end", ""), f"{path}.end", empty=True),
-    )
-
-
-def _trigger(begin: str, triggers: Sequence[str], path: str) -> str:
-    """Return the longest trigger that a tag begins with. Raises FieldError."""
-    fitting = [trigger for trigger in triggers if begin.startswith(trigger)]
-    if not fitting:
-        raise FieldError(
-            f"{path}.begin is {short_json(begin)}, which begins with none of the triggers "
-            f"{short_json(list(triggers))}; add its beginning to them.",
-            f"{path}.begin",
-        )
-    return max(fitting, key=len)
-
-
-def _text(value: object, path: str, *, empty: bool = False) -> str:
-    if not isinstance(value, str) or not (value or empty):
-        raise invalid_value(
-            path, value, "a string" if empty else "a string of one or more characters"
-        )
-    return value
-
-
-def _schema(value: object, path: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise invalid_value(path, value, "a JSON schema, as an object")
-    return value
+def _tags(
+    tags: Sequence[SchemaTag | TriggeredTag], triggers: Sequence[str], field: str
+) -> list[Tag]:
+    """Return the tags, each with the longest trigger that it begins with. field: the name of their
+    list. Raises FieldError."""
+    read: list[Tag] = []
+    for index, tag in enumerate(tags):
+        fitting = [trigger for trigger in triggers if tag.begin.startswith(trigger)]
+        if not fitting:
+            path = f"{HERE}.{field}[{index}].begin"
+            raise FieldError(
+                f"{path} is {short_json(tag.begin)}, which begins with none of the triggers "
+                f"{short_json(list(triggers))}; add its beginning to them.",
+                path,
+            )
+        trigger = max(fitting, key=len)
+        read.append(Tag(trigger=trigger, begin=tag.begin, content=tag.constraint, end=tag.end))
+    return read

@@ -17,7 +17,7 @@ from pydantic import (
     ValidatorFunctionWrapHandler,
     WithJsonSchema,
 )
-from pydantic_core import CoreSchema, core_schema
+from pydantic_core import CoreSchema, core_schema, from_json
 
 from strobe.server.openai.protocol.request_errors import HERE, FieldError, invalid_value
 from strobe.validation import MAX_INT
@@ -93,6 +93,37 @@ class OrText:
 
     def _read(self, value: object, handler: ValidatorFunctionWrapHandler) -> Any:
         return value if isinstance(value, str) else handler(value)
+
+
+@dataclass(frozen=True)
+class OrJson:
+    """Reads an object, or its text as JSON. requirement: what the text must be."""
+
+    requirement: str
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self._parse, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        text = {
+            "type": "string",
+            "pattern": r"^[ \t\r\n]*\{[\s\S]*\}[ \t\r\n]*$",
+            "contentMediaType": "application/schema+json",
+        }
+        return {"anyOf": [handler(schema), text]}
+
+    def _parse(self, value: object) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return from_json(value, allow_inf_nan=False)
+        except ValueError as error:
+            hint = f"as JSON it fails: {error}"
+            raise invalid_value(HERE, value, self.requirement, hint) from None
 
 
 @dataclass(frozen=True)

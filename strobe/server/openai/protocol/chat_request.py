@@ -12,8 +12,9 @@ from strobe.sampling_params import MAX_ANSWERS, MAX_NAMED
 from strobe.server.openai.protocol.conversation import Conversation
 from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.schema.base import FieldWarnings, StreamOptions
+from strobe.server.schema.formats import ResponseFormat
 from strobe.server.schema.messages import Messages
-from strobe.server.schema.sampling import FormatField, LogprobCount, SamplingFields
+from strobe.server.schema.sampling import LogprobCount, SamplingFields
 from strobe.server.schema.tools import ChatToolChoice
 from strobe.server.schema.values import IDS_SCHEMA, Bounds, Int, TokenIds
 from strobe.validation import MAX_INT
@@ -63,7 +64,7 @@ class ChatCompletionRequest(SamplingFields, Conversation):
         description="Return the log probabilities of the prompt's tokens and of this many top "
         "tokens per position, 0 to 20; not in a stream.",
     )
-    response_format: FormatField = Field(
+    response_format: ResponseFormat | None = Field(
         None,
         description="`text`, `json_object`, or `json_schema` with `json_schema.schema`, which is "
         "always enforced strictly.",

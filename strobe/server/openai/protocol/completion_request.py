@@ -19,7 +19,8 @@ from strobe.server.openai.protocol.chat_request import (
 from strobe.server.openai.protocol.infill_request import Gap
 from strobe.server.openai.protocol.request_errors import FieldError, invalid_value
 from strobe.server.schema.base import StreamOptions
-from strobe.server.schema.sampling import FormatField, LogprobCount, SamplingFields
+from strobe.server.schema.formats import ResponseFormat
+from strobe.server.schema.sampling import LogprobCount, SamplingFields
 from strobe.server.schema.values import IDS_SCHEMA, Bounds, Int, check_int, is_int, token_ids
 from strobe.validation import MAX_INT
 
@@ -75,7 +76,7 @@ class CompletionRequest(SamplingFields):
         description="The answer is the text between prompt and suffix; for models with tokens "
         "that mark it, such as `<|fim_middle|>`.",
     )
-    response_format: FormatField = Field(
+    response_format: ResponseFormat | None = Field(
         None,
         description="`text`, `json_object`, or `json_schema` with `json_schema.schema`, which is "
         "always enforced strictly.",

@@ -15,11 +15,10 @@ from strobe.server.openai.protocol.items import STORED_ITEMS, Input, MessageItem
 from strobe.server.openai.protocol.request_errors import (
     FieldError,
     Names,
-    invalid_value,
     short_json,
 )
-from strobe.server.schema.base import FieldWarnings, RequestObject, object_schema
-from strobe.server.schema.formats import TEXT_FORMAT_SCHEMA, read_text_format
+from strobe.server.schema.base import FieldWarnings, RequestObject
+from strobe.server.schema.formats import TextFormat
 from strobe.server.schema.sampling import LogprobCount, SamplingFields
 from strobe.server.schema.tools import (
     ResponsesToolChoice,
@@ -28,7 +27,7 @@ from strobe.server.schema.tools import (
     ToolChoice,
     make_toolbox,
 )
-from strobe.server.schema.values import Bounds, Int
+from strobe.server.schema.values import Bounds, Int, Must
 from strobe.validation import MAX_INT
 
 _NAMES = {
@@ -41,9 +40,23 @@ LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
 
 
-TEXT_SCHEMA = object_schema({"format": TEXT_FORMAT_SCHEMA}, "text")
-REASONING_SCHEMA = object_schema({"effort": {"enum": list(get_args(Effort))}}, "reasoning")
 INCLUDE_SCHEMA: dict[str, Any] = {"type": "array", "items": {"enum": [LOGPROBS, ENCRYPTED]}}
+
+
+class TextOptions(RequestObject):
+    """Options of the answer's text."""
+
+    schema_key: ClassVar[str] = "text"
+
+    format: TextFormat | None = None
+
+
+class ReasoningOptions(RequestObject):
+    """Options of the reasoning."""
+
+    schema_key: ClassVar[str] = "reasoning"
+
+    effort: Annotated[Effort, Must(f"one of {', '.join(get_args(Effort))}")] | None = None
 
 
 class ResponsesStreamOptions(RequestObject):
@@ -83,12 +96,12 @@ class ResponsesPrompt(ConvertedRequest):
         description="Allow several calls in one answer. With `required`, only if the request sets "
         "it to true; a function by name is called once.",
     )
-    text: Annotated[Any, WithJsonSchema(TEXT_SCHEMA)] = Field(
+    text: TextOptions | None = Field(
         None,
         description="`format`: `text`, `json_object`, or `json_schema` with `schema`, which is "
         "always enforced strictly.",
     )
-    reasoning: Annotated[Any, WithJsonSchema(REASONING_SCHEMA)] = Field(
+    reasoning: ReasoningOptions | None = Field(
         None,
         description="`effort`: passed to the chat template; `none` also sets its enable_thinking "
         "to false. `summary` has no effect.",
@@ -114,7 +127,8 @@ class ResponsesPrompt(ConvertedRequest):
         """Build the chat request. Raises FieldError."""
         self._toolbox = make_toolbox(self.tools, self.tool_choice, self._warnings)
         choice = self._toolbox.choice
-        self._format = self._read_format()
+        if self.text is not None and self.text.format is not None:
+            self._format = self.text.format.in_chat()
         body: dict[str, Any] = {
             "messages": input_messages(self.input, self.instructions, self._warnings),
             "tools": list(self._toolbox.tools),
@@ -122,7 +136,7 @@ class ResponsesPrompt(ConvertedRequest):
             "parallel_tool_calls": (
                 self.parallel_tool_calls if self.is_set("parallel_tool_calls") else None
             ),
-            "reasoning_effort": self._read_effort(),
+            "reasoning_effort": self.reasoning and self.reasoning.effort,
             "response_format": self._format,
             "chat_template": self.chat_template,
             "chat_template_kwargs": self.chat_template_kwargs,
@@ -152,23 +166,6 @@ class ResponsesPrompt(ConvertedRequest):
         if renamed.param == "messages":
             renamed.param = "input"
         return renamed
-
-    def _read_effort(self) -> str | None:
-        if self.reasoning is None:
-            return None
-        fields = self._warnings.split(self.reasoning, ("effort",), "reasoning", "reasoning")
-        effort = fields.get("effort")
-        if effort is not None and effort not in get_args(Effort):
-            raise invalid_value("reasoning.effort", effort, f"one of {', '.join(get_args(Effort))}")
-        return effort
-
-    def _read_format(self) -> dict[str, Any] | None:
-        if self.text is None:
-            return None
-        fields = self._warnings.split(self.text, ("format",), "text", "text")
-        if "format" not in fields:
-            return None
-        return read_text_format(fields["format"], self._warnings)
 
     def warnings(self, template_reads: Collection[str] | None = None) -> list[str]:
         sentences = super().warnings(template_reads)
@@ -264,7 +261,7 @@ class ResponsesRequest(SamplingFields, ResponsesPrompt):
     @property
     def text_format(self) -> dict[str, Any]:
         """text.format as the response echoes it."""
-        text_format = (self.text or {}).get("format")
+        text_format = self.sent.get("text", {}).get("format")
         return text_format if text_format is not None else {"type": "text"}
 
 
