@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from strobe.config import EngineConfig
@@ -146,6 +147,32 @@ def test_transformers_peer_gives_the_same_answers(
 ):
     peer = TransformersPeer(reference, engine.resolved.target.eos_ids)
     assert peer.answer(ours[0].case).tokens == ours[0].tokens
+
+
+def test_reference_reuses_the_rows_that_two_sequences_share(
+    engine: Engine, reference: TransformersReference, ours: list[Answer]
+):
+    prompt = ours[0].case.prompt
+    longer = [*prompt, *ours[0].tokens]
+    computed: list[int] = []
+    forward = reference.model.forward
+
+    def counted(*args: Any, **fields: Any) -> Any:
+        computed.append(fields["input_ids"].shape[1])
+        return forward(*args, **fields)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference.model, "forward", counted)
+        reference.logits([*prompt, 5, 6, 7], len(prompt))
+        reused = reference.logits(longer, len(prompt))
+    assert computed[1] == len(ours[0].tokens)  # the prompt's last row and the answer's but its last
+    fresh = TransformersReference(engine.resolved).logits(longer, len(prompt))
+    assert np.abs(reused - fresh).max() < 1e-4  # of logits that spread over 30; measured 2e-5
+
+
+def test_reference_loads_without_a_progress_bar(engine: Engine, capfd: pytest.CaptureFixture[str]):
+    TransformersReference(engine.resolved)
+    assert "Loading weights" not in capfd.readouterr().err
 
 
 def judged(

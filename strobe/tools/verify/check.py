@@ -63,6 +63,10 @@ class RowChecks:
         return float(np.quantile(values, share)) if values else 0.0
 
 
+_Checked = tuple[str, str, Answer]
+"""Names of a run and a wave, and an answer."""
+
+
 class Checker:
     """Runs the reference over answers, each sequence once. spreads: between each row's largest and
     mean logit; edges: the rows of plain greedy answers, for the test of filters."""
@@ -91,17 +95,17 @@ class Checker:
         return self._last
 
     def check_runs(self, runs: Mapping[str, Run]) -> dict[str, RowChecks]:
-        """Compare every row of several runs with the reference, equal sequences once."""
+        """Compare every row of several runs with the reference, equal sequences once and those that
+        begin alike one after the other."""
         checks = {name: RowChecks(run=name, differences=[], distances=[]) for name in runs}
-        groups: dict[object, list[tuple[str, str, Answer]]] = {}
+        groups: dict[tuple[tuple[int, ...], tuple[int, ...], str], list[_Checked]] = {}
         for name, run in runs.items():
             for wave, answers in run.answers.items():
                 for answer in answers:
                     if answer.tokens and answer.error is None:
-                        sampling = answer.case.sampling
-                        key = answer.case.prompt, repr(sampling), answer.tokens
+                        key = answer.case.prompt, answer.tokens, repr(answer.case.sampling)
                         groups.setdefault(key, []).append((name, wave, answer))
-        for group in groups.values():
+        for _, group in sorted(groups.items()):
             for name, wave, answer in group:
                 self._check(checks[name], wave, answer)
         return checks

@@ -3,7 +3,8 @@ shares nothing with the engine's steps."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from strobe.engine.engine import Engine
 from strobe.models.target import Target
 from strobe.request import TokenLogprob
 from strobe.sampling_params import MAX_LOGPROBS, SamplingParams
+from strobe.tools.verify.rounding import common_length
 
 Logits = NDArray[np.float32]
 
@@ -32,7 +34,8 @@ class Reference(Protocol):
 
 
 class TransformersReference:
-    """The checkpoint in transformers, with eager attention."""
+    """The checkpoint in transformers, with eager attention. Keys and values of a prompt that begins
+    like the last one are reused, where transformers can cut its cache."""
 
     name = "transformers"
     independent = True
@@ -42,25 +45,69 @@ class TransformersReference:
         from transformers import AutoModelForCausalLM
 
         try:
-            self.model: Any = AutoModelForCausalLM.from_pretrained(
-                resolved.config.target,
-                dtype=resolved.dtype,
-                attn_implementation="eager",
-                local_files_only=True,
-            )
+            with _no_progress_bars():
+                self.model: Any = AutoModelForCausalLM.from_pretrained(
+                    resolved.config.target,
+                    dtype=resolved.dtype,
+                    attn_implementation="eager",
+                    local_files_only=True,
+                )
             self.model = self.model.to(resolved.device).eval()
         except Exception as error:  # of many kinds: no such class, no memory, a missing package
             text = str(error).strip().splitlines() or [type(error).__name__]
             raise ValueError(f"transformers does not load the checkpoint: {text[0]}") from error
         self.vocab_size = resolved.target.decoder.vocab_size
         self.device = resolved.device
+        self._reuses = True
+        self._cache: Any = None
+        self._cached: tuple[int, ...] = ()
 
     @torch.inference_mode()
     def logits(self, tokens: Sequence[int], first: int) -> Logits:
-        ids = torch.tensor([list(tokens[:-1])], device=self.device)
+        known = tuple(tokens[:-1])
         rows = len(tokens) - first
-        out = self.model(input_ids=ids, use_cache=False, logits_to_keep=rows).logits[0, -rows:]
-        return out[:, : self.vocab_size].float().cpu().numpy()
+        cache, start = self._cut_cache(known[: first - 1])
+        ids = torch.tensor([known[start:]], device=self.device)
+        output = self.model(
+            input_ids=ids, past_key_values=cache, use_cache=self._reuses, logits_to_keep=rows
+        )
+        if self._reuses and _can_be_cut(output.past_key_values):
+            self._cache = output.past_key_values
+            self._cached = known
+        else:
+            self._reuses = False
+        return output.logits[0, -rows:, : self.vocab_size].float().cpu().numpy()
+
+    def _cut_cache(self, prompt: Sequence[int]) -> tuple[Any, int]:
+        """Return the last sequence's cache, cut to the tokens that it shares with `prompt`, and
+        their number. It is taken out, so that a failed forward leaves none."""
+        cache = self._cache
+        shared = common_length(prompt, self._cached)
+        self._cache = None
+        if cache is None or not shared:
+            return None, 0
+        cache.crop(shared - len(self._cached))
+        return cache, shared
+
+
+def _can_be_cut(cache: Any) -> bool:
+    """Return whether each layer of a cache keeps all tokens' keys and values, and nothing else."""
+    layers = getattr(cache, "layers", None)
+    return layers is not None and all(type(layer).__name__ == "DynamicLayer" for layer in layers)
+
+
+@contextmanager
+def _no_progress_bars() -> Generator[None]:
+    """Turn transformers' progress bars off for the block."""
+    from transformers.utils import logging
+
+    enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()
 
 
 class StrobeReference:
