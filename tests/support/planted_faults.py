@@ -83,6 +83,22 @@ def foreign_state(engine: Engine, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(pool, "key", lambda parent, tokens: key(b"", tokens))
 
 
+def foreign_recurrent_state(engine: Engine, patch: pytest.MonkeyPatch) -> None:
+    """A request that finds its prefix cached begins from the state of another prefix."""
+    states = engine.scheduler.kept_states
+    assert states is not None
+    find = states.find
+
+    def found(keys: Any) -> Any:
+        state = find(keys)
+        if state is None:
+            return None
+        others = [row for row in states._kept.values() if row != state.row]
+        return state._replace(row=others[0]) if others else state
+
+    patch.setattr(states, "find", found)
+
+
 def wrong_token(every: int) -> Plant:
     """Return a plant that accepts one draft that the target did not sample, in so many steps'
     tokens."""
@@ -135,12 +151,6 @@ def shifted_mask(engine: Engine, patch: pytest.MonkeyPatch) -> None:
         return masks, errors
 
     patch.setattr(engine, "_masks", shifted)
-
-
-def drafter_layer_offset(engine: Engine, patch: pytest.MonkeyPatch) -> None:
-    """The drafter gets the features of the layers before its own."""
-    runner = engine.runner
-    patch.setattr(runner, "capture", tuple(layer - 1 for layer in runner.capture))
 
 
 PLANTS: dict[str, Plant] = {

@@ -137,16 +137,17 @@ class SuiteBuilder:
     left_out: list[str] = field(default_factory=list[str])
 
     def suite(self) -> Suite:
-        """Return the waves: alone, at once, shared prefixes cold and cached, long, structured and
-        sampled."""
+        """Return the waves: alone, at once, shared prefixes, prompts that cross them, the same from
+        the cache, long, structured and sampled. Prefixes are repeated after crossed ones, when the
+        cache holds others that it could confuse them with."""
         chats = self._chats()
         prefixed = self._prefixed()
         waves = [
             *[Wave(f"alone {i}", (case,)) for i, case in enumerate(chats[:2])],
             Wave("batch", chats),
             Wave("prefix", prefixed),
-            Wave("prefix again", prefixed, cold="prefix"),
             Wave("crossed prefixes", self._crossed(chats, prefixed)),
+            Wave("prefix again", prefixed, cold="prefix"),
             Wave("long", self._long()),
             Wave("structured", self._structured(chats)),
             Wave("cached", chats, cold="batch"),
