@@ -62,9 +62,9 @@ test-floors: $(VENV)/.installed
 	$(BIN)/python scripts/floors.py $(if $(TORCH),--torch $(TORCH))
 
 # Strobe and vLLM's CPU build on SmolLM2 and its drafter, compared by `strobe verify`, in
-# build/verify-peers: 2 GB.
+# build/verify-peers: 2 GB. PEER_OPTIONS="--vllm-python PATH" uses an environment that has vLLM.
 verify-peers: $(VENV)/.dev
-	$(BIN)/python -m scripts.verify_peers
+	$(BIN)/python -m scripts.verify_peers $(PEER_OPTIONS)
 
 check: style types
 

