@@ -85,7 +85,7 @@ def foreign_state(engine: Engine, patch: pytest.MonkeyPatch) -> None:
 
 def foreign_recurrent_state(engine: Engine, patch: pytest.MonkeyPatch) -> None:
     """A request that finds its prefix cached begins from the state of another prefix."""
-    states = engine.scheduler.kept_states
+    states = engine.components.kept_states
     assert states is not None
     find = states.find
 
