@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from strobe.sampling_params import RepetitionDetection
 from strobe.server.logs import configure_logging
+from strobe.server.parsers import REASONING_FORMATS, TOOL_FORMATS
 from strobe.server.telemetry.kv_events import KVEventsConfig, check_kv_events
 from strobe.server.telemetry.traces import check_endpoint
 from strobe.validation import MAX_INT, Texts, option, settings
@@ -73,13 +74,11 @@ class ServerConfig:
     )
     tool_call_parser: str = option(
         "auto",
-        "How the model writes tool calls: deepseek_v3, deepseek_v31, gemma4, hermes, llama3_json, "
-        "mistral, openai, qwen3_coder, none or auto.",
+        f"How the model writes tool calls: {', '.join(TOOL_FORMATS)}, none or auto.",
     )
     reasoning_parser: str = option(
         "auto",
-        "How the model marks its thinking: deepseek_r1, gemma4, mistral, qwen3, openai_gptoss, "
-        "none or auto.",
+        f"How the model marks its thinking: {', '.join(REASONING_FORMATS)}, none or auto.",
     )
     api_key_file: str | None = option(
         None,
