@@ -13,24 +13,14 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from strobe.server.anthropic.protocol.messages_request import CountTokensRequest, MessagesRequest
-from strobe.server.batches.protocol import BatchRequest, MessageBatchRequest
-from strobe.server.ollama.protocol.requests import (
-    OPTIONS,
-    OllamaChatRequest,
-    OllamaGenerateRequest,
-    ShowRequest,
-)
+from strobe.server.anthropic.protocol.messages_request import MessagesRequest
+from strobe.server.app import POSTS
+from strobe.server.batches.endpoints import CREATES
+from strobe.server.ollama.protocol.requests import OPTIONS
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.completion_request import CompletionRequest
 from strobe.server.openai.protocol.infill_request import InfillRequest
-from strobe.server.openai.protocol.responses_request import (
-    InputTokensRequest,
-    ResponsesRequest,
-    ResponsesStreamOptions,
-)
-from strobe.server.openai.protocol.token_requests import DetokenizeRequest, TokenizeRequest
-from strobe.server.page.endpoints import MarkdownRequest
+from strobe.server.openai.protocol.responses_request import ResponsesRequest, ResponsesStreamOptions
 from strobe.server.schema.base import RequestModel, StreamOptions
 from strobe.server.schema.rules import NO_EFFECT, UNSUPPORTED, FieldRule
 from strobe.server.schema.sampling import SamplingFields
@@ -40,11 +30,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "api.md"
 GENERATING: tuple[type[RequestModel], ...] = (
     ChatCompletionRequest, CompletionRequest, ResponsesRequest, MessagesRequest
 )  # fmt: skip
-OTHER_ENDPOINTS: tuple[type[RequestModel], ...] = (
-    InputTokensRequest, CountTokensRequest, BatchRequest, MessageBatchRequest, OllamaChatRequest,
-    OllamaGenerateRequest, ShowRequest, TokenizeRequest, DetokenizeRequest, MarkdownRequest,
-)  # fmt: skip
-ENDPOINTS = (*GENERATING, *OTHER_ENDPOINTS)
+ENDPOINTS = [post.request_model for post in (*POSTS.values(), *CREATES.values())]
+OTHER_ENDPOINTS = [model for model in ENDPOINTS if model not in (*GENERATING, InfillRequest)]
 
 HEAD = "| field | effect, or reason | status |\n|---|---|---|"
 

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from strobe.server.app import POSTS
 from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.schema.base import RequestModel
 from tests.server.support.polling import PATIENCE
@@ -52,20 +53,19 @@ CHANGES = (
 )  # fmt: skip
 """POST endpoints that change what other tests see."""
 MODEL = "/v1/models/{name}"
-BASES: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3},
-    "/v1/completions": {"prompt": "hi", "max_tokens": 3},
-    "/infill": {"input_prefix": "hi", "n_predict": 3},
-    "/v1/responses": {"input": "hi", "max_output_tokens": 16},
-    "/v1/responses/input_tokens": {"input": "hi"},
-    "/v1/messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3},
-    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "hi"}]},
-    "/api/chat": {"messages": [{"role": "user", "content": "hi"}], "options": {"num_predict": 3}},
-    "/api/generate": {"prompt": "hi", "options": {"num_predict": 3}},
-    "/api/show": {},
-    "/tokenize": {"prompt": "hi"},
-    "/detokenize": {"tokens": [5, 6]},
-    "/markdown": {"text": "hi"},
+LIMITS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"max_tokens": 3},
+    "/v1/completions": {"max_tokens": 3},
+    "/infill": {"n_predict": 3},
+    "/v1/responses": {"max_output_tokens": 16},
+    "/v1/messages": {"max_tokens": 3},
+    "/api/chat": {"options": {"num_predict": 3}},
+    "/api/generate": {"options": {"num_predict": 3}},
+}
+"""Fields that keep the answers of generating endpoints short."""
+BASES = {
+    post.path: {**SMALLEST[post.request_model], **LIMITS.get(post.path, {})}
+    for post in POSTS.values()
 }
 ALLOWED = {503, 504}
 """5xx that are not the server's fault; all others fail a test."""

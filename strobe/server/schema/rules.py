@@ -120,9 +120,6 @@ NO_EFFECT: Mapping[str, Table] = {
     "messages": {**_ACCEPTED, **_ACCEPTED_MESSAGES},
     "count_tokens": _ACCEPTED_MESSAGES,
     "input_tokens": _ACCEPTED_RESPONSES,
-    "tokenize": {},
-    "detokenize": {},
-    "markdown": {},
     "stream_options": {
         "include_obfuscation": FieldRule("chunks are not padded", (False,)),
     },
@@ -178,7 +175,6 @@ NO_EFFECT: Mapping[str, Table] = {
         "completion_window": FieldRule("a batch has no deadline", ("24h",)),
         "output_expires_after": FieldRule("files stay until they are deleted"),
     },
-    "message_batches": {},
     "ollama.chat": _ACCEPTED_OLLAMA,
     "ollama.generate": _ACCEPTED_OLLAMA,
     "ollama.show": {"verbose": FieldRule("the answer is always the same", (False,))},
@@ -325,8 +321,6 @@ UNSUPPORTED: Mapping[str, Table] = {
         "mm_processor_kwargs": FieldRule(_MEDIA, ({},)),
         "media_io_kwargs": FieldRule(_MEDIA, ({},)),
     },
-    "detokenize": {},
-    "markdown": {},
     "message": {
         "audio": FieldRule(_MEDIA),
         "function_call": FieldRule("use tool_calls"),
@@ -371,8 +365,6 @@ UNSUPPORTED: Mapping[str, Table] = {
     "output_config": {
         "task_budget": FieldRule("use max_tokens"),
     },
-    "batches": {},
-    "message_batches": {},
     "ollama.chat": {"prompt": FieldRule("use messages, or /api/generate", ("",))},
     "ollama.generate": {
         "messages": FieldRule("use prompt, or /api/chat", ([],)),
