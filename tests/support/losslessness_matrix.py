@@ -160,8 +160,8 @@ def few_cases(combinations: Sequence[Combination], count: int) -> list[Any]:
     ]
 
 
-FAMILY_CASES = few_cases(FURTHER_FAMILIES, 5)
-"""Five of FURTHER_FAMILIES are fast, since the first family's matrix covers scheduling."""
+FAMILY_CASES = few_cases(FURTHER_FAMILIES, 4)
+"""Four of FURTHER_FAMILIES are fast, since the first family's matrix covers scheduling."""
 EXPERT_CASES = few_cases(FURTHER_FAMILIES, 2)
 """For a family's variant with experts: FAMILY_CASES test its other layers."""
 

@@ -245,7 +245,7 @@ REAL = 151_936
     "fields",
     [
         pytest.param({}, marks=pytest.mark.full),
-        {"temperature": 0.7},
+        pytest.param({"temperature": 0.7}, marks=pytest.mark.full),
         pytest.param({"top_k": 6}, marks=pytest.mark.full),
         {"top_p": 0.8},
         pytest.param({"min_p": 0.02}, marks=pytest.mark.full),
