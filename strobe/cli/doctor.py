@@ -25,7 +25,8 @@ else:
 @dataclass(frozen=True)
 class Doctor:
     """Check whether a drafter fits its target, measure acceptance, and explain it if it is low;
-    without names, for the demo models. strobe verify shows that the output stays the target's."""
+    without names, for the demo models. strobe verify shows that the output stays the target's, and
+    strobe serve --shadow what drafters bring on your own traffic."""
 
     examples: ClassVar[tuple[str, ...]] = (
         "strobe doctor",

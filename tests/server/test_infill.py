@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from strobe.config import DEMO_MODELS
+from strobe.config import DEMO_MODELS, EngineConfig
 from strobe.server.app import make_app
 from strobe.server.engine_process.engine_messages import Submit
 from strobe.server.openai.infill_prompt import ENDS, FILE_TOKENS, TOKENS
@@ -163,3 +163,28 @@ def test_infill_rejects_fields_by_name(fields: dict[str, Any], param: str):
 )
 def test_suffix_excludes_fields_of_the_prompt(name: str, value: Any):
     assert refusal(CompletionRequest, suffix="x", **{name: value}).param == name
+
+
+@pytest.mark.usefixtures("fills")
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": "def f("}),
+        ("/infill", {"input_prefix": "def f(", "input_suffix": "return x"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+    ],
+)
+def test_shadow_mode_warns_of_speculation_without_effect(path: str, fields: dict[str, Any]):
+    def warnings(**more: Any) -> list[str]:
+        script = Script("return x")
+        script.config = EngineConfig(shadow=True)
+        application = scripted_server.shared_app(script)
+        body = json.dumps({**fields, **more}).encode()
+        answer = call(application, path, body=[body])
+        assert answer.status == 200
+        return json.loads(answer.body).get("warnings", [])
+
+    assert warnings() == []
+    assert warnings(speculation=False) == []
+    (sentence,) = warnings(speculation={"num_drafts": 3})
+    assert sentence == "speculation has no effect: this server runs in shadow mode."

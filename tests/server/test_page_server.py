@@ -237,3 +237,18 @@ def test_race_is_kept_with_its_verdict(chat: Page, mock: MockServer):
     assert chat.texts(".answer h3") == ["Speculation off", "Speculation on"]
     show(chat, "reading")
     chat.until("document.querySelectorAll('.reading > .prose > p').length == 2")
+
+
+# ---- shadow mode ----
+
+
+def test_shadow_mode_shows_its_report_when_opened(page: Page, mock: MockServer):
+    visit(page, mock.url)
+    page.until("document.querySelector('#model').textContent.includes('Strobe')")
+    assert page.evaluate("document.querySelector('#shadow').hidden")
+    mock.shadow = "drafter  group"
+    visit(page, mock.url)
+    page.until("!document.querySelector('#shadow').hidden")
+    assert not [url for url in page.requests if url.endswith("/shadow")]
+    page.evaluate("document.querySelector('#shadow summary').click()")
+    page.until("document.querySelector('#shadow pre').textContent.includes('drafter  group')")

@@ -161,15 +161,21 @@ def warnings(
         sentences.append(
             "thinking_token_budget has no effect: this model has no known format of reasoning."
         )
-    asked = Speculation.of(chat.speculation)
-    drafts = asked.method not in (None, "none") or asked.num_drafts or asked.always
-    if serving.client.config.shadow and drafts:
-        sentences.append("speculation has no effect: this server runs in shadow mode.")
+    sentences += shadow_warnings(serving, chat.speculation)
     if chat.toolbox.tools and serving.formats.tools is None:
         sentences.append(
             "tools are shown to the model, but its form of calls is not known: they are text."
         )
     return sentences
+
+
+def shadow_warnings(serving: Serving, speculation: Any) -> list[str]:
+    """One sentence if a request asks for drafts that shadow mode does not verify."""
+    asked = Speculation.of(speculation)
+    drafts = asked.method not in (None, "none") or asked.num_drafts or asked.always
+    if not (serving.client.config.shadow and drafts):
+        return []
+    return ["speculation has no effect: this server runs in shadow mode."]
 
 
 def _parser(

@@ -12,6 +12,7 @@ from fastapi import Request
 from strobe.request import TokenLogprob
 from strobe.server.generation import reply
 from strobe.server.generation.logprobs import prompt_logprobs
+from strobe.server.generation.prepare import shadow_warnings
 from strobe.server.generation.reply import Event
 from strobe.server.generation.run import (
     ChoiceState,
@@ -157,7 +158,7 @@ class CompletionCodec(ChunkCodec):
         self.request = request
         self.prompts = started.prompts
         self.report = report
-        self.warnings = request.warnings()
+        self.warnings = [*request.warnings(), *shadow_warnings(serving, request.speculation)]
         self.head: CompletionHead = {
             "id": f"cmpl-{started.request_id}",
             "object": "text_completion",

@@ -10,6 +10,7 @@ from fastapi import Request
 from strobe.request import CUT_SHORT
 from strobe.server.generation import reply
 from strobe.server.generation.errors import ApiError
+from strobe.server.generation.prepare import shadow_warnings
 from strobe.server.generation.reply import Codec, Event
 from strobe.server.generation.run import Progress
 from strobe.server.openai.completions import Started, start
@@ -22,14 +23,15 @@ from strobe.server.serving import Serving
 async def infill(serving: Serving, request: InfillRequest, http: Request) -> InfillCodec:
     """Answer POST /infill."""
     started = await start(serving, request, http)
-    return InfillCodec(request, started, reply.wants_report(http, request))
+    return InfillCodec(serving, request, started, reply.wants_report(http, request))
 
 
 class InfillCodec(Codec):
     """An answer in llama.cpp's form, whole or streamed: parts of the text, and a last event."""
 
-    def __init__(self, request: InfillRequest, started: Started, report: bool):
+    def __init__(self, serving: Serving, request: InfillRequest, started: Started, report: bool):
         super().__init__(started.runs, started.deadline)
+        self.warnings = [*request.warnings(), *shadow_warnings(serving, request.speculation)]
         self.request = request
         self.name = started.name
         self.report = report
@@ -53,7 +55,7 @@ class InfillCodec(Codec):
         choice = self.run.choices[0]
         count = len(self.run.choices[0].output.token_ids)
         word = choice.output.stop_reason if isinstance(choice.output.stop_reason, str) else ""
-        warnings = [*self.request.warnings(), *reply.ending_warnings(self.run)]
+        warnings = [*self.warnings, *reply.ending_warnings(self.run)]
         was_cut = choice.output.finish_reason in CUT_SHORT
         kind = "limit" if was_cut else "word" if word else "eos"
         return {

@@ -11,7 +11,7 @@ import * as settings from "./settings.js";
 import { draw } from "./picture.js";
 import { linkOf, runIn } from "./share.js";
 import { Sidebar } from "./sidebar.js";
-import { getJson, ServerError } from "./stream.js";
+import { getJson, getText, ServerError } from "./stream.js";
 
 const log = byId("log");
 const prompt = byId("prompt");
@@ -246,9 +246,23 @@ async function loadModel() {
   document.title = model ? `${model.name} · Strobe` : "Strobe";
   byId("examples").hidden = !model;
   byId("demo-note").hidden = model?.name !== DEMO;
+  byId("shadow").hidden = !model?.config.shadow;
   if (model) offerExamples();
   if (model) settings.fitTo(model);
   refresh();
+}
+
+/** Show what drafters would bring, in shadow mode. */
+async function showShadow() {
+  const panel = byId("shadow");
+  if (!panel.open) return;
+  const report = panel.querySelector("pre");
+  try {
+    report.textContent = await getText("shadow", settings.apiKey());
+  } catch (error) {
+    if (!(error instanceof ServerError)) throw error;
+    report.textContent = error.message;
+  }
 }
 
 /** Show the examples that suit the model. */
@@ -303,6 +317,7 @@ byId("composer").addEventListener("submit", (event) => {
   submit(false);
 });
 byId("compare").addEventListener("click", () => submit(true));
+byId("shadow").addEventListener("toggle", showShadow);
 byId("stop").addEventListener("click", () => chat.stop());
 byId("new-chat").addEventListener("click", newChat);
 byId("views").addEventListener("click", ({ target }) => target.value && showView(target.value));

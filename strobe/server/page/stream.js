@@ -18,6 +18,13 @@ export async function getJson(path, key) {
   return response.json();
 }
 
+/** The text of a path. Throws ServerError. */
+export async function getText(path, key) {
+  const response = await ask(path, { headers: { ...headers(key), Accept: "text/plain" } });
+  if (!response.ok) throw await refusal(response, key);
+  return response.text();
+}
+
 /** What the server answers to a JSON body at a path. Throws ServerError. */
 export async function postJson(path, body, key) {
   const response = await post(path, body, key);

@@ -186,7 +186,8 @@ class MockServer(ThreadedServer):
 
     received: the bodies of the chat requests, keys: their Authorization headers. api_key: required
     unless None. state: what /events sends; with a problem, /server_info is a 503. template: what
-    /server_info says about the chat template. markdown: whether /markdown works.
+    /server_info says about the chat template. markdown: whether /markdown works. shadow: the report
+    of /shadow, None without shadow mode.
     """
 
     def __init__(self):
@@ -199,6 +200,7 @@ class MockServer(ThreadedServer):
         self.model = "strobe-demo"
         self.template: Json = {"reasoning": "qwen3", "tools": "hermes", "variables": None}
         self.markdown = True
+        self.shadow: str | None = None
         self.state: Json = {"problem": None}
         self.api_key: str | None = None
         self.replies: deque[Reply] = deque()
@@ -216,7 +218,7 @@ class MockServer(ThreadedServer):
                 "methods": ["dflash", "ngram", "none"],
                 "sampling": {"top_p": 0.9},
             },
-            "config": {},
+            "config": {"shadow": self.shadow is not None},
             "server": {"served_model_name": [self.model]},
             "template": self.template,
         }
@@ -249,6 +251,8 @@ class MockServer(ThreadedServer):
             await self._events(receive, send)
         elif path == "/server_info":
             await plain(send, Reply(body=self._info()))
+        elif path == "/shadow":
+            await plain(send, Reply(body=self.shadow))
         elif path == "/markdown":
             request = json.loads(await body_of(receive))
             parts = [b._asdict() for b in blocks(request["text"], is_open=request["open"])]
