@@ -66,6 +66,7 @@ def _check_device(value: object) -> str:
 Count = Annotated[int, Field(ge=1)]
 Directory = Annotated[str, BeforeValidator(_to_path)]
 Attention = Literal["auto", "triton", "reference"]
+WeightDtype = Literal["auto", "stored", "fp8", "float32", "float16", "int8", "int4"]
 
 
 @settings
@@ -139,11 +140,14 @@ class EngineConfig:
     load_format: Literal["auto", "dummy", "uniform"] = option(
         "auto", "auto reads weights; dummy (normal) and uniform draw random ones, to measure speed."
     )
-    weight_dtype: Literal["auto", "stored", "fp8", "float32", "float16", "int8", "int4"] = option(
+    weight_dtype: WeightDtype = option(
         "auto",
         "auto keeps weights in dtype, on a CPU in float16 if stored in 16 bits or less; stored "
         "keeps quantized ones as the checkpoint has them; fp8 is for GPUs, float32 and float16 for "
         "CPUs.",
+    )
+    draft_weight_dtype: WeightDtype | None = option(
+        None, "The drafter's weight_dtype; by default the target's."
     )
     kv_cache_dtype: Literal["auto", "fp8"] = option(
         "auto", "auto keeps keys and values in dtype; fp8 halves them."

@@ -72,6 +72,7 @@ SPECULATIVE = {
     "attention_backend": "draft_attention_backend",
     "draft_sample_method": "draft_sample_method",
     "draft_tensor_parallel_size": "draft_tensor_parallel_size",
+    "quantization": "draft_weight_dtype",
     "revision": "draft_revision",
     "prompt_lookup_max": "ngram_max",
     "prompt_lookup_min": "ngram_min",
@@ -103,7 +104,6 @@ ONLY: dict[str, tuple[tuple[object, ...], str]] = {
     ),
     "cpu_offload_gb": ((0, 0.0), "Strobe keeps all weights on the device"),
     "enable_lora": ((False,), "Strobe loads no adapters"),
-    "quantization": ((), "weights are as in the checkpoint, or as weight_dtype says"),
     "tokenizer_mode": (("auto",), _OWN_TOKENIZER),
     "skip_tokenizer_init": ((False,), _OWN_TOKENIZER),
     "task": (("auto", "generate"), "Strobe only generates"),
@@ -117,6 +117,11 @@ ONLY: dict[str, tuple[tuple[object, ...], str]] = {
 }
 """Options that only accept values for what Strobe does anyway, and why it rejects others."""
 
+QUANTIZATION = {
+    "quantization": "weight_dtype",
+    "speculative_draft_model_quantization": "draft_weight_dtype",
+}
+ROUNDED = ("fp8", "int8", "int4")
 CHECKPOINT_FORMATS = (
     "auto-round", "awq", "awq_marlin", "compressed-tensors", "gptq", "gptq_marlin", "modelopt",
     "modelopt_fp4", "modelopt_mixed", "mxfp4",
@@ -147,7 +152,8 @@ NO_EFFECT: dict[str, tuple[tuple[object, ...], str]] = {
 logged as having no effect."""
 
 ALIASES = frozenset({
-    *RENAMED, *SWITCHES, *BLOCKS, *SPEC_OPTIONS, *ONLY, *NO_EFFECT, "speculative_config",
+    *RENAMED, *SWITCHES, *BLOCKS, *SPEC_OPTIONS, *QUANTIZATION, *ONLY, *NO_EFFECT,
+    "speculative_config",
     "speculative_algorithm", "trust_remote_code", "tokenizer", "tokenizer_path",
     "tokenizer_revision",
 })  # fmt: skip
@@ -208,10 +214,8 @@ def translate(options: Mapping[str, Any]) -> Translation:
             translation.put("num_drafts", _drafts(name, value), name, value)
         elif name == "speculative_algorithm":
             translation.put("method", _method(name, value), name, value)
-        elif name == "quantization" and value in ("fp8", "int8", "int4"):
-            translation.put("weight_dtype", value, name, value)
-        elif name == "quantization" and value in CHECKPOINT_FORMATS:
-            logger.warning("quantization has no effect: the checkpoint says how it is stored.")
+        elif name in QUANTIZATION:
+            _quantization(translation, QUANTIZATION[name], name, value)
         elif name in ONLY:
             _only(name, value, *ONLY[name])
         elif name in NO_EFFECT and value not in NO_EFFECT[name][0]:
@@ -240,6 +244,19 @@ def _speculative(entry: Mapping[str, Any]) -> Mapping[str, Any]:
     return value
 
 
+def _quantization(translation: Translation, setting: str, name: str, value: object) -> None:
+    """Translate a quantization, which may only name what a checkpoint is."""
+    if value in CHECKPOINT_FORMATS:
+        logger.warning("%s has no effect: the checkpoint says how it is stored.", name)
+    elif value in ROUNDED:
+        translation.put(setting, value, name, value)
+    else:
+        raise ValueError(
+            f"{name} is {value!r}, but weights are as in the checkpoint, or rounded to "
+            f"{', '.join(ROUNDED)}; leave it out, or give one of these."
+        )
+
+
 def _speculation(translation: Translation, entries: list[tuple[str, str, object]]) -> None:
     """Translate vLLM's speculative keys; entries: name in errors, key and value."""
     keys = {key: value for _, key, value in entries}
@@ -253,6 +270,8 @@ def _speculation(translation: Translation, entries: list[tuple[str, str, object]
             translation.put("method", "ngram", shown, value)
         elif key.startswith("prompt_lookup_") and not lookup:
             raise ValueError(f"{shown} is {value!r}, but is for method ngram only; leave it out.")
+        elif key == "quantization":
+            _quantization(translation, SPECULATIVE[key], shown, value)
         elif key in SPECULATIVE:
             translation.put(SPECULATIVE[key], value, shown, value)
         elif key in SPECULATIVE_ONLY:

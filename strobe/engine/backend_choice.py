@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,12 +19,20 @@ from strobe.models.quantization.packed import packed_format
 FP8 = torch.float8_e4m3fn
 
 
+class WeightFormat(NamedTuple):
+    """How linear layers are held. fp8: in FP8; packed: the format they are packed in for a CPU;
+    rounded: the one they are rounded to for a GPU."""
+
+    fp8: bool
+    packed: str | None
+    rounded: str | None
+
+
 class BackendChoice(NamedTuple):
     """attention, draft_attention: "triton" or "reference"; kernels: whether triton kernels run the
     models' operations and sampling; graphs: whether steps are captured; overlap: steps in flight;
-    kv_dtype: dtype of keys and values; fp8: whether linear layers are held in FP8;
-    packed: the format they are packed in for a CPU; rounded: the one they are rounded to for a
-    GPU."""
+    kv_dtype: dtype of keys and values; weights, draft_weights: how the target's and the drafters'
+    weights are held."""
 
     attention: str
     draft_attention: str
@@ -32,9 +40,8 @@ class BackendChoice(NamedTuple):
     graphs: bool
     overlap: int
     kv_dtype: torch.dtype
-    fp8: bool
-    packed: str | None
-    rounded: str | None
+    weights: WeightFormat
+    draft_weights: WeightFormat
 
 
 def choose_backends(
@@ -66,11 +73,32 @@ def choose_backends(
         raise ValueError(f"kernels is 'triton', but {unsupported}; use kernels auto.")
     unsupported = unsupported or (None if kernels else "kernels is 'torch'")
     unsupported = unsupported or no_fp8
-    if config.weight_dtype == "fp8" and unsupported is not None:
-        raise ValueError(f"weight_dtype is 'fp8', but {unsupported}; use weight_dtype auto.")
-    is_rounded = device.type == "cuda" and config.weight_dtype in rounding.NAMES
+    names = {"weight_dtype": config.weight_dtype}
+    if config.draft_weight_dtype is not None:
+        names["draft_weight_dtype"] = config.draft_weight_dtype
+    for option, name in names.items():
+        if name == "fp8" and unsupported is not None:
+            raise ValueError(f"{option} is 'fp8', but {unsupported}; use {option} auto.")
+    formats = {
+        option: WeightFormat(
+            fp8=name == "fp8",
+            packed=packed_format(
+                name,
+                target,
+                _models(option, names, target, drafts),
+                device=device,
+                dtype=dtype,
+                option=option,
+            ),
+            rounded=name if device.type == "cuda" and name in rounding.NAMES else None,
+        )
+        for option, name in names.items()
+    }
     quantization = target.quantization
-    in_rows = quantization is not None and quantization.method == "fp8" and not quantization.held
+    in_blocks = quantization is not None and quantization.method == "fp8" and not quantization.held
+    weights = formats["weight_dtype"]
+    if in_blocks and unsupported is None:
+        weights = weights._replace(fp8=True)
     return BackendChoice(
         attention=attention,
         draft_attention=draft_attention,
@@ -78,12 +106,18 @@ def choose_backends(
         graphs=attention == draft_attention == "triton" and config.cuda_graphs,
         overlap=config.overlap or (2 if device.type == "cuda" else 1),
         kv_dtype=FP8 if config.kv_cache_dtype == "fp8" else dtype,
-        fp8=config.weight_dtype == "fp8" or (in_rows and unsupported is None),
-        packed=packed_format(
-            config.weight_dtype, target=target, drafts=drafts, device=device, dtype=dtype
-        ),
-        rounded=config.weight_dtype if is_rounded else None,
+        weights=weights,
+        draft_weights=formats.get("draft_weight_dtype", weights),
     )
+
+
+def _models(
+    option: str, options: Collection[str], target: TargetConfig, drafts: Sequence[DraftConfig]
+) -> Sequence[TargetConfig | DraftConfig]:
+    """Return the models that an option among `options` is about."""
+    if option == "draft_weight_dtype":
+        return drafts
+    return (target,) if "draft_weight_dtype" in options else (target, *drafts)
 
 
 def _backend(option: str, name: str, unsupported: str | None) -> str:

@@ -34,7 +34,7 @@ from strobe.models.dflash_drafter import DFlash
 from strobe.models.model_config import DecoderConfig, DraftConfig, TargetConfig
 from strobe.models.ops.torch_ops import TorchOps
 from strobe.models.quantization.methods import hold_stored
-from strobe.models.quantization.packed import pack
+from strobe.models.quantization.packed import pack, pack_drafter
 from strobe.models.quantization.sizes import held_bytes, weight_bytes
 from strobe.models.target import Target
 from strobe.models.weight_loading import (
@@ -185,6 +185,7 @@ def resolve(config: EngineConfig, rank: int = 0) -> ResolvedConfig:
     shadows = load_shadow_configs(typed, config, target)
     if config.weight_dtype == "stored":
         target = hold_stored(target, Path(config.target))
+    if (config.draft_weight_dtype or config.weight_dtype) == "stored":
         if draft is not None:
             draft = hold_stored(draft, Path(config.draft or ""))
         shadows = tuple(replace(s, config=hold_stored(s.config, s.path)) for s in shadows)
@@ -262,15 +263,9 @@ def _check_weights(resolved: ResolvedConfig) -> int:
         modules.append(check_draft_tensors(Path(config.draft or ""), resolved.draft, opener))
     for shadow in resolved.shadows:
         modules.append(check_draft_tensors(shadow.path, shadow.config, opener))
-    backends = resolved.backends
+    formats = resolved.backends.weights, resolved.backends.draft_weights
     return sum(
-        weight_bytes(
-            module,
-            resolved.dtype,
-            fp8=backends.fp8,
-            packed=backends.packed,
-            rounded=backends.rounded,
-        )
+        weight_bytes(module, resolved.dtype, **formats[isinstance(module, DFlash)]._asdict())
         for module in modules
     )
 
@@ -347,17 +342,18 @@ def _load_models(
         dtype=resolved.dtype,
         device=resolved.device,
         open=resolved.split.opener(config.load_format),
-        fp8=backends.fp8,
-        packed=backends.packed,
-        rounded=backends.rounded,
         uniform=config.load_format == "uniform",
     )
     if target is None:
         target = load_target(
-            Path(config.target), resolved.target, max_positions=max_positions, **options
+            Path(config.target),
+            resolved.target,
+            max_positions=max_positions,
+            **options,
+            **backends.weights._asdict(),
         )
         quantization = resolved.target.quantization
-        if quantization is not None and not backends.fp8:
+        if quantization is not None and not backends.weights.fp8:
             size = sum(parameter.nbytes for parameter in target.parameters())
             size += held_bytes(target)
             logger.info("Weights in %s take %d bytes in memory.", quantization.method, size)
@@ -365,7 +361,14 @@ def _load_models(
     if resolved.draft is not None:
         sources["draft"] = (Path(config.draft or ""), resolved.draft)
     drafters = {
-        name: load_draft(path, draft, target, max_positions=max_positions, **options)
+        name: load_draft(
+            path,
+            draft,
+            target,
+            max_positions=max_positions,
+            **options,
+            **backends.draft_weights._asdict(),
+        )
         for name, (path, draft) in sources.items()
     }
     ops = TorchOps()
@@ -377,7 +380,9 @@ def _load_models(
         join_all(target)
     for model in (target, *drafters.values()):
         model.ops = resolved.split.ops(ops, model, kernels=backends.kernels)
-    pack(backends.packed, target, *drafters.values())
+    pack(backends.weights.packed, target)
+    for drafter in drafters.values():
+        pack_drafter(backends.draft_weights.packed, drafter, target)
     _release_memory(resolved.device)
     return target, drafters
 

@@ -106,9 +106,13 @@ class DFlash(Decoder):
             counts += WeightCounts(linear=outputs * qkv.in_features)
         return counts
 
-    def pack(self, head: LinearView, packed: Callable[[AnyLinear], LinearView]) -> None:
-        """Pack the context weights, and share the target's packed head."""
+    def share_head(self, head: AnyLinear) -> None:
+        """Share the target's head as it is held now."""
         self._shared = self._shared[0], head
+
+    def pack(self, head: AnyLinear, packed: Callable[[AnyLinear], AnyLinear]) -> None:
+        """Pack the context weights, and share the target's head, which may be packed."""
+        self.share_head(head)
         context = self._context or self._context_weights()
         self._context = context._replace(linear=packed(context.linear))
 

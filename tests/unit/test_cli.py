@@ -44,7 +44,7 @@ ENGINE_FIELDS = [
     "enable_prefix_caching", "dtype", "device", "overlap",
     "tensor_parallel_size", "draft_tensor_parallel_size",
     "enable_expert_parallel", "load_format",
-    "weight_dtype", "kv_cache_dtype", "attention_backend",
+    "weight_dtype", "draft_weight_dtype", "kv_cache_dtype", "attention_backend",
     "draft_attention_backend", "kernels", "cuda_graphs", "seed", "ngram_max", "ngram_min",
     "shadow", "shadow_draft", "shadow_share",
 ]  # fmt: skip
@@ -71,7 +71,8 @@ ENGINE_FLAGS = [
     "--enable-prefix-caching",
     "--no-enable-prefix-caching", "--dtype", "--device", "--overlap", "--tensor-parallel-size",
     "--draft-tensor-parallel-size", "--enable-expert-parallel", "--load-format",
-    "--weight-dtype", "--kv-cache-dtype", "--attention-backend", "--draft-attention-backend",
+    "--weight-dtype", "--draft-weight-dtype", "--kv-cache-dtype", "--attention-backend",
+    "--draft-attention-backend",
     "--kernels", "--cuda-graphs", "--no-cuda-graphs", "--ngram-max", "--ngram-min",
 ]  # fmt: skip
 FLAGS = {

@@ -160,7 +160,7 @@ def test_fp8_layers_come_from_fp8_tensors(pairs: dict[str, Pair]):
     assert (back - full_weight).norm() < 0.04 * full_weight.norm()
     check_size(small, in_full, fp8=False)
     check_size(small, in_fp8, fp8=True)
-    assert not resolve(EngineConfig(str(small))).backends.fp8, "this device has no FP8"
+    assert not resolve(EngineConfig(str(small))).backends.weights.fp8, "this device has no FP8"
 
 
 def check_size(path: Path, module: Any, *, fp8: bool) -> None:

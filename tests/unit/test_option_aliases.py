@@ -91,6 +91,11 @@ def changed(options: dict[str, Any]) -> dict[str, Any]:
             ),
             {"draft": "d", "draft_revision": "v1", "draft_attention_backend": "triton"},
         ),
+        (sc(model="d", quantization="int8"), {"draft": "d", "draft_weight_dtype": "int8"}),
+        (
+            ["--quantization=awq", "--speculative-draft-model-quantization=fp8"],
+            {"draft_weight_dtype": "fp8"},
+        ),
         (
             [
                 "--speculative-algorithm",

@@ -24,6 +24,7 @@ from strobe.models.quantization.packed import (
     Float16,
     Float32,
     Int4,
+    Int8,
     int4_groups,
     int8_rows,
     packed_format,
@@ -214,7 +215,7 @@ def test_experts_are_a_one_line_error(tmp_path: Path):
 def test_auto_packs_what_is_beside_experts(tmp_path: Path):
     make_experts(tmp_path)
     resolved = resolve(config(tmp_path, method="none"))
-    assert resolved.backends.packed == "float32"
+    assert resolved.backends.weights.packed == "float32"
     layer: Any = build(resolved).runner.model.layers[0]
     assert isinstance(layer.self_attn.qkv_proj.product, Float32)
 
@@ -234,10 +235,29 @@ def test_auto_follows_the_stored_dtype(
     make_target(tmp_path)
     edit_json(tmp_path / "config.json", dtype=stored)
     options = config(tmp_path, dtype=dtype)
-    assert resolve(options).backends.packed == packed
+    assert resolve(options).backends.weights.packed == packed
     engines = SimpleNamespace(supported_engines=["qnnpack"])
     monkeypatch.setattr(torch.backends, "quantized", engines)
-    assert resolve(options).backends.packed == (packed and "float32")
+    assert resolve(options).backends.weights.packed == (packed and "float32")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_drafter_can_have_a_format_of_its_own(tmp_path: Path, dtype: str):
+    shape = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    make_target(tmp_path / "target", family=Qwen3MoeForCausalLM, **shape)
+    draft = str(make_draft(tmp_path / "draft", width=32))
+    options = {"dtype": dtype, "weight_dtype": "auto", "adaptive": False}
+    target = tmp_path / "target"
+    plain = run(make_engine(config(target, method="none", **options)), PROMPTS, COLD)
+    engine = make_engine(config(target, draft=draft, draft_weight_dtype="int8", **options))
+    assert run(engine, PROMPTS, COLD) == plain
+    assert engine.stats.draft_counts.num_verified > 0
+    drafter: Any = engine.components.proposers.by_name["dflash"]
+    assert isinstance(drafter.model.layers[0].mlp.gate_up_proj.product, Int8)
+    assert drafter.model.output.product is engine.components.runner.model.output.product
+    message = "draft_weight_dtype is 'fp8', but .*; use draft_weight_dtype auto"
+    with pytest.raises(ValueError, match=message):
+        resolve(config(target, draft=draft, draft_weight_dtype="fp8", **options))
 
 
 def test_gpu_is_a_one_line_error():

@@ -156,14 +156,15 @@ FORMATS: dict[str, type[Packed]] = {
 def packed_format(
     name: str,
     target: TargetConfig,
-    drafts: Sequence[DraftConfig],
+    models: Sequence[TargetConfig | DraftConfig],
     device: torch.device,
     dtype: torch.dtype,
+    option: str = "weight_dtype",
 ) -> str | None:
-    """Return the format for a weight_dtype, None if weights stay as they are or are rounded while
-    loading. For models in float32
-    auto is float16 if the target's weights were trained or stored in at most 16 bits, else float32.
-    Raises ValueError if weights cannot be packed."""
+    """Return the format of models for a weight_dtype, None if weights stay as they are or are
+    rounded while loading. For models in float32 auto is float16 if the target's weights were
+    trained or stored in at most 16 bits, else float32. option: names the setting in errors. Raises
+    ValueError if weights cannot be packed."""
     wanted = name
     unsupported = None
     if name in rounding.NAMES and device.type == "cuda":
@@ -172,14 +173,14 @@ def packed_format(
         wanted = "float16" if target.dtype != "float32" and _has_fbgemm() else "float32"
     if device.type != "cpu":
         unsupported = f"the device is {device}, and packed weights run on a CPU"
-    elif name in FORMATS and any(c.decoder.experts for c in (target, *drafts)):
+    elif name in FORMATS and any(model.decoder.experts for model in models):
         unsupported = "experts have no product with packed weights"
     elif wanted == "float32" and not torch.backends.mkldnn.is_available():
         unsupported = "torch has no oneDNN here"
     elif wanted != "float32" and not _has_fbgemm():
         unsupported = "torch has no FBGEMM here, which needs a CPU with AVX2"
     if name in FORMATS and unsupported is not None:
-        raise ValueError(f"weight_dtype is {name!r}, but {unsupported}; use weight_dtype auto.")
+        raise ValueError(f"{option} is {name!r}, but {unsupported}; use {option} auto.")
     is_asked = name in FORMATS or (name in ("auto", "stored") and dtype == torch.float32)
     return wanted if is_asked and unsupported is None else None
 
@@ -194,22 +195,30 @@ def _has_fbgemm() -> bool:
     return "fbgemm" in torch.backends.quantized.supported_engines
 
 
-def pack(name: str | None, target: Target, *drafters: DFlash) -> None:
-    """Pack the linear layers of all models, and their heads as `head_format` says."""
+def pack(name: str | None, target: Target) -> None:
+    """Pack the target's linear layers, and its head as `head_format` says."""
     if name is None:
         return
-    make = FORMATS[name]
-    head = head_format(make)
-    for model in (target, *drafters):
-        for linear in model.modules():
-            if isinstance(linear, Linear) and linear.weight.ndim == 2 and not linear.fixed:
-                _pack(linear, make)
-        if model.lm_head is not None:
-            _pack(model.lm_head, head)
+    _pack_layers(target, FORMATS[name])
     if target.packed_head is None:
-        target.packed_head = packed(target.output, head)
-    for drafter in drafters:
-        drafter.pack(target.packed_head, partial(packed, make=make))
+        target.packed_head = packed(target.output, head_format(FORMATS[name]))
+
+
+def pack_drafter(name: str | None, drafter: DFlash, target: Target) -> None:
+    """Pack a drafter's linear layers and its own head; it shares the target's as that is held."""
+    if name is None:
+        drafter.share_head(target.output)
+        return
+    _pack_layers(drafter, FORMATS[name])
+    drafter.pack(target.output, partial(packed, make=FORMATS[name]))
+
+
+def _pack_layers(model: Target | DFlash, make: type[Packed]) -> None:
+    for linear in model.modules():
+        if isinstance(linear, Linear) and linear.weight.ndim == 2 and not linear.fixed:
+            _pack(linear, make)
+    if model.lm_head is not None:
+        _pack(model.lm_head, head_format(make))
 
 
 def _pack(linear: Linear, make: type[Packed]) -> None:

@@ -22,9 +22,9 @@ def shapes_of(resolved: ResolvedConfig) -> Shapes:
     dtype = resolved.dtype
     linear = dtype.itemsize if config.weight_dtype != "fp8" else 1
     head = dtype.itemsize
-    if resolved.backends.rounded is not None:
-        linear = BYTES_PER_VALUE[resolved.backends.rounded]
-    if (packed := resolved.backends.packed) is not None:
+    if resolved.backends.weights.rounded is not None:
+        linear = BYTES_PER_VALUE[resolved.backends.weights.rounded]
+    if (packed := resolved.backends.weights.packed) is not None:
         linear = FORMATS[packed].value_bytes
         head = head_format(FORMATS[packed]).value_bytes
     kv = 1 if config.kv_cache_dtype == "fp8" else dtype.itemsize

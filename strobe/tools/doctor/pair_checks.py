@@ -207,11 +207,12 @@ def memory_bill(resolved: ResolvedConfig, target: Target, draft: DFlash) -> dict
         weight_bytes(
             module,
             resolved.dtype,
-            fp8=resolved.backends.fp8,
-            packed=resolved.backends.packed,
-            rounded=resolved.backends.rounded,
+            **weights._asdict(),
         )
-        for module in (target, draft)
+        for module, weights in (
+            (target, resolved.backends.weights),
+            (draft, resolved.backends.draft_weights),
+        )
     )
     ranks = resolved.split.size
     free = free_memory(resolved.device)
@@ -232,18 +233,18 @@ def memory_bill(resolved: ResolvedConfig, target: Target, draft: DFlash) -> dict
 
 def _weight_format(resolved: ResolvedConfig) -> dict[str, str]:
     """Return the format that packed weights or a quantized target's have in memory."""
-    packed = resolved.backends.packed
+    packed = resolved.backends.weights.packed
     if packed in ("int8", "int4"):
         return {"held in": f"{packed}, heads in float16; the most at loading"}
-    if resolved.backends.rounded is not None:
-        return {"held in": f"{resolved.backends.rounded}; heads and experts are not"}
+    if resolved.backends.weights.rounded is not None:
+        return {"held in": f"{resolved.backends.weights.rounded}; heads and experts are not"}
     stored = resolved.target.quantization
     if stored is not None and stored.held:
         return {"held in": f"{stored.label or stored.method}, as in the checkpoint"}
     if stored is None:
         return {} if packed in (None, "float32") else {"held in": packed}
     dtype = packed or str(resolved.dtype).removeprefix("torch.")
-    memory_format = "fp8, a scale for each row" if resolved.backends.fp8 else dtype
+    memory_format = "fp8, a scale for each row" if resolved.backends.weights.fp8 else dtype
     if resolved.target.decoder.experts is not None:
         memory_format = (
             f"experts in {stored.method} as in the checkpoint, the rest in {memory_format}"
