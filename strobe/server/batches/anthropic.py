@@ -28,7 +28,7 @@ async def create(serving: Serving, runner: BatchRunner, owner: str, http: Reques
     """Answer POST /v1/messages/batches."""
     request = MessageBatchRequest.read(await http.body(), lenient=serving.settings.lenient)
     lines = [
-        {"custom_id": r["custom_id"], "method": "POST", "url": PATH, "body": r["params"]}
+        {"custom_id": r.custom_id, "method": "POST", "url": PATH, "body": r.params}
         for r in request.requests
     ]
     known = {"endpoint": PATH, "total": len(lines), "errors": None, "status": "in_progress"}

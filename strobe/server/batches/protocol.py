@@ -8,9 +8,9 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, WithJsonSchema
 
 from strobe.server.batches.lines import URLS
-from strobe.server.openai.protocol.request_errors import FieldError, invalid_value, short_json
-from strobe.server.schema.base import RequestModel
-from strobe.server.schema.values import TEXT_SCHEMA
+from strobe.server.openai.protocol.request_errors import HERE, FieldError, invalid_value, short_json
+from strobe.server.schema.base import RequestModel, RequestObject
+from strobe.server.schema.values import TEXT_SCHEMA, Must, Nonempty, SomeText
 
 MAX_ITEMS = 10_000
 """Limit of a page of files or batches."""
@@ -19,16 +19,6 @@ _METADATA: dict[str, Any] = {
     "type": "object",
     "maxProperties": 16,
     "additionalProperties": {"type": "string", "maxLength": 512},
-}
-_REQUESTS: dict[str, Any] = {
-    "type": "array",
-    "minItems": 1,
-    "items": {
-        "type": "object",
-        "properties": {"custom_id": TEXT_SCHEMA, "params": {"type": "object"}},
-        "required": ["custom_id", "params"],
-        "additionalProperties": {"type": "null"},
-    },
 }
 
 
@@ -62,38 +52,39 @@ class BatchRequest(RequestModel):
                 raise invalid_value(f"metadata.{name}"[:200], value, requirement)
 
 
+class MessageBatchItem(RequestObject):
+    """A request of a batch."""
+
+    custom_id: SomeText
+    params: Annotated[dict[str, Any], Must("the body of a request, as an object")]
+
+    def check(self) -> None:
+        super().check()
+        if self.params.get("stream"):
+            raise FieldError(
+                f"{HERE}.params.stream is true, but a batch has no stream; leave it out.",
+                f"{HERE}.params.stream",
+            )
+
+
 class MessageBatchRequest(RequestModel):
     """The body of POST /v1/messages/batches."""
 
     schema_key: ClassVar[str] = "message_batches"
 
-    requests: Annotated[list[Any], WithJsonSchema(_REQUESTS)] = Field(
+    requests: Annotated[list[MessageBatchItem], Nonempty("a list of one or more requests")] = Field(
         description="Objects with `custom_id` and `params`, the body of a request to /v1/messages."
     )
 
     def check(self) -> None:
         super().check()
-        if not self.requests:
-            raise invalid_value("requests", [], "a list of one or more requests")
         names: set[str] = set()
         for index, request in enumerate(self.requests):
-            path = f"requests[{index}]"
-            fields = self._warnings.split(request, ("custom_id", "params"), "", path)
-            name = fields.get("custom_id")
-            params = fields.get("params")
-            if not isinstance(name, str) or not name:
-                raise invalid_value(f"{path}.custom_id", name, "a string of one or more characters")
-            if name in names:
+            if request.custom_id in names:
+                path = f"requests[{index}].custom_id"
                 raise FieldError(
-                    f"{path}.custom_id is {short_json(name)}, the name of an earlier request; "
+                    f"{path} is {short_json(request.custom_id)}, the name of an earlier request; "
                     "give each request its own.",
-                    f"{path}.custom_id",
+                    path,
                 )
-            if not isinstance(params, Mapping):
-                raise invalid_value(f"{path}.params", params, "the body of a request, as an object")
-            if params.get("stream"):
-                raise FieldError(
-                    f"{path}.params.stream is true, but a batch has no stream; leave it out.",
-                    f"{path}.params.stream",
-                )
-            names.add(name)
+            names.add(request.custom_id)

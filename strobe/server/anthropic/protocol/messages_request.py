@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, get_args
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import Field, PrivateAttr, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from strobe.server.anthropic.protocol.blocks import Texts as TextBlocks
 from strobe.server.anthropic.protocol.blocks import Turns, joined, to_items
@@ -20,42 +20,87 @@ from strobe.server.openai.protocol.conversation import TemplateVariables, check_
 from strobe.server.openai.protocol.converted import ConvertedRequest
 from strobe.server.openai.protocol.items import MessageItem, input_messages
 from strobe.server.openai.protocol.request_errors import (
+    HERE,
     FieldError,
     Names,
-    invalid_value,
     rename_fields,
     short_json,
 )
-from strobe.server.schema.base import object_schema
+from strobe.server.schema.base import RequestObject
 from strobe.server.schema.sampling import STOP_SCHEMA, SamplingFields
-from strobe.server.schema.values import Bounds, Int, Texts, check_int, is_int
+from strobe.server.schema.values import (
+    Bounds,
+    Int,
+    JsonSchema,
+    Must,
+    OneOf,
+    Texts,
+    check_int,
+)
 from strobe.validation import MAX_INT
-
-THINKING = ("enabled", "adaptive", "disabled")
-DISPLAYS = ("summarized", "omitted")
-THINKING_SCHEMA = object_schema(
-    {
-        "type": {"enum": list(THINKING)},
-        "display": {"enum": list(DISPLAYS)},
-        "budget_tokens": {"type": "integer", "minimum": 1, "maximum": MAX_INT},
-    },
-    "thinking",
-    ("type",),
-)
-THREAD_SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {"type": {"const": "create"}},
-    "required": ["type"],
-}
-FORMAT_SCHEMA = object_schema(
-    {"type": {"const": "json_schema"}, "schema": {"type": "object"}}, "", ("type", "schema")
-)
-OUTPUT_SCHEMA = object_schema(
-    {"effort": {"enum": list(get_args(Effort))}, "format": FORMAT_SCHEMA}, "output_config"
-)
 
 THREAD_UNSUPPORTED = "thread_unsupported_request"
 """The error code that makes Anthropic's clients send whole conversations."""
+
+
+class ThinkingOptions(RequestObject):
+    """Whether the model thinks, for how long, and whether the response shows it."""
+
+    schema_key: ClassVar[str] = "thinking"
+
+    type: Annotated[
+        Literal["enabled", "adaptive", "disabled"], Must("one of enabled, adaptive, disabled")
+    ]
+    display: (
+        Annotated[Literal["summarized", "omitted"], Must("one of summarized, omitted")] | None
+    ) = None
+    budget_tokens: (
+        Annotated[
+            int,
+            Field(ge=1, le=MAX_INT),
+            BeforeValidator(check_int),
+            Must("a whole number above 0"),
+        ]
+        | None
+    ) = None
+
+
+class OutputFormat(RequestObject):
+    """JSON that follows a schema."""
+
+    type: Annotated[Literal["json_schema"], Must('"json_schema"')]
+    schema_: JsonSchema = Field(alias="schema")
+
+
+class OutputConfig(RequestObject):
+    """Options of the answer."""
+
+    schema_key: ClassVar[str] = "output_config"
+
+    effort: Annotated[Effort, Must(f"one of {', '.join(get_args(Effort))}")] | None = None
+    format: OutputFormat | None = None
+
+
+class NewThread(BaseModel):
+    """A conversation that the server should store; it stores none."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    type: Literal["create"]
+
+
+def _thread(value: Any) -> type[NewThread]:
+    """Reject a thread that continues, after which clients send whole conversations."""
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if kind != "create":
+        raise FieldError(
+            f"{HERE} is {short_json(value)}, but this server holds no conversations; send the "
+            f"whole conversation without {HERE}.",
+            HERE,
+            THREAD_UNSUPPORTED,
+        )
+    return NewThread
+
 
 _NAMES = {
     re.compile(r"\.function\.parameters\b"): ".input_schema",
@@ -92,18 +137,18 @@ class MessagesPrompt(ConvertedRequest):
         "there are tools. With `none` the prompt contains no tools. `disable_parallel_tool_use` "
         "allows only one call.",
     )
-    thinking: Annotated[Any, WithJsonSchema(THINKING_SCHEMA)] = Field(
+    thinking: ThinkingOptions | None = Field(
         None,
         description="`type`: `enabled`, `adaptive` or `disabled`, passed to the chat template as "
         "enable_thinking; default: the template's. `budget_tokens` limits the tokens of the "
         "thinking. `display: omitted` leaves its text out of the response.",
     )
-    output_config: Annotated[Any, WithJsonSchema(OUTPUT_SCHEMA)] = Field(
+    output_config: OutputConfig | None = Field(
         None,
         description="`format`: the type `json_schema` with `schema`, which is always "
         "enforced strictly. `effort`: passed to the chat template.",
     )
-    thread: Annotated[Any, WithJsonSchema(THREAD_SCHEMA)] = Field(
+    thread: Annotated[NewThread, OneOf(_thread)] | None = Field(
         None,
         description="`type`: `create` has no effect, because the server stores no conversations; "
         "any other type is rejected with a request to send the whole conversation.",
@@ -117,18 +162,11 @@ class MessagesPrompt(ConvertedRequest):
         None, description='Variables for the chat template, such as {"enable_thinking": false}.'
     )
 
-    _thinking: dict[str, Any] = PrivateAttr(default_factory=dict[str, Any])
-    _output: dict[str, Any] = PrivateAttr(default_factory=dict[str, Any])
-    _format: dict[str, Any] | None = None
-
     def check(self) -> None:
         super().check()
         check_template_options(self.chat_template_kwargs)
-        self._thinking = self._read("thinking", ("type", "display", "budget_tokens"))
-        self._output = self._read("output_config", ("effort", "format"))
-        self._check_objects()
-        self._format = self._read_format()
-        self._check_thread()
+        if self.thread is not None:
+            self._warnings.append("thread has no effect: the server holds no conversations.")
         items = to_items(self.messages)
         system = joined(self.system)
         tools = [tool.in_chat() for tool in self.tools or ()]
@@ -138,7 +176,7 @@ class MessagesPrompt(ConvertedRequest):
             **choice_in_chat(self.tool_choice, has_tools=bool(tools)),
             "chat_template": self.chat_template,
             "chat_template_kwargs": self._variables(),
-            "reasoning_effort": self._output.get("effort"),
+            "reasoning_effort": self.output_config and self.output_config.effort,
             "continue_final_message": (
                 bool(items) and isinstance(items[-1], MessageItem) and items[-1].role == "assistant"
             ),
@@ -149,64 +187,27 @@ class MessagesPrompt(ConvertedRequest):
         """The chat request's sampling and output fields."""
         return {}
 
-    def _read(self, name: str, known_names: Collection[str]) -> dict[str, Any]:
-        value = getattr(self, name)
-        if value is None:
-            return {}
-        return self._warnings.split(value, known_names, name, name)
+    @property
+    def budget(self) -> int | None:
+        """The maximum number of tokens of the thinking."""
+        return None if self.thinking is None else self.thinking.budget_tokens
 
-    def _check_objects(self) -> None:
-        checks = (("type", THINKING), ("display", DISPLAYS))
-        for name, values in checks if self.thinking is not None else ():
-            value = self._thinking.get(name)
-            if value not in values and (name == "type" or value is not None):
-                raise invalid_value(f"thinking.{name}", value, f"one of {', '.join(values)}")
-        budget = check_int(self._thinking.get("budget_tokens"))
-        if budget is not None and not (is_int(budget) and 1 <= budget <= MAX_INT):
-            raise invalid_value("thinking.budget_tokens", budget, "a whole number above 0")
-        effort = self._output.get("effort")
-        if effort is not None and effort not in get_args(Effort):
-            raise invalid_value(
-                "output_config.effort", effort, f"one of {', '.join(get_args(Effort))}"
-            )
-
-    def _read_format(self) -> dict[str, Any] | None:
-        output_format = self._output.get("format")
-        path = "output_config.format"
-        if output_format is None:
+    def format_in_chat(self) -> dict[str, Any] | None:
+        """The answer's format as a chat's response_format."""
+        if self.output_config is None or self.output_config.format is None:
             return None
-        fields = self._warnings.split(output_format, ("type", "schema"), "", path)
-        if fields.get("type") != "json_schema":
-            raise invalid_value(f"{path}.type", fields.get("type"), '"json_schema"')
-        schema = fields.get("schema")
-        if not isinstance(schema, Mapping):
-            raise invalid_value(f"{path}.schema", schema, "a JSON schema, as an object")
-        return {"type": "json_schema", "json_schema": {"name": "format", "schema": schema}}
-
-    def _check_thread(self) -> None:
-        """Accept a new thread without effect, and reject one that continues, after which clients
-        send whole conversations."""
-        if self.thread is None:
-            return
-        kind = self.thread.get("type") if isinstance(self.thread, Mapping) else None
-        if kind != "create":
-            raise FieldError(
-                f"thread is {short_json(self.thread)}, but this server holds no conversations; "
-                "send the whole conversation without thread.",
-                "thread",
-                THREAD_UNSUPPORTED,
-            )
-        self._warnings.append("thread has no effect: the server holds no conversations.")
+        schema = {"name": "format", "schema": self.output_config.format.schema_}
+        return {"type": "json_schema", "json_schema": schema}
 
     def _variables(self) -> dict[str, Any]:
         """The variables for the chat template, including enable_thinking from `thinking`."""
         variables = dict(self.chat_template_kwargs or {})
         if self.thinking is None:
             return variables
-        thinks = self._thinking["type"] != "disabled"
+        thinks = self.thinking.type != "disabled"
         if variables.get("enable_thinking", thinks) != thinks:
             raise FieldError(
-                f"thinking.type is {self._thinking['type']}, but "
+                f"thinking.type is {self.thinking.type}, but "
                 "chat_template_kwargs.enable_thinking says otherwise; leave one of them out.",
                 "thinking.type",
             )
@@ -215,7 +216,7 @@ class MessagesPrompt(ConvertedRequest):
     @property
     def shows_thinking(self) -> bool:
         """Whether the response includes the text of its thinking."""
-        return self._thinking.get("display") != "omitted"
+        return self.thinking is None or self.thinking.display != "omitted"
 
     def with_own_names(self, error: FieldError) -> FieldError:
         return super().with_own_names(error).with_names(self._own_names())
@@ -248,15 +249,15 @@ class MessagesRequest(SamplingFields, MessagesPrompt):
         }
         if self.stop_sequences:
             body["stop"] = self.stop_sequences
-        if (budget := self._thinking.get("budget_tokens")) is not None:
+        if self.budget is not None:
             if self.thinking_token_budget is not None:
                 raise FieldError(
                     "thinking_token_budget is set together with thinking.budget_tokens; give one "
                     "of them.",
                     "thinking_token_budget",
                 )
-            body["thinking_token_budget"] = budget
-        return body | {"max_tokens": self.max_tokens, "response_format": self._format}
+            body["thinking_token_budget"] = self.budget
+        return body | {"max_tokens": self.max_tokens, "response_format": self.format_in_chat()}
 
     def limit(self) -> tuple[str, int | None]:
         return "max_tokens", self.max_tokens
@@ -267,7 +268,7 @@ class MessagesRequest(SamplingFields, MessagesPrompt):
 
     def _own_names(self) -> Names:
         names: Names = _STOP if self.stop_sequences else {}
-        return {**names, **_BUDGET} if "budget_tokens" in self._thinking else names
+        return {**names, **_BUDGET} if self.budget is not None else names
 
 
 class CountTokensRequest(MessagesPrompt):

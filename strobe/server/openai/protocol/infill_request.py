@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, NamedTuple
 
-from pydantic import Field, PrivateAttr, WithJsonSchema
+from pydantic import Field
 
-from strobe.server.openai.protocol.request_errors import invalid_value
-from strobe.server.schema.base import object_schema
+from strobe.server.schema.base import RequestObject
 from strobe.server.schema.sampling import BOUNDS, SamplingFields
-from strobe.server.schema.values import Bounds, Int
+from strobe.server.schema.values import Bounds, Int, Text
 from strobe.validation import MAX_INT
 
-_TEXT: dict[str, Any] = {"type": "string"}
-FILES_SCHEMA: dict[str, Any] = {
-    "type": "array",
-    "items": object_schema({"filename": _TEXT, "text": _TEXT}, "infill.file", ("text",)),
-}
+
+class InfillFile(RequestObject):
+    """Another file of the repository."""
+
+    schema_key: ClassVar[str] = "infill.file"
+
+    filename: Text = "file"
+    text: Text
 
 
 class Gap(NamedTuple):
@@ -40,7 +42,7 @@ class InfillRequest(SamplingFields):
 
     input_prefix: str = Field("", description="The text before the answer.")
     input_suffix: str = Field("", description="The text after the answer.")
-    input_extra: Annotated[list[Any], WithJsonSchema(FILES_SCHEMA)] = Field(
+    input_extra: list[InfillFile] = Field(
         [], description="Other files of the repository: objects with `filename` and `text`."
     )
     prompt: str = Field("", description="The beginning of the answer, which the text leaves out.")
@@ -55,31 +57,15 @@ class InfillRequest(SamplingFields):
         None, description="Same as `repetition_penalty`."
     )
 
-    _files: tuple[tuple[str, str], ...] = PrivateAttr(())
-
-    def check(self) -> None:
-        super().check()
-        self._files = tuple(
-            [self._file(item, f"input_extra[{i}]") for i, item in enumerate(self.input_extra)]
-        )
-
-    def _file(self, item: object, path: str) -> tuple[str, str]:
-        fields = self._warnings.split(item, ("filename", "text"), "infill.file", path)
-        name = fields.get("filename", "file")
-        text = fields.get("text")
-        for field, value in (("filename", name), ("text", text)):
-            if not isinstance(value, str):
-                raise invalid_value(f"{path}.{field}", value, "a string")
-        return name, str(text)
-
     def prompts(self) -> list[str | list[int]]:
         """The text before the answer, as the only prompt."""
         return [self.input_prefix]
 
     @property
     def gap(self) -> Gap:
+        files = [(file.filename, file.text) for file in self.input_extra]
         return Gap(
-            field="input_suffix", suffix=self.input_suffix, files=self._files, start=self.prompt
+            field="input_suffix", suffix=self.input_suffix, files=tuple(files), start=self.prompt
         )
 
     def limit(self) -> tuple[str, int | None]:
