@@ -59,7 +59,12 @@ DFLASH = "dflash"
 """The head without weights of its own."""
 
 LENGTH = 128
-"""max_model_len of every engine here."""
+"""max_model_len of the engines here, but for targets with recurrent layers."""
+RECURRENT_LENGTH = 320
+"""The same for these, whose states are kept every 64 positions at most."""
+SIZES = (1, 2, 5, 12, 17, 33, 50, 70)
+RECURRENT_SIZES = (5, 33, 70, 70, 127, 128, 150, 200)
+"""Tokens of their prompts."""
 
 TARGETS: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3": (make_target, {}),
@@ -90,7 +95,8 @@ class Setup:
     drafter: "dflash" (random weights, hardly ever right), "script" (often right), "ngram", or
     "mixed" (each request uses dflash, ngram, both or none). policy: "all" drafts, "random" drafts,
     or "adaptive". pool: the number of full contexts that fit its pages, None for plenty. padded: on
-    a CPU, steps are padded and replayed as on a GPU. head: the drafter's.
+    a CPU, steps are padded and replayed as on a GPU. head: the drafter's. kept_states: of recurrent
+    layers that the prefix cache has room for, None for plenty.
     """
 
     family: str
@@ -106,6 +112,15 @@ class Setup:
     max_num_seqs: int
     padded: bool
     head: str = DFLASH
+    kept_states: int | None = None
+
+    @property
+    def is_recurrent(self) -> bool:
+        return self.family.startswith("qwen3_5")
+
+    @property
+    def length(self) -> int:
+        return RECURRENT_LENGTH if self.is_recurrent else LENGTH
 
     @staticmethod
     def draw(rng: random.Random, family: str) -> Setup:
@@ -127,6 +142,7 @@ class Setup:
             max_num_seqs=rng.choice((1, 3, 8, 12)),
             padded=rng.random() < 0.5,
             head=rng.choice((DFLASH, *HEADS)),
+            kept_states=rng.choice((None, 1, 2, 5)),
         )
 
 
@@ -223,17 +239,19 @@ def draw_speculation(rng: random.Random, setup: Setup) -> Any:
     return False if speculation.get("method") == "none" else speculation or None
 
 
-def draw_requests(rng: random.Random, count: int) -> list[RandomRequest]:
-    """Return prompts of 1 to 70 tokens, some of which share a prefix."""
+def draw_requests(
+    rng: random.Random, count: int, sizes: Sequence[int] = SIZES
+) -> list[RandomRequest]:
+    """Return prompts of these numbers of tokens, some of which share a prefix."""
     specs: list[RandomRequest] = []
     for _ in range(count):
-        size = rng.choice((1, 2, 5, 12, 17, 33, 50, 70))
+        size = rng.choice(sizes)
         prompt = [rng.randrange(VOCAB) for _ in range(size)]
         if rng.random() < 0.2:
             prompt = (rng.sample(range(VOCAB), 3) * size)[:size]  # for prompt lookup
         if specs and rng.random() < 0.4:
             earlier = rng.choice(specs).prompt
-            prompt = (earlier[: rng.randint(1, len(earlier))] + prompt)[:70]
+            prompt = (earlier[: rng.randint(1, len(earlier))] + prompt)[: max(sizes)]
         scheduling = SchedulingOptions(
             rng.choice((0, 0, 0, -1, 3)), rng.choice(("", "", "", "a", "b"))
         )
@@ -273,7 +291,7 @@ class EngineFactory:
         config = EngineConfig(
             target=str(self.pair(family).target),
             device=self.device,
-            max_model_len=LENGTH,
+            max_model_len=RECURRENT_LENGTH if family.startswith("qwen3_5") else LENGTH,
             max_num_seqs=1,
             enable_prefix_caching=False,
             dtype="float32",
@@ -301,7 +319,7 @@ class EngineFactory:
             device=pair.device,
             method=None if loads else "ngram",
             num_drafts=drafts,
-            max_model_len=LENGTH,
+            max_model_len=setup.length,
             max_num_seqs=setup.max_num_seqs,
             max_num_batched_tokens=rows,
             page_size=setup.page_size,
@@ -312,9 +330,13 @@ class EngineFactory:
             dtype="float32",
             kv_cache_memory="64MiB",
         )
+        if setup.is_recurrent and setup.kept_states is not None and setup.prefix_caching:
+            resolved = resolve(config)
+            size = resolved.kept_state_bytes // resolved.num_kept_states
+            config = config.with_(state_cache_memory=setup.kept_states * size)
         if setup.pool is None:
             return config
-        pages = -(-LENGTH // setup.page_size) * setup.pool + 2
+        pages = -(-setup.length // setup.page_size) * setup.pool + 2
         groups = resolve(config).kv_groups
         size = sum(group.bytes_per_page(setup.page_size) for group in groups.values())
         return config.with_(kv_cache_memory=(pages + 1) * size)
@@ -417,7 +439,8 @@ def _play_round(
 ) -> None:
     rng = random.Random(seed)
     setup = Setup.draw(rng, families[seed % len(families)])
-    specs = draw_requests(rng, rng.randint(4, 14))
+    sizes = RECURRENT_SIZES if setup.is_recurrent else SIZES
+    specs = draw_requests(rng, rng.randint(4, 14), sizes)
     alone = [factory.alone(setup.family, spec) for spec in specs]
     engine = factory.engine(setup, alone)
     drafted = accepted = 0
@@ -445,7 +468,8 @@ def _play_round(
     stats = engine.stats
     findings.add(
         setup.family, engines=1, steps=stats.steps, preemptions=stats.preemptions,
-        cached=stats.prefix_hits, drafted=drafted, accepted=accepted,
+        cached=stats.prefix_hits, state_hits=stats.state_hits, states_kept=stats.states_kept,
+        drafted=drafted, accepted=accepted,
     )  # fmt: skip
 
 
