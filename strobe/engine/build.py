@@ -27,7 +27,7 @@ from strobe.hub.locate import LOOKUP, locate_models
 from strobe.kv.kept_states import KeptStates
 from strobe.kv.kv_store import KVSpec, KVStore
 from strobe.kv.pages import PagePool
-from strobe.kv.states import StateStore
+from strobe.kv.states import STATES_IN_A_COPY, StateStore
 from strobe.models.architectures import load_draft_config, load_target_config
 from strobe.models.config_readers.pair import check_pair
 from strobe.models.dflash_drafter import DFlash
@@ -49,7 +49,7 @@ from strobe.parallel.split import Split
 from strobe.runner.buckets import Buckets
 from strobe.runner.decode_state import DecodeState
 from strobe.runner.graphs import CUDACapturer, Eager, Graphs
-from strobe.runner.memory import plan_pages, scratch_bytes
+from strobe.runner.memory import page_table_bytes, plan_pages, scratch_bytes
 from strobe.runner.model_runner import ModelRunner
 from strobe.runner.step_ops.numpy_step_ops import NumpyStepOps
 from strobe.runner.step_ops.torch_step_ops import StepOps
@@ -72,7 +72,7 @@ class ResolvedConfig:
     """Settings and checkpoint configs after all checks, before any weight is read. draft: None
     without a drafter; scratch: GPU bytes of a step besides weights and KV cache; split: the part of
     the models that this rank holds, which target and draft describe; shadows: drafters to score in
-    shadow mode."""
+    shadow mode; weights: bytes that all weights will take."""
 
     config: EngineConfig
     target: TargetConfig
@@ -85,6 +85,7 @@ class ResolvedConfig:
     scratch: int
     split: Split
     shadows: tuple[ShadowDrafter, ...] = ()
+    weights: int = 0
 
     @property
     def kv_groups(self) -> dict[str, KVSpec]:
@@ -132,13 +133,30 @@ class ResolvedConfig:
             )
         return budget // size
 
+    @property
+    def sampling_bytes(self) -> int:
+        """Bytes of the sampling tables on a CPU. On a GPU they are part of scratch."""
+        if self.device.type != "cpu":
+            return 0
+        return SamplingState.num_bytes(self.limits.max_num_seqs, self.target.decoder.vocab_size)
+
+    def memory_bill(self, num_pages: int) -> dict[str, int]:
+        """Return the bytes of each part of an engine on its device. num_pages: those of the
+        pool."""
+        page_size = self.limits.page_size
+        bill = {"weights": self.weights}
+        for name, spec in self.kv_groups.items():
+            bill[f"keys and values of {name}"] = num_pages * spec.bytes_per_page(page_size)
+        bill["states of requests"] = self.state_bytes
+        bill["kept states"] = self.kept_state_bytes
+        bill["a step's tensors, logits and sampling"] = self.scratch
+        bill["sampling tables"] = self.sampling_bytes
+        bill["page tables"] = page_table_bytes(self.limits)
+        return {part: size for part, size in bill.items() if size}
+
     def num_pages(self, weights: int = 0) -> int:
         """Return the number of pages that fit, the reserved one included. weights: bytes still to
         be loaded. Raises ValueError if too few fit."""
-        sampling = 0  # on a GPU the sampling tables are part of scratch
-        if self.device.type == "cpu":
-            vocab_size = self.target.decoder.vocab_size
-            sampling = SamplingState.num_bytes(self.limits.max_num_seqs, vocab_size)
         return plan_pages(
             self.config,
             self.limits,
@@ -147,7 +165,7 @@ class ResolvedConfig:
             weights=weights,
             states=self.state_bytes,
             kept_states=self.kept_state_bytes,
-            sampling=sampling,
+            sampling=self.sampling_bytes,
             scratch=self.scratch,
         )
 
@@ -210,6 +228,8 @@ def resolve(config: EngineConfig, rank: int = 0) -> ResolvedConfig:
     target, draft = split.split(target, draft)
     num_features = len({layer for config in drafts for layer in config.capture})
     scratch = scratch_bytes(limits, target.decoder, num_features, dtype) if on_gpu else 0
+    if on_gpu and target.states is not None and config.enable_prefix_caching:
+        scratch += STATES_IN_A_COPY * target.states.bytes_per_kept_state(dtype)
     resolved = ResolvedConfig(
         config=config,
         target=target,
@@ -223,8 +243,9 @@ def resolve(config: EngineConfig, rank: int = 0) -> ResolvedConfig:
         split=split,
         shadows=shadows,
     )
-    resolved.num_pages(_check_weights(resolved))
-    return resolved
+    weights = _check_weights(resolved)
+    resolved.num_pages(weights)
+    return replace(resolved, weights=weights)
 
 
 def _load_configs(config: EngineConfig) -> tuple[TargetConfig, DraftConfig | None]:
@@ -283,6 +304,7 @@ def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
         torch.cuda.set_device(resolved.device)
     target, drafters = _load_models(resolved, target)
     pages = resolved.split.fewest(resolved.num_pages(), resolved.device)
+    _log_bill(resolved, pages)
     graphs, buckets = _make_graphs(resolved)
     stores = _make_stores(resolved, pages)
     ops = _make_step_ops(resolved)
@@ -327,6 +349,19 @@ def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
         stores=stores,
         states=states,
         kept_states=_make_kept_states(resolved, states, pool),
+    )
+
+
+def _log_bill(resolved: ResolvedConfig, pages: int) -> None:
+    """Log the bytes of each part of an engine, and the tokens that the pool holds."""
+    bill = resolved.memory_bill(pages)
+    parts = ", ".join(f"{part} {size:,}" for part, size in bill.items())
+    logger.info(
+        "Memory of %s in bytes: %s; together %s. The KV cache holds %s tokens.",
+        resolved.device,
+        parts,
+        f"{sum(bill.values()):,}",
+        f"{(pages - 1) * resolved.limits.page_size:,}",
     )
 
 

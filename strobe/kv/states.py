@@ -22,6 +22,9 @@ from torch import Tensor
 from strobe.kernels.kept_rows import SINGLE_ROWS, add_changes
 from strobe.step import StateCopy
 
+STATES_IN_A_COPY = 4
+"""States that a copy to a kept row holds at once, in tensors of its own."""
+
 
 @dataclass(frozen=True)
 class StateSpec:

@@ -72,7 +72,7 @@ def plan_pages(
         scratch,
         "lower max_num_batched_tokens or max_num_seqs",
     )
-    tables = limits.max_num_seqs * limits.max_pages * 8
+    tables = page_table_bytes(limits)
     if tables > budget.free // 2:
         raise ValueError(budget.shortage(f"{seqs} page tables take", tables, "ask for fewer"))
     per_page = sum(group.bytes_per_page(limits.page_size) for group in groups)
@@ -84,6 +84,11 @@ def plan_pages(
             "free beside the KV cache; ask for fewer."
         )
     return pages
+
+
+def page_table_bytes(limits: Limits) -> int:
+    """Bytes of the page tables of all slots."""
+    return limits.max_num_seqs * limits.max_pages * 8
 
 
 def _num_pages(config: EngineConfig, limits: Limits, per_page: int, budget: MemoryBudget) -> int:

@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from strobe.config import DEMO_MODELS, EngineConfig, Limits
+from strobe.engine.build import build, resolve
 from strobe.kv.kv_store import KVSpec, KVStore
 from strobe.models.architectures import load_target_config
 from strobe.runner import memory
 from strobe.runner.buckets import Buckets
 from strobe.runner.memory import plan_pages, scratch_bytes
+from tests.support.recurrent_checkpoints import make_hybrid
 
 
 def test_grammar_buffers_fit_narrow_steps():
@@ -49,6 +51,31 @@ def test_cpu_cache_of_a_large_model(monkeypatch: pytest.MonkeyPatch):
     assert pages(400_000, context=16_384) * 16 == 16_384 + 16
     with pytest.raises(ValueError, match="max_model_len is 32768"):
         pages(400_000, context=32_768)
+
+
+def test_bill_counts_each_part_that_takes_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    make_hybrid(tmp_path)
+    config = EngineConfig(str(tmp_path), device="cpu", max_model_len=96, max_num_seqs=2)
+    resolved = resolve(config)
+    with caplog.at_level("INFO", "strobe.engine.build"):
+        parts = build(resolved)
+    bill = resolved.memory_bill(parts.pool.num_pages)
+    states = parts.states
+    assert states is not None
+    model: Any = parts.runner.model
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    if resolved.backends.packed == "float32":
+        weights += model.output.weight.nbytes  # the embedding's weight, packed as a head
+    assert bill == {
+        "weights": weights,
+        "keys and values of target": parts.stores["target"].data.nbytes,
+        "states of requests": states.length.nbytes + sum(t.nbytes for t in states.tensors),
+        "kept states": states.kept_state.nbytes + states.kept_window.nbytes,
+        "sampling tables": parts.sampling.num_bytes(2, resolved.target.decoder.vocab_size),
+        "page tables": 2 * 6 * 8,
+    }
+    (line,) = [message for message in caplog.messages if message.startswith("Memory of cpu")]
+    assert f"; together {sum(bill.values()):,}. The KV cache holds " in line
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")

@@ -218,13 +218,17 @@ def memory_bill(resolved: ResolvedConfig, target: Target, draft: DFlash) -> dict
     free = free_memory(resolved.device)
     if resolved.device.type == "cpu":  # which all ranks share
         free //= ranks
-    room = max(free - first - second - resolved.state_bytes - resolved.scratch, 0)
+    others = resolved.memory_bill(num_pages=0)
+    others.pop("weights", None)
+    others = {part: size for part, size in others.items() if size}
+    room = max(free - first - second - sum(others.values()), 0)
     return {
         "target's weights": first,
         **_weight_format(resolved),
         "drafter's weights": second,
         "target's keys and values of a token": per_token["target"],
         "drafter's keys and values of a token": sum(per_token.values()) - per_token["target"],
+        **others,
         "free memory": free,
         "tokens that fit": room // sum(per_token.values()),
         **({"ranks, each with as much": ranks} if ranks > 1 else {}),
