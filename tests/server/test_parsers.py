@@ -16,6 +16,7 @@ from tests.server.support.parser_runs import (
     join,
     places,
     segments_of,
+    texts,
 )
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": {}}}\n</tool_call>'
@@ -302,3 +303,50 @@ def test_call_variants_parse_alike(form: str, text: str):
 def test_non_call_is_unchanged_content(form: str, text: str):
     segments = check_segments(lambda: call_parser(form), text)
     assert segments == ([Segment("content", text, 0, len(text))] if text else [])
+
+
+FRAGMENTS = {
+    "hermes": (
+        HERMES,
+        "<tool_call>",
+        "</tool_call>",
+        "\n",
+        "}",
+        '{"name": "f", "arguments": {"a": [1, "x\\"}"]}}',
+        '{"name": ',
+        '"f"',
+        '"arguments": {',
+        '"parameters": {"b": "y',
+        ", ",
+        "text",
+    ),
+    "llama3": (
+        LLAMA3,
+        PYTHON_TAG,
+        "; ",
+        '{"name": "f", ',
+        '"parameters": {',
+        '"a": "',
+        '"}',
+        "}",
+        "\n",
+        "text",
+    ),
+}
+"""Parts of calls, of which any sequence is one text however it is cut."""
+
+
+@pytest.mark.parametrize("form", FRAGMENTS)
+@given(st.data(), places)
+def test_result_does_not_depend_on_chunking(form: str, data: st.DataObject, cuts: list[int]):
+    text = data.draw(texts(FRAGMENTS[form]))
+    result = check_cuts(lambda: make_parser(form, None), text, cuts)
+    if not result.calls:
+        assert result.content == text
+
+
+@pytest.mark.parametrize("form", FRAGMENTS)
+@given(st.data(), places)
+def test_all_is_content_when_tools_are_off(form: str, data: st.DataObject, cuts: list[int]):
+    text = data.draw(texts(FRAGMENTS[form]))
+    assert check_cuts(lambda: make_parser(form, None, tools=None), text, cuts) == ("", text, [])

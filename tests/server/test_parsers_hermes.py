@@ -20,7 +20,6 @@ from tests.server.support.parser_runs import (
     places,
     prose,
     stream,
-    texts,
 )
 
 CALL = '<tool_call>\n{"name": "get_time", "arguments": {"city": "Rome"}}\n</tool_call>'
@@ -237,35 +236,6 @@ def test_phase_is_tool_between_the_tags():
         call_parser.push(piece)
         phases.append((piece[:4], call_parser.phase))
     assert [phase for _, phase in phases] == ["answer", "tool", "tool", "tool", "answer"]
-
-
-FRAGMENTS = (
-    CALL,
-    "<tool_call>",
-    "</tool_call>",
-    "\n",
-    "}",
-    '{"name": "f", "arguments": {"a": [1, "x\\"}"]}}',
-    '{"name": ',
-    '"f"',
-    '"arguments": {',
-    '"parameters": {"b": "y',
-    ", ",
-    "text",
-)
-
-
-@given(texts(FRAGMENTS), places)
-def test_result_does_not_depend_on_chunking(text: str, cuts: list[int]):
-    result = check_cuts(parser, text, cuts)
-    if not result.calls:
-        assert result.content == text
-
-
-@given(texts(FRAGMENTS), places)
-def test_all_is_content_when_tools_are_off(text: str, cuts: list[int]):
-    off = check_cuts(lambda: make_parser("hermes", None, tools=None), text, cuts)
-    assert off == ("", text, [])
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 from strobe.server.parsers import Parser, Tool, make_parser
-from tests.server.support.parser_runs import calls, check_cuts, dumps, parse, places, stream, texts
+from tests.server.support.parser_runs import calls, check_cuts, dumps, parse, places, stream
 
 CALL = '{"name": "get_time", "parameters": {"city": "Rome"}}'
 TIME = ("get_time", '{"city": "Rome"}')
@@ -82,27 +82,6 @@ def test_arguments_of_a_forced_call_are_streamed():
     assert [part.calls for part in forced] == [
         [], [("f", '{"a"')], [("", ": tr")], [("", "ue")], [("", "}")], []
     ]  # fmt: skip
-
-
-FRAGMENTS = (
-    CALL,
-    TAG,
-    "; ",
-    '{"name": "f", ',
-    '"parameters": {',
-    '"a": "',
-    '"}',
-    "}",
-    "\n",
-    "text",
-)
-
-
-@given(texts(FRAGMENTS), places)
-def test_result_does_not_depend_on_chunking(text: str, cuts: list[int]):
-    result = check_cuts(parser, text, cuts)
-    if not result.calls:
-        assert result.content == text
 
 
 @pytest.mark.parametrize(
