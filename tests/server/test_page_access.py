@@ -74,6 +74,7 @@ def menu(page: Page, mock: MockServer) -> None:
     page.until("location.hash")
     if not page.evaluate("document.querySelector('#sidebar').checkVisibility()"):
         page.click("#open-sidebar")
+    page.until("document.querySelector('#conversations .more')")
     page.click("#conversations .more")
 
 
