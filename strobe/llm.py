@@ -64,7 +64,13 @@ class LLM:
         if engine is None:
             names = {"target": target, "draft": draft}
             paths = {n: str(path) for n, path in names.items() if path is not None}
-            resolved = resolve(EngineConfig().with_(**translate(paths | options).values))
+            config = EngineConfig().with_(**translate(paths | options).values)
+            if config.shadow:
+                raise ValueError(
+                    "shadow is True, but only a server reports its scores; start strobe serve "
+                    "--shadow, or leave shadow out."
+                )
+            resolved = resolve(config)
             self.tokenizer = Tokenizer(Path(resolved.config.target))
             engine = start_engine(resolved)
             measure_costs(engine)

@@ -720,3 +720,8 @@ def test_demo_models_answer_and_draft_well():
     assert length > 3  # measured 8.7
     assert demo.get_tokenizer() is demo.tokenizer.hf
     assert_idle(demo)
+
+
+def test_shadow_mode_needs_a_server():
+    with pytest.raises(ValueError, match="shadow is True, but only a server reports its scores"):
+        LLM(shadow=True, device="cpu")
