@@ -153,8 +153,10 @@ def test_unknown_fields_are_warnings_at_every_depth():
         session="s",
     )
     unknown = "has no effect: this server does not know it"
-    assert set(request.warnings()) == {
+    assert request.warnings() == [
         f"session {unknown}.",
+        f"tools[0].items {unknown}.",
+        f"tools[0].function.origin {unknown}.",
         f"options.temprature {unknown}; did you mean temperature?",
         f"messages[0].timestamp {unknown}.",
         f"messages[1].tool_calls[0].index {unknown}.",
@@ -162,9 +164,7 @@ def test_unknown_fields_are_warnings_at_every_depth():
         f"messages[1].tool_calls[0].function.description {unknown}.",
         f"messages[2].name {unknown}; did you mean tool_name?",
         f"options.speculation.depth {unknown}.",
-        f"tools[0].items {unknown}.",
-        f"tools[0].function.origin {unknown}.",
-    }
+    ]
     read = {"type": "function", "id": "call_1", "function": {"name": "add", "arguments": {"a": 1}}}
     assert request.to_chat().conversation == [
         USER,
