@@ -1,7 +1,7 @@
 """The index of kept states of recurrent layers; the tensors are in kv.states. Imports no torch.
 
 A state belongs to a border: a multiple of `interval` positions, which is also a multiple of the
-page size. Its key is that of the page before the border, which stands for all tokens up to it. So
+page size. Its key is the page's before the border, which stands for all tokens up to it. So
 a state stays right as long as it is kept, also when its pages were evicted and computed again.
 
     free ----take----> being written ----publish----> kept (least recently used first)

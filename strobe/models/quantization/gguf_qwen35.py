@@ -1,7 +1,7 @@
 """What llama.cpp changes in the weights of Qwen3.5 to 3.8, and the way back.
 
 Value heads of recurrent layers stand side by side per key head in a checkpoint: k0v0, k0v1, k1v0,
-k1v1. llama.cpp puts those of different key heads side by side: k0v0, k1v0, k0v1, k1v1. It adds 1 to
+k1v1. llama.cpp takes them from each key head in turn: k0v0, k1v0, k0v1, k1v1. It adds 1 to
 norms but the recurrent layers', and stores the negative exponential of A_log.
 """
 

@@ -74,7 +74,7 @@ class GroupWeight:
         )
 
     def _small(self, zero: Tensor) -> Tensor:
-        """Return zeros in the smallest dtype; those of 8 bits may be 256."""
+        """Return zeros in the smallest dtype; zeros of 8 bits may be 256."""
         return zero.to(torch.uint8 if self.bits < 8 else torch.int16)
 
     def take(self, order: Tensor) -> GroupWeight:

@@ -82,8 +82,8 @@ class HeldProduct:
 
 
 def held_bytes(form: Form, tensors: CheckpointTensors) -> int:
-    """Return the bytes of a weight that is held: those of its tensors, but zeros are unpacked to a
-    byte each, scales that are powers of two become float32, and groups of inputs int64."""
+    """Return the bytes of a held weight: its tensors, but zeros are unpacked to a byte each, scales
+    that are powers of two become float32, and groups of inputs int64."""
     total = 0
     for name, shape in form.sources.items():
         dtype = tensors.dtypes[name]

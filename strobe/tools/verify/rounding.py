@@ -93,19 +93,19 @@ def measure_rounding(engine: Engine, plain: Run, spread: float) -> Rounding:
     batch = [a for a in plain.answers["batch"] if a.tokens and a.error is None]
     alone = [a for name in plain.answers if name.startswith("alone") for a in plain.answers[name]]
     by_prompt = {answer.case.prompt: answer for answer in batch}
-    found: dict[str, list[NDArray[np.float64]]] = {"one row": [], "block": [], "prefill": []}
+    differences: dict[str, list[NDArray[np.float64]]] = {"one row": [], "block": [], "prefill": []}
     for answer in alone:
         twin = by_prompt[answer.case.prompt]
         rows = comparable_rows(answer.tokens, twin.tokens)
-        found["one row"].append(difference(answer.rows[:rows], twin.rows[:rows]))
+        differences["one row"].append(difference(answer.rows[:rows], twin.rows[:rows]))
     chosen = batch[:_ANSWERS]
     for answer, rows in zip(chosen, score_by_prefill(engine, chosen), strict=True):
-        found["prefill"].append(difference(answer.rows, rows))
+        differences["prefill"].append(difference(answer.rows, rows))
     for answer in chosen[:2]:
         places = sorted({len(answer.tokens) * i // _BLOCKS for i in range(_BLOCKS)})
         for place, rows in zip(places, score_by_blocks(engine, answer, places), strict=True):
-            found["block"].append(difference(answer.rows[place : place + 1], rows))
-    merged = {shape: np.concatenate(parts) for shape, parts in found.items() if parts}
+            differences["block"].append(difference(answer.rows[place : place + 1], rows))
+    merged = {shape: np.concatenate(parts) for shape, parts in differences.items() if parts}
     largest = max(float(values.max(initial=0.0)) for values in merged.values())
     limit = limit_of(engine.resolved, spread)
     bound = max(FACTOR * largest, floor_of(engine.resolved, spread))
@@ -121,13 +121,13 @@ def measure_rounding(engine: Engine, plain: Run, spread: float) -> Rounding:
 def peer_rounding(run: Run, own: Rounding, limit: float) -> Rounding:
     """Return the rounding of another engine: between its answers alone and at once, and at least
     this engine's own."""
-    found = [np.zeros(1)]
+    differences = [np.zeros(1)]
     for one, two in zip(run.answers["alone"], run.answers.get("batch", []), strict=False):
         rows = comparable_rows(one.tokens, two.tokens)
-        found.append(difference(one.rows[:rows], two.rows[:rows]))
-    largest = max(float(values.max(initial=0.0)) for values in found)
+        differences.append(difference(one.rows[:rows], two.rows[:rows]))
+    largest = max(float(values.max(initial=0.0)) for values in differences)
     return Rounding(
-        rows=sum(len(values) for values in found),
+        rows=sum(len(values) for values in differences),
         by_shape={"batch": largest},
         largest=largest,
         bound=min(max(own.bound, FACTOR * largest), limit),

@@ -124,15 +124,15 @@ def run_cases(
     for case in cases:
         params = case.sampling.clone(logprobs=logprobs, speculation=asked)
         requests.append(engine.add(list(case.prompt), params))
-    found: dict[object, list[TokenLogprob]] = {request.key: [] for request in requests}
+    rows_of: dict[object, list[TokenLogprob]] = {request.key: [] for request in requests}
     accepted: dict[object, list[int]] = {request.key: [] for request in requests}
     cached: dict[object, int] = {}
     errors: dict[object, str | None] = {}
     while engine.has_work:
         for event in engine.step():
-            if event.key not in found:
+            if event.key not in rows_of:
                 continue
-            found[event.key] += event.logprobs
+            rows_of[event.key] += event.logprobs
             if event.num_verified:
                 accepted[event.key].append(event.num_accepted)
             if event.start is not None:
@@ -142,7 +142,7 @@ def run_cases(
         Answer(
             case=case,
             tokens=tuple(request.output_ids),
-            rows=Rows.of(found[request.key]),
+            rows=Rows.of(rows_of[request.key]),
             num_cached=cached.get(request.key, 0),
             counts=request.draft_counts,
             steps_accepted=tuple(accepted[request.key]),
@@ -164,14 +164,14 @@ def score_by_prefill(engine: Engine, answers: Sequence[Answer]) -> list[Rows]:
             speculation=Speculation(method="none"),
         )
         requests.append(engine.add([*answer.case.prompt, *answer.tokens], params))
-    found: dict[object, list[TokenLogprob]] = {}
+    rows_of: dict[object, list[TokenLogprob]] = {}
     while engine.has_work:
         for event in engine.step():
             if event.start is not None:
                 scored = [row for row in event.start.prompt_logprobs if row is not None]
-                found[event.key] = scored
+                rows_of[event.key] = scored
     return [
-        Rows.of(found[request.key][-len(answer.tokens) :])
+        Rows.of(rows_of[request.key][-len(answer.tokens) :])
         for request, answer in zip(requests, answers, strict=True)
     ]
 
