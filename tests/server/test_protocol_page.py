@@ -92,7 +92,7 @@ def test_page_lists_every_object_field(place: str, page: str):
         SpeculationReport.__annotations__, answers.Step.__annotations__,
         answers.ModelCard.__annotations__,
         answers.TokenizeResponse.__annotations__, answers.DetokenizeResponse.__annotations__,
-        MarkdownResponse.model_fields, MarkdownBlock.model_fields,
+        MarkdownResponse.__annotations__, MarkdownBlock.__annotations__,
         answers.CompletionLogprobs.__annotations__, TokenLogprob.__annotations__,
         PromptLogprob.__annotations__, answers.ErrorDetail.__annotations__,
     ],

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, NotRequired
 
 from fastapi import FastAPI, Request
-from pydantic import BaseModel, Field, WithJsonSchema
+from pydantic import Field, WithJsonSchema
 from starlette.responses import Response, StreamingResponse
+from typing_extensions import TypedDict
 
 from strobe.server.generation import reply
 from strobe.server.openai.protocol.request_errors import FieldError
@@ -47,7 +48,7 @@ class MarkdownRequest(RequestModel):
             )
 
 
-class MarkdownBlock(BaseModel):
+class MarkdownBlock(TypedDict):
     """line: the block's first line, from 0. node: a string, or a list of a tag, its attributes and
     its children."""
 
@@ -55,19 +56,25 @@ class MarkdownBlock(BaseModel):
     node: Any
 
 
-class MarkdownResponse(BaseModel):
+class MarkdownResponse(TypedDict):
     """The response of /markdown."""
 
     blocks: list[MarkdownBlock]
-    warnings: list[str] | None = None
+    warnings: NotRequired[list[str]]
 
 
 async def markdown(serving: Serving, request: MarkdownRequest, http: Request) -> Response:
     """Answer POST /markdown."""
 
     def render() -> bytes:
-        parts = [block._asdict() for block in blocks(request.text, is_open=request.open)]
-        body = {"blocks": parts} | reply.extras([], False, request.warnings())
+        body: MarkdownResponse = {
+            "blocks": [
+                {"line": block.line, "node": block.node}
+                for block in blocks(request.text, is_open=request.open)
+            ]
+        }
+        if warnings := request.warnings():
+            body["warnings"] = warnings
         return reply.compact(body).encode("utf-8", "replace")
 
     return Response(await serving.in_thread(render), media_type="application/json")
