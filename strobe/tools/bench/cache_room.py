@@ -1,4 +1,4 @@
-"""Room in the KV cache for all requests of a benchmark at once."""
+"""Settings of an engine in which all requests of a benchmark run at once."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from strobe.config import CPU_KV_CACHE, EngineConfig
 from strobe.parallel.devices import choose_device
+from strobe.tools.bench.bench_settings import RandomWeights
 
 
 def with_cache_room(config: EngineConfig) -> EngineConfig:
@@ -14,3 +15,17 @@ def with_cache_room(config: EngineConfig) -> EngineConfig:
     if config.kv_cache_memory is not None or choose_device(config.device).type != "cpu":
         return config
     return replace(config, kv_cache_memory=CPU_KV_CACHE)
+
+
+def with_random_models(
+    config: EngineConfig, load_format: RandomWeights, max_requests: int
+) -> EngineConfig:
+    """Return a config for so many requests at once, random weights and no cached prefix."""
+    return with_cache_room(
+        replace(
+            config,
+            load_format=load_format,
+            max_num_seqs=max_requests,
+            enable_prefix_caching=False,
+        )
+    )

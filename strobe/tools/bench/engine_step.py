@@ -28,7 +28,7 @@ from strobe.speculation.registry import DRAFTER_METHOD
 from strobe.terminal.wording import counted
 from strobe.tools.bench.bench_report import begin, floor_figures, report, shapes_of, split_figures
 from strobe.tools.bench.bench_settings import StepSettings, command_line
-from strobe.tools.bench.cache_room import with_cache_room
+from strobe.tools.bench.cache_room import with_random_models
 from strobe.tools.bench.even_routing import check_experts, route_evenly
 from strobe.tools.bench.floor import Rates, Shapes
 from strobe.tools.bench.measurement import all_decode, open_requests
@@ -112,8 +112,7 @@ def _ways(settings: StepSettings, config: EngineConfig) -> dict[str, EngineConfi
             f"{DRAFTER_METHOD} or none, or neither for both."
         )
     max_requests = max([*settings.requests, *(count for count, _ in settings.prefills)])
-    decided = {"load_format": settings.load_format, "max_num_seqs": max_requests}
-    config = with_cache_room(replace(config, **decided, enable_prefix_caching=False))
+    config = with_random_models(config, settings.load_format, max_requests)
     ways = {"plain": config.without_draft()}
     if config.method != "none" and config.draft is not None:
         ways[DRAFTER_METHOD] = replace(config, method=DRAFTER_METHOD)

@@ -26,7 +26,7 @@ from strobe.speculation.registry import DRAFTER_METHOD
 from strobe.terminal.wording import counted
 from strobe.tools.bench.bench_report import report
 from strobe.tools.bench.bench_settings import LoadSettings, command_line
-from strobe.tools.bench.cache_room import with_cache_room
+from strobe.tools.bench.cache_room import with_random_models
 from strobe.tools.bench.draft_traces import Traces, independent, load
 from strobe.tools.bench.driver import Arrival, Driver, LoadRun
 from strobe.tools.bench.engine_step import located_shapes
@@ -58,9 +58,7 @@ def run_load(settings: LoadSettings, config: EngineConfig) -> int:
         raise ValueError(missing())
     block = max(load(Path(settings.traces)).widths) + 1 if settings.traces else None
     with located_shapes(settings.shapes, config, block) as config, progress() as say:
-        max_requests = max(settings.requests)
-        decided = {"load_format": settings.load_format, "max_num_seqs": max_requests}
-        config = with_cache_room(replace(config, **decided, enable_prefix_caching=False))
+        config = with_random_models(config, settings.load_format, max(settings.requests))
         setup = resolve(config)
         if setup.draft is None or setup.method != DRAFTER_METHOD:
             raise ValueError("Nothing drafts; name shapes with a drafter, or leave --method out.")
