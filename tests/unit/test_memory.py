@@ -64,7 +64,7 @@ def test_bill_counts_each_part_that_takes_memory(tmp_path: Path, caplog: pytest.
     assert states is not None
     model: Any = parts.runner.model
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    if resolved.backends.packed == "float32":
+    if resolved.backends.weights.packed == "float32":
         weights += model.output.weight.nbytes  # the embedding's weight, packed as a head
     assert bill == {
         "weights": weights,
