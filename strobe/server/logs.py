@@ -65,7 +65,7 @@ class JsonFormatter(logging.Formatter):
         self.engine = engine
 
     def format(self, record: logging.LogRecord) -> str:
-        content: Any = record.msg
+        content: object = record.msg
         fields = Fields(
             time=timestamp(record.created), level=record.levelname, logger=_logger(record)
         )

@@ -169,7 +169,7 @@ def warnings(
     return sentences
 
 
-def shadow_warnings(serving: Serving, speculation: Any) -> list[str]:
+def shadow_warnings(serving: Serving, speculation: object) -> list[str]:
     """One sentence if a request asks for drafts that shadow mode does not verify."""
     asked = Speculation.of(speculation)
     drafts = asked.method not in (None, "none") or asked.num_drafts or asked.always

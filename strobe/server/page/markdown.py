@@ -161,7 +161,7 @@ def _nodes(node: SyntaxTreeNode) -> Iterator[Node]:
 def _list_item(node: SyntaxTreeNode) -> Node:
     """Return a list's item; [ ] or [x] at its beginning makes it a task with a box."""
     children = _children(node)
-    first: Any = children[0] if children else ""
+    first: object = children[0] if children else ""
     is_paragraph = not isinstance(first, str) and first[0] == "p" and len(first) > 2
     text = first[2] if is_paragraph else first
     task = _TASK.match(text) if isinstance(text, str) else None

@@ -102,7 +102,7 @@ class Values:
         alternatives = [self._kind(kind, schema) for kind in dict.fromkeys(kinds)]
         return f"({' | '.join(alternatives)})"
 
-    def _reference(self, ref: Any) -> str:
+    def _reference(self, ref: str) -> str:
         try:
             target = target_of(ref, self._document)
         except ValueError as error:
@@ -114,7 +114,7 @@ class Values:
             self._rules[index] = f"{self._known[cache_key]}: {self._value(target)}"
         return self._known[cache_key]
 
-    def _kind(self, kind: Any, schema: Mapping[str, Any]) -> str:
+    def _kind(self, kind: object, schema: Mapping[str, Any]) -> str:
         if kind == "string":
             return self._string(schema)
         if kind in _SCALARS:

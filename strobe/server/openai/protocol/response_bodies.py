@@ -316,7 +316,7 @@ class Response(Extras):
     store: bool
     temperature: float
     text: dict[str, Any]
-    tool_choice: Any
+    tool_choice: object
     tools: list[dict[str, Any]]
     top_logprobs: int
     top_p: float
