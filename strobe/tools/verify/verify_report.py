@@ -56,7 +56,7 @@ def _figures(verification: Verification) -> list[str]:
         f"{plain:.1f} tokens/s plain, {drafted:.1f} with speculation ({drafted / plain:.2f}x), "
         f"{'-' if length is None else f'{length:.2f}'} tokens a step; all drafts verified, with "
         "log probabilities.",
-        f"Time: {parts}; comparing took {figures['overhead']:.0%} of generating.",
+        f"Time: {parts}; the reference and comparing took {figures['overhead']:.0%} of generating.",
     ]
 
 
