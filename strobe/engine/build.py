@@ -284,11 +284,12 @@ def _check_weights(resolved: ResolvedConfig) -> int:
         modules.append(check_draft_tensors(Path(config.draft or ""), resolved.draft, opener))
     for shadow in resolved.shadows:
         modules.append(check_draft_tensors(shadow.path, shadow.config, opener))
-    formats = resolved.backends.weights, resolved.backends.draft_weights
-    return sum(
-        weight_bytes(module, resolved.dtype, **formats[isinstance(module, DFlash)]._asdict())
-        for module in modules
-    )
+    total = 0
+    for module in modules:
+        backends = resolved.backends
+        held = backends.draft_weights if isinstance(module, DFlash) else backends.weights
+        total += weight_bytes(module, resolved.dtype, **held._asdict())
+    return total
 
 
 def kv_spec(decoder: DecoderConfig, dtype: torch.dtype) -> KVSpec:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from strobe.kernels.pdl import pdl_wait, supports_pdl
 from strobe.kernels.rowwise import INTERPRETED
+from strobe.kernels.unpack import e4m3
 
 MOST_ROWS = 128
 """Rows of x up to which values stay in registers."""
@@ -84,7 +85,7 @@ def _values(
         bits = ((code & 8) << 28) | ((code & 7) << 22)
         value = bits.to(tl.float32, bitcast=True) * 2.0**126
     elif KIND == "e4m3":
-        value = _e4m3(code)
+        value = e4m3(code, tl.float32)
     elif KIND == "s8":
         value = tl.where(code >= 128, code - 256, code).to(tl.float32)
     else:
@@ -99,19 +100,10 @@ def _values(
 
 
 @triton.jit
-def _e4m3(byte):
-    """Return the values of bytes. The bits of a value at the end of a float's exponent are the
-    value times a power of two, also if it is subnormal."""
-    code = byte.to(tl.int32)
-    bits = ((code & 128) << 24) | ((code & 127) << 20)
-    return bits.to(tl.float32, bitcast=True) * 2.0**120
-
-
-@triton.jit
 def _scale(stored):
     """Return scales in float32; bytes are e4m3."""
     if stored.dtype == tl.uint8:  # noqa: SIM108
-        scale = _e4m3(stored)
+        scale = e4m3(stored, tl.float32)
     else:
         scale = stored.to(tl.float32)
     return scale

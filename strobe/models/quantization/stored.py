@@ -12,23 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from strobe.models.checkpoint import TORCH
 from strobe.models.linear import Linear, StoredWeight
 from strobe.models.quantization.forms import EXPONENTS, Form
 from strobe.models.quantization.grouped import fill_dequantized
 from strobe.models.weight_mapping import CheckpointTensors
 
-BYTES = {
-    "BF16": 2,
-    "F16": 2,
-    "F32": 4,
-    "F8_E4M3": 1,
-    "F8_E8M0": 1,
-    "I8": 1,
-    "I32": 4,
-    "I64": 8,
-    "U8": 1,
-}
-"""Of a value, by safetensors' names of dtypes."""
 ZEROS = ("zero_point", "qzeros")
 
 
@@ -87,7 +76,7 @@ def held_bytes(form: Form, tensors: CheckpointTensors) -> int:
     total = 0
     for name, shape in form.sources.items():
         dtype = tensors.dtypes[name]
-        size = prod(shape) * BYTES[dtype]
+        size = prod(shape) * TORCH[dtype].itemsize
         if name.endswith(ZEROS) and dtype == "I32":
             size *= 8 // form.scheme.bits
         elif name.endswith("scale") and dtype in EXPONENTS:
