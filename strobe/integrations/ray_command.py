@@ -25,7 +25,7 @@ from strobe.integrations.ray import (
     serve,
 )
 from strobe.server.launch import greeting, listen, locate_checkpoint, warn_if_open
-from strobe.server.openai.protocol.request_errors import counted
+from strobe.server.schema.field_errors import counted
 from strobe.server.server_settings import ServerConfig
 
 logger = logging.getLogger(__name__)

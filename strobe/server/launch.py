@@ -35,7 +35,7 @@ from strobe.server.engine_process.engine_messages import Ready
 from strobe.server.engine_process.replicas import Replicas
 from strobe.server.http.connections import AT_ONCE, Connection, QuietErrorHandler
 from strobe.server.http.guards import Shutdown, is_loopback
-from strobe.server.openai.protocol.request_errors import counted
+from strobe.server.schema.field_errors import counted
 from strobe.server.server_settings import ServerConfig
 from strobe.server.serving import (
     Formats,

@@ -28,7 +28,6 @@ from strobe.server.engine_process.replicas import Replicas
 from strobe.server.generation.errors import ApiError, retry_after
 from strobe.server.generation.retry_estimator import RetryEstimator
 from strobe.server.http.guards import Shutdown
-from strobe.server.openai.protocol.request_errors import FieldError, counted
 from strobe.server.openai.response_store import ResponseStore
 from strobe.server.parsers import (
     REASONING_FORMATS,
@@ -38,6 +37,7 @@ from strobe.server.parsers import (
     ToolFormat,
     detect,
 )
+from strobe.server.schema.field_errors import FieldError, counted
 from strobe.server.schema.structural_tags import tags_grammar
 from strobe.server.server_settings import TEXT_THREADS, ServerConfig
 from strobe.server.telemetry.metrics import ServerMetrics

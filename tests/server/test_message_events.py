@@ -12,7 +12,7 @@ from strobe.server.anthropic.protocol import message_bodies as bodies
 from strobe.server.engine_process.client import EngineDead, EngineStopped, PromptRejected
 from strobe.server.http.guards import ApiKeyEntry
 from strobe.server.http.middleware import MiddlewareSettings, wrap
-from strobe.server.openai.protocol.request_errors import FieldError
+from strobe.server.schema.field_errors import FieldError
 from tests.server.support.answer_checks import check_body
 from tests.server.support.asgi_client import Answer, call
 from tests.server.support.scripted_server import Script, app, post, tokenizer

@@ -20,9 +20,9 @@ from strobe.server.openai.errors import error_body
 from strobe.server.openai.protocol import response_bodies as answers
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.completion_request import CompletionRequest
-from strobe.server.openai.protocol.request_errors import FieldError, to_field_error
 from strobe.server.openai.protocol.responses_request import ResponsesRequest
 from strobe.server.schema.base import RequestModel
+from strobe.server.schema.field_errors import FieldError, to_field_error
 from strobe.server.schema.rules import NO_EFFECT, UNSUPPORTED
 from tests.server.support.answer_checks import check_body
 from tests.server.support.request_bodies import (

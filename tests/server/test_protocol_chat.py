@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
-from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.openai.protocol.responses_request import ResponsesRequest
 from strobe.server.openai.protocol.token_requests import TokenizeRequest
 from strobe.server.schema.base import RequestModel
+from strobe.server.schema.field_errors import FieldError
 from strobe.server.schema.tools import ToolChoice
 from tests.server.support.request_bodies import NAMED, TOOL, USER, chat, refusal, respond, tool
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.openai.protocol.responses_request import ResponsesRequest
 from strobe.server.openai.protocol.token_requests import DetokenizeRequest, TokenizeRequest
+from strobe.server.schema.field_errors import FieldError
 from tests.server.support.request_bodies import SCHEMA, TOOL, USER, refusal, respond
 
 

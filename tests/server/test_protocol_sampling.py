@@ -12,9 +12,9 @@ from strobe.sampling_params import RepetitionDetection, SamplingParams, Speculat
 from strobe.server.anthropic.protocol.messages_request import MessagesRequest
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.completion_request import CompletionRequest
-from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.openai.protocol.responses_request import ResponsesRequest
 from strobe.server.schema.base import RequestModel
+from strobe.server.schema.field_errors import FieldError
 from strobe.server.schema.sampling import BOUNDS, SAME_NAME, SamplingFields
 from tests.server.support.request_bodies import (
     GENERATING,

@@ -23,7 +23,7 @@ from strobe.server.engine_process.client import (
     Generation,
 )
 from strobe.server.engine_process.engine_messages import Finish, Submit
-from strobe.server.openai.protocol.request_errors import FieldError
+from strobe.server.schema.field_errors import FieldError
 from strobe.server.serving import Serving
 from strobe.text.tokenizer import Tokenizer
 from tests.server.support.asgi_client import Answer, call

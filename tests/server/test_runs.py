@@ -14,8 +14,8 @@ from strobe.server.engine_process.client import EngineDead, EngineStopped, Gener
 from strobe.server.engine_process.engine_messages import Finish, Submit
 from strobe.server.generation.errors import ApiError
 from strobe.server.generation.run import GenerationJob, Progress, PromptRun, speculation
-from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.openai.step_report import step_of
+from strobe.server.schema.field_errors import FieldError
 from strobe.server.serving import Serving
 from strobe.server.telemetry.metrics import ServerMetrics
 from strobe.text.tokenizer import Tokenizer

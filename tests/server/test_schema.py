@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from strobe.server.app import POSTS
-from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.schema.base import RequestModel
+from strobe.server.schema.field_errors import FieldError
 from tests.server.support.polling import PATIENCE
 from tests.server.support.request_bodies import SMALLEST
 from tests.server.support.server_process import Served

@@ -25,7 +25,7 @@ from strobe.server.batches.lines import BrokenLines, read_requests
 from strobe.server.batches.protocol import MAX_ITEMS, BatchRequest
 from strobe.server.generation.errors import ApiError
 from strobe.server.http.listing import listed
-from strobe.server.openai.protocol.request_errors import FieldError, invalid_value
+from strobe.server.schema.field_errors import FieldError, invalid_value
 from strobe.server.serving import Serving
 
 _FORM = "multipart/form-data"

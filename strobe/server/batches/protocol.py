@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, WithJsonSchema
 
 from strobe.server.batches.lines import URLS
-from strobe.server.openai.protocol.request_errors import HERE, FieldError, invalid_value, short_json
 from strobe.server.schema.base import RequestModel, RequestObject
+from strobe.server.schema.field_errors import HERE, FieldError, invalid_value, short_json
 from strobe.server.schema.values import TEXT_SCHEMA, Must, Nonempty, SomeText
 
 MAX_ITEMS = 10_000

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
-from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.parsers import Tool
+from strobe.server.schema.field_errors import FieldError
 from strobe.server.serving import Serving
 
 

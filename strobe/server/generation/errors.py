@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 
 from strobe.server.engine_process.client import EngineDead, EngineStopped, EngineUnavailable
-from strobe.server.openai.protocol.request_errors import FieldError
+from strobe.server.schema.field_errors import FieldError
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from strobe.server.generation.reply import Codec, Event, encode_typed_event
 from strobe.server.generation.run import Progress, PromptRun
 from strobe.server.generation.token_attribution import TokenAttribution
 from strobe.server.openai.protocol.converted import ConvertedRequest
-from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.parsers import Segment
 from strobe.server.parsers.call_arguments import read_object
+from strobe.server.schema.field_errors import FieldError
 from strobe.server.serving import Serving
 
 Logprobs = list[TokenLogprob]

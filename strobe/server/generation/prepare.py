@@ -18,8 +18,8 @@ from strobe.server.generation.run import (
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.conversation import Conversation
 from strobe.server.openai.protocol.converted import ConvertedRequest
-from strobe.server.openai.protocol.request_errors import FieldError, counted
 from strobe.server.parsers import Parser, Tool, make_parser
+from strobe.server.schema.field_errors import FieldError, counted
 from strobe.server.serving import Formats, Serving
 from strobe.text.tokenizer import RenderedChat
 

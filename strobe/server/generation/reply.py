@@ -20,7 +20,7 @@ from strobe.server.generation.run import Progress, PromptRun, speculation, usage
 from strobe.server.http import error_responses
 from strobe.server.http.access import CLIENT_CLOSED
 from strobe.server.http.openapi import EVENT_STREAM
-from strobe.server.openai.protocol.request_errors import FieldError
+from strobe.server.schema.field_errors import FieldError
 from strobe.server.schema.sampling import SamplingFields
 from strobe.server.serving import Serving
 

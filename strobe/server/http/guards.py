@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from strobe.server.generation.errors import ApiError
 from strobe.server.http.error_responses import send_error
-from strobe.server.openai.protocol.request_errors import counted
+from strobe.server.schema.field_errors import counted
 
 OnReject = Callable[[int, str], None]
 """Called with the status and reason of each rejection, such as `ServerMetrics.record_rejected`."""

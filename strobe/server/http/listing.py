@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 
-from strobe.server.openai.protocol.request_errors import FieldError, invalid_value, short_json
 from strobe.server.openai.protocol.response_bodies import PageEnds
+from strobe.server.schema.field_errors import FieldError, invalid_value, short_json
 
 DEFAULT_ITEMS = 20
 

@@ -25,7 +25,6 @@ from strobe.server.openai.chunks import ChunkCodec, last_fields, reports_usage
 from strobe.server.openai.infill_prompt import end_ids, infill_ids
 from strobe.server.openai.protocol.completion_request import CompletionRequest
 from strobe.server.openai.protocol.infill_request import InfillRequest
-from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.openai.protocol.response_bodies import (
     Completion,
     CompletionChoice,
@@ -34,6 +33,7 @@ from strobe.server.openai.protocol.response_bodies import (
 )
 from strobe.server.openai.step_report import step_of
 from strobe.server.parsers import Plain
+from strobe.server.schema.field_errors import FieldError
 from strobe.server.serving import Serving
 from strobe.text.detokenizer import TextStream
 

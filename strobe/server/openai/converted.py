@@ -8,7 +8,7 @@ from fastapi import Request
 
 from strobe.server.generation.prepare import Prepared, prepare, prompt_ids, render_prompt, warnings
 from strobe.server.openai.protocol.converted import ConvertedRequest
-from strobe.server.openai.protocol.request_errors import FieldError
+from strobe.server.schema.field_errors import FieldError
 from strobe.server.serving import Serving
 from strobe.text.tokenizer import RenderedChat
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from strobe.server.openai.protocol.infill_request import Gap
-from strobe.server.openai.protocol.request_errors import FieldError
+from strobe.server.schema.field_errors import FieldError
 from strobe.server.serving import Serving
 
 CODE_LLAMA = ("▁<PRE>", "▁<SUF>", "▁<MID>")

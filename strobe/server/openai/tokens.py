@@ -7,9 +7,9 @@ from starlette.responses import JSONResponse, Response
 
 from strobe.server.generation import reply
 from strobe.server.generation.prepare import render_prompt
-from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.openai.protocol.response_bodies import DetokenizeResponse, TokenizeResponse
 from strobe.server.openai.protocol.token_requests import DetokenizeRequest, TokenizeRequest
+from strobe.server.schema.field_errors import FieldError
 from strobe.server.serving import Serving
 
 

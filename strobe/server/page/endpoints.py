@@ -13,9 +13,9 @@ from starlette.responses import Response, StreamingResponse
 from typing_extensions import TypedDict
 
 from strobe.server.generation import reply
-from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.page.markdown import blocks
 from strobe.server.schema.base import RequestModel
+from strobe.server.schema.field_errors import FieldError
 from strobe.server.serving import Serving
 
 MAX_CHARS = 200_000

@@ -21,7 +21,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, from_json
 
 from strobe.grammars.json_depth import json_depth
-from strobe.server.openai.protocol.request_errors import (
+from strobe.server.schema.field_errors import (
     HERE,
     FieldError,
     at_path,

@@ -10,13 +10,13 @@ from pydantic import ConfigDict, Field
 from strobe.grammars.json_schema import enforceable
 from strobe.grammars.lark_text import schemas_in
 from strobe.grammars.rules import text_without
-from strobe.server.openai.protocol.request_errors import (
+from strobe.server.schema.base import FieldWarnings, RequestObject
+from strobe.server.schema.field_errors import (
     HERE,
     FieldError,
     invalid_value,
     short_json,
 )
-from strobe.server.schema.base import FieldWarnings, RequestObject
 from strobe.server.schema.structural_tags import (
     NewerStructuralTag,
     OlderStructuralTag,

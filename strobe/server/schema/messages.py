@@ -8,13 +8,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 from pydantic_core import from_json
 
-from strobe.server.openai.protocol.request_errors import (
+from strobe.server.schema.base import FieldWarnings, RequestObject
+from strobe.server.schema.field_errors import (
     HERE,
     FieldError,
     invalid_value,
     short_json,
 )
-from strobe.server.schema.base import FieldWarnings, RequestObject
 from strobe.server.schema.tools import FunctionName
 from strobe.server.schema.values import Must, Nonempty, OneOf, OrText, Text
 

@@ -22,8 +22,8 @@ from strobe.sampling_params import (
     SamplingOption,
     Speculation,
 )
-from strobe.server.openai.protocol.request_errors import HERE, FieldError, invalid_value, short_json
 from strobe.server.schema.base import FieldWarnings, RequestModel, object_schema
+from strobe.server.schema.field_errors import HERE, FieldError, invalid_value, short_json
 from strobe.server.schema.formats import (
     SOURCES,
     Choices,

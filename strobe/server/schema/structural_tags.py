@@ -9,13 +9,13 @@ from pydantic import BeforeValidator, Field
 
 from strobe.grammars.rules import Tag, text_with_tags
 from strobe.grammars.source import lark, one_line
-from strobe.server.openai.protocol.request_errors import (
+from strobe.server.schema.base import FieldWarnings, RequestObject
+from strobe.server.schema.field_errors import (
     HERE,
     FieldError,
     invalid_value,
     short_json,
 )
-from strobe.server.schema.base import FieldWarnings, RequestObject
 from strobe.server.schema.values import JsonSchema, Must, OneOf, OrJson, SomeText, Text
 
 

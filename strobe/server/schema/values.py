@@ -19,7 +19,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema, from_json
 
-from strobe.server.openai.protocol.request_errors import HERE, FieldError, invalid_value
+from strobe.server.schema.field_errors import HERE, FieldError, invalid_value
 from strobe.validation import MAX_INT
 
 

@@ -18,11 +18,11 @@ from strobe.server.ollama.protocol.requests import (
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.completion_request import CompletionRequest
 from strobe.server.openai.protocol.infill_request import InfillRequest
-from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.openai.protocol.responses_request import InputTokensRequest, ResponsesRequest
 from strobe.server.openai.protocol.token_requests import DetokenizeRequest, TokenizeRequest
 from strobe.server.page.endpoints import MarkdownRequest
 from strobe.server.schema.base import RequestModel
+from strobe.server.schema.field_errors import FieldError
 
 USER = {"role": "user", "content": "hello"}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}

@@ -15,13 +15,13 @@ from strobe.server.openai.protocol.items import (
     ReadItem,
     ReasoningItem,
 )
-from strobe.server.openai.protocol.request_errors import (
+from strobe.server.schema.base import RequestObject
+from strobe.server.schema.field_errors import (
     HERE,
     FieldError,
     invalid_value,
     short_json,
 )
-from strobe.server.schema.base import RequestObject
 from strobe.server.schema.values import Must, OneOf, OrText, Text
 
 

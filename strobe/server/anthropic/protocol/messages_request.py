@@ -19,14 +19,14 @@ from strobe.server.openai.protocol.chat_request import Effort
 from strobe.server.openai.protocol.conversation import TemplateVariables, check_template_options
 from strobe.server.openai.protocol.converted import ConvertedRequest
 from strobe.server.openai.protocol.items import MessageItem, input_messages
-from strobe.server.openai.protocol.request_errors import (
+from strobe.server.schema.base import RequestObject
+from strobe.server.schema.field_errors import (
     HERE,
     FieldError,
     Names,
     rename_fields,
     short_json,
 )
-from strobe.server.schema.base import RequestObject
 from strobe.server.schema.sampling import STOP_SCHEMA, SamplingFields
 from strobe.server.schema.values import (
     Bounds,

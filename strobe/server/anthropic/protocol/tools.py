@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from strobe.server.openai.protocol.request_errors import (
+from strobe.server.schema.base import RequestObject
+from strobe.server.schema.field_errors import (
     HERE,
     FieldError,
     invalid_value,
     short_json,
 )
-from strobe.server.schema.base import RequestObject
 from strobe.server.schema.tools import FunctionName
 from strobe.server.schema.values import Flag, JsonSchema, Must, OneOf, Text
 

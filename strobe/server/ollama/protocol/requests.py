@@ -12,8 +12,8 @@ from strobe.grammars.closed_schema import closed
 from strobe.sampling_params import OPTIONS as SAMPLING_OPTIONS
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.converted import ConvertedRequest
-from strobe.server.openai.protocol.request_errors import FieldError, Names, invalid_value
 from strobe.server.schema.base import FieldWarnings, RequestModel, object_schema
+from strobe.server.schema.field_errors import FieldError, Names, invalid_value
 from strobe.server.schema.sampling import LogprobCount
 from strobe.server.schema.tools import ChatTools
 from strobe.server.schema.values import TEXT_SCHEMA, check_int, is_int

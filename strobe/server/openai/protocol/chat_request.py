@@ -10,8 +10,8 @@ from pydantic.config import JsonDict
 
 from strobe.sampling_params import MAX_ANSWERS, MAX_NAMED
 from strobe.server.openai.protocol.conversation import Conversation
-from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.schema.base import FieldWarnings, StreamOptions
+from strobe.server.schema.field_errors import FieldError
 from strobe.server.schema.formats import ResponseFormat
 from strobe.server.schema.messages import Messages
 from strobe.server.schema.sampling import LogprobCount, SamplingFields

@@ -17,8 +17,8 @@ from strobe.server.openai.protocol.chat_request import (
     check_truncation,
 )
 from strobe.server.openai.protocol.infill_request import Gap
-from strobe.server.openai.protocol.request_errors import FieldError, invalid_value
 from strobe.server.schema.base import StreamOptions
+from strobe.server.schema.field_errors import FieldError, invalid_value
 from strobe.server.schema.formats import ResponseFormat
 from strobe.server.schema.sampling import LogprobCount, SamplingFields
 from strobe.server.schema.values import IDS_SCHEMA, Bounds, Int, check_int, is_int, token_ids

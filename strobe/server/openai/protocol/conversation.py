@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, PrivateAttr, WithJsonSchema
 
-from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.schema.base import RequestModel
+from strobe.server.schema.field_errors import FieldError
 from strobe.server.schema.messages import Messages
 from strobe.server.schema.tools import ChatToolChoice, ChatTools, Toolbox, ToolChoice, make_toolbox
 

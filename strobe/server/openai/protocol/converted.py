@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
-from strobe.server.openai.protocol.request_errors import FieldError, Names, rename_fields
 from strobe.server.schema.base import RequestModel
+from strobe.server.schema.field_errors import FieldError, Names, rename_fields
 
 
 class ConvertedRequest(RequestModel):

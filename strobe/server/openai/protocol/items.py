@@ -8,13 +8,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from strobe.server.openai.protocol.request_errors import (
+from strobe.server.schema.base import FieldWarnings, RequestObject
+from strobe.server.schema.field_errors import (
     HERE,
     FieldError,
     invalid_value,
     short_json,
 )
-from strobe.server.schema.base import FieldWarnings, RequestObject
 from strobe.server.schema.messages import (
     Arguments,
     Content,

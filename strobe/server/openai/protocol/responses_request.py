@@ -12,12 +12,12 @@ from strobe.server.openai.protocol.chat_request import Effort
 from strobe.server.openai.protocol.conversation import TemplateVariables, check_template_options
 from strobe.server.openai.protocol.converted import ConvertedRequest
 from strobe.server.openai.protocol.items import STORED_ITEMS, Input, MessageItem, input_messages
-from strobe.server.openai.protocol.request_errors import (
+from strobe.server.schema.base import FieldWarnings, RequestObject
+from strobe.server.schema.field_errors import (
     FieldError,
     Names,
     short_json,
 )
-from strobe.server.schema.base import FieldWarnings, RequestObject
 from strobe.server.schema.formats import TextFormat
 from strobe.server.schema.sampling import LogprobCount, SamplingFields
 from strobe.server.schema.tools import (

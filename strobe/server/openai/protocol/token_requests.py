@@ -7,8 +7,8 @@ from typing import ClassVar
 from pydantic import Field
 
 from strobe.server.openai.protocol.conversation import Conversation
-from strobe.server.openai.protocol.request_errors import FieldError
 from strobe.server.schema.base import RequestModel
+from strobe.server.schema.field_errors import FieldError
 from strobe.server.schema.messages import Messages
 from strobe.server.schema.values import TokenIds
 
