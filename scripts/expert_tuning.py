@@ -26,7 +26,7 @@ from strobe.kernels import reference_experts as reference
 from strobe.kernels.experts_table import ExpertsConfig, Tile
 from strobe.kernels.reference_experts import Gate, Routing
 from strobe.models.linear import LinearView
-from strobe.models.quantization.fp8 import Fp8Groups
+from strobe.models.quantization.fp8_formats import Fp8Groups
 from strobe.models.quantization.kernel_weights import kernel_weight
 from strobe.models.quantization.mxfp4 import Mxfp4
 

@@ -317,6 +317,8 @@ def grouped(
 
 def serves(x: Tensor, gate_up: Linear) -> bool:
     """Whether `experts` can compute x [T, H]."""
+    if gate_up.held_experts is not None:
+        return False
     return x.shape[0] <= MAX_ROWS or (gate_up.format is None and has_grouped(x))
 
 

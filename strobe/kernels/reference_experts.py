@@ -24,8 +24,18 @@ class Format(Protocol):
     def dequantize(self, values: Tensor, scale: Tensor) -> Tensor: ...
 
 
+class StoredExperts(Protocol):
+    """Weights that stay as a checkpoint stores them."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]: ...
+
+    def dense_experts(self, first: int, last: int, dtype: torch.dtype) -> Tensor: ...
+
+
 class Linear(Protocol):
-    """The experts' weights [E, N, K] and biases [E, N]. scale, format: of quantized weights."""
+    """The experts' weights [E, N, K] and biases [E, N]. scale, format: of quantized weights.
+    held_experts: weights that stay as stored; then `weight` is [E, 0, 0]."""
 
     @property
     def weight(self) -> Tensor: ...
@@ -35,6 +45,8 @@ class Linear(Protocol):
     def scale(self) -> Tensor | None: ...
     @property
     def format(self) -> Format | None: ...
+    @property
+    def held_experts(self) -> StoredExperts | None: ...
 
 
 class Routing(NamedTuple):
@@ -138,37 +150,54 @@ def experts(
 
 
 def _linear(x: Tensor, linear: Linear, of_pair: Tensor, ends: Tensor) -> Tensor:
-    stored = linear.format
-    scale = linear.scale
-    if stored is None or scale is None:
+    dequantize = _dequantize(linear, x.dtype)
+    if dequantize is None:
         y = grouped_gemm(x, linear.weight, ends)
     else:
-        y = _dequantized_gemm(x, linear.weight, scale, stored=stored, ends=ends)
+        shape = linear.weight.shape if linear.held_experts is None else linear.held_experts.shape
+        y = _dequantized_gemm(x, (shape[0], shape[1], x.shape[1]), dequantize, ends)
     if linear.bias is None:
         return y
     return y + linear.bias.index_select(0, of_pair.clamp(max=linear.bias.shape[0] - 1))
 
 
+def _dequantize(linear: Linear, dtype: torch.dtype) -> Callable[[int, int], Tensor] | None:
+    """Return what dequantizes experts first to last - 1; None if weights are not quantized."""
+    held = linear.held_experts
+    if held is not None:
+        return partial(held.dense_experts, dtype=dtype)
+    stored = linear.format
+    scale = linear.scale
+    if stored is None or scale is None:
+        return None
+    return lambda first, last: stored.dequantize(linear.weight[first:last], scale[first:last]).to(
+        dtype
+    )
+
+
 def _dequantized_gemm(
-    x: Tensor, values: Tensor, scale: Tensor, stored: Format, ends: Tensor
+    x: Tensor,
+    shape: tuple[int, int, int],
+    dequantize: Callable[[int, int], Tensor],
+    ends: Tensor,
 ) -> Tensor:
-    """`grouped_gemm` of quantized weights. A few experts are dequantized at a time, so that memory
-    never holds them all; on a CPU one at a time, if a row chose it."""
+    """`grouped_gemm` of quantized weights [E, N, K]. A few experts are dequantized at a time, so
+    that memory never holds them all; on a CPU one at a time, if a row chose it."""
+    count, outputs, inputs = shape
     on_cpu = x.device.type == "cpu"
     begins = F.pad(ends, (1, 0))
-    step = 1 if on_cpu else max(GATHERED // values[0].numel(), 1)
+    step = 1 if on_cpu else max(GATHERED // (outputs * inputs), 1)
     rows = torch.arange(x.shape[0], device=x.device)
-    y = x.new_zeros(x.shape[0], values.shape[1])
-    for first in range(0, values.shape[0], step):
-        part = slice(first, first + step)
+    y = x.new_zeros(x.shape[0], outputs)
+    for first in range(0, count, step):
+        last = min(first + step, count)
         begin = begins[first]
-        end = ends[part][-1]
+        end = ends[last - 1]
         if on_cpu and begin == end:
             continue
-        weights = stored.dequantize(values[part], scale[part]).to(x.dtype)
         # The rows of these experts first, so that no value of `ends` is needed on the host.
         turned = x.index_select(0, (rows + begin) % x.shape[0])
-        product = grouped_gemm(turned, weights, ends[part] - begin)
+        product = grouped_gemm(turned, dequantize(first, last), ends[first:last] - begin)
         product = product.index_select(0, (rows - begin) % x.shape[0])
         inside = ((rows >= begin) & (rows < end))[:, None]
         y = torch.where(inside, product, y)

@@ -96,6 +96,31 @@ class StoredProduct(Protocol):
         ...
 
 
+class StoredExperts(Protocol):
+    """Weights [E, N, K] of experts that stay as a checkpoint stores them."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights in memory."""
+        ...
+
+    @property
+    def stack(self) -> StoredWeight | None:
+        """The weights as one [E * N, K]; None before loading."""
+        ...
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """Return the weights [E, N, K], dequantized to dtype."""
+        ...
+
+    def dense_experts(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
+        """Return the weights of experts first to last - 1, dequantized to dtype."""
+        ...
+
+
 Outputs = int | Mapping[str, int]
 SummedSplit = Literal["inputs", "experts"]
 """What several ranks divide among them of a layer whose output is the sum of their outputs."""
@@ -110,7 +135,8 @@ class Linear(nn.Module):
     of outputs of each of the checkpoint's layers that this layer stacks, in order; empty if it
     stacks none. fixed: loading keeps the weight in this format, whatever weight_dtype says.
     product: the layer as a function, once its weight is packed; then `weight` is empty. stored: the
-    product, if it holds the weight as the checkpoint stores it. split: see `SummedSplit`; None if
+    product, if it holds the weight as the checkpoint stores it. held_experts: so for experts, whose
+    `weight` is then [E, 0, 0]. split: see `SummedSplit`; None if
     ranks divide its outputs, or nothing.
     """
 
@@ -139,6 +165,7 @@ class Linear(nn.Module):
         self.format: Format | None = None
         self.product: Product | None = None
         self.stored: StoredProduct | None = None
+        self.held_experts: StoredExperts | None = None
         self.fixed = fixed
         self.split: SummedSplit | None = split
         for parameter in self.parameters():
@@ -156,6 +183,8 @@ class Linear(nn.Module):
         """Return the weight, dequantized to `dtype` if it is quantized."""
         if self.stored is not None:
             return self.stored.dense(dtype)
+        if self.held_experts is not None:
+            return self.held_experts.dense(dtype)
         view = LinearView(
             weight=self.weight,
             bias=self.bias,
@@ -198,6 +227,7 @@ class LinearView(NamedTuple):
     format: Format | None = None
     product: Product | None = None
     stored: StoredProduct | None = None
+    held_experts: StoredExperts | None = None
 
     @classmethod
     def concat(cls, linears: Sequence[Linear], first: int) -> LinearView:

@@ -17,7 +17,7 @@ from strobe.kernels.experts_table import ExpertsConfig, Tile, choose
 from strobe.kernels.reference_experts import Gate, Routing
 from strobe.models.linear import LinearView
 from strobe.models.ops.torch_ops import ExpertsLayer, TorchOps
-from strobe.models.quantization.fp8 import FP8_ROWS, Fp8Groups
+from strobe.models.quantization.fp8_formats import FP8_ROWS, Fp8Groups
 from strobe.models.quantization.kernel_weights import kernel_weight
 from strobe.models.quantization.mxfp4 import Mxfp4, fill_scales, fill_values
 

@@ -125,6 +125,20 @@ def awq(weight: Tensor) -> Stored:
     }, values
 
 
+def mxfp4(weight: Tensor) -> Stored:
+    """compressed-tensors' MXFP4."""
+    groups = weight.unflatten(1, (-1, 32))
+    exponents = (groups.abs().amax(2) / 6).log2().ceil().clamp(-60, 60)
+    step = torch.exp2(exponents)[..., None]
+    codes = ((groups / step).abs()[..., None] - E2M1).abs().argmin(-1)
+    values = (E2M1[codes] * groups.sign() * step).flatten(1)
+    codes = (codes + 8 * (groups < 0)).flatten(1).to(torch.uint8)
+    return {
+        "weight_packed": codes[:, ::2] | codes[:, 1::2] << 4,
+        "weight_scale": (exponents + 127).to(torch.uint8),
+    }, values
+
+
 def _config(bits: int, kind: str, **options: Any) -> dict[str, Any]:
     weights = {"num_bits": bits, "type": kind, **options}
     return {
@@ -149,13 +163,31 @@ FORMATS: dict[str, tuple[Callable[[Tensor], Stored], dict[str, Any]]] = {
         {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"},
     ),
 }
+EXPERT_FORMATS = {
+    **FORMATS,
+    "MXFP4": (mxfp4, _config(4, "float", strategy="group", group_size=32)),
+}
+"""Those for experts whose sizes are multiples of 32, too."""
+
+
+def with_an_entry_per_expert(path: Path) -> None:
+    """Write the stacked experts of a checkpoint as three linear layers each."""
+    tensors = load_file(path / "model.safetensors")
+    stacks = [name for name in tensors if name.endswith(("experts.gate_up_proj", "s.down_proj"))]
+    for name in stacks:
+        around, _, leaf = name.rpartition(".")
+        names = ("down_proj",) if leaf == "down_proj" else ("gate_proj", "up_proj")
+        for expert, weight in enumerate(tensors.pop(name)):
+            for part, value in zip(names, weight.chunk(len(names)), strict=True):
+                tensors[f"{around}.{expert}.{part}.weight"] = value.contiguous()
+    save_file(tensors, path / "model.safetensors")
 
 
 def store(path: Path, plain: Path, name: str, stored: Callable[[str], bool]) -> None:
     """Quantize the checkpoint in `path`; `plain` becomes one of the same values. stored: which
     tensors to quantize."""
     shutil.copytree(path, plain)
-    quantize, config = FORMATS[name]
+    quantize, config = EXPERT_FORMATS[name]
     dense = load_file(path / "model.safetensors")
     small = dict(dense)
     for key in filter(stored, dense):

@@ -1,7 +1,7 @@
 """Load weights in the form in which a checkpoint stores each, and compare it with the config.
 
 A weight is dequantized in float32 while loading and rounded once to the engine's dtype. If weights
-are held, linear layers keep theirs as stored, and each product dequantizes them so.
+are held, linear layers and experts keep theirs as stored, and each product dequantizes them so.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from strobe.models.config_readers.tensor_names import names_in_files
-from strobe.models.linear import Linear, StoredWeight
+from strobe.models.linear import Linear
 from strobe.models.model_config import DecoderConfig, Quantization
-from strobe.models.quantization.forms import Form, form_of
+from strobe.models.quantization.forms import Form, form_of, read_weight
 from strobe.models.quantization.grouped import fill_dequantized
+from strobe.models.quantization.held_experts import hold_experts
 from strobe.models.quantization.rules import Rules
 from strobe.models.quantization.stored import HeldProduct, empty_weight, held_bytes
 from strobe.models.weight_mapping import (
@@ -57,8 +58,14 @@ def apply(
             quantized += sum(form is not None for form in forms.values())
             if name in linear:
                 plain += [source for source, form in forms.items() if form is None]
-        if quantization.held and _can_hold(name, linear.get(name), parts, forms_of_parts):
+        if not quantization.held:
+            continue
+        if _can_hold(name, linear.get(name), parts, forms_of_parts):
             result[name] = [_held(linear[name], result[name], forms_of_parts, tensors)]
+        elif name in linear and linear[name].weight.ndim == 3:
+            path = name.removesuffix(".weight")
+            held = hold_experts(path, linear[name], parts, forms_of_parts, tensors)
+            result |= held or {}
     if not quantized:
         raise ValueError(
             f"{tensors.source}: quantization_config says {quantization.label}, but no tensor is "
@@ -71,7 +78,7 @@ def apply(
 def describe(quantization: Quantization, decoder: DecoderConfig) -> str:
     """See `Method.describe`."""
     if quantization.held:
-        return f"{quantization.label}, kept as stored in linear layers"
+        return f"{quantization.label}, kept as stored in linear layers and experts"
     return f"{quantization.label}, dequantized to the engine's dtype while loading"
 
 
@@ -155,7 +162,9 @@ def _hold(
 ) -> None:
     """Let a layer hold the stored tensors on the device of `out`, which is empty."""
     rest = iter(tensors)
-    product.parts = tuple(_read(name, form, rest, out.device).copied() for name, form in forms)
+    product.parts = tuple(
+        read_weight(name, form, rest, out.device).copied() for name, form in forms
+    )
 
 
 def _tell_unexpected(
@@ -205,7 +214,7 @@ def _fill(out: Tensor, *tensors: Tensor, fill: Fill, forms: Mapping[str, Form | 
     if fill is copy and len(forms) == 1:
         ((name, form),) = forms.items()
         assert form is not None
-        fill_dequantized(out, _read(name, form, iter(tensors), out.device))
+        fill_dequantized(out, read_weight(name, form, iter(tensors), out.device))
     else:
         fill(out, *_values(out, tensors, forms))
 
@@ -219,25 +228,7 @@ def _values(
         if form is None:
             yield next(rest)
             continue
-        stored = _read(name, form, rest, out.device)
+        stored = read_weight(name, form, rest, out.device)
         value = torch.empty(stored.shape, dtype=out.dtype, device=out.device)
         fill_dequantized(value, stored)
         yield value
-
-
-def _read(name: str, form: Form, tensors: Iterator[Tensor], device: torch.device) -> StoredWeight:
-    """Read a weight from the next tensors."""
-    weight = form.read([next(tensors).to(device) for _ in form.sources])
-    _check_scales(name, weight)
-    return weight
-
-
-def _check_scales(name: str, weight: StoredWeight) -> None:
-    """Raises ValueError for scales that no writer of a format makes."""
-    for scale in weight.scales:
-        values = scale.float()
-        if not bool(values.isfinite().all()) or not bool((values > 0).any()):
-            raise ValueError(
-                f"The scales of {name} are not finite numbers above zero; download the checkpoint "
-                "again."
-            )

@@ -5,8 +5,8 @@ A weight `X.weight` is stored as tensors `X.*`. Legend: N outputs, K inputs, G g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -39,12 +39,14 @@ UNUSED = (
 @dataclass(frozen=True)
 class Form:
     """How one weight is stored. sources: its tensors with the shapes that the module needs. read:
-    makes the weight from them, in this order, on a device. blocks: see `WeightPart`."""
+    makes the weight from them, in this order, on a device. blocks: see `WeightPart`. block: rows
+    and columns that share a scale of values of 8 bits."""
 
     scheme: Scheme
     sources: dict[str, Shape]
     read: Callable[[Sequence[Tensor]], StoredWeight]
     blocks: Mapping[str, Blocks] = field(default_factory=dict[str, Blocks])
+    block: tuple[int, int] | None = None
 
 
 def form_of(
@@ -75,6 +77,22 @@ def form_of(
     if dtype in ("F8_E4M3", "I8"):
         return _grid(weight, FP8 if dtype == "F8_E4M3" else Scheme(kind="int", bits=8))
     return None
+
+
+def read_weight(
+    name: str, form: Form, tensors: Iterator[Tensor], device: torch.device
+) -> StoredWeight:
+    """Read a weight from the next tensors. Raises ValueError for scales that no writer of a format
+    makes."""
+    weight = form.read([next(tensors).to(device) for _ in form.sources])
+    for scale in weight.scales:
+        values = scale.float()
+        if not bool(values.isfinite().all()) or not bool((values > 0).any()):
+            raise ValueError(
+                f"The scales of {name} are not finite numbers above zero; download the checkpoint "
+                "again."
+            )
+    return weight
 
 
 @dataclass(frozen=True)
@@ -324,6 +342,7 @@ def _grid(weight: _Weight, scheme: Scheme) -> Form:
     if scheme.kind == "int" and weight.dtype("weight_zero_point") is not None:
         weight.need("weight_zero_point", ["I8"])
         shapes["weight_zero_point"] = wanted
+        scheme = replace(scheme, asymmetric=True)
 
     def read(tensors: Sequence[Tensor]) -> GridWeight:
         scale = powers_of_two(tensors[1]) if is_exponent else tensors[1]
@@ -332,7 +351,13 @@ def _grid(weight: _Weight, scheme: Scheme) -> Form:
         scale = scale.reshape(-1, columns)
         return GridWeight(values=tensors[0], scale=scale, block=block, zero=zero)
 
-    return Form(scheme=scheme, sources=weight.sources(**shapes), read=read, blocks=blocks)
+    return Form(
+        scheme=scheme,
+        sources=weight.sources(**shapes),
+        read=read,
+        blocks=blocks,
+        block=block,
+    )
 
 
 def _block(weight: Shape, scale: Shape, declared: tuple[int, int] | None) -> tuple[int, int] | None:

@@ -10,7 +10,7 @@ which weights are quantized.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 
@@ -21,7 +21,14 @@ from strobe.models.config_readers.fields import HINT, Fields
 from strobe.models.linear import Linear, LinearView
 from strobe.models.model_config import DecoderConfig, Quantization
 from strobe.models.quantization import detected
-from strobe.models.quantization.held import fill_bytes, hold, scale_at
+from strobe.models.quantization.fp8_formats import (
+    FP8_ROWS,
+    STORED,
+    Fp8Groups,
+    fill_bytes_of,
+    fill_scales,
+)
+from strobe.models.quantization.held import hold, scale_at
 from strobe.models.quantization.rules import LINEAR, Rule, Rules, Scheme
 from strobe.models.weight_mapping import (
     FLOATS,
@@ -33,7 +40,6 @@ from strobe.models.weight_mapping import (
     copy,
 )
 
-STORED = "F8_E4M3"
 HINT_OTHER = "use a checkpoint in FP8 with scales by blocks, or an unquantized one."
 SCALE = "_scale_inv"
 _ROWS = 1024
@@ -117,8 +123,8 @@ def _hold_blocks(
         (name,) = part.sources
         *outer, rows, _ = linear.weight[part.at].shape
         shape = (*outer, -(-rows // block[0]), -(-inputs // block[1]))
-        fill = partial(_fill_scales, rows=block[0])
-        values.append(part._replace(fill=_fill_bytes, dtypes=(STORED,)))
+        fill = partial(fill_scales, rows=block[0])
+        values.append(part._replace(fill=fill_bytes_of, dtypes=(STORED,)))
         at = scale_at(part.at)
         blocks = {name + SCALE: Blocks(name, block)}
         scale_sources = {name + SCALE: shape}
@@ -131,16 +137,6 @@ def _hold_blocks(
         scale_dtype=torch.float32,
     )
     return {f"{path}.weight": values, f"{path}.scale": scales}
-
-
-def _fill_bytes(out: Tensor, values: Tensor) -> None:
-    out.copy_(values.view(torch.uint8))
-
-
-def _fill_scales(out: Tensor, scales: Tensor, *, rows: int) -> None:
-    """scales [..., N / rows, G] -> out [..., G, N]."""
-    by_row = scales.to(out.device).repeat_interleave(rows, -2)[..., : out.shape[-1], :]
-    out.copy_(by_row.transpose(-2, -1))
 
 
 def _with_scales(
@@ -211,47 +207,6 @@ def fp8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
         for weight_rows, row_scale in zip(weight.split(4096), scale.split(4096), strict=True)
     ]
     return torch.cat(rows), scale
-
-
-class _E4m3:
-    """What formats of e4m3 values share."""
-
-    def fill_random(self, values: Tensor, generator: torch.Generator) -> None:
-        """See `Format.fill_random`."""
-        fill_bytes(values.view(torch.uint8), generator)
-
-    def fill_scale(self, scale: Tensor) -> None:
-        """See `Format.fill_scale`."""
-        scale.fill_(2.0**-13)
-
-
-class Fp8Rows(_E4m3):
-    """e4m3 values with one float32 scale per row [..., N]; see `fp8_rows`. Experts' are bytes."""
-
-    bits_per_value = 8.0
-
-    def dequantize(self, values: Tensor, scale: Tensor) -> Tensor:
-        return values.view(torch.float8_e4m3fn).float() * scale[..., None]
-
-
-FP8_ROWS = Fp8Rows()
-
-
-@dataclass(frozen=True)
-class Fp8Groups(_E4m3):
-    """Bytes of e4m3 [..., N, K], and scales [..., K / group, N] float32 of `group` values of a row
-    each."""
-
-    group: int
-
-    @property
-    def bits_per_value(self) -> float:
-        """See `Format.bits_per_value`."""
-        return 8 + 32 / self.group
-
-    def dequantize(self, values: Tensor, scale: Tensor) -> Tensor:
-        by_value = scale.transpose(-2, -1).repeat_interleave(self.group, -1)
-        return values.view(torch.float8_e4m3fn).float() * by_value[..., : values.shape[-1]]
 
 
 def hold_rows(linear: Linear, weight: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,8 +26,9 @@ class GroupWeight:
 
     codes: [N, K * bits / 8] uint8, packed along K, the first in the low bits. scale: [N, G]. zero:
     [N, G], subtracted from the codes; None for the middle of their range. global_scale: a factor
-    of all values, or with `is_divisor` their divisor. is_float: codes of 4 bits are E2M1. index:
-    the group of each input [K], if the groups are not consecutive inputs.
+    of all values, or with `is_divisor` their divisor; several belong to equal parts of the outputs.
+    is_float: codes of 4 bits are E2M1. index: the group of each input [K], if the groups are not
+    consecutive inputs.
     """
 
     codes: Tensor
@@ -61,7 +63,8 @@ class GroupWeight:
         values *= self._by_value(self.scale[first:last].float())
         if self.global_scale is None:
             return values
-        return values / self.global_scale if self.is_divisor else values * self.global_scale
+        factors = self._factors(self.global_scale, first, last)
+        return values / factors if self.is_divisor else values * factors
 
     def copied(self) -> GroupWeight:
         """See `StoredWeight`."""
@@ -72,6 +75,14 @@ class GroupWeight:
             zero=None if self.zero is None else _copy(self._small(self.zero)),
             global_scale=None if self.global_scale is None else _copy(self.global_scale),
         )
+
+    def _factors(self, global_scale: Tensor, first: int, last: int) -> Tensor:
+        """Return the global scale of rows first to last - 1, or the one of all."""
+        if global_scale.numel() == 1:
+            return global_scale
+        size = len(self.codes) // global_scale.numel()
+        index = torch.arange(first, last, device=global_scale.device) // size
+        return global_scale[index][:, None]
 
     def _small(self, zero: Tensor) -> Tensor:
         """Return zeros in the smallest dtype; zeros of 8 bits may be 256."""
@@ -146,6 +157,32 @@ class GridWeight:
         index = torch.arange(first, last, device=grid.device) // self.block[0]
         by_row = grid.float()[index]
         return by_row.repeat_interleave(self.block[1], 1)[:, : self.values.shape[1]]
+
+
+def empty_stack(weight: GroupWeight | GridWeight, count: int) -> GroupWeight | GridWeight:
+    """Return a weight for the outputs of `count` weights like this one; see `put`."""
+    tensors = {
+        name: value.new_empty((count * _length(value), *value.shape[1:]))
+        for name, value in _tensors(weight).items()
+    }
+    return replace(weight, **tensors)
+
+
+def put(stack: GroupWeight | GridWeight, index: int, weight: GroupWeight | GridWeight) -> None:
+    """Copy a weight to its place among those of a stack."""
+    places = _tensors(stack)
+    for name, value in _tensors(weight).items():
+        length = _length(value)
+        places[name].narrow(0, index * length, length).copy_(value)
+
+
+def _tensors(weight: GroupWeight | GridWeight) -> dict[str, Any]:
+    return {name: value for name, value in vars(weight).items() if isinstance(value, Tensor)}
+
+
+def _length(tensor: Tensor) -> int:
+    """Return the tensor's rows; a number is one."""
+    return tensor.shape[0] if tensor.ndim else 1
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from strobe.kernels.coded import CodedWeight, Codes
 from strobe.kernels.gemm_table import Weight
 from strobe.kernels.unpack import PackedWeight
 from strobe.models.linear import AnyLinear, LinearView, StoredWeight
-from strobe.models.quantization.fp8 import FP8_ROWS, Fp8Groups
+from strobe.models.quantization.fp8_formats import FP8_ROWS, Fp8Groups
 from strobe.models.quantization.grouped import GridWeight, GroupWeight
 from strobe.models.quantization.mxfp4 import BLOCK, Mxfp4
 
@@ -102,7 +102,7 @@ def join_linears(*linears: AnyLinear) -> LinearView | None:
     weights = [x.weight for x in linears]
     most = max(x.weight.ndim for x in linears)
     parts = [weight.data if weight.ndim == most else weight.data[None] for weight in weights]
-    if any(x.bias is not None or x.format or x.product for x in linears):
+    if any(x.bias is not None or x.format or x.product or x.held_experts for x in linears):
         return None
     if len({part.shape[1:] for part in parts}) > 1:
         return None

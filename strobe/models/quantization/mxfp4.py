@@ -101,7 +101,6 @@ def apply(
     for path, linear in module.named_modules():
         if isinstance(linear, Linear) and linear.weight.ndim == 3:
             weight = linear.weight
-            count, outputs, inputs = linear.weight.shape
             parts = mapping[f"{path}.weight"]
             mapping[f"{path}.weight"] = [
                 _part(part, weight, "blocks", fill_values) for part in parts
@@ -109,14 +108,20 @@ def apply(
             mapping[f"{path}.scale"] = [
                 _part(part, weight, "scales", fill_scales) for part in parts
             ]
-            hold(
-                linear,
-                experts_format(quantization, inputs),
-                values=(count, outputs, -(-inputs // 64) * BLOCK),
-                scale=(count, -(-inputs // 128), outputs),
-                scale_dtype=torch.int32,
-            )
+            hold_mxfp4(linear)
     return mapping
+
+
+def hold_mxfp4(linear: Linear) -> None:
+    """Make experts on the meta device hold MXFP4."""
+    count, outputs, inputs = linear.weight.shape
+    hold(
+        linear,
+        Mxfp4(inputs),
+        values=(count, outputs, -(-inputs // 64) * BLOCK),
+        scale=(count, -(-inputs // 128), outputs),
+        scale_dtype=torch.int32,
+    )
 
 
 def _part(part: WeightPart, weight: Tensor, name: str, fill: Fill) -> WeightPart:

@@ -30,6 +30,9 @@ def weight_bytes(
         if isinstance(part, Linear) and part.stored is not None:
             total += part.stored.nbytes
             continue
+        if isinstance(part, Linear) and part.held_experts is not None:
+            total += part.held_experts.nbytes
+            continue
         if isinstance(part, Linear) and part.scale is not None:
             total += part.scale.nbytes
         if fp8 and isinstance(part, Linear) and not part.fixed:
@@ -50,4 +53,5 @@ def weight_bytes(
 def held_bytes(module: Target | DFlash) -> int:
     """Return the bytes of the weights that a module's layers hold as stored."""
     linears = (part for part in module.modules() if isinstance(part, Linear))
-    return sum(linear.stored.nbytes for linear in linears if linear.stored is not None)
+    held = [part for linear in linears for part in (linear.stored, linear.held_experts)]
+    return sum(part.nbytes for part in held if part is not None)

@@ -70,11 +70,19 @@ class HeldProduct:
         return out
 
 
-def held_bytes(form: Form, tensors: CheckpointTensors) -> int:
+def held_bytes(form: Form, tensors: CheckpointTensors, *, indexed: bool = True) -> int:
     """Return the bytes of a held weight: its tensors, but zeros are unpacked to a byte each, scales
-    that are powers of two become float32, and groups of inputs int64."""
+    that are powers of two become float32, and groups of inputs int64. indexed: whether inputs may
+    have groups of their own."""
     total = 0
+    unused = ("weight_shape",)
+    if not form.scheme.asymmetric:
+        unused += ZEROS
+    if not indexed:
+        unused += ("g_idx",)
     for name, shape in form.sources.items():
+        if name.endswith(unused):
+            continue
         dtype = tensors.dtypes[name]
         size = prod(shape) * TORCH[dtype].itemsize
         if name.endswith(ZEROS) and dtype == "I32":
