@@ -45,7 +45,7 @@ from strobe.sampling.walk import WalkNoise
 from tests.support.draft_heads import HEADS
 from tests.support.int8_format import Int8, to_int8
 from tests.support.quantized_checkpoints import is_linear, quantize
-from tests.support.recurrent_checkpoints import EXPERTS, make_hybrid
+from tests.support.recurrent_checkpoints import EXPERTS, make_hybrid, make_next
 from tests.support.stored_weights import store
 from tests.support.tiny_checkpoints import make_draft, make_target
 
@@ -175,6 +175,7 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "gpt_oss": partial(make_target, family=GptOssForCausalLM, **GPT_OSS),
     "qwen3_5": partial(make_hybrid, **HYBRID),
     "qwen3_5_moe": partial(make_hybrid, **HYBRID, **EXPERTS),
+    "qwen3_next": partial(make_next, **HYBRID),
     "joined": partial(make_hybrid, **HYBRID, **EXPERTS | {"shared_expert_intermediate_size": 24}),
     "gemma4": partial(make_target, **GEMMA4),
     "gemma4_moe": partial(make_target, **GEMMA4, **GEMMA4_MOE),

@@ -48,6 +48,7 @@ DIVISIBLE: dict[str, dict[str, Any]] = {
     "gpt_oss in MXFP4": {"intermediate_size": 128, "num_local_experts": 8},
     "qwen3_5": {"linear_num_key_heads": 4, "linear_num_value_heads": 8},
     "qwen3_5_moe": {"linear_num_key_heads": 4, "linear_num_value_heads": 8},
+    "qwen3_next": {"linear_num_key_heads": 4, "linear_num_value_heads": 8},
 }
 """Changes that make a family's sizes divide by four ranks."""
 
@@ -85,7 +86,13 @@ def check_ranks(settings: EngineConfig, size: int, **options: Any) -> None:
         assert accepted[0] == accepted[1] > 0 or settings.adaptive
 
 
-SHORT = {("qwen3", 2), ("gpt_oss in MXFP4", 2), ("qwen3_5_moe", 2), ("gemma4 with experts", 2)}
+SHORT = {
+    ("qwen3", 2),
+    ("gpt_oss in MXFP4", 2),
+    ("qwen3_5_moe", 2),
+    ("qwen3_next", 2),
+    ("gemma4 with experts", 2),
+}
 """Families and numbers of ranks that `make test` runs."""
 
 

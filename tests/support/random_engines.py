@@ -72,6 +72,9 @@ TARGETS: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3_5": (make_hybrid, {}),
 }
 
+RECURRENT = ("qwen3_5", "qwen3_next")
+"""How the names of targets with recurrent layers begin."""
+
 STRUCTURES: tuple[dict[str, Any], ...] = (
     {"json": {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}},
     {"json_object": True},
@@ -116,7 +119,7 @@ class Setup:
 
     @property
     def is_recurrent(self) -> bool:
-        return self.family.startswith("qwen3_5")
+        return self.family.startswith(RECURRENT)
 
     @property
     def length(self) -> int:
@@ -291,7 +294,7 @@ class EngineFactory:
         config = EngineConfig(
             target=str(self.pair(family).target),
             device=self.device,
-            max_model_len=RECURRENT_LENGTH if family.startswith("qwen3_5") else LENGTH,
+            max_model_len=RECURRENT_LENGTH if family.startswith(RECURRENT) else LENGTH,
             max_num_seqs=1,
             enable_prefix_caching=False,
             dtype="float32",

@@ -11,6 +11,8 @@ from transformers import (
     Qwen3_5MoeForCausalLM,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from tests.support.tiny_checkpoints import EOS_IDS, SHAPE
@@ -48,6 +50,15 @@ def make_hybrid(directory: Path, *, seed: int = 0, **changes: Any) -> Any:
         model.set_experts_implementation("eager")  # a loop over experts
     else:
         model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**values))
+    return save_hybrid(model, directory, seed)
+
+
+def make_next(directory: Path, *, seed: int = 0, **changes: Any) -> Any:
+    """Write a random Qwen3-Next, as `make_hybrid` does; it always has experts."""
+    rope = {key: ROPE[key] for key in ("rope_type", "rope_theta", "partial_rotary_factor")}
+    values = {**SHAPE, **RECURRENT, **EXPERTS, "rope_parameters": rope, **changes}
+    model: Any = Qwen3NextForCausalLM(Qwen3NextConfig(**values))
+    model.set_experts_implementation("eager")
     return save_hybrid(model, directory, seed)
 
 

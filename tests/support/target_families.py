@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from tests.support.quantized_checkpoints import quantize, with_mxfp4_experts
-from tests.support.recurrent_checkpoints import EXPERTS, make_hybrid
+from tests.support.recurrent_checkpoints import EXPERTS, make_hybrid, make_next
 from tests.support.tiny_checkpoints import make_target
 from tests.support.transformers_parity import LLAMA3
 
@@ -49,6 +49,7 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
         },
     ),
     "qwen3_5_moe": (make_hybrid, EXPERTS),
+    "qwen3_next": (make_next, EXPERTS),
 }
 FAMILIES["gemma4 with experts"] = (
     FAMILIES["gemma4"][0],

@@ -163,10 +163,16 @@ def test_every_key_of_a_drafters_part_is_known(tmp_path: Path, name: str):
 
 @pytest.mark.parametrize("name", [name for kind, name in INCOMPLETE if kind == "targets"])
 def test_every_key_of_a_targets_part_is_known(tmp_path: Path, name: str):
-    bases = {"gemma": "google__gemma-4-26B-A4B", "Qwen3-8B": "Qwen__Qwen3-8B"}
+    bases = {
+        "gemma": "google__gemma-4-26B-A4B",
+        "Qwen3-8B": "Qwen__Qwen3-8B",
+        "Qwen2.5": "Qwen__Qwen3-8B",  # with the same keys as Qwen2.5's
+    }
     named = [base for words, base in bases.items() if words in name]
     base = next(iter(named), "Qwen__Qwen3.8-27B")
     values = merged(published("targets", base)["config"], published("targets", name)["config"])
+    if "Qwen2.5" in name:
+        values["model_type"] = "qwen2"
     config = load_target_config(checkpoint_of({"config": values}, tmp_path, {}))
     assert config.quantization is not None
     assert config.quantization.label.startswith(("compressed-tensors", "ModelOpt", "AWQ"))

@@ -17,6 +17,7 @@ FAMILIES = {
     "Gemma4UnifiedForConditionalGeneration": ("gemma4_unified", "gemma4"),
     "Qwen3MoeForCausalLM": ("qwen3_moe", "qwen3_moe"),
     "GptOssForCausalLM": ("gpt_oss", "gpt_oss"),
+    "Qwen3NextForCausalLM": ("qwen3_next", "qwen3_next"),
     "Qwen3_5ForCausalLM": ("qwen3_5_text", "qwen3_5"),
     "Qwen3_5ForConditionalGeneration": ("qwen3_5", "qwen3_5"),
     "Qwen3_5MoeForCausalLM": ("qwen3_5_moe_text", "qwen3_5"),

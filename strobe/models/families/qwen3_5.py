@@ -65,14 +65,25 @@ def read(fields: Fields, directory: Path) -> TargetConfig:
         inner = fields.inner("text_config", IGNORED_FIELDS, first=("tie_word_embeddings",))
         fields.finish(OUTER)
     sparse = fields.get("model_type") in SPARSE
-    return _read_text(inner, directory, fields.get("architectures"), sparse=sparse)
+    names = fields.get("architectures")
+    return read_text(
+        inner,
+        directory,
+        names[0] if names else f"Qwen3_5{'Moe' if sparse else ''}ForCausalLM",
+        experts=read_experts(inner, 256, 8) if sparse else None,
+    )
 
 
-def _read_text(
-    fields: Fields, directory: Path, names: list[str] | None, *, sparse: bool
+def read_text(
+    fields: Fields,
+    directory: Path,
+    architecture: str,
+    *,
+    experts: ExpertShape | None,
+    theta: float = 1e7,
 ) -> Qwen35Config:
+    """Read the text decoder. theta: the default base of the rope."""
     fields.only("hidden_act", "silu", why="use a checkpoint with hidden_act 'silu'.")
-    experts = _read_experts(fields) if sparse else None
     why = "use a checkpoint of Qwen3.5."
     fields.only("attn_output_gate", True, why=why)
     fields.only("output_gate_type", "swish", "silu", why=why)
@@ -82,11 +93,11 @@ def _read_text(
     decoder = read_decoder(
         fields,
         (LayerMask(True, None),) * full,
-        theta=1e7,
+        theta=theta,
         head_dim=256,
         kv_heads=2 if experts else 4,
         intermediate_size=experts.shared if experts else None,
-        rope=_read_rope(fields),
+        rope=_read_rope(fields, theta),
         output_gate=True,
         norm_offset=1.0,
         experts=experts,
@@ -94,7 +105,7 @@ def _read_text(
     return read_target(
         fields,
         directory,
-        names[0] if names else f"Qwen3_5{'Moe' if sparse else ''}ForCausalLM",
+        architecture,
         decoder,
         kind=Qwen35Config,
         harmless=INNER,
@@ -103,12 +114,13 @@ def _read_text(
     )
 
 
-def _read_experts(fields: Fields) -> ExpertShape:
+def read_experts(fields: Fields, count: int, top_k: int) -> ExpertShape:
+    """Read the experts. count, top_k: their default numbers in a layer and for a row."""
     why = "use a checkpoint of Qwen3.5, whose layers all have experts, their weights normalized."
     fields.only("mlp_only_layers", [], why=why)
     fields.only("decoder_sparse_step", 1, why=why)
     fields.only("norm_topk_prob", True, why=why)
-    count, top_k = read_counts(fields, 256, 8)
+    count, top_k = read_counts(fields, count, top_k)
     layers = (True,) * fields.integer("num_hidden_layers")
     size = fields.integer("moe_intermediate_size", 512)
     shared = fields.integer("shared_expert_intermediate_size", 512)
@@ -149,11 +161,11 @@ def _read_states(fields: Fields, layers: int) -> StateSpec:
     return spec
 
 
-def _read_rope(fields: Fields) -> RopeConfig:
+def _read_rope(fields: Fields, default: float) -> RopeConfig:
     """Read the rope, which rotates a part of each head. In text the three positions of multimodal
     rope are equal, so mrope_section has no effect."""
-    parameters = read_rope_parameters(fields, 1e7)
-    theta = parameters.get("rope_theta", fields.get("rope_theta", 1e7))
+    parameters = read_rope_parameters(fields, default)
+    theta = parameters.get("rope_theta", fields.get("rope_theta", default))
     share = parameters.get("partial_rotary_factor", fields.get("partial_rotary_factor", 0.25))
     size = positive(share, "partial_rotary_factor", fields.path) * fields.integer("head_dim", 256)
     if size % 2 or size > fields.integer("head_dim", 256):
@@ -186,11 +198,11 @@ class GatedDeltaNet(nn.Module):
         width = spec.heads * spec.value_dim
         keys = spec.key_heads * spec.key_dim
         self.channels = keys, keys, width
-        self.in_proj_qkv = Linear(hidden, spec.channels)
-        self.in_proj_z = Linear(hidden, width)
+        self.make_projections(hidden, spec)
         # Never quantized: they are small, and their errors accumulate in the states.
         parts = {"in_proj_b": spec.heads, "in_proj_a": spec.heads}
         self.in_proj_ba = Linear(hidden, parts, fixed=True)
+        self.outputs = spec.channels, width, 2 * spec.heads
         self.conv1d = nn.Conv1d(
             spec.channels, spec.channels, spec.kernel, groups=spec.channels, bias=False
         )
@@ -200,9 +212,19 @@ class GatedDeltaNet(nn.Module):
         self.out_proj = Linear(width, hidden, split="inputs")
         self.joined: LinearView | None = None
 
+    def make_projections(self, hidden: int, spec: StateSpec) -> None:
+        """Make the layers of queries, keys and values, and of z."""
+        self.in_proj_qkv = Linear(hidden, spec.channels)
+        self.in_proj_z = Linear(hidden, spec.heads * spec.value_dim)
+
+    @property
+    def linears(self) -> list[Linear]:
+        """The layers whose outputs are qkv, z and ba."""
+        return [self.in_proj_qkv, self.in_proj_z, self.in_proj_ba]
+
     def join(self) -> None:
         if self.joined is None:
-            self.joined = join_linears(self.in_proj_qkv, self.in_proj_z, self.in_proj_ba)
+            self.joined = join_linears(*self.linears)
 
     def weight_mapping(self) -> WeightMapping:
         """Queries, keys and values are one layer, in checkpoints as well."""
@@ -214,12 +236,10 @@ class GatedDeltaNet(nn.Module):
 
     def project(self, ops: TorchOps, x: Residual, norm: RMSNorm) -> Sequence[Tensor]:
         """Residual stream -> qkv, z and ba; see `DeltaInput`."""
-        linears = self.in_proj_qkv, self.in_proj_z, self.in_proj_ba
         if self.joined is not None:
-            sizes = [linear.out_features for linear in linears]
-            return ops.norm_linear(x, norm, self.joined).split(sizes, 1)
+            return ops.norm_linear(x, norm, self.joined).split(self.outputs, 1)
         y = ops.norm(x.value, norm)
-        return [ops.linear(y, linear) for linear in linears]
+        return [ops.linear(y, linear) for linear in self.linears]
 
     def forward(self, ops: TorchOps, x: Residual, norm: RMSNorm, rows: ForwardRows) -> Tensor:
         """Residual stream -> normed and gated outputs of the states [T, Hv Dv]."""
@@ -313,16 +333,14 @@ class GatedLayer(DecoderLayer):
 
 
 class RecurrentLayer(Layer):
-    """layer: index among the recurrent layers."""
+    """A layer whose rows are mixed by a gated delta rule."""
 
-    def __init__(self, config: Qwen35Config, layer: int, mlp: nn.Module | None):
+    def __init__(self, config: DecoderConfig, mixer: GatedDeltaNet, mlp: nn.Module | None):
         super().__init__()
-        decoder = config.decoder
-        assert config.states is not None
-        self.input_layernorm = RMSNorm.of_stream(decoder)
-        self.linear_attn = GatedDeltaNet(decoder, config.states, layer)
-        self.post_attention_layernorm = RMSNorm.of_stream(decoder)
-        self.mlp = mlp or MLP(decoder)
+        self.input_layernorm = RMSNorm.of_stream(config)
+        self.linear_attn = mixer
+        self.post_attention_layernorm = RMSNorm.of_stream(config)
+        self.mlp = mlp or MLP(config)
 
     def forward(self, ops: TorchOps, x: Residual, rows: ForwardRows) -> None:
         mixed = self.linear_attn(ops, x, self.input_layernorm, rows)
@@ -330,7 +348,9 @@ class RecurrentLayer(Layer):
         self.mlp(ops, x, self.post_attention_layernorm, rows)
 
 
-def make(config: Qwen35Config, max_positions: int) -> Target:
+def make(
+    config: Qwen35Config, max_positions: int, mixer: type[GatedDeltaNet] = GatedDeltaNet
+) -> Target:
     decoder = config.decoder
     types = config.layer_types
     layers = list[Layer]()
@@ -340,7 +360,8 @@ def make(config: Qwen35Config, max_positions: int) -> Target:
         if kind == "full_attention":
             layers.append(GatedLayer(decoder, index, mlp))
         else:
-            layers.append(RecurrentLayer(config, index, mlp))
+            assert config.states is not None
+            layers.append(RecurrentLayer(decoder, mixer(decoder, config.states, index), mlp))
     target = Target(config, layers, max_positions)
     target.skipped += ("visual.", "model.visual.", "mtp.")
     return target
