@@ -66,11 +66,13 @@ def num_rows(spans: Sequence[Span], num_verified: int | None = None) -> int:
 
 
 class PageWrite(NamedTuple):
-    """New entries of one request's page table: `pages` from column `first` on."""
+    """New entries of one request's page table: `pages` from column `first` on. group: that of the
+    table's pages."""
 
     slot: int
     first: int
     pages: tuple[int, ...]
+    group: int = 0
 
 
 class Admission(NamedTuple):
@@ -142,14 +144,15 @@ class Plan(NamedTuple):
                 spans_by_method.setdefault(span.method, []).append(i)
         return spans_by_method
 
-    def check(self, num_slots: int, num_pages: int) -> None:
-        """Raises AssertionError for a slot or page that does not exist."""
+    def check(self, num_slots: int, num_pages: Sequence[int]) -> None:
+        """Raises AssertionError for a slot or page that does not exist. num_pages: of each page
+        group."""
         for part in (*self.spans, *self.pages, *self.admitted, *self.states):
             assert 0 <= part.slot < num_slots, f"slot {part.slot} of {num_slots} in {part}"
         for write in self.pages:
-            assert all(0 < page < num_pages for page in write.pages), (
-                f"a page beyond {num_pages}: {write}"
-            )
+            assert 0 <= write.group < len(num_pages), f"a page group that does not exist: {write}"
+            last = num_pages[write.group]
+            assert all(0 < page < last for page in write.pages), f"a page beyond {last}: {write}"
 
 
 class StepResult(NamedTuple):

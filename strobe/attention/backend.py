@@ -15,20 +15,21 @@ class Batch(NamedTuple):
     """A ragged batch of T rows in S spans over the paged cache; lengths and positions live on the
     device.
 
-    ids, positions [T]: each row's token and position; kv_slots [T]: where its K/V are stored.
+    ids, positions [T]: each row's token and position; kv_slots: by page group, where its K/V are
+    stored [T].
     slots [S]: each span's row in `tables`; starts, sizes [S]: rows of a span see keys below
     starts + sizes; row_starts [S]: each span's first row; longest: maximum rows of a span. offsets
     [T]: each row's offset in its span, 0 for padding.
-    draft_lengths [S]: number of a span's drafts within the context. tables [N, columns]: position
-    p is in slot tables[n, p // page_size] + p. limit: the end of the context. Rows from there on
-    are drafts that cannot be accepted, and no other request may see their keys. row_counts,
-    bounds, for backends that gather: host copies of each span's rows and an upper bound (exclusive)
-    of its key positions.
+    draft_lengths [S]: number of a span's drafts within the context. tables [N, columns]: by page
+    group, position p is in slot table[n, p // page_size] + p. limit: the end of the context. Rows
+    from there on are drafts that cannot be accepted, and no other request may see their keys.
+    row_counts, bounds, for backends that gather: host copies of each span's rows and an upper bound
+    (exclusive) of its key positions.
     """
 
     ids: Tensor
     positions: Tensor
-    kv_slots: Tensor
+    kv_slots: Sequence[Tensor]
     starts: Tensor
     draft_lengths: Tensor
     slots: Tensor
@@ -36,7 +37,7 @@ class Batch(NamedTuple):
     row_starts: Tensor
     offsets: Tensor
     longest: int
-    tables: Tensor
+    tables: Sequence[Tensor]
     page_size: int
     limit: int = 1 << 62
     row_counts: Sequence[int] = ()
@@ -59,18 +60,17 @@ class AttentionPlan(Protocol):
 class PagedPlan(AttentionPlan, Protocol):
     """A plan that exposes its cache, so that a fused kernel can store keys and values itself.
 
-    kv(layer): the layer's cache [slots, 2, Hkv, D]; slots [T]: each row's slot in it; sizes [S]:
-    rows of each span, after which all rows are padding; None without padding;
+    kv(layer): the layer's cache [slots, 2, Hkv, D]; slots(layer) [T]: each row's slot in it; sizes
+    [S]: rows of each span, after which all rows are padding; None without padding;
     over(layer, q [T, Hq, D], sinks [Hq] or None) -> [T, Hq * D]: attend to K/V stored before.
     """
-
-    @property
-    def slots(self) -> Tensor: ...
 
     @property
     def sizes(self) -> Tensor | None: ...
 
     def kv(self, layer: int) -> Tensor: ...
+
+    def slots(self, layer: int) -> Tensor: ...
 
     def over(self, layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor: ...
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,13 @@ from strobe.attention.mask import LayerMask
 from strobe.kv.kv_store import KVStore
 
 
+class SeenKeys(NamedTuple):
+    """Keys that the rows of G spans may see: positions [N] and slots [G, N]."""
+
+    positions: Tensor
+    slots: Tensor
+
+
 class ReferencePlan:
     """Indices and masks of one forward, computed once for all layers."""
 
@@ -23,34 +31,47 @@ class ReferencePlan:
         self.masks = masks
         self.groups = groups_of(tuple(batch.row_counts), batch.ids.device)
         self._bounds = [max([batch.bounds[i] for i in group.members]) for group in self.groups]
-        self._keys = [
-            self._key_slots(*pair) for pair in zip(self.groups, self._bounds, strict=True)
-        ]
+        self._keys: dict[tuple[int, int], SeenKeys] = {}
         self._bias: list[dict[LayerMask, Tensor]] = [{} for _ in self.groups]
 
-    def _key_slots(self, group: Group, bound: int) -> Tensor:
-        """Return the slot of each position below `bound`, [G, N]. No mask stops a NaN in another
-        sequence's keys, so positions after the span's last row, and those beyond the context, which
-        share one page among all sequences, get the slot of the span's first row."""
+    def _keys_of(self, index: int, layer: int) -> SeenKeys:
+        """Return the keys that a layer reads for the spans of a group. No mask stops a NaN in
+        another sequence's keys, so positions after the span's last row, and those beyond the
+        context, which share one page among all sequences, get the slot of the span's first row."""
+        page_group = self.store.spec.group_of(layer)
+        if (index, page_group) in self._keys:
+            return self._keys[index, page_group]
         batch = self.batch
-        size = self.batch.page_size
-        columns = -(-bound // size)
-        rows = batch.slots if len(self.groups) == 1 else batch.slots[group.spans]
-        entries = batch.tables[:, :columns].index_select(0, rows)
-        positions = torch.arange(columns * size, device=entries.device).view(columns, size)
-        slots = (entries[:, :, None] + positions).flatten(1)[:, :bound]
+        group = self.groups[index]
+        table = batch.tables[page_group]
+        positions, slots = self._all_slots(group, self._bounds[index], table)
         first = group.rows[:, :1]
         last = group.rows[:, -1:]
         ends = batch.positions[last].clamp(max=batch.limit - 1)
-        own = positions.view(-1)[:bound] <= ends
-        return slots.where(own, batch.kv_slots[first])
+        slots = slots.where(positions <= ends, batch.kv_slots[page_group][first])
+        self._keys[index, page_group] = SeenKeys(positions, slots)
+        return self._keys[index, page_group]
 
-    def _bias_of(self, index: int, mask: LayerMask, dtype: torch.dtype, repeats: int) -> Tensor:
+    def _slots(self, group: Group) -> Tensor:
+        slots = self.batch.slots
+        return slots if len(self.groups) == 1 else slots[group.spans]
+
+    def _all_slots(self, group: Group, bound: int, table: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the positions below `bound`, [N], and their slots [G, N]."""
+        size = self.batch.page_size
+        columns = -(-bound // size)
+        entries = table[:, :columns].index_select(0, self._slots(group))
+        positions = torch.arange(columns * size, device=entries.device).view(columns, size)
+        slots = (entries[:, :, None] + positions).flatten(1)[:, :bound]
+        return positions.view(-1)[:bound], slots
+
+    def _bias_of(self, index: int, layer: int, dtype: torch.dtype, repeats: int) -> Tensor:
         """Return [G, 1, repeats * Q or 1, N]: 0 where a row sees a key, -inf elsewhere."""
+        mask = self.masks[layer]
         if mask not in self._bias[index]:
             group = self.groups[index]
             batch = self.batch
-            key = torch.arange(self._bounds[index], device=batch.positions.device)
+            key = self._keys_of(index, layer).positions
             query = batch.positions[group.rows][:, :, None]
             if mask.causal:
                 hidden = key > query
@@ -71,13 +92,13 @@ class ReferencePlan:
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
-        self.store.write(layer, self.batch.kv_slots, k, v)
+        self.store.write(layer, self.batch.kv_slots[self.store.spec.group_of(layer)], k, v)
         rows, heads, width = q.shape
         kv_heads = k.shape[1]
         repeats = heads // kv_heads
         out = None
         for index, group in enumerate(self.groups):
-            keys, values = self.store.gather(layer, self._keys[index])
+            keys, values = self.store.gather(layer, self._keys_of(index, layer).slots)
             if keys.dtype != q.dtype:
                 keys = keys.to(q.dtype)
                 values = values.to(q.dtype)
@@ -86,7 +107,7 @@ class ReferencePlan:
             part = q if single_group else q[group.rows.flatten()]
             part = part.view(spans, longest, kv_heads, repeats, width).permute(0, 2, 3, 1, 4)
             part = part.reshape(spans, kv_heads, repeats * longest, width)
-            bias = self._bias_of(index, self.masks[layer], q.dtype, repeats)
+            bias = self._bias_of(index, layer, q.dtype, repeats)
             if sinks is None:
                 result = F.scaled_dot_product_attention(part, keys, values, attn_mask=bias)
             else:

@@ -48,7 +48,6 @@ class TritonPlan:
         self.batch = batch
         self.store = store
         self.masks = masks
-        self.slots = batch.kv_slots
         self.sizes = batch.sizes
         self._starts = batch.starts.contiguous()  # may be a column of the state's
         self._backend = backend
@@ -57,11 +56,15 @@ class TritonPlan:
         """The layer's keys and values, [slots, 2, Hkv, D]."""
         return self.store.layers[layer]
 
+    def slots(self, layer: int) -> Tensor:
+        """Each row's slot in the layer's keys and values, [T]."""
+        return self.batch.kv_slots[self.store.spec.group_of(layer)]
+
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
         """q [T, Hq, D], k, v [T, Hkv, D], sinks [Hq] -> [T, Hq * D]: store K/V, then attend."""
-        self.store.write(layer, self.slots, k, v)
+        self.store.write(layer, self.slots(layer), k, v)
         return self.over(layer, q, sinks)
 
     def over(self, layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
@@ -73,7 +76,7 @@ class TritonPlan:
             starts=self._starts,
             sizes=batch.sizes,
             row_starts=batch.row_starts,
-            tables=batch.tables,
+            tables=batch.tables[self.store.spec.group_of(layer)],
             table_rows=batch.slots,
             page_size=batch.page_size,
             mask=self.masks[layer],

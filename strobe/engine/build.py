@@ -458,7 +458,7 @@ def _make_stores(resolved: ResolvedConfig, pages: int) -> dict[str, KVStore]:
     """Make the K/V tensors of each group, with a spare page if steps are captured."""
     num_pages = pages + int(resolved.backends.graphs)
     return {
-        name: KVStore(spec, num_pages, resolved.limits.page_size, resolved.device)
+        name: KVStore(spec, [num_pages], resolved.limits.page_size, resolved.device)
         for name, spec in resolved.kv_groups.items()
     }
 
@@ -467,7 +467,7 @@ def _make_decode_state(resolved: ResolvedConfig, pages: int, ops: StepOps) -> De
     """Make the tables of the slots. Rows that only fill up a bucket write to the spare page, the
     last one."""
     spare_page = pages if resolved.backends.graphs else 0
-    return DecodeState(resolved.limits, resolved.device, ops, spare_page=spare_page)
+    return DecodeState(resolved.limits, resolved.device, ops, spare_pages=[spare_page])
 
 
 def _make_sampling(resolved: ResolvedConfig, ops: StepOps) -> SamplingState:

@@ -221,7 +221,7 @@ class Engine:
     def _admit(self, plan: Plan) -> None:
         """Apply a plan's admissions, page-table entries and copies of states. Raises AssertionError
         for an invalid plan."""
-        plan.check(self.limits.max_num_seqs, self.components.pool.num_pages)
+        plan.check(self.limits.max_num_seqs, [self.components.pool.num_pages])
         self.state.apply(plan)
         self.sampling.admit(plan.admitted)
         if self.components.states is not None:

@@ -27,10 +27,10 @@ def rows_fit(continues, accepted, size, P: tl.constexpr):
     return continues & (accepted + size <= tl.where(size == 1, _SINGLE_ROWS, P))
 
 
-@triton.jit(do_not_specialize=["spans", "rows", "columns", "limit", "draft_stride"])
+@triton.jit(do_not_specialize=["spans", "rows", "columns", "limit", "draft_stride", "group_stride"])
 def _place_kernel(
     cursor,
-    table,
+    tables,
     slots,
     span_of_row,
     offset,
@@ -47,7 +47,9 @@ def _place_kernel(
     columns,
     limit,
     draft_stride,
+    group_stride,
     K: tl.constexpr,
+    GROUPS: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -65,23 +67,25 @@ def _place_kernel(
     span = tl.load(span_of_row + lanes, valid, 0)
     slot = tl.load(slots + span, valid, 0)
     position = tl.load(cursor + 2 * slot, valid, 0) + tl.load(offset + lanes, valid, 0)
-    entry = tl.load(table + slot * columns + position // PAGE, valid, 0)
+    column = slot * columns + position // PAGE
+    for group in tl.static_range(GROUPS):
+        entry = tl.load(tables + group * group_stride + column, valid, 0)
+        tl.store(kv_slots + group * rows + lanes, entry + position, valid)
     token = tl.load(tokens + lanes, valid, 0)
     tail = tl.load(cursor + 2 * slot + 1, valid & (token == -1), 0)
     if K:
         draft = tl.load(drafts + span * draft_stride - 2 - token, valid & (token < -1), 0)
         tail = tl.where(token < -1, draft, tail)
     tl.store(positions + lanes, position, valid)
-    tl.store(kv_slots + lanes, entry + position, valid)
     # A row with NaN logits gave token -1.
     tl.store(ids + lanes, tl.maximum(tl.where(token < 0, tail, token), 0), valid)
 
 
 def place(
-    cursor: Tensor, table: Tensor, layout: Any, drafts: Tensor | None, limit: int, page_size: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """cursor [N, 2], table [N, columns], a layout of S spans and T rows, drafts [S, K] ->
-    ids, positions, kv_slots [T], starts, draft_lengths [S].
+    cursor: Tensor, tables: Tensor, layout: Any, drafts: Tensor | None, limit: int, page_size: int
+) -> list[Tensor]:
+    """cursor [N, 2], tables [groups, N, columns], a layout of S spans and T rows, drafts [S, K] ->
+    ids, positions [T], starts, draft_lengths [S], kv_slots [T] of each page group.
 
     draft_lengths: number of planned drafts before position `limit`. A layout's token is an id, -1
     for the span's newest token, or -2 - j for its draft j.
@@ -90,12 +94,14 @@ def place(
     count = layout.tokens.shape[0]
     device_tokens = layout.tokens[:, None] if drafts is None else drafts
     width = 0 if drafts is None else drafts.shape[1]
-    buffer = torch.empty(2 * size + 3 * count, dtype=torch.int64, device=cursor.device)
-    starts, lengths, positions, kv_slots, ids = buffer.split([size, size, count, count, count])
+    groups = tables.shape[0]
+    parts = [size, size, count, count, groups * count]
+    buffer = torch.empty(sum(parts), dtype=torch.int64, device=cursor.device)
+    starts, lengths, positions, ids, kv_slots = buffer.split(parts)
     pdl = supports_pdl(cursor.device)
     _place_kernel[(triton.cdiv(max(size, count), _BLOCK),)](
         cursor,
-        table,
+        tables,
         layout.slots,
         layout.span_of_row,
         layout.offset,
@@ -109,17 +115,19 @@ def place(
         ids,
         size,
         count,
-        table.shape[1],
+        tables.shape[2],
         limit,
         device_tokens.stride(0),
+        tables.stride(0),
         K=width,
+        GROUPS=groups,
         PAGE=page_size,
         BLOCK=_BLOCK,
         num_warps=1,
         PDL=pdl,
         launch_pdl=pdl,
     )
-    return ids, positions, kv_slots, starts, lengths
+    return [ids, positions, starts, lengths, *kv_slots.split(count)]
 
 
 @triton.jit(do_not_specialize=["simulated", "rows"])

@@ -1,7 +1,10 @@
-"""The K/V tensors. Target and drafter each have a store, indexed by the same page ids."""
+"""The K/V tensors. Target and drafter each have a store, whose layers have the page ids of their
+page group."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,31 +13,45 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class KVSpec:
-    """The shape of one KV group: key-value heads and head size of each layer."""
+    """The shape of one model's K/V: key-value heads and head size of each layer. groups: the page
+    group of each layer, whose page ids its slots have; empty: the first one."""
 
     shapes: tuple[tuple[int, int], ...]
     dtype: torch.dtype
+    groups: tuple[int, ...] = ()
 
-    def bytes_per_page(self, page_size: int) -> int:
-        """Bytes of keys and values in a page of `page_size` tokens."""
-        values = sum(heads * width for heads, width in self.shapes)
-        return 2 * values * page_size * self.dtype.itemsize
+    def group_of(self, layer: int) -> int:
+        """Return the page group of a layer."""
+        return self.groups[layer] if self.groups else 0
+
+    def bytes_per_page(self, page_size: int, group: int | None = None) -> int:
+        """Bytes of keys and values in a page of `page_size` tokens: of all layers, or of those of
+        one page group."""
+        values = [
+            heads * width
+            for layer, (heads, width) in enumerate(self.shapes)
+            if group is None or self.group_of(layer) == group
+        ]
+        return 2 * sum(values) * page_size * self.dtype.itemsize
 
 
 class KVStore:
-    """Keys and values of one group, in slots page * page_size + offset.
+    """Keys and values of one model, in slots page * page_size + offset.
 
     layers: each layer's [slots, 2, Hkv, D]. data: all of them, [layers, slots, 2, Hkv, D] if their
     shapes are equal, else flat. Zero-filled, so that a masked read of an unwritten slot is finite,
     and so that a CPU's memory is taken here, not when pages are first used.
     """
 
-    def __init__(self, spec: KVSpec, num_pages: int, page_size: int, device: torch.device):
+    def __init__(
+        self, spec: KVSpec, num_pages: Sequence[int], page_size: int, device: torch.device
+    ):
+        """num_pages: of each page group."""
         self.spec = spec
-        slots = num_pages * page_size
-        values = [slots * 2 * heads * width for heads, width in spec.shapes]
+        slots = [num_pages[spec.group_of(i)] * page_size for i in range(len(spec.shapes))]
+        shapes = [(n, 2, *shape) for n, shape in zip(slots, spec.shapes, strict=True)]
+        values = [math.prod(shape) for shape in shapes]
         self.data = torch.zeros(sum(values), dtype=spec.dtype, device=device)
-        shapes = [(slots, 2, *shape) for shape in spec.shapes]
         parts = self.data.split(values)
         self.layers = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
         if len(set(shapes)) == 1:

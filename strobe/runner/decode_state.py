@@ -18,16 +18,25 @@ from strobe.step import Plan
 
 
 class DecodeState:
-    """Length, newest token and page table per slot. One extra slot, the spare one, is for padding.
+    """Length, newest token and page tables per slot. One extra slot, the spare one, is for padding.
 
-    cursor [N + 1, 2]: number of positions with K/V, and the newest token, which has none yet. table
-    [N + 1, columns]: added to a position in column position // page_size to get its slot in the KV
-    stores; columns without a page point to page 0, which no request reads.
+    cursor [N + 1, 2]: number of positions with K/V, and the newest token, which has none yet.
+    tables [groups, N + 1, columns]: by page group, added to a position in column position //
+    page_size to get its slot in the KV stores; columns without a page point to page 0, which no
+    request reads.
     """
 
-    def __init__(self, limits: Limits, device: torch.device, ops: StepOps, *, spare_page: int = 0):
+    def __init__(
+        self,
+        limits: Limits,
+        device: torch.device,
+        ops: StepOps,
+        *,
+        spare_pages: Sequence[int] = (0,),
+    ):
         """limits: drafts at or after max_model_len are not accepted. ops: the operations of
-        `place` and `accept`. spare_page: page for the spare slot's rows."""
+        `place` and `accept`. spare_pages: of each page group, the page for the spare slot's
+        rows."""
         self.device = device
         self.ops = ops
         self.limit = limits.max_model_len
@@ -39,10 +48,12 @@ class DecodeState:
         self.max_positions = columns * page_size
         self.cursor = torch.zeros(num_slots + 1, 2, dtype=torch.int64, device=device)
         unmapped = torch.arange(0, -columns, -1, dtype=torch.int64, device=device) * page_size
-        self.table = unmapped.repeat(num_slots + 1, 1)
-        self.table[-1] += spare_page * page_size
+        self.tables = unmapped.repeat(len(spare_pages), num_slots + 1, 1)
+        self._page_tables = self.tables.unbind()
+        for table, page in zip(self._page_tables, spare_pages, strict=True):
+            table[-1] += page * page_size
         self._tables = SlotTables(
-            cursor=self.cursor, table=self.table, page_size=page_size, limit=self.limit
+            cursor=self.cursor, tables=self.tables, page_size=page_size, limit=self.limit
         )
 
     def apply(self, plan: Plan) -> None:
@@ -52,26 +63,27 @@ class DecodeState:
             ends = upload([(a.length, a.tokens[a.length]) for a in plan.admitted], self.device)
             self.cursor.index_copy_(0, slots, ends)
         if plan.pages:
-            columns = self.table.shape[1]
+            _, num_slots, columns = self.tables.shape
             size = self.page_size
             cells = [
-                (write.slot * columns + column, (page - column) * size)
+                ((write.group * num_slots + write.slot) * columns + column, (page - column) * size)
                 for write in plan.pages
                 for column, page in zip(itertools.count(write.first), write.pages, strict=False)
             ]
             places, entries = upload(cells, self.device).unbind(1)
-            self.table.view(-1).index_copy_(0, places, entries)
+            self.tables.view(-1).index_copy_(0, places, entries)
 
     def place(self, layout: Layout, drafts: Tensor | None) -> Sequence[Tensor]:
-        """Compute the current ids, positions and K/V slots [T] of the rows, and starts and draft
-        lengths [S] of the spans. drafts [S, K]: the device's drafts."""
+        """Compute the current ids and positions [T] of the rows, starts and draft lengths [S] of
+        the spans, and the rows' K/V slots [T] in each page group. drafts [S, K]: the device's
+        drafts."""
         return self.ops.place(self._tables, layout, drafts)
 
     def make_batch(
         self, layout: Layout, placed: Sequence[Tensor], bounds: Sequence[int] = ()
     ) -> Batch:
-        """Make a layout's batch. placed: its first five fields, as `place` returns them."""
-        ids, positions, kv_slots, starts, draft_lengths = placed
+        """Make a layout's batch. placed: as `place` returns them."""
+        ids, positions, starts, draft_lengths, *kv_slots = placed
         return Batch(
             ids=ids,
             positions=positions,
@@ -83,7 +95,7 @@ class DecodeState:
             row_starts=layout.row_starts,
             offsets=layout.offset,
             longest=layout.shape.max_rows,
-            tables=self.table,
+            tables=self._page_tables,
             page_size=self.page_size,
             limit=self.limit,
             row_counts=() if layout.padded else layout.row_counts,

@@ -18,21 +18,21 @@ class HostSlotTables(NamedTuple):
     """Tables as NumPy arrays of the same memory."""
 
     cursor: Int64Array
-    table: Int64Array
+    tables: tuple[Int64Array, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class SlotTables:
-    """cursor [N, 2]: number of positions with K/V, and the newest token, which has none yet. table
-    [N, columns]: added to a position in column position // page_size to get its slot in the KV
-    stores. limit: no draft is accepted at or after this position."""
+    """cursor [N, 2]: number of positions with K/V, and the newest token, which has none yet. tables
+    [groups, N, columns]: by page group, added to a position in column position // page_size to get
+    its slot in the KV stores. limit: no draft is accepted at or after this position."""
 
     cursor: Tensor
-    table: Tensor
+    tables: Tensor
     page_size: int
     limit: int
 
     @functools.cached_property
     def on_host(self) -> HostSlotTables:
         """The tables as NumPy arrays; on a CPU only."""
-        return HostSlotTables(cursor=self.cursor.numpy(), table=self.table.numpy())
+        return HostSlotTables(cursor=self.cursor.numpy(), tables=tuple(self.tables.numpy()))

@@ -26,11 +26,11 @@ further."""
 
 class ContextRows(NamedTuple):
     """What drafters' context K/V are made of, of all rows: the target's captured features
-    [T, n * H], positions [T] and K/V slots [T]."""
+    [T, n * H], positions [T] and K/V slots [T] in each page group."""
 
     features: Tensor
     positions: Tensor
-    kv_slots: Tensor
+    kv_slots: Sequence[Tensor]
 
 
 class Verified(NamedTuple):

@@ -154,4 +154,6 @@ class DFlashProposer:
     def observe(self, batch: PlacedRows, hidden: Tensor | None) -> None:
         """Write the context K/V of every row, including rejected ones, which are never read."""
         assert hidden is not None, "the target's runner captures nothing"
-        self.model.write_context(hidden, batch.positions, batch.kv_slots, self.runner.store)
+        store = self.runner.store
+        slots = batch.kv_slots[store.spec.group_of(0)]  # that of all its layers
+        self.model.write_context(hidden, batch.positions, slots, store)

@@ -17,13 +17,13 @@ from strobe.step import Plan, Span
 
 
 class PlacedRows(Protocol):
-    """Rows of a batch: their positions and K/V slots [T]."""
+    """Rows of a batch: their positions [T], and their K/V slots [T] in each page group."""
 
     @property
     def positions(self) -> Tensor: ...
 
     @property
-    def kv_slots(self) -> Tensor: ...
+    def kv_slots(self) -> Sequence[Tensor]: ...
 
 
 @runtime_checkable

@@ -451,7 +451,7 @@ def test_backend_agrees_with_the_reference(
     batch = Batch(
         ids=t(positions),
         positions=t(positions),
-        kv_slots=t(slots),
+        kv_slots=[t(slots)],
         slots=t(rows),
         starts=t(starts),
         sizes=t(sizes),
@@ -459,7 +459,7 @@ def test_backend_agrees_with_the_reference(
         offsets=t([i for n in sizes for i in range(n)]),
         longest=20,
         draft_lengths=t([0, 0, 0]),
-        tables=tables.to(device),
+        tables=[tables.to(device)],
         page_size=page_size,
         row_counts=sizes,
         bounds=[50, 20, 49],
@@ -473,7 +473,7 @@ def test_backend_agrees_with_the_reference(
     outs: list[Tensor] = []
     plans: list[Callable[..., Tensor]] = []
     for backend in (ReferenceBackend(), TritonBackend(device, dim)):
-        store = KVStore(spec, 4 * columns, page_size, device)
+        store = KVStore(spec, [4 * columns], page_size, device)
         store.data.copy_(history)
         plan = backend.plan(batch, store, [FULL, mask])
         plans.append(plan)
@@ -483,7 +483,7 @@ def test_backend_agrees_with_the_reference(
     plan = TritonBackend(device, dim).plan(batch, store, [FULL, mask])
     assert torch.equal(plan.over(1, q, extra), outs[1])
     assert plan.kv(1).data_ptr() == store.data[1].data_ptr()
-    assert plan.slots is batch.kv_slots
+    assert plan.slots(1) is batch.kv_slots[0]
 
 
 @pytest.mark.parametrize("sizes", [(1,), (4, 4, 4), (1, 16, 17, 2), (40, 3, 33, 64, 1), (5, 2)])

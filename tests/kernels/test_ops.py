@@ -61,7 +61,10 @@ class Cache:
             torch.zeros(ROWS, 2, shape.num_kv_heads, shape.head_dim, device=device)
             for shape in shapes
         ]
-        self.slots, self.sizes = torch.arange(ROWS, device=device), None
+        self.rows, self.sizes = torch.arange(ROWS, device=device), None
+
+    def slots(self, layer: int) -> Tensor:
+        return self.rows
 
     def kv(self, layer: int) -> Tensor:
         return self.layers[layer]
@@ -93,7 +96,7 @@ def plan_of(config: TargetConfig, cache: Cache, device: torch.device) -> Any:
     batch = Batch(
         ids=nothing,
         positions=torch.arange(ROWS, device=device),
-        kv_slots=nothing,
+        kv_slots=[nothing],
         slots=one,
         starts=one,
         sizes=one + ROWS,
@@ -314,7 +317,7 @@ def test_kernels_match_drafter_layer_operations(
             contiguous(model)
             model.ops = TritonOps(device, torch.float32)
         block = Cache(decoder, device)
-        store = KVStore(KVSpec(((2, 64),) * 2, torch.float32), 2, 16, device)
+        store = KVStore(KVSpec(((2, 64),) * 2, torch.float32), [2], 16, device)
         x, _ = model(ids, places, block)
         model.write_context(features, places, places + 16, store)
         results.append([x, *block.layers, model.head(x), model.argmax(x), store.data])
@@ -487,7 +490,7 @@ def test_drafter_block_and_context_add_no_launches(
     model.ops = TritonOps(device, torch.float32)
     ids, places = torch.tensor(IDS, device=device), torch.arange(ROWS, device=device)
     attend = Cache(model.config.decoder, device)
-    store = KVStore(KVSpec(((2, 64),) * 2, torch.float32), 2, 16, device)
+    store = KVStore(KVSpec(((2, 64),) * 2, torch.float32), [2], 16, device)
     features = torch.zeros(ROWS, model.fc.in_features, device=device)
     with Launches(monkeypatch, attend) as launches:
         x, _ = model(ids, places, attend)

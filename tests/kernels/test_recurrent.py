@@ -47,7 +47,7 @@ def batch_of(
     return Batch(
         ids=nothing,
         positions=torch.zeros(total, dtype=torch.int64, device=device),
-        kv_slots=nothing,
+        kv_slots=[nothing],
         slots=slots,
         starts=starts,
         sizes=sizes,

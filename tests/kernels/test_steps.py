@@ -32,14 +32,16 @@ def chunk(slot: int, count: int, logits: int) -> Span:
     return Span(slot, 0, 0, tuple(range(10, 10 + count)), num_logits=logits)
 
 
-def make_state(device: torch.device, ops: StepOps) -> DecodeState:
+def make_state(device: torch.device, ops: StepOps, *, groups: int = 1) -> DecodeState:
     limits = Limits(LIMIT, SLOTS, 64, REACH - LIMIT - 2, PAGE)
-    state = DecodeState(limits, device, ops, spare_page=90)
+    state = DecodeState(limits, device, ops, spare_pages=[90, 70][:groups])
     state.cursor[:SLOTS] = torch.tensor([[0, 9], [3, 8], [12, 7], [35, 6], [38, 5]])
     state.cursor[SLOTS, 1] = 4
     generator = torch.Generator().manual_seed(1)
-    pages = torch.randint(1, 90, (SLOTS, state.table.shape[1]), generator=generator)
-    state.table[:SLOTS] += PAGE * pages.to(device)
+    columns = state.tables.shape[2]
+    for table in state.tables:
+        pages = torch.randint(1, 90, (SLOTS, columns), generator=generator)
+        table[:SLOTS] += PAGE * pages.to(device)
     return state
 
 
@@ -70,10 +72,12 @@ def make_layout(name: str, device: torch.device) -> tuple[Layout, Tensor | None]
     return lay_out(spans, device, shape, padded=True, spare_slot=SLOTS), drafts
 
 
-def pair(name: str, device: torch.device) -> tuple[list[DecodeState], Layout, list[Batch]]:
+def pair(
+    name: str, device: torch.device, *, groups: int = 1
+) -> tuple[list[DecodeState], Layout, list[Batch]]:
     """Return states by torch and by kernels, a layout, and each state's batch."""
     layout, drafts = make_layout(name, device)
-    states = [make_state(device, ops) for ops in FORMS]
+    states = [make_state(device, ops, groups=groups) for ops in FORMS]
     return (
         states,
         layout,
@@ -81,12 +85,17 @@ def pair(name: str, device: torch.device) -> tuple[list[DecodeState], Layout, li
     )
 
 
+@pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("name", BATCHES)
-def test_batch_matches_torch(name: str, device: torch.device):
-    _, layout, (expected, actual) = pair(name, device)
-    for field in ("ids", "positions", "kv_slots", "starts", "draft_lengths"):
+def test_batch_matches_torch(name: str, groups: int, device: torch.device):
+    _, layout, (expected, actual) = pair(name, device, groups=groups)
+    for field in ("ids", "positions", "starts", "draft_lengths"):
         assert torch.equal(getattr(actual, field), getattr(expected, field)), field
         assert getattr(actual, field).dtype == torch.int64
+    assert len(actual.kv_slots) == len(expected.kv_slots) == groups
+    for ours, theirs in zip(actual.kv_slots, expected.kv_slots, strict=True):
+        assert torch.equal(ours, theirs)
+        assert ours.dtype == torch.int64
     assert actual.slots is layout.slots
     truncated = actual.draft_lengths.tolist() != layout.drafts.tolist()
     assert truncated == (name in ("verify", "host drafts", "mixed"))

@@ -257,8 +257,9 @@ def test_cpu_engine_keeps_books_in_numpy_and_shares_its_operations(target: Any):
 def test_padding_rows_leave_the_last_page_untouched(target: Any):
     parts = build(resolve(config(target)))
     state = parts.state
-    padded = type(state)(Limits(96, 5, 64, 0, 4), state.device, state.ops, spare_page=7)
-    first = padded.table + 4 * torch.arange(padded.table.shape[1])  # each page's first K/V slot
+    padded = type(state)(Limits(96, 5, 64, 0, 4), state.device, state.ops, spare_pages=[7])
+    columns = torch.arange(padded.tables.shape[2])
+    first = padded.tables[0] + 4 * columns  # each page's first K/V slot
     assert first[:-1].unique().tolist() == [0]
     assert first[-1].unique().tolist() == [28]
 

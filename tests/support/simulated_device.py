@@ -97,7 +97,7 @@ class Device:
         """Rows of prompts, and of answers that were resumed, that have run."""
 
     def apply(self, plan: Plan) -> None:
-        plan.check(self.limits.max_num_seqs, self.pool.num_pages)
+        plan.check(self.limits.max_num_seqs, [self.pool.num_pages])
         for admission in plan.admitted:
             slot, tokens = admission.slot, list(admission.tokens)
             assert tokens == sequence(admission, len(tokens)), "another answer is resumed"

@@ -27,7 +27,8 @@ class SlowPlan:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
         batch, mask = self.batch, self.masks[layer]
-        self.store.write(layer, batch.kv_slots, k, v)
+        group = self.store.spec.group_of(layer)
+        self.store.write(layer, batch.kv_slots[group], k, v)
         out = torch.full((q.shape[0], q.shape[1] * q.shape[2]), float("nan"))
         for s, size in enumerate(batch.sizes.tolist()):
             assert size <= batch.longest
@@ -35,7 +36,7 @@ class SlowPlan:
                 continue
             start, first = int(batch.starts[s]), int(batch.row_starts[s])
             rows, keys = slice(first, first + size), torch.arange(start + size)
-            slots = batch.tables[batch.slots[s], keys // batch.page_size] + keys
+            slots = batch.tables[group][batch.slots[s], keys // batch.page_size] + keys
             seen, values = self.store.gather(layer, slots[None])
             positions = start + torch.arange(size)[:, None]
             allowed = (
@@ -113,8 +114,8 @@ def captured(parts: Components, max_spans: int, num_drafts: int) -> FakeGraphs:
     """Let an engine's components pad, capture and replay."""
     pages, state = parts.pool.num_pages, parts.state
     for store in parts.stores.values():  # one more page, for padding, as on a GPU
-        store.__init__(store.spec, pages + 1, state.page_size, state.device)
-    state.table[-1] += pages * state.page_size
+        store.__init__(store.spec, [pages + 1], state.page_size, state.device)
+    state.tables[0, -1] += pages * state.page_size
     double = FakeGraphs(parts)
     parts.graphs = Graphs(double)
     runners = [parts.runner]

@@ -84,5 +84,5 @@ def test_cache_is_resident_from_the_start():
         return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
     before = resident()
-    store = KVStore(KVSpec(((2, 64),), torch.float32), 4096, 16, torch.device("cpu"))
+    store = KVStore(KVSpec(((2, 64),), torch.float32), [4096], 16, torch.device("cpu"))
     assert resident() - before > 0.9 * store.data.nbytes

@@ -29,7 +29,7 @@ def batch_of(spans: Sequence[tuple[int, int, int]], *, grouped: bool) -> Batch:
     return Batch(
         ids=nothing,
         positions=torch.zeros(total, dtype=torch.int64),
-        kv_slots=nothing,
+        kv_slots=[nothing],
         slots=slots,
         starts=starts,
         sizes=sizes,

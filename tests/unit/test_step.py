@@ -110,15 +110,16 @@ def test_pickled_results_and_events_equal_themselves():
 def test_plan_repr_is_readable():
     text = repr(plan())
     assert "Span(slot=0, start=9, max_start=12, tokens=(-1,), num_drafts=3, method='dflash'" in text
-    assert "PageWrite(slot=0, first=4, pages=(2,))" in text
+    assert "PageWrite(slot=0, first=4, pages=(2,), group=0)" in text
     assert "Admission(slot=2, length=0, tokens=(4, 5, 6), num_prompt=3" in text
     assert " at 0x" not in text
     assert len(text) < 2000
 
 
 def test_valid_plan_passes_the_check():
-    plan().check(3, 4)
-    Plan().check(1, 2)
+    plan().check(3, [4])
+    Plan().check(1, [2])
+    plan()._replace(pages=(PageWrite(0, 1, (8,), group=1),)).check(3, [4, 9])
 
 
 WRONG: dict[str, tuple[Plan, str]] = {
@@ -130,6 +131,10 @@ WRONG: dict[str, tuple[Plan, str]] = {
     ),
     "the slot of pages": (Plan(pages=(PageWrite(4, 0, (1,)),)), "slot 4 of 4 in PageWrite"),
     "a page beyond the pool": (Plan(pages=(PageWrite(0, 0, (1, 8)),)), "page beyond 8"),
+    "an unknown page group": (
+        Plan(pages=(PageWrite(0, 0, (1,), group=1),)),
+        "a page group that does not exist",
+    ),
     "the reserved page": (Plan(pages=(PageWrite(0, 0, (0,)),)), "PageWrite"),
 }
 
@@ -138,7 +143,7 @@ WRONG: dict[str, tuple[Plan, str]] = {
 def test_plan_with_unknown_slot_or_page_is_rejected(name: str):
     wrong, message = WRONG[name]
     with pytest.raises(AssertionError, match=message):
-        wrong.check(4, 8)
+        wrong.check(4, [8])
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -161,10 +166,10 @@ def test_engine_rejects_invalid_plan_untouched(target: Target, name: str):
     calls: list[object] = []
     engine.runner.model.forward = lambda *args: calls.append(args)  # type: ignore[method-assign]
     good = engine.scheduler.plan()
-    cursor, table = engine.state.cursor.clone(), engine.state.table.clone()
+    cursor, tables = engine.state.cursor.clone(), engine.state.tables.clone()
     joined = Plan(*[ours + theirs for ours, theirs in zip(good[:3], wrong[:3], strict=True)])
     with pytest.raises(AssertionError, match=message):
         engine.launch(joined)
     assert not calls
     assert engine.state.cursor.equal(cursor)
-    assert engine.state.table.equal(table)
+    assert engine.state.tables.equal(tables)

@@ -110,7 +110,7 @@ class TritonOps(TorchOps):
             cos=table.cos,
             sin=table.sin,
             positions=rows.positions,
-            slots=rows.paged.slots,
+            slots=rows.paged.slots(attention.layer),
             kv=rows.paged.kv(attention.layer),
             q_heads=attention.q_heads,
             kv_heads=attention.kv_heads,

@@ -23,13 +23,13 @@ class NumpyStepOps(StepOps):
         if layout.padded:
             return super().place(tables, layout, drafts)
         host = layout.on_host
-        cursor, table = tables.on_host
+        cursor, page_tables = tables.on_host
         current = cursor[host.slots]
         starts = current[:, 0]
         positions = starts.take(host.span_of_row)
         positions += host.offset
-        kv_slots = table[host.slot_of_row, positions // tables.page_size]
-        kv_slots += positions
+        columns = positions // tables.page_size
+        kv_slots = [table[host.slot_of_row, columns] + positions for table in page_tables]
         device_tokens = () if drafts is None else (drafts.numpy().ravel(),)
         lengths = host.drafts
         if layout.shape.max_drafts:
@@ -37,7 +37,7 @@ class NumpyStepOps(StepOps):
         ids = np.concatenate((current[:, 1], host.tokens, *device_tokens))
         ids = ids.take(host.token_source)
         np.maximum(ids, 0, out=ids)  # NO_TOKEN, of rows with NaN
-        return [torch.from_numpy(part) for part in (ids, positions, kv_slots, starts, lengths)]
+        return [torch.from_numpy(part) for part in (ids, positions, starts, lengths, *kv_slots)]
 
     def accept(
         self,

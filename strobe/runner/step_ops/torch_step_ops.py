@@ -29,20 +29,23 @@ class StepOps(SamplingOps):
     """Stateless. The sampler's operations are those of `SamplingOps`."""
 
     def place(self, tables: SlotTables, layout: Layout, drafts: Tensor | None) -> Sequence[Tensor]:
-        """Compute the current ids, positions and K/V slots [T] of the rows, and starts and draft
-        lengths [S] of the spans. drafts [S, K]: the device's drafts."""
+        """Compute the current ids and positions [T] of the rows, starts and draft lengths [S] of
+        the spans, and the rows' K/V slots [T] in each page group. drafts [S, K]: the device's
+        drafts."""
         slot_of_row = layout.slot_of_row
         lengths, newest = tables.cursor.unbind(1)
         starts = lengths[layout.slots]
         positions = lengths[slot_of_row] + layout.offset
-        kv_slots = tables.table[slot_of_row, positions // tables.page_size] + positions
+        columns = positions // tables.page_size
+        kv_slots = [table[slot_of_row, columns] + positions for table in tables.tables]
         ids = torch.where(layout.tokens == TAIL, newest[slot_of_row], layout.tokens)
         if drafts is not None and drafts.shape[1]:
             device_tokens = drafts[layout.span_of_row, layout.draft_of_row]
             ids = torch.where(layout.tokens < TAIL, device_tokens, ids)
         ids = ids.clamp_(min=0)  # NO_TOKEN, of rows with NaN
         max_drafts = (tables.limit - 1 - starts).clamp_(min=0)
-        return [ids, positions, kv_slots, starts, torch.minimum(layout.drafts, max_drafts)]
+        draft_lengths = torch.minimum(layout.drafts, max_drafts)
+        return [ids, positions, starts, draft_lengths, *kv_slots]
 
     def accept(
         self,

@@ -26,7 +26,7 @@ class TritonStepOps(StepOps):
             return super().place(tables, layout, drafts)
         return step_bookkeeping.place(
             tables.cursor,
-            tables.table,
+            tables.tables,
             layout,
             drafts,
             limit=tables.limit,

@@ -85,7 +85,11 @@ class ShadowDrafting:
                 rows = _rows_of(plan, plan.shadow)
                 if rows is not None:
                     index = upload(rows, self.device)
-                    context = ContextRows(*[part[index] for part in context])
+                    context = ContextRows(
+                        features=context.features[index],
+                        positions=context.positions[index],
+                        kv_slots=[slots[index] for slots in context.kv_slots],
+                    )
                 self._observe(tuple(self.proposers.on_device), context)
 
     def _observe(self, names: Sequence[str], context: ContextRows | None) -> None:
