@@ -16,7 +16,8 @@ from strobe.kv.kv_store import KVStore
 
 
 class SeenKeys(NamedTuple):
-    """Keys that the rows of G spans may see: positions [N] and slots [G, N]."""
+    """Keys that the rows of G spans may see: positions [N], or [G, N] with a window, and slots
+    [G, N]."""
 
     positions: Tensor
     slots: Tensor
@@ -31,7 +32,7 @@ class ReferencePlan:
         self.masks = masks
         self.groups = groups_of(tuple(batch.row_counts), batch.ids.device)
         self._bounds = [max([batch.bounds[i] for i in group.members]) for group in self.groups]
-        self._keys: dict[tuple[int, int], SeenKeys] = {}
+        self._keys: dict[tuple[int, int, int | None], SeenKeys] = {}
         self._bias: list[dict[LayerMask, Tensor]] = [{} for _ in self.groups]
 
     def _keys_of(self, index: int, layer: int) -> SeenKeys:
@@ -39,18 +40,22 @@ class ReferencePlan:
         another sequence's keys, so positions after the span's last row, and those beyond the
         context, which share one page among all sequences, get the slot of the span's first row."""
         page_group = self.store.spec.group_of(layer)
-        if (index, page_group) in self._keys:
-            return self._keys[index, page_group]
+        window = self.masks[layer].window
+        if (index, page_group, window) in self._keys:
+            return self._keys[index, page_group, window]
         batch = self.batch
         group = self.groups[index]
         table = batch.tables[page_group]
-        positions, slots = self._all_slots(group, self._bounds[index], table)
+        if window is None:
+            positions, slots = self._all_slots(group, self._bounds[index], table)
+        else:
+            positions, slots = self._window_slots(group, self._bounds[index], table, window)
         first = group.rows[:, :1]
         last = group.rows[:, -1:]
         ends = batch.positions[last].clamp(max=batch.limit - 1)
         slots = slots.where(positions <= ends, batch.kv_slots[page_group][first])
-        self._keys[index, page_group] = SeenKeys(positions, slots)
-        return self._keys[index, page_group]
+        self._keys[index, page_group, window] = SeenKeys(positions, slots)
+        return self._keys[index, page_group, window]
 
     def _slots(self, group: Group) -> Tensor:
         slots = self.batch.slots
@@ -65,6 +70,18 @@ class ReferencePlan:
         slots = (entries[:, :, None] + positions).flatten(1)[:, :bound]
         return positions.view(-1)[:bound], slots
 
+    def _window_slots(
+        self, group: Group, bound: int, table: Tensor, window: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the positions from each span's first one that a row sees, [G, N], and their slots.
+        Pages before these may belong to other sequences by now."""
+        starts = self.batch.starts if len(self.groups) == 1 else self.batch.starts[group.spans]
+        first = (starts - (window - 1)).clamp(min=0)
+        count = min(bound, window - 1 + group.rows.shape[1])
+        positions = first[:, None] + torch.arange(count, device=first.device)
+        columns = (positions // self.batch.page_size).clamp(max=table.shape[1] - 1)
+        return positions, table[self._slots(group)[:, None], columns] + positions
+
     def _bias_of(self, index: int, layer: int, dtype: torch.dtype, repeats: int) -> Tensor:
         """Return [G, 1, repeats * Q or 1, N]: 0 where a row sees a key, -inf elsewhere."""
         mask = self.masks[layer]
@@ -72,6 +89,8 @@ class ReferencePlan:
             group = self.groups[index]
             batch = self.batch
             key = self._keys_of(index, layer).positions
+            if key.dim() == 2:
+                key = key[:, None]
             query = batch.positions[group.rows][:, :, None]
             if mask.causal:
                 hidden = key > query

@@ -484,6 +484,14 @@ def test_backend_agrees_with_the_reference(
     assert torch.equal(plan.over(1, q, extra), outs[1])
     assert plan.kv(1).data_ptr() == store.data[1].data_ptr()
     assert plan.slots(1) is batch.kv_slots[0]
+    # Keys before a span's window may be another sequence's by now.
+    for s, start in enumerate(starts):
+        for p in range(0 if mask.window is None else max(start - mask.window + 1, 0)):
+            history[1, int(tables[rows[s], p // page_size]) + p] = torch.nan
+    for backend, out in zip((ReferenceBackend(), TritonBackend(device, dim)), outs, strict=True):
+        store = KVStore(spec, [4 * columns], page_size, device)
+        store.data.copy_(history)
+        assert torch.equal(backend.plan(batch, store, [FULL, mask])(1, q, k, v, extra), out)
 
 
 @pytest.mark.parametrize("sizes", [(1,), (4, 4, 4), (1, 16, 17, 2), (40, 3, 33, 64, 1), (5, 2)])
