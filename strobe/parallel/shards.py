@@ -6,6 +6,7 @@ Only the part is read from the file, unless it is stored in GGUF's quantized for
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -75,16 +76,28 @@ class ShardedCheckpoint(Checkpoint):
             if part != min(width, whole - self.rank * width):
                 raise self._misfit(name, whole)
             return [(self.rank * width, part)]
-        copies = part * self.size // whole
+        lengths = stacked or (part,)
+        copies = self._copies(lengths, whole)
+        if copies is None:
+            raise self._misfit(name, whole)
         pieces = Pieces()
         first = 0
-        if not copies or whole * copies != part * self.size or self.size % copies:
-            raise self._misfit(name, whole)
-        for outputs in stacked or (part,):
-            length = part * outputs // sum(stacked or (part,))
-            pieces.append((first + self.rank // copies * length, length))
-            first += length * self.size // copies
+        for length, count in zip(lengths, copies, strict=True):
+            pieces.append((first + self.rank // count * length, length))
+            first += length * self.size // count
         return pieces
+
+    def _copies(self, lengths: Sequence[int], whole: int) -> list[int] | None:
+        """Return the number of ranks that share a part of each stacked layer, of which this rank
+        has so many outputs; None if they do not make up `whole`. Ranks may share keys and values
+        but not the queries before them."""
+        rest = len(lengths) - 1
+        for count in (count for count in range(1, self.size + 1) if self.size % count == 0):
+            for copies in ([count] * (rest + 1), [1] + [count] * rest):
+                wholes = [n * self.size // c for n, c in zip(lengths, copies, strict=True)]
+                if sum(wholes) == whole:
+                    return copies
+        return None
 
     def _blocks(self, name: str, grid: Blocks, dim: int, whole: int) -> Pieces:
         """Return the blocks, `whole` in all, of the pieces of a weight's dimension. Raises
