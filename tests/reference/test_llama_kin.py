@@ -3,11 +3,15 @@ against plain decoding."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
+    Ministral3ForCausalLM,
     MistralForCausalLM,
     Phi3ForCausalLM,
     Qwen2ForCausalLM,
@@ -15,7 +19,9 @@ from transformers import (
 )
 
 from strobe.models.architectures import load_target_config
+from strobe.models.architectures import make_target as make_module
 from tests.support.losslessness_matrix import FAMILY_CASES, PlainAnswers, compare, make_pair
+from tests.support.target_families import FAMILIES, MINISTRAL3, PAD, PHI3
 from tests.support.tiny_checkpoints import make_target
 from tests.support.transformers_parity import (
     GEOMETRY,
@@ -25,9 +31,30 @@ from tests.support.transformers_parity import (
     check_text,
 )
 
-PAD = {"pad_token_id": 0}
-"""transformers' default is beyond these vocabularies."""
-PHI3 = {**PAD, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+
+def nest(path: Path) -> None:
+    """Write the form of the published checkpoints: the text's config inside a multimodal one, and
+    tensors for images."""
+    text = json.loads((path / "config.json").read_text())
+    config = {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "model_type": "mistral3",
+        "dtype": text.pop("dtype"),
+        "text_config": text,
+        "image_token_index": 10,
+        "multimodal_projector_bias": False,
+        "projector_hidden_act": "gelu",
+        "spatial_merge_size": 2,
+        "vision_feature_layer": -1,
+        "vision_config": {"model_type": "pixtral"},
+    }
+    del text["architectures"]
+    (path / "config.json").write_text(json.dumps(config))
+    tensors = load_file(path / "model.safetensors")
+    named = {f"language_model.{name}": value for name, value in tensors.items()}
+    named["vision_tower.patch_conv.weight"] = torch.ones(2, 3)
+    named["multi_modal_projector.norm.weight"] = torch.ones(4)
+    save_file(named, path / "model.safetensors")
 
 
 CASES: dict[str, tuple[Any, Case]] = {
@@ -40,6 +67,15 @@ CASES: dict[str, tuple[Any, Case]] = {
     "mistral, windows": (
         MistralForCausalLM,
         Case({"sliding_window": 7, "head_dim": 6, "num_key_value_heads": 1}),
+    ),
+    "mistral, as Mistral Small 3.2": (
+        MistralForCausalLM,
+        Case({"sliding_window": None, "rope_theta": 1e6}, nest),
+    ),
+    "ministral3": (Ministral3ForCausalLM, Case(MINISTRAL3)),
+    "ministral3, as published": (
+        Ministral3ForCausalLM,
+        Case({**MINISTRAL3, "tie_word_embeddings": True}, nest),
     ),
     "smollm3": (SmolLM3ForCausalLM, Case({**PAD, "no_rope_layer_interval": 2})),
     "smollm3, windows without rope": (
@@ -63,7 +99,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """Return (transformers' model, directory)."""
     family, case = CASES[request.param]
     path = tmp_path_factory.mktemp("kin")
-    return make_target(path, family, seed=len(request.param), **case.changes), path
+    hf = make_target(path, family, seed=len(request.param), **case.changes)
+    case.after(path)
+    return hf, path
 
 
 @pytest.mark.parametrize(("page_size", "budget"), GEOMETRY[1:2])
@@ -77,18 +115,14 @@ def test_greedy_text_matches_transformers(model: tuple[Any, Path]):
     check_text(*model)
 
 
-PAIRS = {
-    "qwen2": {"family": Qwen2ForCausalLM},
-    "mistral": {"family": MistralForCausalLM, "sliding_window": 9},
-    "smollm3": {"family": SmolLM3ForCausalLM, **PAD, "no_rope_layer_interval": 2},
-    "phi3": {"family": Phi3ForCausalLM, **PHI3},
-}
+PAIRS = ("qwen2", "mistral", "ministral3", "smollm3", "phi3")
 
 
 @pytest.fixture(scope="module", params=PAIRS)
 def plain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PlainAnswers:
     root = tmp_path_factory.mktemp("pair")
-    return PlainAnswers(make_pair(root, layers=3, **PAIRS[request.param]))
+    write, changes = FAMILIES[request.param]
+    return PlainAnswers(make_pair(root, write, layers=3, **changes))
 
 
 @pytest.mark.parametrize("c", FAMILY_CASES[:3])
@@ -112,14 +146,32 @@ def test_outputs_equal_plain_decoding(c: Any, plain: PlainAnswers):
         (SmolLM3ForCausalLM, {"no_rope_layers": [1, 0]}, "no_rope_layers is"),
         (Qwen2ForCausalLM, {"use_mrope": True}, "use_mrope is True"),
         (MistralForCausalLM, {"sliding_window": -1}, "sliding_window is -1"),
+        (
+            Ministral3ForCausalLM,
+            {"rope_parameters": {**MINISTRAL3["rope_parameters"], "llama_4_scaling_beta": -1}},
+            "llama_4_scaling_beta is -1",
+        ),
     ],
 )
 def test_unsupported_value_is_named(
     family: Any, changes: dict[str, Any], message: str, tmp_path: Path
 ):
-    options = {Phi3ForCausalLM: PHI3, SmolLM3ForCausalLM: PAD}
+    options = {
+        Ministral3ForCausalLM: MINISTRAL3,
+        Phi3ForCausalLM: PHI3,
+        SmolLM3ForCausalLM: PAD,
+    }
     make_target(tmp_path, family, **options.get(family, {}))
     check_rejected(tmp_path, message, **changes)
+
+
+def test_queries_of_the_training_length_need_no_factors(tmp_path: Path):
+    make_target(tmp_path, Ministral3ForCausalLM, **MINISTRAL3)
+    config = load_target_config(tmp_path)
+    assert config.decoder.max_position == 256
+    short, long = (make_module(config, length) for length in (8, 9))
+    assert not hasattr(short.layers[0], "scales")
+    assert hasattr(long.layers[0], "scales")
 
 
 def test_only_attentions_inputs_have_biases_in_qwen2(tmp_path: Path):

@@ -10,7 +10,12 @@ from transformers import (
     Gemma4ForCausalLM,
     GptOssForCausalLM,
     LlamaForCausalLM,
+    Ministral3ForCausalLM,
+    MistralForCausalLM,
+    Phi3ForCausalLM,
+    Qwen2ForCausalLM,
     Qwen3MoeForCausalLM,
+    SmolLM3ForCausalLM,
 )
 
 from tests.support.quantized_checkpoints import quantize, with_mxfp4_experts
@@ -18,8 +23,37 @@ from tests.support.recurrent_checkpoints import EXPERTS, make_hybrid, make_next
 from tests.support.tiny_checkpoints import make_target
 from tests.support.transformers_parity import LLAMA3
 
+PAD = {"pad_token_id": 0}
+"""transformers' default is beyond these vocabularies."""
+MINISTRAL3 = {
+    **PAD,
+    "rope_theta": None,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 32.0,
+        "original_max_position_embeddings": 8,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.5,
+    },
+    "max_position_embeddings": 256,
+}
+PHI3 = {**PAD, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (partial(make_target, family=LlamaForCausalLM), {"rope_parameters": LLAMA3}),
+    "qwen2": (partial(make_target, family=Qwen2ForCausalLM), {}),
+    "mistral": (partial(make_target, family=MistralForCausalLM), {"sliding_window": 9}),
+    "ministral3": (partial(make_target, family=Ministral3ForCausalLM), MINISTRAL3),
+    "smollm3": (
+        partial(make_target, family=SmolLM3ForCausalLM),
+        {**PAD, "no_rope_layer_interval": 2},
+    ),
+    "phi3": (partial(make_target, family=Phi3ForCausalLM), PHI3),
     "qwen3_moe": (
         partial(make_target, family=Qwen3MoeForCausalLM),
         {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3},

@@ -9,6 +9,8 @@ FAMILIES = {
     "Qwen2ForCausalLM": ("qwen2", "qwen2"),
     "LlamaForCausalLM": ("llama", "llama"),
     "MistralForCausalLM": ("mistral", "mistral"),
+    "Ministral3ForCausalLM": ("ministral3", "ministral3"),
+    "Mistral3ForConditionalGeneration": ("mistral3", "ministral3"),
     "SmolLM3ForCausalLM": ("smollm3", "smollm3"),
     "Phi3ForCausalLM": ("phi3", "phi3"),
     "Gemma4ForCausalLM": ("gemma4_text", "gemma4"),
