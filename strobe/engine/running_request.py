@@ -74,13 +74,17 @@ class RunningRequest:
         request.truncate(count)
         del request.page_keys[count // self.lease.pool.page_size :]
 
-    def page_write(self) -> PageWrite | None:
-        """Return the page-table entries that the device does not have yet."""
-        first = self.pages_sent
-        pages = self.lease.pages
-        if first == len(pages):
-            return None
-        return PageWrite(slot=self.slot, first=first, pages=tuple(pages[first:]))
+    def page_writes(self) -> list[PageWrite]:
+        """Return the page-table entries that the device does not have yet, by page group."""
+        if self.pages_sent == self.lease.num_columns:
+            return []
+        writes: list[PageWrite] = []
+        for group, table in enumerate(self.lease.tables):
+            first = max(self.pages_sent, self.lease.first_held(group))
+            writes.append(
+                PageWrite(slot=self.slot, first=first, pages=tuple(table[first:]), group=group)
+            )
+        return writes
 
     def admission(self, length: int) -> Admission:
         """Return what the device needs to know of it. length: positions that have K/V."""

@@ -176,7 +176,7 @@ class Scheduler:
             self._fault_isolation.clear()  # no room for it next to the others
             return self.plan()
         admitted = [r.admission(span.start) for r, span in chosen if not r.pages_sent]
-        pages = [write for record, _ in chosen if (write := record.page_write())]
+        pages = [write for record, _ in chosen for write in record.page_writes()]
         plan = Plan(
             spans=tuple([span for _, span in chosen]),
             pages=tuple(pages),
@@ -202,7 +202,7 @@ class Scheduler:
         for record, span in chosen:
             record.in_flight += 1
             record.start += span.num_context_rows
-            record.pages_sent = len(record.lease.pages)
+            record.pages_sent = record.lease.num_columns
 
     def _prompt_budget(self, running: list[RunningRequest], decode_rows: int) -> int:
         """Return how many rows of prompts the step may have besides those of decoding requests."""
@@ -227,6 +227,9 @@ class Scheduler:
                 self._commit_states(self.states, plan, records, [length for _, _, length in before])
             for record in ended:
                 self._retire(record)
+            if self.pool.has_windows:
+                for record in records:
+                    record.lease.give_back()
         except BaseException:
             for record, (count, started, length) in zip(records, before, strict=True):
                 record.rewind(count, started, length)
@@ -458,7 +461,12 @@ class Scheduler:
 
     def _admit(self, request: Request, token_budget: int) -> tuple[RunningRequest, Span] | None:
         """Admit a waiting request if there are pages for all its tokens and one block more."""
-        lease = Lease(self.pool, self.limits.max_model_len, request.page_keys)
+        lease = Lease(
+            self.pool,
+            self.limits.max_model_len,
+            request.page_keys,
+            margin=0 if self.states is None else self.states.margin,
+        )
         try:
             record, span = self._lease_pages(request, lease, token_budget)
         except BaseException:
@@ -506,10 +514,9 @@ class Scheduler:
         if not self.prefix_caching or request.wants_prompt_logprobs:
             return 0
         keys = self.pool.extend(request.page_keys, request.tokens)
-        num_cached = self.pool.num_cached(keys)
         if self.states is None:
-            return self.pool.page_size * num_cached
-        state = self.states.kept.find(keys[:num_cached])
+            return self.pool.page_size * self.pool.num_usable(keys)
+        state = self.states.find(self.pool, keys)
         return 0 if state is None else state.length
 
     def _lease_pages(
@@ -521,9 +528,7 @@ class Scheduler:
         states: SequenceStates | None = None
         lease.observed = self.shadow is not None and self.shadow.draw(request)
         if self.prefix_caching and self.states is not None:
-            keys = self.pool.extend(request.page_keys, request.tokens)
-            num_cached = self.pool.num_cached(keys, observed=lease.observed)
-            states = self.states.begin(request, lease, keys, num_cached)
+            states = self.states.begin(request, lease)
             start = lease.length
         elif self.prefix_caching and not request.wants_prompt_logprobs:
             start = lease.adopt(request.tokens)
@@ -539,8 +544,9 @@ class Scheduler:
             record.host_proposer, record.device_method = self.drafters[request.method]
         span = self._prefill_span(record, token_budget)
         num_positions = record.prefill_end - start + self.limits.lookahead
-        if lease.pages_for(num_positions) <= self.pool.available:
-            reserved = reserve_all([(lease, self._positions_to_reserve(record, span))])
+        positions = self._positions_to_reserve(record, span)
+        if lease.fits(num_positions, positions):
+            reserved = reserve_all([(lease, positions)])
             assert reserved, "pages that were available are not"
         return record, span
 
@@ -552,13 +558,21 @@ class Scheduler:
         keys = self.pool.extend(request.page_keys, request.tokens)
         size = self.pool.page_size
         other_keys = [r.request.page_keys[: (r.prefill_end - 1) // size] for r in computing]
-        num_cached = self.pool.num_cached(keys)
         # A key stands for all the tokens up to its page's end: equal ones are a common prefix's.
         shared = [sum(map(eq, keys, theirs)) * size for theirs in other_keys]
         if self.states is not None:
-            return self.states.is_in_progress(request, keys[:num_cached], computing, shared)
-        num_shared = max(shared) - num_cached * size
-        return 2 * num_shared >= len(request.tokens) - num_cached * size
+            state = self.states.find(self.pool, keys)
+            return self.states.is_in_progress(request, state, computing, shared)
+        start = self.pool.num_usable(keys) * size
+        end = max(shared)
+        if 2 * (end - start) < len(request.tokens) - start:
+            return False
+        if not self.pool.has_windows:
+            return True
+        # Pages of a window that have been given back since do not come again.
+        lease = computing[shared.index(end)].lease
+        lease.expect([end])
+        return end > lease.length
 
     def _requeue(self, record: RunningRequest) -> None:
         """Take back a running request's pages; it starts over from its tokens, first in line of its

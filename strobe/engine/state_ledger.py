@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from strobe.kv.kept_states import KeptState, KeptStates, SequenceStates
 from strobe.kv.lease import Lease
+from strobe.kv.pages import PagePool
 from strobe.request import Request
 from strobe.step import Span, StateCopy
 
@@ -35,20 +36,43 @@ class StateLedger:
         self._answering: set[int] = set()
         """Slots of the answers in progress that have a row."""
 
-    def begin(
-        self, request: Request, lease: Lease, keys: Sequence[bytes], num_cached: int
-    ) -> SequenceStates:
-        """Let a waiting request's lease adopt the longest prefix that has a state. keys: of its
-        prompt's pages, of which the first num_cached are cached."""
+    @property
+    def margin(self) -> int:
+        """Positions before a sequence's length where the last state of its answer may be: it moves
+        along once the next border has surely been passed."""
+        return 2 * self.kept.interval
+
+    def find(
+        self, pool: PagePool, keys: Sequence[bytes], *, observed: bool = False
+    ) -> KeptState | None:
+        """Return the longest kept state that a sequence with these pages can begin from: each page
+        group has all that later rows see. observed: see `PagePool.lookup`."""
+        end = pool.num_shared(keys, observed=observed)
+        while (state := self.kept.find(keys[:end])) is not None:
+            missing = pool.last_missing(
+                keys, state.length // self.kept.page_size, observed=observed
+            )
+            if missing < 0:
+                break
+            end = missing
+        return state
+
+    def begin(self, request: Request, lease: Lease) -> SequenceStates:
+        """Let a waiting request's lease adopt the longest prefix that has a state."""
         kept = self.kept
+        pool = lease.pool
+        keys = pool.extend(request.page_keys, request.tokens)
+        num_cached = pool.num_shared(keys, observed=lease.observed)
         end = len(request.tokens)
         revived: KeptState | None = None
         start = 0
         if not request.wants_prompt_logprobs:
-            revived = kept.find(keys[:num_cached])
+            revived = self.find(pool, keys, observed=lease.observed)
             start = lease.adopt(request.tokens, 0 if revived is None else revived.length)
+        borders = kept.borders(keys, start, end, num_cached * kept.page_size)
+        lease.expect(borders)
         return SequenceStates(
-            borders=kept.borders(keys, start, end, num_cached * kept.page_size),
+            borders=borders,
             answer_border=kept.last_border(end - 1) + kept.interval,
             revived=revived,
         )
@@ -154,15 +178,14 @@ class StateLedger:
     def is_in_progress(
         self,
         request: Request,
-        cached: Sequence[bytes],
+        state: KeptState | None,
         computing: Sequence[RunningRequest],
         shared: Sequence[int],
     ) -> bool:
         """Whether a request that is computing its prompt will keep a state that holds half of the
-        positions that this one needs. It is told to keep one where the two prompts part. cached:
-        keys of the request's cached pages. shared: positions in common with each one that is
+        positions that this one needs. It is told to keep one where the two prompts part. state:
+        what the request could begin from now. shared: positions in common with each one that is
         computing."""
-        state = self.kept.find(cached)
         start = 0 if state is None else state.length
         ends: list[int] = []
         for record, positions in zip(computing, shared, strict=True):
@@ -177,4 +200,5 @@ class StateLedger:
         assert record.states is not None
         if end > record.start and end not in record.states.borders:
             insort(record.states.borders, end)
+            record.lease.expect([end])
         return True

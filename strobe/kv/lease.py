@@ -3,18 +3,23 @@
        committed            open reservations, oldest first
     |---- length ----|---- n1 ----|---- n2 ----|
     |================ pages cover all of it (up to `limit`) ===|
+    |--- given back ---|=== pages of a group with a window =====|
 
 commit(rows <= n1) moves the first `rows` positions of the oldest reservation into length and drops
-the rest of it; later reservations move down. rollback() drops the newest reservation.
+the rest of it; later reservations move down. rollback() drops the newest reservation. give_back()
+drops the pages that no row after `length` sees.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from strobe.kv.pages import PagePool
+from strobe.kv.pages import PagePool, max_held
 from strobe.request import PageKeys
+
+GIVEN_BACK = 0
+"""In a table, the place of a page that was given back or never needed: the reserved page."""
 
 
 class LeaseError(RuntimeError):
@@ -22,22 +27,38 @@ class LeaseError(RuntimeError):
 
 
 class Lease:
-    """Pages of one sequence.
+    """Pages of one sequence, in all page groups of a pool.
 
     limit: the maximum number of positions that need pages. keys: content keys of its first pages,
-    extended as needed. reserved: positions of each open reservation, oldest first."""
+    extended as needed. tables: by page group, its pages by column; some of the first ones may be
+    GIVEN_BACK. reserved: positions of each open reservation, oldest first."""
 
-    def __init__(self, pool: PagePool, limit: int, keys: PageKeys | None = None):
+    def __init__(
+        self, pool: PagePool, limit: int, keys: PageKeys | None = None, *, margin: int = 0
+    ):
+        """margin: positions before `length` from which the sequence may have to begin again."""
         self.pool = pool
         self.limit = limit
+        self.margin = margin
         self.keys = PageKeys() if keys is None else keys
-        self.pages: list[int] = []
+        self.tables: list[list[int]] = [[] for _ in pool.groups]
         self.length = 0
         self.released = False
         self.observed = False
         """Whether drafters in shadow mode observe all its positions, adopted ones included."""
         self.reserved: deque[int] = deque()
         self._published = 0
+        self._first_held = [0] * len(pool.groups)
+        self._expected: set[int] = set()
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of the tables."""
+        return len(self.tables[0])
+
+    def first_held(self, group: int) -> int:
+        """Return the first column of a group's table whose page was not given back."""
+        return self._first_held[group]
 
     @property
     def open(self) -> int:
@@ -45,12 +66,25 @@ class Lease:
         return sum(self.reserved)
 
     def pages_for(self, count: int) -> int:
-        """Return how many pages a further reservation of `count` positions would add."""
-        covered = len(self.pages) * self.pool.page_size
+        """Return how many columns a further reservation of `count` positions would add."""
+        covered = self.num_columns * self.pool.page_size
         end = self.length + sum(self.reserved) + count
         if end <= covered:
             return 0
-        return max(0, -(-min(end, self.limit) // self.pool.page_size) - len(self.pages))
+        return max(0, -(-min(end, self.limit) // self.pool.page_size) - self.num_columns)
+
+    def fits(self, count: int, step: int) -> bool:
+        """Whether there are pages for `count` further positions, reserved up to `step` at a time: a
+        group with a window needs those of its window and of a step."""
+        columns = self.pages_for(count)
+        for group in self.pool.groups:
+            needed = columns
+            if group.window is not None:
+                most = max_held(group.window + self.margin, step, group.page_size)
+                needed = min(columns, most)
+            if needed > group.available:
+                return False
+        return True
 
     def commit(self, rows: int) -> None:
         """Keep the first `rows` positions of the oldest open reservation."""
@@ -67,16 +101,46 @@ class Lease:
         self.reserved.pop()
         end = min(self.length + self.open, self.limit)
         keep = -(-end // self.pool.page_size)
-        self.pool.drop(self.pages[keep:])
-        del self.pages[keep:]
+        for group, table in zip(self.pool.groups, self.tables, strict=True):
+            group.drop(table[keep:])
+            del table[keep:]
+
+    def expect(self, borders: Iterable[int]) -> None:
+        """Expect that other sequences, or this one, begin at these positions: pages before them
+        that are given back are not evicted first."""
+        self._expected.update(borders)
+
+    def give_back(self) -> None:
+        """Give back the pages of groups with a window that no row sees any more, whether the
+        sequence goes on or begins again `margin` positions back, at the border of a page."""
+        if self.released:
+            return
+        size = self.pool.page_size
+        border = max(self.length - self.margin, 0) // size * size
+        for i, group in enumerate(self.pool.groups):
+            first = group.first_seen(border)
+            if first <= self._first_held[i]:
+                continue
+            table = self.tables[i]
+            for column in range(self._first_held[i], first):
+                useful = any(
+                    group.first_seen(expected) <= column < expected // size
+                    for expected in self._expected
+                )
+                group.drop([table[column]], evict_first=not useful)
+                table[column] = GIVEN_BACK
+            self._first_held[i] = first
 
     def release(self) -> None:
         """Give back all pages, once, after every reservation has ended."""
         if self.released or self.reserved:
             raise LeaseError("release() comes once, after every reservation has ended")
-        self.pool.drop(self.pages)
+        for group, table, first in zip(
+            self.pool.groups, self.tables, self._first_held, strict=True
+        ):
+            group.drop(table[first:])
         self.released = True
-        self.pages = []
+        self.tables = [[] for _ in self.pool.groups]
 
     def abandon(self) -> None:
         """Drop all reservations and pages of a lease whose admission failed."""
@@ -90,19 +154,26 @@ class Lease:
         The prefix leaves out at least the last token, whose logits are needed. max_length: whole
         pages that it has at most.
         """
-        if self.pages or self.length or self.reserved or self.released:
+        if self.num_columns or self.length or self.reserved or self.released:
             raise LeaseError("adopt() comes before the first reservation")
         keys = self.pool.extend(self.keys, tokens)
-        if max_length is not None:
-            keys = keys[: max_length // self.pool.page_size]
-        for key in keys:
-            page = self.pool.lookup(key, observed=self.observed)
-            if page is None:
-                break
-            self.pool.share(page)
-            self.pages.append(page)
-        self._published = len(self.pages)
-        self.length = self._published * self.pool.page_size
+        size = self.pool.page_size
+        usable = keys if max_length is None else keys[: max_length // size]
+        count = self.pool.num_usable(usable, observed=self.observed)
+        for i, group in enumerate(self.pool.groups):
+            first = group.first_seen(count * size)
+            for key in usable[first:count]:
+                page = group.lookup(key, observed=self.observed)
+                assert page is not None
+                group.share(page)
+                self.tables[i].append(page)
+            self.tables[i][:0] = [GIVEN_BACK] * first
+            self._first_held[i] = first
+        if self.pool.has_windows:
+            num_shared = self.pool.num_shared(keys, observed=self.observed)
+            self.expect(n * size for n in (count, num_shared, len(keys)))
+        self._published = count
+        self.length = count * size
         return self.length
 
     def publish(self, tokens: Sequence[int]) -> None:
@@ -113,17 +184,18 @@ class Lease:
         if full <= self._published:
             return
         self.pool.extend(self.keys, tokens)
-        for i in range(self._published, full):
-            own = tokens[i * size : (i + 1) * size]
-            parent = self.keys[i - 1] if i else None
-            self.pool.publish(
-                self.pages[i],
-                key=self.keys[i],
-                tokens=own,
-                parent=parent,
-                root=self.keys.root,
-                observed=self.observed,
-            )
+        for group, table in zip(self.pool.groups, self.tables, strict=True):
+            for i in range(self._published, full):
+                if table[i] == GIVEN_BACK:
+                    continue
+                group.publish(
+                    table[i],
+                    key=self.keys[i],
+                    tokens=tokens[i * size : (i + 1) * size],
+                    parent=self.keys[i - 1] if i else None,
+                    root=self.keys.root,
+                    observed=self.observed,
+                )
         self._published = full
 
     def _require_open(self, call: str) -> None:
@@ -132,19 +204,20 @@ class Lease:
 
 
 def reserve_all(requests: Sequence[tuple[Lease, int]]) -> bool:
-    """Reserve (lease, positions) for all requests; return False and change nothing if pages run
-    out. Each lease may appear once."""
+    """Reserve (lease, positions) for all requests; return False and change nothing if pages of any
+    group run out. Each lease may appear once."""
     if not requests:
         return True
     pool = requests[0][0].pool
     for lease, count in requests:
         if lease.released or count < 0:
             raise LeaseError(f"reserve({count}) on a lease that is released, or below zero")
-    page_counts = [lease.pages_for(count) for lease, count in requests]
-    if sum(page_counts) > pool.available:
+    columns = [lease.pages_for(count) for lease, count in requests]
+    if any(sum(columns) > group.available for group in pool.groups):
         return False
-    for (lease, count), pages in zip(requests, page_counts, strict=True):
+    for (lease, count), added in zip(requests, columns, strict=True):
         lease.reserved.append(count)  # first: a rollback undoes it also if allocating fails
-        if pages:
-            lease.pages += pool.allocate(pages)
+        if added:
+            for group, table in zip(pool.groups, lease.tables, strict=True):
+                table += group.allocate(added)
     return True

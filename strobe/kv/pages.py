@@ -5,6 +5,12 @@
     cached ----hit-------> held                cached ----allocate, when free runs out----> held
 
 Page 0 is reserved: padding and rows beyond the context are written there and never read.
+
+A page group is the layers, of target and drafters, that need the same positions: all of them, or
+those within a window. Each group has a pool and a table per sequence:
+
+    all positions   |============================================| length
+    a window          given back         |==== first_seen to here =|
 """
 
 from __future__ import annotations
@@ -20,12 +26,27 @@ OnStored = Callable[[bytes, bytes | None, bytes, Sequence[int]], None]
 """(key, key of the page before or None, key before the first page, tokens) of an indexed page."""
 
 
-class PagePool:
-    """A fixed number of pages with reference counts, and an index of full pages by content."""
+def max_held(window: int, rows: int, page_size: int) -> int:
+    """Return the pages that a sequence holds at most in a group with a window, while the steps in
+    flight have so many rows of it."""
+    return -(-(window + rows) // page_size) + 2
 
-    def __init__(self, num_pages: int, page_size: int):
-        """num_pages: including the reserved page. on_stored, on_removed: called when a page is
-        indexed or is not any more."""
+
+class PagePool:
+    """A fixed number of pages of one page group with reference counts, and an index of full pages
+    by content. The first group's pool knows those of the others."""
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        window: int | None = None,
+        others: Sequence[PagePool] = (),
+    ):
+        """num_pages: including the reserved page. window: positions that the group's layers see, a
+        row's own included; None: all. others: the pools of further groups, each with a window.
+        on_stored, on_removed: called when a page is indexed or is not any more."""
         if num_pages < 2 or page_size < 1:
             raise ValueError(
                 f"A pool of {num_pages} pages of {page_size} tokens holds nothing; it needs a "
@@ -33,6 +54,9 @@ class PagePool:
             )
         self.num_pages = num_pages
         self.page_size = page_size
+        self.window = window
+        self.groups: tuple[PagePool, ...] = (self, *others)
+        self.has_windows = any(group.window is not None for group in self.groups)
         self._free = list(range(num_pages - 1, 0, -1))
         self._holders: dict[int, int] = {}
         self._cached: OrderedDict[int, bytes] = OrderedDict()
@@ -74,8 +98,9 @@ class PagePool:
         self._cached.pop(page, None)
         self._holders[page] = self._holders.get(page, 0) + 1
 
-    def drop(self, pages: Sequence[int]) -> None:
-        """Remove one holder from each page; without holders it is free, or cached if published."""
+    def drop(self, pages: Sequence[int], *, evict_first: bool = False) -> None:
+        """Remove one holder from each page; without holders it is free, or cached if published.
+        evict_first: evict these before all other cached pages."""
         for page in reversed(pages):
             assert self._holders.get(page, 0) > 0, f"page {page} is not held"
             self._holders[page] -= 1
@@ -83,6 +108,7 @@ class PagePool:
                 del self._holders[page]
                 if page in self._key_of:
                     self._cached[page] = self._key_of[page]
+                    self._cached.move_to_end(page, last=not evict_first)
                 else:
                     self._free.append(page)
 
@@ -134,10 +160,51 @@ class PagePool:
         pages = (self.lookup(key, observed=observed) for key in keys)
         return next((i for i, page in enumerate(pages) if page is None), len(keys))
 
+    def first_seen(self, position: int) -> int:
+        """Return the first page that a row at this position or after it sees."""
+        return 0 if self.window is None else max(position + 1 - self.window, 0) // self.page_size
+
+    def num_shared(self, keys: Sequence[bytes], *, observed: bool = False) -> int:
+        """Return how many of the first pages with these keys another sequence has had, too, as far
+        as the first group's index tells. observed: see `lookup`."""
+        if self.window is None:
+            return self.num_cached(keys, observed=observed)
+        return 1 + self._last(keys, 0, len(keys), indexed=True, observed=observed)
+
+    def num_usable(self, keys: Sequence[bytes], *, observed: bool = False) -> int:
+        """Return how many of the first pages with these keys a sequence can begin after: each group
+        has all that later rows see. observed: see `lookup`."""
+        end = self.num_shared(keys, observed=observed)
+        while (missing := self.last_missing(keys, end, observed=observed)) >= 0:
+            end = missing  # every border after this page needs it
+        return end
+
+    def last_missing(self, keys: Sequence[bytes], end: int, *, observed: bool = False) -> int:
+        """Return the last page before page `end` that is not indexed in a group with a window,
+        though rows from there on see it; -1 if there is none."""
+        last = -1
+        for group in self.groups:
+            if group.window is not None:
+                first = group.first_seen(end * self.page_size)
+                missing = group._last(keys, first, end, indexed=False, observed=observed)
+                last = max(last, missing)
+        return last
+
+    def _last(
+        self, keys: Sequence[bytes], first: int, end: int, *, indexed: bool, observed: bool
+    ) -> int:
+        """Return the last page from `first` to before `end` that is indexed, or is not; -1 if there
+        is none."""
+        for i in range(end - 1, first - 1, -1):
+            if (self.lookup(keys[i], observed=observed) is not None) == indexed:
+                return i
+        return -1
+
     def clear_cache(self) -> None:
-        """Free all cached pages."""
-        for page, key in self._cached.items():
-            del self._page_of[key], self._key_of[page]
-            self._free.append(page)
-            self.on_removed(key)
-        self._cached.clear()
+        """Free all cached pages, of the other groups, too."""
+        for group in self.groups:
+            for page, key in group._cached.items():
+                del group._page_of[key], group._key_of[page]
+                group._free.append(page)
+                group.on_removed(key)
+            group._cached.clear()

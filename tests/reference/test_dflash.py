@@ -234,7 +234,7 @@ def context_checker(
 
     def check(requests: list[Request]) -> None:
         for record in engine.scheduler.running:
-            pages = torch.tensor(record.lease.pages)
+            pages = torch.tensor(record.lease.tables[0])
             positions = torch.arange(record.lease.length)
             slots = pages[positions // size] * size + positions % size
             for layer, (keys, values) in enumerate(

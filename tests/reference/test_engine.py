@@ -314,7 +314,7 @@ def test_check_detects_a_lost_page(target: Any):
     engine = make_engine(config(target))
     engine.add([1, 2, 3], COLD)
     engine.step()
-    engine.scheduler.running[0].lease.pages.pop()
+    engine.scheduler.running[0].lease.tables[0].pop()
     for _ in range(20):
         engine.step()
     assert not engine.has_work

@@ -20,13 +20,15 @@ def check_engine(engine: Engine) -> None:
 
 def check_scheduler(scheduler: Scheduler) -> None:
     """Check that slots, leases and pages are consistent."""
-    check_pool(scheduler.pool)
+    for group in scheduler.pool.groups:
+        check_pool(group)
     held = [*scheduler.running, *scheduler._set_aside]
     assert len({r.slot for r in held}) == len(held), "a slot is used twice"
     assert len(held) + len(scheduler._slots) == scheduler.limits.max_num_seqs, "a slot is lost"
     check_kept_states(scheduler)
     if not held:
-        assert scheduler.pool.available == scheduler.pool.capacity, "an idle engine holds pages"
+        for group in scheduler.pool.groups:
+            assert group.available == group.capacity, "an idle engine holds pages"
     for record in held:
         assert len(record.lease.reserved) == record.in_flight
         if record.is_decoding and not record.in_flight and not record.is_leaving:

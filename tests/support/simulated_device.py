@@ -91,13 +91,14 @@ class Device:
         self.limits, self.pool = limits, pool
         self.length: dict[int, int] = {}
         self.owner: dict[int, Admission] = {}
-        self.table: dict[int, dict[int, int]] = {}
-        self.kv: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.tables: dict[tuple[int, int], dict[int, int]] = {}
+        """Pages by column, by page group and slot."""
+        self.kv: list[dict[tuple[int, int], tuple[int, ...]]] = [{} for _ in pool.groups]
         self.prompt_rows = 0
         """Rows of prompts, and of answers that were resumed, that have run."""
 
     def apply(self, plan: Plan) -> None:
-        plan.check(self.limits.max_num_seqs, [self.pool.num_pages])
+        plan.check(self.limits.max_num_seqs, [group.num_pages for group in self.pool.groups])
         for admission in plan.admitted:
             slot, tokens = admission.slot, list(admission.tokens)
             assert tokens == sequence(admission, len(tokens)), "another answer is resumed"
@@ -107,17 +108,18 @@ class Device:
             uncached = not admission.length or resumed
             assert uncached or not scores_prompt(admission), "rows to score come from the cache"
             self.length[slot], self.owner[slot] = admission.length, admission
-            self.table[slot] = {}
-        for slot, first, pages in plan.pages:
+            for group in range(len(self.pool.groups)):
+                self.tables[group, slot] = {}
+        for slot, first, pages, group in plan.pages:
             for column, page in enumerate(pages, start=first):
-                self.table[slot][column] = page
+                self.tables[group, slot][column] = page
 
-    def entry(self, slot: int, position: int) -> tuple[int, int] | None:
+    def entry(self, group: int, slot: int, position: int) -> tuple[int, int] | None:
         """Return the page and the offset of a position; None past the end of the table."""
         size = self.limits.page_size
         if position >= self.limits.max_pages * size:
             return None
-        return self.table[slot][position // size], position % size
+        return self.tables[group, slot][position // size], position % size
 
     def run(self, plan: Plan, accept: Callable[[int], int]) -> StepResult:
         """Run the plan. accept(drafts): how many of that many device drafts are accepted."""
@@ -205,20 +207,25 @@ class Device:
         assert not expected or span.top_logprobs == owner.sampling.prompt_logprobs
 
     def _write(self, slot: int, start: int, true: int, rejected: int, known: list[int]) -> None:
-        for position in range(start, start + true + rejected):
-            entry = self.entry(slot, position)
-            if entry is None:
-                continue
-            if position < self.limits.max_model_len:
-                assert self.pool._holders[entry[0]] == 1, "a page without one owner is written"
-            content = tuple(known[: position + 1]) if position < start + true else (-1,)
-            self.kv[entry] = content
+        for group, pool in enumerate(self.pool.groups):
+            for position in range(start, start + true + rejected):
+                entry = self.entry(group, slot, position)
+                if entry is None:
+                    continue
+                if position < self.limits.max_model_len:
+                    assert pool._holders[entry[0]] == 1, "a page without one owner is written"
+                content = tuple(known[: position + 1]) if position < start + true else (-1,)
+                self.kv[group][entry] = content
 
     def _read(self, slot: int, end: int, known: list[int]) -> None:
-        for position in range(min(end, self.limits.max_model_len)):
-            entry = self.entry(slot, position)
-            assert entry is not None
-            assert self.kv[entry] == tuple(known[: position + 1]), "K/V of another sequence is read"
+        """Read what a row at position `end` sees: all positions before, or those in a window."""
+        for group, pool in enumerate(self.pool.groups):
+            first = 0 if pool.window is None else max(end + 1 - pool.window, 0)
+            for position in range(first, min(end, self.limits.max_model_len)):
+                entry = self.entry(group, slot, position)
+                assert entry is not None
+                expected = tuple(known[: position + 1])
+                assert self.kv[group][entry] == expected, "K/V of another sequence is read"
 
 
 class HostDrafter:
@@ -261,11 +268,14 @@ class World:
         accept: Callable[[int], int] = lambda drafts: drafts,
         policy: DraftPolicy | None = None,
         mixed: int | None = None,
+        windows: Sequence[tuple[int, int]] = (),
     ):
+        """windows: window and pages of each further page group."""
         self.limits = Limits(
             max_model_len, max_num_seqs, budget, num_drafts, page_size, block, mixed
         )
-        self.pool = PagePool(pages + 1, page_size)
+        others = [PagePool(count + 1, page_size, window=window) for window, count in windows]
+        self.pool = PagePool(pages + 1, page_size, others=others)
         self.host_drafter = HostDrafter()
         self.scheduler = Scheduler(
             self.limits,
@@ -377,12 +387,21 @@ class World:
 
     def cached(self, request: Request) -> int:
         """Return the number of positions that the request would take from the cache."""
-        size, tokens, parent = self.limits.page_size, request.tokens, b""
+        size, tokens = self.limits.page_size, request.tokens
+        keys: list[bytes] = []
         for end in range(size, len(tokens), size):
-            parent = self.pool.key(parent, tokens[end - size : end])
-            if self.pool.lookup(parent) is None:
-                return end - size
-        return (len(tokens) - 1) // size * size
+            keys.append(self.pool.key(keys[-1] if keys else b"", tokens[end - size : end]))
+        return max(border * size for border in range(len(keys) + 1) if self._begins(keys[:border]))
+
+    def _begins(self, keys: list[bytes]) -> bool:
+        """Whether a sequence can begin after pages with these keys."""
+        position = len(keys) * self.limits.page_size
+        for group in self.pool.groups:
+            first = 0 if group.window is None else max(position + 1 - group.window, 0)
+            seen = keys[first // self.limits.page_size :]
+            if any(group.lookup(key) is None for key in seen):
+                return False
+        return True
 
     def launch(self) -> Plan:
         plan = self.plan()
@@ -449,7 +468,7 @@ class World:
             events += self.step()
             steps += 1
             assert steps < max_steps, "the scheduler never becomes idle"
-        assert self.pool.available == self.pool.capacity
+        assert all(group.available == group.capacity for group in self.pool.groups)
         return events
 
     def check_answers(self) -> None:

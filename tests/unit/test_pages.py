@@ -27,12 +27,12 @@ class Sequence:
     steps: list[tuple[int, int]] = field(default_factory=list)
 
     def slot(self, position: int) -> tuple[int, int]:
-        return self.lease.pages[position // SIZE], position % SIZE
+        return self.lease.tables[0][position // SIZE], position % SIZE
 
     def pages_after(self, count: int) -> int:
         """Return the number of pages after a further reservation, computed independently."""
         covered = self.lease.length + sum(n for n, _ in self.steps) + count
-        return max(len(self.lease.pages), -(-min(covered, LIMIT) // SIZE))
+        return max(len(self.lease.tables[0]), -(-min(covered, LIMIT) // SIZE))
 
 
 class Pages(RuleBasedStateMachine):
@@ -45,7 +45,7 @@ class Pages(RuleBasedStateMachine):
         self.kv: dict[tuple[int, int], tuple[object, ...]] = {}
 
     def held(self) -> set[int]:
-        return {page for sequence in self.live for page in sequence.lease.pages}
+        return {page for sequence in self.live for page in sequence.lease.tables[0]}
 
     def choose(self, data: st.DataObject) -> Sequence:
         return data.draw(st.sampled_from(self.live))
@@ -58,7 +58,7 @@ class Pages(RuleBasedStateMachine):
         sequence = Sequence(Lease(self.pool, LIMIT), tokens)
         if cached:
             gained = sequence.lease.adopt(tokens)
-            assert gained == sequence.lease.length == len(sequence.lease.pages) * SIZE
+            assert gained == sequence.lease.length == len(sequence.lease.tables[0]) * SIZE
             assert gained < len(tokens)
             sequence.length = gained
         self.live.append(sequence)
@@ -71,14 +71,14 @@ class Pages(RuleBasedStateMachine):
             return
         chosen = data.draw(st.lists(st.sampled_from(ready), unique_by=id, min_size=1))
         wants = [(s, data.draw(st.integers(0, 7))) for s in chosen]
-        needed = sum(s.pages_after(n) - len(s.lease.pages) for s, n in wants)
+        needed = sum(s.pages_after(n) - len(s.lease.tables[0]) for s, n in wants)
         room = NUM_PAGES - 1 - len(self.held())
-        before = [(list(s.lease.pages), s.lease.open, len(s.lease.reserved)) for s in self.live]
+        before = [(list(s.lease.tables[0]), s.lease.open, len(s.lease.reserved)) for s in self.live]
         assert self.pool.available == room
         fits = reserve_all([(s.lease, n) for s, n in wants])
         assert fits == (needed <= room)
         if not fits:
-            after = [(s.lease.pages, s.lease.open, len(s.lease.reserved)) for s in self.live]
+            after = [(s.lease.tables[0], s.lease.open, len(s.lease.reserved)) for s in self.live]
             assert after == before
             assert self.pool.available == room
             return
@@ -119,7 +119,7 @@ class Pages(RuleBasedStateMachine):
         sequence.length -= accepted
         sequence.lease.rollback()
         covered = sequence.lease.length + sum(n for n, _ in sequence.steps)
-        assert len(sequence.lease.pages) == -(-min(covered, LIMIT) // SIZE)
+        assert len(sequence.lease.tables[0]) == -(-min(covered, LIMIT) // SIZE)
 
     @precondition(lambda self: any(not s.steps for s in self.live))
     @rule(data=st.data(), resume=st.booleans())
@@ -127,7 +127,7 @@ class Pages(RuleBasedStateMachine):
         """Finish or preempt; a preempted sequence starts over with its cached prefix."""
         sequence = data.draw(st.sampled_from([s for s in self.live if not s.steps]))
         sequence.lease.release()
-        assert sequence.lease.pages == []
+        assert sequence.lease.tables[0] == []
         self.live.remove(sequence)
         if resume:
             again = Sequence(Lease(self.pool, LIMIT), sequence.tokens)
@@ -145,14 +145,20 @@ class Pages(RuleBasedStateMachine):
         else:
             reserved = open_steps[0][0]
             wrong += [lease.release, lambda: lease.commit(reserved + 1), lambda: lease.commit(-1)]
-        if lease.pages or lease.length or open_steps:
+        if lease.tables[0] or lease.length or open_steps:
             wrong.append(lambda: lease.adopt([0] * LIMIT))
         wrong.append(lambda: reserve_all([(lease, -1)]))
         call = data.draw(st.sampled_from(wrong))
-        before = (list(lease.pages), lease.length, lease.open, len(lease.reserved), lease.released)
+        before = (
+            list(lease.tables[0]),
+            lease.length,
+            lease.open,
+            len(lease.reserved),
+            lease.released,
+        )
         with pytest.raises(LeaseError):
             call()
-        after = (lease.pages, lease.length, lease.open, len(lease.reserved), lease.released)
+        after = (lease.tables[0], lease.length, lease.open, len(lease.reserved), lease.released)
         assert after == before
 
     @invariant()
@@ -161,7 +167,7 @@ class Pages(RuleBasedStateMachine):
         assert self.pool.available == NUM_PAGES - 1 - len(self.held())
         holders: dict[int, int] = {}
         for sequence in self.live:
-            for page in sequence.lease.pages:
+            for page in sequence.lease.tables[0]:
                 holders[page] = holders.get(page, 0) + 1
         assert all(self.pool._holders[page] == count for page, count in holders.items())
         assert 0 not in holders, "the reserved page is held"
@@ -176,14 +182,14 @@ class Pages(RuleBasedStateMachine):
     @invariant()
     def unfilled_pages_are_private(self):
         for sequence in self.live:
-            for page in sequence.lease.pages[sequence.lease.length // SIZE :]:
+            for page in sequence.lease.tables[0][sequence.lease.length // SIZE :]:
                 assert self.pool._holders[page] == 1
 
     @invariant()
     def pages_cover_the_reservation(self):
         for sequence in self.live:
             covered = sequence.lease.length + sequence.lease.open
-            assert len(sequence.lease.pages) * SIZE >= min(covered, LIMIT)
+            assert len(sequence.lease.tables[0]) * SIZE >= min(covered, LIMIT)
 
     def teardown(self):
         for sequence in self.live:
@@ -231,7 +237,9 @@ def test_failed_group_reservation_changes_no_lease():
     pool = PagePool(4, 2)
     first, second = Lease(pool, 10), Lease(pool, 10)
     assert not reserve_all([(first, 4), (second, 4)])
-    assert (first.pages, second.pages, len(first.reserved), len(second.reserved)) == ([], [], 0, 0)
+    for lease in (first, second):
+        assert lease.tables[0] == []
+        assert len(lease.reserved) == 0
     assert reserve_all([(first, 4), (second, 2)])
     assert pool.available == 0
 
@@ -240,7 +248,7 @@ def test_positions_past_the_limit_need_no_pages():
     pool = PagePool(4, 2)
     lease = Lease(pool, 5)
     assert reserve_all([(lease, 50)])
-    assert len(lease.pages) == 3
+    assert len(lease.tables[0]) == 3
     assert lease.open == 50
 
 
@@ -249,11 +257,11 @@ def test_commit_shifts_later_reservations():
     lease = Lease(pool, 16)
     assert reserve_all([(lease, 5)])
     assert reserve_all([(lease, 5)])
-    assert len(lease.pages) == 5
+    assert len(lease.tables[0]) == 5
     lease.commit(1)
     assert (lease.length, lease.open) == (1, 5)
     lease.commit(5)
-    assert (lease.length, lease.open, len(lease.pages)) == (6, 0, 5)
+    assert (lease.length, lease.open, len(lease.tables[0])) == (6, 0, 5)
 
 
 def test_fully_cached_prompt_still_runs_its_last_token():
@@ -291,7 +299,7 @@ def test_equal_content_is_published_once():
     check_pool(pool)
     third = Lease(pool, 16)
     third.adopt([1, 2, 3, 4, 5])
-    assert third.pages == first.pages
+    assert third.tables[0] == first.tables[0]
     first.release()
     second.release()
     third.release()
@@ -332,3 +340,112 @@ def test_partly_committed_pages_are_not_published():
 def test_empty_pool_is_rejected(pages: int, size: int):
     with pytest.raises(ValueError, match="holds nothing"):
         PagePool(pages, size)
+
+
+def windowed(num_pages: int = 20, window_pages: int = 20, *, window: int = 4) -> PagePool:
+    """A pool of pages of two positions with a group whose layers see `window` positions."""
+    return PagePool(num_pages, 2, others=[PagePool(window_pages, 2, window=window)])
+
+
+def extend(lease: Lease, tokens: list[int]) -> None:
+    """Compute a sequence's positions but the last token's, one after another."""
+    for _ in range(len(tokens) - 1 - lease.length):
+        assert reserve_all([(lease, 1)])
+        lease.commit(1)
+        lease.publish(tokens)
+        lease.give_back()
+
+
+def test_pages_before_the_window_are_given_back():
+    pool = windowed()
+    lease = Lease(pool, 40)
+    extend(lease, list(range(12)))
+    assert lease.length == 11
+    assert 0 not in lease.tables[0]
+    # A row at position 10, where the sequence could begin again, sees positions 7 to 10.
+    assert [page > 0 for page in lease.tables[1]] == [False] * 3 + [True] * 3
+    full, other = pool.groups
+    assert full.capacity - full.available == 6
+    assert other.capacity - other.available == 3
+    lease.release()
+    assert other.available == other.capacity
+
+
+@pytest.mark.parametrize("margin", [0, 3, 4, 5])
+@pytest.mark.parametrize("window", [1, 2, 3, 4, 5])
+def test_rows_from_the_margin_on_keep_all_they_see(window: int, margin: int):
+    lease = Lease(windowed(window=window), 40, margin=margin)
+    for length in range(1, 20):
+        assert reserve_all([(lease, 1)])
+        lease.commit(1)
+        lease.give_back()
+        start = max(length - margin, 0) // 2 * 2
+        seen = range(max(start + 1 - window, 0), length)
+        assert all(lease.tables[1][position // 2] for position in seen)
+        assert lease.tables[1].count(0) == max(start + 1 - window, 0) // 2
+
+
+def test_hit_needs_only_the_pages_within_the_window():
+    pool = windowed()
+    tokens = list(range(12))
+    first = Lease(pool, 40)
+    extend(first, [*tokens, 0])
+    first.release()
+    window = pool.groups[1]
+    window.clear_cache()
+    assert Lease(pool, 40).adopt([*tokens, 1]) == 0
+    again = Lease(pool, 40)
+    extend(again, [*tokens, 0])
+    again.release()
+    taken = window.allocate(window.capacity - 2)  # evicts all but two of them
+    hit = Lease(pool, 40)
+    assert hit.adopt([*tokens, 1]) == 12
+    assert [page > 0 for page in hit.tables[1]] == [False] * 4 + [True] * 2
+    assert len(set(hit.tables[0]) - {0}) == 6
+    hit.release()
+    window.drop(taken)
+
+
+def test_hit_ends_where_the_window_has_its_pages():
+    pool = windowed()
+    tokens = list(range(12))
+    first = Lease(pool, 40)
+    first.adopt(tokens)
+    first.expect([4])
+    extend(first, [*tokens, 0])
+    first.release()
+    window = pool.groups[1]
+    page = window.lookup(first.keys[5])
+    assert page is not None
+    window.share(page)
+    del window._page_of[first.keys[5]], window._key_of[page]
+    window.drop([page])
+    hit = Lease(pool, 40)
+    assert hit.adopt([*tokens, 1]) == 10
+    hit.release()
+
+
+def test_pages_that_no_hit_is_expected_to_need_are_evicted_first():
+    pool = windowed(window_pages=12, window=2)
+    chat = Lease(pool, 40)
+    extend(chat, [7, 7, 7, 7, 7])
+    chat.release()
+    lease = Lease(pool, 40)
+    tokens = list(range(16))
+    lease.adopt(tokens)
+    lease.expect([6])
+    extend(lease, tokens)
+    window = pool.groups[1]
+    taken = window.allocate(window.available - 2)
+    kept = [window.lookup(key) is not None for key in lease.keys[:7]]
+    assert kept == [False, False, True, False, False, False, True]  # the last one is held
+    assert Lease(pool, 40).adopt([7, 7, 7, 7, 7]) == 4
+    window.drop(taken)
+
+
+def test_admission_asks_for_the_window_only():
+    pool = windowed(num_pages=30, window_pages=10)
+    lease = Lease(pool, 60)
+    assert lease.fits(58, 8)
+    assert not lease.fits(58, 20)
+    assert not lease.fits(60, 8)

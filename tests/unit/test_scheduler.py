@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from strobe.engine import scheduler
 from strobe.engine.running_request import RunningRequest
+from strobe.kv.pages import max_held
 from strobe.request import Request, SchedulingOptions, Status, TokenLogprob
 from strobe.speculation.draft_policy import BatchLoad, DraftPolicy
 from strobe.step import TAIL, Plan, Span, StepResult, TokenEvent
@@ -641,6 +642,8 @@ class Scheduling(RuleBasedStateMachine):
         mixed=st.sampled_from([None, 2, 6]),
         seed=st.integers(0, 10**6),
         length=st.integers(8, 24),
+        windows=st.sampled_from([(), (), (1,), (3,), (4, 9), (6, 2)]),
+        window_pages=st.integers(0, 9),
     )
     def build(
         self,
@@ -655,14 +658,20 @@ class Scheduling(RuleBasedStateMachine):
         mixed: int | None,
         seed: int,
         length: int,
+        windows: tuple[int, ...],
+        window_pages: int,
     ):
         self.rng = random.Random(seed)
+        budget = seqs * (num_drafts + 1) + spare
+        rows = depth * max(budget, block)
+        held = [max_held(window, rows, page_size) for window in windows]
+        one = -(-length // page_size)
         self.world = World(
             pages=max(pages, -(-length // page_size)),
             page_size=page_size,
             max_model_len=length,
             max_num_seqs=seqs,
-            budget=seqs * (num_drafts + 1) + spare,
+            budget=budget,
             num_drafts=num_drafts,
             block=block,
             depth=depth,
@@ -670,6 +679,10 @@ class Scheduling(RuleBasedStateMachine):
             accept=lambda drafts: self.rng.randint(0, drafts),
             policy=Policy(lambda c: self.rng.randint(0, c.max_drafts)),
             mixed=mixed,
+            windows=[
+                (window, min(one, count) + window_pages)
+                for window, count in zip(windows, held, strict=True)
+            ],
         )
         self.faults: dict[Request, Fault] = {}
         self.world.faulty = lambda request, span: (
@@ -1019,13 +1032,14 @@ STAGES: dict[str, Callable[[World], tuple[Any, str]]] = {
     "prompt spans": lambda world: (world.scheduler, "_prefill_span"),
     "sizes of reservations": lambda world: (world.scheduler, "_positions_to_reserve"),
     "pages": lambda world: (world.pool, "allocate"),
+    "a window's pages": lambda world: (world.pool.groups[1], "allocate"),
     "cached pages": lambda world: (world.pool, "share"),
     "keys of pages": lambda world: (world.pool, "extend"),
     "prefix in progress": lambda world: (world.scheduler, "_is_prefix_in_progress"),
     "admission": lambda world: (world.scheduler, "_admit"),
     "queue time": lambda world: (scheduler.time, "monotonic"),
     "new slots": lambda world: (RunningRequest, "admission"),
-    "page tables": lambda world: (RunningRequest, "page_write"),
+    "page tables": lambda world: (RunningRequest, "page_writes"),
     "the plan": lambda world: (scheduler, "Plan"),
 }
 """Functions that run within `Scheduler.plan`."""
@@ -1037,7 +1051,8 @@ def test_exception_in_plan_undoes_what_it_reserved(
     stage: str, depth: int, monkeypatch: pytest.MonkeyPatch
 ):
     """Each of the function's first calls in every plan raises once; some run before they raise."""
-    world = World(depth=depth, page_size=2, pages=36, budget=14, max_num_seqs=3)
+    windows = [(6, 36)]
+    world = World(depth=depth, page_size=2, pages=36, budget=14, max_num_seqs=3, windows=windows)
     for i in range(7):
         prompt = [1] * 14 if i % 2 else [i] * (3 + 3 * i)
         world.add(prompt, max_tokens=12, method=("dflash", "ngram")[i % 2])
@@ -1054,7 +1069,7 @@ def test_exception_in_plan_undoes_what_it_reserved(
         if left:
             return call(*arguments, **options)
         failures += 1
-        if failures % 2 and owner is not world.pool:  # whose pages nobody would hold then
+        if failures % 2 and owner not in world.pool.groups:  # whose pages nobody would hold then
             call(*arguments, **options)
         raise MemoryError
 
