@@ -36,8 +36,9 @@ class Codes(NamedTuple):
     kind: "int4" and "int8" (codes above `zero`), "s8" (signed bytes), "e2m1" and "e4m3". codes
     [N, bytes] uint8, of 4 bits two a byte, the first in the low bits. scale [N / rows, G], of
     `group` columns and `rows` rows each; in bytes if it is e4m3. zero: of the scale's shape;
-    middle: where there is no zero. factor [1]: of all values, or with `divides` their divisor.
-    index [K]: the group of each column, if groups are not neighbors.
+    middle: where there is no zero. factor: of all values, or with `divides` their divisor; several
+    belong to equal parts of the rows. index [K]: the group of each column, if groups are not
+    neighbors.
     """
 
     kind: str
@@ -57,6 +58,27 @@ class Codes(NamedTuple):
         """Whether a byte holds two codes."""
         return self.kind in ("int4", "e2m1")
 
+    @property
+    def factor_rows(self) -> int:
+        """Rows that share a factor; 0 if all do."""
+        if self.factor is None or self.factor.numel() == 1:
+            return 0
+        return len(self.codes) // self.factor.numel()
+
+    def part(self, first: int, last: int) -> Codes:
+        """Return rows first to last - 1, which do not divide what shares a scale or a factor."""
+        rows = self.rows
+        grid = slice(first // rows, -(-last // rows))
+        factor = self.factor
+        if self.factor_rows and factor is not None:
+            factor = factor[first // self.factor_rows : last // self.factor_rows]
+        return self._replace(
+            codes=self.codes[first:last],
+            scale=self.scale[grid],
+            zero=None if self.zero is None else self.zero[grid],
+            factor=factor,
+        )
+
 
 class CodedWeight(NamedTuple):
     """Weights whose outputs follow one another; see `Codes`."""
@@ -68,11 +90,32 @@ class CodedWeight(NamedTuple):
         return torch.Size((sum(len(part.codes) for part in self.parts), self.parts[0].inputs))
 
 
+class CodedExperts(NamedTuple):
+    """Weights [E, N, K] of experts: `codes` of a weight [E * N, K]."""
+
+    codes: Codes
+    count: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.count, len(self.codes.codes) // self.count, self.codes.inputs
+
+    @property
+    def kind(self) -> str:
+        return self.codes.kind
+
+    def dense_experts(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
+        """Return the values of experts first to last - 1 in dtype."""
+        _, outputs, inputs = self.shape
+        part = self.codes.part(first * outputs, last * outputs)
+        return dequantized(part, dtype).view(last - first, outputs, inputs)
+
+
 @triton.jit
 def _values(
     code, n, k, inside, scale_ptr, zero_ptr, factor_ptr, index_ptr,
     KIND: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
-    MIDDLE: tl.constexpr, DIVIDES: tl.constexpr,
+    MIDDLE: tl.constexpr, DIVIDES: tl.constexpr, FACTOR_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Return the values of codes [BN, BK] in float32, which are in rows n and columns k."""
     if index_ptr is not None:  # noqa: SIM108
@@ -80,7 +123,28 @@ def _values(
     else:
         group = k // GROUP
     place = n // ROWS * GROUPS + group
-    scale = _scale(tl.load(scale_ptr + place, mask=inside, other=0))
+    scale = tl.load(scale_ptr + place, mask=inside, other=0)
+    zero = 0
+    if zero_ptr is not None:
+        zero = tl.load(zero_ptr + place, mask=inside, other=0).to(tl.float32)
+    factor = load_factor(factor_ptr, n, FACTOR_ROWS)
+    return decode(code, scale, zero, factor, KIND=KIND, MIDDLE=MIDDLE, DIVIDES=DIVIDES)
+
+
+@triton.jit
+def load_factor(factor_ptr, n, ROWS: tl.constexpr):
+    """Return the factors of rows n, 1 if there is none. ROWS: those that share one; 0: all."""
+    factor = 1.0
+    if factor_ptr is not None:
+        factor = tl.load(factor_ptr + (n // ROWS if ROWS else 0))
+    return factor
+
+
+@triton.jit
+def decode(
+    code, scale, zero, factor, KIND: tl.constexpr, MIDDLE: tl.constexpr, DIVIDES: tl.constexpr
+):
+    """Return the values of codes in float32. A zero of 0 and a factor of 1 change nothing."""
     if KIND == "e2m1":
         bits = ((code & 8) << 28) | ((code & 7) << 22)
         value = bits.to(tl.float32, bitcast=True) * 2.0**126
@@ -90,17 +154,12 @@ def _values(
         value = tl.where(code >= 128, code - 256, code).to(tl.float32)
     else:
         value = code.to(tl.float32) - MIDDLE
-    if zero_ptr is not None:
-        value -= tl.load(zero_ptr + place, mask=inside, other=0).to(tl.float32)
-    value *= scale
-    if factor_ptr is not None:
-        factor = tl.load(factor_ptr)
-        value = tl.div_rn(value, factor) if DIVIDES else value * factor
-    return value
+    value = (value - zero) * scale_values(scale)
+    return tl.div_rn(value, factor) if DIVIDES else value * factor
 
 
 @triton.jit
-def _scale(stored):
+def scale_values(stored):
     """Return scales in float32; bytes are e4m3."""
     if stored.dtype == tl.uint8:  # noqa: SIM108
         scale = e4m3(stored, tl.float32)
@@ -115,13 +174,14 @@ def _gemm_kernel(
     M, x_stride, out_stride, codes_stride, split_stride,
     N: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, HALVES: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, MIDDLE: tl.constexpr,
-    DIVIDES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STEPS: tl.constexpr, PDL: tl.constexpr,
+    DIVIDES: tl.constexpr, FACTOR_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (j, s) writes columns j of the product over the split s of K, STEPS blocks long."""
     pdl_wait(PDL)
     rows = tl.arange(0, BLOCK_M)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.minimum(n, N - 1)[:, None]
     split = tl.program_id(1)
     dtype = x_ptr.dtype.element_ty
     PER_BYTE: tl.constexpr = 2 if HALVES else 1
@@ -137,8 +197,9 @@ def _gemm_kernel(
             own = code if PER_BYTE == 1 else (code >> (4 * place)) & 15
             inside = (n[:, None] < N) & (k < K)[None, :]
             w = _values(
-                own, n[:, None], k[None, :], inside, scale_ptr, zero_ptr, factor_ptr, index_ptr,
+                own, row, k[None, :], inside, scale_ptr, zero_ptr, factor_ptr, index_ptr,
                 KIND=KIND, GROUP=GROUP, ROWS=ROWS, GROUPS=GROUPS, MIDDLE=MIDDLE, DIVIDES=DIVIDES,
+                FACTOR_ROWS=FACTOR_ROWS,
             )  # fmt: skip
             w = tl.where(inside, w, 0.0).to(dtype)
             there = (rows[:, None] < M) & (k < K)[None, :]
@@ -156,7 +217,8 @@ def _dequantize_kernel(
     codes_ptr, scale_ptr, zero_ptr, factor_ptr, index_ptr, out_ptr, codes_stride,
     N: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, HALVES: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, MIDDLE: tl.constexpr,
-    DIVIDES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    DIVIDES: tl.constexpr, FACTOR_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
     n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
@@ -168,8 +230,9 @@ def _dequantize_kernel(
     if HALVES:
         code = (code >> (k % 2 * 4)) & 15
     value = _values(
-        code, n, k, inside, scale_ptr, zero_ptr, factor_ptr, index_ptr,
+        code, tl.minimum(n, N - 1), k, inside, scale_ptr, zero_ptr, factor_ptr, index_ptr,
         KIND=KIND, GROUP=GROUP, ROWS=ROWS, GROUPS=GROUPS, MIDDLE=MIDDLE, DIVIDES=DIVIDES,
+        FACTOR_ROWS=FACTOR_ROWS,
     )  # fmt: skip
     tl.store(out_ptr + n.to(tl.int64) * K + k, value, mask=inside)
 
@@ -200,8 +263,8 @@ def _multiply(x: Tensor, weight: Codes, out: Tensor) -> None:
         parts = x.new_empty((int(splits), rows, outputs), dtype=torch.float32)
     pdl = supports_pdl(x.device)
     _gemm_kernel[(columns, splits)](
-        x, *_pointers(weight), parts, rows, x.stride(0), parts.stride(1), weight.codes.stride(0),
-        parts.stride(0), **_constants(weight), BLOCK_M=max(triton.next_power_of_2(rows), 16),
+        x, *pointers(weight), parts, rows, x.stride(0), parts.stride(1), weight.codes.stride(0),
+        parts.stride(0), **constants(weight), BLOCK_M=max(triton.next_power_of_2(rows), 16),
         BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, STEPS=steps, PDL=pdl, num_warps=4, num_stages=3,
         launch_pdl=pdl,
     )  # fmt: skip
@@ -216,17 +279,19 @@ def dequantized(weight: Codes, dtype: torch.dtype) -> Tensor:
     pdl = supports_pdl(out.device)
     grid = (triton.cdiv(outputs, BLOCK_N), triton.cdiv(weight.inputs, BLOCK_K))
     _dequantize_kernel[grid](
-        *_pointers(weight), out, weight.codes.stride(0), **_constants(weight), BLOCK_N=BLOCK_N,
+        *pointers(weight), out, weight.codes.stride(0), **constants(weight), BLOCK_N=BLOCK_N,
         BLOCK_K=BLOCK_K, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     return out
 
 
-def _pointers(weight: Codes) -> tuple[Tensor | None, ...]:
+def pointers(weight: Codes) -> tuple[Tensor | None, ...]:
+    """Return the tensors of a weight: codes, scale, zero, factor and index."""
     return weight.codes, weight.scale, weight.zero, weight.factor, weight.index
 
 
-def _constants(weight: Codes) -> dict[str, object]:
+def constants(weight: Codes) -> dict[str, object]:
+    """Return the constants of kernels that read a weight."""
     return {
         "N": len(weight.codes),
         "K": weight.inputs,
@@ -237,4 +302,5 @@ def _constants(weight: Codes) -> dict[str, object]:
         "GROUPS": weight.scale.shape[1],
         "MIDDLE": weight.middle,
         "DIVIDES": weight.divides,
+        "FACTOR_ROWS": weight.factor_rows,
     }

@@ -5,7 +5,7 @@ weighted sum. Experts that no row chose are not read, and padding rows choose no
     routing.py        each row's experts and weights; pairs of a row and an expert, sorted by expert
                       and cut into blocks
     _grouped_kernel   a tile of an expert's weight times a block of its rows; twice. For MXFP4 in
-                      bfloat16: mxfp4.py
+                      bfloat16: mxfp4.py; for other codes: coded_experts.py
     _sum_kernel       each row's outputs, added in the order of its experts
 
 More than MAX_ROWS rows use torch's grouped GEMMs between these kernels.
@@ -26,13 +26,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from strobe.kernels.coded import CodedExperts, pointers
+from strobe.kernels.coded_experts import coded_experts_kernel, coded_options
 from strobe.kernels.experts_table import MAX_ROWS, ExpertsConfig, Tile, choose
+from strobe.kernels.experts_tile import block_of, columns_of, finish, weight_rows
 from strobe.kernels.gemm import DTYPES, INTERPRETED
 from strobe.kernels.gemm_table import Weight
 from strobe.kernels.pdl import pdl_wait, supports_pdl
 from strobe.kernels.reference_experts import Gate, Linear, Routing, grouped_gemm, has_grouped
 from strobe.kernels.routing import Routed, route
-from strobe.kernels.rowwise import gated, round_to, row_part, silu_mul
+from strobe.kernels.rowwise import round_to, row_part, silu_mul
 from strobe.kernels.unpack import PackedWeight, e2m1, e4m3
 
 try:
@@ -46,18 +49,6 @@ else:
 __all__ = ["PackedWeight", "experts", "serves"]
 
 _ACTIVATIONS: dict[str, int] = {"silu": 1, "gelu_tanh": 2, "clamped": 3}
-
-
-@triton.jit
-def _columns(lines, live, k, ks, K: tl.constexpr, TAIL: tl.constexpr):
-    """Load columns k + ks of rows of x, transposed; zeros past the end and for rows not live."""
-    inside = live[:, None]
-    if TAIL:
-        inside = inside & (k + ks < K)[None, :]
-    a = tl.load(lines[:, None] + (k + ks)[None, :], inside, other=0.0)
-    if INTERPRETED:
-        a = a.to(tl.float32)
-    return tl.trans(a)
 
 
 @triton.jit
@@ -98,22 +89,9 @@ def _grouped_kernel(
     ms = tl.arange(0, BLOCK_M)
     ks = tl.arange(0, BLOCK_K)
     ws = tl.arange(0, BLOCK_N)
-    # Rows of W in this tile; rows past the end repeat the last one and are not stored.
-    if ACTIVATION == 3:  # gate and up rows take turns
-        sources = tl.minimum(tile * BLOCK_N + ws, N - 1)
-    elif GATED:
-        sources = tl.minimum(tile * COLUMNS + ws % COLUMNS, OUTPUTS - 1) + ws // COLUMNS * OUTPUTS
-    else:
-        sources = tl.minimum(tile * BLOCK_N + ws, N - 1)
+    sources = weight_rows(tile, ws, N, BLOCK_N, ACTIVATION)
     pdl_wait(PDL)
-    if pairs is None:
-        expert = tl.load(ids + block)
-        first = block
-        size = tl.where(expert < E, 1, 0)
-    else:
-        expert = tl.load(blocks + block * 3)
-        first = tl.load(blocks + block * 3 + 1)
-        size = tl.load(blocks + block * 3 + 2)
+    expert, first, size = block_of(ids, pairs, blocks, block, E)
     if size > 0:
         live = ms < size
         place = first + ms
@@ -132,7 +110,7 @@ def _grouped_kernel(
                     w = tl.load(spots + k)
                 if INTERPRETED:
                     w = w.to(tl.float32)
-                a = _columns(lines, live, k, ks, K, TAIL)
+                a = tl.trans(columns_of(lines, live, k, ks, K, TAIL))
                 total = tl.dot(w, a, total, input_precision="ieee")
         elif E2M1:
             spots = weight + expert.to(tl.int64) * (N * LINE) + sources[:, None] * LINE
@@ -143,7 +121,7 @@ def _grouped_kernel(
                 words = tl.load(spots + word, column < K, 0)
                 exponents = tl.load(scales + column // 128 * N, column < K, 0)
                 w = e2m1(words, exponents, column)
-                a = _columns(lines, live, k, ks, K, TAIL)
+                a = tl.trans(columns_of(lines, live, k, ks, K, TAIL))
                 total = tl.dot(w.to(a.dtype), a, total, input_precision="ieee")
         else:
             BY_ROW: tl.constexpr = GROUP >= K
@@ -159,7 +137,7 @@ def _grouped_kernel(
                 else:
                     w = tl.load(spots + k)
                 w = e4m3(w, DTYPE)
-                a = _columns(lines, live, k, ks, K, TAIL)
+                a = tl.trans(columns_of(lines, live, k, ks, K, TAIL))
                 if BY_ROW:
                     total = tl.dot(w, a, total, input_precision="ieee")
                 else:
@@ -169,26 +147,10 @@ def _grouped_kernel(
                     factor = tl.load(scales + after * N, after < GROUPS, other=0.0)
             if BY_ROW:
                 total *= tl.load(scales)[:, None]
-        if bias is not None:
-            total += tl.load(bias + expert * N + sources).to(tl.float32)[:, None]
-        out = tl.trans(total)
-        columns = tile * COLUMNS + tl.arange(0, COLUMNS)
-        if ACTIVATION == 3:
-            gate, up = tl.split(tl.reshape(out, [BLOCK_M, COLUMNS, 2]))
-            gate = tl.minimum(gate, limit)
-            up = tl.clamp(up, -limit, limit)
-            out = (up + 1.0) * gate / (1.0 + tl.exp(-1.702 * gate))
-        elif GATED:
-            gate, up = tl.split(tl.permute(tl.reshape(out, [BLOCK_M, 2, COLUMNS]), [0, 2, 1]))
-            out = gated(gate, up, ACTIVATION == 2)
-        if DOWN:
-            out *= tl.load(shares + pair, live, 0.0)[:, None]
-            place = pair
-        tl.store(
-            y + place.to(tl.int64)[:, None] * OUTPUTS + columns[None, :],
-            round_to(out, DTYPE),
-            live[:, None] & (columns < OUTPUTS)[None, :],
-        )
+        finish(
+            total, bias, shares, y, expert, sources, pair, place, live, tile, limit,
+            N=N, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, ACTIVATION=ACTIVATION, DOWN=DOWN, DTYPE=DTYPE,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -223,7 +185,7 @@ def _sum_kernel(
 class Projection(NamedTuple):
     """One linear layer of each expert: weights [E, N, K] and biases [E, N]."""
 
-    weight: Weight | PackedWeight
+    weight: Weight | PackedWeight | CodedExperts
     bias: Tensor | None = None
 
 
@@ -255,42 +217,18 @@ def grouped(
     second. `warmup` only compiles the kernel."""
     weight = projection.weight
     number = routed.ids.numel()
-    count, n, k = weight.shape
-    kind = ""
-    group = 0
-    if isinstance(weight, PackedWeight):
-        kind = weight.kind
-        group = weight.group
+    count, n, _ = weight.shape
     outputs = n if activation is None else n // 2
     y = x.new_empty(number, outputs)
     pdl = supports_pdl(x.device)
     grid = (triton.cdiv(n, tile.block_n) * routed.num_blocks,)
-    data = weight.data
-    options = dict[str, Any]()
-    kernel: Any = _grouped_kernel
-    if kind == "e2m1":
-        data = data.view(torch.int32)
-    if kind == "e2m1" and x.dtype == torch.bfloat16 and HAS_GLUON and not INTERPRETED:
-        kernel = mxfp4_kernel
-        options = {"STAGES": tile.stages, **instructions(block_m)}
-    else:
-        block_k = tile.block_k
-        if kind == "e4m3" and group < k:
-            block_k = math.gcd(block_k, group)
-        options = {
-            "LINE": data.shape[2],
-            "E2M1": kind == "e2m1",
-            "GROUP": group,
-            "BLOCK_K": block_k,
-            "DTYPE": DTYPES[x.dtype],
-            "num_stages": 1 if kind == "e2m1" else tile.stages,
-        }
+    kernel = _kernel_of(weight, x.dtype, tile=tile, block_m=block_m)
+    options = kernel.options
     if warmup:
         options["grid"] = grid
-    (kernel.warmup if warmup else kernel[grid])(
+    (kernel.function.warmup if warmup else kernel.function[grid])(
         x,
-        data,
-        weight.scale,
+        *kernel.tensors,
         projection.bias,
         routed.ids,
         routed.pairs,
@@ -299,8 +237,6 @@ def grouped(
         y,
         x.stride(0),
         0.0 if activation is None else activation.limit,
-        N=n,
-        K=k,
         E=count,
         TOP_K=routed.ids.shape[1],
         BLOCK_M=block_m,
@@ -315,11 +251,53 @@ def grouped(
     return y
 
 
+class _Kernel(NamedTuple):
+    """A kernel for a weight, the weight's tensors, and the options that depend on them."""
+
+    function: Any
+    tensors: tuple[Tensor | None, ...]
+    options: dict[str, Any]
+
+
+def _kernel_of(
+    weight: Weight | PackedWeight | CodedExperts, dtype: torch.dtype, *, tile: Tile, block_m: int
+) -> _Kernel:
+    """Return the kernel that multiplies x of a dtype by a weight."""
+    _, n, k = weight.shape
+    if isinstance(weight, CodedExperts):
+        options = coded_options(weight, tile.block_k)
+        options |= {"DTYPE": DTYPES[dtype], "num_stages": tile.stages}
+        return _Kernel(coded_experts_kernel, pointers(weight.codes)[:-1], options)
+    kind = ""
+    group = 0
+    if isinstance(weight, PackedWeight):
+        kind = weight.kind
+        group = weight.group
+    data = weight.data
+    options: dict[str, Any] = {"N": n, "K": k}
+    if kind == "e2m1":
+        data = data.view(torch.int32)
+    if kind == "e2m1" and dtype == torch.bfloat16 and HAS_GLUON and not INTERPRETED:
+        options |= {"STAGES": tile.stages, **instructions(block_m)}
+        return _Kernel(mxfp4_kernel, (data, weight.scale), options)
+    block_k = tile.block_k
+    if kind == "e4m3" and group < k:
+        block_k = math.gcd(block_k, group)
+    options |= {
+        "LINE": data.shape[2],
+        "E2M1": kind == "e2m1",
+        "GROUP": group,
+        "BLOCK_K": block_k,
+        "DTYPE": DTYPES[dtype],
+        "num_stages": 1 if kind == "e2m1" else tile.stages,
+    }
+    return _Kernel(_grouped_kernel, (data, weight.scale), options)
+
+
 def serves(x: Tensor, gate_up: Linear) -> bool:
     """Whether `experts` can compute x [T, H]."""
-    if gate_up.held_experts is not None:
-        return False
-    return x.shape[0] <= MAX_ROWS or (gate_up.format is None and has_grouped(x))
+    is_plain = gate_up.format is None and gate_up.held_experts is None
+    return x.shape[0] <= MAX_ROWS or (is_plain and has_grouped(x))
 
 
 def experts(
@@ -340,7 +318,7 @@ def experts(
         return _many(x, routed, layer, extra)
     if config is None:
         weight = layer.gate_up.weight
-        kind = weight.kind if isinstance(weight, PackedWeight) else ""
+        kind = "" if isinstance(weight, Weight) else weight.kind
         shape = weight.shape[0] - routing.shared, *weight.shape[1:]
         config = choose(x.shape[0], shape, x.dtype, device=x.device, packed=kind)
     routed = route(logits, routing, sizes, config.block_m, by_pair=config.by_pair)
@@ -402,6 +380,7 @@ def _many(x: Tensor, routed: Routed, layer: KernelExperts, extra: Tensor | None)
     places[order] = torch.arange(len(order), dtype=torch.int32, device=x.device)
 
     def linear(x: Tensor, projection: Projection) -> Tensor:
+        assert isinstance(projection.weight, Weight)
         y = grouped_gemm(x, projection.weight.data, ends)
         bias = projection.bias
         return y if bias is None else y.add_(bias.index_select(0, of_pair.clamp(max=count - 1)))

@@ -24,13 +24,15 @@ class Format(Protocol):
     def dequantize(self, values: Tensor, scale: Tensor) -> Tensor: ...
 
 
-class StoredExperts(Protocol):
-    """Weights that stay as a checkpoint stores them."""
+class DequantizedExperts(Protocol):
+    """Weights [E, N, K] that are dequantized some experts at a time."""
 
     @property
     def shape(self) -> tuple[int, int, int]: ...
 
-    def dense_experts(self, first: int, last: int, dtype: torch.dtype) -> Tensor: ...
+    def dense_experts(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
+        """Return the weights of experts first to last - 1 in dtype."""
+        ...
 
 
 class Linear(Protocol):
@@ -46,7 +48,7 @@ class Linear(Protocol):
     @property
     def format(self) -> Format | None: ...
     @property
-    def held_experts(self) -> StoredExperts | None: ...
+    def held_experts(self) -> DequantizedExperts | None: ...
 
 
 class Routing(NamedTuple):

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from strobe.kernels.reference_experts import DequantizedExperts
 from strobe.models.weight_counts import WeightCounts
 
 
@@ -96,11 +97,8 @@ class StoredProduct(Protocol):
         ...
 
 
-class StoredExperts(Protocol):
+class StoredExperts(DequantizedExperts, Protocol):
     """Weights [E, N, K] of experts that stay as a checkpoint stores them."""
-
-    @property
-    def shape(self) -> tuple[int, int, int]: ...
 
     @property
     def nbytes(self) -> int:
@@ -114,10 +112,6 @@ class StoredExperts(Protocol):
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return the weights [E, N, K], dequantized to dtype."""
-        ...
-
-    def dense_experts(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
-        """Return the weights of experts first to last - 1, dequantized to dtype."""
         ...
 
 
@@ -227,7 +221,7 @@ class LinearView(NamedTuple):
     format: Format | None = None
     product: Product | None = None
     stored: StoredProduct | None = None
-    held_experts: StoredExperts | None = None
+    held_experts: DequantizedExperts | None = None
 
     @classmethod
     def concat(cls, linears: Sequence[Linear], first: int) -> LinearView:

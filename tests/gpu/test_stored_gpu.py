@@ -20,6 +20,7 @@ from tests.support.gpu_checks import (
 )
 from tests.support.losslessness_matrix import Pair, make_pair
 from tests.support.stored_weights import FORMATS, store
+from tests.support.target_families import FAMILIES
 
 pytestmark = NEEDS_GPU
 
@@ -34,6 +35,20 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     for path in (made.target, made.draft):
         store(path, Path(f"{path} dense"), request.param, lambda n: n.endswith("_proj.weight"))
     return made
+
+
+@pytest.fixture(scope="module", params=["FP8", "NVFP4", "int4", "GPTQ", "AWQ", "MXFP4"])
+def sparse_pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A target with experts in a format, and a drafter."""
+    root = tmp_path_factory.mktemp("experts")
+    make, changes = FAMILIES["qwen3_moe"]
+    pair = make_pair(root, make, **{**changes, "moe_intermediate_size": 64}, **ON_GPU)
+    store(pair.target, root / "target dense", request.param, is_expert)
+    return pair
+
+
+def is_expert(name: str) -> bool:
+    return ".experts." in name and name.endswith("_proj.weight")
 
 
 def make_engine(pair: Pair, **options: Any) -> Engine:
@@ -66,3 +81,15 @@ def test_steady_steps_do_not_wait(pair: Pair):
     with steady(engine, requests, after=40):
         for _ in range(10):
             engine.step()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_captured_steps_with_experts_match_eager_ones(sparse_pair: Pair, dtype: str):
+    check_captured(lambda: make_engine(sparse_pair, dtype=dtype), answers, keys_and_values)
+
+
+def test_answers_of_held_experts_are_those_of_plain_decoding(sparse_pair: Pair):
+    plain = answers(make_engine(sparse_pair, draft=None, method="none"))
+    assert answers(make_engine(sparse_pair)) == plain
+    dense = make_engine(sparse_pair, weight_dtype="auto", draft=None, method="none")
+    assert answers(dense) == plain

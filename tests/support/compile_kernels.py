@@ -99,7 +99,8 @@ def gemms(capability: int, shared: int) -> Iterator[Call]:
 
 
 def grouped(_: int, shared: int) -> Iterator[Call]:
-    """Experts in bfloat16 and packed, in each bucket."""
+    """Experts in bfloat16, packed and in codes, in each bucket."""
+    from strobe.kernels.coded import CodedExperts, Codes
     from strobe.kernels.experts import KernelExperts, PackedWeight, Projection, experts
     from strobe.kernels.experts_table import BUCKETS, guess
     from strobe.kernels.gemm_table import Weight
@@ -112,13 +113,22 @@ def grouped(_: int, shared: int) -> Iterator[Call]:
         if kind == "e4m3":
             scale = torch.ones(8, k // 128, n)
             return PackedWeight(torch.empty(8, n, k, dtype=torch.uint8), scale, k, 128)
+        if kind == "int4":
+            codes = torch.empty(8 * n, k // 2, dtype=torch.uint8)
+            scale = torch.empty(8 * n, k // 32, dtype=torch.bfloat16)
+            zero = torch.empty(8 * n, k // 32, dtype=torch.uint8)
+            return CodedExperts(Codes(kind, codes, scale, k, 32, zero=zero), 8)
+        if kind == "NVFP4":
+            codes = torch.empty(8 * n, k // 2, dtype=torch.uint8)
+            scale = torch.empty(8 * n, k // 16, dtype=torch.uint8)
+            return CodedExperts(Codes("e2m1", codes, scale, k, 16, factor=torch.empty(16)), 8)
         return Weight(torch.empty(8, n, k, dtype=torch.bfloat16))
 
-    for kind in ("", "e2m1", "e4m3"):
+    for kind in ("", "e2m1", "e4m3", "int4", "NVFP4"):
         up, down = weight(kind, 1024, 256), weight(kind, 256, 512)
         for bucket in BUCKETS:
             x = torch.empty(bucket, 256, dtype=torch.bfloat16)
-            config = guess(bucket, tuple(up.shape), x.dtype, kind, shared)
+            config = guess(bucket, tuple(up.shape), x.dtype, getattr(up, "kind", ""), shared)
             routing = Routing(2, shared=not kind)
             layer = KernelExperts(routing, Projection(up), Projection(down), Gate("silu"))
             logits = torch.empty(bucket, 8)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from strobe.attention.recurrent_backend import RecurrentPlan
 from strobe.kernels import candidates, gates
+from strobe.kernels.coded import CodedExperts
 from strobe.kernels.convolution import convolve
 from strobe.kernels.experts import KernelExperts, Projection, experts, serves
 from strobe.kernels.gemm_table import Weight
@@ -27,7 +28,7 @@ from strobe.kernels.rowwise import context_store, qk_norm_rope_store, rms_norm
 from strobe.kernels.sampling import argmax
 from strobe.kernels.step_bookkeeping import gather_rows
 from strobe.kv.kv_store import KVStore
-from strobe.models.linear import AnyLinear
+from strobe.models.linear import AnyLinear, LinearView
 from strobe.models.modules import Attention, RMSNorm
 from strobe.models.ops.torch_ops import (
     Activation,
@@ -37,7 +38,7 @@ from strobe.models.ops.torch_ops import (
     Residual,
     TorchOps,
 )
-from strobe.models.quantization.kernel_weights import kernel_weight
+from strobe.models.quantization.kernel_weights import has_experts_kernel, kernel_weight
 from strobe.sampling.walk import WalkNoise
 
 
@@ -122,7 +123,10 @@ class TritonOps(TorchOps):
     def experts(
         self, x: Tensor, logits: Tensor, layer: ExpertsLayer, onto: Tensor | None, rows: ForwardRows
     ) -> Tensor:
-        if not serves(x, layer.gate_up):
+        linears = layer.gate_up, layer.down
+        if not serves(x, layer.gate_up) or not all(map(has_experts_kernel, linears)):
+            unpacked = [self._dequantizer(linear) for linear in linears]
+            layer = layer._replace(gate_up=unpacked[0], down=unpacked[1])
             return super().experts(x, logits, layer, onto=onto, rows=rows)
         weights = KernelExperts(
             routing=layer.routing,
@@ -137,6 +141,14 @@ class TritonOps(TorchOps):
             extra=onto,
             sizes=None if rows.paged is None else rows.paged.sizes,
         )
+
+    def _dequantizer(self, linear: AnyLinear) -> AnyLinear:
+        """Return the layer as plain torch multiplies by it: a kernel dequantizes experts in
+        codes."""
+        weight = kernel_weight(linear)
+        if not isinstance(weight, CodedExperts):
+            return linear
+        return LinearView(weight=linear.weight, bias=linear.bias, held_experts=weight)
 
     def delta_rule(self, x: DeltaInput, layer: int, rows: ForwardRows) -> Tensor:
         plan: RecurrentPlan = rows.recurrent

@@ -34,7 +34,7 @@ from strobe.models.weight_mapping import (
 )
 
 
-class CodedExperts:
+class HeldExperts:
     """The weights of experts in codes. nbytes: of the tensors that they are read from. stack: one
     weight [E * N, K]; None before loading."""
 
@@ -97,7 +97,7 @@ def hold_experts(
         return _fp8(path, linear, parts, own)
     count, outputs, inputs = linear.weight.shape
     nbytes = sum(held_bytes(form, tensors, indexed=False) for _, form in own)
-    linear.held_experts = CodedExperts((count, outputs, inputs), nbytes)
+    linear.held_experts = HeldExperts((count, outputs, inputs), nbytes)
     empty = torch.empty(count, 0, 0, dtype=linear.weight.dtype, device=linear.weight.device)
     linear.weight = nn.Parameter(empty, requires_grad=False)
     coded = [

@@ -7,17 +7,21 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from strobe.kernels.coded import CodedWeight, Codes
+from strobe.kernels.coded import CodedExperts, CodedWeight, Codes
 from strobe.kernels.gemm_table import Weight
 from strobe.kernels.unpack import PackedWeight
-from strobe.models.linear import AnyLinear, LinearView, StoredWeight
+from strobe.models.linear import AnyLinear, Linear, LinearView, StoredExperts, StoredWeight
 from strobe.models.quantization.fp8_formats import FP8_ROWS, Fp8Groups
 from strobe.models.quantization.grouped import GridWeight, GroupWeight
 from strobe.models.quantization.mxfp4 import BLOCK, Mxfp4
 
+AnyWeight = Weight | PackedWeight | CodedWeight | CodedExperts
 
-def kernel_weight(linear: AnyLinear) -> Weight | PackedWeight | CodedWeight | None:
+
+def kernel_weight(linear: AnyLinear) -> AnyWeight | None:
     """Return the layer's weight for kernels, None if there is none for its format."""
+    if isinstance(linear, Linear) and linear.held_experts is not None:
+        return _experts(linear.held_experts)
     if linear.stored is not None:
         codes = [codes_of(part) for part in linear.stored.parts]
         parts = tuple(part for part in codes if part is not None)
@@ -37,6 +41,16 @@ def kernel_weight(linear: AnyLinear) -> Weight | PackedWeight | CodedWeight | No
     if isinstance(stored, Fp8Groups) and stored.group % 32 == 0:
         return PackedWeight(data=weight, scale=scale, inputs=inputs, group=stored.group)
     return None
+
+
+def has_experts_kernel(linear: AnyLinear) -> bool:
+    """Whether kernels multiply by experts as they are held; others are dequantized."""
+    return linear.held_experts is None or kernel_weight(linear) is not None
+
+
+def _experts(experts: StoredExperts) -> CodedExperts | None:
+    codes = None if experts.stack is None else codes_of(experts.stack)
+    return None if codes is None else CodedExperts(codes, experts.shape[0])
 
 
 def codes_of(weight: StoredWeight) -> Codes | None:
@@ -72,7 +86,7 @@ def _group_codes(weight: GroupWeight) -> Codes:
         group=weight.group,
         zero=weight.zero,
         middle=2 ** (weight.bits - 1) if weight.zero is None else 0,
-        factor=None if weight.global_scale is None else weight.global_scale.reshape(1),
+        factor=None if weight.global_scale is None else weight.global_scale.flatten(),
         divides=weight.is_divisor,
         index=weight.index,
     )
