@@ -50,10 +50,10 @@ def model_rows(model: type[RequestModel], without: Iterable[str] = ()) -> list[R
 
 def option_rows() -> list[Row]:
     """Return a row for each of Ollama's options that a chat request has."""
-    fields = ChatCompletionRequest.model_fields
     rows: list[Row] = []
-    for name, chat_name in OPTIONS.items():
-        effect = (fields[chat_name].description or "").rstrip(".")
+    for chat_name in (*OPTIONS, "include_speculation"):
+        name = OPTIONS.get(chat_name, chat_name)
+        effect = (ChatCompletionRequest.model_fields[chat_name].description or "").rstrip(".")
         if name != chat_name:
             effect = f"Same as `{chat_name}`"
         rows.append((name, effect, "supported"))

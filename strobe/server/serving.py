@@ -26,6 +26,7 @@ from strobe.server.engine_process.client import EngineClient, Generation
 from strobe.server.engine_process.engine_messages import Ready
 from strobe.server.engine_process.replicas import Replicas
 from strobe.server.generation.errors import ApiError, retry_after
+from strobe.server.generation.request import Sampling
 from strobe.server.generation.retry_estimator import RetryEstimator
 from strobe.server.http.guards import Shutdown
 from strobe.server.openai.response_store import ResponseStore
@@ -37,7 +38,7 @@ from strobe.server.parsers import (
     ToolFormat,
     detect,
 )
-from strobe.server.schema.field_errors import FieldError, counted
+from strobe.server.schema.field_errors import FieldError, FieldNames, counted
 from strobe.server.schema.structural_tags import tags_grammar
 from strobe.server.server_settings import TEXT_THREADS, ServerConfig
 from strobe.server.telemetry.metrics import ServerMetrics
@@ -281,12 +282,12 @@ class Serving:
                 headers=retry_after(self.retry_estimator.retry_after(self.client.num_open)),
             )
 
-    def params(self, arguments: Mapping[str, Any]) -> SamplingParams:
-        """Return sampling parameters. Raises FieldError, its field the sentence's first word."""
+    def params(self, arguments: Mapping[str, Any], names: FieldNames) -> SamplingParams:
+        """Return sampling parameters. names: of the API's fields. Raises FieldError."""
         try:
             return SamplingParams(**arguments)
         except ValueError as error:
-            raise FieldError(str(error), str(error).split()[0]) from None
+            raise names.option_error(str(error)) from None
 
     def fit(
         self, ids: list[int], limit: tuple[str, int | None], keep: int | None, field: str
@@ -331,11 +332,12 @@ class Serving:
         return list(self.tokenizer.fast.encode(text, add_special_tokens=False).ids)
 
     def constraint(
-        self, structured: Mapping[str, Any] | None, prompt: str, max_thinking: int | None = None
+        self, structured: Mapping[str, Any] | None, prompt: str, sampling: Sampling
     ) -> Mapping[str, Any] | None:
-        """Return structured output that applies after the reasoning, if the prompt allows any.
-        max_thinking: the maximum number of reasoning tokens. Raises FieldError."""
+        """Return structured output that applies after the reasoning, if the prompt allows any, and
+        that limits the reasoning as `sampling` says. Raises FieldError."""
         form = self.formats.reasoning
+        max_thinking = sampling.thinking_budget
         if form is None or (structured is None and max_thinking is None):
             return structured
         limited = {
@@ -352,10 +354,11 @@ class Serving:
         if len(start) == 1:
             return {**limited, "think_start": start[0]}
         if max_thinking is not None:
+            budget = sampling.names["thinking_token_budget"]
             raise FieldError(
-                f"thinking_token_budget is {max_thinking}, but this model's reasoning begins with "
-                "several tokens, for which there is no limit; leave it out.",
-                "thinking_token_budget",
+                f"{budget} is {max_thinking}, but this model's reasoning begins with several "
+                "tokens, for which there is no limit; leave it out.",
+                budget,
                 "unsupported_parameter",
             )
         return structured
@@ -373,9 +376,7 @@ class Serving:
         added = self.tokenizer.fast.get_added_tokens_decoder()
         return {token.content: number for number, token in added.items()}
 
-    def call_grammar(
-        self, tools: list[Tool], *, parallel: bool, prompt: str, max_thinking: int | None = None
-    ) -> Mapping[str, Any]:
+    def call_grammar(self, tools: list[Tool], *, parallel: bool) -> Mapping[str, Any]:
         """Return structured output that forces a call of one of the tools. Raises FieldError if
         the model's call format is unknown."""
         form = self.formats.tools
@@ -386,10 +387,7 @@ class Serving:
                 "tool_choice",
                 "unsupported_parameter",
             )
-        structured = {"grammar": self._calls(form, tools, parallel)}
-        if form.whole_answer:
-            return structured
-        return self.constraint(structured, prompt, max_thinking) or structured
+        return {"grammar": self._calls(form, tools, parallel)}
 
     def allow_tool_calls(
         self, structured: Mapping[str, Any], tools: list[Tool], *, parallel: bool

@@ -296,7 +296,7 @@ def test_any_json_is_400_or_valid(model: type[RequestModel], data: st.DataObject
     except FieldError:
         return
     if isinstance(request, GENERATING):
-        SamplingParams(**request.sampling({}))
+        SamplingParams(**request.sampling.arguments({}))
 
 
 def test_protocol_imports_neither_engine_nor_framework():

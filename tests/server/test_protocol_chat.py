@@ -36,7 +36,7 @@ def test_messages_match_template_input():
     ]  # fmt: skip
     request = chat(messages=messages)
     assert request.warnings() == []
-    assert request.conversation == [
+    assert request.generation.messages == [
         {"role": "system", "content": "a\nb"},
         {"role": "user", "content": "c", "name": "Ann"},
         {
@@ -52,13 +52,14 @@ def test_messages_match_template_input():
         {"role": "assistant", "content": "no"},
         {"role": "assistant", "content": "never"},
     ]  # fmt: skip
-    assert chat(messages=request.conversation).conversation == request.conversation
+    messages = request.generation.messages
+    assert chat(messages=messages).generation.messages == messages
 
 
 @pytest.mark.parametrize("arguments", ["", "5", "[1]", "nul", '{"a": NaN}', '"x"'])
 def test_non_object_arguments_stay_text(arguments: str):
     call = {"function": {"name": "f", "arguments": arguments}}
-    (message,) = chat(messages=[{"role": "assistant", "tool_calls": [call]}]).conversation
+    (message,) = chat(messages=[{"role": "assistant", "tool_calls": [call]}]).generation.messages
     assert message["tool_calls"][0]["function"]["arguments"] == (arguments or {})
 
 
@@ -109,17 +110,17 @@ def test_input_objects_are_not_modified():
 
 def test_template_options_match_tokenizer():
     request = chat(tools=[TOOL], chat_template="t", chat_template_kwargs={"x": 1})
-    assert request.template_options() == {
+    assert request.generation.template_options() == {
         "tools": [TOOL],
         "chat_template": "t",
         "add_generation_prompt": True,
         "x": 1,
     }
-    assert chat().template_options()["tools"] is None
+    assert chat().generation.template_options()["tools"] is None
 
 
 def test_continued_message_has_no_generation_prompt():
-    options = chat(continue_final_message=True).template_options()
+    options = chat(continue_final_message=True).generation.template_options()
     assert (options["continue_final_message"], options["add_generation_prompt"]) == (True, False)
     both = {"continue_final_message": True, "add_generation_prompt": True}
     assert refusal(ChatCompletionRequest, **both).param == "add_generation_prompt"
@@ -133,9 +134,9 @@ def test_template_variables_cannot_replace_fields(model: type[RequestModel], nam
 
 
 def test_reasoning_effort_reaches_the_template():
-    assert chat(reasoning_effort="low").template_options()["reasoning_effort"] == "low"
-    for request in (chat(reasoning_effort="none"), respond(reasoning={"effort": "none"}).to_chat()):
-        options = request.template_options()
+    assert chat(reasoning_effort="low").generation.template_options()["reasoning_effort"] == "low"
+    for request in (chat(reasoning_effort="none"), respond(reasoning={"effort": "none"})):
+        options = request.generation.template_options()
         assert (options["reasoning_effort"], options["enable_thinking"]) == ("none", False)
     thinking = {"chat_template_kwargs": {"enable_thinking": True}}
     error = refusal(ChatCompletionRequest, reasoning_effort="none", **thinking)
@@ -195,17 +196,17 @@ def test_tool_choice(choice: Any, expected: ToolChoice, names: list[str]):
     flat = [{"type": "function", "name": "add"}, {"type": "function", "name": "sub"}]
     for request in (
         chat(tools=[tool("add"), tool("sub")], tool_choice=choice),
-        respond(tools=flat, tool_choice=flattened(choice)).to_chat(),
+        respond(tools=flat, tool_choice=flattened(choice)),
     ):
-        assert request.toolbox.choice == expected
-        assert [tool["function"]["name"] for tool in request.toolbox.tools] == names
-        prompt = request.template_options()["tools"] or []
+        assert request.generation.toolbox.choice == expected
+        assert [tool["function"]["name"] for tool in request.generation.toolbox.tools] == names
+        prompt = request.generation.template_options()["tools"] or []
         assert [entry["function"]["name"] for entry in prompt] == names
 
 
 def test_empty_tools_allow_no_choice():
     for choice in (None, "none", "auto"):
-        assert chat(tools=[], tool_choice=choice).toolbox.choice == ToolChoice("none")
+        assert chat(tools=[], tool_choice=choice).generation.toolbox.choice == ToolChoice("none")
     for model in (ChatCompletionRequest, ResponsesRequest):
         assert refusal(model, tool_choice="required").param == "tool_choice"
     assert refusal(ChatCompletionRequest, tool_choice=NAMED).param == "tool_choice"
@@ -245,9 +246,9 @@ def test_forced_call_excludes_constraints():
     forced = {"tools": [TOOL], "tool_choice": "required"}
     assert refusal(ChatCompletionRequest, **forced, guided_regex="a").param == "guided_regex"
     sent_along = chat(**forced, response_format={"type": "json_object"})
-    assert "structured_outputs" not in sent_along.sampling({})
+    assert sent_along.generation.structured_outputs is None
     auto = chat(tools=[TOOL], response_format={"type": "json_object"})
-    assert "structured_outputs" in auto.sampling({})
+    assert auto.generation.structured_outputs == {"json_object": True}
 
 
 def test_strict_applies_to_forced_calls_only():
@@ -255,6 +256,6 @@ def test_strict_applies_to_forced_calls_only():
     (warning,) = chat(tools=[strict]).warnings()
     assert warning.startswith("tools[0].function.strict has no effect")
     assert chat(tools=[strict], tool_choice="required").warnings() == []
-    assert chat(tools=[strict]).template_options()["tools"] == [tool("f")]
+    assert chat(tools=[strict]).generation.template_options()["tools"] == [tool("f")]
     (warning,) = respond(tools=[{"type": "function", "name": "f", "strict": True}]).warnings()
     assert warning.startswith("tools[0].strict has no effect")

@@ -45,7 +45,7 @@ def test_messages_request_becomes_a_chat():
     request = ask(messages, system=[text("you add"), text("well", **CACHED)])
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
     bare = {"type": "function", "function": {"name": "add", "arguments": {}}}
-    assert request.to_chat().conversation == [
+    assert request.generation.messages == [
         {"role": "system", "content": "you add\nwell"},
         {"role": "user", "content": "1+1?\nquick\nplease"},
         {"role": "assistant", "content": "I add.", "reasoning_content": "add",
@@ -66,7 +66,7 @@ def test_messages_request_becomes_a_chat():
 def test_text_after_a_call_is_its_own_message():
     use = {"type": "tool_use", "id": "c", "name": "add", "input": {}}
     answer = {"role": "assistant", "content": [use, text("and now"), use]}
-    _, first, second = ask([USER, answer]).to_chat().conversation
+    _, first, second = ask([USER, answer]).generation.messages
     assert (first["content"], second["content"]) == (None, "and now")
     assert len(first["tool_calls"]) == len(second["tool_calls"]) == 1
 
@@ -76,35 +76,36 @@ def test_sampling_equals_the_chats():
         max_tokens=7, temperature=0.5, top_p=0.9, top_k=5, stop_sequences=["a", "b"], seed=3,
         metadata={"user_id": "u"}, service_tier="auto",
     )  # fmt: skip
-    arguments = request.sampling({"min_p": 0.1})
+    arguments = request.sampling.arguments({"min_p": 0.1})
     fields = {"max_tokens": 7, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "seed": 3,
              "stop": ("a", "b"), "min_p": 0.1}  # fmt: skip
     assert fields.items() <= arguments.items()
     assert request.warnings() == ["metadata has no effect: nothing is stored."]
-    assert ask(stop="x").sampling({})["stop"] == ("x",)
+    assert ask(stop="x").sampling.arguments({})["stop"] == ("x",)
     form = {"format": {"type": "json_schema", "schema": SCHEMA}, "effort": "low"}
-    chat = ask(output_config=form).to_chat()
-    assert chat.sampling({})["structured_outputs"] == {"json": SCHEMA}
-    assert chat.reasoning_effort == "low"
+    request = ask(output_config=form)
+    assert request.generation.structured_outputs == {"json": SCHEMA}
+    assert request.generation.template.effort == "low"
 
 
 @pytest.mark.parametrize(
     ("choice", "mode", "name", "parallel"),
     [
-        (None, "auto", None, True),
-        ({"type": "auto"}, "auto", None, True),
+        (None, "auto", None, None),
+        ({"type": "auto"}, "auto", None, None),
         ({"type": "any", "disable_parallel_tool_use": True}, "required", None, False),
-        ({"type": "tool", "name": "add"}, "required", "add", True),
-        ({"type": "none"}, "none", None, True),
+        ({"type": "tool", "name": "add"}, "required", "add", None),
+        ({"type": "none"}, "none", None, None),
     ],
 )
-def test_tools_become_the_chats(choice: Any, mode: str, name: str | None, parallel: bool):
-    chat = ask(tools=[{**TOOL, "type": "custom", **CACHED}], tool_choice=choice).to_chat()
-    chosen = chat.toolbox.choice
-    assert (chosen.mode, chosen.name, chat.parallel_tool_calls) == (mode, name, parallel)
+def test_tools_become_the_chats(choice: Any, mode: str, name: str | None, parallel: bool | None):
+    request = ask(tools=[{**TOOL, "type": "custom", **CACHED}], tool_choice=choice)
+    generation = request.generation
+    chosen = generation.toolbox.choice
+    assert (chosen.mode, chosen.name, generation.parallel_tool_calls) == (mode, name, parallel)
     function = {"name": "add", "description": "adds", "parameters": SCHEMA}
     expected_tools = [] if mode == "none" else [{"type": "function", "function": function}]
-    assert list(chat.toolbox.tools) == expected_tools
+    assert list(generation.toolbox.tools) == expected_tools
 
 
 @pytest.mark.parametrize(
@@ -113,9 +114,9 @@ def test_tools_become_the_chats(choice: Any, mode: str, name: str | None, parall
 )
 def test_thinking_sets_a_template_variable(thinking: str | None, thinks: bool | None):
     field = None if thinking is None else {"type": thinking}
-    chat = ask(thinking=field, chat_template_kwargs={"a": 1}).to_chat()
-    assert chat.template_variables().get("enable_thinking") is thinks
-    assert chat.template_variables()["a"] == 1
+    generation = ask(thinking=field, chat_template_kwargs={"a": 1}).generation
+    assert generation.template_variables.get("enable_thinking") is thinks
+    assert generation.template_variables["a"] == 1
 
 
 def test_ignored_thinking_and_effort_are_warnings():
@@ -130,11 +131,11 @@ def test_budget_limits_the_thinking():
     limited = ask(thinking={"type": "enabled", "budget_tokens": 1024.0, "display": "omitted"})
     assert not limited.warnings()
     assert not limited.shows_thinking
-    assert limited.to_chat().thinking_budget == 1024
-    assert limited.own_names(["thinking_token_budget has no effect."]) == [
-        "thinking.budget_tokens has no effect."
-    ]
-    assert ask(thinking={"type": "enabled"}, thinking_token_budget=5).to_chat().thinking_budget == 5
+    assert limited.sampling.thinking_budget == 1024
+    assert limited.sampling.names["thinking_token_budget"] == "thinking.budget_tokens"
+    other = ask(thinking={"type": "enabled"}, thinking_token_budget=5)
+    assert other.sampling.thinking_budget == 5
+    assert other.sampling.names["thinking_token_budget"] == "thinking_token_budget"
 
 
 @pytest.mark.parametrize("budget", [0, -1, 1.5, "9", True])
@@ -151,17 +152,17 @@ def test_two_thinking_budgets_conflict():
 
 @pytest.mark.parametrize("last", ["The answer is", [text("The answer is")]])
 def test_answer_continues_last_assistant_message(last: Any):
-    chat = ask([USER, {"role": "assistant", "content": last}]).to_chat()
-    assert chat.continue_final_message
-    assert chat.conversation[-1] == {"role": "assistant", "content": "The answer is"}
-    assert not ask().to_chat().continue_final_message
+    generation = ask([USER, {"role": "assistant", "content": last}]).generation
+    assert generation.template.continue_final_message
+    assert generation.messages[-1] == {"role": "assistant", "content": "The answer is"}
+    assert not ask().generation.template.continue_final_message
 
 
 def test_count_prompt_matches_message_prompt():
     body = {"messages": [USER], "system": "s", "tools": [TOOL], "thinking": {"type": "disabled"}}
-    counted = CountTokensRequest.read(body).to_chat()
-    message = MessagesRequest.read({**body, "max_tokens": 5}).to_chat()
-    assert counted.conversation == message.conversation
+    counted = CountTokensRequest.read(body).generation
+    message = MessagesRequest.read({**body, "max_tokens": 5}).generation
+    assert counted.messages == message.messages
     assert counted.template_options() == message.template_options()
 
 

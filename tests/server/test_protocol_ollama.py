@@ -27,7 +27,7 @@ def generate(prompt: str = "hello", **fields: Any) -> OllamaGenerateRequest:
 
 
 def sampling(request: OllamaRequest) -> dict[str, Any]:
-    return request.to_chat().sampling({})
+    return request.generation.sampling.arguments({})
 
 
 def test_messages_become_a_chat():
@@ -41,25 +41,25 @@ def test_messages_become_a_chat():
         tools=[TOOL],
     )
     read = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    assert request.to_chat().conversation == [
+    assert request.generation.messages == [
         {"role": "system", "content": "you add"},
         {"role": "user", "content": "1+1?"},
         {"role": "assistant", "content": "", "reasoning_content": "add", "tool_calls": [read]},
         {"role": "tool", "content": "2", "name": "add"},
         {"role": "assistant", "content": "It is"},
     ]
-    (tool,) = request.to_chat().toolbox.tools
+    (tool,) = request.generation.toolbox.tools
     assert tool["function"]["name"] == "add"
-    assert request.to_chat().template_options()["continue_final_message"]
+    assert request.generation.template_options()["continue_final_message"]
     assert request.warnings() == []
 
 
 def test_prompt_and_system_become_a_chat():
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "hello"}]
-    assert generate(system="s").to_chat().conversation == messages
+    assert generate(system="s").generation.messages == messages
     assert generate(system="s").raw_prompt is None
     raw = generate("<user>hello", raw=True)
-    assert (raw.raw_prompt, raw.to_chat().add_special_tokens) == ("<user>hello", True)
+    assert (raw.raw_prompt, raw.generation.template.add_special_tokens) == ("<user>hello", True)
 
 
 def test_options_become_sampling_parameters():
@@ -69,8 +69,8 @@ def test_options_become_sampling_parameters():
         "speculation": False,
     }  # fmt: skip
     arguments = sampling(chat(options=options))
-    assert arguments.pop("speculation").method == "none"
-    expected = {**options, "repetition_penalty": 1.2, "max_tokens": 7, "stop": ("x",), "n": 1}
+    assert arguments.pop("speculation") is False
+    expected = {**options, "repetition_penalty": 1.2, "max_tokens": 7, "stop": ("x",)}
     for name in ("repeat_penalty", "num_predict", "speculation"):
         del expected[name]
     assert arguments == expected
@@ -79,7 +79,7 @@ def test_options_become_sampling_parameters():
 @pytest.mark.parametrize("limit", [-2, -1, 0, -1.0])
 def test_ollama_values_for_no_limit_and_no_seed(limit: float):
     arguments = sampling(chat(options={"num_predict": limit, "seed": -1}))
-    assert arguments == {"max_tokens": None, "n": 1}
+    assert arguments == {"max_tokens": None}
 
 
 def test_format_constrains_the_answer():
@@ -119,7 +119,7 @@ def test_objects_of_a_format_hold_declared_properties_only():
     ],
 )
 def test_think_reaches_the_chat_template(think: Any, variables: dict[str, Any]):
-    assert chat(think=think).to_chat().template_variables() == variables
+    assert chat(think=think).generation.template_variables == variables
 
 
 def test_empty_prompt_only_loads():
@@ -155,23 +155,23 @@ def test_unknown_fields_are_warnings_at_every_depth():
     unknown = "has no effect: this server does not know it"
     assert request.warnings() == [
         f"session {unknown}.",
-        f"tools[0].items {unknown}.",
-        f"tools[0].function.origin {unknown}.",
         f"options.temprature {unknown}; did you mean temperature?",
+        f"options.speculation.depth {unknown}.",
         f"messages[0].timestamp {unknown}.",
         f"messages[1].tool_calls[0].index {unknown}.",
         f"messages[1].tool_calls[0].type {unknown}.",
         f"messages[1].tool_calls[0].function.description {unknown}.",
         f"messages[2].name {unknown}; did you mean tool_name?",
-        f"options.speculation.depth {unknown}.",
+        f"tools[0].items {unknown}.",
+        f"tools[0].function.origin {unknown}.",
     ]
     read = {"type": "function", "id": "call_1", "function": {"name": "add", "arguments": {"a": 1}}}
-    assert request.to_chat().conversation == [
+    assert request.generation.messages == [
         USER,
         {"role": "assistant", "content": "", "tool_calls": [read]},
         {"role": "tool", "content": "2", "tool_call_id": "call_1"},
     ]
-    expected = {"max_tokens": None, "n": 1, "speculation": Speculation()}
+    expected = {"max_tokens": None, "speculation": Speculation()}
     assert sampling(request) == expected
 
 

@@ -35,7 +35,7 @@ def test_responses_request_becomes_a_chat():
     assert request.warnings() == []
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 1}}}
     bare = {"type": "function", "function": {"name": "add", "arguments": {}}}
-    assert request.to_chat().conversation == [
+    assert request.generation.messages == [
         {"role": "system", "content": "you add"},
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "1+1?"},
@@ -58,7 +58,7 @@ def test_text_and_calls_are_one_message():
         {"role": "assistant", "content": "2"},
         {"role": "assistant", "content": "again"},
     ]
-    messages = respond(items).to_chat().conversation
+    messages = respond(items).generation.messages
     assert [m["content"] for m in messages] == ["hello", "I add.", "2", "2", "again"]
     assert messages[1]["tool_calls"][0]["id"] == "c"
 
@@ -121,10 +121,10 @@ def test_unsupported_response_field_is_named(fields: dict[str, Any], param: str)
 def test_text_format_equals_chat_response_format():
     text_format = {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}
     request = respond(text={"format": text_format, "verbosity": "medium"})
-    assert request.sampling({})["structured_outputs"] == {"json": SCHEMA}
-    assert request.text_format == text_format
-    assert respond().text_format == {"type": "text"}
-    assert respond(text={}).text_format == {"type": "text"}
+    assert request.sampling.arguments({})["structured_outputs"] == {"json": SCHEMA}
+    assert request.shown_format == text_format
+    assert respond().shown_format == {"type": "text"}
+    assert respond(text={}).shown_format == {"type": "text"}
 
 
 def test_response_reports_unsupported_features():
@@ -170,7 +170,7 @@ def test_tools_that_are_no_functions_are_skipped_with_a_warning():
         ],
         tool_choice={"type": "allowed_tools", "mode": "auto", "tools": allowed},
     )
-    (tool,) = request.to_chat().toolbox.tools
+    (tool,) = request.generation.toolbox.tools
     assert tool["function"]["name"] == "add"
     assert request.warnings() == [
         f"{path} has no effect: tools of the type {json.dumps(kind)} are not supported, only "
@@ -186,7 +186,7 @@ def test_tools_that_are_no_functions_are_skipped_with_a_warning():
         ]
     ]
     only_hosted = respond(tools=[{"type": "local_shell"}], tool_choice="auto")
-    assert only_hosted.to_chat().toolbox.tools == ()
+    assert only_hosted.generation.toolbox.tools == ()
 
 
 HOSTED_ITEMS = (
@@ -205,7 +205,7 @@ def test_items_of_other_tools_are_skipped_with_a_warning(kind: str):
     assert request.warnings() == [
         f'input[2] has no effect: items of the type "{kind}" are not shown to the model.'
     ]
-    user, answer = request.to_chat().conversation
+    user, answer = request.generation.messages
     assert (user, answer["reasoning_content"]) == (USER, "hm")
     assert len(answer["tool_calls"]) == 1
 
@@ -221,7 +221,8 @@ def test_tokenize_takes_a_prompt_or_messages():
     for_messages = TokenizeRequest.read({"messages": [USER], "add_special_tokens": True})
     assert for_messages.adds_special_tokens
     request = TokenizeRequest.read({"messages": [USER], "tools": [TOOL]})
-    assert (request.conversation, request.template_options()["tools"]) == ([USER], [TOOL])
+    generation = request.generation
+    assert (generation.messages, generation.template_options()["tools"]) == ([USER], [TOOL])
     assert refusal(TokenizeRequest, messages=[USER]).param == "messages"
     assert refusal(TokenizeRequest, tools=[TOOL]).param == "tools"
     with pytest.raises(FieldError, match="prompt is missing"):

@@ -45,21 +45,21 @@ def test_request_values_override_model_defaults():
         complete(temperature=0),
         respond(temperature=0),
     ):
-        sampling = request.sampling(defaults)
+        sampling = request.sampling.arguments(defaults)
         assert (sampling["temperature"], sampling["top_p"], sampling["top_k"]) == (0, 0.95, 20)
     assert defaults == {"temperature": 0.7, "top_p": 0.95, "top_k": 20}
 
 
 def test_unset_fields_leave_sampling_defaults():
-    assert chat().sampling({}) == {"max_tokens": None, "n": 1}
-    assert complete().sampling({}) == {"max_tokens": 16, "n": 1}
-    assert respond().sampling({}) == {"max_tokens": None, "n": 1}
+    assert chat().sampling.arguments({}) == {"max_tokens": None, "n": 1}
+    assert complete().sampling.arguments({}) == {"max_tokens": 16, "n": 1}
+    assert respond().sampling.arguments({}) == {"max_tokens": None}
 
 
 @pytest.mark.parametrize("model", GENERATING)
 def test_every_field_reaches_the_engine(model: type[SamplingFields]):
     assert set(EVERY_FIELD) == set(SAME_NAME)
-    sampling = model.read(json.dumps({**SMALLEST[model], **EVERY_FIELD})).sampling({})
+    sampling = model.read(json.dumps({**SMALLEST[model], **EVERY_FIELD})).sampling.arguments({})
     expected = EVERY_FIELD | {
         "stop": ("a", "b"), "stop_token_ids": (4,), "allowed_token_ids": (7, 8),
         "logit_bias": {7: -100.0, 8: 1.5}, "speculation": Speculation("ngram", 3),
@@ -71,7 +71,8 @@ def test_every_field_reaches_the_engine(model: type[SamplingFields]):
 
 
 def test_whole_floats_are_accepted_as_integers():
-    assert chat(max_tokens=5.0, top_k=3.0).sampling({}) == {"max_tokens": 5, "top_k": 3, "n": 1}
+    arguments = chat(max_tokens=5.0, top_k=3.0).sampling.arguments({})
+    assert arguments == {"max_tokens": 5, "top_k": 3, "n": 1}
 
 
 @pytest.mark.parametrize("model", GENERATING)
@@ -109,7 +110,7 @@ def test_bounds(model: type[SamplingFields], field: str, bad: list[Any], good: l
         assert re.split(r"[.\[]", error.param or "")[0] == field
         assert str(error).startswith(field)
     for value in good:
-        SamplingParams(**model.read({**SMALLEST[model], field: value}).sampling({}))
+        SamplingParams(**model.read({**SMALLEST[model], field: value}).sampling.arguments({}))
 
 
 @pytest.mark.parametrize(
@@ -118,7 +119,7 @@ def test_bounds(model: type[SamplingFields], field: str, bad: list[Any], good: l
      (CompletionRequest, "max_tokens"), (ResponsesRequest, "max_output_tokens")],
 )  # fmt: skip
 def test_token_limits(model: type[SamplingFields], limit: str):
-    assert model.read({**SMALLEST[model], limit: 3}).sampling({})["max_tokens"] == 3
+    assert model.read({**SMALLEST[model], limit: 3}).sampling.arguments({})["max_tokens"] == 3
     error = refusal(model, **{limit: 3, "min_tokens": 4})
     assert error.param == "min_tokens"
     assert f"{limit} 3" in str(error)
@@ -129,14 +130,14 @@ def test_token_limits(model: type[SamplingFields], limit: str):
 def test_two_limits_must_agree():
     error = refusal(ChatCompletionRequest, max_tokens=3, max_completion_tokens=4)
     assert error.param == "max_tokens"
-    assert chat(max_tokens=3, max_completion_tokens=3).sampling({})["max_tokens"] == 3
+    assert chat(max_tokens=3, max_completion_tokens=3).sampling.arguments({})["max_tokens"] == 3
 
 
 def test_logprobs_of_a_chat():
-    assert "logprobs" not in chat(logprobs=False, top_logprobs=0).sampling({})
-    assert chat(logprobs=True).sampling({})["logprobs"] == 0
-    assert chat(logprobs=True, top_logprobs=20).sampling({})["logprobs"] == 20
-    assert chat(prompt_logprobs=0).sampling({})["prompt_logprobs"] == 0
+    assert "logprobs" not in chat(logprobs=False, top_logprobs=0).sampling.arguments({})
+    assert chat(logprobs=True).sampling.arguments({})["logprobs"] == 0
+    assert chat(logprobs=True, top_logprobs=20).sampling.arguments({})["logprobs"] == 20
+    assert chat(prompt_logprobs=0).sampling.arguments({})["prompt_logprobs"] == 0
     for fields in ({"top_logprobs": 1}, {"logprobs": True, "top_logprobs": 21}):
         assert refusal(ChatCompletionRequest, **fields).param == "top_logprobs"
     assert refusal(ChatCompletionRequest, logprobs=3).param == "logprobs"
@@ -144,10 +145,10 @@ def test_logprobs_of_a_chat():
 
 def test_logprob_token_ids_need_logprobs_and_take_the_place_of_top_tokens():
     ids = {"logprob_token_ids": [5, 7]}
-    sampling = chat(logprobs=True, **ids).sampling({})
+    sampling = chat(logprobs=True, **ids).sampling.arguments({})
     assert (sampling["logprobs"], sampling["logprob_token_ids"]) == (0, (5, 7))
-    assert complete(logprobs=0, **ids).sampling({})["logprob_token_ids"] == (5, 7)
-    assert "logprobs" not in chat(logprob_token_ids=[]).sampling({})
+    assert complete(logprobs=0, **ids).sampling.arguments({})["logprob_token_ids"] == (5, 7)
+    assert "logprobs" not in chat(logprob_token_ids=[]).sampling.arguments({})
     assert chat(logprobs=True, **ids).warnings() == []
     assert "top_logprobs has no effect" in chat(logprobs=True, top_logprobs=2, **ids).warnings()[0]
     assert "logprobs has no effect" in complete(logprobs=2, **ids).warnings()[0]
@@ -161,9 +162,9 @@ def test_logprob_token_ids_need_logprobs_and_take_the_place_of_top_tokens():
 
 def test_logprobs_of_a_response():
     include = ["message.output_text.logprobs"]
-    assert respond(include=include).sampling({})["logprobs"] == 0
-    assert respond(include=include, top_logprobs=4).sampling({})["logprobs"] == 4
-    assert "logprobs" not in respond().sampling({})
+    assert respond(include=include).sampling.arguments({})["logprobs"] == 0
+    assert respond(include=include, top_logprobs=4).sampling.arguments({})["logprobs"] == 4
+    assert "logprobs" not in respond().sampling.arguments({})
     assert refusal(ResponsesRequest, top_logprobs=4).param == "top_logprobs"
     assert refusal(ResponsesRequest, include=["file_search_call.results"]).param == "include[0]"
     assert "encrypted" in respond(include=["reasoning.encrypted_content"]).warnings()[0]
@@ -218,22 +219,23 @@ def test_prompt_and_prompt_token_ids_conflict():
 
 
 def test_max_tokens_0_needs_echo_or_prompt_logprobs():
-    assert complete(max_tokens=0, echo=True).sampling({})["max_tokens"] == 0
-    assert complete(max_tokens=0, prompt_logprobs=1).sampling({})["max_tokens"] == 0
+    assert complete(max_tokens=0, echo=True).sampling.arguments({})["max_tokens"] == 0
+    assert complete(max_tokens=0, prompt_logprobs=1).sampling.arguments({})["max_tokens"] == 0
     assert refusal(CompletionRequest, max_tokens=0).param == "max_tokens"
 
 
 def test_echo_with_logprobs_requests_prompt_logprobs():
-    assert complete(echo=True, logprobs=2).sampling({})["prompt_logprobs"] == 2
-    assert complete(echo=True, logprobs=2, prompt_logprobs=5).sampling({})["prompt_logprobs"] == 5
-    assert "prompt_logprobs" not in complete(echo=True).sampling({})
-    assert "prompt_logprobs" not in complete(logprobs=2).sampling({})
+    assert complete(echo=True, logprobs=2).sampling.arguments({})["prompt_logprobs"] == 2
+    both = complete(echo=True, logprobs=2, prompt_logprobs=5)
+    assert both.sampling.options["prompt_logprobs"] == 5
+    assert "prompt_logprobs" not in complete(echo=True).sampling.arguments({})
+    assert "prompt_logprobs" not in complete(logprobs=2).sampling.arguments({})
 
 
 def test_best_of_generates_and_ranks_more_answers():
-    sampling = complete(best_of=3, n=2).sampling({})
+    sampling = complete(best_of=3, n=2).sampling.arguments({})
     assert (sampling["n"], sampling["logprobs"]) == (3, 0)
-    assert "logprobs" not in complete(best_of=2, n=2).sampling({})
+    assert "logprobs" not in complete(best_of=2, n=2).sampling.arguments({})
     assert complete(best_of=2, n=2, stream=True).answers == 2
     assert refusal(CompletionRequest, best_of=1, n=2).param == "best_of"
     assert refusal(CompletionRequest, best_of=2, stream=True).param == "best_of"
@@ -266,7 +268,7 @@ def test_truncation_keeps_at_least_one_token(model: type[RequestModel]):
 )
 @pytest.mark.parametrize("model", GENERATING)
 def test_constraints(model: type[SamplingFields], field: str, value: Any, expected: Any):
-    sampling = model.read({**SMALLEST[model], field: value}).sampling({})
+    sampling = model.read({**SMALLEST[model], field: value}).sampling.arguments({})
     assert sampling["structured_outputs"] == expected
     SamplingParams(**sampling)
 
@@ -275,7 +277,7 @@ def test_constraints(model: type[SamplingFields], field: str, value: Any, expect
 def test_response_format(model: type[SamplingFields]):
     def constraint(value: Any) -> Any:
         request = model.read({**SMALLEST[model], "response_format": value})
-        return request.sampling({}).get("structured_outputs")
+        return request.sampling.arguments({}).get("structured_outputs")
 
     assert constraint({"type": "text"}) is None
     assert constraint({"type": "json_object"}) == {"json_object": True}
@@ -334,7 +336,7 @@ def test_invalid_formats(value: Any, param: str):
 def test_format_and_constraint_conflict():
     error = refusal(ChatCompletionRequest, response_format={"type": "json_object"}, regex="a")
     assert error.param == "regex"
-    assert "structured_outputs" in chat(response_format={"type": "text"}, regex="a").sampling({})
+    assert chat(response_format={"type": "text"}, regex="a").sampling.structured_outputs
 
 
 def test_unenforced_keywords_of_a_schema_are_warnings():

@@ -32,9 +32,9 @@ def test_structural_tags_are_read(tags: dict[str, Any], as_text: bool):
     read = [Tag("<f=", "<f=add>", SCHEMA, "</f>")]
     given = {"structural_tag": json.dumps(tags) if as_text else tags}
     request = chat(structured_outputs=given)
-    assert request.sampling({})["structured_outputs"] == {"structural_tag": read}
+    assert request.sampling.arguments({})["structured_outputs"] == {"structural_tag": read}
     formatted = chat(response_format=tags)
-    assert formatted.sampling({})["structured_outputs"] == {"structural_tag": read}
+    assert formatted.sampling.arguments({})["structured_outputs"] == {"structural_tag": read}
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,9 @@ def test_tags_hold_regular_expressions_and_grammars(
     content: dict[str, Any], allowed: str, refused: str
 ):
     tags = {**NEW, "format": {**FORMAT, "tags": [{**NEW_TAG, "content": content}]}}
-    given = chat(response_format=tags).sampling({})["structured_outputs"]["structural_tag"]
+    structured = chat(response_format=tags).sampling.structured_outputs
+    assert structured is not None
+    given = structured["structural_tag"]
     grammar = StructuredOutputs(grammar=text_with_tags(given, {}, lark))
     tokenizer = LLTokenizer("byte")
     for text, fits in ((f"First {allowed}", True), (f"First {refused}", False)):
@@ -114,6 +116,6 @@ def test_invalid_limits_of_an_answer(
 
 def test_empty_and_unlimited_fields_change_nothing():
     request = chat(bad_words=[], thinking_token_budget=-1, ignore_eos=True, min_tokens=3)
-    assert request.thinking_budget is None
-    assert "structured_outputs" not in request.sampling({})
+    assert request.sampling.thinking_budget is None
+    assert "structured_outputs" not in request.sampling.arguments({})
     assert chat(bad_words="a", min_tokens=3).warnings() == []

@@ -10,6 +10,7 @@ import pytest
 
 from strobe.config import DEMO_MODELS
 from strobe.request import SchedulingOptions
+from strobe.sampling_params import SamplingParams
 from strobe.server.app import make_app
 from strobe.server.engine_process.engine_messages import Release, Submit
 from strobe.server.serving import Serving
@@ -69,7 +70,7 @@ def test_missing_api_key_reveals_nothing(tokenizer: Tokenizer, path: str):
 def test_load_counts_running_answers(tokenizer: Tokenizer):
     served = serving(tokenizer)
     assert read(served, "/load") == {"server_load": 0}
-    served.submit([5], served.params({"n": 3}), "a")
+    served.submit([5], SamplingParams(n=3), "a")
     assert read(served, "/load") == {"server_load": 3}
 
 

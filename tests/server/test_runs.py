@@ -15,7 +15,7 @@ from strobe.server.engine_process.engine_messages import Finish, Submit
 from strobe.server.generation.errors import ApiError
 from strobe.server.generation.run import GenerationJob, Progress, PromptRun, speculation
 from strobe.server.openai.step_report import step_of
-from strobe.server.schema.field_errors import FieldError
+from strobe.server.schema.field_errors import FieldError, FieldNames
 from strobe.server.serving import Serving
 from strobe.server.telemetry.metrics import ServerMetrics
 from strobe.text.tokenizer import Tokenizer
@@ -57,17 +57,18 @@ def test_events_after_stop_string_are_dropped(tokenizer: Tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("alternative", "names"),
+    ("alternative", "start"),
     [(None, "response_format"), ('start: "a"', "response_format or tools")],
 )
 def test_grammar_error_names_tools_if_they_are_part_of_it(
-    tokenizer: Tokenizer, alternative: str | None, names: str
+    tokenizer: Tokenizer, alternative: str | None, start: str
 ):
     params = SamplingParams(structured_outputs={"regex": "a", "alternative": alternative})
-    job = GenerationJob([5], params, "r", constraint="response_format")
+    names = FieldNames(structured_outputs="response_format")
+    job = GenerationJob([5], params, "r", names=names)
     run = PromptRun(serving(tokenizer), job)
     error = run.to_field_error("structured_outputs: the grammar does not compile: why.")
-    assert str(error) == f"{names}: the grammar does not compile: why."
+    assert str(error) == f"{start}: the grammar does not compile: why."
     assert error.param == "response_format"
 
 

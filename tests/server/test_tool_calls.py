@@ -293,5 +293,5 @@ def test_unreadable_schema_is_a_client_error(error: Exception, monkeypatch: pyte
     served.formats = Formats(TOOL_FORMATS["hermes"], None)
     monkeypatch.setattr(type(TOOL_FORMATS["hermes"]), "grammar", fails)
     with pytest.raises(FieldError, match="tools has a schema in which a keyword's value") as caught:
-        served.call_grammar([Tool("f")], parallel=True, prompt="")
+        served.call_grammar([Tool("f")], parallel=True)
     assert caught.value.param == "tools"

@@ -25,25 +25,22 @@ from strobe.server.anthropic.protocol.messages_request import (
 from strobe.server.generation import reply
 from strobe.server.generation.errors import ApiError
 from strobe.server.generation.output_items import ItemCodec
-from strobe.server.generation.prepare import Prepared
+from strobe.server.generation.prepare import Prepared, count_prompt_tokens, prepare
 from strobe.server.generation.reply import Event
 from strobe.server.generation.run import speculation, usage
-from strobe.server.openai import converted
 from strobe.server.serving import Serving
 
 
 async def messages(serving: Serving, request: MessagesRequest, http: Request) -> MessageCodec:
     """Answer POST /v1/messages."""
-    prepared = await converted.prepare_converted(
-        serving, request, http, clamp_max_tokens=True, whole_calls=not request.stream
-    )
+    prepared = await prepare(serving, request, http, whole_calls=not request.stream)
     return MessageCodec(serving, request, prepared, reply.wants_report(http, request))
 
 
 async def count_tokens(serving: Serving, request: CountTokensRequest, http: Request) -> Response:
     """Answer POST /v1/messages/count_tokens, which counts the prompt's tokens."""
     serving.name(request.model)
-    number, sentences = await converted.count_tokens(serving, request)
+    number, sentences = await count_prompt_tokens(serving, request)
     body: MessageTokens = {"input_tokens": number}
     if sentences:
         body["warnings"] = sentences
@@ -77,7 +74,7 @@ class MessageCodec(ItemCodec[ContentBlock]):
             "type": "message_delta",
             "delta": {name: end[name] for name in names},
             **{name: value for name, value in end.items() if name not in names},
-            **reply.extras([], False, self._ending_warnings()),
+            **reply.extras([], False, reply.ending_warnings(self.run)),
         }
         return [delta, {"type": "message_stop"}]
 
@@ -96,12 +93,9 @@ class MessageCodec(ItemCodec[ContentBlock]):
             "model": self.prepared.name,
             "content": [],
         }
-        if warnings := [*self.prepared.warnings, *self._ending_warnings()]:
+        if warnings := [*self.prepared.warnings, *reply.ending_warnings(self.run)]:
             head["warnings"] = warnings
         return head
-
-    def _ending_warnings(self) -> list[str]:
-        return self.request.own_names(reply.ending_warnings(self.run))
 
     def _end(self) -> MessageEnd:
         """Return the message's last fields: stop reason and usage."""

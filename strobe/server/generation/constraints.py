@@ -5,44 +5,43 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
+from strobe.server.generation.request import GenerationRequest
 from strobe.server.parsers import Tool
 from strobe.server.schema.field_errors import FieldError
 from strobe.server.serving import Serving
 
 
 def structured_outputs(
-    serving: Serving,
-    request: ChatCompletionRequest,
-    tools: list[Tool],
-    prompt: str,
-    arguments: Mapping[str, Any],
+    serving: Serving, request: GenerationRequest, tools: list[Tool], prompt: str
 ) -> Mapping[str, Any] | None:
-    """Return the chat's structured output, None for a free answer. tools: the request's; arguments:
-    its keyword arguments of SamplingParams. Raises FieldError."""
+    """Return the chat's structured output, None for a free answer. tools: the request's. Raises
+    FieldError."""
     choice = request.toolbox.choice
-    max_thinking = request.thinking_budget
+    sampling = request.sampling
+    max_thinking = sampling.thinking_budget
     parallel = request.allows_several_calls
     reasoning = serving.formats.reasoning
     if max_thinking is not None and tools and reasoning is not None and reasoning.whole_answer:
+        budget = request.names["thinking_token_budget"]
         raise FieldError(
-            f"thinking_token_budget is {max_thinking} together with tools, but this model calls "
-            "them within its reasoning; leave one of them out.",
-            "thinking_token_budget",
+            f"{budget} is {max_thinking} together with tools, but this model calls them within its "
+            "reasoning; leave one of them out.",
+            budget,
         )
     if choice.forced:
         chosen = [tool for tool in tools if choice.name in (None, tool.name)]
-        return serving.call_grammar(
-            chosen, parallel=parallel, prompt=prompt, max_thinking=max_thinking
-        )
-    structured = serving.with_token_ids(arguments.get("structured_outputs"))
+        structured = serving.call_grammar(chosen, parallel=parallel)
+        if serving.formats.tools is not None and serving.formats.tools.whole_answer:
+            return structured
+        return serving.constraint(structured, prompt, sampling)
+    structured = serving.with_token_ids(sampling.structured_outputs)
     if structured is not None:
         structured = serving.allow_tool_calls(structured, tools, parallel=parallel)
-    return serving.constraint(structured, prompt, max_thinking)
+    return serving.constraint(structured, prompt, sampling)
 
 
 def schema_warnings(
-    structured: Mapping[str, Any] | None, request: ChatCompletionRequest, tools: list[Tool]
+    structured: Mapping[str, Any] | None, request: GenerationRequest, tools: list[Tool]
 ) -> list[str]:
     """Return a sentence for each keyword of the tools' schemas that their grammar does not
     enforce. structured: as `structured_outputs` returned it."""

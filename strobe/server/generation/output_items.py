@@ -11,12 +11,11 @@ from strobe.server.generation.bodies import ItemStatus, TokenLogprob
 from strobe.server.generation.logprobs import chat_logprob
 from strobe.server.generation.prepare import Prepared
 from strobe.server.generation.reply import Codec, Event, encode_typed_event
+from strobe.server.generation.request import ConversationRequest
 from strobe.server.generation.run import Progress, PromptRun
 from strobe.server.generation.token_attribution import TokenAttribution
-from strobe.server.openai.protocol.converted import ConvertedRequest
 from strobe.server.parsers import Segment
 from strobe.server.parsers.call_arguments import read_object
-from strobe.server.schema.field_errors import FieldError
 from strobe.server.serving import Serving
 
 Logprobs = list[TokenLogprob]
@@ -103,7 +102,7 @@ class ItemCodec(Codec, Generic[Body]):
     def __init__(
         self,
         serving: Serving,
-        request: ConvertedRequest,
+        request: ConversationRequest,
         prepared: Prepared,
         make: Callable[[Segment, int], OutputItem[Body]],
     ):
@@ -111,11 +110,10 @@ class ItemCodec(Codec, Generic[Body]):
         self.run = PromptRun(serving, prepared.job)
         super().__init__([self.run], prepared.deadline)
         self.prepared = prepared
-        self.items = OutputItems(make, parallel=request.to_chat().allows_several_calls)
+        self.items = OutputItems(make, parallel=request.generation.allows_several_calls)
         self.reasoning_tokens = 0
         self._attribution = TokenAttribution()
         self._tokenizer = serving.tokenizer
-        self._converted = request
 
     @property
     def status(self) -> ItemStatus:
@@ -133,9 +131,6 @@ class ItemCodec(Codec, Generic[Body]):
         if any(progress.finished for progress in steps):
             events += self.items.end(self.status)
         return events
-
-    def own_names(self, error: FieldError) -> FieldError:
-        return self._converted.with_own_names(error)
 
     def encode(self, event: Event) -> bytes:
         return encode_typed_event(event)

@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
@@ -20,8 +20,6 @@ from strobe.server.generation.run import Progress, PromptRun, speculation, usage
 from strobe.server.http import error_responses
 from strobe.server.http.access import CLIENT_CLOSED
 from strobe.server.http.openapi import EVENT_STREAM
-from strobe.server.schema.field_errors import FieldError
-from strobe.server.schema.sampling import SamplingFields
 from strobe.server.serving import Serving
 
 logger = logging.getLogger(__name__)
@@ -195,10 +193,6 @@ class Codec:
         """Return an event as a part of the stream."""
         return encode_event(event)
 
-    def own_names(self, error: FieldError) -> FieldError:
-        """Return a field's error of the engine with this API's field names."""
-        return error
-
 
 async def respond(serving: Serving, http: Request, codec: Codec, *, stream: bool) -> Response:
     """Answer with a whole body or with a stream of events. Errors before the first event are HTTP
@@ -249,16 +243,13 @@ async def _events(codec: Codec) -> AsyncGenerator[Sequence[Event]]:
     """Yield the events of each step, without those of the end. Raises what any run raises, and
     what `check_answers` raises."""
     started = False
-    try:
-        async for place, steps in _steps(codec.runs):
-            events = codec.delta(place, steps)
-            if not started:
-                started = True
-                events = [*codec.start(), *events]
-            if events:
-                yield events
-    except FieldError as error:
-        raise codec.own_names(error) from None
+    async for place, steps in _steps(codec.runs):
+        events = codec.delta(place, steps)
+        if not started:
+            started = True
+            events = [*codec.start(), *events]
+        if events:
+            yield events
     check_answers(codec.runs)
 
 
@@ -338,7 +329,14 @@ def check_answers(runs: Sequence[PromptRun]) -> None:
             raise ApiError(500, error, code="answer_failed")
 
 
-def wants_report(http: Request, request: SamplingFields) -> bool:
+class Reportable(Protocol):
+    """A request that may ask for a speculation report."""
+
+    @property
+    def include_speculation(self) -> bool: ...
+
+
+def wants_report(http: Request, request: Reportable) -> bool:
     """Whether the client asks for a speculation report."""
     return request.include_speculation or http.headers.get(SPECULATION_HEADER, "") in ("1", "true")
 
@@ -357,7 +355,8 @@ def ending_warnings(run: PromptRun) -> list[str]:
     """Return a sentence for an answer whose end these endpoints have no word for."""
     if all(choice.output.finish_reason != "repetition" for choice in run.choices):
         return []
-    return ["repetition_detection ended the answer, because its last tokens repeat a pattern."]
+    name = run.job.names["repetition_detection"]
+    return [f"{name} ended the answer, because its last tokens repeat a pattern."]
 
 
 def _close(runs: Sequence[PromptRun]) -> None:

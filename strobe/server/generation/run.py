@@ -16,7 +16,7 @@ from strobe.sampling_params import SamplingParams
 from strobe.server.engine_process.client import PromptRejected
 from strobe.server.generation import bodies
 from strobe.server.parsers import Parser, Plain, Segment
-from strobe.server.schema.field_errors import FieldError
+from strobe.server.schema.field_errors import FieldError, FieldNames
 from strobe.server.serving import Serving
 from strobe.server.telemetry.metrics import CONTEXT_BOUNDS, CONTEXTS, ServerMetrics
 from strobe.speculation.shadow.report import Group
@@ -27,15 +27,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class GenerationJob:
-    """A prompt to answer. parser: makes the parser of each answer's text. constraint: the name of
-    the request's structured output field. started_at: the request's arrival, by
-    time.monotonic."""
+    """A prompt to answer. parser: makes the parser of each answer's text. names: the API's names
+    of the fields in the engine's errors. started_at: the request's arrival, by time.monotonic."""
 
     prompt_ids: list[int]
     params: SamplingParams
     request_id: str
     parser: Callable[[], Parser] = Plain
-    constraint: str = "structured_outputs"
+    names: FieldNames = field(default_factory=FieldNames)
     started_at: float = field(default_factory=time.monotonic)
     scheduling: SchedulingOptions = DEFAULT_SCHEDULING
 
@@ -186,14 +185,17 @@ class PromptRun:
             self._generation.close()
 
     def to_field_error(self, error: str) -> FieldError:
-        """Convert the engine's error, with the request's name of the constraint. A grammar's error
-        is also logged, up to the first quote of the client's text."""
-        if getattr(self.job.params.structured_outputs, "alternative", None):  # the tools' grammar
-            error = error.replace("structured_outputs:", "structured_outputs or tools:", 1)
-        sentence = error.replace("structured_outputs", self.job.constraint)
+        """Convert the engine's error, with the API's name of the field. A grammar's error is also
+        logged, up to the first quote of the client's text."""
+        prefix = "structured_outputs:"
+        has_tools = getattr(self.job.params.structured_outputs, "alternative", None)
+        if has_tools and error.startswith(prefix):  # the grammar is the tools', too
+            error = f"structured_outputs or tools:{error.removeprefix(prefix)}"
+        field_error = self.job.names.option_error(error)
         if error.startswith("structured_outputs"):
-            logger.warning("request %s: %s", self.job.request_id, sentence.partition('"')[0])
-        return FieldError(sentence, field_in(sentence))
+            sentence = str(field_error).partition('"')[0]
+            logger.warning("request %s: %s", self.job.request_id, sentence)
+        return field_error
 
     def close(self) -> None:
         """Abort unfinished answers."""
@@ -229,12 +231,6 @@ class PromptRun:
                 max(len(choice.output.token_ids) for choice in self.choices)
             )
         return progress
-
-
-def field_in(sentence: str) -> str | None:
-    """Return the field that an engine's error begins with, None if it begins otherwise."""
-    word = sentence.split()[0].rstrip(":")
-    return word if word.replace(".", "").replace("_", "").isalpha() and word.islower() else None
 
 
 def usage(runs: Sequence[PromptRun]) -> bodies.Usage:

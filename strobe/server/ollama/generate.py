@@ -15,7 +15,7 @@ from strobe.request import CUT_SHORT, TokenLogprob
 from strobe.server.generation import bodies, reply
 from strobe.server.generation.errors import ApiError
 from strobe.server.generation.logprobs import chat_logprob
-from strobe.server.generation.prepare import Prepared, warnings
+from strobe.server.generation.prepare import Prepared, prepare, warnings
 from strobe.server.generation.reply import Codec, Event
 from strobe.server.generation.run import Progress, PromptRun
 from strobe.server.ollama.errors import error_body
@@ -37,7 +37,6 @@ from strobe.server.openai.chat import (
     AssistantMessage,
     ToolCallCollector,
 )
-from strobe.server.openai.converted import prepare_converted
 from strobe.server.parsers import text_of
 from strobe.server.parsers.call_arguments import read_object
 from strobe.server.serving import Serving
@@ -97,8 +96,7 @@ async def _answer(
     name = request.model or serving.name(None)
     if request.is_load:
         serving.name(request.model)
-        sentences = request.own_names(warnings(serving, request, request.to_chat()))
-        sentences += _context_warning(serving, request)
+        sentences = [*warnings(serving, request), *_context_warning(serving, request)]
         end: AnswerEnd = {
             "done": True,
             "done_reason": "load",
@@ -112,14 +110,12 @@ async def _answer(
         prepared=replace(prepared, name=name),
         run=PromptRun(serving, prepared.job),
         render=render,
-        report=reply.wants_report(http, request.to_chat()),
+        report=reply.wants_report(http, request),
     )
 
 
 async def _prepare(serving: Serving, request: OllamaRequest, http: Request) -> Prepared:
-    prepared = await prepare_converted(
-        serving, request, http, clamp_max_tokens=True, raw_prompt=request.raw_prompt
-    )
+    prepared = await prepare(serving, request, http)
     prepared.warnings.extend(_context_warning(serving, request))
     return prepared
 
@@ -218,7 +214,7 @@ class OllamaCodec(Codec):
 
     def _ended(self, warnings: list[str]) -> AnswerEnd:
         """Return the last fields: the reason of the end, counts, durations and warnings."""
-        ending_warnings = self.request.own_names(reply.ending_warnings(self.run))
+        ending_warnings = reply.ending_warnings(self.run)
         choice = self.run.choices[0]
         first_ended, last_ended = self.run.decoded
         total = time.monotonic() - self.run.job.started_at

@@ -170,7 +170,7 @@ class ChatCodec(ChunkCodec):
         self.first: FirstChunk = self._first()
         self.messages = [
             AssistantMessage(
-                calls=ToolCallCollector(parallel=request.allows_several_calls),
+                calls=ToolCallCollector(parallel=request.generation.allows_several_calls),
                 shows_reasoning=request.include_reasoning,
             )
             for _ in run.choices

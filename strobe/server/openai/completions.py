@@ -72,9 +72,10 @@ async def start(
     try:
         name = serving.name(request.model)
         deadline = reply.Deadline(serving, request.timeout)
-        arguments = request.sampling(serving.sampling_defaults)
+        sampling = request.sampling
+        arguments = sampling.arguments(serving.sampling_defaults)
         structured = serving.with_token_ids(arguments.get("structured_outputs"))
-        params = serving.params({**arguments, "structured_outputs": structured})
+        params = serving.params({**arguments, "structured_outputs": structured}, sampling.names)
         if request.gap is not None:
             params = params.clone(stop_token_ids=(*params.stop_token_ids, *end_ids(serving)))
         count = len(request.prompts())
@@ -88,17 +89,17 @@ async def start(
         arrived_at = http.scope["state"]["arrived_at"]
         for i, prompt in enumerate(prompts):
             job_id = request_id if len(prompts) == 1 else f"{request_id}-{i}"
-            if request.thinking_budget is not None:
-                limited = serving.constraint(structured, prompt.text, request.thinking_budget)
+            if sampling.thinking_budget is not None:
+                limited = serving.constraint(structured, prompt.text, sampling)
                 params = params.clone(structured_outputs=limited)
             job = GenerationJob(
                 prompt_ids=prompt.ids,
                 params=params,
                 request_id=job_id,
                 parser=Plain,
-                constraint=request.constraint,
+                names=sampling.engine_names,
                 started_at=arrived_at,
-                scheduling=request.scheduling,
+                scheduling=sampling.scheduling,
             )
             runs.append(PromptRun(serving, job))
     except Exception:  # whatever failed: nobody will read the prompts that already run
@@ -136,7 +137,7 @@ async def _prompt(
         return Prompt(text, infilled(raw_prompt))
 
     prompt = await serving.in_thread(read)
-    ids = serving.fit(prompt.ids, request.needed(), request.truncate_prompt_tokens, field)
+    ids = serving.fit(prompt.ids, request.sampling.needed, request.truncate_prompt_tokens, field)
     if len(ids) < len(prompt.ids):
         text = await serving.in_thread(lambda: tokenizer.decode(ids, skip_special_tokens=False))
         return Prompt(text, ids)
@@ -158,7 +159,7 @@ class CompletionCodec(ChunkCodec):
         self.request = request
         self.prompts = started.prompts
         self.report = report
-        self.warnings = [*request.warnings(), *shadow_warnings(serving, request.speculation)]
+        self.warnings = [*request.warnings(), *shadow_warnings(serving, request.sampling)]
         self.head: CompletionHead = {
             "id": f"cmpl-{started.request_id}",
             "object": "text_completion",

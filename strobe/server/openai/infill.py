@@ -31,7 +31,7 @@ class InfillCodec(Codec):
 
     def __init__(self, serving: Serving, request: InfillRequest, started: Started, report: bool):
         super().__init__(started.runs, started.deadline)
-        self.warnings = [*request.warnings(), *shadow_warnings(serving, request.speculation)]
+        self.warnings = [*request.warnings(), *shadow_warnings(serving, request.sampling)]
         self.request = request
         self.name = started.name
         self.report = report

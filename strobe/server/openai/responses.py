@@ -13,10 +13,9 @@ from strobe.server.generation import reply
 from strobe.server.generation.bodies import ItemStatus
 from strobe.server.generation.errors import ApiError
 from strobe.server.generation.output_items import ItemCodec
-from strobe.server.generation.prepare import Prepared
+from strobe.server.generation.prepare import Prepared, count_prompt_tokens, prepare
 from strobe.server.generation.reply import Event
 from strobe.server.generation.run import speculation, usage
-from strobe.server.openai.converted import count_tokens, prepare_converted
 from strobe.server.openai.protocol import response_bodies as bodies
 from strobe.server.openai.protocol.response_bodies import InputTokens
 from strobe.server.openai.protocol.responses_request import (
@@ -40,7 +39,7 @@ async def responses(serving: Serving, request: ResponsesRequest, http: Request) 
 
 
 async def _prepare(serving: Serving, request: ResponsesRequest, http: Request) -> Prepared:
-    prepared = await prepare_converted(serving, request, http, whole_calls=not request.stream)
+    prepared = await prepare(serving, request, http, whole_calls=not request.stream)
     if request.is_set("store") and request.store and not serving.responses.max_bytes:
         sentence = "store has no effect: this server was started with --response-memory 0."
         prepared.warnings.append(sentence)
@@ -51,7 +50,7 @@ async def input_tokens(serving: Serving, request: InputTokensRequest, http: Requ
     """Answer POST /v1/responses/input_tokens, which counts the prompt's tokens."""
     serving.name(request.model)
     _follow(serving, request, http)
-    number, sentences = await count_tokens(serving, request)
+    number, sentences = await count_prompt_tokens(serving, request)
     body: InputTokens = {"object": "response.input_tokens", "input_tokens": number}
     if sentences:
         body["warnings"] = sentences
@@ -192,7 +191,7 @@ class ResponseCodec(ItemCodec[bodies.OutputItem]):
             "service_tier": "default",
             "store": self.stores,
             "temperature": params.temperature,
-            "text": {"format": request.text_format},
+            "text": {"format": request.shown_format},
             "tool_choice": request.sent.get("tool_choice", "auto"),
             "tools": request.sent.get("tools", []),
             "top_logprobs": request.top_logprobs or 0,
@@ -201,7 +200,7 @@ class ResponseCodec(ItemCodec[bodies.OutputItem]):
             "user": None,
             "metadata": request.metadata or {},
         }
-        ending_warnings = self.request.own_names(reply.ending_warnings(self.run))
+        ending_warnings = reply.ending_warnings(self.run)
         if warnings := [*self.prepared.warnings, *ending_warnings]:
             response["warnings"] = warnings
         return response

@@ -24,7 +24,7 @@ async def tokenize(serving: Serving, request: TokenizeRequest, http: Request) ->
         warnings = request.warnings()
         try:
             if request.prompt is None:
-                chat = render_prompt(serving, request)
+                chat = render_prompt(serving, request.generation)
                 warnings += chat.warnings
                 ids = tokenizer.encode_chat(chat, add_special_tokens=add_special_tokens)
             else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -52,21 +51,29 @@ class FieldError(ValueError):
         param = path if self.param == HERE else self.param and at_path(self.param, path or "")
         return FieldError(at_path(str(self), path or ""), param, self.code)
 
-    def with_names(self, names: Names) -> FieldError:
-        """The same error with another endpoint's field names."""
-        param = None if self.param is None else rename_fields(self.param, names)
-        return FieldError(rename_fields(str(self), names), param, self.code)
+
+class FieldNames(dict[str, str]):
+    """An API's names of the fields of a `GenerationRequest`; the others have the same name there.
+    A field inside an object has a name of its own, such as "chat_template_kwargs.add"."""
+
+    def __missing__(self, name: str) -> str:
+        return name
+
+    def option_error(self, sentence: str) -> FieldError:
+        """Return the error for a sentence that begins with the option that is wrong, if any is, as
+        those of SamplingParams and of the engine do."""
+        field = field_in(sentence)
+        if field is None:
+            return FieldError(sentence, None)
+        option = field.partition(".")[0]
+        name = self[option]
+        return FieldError(name + sentence[len(option) :], name + field[len(option) :])
 
 
-Names = Mapping[re.Pattern[str], str]
-"""Patterns of one endpoint's field names, and another endpoint's names for these fields."""
-
-
-def rename_fields(sentence: str, names: Names) -> str:
-    """Return a sentence, or a field's path, with another endpoint's field names."""
-    for pattern, name in names.items():
-        sentence = pattern.sub(name, sentence)
-    return sentence
+def field_in(sentence: str) -> str | None:
+    """Return the field that an error begins with, None if it begins otherwise."""
+    word = sentence.split()[0].rstrip(":")
+    return word if word.replace(".", "").replace("_", "").isalpha() and word.islower() else None
 
 
 class HasErrors(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol
 
 from pydantic import ConfigDict, Field
 
@@ -14,6 +14,7 @@ from strobe.server.schema.base import FieldWarnings, RequestObject
 from strobe.server.schema.field_errors import (
     HERE,
     FieldError,
+    FieldNames,
     invalid_value,
     short_json,
 )
@@ -54,6 +55,14 @@ class Constraint(NamedTuple):
     source: str
     kind: str
     value: Any
+
+
+class AnswerFormat(Protocol):
+    """The form of an answer in text, as an API states it."""
+
+    def constraint(self, source: str) -> Constraint | None:
+        """The constraint, None for a free text. source: the request's field that holds it."""
+        ...
 
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
@@ -147,9 +156,8 @@ class PlainTextFormat(RequestObject):
 
     type: Literal["text", "json_object"]
 
-    def in_chat(self) -> dict[str, Any]:
-        """The format as a chat's response_format."""
-        return {"type": self.type}
+    def constraint(self, source: str) -> Constraint | None:
+        return Constraint(source, "json_object", True) if self.type == "json_object" else None
 
 
 class SchemaTextFormat(NamedSchema):
@@ -157,10 +165,8 @@ class SchemaTextFormat(NamedSchema):
 
     type: Literal["json_schema"]
 
-    def in_chat(self) -> dict[str, Any]:
-        """The format as a chat's response_format."""
-        schema = {name: value for name, value in self.sent.items() if name != "type"}
-        return {"type": self.type, "json_schema": schema}
+    def constraint(self, source: str) -> Constraint:
+        return Constraint(source, "json", self.schema_)
 
 
 def _format_type(value: object, *types: str) -> str:
@@ -202,9 +208,9 @@ ResponseFormat = Annotated[
 TextFormat = Annotated[PlainTextFormat | SchemaTextFormat, OneOf(_text_format)]
 
 
-def read_constraint(fields: Mapping[str, Any]) -> Constraint | None:
-    """Return the request's constraint, None if it has none. fields: the request's fields that are
-    in SOURCES. Raises FieldError for more than one constraint."""
+def read_constraint(fields: Mapping[str, Any], names: FieldNames) -> Constraint | None:
+    """Return the request's constraint, None if it has none. fields: those that are in SOURCES;
+    names: this API's names of them. Raises FieldError for more than one constraint."""
     constraints: list[Constraint] = []
     for source in SOURCES:
         if source not in fields:
@@ -213,10 +219,12 @@ def read_constraint(fields: Mapping[str, Any]) -> Constraint | None:
         if constraint is not None:
             constraints.append(constraint)
     if len(constraints) > 1:
+        first = names[constraints[0].source]
+        second = names[constraints[1].source]
         raise FieldError(
-            f"{constraints[1].source} is set together with {constraints[0].source}, but an answer "
-            "follows one constraint; leave one of them out.",
-            constraints[1].source,
+            f"{second} is set together with {first}, but an answer follows one constraint; leave "
+            "one of them out.",
+            second,
         )
     return constraints[0] if constraints else None
 

@@ -97,6 +97,12 @@ class CalledFunction(RequestObject):
     name: FunctionName
     arguments: Arguments | None = None
 
+    def for_template(self, call_id: str | None) -> dict[str, Any]:
+        """The call as the chat template reads it."""
+        function = {"name": self.name, "arguments": arguments_object(self.arguments)}
+        call = {"type": "function", "function": function}
+        return call if call_id is None else {"id": call_id, **call}
+
 
 class ToolCall(RequestObject):
     """An earlier tool call. `index`, its position in a stream, is ignored."""
@@ -112,37 +118,36 @@ class ToolCall(RequestObject):
 
     def for_template(self) -> dict[str, Any]:
         """The call as the chat template reads it."""
-        arguments = arguments_object(self.function.arguments)
-        function = {"name": self.function.name, "arguments": arguments}
-        call = {"type": "function", "function": function}
-        return call if self.id is None else {"id": self.id, **call}
+        return self.function.for_template(self.id)
 
-
-_OWNERS = {
-    "tool_calls": "assistant",
-    "refusal": "assistant",
-    "reasoning_content": "assistant",
-    "reasoning": "assistant",
-    "tool_call_id": "tool",
-}
-"""The role of each field that belongs to one role. In messages of other roles it must be empty."""
 
 NoText = Annotated[Literal[""], Must("a string")] | None
 NoCalls = Annotated[Any, Field(json_schema_extra={"enum": [None, [], {}, "", 0, False]})]
 
 
 class Message(RequestObject):
-    """A message of any role."""
+    """A message of any role.
+
+    owners: the role of each field that belongs to one role; in messages of other roles it must be
+    empty. template_names: further fields that chat templates read, and their names there.
+    """
 
     schema_key: ClassVar[str] = "message"
+    owners: ClassVar[Mapping[str, str]] = {
+        "tool_calls": "assistant",
+        "refusal": "assistant",
+        "reasoning_content": "assistant",
+        "reasoning": "assistant",
+        "tool_call_id": "tool",
+    }
 
-    name: Text | None = None
+    template_names: ClassVar[Mapping[str, str]] = {"name": "name", "tool_call_id": "tool_call_id"}
 
     @classmethod
     def split(cls, data: object, warnings: FieldWarnings) -> dict[str, Any]:
         fields = super().split(data, warnings)
         role = fields["role"]
-        for name, owner in _OWNERS.items():
+        for name, owner in cls.owners.items():
             if role != owner and fields.get(name):
                 raise FieldError(
                     f"{HERE}.{name} is set for the role {role}, but belongs to the role {owner}.",
@@ -156,8 +161,8 @@ class Message(RequestObject):
         role = self.sent["role"]
         read: dict[str, Any] = {"role": "system" if role == "developer" else role}
         read["content"] = self.text() or ""
-        read |= {name: self.sent[name] for name in ("name", "tool_call_id") if name in self.sent}
-        return read
+        names = self.template_names.items()
+        return read | {known: self.sent[name] for name, known in names if name in self.sent}
 
     def text(self) -> str | None:
         """The text of the content."""
@@ -169,6 +174,7 @@ class PromptMessage(Message):
 
     role: Literal["system", "developer", "user"]
     content: RequiredContent
+    name: Text | None = None
     tool_calls: NoCalls = None
     refusal: NoText = None
     reasoning_content: NoText = None
@@ -184,6 +190,7 @@ class ToolMessage(Message):
 
     role: Literal["tool"]
     content: Content | None = None
+    name: Text | None = None
     tool_calls: NoCalls = None
     refusal: NoText = None
     reasoning_content: NoText = None
@@ -194,11 +201,35 @@ class ToolMessage(Message):
         return content_text(self.content)
 
 
-class AssistantMessage(Message):
+class Answer(Message):
+    """A message of the assistant, which may be empty."""
+
+    def reasoning_text(self) -> str | None:
+        """The text of the reasoning."""
+        raise NotImplementedError
+
+    def calls(self) -> list[dict[str, Any]]:
+        """The calls as the chat template reads them."""
+        raise NotImplementedError
+
+    def for_template(self) -> dict[str, Any]:
+        read = super().for_template()
+        more: dict[str, Any] = {}
+        if reasoning := self.reasoning_text():
+            more["reasoning_content"] = reasoning
+        if calls := self.calls():
+            more["tool_calls"] = calls
+        if more:
+            read["content"] = self.text()
+        return read | more
+
+
+class AssistantMessage(Answer):
     """An earlier answer, which may be empty. A refusal is read as content."""
 
     role: Literal["assistant"]
     content: Content | None = None
+    name: Text | None = None
     tool_calls: Annotated[list[ToolCall], Must("a list of tool calls")] | None = None
     refusal: Text | None = None
     reasoning_content: Text | None = None
@@ -207,29 +238,21 @@ class AssistantMessage(Message):
 
     def check(self) -> None:
         super().check()
-        if self.reasoning not in (None, self._reasoning()):
+        if self.reasoning not in (None, self.reasoning_text()):
             raise FieldError(
                 f"{HERE}.reasoning differs from {HERE}.reasoning_content; give one of them.",
                 f"{HERE}.reasoning",
             )
 
-    def _reasoning(self) -> str | None:
+    def reasoning_text(self) -> str | None:
         return self.reasoning if self.reasoning_content is None else self.reasoning_content
+
+    def calls(self) -> list[dict[str, Any]]:
+        return [call.for_template() for call in self.tool_calls or ()]
 
     def text(self) -> str | None:
         texts = (content_text(self.content), self.refusal)
         return "\n".join(text for text in texts if text) or content_text(self.content)
-
-    def for_template(self) -> dict[str, Any]:
-        read = super().for_template()
-        more: dict[str, Any] = {}
-        if reasoning := self._reasoning():
-            more["reasoning_content"] = reasoning
-        if self.tool_calls:
-            more["tool_calls"] = [call.for_template() for call in self.tool_calls]
-        if more:
-            read["content"] = self.text()
-        return read | more
 
 
 MESSAGES: Mapping[str, type[PromptMessage | ToolMessage | AssistantMessage]] = {

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import (
@@ -15,24 +14,25 @@ from pydantic import (
 )
 
 from strobe.request import SchedulingOptions
-from strobe.sampling_params import (
-    METHODS,
-    OPTIONS,
-    RepetitionDetection,
-    SamplingOption,
-    Speculation,
+from strobe.sampling_params import OPTIONS, SamplingOption
+from strobe.server.generation.request import Sampling
+from strobe.server.schema.base import RequestModel, RequestObject
+from strobe.server.schema.field_errors import (
+    HERE,
+    FieldError,
+    FieldNames,
+    invalid_value,
+    short_json,
 )
-from strobe.server.schema.base import FieldWarnings, RequestModel, object_schema
-from strobe.server.schema.field_errors import HERE, FieldError, invalid_value, short_json
 from strobe.server.schema.formats import (
     SOURCES,
+    AnswerFormat,
     Choices,
-    Constraint,
     SchemaOrText,
     StructuredOutputs,
     read_constraint,
-    unenforced,
 )
+from strobe.server.schema.settings import RepetitionField, SpeculationField, to_argument
 from strobe.server.schema.values import (
     IDS_SCHEMA,
     TEXT_SCHEMA,
@@ -41,7 +41,6 @@ from strobe.server.schema.values import (
     SomeText,
     Texts,
     TokenIds,
-    check_int,
 )
 from strobe.validation import MAX_INT
 
@@ -50,9 +49,6 @@ MAX_STOP_CHARS = 1000
 
 MAX_TIMEOUT = 86400.0
 """Seconds."""
-
-SETTINGS = {"speculation": Speculation, "repetition_detection": RepetitionDetection}
-"""Fields with settings of their own."""
 
 
 def _bias(value: Any) -> dict[int, float]:
@@ -83,19 +79,6 @@ def _nonempty_ids(value: tuple[int, ...]) -> tuple[int, ...]:
     return value
 
 
-def _read_settings(name: str, value: Any, warnings: FieldWarnings) -> Any:
-    """Return a field's settings, read from an object. Raises FieldError."""
-    settings = SETTINGS[name]
-    if isinstance(value, Mapping):
-        known_names = [field.name for field in fields(settings)]
-        known_fields = warnings.split(value, known_names, "", name)
-        value = {key: check_int(item) for key, item in known_fields.items()}
-    try:
-        return settings.of(value)
-    except (ValueError, TypeError) as error:
-        raise FieldError(str(error), name) from None
-
-
 def _request_id(value: Any) -> Any:
     if isinstance(value, str) and not (
         0 < len(value) <= 128 and value.isascii() and value.isprintable()
@@ -113,40 +96,8 @@ BIAS_SCHEMA: dict[str, Any] = {
     "propertyNames": {"pattern": "^[0-9]{1,9}$"},
     "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
 }
-SPECULATION_SCHEMA: dict[str, Any] = {
-    "anyOf": [
-        {"type": "boolean"},
-        object_schema(
-            {
-                "method": {"enum": list(METHODS)},
-                "num_drafts": {"type": "integer", "minimum": 0, "maximum": MAX_INT},
-                "return_drafts": {"type": "boolean"},
-                "always": {"type": "boolean"},
-            }
-        ),
-    ]
-}
-_COUNT_SCHEMA: dict[str, Any] = {"type": "integer", "minimum": 0, "maximum": MAX_INT}
-REPETITION_SCHEMA: dict[str, Any] = {
-    "anyOf": [
-        object_schema(
-            {
-                "max_pattern_size": {**_COUNT_SCHEMA, "minimum": 1},
-                "min_pattern_size": _COUNT_SCHEMA,
-                "min_count": {**_COUNT_SCHEMA, "minimum": 2},
-            },
-            required=("max_pattern_size", "min_count"),
-        ),
-        object_schema(
-            {
-                "max_pattern_size": {"const": 0},
-                "min_pattern_size": {"const": 0},
-                "min_count": _COUNT_SCHEMA,
-            }
-        ),
-    ]
-}
 
+MaxTokens = Annotated[Int, Bounds(low=1, high=MAX_INT, hint="leave it out for all that fit")]
 LogprobCount = Annotated[Int, Bounds(low=0, high=20, hint="0 gives the sampled token alone")]
 
 BOUNDS = {
@@ -198,7 +149,7 @@ else:
 
 
 class SamplingFields(DeclaredFields):
-    """The shared fields. `sampling` converts them to arguments of SamplingParams."""
+    """The shared fields. The endpoint's `check` reads `_sampling` with `read_sampling`."""
 
     logit_bias: (
         Annotated[dict[int, float], BeforeValidator(_bias), WithJsonSchema(BIAS_SCHEMA)] | None
@@ -224,7 +175,7 @@ class SamplingFields(DeclaredFields):
         description="Maximum number of tokens of the reasoning, which then ends; -1: no limit.",
     )
     stop_token_ids: TokenIds = Field((), description="Token ids that end the answer.")
-    repetition_detection: Annotated[Any, WithJsonSchema(REPETITION_SCHEMA)] = Field(
+    repetition_detection: RepetitionField | None = Field(
         None,
         description="End the answer when its last tokens are one pattern, `min_count` times in a "
         "row: an object with `max_pattern_size` and `min_pattern_size` (tokens of the pattern; a "
@@ -262,7 +213,7 @@ class SamplingFields(DeclaredFields):
         ]
         | None
     ) = Field(None, description="Seconds after which the request ends with an error.")
-    speculation: Annotated[Any, WithJsonSchema(SPECULATION_SCHEMA)] = Field(
+    speculation: SpeculationField | None = Field(
         None,
         description="false, true, or an object with `method`, `num_drafts` (drafts per step), "
         "`return_drafts` and `always` (draft in every step, even where it does not pay); "
@@ -278,110 +229,71 @@ class SamplingFields(DeclaredFields):
         False, description="Report speculation statistics in the response."
     )
 
-    _constraint: Constraint | None = None
-    _settings: dict[str, Any] = PrivateAttr(default_factory=dict[str, Any])
+    _sampling: Sampling = PrivateAttr()
 
     def check(self) -> None:
         super().check()
-        for name in ("stop", "bad_words"):
-            self._check_texts(name)
         if self.cache_salt == "":
             raise FieldError(
                 "cache_salt is empty, but must be a string of one or more characters; leave it out "
                 "to share cached prefixes with all requests.",
                 "cache_salt",
             )
-        for name in SETTINGS:
-            if self.is_set(name):
-                value = getattr(self, name)
-                self._settings[name] = _read_settings(name, value, self._warnings)
+        check_texts("stop", self.stop)
+        check_texts("bad_words", self.bad_words)
+
+    def read_sampling(
+        self,
+        max_tokens: int | None,
+        *,
+        names: FieldNames,
+        options: Mapping[str, Any],
+        answer_format: AnswerFormat | None = None,
+        thinking_budget: int | None = None,
+    ) -> Sampling:
+        """Return the sampling of these fields and of those that the endpoints have in different
+        forms. options: arguments of SamplingParams; names: this API's names. Raises FieldError."""
         constraints = {name: getattr(self, name) for name in SOURCES if self.is_set(name)}
-        self._constraint = read_constraint(constraints)
-        sources = [] if self._constraint is None else [self._constraint.source]
-        if self.thinking_budget is not None:
-            sources.append("thinking_token_budget")
-        if sources and self.ignore_eos:
-            raise FieldError(
-                f"ignore_eos is true together with {sources[0]}, whose end is the answer's end; "
-                "leave one of them out.",
-                "ignore_eos",
-            )
-        if self._constraint is not None and self._constraint.source != "bad_words":
-            source = self._constraint.source
-            if self.min_tokens:
-                self._warnings.append(f"min_tokens has no effect where {source} is at its end.")
-            if self.allowed_token_ids is not None:
-                self._warnings.append(
-                    f"allowed_token_ids has no effect where it leaves nothing that {source} allows."
-                )
-            self._warnings.extend(
-                f"{source} has a schema with the keyword {name}, which is not enforced."
-                for name in unenforced(self._constraint)
-            )
-        name, max_tokens = self.limit()
-        if max_tokens is not None and self.min_tokens > max_tokens:
-            raise FieldError(
-                f"min_tokens is {self.min_tokens}, above {name} {max_tokens}; lower min_tokens or "
-                f"raise {name}.",
-                "min_tokens",
-            )
-
-    def _check_texts(self, name: str) -> None:
-        """Limit the texts of a field, because every new token is searched for each of them."""
-        texts: tuple[str, ...] = getattr(self, name)
-        if len(texts) > MAX_STOPS:
-            raise FieldError(
-                f"{name} holds {len(texts)} strings, but the limit is {MAX_STOPS}; send fewer.",
-                name,
-            )
-        longest = max(map(len, texts), default=0)
-        if longest > MAX_STOP_CHARS:
-            raise FieldError(
-                f"{name} holds a string of {longest} characters, but each may have at most "
-                f"{MAX_STOP_CHARS}; shorten it.",
-                name,
-            )
+        if answer_format is not None:
+            constraints["response_format"] = answer_format
+        budget = self.thinking_token_budget if thinking_budget is None else thinking_budget
+        sampling = Sampling(
+            options={**sent_arguments(self, SAME_NAME), **options},
+            max_tokens=max_tokens,
+            constraint=read_constraint(constraints, names),
+            thinking_budget=None if budget == -1 else budget,
+            scheduling=SchedulingOptions(self.priority, self.cache_salt or ""),
+            names=names,
+        )
+        sampling.check(self._warnings)
+        return sampling
 
     @property
-    def thinking_budget(self) -> int | None:
-        """The maximum number of reasoning tokens, None without a limit."""
-        budget = self.thinking_token_budget
-        return None if budget == -1 else budget
+    def sampling(self) -> Sampling:
+        """What the request asks of the sampler."""
+        return self._sampling
 
-    @property
-    def constraint(self) -> str:
-        """The name of the field that constrains the answer."""
-        return self._constraint.source if self._constraint is not None else "structured_outputs"
 
-    @property
-    def scheduling(self) -> SchedulingOptions:
-        """The request's priority and cache salt."""
-        return SchedulingOptions(self.priority, self.cache_salt or "")
+def sent_arguments(request: RequestObject, names: Collection[str]) -> dict[str, Any]:
+    """Return the arguments of SamplingParams that the client sent in fields of these names."""
+    return {name: to_argument(getattr(request, name)) for name in names if request.is_set(name)}
 
-    def limit(self) -> tuple[str, int | None]:
-        """The name and value of the field that limits the answer's tokens; None: up to the
-        context length."""
-        raise NotImplementedError
 
-    def needed(self) -> tuple[str, int | None]:
-        """The name and value of the field whose tokens must fit the context after the prompt."""
-        name, max_tokens = self.limit()
-        if max_tokens is None and self.min_tokens:
-            return "min_tokens", self.min_tokens
-        return name, max_tokens
-
-    def sampling(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
-        """Keyword arguments of SamplingParams.
-
-        defaults: arguments that the checkpoint recommends; the client's values override them.
-        """
-        arguments = dict(defaults)
-        arguments |= {name: getattr(self, name) for name in SAME_NAME if self.is_set(name)}
-        arguments |= self._settings
-        arguments["max_tokens"] = self.limit()[1]
-        if self._constraint is not None:
-            arguments["structured_outputs"] = {self._constraint.kind: self._constraint.value}
-        return arguments
+def check_texts(name: str, texts: Sequence[str]) -> None:
+    """Limit the texts of a field, because every new token is searched for each of them. Raises
+    FieldError."""
+    if len(texts) > MAX_STOPS:
+        raise FieldError(
+            f"{name} holds {len(texts)} strings, but the limit is {MAX_STOPS}; send fewer.",
+            name,
+        )
+    longest = max(map(len, texts), default=0)
+    if longest > MAX_STOP_CHARS:
+        raise FieldError(
+            f"{name} holds a string of {longest} characters, but each may have at most "
+            f"{MAX_STOP_CHARS}; shorten it.",
+            name,
+        )
 
 
 SAME_NAME = tuple(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -220,8 +220,23 @@ class Toolbox:
     strict: tuple[str, ...] = ()
 
 
+NO_TOOLS = Toolbox((), ToolChoice("none"))
+
+
+class FlatTool(Protocol):
+    """A tool whose fields are not inside `function`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def strict(self) -> bool: ...
+    def in_chat(self) -> dict[str, Any]:
+        """The tool as chat templates read it."""
+        ...
+
+
 def make_toolbox(
-    tools: Sequence[Tool | ResponsesTool | HostedTool] | None,
+    tools: Sequence[Tool | FlatTool | HostedTool] | None,
     choice: ChatToolChoice | ResponsesToolChoice | None,
     warnings: FieldWarnings,
 ) -> Toolbox:
@@ -231,7 +246,7 @@ def make_toolbox(
     if choice is None:
         choice = "auto" if functions else "none"
     if choice == "none":
-        return Toolbox((), ToolChoice("none"))
+        return NO_TOOLS
     tool_choice, allowed = _choice(choice, functions, warnings)
     if tool_choice.forced and not allowed:
         sent = choice.sent if isinstance(choice, RequestObject) else choice
@@ -246,10 +261,10 @@ def make_toolbox(
 
 
 def _functions(
-    tools: Sequence[Tool | ResponsesTool | HostedTool], warnings: FieldWarnings
-) -> tuple[dict[str, Function], tuple[str, ...]]:
+    tools: Sequence[Tool | FlatTool | HostedTool], warnings: FieldWarnings
+) -> tuple[dict[str, FlatTool], tuple[str, ...]]:
     """Return the functions by name, and the paths of `strict` fields that are true."""
-    functions: dict[str, Function] = {}
+    functions: dict[str, FlatTool] = {}
     strict: list[str] = []
     for index, tool in enumerate(tools):
         path = f"tools[{index}]"
@@ -257,7 +272,7 @@ def _functions(
             warnings.append(tool.skipped(path))
             continue
         if isinstance(tool, Tool):
-            function = tool.function
+            function: FlatTool = tool.function
             path = f"{path}.function"
         else:
             function = tool

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
@@ -13,21 +12,28 @@ from strobe.server.anthropic.protocol.blocks import Turns, joined, to_items
 from strobe.server.anthropic.protocol.tools import (
     MessagesToolChoice,
     MessagesTools,
-    choice_in_chat,
+    parallel_tool_calls,
+    to_tool_choice,
+)
+from strobe.server.generation.request import (
+    ConversationRequest,
+    GenerationRequest,
+    Sampling,
+    TemplateOptions,
 )
 from strobe.server.openai.protocol.chat_request import Effort
 from strobe.server.openai.protocol.conversation import TemplateVariables, check_template_options
-from strobe.server.openai.protocol.converted import ConvertedRequest
 from strobe.server.openai.protocol.items import MessageItem, input_messages
 from strobe.server.schema.base import RequestObject
 from strobe.server.schema.field_errors import (
     HERE,
     FieldError,
-    Names,
-    rename_fields,
+    FieldNames,
     short_json,
 )
-from strobe.server.schema.sampling import STOP_SCHEMA, SamplingFields
+from strobe.server.schema.formats import Constraint
+from strobe.server.schema.sampling import STOP_SCHEMA, SamplingFields, check_texts
+from strobe.server.schema.tools import Toolbox, make_toolbox
 from strobe.server.schema.values import (
     Bounds,
     Int,
@@ -71,6 +77,9 @@ class OutputFormat(RequestObject):
     type: Annotated[Literal["json_schema"], Must('"json_schema"')]
     schema_: JsonSchema = Field(alias="schema")
 
+    def constraint(self, source: str) -> Constraint:
+        return Constraint(source, "json", self.schema_)
+
 
 class OutputConfig(RequestObject):
     """Options of the answer."""
@@ -102,22 +111,8 @@ def _thread(value: Any) -> type[NewThread]:
     return NewThread
 
 
-_NAMES = {
-    re.compile(r"\.function\.parameters\b"): ".input_schema",
-    re.compile(r"\.function\b"): "",
-    re.compile(r"\bchat_template_kwargs\.enable_thinking\b"): "thinking.type",
-    re.compile(r"\breasoning_effort\b"): "output_config.effort",
-    re.compile(r"\bresponse_format(?:\.json_schema)?\b"): "output_config.format",
-}
-_STOP = {re.compile(r"^stop\b"): "stop_sequences"}
-_BUDGET = {re.compile(r"\bthinking_token_budget\b"): "thinking.budget_tokens"}
-
-
-class MessagesPrompt(ConvertedRequest):
+class MessagesPrompt(ConversationRequest):
     """The fields that make up the prompt."""
-
-    names: ClassVar[Names] = _NAMES
-    format_field: ClassVar[str] = "output_config.format"
 
     messages: Turns = Field(
         description="The conversation: objects with `role` and `content`, a string or a list of "
@@ -167,37 +162,50 @@ class MessagesPrompt(ConvertedRequest):
         check_template_options(self.chat_template_kwargs)
         if self.thread is not None:
             self._warnings.append("thread has no effect: the server holds no conversations.")
-        items = to_items(self.messages)
-        system = joined(self.system)
-        tools = [tool.in_chat() for tool in self.tools or ()]
-        body: dict[str, Any] = {
-            "messages": input_messages(items, system, self._warnings) if items else [],
-            "tools": tools,
-            **choice_in_chat(self.tool_choice, has_tools=bool(tools)),
-            "chat_template": self.chat_template,
-            "chat_template_kwargs": self._variables(),
-            "reasoning_effort": self.output_config and self.output_config.effort,
-            "continue_final_message": (
-                bool(items) and isinstance(items[-1], MessageItem) and items[-1].role == "assistant"
-            ),
-        }
-        self.read_chat(body | self.generation())
 
-    def generation(self) -> dict[str, Any]:
-        """The chat request's sampling and output fields."""
-        return {}
+    def read_prompt(self, sampling: Sampling, **fields: Any) -> GenerationRequest:
+        """Return the conversation to answer. fields: further fields. Raises FieldError."""
+        items = to_items(self.messages)
+        last = items[-1]
+        return GenerationRequest(
+            messages=input_messages(items, joined(self.system), self._warnings),
+            toolbox=self._toolbox(),
+            parallel_tool_calls=parallel_tool_calls(self.tool_choice),
+            template=TemplateOptions(
+                source=self.chat_template,
+                variables=self._variables(),
+                effort=self.output_config and self.output_config.effort,
+                continue_final_message=isinstance(last, MessageItem) and last.role == "assistant",
+            ),
+            sampling=sampling,
+            clamp_max_tokens=True,
+            **fields,
+        )
+
+    def _toolbox(self) -> Toolbox:
+        choice = to_tool_choice(self.tool_choice, has_tools=bool(self.tools))
+        return make_toolbox(self.tools, choice, self._warnings)
 
     @property
     def budget(self) -> int | None:
         """The maximum number of tokens of the thinking."""
         return None if self.thinking is None else self.thinking.budget_tokens
 
-    def format_in_chat(self) -> dict[str, Any] | None:
-        """The answer's format as a chat's response_format."""
-        if self.output_config is None or self.output_config.format is None:
-            return None
-        schema = {"name": "format", "schema": self.output_config.format.schema_}
-        return {"type": "json_schema", "json_schema": schema}
+    @property
+    def answer_format(self) -> OutputFormat | None:
+        """The form of the answer's text."""
+        return self.output_config and self.output_config.format
+
+    def own_names(self) -> FieldNames:
+        """Return this API's names of fields."""
+        names = FieldNames(
+            reasoning_effort="output_config.effort", response_format="output_config.format"
+        )
+        if self.thinking is not None:
+            names["chat_template_kwargs.enable_thinking"] = "thinking.type"
+        if self.budget is not None:
+            names["thinking_token_budget"] = "thinking.budget_tokens"
+        return names
 
     def _variables(self) -> dict[str, Any]:
         """The variables for the chat template, including enable_thinking from `thinking`."""
@@ -218,16 +226,6 @@ class MessagesPrompt(ConvertedRequest):
         """Whether the response includes the text of its thinking."""
         return self.thinking is None or self.thinking.display != "omitted"
 
-    def with_own_names(self, error: FieldError) -> FieldError:
-        return super().with_own_names(error).with_names(self._own_names())
-
-    def own_names(self, sentences: Sequence[str]) -> list[str]:
-        return [rename_fields(sentence, self._own_names()) for sentence in sentences]
-
-    def _own_names(self) -> Names:
-        """Names of fields that a client may also give under a chat's names."""
-        return {}
-
 
 class MessagesRequest(SamplingFields, MessagesPrompt):
     """The body of POST /v1/messages."""
@@ -241,34 +239,32 @@ class MessagesRequest(SamplingFields, MessagesPrompt):
         (), description="Same as `stop`."
     )
 
-    def generation(self) -> dict[str, Any]:
+    def check(self) -> None:
+        super().check()
         if self.stop and self.stop_sequences:
             raise FieldError("stop is set together with stop_sequences; give one of them.", "stop")
-        body = {
-            name: getattr(self, name) for name in SamplingFields.model_fields if self.is_set(name)
-        }
+        if self.budget is not None and self.thinking_token_budget is not None:
+            raise FieldError(
+                "thinking_token_budget is set together with thinking.budget_tokens; give one of "
+                "them.",
+                "thinking_token_budget",
+            )
+        check_texts("stop_sequences", self.stop_sequences)
+        names = self.own_names()
+        options: dict[str, Any] = {}
         if self.stop_sequences:
-            body["stop"] = self.stop_sequences
-        if self.budget is not None:
-            if self.thinking_token_budget is not None:
-                raise FieldError(
-                    "thinking_token_budget is set together with thinking.budget_tokens; give one "
-                    "of them.",
-                    "thinking_token_budget",
-                )
-            body["thinking_token_budget"] = self.budget
-        return body | {"max_tokens": self.max_tokens, "response_format": self.format_in_chat()}
-
-    def limit(self) -> tuple[str, int | None]:
-        return "max_tokens", self.max_tokens
-
-    def sampling(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
-        """The chat request's keyword arguments of SamplingParams."""
-        return self.to_chat().sampling(defaults)
-
-    def _own_names(self) -> Names:
-        names: Names = _STOP if self.stop_sequences else {}
-        return {**names, **_BUDGET} if self.budget is not None else names
+            names["stop"] = "stop_sequences"
+            options["stop"] = self.stop_sequences
+        self._sampling = self.read_sampling(
+            self.max_tokens,
+            names=names,
+            options=options,
+            answer_format=self.answer_format,
+            thinking_budget=self.budget,
+        )
+        self._generation = self.read_prompt(
+            self._sampling, model=self.model, request_id=self.request_id, timeout=self.timeout
+        )
 
 
 class CountTokensRequest(MessagesPrompt):
@@ -279,3 +275,7 @@ class CountTokensRequest(MessagesPrompt):
     model: str | None = Field(
         None, description="The served model's name, as listed by /v1/models. Optional."
     )
+
+    def check(self) -> None:
+        super().check()
+        self._generation = self.read_prompt(Sampling(names=self.own_names()))

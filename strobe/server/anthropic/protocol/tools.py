@@ -12,7 +12,7 @@ from strobe.server.schema.field_errors import (
     invalid_value,
     short_json,
 )
-from strobe.server.schema.tools import FunctionName
+from strobe.server.schema.tools import FunctionName, NamedResponsesTool, ResponsesToolChoice
 from strobe.server.schema.values import Flag, JsonSchema, Must, OneOf, Text
 
 
@@ -28,9 +28,9 @@ class MessagesTool(RequestObject):
     strict: Flag = False
 
     def in_chat(self) -> dict[str, Any]:
-        """The tool in a chat's format, in the order of the client's fields."""
-        own_names = ("type", "input_schema")
-        function = {name: value for name, value in self.sent.items() if name not in own_names}
+        """The tool as chat templates read it, in the order of the client's fields."""
+        names = ("name", "description")
+        function = {name: value for name, value in self.sent.items() if name in names}
         function["parameters"] = self.input_schema
         return {"type": "function", "function": function}
 
@@ -94,23 +94,26 @@ def _choice(value: object) -> type[NoToolChoice | AnyToolChoice | NamedToolChoic
 MessagesToolChoice = Annotated[NoToolChoice | AnyToolChoice | NamedToolChoice, OneOf(_choice)]
 
 
-def choice_in_chat(choice: MessagesToolChoice | None, *, has_tools: bool) -> dict[str, Any]:
-    """Return a chat's tool_choice and parallel_tool_calls. Raises FieldError."""
+def to_tool_choice(
+    choice: MessagesToolChoice | None, *, has_tools: bool
+) -> ResponsesToolChoice | None:
+    """Return the choice in OpenAI's form. Raises FieldError."""
     if choice is None:
-        return {}
+        return None
     if choice.type in ("any", "tool") and not has_tools:
         raise FieldError(
             f"tool_choice is {short_json(choice.sent)}, but there are no tools; give tools as "
             "well.",
             "tool_choice",
         )
-    if isinstance(choice, NoToolChoice):
-        return {"tool_choice": "none", "parallel_tool_calls": None}
-    chosen: object = "required" if choice.type == "any" else choice.type
     if isinstance(choice, NamedToolChoice):
-        chosen = {"type": "function", "function": {"name": choice.name}}
+        return NamedResponsesTool(type="function", name=choice.name)
+    return "required" if choice.type == "any" else choice.type
+
+
+def parallel_tool_calls(choice: MessagesToolChoice | None) -> bool | None:
+    """Return whether an answer may have several calls, None if the choice does not say."""
+    if choice is None or isinstance(choice, NoToolChoice):
+        return None
     disabled = choice.disable_parallel_tool_use
-    return {
-        "tool_choice": chosen,
-        "parallel_tool_calls": None if disabled is None else not disabled,
-    }
+    return None if disabled is None else not disabled

@@ -1,99 +1,102 @@
-"""The requests of Ollama's /api/chat, /api/generate and /api/show, converted to a chat's."""
+"""The requests of Ollama's /api/chat, /api/generate and /api/show."""
 
 from __future__ import annotations
 
-import re
+import copy
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, WithJsonSchema
+from pydantic import BeforeValidator, Field, WithJsonSchema, create_model
 
 from strobe.grammars.closed_schema import closed
 from strobe.sampling_params import OPTIONS as SAMPLING_OPTIONS
-from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
-from strobe.server.openai.protocol.converted import ConvertedRequest
-from strobe.server.schema.base import FieldWarnings, RequestModel, object_schema
-from strobe.server.schema.field_errors import FieldError, Names, invalid_value
-from strobe.server.schema.sampling import LogprobCount
-from strobe.server.schema.tools import ChatTools
-from strobe.server.schema.values import TEXT_SCHEMA, check_int, is_int
+from strobe.server.generation.request import (
+    ConversationRequest,
+    GenerationRequest,
+    Sampling,
+    TemplateOptions,
+)
+from strobe.server.ollama.protocol.messages import OllamaMessages
+from strobe.server.openai.protocol.chat_request import check_top_logprobs
+from strobe.server.schema.base import RequestModel, RequestObject
+from strobe.server.schema.field_errors import HERE, FieldError, FieldNames, invalid_value
+from strobe.server.schema.formats import Constraint
+from strobe.server.schema.sampling import (
+    LogprobCount,
+    SamplingFields,
+    check_texts,
+    sent_arguments,
+)
+from strobe.server.schema.tools import NO_TOOLS, ChatTools, Toolbox, make_toolbox
+from strobe.server.schema.values import Bounds, Int, Must, check_int
 from strobe.validation import MAX_INT
 
 OPTIONS: Mapping[str, str] = {
-    **{option.ollama_name: option.name for option in SAMPLING_OPTIONS if option.ollama_name},
-    "include_speculation": "include_speculation",
+    option.name: option.ollama_name for option in SAMPLING_OPTIONS if option.ollama_name
 }
-"""Fields of `options`, and their names in a chat request."""
+"""The sampling options that `options` has, and their names there."""
 
 EFFORTS = ("low", "medium", "high", "max")
-MESSAGE_FIELDS = ("role", "content", "thinking", "tool_calls", "tool_name", "tool_call_id")
-CALL_FIELDS = ("id", "function")
-FUNCTION_FIELDS = ("name", "arguments", "index")
-
-_TEXT: dict[str, Any] = {"type": "string"}
-ARGUMENTS_SCHEMA: dict[str, Any] = {"anyOf": [{"type": "object"}, _TEXT, {"type": "null"}]}
-_CHAT_SCHEMAS = ChatCompletionRequest.model_json_schema()["properties"]
-OPTIONS_SCHEMA = object_schema(
-    {
-        **{name: _CHAT_SCHEMAS[known_as] for name, known_as in OPTIONS.items()},
-        "num_predict": {"type": "integer", "minimum": -2, "maximum": MAX_INT},
-        "num_ctx": {"type": "integer", "minimum": 1},
-    },
-    "options",
-)
 FORMAT_SCHEMA: dict[str, Any] = {"anyOf": [{"enum": ["", "json"]}, {"type": "object"}]}
-THINK_SCHEMA: dict[str, Any] = {"anyOf": [{"type": "boolean"}, {"enum": list(EFFORTS)}]}
-_FUNCTION: dict[str, Any] = {"name": TEXT_SCHEMA, "arguments": ARGUMENTS_SCHEMA, "index": {}}
-_CALL: dict[str, Any] = {"id": _TEXT, "function": object_schema(_FUNCTION, "", ("name",))}
-MESSAGES_SCHEMA: dict[str, Any] = {
-    "type": "array",
-    "items": {
-        "anyOf": [
-            object_schema(
-                {"role": {"enum": ["system", "user"]}, "content": _TEXT},
-                "ollama.message",
-                ("role", "content"),
-            ),
-            object_schema(
-                {
-                    "role": {"const": "assistant"},
-                    "content": _TEXT,
-                    "thinking": _TEXT,
-                    "tool_calls": {
-                        "type": "array",
-                        "items": object_schema(_CALL, "tool_call", ("function",)),
-                    },
-                },
-                "ollama.message",
-                ("role", "content"),
-            ),
-            object_schema(
-                {"role": {"const": "tool"}, "content": _TEXT, "tool_name": _TEXT},
-                "ollama.message",
-                ("role", "content"),
-            ),
-        ]
-    },
-}
-
-_NAMES = {
-    re.compile(rf"^{known_as}\b"): f"options.{name}" for name, known_as in OPTIONS.items()
-} | {
-    re.compile(r"\bmax_tokens\b"): "options.num_predict",
-    re.compile(r"\bresponse_format(?:\.json_schema)?(?:\.schema)?\b"): "format",
-    re.compile(r"\bchat_template_kwargs\.enable_thinking\b"): "think",
-    re.compile(r"\breasoning_effort\b"): "think",
-    re.compile(r"\.reasoning_content\b"): ".thinking",
-}
 
 
-class OllamaRequest(ConvertedRequest):
+def _think(value: object) -> object:
+    if isinstance(value, bool) or value in EFFORTS:
+        return value
+    raise invalid_value(HERE, value, f"true, false or one of {', '.join(EFFORTS)}")
+
+
+Think = Annotated[Literal[True, False, "low", "medium", "high", "max"], BeforeValidator(_think)]
+
+
+class _OwnOptions(RequestObject):
+    """Options that SamplingFields lack, or have with other bounds."""
+
+    schema_key: ClassVar[str] = "options"
+
+    max_tokens: (
+        Annotated[Int, Bounds(low=-MAX_INT, high=MAX_INT, hint="-1 asks for all that fit")] | None
+    ) = Field(None, alias="num_predict")
+    num_ctx: (
+        Annotated[int, Field(ge=1), BeforeValidator(check_int), Must("a whole number above 0")]
+        | None
+    ) = None
+
+
+if TYPE_CHECKING:
+
+    class OllamaOptions(_OwnOptions):
+        """The options of a request; here, those that the server's code reads."""
+
+        seed: int | None
+        stop: tuple[str, ...]
+        include_speculation: bool
+
+else:
+
+    def _shared_field(name: str) -> tuple[Any, Any]:
+        """Return the type and the field of an option that SamplingFields have."""
+        field = copy.copy(SamplingFields.model_fields[name])
+        alias = OPTIONS.get(name, name)
+        field.alias = field.validation_alias = field.serialization_alias = alias
+        return field.annotation, field
+
+    OllamaOptions = create_model(
+        "OllamaOptions",
+        __base__=_OwnOptions,
+        **{
+            name: _shared_field(name)
+            for name in (*OPTIONS, "include_speculation")
+            if name != "max_tokens"
+        },
+    )
+
+
+class OllamaRequest(ConversationRequest):
     """The fields of /api/chat and /api/generate. Ollama ignores fields that it does not know, and
     its clients send such fields."""
 
     ignores_unknown_fields: ClassVar[bool] = True
-    names: ClassVar[Names] = _NAMES
-    format_field: ClassVar[str] = "format"
 
     model: str | None = Field(
         None, description="The served model's name, with or without `:latest`. Optional."
@@ -104,10 +107,8 @@ class OllamaRequest(ConvertedRequest):
         description="`json`, or a JSON schema, which is always enforced strictly. As in Ollama, an "
         "object that declares properties has no others, unless `additionalProperties` says so.",
     )
-    options: Annotated[Any, WithJsonSchema(OPTIONS_SCHEMA)] = Field(
-        None, description="Sampling options, listed below."
-    )
-    think: Annotated[Any, WithJsonSchema(THINK_SCHEMA)] = Field(
+    options: OllamaOptions | None = Field(None, description="Sampling options, listed below.")
+    think: Think | None = Field(
         None,
         description="true or false: passed to the chat template as enable_thinking. `low`, "
         "`medium`, `high` or `max`: passed as reasoning_effort. Default: the template's.",
@@ -117,30 +118,32 @@ class OllamaRequest(ConvertedRequest):
         None, description="With logprobs: number of top tokens per position, 0 to 20."
     )
 
-    _num_ctx: int | None = None
-
     def check(self) -> None:
         super().check()
-        body = {
-            "model": self.model,
-            **self._read_options(),
-            **self._read_think(),
-            "response_format": self._read_format(),
-            "logprobs": self.logprobs,
-            "top_logprobs": self.top_logprobs,
-            **self.prompt_fields(),
-        }
-        self.read_chat(body)
+        check_top_logprobs(self.top_logprobs, self.logprobs)
+        self._generation = GenerationRequest(
+            model=self.model,
+            messages=self.read_messages(),
+            toolbox=self.read_toolbox(),
+            template=self._template_options(),
+            sampling=self._read_sampling(),
+            raw_prompt=self.raw_prompt,
+            clamp_max_tokens=True,
+        )
 
     @property
     def is_load(self) -> bool:
         """Whether the request has no prompt and only asks to load the model."""
         raise NotImplementedError
 
-    def prompt_fields(self) -> dict[str, Any]:
-        """The chat request's messages and tools, with an empty message if there is none. Raises
+    def read_messages(self) -> list[dict[str, Any]]:
+        """Return the messages as chat templates read them, an empty one if there is none. Raises
         FieldError."""
         raise NotImplementedError
+
+    def read_toolbox(self) -> Toolbox:
+        """Return the request's tools. Raises FieldError."""
+        return NO_TOOLS
 
     @property
     def raw_prompt(self) -> str | None:
@@ -148,44 +151,62 @@ class OllamaRequest(ConvertedRequest):
         return None
 
     @property
+    def continues_answer(self) -> bool:
+        """Whether the answer continues the last message."""
+        return False
+
+    @property
     def num_ctx(self) -> int | None:
         """The context length that the client asks for."""
-        return self._num_ctx
+        return self.options and self.options.num_ctx
 
-    def _read_options(self) -> dict[str, Any]:
-        if self.options is None:
-            return {}
-        known_fields = (*OPTIONS, "num_ctx")
-        fields = self._warnings.split(self.options, known_fields, "options", "options")
-        fields = {name: check_int(value) for name, value in fields.items()}
-        num_ctx = fields.pop("num_ctx", None)
-        if num_ctx is not None and not (is_int(num_ctx) and num_ctx > 0):
-            raise invalid_value("options.num_ctx", num_ctx, "a whole number above 0")
-        self._num_ctx = num_ctx
-        limit = fields.get("num_predict")
-        if isinstance(limit, int) and not isinstance(limit, bool) and limit <= 0:
-            del fields["num_predict"]  # Ollama's values for an answer without a limit
-        if fields.get("seed") == -1:
-            del fields["seed"]  # Ollama's value for a random seed
-        return {OPTIONS[name]: value for name, value in fields.items()}
+    @property
+    def include_speculation(self) -> bool:
+        """Whether the client asks for a speculation report."""
+        return self.options is not None and self.options.include_speculation
 
-    def _read_think(self) -> dict[str, Any]:
-        if self.think is None:
-            return {}
-        if isinstance(self.think, bool):
-            return {"chat_template_kwargs": {"enable_thinking": self.think}}
-        if self.think not in EFFORTS:
-            raise invalid_value("think", self.think, f"true, false or one of {', '.join(EFFORTS)}")
-        return {"reasoning_effort": self.think}
+    def _read_sampling(self) -> Sampling:
+        names = FieldNames({name: f"options.{alias}" for name, alias in OPTIONS.items()})
+        names |= {
+            "response_format": "format",
+            "reasoning_effort": "think",
+            "chat_template_kwargs.enable_thinking": "think",
+        }
+        arguments: dict[str, Any] = {}
+        if self.options is not None:
+            check_texts(names["stop"], self.options.stop)
+            arguments = sent_arguments(self.options, OPTIONS)
+        max_tokens = arguments.pop("max_tokens", None)
+        if arguments.get("seed") == -1:
+            del arguments["seed"]  # Ollama's value for a random seed
+        if self.logprobs:
+            arguments["logprobs"] = self.top_logprobs or 0
+        sampling = Sampling(
+            options=arguments,
+            max_tokens=max_tokens if max_tokens and max_tokens > 0 else None,
+            constraint=self._read_format(),
+            names=names,
+        )
+        sampling.check(self._warnings)
+        return sampling
 
-    def _read_format(self) -> dict[str, Any] | None:
+    def _template_options(self) -> TemplateOptions:
+        think = self.think
+        return TemplateOptions(
+            variables={"enable_thinking": think} if isinstance(think, bool) else {},
+            effort=None if isinstance(think, bool) else think,
+            continue_final_message=self.continues_answer,
+            add_special_tokens=self.raw_prompt is not None,
+        )
+
+    def _read_format(self) -> Constraint | None:
         if self.format is None or self.format == "":
             return None
         if self.format == "json":
-            return {"type": "json_object"}
+            return Constraint("response_format", "json_object", True)
         if not isinstance(self.format, Mapping):
             raise invalid_value("format", self.format, '"json" or a JSON schema, as an object')
-        return {"type": "json_schema", "json_schema": {"schema": closed(self.format)}}
+        return Constraint("response_format", "json", closed(self.format))
 
 
 class OllamaChatRequest(OllamaRequest):
@@ -193,7 +214,7 @@ class OllamaChatRequest(OllamaRequest):
 
     schema_key: ClassVar[str] = "ollama.chat"
 
-    messages: Annotated[list[Any], WithJsonSchema(MESSAGES_SCHEMA)] = Field(
+    messages: OllamaMessages = Field(
         [],
         description="The conversation: objects with `role`, `content`, `thinking`, `tool_calls` "
         "and `tool_name`. If the last message is the assistant's, the answer continues it. Without "
@@ -209,13 +230,16 @@ class OllamaChatRequest(OllamaRequest):
     def is_load(self) -> bool:
         return not self.messages
 
-    def prompt_fields(self) -> dict[str, Any]:
-        messages = [
-            read_message(message, f"messages[{index}]", self._warnings)
-            for index, message in enumerate(self.messages or [{"role": "user", "content": ""}])
-        ]
-        continues = messages[-1].get("role") == "assistant"
-        return {"messages": messages, "tools": self.tools, "continue_final_message": continues}
+    @property
+    def continues_answer(self) -> bool:
+        return bool(self.messages) and self.messages[-1].role == "assistant"
+
+    def read_messages(self) -> list[dict[str, Any]]:
+        messages = [message.for_template() for message in self.messages]
+        return messages or [{"role": "user", "content": ""}]
+
+    def read_toolbox(self) -> Toolbox:
+        return make_toolbox(self.tools, None, self._warnings)
 
 
 class OllamaGenerateRequest(OllamaRequest):
@@ -237,7 +261,7 @@ class OllamaGenerateRequest(OllamaRequest):
     def raw_prompt(self) -> str | None:
         return self.prompt if self.raw else None
 
-    def prompt_fields(self) -> dict[str, Any]:
+    def read_messages(self) -> list[dict[str, Any]]:
         if self.raw and self.system:
             raise FieldError(
                 "system is set together with raw, whose prompt is the whole text; leave one of "
@@ -245,8 +269,7 @@ class OllamaGenerateRequest(OllamaRequest):
                 "system",
             )
         system = [{"role": "system", "content": self.system}] if self.system else []
-        messages = [*system, {"role": "user", "content": self.prompt}]
-        return {"messages": messages, "add_special_tokens": self.raw}
+        return [*system, {"role": "user", "content": self.prompt}]
 
 
 class ShowRequest(RequestModel):
@@ -259,26 +282,3 @@ class ShowRequest(RequestModel):
         None, description="The served model's name, with or without `:latest`. Optional."
     )
     name: str | None = Field(None, description="Older name of model.")
-
-
-def read_message(message: object, path: str, warnings: FieldWarnings) -> dict[str, Any]:
-    """Return a message in a chat's format, which checks its values. Raises FieldError."""
-    fields = warnings.split(message, MESSAGE_FIELDS, "ollama.message", path)
-    read = {
-        {"thinking": "reasoning_content", "tool_name": "name"}.get(name, name): value
-        for name, value in fields.items()
-    }
-    calls = fields.get("tool_calls")
-    if isinstance(calls, list):
-        path = f"{path}.tool_calls"
-        read["tool_calls"] = [_call(call, f"{path}[{i}]", warnings) for i, call in enumerate(calls)]
-    return read
-
-
-def _call(call: object, path: str, warnings: FieldWarnings) -> dict[str, Any]:
-    """Return an earlier call. Its `index`, its position in the answer, is ignored."""
-    fields = warnings.split(call, CALL_FIELDS, "tool_call", path)
-    path = f"{path}.function"
-    function = warnings.split(fields.get("function"), FUNCTION_FIELDS, "", path)
-    function.pop("index", None)
-    return {**fields, "function": function}

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, WithJsonSchema
 from pydantic.config import JsonDict
 
 from strobe.sampling_params import MAX_ANSWERS, MAX_NAMED
+from strobe.server.generation.request import GenerationRequest, Sampling
 from strobe.server.openai.protocol.conversation import Conversation
 from strobe.server.schema.base import FieldWarnings, StreamOptions
-from strobe.server.schema.field_errors import FieldError
+from strobe.server.schema.field_errors import FieldError, FieldNames
 from strobe.server.schema.formats import ResponseFormat
 from strobe.server.schema.messages import Messages
-from strobe.server.schema.sampling import LogprobCount, SamplingFields
-from strobe.server.schema.tools import ChatToolChoice
+from strobe.server.schema.sampling import LogprobCount, MaxTokens, SamplingFields
+from strobe.server.schema.tools import ChatToolChoice, make_toolbox
 from strobe.server.schema.values import IDS_SCHEMA, Bounds, Int, TokenIds
 from strobe.validation import MAX_INT
 
@@ -28,8 +28,6 @@ NAMED_IDS = (
     f"With logprobs: up to {MAX_NAMED} token ids whose log probabilities are returned at each "
     "position of the answer, in place of the top tokens."
 )
-
-CONFLICT = "is set together with a tool_choice that forces a call"
 
 
 class ChatCompletionRequest(SamplingFields, Conversation):
@@ -44,16 +42,12 @@ class ChatCompletionRequest(SamplingFields, Conversation):
     n: Annotated[Int, Bounds(low=1, high=MAX_ANSWERS, hint="ask for one answer or more")] = Field(
         1, description="Number of answers, sampled independently even with one seed."
     )
-    max_completion_tokens: (
-        Annotated[Int, Bounds(low=1, high=MAX_INT, hint="leave it out for all that fit")] | None
-    ) = Field(
+    max_completion_tokens: MaxTokens | None = Field(
         None,
         description="Maximum number of tokens to generate, reasoning included; default: as many "
         "as fit.",
     )
-    max_tokens: (
-        Annotated[Int, Bounds(low=1, high=MAX_INT, hint="leave it out for all that fit")] | None
-    ) = Field(None, description="Older name of max_completion_tokens.")
+    max_tokens: MaxTokens | None = Field(None, description="Older name of max_completion_tokens.")
     logprobs: bool = Field(False, description="Return log probabilities of the answer's tokens.")
     top_logprobs: LogprobCount | None = Field(
         None, description="With logprobs: number of top tokens per position, 0 to 20."
@@ -108,18 +102,8 @@ class ChatCompletionRequest(SamplingFields, Conversation):
         False, description="Return `prompt_token_ids` and each choice's `token_ids`."
     )
 
-    @property
-    def allows_several_calls(self) -> bool:
-        """Whether an answer may have several calls. A model whose calls are forced tends to repeat
-        them, so `required` is one call unless the client asks for several."""
-        choice = self.toolbox.choice
-        if choice.forced and not self.is_set("parallel_tool_calls"):
-            return False
-        return self.parallel_tool_calls and choice.name is None
-
     def check(self) -> None:
         super().check()
-        self.read_conversation(self.messages, self.tool_choice)
         check_stream(self.stream, self.stream_options, self.prompt_logprobs)
         check_truncation(self.truncate_prompt_tokens)
         if (
@@ -132,85 +116,58 @@ class ChatCompletionRequest(SamplingFields, Conversation):
                 f"{self.max_completion_tokens}; give one of them.",
                 "max_tokens",
             )
-        if self.top_logprobs and not self.logprobs:
-            raise FieldError(
-                f"top_logprobs is {self.top_logprobs} without logprobs; set logprobs to true.",
-                "top_logprobs",
-            )
+        check_top_logprobs(self.top_logprobs, self.logprobs)
         top = ("top_logprobs", self.top_logprobs) if self.logprobs else None
         check_named_ids(self.logprob_token_ids, top, "true", self._warnings)
-        self._check_forced_call()
-        self._check_effort()
+        self._sampling = self._read_sampling()
+        self._generation = GenerationRequest(
+            messages=[message.for_template() for message in self.messages],
+            toolbox=make_toolbox(self.tools, self.tool_choice, self._warnings),
+            parallel_tool_calls=(
+                self.parallel_tool_calls if self.is_set("parallel_tool_calls") else None
+            ),
+            template=self.template_options(self.reasoning_effort),
+            sampling=self._sampling,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            model=self.model,
+            request_id=self.request_id,
+            timeout=self.timeout,
+        )
 
-    def _check_forced_call(self) -> None:
-        """Reject a constraint together with a forced call, except response_format, which clients
-        send with every request and which only applies to answers in text."""
-        source = self._constraint.source if self._constraint is not None else None
-        if self.toolbox.choice.forced and source not in (None, "response_format"):
-            raise FieldError(f"{source} {CONFLICT}; leave one of them out.", source)
-
-    def _check_effort(self) -> None:
-        variables = self.chat_template_kwargs or {}
-        for name, value in self._effort().items():
-            if variables.get(name, value) != value:
-                raise FieldError(
-                    f"reasoning_effort is {self.reasoning_effort}, but chat_template_kwargs.{name} "
-                    "says otherwise; leave one of them out.",
-                    "reasoning_effort",
-                )
-
-    def _effort(self) -> dict[str, Any]:
-        """The template variables that reasoning_effort sets."""
-        if self.reasoning_effort is None:
-            return {}
-        variables: dict[str, Any] = {"reasoning_effort": self.reasoning_effort}
-        if self.reasoning_effort == "none":
-            variables["enable_thinking"] = False
-        return variables
-
-    def limit(self) -> tuple[str, int | None]:
-        if self.max_completion_tokens is not None:
-            return "max_completion_tokens", self.max_completion_tokens
-        return "max_tokens", self.max_tokens
-
-    def sampling(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
-        """Keyword arguments of SamplingParams, without the grammar of a forced tool call, which
-        depends on the model's tool format."""
-        arguments = super().sampling(defaults)
-        arguments["n"] = self.n
+    def _read_sampling(self) -> Sampling:
+        options: dict[str, Any] = {"n": self.n}
         if self.logprobs:
-            arguments["logprobs"] = self.top_logprobs or 0
-            arguments["logprob_token_ids"] = self.logprob_token_ids
+            options["logprobs"] = self.top_logprobs or 0
+            options["logprob_token_ids"] = self.logprob_token_ids
         if self.prompt_logprobs is not None:
-            arguments["prompt_logprobs"] = self.prompt_logprobs
-        if self.toolbox.choice.forced:
-            arguments.pop("structured_outputs", None)
-        return arguments
-
-    def template_variables(self) -> dict[str, Any]:
-        return super().template_variables() | self._effort()
+            options["prompt_logprobs"] = self.prompt_logprobs
+        names = FieldNames()
+        if self.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        return self.read_sampling(
+            self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
+            names=names,
+            options=options,
+        )
 
     @property
     def echo_text(self) -> str:
         """The text that `echo` puts before the answer: the last message's, if it is the assistant's
         or the prompt ends with it."""
-        last = self.conversation[-1]
+        last = self.generation.messages[-1]
         starts_answer = self.add_generation_prompt and not self.continue_final_message
         if not self.echo or (starts_answer and last["role"] != "assistant"):
             return ""
         return last["content"] or ""
 
-    def warnings(self, template_reads: Collection[str] | None = None) -> list[str]:
-        sentences = super().warnings(template_reads)
-        effort = self._effort()
-        if template_reads is not None and effort and not set(effort) & set(template_reads):
-            sentences.append("reasoning_effort has no effect: the chat template does not read it.")
-        if self.toolbox.choice.mode == "auto":
-            sentences += [
-                f"{path} has no effect: a schema is held where tool_choice forces a call."
-                for path in self.toolbox.strict
-            ]
-        return sentences
+
+def check_top_logprobs(top_logprobs: int | None, logprobs: bool) -> None:
+    """Reject a number of top tokens that has no effect. Raises FieldError."""
+    if top_logprobs and not logprobs:
+        raise FieldError(
+            f"top_logprobs is {top_logprobs} without logprobs; set logprobs to true.",
+            "top_logprobs",
+        )
 
 
 def check_named_ids(

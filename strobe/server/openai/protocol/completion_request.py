@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PrivateAttr, WithJsonSchema
@@ -18,7 +17,7 @@ from strobe.server.openai.protocol.chat_request import (
 )
 from strobe.server.openai.protocol.infill_request import Gap
 from strobe.server.schema.base import StreamOptions
-from strobe.server.schema.field_errors import FieldError, invalid_value
+from strobe.server.schema.field_errors import FieldError, FieldNames, invalid_value
 from strobe.server.schema.formats import ResponseFormat
 from strobe.server.schema.sampling import LogprobCount, SamplingFields
 from strobe.server.schema.values import IDS_SCHEMA, Bounds, Int, check_int, is_int, token_ids
@@ -125,6 +124,9 @@ class CompletionRequest(SamplingFields):
             )
         if self.best_of is not None:
             self._check_best_of(self.best_of)
+        self._sampling = self.read_sampling(
+            self.max_tokens, names=FieldNames(), options=self._options()
+        )
 
     def _check_best_of(self, best_of: int) -> None:
         if best_of < self.n:
@@ -171,29 +173,25 @@ class CompletionRequest(SamplingFields):
         """The text to fill in between prompt and suffix."""
         return Gap(field="suffix", suffix=self.suffix) if self.suffix else None
 
-    def limit(self) -> tuple[str, int | None]:
-        return "max_tokens", self.max_tokens
-
     @property
     def answers(self) -> int:
         """Number of answers to generate per prompt, of which `n` are returned."""
         return self.n if self.best_of is None else self.best_of
 
-    def sampling(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
-        """Keyword arguments of SamplingParams, with logprobs if best_of needs them to choose."""
-        arguments = super().sampling(defaults)
-        arguments["n"] = self.answers
+    def _options(self) -> dict[str, Any]:
+        """Return arguments of SamplingParams, with logprobs if best_of needs them to choose."""
+        options: dict[str, Any] = {"n": self.answers}
         if self.logprobs is not None:
-            arguments["logprobs"] = self.logprobs
-            arguments["logprob_token_ids"] = self.logprob_token_ids
+            options["logprobs"] = self.logprobs
+            options["logprob_token_ids"] = self.logprob_token_ids
         elif self.answers > self.n:
-            arguments["logprobs"] = 0
+            options["logprobs"] = 0
         prompt_counts = [count for count in (self.prompt_logprobs,) if count is not None]
         if self.echo and self.logprobs is not None:
             prompt_counts.append(self.logprobs)
         if prompt_counts:
-            arguments["prompt_logprobs"] = max(prompt_counts)
-        return arguments
+            options["prompt_logprobs"] = max(prompt_counts)
+        return options
 
 
 def _ids(value: object, path: str) -> list[int]:

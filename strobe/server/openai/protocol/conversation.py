@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Annotated, Any
 
-from pydantic import Field, PrivateAttr, WithJsonSchema
+from pydantic import Field, WithJsonSchema
 
-from strobe.server.schema.base import RequestModel
+from strobe.server.generation.request import ConversationRequest, TemplateOptions
 from strobe.server.schema.field_errors import FieldError
-from strobe.server.schema.messages import Messages
-from strobe.server.schema.tools import ChatToolChoice, ChatTools, Toolbox, ToolChoice, make_toolbox
+from strobe.server.schema.tools import ChatTools
 
 OWN_FIELDS = (
     "messages", "tools", "documents", "chat_template", "add_generation_prompt",
@@ -35,8 +33,8 @@ TemplateVariables = Annotated[
 ]
 
 
-class Conversation(RequestModel):
-    """Messages and chat template options: the arguments of `Tokenizer.chat_text`."""
+class Conversation(ConversationRequest):
+    """Tools and options of the chat template."""
 
     tools: ChatTools | None = Field(
         None,
@@ -61,9 +59,6 @@ class Conversation(RequestModel):
         False, description="Add the tokenizer's special tokens to the rendered chat template."
     )
 
-    _messages: list[dict[str, Any]] = PrivateAttr(default_factory=list[dict[str, Any]])
-    _toolbox: Toolbox = Toolbox((), ToolChoice("none"))
-
     def check(self) -> None:
         super().check()
         check_template_options(self.chat_template_kwargs)
@@ -78,49 +73,16 @@ class Conversation(RequestModel):
                 "add_generation_prompt",
             )
 
-    def read_conversation(
-        self, messages: Messages, tool_choice: ChatToolChoice | None = None
-    ) -> None:
-        """Store messages and tools as the template reads them. Raises FieldError."""
-        self._messages = [message.for_template() for message in messages]
-        self._toolbox = make_toolbox(self.tools, tool_choice, self._warnings)
-
-    @property
-    def conversation(self) -> list[dict[str, Any]]:
-        """The messages as the chat template reads them."""
-        return self._messages
-
-    @property
-    def toolbox(self) -> Toolbox:
-        """The tools in the prompt, and the tool choice."""
-        return self._toolbox
-
-    def template_variables(self) -> dict[str, Any]:
-        """The request's variables for the chat template."""
-        return dict(self.chat_template_kwargs or {})
-
-    def template_options(self) -> dict[str, Any]:
-        """Keyword arguments of `Tokenizer.chat_text`, without the messages."""
-        options: dict[str, Any] = {
-            "tools": list(self.toolbox.tools) or None,
-            "chat_template": self.chat_template,
-            "add_generation_prompt": self.add_generation_prompt and not self.continue_final_message,
-        }
-        if self.continue_final_message:
-            options["continue_final_message"] = True
-        return options | self.template_variables()
-
-    def warnings(self, template_reads: Collection[str] | None = None) -> list[str]:
-        """One sentence for each field without effect. template_reads: the variables that the chat
-        template reads, None if unknown."""
-        sentences = super().warnings()
-        if template_reads is not None:
-            sentences += [
-                f"chat_template_kwargs.{name} has no effect: the chat template does not read it."
-                for name in self.chat_template_kwargs or {}
-                if name not in template_reads
-            ]
-        return sentences
+    def template_options(self, effort: str | None = None) -> TemplateOptions:
+        """Return the options of the chat template. effort: of the reasoning."""
+        return TemplateOptions(
+            source=self.chat_template,
+            variables=self.chat_template_kwargs or {},
+            effort=effort,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+            add_special_tokens=self.add_special_tokens,
+        )
 
 
 def check_template_options(options: dict[str, Any] | None) -> None:

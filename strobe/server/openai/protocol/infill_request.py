@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import Field
 
 from strobe.server.schema.base import RequestObject
+from strobe.server.schema.field_errors import FieldNames
 from strobe.server.schema.sampling import BOUNDS, SamplingFields
 from strobe.server.schema.values import Bounds, Int, Text
 from strobe.validation import MAX_INT
@@ -68,13 +68,15 @@ class InfillRequest(SamplingFields):
             field="input_suffix", suffix=self.input_suffix, files=tuple(files), start=self.prompt
         )
 
-    def limit(self) -> tuple[str, int | None]:
-        return "n_predict", None if self.n_predict < 0 else max(self.n_predict, 1)
-
-    def sampling(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
-        arguments = super().sampling(defaults)
+    def check(self) -> None:
+        super().check()
+        options: dict[str, Any] = {}
         if self.repeat_penalty is not None:
-            arguments["repetition_penalty"] = self.repeat_penalty
+            options["repetition_penalty"] = self.repeat_penalty
         if self.seed == -1:  # llama.cpp's value for a random seed
-            del arguments["seed"]
-        return arguments
+            options["seed"] = None
+        self._sampling = self.read_sampling(
+            None if self.n_predict < 0 else max(self.n_predict, 1),
+            names=FieldNames(max_tokens="n_predict"),
+            options=options,
+        )

@@ -2,39 +2,33 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, get_args
 
-from pydantic import Field, PrivateAttr, WithJsonSchema
+from pydantic import Field, WithJsonSchema
 
+from strobe.server.generation.request import (
+    ConversationRequest,
+    GenerationRequest,
+    Sampling,
+    TemplateOptions,
+)
 from strobe.server.openai.protocol.chat_request import Effort
 from strobe.server.openai.protocol.conversation import TemplateVariables, check_template_options
-from strobe.server.openai.protocol.converted import ConvertedRequest
 from strobe.server.openai.protocol.items import STORED_ITEMS, Input, MessageItem, input_messages
 from strobe.server.schema.base import FieldWarnings, RequestObject
 from strobe.server.schema.field_errors import (
     FieldError,
-    Names,
+    FieldNames,
     short_json,
 )
-from strobe.server.schema.formats import TextFormat
-from strobe.server.schema.sampling import LogprobCount, SamplingFields
+from strobe.server.schema.formats import TextFormat, read_constraint
+from strobe.server.schema.sampling import LogprobCount, MaxTokens, SamplingFields
 from strobe.server.schema.tools import (
     ResponsesToolChoice,
     ResponsesTools,
-    Toolbox,
-    ToolChoice,
     make_toolbox,
 )
-from strobe.server.schema.values import Bounds, Int, Must
-from strobe.validation import MAX_INT
-
-_NAMES = {
-    re.compile(r"\breasoning_effort\b"): "reasoning.effort",
-    re.compile(r"\bmax_(?:completion_)?tokens\b"): "max_output_tokens",
-}
-"""Names of a chat request's fields, and here."""
+from strobe.server.schema.values import Must
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
@@ -65,11 +59,8 @@ class ResponsesStreamOptions(RequestObject):
     schema_key: ClassVar[str] = "responses.stream_options"
 
 
-class ResponsesPrompt(ConvertedRequest):
+class ResponsesPrompt(ConversationRequest):
     """The fields that make up the prompt."""
-
-    names: ClassVar[Names] = _NAMES
-    format_field: ClassVar[str] = "text.format"
 
     input: Input = Field(
         description="A string, or a list of items: `message`, `function_call`, "
@@ -115,41 +106,32 @@ class ResponsesPrompt(ConvertedRequest):
         None, description='Variables for the chat template, such as {"enable_thinking": false}.'
     )
 
-    _body: dict[str, Any] = PrivateAttr(default_factory=dict[str, Any])
-    _toolbox: Toolbox = Toolbox((), ToolChoice("none"))
-    _format: dict[str, Any] | None = None
-
     def check(self) -> None:
         super().check()
         check_template_options(self.chat_template_kwargs)
 
-    def build(self) -> None:
-        """Build the chat request. Raises FieldError."""
-        self._toolbox = make_toolbox(self.tools, self.tool_choice, self._warnings)
-        choice = self._toolbox.choice
-        if self.text is not None and self.text.format is not None:
-            self._format = self.text.format.in_chat()
-        body: dict[str, Any] = {
-            "messages": input_messages(self.input, self.instructions, self._warnings),
-            "tools": list(self._toolbox.tools),
-            "tool_choice": choice.mode,
-            "parallel_tool_calls": (
+    def read_prompt(self, sampling: Sampling, **fields: Any) -> GenerationRequest:
+        """Return the conversation to answer. fields: further fields. Raises FieldError."""
+        toolbox = make_toolbox(self.tools, self.tool_choice, self._warnings)
+        return GenerationRequest(
+            messages=input_messages(self.input, self.instructions, self._warnings),
+            toolbox=toolbox,
+            parallel_tool_calls=(
                 self.parallel_tool_calls if self.is_set("parallel_tool_calls") else None
             ),
-            "reasoning_effort": self.reasoning and self.reasoning.effort,
-            "response_format": self._format,
-            "chat_template": self.chat_template,
-            "chat_template_kwargs": self.chat_template_kwargs,
-        }
-        if choice.name is not None:
-            body["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
-        body |= self.generation()
-        self._body = body
-        self.read_chat(body)
+            template=TemplateOptions(
+                source=self.chat_template,
+                variables=self.chat_template_kwargs or {},
+                effort=self.reasoning and self.reasoning.effort,
+            ),
+            sampling=sampling,
+            **fields,
+        )
 
-    def generation(self) -> dict[str, Any]:
-        """The chat request's sampling and output fields. Raises FieldError."""
-        return {}
+    @property
+    def text_format(self) -> TextFormat | None:
+        """The form of the answer's text."""
+        return self.text and self.text.format
 
     def follow(self, items: list[Any]) -> None:
         """Put the items of an earlier conversation before the input."""
@@ -159,22 +141,17 @@ class ResponsesPrompt(ConvertedRequest):
         else:
             new_items = self.input
         messages = input_messages([*earlier, *new_items], self.instructions, FieldWarnings())
-        self.read_chat(self._body | {"messages": messages})
+        self._generation = self._generation.with_messages(messages)
 
-    def with_own_names(self, error: FieldError) -> FieldError:
-        renamed = super().with_own_names(error)
-        if renamed.param == "messages":
-            renamed.param = "input"
-        return renamed
 
-    def warnings(self, template_reads: Collection[str] | None = None) -> list[str]:
-        sentences = super().warnings(template_reads)
-        if self._toolbox.choice.mode == "auto":
-            sentences += [
-                f"{path} has no effect: a schema is held where tool_choice forces a call."
-                for path in self._toolbox.strict
-            ]
-        return list(dict.fromkeys(sentences))
+def own_names() -> FieldNames:
+    """Return this API's names of fields."""
+    return FieldNames(
+        messages="input",
+        max_tokens="max_output_tokens",
+        reasoning_effort="reasoning.effort",
+        response_format="text.format",
+    )
 
 
 class ResponsesRequest(SamplingFields, ResponsesPrompt):
@@ -184,9 +161,7 @@ class ResponsesRequest(SamplingFields, ResponsesPrompt):
 
     store: bool = Field(True, description="Store the response, to retrieve or continue it later.")
     metadata: dict[str, str] | None = Field(None, description="Strings that the response repeats.")
-    max_output_tokens: (
-        Annotated[Int, Bounds(low=1, high=MAX_INT, hint="leave it out for all that fit")] | None
-    ) = Field(
+    max_output_tokens: MaxTokens | None = Field(
         None,
         description="Maximum number of tokens to generate, reasoning included; default: as many "
         "as fit.",
@@ -210,31 +185,24 @@ class ResponsesRequest(SamplingFields, ResponsesPrompt):
                 "stream_options is set without stream; set stream to true.",
                 "stream_options",
             )
-        self.build()
+        self._sampling = self.read_sampling(
+            self.max_output_tokens,
+            names=own_names(),
+            options=self._logprob_options(),
+            answer_format=self.text_format,
+        )
+        self._generation = self.read_prompt(
+            self._sampling, model=self.model, request_id=self.request_id, timeout=self.timeout
+        )
 
-    def generation(self) -> dict[str, Any]:
+    def _logprob_options(self) -> dict[str, Any]:
         logprobs = self._reads_logprobs()
         if self.top_logprobs and not logprobs:
             raise FieldError(
                 f'top_logprobs is {self.top_logprobs} without "{LOGPROBS}" in include; add it.',
                 "top_logprobs",
             )
-        constrains = self._format is not None and self._format["type"] != "text"
-        if constrains and (self._constraint is not None or self.ignore_eos):
-            source = self._constraint.source if self._constraint is not None else "ignore_eos"
-            raise FieldError(
-                f"{source} is set together with text.format, which already says how the answer "
-                "ends and looks; leave one of them out.",
-                source,
-            )
-        body: dict[str, Any] = {
-            "logprobs": logprobs,
-            "top_logprobs": self.top_logprobs,
-            "max_completion_tokens": self.max_output_tokens,
-        }
-        return body | {
-            name: getattr(self, name) for name in SamplingFields.model_fields if self.is_set(name)
-        }
+        return {"logprobs": self.top_logprobs or 0} if logprobs else {}
 
     def _reads_logprobs(self) -> bool:
         for index, name in enumerate(self.include or ()):
@@ -251,15 +219,8 @@ class ResponsesRequest(SamplingFields, ResponsesPrompt):
                 )
         return LOGPROBS in (self.include or ())
 
-    def limit(self) -> tuple[str, int | None]:
-        return "max_output_tokens", self.max_output_tokens
-
-    def sampling(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
-        """The chat request's keyword arguments of SamplingParams."""
-        return self.to_chat().sampling(defaults)
-
     @property
-    def text_format(self) -> dict[str, Any]:
+    def shown_format(self) -> dict[str, Any]:
         """text.format as the response echoes it."""
         text_format = self.sent.get("text", {}).get("format")
         return text_format if text_format is not None else {"type": "text"}
@@ -276,4 +237,8 @@ class InputTokensRequest(ResponsesPrompt):
 
     def check(self) -> None:
         super().check()
-        self.build()
+        names = own_names()
+        sources = {} if self.text_format is None else {"response_format": self.text_format}
+        sampling = Sampling(constraint=read_constraint(sources, names), names=names)
+        sampling.check(self._warnings)
+        self._generation = self.read_prompt(sampling)

@@ -6,10 +6,12 @@ from typing import ClassVar
 
 from pydantic import Field
 
+from strobe.server.generation.request import GenerationRequest
 from strobe.server.openai.protocol.conversation import Conversation
 from strobe.server.schema.base import RequestModel
 from strobe.server.schema.field_errors import FieldError
 from strobe.server.schema.messages import Messages
+from strobe.server.schema.tools import make_toolbox
 from strobe.server.schema.values import TokenIds
 
 
@@ -39,7 +41,11 @@ class TokenizeRequest(Conversation):
                 raise FieldError(
                     "messages is set together with prompt; give one of them.", "messages"
                 )
-            self.read_conversation(self.messages)
+            self._generation = GenerationRequest(
+                messages=[message.for_template() for message in self.messages],
+                toolbox=make_toolbox(self.tools, None, self._warnings),
+                template=self.template_options(),
+            )
             return
         if self.prompt is None:
             raise FieldError(
