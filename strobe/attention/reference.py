@@ -17,10 +17,12 @@ from strobe.kv.kv_store import KVStore
 
 class SeenKeys(NamedTuple):
     """Keys that the rows of G spans may see: positions [N], or [G, N] with a window, and slots
-    [G, N]."""
+    [G, N]. in_place: each layer's keys and values in these slots, if they need not be gathered; all
+    rows then see as many keys as the last one, but for masks."""
 
     positions: Tensor
     slots: Tensor
+    in_place: list[tuple[Tensor, Tensor]] | None = None
 
 
 class ReferencePlan:
@@ -33,7 +35,7 @@ class ReferencePlan:
         self.groups = groups_of(tuple(batch.row_counts), batch.ids.device)
         self._bounds = [max([batch.bounds[i] for i in group.members]) for group in self.groups]
         self._keys: dict[tuple[int, int, int | None], SeenKeys] = {}
-        self._bias: list[dict[LayerMask, Tensor]] = [{} for _ in self.groups]
+        self._bias: dict[tuple[int, LayerMask, bool], Tensor | None] = {}
 
     def _keys_of(self, index: int, layer: int) -> SeenKeys:
         """Return the keys that a layer reads for the spans of a group. No mask stops a NaN in
@@ -46,6 +48,13 @@ class ReferencePlan:
         batch = self.batch
         group = self.groups[index]
         table = batch.tables[page_group]
+        run = self._run_of(group, table) if window is None else None
+        if run is not None:
+            positions = torch.arange(len(run))
+            in_place = self.store.run(run.start, len(run))
+            seen = SeenKeys(positions=positions, slots=positions + run.start, in_place=in_place)
+            self._keys[index, page_group, window] = seen
+            return seen
         if window is None:
             positions, slots = self._all_slots(group, self._bounds[index], table)
         else:
@@ -56,6 +65,21 @@ class ReferencePlan:
         slots = slots.where(positions <= ends, batch.kv_slots[page_group][first])
         self._keys[index, page_group, window] = SeenKeys(positions, slots)
         return self._keys[index, page_group, window]
+
+    def _run_of(self, group: Group, table: Tensor) -> range | None:
+        """Return the slots of all positions of a single span if they follow one another, so that
+        its keys need not be gathered. On a CPU only, which reads the table without waiting."""
+        batch = self.batch
+        if len(group.members) > 1 or table.device.type != "cpu":
+            return None
+        if self.store.spec.dtype.itemsize == 1:  # converted, and thus copied
+            return None
+        last = int(batch.positions[group.rows[0, -1]])
+        end = min(last, batch.limit - 1) + 1
+        slot = int(batch.slots[group.members[0]])
+        pages = table.numpy()[slot, : -(-end // batch.page_size)]
+        first = int(pages[0])
+        return range(first, first + end) if (pages == first).all() else None
 
     def _slots(self, group: Group) -> Tensor:
         slots = self.batch.slots
@@ -82,50 +106,78 @@ class ReferencePlan:
         columns = (positions // self.batch.page_size).clamp(max=table.shape[1] - 1)
         return positions, table[self._slots(group)[:, None], columns] + positions
 
-    def _bias_of(self, index: int, layer: int, dtype: torch.dtype, repeats: int) -> Tensor:
-        """Return [G, 1, repeats * Q or 1, N]: 0 where a row sees a key, -inf elsewhere."""
+    def _bias_of(self, index: int, layer: int, dtype: torch.dtype, repeats: int) -> Tensor | None:
+        """Return [G, 1, repeats * Q or 1, N]: 0 where a row sees a key, -inf elsewhere; None if
+        every row sees every key."""
         mask = self.masks[layer]
-        if mask not in self._bias[index]:
-            group = self.groups[index]
-            batch = self.batch
-            key = self._keys_of(index, layer).positions
-            if key.dim() == 2:
-                key = key[:, None]
-            query = batch.positions[group.rows][:, :, None]
-            if mask.causal:
-                hidden = key > query
-            else:
-                ends = (batch.starts + batch.sizes)[group.spans]
-                hidden = key >= ends[:, None, None]
-            if mask.window is not None:
-                hidden = hidden | (query - key >= mask.window)
-                if not mask.causal:
-                    hidden = hidden | (key - query >= mask.window)
-            bias = torch.zeros(hidden.shape, dtype=dtype, device=key.device)
-            bias.masked_fill_(hidden, float("-inf"))
-            if bias.shape[1] > 1:
-                bias = bias.repeat(1, repeats, 1)
-            self._bias[index][mask] = bias[:, None]
-        return self._bias[index][mask]
+        seen = self._keys_of(index, layer)
+        key = index, mask, seen.in_place is not None
+        if key not in self._bias:
+            self._bias[key] = self._make_bias(index, mask, seen, dtype=dtype, repeats=repeats)
+        return self._bias[key]
+
+    def _make_bias(
+        self, index: int, mask: LayerMask, seen: SeenKeys, *, dtype: torch.dtype, repeats: int
+    ) -> Tensor | None:
+        group = self.groups[index]
+        batch = self.batch
+        if seen.in_place is not None and (not mask.causal or group.rows.shape[1] == 1):
+            return None
+        key = seen.positions
+        if key.dim() == 2:
+            key = key[:, None]
+        query = batch.positions[group.rows][:, :, None]
+        if mask.causal:
+            hidden = key > query
+        else:
+            ends = (batch.starts + batch.sizes)[group.spans]
+            hidden = key >= ends[:, None, None]
+        if mask.window is not None:
+            hidden = hidden | (query - key >= mask.window)
+            if not mask.causal:
+                hidden = hidden | (key - query >= mask.window)
+        bias = torch.zeros(hidden.shape, dtype=dtype, device=key.device)
+        bias.masked_fill_(hidden, float("-inf"))
+        if bias.shape[1] > 1:
+            bias = bias.repeat(1, repeats, 1)
+        return bias[:, None]
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
         self.store.write(layer, self.batch.kv_slots[self.store.spec.group_of(layer)], k, v)
+        return self._attend(layer, q, sinks)
+
+    def joined(self, layer: int, qkv: Tensor, q_heads: int, sinks: Tensor | None = None) -> Tensor:
+        """As a call, with the heads of q, k and v in one tensor [T, Hq + 2 Hkv, D]."""
+        slots = self.batch.kv_slots[self.store.spec.group_of(layer)]
+        rows = qkv.view(qkv.shape[0], -1)
+        self.store.write_joined(layer, slots, rows[:, q_heads * qkv.shape[2] :])
+        return self._attend(layer, qkv[:, :q_heads], sinks)
+
+    def _attend(self, layer: int, q: Tensor, sinks: Tensor | None) -> Tensor:
+        """Attend to keys and values that are stored."""
         rows, heads, width = q.shape
-        kv_heads = k.shape[1]
+        kv_heads = self.store.spec.shapes[layer][0]
         repeats = heads // kv_heads
         out = None
         for index, group in enumerate(self.groups):
-            keys, values = self.store.gather(layer, self._keys_of(index, layer).slots)
+            seen = self._keys_of(index, layer)
+            if seen.in_place is None:
+                keys, values = self.store.gather(layer, seen.slots)
+            else:
+                keys, values = seen.in_place[layer]
             if keys.dtype != q.dtype:
                 keys = keys.to(q.dtype)
                 values = values.to(q.dtype)
             spans, longest = group.rows.shape
             single_group = group.flat is None and len(self.groups) == 1
             part = q if single_group else q[group.rows.flatten()]
-            part = part.view(spans, longest, kv_heads, repeats, width).permute(0, 2, 3, 1, 4)
-            part = part.reshape(spans, kv_heads, repeats * longest, width)
+            if longest > 1:
+                part = part.view(spans, longest, kv_heads, repeats, width).permute(0, 2, 3, 1, 4)
+                part = part.reshape(spans, kv_heads, repeats * longest, width)
+            else:
+                part = part.view(spans, kv_heads, repeats, width)
             bias = self._bias_of(index, layer, q.dtype, repeats)
             if sinks is None:
                 result = F.scaled_dot_product_attention(part, keys, values, attn_mask=bias)
@@ -134,7 +186,9 @@ class ReferencePlan:
                 result = attend_with_sinks(
                     part, keys=keys, values=values, bias=bias, sinks=column.flatten(1)
                 )
-            result = result.view(spans, kv_heads, repeats, longest, width).permute(0, 3, 1, 2, 4)
+            if longest > 1:
+                result = result.view(spans, kv_heads, repeats, longest, width)
+                result = result.permute(0, 3, 1, 2, 4)
             result = result.reshape(spans * longest, heads * width)
             if single_group:
                 return result
@@ -146,12 +200,14 @@ class ReferencePlan:
 
 
 def attend_with_sinks(
-    q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, sinks: Tensor
+    q: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, sinks: Tensor
 ) -> Tensor:
     """q [G, Hkv, M, D], keys, values [G, Hkv, N, D], bias [G, 1, M or 1, N], sinks [Hkv, M] ->
     [G, Hkv, M, D]: attention whose softmax has the sink as one more logit with value zero (as in
     gpt-oss's model card)."""
-    scores = q @ keys.transpose(2, 3) * q.shape[-1] ** -0.5 + bias
+    scores = q @ keys.transpose(2, 3) * q.shape[-1] ** -0.5
+    if bias is not None:
+        scores = scores + bias
     extra = sinks[None, :, :, None].expand(q.shape[0], -1, -1, 1)
     return torch.softmax(torch.cat([scores, extra], -1), -1)[..., :-1] @ values
 

@@ -68,6 +68,10 @@ class KVStore:
         self._keys[layer].index_copy_(0, slots, self._stored(keys))
         self._values[layer].index_copy_(0, slots, self._stored(values))
 
+    def write_joined(self, layer: int, slots: Tensor, rows: Tensor) -> None:
+        """Store rows [T, 2 * Hkv * D], keys and then values, in slots [T]."""
+        self._flat[layer].index_copy_(0, slots, self._stored(rows))
+
     def write_all(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys, values [T, L, Hkv, D] of all layers, of equal shape, in slots [T]."""
         rows = torch.stack([keys, values], 2).transpose(0, 1)
@@ -75,11 +79,25 @@ class KVStore:
 
     def gather(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """slots [G, N] -> keys, values [G, Hkv, N, D] as views of one gathered copy."""
-        rows = self._flat[layer].index_select(0, slots.flatten())
+        rows = self._flat[layer].index_select(0, slots.view(-1))
         if self._largest is not None:
             rows = rows.view(self.spec.dtype)
-        rows = rows.view(*slots.shape, *self.layers[layer].shape[1:])
-        return rows[:, :, 0].transpose(1, 2), rows[:, :, 1].transpose(1, 2)
+        heads, width = self.spec.shapes[layer]
+        rows = rows.view(*slots.shape, 2, heads, width)
+        keys, values = rows.permute(2, 0, 3, 1, 4).unbind()
+        return keys, values
+
+    def run(self, first: int, count: int) -> list[tuple[Tensor, Tensor]]:
+        """Return each layer's keys, values [1, Hkv, N, D] in slots first to first + N - 1, without
+        a copy."""
+        if self.data.dim() > 1:
+            rows = self.data[:, None, first : first + count].permute(3, 0, 1, 4, 2, 5)
+            return list(zip(rows[0].unbind(), rows[1].unbind(), strict=True))
+        views = list[tuple[Tensor, Tensor]]()
+        for layer in self.layers:
+            keys, values = layer[None, first : first + count].permute(2, 0, 3, 1, 4).unbind()
+            views.append((keys, values))
+        return views
 
     def _bytes(self, values: Tensor) -> Tensor:
         return values if self._largest is None else values.view(torch.uint8)

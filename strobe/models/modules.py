@@ -58,10 +58,11 @@ class RMSNorm(nn.Module):
             self.folded = self.weight * size**0.5, torch.tensor((size * self.eps) ** 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.folded is not None and x.dtype == torch.float32:
+            gain, floor = self.folded
+            return unit_rms(x, self.eps, floor).mul_(gain)
         if x.dtype != self.weight.dtype:
             return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
-        if self.folded is not None:
-            return unit_rms(x, self.eps, self.folded[1]).mul_(self.folded[0])
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 

@@ -318,4 +318,6 @@ def _load(module: Model, directory: Path, options: LoadOptions) -> Model:
             submodule.dtype = options["dtype"]
         if isinstance(submodule, RMSNorm | Attention):
             submodule.fold()
+    for submodule in module.modules():  # found at once then, not by nn.Module's own search
+        submodule.__dict__.update(submodule.named_children())
     return module

@@ -70,13 +70,30 @@ nothing else about caches, masks and batches: the engine passes one such functio
 """
 
 
+AttendJoined = Callable[..., Tensor]
+"""As `Attend`, in the engine: (layer, qkv [T, Hq + 2 Hkv, D], Hq), with the keyword sinks."""
+JOINED_ROWS = 64
+"""Rows up to which all heads are rotated at once: time goes by operations there, not by values."""
+
+
 class ForwardRows:
     """The rows of one forward. tables: the rotary table of each layer with attention. attend: any
-    `Attend`; for recurrent layers a `RecurrentPlan`. paged: the attention plan, if kernels can
+    `Attend`; for recurrent layers a `RecurrentPlan`. joined: the same for joined heads; None if the
+    plan has no such function, or there are many rows. paged: the attention plan, if kernels can
     store keys and values in its cache. offsets [T]: each row's offset in its span, for convolutions
     along blocks; 0 for padding."""
 
-    __slots__ = ("_angles", "attend", "offsets", "paged", "positions", "recurrent", "tables")
+    __slots__ = (
+        "_angles",
+        "_head_angles",
+        "attend",
+        "joined",
+        "offsets",
+        "paged",
+        "positions",
+        "recurrent",
+        "tables",
+    )
 
     def __init__(
         self,
@@ -91,7 +108,11 @@ class ForwardRows:
         self.recurrent = attend
         self.attend: Attend = attend.attend if isinstance(attend, RecurrentPlan) else attend
         self.paged = paged_plan(self.attend)
+        self.joined: AttendJoined | None = None
+        if positions.shape[0] <= JOINED_ROWS:
+            self.joined = getattr(self.attend, "joined", None)
         self._angles: dict[RotaryTable, Rope] = {}
+        self._head_angles: dict[tuple[RotaryTable, int, int], Rope] = {}
 
     def angles(self, layer: int) -> Rope:
         """Return the layer's rotation angles, computed once per table."""
@@ -99,6 +120,19 @@ class ForwardRows:
         angles = self._angles.get(table)
         if angles is None:
             angles = self._angles[table] = table(self.positions)
+        return angles
+
+    def head_angles(self, layer: int, rotated: int, others: int) -> Rope:
+        """Return the layer's angles for `rotated` heads and, so that one operation serves all
+        heads of a row, angles of zero for others after them: [T, heads, D]."""
+        key = self.tables[layer], rotated, others
+        angles = self._head_angles.get(key)
+        if angles is None:
+            cos, sin = self.angles(layer)
+            still = cos.new_zeros(cos.shape[0], others, cos.shape[2])
+            cos = torch.cat([cos.expand(-1, rotated, -1), still + 1], 1)
+            sin = torch.cat([sin.expand(-1, rotated, -1), still], 1)
+            angles = self._head_angles[key] = cos, sin
         return angles
 
 
@@ -119,7 +153,7 @@ class TorchOps:
 
     def norm(self, x: Tensor, norm: RMSNorm) -> Tensor:
         """x [T, H] -> [T, H]."""
-        return norm(x)
+        return norm.forward(x)
 
     def linear(self, x: Tensor, linear: AnyLinear, activation: Activation | None = None) -> Tensor:
         """x [T, K] -> [T, N], or [T, N / 2] after an activation."""
@@ -153,6 +187,8 @@ class TorchOps:
         qkv = qkv.view(qkv.shape[0], -1, attention.head_dim)
         q_heads = attention.q_heads
         kv_heads = attention.kv_heads
+        if rows.joined is not None and self._joins(attention):
+            return self._joined_attention(qkv, attention, rows)
         # A layer without its own values uses its keys.
         qk = qkv[:, : q_heads + kv_heads]
         v = qkv[:, -kv_heads:]
@@ -166,6 +202,23 @@ class TorchOps:
         if attention.sinks is None:
             return rows.attend(attention.layer, q, k, v)
         return rows.attend(attention.layer, q, k, v, sinks=attention.sinks)
+
+    def _joins(self, attention: Attention) -> bool:
+        """Whether `_joined_attention` serves this layer."""
+        norms = attention.norms()
+        has_floor = norms is None or norms[1] is not None
+        return has_floor and attention.own_values and not attention.value_norm
+
+    def _joined_attention(self, qkv: Tensor, attention: Attention, rows: ForwardRows) -> Tensor:
+        """As `attention`, by few operations, which overwrite qkv [T, Hq + 2 Hkv, D]."""
+        assert rows.joined is not None
+        rotated = attention.q_heads + attention.kv_heads
+        if (norms := attention.norms()) is not None:
+            qk = qkv[:, :rotated]
+            norm = torch.linalg.vector_norm(qk, 2, -1, True).hypot_(norms[1])
+            qk.div_(norm).mul_(norms[0])
+        qkv = rotate(qkv, rows.head_angles(attention.layer, rotated, attention.kv_heads))
+        return rows.joined(attention.layer, qkv, attention.q_heads, sinks=attention.sinks)
 
     def experts(
         self, x: Tensor, logits: Tensor, layer: ExpertsLayer, onto: Tensor | None, rows: ForwardRows

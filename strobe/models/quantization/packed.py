@@ -56,6 +56,8 @@ class Float32:
 
     def __call__(self, x: Tensor) -> Tensor:
         product = torch.ops.mkldnn._linear_pointwise
+        if x.dtype == torch.float32:
+            return product(x, self.packed, self.bias, "none", [], "")
         return product(x.float(), self.packed, self.bias, "none", [], "").to(x.dtype)
 
 
@@ -69,7 +71,10 @@ class Float16:
         self.packed = torch.ops.quantized.linear_prepack_fp16(weight.float().contiguous(), bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return torch.ops.quantized.linear_dynamic_fp16(x.float(), self.packed).to(x.dtype)
+        product = torch.ops.quantized.linear_dynamic_fp16
+        if x.dtype == torch.float32:
+            return product(x, self.packed)
+        return product(x.float(), self.packed).to(x.dtype)
 
 
 class Int8:
