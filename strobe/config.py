@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator, model_validator
+from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo, model_validator
 
 from strobe.sampling_params import Method
 from strobe.validation import Texts, brief, option, settings
@@ -34,20 +34,21 @@ STATE_CACHE_ON_GPU = 4 << 30
 STATE_CACHE_ON_CPU = 256 << 20
 
 
-def parse_bytes(value: int | str) -> int:
-    """Parse 1073741824, "1GiB" or "512M" (powers of two) to bytes. Raises ValueError."""
+def parse_bytes(value: int | str, name: str = "kv_cache_memory") -> int:
+    """Parse 1073741824, "1GiB" or "512M" (powers of two) to bytes. name: the setting's, for the
+    ValueError that this raises."""
     match = re.fullmatch(r"\s*(\d{1,30}(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", str(value).lower())
     size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
     if size < 1:
         raise ValueError(
-            f"kv_cache_memory is {brief(value)}, but must be a size such as 2GiB or 1073741824."
+            f"{name} is {brief(value)}, but must be a size such as 2GiB or 1073741824."
         )
     return size
 
 
-def _check_size(value: int | str | None) -> int | str | None:
+def _check_size(value: int | str | None, info: ValidationInfo) -> int | str | None:
     if value is not None:
-        parse_bytes(value)
+        parse_bytes(value, info.field_name or "a size")
     return value
 
 
@@ -119,6 +120,11 @@ class EngineConfig:
         "Bytes for states of recurrent layers that the prefix cache keeps, such as 2GiB; by "
         "default room for 32, in at most 4 GiB of a GPU or 256 MiB on a CPU.",
     )
+    kv_offload_memory: Annotated[int | str | None, PlainValidator(_check_size)] = option(
+        None,
+        "Bytes of host memory, such as 32GiB, of all ranks together, to which the prefix cache "
+        "copies pages and states before the device loses them; by default none.",
+    )
     gpu_memory_utilization: Annotated[float, Field(ge=0.01, le=1)] | None = option(
         None, "Share of a GPU's memory that may be in use, others' included; by default the rest."
     )
@@ -185,6 +191,11 @@ class EngineConfig:
             raise ValueError(
                 f"gpu_memory_utilization is {self.gpu_memory_utilization} and kv_cache_memory is "
                 f"{self.kv_cache_memory}, but both size the KV cache; give one of them."
+            )
+        if self.kv_offload_memory is not None and not self.enable_prefix_caching:
+            raise ValueError(
+                f"kv_offload_memory is {self.kv_offload_memory}, but prefix caching is off, so "
+                "that nothing is kept; leave one of them out."
             )
         if self.method == "none" and self.num_drafts is not None:
             raise ValueError(

@@ -67,7 +67,9 @@ class EngineStats(Counters):
     and those served from the prefix cache. shadow_requests, shadow_blocks: answers and blocks in
     which drafters are scored; shadow_seconds: that this takes, of all steps' step_seconds.
     states_kept: states of recurrent layers that were kept; state_hits: requests that began from
-    one. `strobe.outputs.METRICS` has their metrics."""
+    one. host_queries: tokens of these prompts that the device's prefix cache did not have, looked
+    up in host memory; host_hits: those found there; host_saves, host_loads: pages and states copied
+    to host memory and back. `strobe.outputs.METRICS` has their metrics."""
 
     steps: int = 0
     prompt_tokens: int = 0
@@ -82,3 +84,7 @@ class EngineStats(Counters):
     step_seconds: float = 0.0
     states_kept: int = 0
     state_hits: int = 0
+    host_queries: int = 0
+    host_hits: int = 0
+    host_saves: int = 0
+    host_loads: int = 0

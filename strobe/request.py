@@ -144,6 +144,9 @@ class Request:
     draft_counts: DraftCounts = field(default_factory=DraftCounts)
     num_preemptions: int = 0
     num_cached: int | None = None
+    """Positions of its prompt that the prefix cache had, once it was admitted."""
+    num_host_cached: int = 0
+    """Of these, positions that were brought back from host memory."""
     arrived_at: float = field(default_factory=time.monotonic)
     queue_time: float = 0.0
     started: bool = False

@@ -13,6 +13,7 @@ to a sequence and compute logits at its last rows.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -101,6 +102,25 @@ class StateCopy(NamedTuple):
     keeps: bool
 
 
+class HostCopy(NamedTuple):
+    """A copy between host memory and the device, of a page or of a kept state. device: the page or
+    the state's row; host: the row in host memory; group: the page's group."""
+
+    device: int
+    host: int
+    group: int = 0
+    is_state: bool = False
+
+
+class HostCopies(NamedTuple):
+    """Copies between host memory and the device, in this order. evicted: to host memory, before the
+    step overwrites them; loaded: to the device, for later steps; saved: to host memory."""
+
+    evicted: tuple[HostCopy, ...] = ()
+    loaded: tuple[HostCopy, ...] = ()
+    saved: tuple[HostCopy, ...] = ()
+
+
 class ShadowWork(NamedTuple):
     """What a step does for the scores of drafters in shadow mode. observed: spans whose rows the
     drafters read; proposals: by drafter, spans of a newest token after which it drafts."""
@@ -125,7 +145,7 @@ class Plan(NamedTuple):
     drafts to verify, over all spans; the device picks the most likely ones; None: all. confidence:
     per draft position, the probabilities at rising evidence that a draft is accepted if the drafts
     before it are (`strobe/speculation/acceptance.py`). states: copies of recurrent states, in this
-    order. shadow: in shadow mode only."""
+    order. host: copies between the tiers of the prefix cache. shadow: in shadow mode only."""
 
     spans: tuple[Span, ...] = ()
     pages: tuple[PageWrite, ...] = ()
@@ -134,6 +154,12 @@ class Plan(NamedTuple):
     confidence: tuple[tuple[float, ...], ...] = ()
     states: tuple[StateCopy, ...] = ()
     shadow: ShadowWork | None = None
+    host: HostCopies | None = None
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is anything to launch, if only copies."""
+        return bool(self.spans) or self.host is not None
 
     @property
     def methods(self) -> dict[str, list[int]]:
@@ -153,6 +179,9 @@ class Plan(NamedTuple):
             assert 0 <= write.group < len(num_pages), f"a page group that does not exist: {write}"
             last = num_pages[write.group]
             assert all(0 < page < last for page in write.pages), f"a page beyond {last}: {write}"
+        for copy in () if self.host is None else itertools.chain(*self.host):
+            last = num_pages[copy.group]
+            assert copy.is_state or 0 < copy.device < last, f"a page beyond {last}: {copy}"
 
 
 class StepResult(NamedTuple):

@@ -55,6 +55,9 @@ SWITCHES: dict[str, tuple[str, object, object]] = {
 }
 """Boolean options there: our setting, its value for true, and for false; None is the default."""
 
+HOST_MEMORY = ("kv_offloading_size", "hicache_size")
+"""Host memory for the prefix cache: vLLM's in GiB of all ranks, SGLang's in GB of each rank."""
+
 BLOCKS = ("speculative_dflash_block_size", "speculative_num_draft_tokens")
 """SGLang's names for a block's slots, of which the first is the newest token and not a draft."""
 
@@ -102,7 +105,13 @@ ONLY: dict[str, tuple[tuple[object, ...], str]] = {
         ("expert_parallel_size", "ep_size", "ep"),
         ((1,), "enable_expert_parallel gives each rank some of the experts"),
     ),
-    "cpu_offload_gb": ((0, 0.0), "Strobe keeps all weights on the device"),
+    "cpu_offload_gb": (
+        (0, 0.0),
+        "Strobe keeps all weights on the device, and kv_offload_memory is for the prefix cache",
+    ),
+    "kv_offloading_backend": (("native",), "Strobe copies to host memory itself"),
+    "enable_hierarchical_cache": ((True,), "hicache_size or kv_offload_memory says so"),
+    "hicache_ratio": ((), "kv_offload_memory names the bytes of host memory"),
     "enable_lora": ((False,), "Strobe loads no adapters"),
     "tokenizer_mode": (("auto",), _OWN_TOKENIZER),
     "skip_tokenizer_init": ((False,), _OWN_TOKENIZER),
@@ -145,14 +154,17 @@ NO_EFFECT: dict[str, tuple[tuple[object, ...], str]] = {
     "limit_mm_per_prompt": ((), _TEXT_ONLY),
     "disable_chunked_mm_input": ((), _TEXT_ONLY),
     "language_model_only": ((True,), _TEXT_ONLY),
-    "swap_space": ((0,), "pages are recomputed, never swapped out"),
+    "swap_space": ((0,), "kv_offload_memory keeps pages in host memory"),
+    "hicache_write_policy": ((), "pages are copied to host memory before the device evicts them"),
+    "hicache_io_backend": ((), "there is one way to copy pages"),
+    "hicache_mem_layout": ((), "a page's layers are together in host memory"),
     "enable_chunked_prefill": ((True,), "long prompts are always prefilled in chunks"),
 }
 """Options without effect on answers. Values other than these, which describe what Strobe does, are
 logged as having no effect."""
 
 ALIASES = frozenset({
-    *RENAMED, *SWITCHES, *BLOCKS, *SPEC_OPTIONS, *QUANTIZATION, *ONLY, *NO_EFFECT,
+    *RENAMED, *SWITCHES, *HOST_MEMORY, *BLOCKS, *SPEC_OPTIONS, *QUANTIZATION, *ONLY, *NO_EFFECT,
     "speculative_config",
     "speculative_algorithm", "trust_remote_code", "tokenizer", "tokenizer_path",
     "tokenizer_revision",
@@ -161,7 +173,7 @@ ALIASES = frozenset({
 FLAGS = frozenset({
     *SWITCHES, "enable_lora", "skip_tokenizer_init", "disable_log_stats",
     "enable_auto_tool_choice", "enable_metrics", "disable_chunked_mm_input", "language_model_only",
-    "enable_chunked_prefill", "trust_remote_code",
+    "enable_chunked_prefill", "enable_hierarchical_cache", "trust_remote_code",
 })  # fmt: skip
 """Names that need no value on a command line and have a `no-` form."""
 
@@ -202,7 +214,8 @@ def translate(options: Mapping[str, Any]) -> Translation:
         (name, key, set_options[name]) for name, key in SPEC_OPTIONS.items() if name in set_options
     ]
     _speculation(translation, [entry for entry in speculative if entry[2] is not None])
-    for name, value in set_options.items():
+    # The ranks first: SGLang's host memory is that of each.
+    for name, value in sorted(set_options.items(), key=lambda option: option[0] not in RENAMED):
         if name in RENAMED:
             parsed = _listed(name, value) if name == "allowed_origins" else value
             translation.put(RENAMED[name], parsed, name, value)
@@ -210,6 +223,10 @@ def translate(options: Mapping[str, Any]) -> Translation:
             setting, on, off = SWITCHES[name]
             if (on if _switch(name, value) else off) is not None:
                 translation.put(setting, on if value else off, name, value)
+        elif name in HOST_MEMORY:
+            size = _host_memory(name, value, translation.values.get("tensor_parallel_size", 1))
+            if size:
+                translation.put("kv_offload_memory", size, name, value)
         elif name in BLOCKS:
             translation.put("num_drafts", _drafts(name, value), name, value)
         elif name == "speculative_algorithm":
@@ -299,6 +316,13 @@ def _method(shown: str, value: object) -> str:
             "DFlash, DFlash2 or DSpark, or ngram, which needs none."
         )
     return method
+
+
+def _host_memory(name: str, value: object, ranks: int) -> int:
+    """Return the bytes of host memory that an option asks for, of all ranks together."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**20:
+        raise ValueError(f"{name} is {value!r}, but must be a number of gigabytes, such as 32.")
+    return int(value * 10**9) * ranks if name == "hicache_size" else int(value * 2**30)
 
 
 def _drafts(name: str, value: object) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -24,6 +25,8 @@ from strobe.engine.shadow_drafters import ShadowDrafter, load_shadow_configs, sh
 from strobe.host.host_memory import trim_heap
 from strobe.hub.download import fetch_weights
 from strobe.hub.locate import LOOKUP, locate_models
+from strobe.kv.host_store import HostStore, staging_bytes
+from strobe.kv.host_tier import COPY_MS, HostTier
 from strobe.kv.kept_states import KeptStates
 from strobe.kv.kv_store import KVSpec, KVStore
 from strobe.kv.pages import PagePool
@@ -134,6 +137,48 @@ class ResolvedConfig:
         return budget // size
 
     @property
+    def page_bytes(self) -> int:
+        """Bytes of a page in all K/V groups of this rank."""
+        size = self.limits.page_size
+        return sum(spec.bytes_per_page(size) for spec in self.kv_groups.values())
+
+    @property
+    def host_capacity(self) -> HostCapacity:
+        """The pages and states of this rank that host memory keeps. With recurrent layers, each
+        has half of the bytes. Raises ValueError for a budget that holds none."""
+        config = self.config
+        if config.kv_offload_memory is None:
+            return HostCapacity()
+        typed = parse_bytes(config.kv_offload_memory, "kv_offload_memory")
+        budget = typed // self.split.size
+        spec = self.target.states
+        state_bytes = 0 if spec is None else spec.bytes_per_kept_state(self.dtype)
+        page_bytes = self.page_bytes
+        shares = 2 if state_bytes else 1
+        needed = shares * max(page_bytes, state_bytes)
+        if budget < needed:
+            parts = f"one page of {self.limits.page_size} tokens takes {page_bytes} bytes"
+            if state_bytes:
+                parts += f" and one state of the recurrent layers {state_bytes}"
+                parts += ", each in half of it"
+            raise ValueError(
+                f"kv_offload_memory is {config.kv_offload_memory} ({typed} bytes), but {parts}; "
+                f"ask for at least {needed * self.split.size}, or leave it out."
+            )
+        return HostCapacity(
+            page_bytes=budget // shares,
+            num_states=budget // 2 // state_bytes if state_bytes else 0,
+        )
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that this rank's pages and states take there."""
+        capacity = self.host_capacity
+        spec = self.target.states
+        state_bytes = 0 if spec is None else spec.bytes_per_kept_state(self.dtype)
+        return capacity.page_bytes + capacity.num_states * state_bytes
+
+    @property
     def sampling_bytes(self) -> int:
         """Bytes of the sampling tables on a CPU. On a GPU they are part of scratch."""
         if self.device.type != "cpu":
@@ -167,7 +212,15 @@ class ResolvedConfig:
             kept_states=self.kept_state_bytes,
             sampling=self.sampling_bytes,
             scratch=self.scratch,
+            host=self.host_bytes,
         )
+
+
+class HostCapacity(NamedTuple):
+    """Bytes for pages, and number of states of recurrent layers, in host memory."""
+
+    page_bytes: int = 0
+    num_states: int = 0
 
 
 @dataclass
@@ -184,9 +237,13 @@ class Components:
     stores: dict[str, KVStore]
     states: StateStore | None = None
     kept_states: KeptStates | None = None
+    host_tier: HostTier | None = None
+    host_store: HostStore | None = None
 
     def clear_prefix_cache(self) -> None:
-        """Free the pages and states that no request holds."""
+        """Free the pages and states that no request holds, in host memory, too."""
+        if self.host_tier is not None:
+            self.host_tier.clear()
         self.pool.clear_cache()
         if self.kept_states is not None:
             self.kept_states.clear()
@@ -243,6 +300,9 @@ def resolve(config: EngineConfig, rank: int = 0) -> ResolvedConfig:
         split=split,
         shadows=shadows,
     )
+    if on_gpu and config.kv_offload_memory is not None:
+        scratch += staging_bytes(resolved.page_bytes)
+        resolved = replace(resolved, scratch=scratch)
     weights = _check_weights(resolved)
     resolved.num_pages(weights)
     return replace(resolved, weights=weights)
@@ -339,6 +399,8 @@ def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
         buckets=buckets,
     )
     pool = PagePool(pages, resolved.limits.page_size)
+    kept_states = _make_kept_states(resolved, states, pool)
+    host_store = _make_host_store(resolved, stores, states, pool)
     return Components(
         runner=runner,
         proposers=proposers,
@@ -349,7 +411,9 @@ def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
         pool=pool,
         stores=stores,
         states=states,
-        kept_states=_make_kept_states(resolved, states, pool),
+        kept_states=kept_states,
+        host_tier=_make_host_tier(resolved, host_store, pool, kept_states),
+        host_store=host_store,
     )
 
 
@@ -524,3 +588,61 @@ def _make_kept_states(
         pool.page_size,
         has_page=lambda key: pool.lookup(key) is not None,
     )
+
+
+def _make_host_store(
+    resolved: ResolvedConfig,
+    stores: dict[str, KVStore],
+    states: StateStore | None,
+    pool: PagePool,
+) -> HostStore | None:
+    """Make the prefix cache's host memory, if the settings ask for it. Page groups share it as they
+    share the device's. Its rows are the same on all ranks."""
+    size, num_states = resolved.host_capacity
+    if not size:
+        return None
+    split = resolved.split
+    page_size = pool.page_size
+    specs = resolved.kv_groups.values()
+    page_bytes = [
+        sum(spec.bytes_per_page(page_size, group) for spec in specs)
+        for group in range(len(pool.groups))
+    ]
+    on_device = sum(
+        group.num_pages * own for group, own in zip(pool.groups, page_bytes, strict=True)
+    )
+    num_pages = [max(group.num_pages * size // on_device, 1) for group in pool.groups]
+    return HostStore(
+        list(stores.values()),
+        page_size,
+        [split.fewest(count, resolved.device) for count in num_pages],
+        states=states,
+        num_states=num_states and split.fewest(num_states, resolved.device),
+        device=resolved.device,
+    )
+
+
+def _make_host_tier(
+    resolved: ResolvedConfig, store: HostStore | None, pool: PagePool, kept: KeptStates | None
+) -> HostTier | None:
+    """Make the bookkeeping of the prefix cache's host memory, if there is any."""
+    if store is None:
+        return None
+    bytes_per_ms = store.measure()
+    tier = HostTier(
+        pool,
+        store.num_pages,
+        kept=kept,
+        num_states=store.num_states,
+        page_bytes=store.page_bytes,
+        state_bytes=store.state_bytes,
+        pages_per_step=max(int(COPY_MS * bytes_per_ms) // sum(store.page_bytes), 1),
+    )
+    logger.info(
+        "Host memory keeps %s tokens%s in %s bytes, copied at %.1f GB/s.",
+        f"{store.num_pages[0] * pool.page_size:,}",
+        f" and {store.num_states} states" if store.num_states else "",
+        f"{resolved.host_bytes:,}",
+        bytes_per_ms / 1e6,
+    )
+    return tier

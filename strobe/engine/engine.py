@@ -70,6 +70,7 @@ class Engine:
             drafters=self.proposers.drafters,
             prefix_caching=self.config.enable_prefix_caching,
             kept_states=self.components.kept_states,
+            host=self.components.host_tier,
             draft_policy=draft_policy or self._make_draft_policy(),
             shadow=None if self.shadow is None else self.shadow.ledger,
         )
@@ -121,11 +122,11 @@ class Engine:
     def step(self) -> list[TokenEvent]:
         """Launch the next step; commit the oldest one once `overlap` steps are in flight."""
         plan = self.scheduler.plan() if len(self._pending) < self.max_in_flight else Plan()
-        launched = not plan.spans
+        launched = not plan.has_work
         try:
             if not launched:
                 self._save_states(plan)
-                self._pending.append(self.launch(plan))
+                self._launch_next(plan)
                 launched = True
             if not self._pending or (plan.spans and len(self._pending) < self.max_in_flight):
                 return []
@@ -145,8 +146,24 @@ class Engine:
         """Save the recurrent states of a request that runs alone, to resume from if this step
         fails, too."""
         states = self.components.states
-        alone = self.scheduler.alone
-        self._saved = [] if states is None or alone is None else states.save(plan.spans[0].slot)
+        self._saved = []
+        if states is not None and self.scheduler.alone is not None and plan.spans:
+            self._saved = states.save(plan.spans[0].slot)
+
+    def _launch_next(self, plan: Plan) -> None:
+        """Launch a plan, which may have copies only: these have no result to wait for."""
+        if plan.spans:
+            self._pending.append(self.launch(plan))
+            return
+        self.on_launch(plan, len(self._pending))
+        self._copy_host(plan)
+        self.resolved.split.end_step()
+
+    @torch.inference_mode()
+    def _copy_host(self, plan: Plan) -> None:
+        """Queue a plan's copies between the tiers of the prefix cache."""
+        if self.components.host_store is not None:
+            self.components.host_store.copy(plan.host)
 
     def _cancel(self, plan: Plan, launched: bool, error: str) -> list[TokenEvent]:
         """Give up a failed step: only this step if its launch failed; all steps in flight if a
@@ -216,12 +233,13 @@ class Engine:
         """Run a plan of another engine, which had so many steps in flight."""
         while len(self._pending) > in_flight:
             self._result(self._pending.popleft())
-        self._pending.append(self.launch(plan))
+        self._launch_next(plan)
 
     def _admit(self, plan: Plan) -> None:
         """Apply a plan's admissions, page-table entries and copies of states. Raises AssertionError
         for an invalid plan."""
         plan.check(self.limits.max_num_seqs, [self.components.pool.num_pages])
+        self._copy_host(plan)
         self.state.apply(plan)
         self.sampling.admit(plan.admitted)
         if self.components.states is not None:

@@ -30,6 +30,7 @@ from strobe.engine.fault_isolation import Advice, FaultIsolation
 from strobe.engine.result_processor import ResultProcessor, SpanCounts
 from strobe.engine.running_request import Residence, RunningRequest
 from strobe.engine.state_ledger import StateLedger
+from strobe.kv.host_tier import HostTier
 from strobe.kv.kept_states import KeptStates, SequenceStates
 from strobe.kv.lease import Lease, reserve_all
 from strobe.kv.pages import PagePool
@@ -38,6 +39,7 @@ from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftChain, Dr
 from strobe.speculation.shadow.ledger import ShadowLedger
 from strobe.step import (
     TAIL,
+    HostCopies,
     Plan,
     ShadowWork,
     Span,
@@ -70,17 +72,20 @@ class Scheduler:
         drafters: Mapping[str, Drafter] | None = None,
         prefix_caching: bool = True,
         kept_states: KeptStates | None = None,
+        host: HostTier | None = None,
         draft_policy: DraftPolicy | None = None,
         shadow: ShadowLedger | None = None,
     ):
         """drafters: proposers of each drafting method. kept_states: of a target with recurrent
-        layers, whose cached prefixes end where a state is kept. draft_policy: decides how many
-        drafts are verified. shadow: scores drafters, in shadow mode."""
+        layers, whose cached prefixes end where a state is kept. host: the prefix cache's tier in
+        host memory. draft_policy: decides how many drafts are verified. shadow: scores drafters, in
+        shadow mode."""
         self.limits = limits
         self.pool = pool
         self.drafters = drafters or {}
         self.prefix_caching = prefix_caching
         self.states = None if kept_states is None else StateLedger(kept_states)
+        self.host = host
         self.draft_policy = draft_policy or DraftPolicy()
         self.shadow = shadow
         self.results = ResultProcessor(limits)
@@ -125,6 +130,8 @@ class Scheduler:
             return
         if request.status is Status.WAITING:
             self.waiting.remove(request)
+            if self.host is not None:
+                self.host.end(request)
         request.status = Status.FINISHED
         request.finish_reason = reason
         for record in [r for r in self.running + self._set_aside if r.request is request]:
@@ -138,6 +145,8 @@ class Scheduler:
             return Plan()  # a failed step of its own must be the only one in flight
         for record in [record for record in self._set_aside if not record.is_leaving]:
             self._resume(record)
+        if self.host is not None:
+            self.host.settle()
         running = list(self.running)
         try:
             return self._plan(solo)
@@ -148,6 +157,8 @@ class Scheduler:
     def _undo_plan(self, running: list[RunningRequest]) -> None:
         """Drop what a failed plan has reserved, and requeue what it has admitted. running: the
         requests that ran before it. Each has one reservation for each step in flight."""
+        if self.host is not None:
+            self.host.revert()
         for record in [*reversed(self.running), *self._set_aside]:
             while len(record.lease.reserved) > record.in_flight:
                 record.lease.rollback()
@@ -186,8 +197,18 @@ class Scheduler:
             states=() if self.states is None else self.states.copies(chosen),
             shadow=self._plan_shadow(chosen),
         )
+        if self.host is not None:  # after all that may evict
+            plan = plan._replace(host=self._plan_copies(self.host, bool(chosen)))
         self._launch(chosen)  # last, since `_undo_plan` does not undo it
         return plan
+
+    def _plan_copies(self, host: HostTier, has_step: bool) -> HostCopies | None:
+        """Return a plan's copies between the tiers, and count them."""
+        copies = host.copies(has_step=has_step)
+        if copies is not None:
+            self.stats.host_saves += len(copies.evicted) + len(copies.saved)
+            self.stats.host_loads += len(copies.loaded)
+        return copies
 
     def _plan_shadow(self, chosen: Scheduled) -> ShadowWork | None:
         shadow = self.shadow
@@ -295,6 +316,8 @@ class Scheduler:
         """Give up the newest plan, whose step failed. Its requests wait again, since part of the
         step may have run, and then run alone for a few steps. A request that keeps failing alone
         ends with the error, in the event returned."""
+        if self.host is not None:
+            self.host.revert()
         if not plan.spans:
             return []
         records = self._in_flight.pop()
@@ -307,6 +330,8 @@ class Scheduler:
     def cancel_all(self, error: str) -> list[TokenEvent]:
         """Give up all steps in flight, as `cancel` does: the oldest one's result could not be
         committed, and the others build on it."""
+        if self.host is not None:
+            self.host.revert()
         records = list(dict.fromkeys(itertools.chain(*self._in_flight)))
         self._in_flight.clear()
         for record in records:
@@ -428,8 +453,11 @@ class Scheduler:
     def _reserve(self, chosen: Scheduled) -> Scheduled:
         """Reserve pages for all of them. If pages run out, the newest running request of the lowest
         priority, and none that is overdue if there are others, is preempted; while the pages of a
-        finishing request are still in use, the newest chosen requests skip this step."""
+        finishing request are still in use, the newest chosen requests skip this step. Prefixes
+        that are brought back for waiting requests give way first."""
         while not reserve_all([(r.lease, self._positions_to_reserve(r, s)) for r, s in chosen]):
+            if self.host is not None and self.host.give_back():
+                continue
             if self._set_aside:
                 chosen = chosen[:-1]
                 continue
@@ -442,7 +470,7 @@ class Scheduler:
 
     def _admit_waiting(self, solo: Request | None, token_budget: int) -> Scheduled:
         """Admit waiting requests in order, as far as slots, pages and rows allow. A request whose
-        prefix is being computed by another waits for it."""
+        prefix is being computed by another, or fetched from host memory, waits for it."""
         admitted: Scheduled = []
         scanned = itertools.islice(self.waiting, _MAX_SCANNED)
         computing = [record for record in self.running if record.lease.length < record.prefill_end]
@@ -451,13 +479,30 @@ class Scheduler:
                 break
             if not request.is_overdue and self._is_prefix_in_progress(request, computing):
                 continue
+            if solo is None and self._is_fetching(request):
+                if request.is_overdue:
+                    break
+                continue
             admission = self._admit(request, token_budget)
+            if admission is None and self.host is not None and self.host.give_back():
+                admission = self._admit(request, token_budget)
             if admission is None:
                 break
             admitted.append(admission)
             computing.append(admission[0])
             token_budget -= admission[1].num_rows
         return admitted
+
+    def _is_fetching(self, request: Request) -> bool:
+        """Whether a waiting request's prefix is being brought back from host memory."""
+        if self.host is None or not self.prefix_caching or request.wants_prompt_logprobs:
+            return False
+        num_positions = len(request.tokens) + self.limits.lookahead
+        return self.host.is_fetching(
+            request,
+            start=self._num_cached(request),
+            num_positions=min(num_positions, self.limits.max_model_len),
+        )
 
     def _admit(self, request: Request, token_budget: int) -> tuple[RunningRequest, Span] | None:
         """Admit a waiting request if there are pages for all its tokens and one block more."""
@@ -476,6 +521,7 @@ class Scheduler:
             lease.release()
             return None
         self._slots.pop()
+        num_fetched = 0 if self.host is None else self.host.end(request)
         if self.states is not None and record.states is not None:
             self.states.hold(record.states)
         self._count_passed(request)
@@ -486,7 +532,11 @@ class Scheduler:
             request.num_cached = record.start
             request.queue_time = time.monotonic() - request.arrived_at
             self.stats.prefix_queries += len(request.tokens)
-            self.stats.prefix_hits += record.start
+            request.num_host_cached = min(num_fetched, record.start)
+            self.stats.prefix_hits += record.start - request.num_host_cached
+            if self.host is not None:
+                self.stats.host_queries += len(request.tokens) - record.start + num_fetched
+                self.stats.host_hits += request.num_host_cached
             self.stats.state_hits += record.states is not None and record.start > 0
         if self.shadow is not None and lease.observed:
             self.shadow.charge_rows(self._num_cached(request) - record.start)

@@ -72,11 +72,13 @@ class KeptStates:
         self.page_size = page_size
         self.interval = border_interval(page_size)
         self.num_rows = num_rows
-        self._has_page = has_page
+        self.has_page = has_page
         self._free = list(range(num_rows - 1, -1, -1))
         self._kept: OrderedDict[bytes, int] = OrderedDict()
         self._written: dict[int, bytes | None] = {}
         self._readers: dict[int, int] = {}
+        self.on_evicted: Callable[[int, bytes], None] = lambda row, key: None
+        """Called with a state's row and key before the row is overwritten."""
 
     def last_border(self, position: int) -> int:
         """Return the last border at or before a position."""
@@ -115,6 +117,15 @@ class KeptStates:
     def is_kept(self, key: bytes) -> bool:
         """Whether the state of this border is kept or being written."""
         return key in self._kept or key in self._written.values()
+
+    def row_of(self, key: bytes) -> int | None:
+        """Return the row of a kept state, or None if it is not kept."""
+        return self._kept.get(key)
+
+    def next_evicted(self) -> tuple[int, bytes] | None:
+        """Return the row and key of the state that `take` would evict, or None if it would not."""
+        key = None if self._free else self._oldest()
+        return None if key is None else (self._kept[key], key)
 
     def hold(self, row: int) -> None:
         """Keep a row from being overwritten until `release`."""
@@ -162,8 +173,17 @@ class KeptStates:
             self.drop(key)
 
     def _evict(self) -> bool:
-        unheld = [key for key, row in self._kept.items() if row not in self._readers]
-        if not unheld:
+        key = self._oldest()
+        if key is None:
             return False
-        self.drop(next((key for key in unheld if not self._has_page(key)), unheld[0]))
+        if self.has_page(key):
+            self.on_evicted(self._kept[key], key)
+        self.drop(key)
         return True
+
+    def _oldest(self) -> bytes | None:
+        """Return the key of the state to evict, if any: one that nobody holds and whose page was
+        evicted, or the least recently used one."""
+        unheld = [key for key, row in self._kept.items() if row not in self._readers]
+        without_page = (key for key in unheld if not self.has_page(key))
+        return next(without_page, unheld[0] if unheld else None)

@@ -63,6 +63,17 @@ class KVStore:
         self._flat = [layer.flatten(1) for layer in layer_bytes]
         self._keys, self._values = zip(*(layer.unbind(1) for layer in layer_bytes), strict=True)
 
+    def by_page(self, page_size: int, group: int) -> list[Tensor]:
+        """Return views of a page group's data as bytes by page, [layers, pages, bytes]: of all
+        layers at once if there is one group and their shapes are equal."""
+        own = [i for i in range(len(self.layers)) if self.spec.group_of(i) == group]
+        parts = [self.layers[i][None] for i in own]
+        if len(own) == len(self.layers) and self.data.dim() == 5:
+            parts = [self.data]
+        return [
+            part.view(torch.uint8).view(len(part), part.shape[1] // page_size, -1) for part in parts
+        ]
+
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys, values [T, Hkv, D] in slots [T]."""
         self._keys[layer].index_copy_(0, slots, self._stored(keys))

@@ -19,6 +19,7 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 from strobe.request import PageKeys
 
@@ -64,8 +65,12 @@ class PagePool:
         self._page_of: dict[bytes, int] = {}
         self._observed: set[int] = set()
         """Indexed pages with every drafter's context, in shadow mode."""
+        self._unneeded: set[int] = set()
+        """Cached pages that no hit is expected to need."""
         self.on_stored: OnStored = lambda key, parent, root, tokens: None
         self.on_removed: Callable[[bytes], None] = lambda key: None
+        self.on_evicted: Callable[[int, bytes], None] = lambda page, key: None
+        """Called with a cached page that a hit may need, and its key, before it is overwritten."""
 
     @property
     def available(self) -> int:
@@ -88,14 +93,24 @@ class PagePool:
                 page, key = self._cached.popitem(last=False)
                 del self._page_of[key], self._key_of[page]
                 self.on_removed(key)
+                if page not in self._unneeded:
+                    self.on_evicted(page, key)
+            self._unneeded.discard(page)
             self._holders[page] = 1
             self._observed.discard(page)
             pages.append(page)
         return pages
 
+    def next_evicted(self, count: int) -> list[tuple[int, bytes]]:
+        """Return the cached pages that allocating `count` pages would evict, with their keys: those
+        that a hit may need."""
+        evicted = islice(self._cached.items(), max(count - len(self._free), 0))
+        return [entry for entry in evicted if entry[0] not in self._unneeded]
+
     def share(self, page: int) -> None:
         """Add a holder to a page that is held or cached."""
         self._cached.pop(page, None)
+        self._unneeded.discard(page)
         self._holders[page] = self._holders.get(page, 0) + 1
 
     def drop(self, pages: Sequence[int], *, evict_first: bool = False) -> None:
@@ -109,6 +124,8 @@ class PagePool:
                 if page in self._key_of:
                     self._cached[page] = self._key_of[page]
                     self._cached.move_to_end(page, last=not evict_first)
+                    if evict_first:
+                        self._unneeded.add(page)
                 else:
                     self._free.append(page)
 
@@ -208,3 +225,4 @@ class PagePool:
                 group._free.append(page)
                 group.on_removed(key)
             group._cached.clear()
+            group._unneeded.clear()

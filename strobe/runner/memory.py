@@ -51,22 +51,25 @@ def plan_pages(
     kept_states: int = 0,
     sampling: int = 0,
     scratch: int = 0,
+    host: int = 0,
 ) -> int:
     """Return the number of pages, the same for all KV groups, the reserved one included.
 
     weights: bytes of weights still to be loaded; states: bytes of recurrent states, and kept_states
     of those in the prefix cache; sampling: bytes of the sampling tables unless they are part of
-    scratch; scratch: maximum bytes of a step besides these. Raises ValueError if a requested size
-    does not fit or holds less than one full context.
+    scratch; scratch: maximum bytes of a step besides these; host: bytes of pages and states in host
+    memory. Raises ValueError if a requested size does not fit or holds less than one full context.
     """
     on_cpu = device.type == "cpu"
     budget = MemoryBudget(device, config.tensor_parallel_size if on_cpu else 1)
+    in_host = budget if on_cpu else MemoryBudget(torch.device("cpu"), config.tensor_parallel_size)
     seqs = f"max_num_seqs is {limits.max_num_seqs}, whose"
     budget.reserve(
         "The weights take", weights, "use a smaller model, dtype bfloat16 or another device"
     )
     budget.reserve(f"{seqs} states of recurrent layers take", states, "ask for fewer")
     budget.reserve("Kept states of recurrent layers take", kept_states, "lower state_cache_memory")
+    in_host.reserve("kv_offload_memory takes", host, "ask for less")
     budget.reserve(
         f"A step of {limits.max_num_batched_tokens} rows takes, beside the weights,",
         scratch,

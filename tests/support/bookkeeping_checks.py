@@ -26,7 +26,10 @@ def check_scheduler(scheduler: Scheduler) -> None:
     assert len({r.slot for r in held}) == len(held), "a slot is used twice"
     assert len(held) + len(scheduler._slots) == scheduler.limits.max_num_seqs, "a slot is lost"
     check_kept_states(scheduler)
-    if not held:
+    fetches = [] if scheduler.host is None else list(scheduler.host.fetches.values())
+    assert all(fetch.request in scheduler.waiting for fetch in fetches)
+    check_host_tier(scheduler)
+    if not held and not fetches:
         for group in scheduler.pool.groups:
             assert group.available == group.capacity, "an idle engine holds pages"
     for record in held:
@@ -45,10 +48,29 @@ def check_kept_states(scheduler: Scheduler) -> None:
     assert sorted(rows) == list(range(kept.num_rows)), "a row is lost or used twice"
     held = [r.states for r in [*scheduler.running, *scheduler._set_aside] if r.states is not None]
     readers = [states.revived.row for states in held if states.revived is not None]
+    fetches = [] if scheduler.host is None else list(scheduler.host.fetches.values())
+    fetches = [fetch for fetch in fetches if fetch.state_row is not None]
+    readers += [fetch.state_row for fetch in fetches if fetch.is_state_loaded]
     assert kept._readers == {row: readers.count(row) for row in readers}
     assert set(kept._readers) <= set(kept._kept.values()), "a state was evicted under its reader"
     written = [states.row for states in held if states.row is not None]
+    written += [fetch.state_row for fetch in fetches if not fetch.is_state_loaded]
     assert sorted(kept._written) == sorted(written), "a row is written by no request"
+
+
+def check_host_tier(scheduler: Scheduler) -> None:
+    """Check that each row of host memory is free or has one key, and that only fetches hold any."""
+    host = scheduler.host
+    if host is None:
+        return
+    for rows in (*host.pages, host.states):
+        used = [*rows._free, *rows._row_of.values()]
+        assert sorted(used) == list(range(rows.num_rows)), "a row is lost or used twice"
+        assert set(rows._readers) <= set(rows._row_of), "a row was reused under its reader"
+    pages = [fetched for fetch in host.fetches.values() for fetched in fetch.pages]
+    for number, rows in enumerate(host.pages):
+        keys = [fetched.key for fetched in pages if fetched.group == number]
+        assert rows._readers == {key: keys.count(key) for key in keys}
 
 
 def check_pool(pool: PagePool) -> None:

@@ -99,7 +99,8 @@ class Setup:
     "mixed" (each request uses dflash, ngram, both or none). policy: "all" drafts, "random" drafts,
     or "adaptive". pool: the number of full contexts that fit its pages, None for plenty. padded: on
     a CPU, steps are padded and replayed as on a GPU. head: the drafter's. kept_states: of recurrent
-    layers that the prefix cache has room for, None for plenty.
+    layers that the prefix cache has room for, None for plenty. host: full contexts that host memory
+    has room for, None for no such tier.
     """
 
     family: str
@@ -116,6 +117,7 @@ class Setup:
     padded: bool
     head: str = DFLASH
     kept_states: int | None = None
+    host: int | None = None
 
     @property
     def is_recurrent(self) -> bool:
@@ -146,6 +148,7 @@ class Setup:
             padded=rng.random() < 0.5,
             head=rng.choice((DFLASH, *HEADS)),
             kept_states=rng.choice((None, 1, 2, 5)),
+            host=rng.choice((None, 1, 20)),
         )
 
 
@@ -337,12 +340,13 @@ class EngineFactory:
             resolved = resolve(config)
             size = resolved.kept_state_bytes // resolved.num_kept_states
             config = config.with_(state_cache_memory=setup.kept_states * size)
+        size = resolve(config).page_bytes
+        context = -(-setup.length // setup.page_size)
+        if setup.host is not None and setup.prefix_caching:
+            config = config.with_(kv_offload_memory=f"{setup.host * 4}MiB")
         if setup.pool is None:
             return config
-        pages = -(-setup.length // setup.page_size) * setup.pool + 2
-        groups = resolve(config).kv_groups
-        size = sum(group.bytes_per_page(setup.page_size) for group in groups.values())
-        return config.with_(kv_cache_memory=(pages + 1) * size)
+        return config.with_(kv_cache_memory=(context * setup.pool + 3) * size)
 
     def engine(self, setup: Setup, answers: Sequence[list[Answer]]) -> Engine:
         resolved = resolve(self.config(setup))
@@ -472,6 +476,7 @@ def _play_round(
     findings.add(
         setup.family, engines=1, steps=stats.steps, preemptions=stats.preemptions,
         cached=stats.prefix_hits, state_hits=stats.state_hits, states_kept=stats.states_kept,
+        host_hits=stats.host_hits, host_saves=stats.host_saves,
         drafted=drafted, accepted=accepted,
     )  # fmt: skip
 

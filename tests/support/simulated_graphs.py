@@ -115,6 +115,16 @@ def captured(parts: Components, max_spans: int, num_drafts: int) -> FakeGraphs:
     pages, state = parts.pool.num_pages, parts.state
     for store in parts.stores.values():  # one more page, for padding, as on a GPU
         store.__init__(store.spec, [pages + 1], state.page_size, state.device)
+    host = parts.host_store
+    if host is not None:
+        host.__init__(
+            list(parts.stores.values()),
+            state.page_size,
+            host.num_pages,
+            states=parts.states,
+            num_states=host.num_states,
+            device=state.device,
+        )
     state.tables[0, -1] += pages * state.page_size
     double = FakeGraphs(parts)
     parts.graphs = Graphs(double)

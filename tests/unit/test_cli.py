@@ -40,7 +40,8 @@ GREEDY = ["--temperature=0", "--max-tokens=8"]
 ENGINE_FIELDS = [
     "target", "draft", "revision", "draft_revision", "method", "num_drafts",
     "adaptive", "draft_sample_method", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
-    "kv_cache_memory", "state_cache_memory", "gpu_memory_utilization", "page_size",
+    "kv_cache_memory", "state_cache_memory", "kv_offload_memory", "gpu_memory_utilization",
+    "page_size",
     "enable_prefix_caching", "dtype", "device", "overlap",
     "tensor_parallel_size", "draft_tensor_parallel_size",
     "enable_expert_parallel", "load_format",
@@ -66,7 +67,7 @@ ENGINE_FLAGS = [
     "--target", "--draft", "--num-drafts", "--adaptive", "--no-adaptive",
     "--draft-sample-method", "--max-model-len",
     "--max-num-seqs", "--max-num-batched-tokens", "--kv-cache-memory",
-    "--state-cache-memory", "--gpu-memory-utilization", "--page-size",
+    "--state-cache-memory", "--kv-offload-memory", "--gpu-memory-utilization", "--page-size",
     "--revision", "--draft-revision",
     "--enable-prefix-caching",
     "--no-enable-prefix-caching", "--dtype", "--device", "--overlap", "--tensor-parallel-size",

@@ -278,6 +278,22 @@ def test_options_without_effect_are_accepted_and_reported(caplog: pytest.LogCapt
     ]  # fmt: skip
 
 
+def test_host_memory_is_in_gibibytes_or_in_gigabytes_of_each_rank():
+    assert translate({"kv_offloading_size": 1.5, "kv_offloading_backend": "native"}).values == {
+        "kv_offload_memory": 3 << 29
+    }
+    options = {"enable_hierarchical_cache": True, "hicache_size": 30, "tp_size": 2}
+    assert translate(options).values == {
+        "kv_offload_memory": 60 * 10**9,
+        "tensor_parallel_size": 2,
+    }
+    assert translate({"kv_offloading_size": 0}).values == {}
+    with pytest.raises(ValueError, match=r"^kv_offloading_size is 'all', but must be a number of"):
+        translate({"kv_offloading_size": "all"})
+    with pytest.raises(ValueError, match=r"^hicache_ratio is 2.0, but kv_offload_memory names"):
+        translate({"hicache_ratio": 2.0})
+
+
 def test_only_foreign_options_leave_the_command_line():
     own = ["generate", "model", "tp", "--draft", "d", "--no-chat", "-x", "--", "--model", "m"]
     assert split_options(own) == (own, {})
