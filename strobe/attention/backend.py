@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from strobe.attention.mask import LayerMask
-from strobe.kv.kv_store import KVStore
+from strobe.kv.kv_store import KVScale, KVStore
 
 
 class Batch(NamedTuple):
@@ -62,7 +62,9 @@ class PagedPlan(AttentionPlan, Protocol):
 
     kv(layer): the layer's cache [slots, 2, Hkv, D]; slots(layer) [T]: each row's slot in it; sizes
     [S]: rows of each span, after which all rows are padding; None without padding;
-    over(layer, q [T, Hq, D], sinks [Hq] or None) -> [T, Hq * D]: attend to K/V stored before.
+    scale(layer): what the layer's keys and values are divided by before they are stored;
+    over(layer, q [T, Hq, D], sinks [Hq] or None) -> [T, Hq * D]: attend to K/V stored before, with
+    q multiplied by the keys' scale.
     """
 
     @property
@@ -71,6 +73,8 @@ class PagedPlan(AttentionPlan, Protocol):
     def kv(self, layer: int) -> Tensor: ...
 
     def slots(self, layer: int) -> Tensor: ...
+
+    def scale(self, layer: int) -> KVScale: ...
 
     def over(self, layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor: ...
 

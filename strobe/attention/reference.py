@@ -170,6 +170,7 @@ class ReferencePlan:
             if keys.dtype != q.dtype:
                 keys = keys.to(q.dtype)
                 values = values.to(q.dtype)
+            scale = self.store.scales[layer]
             spans, longest = group.rows.shape
             single_group = group.flat is None and len(self.groups) == 1
             part = q if single_group else q[group.rows.flatten()]
@@ -178,6 +179,8 @@ class ReferencePlan:
                 part = part.reshape(spans, kv_heads, repeats * longest, width)
             else:
                 part = part.view(spans, kv_heads, repeats, width)
+            if scale.keys != 1.0:
+                part = part * scale.keys
             bias = self._bias_of(index, layer, q.dtype, repeats)
             if sinks is None:
                 result = F.scaled_dot_product_attention(part, keys, values, attn_mask=bias)
@@ -186,6 +189,8 @@ class ReferencePlan:
                 result = attend_with_sinks(
                     part, keys=keys, values=values, bias=bias, sinks=column.flatten(1)
                 )
+            if scale.values != 1.0:
+                result = result * scale.values
             if longest > 1:
                 result = result.view(spans, kv_heads, repeats, longest, width)
                 result = result.permute(0, 3, 1, 2, 4)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from strobe.attention.backend import Batch
 from strobe.attention.mask import LayerMask
-from strobe.kv.kv_store import KVStore
+from strobe.kv.kv_store import KVScale, KVStore
 
 MIN_CAPABILITY = (8, 0)
 """Of 8.0, 8.9 and 12.0, kernels are compiled in tests; only on 9.0 have they run."""
@@ -60,15 +60,20 @@ class TritonPlan:
         """Each row's slot in the layer's keys and values, [T]."""
         return self.batch.kv_slots[self.store.spec.group_of(layer)]
 
+    def scale(self, layer: int) -> KVScale:
+        """See `PagedPlan`."""
+        return self.store.scales[layer]
+
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
         """q [T, Hq, D], k, v [T, Hkv, D], sinks [Hq] -> [T, Hq * D]: store K/V, then attend."""
         self.store.write(layer, self.slots(layer), k, v)
-        return self.over(layer, q, sinks)
+        scale = self.scale(layer).keys
+        return self.over(layer, q if scale == 1.0 else q * scale, sinks)
 
     def over(self, layer: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """q [T, Hq, D] -> [T, Hq * D]: attend to K/V stored before."""
+        """q [T, Hq, D], times the keys' scale -> [T, Hq * D]: attend to K/V stored before."""
         batch = self.batch
         return self._backend.attention(
             q,
@@ -83,6 +88,7 @@ class TritonPlan:
             longest=batch.longest,
             limit=batch.limit,
             sinks=sinks,
+            value_scale=self.scale(layer).values,
             workspace=self._backend.workspace,
         )
 

@@ -98,6 +98,7 @@ SAME = {
 """Other names for values of our settings. Naming a library of attention kernels means `auto`."""
 
 _ONE_GPU = "only tensor_parallel_size splits a model"
+_KV_SCALES = "keys and values in FP8 have the scales of the checkpoint, or none"
 _OWN_TOKENIZER = "Strobe reads the tokenizer as the checkpoint has it"
 ONLY: dict[str, tuple[tuple[object, ...], str]] = {
     **dict.fromkeys(("pipeline_parallel_size", "pp_size", "pp"), ((1,), _ONE_GPU)),
@@ -112,6 +113,8 @@ ONLY: dict[str, tuple[tuple[object, ...], str]] = {
     "kv_offloading_backend": (("native",), "Strobe copies to host memory itself"),
     "enable_hierarchical_cache": ((True,), "hicache_size or kv_offload_memory says so"),
     "hicache_ratio": ((), "kv_offload_memory names the bytes of host memory"),
+    "calculate_kv_scales": ((False,), _KV_SCALES),
+    "quantization_param_path": ((), _KV_SCALES),
     "enable_lora": ((False,), "Strobe loads no adapters"),
     "tokenizer_mode": (("auto",), _OWN_TOKENIZER),
     "skip_tokenizer_init": ((False,), _OWN_TOKENIZER),
@@ -171,7 +174,7 @@ ALIASES = frozenset({
 })  # fmt: skip
 """All accepted names besides our own."""
 FLAGS = frozenset({
-    *SWITCHES, "enable_lora", "skip_tokenizer_init", "disable_log_stats",
+    *SWITCHES, "calculate_kv_scales", "enable_lora", "skip_tokenizer_init", "disable_log_stats",
     "enable_auto_tool_choice", "enable_metrics", "disable_chunked_mm_input", "language_model_only",
     "enable_chunked_prefill", "enable_hierarchical_cache", "trust_remote_code",
 })  # fmt: skip

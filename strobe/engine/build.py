@@ -20,7 +20,7 @@ from strobe.config import (
     parse_bytes,
     resolve_limits,
 )
-from strobe.engine.backend_choice import BackendChoice, choose_backends, make_backends
+from strobe.engine.backend_choice import FP8, BackendChoice, choose_backends, make_backends
 from strobe.engine.shadow_drafters import ShadowDrafter, load_shadow_configs, shadow_limits
 from strobe.host.host_memory import trim_heap
 from strobe.hub.download import fetch_weights
@@ -36,6 +36,7 @@ from strobe.models.config_readers.pair import check_pair
 from strobe.models.dflash_drafter import DFlash
 from strobe.models.model_config import DecoderConfig, DraftConfig, TargetConfig
 from strobe.models.ops.torch_ops import TorchOps
+from strobe.models.quantization.kv_scales import read_kv_scales, use_kv_scales
 from strobe.models.quantization.methods import hold_stored
 from strobe.models.quantization.packed import pack, pack_drafter
 from strobe.models.quantization.sizes import held_bytes, weight_bytes
@@ -344,6 +345,10 @@ def _check_weights(resolved: ResolvedConfig) -> int:
         modules.append(check_draft_tensors(Path(config.draft or ""), resolved.draft, opener))
     for shadow in resolved.shadows:
         modules.append(check_draft_tensors(shadow.path, shadow.config, opener))
+    if opener is not None and resolved.backends.kv_dtype == FP8:
+        target = modules[0]
+        assert isinstance(target, Target)
+        read_kv_scales(target, opener(Path(config.target)), resolved.target.quantization)
     total = 0
     for module in modules:
         backends = resolved.backends
@@ -368,6 +373,7 @@ def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
     _log_bill(resolved, pages)
     graphs, buckets = _make_graphs(resolved)
     stores = _make_stores(resolved, pages)
+    _scale_keys_and_values(resolved, target, stores["target"])
     ops = _make_step_ops(resolved)
     state = _make_decode_state(resolved, pages, ops)
     sampling = _make_sampling(resolved, ops)
@@ -525,6 +531,13 @@ def _make_stores(resolved: ResolvedConfig, pages: int) -> dict[str, KVStore]:
         name: KVStore(spec, [num_pages], resolved.limits.page_size, resolved.device)
         for name, spec in resolved.kv_groups.items()
     }
+
+
+def _scale_keys_and_values(resolved: ResolvedConfig, target: Target, store: KVStore) -> None:
+    opener = resolved.split.opener(resolved.config.load_format)
+    if opener is not None:
+        checkpoint = opener(Path(resolved.config.target))
+        use_kv_scales(store, target, checkpoint, resolved.target.quantization)
 
 
 def _make_decode_state(resolved: ResolvedConfig, pages: int, ops: StepOps) -> DecodeState:

@@ -77,7 +77,7 @@ def _attend(
 
 @triton.jit
 def _write(
-    out, state, first, pairs, head, size, sinks,
+    out, state, first, pairs, head, size, sinks, value_scale,
     G: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Write the outputs of (row, head) pairs of a span whose first row is `first`."""
@@ -90,6 +90,7 @@ def _write(
         result = acc * (decay / (total * decay + tl.exp2(sink - peak)))[:, None]
     else:
         result = acc / tl.where(total > 0, total, 1.0)[:, None]  # 0 for a row that sees nothing
+    result *= value_scale
     cells = ((first + pairs // G) * HEADS + head) * (G * D) + pairs % G * D
     cells = out + cells[:, None] + tl.arange(0, D)[None, :]
     tl.store(cells, result.to(out.dtype.element_ty), mask=(pairs < size * G)[:, None])
@@ -121,7 +122,7 @@ def _pieces(begin, end, splits, BLOCK_N: tl.constexpr, PIECE: tl.constexpr):
 @triton.jit(do_not_specialize=["columns", "limit", "blocks", "splits", "window"])
 def _attention(
     queries, kv, out, starts, sizes, row_starts, tables, table_rows, sinks, partials, stats,
-    stride, columns, limit, blocks, splits, window,
+    stride, columns, limit, blocks, splits, window, value_scale,
     SCALE: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNMASKED: tl.constexpr,
@@ -202,7 +203,7 @@ def _attention(
     acc, top, total, _ = state
     state = acc, top, total
     if not SPLIT or pieces == 1:
-        _write(out, state, first_row, pairs, head, size, sinks, G, HEADS, D, SINKS)
+        _write(out, state, first_row, pairs, head, size, sinks, value_scale, G, HEADS, D, SINKS)
     else:
         # Partial results for _combine.
         part = unit * splits + piece
@@ -217,6 +218,7 @@ def _attention(
 @triton.jit(do_not_specialize=["limit", "blocks", "splits", "window"])
 def _combine(
     out, starts, sizes, row_starts, sinks, partials, stats, limit, blocks, splits, window,
+    value_scale,
     G: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -262,7 +264,8 @@ def _combine(
             total += weight * tl.load(spots + BLOCK_M, mask=exists, other=0.0)
             part = partials + (first_part + piece + i).to(tl.int64) * (BLOCK_M * D) + cells
             acc += weight[:, None] * tl.load(part, mask=used & exists, other=0.0)
-    _write(out, (acc, top, total), first_row, pairs, head, size, sinks, G, HEADS, D, SINKS)
+    state = acc, top, total
+    _write(out, state, first_row, pairs, head, size, sinks, value_scale, G, HEADS, D, SINKS)
 
 
 # The interpreter has no tl.dot in bfloat16: it computes in float32.
@@ -315,6 +318,7 @@ def paged_attention(
     limit: int | None = None,
     sinks: Tensor | None = None,
     scale: float | None = None,
+    value_scale: float = 1.0,
     config: AttentionConfig | None = None,
 ) -> Tensor:
     """q [T, Hq, D], kv [slots, 2, Hkv, D] (keys, values) -> [T, Hq * D].
@@ -326,7 +330,8 @@ def paged_attention(
     kernel launched just before must not write them, since they are read while it still runs.
     longest: an upper bound of the sizes. limit: rows see only keys at lower positions; default: the
     end of the tables. sinks [Hq]: one more logit per head, without a value. scale: of the logits,
-    default D ** -0.5. Rows of q may have a stride. Outputs of rows in no span are undefined.
+    default D ** -0.5. value_scale: of the outputs. Rows of q may have a stride. Outputs of rows in
+    no span are undefined.
 
     Online softmax: FlashAttention-2, arXiv:2307.08691. Splitting the keys: Flash-Decoding, 2023.
     """
@@ -379,6 +384,7 @@ def paged_attention(
         blocks,
         splits,
         window,
+        value_scale,
         SCALE=(dim**-0.5 if scale is None else scale) * math.log2(math.e),
         G=group,
         HEADS=kv_heads,
@@ -413,6 +419,7 @@ def paged_attention(
             blocks,
             splits,
             window,
+            value_scale,
             G=group,
             HEADS=kv_heads,
             D=dim,

@@ -48,11 +48,13 @@ def qk_norm_rope_store(
     *,
     own_values: bool = True,
     value_norm: bool = False,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     """qkv [T, (Hq + 2 Hkv) D] -> q [T, Hq, D], written into qkv.
 
     k and v are stored in kv [slots, 2, Hkv, D]. cos, sin: [P, D] in the layout of `RotaryTable`, or
-    plain [P, D / 2].
+    plain [P, D / 2]. k_scale, v_scale: of stored keys and values; q is multiplied by k_scale.
     """
     width = kv.shape[-1]
     heads = qkv.unflatten(1, (-1, width))
@@ -66,8 +68,9 @@ def qk_norm_rope_store(
         if weight is not None:
             x = F.rms_norm(x, weight.shape, weight.float(), eps)
         parts.append(_rotate(x, cos, sin, positions))
-    q.copy_(parts[0])
-    kv[slots] = torch.stack([_cast(parts[1], kv.dtype), _cast(v, kv.dtype)], 1)
+    q.copy_(parts[0] * k_scale)
+    keys = _cast(parts[1] / k_scale, kv.dtype)
+    kv[slots] = torch.stack([keys, _cast(v / v_scale, kv.dtype)], 1)
     return q
 
 

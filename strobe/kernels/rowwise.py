@@ -96,10 +96,10 @@ def _angle(
 @triton.jit
 def _qk_kernel(
     qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, position_ptr, slot_ptr, kv_ptr,
-    qkv_stride, cos_stride, sin_stride, eps,
+    qkv_stride, cos_stride, sin_stride, eps, k_scale, v_scale,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     NORM_Q: tl.constexpr, NORM_K: tl.constexpr, NORM_V: tl.constexpr, OWN_V: tl.constexpr,
-    GROUP: tl.constexpr, PDL: tl.constexpr,
+    SCALED: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + row).to(tl.int64)
@@ -137,6 +137,10 @@ def _qk_kernel(
             y2 = tl.where(is_q, y2, x2 * unit * w2)
     z1 = tl.where(is_v, x1, y1 * cos - y2 * sin)
     z2 = tl.where(is_v, x2, y2 * cos + y1 * sin)
+    if SCALED:
+        scale = tl.where(is_v, v_scale, k_scale)
+        z1 = tl.where(is_q, z1 * k_scale, tl.div_rn(z1, scale))
+        z2 = tl.where(is_q, z2 * k_scale, tl.div_rn(z2, scale))
     tl.store(ptr, round_to(z1, qkv_ptr.dtype.element_ty), is_q)
     tl.store(ptr + D // 2, round_to(z2, qkv_ptr.dtype.element_ty), is_q)
     is_kv = inside & (head >= Q_HEADS)[:, None]
@@ -242,6 +246,8 @@ def qk_norm_rope_store(
     *,
     own_values: bool = True,
     value_norm: bool = False,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     """Apply per-head norms and rotary embedding to q and k, and store keys and values.
 
@@ -249,7 +255,8 @@ def qk_norm_rope_store(
     `RotaryTable`, or plain [P, D / 2]; positions, slots [T] int64, not written by the kernel
     launched just before; kv [slots, 2, Hkv, D], contiguous, of any float dtype (float8_e4m3fn
     saturates). own_values: if False, qkv has no v part, and the values are the keys before norm and
-    rope. value_norm: store values / rms(values). If rows share a slot, any of them may win.
+    rope. value_norm: store values / rms(values). k_scale, v_scale: what stored keys and values are
+    divided by; q is multiplied by k_scale. If rows share a slot, any of them may win.
     Returns q [T, Hq, D], which overwrites the q part of qkv; its k and v parts stay unchanged.
     """
     rows = qkv.shape[0]
@@ -270,6 +277,8 @@ def qk_norm_rope_store(
         cos.stride(0),
         sin.stride(0),
         eps,
+        k_scale,
+        v_scale,
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
         D=width,
@@ -278,6 +287,7 @@ def qk_norm_rope_store(
         NORM_K=k_weight is not None,
         NORM_V=value_norm,
         OWN_V=own_values,
+        SCALED=(k_scale, v_scale) != (1.0, 1.0),
         GROUP=group,
         num_warps=1 if few_rows else 4,
         PDL=pdl,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,12 +36,23 @@ class KVSpec:
         return 2 * sum(values) * page_size * self.dtype.itemsize
 
 
+class KVScale(NamedTuple):
+    """What the keys and the values of a layer are divided by before they are stored."""
+
+    keys: float = 1.0
+    values: float = 1.0
+
+
+NO_SCALE = KVScale()
+
+
 class KVStore:
     """Keys and values of one model, in slots page * page_size + offset.
 
     layers: each layer's [slots, 2, Hkv, D]. data: all of them, [layers, slots, 2, Hkv, D] if their
     shapes are equal, else flat. Zero-filled, so that a masked read of an unwritten slot is finite,
-    and so that a CPU's memory is taken here, not when pages are first used.
+    and so that a CPU's memory is taken here, not when pages are first used. scales: of each layer,
+    for FP8: what `layers` and `gather` return is divided by them.
     """
 
     def __init__(
@@ -48,6 +60,7 @@ class KVStore:
     ):
         """num_pages: of each page group."""
         self.spec = spec
+        self.scales = [NO_SCALE] * len(spec.shapes)
         slots = [num_pages[spec.group_of(i)] * page_size for i in range(len(spec.shapes))]
         shapes = [(n, 2, *shape) for n, shape in zip(slots, spec.shapes, strict=True)]
         values = [math.prod(shape) for shape in shapes]
@@ -76,15 +89,21 @@ class KVStore:
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store keys, values [T, Hkv, D] in slots [T]."""
-        self._keys[layer].index_copy_(0, slots, self._stored(keys))
-        self._values[layer].index_copy_(0, slots, self._stored(values))
+        scale = self.scales[layer]
+        self._keys[layer].index_copy_(0, slots, self._stored(keys, scale.keys))
+        self._values[layer].index_copy_(0, slots, self._stored(values, scale.values))
 
     def write_joined(self, layer: int, slots: Tensor, rows: Tensor) -> None:
         """Store rows [T, 2 * Hkv * D], keys and then values, in slots [T]."""
+        if self.scales[layer] != NO_SCALE:
+            keys, values = rows.view(-1, *self.layers[layer].shape[1:]).unbind(1)
+            self.write(layer, slots, keys, values)
+            return
         self._flat[layer].index_copy_(0, slots, self._stored(rows))
 
     def write_all(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store keys, values [T, L, Hkv, D] of all layers, of equal shape, in slots [T]."""
+        """Store keys, values [T, L, Hkv, D] of all layers, of equal shape and without scales, in
+        slots [T]."""
         rows = torch.stack([keys, values], 2).transpose(0, 1)
         self._data_bytes.index_copy_(1, slots, self._stored(rows))
 
@@ -113,8 +132,11 @@ class KVStore:
     def _bytes(self, values: Tensor) -> Tensor:
         return values if self._largest is None else values.view(torch.uint8)
 
-    def _stored(self, values: Tensor) -> Tensor:
-        """Convert to the stored form; FP8 saturates at its largest value."""
+    def _stored(self, values: Tensor, scale: float = 1.0) -> Tensor:
+        """Convert to the stored form; FP8 is divided by `scale`, and saturates at its largest
+        value."""
         if self._largest is None:
             return values
+        if scale != 1.0:
+            values = values.float() / scale
         return values.clamp(-self._largest, self._largest).to(self.spec.dtype).view(torch.uint8)

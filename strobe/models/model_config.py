@@ -102,13 +102,15 @@ class Quantization:
     """How a checkpoint stores quantized weights. method: of `quantization.methods`; block: rows and
     columns of a weight that share a scale. rules: which modules are quantized, for methods whose
     modules differ. label: the format's name, as "ModelOpt in NVFP4". held: linear layers keep their
-    weights as stored, if the method can."""
+    weights as stored, if the method can. kv_format: what scales of keys and values are for, as
+    "fp8"; None if the config does not say."""
 
     method: str
     block: tuple[int, int]
     rules: Rules = NO_RULES
     label: str = ""
     held: bool = False
+    kv_format: str | None = None
 
 
 @dataclass(frozen=True)

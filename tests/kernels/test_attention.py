@@ -24,7 +24,7 @@ from strobe.kernels.attention import (
     config_of,
     paged_attention,
 )
-from strobe.kv.kv_store import KVSpec, KVStore
+from strobe.kv.kv_store import NO_SCALE, KVScale, KVSpec, KVStore
 from tests.support.full_marks import full_where
 
 FULL = LayerMask()
@@ -480,6 +480,14 @@ def test_backend_agrees_with_the_reference(
         outs.append(plan(1, q, k, v, extra))
     # Measured 1e-6; the reference's own error in float32 is as large.
     assert torch.allclose(*outs, atol=1e-5)
+    scaled: list[Tensor] = []
+    for backend in (ReferenceBackend(), TritonBackend(device, dim)):
+        in_fp8 = KVSpec(((heads, dim),) * 2, torch.float8_e4m3fn)
+        other = KVStore(in_fp8, [4 * columns], page_size, device)
+        other.data.copy_(history)
+        other.scales = [NO_SCALE, KVScale(keys=0.3, values=0.2)]
+        scaled.append(backend.plan(batch, other, [FULL, mask])(1, q, k, v, extra))
+    assert torch.allclose(*scaled, atol=1e-5)
     plan = TritonBackend(device, dim).plan(batch, store, [FULL, mask])
     assert torch.equal(plan.over(1, q, extra), outs[1])
     assert plan.kv(1).data_ptr() == store.data[1].data_ptr()

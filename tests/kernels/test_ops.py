@@ -26,7 +26,7 @@ from strobe.attention.backend import Batch
 from strobe.attention.recurrent_backend import RecurrentPlan
 from strobe.kernels import linear
 from strobe.kernels.coded import CodedWeight, coded_gemm
-from strobe.kv.kv_store import KVSpec, KVStore
+from strobe.kv.kv_store import NO_SCALE, KVScale, KVSpec, KVStore
 from strobe.kv.states import StateStore
 from strobe.models.architectures import load_draft_config, load_target_config
 from strobe.models.heads.head import BlockRows, Drafts
@@ -65,6 +65,9 @@ class Cache:
 
     def slots(self, layer: int) -> Tensor:
         return self.rows
+
+    def scale(self, layer: int) -> KVScale:
+        return NO_SCALE
 
     def kv(self, layer: int) -> Tensor:
         return self.layers[layer]

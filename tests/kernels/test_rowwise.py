@@ -181,6 +181,27 @@ def test_normed_values_and_values_equal_to_keys(
         close(got, want)
 
 
+def test_keys_and_values_are_divided_by_their_scales(draw, device) -> None:
+    """And queries multiplied by the keys'."""
+    rows, q_heads, kv_heads, width = 3, 3, 2, 64
+    wide = draw(rows, (q_heads + 2 * kv_heads) * width, torch.float32, spare=0)
+    weights = draw(2, width, torch.float32)
+    cos, sin = tables("full", width, device)
+    positions, slots = torch.tensor([3, 9, 4], device=device), torch.arange(rows, device=device)
+    results: list[tuple[Tensor, Tensor]] = []
+    for kernels in (twin, rowwise):
+        kv = torch.zeros(rows, 2, kv_heads, width, device=device).to(FP8)
+        q = kernels.qk_norm_rope_store(
+            wide.clone(), *weights, EPS, cos, sin, positions, slots, kv, q_heads, kv_heads,
+            k_scale=0.03, v_scale=0.2,
+        )  # fmt: skip
+        results.append((q, kv.float().to(FP8)))
+    for got, want in zip(*results, strict=True):
+        close(got, want)
+    values = wide.unflatten(1, (-1, width))[:, -kv_heads:] / 0.2
+    close(results[1][1][:, 1], values.clamp(-448, 448).to(FP8))
+
+
 def test_queries_and_keys_match_model_operations(draw, device) -> None:
     """In fp32 (measured 2.6e-7 of 1 + |x|)."""
     rows, q_heads, kv_heads, width = 4, 4, 2, 64

@@ -226,6 +226,10 @@ def test_options_of_other_engines_reach_settings(
             "pipeline_parallel_size is 2, but only tensor_parallel_size splits a model; give 1.",
         ),
         (
+            ["--calculate-kv-scales"],
+            "calculate_kv_scales is True, but keys and values in FP8 have the scales of the",
+        ),
+        (
             ["--quantization=bitsandbytes"],
             "quantization is 'bitsandbytes', but weights are as in the checkpoint",
         ),

@@ -103,6 +103,7 @@ class TritonOps(TorchOps):
         if rows.paged is None:
             return super().attention(qkv, attention, rows)
         table = rows.tables[attention.layer]
+        scale = rows.paged.scale(attention.layer)
         q = qk_norm_rope_store(
             qkv,
             q_weight=None if attention.q_norm is None else attention.q_norm.weight,
@@ -117,6 +118,8 @@ class TritonOps(TorchOps):
             kv_heads=attention.kv_heads,
             own_values=attention.own_values,
             value_norm=attention.value_norm,
+            k_scale=scale.keys,
+            v_scale=scale.values,
         )
         return rows.paged.over(attention.layer, q, attention.sinks)
 

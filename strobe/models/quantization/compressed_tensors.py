@@ -65,11 +65,24 @@ def read(fields: Fields, decoder: DecoderConfig) -> Quantization:
         tuple(_rule(name, group, fields.path) for name, group in groups.items()),
         tuple(read_names(fields, "ignore")),
     )
+    kv_format = read_kv_format(fields)
     fields.finish(
-        ("quant_method", "quantization_status", "global_compression_ratio", "kv_cache_scheme",
-         "version", "producer")
-    )  # fmt: skip
-    return Quantization(method="compressed-tensors", block=(1, 1), rules=rules)
+        ("quant_method", "quantization_status", "global_compression_ratio", "version", "producer")
+    )
+    return Quantization(
+        method="compressed-tensors",
+        block=(1, 1),
+        rules=rules,
+        kv_format=kv_format,
+    )
+
+
+def read_kv_format(fields: Fields) -> str | None:
+    """Return what kv_cache_scheme says of keys and values, as "fp8" or "int8"."""
+    scheme = fields.object("kv_cache_scheme")
+    if not scheme:
+        return None
+    return f"{'fp' if scheme.get('type') == 'float' else 'int'}{scheme.get('num_bits')}"
 
 
 def _rule(name: str, group: Any, path: Path) -> Rule:

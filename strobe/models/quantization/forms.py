@@ -32,8 +32,10 @@ BLOCKS = (128, 32, 64, 16, 256)
 """Sizes of blocks, the most usual first, of which a grid of scales says only the number."""
 UNUSED = (
     ".input_scale", ".input_global_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale",
+    ".kv_scale",
 )  # fmt: skip
-"""Suffixes of scales of activations and of keys and values, which stay in the engine's dtype."""
+"""Suffixes of scales of activations, which stay in the engine's dtype, and of keys and values; for
+these see `kv_scales`."""
 
 
 @dataclass(frozen=True)

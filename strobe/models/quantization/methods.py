@@ -63,7 +63,11 @@ HINT = (
 
 Config = TypeVar("Config", TargetConfig, DraftConfig)
 
-UNUSED = {"compressed-tensors": forms.UNUSED, "modelopt": forms.UNUSED}
+UNUSED = {
+    "compressed-tensors": forms.UNUSED,
+    "fp8": (".q_scale", ".k_scale", ".v_scale", ".kv_scale"),
+    "modelopt": forms.UNUSED,
+}
 """Suffixes of tensors that loading leaves out, by method."""
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from strobe.models.config_readers.fields import Fields
 from strobe.models.model_config import DecoderConfig, Quantization
-from strobe.models.quantization.compressed_tensors import read_names
+from strobe.models.quantization.compressed_tensors import read_kv_format, read_names
 from strobe.models.quantization.detected import apply, describe, experts_format
 from strobe.models.quantization.rules import FP8, LINEAR, MXFP8, NVFP4, Rule, Rules, Scheme
 
@@ -28,7 +28,7 @@ ALGORITHMS = {
     "MXFP8": MXFP8,
 }
 _HARMLESS = (
-    "quant_method", "kv_cache_quant_algo", "kv_cache_scheme", "producer", "config_groups",
+    "quant_method", "producer", "config_groups",
     "group_size", "moe_quant_algo", "activation_scheme", "fmt", "scale_fmt", "has_zero_point",
     "pre_quant_scale", "weight_block_size", "version",
 )  # fmt: skip
@@ -47,9 +47,11 @@ def read(fields: Fields, decoder: DecoderConfig) -> Quantization:
         scheme = _scheme(algorithm, f"{fields.path}: quant_algo")
         rules += [Rule(LINEAR, scheme)] if scheme else []
     ignored = tuple(read_names(fields, "ignore", "exclude_modules"))
+    algorithm = fields.get("kv_cache_quant_algo")
+    kv_format = read_kv_format(fields) if algorithm is None else str(algorithm).lower()
     fields.finish(_HARMLESS)
     names = Rules(rules=tuple(rules), ignored=ignored, loose=True)
-    return Quantization(method="modelopt", block=(1, 1), rules=names)
+    return Quantization(method="modelopt", block=(1, 1), rules=names, kv_format=kv_format)
 
 
 def _algorithm(entry: Any) -> Any:
