@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -40,6 +38,7 @@ from scripts.smollm2.packed import (  # noqa: E402
     target_rows,
 )
 from scripts.smollm2.prompts import KINDS  # noqa: E402
+from scripts.smollm2.shards import save_tensors  # noqa: E402
 from strobe.hub.files import read_json  # noqa: E402
 from strobe.models.architectures import load_draft_config, load_target_config  # noqa: E402
 from strobe.models.dflash_drafter import DFlash  # noqa: E402
@@ -69,8 +68,6 @@ START = time.monotonic()
 MASK_TOKEN = 16
 """`<empty_output>`, which no chat contains."""
 POSITIONS = 1024
-SHARD = 16 << 20
-"""Maximum bytes of a file of weights."""
 WARMUP = 100
 """Steps until the learning rate is reached."""
 
@@ -81,27 +78,15 @@ def say(text: str) -> None:
 
 
 def save(draft: DFlash, directory: Path, target_config: dict[str, Any]) -> None:
-    """Write config.json and the weights in bf16, in files of at most SHARD bytes."""
+    """Write config.json and the weights in bf16, in files of at most 16 MiB."""
     directory.mkdir(parents=True, exist_ok=True)
-    shards: list[dict[str, Tensor]] = [{}]
-    size = 0
-    for name, value in as_saved(draft).items():
-        stored = value.to("cpu", torch.bfloat16).contiguous()
-        if size + stored.nbytes > SHARD - 65536:
-            shards.append({})
-            size = 0
-        shards[-1][name] = stored
-        size += stored.nbytes
-    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-    for name, shard in zip(names, shards, strict=True):
-        save_file(shard, directory / f"{name}.part", metadata={"format": "pt"})
-        os.replace(directory / f"{name}.part", directory / name)
-    places = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
-    total = sum(value.nbytes for shard in shards for value in shard.values())
-    index = {"metadata": {"total_size": total}, "weight_map": places}
+    tensors = {
+        name: value.to("cpu", torch.bfloat16).contiguous()
+        for name, value in as_saved(draft).items()
+    }
+    save_tensors(tensors, directory)
     config = checkpoint_config(draft.config, target_config)
-    for name, content in (("model.safetensors.index.json", index), ("config.json", config)):
-        (directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 class HeldOut:
