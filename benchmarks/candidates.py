@@ -21,6 +21,8 @@ from strobe.kernels.convolution import convolve
 from strobe.kernels.gemm_table import Weight
 from strobe.kernels.linear import Gemms
 from strobe.kernels.operands import Input
+from strobe.kernels.race_candidates import race_candidates
+from strobe.kernels.reference_candidates import EdgeTerms
 
 DRAFTS = 7
 RANK = 256
@@ -75,10 +77,15 @@ def measure(rows: int, vocab: int, hidden: int, count: int, weight: Weight, gemm
     product = replayed(lambda: gemms.linear(Input(x), weight))
     by_torch = alone(lambda: logits.topk(count))
     by_itself = alone(lambda: best_of(logits, count))
+    params = torch.tensor([0.0, 1.0, -1e30, 0.0], device=device).repeat(rows, 1)
+    params[:, 0] = logits.float().amax(1)
+    keys = torch.arange(rows, device=device)
+    race = alone(lambda: race_candidates(logits, params, keys, keys, count, None))
     print(
         f"{rows:4d} rows: argmax {by_argmax:7.1f}, with margins {by_two:7.1f}, "
         f"best {count} {by_best:7.1f} ({by_best / by_argmax:.3f}); product {product:7.1f}, "
-        f"best alone {by_itself:6.1f}, torch.topk alone {by_torch:6.1f} µs",
+        f"best alone {by_itself:6.1f}, in the race {race:6.1f}, "
+        f"torch.topk alone {by_torch:6.1f} µs",
         end="",
     )
     spans = max(rows // DRAFTS, 1)
@@ -88,8 +95,9 @@ def measure(rows: int, vocab: int, hidden: int, count: int, weight: Weight, gemm
     unary = draw(spans, DRAFTS, count, dtype=torch.float32)
     anchor = some[:, 0, 0].contiguous()
     noise = anchor, anchor, torch.ones(spans, device=device)
-    scores = edges(unary, some, anchor, left=left, right=right, hidden=factors)
-    edge_time = alone(lambda: edges(unary, some, anchor, left=left, right=right, hidden=factors))
+    terms = EdgeTerms(unary=unary, ids=some, anchor=anchor, left=left, right=right, hidden=factors)
+    scores = edges(terms)
+    edge_time = alone(lambda: edges(terms))
     greedy = alone(lambda: walk(scores, some, None, None))
     sampled = alone(lambda: walk(scores, some, None, noise))
     base = draw(2, hidden)

@@ -1,12 +1,14 @@
-# pyright: basic, reportCallIssue=false, reportAttributeAccessIssue=false
+# pyright: basic, reportCallIssue=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false
 """Products with weights that are stored in codes, whose values exist only in registers.
 
-    _gemm_kernel        N / 64 x splits programs: x Wᵀ of a part of the columns
+    _gemm_kernel        tiles x splits programs: residual + act(x Wᵀ + bias) for few rows
     _dequantize_kernel  the values of a weight in x's dtype, for many rows of x
 
-A value is rounded once to x's dtype before it is multiplied, so that a product is that with the
-dequantized weight. How the columns are split depends on the weight alone, so that a row's result
-does not depend on the other rows. Legend: M rows of x, W [N, K], G groups of columns.
+Codes are read as words of 32 bits, PER values each. A tensor core multiplies value j of W words by
+columns j, j + PER, ... of x, so that no code moves to another thread. A value is rounded once to
+x's dtype, and the factor of all values multiplies the sum. Legend: M rows of x, W [N, K], G groups
+of columns.
 """
 
 from __future__ import annotations
@@ -18,16 +20,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from strobe.kernels.gemm import DTYPES
+from strobe.kernels.operands import Epilogue
 from strobe.kernels.pdl import pdl_wait, supports_pdl
-from strobe.kernels.rowwise import INTERPRETED
-from strobe.kernels.unpack import e4m3
+from strobe.kernels.rowwise import INTERPRETED, gated, round_to, silu_mul
+from strobe.kernels.workspace import Workspace
 
 MOST_ROWS = 128
 """Rows of x up to which values stay in registers."""
-BLOCK_N = 64
-BLOCK_K = 128
-PROGRAMS = 264
-"""At least so many programs, two for each multiprocessor, where K allows it."""
+TILE_N = 64
+TILE_WORDS = 16
+"""Of `_dequantize_kernel`."""
 
 
 class Codes(NamedTuple):
@@ -57,6 +60,17 @@ class Codes(NamedTuple):
     def halves(self) -> bool:
         """Whether a byte holds two codes."""
         return self.kind in ("int4", "e2m1")
+
+    @property
+    def per_word(self) -> int:
+        """Values in 32 bits."""
+        return 8 if self.halves else 4
+
+    @property
+    def has_words(self) -> bool:
+        """Whether kernels can read words, each in one group of columns."""
+        whole = self.codes.is_contiguous() and self.codes.shape[1] % 4 == 0
+        return whole and (self.index is not None or self.group % self.per_word == 0)
 
     @property
     def factor_rows(self) -> int:
@@ -111,24 +125,195 @@ class CodedExperts(NamedTuple):
         return dequantized(part, dtype).view(last - first, outputs, inputs)
 
 
+class Tile(NamedTuple):
+    """How a product is divided: rows of W and words of a program's step, and programs at least."""
+
+    rows: int
+    words: int
+    programs: int
+    warps: int
+    stages: int
+
+
+TILES = {
+    16: Tile(rows=64, words=16, programs=528, warps=4, stages=3),
+    32: Tile(rows=64, words=16, programs=396, warps=4, stages=3),
+    64: Tile(rows=64, words=16, programs=264, warps=4, stages=3),
+    128: Tile(rows=64, words=16, programs=132, warps=4, stages=3),
+}
+"""By the rows of x, rounded up."""
+
+
 @triton.jit
-def _values(
-    code, n, k, inside, scale_ptr, zero_ptr, factor_ptr, index_ptr,
-    KIND: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
-    MIDDLE: tl.constexpr, DIVIDES: tl.constexpr, FACTOR_ROWS: tl.constexpr,
-):  # fmt: skip
-    """Return the values of codes [BN, BK] in float32, which are in rows n and columns k."""
-    if index_ptr is not None:  # noqa: SIM108
-        group = tl.load(index_ptr + k, mask=inside, other=0)
+def _int4_pairs(words, scale, zero):
+    """Return 8 bfloat16 tensors: (code - zero) x scale of each code, from 128 + code. scale and
+    zero are of the shape of words, zero as -(128 + zero)."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 pair, code, one, none;
+        mov.b32 one, 0x3F803F80;
+        mov.b32 none, 0x80008000;
+        prmt.b32 pair, $8, $9, 0x4440;
+        lop3.b32 code, pair, 0x000F000F, 0x43004300, 0xEA;
+        fma.rn.bf16x2 code, code, one, $11;
+        fma.rn.bf16x2 $0, code, $10, none;
+        shr.b32 pair, pair, 4;
+        lop3.b32 code, pair, 0x000F000F, 0x43004300, 0xEA;
+        fma.rn.bf16x2 code, code, one, $11;
+        fma.rn.bf16x2 $1, code, $10, none;
+        prmt.b32 pair, $8, $9, 0x5551;
+        lop3.b32 code, pair, 0x000F000F, 0x43004300, 0xEA;
+        fma.rn.bf16x2 code, code, one, $11;
+        fma.rn.bf16x2 $2, code, $10, none;
+        shr.b32 pair, pair, 4;
+        lop3.b32 code, pair, 0x000F000F, 0x43004300, 0xEA;
+        fma.rn.bf16x2 code, code, one, $11;
+        fma.rn.bf16x2 $3, code, $10, none;
+        prmt.b32 pair, $8, $9, 0x6662;
+        lop3.b32 code, pair, 0x000F000F, 0x43004300, 0xEA;
+        fma.rn.bf16x2 code, code, one, $11;
+        fma.rn.bf16x2 $4, code, $10, none;
+        shr.b32 pair, pair, 4;
+        lop3.b32 code, pair, 0x000F000F, 0x43004300, 0xEA;
+        fma.rn.bf16x2 code, code, one, $11;
+        fma.rn.bf16x2 $5, code, $10, none;
+        prmt.b32 pair, $8, $9, 0x7773;
+        lop3.b32 code, pair, 0x000F000F, 0x43004300, 0xEA;
+        fma.rn.bf16x2 code, code, one, $11;
+        fma.rn.bf16x2 $6, code, $10, none;
+        shr.b32 pair, pair, 4;
+        lop3.b32 code, pair, 0x000F000F, 0x43004300, 0xEA;
+        fma.rn.bf16x2 code, code, one, $11;
+        fma.rn.bf16x2 $7, code, $10, none;
+        }
+        """,
+        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r",
+        [words, scale, zero],
+        dtype=(tl.bfloat16,) * 8,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _e2m1_pairs(words, scale):
+    """Return 8 bfloat16 tensors: value x 2**-126 x scale of each code."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 pair, sign, size, none;
+        mov.b32 none, 0x80008000;
+        prmt.b32 pair, $8, $9, 0x4000;
+        shl.b32 sign, pair, 4;
+        and.b32 sign, sign, 0x80008000;
+        shr.b32 size, pair, 2;
+        lop3.b32 size, size, 0x01C001C0, sign, 0xEA;
+        fma.rn.bf16x2 $0, size, $10, none;
+        and.b32 sign, pair, 0x80008000;
+        shr.b32 size, pair, 6;
+        lop3.b32 size, size, 0x01C001C0, sign, 0xEA;
+        fma.rn.bf16x2 $1, size, $10, none;
+        prmt.b32 pair, $8, $9, 0x5111;
+        shl.b32 sign, pair, 4;
+        and.b32 sign, sign, 0x80008000;
+        shr.b32 size, pair, 2;
+        lop3.b32 size, size, 0x01C001C0, sign, 0xEA;
+        fma.rn.bf16x2 $2, size, $10, none;
+        and.b32 sign, pair, 0x80008000;
+        shr.b32 size, pair, 6;
+        lop3.b32 size, size, 0x01C001C0, sign, 0xEA;
+        fma.rn.bf16x2 $3, size, $10, none;
+        prmt.b32 pair, $8, $9, 0x6222;
+        shl.b32 sign, pair, 4;
+        and.b32 sign, sign, 0x80008000;
+        shr.b32 size, pair, 2;
+        lop3.b32 size, size, 0x01C001C0, sign, 0xEA;
+        fma.rn.bf16x2 $4, size, $10, none;
+        and.b32 sign, pair, 0x80008000;
+        shr.b32 size, pair, 6;
+        lop3.b32 size, size, 0x01C001C0, sign, 0xEA;
+        fma.rn.bf16x2 $5, size, $10, none;
+        prmt.b32 pair, $8, $9, 0x7333;
+        shl.b32 sign, pair, 4;
+        and.b32 sign, sign, 0x80008000;
+        shr.b32 size, pair, 2;
+        lop3.b32 size, size, 0x01C001C0, sign, 0xEA;
+        fma.rn.bf16x2 $6, size, $10, none;
+        and.b32 sign, pair, 0x80008000;
+        shr.b32 size, pair, 6;
+        lop3.b32 size, size, 0x01C001C0, sign, 0xEA;
+        fma.rn.bf16x2 $7, size, $10, none;
+        }
+        """,
+        "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r",
+        [words, scale],
+        dtype=(tl.bfloat16,) * 8,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _e4m3_pairs(words):
+    """Return 4 bfloat16 tensors: the value of each byte."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 pair, size, power, none;
+        mov.b32 power, 0x7B807B80;  // 2^120, twice
+        mov.b32 none, 0x80008000;
+        prmt.b32 pair, $4, $5, 0x4000;
+        shr.b32 size, pair, 4;
+        and.b32 size, size, 0x07F007F0;
+        lop3.b32 size, pair, 0x80008000, size, 0xEA;
+        fma.rn.bf16x2 $0, size, power, none;
+        prmt.b32 pair, $4, $5, 0x5111;
+        shr.b32 size, pair, 4;
+        and.b32 size, size, 0x07F007F0;
+        lop3.b32 size, pair, 0x80008000, size, 0xEA;
+        fma.rn.bf16x2 $1, size, power, none;
+        prmt.b32 pair, $4, $5, 0x6222;
+        shr.b32 size, pair, 4;
+        and.b32 size, size, 0x07F007F0;
+        lop3.b32 size, pair, 0x80008000, size, 0xEA;
+        fma.rn.bf16x2 $2, size, power, none;
+        prmt.b32 pair, $4, $5, 0x7333;
+        shr.b32 size, pair, 4;
+        and.b32 size, size, 0x07F007F0;
+        lop3.b32 size, pair, 0x80008000, size, 0xEA;
+        fma.rn.bf16x2 $3, size, power, none;
+        }
+        """,
+        "=&r,=&r,=&r,=&r,r,r",
+        [words],
+        dtype=(tl.bfloat16,) * 4,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _e4m3(byte):
+    """Return the values of bytes, in int32, in float32."""
+    bits = ((byte & 128) << 24) | ((byte & 127) << 20)
+    return bits.to(tl.float32, bitcast=True) * 2.0**120
+
+
+@triton.jit
+def _size(code, zero, KIND: tl.constexpr):
+    """Return the values of codes, in int32, without their scale, in float32."""
+    if KIND == "e2m1":
+        bits = ((code & 8) << 28) | ((code & 7) << 22)
+        value = bits.to(tl.float32, bitcast=True) * 2.0**126
+    elif KIND == "e4m3":
+        value = _e4m3(code)
     else:
-        group = k // GROUP
-    place = n // ROWS * GROUPS + group
-    scale = tl.load(scale_ptr + place, mask=inside, other=0)
-    zero = 0
-    if zero_ptr is not None:
-        zero = tl.load(zero_ptr + place, mask=inside, other=0).to(tl.float32)
-    factor = load_factor(factor_ptr, n, FACTOR_ROWS)
-    return decode(code, scale, zero, factor, KIND=KIND, MIDDLE=MIDDLE, DIVIDES=DIVIDES)
+        if KIND == "s8":
+            code = code ^ 128
+        # 2**23 + code is the float whose last bits are the code.
+        value = (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + zero)
+    return value
 
 
 @triton.jit
@@ -145,131 +330,327 @@ def decode(
     code, scale, zero, factor, KIND: tl.constexpr, MIDDLE: tl.constexpr, DIVIDES: tl.constexpr
 ):
     """Return the values of codes in float32. A zero of 0 and a factor of 1 change nothing."""
-    if KIND == "e2m1":
-        bits = ((code & 8) << 28) | ((code & 7) << 22)
-        value = bits.to(tl.float32, bitcast=True) * 2.0**126
-    elif KIND == "e4m3":
-        value = e4m3(code, tl.float32)
-    elif KIND == "s8":
-        value = tl.where(code >= 128, code - 256, code).to(tl.float32)
-    else:
-        value = code.to(tl.float32) - MIDDLE
-    value = (value - zero) * scale_values(scale)
+    value = _size(code, MIDDLE + zero + (128 if KIND == "s8" else 0), KIND) * scale_values(scale)
     return tl.div_rn(value, factor) if DIVIDES else value * factor
+
+
+@triton.jit
+def _load(spots, inside):
+    """Load values, where `inside` if it is given."""
+    if inside is None:  # noqa: SIM108
+        loaded = tl.load(spots)
+    else:
+        loaded = tl.load(spots, mask=inside, other=0)
+    return loaded
+
+
+@triton.jit
+def _zero(zero_ptr, places, inside, KIND: tl.constexpr, MIDDLE: tl.constexpr):
+    """Return what is subtracted from codes, in float32."""
+    zero = tl.full(places.shape, 128 if KIND == "s8" else MIDDLE, tl.float32)
+    if zero_ptr is not None:
+        zero += _load(zero_ptr + places, inside).to(tl.float32)
+    return zero
 
 
 @triton.jit
 def scale_values(stored):
     """Return scales in float32; bytes are e4m3."""
     if stored.dtype == tl.uint8:  # noqa: SIM108
-        scale = e4m3(stored, tl.float32)
+        scale = _e4m3(stored.to(tl.int32))
     else:
         scale = stored.to(tl.float32)
     return scale
 
 
 @triton.jit
+def _values(
+    words, n, first, inside, scale_ptr, zero_ptr, index_ptr,
+    K: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    GROUPS: tl.constexpr, MIDDLE: tl.constexpr, PER: tl.constexpr, WORDS: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Return PER tensors of values [BN, W] in DTYPE, without the factor of all values.
+
+    words [BN, W] are in rows n, from word `first` on, a multiple of WORDS. e2m1 values in bfloat16
+    with scales in e4m3 are 2**-8 of themselves.
+    """
+    FAST: tl.constexpr = not INTERPRETED and tl.bfloat16 == DTYPE
+    SCALE: tl.constexpr = scale_ptr.dtype.element_ty
+    BITS: tl.constexpr = 32 // PER
+    MASK: tl.constexpr = 2**BITS - 1
+    row = n // ROWS * GROUPS
+    at = first + tl.arange(0, WORDS)
+    if index_ptr is not None:
+        result = ()
+        for j in tl.static_range(PER):
+            group = tl.load(index_ptr + at * PER + j, mask=at < K // PER, other=0)
+            places = row[:, None] + group[None, :]
+            zero = _zero(zero_ptr, places, inside, KIND, MIDDLE)
+            value = _size((words >> (BITS * j)) & MASK, zero, KIND)
+            value *= scale_values(_load(scale_ptr + places, inside))
+            result = result + (value.to(DTYPE),)  # noqa: RUF005
+    else:
+        if GROUPS == 1 or GROUP % (PER * WORDS) == 0:  # all words are of one group
+            places = (row + first * PER // GROUP)[:, None]
+            some = None
+        else:
+            places = row[:, None] + (at * PER // GROUP)[None, :]
+            some = inside
+        zero = _zero(zero_ptr, places, some, KIND, MIDDLE)
+        scale = scale_values(_load(scale_ptr + places, some))
+        zero = tl.broadcast_to(zero, words.shape)
+        scale = tl.broadcast_to(scale, words.shape)
+        if FAST and KIND == "int4" and tl.bfloat16 == SCALE:
+            result = _int4_pairs(words, scale.to(DTYPE), (-128.0 - zero).to(DTYPE))
+        elif FAST and KIND == "e2m1" and tl.uint8 == SCALE:
+            result = _e2m1_pairs(words, (scale * 2.0**118).to(DTYPE))
+        else:
+            if FAST and KIND == "e4m3":
+                plain = _e4m3_pairs(words)
+            elif FAST and KIND == "int4":
+                one = tl.full(words.shape, 1.0, DTYPE)
+                plain = _int4_pairs(words, one, (-128.0 - zero).to(DTYPE))
+            else:
+                plain = ()
+                for j in tl.static_range(PER):
+                    value = _size((words >> (BITS * j)) & MASK, zero, KIND)
+                    plain = plain + (value,)  # noqa: RUF005
+            result = ()
+            for j in tl.static_range(PER):
+                value = plain[j].to(tl.float32) * scale
+                result = result + (value.to(DTYPE),)  # noqa: RUF005
+    return result
+
+
+@triton.jit
+def _parted(x, M: tl.constexpr, WORDS: tl.constexpr, PER: tl.constexpr):
+    """x [M, W * PER] -> PER tensors [M, W]: columns j, j + PER, ..."""
+    even, odd = tl.split(tl.reshape(x, [M, WORDS, PER // 2, 2]))
+    a, c = tl.split(tl.reshape(even, [M, WORDS, PER // 4, 2]))
+    b, d = tl.split(tl.reshape(odd, [M, WORDS, PER // 4, 2]))
+    if PER == 4:
+        parts = (
+            tl.reshape(a, [M, WORDS]), tl.reshape(b, [M, WORDS]),
+            tl.reshape(c, [M, WORDS]), tl.reshape(d, [M, WORDS]),
+        )  # fmt: skip
+    else:
+        a, e = tl.split(a)
+        b, f = tl.split(b)
+        c, g = tl.split(c)
+        d, h = tl.split(d)
+        parts = (a, b, c, d, e, f, g, h)
+    return parts
+
+
+@triton.jit(do_not_specialize=["rows"])
 def _gemm_kernel(
-    x_ptr, codes_ptr, scale_ptr, zero_ptr, factor_ptr, index_ptr, out_ptr,
-    M, x_stride, out_stride, codes_stride, split_stride,
+    x, words_ptr, scale_ptr, zero_ptr, factor_ptr, index_ptr, bias, residual, out, partials,
+    arrivals, rows, x_stride, residual_stride, out_stride,
     N: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, HALVES: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, MIDDLE: tl.constexpr,
-    DIVIDES: tl.constexpr, FACTOR_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr,
+    DIVIDES: tl.constexpr, FACTOR_ROWS: tl.constexpr, DTYPE: tl.constexpr, GATED: tl.constexpr,
+    GELU: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr,
+    SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (j, s) writes columns j of the product over the split s of K, STEPS blocks long."""
+    """A program multiplies BLOCK_N rows of W by all of x over one of SPLIT ranges of K, as in
+    gemm.py; N: columns of out. The last program to arrive adds the ranges in their order."""
     pdl_wait(PDL)
-    rows = tl.arange(0, BLOCK_M)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.minimum(n, N - 1)[:, None]
-    split = tl.program_id(1)
-    dtype = x_ptr.dtype.element_ty
-    PER_BYTE: tl.constexpr = 2 if HALVES else 1
-    BYTES: tl.constexpr = BLOCK_K // PER_BYTE
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for step in range(STEPS):
-        byte = (split * STEPS + step) * BYTES + tl.arange(0, BYTES)
-        stored = (n[:, None] < N) & (byte * PER_BYTE < K)[None, :]
-        spots = codes_ptr + n.to(tl.int64)[:, None] * codes_stride + byte[None, :]
-        code = tl.load(spots, mask=stored, other=0).to(tl.int32)
-        for place in tl.static_range(PER_BYTE):
-            k = byte * PER_BYTE + place
-            own = code if PER_BYTE == 1 else (code >> (4 * place)) & 15
-            inside = (n[:, None] < N) & (k < K)[None, :]
-            w = _values(
-                own, row, k[None, :], inside, scale_ptr, zero_ptr, factor_ptr, index_ptr,
-                KIND=KIND, GROUP=GROUP, ROWS=ROWS, GROUPS=GROUPS, MIDDLE=MIDDLE, DIVIDES=DIVIDES,
-                FACTOR_ROWS=FACTOR_ROWS,
-            )  # fmt: skip
-            w = tl.where(inside, w, 0.0).to(dtype)
-            there = (rows[:, None] < M) & (k < K)[None, :]
-            x = tl.load(x_ptr + rows[:, None] * x_stride + k[None, :], mask=there, other=0.0)
+    PER: tl.constexpr = 8 if HALVES else 4
+    COLUMNS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    BLOCKS: tl.constexpr = (K + WORDS * PER - 1) // (WORDS * PER)
+    TAIL: tl.constexpr = K % (WORDS * PER) != 0
+    tile = tl.program_id(0) // SPLIT
+    split = tl.program_id(0) % SPLIT
+    ms = tl.arange(0, BLOCK_M)
+    live = ms < rows
+    ws = tl.arange(0, BLOCK_N)
+    ns = tile * COLUMNS + ws % COLUMNS
+    sources = tl.minimum(ns, N - 1) + ws // COLUMNS * N  # rows past the end are not stored
+    spots = words_ptr + sources.to(tl.int64)[:, None] * (K // PER)
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for block in tl.range(split * BLOCKS // SPLIT, (split + 1) * BLOCKS // SPLIT):
+        first = block * WORDS
+        at = first + tl.arange(0, WORDS)
+        ks = block * (WORDS * PER) + tl.arange(0, WORDS * PER)
+        if TAIL:
+            inside = tl.broadcast_to((at < K // PER)[None, :], [BLOCK_N, WORDS])
+            words = tl.load(spots + at[None, :], mask=inside, other=0)
+            there = live[:, None] & (ks < K)[None, :]
+        else:
+            inside = None
+            words = tl.load(spots + at[None, :])
+            there = tl.broadcast_to(live[:, None], [BLOCK_M, WORDS * PER])
+        own = tl.load(x + ms[:, None] * x_stride + ks[None, :], mask=there, other=0.0)
+        parts = _parted(own, BLOCK_M, WORDS, PER)
+        values = _values(
+            words, sources, first, inside, scale_ptr, zero_ptr, index_ptr, K=K, KIND=KIND,
+            GROUP=GROUP, ROWS=ROWS, GROUPS=GROUPS, MIDDLE=MIDDLE, PER=PER, WORDS=WORDS,
+            DTYPE=DTYPE,
+        )  # fmt: skip
+        for j in tl.static_range(PER):
+            w = values[j]
+            a = parts[j]
             if INTERPRETED:
-                x = x.to(tl.float32)
                 w = w.to(tl.float32)
-            total = tl.dot(x, tl.trans(w), total, input_precision="ieee")
-    spots = out_ptr + split * split_stride + rows[:, None] * out_stride + n[None, :]
-    tl.store(spots, total, mask=(rows[:, None] < M) & (n < N)[None, :])
+                a = a.to(tl.float32)
+            total = tl.dot(w, tl.trans(a), total, input_precision="ieee")
+    SIZE: tl.constexpr = BLOCK_M * BLOCK_N
+    complete = True
+    if SPLIT > 1:
+        inner = partials + tile.to(tl.int64) * (SPLIT * SIZE) + ms[None, :] * BLOCK_N + ws[:, None]
+        tl.store(inner + split * SIZE, total, mask=live[None, :])
+        tl.debug_barrier()  # all of this program's stores come before its arrival
+        complete = tl.atomic_add(arrivals + tile, 1, sem="acq_rel") == SPLIT - 1
+    if complete:
+        if SPLIT > 1:
+            tl.store(arrivals + tile, 0)
+            total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            for part in tl.range(0, SPLIT, loop_unroll_factor=SPLIT if SPLIT * SIZE <= 8192 else 1):
+                total += tl.load(
+                    inner + part * SIZE, mask=live[None, :], other=0.0, cache_modifier=".cg"
+                )
+        SCALE: tl.constexpr = scale_ptr.dtype.element_ty
+        SMALL: tl.constexpr = KIND == "e2m1" and tl.uint8 == SCALE and tl.bfloat16 == DTYPE
+        if SMALL and index_ptr is None and not INTERPRETED:
+            total *= 256.0  # see `_values`
+        if factor_ptr is not None:
+            factor = load_factor(factor_ptr, sources[:, None], FACTOR_ROWS)
+            total = tl.div_rn(total, factor) if DIVIDES else total * factor
+        if bias is not None:
+            total += tl.load(bias + sources).to(tl.float32)[:, None]
+        result = tl.trans(total)
+        if GATED:
+            pairs = tl.permute(tl.reshape(result, [BLOCK_M, 2, COLUMNS]), [0, 2, 1])
+            gate, up = tl.split(pairs)
+            result = gated(gate, up, GELU)
+        columns = tile * COLUMNS + tl.arange(0, COLUMNS)
+        stored = live[:, None] & (columns < N)[None, :]
+        if residual is not None:
+            lines = residual + ms[:, None] * residual_stride + columns[None, :]
+            result += tl.load(lines, mask=stored, other=0.0).to(tl.float32)
+        ends = out + ms[:, None] * out_stride + columns[None, :]
+        tl.store(ends, round_to(result, DTYPE), mask=stored)
+
+
+@triton.jit
+def _joined(values, N: tl.constexpr, WORDS: tl.constexpr, PER: tl.constexpr):
+    """Undo `_parted`: PER tensors [N, W] -> [N, W * PER]."""
+    a = values[0]
+    b = values[1]
+    c = values[2]
+    d = values[3]
+    if PER == 8:
+        a = tl.join(a, values[4])
+        b = tl.join(b, values[5])
+        c = tl.join(c, values[6])
+        d = tl.join(d, values[7])
+    even = tl.reshape(tl.join(a, c), [N, WORDS, PER // 2])
+    odd = tl.reshape(tl.join(b, d), [N, WORDS, PER // 2])
+    return tl.reshape(tl.join(even, odd), [N, WORDS * PER])
 
 
 @triton.jit
 def _dequantize_kernel(
-    codes_ptr, scale_ptr, zero_ptr, factor_ptr, index_ptr, out_ptr, codes_stride,
+    words_ptr, scale_ptr, zero_ptr, factor_ptr, index_ptr, out,
     N: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, HALVES: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, MIDDLE: tl.constexpr,
-    DIVIDES: tl.constexpr, FACTOR_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
+    DIVIDES: tl.constexpr, FACTOR_ROWS: tl.constexpr, DTYPE: tl.constexpr, BLOCK_N: tl.constexpr,
+    WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
-    n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
-    k = (tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
-    inside = (n < N) & (k < K)
-    byte = k // 2 if HALVES else k
-    spots = codes_ptr + n.to(tl.int64) * codes_stride + byte
-    code = tl.load(spots, mask=inside, other=0).to(tl.int32)
-    if HALVES:
-        code = (code >> (k % 2 * 4)) & 15
-    value = _values(
-        code, tl.minimum(n, N - 1), k, inside, scale_ptr, zero_ptr, factor_ptr, index_ptr,
-        KIND=KIND, GROUP=GROUP, ROWS=ROWS, GROUPS=GROUPS, MIDDLE=MIDDLE, DIVIDES=DIVIDES,
-        FACTOR_ROWS=FACTOR_ROWS,
+    PER: tl.constexpr = 8 if HALVES else 4
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = tl.program_id(1) * WORDS
+    at = first + tl.arange(0, WORDS)
+    real = n < N
+    inside = real[:, None] & (at < K // PER)[None, :]
+    n = tl.minimum(n, N - 1)
+    spots = words_ptr + n.to(tl.int64)[:, None] * (K // PER) + at[None, :]
+    words = tl.load(spots, mask=inside, other=0)
+    values = _values(
+        words, n, first, inside, scale_ptr, zero_ptr, index_ptr, K=K, KIND=KIND, GROUP=GROUP,
+        ROWS=ROWS, GROUPS=GROUPS, MIDDLE=MIDDLE, PER=PER, WORDS=WORDS, DTYPE=tl.float32,
     )  # fmt: skip
-    tl.store(out_ptr + n.to(tl.int64) * K + k, value, mask=inside)
+    value = _joined(values, BLOCK_N, WORDS, PER)
+    if factor_ptr is not None:
+        factor = load_factor(factor_ptr, n[:, None], FACTOR_ROWS)
+        value = tl.div_rn(value, factor) if DIVIDES else value * factor
+    ks = first * PER + tl.arange(0, WORDS * PER)
+    stored = real[:, None] & (ks < K)[None, :]
+    tl.store(out + n.to(tl.int64)[:, None] * K + ks[None, :], round_to(value, DTYPE), mask=stored)
 
 
-def coded_gemm(x: Tensor, weight: CodedWeight) -> Tensor:
-    """x [M, K] -> x Wᵀ [M, N] in x's dtype."""
-    out = x.new_empty(x.shape[0], weight.shape[0])
+def coded_gemm(x: Tensor, weight: CodedWeight, epilogue: Epilogue, workspace: Workspace) -> Tensor:
+    """x [M, K] -> residual + act(x Wᵀ + bias) [M, N] in x's dtype; the epilogue has no other."""
+    few = x.shape[0] <= MOST_ROWS
+    if few and (len(weight.parts) == 1 or not epilogue.gated):
+        return _fused(x, weight, epilogue, workspace)
+    y = x.new_empty(x.shape[0], weight.shape[0])
+    if few:
+        _fused(x, weight, Epilogue(bias=epilogue.bias, out=y), workspace)
+    else:
+        first = 0
+        for part in weight.parts:
+            last = first + len(part.codes)
+            torch.mm(x, dequantized(part, x.dtype).t(), out=y[:, first:last])
+            first = last
+        if epilogue.bias is not None:
+            y += epilogue.bias
+    if epilogue.gated:
+        y = silu_mul(y, gelu=epilogue.activation == "gelu_tanh")
+    if epilogue.residual is not None:
+        return torch.add(epilogue.residual, y, out=epilogue.out)
+    return y if epilogue.out is None else epilogue.out.copy_(y)
+
+
+def _fused(x: Tensor, weight: CodedWeight, epilogue: Epilogue, workspace: Workspace) -> Tensor:
+    """Run a kernel for each part."""
+    out = epilogue.out
+    if out is None:
+        outputs = weight.shape[0] // 2 if epilogue.gated else weight.shape[0]
+        out = x.new_empty(x.shape[0], outputs)
+    if len(weight.parts) == 1:
+        _multiply(x, weight.parts[0], epilogue._replace(out=out), workspace)
+        return out
     first = 0
     for part in weight.parts:
-        last = first + len(part.codes)
-        if x.shape[0] > MOST_ROWS:
-            torch.mm(x, dequantized(part, x.dtype).t(), out=out[:, first:last])
-        else:
-            _multiply(x, part, out[:, first:last])
-        first = last
+        own = slice(first, first + len(part.codes))
+        bias = epilogue.bias
+        residual = epilogue.residual
+        of_part = Epilogue(
+            bias=None if bias is None else bias[own],
+            residual=None if residual is None else residual[:, own],
+            out=out[:, own],
+        )
+        _multiply(x, part, of_part, workspace)
+        first = own.stop
     return out
 
 
-def _multiply(x: Tensor, weight: Codes, out: Tensor) -> None:
+def _multiply(x: Tensor, weight: Codes, epilogue: Epilogue, workspace: Workspace) -> None:
     rows = x.shape[0]
+    residual = epilogue.residual
+    out = epilogue.out
+    assert out is not None
+    block_m = max(1 << (rows - 1).bit_length(), 16)
+    tile = TILES[block_m]
     outputs = len(weight.codes)
-    columns = triton.cdiv(outputs, BLOCK_N)
-    blocks = triton.cdiv(weight.inputs, BLOCK_K)
-    steps = triton.cdiv(blocks, min(triton.cdiv(PROGRAMS, columns), triton.cdiv(blocks, 4)))
-    splits = triton.cdiv(blocks, steps)
-    parts = out[None]
-    if splits > 1:
-        parts = x.new_empty((int(splits), rows, outputs), dtype=torch.float32)
+    tiles = -(-outputs // tile.rows)
+    blocks = -(-weight.inputs // (tile.words * weight.per_word))
+    split = max(1, min(-(-tile.programs // tiles), blocks // 4, 16))
+    sums = tiles * split * block_m * tile.rows if split > 1 else 0
+    workspace.reserve(sums, tiles)
     pdl = supports_pdl(x.device)
-    _gemm_kernel[(columns, splits)](
-        x, *pointers(weight), parts, rows, x.stride(0), parts.stride(1), weight.codes.stride(0),
-        parts.stride(0), **constants(weight), BLOCK_M=max(triton.next_power_of_2(rows), 16),
-        BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, STEPS=steps, PDL=pdl, num_warps=4, num_stages=3,
+    _gemm_kernel[(tiles * split,)](
+        x, weight.codes.view(torch.int32), *pointers(weight)[1:], epilogue.bias, residual, out,
+        workspace.partials, workspace.arrived, rows, x.stride(0),
+        0 if residual is None else residual.stride(0), out.stride(0), **constants(weight),
+        DTYPE=DTYPES[x.dtype], N=outputs // 2 if epilogue.gated else outputs, GATED=epilogue.gated,
+        GELU=epilogue.activation == "gelu_tanh", BLOCK_M=block_m, BLOCK_N=tile.rows,
+        WORDS=tile.words, SPLIT=split, PDL=pdl, num_warps=tile.warps, num_stages=tile.stages,
         launch_pdl=pdl,
     )  # fmt: skip
-    if splits > 1:
-        out.copy_(parts.sum(0))
 
 
 def dequantized(weight: Codes, dtype: torch.dtype) -> Tensor:
@@ -277,10 +658,11 @@ def dequantized(weight: Codes, dtype: torch.dtype) -> Tensor:
     outputs = len(weight.codes)
     out = torch.empty(outputs, weight.inputs, dtype=dtype, device=weight.codes.device)
     pdl = supports_pdl(out.device)
-    grid = (triton.cdiv(outputs, BLOCK_N), triton.cdiv(weight.inputs, BLOCK_K))
-    _dequantize_kernel[grid](
-        *pointers(weight), out, weight.codes.stride(0), **constants(weight), BLOCK_N=BLOCK_N,
-        BLOCK_K=BLOCK_K, PDL=pdl, num_warps=4, launch_pdl=pdl,
+    columns = triton.cdiv(weight.inputs, TILE_WORDS * weight.per_word)
+    _dequantize_kernel[triton.cdiv(outputs, TILE_N), columns](
+        weight.codes.view(torch.int32), *pointers(weight)[1:], out, **constants(weight),
+        DTYPE=DTYPES[dtype], N=outputs, BLOCK_N=TILE_N,
+        WORDS=TILE_WORDS, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     return out
 
@@ -293,7 +675,6 @@ def pointers(weight: Codes) -> tuple[Tensor | None, ...]:
 def constants(weight: Codes) -> dict[str, object]:
     """Return the constants of kernels that read a weight."""
     return {
-        "N": len(weight.codes),
         "K": weight.inputs,
         "KIND": weight.kind,
         "HALVES": weight.halves,

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 AnyWeight = Weight | CodedWeight
-"""Weights in codes run between row-wise kernels, as in cuBLAS."""
+"""Weights in codes have a kernel of their own, in coded.py."""
 
 
 class Chooser(Protocol):
@@ -74,7 +74,7 @@ class Gemms:
         GEMM then normalizes.
         """
         if isinstance(weight, CodedWeight):
-            return _unfused(x, weight, epilogue), None
+            return coded_gemm(_normalized(x), weight, epilogue, self.workspace), None
         config, gemm = self._choose(x, weight, epilogue)
         if config.quack is not None:
             y = self._by_quack(config.quack, x, weight, epilogue)
@@ -105,7 +105,7 @@ class Gemms:
         NaN gives -1. margins, largest: filled; see `Argmax`.
         """
         if isinstance(weight, CodedWeight):
-            return argmax(_unfused(x, weight, PLAIN), margins, largest)
+            return argmax(self.linear(x, weight), margins, largest)
         epilogue = Epilogue(argmax=Argmax(margins, largest))
         config, gemm = self._choose(x, weight, epilogue)
         if config.kernel == "cublas":
@@ -195,16 +195,13 @@ def _normalized(x: Input) -> Tensor:
     return x.rows if x.norm is None else rms_norm(x.rows, x.norm.weight, x.norm.eps)
 
 
-def _unfused(x: Input, weight: AnyWeight, epilogue: Epilogue) -> Tensor:
+def _unfused(x: Input, weight: Weight, epilogue: Epilogue) -> Tensor:
     """Run norm, cuBLAS and the operations after it, one kernel each."""
     rows = _normalized(x)
     bias = epilogue.bias
     residual = epilogue.residual
     out = epilogue.out
-    if isinstance(weight, CodedWeight):
-        y = coded_gemm(rows, weight)
-        y = y if bias is None else y.add_(bias)
-    elif weight.scale is not None:
+    if weight.scale is not None:
         y = _fp8_gemm(rows, weight.data, weight.scale)
         y = y if bias is None else y.add_(bias)
     elif residual is None or epilogue.gated:

@@ -10,27 +10,28 @@ import torch
 from test_expert_kernels import NEEDS_GPU
 from torch import Tensor
 
-from strobe.kernels.coded import BLOCK_K, CodedWeight, coded_gemm, dequantized
+from strobe.kernels.coded import CodedWeight, coded_gemm, dequantized
 from strobe.kernels.linear import Gemms
-from strobe.kernels.operands import Epilogue, Input, RowNorm
+from strobe.kernels.operands import PLAIN, Epilogue, Input, RowNorm
+from strobe.kernels.workspace import Workspace
 from strobe.models.linear import StoredWeight
 from strobe.models.quantization.grouped import GridWeight, GroupWeight
 from strobe.models.quantization.kernel_weights import codes_of
 
 N = 72
-K = 2 * BLOCK_K + 32
+K = 288  # words of a step do not divide it
 
 
 def _noise() -> torch.Generator:
     return torch.Generator().manual_seed(5)
 
 
-def grouped(bits: int = 4, group: int = 32) -> GroupWeight:
+def grouped(inputs: int, bits: int = 4, group: int = 32) -> GroupWeight:
     """Codes with a scale in bfloat16 per group."""
     noise = _noise()
-    codes = torch.randint(0, 256, (N, K * bits // 8), generator=noise, dtype=torch.uint8)
-    scale = torch.rand(N, K // group, generator=noise).bfloat16() / 50
-    return GroupWeight(codes=codes, scale=scale, bits=bits, group=group, inputs=K)
+    codes = torch.randint(0, 256, (N, inputs * bits // 8), generator=noise, dtype=torch.uint8)
+    scale = torch.rand(N, inputs // group, generator=noise).bfloat16() / 50
+    return GroupWeight(codes=codes, scale=scale, bits=bits, group=group, inputs=inputs)
 
 
 def with_zeros(weight: GroupWeight) -> GroupWeight:
@@ -38,40 +39,49 @@ def with_zeros(weight: GroupWeight) -> GroupWeight:
     return replace(weight, zero=zero.to(torch.uint8))
 
 
-def nvfp4(*, is_divisor: bool) -> GroupWeight:
-    scale = torch.rand(N, K // 16, generator=_noise()).to(torch.float8_e4m3fn)
+def with_float16_scales(weight: GroupWeight) -> GroupWeight:
+    return replace(weight, scale=torch.rand(weight.scale.shape, generator=_noise()).half() / 50)
+
+
+def nvfp4(inputs: int, *, is_divisor: bool) -> GroupWeight:
+    scale = torch.rand(N, inputs // 16, generator=_noise()).to(torch.float8_e4m3fn)
     factor = torch.tensor(23.7 if is_divisor else 1 / 23.7)
-    weight = replace(grouped(group=16), scale=scale, is_float=True)
+    weight = replace(grouped(inputs, group=16), scale=scale, is_float=True)
     return replace(weight, global_scale=factor, is_divisor=is_divisor)
 
 
-def mxfp4() -> GroupWeight:
-    exponents = torch.randint(-9, -3, (N, K // 32), generator=_noise())
-    return replace(grouped(), scale=2.0 ** exponents.float(), is_float=True)
+def mxfp4(inputs: int) -> GroupWeight:
+    exponents = torch.randint(-9, -3, (N, inputs // 32), generator=_noise())
+    return replace(grouped(inputs), scale=2.0 ** exponents.float(), is_float=True)
 
 
-def by_activations() -> GroupWeight:
-    return replace(with_zeros(grouped()), index=torch.arange(K) % (K // 32))
+def by_activations(inputs: int) -> GroupWeight:
+    index = torch.arange(inputs) % (inputs // 32)
+    return replace(with_zeros(grouped(inputs)), index=index)
 
 
-def grid(block: tuple[int, int], *, dtype: torch.dtype = torch.float8_e4m3fn) -> GridWeight:
-    values = torch.randn(N, K, generator=_noise()).mul(30).clamp(-120, 120).to(dtype)
-    shape = (-(-N // block[0]), -(-K // block[1]))
+def grid(
+    inputs: int, block: tuple[int, int], *, dtype: torch.dtype = torch.float8_e4m3fn
+) -> GridWeight:
+    values = torch.randn(N, inputs, generator=_noise()).mul(30).clamp(-120, 120).to(dtype)
+    shape = (-(-N // block[0]), -(-inputs // block[1]))
     return GridWeight(values=values, scale=torch.rand(shape, generator=_noise()) / 99, block=block)
 
 
-WEIGHTS: dict[str, Callable[[], StoredWeight]] = {
+WEIGHTS: dict[str, Callable[[int], StoredWeight]] = {
     "int4": grouped,
-    "int4 with zeros": lambda: with_zeros(grouped()),
+    "int4 of 128": lambda inputs: grouped(inputs, group=96 if inputs == K else 128),
+    "int4 with zeros": lambda inputs: with_zeros(grouped(inputs)),
+    "int4 with scales in float16": lambda inputs: with_float16_scales(with_zeros(grouped(inputs))),
     "int4 by activations": by_activations,
-    "int8 with zeros": lambda: with_zeros(grouped(bits=8)),
-    "NVFP4": lambda: nvfp4(is_divisor=False),
-    "NVFP4 with a divisor": lambda: nvfp4(is_divisor=True),
+    "int8 with zeros": lambda inputs: with_zeros(grouped(inputs, bits=8)),
+    "NVFP4": lambda inputs: nvfp4(inputs, is_divisor=False),
+    "NVFP4 with a divisor": lambda inputs: nvfp4(inputs, is_divisor=True),
     "MXFP4": mxfp4,
-    "FP8 by rows": lambda: grid((1, K)),
-    "FP8 by blocks": lambda: grid((64, 128)),
-    "FP8 with one scale": lambda: grid((N, K)),
-    "int8 by rows": lambda: grid((1, K), dtype=torch.int8),
+    "FP8 by rows": lambda inputs: grid(inputs, (1, inputs)),
+    "FP8 by blocks": lambda inputs: grid(inputs, (64, 128)),
+    "FP8 with one scale": lambda inputs: grid(inputs, (N, inputs)),
+    "int8 by rows": lambda inputs: grid(inputs, (1, inputs), dtype=torch.int8),
 }
 
 
@@ -82,13 +92,17 @@ def on(device: torch.device, weight: StoredWeight) -> StoredWeight:
 
 @pytest.fixture(params=WEIGHTS)
 def weight(request: pytest.FixtureRequest, device: torch.device) -> StoredWeight:
-    return on(device, WEIGHTS[request.param]())
+    return on(device, WEIGHTS[request.param](K))
 
 
 def codes(*weights: StoredWeight) -> CodedWeight:
     parts = [codes_of(weight) for weight in weights]
     assert None not in parts
     return CodedWeight(tuple(part for part in parts if part is not None))
+
+
+def product(x: Tensor, weight: CodedWeight, epilogue: Epilogue = PLAIN) -> Tensor:
+    return coded_gemm(x, weight, epilogue, Workspace(x.device))
 
 
 # Triton's interpreter rounds float32 to bfloat16 towards zero.
@@ -106,19 +120,40 @@ def test_values_are_those_of_plain_torch(weight: StoredWeight, dtype: torch.dtyp
 def test_products_equal_those_with_the_values(weight: StoredWeight, rows: int):
     device = weight.scales[0].device
     x = torch.randn(rows, K, generator=_noise()).to(device)
-    y = coded_gemm(x, codes(weight, weight))
+    y = product(x, codes(weight, weight))
     expected = torch.cat([x @ weight.rows(0, N).t()] * 2, 1)
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=NEEDS_GPU)])
+def test_a_value_is_rounded_once_before_it_is_multiplied(weight: StoredWeight, dtype: torch.dtype):
+    device = weight.scales[0].device
+    one_each = torch.eye(K, dtype=dtype, device=device)[:40]
+    expected = weight.rows(0, N).to(dtype)[:, :40].t()
+    torch.testing.assert_close(product(one_each, codes(weight)), expected, rtol=0, atol=0)
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("rows", [1, 17, 100])
+@pytest.mark.parametrize("form", WEIGHTS)
+def test_products_over_several_ranges_equal_those_with_the_values(
+    form: str, rows: int, device: torch.device
+):
+    weight = on(device, WEIGHTS[form](4096))
+    x = torch.randn(rows, 4096, generator=_noise()).to(device, torch.bfloat16)
+    expected = x.float() @ weight.rows(0, N).bfloat16().float().t()
+    y = product(x, codes(weight)).float()
+    torch.testing.assert_close(y, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max()))
+
+
 def test_a_row_does_not_depend_on_the_rows_beside_it(device: torch.device):
-    weight = codes(on(device, grouped()))
+    weight = codes(on(device, grouped(K)))
     x = torch.randn(9, K, generator=_noise()).to(device)
-    assert torch.equal(coded_gemm(x, weight)[3:4], coded_gemm(x[3:4].contiguous(), weight))
+    assert torch.equal(product(x, weight)[3:4], product(x[3:4].contiguous(), weight))
 
 
 def test_norm_bias_gate_and_residual_go_around_the_product(device: torch.device):
-    stored = on(device, grouped())
+    stored = on(device, grouped(K))
     dense = stored.rows(0, N)
     x = torch.randn(3, K, generator=_noise()).to(device)
     gain = torch.rand(K, generator=_noise()).to(device)

@@ -283,9 +283,9 @@ def test_weights_held_as_stored_have_kernels(
     store(tmp_path / "held", tmp_path / "plain", name, lambda n: n.endswith("_proj.weight"))
     products = list[CodedWeight]()
 
-    def counted(x: Tensor, weight: CodedWeight) -> Tensor:
+    def counted(x: Tensor, weight: CodedWeight, *rest: Any) -> Tensor:
         products.append(weight)
-        return coded_gemm(x, weight)
+        return coded_gemm(x, weight, *rest)
 
     monkeypatch.setattr("strobe.kernels.linear.coded_gemm", counted)
     for actual, expected in run_both(tmp_path / "held", device, held=True):

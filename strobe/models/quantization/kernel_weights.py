@@ -56,10 +56,12 @@ def _experts(experts: StoredExperts) -> CodedExperts | None:
 def codes_of(weight: StoredWeight) -> Codes | None:
     """Return a stored weight for kernels, None if there is none for its form."""
     if isinstance(weight, GridWeight):
-        return _grid_codes(weight)
-    if isinstance(weight, GroupWeight) and weight.bits in (4, 8):
-        return _group_codes(weight)
-    return None
+        codes = _grid_codes(weight)
+    elif isinstance(weight, GroupWeight) and weight.bits in (4, 8):
+        codes = _group_codes(weight)
+    else:
+        return None
+    return codes if codes.has_words else None
 
 
 def _grid_codes(weight: GridWeight) -> Codes:
