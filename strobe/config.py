@@ -67,7 +67,7 @@ def _check_device(value: object) -> str:
 Count = Annotated[int, Field(ge=1)]
 Directory = Annotated[str, BeforeValidator(_to_path)]
 Attention = Literal["auto", "triton", "reference"]
-WeightDtype = Literal["auto", "stored", "fp8", "float32", "float16", "int8", "int4"]
+WeightDtype = Literal["auto", "stored", "fp8", "float32", "bfloat16", "float16", "int8", "int4"]
 
 
 @settings
@@ -149,8 +149,8 @@ class EngineConfig:
     weight_dtype: WeightDtype = option(
         "auto",
         "auto keeps weights in dtype, on a CPU in float16 if stored in 16 bits or less; stored "
-        "keeps quantized ones as the checkpoint has them; fp8 is for GPUs, float32 and float16 for "
-        "CPUs.",
+        "keeps quantized ones as the checkpoint has them; fp8 is for GPUs; float32, bfloat16 and "
+        "float16 are for CPUs.",
     )
     draft_weight_dtype: WeightDtype | None = option(
         None, "The drafter's weight_dtype; by default the target's."

@@ -18,16 +18,19 @@ from strobe.models.model_config import DecoderConfig
 Rope = tuple[Tensor, Tensor]
 """(cos, sin) [T, 1, D] of the rows' positions, the first half of sin negated; see `rotate`."""
 
+_FOLDED = (torch.float32, torch.bfloat16)
+"""Dtypes in which norms on a CPU use `RMSNorm.folded`."""
+
 
 def unit_rms(x: Tensor, eps: float, floor: Tensor | None) -> Tensor:
     """Return x / sqrt(mean(x^2) + eps) over the last dimension, of size n.
 
-    With floor = sqrt(n eps) return x / sqrt(|x|^2 + floor^2), which the caller multiplies by
-    sqrt(n): the same with half the operations. It lacks the fp32 sums that lower precisions need.
+    With floor = sqrt(n eps) in float32 return x / sqrt(|x|^2 + floor^2) in float32, which the
+    caller multiplies by sqrt(n): the same with half the operations.
     """
     if floor is None:
         return F.rms_norm(x, x.shape[-1:], None, eps)
-    return x / torch.linalg.vector_norm(x, 2, -1, True).hypot_(floor)
+    return x / torch.linalg.vector_norm(x, 2, -1, True, dtype=torch.float32).hypot_(floor)
 
 
 class RMSNorm(nn.Module):
@@ -47,20 +50,22 @@ class RMSNorm(nn.Module):
         return cls(config.hidden_size, config.rms_norm_eps, config.norm_offset)
 
     def fold(self, scale: float = 1.0) -> None:
-        """Finish loading: add the offset, multiply by `scale`, and on a CPU in fp32 cache sqrt(n) *
-        weight and sqrt(n eps)."""
+        """Finish loading: add the offset, multiply by `scale`, and on a CPU cache sqrt(n) * weight
+        and sqrt(n eps) in float32."""
         if self.offset or scale != 1.0:
             weight = (self.offset + self.weight.data.float()) * scale
             self.weight.data = weight
             self.offset = 0.0
-        if self.weight.device.type == "cpu" and self.weight.dtype == torch.float32:
+        if self.weight.device.type == "cpu" and self.weight.dtype in _FOLDED:
             size = self.weight.shape[0]
-            self.folded = self.weight * size**0.5, torch.tensor((size * self.eps) ** 0.5)
+            gain = self.weight.data.float() * size**0.5
+            self.folded = gain, torch.tensor((size * self.eps) ** 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.folded is not None and x.dtype == torch.float32:
+        if self.folded is not None and x.dtype in _FOLDED:
             gain, floor = self.folded
-            return unit_rms(x, self.eps, floor).mul_(gain)
+            y = unit_rms(x, self.eps, floor).mul_(gain)
+            return y if x.dtype == torch.float32 else y.to(x.dtype)
         if x.dtype != self.weight.dtype:
             return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)

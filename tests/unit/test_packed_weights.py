@@ -21,12 +21,14 @@ from strobe.models.quantization import packed as packed_weights
 from strobe.models.quantization.packed import (
     FORMATS,
     GROUP,
+    BFloat16,
     Float16,
     Float32,
     Int4,
     Int8,
     int4_groups,
     int8_rows,
+    multiplies_bfloat16,
     packed_format,
 )
 from strobe.models.quantization.sizes import weight_bytes
@@ -41,8 +43,10 @@ from tests.support.tiny_checkpoints import edit_json, make_draft, make_target
 
 gguf = pytest.importorskip("gguf")
 
-BOUNDS = {"float32": 1e-6, "float16": 5e-4, "int8": 2e-2, "int4": 0.12}
+BOUNDS = {"float32": 1e-6, "bfloat16": 6e-3, "float16": 5e-4, "int8": 2e-2, "int4": 0.12}
 """Of the error's norm, relative to the product's, for weights of a normal distribution."""
+RUNNING = [name for name in FORMATS if name != "bfloat16" or multiplies_bfloat16()]
+"""The formats that this CPU has products for."""
 PROMPTS = [[5, 9, 11, 3], [4, 4, 8], [60, 1, 2, 33, 17, 9]]
 COLD = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
@@ -73,7 +77,7 @@ def config(target: Path, **options: Any) -> EngineConfig:
     return EngineConfig(str(target), device="cpu", max_model_len=64, page_size=4, **options)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", RUNNING)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_product_is_close_to_the_weight(name: str, dtype: torch.dtype):
     weight, bias, x = layer()
@@ -84,7 +88,7 @@ def test_product_is_close_to_the_weight(name: str, dtype: torch.dtype):
     assert (y - expected).norm() < (BOUNDS[name] + rounding) * expected.norm()
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", RUNNING)
 def test_rows_are_the_same_alone_and_among_others(name: str):
     weight, bias, x = layer(192, 320)
     product = FORMATS[name](weight, bias)
@@ -128,7 +132,7 @@ def test_constant_groups_and_rows_of_zeros_are_kept():
     torch.testing.assert_close(values * scale.float()[:, None], weight, rtol=2.0**-7, atol=0)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", RUNNING)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "own head"])
 def test_drafting_changes_no_answer(name: str, tied: bool, tmp_path: Path):
     target = tmp_path / "target"
@@ -148,7 +152,7 @@ def test_drafting_changes_no_answer(name: str, tied: bool, tmp_path: Path):
     assert sum(request.draft_counts.num_accepted for request in requests) > 20
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", RUNNING)
 @pytest.mark.parametrize("own_head", [True, False])
 def test_both_models_are_packed(name: str, own_head: bool, tmp_path: Path):
     make_target(tmp_path / "target", tie_word_embeddings=not own_head)
@@ -232,6 +236,7 @@ def test_auto_packs_what_is_beside_experts(tmp_path: Path):
 def test_auto_follows_the_stored_dtype(
     stored: str, dtype: Any, packed: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr(packed_weights, "multiplies_bfloat16", lambda: False)
     make_target(tmp_path)
     edit_json(tmp_path / "config.json", dtype=stored)
     options = config(tmp_path, dtype=dtype)
@@ -239,6 +244,36 @@ def test_auto_follows_the_stored_dtype(
     engines = SimpleNamespace(supported_engines=["qnnpack"])
     monkeypatch.setattr(torch.backends, "quantized", engines)
     assert resolve(options).backends.weights.packed == (packed and "float32")
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+def test_bfloat16_is_packed_where_the_cpu_multiplies_it(
+    is_native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(packed_weights, "multiplies_bfloat16", lambda: is_native)
+    make_target(tmp_path)
+    for weight_dtype in ("auto", "stored"):
+        options = config(tmp_path, dtype="bfloat16", weight_dtype=weight_dtype)
+        assert resolve(options).backends.weights.packed == ("bfloat16" if is_native else None)
+    asked = config(tmp_path, weight_dtype="bfloat16")
+    if is_native:
+        assert resolve(asked).backends.weights.packed == "bfloat16"
+        return
+    message = "weight_dtype is 'bfloat16', but this CPU does not multiply bfloat16 natively"
+    with pytest.raises(ValueError, match=message):
+        resolve(asked)
+
+
+@pytest.mark.skipif(not multiplies_bfloat16(), reason="needs AVX512-BF16 or AMX")
+@pytest.mark.parametrize(("dtype", "head"), [("float32", Float16), ("bfloat16", BFloat16)])
+def test_models_in_bfloat16_have_the_head_in_it(dtype: Any, head: type, tmp_path: Path):
+    make_target(tmp_path, tie_word_embeddings=False)
+    options = config(tmp_path, method="none", dtype=dtype, weight_dtype="bfloat16")
+    engine = make_engine(options)
+    model: Any = engine.runner.model
+    assert isinstance(model.output.product, head)
+    assert isinstance(model.layers[0].self_attn.qkv_proj.product, BFloat16)
+    assert all(map(len, run(engine, PROMPTS, COLD)))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -215,8 +215,7 @@ class TorchOps:
         rotated = attention.q_heads + attention.kv_heads
         if (norms := attention.norms()) is not None:
             qk = qkv[:, :rotated]
-            norm = torch.linalg.vector_norm(qk, 2, -1, True).hypot_(norms[1])
-            qk.div_(norm).mul_(norms[0])
+            torch.mul(unit_rms(qk, attention.eps, norms[1]), norms[0], out=qk)
         qkv = rotate(qkv, rows.head_angles(attention.layer, rotated, attention.kv_heads))
         return rows.joined(attention.layer, qkv, attention.q_heads, sinks=attention.sinks)
 
@@ -313,7 +312,7 @@ class TorchOps:
         keys, values = kv.view(kv.shape[0], layers, 2, -1, width).unbind(2)
         gains, floor = weights.folded
         cos, sin = rows.angles(0)
-        keys = unit_rms(keys, weights.eps, floor) * gains[:, None]
+        keys = (unit_rms(keys, weights.eps, floor) * gains[:, None]).to(kv.dtype)
         return rotate(keys, (cos[:, None], sin[:, None])), values
 
     def store_context(

@@ -1,9 +1,9 @@
 """Weights packed for torch's products on CPUs, made from unquantized ones after loading.
 
-float32 is oneDNN's product. float16 is FBGEMM's, which multiplies weights in float16 by inputs in
-float32. int8 and int4 are torch's weight-only products, whose scales, inputs and outputs are in
-bfloat16: int8 has a scale for each row, int4 a scale and a zero for each group of inputs. Legend: T
-rows, N outputs, K inputs.
+float32 and bfloat16 are oneDNN's products. float16 is FBGEMM's, which multiplies weights in float16
+by inputs in float32. int8 and int4 are torch's weight-only products, whose scales, inputs and
+outputs are in bfloat16: int8 has a scale for each row, int4 a scale and a zero for each group of
+inputs. Legend: T rows, N outputs, K inputs.
 """
 
 from __future__ import annotations
@@ -59,6 +59,24 @@ class Float32:
         if x.dtype == torch.float32:
             return product(x, self.packed, self.bias, "none", [], "")
         return product(x.float(), self.packed, self.bias, "none", [], "").to(x.dtype)
+
+
+class BFloat16:
+    """A weight in bfloat16, on a CPU that multiplies these natively; sums are in float32, outputs
+    are rounded to bfloat16."""
+
+    value_bytes = 2.0
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        weight = weight.bfloat16().contiguous()
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, _BLOCK)
+        self.bias = None if bias is None else bias.bfloat16()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        product = torch.ops.mkldnn._linear_pointwise
+        if x.dtype == torch.bfloat16:
+            return product(x, self.packed, self.bias, "none", [], "")
+        return product(x.bfloat16(), self.packed, self.bias, "none", [], "").to(x.dtype)
 
 
 class Float16:
@@ -153,9 +171,10 @@ def _rounded(groups: Tensor, scale: Tensor, low: Tensor | None) -> tuple[Tensor,
 
 
 FORMATS: dict[str, type[Packed]] = {
-    "float32": Float32, "float16": Float16, "int8": Int8, "int4": Int4,
+    "float32": Float32, "bfloat16": BFloat16, "float16": Float16, "int8": Int8, "int4": Int4,
 }  # fmt: skip
 """By values of weight_dtype."""
+_ONEDNN = ("float32", "bfloat16")
 
 
 def packed_format(
@@ -168,32 +187,45 @@ def packed_format(
 ) -> str | None:
     """Return the format of models for a weight_dtype, None if weights stay as they are or are
     rounded while loading. For models in float32 auto is float16 if the target's weights were
-    trained or stored in at most 16 bits, else float32. option: names the setting in errors. Raises
-    ValueError if weights cannot be packed."""
+    trained or stored in at most 16 bits, else float32; for models in bfloat16 it is bfloat16 where
+    the CPU multiplies it natively. option: names the setting in errors. Raises ValueError if
+    weights cannot be packed."""
     wanted = name
+    is_bfloat16 = dtype == torch.bfloat16
     unsupported = None
     if name in rounding.NAMES and device.type == "cuda":
         return None
     if name not in FORMATS:
         wanted = "float16" if target.dtype != "float32" and _has_fbgemm() else "float32"
+        wanted = "bfloat16" if is_bfloat16 else wanted
     if device.type != "cpu":
         unsupported = f"the device is {device}, and packed weights run on a CPU"
     elif name in FORMATS and any(model.decoder.experts for model in models):
         unsupported = "experts have no product with packed weights"
-    elif wanted == "float32" and not torch.backends.mkldnn.is_available():
+    elif wanted in _ONEDNN and not torch.backends.mkldnn.is_available():
         unsupported = "torch has no oneDNN here"
-    elif wanted != "float32" and not _has_fbgemm():
+    elif wanted == "bfloat16" and not multiplies_bfloat16():
+        unsupported = "this CPU does not multiply bfloat16 natively (AVX512-BF16 or AMX)"
+    elif wanted not in _ONEDNN and not _has_fbgemm():
         unsupported = "torch has no FBGEMM here, which needs a CPU with AVX2"
     if name in FORMATS and unsupported is not None:
         raise ValueError(f"{option} is {name!r}, but {unsupported}; use {option} auto.")
-    is_asked = name in FORMATS or (name in ("auto", "stored") and dtype == torch.float32)
+    is_float32 = dtype == torch.float32
+    is_asked = name in FORMATS or (name in ("auto", "stored") and (is_float32 or is_bfloat16))
     return wanted if is_asked and unsupported is None else None
 
 
-def head_format(make: type[Packed]) -> type[Packed]:
-    """Return the format of heads next to linear layers in this one: at least float16, so that
-    logits keep their precision."""
-    return make if make is Float32 else Float16
+def head_format(make: type[Packed], dtype: torch.dtype) -> type[Packed]:
+    """Return the format of heads next to linear layers in this one, of models in dtype: at least
+    float16, so that logits keep their precision, unless they are in bfloat16 anyway."""
+    keeps = make is Float32 or (make is BFloat16 and dtype == torch.bfloat16)
+    return make if keeps else Float16
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether the CPU has instructions that multiply bfloat16; others convert each value."""
+    checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, name)() for name in checks)
 
 
 def _has_fbgemm() -> bool:
@@ -206,7 +238,8 @@ def pack(name: str | None, target: Target) -> None:
         return
     _pack_layers(target, FORMATS[name])
     if target.packed_head is None:
-        target.packed_head = packed(target.output, head_format(FORMATS[name]))
+        dtype = target.embed_tokens.weight.dtype
+        target.packed_head = packed(target.output, head_format(FORMATS[name], dtype))
 
 
 def pack_drafter(name: str | None, drafter: DFlash, target: Target) -> None:
@@ -223,7 +256,7 @@ def _pack_layers(model: Target | DFlash, make: type[Packed]) -> None:
         if isinstance(linear, Linear) and linear.weight.ndim == 2 and not linear.fixed:
             _pack(linear, make)
     if model.lm_head is not None:
-        _pack(model.lm_head, head_format(make))
+        _pack(model.lm_head, head_format(make, model.norm.weight.dtype))
 
 
 def _pack(linear: Linear, make: type[Packed]) -> None:

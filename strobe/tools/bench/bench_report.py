@@ -26,7 +26,7 @@ def shapes_of(resolved: ResolvedConfig) -> Shapes:
         linear = BYTES_PER_VALUE[resolved.backends.weights.rounded]
     if (packed := resolved.backends.weights.packed) is not None:
         linear = FORMATS[packed].value_bytes
-        head = head_format(FORMATS[packed]).value_bytes
+        head = head_format(FORMATS[packed], dtype).value_bytes
     kv = 1 if config.kv_cache_dtype == "fp8" else dtype.itemsize
     draft = resolved.draft if resolved.method == DRAFTER_METHOD else None
     rows = 1 + (resolved.limits.num_drafts if resolved.method != "none" else 0)

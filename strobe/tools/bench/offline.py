@@ -90,7 +90,7 @@ def run_offline(settings: OfflineSettings, config: EngineConfig) -> int:
                 figures["rows"].append({"method": name, **row})
             figures["pairs"].append({"concurrency": count, **_compare(*best.values())})
     write_json(settings.json, figures)
-    exact = first.dtype == torch.float32 and config.weight_dtype not in ("int8", "int4")
+    exact = first.dtype == torch.float32 and config.weight_dtype not in ("bfloat16", "int8", "int4")
     verdict = "in fp32 they must not" if exact else "lower precision rounds differently"
     _report(figures, verdict).show(output())
     return 1 if exact and any(pair["different"] for pair in figures["pairs"]) else 0

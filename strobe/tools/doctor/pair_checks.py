@@ -245,9 +245,10 @@ def _weight_format(resolved: ResolvedConfig) -> dict[str, str]:
     stored = resolved.target.quantization
     if stored is not None and stored.held:
         return {"held in": f"{stored.label or stored.method}, as in the checkpoint"}
+    dtype = str(resolved.dtype).removeprefix("torch.")
     if stored is None:
-        return {} if packed in (None, "float32") else {"held in": packed}
-    dtype = packed or str(resolved.dtype).removeprefix("torch.")
+        return {} if packed in (None, dtype) else {"held in": packed}
+    dtype = packed or dtype
     memory_format = "fp8, a scale for each row" if resolved.backends.weights.fp8 else dtype
     if resolved.target.decoder.experts is not None:
         memory_format = (
