@@ -9,11 +9,12 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from starlette.types import ASGIApp, Message
 
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+BatchUrl = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+URLS: tuple[str, ...] = get_args(BatchUrl)
 _BEGINNING = b'{"id": "batch_req_'
 """The first bytes of every line in an output file."""
 _SHOWN_PROBLEMS = 20

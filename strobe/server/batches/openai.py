@@ -25,7 +25,7 @@ from strobe.server.batches.lines import BrokenLines, read_requests
 from strobe.server.batches.protocol import MAX_ITEMS, BatchRequest
 from strobe.server.generation.errors import ApiError
 from strobe.server.http.listing import listed
-from strobe.server.schema.field_errors import FieldError, invalid_value
+from strobe.server.schema.field_errors import FieldError
 from strobe.server.serving import Serving
 
 _FORM = "multipart/form-data"
@@ -49,7 +49,7 @@ async def upload(serving: Serving, runner: BatchRunner, owner: str, http: Reques
         )
     fields, filename, content = _form(kind, await http.body())
     if (purpose := fields.pop("purpose", None)) != "batch":
-        raise invalid_value("purpose", purpose, '"batch"', "other files have no use here")
+        raise FieldError.of_value("purpose", purpose, '"batch"', "other files have no use here")
     if fields:
         name = next(iter(fields))
         raise FieldError(

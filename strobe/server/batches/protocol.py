@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, WithJsonSchema
+from pydantic import Field
 
-from strobe.server.batches.lines import URLS
+from strobe.server.batches.lines import URLS, BatchUrl
 from strobe.server.schema.base import RequestModel, RequestObject
-from strobe.server.schema.field_errors import HERE, FieldError, invalid_value, short_json
-from strobe.server.schema.values import TEXT_SCHEMA, Must, Nonempty, SomeText
+from strobe.server.schema.field_errors import HERE, FieldError, short_json
+from strobe.server.schema.values import Must, Nonempty, SomeText
 
 MAX_ITEMS = 10_000
 """Limit of a page of files or batches."""
 
-_METADATA: dict[str, Any] = {
-    "type": "object",
-    "maxProperties": 16,
-    "additionalProperties": {"type": "string", "maxLength": 512},
-}
+_ShortText = Annotated[str, Field(max_length=512), Must("a string of at most 512 characters")]
+Metadata = Annotated[
+    dict[str, _ShortText], Field(max_length=16), Must("an object with at most 16 strings")
+]
 
 
 class BatchRequest(RequestModel):
@@ -27,29 +25,13 @@ class BatchRequest(RequestModel):
 
     schema_key: ClassVar[str] = "batches"
 
-    input_file_id: Annotated[str, WithJsonSchema(TEXT_SCHEMA)] = Field(
-        description="Id of an uploaded file with the purpose `batch`."
-    )
-    endpoint: Annotated[str, WithJsonSchema({"enum": list(URLS)})] = Field(
+    input_file_id: SomeText = Field(description="Id of an uploaded file with the purpose `batch`.")
+    endpoint: Annotated[BatchUrl, Must(f"one of {', '.join(URLS)}")] = Field(
         description="The endpoint of all requests in the file."
     )
-    metadata: Annotated[Any, WithJsonSchema(_METADATA)] = Field(
+    metadata: Metadata | None = Field(
         None, description="Up to 16 strings, which the batch returns."
     )
-
-    def check(self) -> None:
-        super().check()
-        if self.endpoint not in URLS:
-            raise invalid_value("endpoint", self.endpoint, f"one of {', '.join(URLS)}")
-        values = self.metadata
-        if values is None:
-            return
-        if not isinstance(values, Mapping) or len(values) > 16:
-            raise invalid_value("metadata", values, "an object with at most 16 strings")
-        for name, value in values.items():
-            if not isinstance(value, str) or len(value) > 512:
-                requirement = "a string of at most 512 characters"
-                raise invalid_value(f"metadata.{name}"[:200], value, requirement)
 
 
 class MessageBatchItem(RequestObject):

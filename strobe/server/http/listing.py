@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 
 from strobe.server.openai.protocol.response_bodies import PageEnds
-from strobe.server.schema.field_errors import FieldError, invalid_value, short_json
+from strobe.server.schema.field_errors import FieldError, short_json
 
 DEFAULT_ITEMS = 20
 
@@ -41,14 +41,14 @@ def listed(
     limit = query.get("limit", str(DEFAULT_ITEMS))
     order = query.get("order", "desc")
     if not (limit.isascii() and limit.isdigit()) or not 1 <= int(limit[:9]) <= max_items:
-        raise invalid_value("limit", limit, f"a whole number from 1 to {max_items}")
+        raise FieldError.of_value("limit", limit, f"a whole number from 1 to {max_items}")
     if order not in ("asc", "desc"):
-        raise invalid_value("order", order, "asc or desc")
+        raise FieldError.of_value("order", order, "asc or desc")
     items = items if order == "desc" else items[::-1]
     if (last := query.get(after)) is not None:
         places = [place for place, item in enumerate(items) if item["id"] == last]
         if not places:
-            raise invalid_value(after, last, "the id of an item in the list")
+            raise FieldError.of_value(after, last, "the id of an item in the list")
         items = items[places[0] + 1 :]
     page = items[: int(limit)]
     ends: PageEnds = {

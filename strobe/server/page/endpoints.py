@@ -8,14 +8,15 @@ from collections.abc import AsyncGenerator
 from typing import Annotated, Any, ClassVar, NotRequired
 
 from fastapi import FastAPI, Request
-from pydantic import Field, WithJsonSchema
+from pydantic import Field, ValidatorFunctionWrapHandler
 from starlette.responses import Response, StreamingResponse
 from typing_extensions import TypedDict
 
 from strobe.server.generation import reply
 from strobe.server.page.markdown import blocks
 from strobe.server.schema.base import RequestModel
-from strobe.server.schema.field_errors import FieldError
+from strobe.server.schema.field_errors import HERE, FieldError
+from strobe.server.schema.values import Rule
 from strobe.server.serving import Serving
 
 MAX_CHARS = 200_000
@@ -27,25 +28,34 @@ SILENT_SECONDS = 15.0
 """Time without an event until /events sends a comment, so that a broken connection is noticed."""
 
 
+class Renderable(Rule):
+    """A text that is not too long to render."""
+
+    def read(self, value: object, inner: ValidatorFunctionWrapHandler) -> Any:
+        text = inner(value)
+        if len(text) > MAX_CHARS:
+            raise FieldError(
+                f"{HERE} has {len(text)} characters, but at most {MAX_CHARS} are rendered; shorten "
+                "it.",
+                HERE,
+            )
+        return text
+
+    def shown(self) -> dict[str, Any]:
+        return {"maxLength": MAX_CHARS}
+
+
 class MarkdownRequest(RequestModel):
     """The body of POST /markdown."""
 
     schema_key: ClassVar[str] = "markdown"
 
-    text: Annotated[str, WithJsonSchema({"type": "string", "maxLength": MAX_CHARS})] = Field(
+    text: Annotated[str, Renderable()] = Field(
         description="A text in Markdown, of at most 200,000 characters."
     )
     open: bool = Field(
         False, description="The text goes on: close its open emphasis, code and links."
     )
-
-    def check(self) -> None:
-        if len(self.text) > MAX_CHARS:
-            raise FieldError(
-                f"text has {len(self.text)} characters, but at most {MAX_CHARS} are rendered; "
-                "shorten it.",
-                "text",
-            )
 
 
 class MarkdownBlock(TypedDict):

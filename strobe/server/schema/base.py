@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any, ClassVar, Self, cast
 
@@ -25,7 +25,6 @@ from strobe.server.schema.field_errors import (
     HERE,
     FieldError,
     at_path,
-    invalid_value,
     short_json,
     to_field_error,
 )
@@ -51,57 +50,6 @@ class FieldWarnings(list[str]):
         super().__init__()
         self.lenient = lenient
 
-    def split(
-        self,
-        value: object,
-        known_names: Collection[str],
-        schema_key: str,
-        path: str = HERE,
-        owner: str = "",
-    ) -> dict[str, Any]:
-        """Return an object's known fields without nulls, and add a warning for each field without
-        effect.
-
-        schema_key: key of its rules in NO_EFFECT and UNSUPPORTED. path: its path in the request.
-        owner: what the fields are of, in errors; by default the path. Raises FieldError if `value`
-        is not an object or has an unknown or unsupported field.
-        """
-        if not isinstance(value, Mapping):
-            raise invalid_value(path, value, "a JSON object")
-        no_effect = NO_EFFECT.get(schema_key, {})
-        refused = UNSUPPORTED.get(schema_key, {})
-        fields: dict[str, Any] = {}
-        for name, item in value.items():
-            if item is None:
-                continue
-            full = f"{path}.{name}"
-            if name in known_names:
-                fields[name] = item
-            elif (rule := no_effect.get(name)) is not None:
-                if not rule.is_neutral(item):
-                    self.append(f"{full} has no effect: {rule.reason}.")
-            elif (rule := refused.get(name)) is not None:
-                if not rule.is_neutral(item):
-                    raise FieldError(
-                        f"{full} is {short_json(item)}, which is not supported: {rule.reason}.",
-                        full,
-                        "unsupported_parameter",
-                    )
-            else:
-                near = get_close_matches(str(name)[:80], [*known_names, *no_effect], n=1)
-                hint = f"; did you mean {near[0]}?" if near else ""
-                if not self.lenient:
-                    raise FieldError(
-                        f"{short_json(str(name))} is not a field of {owner or path}"
-                        f"{hint or '; leave it out.'}",
-                        full[:200],
-                        "unknown_parameter",
-                    )
-                self.append(
-                    f"{full[:200]} has no effect: this server does not know it{hint or '.'}"
-                )
-        return fields
-
 
 def _too_deep(body: bytes | str) -> FieldError:
     text = body[:_SCANNED] if isinstance(body, str) else body[:_SCANNED].decode(errors="replace")
@@ -119,6 +67,8 @@ class RequestObject(BaseModel):
 
     schema_key: ClassVar[str] = ""
     """Key of its rules in NO_EFFECT and UNSUPPORTED."""
+    owner: ClassVar[str] = HERE
+    """Name of the object in errors."""
     _names: ClassVar[tuple[str, ...]] = ()
     """Names of its fields in a request."""
     _null_if_missing: ClassVar[tuple[str, ...]] = ()
@@ -164,8 +114,47 @@ class RequestObject(BaseModel):
 
     @classmethod
     def split(cls, data: object, warnings: FieldWarnings) -> dict[str, Any]:
-        """Return the known fields of an object, in the order of the client. Raises FieldError."""
-        return warnings.split(data, cls._names, cls.schema_key)
+        """Return an object's known fields without nulls, in the order of the client, and add a
+        warning for each field without effect. Raises FieldError if `data` is no object or has an
+        unknown or unsupported field."""
+        if not isinstance(data, Mapping):
+            raise FieldError.of_value(HERE, data, "a JSON object")
+        no_effect = NO_EFFECT.get(cls.schema_key, {})
+        refused = UNSUPPORTED.get(cls.schema_key, {})
+        fields: dict[str, Any] = {}
+        for name, item in data.items():
+            if item is None:
+                continue
+            path = f"{HERE}.{name}"
+            if name in cls._names:
+                fields[name] = item
+            elif (rule := no_effect.get(name)) is not None:
+                if not rule.is_neutral(item):
+                    warnings.append(f"{path} has no effect: {rule.reason}.")
+            elif (rule := refused.get(name)) is not None:
+                if not rule.is_neutral(item):
+                    raise FieldError(
+                        f"{path} is {short_json(item)}, which is not supported: {rule.reason}.",
+                        path,
+                        "unsupported_parameter",
+                    )
+            else:
+                warnings.append(cls._unknown(str(name), [*cls._names, *no_effect], warnings))
+        return fields
+
+    @classmethod
+    def _unknown(cls, name: str, known_names: list[str], warnings: FieldWarnings) -> str:
+        """Return the warning for an unknown field. Raises FieldError if it is an error."""
+        path = f"{HERE}.{name}"[:200]
+        near = get_close_matches(name[:80], known_names, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        if not warnings.lenient:
+            raise FieldError(
+                f"{short_json(name)} is not a field of {cls.owner}{hint or '; leave it out.'}",
+                path,
+                "unknown_parameter",
+            )
+        return f"{path} has no effect: this server does not know it{hint or '.'}"
 
     def check(self) -> None:
         """Check fields that depend on each other. Raises FieldError."""
@@ -186,13 +175,32 @@ class RequestObject(BaseModel):
         """Add the fields without effect and the unsupported ones to the OpenAPI schema."""
         reference = handler(schema)
         page: dict[str, Any] = handler.resolve_ref_schema(reference)
-        page |= object_schema(page.get("properties", {}), cls.schema_key, page.get("required", ()))
+        required = page.get("required", ())
+        properties = page.get("properties", {})
+        known = {name: s if name in required else _nullable(s) for name, s in properties.items()}
+        page |= {
+            "type": "object",
+            "properties": {**cls._ruled_fields(), **known},
+            "additionalProperties": _ONLY_NULL,
+        }
         return reference
+
+    @classmethod
+    def _ruled_fields(cls) -> dict[str, Any]:
+        """Return the JSON schemas of the fields without effect and of the unsupported ones."""
+        fields: dict[str, Any] = {}
+        for name, rule in NO_EFFECT.get(cls.schema_key, {}).items():
+            fields[name] = {"description": f"No effect: {rule.reason}."}
+        for name, rule in UNSUPPORTED.get(cls.schema_key, {}).items():
+            why = f"Not supported: {rule.reason}."
+            fields[name] = {"enum": [None, *rule.neutral_values], "description": why}
+        return fields
 
 
 class RequestModel(RequestObject):
     """The body of a request."""
 
+    owner: ClassVar[str] = "this endpoint"
     ignores_unknown_fields: ClassVar[bool] = False
     """Whether unknown fields are warnings on every server, as on one with --lenient."""
 
@@ -220,10 +228,6 @@ class RequestModel(RequestObject):
             return cls.model_validate(data, context={"lenient": is_lenient})
         except ValidationError as error:
             raise to_field_error(error) from None
-
-    @classmethod
-    def split(cls, data: object, warnings: FieldWarnings) -> dict[str, Any]:
-        return warnings.split(data, cls._names, cls.schema_key, owner="this endpoint")
 
     def warnings(self) -> list[str]:
         """One sentence for each field without effect, and one for all items of a list."""
@@ -260,7 +264,7 @@ def _in_place(part: Any, handler: GetJsonSchemaHandler) -> Any:
 
 
 def with_unknown_fields(part: object) -> Any:
-    """Return a part of a JSON schema whose objects from `object_schema` allow further fields."""
+    """Return a part of a JSON schema whose objects allow further fields."""
     if isinstance(part, list):
         return [with_unknown_fields(item) for item in part]
     if not isinstance(part, dict):
@@ -271,29 +275,6 @@ def with_unknown_fields(part: object) -> Any:
         for name, value in part.items()
         if not closes or name != "additionalProperties"
     }
-
-
-def object_schema(
-    properties: Mapping[str, Any], schema_key: str = "", required: Collection[str] = ()
-) -> dict[str, Any]:
-    """The JSON schema of an object that `FieldWarnings.split` reads. properties: its known fields;
-    schema_key: key of its rules. A field that is not required may be null."""
-    shown_fields: dict[str, Any] = {}
-    for name, rule in NO_EFFECT.get(schema_key, {}).items():
-        shown_fields[name] = {"description": f"No effect: {rule.reason}."}
-    for name, rule in UNSUPPORTED.get(schema_key, {}).items():
-        why = f"Not supported: {rule.reason}."
-        shown_fields[name] = {"enum": [None, *rule.neutral_values], "description": why}
-    known_fields = {name: s if name in required else _nullable(s) for name, s in properties.items()}
-    shape: dict[str, Any] = {
-        "type": "object",
-        "properties": {
-            **known_fields,
-            **{n: s for n, s in shown_fields.items() if n not in known_fields},
-        },
-        "additionalProperties": _ONLY_NULL,
-    }
-    return {**shape, "required": list(required)} if required else shape
 
 
 def _nullable(shape: Mapping[str, Any]) -> Mapping[str, Any]:

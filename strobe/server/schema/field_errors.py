@@ -46,6 +46,15 @@ class FieldError(ValueError):
         self.param = param
         self.code = code
 
+    @classmethod
+    def of_value(
+        cls, path: str | None, value: object, requirement: str, hint: str = ""
+    ) -> FieldError:
+        """Return the error "PATH is VALUE, but must be REQUIREMENT; HINT." """
+        tail = f"; {hint}" if hint else ""
+        sentence = f"{path or 'The body'} is {short_json(value)}, but must be {requirement}{tail}."
+        return cls(sentence, path)
+
     def at_path(self, path: str | None) -> FieldError:
         """The same error with a path in the place of HERE."""
         param = path if self.param == HERE else self.param and at_path(self.param, path or "")
@@ -118,14 +127,6 @@ class _Json(reprlib.Repr):
 _JSON = _Json()
 
 
-def invalid_value(path: str | None, value: object, requirement: str, hint: str = "") -> FieldError:
-    """Return the error "PATH is VALUE, but must be REQUIREMENT; HINT." """
-    tail = f"; {hint}" if hint else ""
-    return FieldError(
-        f"{path or 'The body'} is {short_json(value)}, but must be {requirement}{tail}.", path
-    )
-
-
 def to_field_error(error: HasErrors) -> FieldError:
     """Return the first of a validation's errors.
 
@@ -149,7 +150,7 @@ def to_field_error(error: HasErrors) -> FieldError:
         sentence = f"{param or 'The body'} is missing; the request needs it."
         return FieldError(sentence, param, "missing_required_parameter")
     if kind == "literal_error":
-        return invalid_value(
+        return FieldError.of_value(
             param, first["input"], f"one of {first['ctx']['expected']}".replace("'", '"')
         )
     requirement = KINDS.get(kind) or KINDS.get(kind.split("_")[0])
@@ -160,7 +161,7 @@ def to_field_error(error: HasErrors) -> FieldError:
             f"{message[:1].lower()}{message[1:]}.",
             param,
         )
-    field_error = invalid_value(param, first["input"], requirement)
+    field_error = FieldError.of_value(param, first["input"], requirement)
     field_error.code = "invalid_type"
     return field_error
 

@@ -15,7 +15,6 @@ from strobe.server.schema.field_errors import (
     HERE,
     FieldError,
     FieldNames,
-    invalid_value,
     short_json,
 )
 from strobe.server.schema.structural_tags import (
@@ -169,11 +168,12 @@ class SchemaTextFormat(NamedSchema):
         return Constraint(source, "json", self.schema_)
 
 
-def _format_type(value: object, *types: str) -> str:
-    """Return the type of a format. Raises FieldError."""
-    listed = f"{', '.join(types[:-1])} and {types[-1]}"
-    if not isinstance(value, Mapping):
-        raise invalid_value(HERE, value, "an object with a type", f"the types are {listed}")
+_TEXT_TYPES = "text, json_object and json_schema"
+_TYPES = "text, json_object, json_schema and structural_tag"
+
+
+def _format_type(value: Mapping[str, Any], types: str) -> str:
+    """Return the type of a format. types: those that it may have. Raises FieldError."""
     kind = value.get("type")
     if kind is None:
         raise FieldError(
@@ -181,31 +181,35 @@ def _format_type(value: object, *types: str) -> str:
             f"{HERE}.type",
             "missing_required_parameter",
         )
-    if kind not in types:
+    if not isinstance(kind, str) or kind not in types.replace(" and ", ", ").split(", "):
         raise FieldError(
-            f"{HERE}.type is {short_json(kind)}, which is not supported; the types are {listed}.",
+            f"{HERE}.type is {short_json(kind)}, which is not supported; the types are {types}.",
             f"{HERE}.type",
             "unsupported_parameter" if kind == "structural_tag" else "invalid_value",
         )
     return kind
 
 
-def _response_format(value: object) -> type[RequestObject]:
-    kind = _format_type(value, "text", "json_object", "json_schema", "structural_tag")
+def _response_format(value: Mapping[str, Any]) -> type[RequestObject]:
+    kind = _format_type(value, _TYPES)
     if kind == "structural_tag":
         return structural_tag_model(value)
     return SchemaFormat if kind == "json_schema" else PlainFormat
 
 
-def _text_format(value: object) -> type[RequestObject]:
-    kind = _format_type(value, "text", "json_object", "json_schema")
+def _text_format(value: Mapping[str, Any]) -> type[RequestObject]:
+    kind = _format_type(value, _TEXT_TYPES)
     return SchemaTextFormat if kind == "json_schema" else PlainTextFormat
 
 
 ResponseFormat = Annotated[
-    PlainFormat | SchemaFormat | OlderStructuralTag | NewerStructuralTag, OneOf(_response_format)
+    PlainFormat | SchemaFormat | OlderStructuralTag | NewerStructuralTag,
+    OneOf(choose=_response_format, requirement=f"an object with a type; the types are {_TYPES}"),
 ]
-TextFormat = Annotated[PlainTextFormat | SchemaTextFormat, OneOf(_text_format)]
+TextFormat = Annotated[
+    PlainTextFormat | SchemaTextFormat,
+    OneOf(choose=_text_format, requirement=f"an object with a type; the types are {_TEXT_TYPES}"),
+]
 
 
 def read_constraint(fields: Mapping[str, Any], names: FieldNames) -> Constraint | None:

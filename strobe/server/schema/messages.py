@@ -12,7 +12,6 @@ from strobe.server.schema.base import FieldWarnings, RequestObject
 from strobe.server.schema.field_errors import (
     HERE,
     FieldError,
-    invalid_value,
     short_json,
 )
 from strobe.server.schema.tools import FunctionName
@@ -49,9 +48,7 @@ PARTS: Mapping[str, type[TextPart | RefusalPart]] = {
 }
 
 
-def _part(value: object) -> type[TextPart | RefusalPart]:
-    if not isinstance(value, Mapping):
-        raise invalid_value(HERE, value, 'a part such as {"type": "text", "text": ...}')
+def _part(value: Mapping[str, Any]) -> type[TextPart | RefusalPart]:
     kind = "text" if value.get("type") is None else value["type"]
     part = PARTS.get(kind) if isinstance(kind, str) else None
     if part is None:
@@ -65,7 +62,11 @@ def _part(value: object) -> type[TextPart | RefusalPart]:
 
 
 _CONTENT = "a string, or a list of text parts"
-_TextOrParts = Annotated[str | list[Annotated[TextPart | RefusalPart, OneOf(_part)]], OrText()]
+_Part = Annotated[
+    TextPart | RefusalPart,
+    OneOf(choose=_part, requirement='a part such as {"type": "text", "text": ...}'),
+]
+_TextOrParts = Annotated[str | list[_Part], OrText()]
 Content = Annotated[_TextOrParts, Must(_CONTENT)]
 RequiredContent = Annotated[_TextOrParts, Must(_CONTENT, if_missing=f"give {_CONTENT}")]
 Arguments = Annotated[str | dict[str, Any], OrText(), Must("a JSON string with an object")]
@@ -275,15 +276,16 @@ def check_role(role: object) -> str:
     return role
 
 
-def _message(value: object) -> type[PromptMessage | ToolMessage | AssistantMessage]:
-    if not isinstance(value, Mapping):
-        error = invalid_value(HERE, value, "an object")
-        error.code = "invalid_type"
-        raise error
+def _message(value: Mapping[str, Any]) -> type[PromptMessage | ToolMessage | AssistantMessage]:
     return MESSAGES[check_role(value.get("role"))]
 
 
 Messages = Annotated[
-    list[Annotated[PromptMessage | ToolMessage | AssistantMessage, OneOf(_message)]],
+    list[
+        Annotated[
+            PromptMessage | ToolMessage | AssistantMessage,
+            OneOf(choose=_message, requirement="an object", code="invalid_type"),
+        ]
+    ],
     Nonempty("a list of one or more messages"),
 ]

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    PrivateAttr,
-    WithJsonSchema,
-    create_model,
-)
+from pydantic import Field, PrivateAttr, ValidatorFunctionWrapHandler, create_model
 
 from strobe.request import SchedulingOptions
 from strobe.sampling_params import OPTIONS, SamplingOption
@@ -21,7 +15,6 @@ from strobe.server.schema.field_errors import (
     HERE,
     FieldError,
     FieldNames,
-    invalid_value,
     short_json,
 )
 from strobe.server.schema.formats import (
@@ -34,68 +27,67 @@ from strobe.server.schema.formats import (
 )
 from strobe.server.schema.settings import RepetitionField, SpeculationField, to_argument
 from strobe.server.schema.values import (
-    IDS_SCHEMA,
-    TEXT_SCHEMA,
     Bounds,
+    Ids,
     Int,
+    Must,
+    Rule,
     SomeText,
     Texts,
     TokenIds,
+    Value,
 )
 from strobe.validation import MAX_INT
-
-MAX_STOPS = 64
-MAX_STOP_CHARS = 1000
 
 MAX_TIMEOUT = 86400.0
 """Seconds."""
 
 
-def _bias(value: Any) -> dict[int, float]:
-    """Convert a JSON object of token ids and biases to {token id: bias}."""
-    if not isinstance(value, Mapping):
-        raise invalid_value(HERE, value, "an object from token ids to numbers from -100 to 100")
-    biases: dict[int, float] = {}
-    for key, bias in value.items():
-        text = str(key)
-        if not (text.isascii() and text.isdigit()) or len(text) > 9:
-            raise FieldError(
-                f"{HERE} has the key {short_json(text)}, but its keys must be token ids; "
-                "/tokenize gives them.",
-                HERE,
+class TokenBiases(Value):
+    """A JSON object of token ids and biases, read as {token id: bias}."""
+
+    def parse(self, value: Any) -> dict[int, float]:
+        if not isinstance(value, Mapping):
+            raise FieldError.of_value(
+                HERE, value, "an object from token ids to numbers from -100 to 100"
             )
-        number = isinstance(bias, int | float) and not isinstance(bias, bool)
-        if not number or not -100 <= bias <= 100:
-            raise invalid_value(
-                f"{HERE}.{text}", bias, "a number from -100 to 100", "0 changes nothing"
-            )
-        biases[int(text)] = float(bias)
-    return biases
+        biases: dict[int, float] = {}
+        for key, bias in value.items():
+            text = str(key)
+            if not (text.isascii() and text.isdigit()) or len(text) > 9:
+                raise FieldError(
+                    f"{HERE} has the key {short_json(text)}, but its keys must be token ids; "
+                    "/tokenize gives them.",
+                    HERE,
+                )
+            number = isinstance(bias, int | float) and not isinstance(bias, bool)
+            if not number or not -100 <= bias <= 100:
+                raise FieldError.of_value(
+                    f"{HERE}.{text}", bias, "a number from -100 to 100", "0 changes nothing"
+                )
+            biases[int(text)] = float(bias)
+        return biases
+
+    def shown(self) -> dict[str, Any]:
+        return {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        }
 
 
-def _nonempty_ids(value: tuple[int, ...]) -> tuple[int, ...]:
-    if value == () or value == []:
-        raise invalid_value(HERE, [], "a list of one or more token ids", "leave it out for all")
-    return value
+class PrintableId(Rule):
+    """A text that a header and a line of the log can hold."""
 
+    def read(self, value: object, inner: ValidatorFunctionWrapHandler) -> Any:
+        text = inner(value)
+        if not (0 < len(text) <= 128 and text.isascii() and text.isprintable()):
+            raise FieldError.of_value(HERE, text, "a string of 1 to 128 printable ASCII characters")
+        return text
 
-def _request_id(value: Any) -> Any:
-    if isinstance(value, str) and not (
-        0 < len(value) <= 128 and value.isascii() and value.isprintable()
-    ):
-        raise invalid_value(HERE, value, "a string of 1 to 128 printable ASCII characters")
-    return value
+    def shown(self) -> dict[str, Any]:
+        return {"pattern": "^[ -~]{1,128}$"}
 
-
-_STOP_SCHEMA: dict[str, Any] = {**TEXT_SCHEMA, "maxLength": MAX_STOP_CHARS}
-STOP_SCHEMA: dict[str, Any] = {
-    "anyOf": [_STOP_SCHEMA, {"type": "array", "items": _STOP_SCHEMA, "maxItems": MAX_STOPS}]
-}
-BIAS_SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "propertyNames": {"pattern": "^[0-9]{1,9}$"},
-    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
-}
 
 MaxTokens = Annotated[Int, Bounds(low=1, high=MAX_INT, hint="leave it out for all that fit")]
 LogprobCount = Annotated[Int, Bounds(low=0, high=20, hint="0 gives the sampled token alone")]
@@ -151,19 +143,16 @@ else:
 class SamplingFields(DeclaredFields):
     """The shared fields. The endpoint's `check` reads `_sampling` with `read_sampling`."""
 
-    logit_bias: (
-        Annotated[dict[int, float], BeforeValidator(_bias), WithJsonSchema(BIAS_SCHEMA)] | None
-    ) = Field(None, description="Added to the logits of these token ids, -100 to 100.")
+    logit_bias: Annotated[dict[int, float], TokenBiases()] | None = Field(
+        None, description="Added to the logits of these token ids, -100 to 100."
+    )
     allowed_token_ids: (
-        Annotated[
-            TokenIds, BeforeValidator(_nonempty_ids), WithJsonSchema({**IDS_SCHEMA, "minItems": 1})
-        ]
-        | None
+        Annotated[tuple[int, ...], Ids(min_items=1, hint="leave it out for all")] | None
     ) = Field(None, description="Only these token ids may be generated.")
-    stop: Annotated[Texts, WithJsonSchema(STOP_SCHEMA)] = Field(
+    stop: Texts = Field(
         (), description="A string, or up to 64 strings, that end the answer. They are cut from it."
     )
-    bad_words: Annotated[Texts, WithJsonSchema(STOP_SCHEMA)] = Field(
+    bad_words: Texts = Field(
         (),
         description="Up to 64 strings that the answer must not contain, not even within a word. "
         "They do not constrain reasoning.",
@@ -196,14 +185,7 @@ class SamplingFields(DeclaredFields):
     ebnf: SomeText | None = Field(None, description="Same as `structured_outputs.grammar`.")
     json_schema: SchemaOrText | None = Field(None, description="Same as `structured_outputs.json`.")
     stream: bool = Field(False, description="Stream the answer as server-sent events.")
-    request_id: (
-        Annotated[
-            str,
-            BeforeValidator(_request_id),
-            WithJsonSchema({"type": "string", "pattern": "^[ -~]{1,128}$"}),
-        ]
-        | None
-    ) = Field(
+    request_id: Annotated[str, PrintableId()] | None = Field(
         None, description="The request's id in the response and the log; default: X-Request-Id."
     )
     timeout: (
@@ -222,25 +204,22 @@ class SamplingFields(DeclaredFields):
     priority: Annotated[Int, Bounds(low=-MAX_INT, high=MAX_INT, hint="0 is usual")] = Field(
         0, description="Requests with a lower number run first and are preempted last."
     )
-    cache_salt: Annotated[str, WithJsonSchema(TEXT_SCHEMA)] | None = Field(
-        None, description="Only requests with the same salt share cached prefixes."
-    )
+    cache_salt: (
+        Annotated[
+            str,
+            Field(min_length=1),
+            Must(
+                "a string of one or more characters",
+                "leave it out to share cached prefixes with all requests",
+            ),
+        ]
+        | None
+    ) = Field(None, description="Only requests with the same salt share cached prefixes.")
     include_speculation: bool = Field(
         False, description="Report speculation statistics in the response."
     )
 
     _sampling: Sampling = PrivateAttr()
-
-    def check(self) -> None:
-        super().check()
-        if self.cache_salt == "":
-            raise FieldError(
-                "cache_salt is empty, but must be a string of one or more characters; leave it out "
-                "to share cached prefixes with all requests.",
-                "cache_salt",
-            )
-        check_texts("stop", self.stop)
-        check_texts("bad_words", self.bad_words)
 
     def read_sampling(
         self,
@@ -277,23 +256,6 @@ class SamplingFields(DeclaredFields):
 def sent_arguments(request: RequestObject, names: Collection[str]) -> dict[str, Any]:
     """Return the arguments of SamplingParams that the client sent in fields of these names."""
     return {name: to_argument(getattr(request, name)) for name in names if request.is_set(name)}
-
-
-def check_texts(name: str, texts: Sequence[str]) -> None:
-    """Limit the texts of a field, because every new token is searched for each of them. Raises
-    FieldError."""
-    if len(texts) > MAX_STOPS:
-        raise FieldError(
-            f"{name} holds {len(texts)} strings, but the limit is {MAX_STOPS}; send fewer.",
-            name,
-        )
-    longest = max(map(len, texts), default=0)
-    if longest > MAX_STOP_CHARS:
-        raise FieldError(
-            f"{name} holds a string of {longest} characters, but each may have at most "
-            f"{MAX_STOP_CHARS}; shorten it.",
-            name,
-        )
 
 
 SAME_NAME = tuple(

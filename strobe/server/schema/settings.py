@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any
 
 from strobe.sampling_params import METHODS, Method, RepetitionDetection, Speculation
 from strobe.server.schema.base import RequestObject
-from strobe.server.schema.field_errors import HERE, FieldNames, invalid_value
+from strobe.server.schema.field_errors import HERE, FieldNames
 from strobe.server.schema.values import Bounds, Int, Must, OneOf
 from strobe.validation import MAX_INT
 
@@ -46,22 +45,18 @@ class RepetitionOptions(RequestObject):
         return RepetitionDetection(**dict(self))
 
 
-def _speculation(value: object) -> type[SpeculationOptions] | None:
-    if isinstance(value, bool):
-        return None
-    if not isinstance(value, Mapping):
-        raise invalid_value(HERE, value, "true, false or an object with its fields")
-    return SpeculationOptions
-
-
-def _repetition(value: object) -> type[RepetitionOptions]:
-    if not isinstance(value, Mapping):
-        raise invalid_value(HERE, value, "an object with its fields")
-    return RepetitionOptions
-
-
-SpeculationField = Annotated[bool | SpeculationOptions, OneOf(_speculation)]
-RepetitionField = Annotated[RepetitionOptions, OneOf(_repetition)]
+SpeculationField = Annotated[
+    bool | SpeculationOptions,
+    OneOf(
+        choose=lambda value: SpeculationOptions,
+        requirement="true, false or an object with its fields",
+        words=(True, False),
+    ),
+]
+RepetitionField = Annotated[
+    RepetitionOptions,
+    OneOf(choose=lambda value: RepetitionOptions, requirement="an object with its fields"),
+]
 
 
 def to_argument(value: Any) -> Any:

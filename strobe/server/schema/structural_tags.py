@@ -13,7 +13,6 @@ from strobe.server.schema.base import FieldWarnings, RequestObject
 from strobe.server.schema.field_errors import (
     HERE,
     FieldError,
-    invalid_value,
     short_json,
 )
 from strobe.server.schema.values import JsonSchema, Must, OneOf, OrJson, SomeText, Text
@@ -85,9 +84,7 @@ CONTENTS: Mapping[str, type[Content]] = {
 }
 
 
-def _content(value: object) -> type[Content]:
-    if not isinstance(value, Mapping):
-        raise invalid_value(HERE, value, "a JSON object")
+def _content(value: Mapping[str, Any]) -> type[Content]:
     kind = value.get("type")
     if not isinstance(kind, str) or kind not in CONTENTS:
         raise FieldError(
@@ -104,7 +101,7 @@ class TriggeredTag(RequestObject):
 
     type: Annotated[Literal["tag"], Must('"tag"')] = "tag"
     begin: SomeText
-    content: Annotated[Content, OneOf(_content), Must("a JSON object")]
+    content: Annotated[Content, OneOf(choose=_content), Must("a JSON object")]
     end: Text = ""
 
     @property
@@ -126,9 +123,7 @@ class TriggeredTags(RequestObject):
         _tags(self.tags, self.triggers, "tags")
 
 
-def _format(value: object) -> type[TriggeredTags]:
-    if not isinstance(value, Mapping):
-        raise invalid_value(HERE, value, "a JSON object")
+def _format(value: Mapping[str, Any]) -> type[TriggeredTags]:
     if value.get("type") != "triggered_tags":
         raise FieldError(
             f"{HERE}.type is {short_json(value.get('type'))}, which is not supported; the only "
@@ -170,18 +165,18 @@ class OlderStructuralTag(StructuralTag):
 class NewerStructuralTag(StructuralTag):
     """Structural tags in the form of triggered tags."""
 
-    format: Annotated[TriggeredTags, OneOf(_format)]
+    format: Annotated[TriggeredTags, OneOf(choose=_format)]
 
     def tags(self) -> list[Tag]:
         return _tags(self.format.tags, self.format.triggers, "tags")
 
 
-def structural_tag_model(value: object) -> type[OlderStructuralTag | NewerStructuralTag]:
+def structural_tag_model(
+    value: Mapping[str, Any],
+) -> type[OlderStructuralTag | NewerStructuralTag]:
     """Return the model of structural tags. Raises FieldError."""
-    if not isinstance(value, Mapping):
-        raise invalid_value(HERE, value, "a JSON object")
     if value.get("type", "structural_tag") not in (None, "structural_tag"):
-        raise invalid_value(f"{HERE}.type", value["type"], '"structural_tag"')
+        raise FieldError.of_value(f"{HERE}.type", value["type"], '"structural_tag"')
     is_newer = value.get("format") is not None
     if is_newer == (value.get("structures") is not None):
         raise FieldError(
@@ -192,7 +187,7 @@ def structural_tag_model(value: object) -> type[OlderStructuralTag | NewerStruct
 
 StructuralTagOrText = Annotated[
     OlderStructuralTag | NewerStructuralTag,
-    OneOf(structural_tag_model),
+    OneOf(choose=structural_tag_model),
     OrJson("a structural tag"),
 ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -12,7 +12,6 @@ from strobe.server.schema.base import FieldWarnings, RequestObject
 from strobe.server.schema.field_errors import (
     HERE,
     FieldError,
-    invalid_value,
     short_json,
 )
 from strobe.server.schema.values import Flag, JsonSchema, Must, OneOf, Text
@@ -70,35 +69,38 @@ class HostedTool(BaseModel):
         )
 
 
-def _is_hosted(tool: object) -> bool:
+def _is_hosted(tool: Mapping[str, Any]) -> bool:
     """Whether a tool of /v1/responses is no function."""
-    kind = tool.get("type") if isinstance(tool, Mapping) else None
+    kind = tool.get("type")
     return isinstance(kind, str) and kind not in ("", "function")
 
 
-def _check_function(value: object) -> None:
-    if not isinstance(value, Mapping):
-        raise invalid_value(HERE, value, "a tool with a type and a function")
+_TOOL = "a tool with a type and a function"
+
+
+def _check_function(value: Mapping[str, Any]) -> None:
     if value.get("type") != "function":
-        raise invalid_value(
+        raise FieldError.of_value(
             f"{HERE}.type", value.get("type"), '"function"', "other tools are not supported"
         )
 
 
-def _tool(value: object) -> type[Tool]:
+def _tool(value: Mapping[str, Any]) -> type[Tool]:
     _check_function(value)
     return Tool
 
 
-def _responses_tool(value: object) -> type[ResponsesTool | HostedTool]:
+def _responses_tool(value: Mapping[str, Any]) -> type[ResponsesTool | HostedTool]:
     if _is_hosted(value):
         return HostedTool
     _check_function(value)
     return ResponsesTool
 
 
-ChatTools = list[Annotated[Tool, OneOf(_tool)]]
-ResponsesTools = list[Annotated[ResponsesTool | HostedTool, OneOf(_responses_tool)]]
+ChatTools = list[Annotated[Tool, OneOf(choose=_tool, requirement=_TOOL)]]
+ResponsesTools = list[
+    Annotated[ResponsesTool | HostedTool, OneOf(choose=_responses_tool, requirement=_TOOL)]
+]
 
 
 class FunctionReference(RequestObject):
@@ -124,13 +126,16 @@ class NamedResponsesTool(FunctionReference):
     type: Literal["function"]
 
 
-def _named_tool(value: object) -> type[NamedTool]:
-    if not isinstance(value, Mapping) or value.get("type") != "function":
-        raise invalid_value(HERE, value, 'a tool of the type "function"')
+_NAMED = 'a tool of the type "function"'
+
+
+def _named_tool(value: Mapping[str, Any]) -> type[NamedTool]:
+    if value.get("type") != "function":
+        raise FieldError.of_value(HERE, value, _NAMED)
     return NamedTool
 
 
-def _named_responses_tool(value: object) -> type[NamedResponsesTool | HostedTool]:
+def _named_responses_tool(value: Mapping[str, Any]) -> type[NamedResponsesTool | HostedTool]:
     if _is_hosted(value):
         return HostedTool
     _named_tool(value)
@@ -145,7 +150,9 @@ class AllowedTools(RequestObject):
     """The tools that the model may call, and whether it must call one."""
 
     mode: _Mode
-    tools: Annotated[list[Annotated[NamedTool, OneOf(_named_tool)]], *_SomeTools]
+    tools: Annotated[
+        list[Annotated[NamedTool, OneOf(choose=_named_tool, requirement=_NAMED)]], *_SomeTools
+    ]
 
 
 class AllowedToolsChoice(RequestObject):
@@ -155,14 +162,28 @@ class AllowedToolsChoice(RequestObject):
     allowed_tools: Annotated[AllowedTools, Must("a JSON object")]
 
 
+_NamedResponsesTool = Annotated[
+    NamedResponsesTool | HostedTool, OneOf(choose=_named_responses_tool, requirement=_NAMED)
+]
+
+
 class AllowedResponsesTools(RequestObject):
     """The choice of some of the tools of /v1/responses."""
 
     type: Literal["allowed_tools"]
     mode: _Mode
     tools: Annotated[
-        list[Annotated[NamedResponsesTool | HostedTool, OneOf(_named_responses_tool)]], *_SomeTools
+        list[
+            Annotated[
+                NamedResponsesTool | HostedTool,
+                OneOf(choose=_named_responses_tool, requirement=_NAMED),
+            ]
+        ],
+        *_SomeTools,
     ]
+
+
+_CHOICE = 'none, auto, required or an object of the type "function" or "allowed_tools"'
 
 
 @dataclass(frozen=True)
@@ -172,28 +193,28 @@ class _ChoiceOf:
     named: type[RequestObject]
     allowed: type[RequestObject]
 
-    def __call__(self, value: Any) -> type[RequestObject] | None:
-        if value in ("none", "auto", "required"):
-            return None
-        kind = value.get("type") if isinstance(value, Mapping) else None
+    def __call__(self, value: Mapping[str, Any]) -> type[RequestObject]:
+        kind = value.get("type")
         if kind == "function":
             return self.named
         if kind == "allowed_tools":
             return self.allowed
-        raise invalid_value(
-            HERE,
-            value,
-            'none, auto, required or an object of the type "function" or "allowed_tools"',
-        )
+        raise FieldError.of_value(HERE, value, _CHOICE)
 
 
 ChoiceWord = Literal["none", "auto", "required"]
+_WORDS: tuple[str, ...] = get_args(ChoiceWord)
 ChatToolChoice = Annotated[
-    ChoiceWord | NamedTool | AllowedToolsChoice, OneOf(_ChoiceOf(NamedTool, AllowedToolsChoice))
+    ChoiceWord | NamedTool | AllowedToolsChoice,
+    OneOf(choose=_ChoiceOf(NamedTool, AllowedToolsChoice), requirement=_CHOICE, words=_WORDS),
 ]
 ResponsesToolChoice = Annotated[
     ChoiceWord | NamedResponsesTool | AllowedResponsesTools,
-    OneOf(_ChoiceOf(NamedResponsesTool, AllowedResponsesTools)),
+    OneOf(
+        choose=_ChoiceOf(NamedResponsesTool, AllowedResponsesTools),
+        requirement=_CHOICE,
+        words=_WORDS,
+    ),
 ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args
 
@@ -15,16 +15,59 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     ValidatorFunctionWrapHandler,
-    WithJsonSchema,
 )
 from pydantic_core import CoreSchema, core_schema, from_json
 
-from strobe.server.schema.field_errors import HERE, FieldError, invalid_value
+from strobe.server.schema.field_errors import HERE, FieldError
 from strobe.validation import MAX_INT
+
+Read = Callable[[Any], Any]
+"""Reads a value as an annotated type. Raises FieldError, ValidationError."""
+
+
+class Rule:
+    """Base class of annotations that read the value of a type, and say in the JSON schema what it
+    must be besides."""
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_wrap_validator_function(self.read, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {**handler(schema), **self.shown()}
+
+    def read(self, value: Any, inner: ValidatorFunctionWrapHandler) -> Any:
+        """Return a value as the request has it. inner: reads it as the type."""
+        raise NotImplementedError
+
+    def shown(self) -> dict[str, Any]:
+        """Return what the JSON schema says of the value besides its type."""
+        return {}
+
+
+class Value(Rule):
+    """Base class of annotations that read a value by themselves, whatever its type."""
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self.parse)
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return self.shown()
+
+    def parse(self, value: Any) -> Any:
+        """Return a value as the request has it. Raises FieldError."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Must:
+class Must(Rule):
     """What a value must be, as its error says it. A required field of a nested object that is
     missing has the error of null, unless if_missing says what to give."""
 
@@ -32,14 +75,9 @@ class Must:
     hint: str = ""
     if_missing: str = ""
 
-    def __get_pydantic_core_schema__(
-        self, source: object, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        return core_schema.no_info_wrap_validator_function(self._read, handler(source))
-
-    def _read(self, value: object, handler: ValidatorFunctionWrapHandler) -> Any:
+    def read(self, value: object, inner: ValidatorFunctionWrapHandler) -> Any:
         try:
-            return handler(value)
+            return inner(value)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             if first["loc"] or isinstance(first.get("ctx", {}).get("error"), FieldError):
@@ -47,15 +85,19 @@ class Must:
             if value is None and self.if_missing:
                 sentence = f"{HERE} is missing; {self.if_missing}."
                 raise FieldError(sentence, HERE, "missing_required_parameter") from None
-            raise invalid_value(HERE, value, self.requirement, self.hint) from None
+            raise FieldError.of_value(HERE, value, self.requirement, self.hint) from None
 
 
 @dataclass(frozen=True)
 class OneOf:
-    """Reads a value as one model of a union. choose: returns the model of a value, None for a value
-    that is no object; raises FieldError."""
+    """Reads an object as one model of a union. choose: returns the model of an object; raises
+    FieldError. requirement: what a value must be. words: values that are no objects. code: of the
+    error for a value that is neither."""
 
-    choose: Callable[[Any], type[BaseModel] | None]
+    choose: Callable[[Mapping[str, Any]], type[BaseModel]]
+    requirement: str = "a JSON object"
+    words: Sequence[str | bool] = ()
+    code: str = "invalid_value"
 
     def __get_pydantic_core_schema__(
         self, source: object, handler: GetCoreSchemaHandler
@@ -65,25 +107,28 @@ class OneOf:
     def _read(
         self, value: object, handler: ValidatorFunctionWrapHandler, info: ValidationInfo
     ) -> Any:
-        if isinstance(value, BaseModel):
+        if isinstance(value, BaseModel) or any(value is word for word in self.words):
             return value
-        model = self.choose(value)
-        if model is None:
+        if isinstance(value, str) and value in self.words:
             return value
-        return model.model_validate(value, context=info.context)
+        if not isinstance(value, Mapping):
+            error = FieldError.of_value(HERE, value, self.requirement)
+            error.code = self.code
+            raise error
+        return self.choose(value).model_validate(value, context=info.context)
 
 
-class OrText:
+class OrText(Rule):
     """Reads a union of a text and another type, whose errors have no part for the union in their
     paths."""
 
     def __get_pydantic_core_schema__(
-        self, source: object, handler: GetCoreSchemaHandler
+        self, source: Any, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
         text, other = get_args(source)
         assert text is str, "the text comes first"
         return core_schema.no_info_wrap_validator_function(
-            self._read, handler.generate_schema(other)
+            self.read, handler.generate_schema(other)
         )
 
     def __get_pydantic_json_schema__(
@@ -91,20 +136,15 @@ class OrText:
     ) -> dict[str, Any]:
         return {"anyOf": [{"type": "string"}, handler(schema)]}
 
-    def _read(self, value: object, handler: ValidatorFunctionWrapHandler) -> Any:
-        return value if isinstance(value, str) else handler(value)
+    def read(self, value: object, inner: ValidatorFunctionWrapHandler) -> Any:
+        return value if isinstance(value, str) else inner(value)
 
 
 @dataclass(frozen=True)
-class OrJson:
+class OrJson(Rule):
     """Reads an object, or its text as JSON. requirement: what the text must be."""
 
     requirement: str
-
-    def __get_pydantic_core_schema__(
-        self, source: object, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        return core_schema.no_info_before_validator_function(self._parse, handler(source))
 
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
@@ -116,41 +156,35 @@ class OrJson:
         }
         return {"anyOf": [handler(schema), text]}
 
-    def _parse(self, value: object) -> Any:
+    def read(self, value: object, inner: ValidatorFunctionWrapHandler) -> Any:
         if not isinstance(value, str):
-            return value
+            return inner(value)
         try:
-            return from_json(value, allow_inf_nan=False)
+            parsed = from_json(value, allow_inf_nan=False)
         except ValueError as error:
             hint = f"as JSON it fails: {error}"
-            raise invalid_value(HERE, value, self.requirement, hint) from None
+            raise FieldError.of_value(HERE, value, self.requirement, hint) from None
+        return inner(parsed)
 
 
 @dataclass(frozen=True)
-class Nonempty:
+class Nonempty(Rule):
     """Rejects an empty list. requirement: what the list must be."""
 
     requirement: str
-    hint: str = ""
 
-    def __get_pydantic_core_schema__(
-        self, source: object, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self._check, handler(source))
+    def read(self, value: object, inner: ValidatorFunctionWrapHandler) -> Any:
+        items = inner(value)
+        if not items:
+            raise FieldError.of_value(HERE, [], self.requirement)
+        return items
 
-    def __get_pydantic_json_schema__(
-        self, schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> dict[str, Any]:
-        return {**handler(schema), "minItems": 1}
-
-    def _check(self, value: Sequence[Any]) -> Sequence[Any]:
-        if not value:
-            raise invalid_value(HERE, [], self.requirement, self.hint)
-        return value
+    def shown(self) -> dict[str, Any]:
+        return {"minItems": 1}
 
 
 @dataclass(frozen=True)
-class Bounds:
+class Bounds(Rule):
     """A number's inclusive bounds; with `above` the lower one is exclusive."""
 
     low: float
@@ -158,23 +192,17 @@ class Bounds:
     hint: str
     above: bool = False
 
-    def __get_pydantic_core_schema__(
-        self, source: object, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self._check, handler(source))
-
-    def __get_pydantic_json_schema__(
-        self, schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> dict[str, Any]:
-        low = "exclusiveMinimum" if self.above else "minimum"
-        return {**handler(schema), low: self.low, "maximum": self.high}
-
-    def _check(self, value: float) -> float:
-        if not self.low <= value <= self.high or (self.above and value == self.low):
+    def read(self, value: object, inner: ValidatorFunctionWrapHandler) -> Any:
+        number = inner(value)
+        if not self.low <= number <= self.high or (self.above and number == self.low):
             between = " and at most" if self.above else " to"
             must = f"{'above' if self.above else 'from'} {_plain(self.low)}{between}"
-            raise invalid_value(HERE, value, f"{must} {_plain(self.high)}", self.hint)
-        return value
+            raise FieldError.of_value(HERE, number, f"{must} {_plain(self.high)}", self.hint)
+        return number
+
+    def shown(self) -> dict[str, Any]:
+        low = "exclusiveMinimum" if self.above else "minimum"
+        return {low: self.low, "maximum": self.high}
 
 
 def _plain(number: float) -> str:
@@ -193,37 +221,79 @@ def is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def token_ids(value: object, path: str = HERE) -> tuple[int, ...]:
-    """A list of token ids, which may be empty. Raises FieldError."""
-    if not isinstance(value, list | tuple):
-        raise invalid_value(path, value, "a list of token ids")
-    ids = tuple(check_int(token) for token in value)
-    for index, token in enumerate(ids):
-        if not is_int(token) or not 0 <= token <= MAX_INT:
-            raise invalid_value(
-                f"{path}[{index}]", token, "a token id", "give whole numbers from 0 up"
+@dataclass(frozen=True)
+class Ids(Value):
+    """A list of token ids, read at once because prompts are long."""
+
+    min_items: int = 0
+    max_items: int | None = None
+    hint: str = ""
+
+    def parse(self, value: object, path: str = HERE) -> tuple[int, ...]:
+        if not isinstance(value, list | tuple):
+            raise FieldError.of_value(path, value, "a list of token ids")
+        ids = tuple(check_int(token) for token in value)
+        for index, token in enumerate(ids):
+            if not is_int(token) or not 0 <= token <= MAX_INT:
+                raise FieldError.of_value(
+                    f"{path}[{index}]", token, "a token id", "give whole numbers from 0 up"
+                )
+        if len(ids) < self.min_items:
+            raise FieldError.of_value(path, [], "a list of one or more token ids", self.hint)
+        if self.max_items is not None and len(ids) > self.max_items:
+            raise FieldError(
+                f"{path} holds {len(ids)} ids, but the limit is {self.max_items}; send fewer.",
+                path,
             )
-    return ids
+        return ids
+
+    def shown(self) -> dict[str, Any]:
+        counts = {"minItems": self.min_items or None, "maxItems": self.max_items}
+        return {
+            "type": "array",
+            "items": {"type": "integer", "minimum": 0, "maximum": MAX_INT},
+            **{name: count for name, count in counts.items() if count is not None},
+        }
 
 
-def texts(value: object, path: str = HERE) -> tuple[str, ...]:
-    """A single text or a list of texts, none of them empty. Raises FieldError."""
-    listed = [value] if isinstance(value, str) else value
-    if not isinstance(listed, list | tuple):
-        raise invalid_value(path, value, "a string or a list of strings")
-    for index, text in enumerate(listed):
-        if not isinstance(text, str) or not text:
-            place = path if isinstance(value, str) else f"{path}[{index}]"
-            raise invalid_value(place, text, "a string of one or more characters")
-    return tuple(listed)
+@dataclass(frozen=True)
+class TextList(Value):
+    """A text or a list of texts, none of them empty. Their number and lengths are limited, because
+    every new token is searched for each of them."""
+
+    max_items: int = 64
+    max_chars: int = 1000
+
+    def parse(self, value: object) -> tuple[str, ...]:
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list | tuple):
+            raise FieldError.of_value(HERE, value, "a string or a list of strings")
+        for index, text in enumerate(texts):
+            if not isinstance(text, str) or not text:
+                path = HERE if isinstance(value, str) else f"{HERE}[{index}]"
+                raise FieldError.of_value(path, text, "a string of one or more characters")
+        if len(texts) > self.max_items:
+            raise FieldError(
+                f"{HERE} holds {len(texts)} strings, but the limit is {self.max_items}; send "
+                "fewer.",
+                HERE,
+            )
+        longest = max(map(len, texts), default=0)
+        if longest > self.max_chars:
+            raise FieldError(
+                f"{HERE} holds a string of {longest} characters, but each may have at most "
+                f"{self.max_chars}; shorten it.",
+                HERE,
+            )
+        return tuple(texts)
+
+    def shown(self) -> dict[str, Any]:
+        text = {"type": "string", "minLength": 1, "maxLength": self.max_chars}
+        return {"anyOf": [text, {"type": "array", "items": text, "maxItems": self.max_items}]}
 
 
-TEXT_SCHEMA: dict[str, Any] = {"type": "string", "minLength": 1}
-ID_SCHEMA: dict[str, Any] = {"type": "integer", "minimum": 0, "maximum": MAX_INT}
-IDS_SCHEMA: dict[str, Any] = {"type": "array", "items": ID_SCHEMA}
-
-Texts = Annotated[tuple[str, ...], BeforeValidator(texts)]
-TokenIds = Annotated[tuple[int, ...], BeforeValidator(token_ids), WithJsonSchema(IDS_SCHEMA)]
+TokenIds = Annotated[tuple[int, ...], Ids()]
+Texts = Annotated[tuple[str, ...], TextList()]
 
 Text = Annotated[str, Must("a string")]
 SomeText = Annotated[str, Field(min_length=1), Must("a string of one or more characters")]

@@ -19,7 +19,6 @@ from strobe.server.schema.base import RequestObject
 from strobe.server.schema.field_errors import (
     HERE,
     FieldError,
-    invalid_value,
     short_json,
 )
 from strobe.server.schema.values import Must, OneOf, OrText, Text
@@ -67,9 +66,7 @@ class _BlockOf:
 
     types: tuple[str, ...]
 
-    def __call__(self, value: Any) -> type[Block]:
-        if not isinstance(value, Mapping):
-            raise invalid_value(HERE, value, 'a block such as {"type": "text", "text": ...}')
+    def __call__(self, value: Mapping[str, Any]) -> type[Block]:
         kind = value.get("type")
         if kind not in self.types:
             is_known = isinstance(kind, str) and kind in BLOCKS
@@ -85,8 +82,15 @@ class _BlockOf:
         return BLOCKS[kind]
 
 
+def _block(*types: str) -> OneOf:
+    """Return the annotation of blocks of some types."""
+    return OneOf(
+        choose=_BlockOf(types), requirement='a block such as {"type": "text", "text": ...}'
+    )
+
+
 Texts = Annotated[
-    str | list[Annotated[TextBlock, OneOf(_BlockOf(("text",)))]],
+    str | list[Annotated[TextBlock, _block("text")]],
     OrText(),
     Must("a string, or a list of text blocks"),
 ]
@@ -119,12 +123,12 @@ _Content = (
     OrText(),
     Must("a string, or a list of one or more blocks"),
 )
-_UserBlock = Annotated[TextBlock | ToolResultBlock, OneOf(_BlockOf(("text", "tool_result")))]
+_UserBlock = Annotated[TextBlock | ToolResultBlock, _block("text", "tool_result")]
 _AssistantBlock = Annotated[
     TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock,
-    OneOf(_BlockOf(("text", "thinking", "redacted_thinking", "tool_use"))),
+    _block("text", "thinking", "redacted_thinking", "tool_use"),
 ]
-_SystemBlock = Annotated[TextBlock, OneOf(_BlockOf(("text",)))]
+_SystemBlock = Annotated[TextBlock, _block("text")]
 
 
 class UserTurn(RequestObject):
@@ -157,17 +161,15 @@ TURNS: Mapping[str, type[Turn]] = {
 """The model of each role's messages."""
 
 
-def _turn(value: object) -> type[Turn]:
-    if not isinstance(value, Mapping):
-        raise invalid_value(HERE, value, "a JSON object")
+def _turn(value: Mapping[str, Any]) -> type[Turn]:
     role = value.get("role")
     if not isinstance(role, str) or role not in TURNS:
-        raise invalid_value(f"{HERE}.role", role, f"one of {', '.join(TURNS)}")
+        raise FieldError.of_value(f"{HERE}.role", role, f"one of {', '.join(TURNS)}")
     return TURNS[role]
 
 
 Turns = Annotated[
-    list[Annotated[Turn, OneOf(_turn)]],
+    list[Annotated[Turn, OneOf(choose=_turn)]],
     Field(min_length=1),
     Must("a list of one or more messages"),
 ]

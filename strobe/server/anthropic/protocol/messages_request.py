@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BeforeValidator, Field
 
 from strobe.server.anthropic.protocol.blocks import Texts as TextBlocks
 from strobe.server.anthropic.protocol.blocks import Turns, joined, to_items
@@ -22,7 +22,7 @@ from strobe.server.generation.request import (
     TemplateOptions,
 )
 from strobe.server.openai.protocol.chat_request import Effort
-from strobe.server.openai.protocol.conversation import TemplateVariables, check_template_options
+from strobe.server.openai.protocol.conversation import TemplateVariables
 from strobe.server.openai.protocol.items import MessageItem, input_messages
 from strobe.server.schema.base import RequestObject
 from strobe.server.schema.field_errors import (
@@ -32,15 +32,15 @@ from strobe.server.schema.field_errors import (
     short_json,
 )
 from strobe.server.schema.formats import Constraint
-from strobe.server.schema.sampling import STOP_SCHEMA, SamplingFields, check_texts
+from strobe.server.schema.sampling import SamplingFields
 from strobe.server.schema.tools import Toolbox, make_toolbox
 from strobe.server.schema.values import (
     Bounds,
     Int,
     JsonSchema,
     Must,
-    OneOf,
     Texts,
+    Value,
     check_int,
 )
 from strobe.validation import MAX_INT
@@ -90,25 +90,27 @@ class OutputConfig(RequestObject):
     format: OutputFormat | None = None
 
 
-class NewThread(BaseModel):
-    """A conversation that the server should store; it stores none."""
+class NewThread(Value):
+    """A conversation that the server should store; it stores none. One that continues is rejected,
+    after which clients send whole conversations."""
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    def parse(self, value: Any) -> Any:
+        kind = value.get("type") if isinstance(value, Mapping) else None
+        if kind != "create":
+            raise FieldError(
+                f"{HERE} is {short_json(value)}, but this server holds no conversations; send the "
+                f"whole conversation without {HERE}.",
+                HERE,
+                THREAD_UNSUPPORTED,
+            )
+        return value
 
-    type: Literal["create"]
-
-
-def _thread(value: Any) -> type[NewThread]:
-    """Reject a thread that continues, after which clients send whole conversations."""
-    kind = value.get("type") if isinstance(value, Mapping) else None
-    if kind != "create":
-        raise FieldError(
-            f"{HERE} is {short_json(value)}, but this server holds no conversations; send the "
-            f"whole conversation without {HERE}.",
-            HERE,
-            THREAD_UNSUPPORTED,
-        )
-    return NewThread
+    def shown(self) -> dict[str, Any]:
+        return {
+            "type": "object",
+            "properties": {"type": {"const": "create"}},
+            "required": ["type"],
+        }
 
 
 class MessagesPrompt(ConversationRequest):
@@ -143,7 +145,7 @@ class MessagesPrompt(ConversationRequest):
         description="`format`: the type `json_schema` with `schema`, which is always "
         "enforced strictly. `effort`: passed to the chat template.",
     )
-    thread: Annotated[NewThread, OneOf(_thread)] | None = Field(
+    thread: Annotated[dict[str, Any], NewThread()] | None = Field(
         None,
         description="`type`: `create` has no effect, because the server stores no conversations; "
         "any other type is rejected with a request to send the whole conversation.",
@@ -159,7 +161,6 @@ class MessagesPrompt(ConversationRequest):
 
     def check(self) -> None:
         super().check()
-        check_template_options(self.chat_template_kwargs)
         if self.thread is not None:
             self._warnings.append("thread has no effect: the server holds no conversations.")
 
@@ -235,9 +236,7 @@ class MessagesRequest(SamplingFields, MessagesPrompt):
     max_tokens: Annotated[Int, Bounds(low=1, high=MAX_INT, hint="ask for one token or more")] = (
         Field(description="Maximum number of tokens to generate, thinking included.")
     )
-    stop_sequences: Annotated[Texts, WithJsonSchema(STOP_SCHEMA)] = Field(
-        (), description="Same as `stop`."
-    )
+    stop_sequences: Texts = Field((), description="Same as `stop`.")
 
     def check(self) -> None:
         super().check()
@@ -249,7 +248,6 @@ class MessagesRequest(SamplingFields, MessagesPrompt):
                 "them.",
                 "thinking_token_budget",
             )
-        check_texts("stop_sequences", self.stop_sequences)
         names = self.own_names()
         options: dict[str, Any] = {}
         if self.stop_sequences:

@@ -9,7 +9,6 @@ from strobe.server.schema.base import RequestObject
 from strobe.server.schema.field_errors import (
     HERE,
     FieldError,
-    invalid_value,
     short_json,
 )
 from strobe.server.schema.tools import FunctionName, NamedResponsesTool, ResponsesToolChoice
@@ -35,9 +34,7 @@ class MessagesTool(RequestObject):
         return {"type": "function", "function": function}
 
 
-def _tool(value: object) -> type[MessagesTool]:
-    if not isinstance(value, Mapping):
-        raise invalid_value(HERE, value, "a tool with a name and an input_schema")
+def _tool(value: Mapping[str, Any]) -> type[MessagesTool]:
     kind = value.get("type")
     if kind not in (None, "custom"):
         raise FieldError(
@@ -49,7 +46,11 @@ def _tool(value: object) -> type[MessagesTool]:
     return MessagesTool
 
 
-MessagesTools = list[Annotated[MessagesTool, OneOf(_tool)]]
+MessagesTools = list[
+    Annotated[
+        MessagesTool, OneOf(choose=_tool, requirement="a tool with a name and an input_schema")
+    ]
+]
 
 
 class NoToolChoice(RequestObject):
@@ -81,17 +82,20 @@ CHOICES: Mapping[str, type[NoToolChoice | AnyToolChoice | NamedToolChoice]] = {
 }
 
 
-def _choice(value: object) -> type[NoToolChoice | AnyToolChoice | NamedToolChoice]:
-    if not isinstance(value, Mapping):
-        raise invalid_value(HERE, value, f"an object with a type, one of {', '.join(CHOICES)}")
+def _choice(
+    value: Mapping[str, Any],
+) -> type[NoToolChoice | AnyToolChoice | NamedToolChoice]:
     kind = value.get("type")
     if not isinstance(kind, str) or kind not in CHOICES:
         shown = value if kind is None else kind
-        raise invalid_value(f"{HERE}.type", shown, f"one of {', '.join(CHOICES)}")
+        raise FieldError.of_value(f"{HERE}.type", shown, f"one of {', '.join(CHOICES)}")
     return CHOICES[kind]
 
 
-MessagesToolChoice = Annotated[NoToolChoice | AnyToolChoice | NamedToolChoice, OneOf(_choice)]
+MessagesToolChoice = Annotated[
+    NoToolChoice | AnyToolChoice | NamedToolChoice,
+    OneOf(choose=_choice, requirement=f"an object with a type, one of {', '.join(CHOICES)}"),
+]
 
 
 def to_tool_choice(

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from strobe.server.schema.base import RequestObject
-from strobe.server.schema.field_errors import HERE, invalid_value
 from strobe.server.schema.messages import (
     Answer,
     CalledFunction,
@@ -109,10 +108,10 @@ MESSAGES: Mapping[str, type[OllamaPrompt | OllamaToolResult | OllamaAnswer]] = {
 """The model of each role's messages."""
 
 
-def _message(value: object) -> type[OllamaPrompt | OllamaToolResult | OllamaAnswer]:
-    if not isinstance(value, Mapping):
-        raise invalid_value(HERE, value, "a JSON object")
+def _message(value: Mapping[str, Any]) -> type[OllamaPrompt | OllamaToolResult | OllamaAnswer]:
     return MESSAGES[check_role(value.get("role"))]
 
 
-OllamaMessages = list[Annotated[OllamaPrompt | OllamaToolResult | OllamaAnswer, OneOf(_message)]]
+OllamaMessages = list[
+    Annotated[OllamaPrompt | OllamaToolResult | OllamaAnswer, OneOf(choose=_message)]
+]

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, create_model
+from pydantic import BeforeValidator, Field, create_model
 
 from strobe.grammars.closed_schema import closed
 from strobe.sampling_params import OPTIONS as SAMPLING_OPTIONS
@@ -19,16 +19,15 @@ from strobe.server.generation.request import (
 from strobe.server.ollama.protocol.messages import OllamaMessages
 from strobe.server.openai.protocol.chat_request import check_top_logprobs
 from strobe.server.schema.base import RequestModel, RequestObject
-from strobe.server.schema.field_errors import HERE, FieldError, FieldNames, invalid_value
+from strobe.server.schema.field_errors import HERE, FieldError, FieldNames
 from strobe.server.schema.formats import Constraint
 from strobe.server.schema.sampling import (
     LogprobCount,
     SamplingFields,
-    check_texts,
     sent_arguments,
 )
 from strobe.server.schema.tools import NO_TOOLS, ChatTools, Toolbox, make_toolbox
-from strobe.server.schema.values import Bounds, Int, Must, check_int
+from strobe.server.schema.values import Bounds, Int, Must, Value, check_int
 from strobe.validation import MAX_INT
 
 OPTIONS: Mapping[str, str] = {
@@ -37,13 +36,28 @@ OPTIONS: Mapping[str, str] = {
 """The sampling options that `options` has, and their names there."""
 
 EFFORTS = ("low", "medium", "high", "max")
-FORMAT_SCHEMA: dict[str, Any] = {"anyOf": [{"enum": ["", "json"]}, {"type": "object"}]}
+
+
+class OllamaFormat(Value):
+    """The form of an answer: any JSON object, or a JSON schema."""
+
+    def parse(self, value: object) -> Constraint | None:
+        if value == "":
+            return None
+        if value == "json":
+            return Constraint("response_format", "json_object", True)
+        if not isinstance(value, Mapping):
+            raise FieldError.of_value(HERE, value, '"json" or a JSON schema, as an object')
+        return Constraint("response_format", "json", closed(value))
+
+    def shown(self) -> dict[str, Any]:
+        return {"anyOf": [{"enum": ["", "json"]}, {"type": "object"}]}
 
 
 def _think(value: object) -> object:
     if isinstance(value, bool) or value in EFFORTS:
         return value
-    raise invalid_value(HERE, value, f"true, false or one of {', '.join(EFFORTS)}")
+    raise FieldError.of_value(HERE, value, f"true, false or one of {', '.join(EFFORTS)}")
 
 
 Think = Annotated[Literal[True, False, "low", "medium", "high", "max"], BeforeValidator(_think)]
@@ -69,7 +83,6 @@ if TYPE_CHECKING:
         """The options of a request; here, those that the server's code reads."""
 
         seed: int | None
-        stop: tuple[str, ...]
         include_speculation: bool
 
 else:
@@ -102,7 +115,7 @@ class OllamaRequest(ConversationRequest):
         None, description="The served model's name, with or without `:latest`. Optional."
     )
     stream: bool = Field(True, description="Stream the answer, one JSON object per line.")
-    format: Annotated[Any, WithJsonSchema(FORMAT_SCHEMA)] = Field(
+    format: Annotated[Constraint | None, OllamaFormat()] = Field(
         None,
         description="`json`, or a JSON schema, which is always enforced strictly. As in Ollama, an "
         "object that declares properties has no others, unless `additionalProperties` says so.",
@@ -174,7 +187,6 @@ class OllamaRequest(ConversationRequest):
         }
         arguments: dict[str, Any] = {}
         if self.options is not None:
-            check_texts(names["stop"], self.options.stop)
             arguments = sent_arguments(self.options, OPTIONS)
         max_tokens = arguments.pop("max_tokens", None)
         if arguments.get("seed") == -1:
@@ -184,7 +196,7 @@ class OllamaRequest(ConversationRequest):
         sampling = Sampling(
             options=arguments,
             max_tokens=max_tokens if max_tokens and max_tokens > 0 else None,
-            constraint=self._read_format(),
+            constraint=self.format,
             names=names,
         )
         sampling.check(self._warnings)
@@ -198,15 +210,6 @@ class OllamaRequest(ConversationRequest):
             continue_final_message=self.continues_answer,
             add_special_tokens=self.raw_prompt is not None,
         )
-
-    def _read_format(self) -> Constraint | None:
-        if self.format is None or self.format == "":
-            return None
-        if self.format == "json":
-            return Constraint("response_format", "json_object", True)
-        if not isinstance(self.format, Mapping):
-            raise invalid_value("format", self.format, '"json" or a JSON schema, as an object')
-        return Constraint("response_format", "json", closed(self.format))
 
 
 class OllamaChatRequest(OllamaRequest):

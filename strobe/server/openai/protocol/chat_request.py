@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, WithJsonSchema
+from pydantic import Field
 from pydantic.config import JsonDict
 
 from strobe.sampling_params import MAX_ANSWERS, MAX_NAMED
@@ -16,14 +16,14 @@ from strobe.server.schema.formats import ResponseFormat
 from strobe.server.schema.messages import Messages
 from strobe.server.schema.sampling import LogprobCount, MaxTokens, SamplingFields
 from strobe.server.schema.tools import ChatToolChoice, make_toolbox
-from strobe.server.schema.values import IDS_SCHEMA, Bounds, Int, TokenIds
+from strobe.server.schema.values import Bounds, Ids, Int
 from strobe.validation import MAX_INT
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 NOT_ZERO: JsonDict = {"not": {"const": 0}}
 
-NamedIds = Annotated[TokenIds, WithJsonSchema({**IDS_SCHEMA, "maxItems": MAX_NAMED})]
+NamedIds = Annotated[tuple[int, ...], Ids(max_items=MAX_NAMED)]
 NAMED_IDS = (
     f"With logprobs: up to {MAX_NAMED} token ids whose log probabilities are returned at each "
     "position of the answer, in place of the top tokens."
@@ -176,10 +176,6 @@ def check_named_ids(
     """Check logprob_token_ids. top: the field that sets the number of top tokens, and its value;
     None without logprobs. hint: a value of logprobs. Raises FieldError."""
     name = "logprob_token_ids"
-    if len(ids) > MAX_NAMED:
-        raise FieldError(
-            f"{name} holds {len(ids)} ids, but the limit is {MAX_NAMED}; send fewer.", name
-        )
     if ids and top is None:
         raise FieldError(f"{name} is set without logprobs; set logprobs to {hint}.", name)
     if ids and top is not None and top[1]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, PrivateAttr, WithJsonSchema
+from pydantic import Field
 
 from strobe.sampling_params import MAX_ANSWERS
 from strobe.server.openai.protocol.chat_request import (
@@ -17,18 +18,47 @@ from strobe.server.openai.protocol.chat_request import (
 )
 from strobe.server.openai.protocol.infill_request import Gap
 from strobe.server.schema.base import StreamOptions
-from strobe.server.schema.field_errors import FieldError, FieldNames, invalid_value
+from strobe.server.schema.field_errors import HERE, FieldError, FieldNames
 from strobe.server.schema.formats import ResponseFormat
 from strobe.server.schema.sampling import LogprobCount, SamplingFields
-from strobe.server.schema.values import IDS_SCHEMA, Bounds, Int, check_int, is_int, token_ids
+from strobe.server.schema.values import Bounds, Ids, Int, Value, check_int, is_int
 from strobe.validation import MAX_INT
 
-_IDS: dict[str, Any] = {**IDS_SCHEMA, "minItems": 1}
-_IDS_OR_LISTS: list[dict[str, Any]] = [_IDS, {"type": "array", "minItems": 1, "items": _IDS}]
-_TEXTS: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"type": "string"}}
+_SOME_IDS = Ids(min_items=1)
 
-PROMPT_SCHEMA: dict[str, Any] = {"anyOf": [{"type": "string"}, _TEXTS, *_IDS_OR_LISTS]}
-PROMPT_IDS_SCHEMA: dict[str, Any] = {"anyOf": _IDS_OR_LISTS}
+Prompt = str | list[int]
+"""A prompt as a text or as token ids."""
+
+
+@dataclass(frozen=True)
+class Prompts(Value):
+    """A prompt or a list of prompts, read as a list. texts: they may be texts."""
+
+    texts: bool = True
+
+    def parse(self, value: Any) -> list[Prompt]:
+        if isinstance(value, str) and self.texts:
+            return [value]
+        if isinstance(value, list | tuple) and value:
+            if is_int(check_int(value[0])):
+                return [list(_SOME_IDS.parse(value))]
+            if isinstance(value[0], list | tuple):
+                return [list(_SOME_IDS.parse(v, f"{HERE}[{i}]")) for i, v in enumerate(value)]
+            if self.texts and all(isinstance(item, str) for item in value):
+                return list(value)
+        must = "a string, a list of strings, " if self.texts else ""
+        raise FieldError.of_value(
+            HERE, value, f"{must}a list of token ids, or a list of such lists"
+        )
+
+    def shown(self) -> dict[str, Any]:
+        ids = _SOME_IDS.shown()
+        prompts = [ids, {"type": "array", "minItems": 1, "items": ids}]
+        if self.texts:
+            text = {"type": "string"}
+            prompts = [text, {"type": "array", "minItems": 1, "items": text}, *prompts]
+        return {"anyOf": prompts}
+
 
 Count = Annotated[Int, Bounds(low=1, high=MAX_ANSWERS, hint="ask for one answer or more")]
 
@@ -39,10 +69,10 @@ class CompletionRequest(SamplingFields):
     schema_key: ClassVar[str] = "completions"
     prompt_field: ClassVar[str] = "prompt"
 
-    prompt: Annotated[Any, WithJsonSchema(PROMPT_SCHEMA)] = Field(
+    prompt: Annotated[list[Prompt], Prompts()] | None = Field(
         None, description="A string, a list of strings, token ids, or a list of lists of token ids."
     )
-    prompt_token_ids: Annotated[Any, WithJsonSchema(PROMPT_IDS_SCHEMA)] = Field(
+    prompt_token_ids: Annotated[list[Prompt], Prompts(texts=False)] | None = Field(
         None, description="Token ids instead of prompt."
     )
     n: Count = Field(
@@ -100,11 +130,9 @@ class CompletionRequest(SamplingFields):
         False, description="Return each choice's `prompt_token_ids` and `token_ids`."
     )
 
-    _prompts: list[str | list[int]] = PrivateAttr(default_factory=list[str | list[int]])
-
     def check(self) -> None:
         super().check()
-        self._prompts = self._read_prompts()
+        self._check_prompts()
         check_stream(self.stream, self.stream_options, self.prompt_logprobs)
         check_truncation(self.truncate_prompt_tokens)
         top = None if self.logprobs is None else ("logprobs", self.logprobs)
@@ -140,33 +168,20 @@ class CompletionRequest(SamplingFields):
                 "best_of",
             )
 
-    def _read_prompts(self) -> list[str | list[int]]:
-        if self.is_set("prompt") and self.is_set("prompt_token_ids"):
+    def _check_prompts(self) -> None:
+        if self.prompt is not None and self.prompt_token_ids is not None:
             raise FieldError(
                 "prompt_token_ids is set together with prompt; give one of them.",
                 "prompt_token_ids",
             )
-        path = "prompt_token_ids" if self.is_set("prompt_token_ids") else "prompt"
-        prompt: Any = getattr(self, path)
-        if prompt is None:
+        if self.prompt is None and self.prompt_token_ids is None:
             raise FieldError(
-                "prompt is missing; the request needs it.", path, "missing_required_parameter"
+                "prompt is missing; the request needs it.", "prompt", "missing_required_parameter"
             )
-        if isinstance(prompt, str) and path == "prompt":
-            return [prompt]
-        if isinstance(prompt, list | tuple) and prompt:
-            if is_int(check_int(prompt[0])):
-                return [_ids(prompt, path)]
-            if isinstance(prompt[0], list | tuple):
-                return [_ids(item, f"{path}[{i}]") for i, item in enumerate(prompt)]
-            if path == "prompt" and all(isinstance(item, str) for item in prompt):
-                return list(prompt)
-        must = "a string, a list of strings, " if path == "prompt" else ""
-        raise invalid_value(path, prompt, f"{must}a list of token ids, or a list of such lists")
 
-    def prompts(self) -> list[str | list[int]]:
+    def prompts(self) -> list[Prompt]:
         """Each prompt, a text or token ids."""
-        return list(self._prompts)
+        return self.prompt or self.prompt_token_ids or []
 
     @property
     def gap(self) -> Gap | None:
@@ -192,11 +207,3 @@ class CompletionRequest(SamplingFields):
         if prompt_counts:
             options["prompt_logprobs"] = max(prompt_counts)
         return options
-
-
-def _ids(value: object, path: str) -> list[int]:
-    """Return one prompt's token ids. Raises FieldError for an empty list."""
-    ids = list(token_ids(value, path))
-    if not ids:
-        raise invalid_value(path, ids, "a list of one or more token ids")
-    return ids

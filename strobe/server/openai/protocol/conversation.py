@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field, WithJsonSchema
+from pydantic import Field, ValidatorFunctionWrapHandler
 
 from strobe.server.generation.request import ConversationRequest, TemplateOptions
-from strobe.server.schema.field_errors import FieldError
+from strobe.server.schema.field_errors import HERE, FieldError
 from strobe.server.schema.tools import ChatTools
+from strobe.server.schema.values import Rule
 
 OWN_FIELDS = (
     "messages", "tools", "documents", "chat_template", "add_generation_prompt",
@@ -22,15 +23,29 @@ NOT_FOR_TEMPLATES = (
 )  # fmt: skip
 """Names that are rejected because `apply_chat_template` has parameters of those names."""
 
-TemplateVariables = Annotated[
-    dict[str, Any],
-    WithJsonSchema(
-        {
-            "type": "object",
-            "propertyNames": {"not": {"enum": [*OWN_FIELDS, *NOT_FOR_TEMPLATES]}},
-        }
-    ),
-]
+
+class VariableNames(Rule):
+    """Rejects variables that would not reach the chat template."""
+
+    def read(self, value: object, inner: ValidatorFunctionWrapHandler) -> Any:
+        variables = inner(value)
+        for name in variables:
+            path = f"{HERE}.{name}"
+            if name in OWN_FIELDS:
+                raise FieldError(
+                    f"{path} is set by the request's own fields; give {name} outside "
+                    "chat_template_kwargs.",
+                    path,
+                )
+            if name in NOT_FOR_TEMPLATES:
+                raise FieldError(f"{path} is not for the chat template; leave it out.", path)
+        return variables
+
+    def shown(self) -> dict[str, Any]:
+        return {"propertyNames": {"not": {"enum": [*OWN_FIELDS, *NOT_FOR_TEMPLATES]}}}
+
+
+TemplateVariables = Annotated[dict[str, Any], VariableNames()]
 
 
 class Conversation(ConversationRequest):
@@ -61,7 +76,6 @@ class Conversation(ConversationRequest):
 
     def check(self) -> None:
         super().check()
-        check_template_options(self.chat_template_kwargs)
         if (
             self.continue_final_message
             and self.is_set("add_generation_prompt")
@@ -83,17 +97,3 @@ class Conversation(ConversationRequest):
             continue_final_message=self.continue_final_message,
             add_special_tokens=self.add_special_tokens,
         )
-
-
-def check_template_options(options: dict[str, Any] | None) -> None:
-    """Reject variables that would not reach the chat template. Raises FieldError."""
-    for name in options or {}:
-        path = f"chat_template_kwargs.{name}"
-        if name in OWN_FIELDS:
-            raise FieldError(
-                f"{path} is set by the request's own fields; give {name} outside "
-                "chat_template_kwargs.",
-                path,
-            )
-        if name in NOT_FOR_TEMPLATES:
-            raise FieldError(f"{path} is not for the chat template; leave it out.", path)

@@ -12,7 +12,6 @@ from strobe.server.schema.base import FieldWarnings, RequestObject
 from strobe.server.schema.field_errors import (
     HERE,
     FieldError,
-    invalid_value,
     short_json,
 )
 from strobe.server.schema.messages import (
@@ -97,15 +96,18 @@ class ReasoningText(BaseModel):
     text: str
 
 
-def _reasoning_text(value: object) -> type[ReasoningText]:
-    text = value.get("text") if isinstance(value, Mapping) else None
-    if not isinstance(text, str):
-        raise invalid_value(HERE, value, "a part with a text")
+_PART = "a part with a text"
+
+
+def _reasoning_text(value: Mapping[str, Any]) -> type[ReasoningText]:
+    if not isinstance(value.get("text"), str):
+        raise FieldError.of_value(HERE, value, _PART)
     return ReasoningText
 
 
 ReasoningTexts = Annotated[
-    list[Annotated[ReasoningText, OneOf(_reasoning_text)]], Must("a list of strings")
+    list[Annotated[ReasoningText, OneOf(choose=_reasoning_text, requirement=_PART)]],
+    Must("a list of strings"),
 ]
 
 
@@ -138,15 +140,13 @@ ITEMS: Mapping[str, type[ReadItem]] = {
 }
 
 
-def is_hosted(item: object) -> bool:
+def is_hosted(item: Mapping[str, Any]) -> bool:
     """Whether an item is about a tool other than a function."""
-    kind = item.get("type") if isinstance(item, Mapping) else None
+    kind = item.get("type")
     return isinstance(kind, str) and HOSTED_ITEM.match(kind) is not None
 
 
-def _item(value: object) -> type[ReadItem | HostedItem]:
-    if not isinstance(value, Mapping):
-        raise invalid_value(HERE, value, "an item with a type")
+def _item(value: Mapping[str, Any]) -> type[ReadItem | HostedItem]:
     if is_hosted(value):
         return HostedItem
     kind = value.get("type")
@@ -162,7 +162,9 @@ def _item(value: object) -> type[ReadItem | HostedItem]:
     return ITEMS[kind]
 
 
-Items = list[Annotated[ReadItem | HostedItem, OneOf(_item)]]
+Items = list[
+    Annotated[ReadItem | HostedItem, OneOf(choose=_item, requirement="an item with a type")]
+]
 Input = Annotated[
     str | Annotated[Items, Field(min_length=1)],
     OrText(),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import Field, WithJsonSchema
+from pydantic import BeforeValidator, Field
 
 from strobe.server.generation.request import (
     ConversationRequest,
@@ -13,10 +13,11 @@ from strobe.server.generation.request import (
     TemplateOptions,
 )
 from strobe.server.openai.protocol.chat_request import Effort
-from strobe.server.openai.protocol.conversation import TemplateVariables, check_template_options
+from strobe.server.openai.protocol.conversation import TemplateVariables
 from strobe.server.openai.protocol.items import STORED_ITEMS, Input, MessageItem, input_messages
 from strobe.server.schema.base import FieldWarnings, RequestObject
 from strobe.server.schema.field_errors import (
+    HERE,
     FieldError,
     FieldNames,
     short_json,
@@ -34,7 +35,21 @@ LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
 
 
-INCLUDE_SCHEMA: dict[str, Any] = {"type": "array", "items": {"enum": [LOGPROBS, ENCRYPTED]}}
+def _included(value: object) -> object:
+    if value in (LOGPROBS, ENCRYPTED):
+        return value
+    raise FieldError(
+        f'{HERE} is {short_json(value)}, which is not supported; "{LOGPROBS}" is.',
+        HERE,
+        "unsupported_parameter",
+    )
+
+
+Included = Annotated[
+    Literal["message.output_text.logprobs", "reasoning.encrypted_content"],
+    BeforeValidator(_included),
+]
+"""LOGPROBS or ENCRYPTED."""
 
 
 class TextOptions(RequestObject):
@@ -106,10 +121,6 @@ class ResponsesPrompt(ConversationRequest):
         None, description='Variables for the chat template, such as {"enable_thinking": false}.'
     )
 
-    def check(self) -> None:
-        super().check()
-        check_template_options(self.chat_template_kwargs)
-
     def read_prompt(self, sampling: Sampling, **fields: Any) -> GenerationRequest:
         """Return the conversation to answer. fields: further fields. Raises FieldError."""
         toolbox = make_toolbox(self.tools, self.tool_choice, self._warnings)
@@ -170,7 +181,7 @@ class ResponsesRequest(SamplingFields, ResponsesPrompt):
         None,
         description=f"With {LOGPROBS} in include: number of top tokens per position, 0 to 20.",
     )
-    include: Annotated[list[str], WithJsonSchema(INCLUDE_SCHEMA)] | None = Field(
+    include: list[Included] | None = Field(
         None,
         description=f"`{LOGPROBS}` asks for log probabilities; `{ENCRYPTED}` has no effect.",
     )
@@ -210,12 +221,6 @@ class ResponsesRequest(SamplingFields, ResponsesPrompt):
             if name == ENCRYPTED:
                 self._warnings.append(
                     f'{path} "{ENCRYPTED}" has no effect: reasoning is in the open.'
-                )
-            elif name != LOGPROBS:
-                raise FieldError(
-                    f'{path} is {short_json(name)}, which is not supported; "{LOGPROBS}" is.',
-                    path,
-                    "unsupported_parameter",
                 )
         return LOGPROBS in (self.include or ())
 
