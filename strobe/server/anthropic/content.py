@@ -6,13 +6,16 @@ import hashlib
 import secrets
 
 from strobe.server.anthropic.protocol.message_bodies import (
+    BlockDelta,
+    BlockEvent,
     ContentBlock,
+    Delta,
     TextBlock,
     ThinkingBlock,
     ToolUseBlock,
 )
 from strobe.server.generation.bodies import ItemStatus
-from strobe.server.generation.output_items import Event, Logprobs, OutputItem
+from strobe.server.generation.output_items import Logprobs, OutputItem
 from strobe.server.parsers import Segment
 from strobe.server.parsers.call_arguments import read_object
 
@@ -27,21 +30,21 @@ class _Block:
     def item(self) -> ContentBlock:
         raise NotImplementedError
 
-    def begin(self) -> list[Event]:
-        return [self._event("start", content_block=self.item())]
+    def begin(self) -> list[BlockEvent]:
+        return [{"type": "content_block_start", "index": self.index, "content_block": self.item()}]
 
-    def add(self, text: str, logprobs: Logprobs) -> list[Event]:
+    def add(self, text: str, logprobs: Logprobs) -> list[BlockEvent]:
         self.text += text
-        return [self._event("delta", delta=self._delta(text))] if text else []
+        return [self._sent(self._delta(text))] if text else []
 
-    def end(self, status: ItemStatus) -> list[Event]:
-        return [self._event("stop")]
+    def end(self, status: ItemStatus) -> list[BlockEvent]:
+        return [{"type": "content_block_stop", "index": self.index}]
 
-    def _delta(self, text: str) -> Event:
+    def _delta(self, text: str) -> Delta:
         raise NotImplementedError
 
-    def _event(self, kind: str, **fields: object) -> Event:
-        return {"type": f"content_block_{kind}", "index": self.index, **fields}
+    def _sent(self, delta: Delta) -> BlockDelta:
+        return {"type": "content_block_delta", "index": self.index, "delta": delta}
 
 
 class Text(_Block):
@@ -50,7 +53,7 @@ class Text(_Block):
     def item(self) -> TextBlock:
         return {"type": "text", "text": self.text, "citations": None}
 
-    def _delta(self, text: str) -> Event:
+    def _delta(self, text: str) -> Delta:
         return {"type": "text_delta", "text": text}
 
 
@@ -66,16 +69,16 @@ class Thinking(_Block):
         text = self.text if self._shown else ""
         return {"type": "thinking", "thinking": text, "signature": self._signature()}
 
-    def add(self, text: str, logprobs: Logprobs) -> list[Event]:
+    def add(self, text: str, logprobs: Logprobs) -> list[BlockEvent]:
         events = super().add(text, logprobs)
         return events if self._shown else []
 
-    def end(self, status: ItemStatus) -> list[Event]:
+    def end(self, status: ItemStatus) -> list[BlockEvent]:
         self._ended = True
-        signed = {"type": "signature_delta", "signature": self._signature()}
-        return [self._event("delta", delta=signed), *super().end(status)]
+        signed = self._sent({"type": "signature_delta", "signature": self._signature()})
+        return [signed, *super().end(status)]
 
-    def _delta(self, text: str) -> Event:
+    def _delta(self, text: str) -> Delta:
         return {"type": "thinking_delta", "thinking": text}
 
     def _signature(self) -> str:
@@ -94,7 +97,7 @@ class ToolUse(_Block):
         arguments = read_object(self.text) or {}
         return {"type": "tool_use", "id": self.id, "name": self.name, "input": arguments}
 
-    def _delta(self, text: str) -> Event:
+    def _delta(self, text: str) -> Delta:
         return {"type": "input_json_delta", "partial_json": text}
 
 

@@ -12,10 +12,14 @@ from strobe.server.anthropic.errors import error_body
 from strobe.server.anthropic.protocol.message_bodies import (
     ContentBlock,
     Message,
+    MessageDelta,
     MessageEnd,
     MessageHead,
+    MessageStart,
+    MessageStop,
     MessageTokens,
     MessageUsage,
+    Ping,
     StopReason,
 )
 from strobe.server.anthropic.protocol.messages_request import (
@@ -65,18 +69,20 @@ class MessageCodec(ItemCodec[ContentBlock]):
             "stop_sequence": None,
             "usage": self._usage(),
         }
-        return [{"type": "message_start", "message": message}, {"type": "ping"}]
+        start: MessageStart = {"type": "message_start", "message": message}
+        ping: Ping = {"type": "ping"}
+        return [start, ping]
 
     def end(self) -> list[Event]:
         end = self._end()
-        names = ("stop_reason", "stop_sequence")
-        delta = {
+        delta: MessageDelta = {
             "type": "message_delta",
-            "delta": {name: end[name] for name in names},
-            **{name: value for name, value in end.items() if name not in names},
-            **reply.extras([], False, reply.ending_warnings(self.run)),
+            "delta": {"stop_reason": end["stop_reason"], "stop_sequence": end["stop_sequence"]},
+            "usage": end["usage"],
+            **reply.extras(self.runs, self.report, reply.ending_warnings(self.run)),
         }
-        return [delta, {"type": "message_stop"}]
+        stop: MessageStop = {"type": "message_stop"}
+        return [delta, stop]
 
     def error(self, error: ApiError) -> list[Event]:
         return [error_body(error, self.prepared.job.request_id)]

@@ -30,9 +30,9 @@ class OutputItem(Protocol[Body]):
         """The item as JSON, as far as it has been generated."""
         ...
 
-    def begin(self) -> list[Event]: ...
-    def add(self, text: str, logprobs: Logprobs) -> list[Event]: ...
-    def end(self, status: ItemStatus) -> list[Event]: ...
+    def begin(self) -> Sequence[Event]: ...
+    def add(self, text: str, logprobs: Logprobs) -> Sequence[Event]: ...
+    def end(self, status: ItemStatus) -> Sequence[Event]: ...
 
 
 class OutputItems(Generic[Body]):
@@ -65,7 +65,7 @@ class OutputItems(Generic[Body]):
             events += self._begin(segment)
         if segment.kind == "call":
             self._arguments += segment.text
-        return events + self._items[-1].add(segment.text, logprobs)
+        return [*events, *self._items[-1].add(segment.text, logprobs)]
 
     def end(self, status: ItemStatus) -> list[Event]:
         """End the answer; an answer without content or calls gets an empty message. Returns the
@@ -73,9 +73,9 @@ class OutputItems(Generic[Body]):
         events: list[Event] = []
         if status == "completed" and self._open in (None, ("reasoning", 0)):
             events += self._begin(Segment(kind="content", text="", start=0, end=0))
-        return events + self.close(status)
+        return [*events, *self.close(status)]
 
-    def close(self, status: ItemStatus) -> list[Event]:
+    def close(self, status: ItemStatus) -> Sequence[Event]:
         """End the open item, if there is one; a call with all its arguments is complete whatever
         ended the answer. Returns its events."""
         open_item = self._open
@@ -85,11 +85,11 @@ class OutputItems(Generic[Body]):
         return self._items[-1].end(status) if open_item is not None else []
 
     def _begin(self, segment: Segment) -> list[Event]:
-        events = self.close("completed")
+        ended = self.close("completed")
         self._items.append(self._make(segment, len(self._items)))
         self._open = segment.kind, segment.call
         self._arguments = "" if segment.kind == "call" else self._arguments
-        return events + self._items[-1].begin()
+        return [*ended, *self._items[-1].begin()]
 
 
 class ItemCodec(Codec, Generic[Body]):

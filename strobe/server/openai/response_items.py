@@ -6,8 +6,10 @@ import secrets
 from typing import Generic, TypeVar
 
 from strobe.server.generation.bodies import ItemStatus
-from strobe.server.generation.output_items import Event, Logprobs, OutputItem
+from strobe.server.generation.output_items import Logprobs, OutputItem
 from strobe.server.openai.protocol import response_bodies as bodies
+from strobe.server.openai.protocol import response_events as events
+from strobe.server.openai.protocol.response_events import Event
 from strobe.server.parsers import Segment
 
 
@@ -20,40 +22,52 @@ class _Item:
         self.status: ItemStatus = "in_progress"
         self.text = ""
 
-    def event(self, kind: str, **fields: object) -> Event:
-        position = {"item_id": self.id, "output_index": self.index}
-        return {"type": f"response.{kind}", **position, **fields}
+    def _added(self, item: bodies.OutputItem) -> events.ItemEvent:
+        return {"type": "response.output_item.added", "output_index": self.index, "item": item}
 
-    def complete_event(self, kind: str, item: bodies.OutputItem) -> Event:
-        return {"type": f"response.output_item.{kind}", "output_index": self.index, "item": item}
+    def _done(self, item: bodies.OutputItem) -> events.ItemEvent:
+        return {"type": "response.output_item.done", "output_index": self.index, "item": item}
 
 
 Part = TypeVar("Part", bodies.ReasoningText, bodies.OutputText)
 
 
 class _Text(_Item, Generic[Part]):
-    """An item with one text part. part_type: the part's type, also in the names of events."""
-
-    part_type = ""
+    """An item with one text part."""
 
     def item(self) -> bodies.OutputItem:
         return self._item([self._part()])
 
     def begin(self) -> list[Event]:
-        added = self.event("content_part.added", content_index=0, part=self._part())
-        return [self.complete_event("added", self._item([])), added]
+        added: events.PartEvent = {
+            "type": "response.content_part.added",
+            "item_id": self.id,
+            "output_index": self.index,
+            "content_index": 0,
+            "part": self._part(),
+        }
+        return [self._added(self._item([])), added]
 
     def add(self, text: str, logprobs: Logprobs) -> list[Event]:
         self.text += text
-        return [self.event(f"{self.part_type}.delta", content_index=0, delta=text)]
+        return [self._delta(text, logprobs)]
 
     def end(self, status: ItemStatus) -> list[Event]:
         self.status = status
-        return [
-            self.event(f"{self.part_type}.done", content_index=0, text=self.text),
-            self.event("content_part.done", content_index=0, part=self._part()),
-            self.complete_event("done", self.item()),
-        ]
+        part_done: events.PartEvent = {
+            "type": "response.content_part.done",
+            "item_id": self.id,
+            "output_index": self.index,
+            "content_index": 0,
+            "part": self._part(),
+        }
+        return [self._text_done(), part_done, self._done(self.item())]
+
+    def _delta(self, text: str, logprobs: Logprobs) -> Event:
+        raise NotImplementedError
+
+    def _text_done(self) -> Event:
+        raise NotImplementedError
 
     def _part(self) -> Part:
         raise NotImplementedError
@@ -65,10 +79,26 @@ class _Text(_Item, Generic[Part]):
 class Reasoning(_Text[bodies.ReasoningText]):
     """Reasoning as plain text, without a summary."""
 
-    part_type = "reasoning_text"
-
     def __init__(self, index: int):
         super().__init__(index, "rs")
+
+    def _delta(self, text: str, logprobs: Logprobs) -> events.ReasoningDelta:
+        return {
+            "type": "response.reasoning_text.delta",
+            "item_id": self.id,
+            "output_index": self.index,
+            "content_index": 0,
+            "delta": text,
+        }
+
+    def _text_done(self) -> events.ReasoningDone:
+        return {
+            "type": "response.reasoning_text.done",
+            "item_id": self.id,
+            "output_index": self.index,
+            "content_index": 0,
+            "text": self.text,
+        }
 
     def _part(self) -> bodies.ReasoningText:
         return {"type": "reasoning_text", "text": self.text}
@@ -86,19 +116,30 @@ class Reasoning(_Text[bodies.ReasoningText]):
 class Message(_Text[bodies.OutputText]):
     """A message of the assistant."""
 
-    part_type = "output_text"
-
     def __init__(self, index: int):
         super().__init__(index, "msg")
         self.logprobs: Logprobs = []
 
-    def add(self, text: str, logprobs: Logprobs) -> list[Event]:
+    def _delta(self, text: str, logprobs: Logprobs) -> events.TextDelta:
         self.logprobs += logprobs
-        return [{**event, "logprobs": logprobs} for event in super().add(text, logprobs)]
+        return {
+            "type": "response.output_text.delta",
+            "item_id": self.id,
+            "output_index": self.index,
+            "content_index": 0,
+            "delta": text,
+            "logprobs": logprobs,
+        }
 
-    def end(self, status: ItemStatus) -> list[Event]:
-        text_done, *rest = super().end(status)
-        return [{**text_done, "logprobs": self.logprobs}, *rest]
+    def _text_done(self) -> events.TextDone:
+        return {
+            "type": "response.output_text.done",
+            "item_id": self.id,
+            "output_index": self.index,
+            "content_index": 0,
+            "text": self.text,
+            "logprobs": self.logprobs,
+        }
 
     def _part(self) -> bodies.OutputText:
         return {
@@ -137,19 +178,30 @@ class Call(_Item):
         }
 
     def begin(self) -> list[Event]:
-        return [self.complete_event("added", self.item())]
+        return [self._added(self.item())]
 
     def add(self, text: str, logprobs: Logprobs) -> list[Event]:
         self.text += text
-        return [self.event("function_call_arguments.delta", delta=text)] if text else []
+        if not text:
+            return []
+        delta: events.ArgumentsDelta = {
+            "type": "response.function_call_arguments.delta",
+            "item_id": self.id,
+            "output_index": self.index,
+            "delta": text,
+        }
+        return [delta]
 
     def end(self, status: ItemStatus) -> list[Event]:
         self.status = status
-        done = {"name": self.name, "arguments": self.text}
-        return [
-            self.event("function_call_arguments.done", **done),
-            self.complete_event("done", self.item()),
-        ]
+        done: events.ArgumentsDone = {
+            "type": "response.function_call_arguments.done",
+            "item_id": self.id,
+            "output_index": self.index,
+            "name": self.name,
+            "arguments": self.text,
+        }
+        return [done, self._done(self.item())]
 
 
 def make_item(segment: Segment, index: int) -> OutputItem[bodies.OutputItem]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from fastapi import Request
@@ -18,6 +19,7 @@ from strobe.server.generation.reply import Event
 from strobe.server.generation.run import speculation, usage
 from strobe.server.openai.protocol import response_bodies as bodies
 from strobe.server.openai.protocol.response_bodies import InputTokens
+from strobe.server.openai.protocol.response_events import ErrorEvent, ResponseEvent
 from strobe.server.openai.protocol.responses_request import (
     InputTokensRequest,
     ResponsesPrompt,
@@ -68,7 +70,14 @@ def _follow(serving: Serving, request: ResponsesPrompt, http: Request) -> tuple[
     return items
 
 
-def error_event(error: ApiError) -> Event:
+_ENDS: Mapping[ItemStatus, Literal["response.completed", "response.incomplete"]] = {
+    "completed": "response.completed",
+    "incomplete": "response.incomplete",
+}
+"""The type of the last event, by the answer's status."""
+
+
+def error_event(error: ApiError) -> ErrorEvent:
     """Return the event of a stream that fails."""
     return {"type": "error", "code": error.code, "message": str(error), "param": error.field}
 
@@ -116,13 +125,15 @@ class ResponseCodec(ItemCodec[bodies.OutputItem]):
     def start(self) -> list[Event]:
         response = self._response("in_progress")
         response["output"] = []
-        kinds = ("response.created", "response.in_progress")
-        return [{"type": kind, "response": response} for kind in kinds]
+        created: ResponseEvent = {"type": "response.created", "response": response}
+        in_progress: ResponseEvent = {"type": "response.in_progress", "response": response}
+        return [created, in_progress]
 
     def end(self) -> list[Event]:
         response = self._ended()
         response["speculation"] = speculation(self.runs)
-        return [{"type": f"response.{response['status']}", "response": response}]
+        event: ResponseEvent = {"type": _ENDS[self.status], "response": response}
+        return [event]
 
     def error(self, error: ApiError) -> list[Event]:
         self.items.close("incomplete")
@@ -132,7 +143,8 @@ class ResponseCodec(ItemCodec[bodies.OutputItem]):
             _json(response)
         except ValueError:  # the answer so far has NaN logprobs
             response["output"] = []
-        return [error_event(error), {"type": "response.failed", "response": response}]
+        failed: ResponseEvent = {"type": "response.failed", "response": response}
+        return [error_event(error), failed]
 
     def body(self) -> bodies.Response:
         return self._ended()
