@@ -24,9 +24,16 @@ from strobe.models.model_config import DraftConfig, TargetConfig
 from strobe.models.modules import Attention, RMSNorm, RotaryTable
 from strobe.models.quantization.fp8 import fp8_copy, hold_rows
 from strobe.models.quantization.methods import UNUSED, apply_quantization
+from strobe.models.quantization.random_tensors import draw_tensor, random_tensors
 from strobe.models.quantization.rounding import hold_rounded
 from strobe.models.target import EMBEDDING, HEAD, Target
-from strobe.models.weight_mapping import NO_TENSORS, CheckpointTensors, WeightMapping, mapping_of
+from strobe.models.weight_mapping import (
+    NO_TENSORS,
+    CheckpointTensors,
+    WeightMapping,
+    WeightPart,
+    mapping_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +134,14 @@ def _fill_at_random(module: Target | DFlash, options: LoadOptions) -> None:
     generator = torch.Generator(options["device"]).manual_seed(0)
     uniform = options.get("uniform", False)
 
+    mapping, tensors = _random_mapping(module)
+
     def draw(name: str, value: Tensor) -> None:
+        parts = mapping[name]
+        if any(source in tensors.dtypes for part in parts for source in part.sources):
+            for part in parts:
+                _draw_stored(value[part.at], part, tensors, generator)
+            return
         path, _, leaf = name.rpartition(".")
         owner = module.get_submodule(path)
         stored = owner.format if isinstance(owner, Linear) else None
@@ -138,7 +152,22 @@ def _fill_at_random(module: Target | DFlash, options: LoadOptions) -> None:
         else:
             stored.fill_scale(value)
 
-    _fill(module, _quantized_mapping(module), draw, options)
+    _fill(module, mapping, draw, options)
+
+
+def _draw_stored(
+    value: Tensor, part: WeightPart, tensors: CheckpointTensors, generator: torch.Generator
+) -> None:
+    """Fill a part of a parameter from random tensors of a quantized checkpoint."""
+
+    def draw(source: str) -> Tensor:
+        if source in tensors.dtypes:
+            return draw_tensor(source, tensors, generator)
+        plain = torch.empty(part.sources[source], device=value.device)
+        _draw_plain(plain, generator, uniform=False)
+        return plain
+
+    part.fill(value, *map(draw, part.sources))
 
 
 def _draw_plain(value: Tensor, generator: torch.Generator, *, uniform: bool) -> None:
@@ -152,9 +181,15 @@ def _draw_plain(value: Tensor, generator: torch.Generator, *, uniform: bool) -> 
         value.normal_(0.0, 0.02, generator=generator)
 
 
-def _quantized_mapping(module: Target | DFlash) -> WeightMapping:
-    """Return the mapping of a checkpoint that has all that its config says."""
-    return apply_quantization(module, mapping_of(module), NO_TENSORS, module.config.quantization)
+def _random_mapping(module: Target | DFlash) -> tuple[WeightMapping, CheckpointTensors]:
+    """Return the mapping of a checkpoint that has all that its config says, and its quantized
+    tensors if layers keep them as stored."""
+    quantization = module.config.quantization
+    mapping = mapping_of(module)
+    tensors = NO_TENSORS
+    if quantization is not None and quantization.held:
+        tensors = random_tensors(module, mapping, quantization)
+    return apply_quantization(module, mapping, tensors, quantization), tensors
 
 
 def _read_tensors(module: Target | DFlash, checkpoint: Checkpoint, options: LoadOptions) -> None:
@@ -236,7 +271,7 @@ def _meta_draft(
 
 
 def _check(module: Model, directory: Path, open: Open) -> Model:
-    _check_tensors(module, open(directory)) if open else _quantized_mapping(module)
+    _check_tensors(module, open(directory)) if open else _random_mapping(module)
     return module
 
 

@@ -334,7 +334,7 @@ def test_reports_name_the_packed_format(tmp_path: Path):
     draft = check_draft_tensors(tmp_path / "draft", resolved.draft)
     bill = memory_bill(resolved, target, draft)
     assert bill["held in"] == "int4, heads in float16; the most at loading"
-    assert shapes_of(resolved).widths == Widths(0.625, 2, 4, 4)
+    assert shapes_of(resolved).widths == Widths(0.625, 2, 4, 4, draft=0.625)
 
 
 def test_info_counts_the_types_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

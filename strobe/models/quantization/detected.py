@@ -173,7 +173,10 @@ def _tell_unexpected(
     tensors: CheckpointTensors,
     quantization: Quantization,
 ) -> None:
-    """Log which layers are not quantized although the config says so. quantized: how many are."""
+    """Log which layers of a checkpoint are not quantized although the config says so. quantized:
+    how many are."""
+    if not tensors.source:
+        return
     rules = quantization.rules
     unexpected = list[str]()
     for module in (name.removesuffix(".weight") for name in plain):

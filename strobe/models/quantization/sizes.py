@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from strobe.models.dflash_drafter import DFlash
 from strobe.models.linear import Linear
@@ -55,3 +56,26 @@ def held_bytes(module: Target | DFlash) -> int:
     linears = (part for part in module.modules() if isinstance(part, Linear))
     held = [part for linear in linears for part in (linear.stored, linear.held_experts)]
     return sum(part.nbytes for part in held if part is not None)
+
+
+def mean_width(module: nn.Module, dtype: torch.dtype, *, experts: bool = False) -> float | None:
+    """Return the mean bytes of a value of a module's linear layers, or of its experts, that hold
+    their weights as stored or in dtype; None if there are none."""
+    values = 0
+    nbytes = 0
+    for linear in module.modules():
+        if isinstance(linear, Linear) and bool(linear.experts) == experts:
+            counts = linear.weight_counts()
+            values += counts.experts if experts else counts.linear
+            nbytes += linear_bytes(linear, dtype)
+    return nbytes / values if values else None
+
+
+def linear_bytes(linear: Linear, dtype: torch.dtype) -> int:
+    """Return the bytes of a layer's weight, as stored or in dtype."""
+    for held in (linear.stored, linear.held_experts):
+        if held is not None:
+            return held.nbytes
+    weight = linear.weight
+    kind = dtype if weight.is_floating_point() else weight.dtype
+    return weight.numel() * kind.itemsize + (0 if linear.scale is None else linear.scale.nbytes)

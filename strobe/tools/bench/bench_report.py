@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 
+import torch
+
+from strobe.engine.backend_choice import WeightFormat
 from strobe.engine.build import ResolvedConfig
 from strobe.models.quantization.methods import experts_format
 from strobe.models.quantization.packed import FORMATS, head_format
 from strobe.models.quantization.rounding import BYTES_PER_VALUE
+from strobe.models.quantization.sizes import mean_width
+from strobe.models.weight_loading import check_draft_tensors, check_target_tensors
 from strobe.speculation.registry import DRAFTER_METHOD
 from strobe.tools.bench.floor import Rates, Shapes, Widths
 from strobe.tools.bench.rates import measure
@@ -20,12 +26,9 @@ def shapes_of(resolved: ResolvedConfig) -> Shapes:
     """Return the models, rows and value sizes of a verify step with these settings."""
     config = resolved.config
     dtype = resolved.dtype
-    linear = dtype.itemsize if config.weight_dtype != "fp8" else 1
+    linear = _linear_width(resolved.backends.weights, dtype)
     head = dtype.itemsize
-    if resolved.backends.weights.rounded is not None:
-        linear = BYTES_PER_VALUE[resolved.backends.weights.rounded]
     if (packed := resolved.backends.weights.packed) is not None:
-        linear = FORMATS[packed].value_bytes
         head = head_format(FORMATS[packed], dtype).value_bytes
     kv = 1 if config.kv_cache_dtype == "fp8" else dtype.itemsize
     draft = resolved.draft if resolved.method == DRAFTER_METHOD else None
@@ -35,8 +38,42 @@ def shapes_of(resolved: ResolvedConfig) -> Shapes:
     if stored is not None:
         held = experts_format(stored, resolved.target.decoder)
         experts = None if held is None else held.bits_per_value / 8
-    widths = Widths(linear=linear, head=head, rest=dtype.itemsize, kv=kv, experts=experts)
+    opener = resolved.split.opener(config.load_format)
+    if stored is not None and stored.held:
+        target = check_target_tensors(Path(config.target), resolved.target, opener)
+        linear = mean_width(target.layers, dtype) or linear
+        experts = mean_width(target.layers, dtype, experts=True)
+        if target.lm_head is not None:
+            head = mean_width(target.lm_head, dtype) or head
+    draft_width = None
+    output_width = None
+    if draft is not None:
+        weights = resolved.backends.draft_weights
+        draft_width = _linear_width(weights, dtype)
+        shares_head = not weights.fp8 and weights.packed is None
+        output_width = head if shares_head else None
+        if draft.quantization is not None and draft.quantization.held:
+            module = check_draft_tensors(Path(config.draft or ""), draft, opener)
+            draft_width = mean_width(module.layers, dtype) or draft_width
+    widths = Widths(
+        linear=linear,
+        head=head,
+        rest=dtype.itemsize,
+        kv=kv,
+        experts=experts,
+        draft=draft_width,
+        draft_output=output_width,
+    )
     return Shapes(target=resolved.target, draft=draft, rows=rows, widths=widths)
+
+
+def _linear_width(weights: WeightFormat, dtype: torch.dtype) -> float:
+    """Return the bytes of a value of linear layers that are held in a format."""
+    if weights.packed is not None:
+        return FORMATS[weights.packed].value_bytes
+    if weights.rounded is not None:
+        return BYTES_PER_VALUE[weights.rounded]
+    return 1 if weights.fp8 else dtype.itemsize
 
 
 def begin(

@@ -59,7 +59,9 @@ class _RandomModels:
         "", "Shapes by name: demo (the default), qwen3-0.6b, qwen3-4b, qwen3-8b, llama-3.1-8b, "
         "qwen3-coder-30b-a3b, gpt-oss-20b, qwen3.5-9b, qwen3.5-35b-a3b or gemma-4-26b-a4b, "
         "each with its DFlash drafter, qwen3.8-27b with DFlash2's, or qwen3-8b-dflash2, "
-        "qwen3-8b-dspark or qwen3.8-27b-dspark; or give directories with --target and --draft."
+        "qwen3-8b-dspark or qwen3.8-27b-dspark; of quantized targets with the format after a "
+        "slash, as qwen3-8b/int4-g128 (modelopt-mixed, nvfp4, int4-g128, fp8-rows, fp8-block, "
+        "gptq-int4, awq-int4); or give directories with --target and --draft."
     )  # fmt: skip
     load_format: RandomWeights = option(
         "dummy", "Random weights: dummy draws normal ones, with norms of 1; uniform draws all "

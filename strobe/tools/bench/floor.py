@@ -69,13 +69,17 @@ class Rates:
 @dataclass(frozen=True)
 class Widths:
     """Bytes per value of the linear layers, the head, all other weights, keys and values, and
-    experts, which by default are as linear layers."""
+    experts, which by default are as linear layers. draft: of the drafter's linear layers, by
+    default as the target's; draft_output: of the output layer that drafts pass through, by default
+    as `draft`."""
 
     linear: float
     head: float
     rest: int
     kv: int
     experts: float | None = None
+    draft: float | None = None
+    draft_output: float | None = None
 
 
 @dataclass(frozen=True)
@@ -168,8 +172,7 @@ class Shapes:
         without a drafter.
 
         The output layer, its own head's weights and the layers' k and v are read at different
-        times, and count each time. The output layer has the linear layers' dtype: in FP8 the
-        drafter has its own copy. The B rows of a block pass through the layers, its K drafts
+        times, and count each time. The B rows of a block pass through the layers, its K drafts
         through the head, and R rows through the context's weights.
         """
         if self.draft is None:
@@ -182,11 +185,14 @@ class Shapes:
         drafts = self.draft.block_drafts
         output = decoder.hidden_size * decoder.own_rows(self.draft.head_rows)
         head = output + counts.head.linear
-        linear = counts.layers.linear + counts.context.linear + head
+        own = counts.layers.linear + counts.context.linear + counts.head.linear
+        width = widths.linear if widths.draft is None else widths.draft
+        output_width = width if widths.draft_output is None else widths.draft_output
         small = counts.layers.small + counts.head.small + counts.context.small
         stored = rows * kv_values(decoder) * widths.kv
         return Work(
-            linear * widths.linear
+            own * width
+            + output * output_width
             + small * widths.rest
             + self.context_bytes(decoder, requests, context)
             + stored,

@@ -32,17 +32,78 @@ _PAIRS: dict[str, dict[str, Any]] = json.loads(
 )
 """The config.json of each pair's target and draft; a target may be the name of another pair's."""
 NAMES = ("demo", *_PAIRS)
+_NVFP4 = {"quant_algo": "NVFP4", "group_size": 16}
+_FP8 = {"quant_algo": "FP8"}
+FORMATS: dict[str, dict[str, Any]] = {
+    "modelopt-mixed": {  # as nvidia and RadixArk published Qwen3.8-27B
+        "quant_method": "modelopt",
+        "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": {
+            "lm_head": _NVFP4,
+            "*.mlp.*_proj": _NVFP4,
+            "*.linear_attn.in_proj_qkv": _FP8,
+            "*.linear_attn.in_proj_z": _FP8,
+            "*.linear_attn.out_proj": _FP8,
+            "*.self_attn.*_proj": _FP8,
+        },
+    },
+    "nvfp4": {
+        "quant_method": "modelopt",
+        "quant_algo": "NVFP4",
+        "group_size": 16,
+        "exclude_modules": ["lm_head"],
+    },
+    "int4-g128": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {
+                    "num_bits": 4,
+                    "type": "int",
+                    "strategy": "group",
+                    "group_size": 128,
+                    "symmetric": True,
+                },
+            },
+        },
+    },
+    "fp8-rows": {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {"FP8_DYNAMIC": ["Linear"]},
+    },
+    "fp8-block": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    },
+    "gptq-int4": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True},
+    "awq-int4": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"},
+}
+"""quantization_config of published targets, by what follows a pair's name: "qwen3-8b/int4-g128"."""
 
 
 @contextmanager
 def directories(name: str, block_size: int | None = None) -> Generator[tuple[str, str]]:
     """Yield temporary directories with the config.json of a target and a drafter; for demo, the
-    demo models' own directories. block_size: of the drafter, if not the published one. Raises
-    ValueError for an unknown name."""
+    demo models' own directories. name: of `NAMES`, perhaps followed by / and one of `FORMATS`.
+    block_size: of the drafter, if not the published one. Raises ValueError for an unknown name."""
+    shapes = name
+    name, slash, stored = name.partition("/")
     if name not in NAMES:
         raise ValueError(
-            f"shapes is {name!r}; name one of {', '.join(NAMES)}, or give directories with "
+            f"shapes is {shapes!r}; name one of {', '.join(NAMES)}, or give directories with "
             "--target and --draft."
+        )
+    if slash and (stored not in FORMATS or name == "demo"):
+        raise ValueError(
+            f"shapes is {shapes!r}; what follows / must be one of {', '.join(FORMATS)}, and the "
+            "demo models have none."
         )
     if name == "demo":
         yield str(DEMO_MODELS / "target"), str(DEMO_MODELS / "draft")
@@ -51,6 +112,8 @@ def directories(name: str, block_size: int | None = None) -> Generator[tuple[str
         target = _PAIRS[name]["target"]
         if isinstance(target, str):
             target = _PAIRS[target]["target"]
+        if slash:
+            target = {**target, "quantization_config": FORMATS[stored]}
         draft = _with_block(_PAIRS[name]["draft"], block_size)
         for part, config in (("target", target), ("draft", draft)):
             path = Path(directory, part)
