@@ -218,7 +218,8 @@ class StepResult(NamedTuple):
 
 class RequestStart(NamedTuple):
     """Facts about an answer that are known with its first tokens. queue_time: seconds in the queue;
-    num_cached: prompt positions served from the prefix cache; off_reason: reason for no
+    num_cached: prompt positions served from the prefix cache; num_host_cached: of these from host
+    memory; off_reason: reason for no
     speculation; stop_ids: tokens that end the answer, the model's own included."""
 
     method: str
@@ -227,6 +228,7 @@ class RequestStart(NamedTuple):
     queue_time: float
     prompt_logprobs: Sequence[TokenLogprob | None]
     stop_ids: frozenset[int]
+    num_host_cached: int = 0
 
 
 class TokenEvent(NamedTuple):

@@ -650,6 +650,7 @@ def _make_host_tier(
         page_bytes=store.page_bytes,
         state_bytes=store.state_bytes,
         pages_per_step=max(int(COPY_MS * bytes_per_ms) // sum(store.page_bytes), 1),
+        bytes_per_ms=bytes_per_ms,
     )
     logger.info(
         "Host memory keeps %s tokens%s in %s bytes, copied at %.1f GB/s.",

@@ -30,6 +30,7 @@ from strobe.sampling.sampling_state import SamplingMode
 from strobe.sampling_params import SamplingParams, Speculation, StructuredOutputs
 from strobe.speculation.adaptive import AdaptiveDraftPolicy
 from strobe.speculation.allocate import verified_drafts
+from strobe.speculation.costs import PrefillCosts
 from strobe.speculation.draft_policy import DraftPolicy
 from strobe.step import Plan, StepResult, TokenEvent
 
@@ -82,6 +83,9 @@ class Engine:
             observer=self.proposers if self.shadow is None else None,
             simulated_acceptance=simulated_acceptance,
         )
+        self.prefill_costs = PrefillCosts()
+        if self.components.host_tier is not None:
+            self.components.host_tier.prefill_ms = self.prefill_costs.ms
         self.on_launch = on_launch
         self.on_phase: Callable[[str], None] = lambda name: None
         """Called within each launch with "start", "draft" and "verify", as each is queued."""
@@ -133,6 +137,8 @@ class Engine:
             result = self._result(self._pending[0])
             if self.shadow is not None:
                 self.shadow.observe_step(result)
+            if self.components.host_tier is not None:
+                self.prefill_costs.observe(self._pending[0].plan, result)
             events = self.scheduler.commit(self._pending[0].plan, result)
             self._pending.popleft()
             return events

@@ -86,6 +86,7 @@ class ResultProcessor:
             queue_time=request.queue_time,
             prompt_logprobs=tuple(request.prompt_logprobs),
             stop_ids=request.stop_ids,
+            num_host_cached=request.num_host_cached,
         )
 
     def _find_stop(self, request: Request, tokens: list[int]) -> tuple[int, FinishReason | None]:

@@ -16,6 +16,7 @@ keeps its slot and pages until that step's result is in, which is dropped.
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from bisect import bisect_left, bisect_right
 from collections import deque
@@ -50,6 +51,8 @@ from strobe.step import (
 
 if TYPE_CHECKING:
     from strobe.speculation.proposer import Drafter
+
+logger = logging.getLogger(__name__)
 
 Scheduled: TypeAlias = "list[tuple[RunningRequest, Span]]"
 _MAX_SCANNED = 64
@@ -472,6 +475,7 @@ class Scheduler:
         """Admit waiting requests in order, as far as slots, pages and rows allow. A request whose
         prefix is being computed by another, or fetched from host memory, waits for it."""
         admitted: Scheduled = []
+        fetching: list[Request] = []
         scanned = itertools.islice(self.waiting, _MAX_SCANNED)
         computing = [record for record in self.running if record.lease.length < record.prefill_end]
         for request in [solo] if solo is not None else list(scanned):
@@ -482,9 +486,10 @@ class Scheduler:
             if solo is None and self._is_fetching(request):
                 if request.is_overdue:
                     break
+                fetching.append(request)
                 continue
             admission = self._admit(request, token_budget)
-            if admission is None and self.host is not None and self.host.give_back():
+            if admission is None and self.host is not None and self.host.give_back(keep=fetching):
                 admission = self._admit(request, token_budget)
             if admission is None:
                 break
@@ -534,6 +539,10 @@ class Scheduler:
             self.stats.prefix_queries += len(request.tokens)
             request.num_host_cached = min(num_fetched, record.start)
             self.stats.prefix_hits += record.start - request.num_host_cached
+            if record.start and logger.isEnabledFor(logging.DEBUG):
+                line = "cached request=%s prompt=%d device=%d host=%d"
+                host = request.num_host_cached
+                logger.debug(line, request.id, request.num_prompt, record.start - host, host)
             if self.host is not None:
                 self.stats.host_queries += len(request.tokens) - record.start + num_fetched
                 self.stats.host_hits += request.num_host_cached

@@ -16,6 +16,7 @@ where the request finds them as it finds any others.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -148,11 +149,10 @@ class HostTier:
         page_bytes: Sequence[int] = (1,),
         state_bytes: int = 0,
         pages_per_step: int = 64,
-        is_worthwhile: Callable[[int, int], bool] = lambda size, positions: True,
+        bytes_per_ms: float = math.inf,
     ):
         """num_pages, page_bytes: of each page group; state_bytes: of a state. pages_per_step: pages
-        copied beside one step, each way. is_worthwhile(bytes, positions): whether copying so many
-        bytes takes less time than computing so many positions of a prompt."""
+        copied beside one step, each way. bytes_per_ms: bytes that a millisecond copies."""
         self.pool = pool
         self.kept = kept
         self.pages = [HostRows(count) for count in num_pages]
@@ -160,7 +160,9 @@ class HostTier:
         self.page_bytes = page_bytes
         self.state_bytes = state_bytes
         self.pages_per_step = pages_per_step
-        self.is_worthwhile = is_worthwhile
+        self.bytes_per_ms = bytes_per_ms
+        self.prefill_ms: Callable[[int, int], float] = lambda start, end: math.inf
+        """Milliseconds to compute a prompt's positions from `start` to `end` instead."""
         self.fetches: dict[Request, Fetch] = {}
         self._evicted: list[HostCopy] = []
         """What must be saved before the next step, which may overwrite it."""
@@ -187,9 +189,10 @@ class HostTier:
         self._unsure.clear()
         self._evicted.clear()
 
-    def give_back(self) -> bool:
-        """End all fetches, whose pages others need; return whether there were any."""
-        requests = list(self.fetches)
+    def give_back(self, keep: Sequence[Request] = ()) -> bool:
+        """End fetches, whose pages others need; return whether there were any. keep: requests whose
+        fetches go on."""
+        requests = [request for request in self.fetches if request not in keep]
         for request in requests:
             self.end(request)
         return bool(requests)
@@ -219,7 +222,7 @@ class HostTier:
         )
         if prefix.state_key is not None and self._row_of(prefix.state_key) is None:
             size += self.state_bytes
-        if size and not self.is_worthwhile(size, length - start):
+        if size and size / self.bytes_per_ms > self.prefill_ms(start, length):
             return False
         return self._begin(request, prefix, num_positions)
 

@@ -79,6 +79,9 @@ class KeptStates:
         self._readers: dict[int, int] = {}
         self.on_evicted: Callable[[int, bytes], None] = lambda row, key: None
         """Called with a state's row and key before the row is overwritten."""
+        self.on_stored: Callable[[bytes], None] = lambda key: None
+        self.on_removed: Callable[[bytes], None] = lambda key: None
+        """Called with a key that is indexed, or not any more."""
 
     def last_border(self, position: int) -> int:
         """Return the last border at or before a position."""
@@ -156,6 +159,7 @@ class KeptStates:
             self._free.append(row)
         else:
             self._kept[key] = row
+            self.on_stored(key)
 
     def give_up(self, row: int) -> None:
         """Free a row whose state was not written."""
@@ -166,6 +170,7 @@ class KeptStates:
         """Free the row of a border, if it has one that nobody holds."""
         if key is not None and self._kept.get(key) not in (None, *self._readers):
             self._free.append(self._kept.pop(key))
+            self.on_removed(key)
 
     def clear(self) -> None:
         """Free all rows that nobody holds."""

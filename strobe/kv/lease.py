@@ -77,11 +77,12 @@ class Lease:
         """Whether there are pages for `count` further positions, reserved up to `step` at a time: a
         group with a window needs those of its window and of a step."""
         columns = self.pages_for(count)
-        for group in self.pool.groups:
+        for i, group in enumerate(self.pool.groups):
             needed = columns
             if group.window is not None:
                 most = max_held(group.window + self.margin, step, group.page_size)
-                needed = min(columns, most)
+                held = self.num_columns - self._first_held[i]
+                needed = min(columns, max(most - held, 0))
             if needed > group.available:
                 return False
         return True

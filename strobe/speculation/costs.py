@@ -7,6 +7,7 @@ Imports no torch.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
@@ -22,6 +23,7 @@ Curve: TypeAlias = tuple[Ints, Floats]
 
 _MANY_ROWS = 2**24  # a curve's last line goes on up to there
 _RECENT = 4  # steps that say how fast the machine is just now
+_PROMPT_STEPS = 64  # steps with prompts that say what their rows cost
 
 
 class StepWork(NamedTuple):
@@ -147,6 +149,55 @@ class StepCosts:
         draft, verify = [{str(n): round(ms, 4) for n, ms in list(curve)[:-1]} for curve in points]
         rates = {"request": self.request, "context": self.context}
         return {"draft": draft, "verify": verify, **rates}
+
+
+class PrefillCosts:
+    """Milliseconds of a prompt's rows, fitted to the latest steps that were mostly prompts:
+
+        ms = step + row * rows + context * (positions before each row, of all rows together)
+
+    So they are what further rows in a step cost, not what a step costs that has any."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[float, float, float]] = deque(maxlen=_PROMPT_STEPS)
+        """Rows, positions before them, and milliseconds of each step."""
+        self._rates: tuple[float, float] | None = None
+
+    def observe(self, plan: Plan, result: StepResult) -> None:
+        """Learn from a step, unless most of its rows are of decoding requests."""
+        prompts = [span for span in plan.spans if span.num_context_rows > 1]
+        rows = sum([span.num_rows for span in prompts])
+        if result.seconds is None or 2 * rows <= result.rows:
+            return
+        seen = sum([span.num_rows * (span.start + span.num_rows / 2) for span in prompts])
+        self._steps.append((result.rows, seen, 1e3 * result.seconds))
+        self._rates = None
+
+    def ms(self, start: int, end: int) -> float:
+        """Return the milliseconds to compute a prompt's positions from `start` to `end`; infinite
+        before the first step with a prompt."""
+        if not self._steps:
+            return math.inf
+        if self._rates is None:
+            self._rates = self._fit()
+        row, context = self._rates
+        return row * (end - start) + context * (end - start) * (start + end) / 2
+
+    def _fit(self) -> tuple[float, float]:
+        """Return the milliseconds of a row, and of each position before a row. With steps too much
+        alike to tell them apart, all of their time is their rows'."""
+        steps = np.array(self._steps)
+        rows, seen, ms = steps.T
+        if rows.max() < 2 * rows.min():
+            return float(np.median(ms / rows)), 0.0
+        terms = np.stack([np.ones(len(ms)), rows, seen]) / ms  # relative errors
+        used = np.ones(3, dtype=bool)
+        rates = np.zeros(3)
+        for _ in range(3):
+            rates[used] = np.linalg.lstsq(terms.T[:, used], np.ones(len(ms)), rcond=None)[0]
+            used &= rates > 0  # a rate below 0 is noise
+            rates[~used] = 0.0
+        return float(rates[1]), float(rates[2])
 
 
 def _curve(points: Mapping[float, float]) -> Curve:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,15 @@ def config(path: Path, **options: Any) -> EngineConfig:
     return settings
 
 
+def make_tiered(settings: EngineConfig) -> Engine:
+    """Make an engine that brings back all it can, whatever the machine's speed."""
+    engine = make_engine(settings)
+    tier = engine.components.host_tier
+    assert tier is not None
+    tier.prefill_ms = lambda start, end: math.inf
+    return engine
+
+
 def lone(path: Path, **options: Any) -> EngineConfig:
     return config(path, enable_prefix_caching=False, max_num_seqs=1, **options)
 
@@ -91,7 +101,7 @@ def test_answers_and_drafts_after_a_host_hit_equal_those_without(
 ):
     path = request.getfixturevalue(family)
     options = drafting(drafter) if method == "dflash" else {}
-    engine = make_engine(config(path, **options))
+    engine = make_tiered(config(path, **options))
     expected = answers(make_engine(lone(path, **options)), sampling)
     first = [ask(engine, prompt, sampling) for prompt in PROMPTS]
     again = [ask(engine, prompt, sampling) for prompt in PROMPTS]
@@ -110,7 +120,7 @@ def test_evicted_states_return_from_host_memory(hybrid: Path):
     assert spec is not None
     size = spec.bytes_per_kept_state(torch.float32)
     options = {"kv_cache_memory": "8MiB", "state_cache_memory": size}
-    engine = make_engine(config(hybrid, **options))
+    engine = make_tiered(config(hybrid, **options))
     expected = answers(make_engine(lone(hybrid)), COLD)
     assert answers(engine, COLD) == expected
     assert answers(engine, COLD) == expected
@@ -126,7 +136,7 @@ def test_preempted_request_resumes_from_host_memory(
     family: str, overlap: int, request: pytest.FixtureRequest
 ):
     path = request.getfixturevalue(family)
-    engine = make_engine(config(path, overlap=overlap, max_num_seqs=4))
+    engine = make_tiered(config(path, overlap=overlap, max_num_seqs=4))
     sampling = COLD.clone(max_tokens=120)
     short = [prompt[:70] for prompt in PROMPTS]
     texts = run(engine, short, sampling)
@@ -137,7 +147,7 @@ def test_preempted_request_resumes_from_host_memory(
 
 
 def test_decoding_goes_on_while_a_prefix_is_brought_back(qwen3: Path):
-    engine = make_engine(config(qwen3, kv_cache_memory="1MiB", max_model_len=512))
+    engine = make_tiered(config(qwen3, kv_cache_memory="1MiB", max_model_len=512))
     expected = ask(engine, PROMPTS[0], COLD).output_ids
     evict_all(engine)
     tier = engine.components.host_tier
@@ -163,14 +173,12 @@ def evict_all(engine: Engine) -> None:
     tier = engine.components.host_tier
     assert tier is not None
     pool.drop(pool.allocate(pool.available))
-    copies = tier.copies(has_step=False)
-    assert copies is not None
     assert engine.components.host_store is not None
-    engine.components.host_store.copy(copies)
+    engine.components.host_store.copy(tier.copies(has_step=False))
 
 
 def test_equal_prompts_fetch_their_prefix_once(qwen3: Path):
-    engine = make_engine(config(qwen3, max_num_seqs=4))
+    engine = make_tiered(config(qwen3, max_num_seqs=4))
     ask(engine, PROMPTS[0], COLD)
     evict_all(engine)
     texts = run(engine, [PROMPTS[0], PROMPTS[0]], [COLD.clone(n=2), COLD])
@@ -179,7 +187,7 @@ def test_equal_prompts_fetch_their_prefix_once(qwen3: Path):
 
 
 def test_salts_hold_in_host_memory(qwen3: Path):
-    engine = make_engine(config(qwen3))
+    engine = make_tiered(config(qwen3))
     ask(engine, PROMPTS[0], COLD, salt="a")
     evict_all(engine)
     hits = [ask(engine, PROMPTS[0], COLD, salt=salt).num_host_cached for salt in ("b", "", "a")]
@@ -187,21 +195,29 @@ def test_salts_hold_in_host_memory(qwen3: Path):
 
 
 def test_prefix_is_recomputed_where_that_is_cheaper(qwen3: Path):
-    engine = make_engine(config(qwen3))
+    engine = make_tiered(config(qwen3))
     expected = ask(engine, PROMPTS[0], COLD).output_ids
     evict_all(engine)
     tier = engine.components.host_tier
     assert tier is not None
+    tier.bytes_per_ms = float(engine.resolved.page_bytes)  # 12 ms for this prefix
     asked: list[tuple[int, int]] = []
-    tier.is_worthwhile = lambda size, positions: bool(asked.append((size, positions)))
-    request = ask(engine, PROMPTS[0], COLD)
-    assert request.num_cached == 0
-    assert request.output_ids == expected
-    assert asked == [(12 * engine.resolved.page_bytes, 192)]
+
+    def prefill_ms(start: int, end: int) -> float:
+        asked.append((start, end))
+        return 11.9 if len(asked) == 1 else 12.1
+
+    tier.prefill_ms = prefill_ms
+    for covered in (0, 192):
+        request = ask(engine, PROMPTS[0], COLD)
+        assert request.num_cached == request.num_host_cached == covered
+        assert request.output_ids == expected
+        evict_all(engine)
+    assert asked == [(0, 192), (0, 192)]
 
 
 def test_prompt_logprobs_are_computed_and_not_brought_back(qwen3: Path):
-    engine = make_engine(config(qwen3))
+    engine = make_tiered(config(qwen3))
     sampling = COLD.clone(prompt_logprobs=1)
     first = ask(engine, PROMPTS[0], sampling)
     evict_all(engine)
@@ -211,7 +227,7 @@ def test_prompt_logprobs_are_computed_and_not_brought_back(qwen3: Path):
 
 
 def test_reset_forgets_host_memory(qwen3: Path):
-    engine = make_engine(config(qwen3))
+    engine = make_tiered(config(qwen3))
     ask(engine, PROMPTS[0], COLD)
     evict_all(engine)
     engine.reset()
@@ -219,7 +235,7 @@ def test_reset_forgets_host_memory(qwen3: Path):
 
 
 def test_aborted_request_gives_up_its_fetch(qwen3: Path):
-    engine = make_engine(config(qwen3))
+    engine = make_tiered(config(qwen3))
     ask(engine, PROMPTS[0], COLD)
     evict_all(engine)
     request = engine.add(PROMPTS[0], COLD)
@@ -239,7 +255,7 @@ def test_answers_are_right_when_steps_with_host_copies_fail(
     family: str, stage: str, overlap: int, drafter: Path, request: pytest.FixtureRequest
 ):
     path = request.getfixturevalue(family)
-    engine = make_engine(config(path, overlap=overlap, **drafting(drafter)))
+    engine = make_tiered(config(path, overlap=overlap, **drafting(drafter)))
     owners: dict[str, tuple[Any, str]] = {
         "copy": (engine.components.host_store, "copy"),
         "forward": (engine.runner, "forward"),
@@ -261,11 +277,13 @@ def test_ranks_have_a_tier_each(qwen3: Path):
         texts = [*answers(engine, COLD), *answers(engine, COLD)]
         return texts, engine.stats.host_hits
 
-    expected = hits(make_engine(config(qwen3)))
+    expected = hits(make_tiered(config(qwen3)))
     settings = config(qwen3)
     budget = resolve(settings).page_bytes * (POOL + 1)
     halved = settings.with_(device="cpu", kv_cache_memory=budget // 2)  # as each rank's pages are
     with ranks(halved, 2) as engine:
+        assert engine.components.host_tier is not None
+        engine.components.host_tier.prefill_ms = lambda start, end: math.inf
         assert hits(engine) == expected
 
 

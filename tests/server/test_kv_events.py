@@ -14,6 +14,8 @@ import pytest
 import zmq
 
 from strobe.config import EngineConfig
+from strobe.kv.host_tier import HostTier
+from strobe.kv.kept_states import KeptStates
 from strobe.kv.lease import Lease, reserve_all
 from strobe.kv.pages import PagePool
 from strobe.request import PageKeys
@@ -164,6 +166,44 @@ def published(directory: Path, rank: int, salt: str) -> list[bytes]:
     publisher.flush()
     publisher._batches.join()
     return list(replay(config.of_rank(rank), 0).values())
+
+
+def test_events_name_the_medium_and_the_states(tmp_path: Path):
+    addresses = {n: f"ipc://{tmp_path}/{n}" for n in ("endpoint", "replay_endpoint")}
+    config = KVEventsConfig(enable_kv_cache_events=True, **addresses)
+    publisher = KVEventPublisher(config)
+    pool = PagePool(3, 4)
+    kept = KeptStates(1, page_size=4)
+    host = HostTier(pool, [1], kept=kept, num_states=1)
+    publisher.start(pool, kept=kept, host=host)
+    for tokens in ([1] * 4, [2] * 4, [3] * 4):
+        lease = Lease(pool, 8)
+        assert reserve_all([(lease, 4)])
+        lease.commit(4)
+        lease.publish(tokens)
+        lease.release()
+        row = kept.take(lease.keys[0])
+        assert row is not None
+        kept.publish(row, lease.keys[0])
+    publisher.flush()
+    publisher._batches.join()
+    batches = [decode(batch) for batch in replay(config.of_rank(0), 0).values()]
+    pages = Router()
+    seen: list[tuple[str, str | None, int | None]] = []
+    for event in batches[-1].events:
+        seen.append((type(event).__name__, event.medium, event.group_idx))
+        if event.medium == "GPU" and event.group_idx is None:
+            pages.apply(Batch(0.0, [event]))
+        elif isinstance(event, BlockStored):
+            assert (event.token_ids, event.parent_block_hash, event.block_size) == ([], None, 4)
+            assert event.kv_cache_spec_kind == ("mamba" if event.group_idx else None)
+    assert seen.count(("BlockStored", "GPU", None)) == 3
+    assert seen.count(("BlockStored", "GPU", 1)) == 3
+    assert seen.count(("BlockRemoved", "GPU", 1)) == 2
+    assert seen.count(("BlockStored", "CPU", None)) == 1
+    assert seen.count(("BlockStored", "CPU", 1)) == 2
+    assert seen.count(("BlockRemoved", "CPU", 1)) == 1
+    assert pages.blocks.keys() == {number(key) for key in pool._page_of}
 
 
 def test_engine_of_several_names_its_rank(tmp_path: Path):

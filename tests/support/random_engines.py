@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import random
 import subprocess
@@ -364,7 +365,9 @@ def policy(setup: Setup) -> DraftPolicy | None:
 
 
 def prepared(engine: Engine) -> Engine:
-    """Give an adaptive policy fixed costs."""
+    """Give an adaptive policy and a tier in host memory fixed costs."""
+    if engine.components.host_tier is not None:
+        engine.components.host_tier.prefill_ms = lambda start, end: math.inf
     budget = engine.scheduler.draft_policy
     if isinstance(budget, AdaptiveDraftPolicy):
         budget.costs = StepCosts({8: 1.0, 64: 1.5}, {1: 10.0, 101: 50.0})

@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 
 from strobe.config import Limits
 from strobe.engine.scheduler import Scheduler
+from strobe.kv.host_tier import HostTier
 from strobe.kv.pages import PagePool
 from strobe.request import DEFAULT_SCHEDULING, Request, SchedulingOptions, Status, TokenLogprob
 from strobe.sampling_params import RepetitionDetection, SamplingParams
 from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftChain, DraftPlan, DraftPolicy
 from strobe.speculation.proposer import Drafter
-from strobe.step import TAIL, Admission, Plan, Span, StepResult, TokenEvent, num_rows
+from strobe.step import TAIL, Admission, HostCopies, Plan, Span, StepResult, TokenEvent, num_rows
 from tests.support.bookkeeping_checks import check_scheduler
 
 STOP = 5
@@ -94,11 +95,15 @@ class Device:
         self.tables: dict[tuple[int, int], dict[int, int]] = {}
         """Pages by column, by page group and slot."""
         self.kv: list[dict[tuple[int, int], tuple[int, ...]]] = [{} for _ in pool.groups]
+        self.host: list[dict[int, dict[int, tuple[int, ...]]]] = [{} for _ in pool.groups]
+        """Contents of host memory by page group and row: those of a page by offset."""
         self.prompt_rows = 0
         """Rows of prompts, and of answers that were resumed, that have run."""
 
     def apply(self, plan: Plan) -> None:
         plan.check(self.limits.max_num_seqs, [group.num_pages for group in self.pool.groups])
+        if plan.host is not None:
+            self._copy(plan.host)
         for admission in plan.admitted:
             slot, tokens = admission.slot, list(admission.tokens)
             assert tokens == sequence(admission, len(tokens)), "another answer is resumed"
@@ -113,6 +118,18 @@ class Device:
         for slot, first, pages, group in plan.pages:
             for column, page in enumerate(pages, start=first):
                 self.tables[group, slot][column] = page
+
+    def _copy(self, copies: HostCopies) -> None:
+        size = self.limits.page_size
+        for copy in (*copies.evicted, *copies.saved):
+            kv = self.kv[copy.group]
+            page = {offset: kv[copy.device, offset] for offset in range(size)}
+            assert copy in copies.evicted or self.pool.groups[copy.group]._key_of[copy.device]
+            self.host[copy.group][copy.host] = page
+        for copy in copies.loaded:
+            assert self.pool.groups[copy.group]._holders[copy.device] == 1
+            for offset, content in self.host[copy.group][copy.host].items():
+                self.kv[copy.group][copy.device, offset] = content
 
     def entry(self, group: int, slot: int, position: int) -> tuple[int, int] | None:
         """Return the page and the offset of a position; None past the end of the table."""
@@ -269,13 +286,24 @@ class World:
         policy: DraftPolicy | None = None,
         mixed: int | None = None,
         windows: Sequence[tuple[int, int]] = (),
+        host: Sequence[int] = (),
+        pages_per_step: int = 2,
     ):
-        """windows: window and pages of each further page group."""
+        """windows: window and pages of each further page group. host: pages of each group that host
+        memory has room for; pages_per_step: pages copied beside a step."""
         self.limits = Limits(
             max_model_len, max_num_seqs, budget, num_drafts, page_size, block, mixed
         )
         others = [PagePool(count + 1, page_size, window=window) for window, count in windows]
         self.pool = PagePool(pages + 1, page_size, others=others)
+        self.host = None
+        if host:
+            self.host = HostTier(
+                self.pool,
+                host,
+                page_bytes=[1] * len(host),
+                pages_per_step=pages_per_step,
+            )
         self.host_drafter = HostDrafter()
         self.scheduler = Scheduler(
             self.limits,
@@ -286,6 +314,7 @@ class World:
                 "dflash+ngram": Drafter(self.host_drafter, "dflash"),
             },
             prefix_caching=prefix_caching,
+            host=self.host,
             draft_policy=policy,
         )
         self.device = Device(self.limits, self.pool)
@@ -296,6 +325,7 @@ class World:
         """The request that was admitted last, by slot."""
         self.reported: dict[Request, list[int]] = {}
         self.ended: set[Request] = set()
+        self.was_fetching = False
         self.failures, self.failed_alone = 0, Counter[Request]()
         self.faulty: Callable[[Request, Span], bool] = lambda request, span: False
         """Whether a step with this span of this request fails."""
@@ -340,8 +370,9 @@ class World:
     def plan(self) -> Plan:
         """Return the next plan, checked against the requests that it schedules."""
         before, alone = list(self.scheduler.waiting), self.scheduler._fault_isolation.solo_request()
+        self.was_fetching = self.host is not None and bool(self.host.fetches)
         plan = self.scheduler.plan()
-        assert plan.spans or self.in_flight or not self.scheduler.has_work, (
+        assert plan.has_work or self.in_flight or not self.scheduler.has_work, (
             "no request makes progress"
         )
         records = {record.slot: record.request for record in self.scheduler.running}
@@ -379,6 +410,8 @@ class World:
             return
         known = [request for request in waiting if request.status is Status.WAITING]
         last = waiting.index(admitted[-1])
+        if self.host is not None and (self.host.fetches or self.was_fetching):
+            return  # it may also wait for its own prefix, or another's, to be brought back
         for request in [r for r in known if waiting.index(r) < last]:
             assert self.scheduler.prefix_caching, "a request was overtaken"
             size, done = self.limits.page_size, self.cached(request)
@@ -407,6 +440,8 @@ class World:
         plan = self.plan()
         if plan.spans:
             self.in_flight.append((plan, self.device.run(plan, self.accept)))
+        elif plan.host is not None:
+            self.device.apply(plan)
         self.check()
         return plan
 
@@ -452,6 +487,8 @@ class World:
             return self.cancel(plan, self.failures % 3)
         if plan.spans:
             self.in_flight.append((plan, self.device.run(plan, self.accept)))
+        elif plan.host is not None:
+            self.device.apply(plan)
         self.check()
         if not self.in_flight or (plan.spans and len(self.in_flight) < self.depth):
             return []

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from strobe.speculation.costs import StepCosts, StepWork
+from strobe.speculation.costs import PrefillCosts, StepCosts, StepWork
 from strobe.speculation.policy_config import PolicyConfig
+from strobe.step import Plan, Span, StepResult
 
 CONFIG = PolicyConfig()
 DRAFT, VERIFY = {4: 1.0, 16: 1.6}, {1: 4.0, 16: 5.0, 64: 8.0}
@@ -174,3 +175,35 @@ def test_observing_corrects_fitted_lines_where_steps_take_longer():
     for work, ms_taken in true.items():
         assert costs.ms(work) == pytest.approx(ms_taken, rel=0.04)
     assert 0.7 < costs.pace < 1.4
+
+
+def prompt_step(costs: PrefillCosts, start: int, rows: int, ms: float, decoding: int = 0) -> None:
+    """Let costs observe a step with `rows` rows of one prompt and so many decoding requests."""
+    prompt = Span(slot=0, start=start, max_start=start, tokens=(1,) * rows)
+    others = [
+        Span(slot=1 + i, start=9, max_start=9, tokens=(1,), num_logits=1) for i in range(decoding)
+    ]
+    costs.observe(
+        Plan(spans=(prompt, *others)),
+        StepResult(tokens=[], num_accepted=[], rows=rows + decoding, seconds=ms / 1e3),
+    )
+
+
+def test_prompts_cost_what_their_rows_and_the_positions_before_them_add_to_a_step():
+    costs = PrefillCosts()
+    assert costs.ms(0, 100) == float("inf"), "nothing is known, so all else is cheaper"
+    for start in (0, 1000, 8000):
+        for rows in (64, 200, 1000):
+            seen = rows * (start + rows / 2)
+            prompt_step(costs, start, rows, 5.0 + 0.02 * rows + 1e-6 * seen)
+    assert costs.ms(0, 1000) == pytest.approx(20 + 1e-6 * 1000 * 500)
+    assert costs.ms(2000, 3000) == pytest.approx(20 + 1e-6 * 1000 * 2500)
+    prompt_step(costs, 0, 10, 1e6, decoding=10)
+    assert costs.ms(0, 1000) == pytest.approx(20 + 1e-6 * 1000 * 500), "half of it decodes"
+
+
+def test_prompts_of_one_size_cost_all_the_time_of_their_steps():
+    costs = PrefillCosts()
+    for ms in (10.0, 11.0, 50.0):
+        prompt_step(costs, 0, 100, ms)
+    assert costs.ms(0, 200) == pytest.approx(22.0)

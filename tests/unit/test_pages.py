@@ -449,3 +449,14 @@ def test_admission_asks_for_the_window_only():
     assert lease.fits(58, 8)
     assert not lease.fits(58, 20)
     assert not lease.fits(60, 8)
+
+
+def test_admission_counts_the_adopted_pages_of_the_window():
+    pool = windowed(num_pages=30, window_pages=7)
+    first = Lease(pool, 40)
+    extend(first, [1] * 5)
+    first.release()
+    lease = Lease(pool, 40)
+    assert lease.adopt([1] * 5) == 4
+    assert pool.groups[1].available == 4
+    assert lease.fits(20, 3), "it holds two of the six pages that it ever needs"

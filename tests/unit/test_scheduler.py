@@ -43,6 +43,7 @@ def test_bookkeeping_modules_load_no_torch():
         "config",
         "kv.pages",
         "kv.lease",
+        "kv.host_tier",
         "engine.result_processor",
         "engine.scheduler",
         "speculation.draft_policy",
@@ -644,6 +645,8 @@ class Scheduling(RuleBasedStateMachine):
         length=st.integers(8, 24),
         windows=st.sampled_from([(), (), (1,), (3,), (4, 9), (6, 2)]),
         window_pages=st.integers(0, 9),
+        host=st.sampled_from([0, 0, 2, 50]),
+        pages_per_step=st.integers(1, 3),
     )
     def build(
         self,
@@ -660,6 +663,8 @@ class Scheduling(RuleBasedStateMachine):
         length: int,
         windows: tuple[int, ...],
         window_pages: int,
+        host: int,
+        pages_per_step: int,
     ):
         self.rng = random.Random(seed)
         budget = seqs * (num_drafts + 1) + spare
@@ -683,6 +688,8 @@ class Scheduling(RuleBasedStateMachine):
                 (window, min(one, count) + window_pages)
                 for window, count in zip(windows, held, strict=True)
             ],
+            host=[host] * (1 + len(windows)) if host and prefix_caching else [],
+            pages_per_step=pages_per_step,
         )
         self.faults: dict[Request, Fault] = {}
         self.world.faulty = lambda request, span: (

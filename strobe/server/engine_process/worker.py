@@ -79,7 +79,8 @@ def run_engine(
         if engine.shadow is not None:
             engine.shadow.start()
         if publisher is not None:
-            publisher.start(engine.components.pool)
+            parts = engine.components
+            publisher.start(parts.pool, kept=parts.kept_states, host=parts.host_tier)
     except ValueError as error:
         send(pipe, Failed(str(error), True))
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NotRequired
 
 from typing_extensions import TypedDict
 
@@ -48,10 +48,20 @@ class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
+class CachedTokensDetails(TypedDict):
+    """Prompt tokens found in the prefix cache by where they were: on the device, or in host
+    memory."""
+
+    device: int
+    host: int
+
+
 class PromptTokensDetails(TypedDict):
-    """cached_tokens: prompt tokens found in the prefix cache."""
+    """cached_tokens: prompt tokens found in the prefix cache. cached_tokens_details: with a hit in
+    host memory (kv_offload_memory)."""
 
     cached_tokens: int
+    cached_tokens_details: NotRequired[CachedTokensDetails]
 
 
 class Usage(TypedDict):

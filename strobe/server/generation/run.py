@@ -158,6 +158,7 @@ class PromptRun:
         self.job = job
         self.rejected = False
         self.num_cached = 0
+        self.num_host_cached = 0
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
         self._generation = serving.submit(
             job.prompt_ids, job.params, job.request_id, job.scheduling
@@ -221,6 +222,7 @@ class PromptRun:
     def _take(self, event: TokenEvent) -> Progress:
         if event.start is not None and event.sibling == 0:
             self.num_cached = event.start.num_cached
+            self.num_host_cached = event.start.num_host_cached
             if self.job.params.prompt_logprobs is not None:
                 self.prompt_logprobs = list(event.start.prompt_logprobs)
         progress = self.choices[event.sibling].push(event)
@@ -241,8 +243,20 @@ def usage(runs: Sequence[PromptRun]) -> bodies.Usage:
         "prompt_tokens": prompt,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(run.num_cached for run in runs)},
+        "prompt_tokens_details": _prompt_details(runs),
     }
+
+
+def _prompt_details(runs: Sequence[PromptRun]) -> bodies.PromptTokensDetails:
+    num_cached = sum(run.num_cached for run in runs)
+    num_host_cached = sum(run.num_host_cached for run in runs)
+    if not num_host_cached:
+        return {"cached_tokens": num_cached}
+    tiers: bodies.CachedTokensDetails = {
+        "device": num_cached - num_host_cached,
+        "host": num_host_cached,
+    }
+    return {"cached_tokens": num_cached, "cached_tokens_details": tiers}
 
 
 def speculation(runs: Sequence[PromptRun]) -> bodies.SpeculationReport:

@@ -3,8 +3,9 @@ which server has which prefix. Needs strobe[kv-events].
 
 A message has three frames: the topic, a sequence number (8 bytes, big-endian) and a batch in
 msgpack, the array [ts, events, data_parallel_rank]. Events are maps with a "type": BlockStored,
-BlockRemoved and AllBlocksCleared, which is the first event of an engine. The replay socket answers
-a sequence number with all batches kept from there on, and the number -1.
+BlockRemoved and AllBlocksCleared, which is the first event of an engine. Their medium is GPU for
+the device, CPU for host memory; states of recurrent layers are a group of their own. The replay
+socket answers a sequence number with all batches kept from there on, and the number -1.
 """
 
 from __future__ import annotations
@@ -22,10 +23,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from strobe.kv.host_tier import HostRows, HostTier
+from strobe.kv.kept_states import KeptStates
 from strobe.kv.pages import PagePool
 from strobe.validation import MAX_INT, brief, option, settings
 
 _END = (-1).to_bytes(8, "big", signed=True)
+_STATES: dict[str, object] = {"group_idx": 1, "kv_cache_spec_kind": "mamba"}
+"""What vLLM's events say of states of recurrent layers. The block is the page before the state's
+border."""
 _POLL = 0.1
 """Seconds between two looks at the replay socket."""
 
@@ -142,11 +148,19 @@ class KVEventPublisher:
         self._batches = queue.Queue[list[Any]](config.max_queue_size)
         self._sent = deque[tuple[bytes, bytes]](maxlen=config.buffer_steps)
 
-    def start(self, pool: PagePool) -> None:
-        """Publish the changes of a pool from now on."""
+    def start(
+        self, pool: PagePool, kept: KeptStates | None = None, host: HostTier | None = None
+    ) -> None:
+        """Publish the changes of a pool from now on, and of kept states and host memory, if there
+        are any."""
         self._block_size = pool.page_size
         pool.on_stored = self._stored
         pool.on_removed = self._removed
+        if kept is not None:
+            self._watch(kept, "GPU", **_STATES)
+        if host is not None:
+            self._watch(host.pages[0], "CPU")
+            self._watch(host.states, "CPU", **_STATES)
         self.flush()
         threading.Thread(target=self._publish, daemon=True, name="strobe-kv-events").start()
 
@@ -154,6 +168,7 @@ class KVEventPublisher:
         """Record a page. Pages of one sequence, one after another, are one event."""
         last: dict[str, Any] = self._events[-1] if self._events else {"type": ""}
         is_stored = last["type"] == "BlockStored"
+        is_stored = is_stored and last["medium"] == "GPU" and bool(last["token_ids"])
         if parent is not None and is_stored and last["block_hashes"][-1] == number(parent):
             last["block_hashes"].append(number(key))
             last["token_ids"] += tokens
@@ -177,6 +192,33 @@ class KVEventPublisher:
     def _removed(self, key: bytes) -> None:
         event = {"type": "BlockRemoved", "block_hashes": [number(key)], "medium": "GPU"}
         self._events.append(event)
+
+    def _watch(self, index: KeptStates | HostRows, medium: str, **group: object) -> None:
+        """Record the changes of an index. As vLLM does for such tiers, events name blocks by their
+        hashes alone; whoever needs the tokens has them from the pool's events."""
+        size = self._block_size
+
+        def stored(key: bytes) -> None:
+            event = {
+                "type": "BlockStored",
+                "block_hashes": [number(key)],
+                "parent_block_hash": None,
+                "token_ids": [],
+                "block_size": size,
+                "lora_id": None,
+                "medium": medium,
+                "lora_name": None,
+                "extra_keys": None,
+            }
+            self._events.append({**event, **group})
+
+        def removed(key: bytes) -> None:
+            group_idx = {name: value for name, value in group.items() if name == "group_idx"}
+            event = {"type": "BlockRemoved", "block_hashes": [number(key)], "medium": medium}
+            self._events.append({**event, **group_idx})
+
+        index.on_stored = stored
+        index.on_removed = removed
 
     def flush(self) -> None:
         """Publish what was recorded since the last call; wait if the queue is full."""
