@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strobe.server.parsers import Parser, Segment, make_parser
+from strobe.server.parsers import Parser, Segment, Tool, make_parser
 from tests.server.support.parser_runs import (
     check_cuts,
     check_segments,
     cut,
     join,
+    parse,
     places,
     segments_of,
     texts,
@@ -305,6 +307,120 @@ def test_non_call_is_unchanged_content(form: str, text: str):
     assert segments == ([Segment("content", text, 0, len(text))] if text else [])
 
 
+THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|>"
+ANSWER = "<|channel|>final<|message|>Yes.<|return|>"
+WRITTEN = GPT_OSS.removesuffix("<|call|>")
+EMPTY = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+F = ("f", '{"a": 1}')
+TIME = ("get_time", '{"city": "Rome"}')
+
+
+def maker(calls: str | None, thinking: str | None, **options: Any) -> Callable[[], Parser]:
+    return lambda: make_parser(calls, thinking, **options)
+
+
+MAKERS = {
+    "qwen3": maker(None, "qwen3"),
+    "qwen3, begun in the prompt": maker(None, "qwen3", thinking_open=True),
+    "hermes, qwen3": maker("hermes", "qwen3"),
+    "gpt_oss": maker("openai", "openai_gptoss"),
+    "gpt_oss, begun in the prompt": maker("gpt_oss", "gpt_oss", thinking_open=True),
+    "gpt_oss, without tools": maker("gpt_oss", "gpt_oss", tools=None),
+    "gpt_oss, without calls": maker(None, "gpt_oss"),
+    "gemma4": maker("gemma4", "gemma4"),
+    "qwen3_coder": maker("qwen3_coder", None),
+}
+
+# Parsers, and texts with their reasoning, content and calls.
+OUTPUTS: Mapping[str, list[tuple[Any, ...]]] = {
+    "qwen3": [
+        ("<think>\n\n</think>\n\nYes.", "", "Yes."),
+        ("<think></think>Yes.", "", "Yes."),
+        ("\n <think>a\n\nb</think> \nYes.\n", "a\n\nb", " \nYes.\n"),
+        ("<think>\n a <b> </thin </think>", " a <b> </thin ", ""),
+        ("<think>a</think>b<think>c</think>d", "a", "b<think>c</think>d"),
+        ("<think>\nnever ends\n", "never ends\n", ""),
+        ("<think>\nnever ends</thi", "never ends</thi", ""),
+        ("<think>\n", "", ""),
+        ("No thinking.", "", "No thinking."),
+        ("\n\nNo <think>thinking</think>", "", "\n\nNo <think>thinking</think>"),
+        ("no</think>", "", "no</think>"),
+        ("<thin", "", "<thin"),
+        (" ", "", " "),
+        ("", "", ""),
+    ],
+    "qwen3, begun in the prompt": [
+        ("Hm.\n</think>\n\nYes.", "Hm.", "Yes."),
+        ("\nHm.</think>Yes.", "Hm.", "Yes."),
+        ("<think>\nHm.\n</think>\n\nYes.", "Hm.", "Yes."),
+        ("Hm.", "Hm.", ""),
+        ("<thi", "<thi", ""),
+        ("</think>\n\n", "", ""),
+        ("", "", ""),
+    ],
+    "hermes, qwen3": [
+        (f"<think>\n{EMPTY}\n</think>\n\n{EMPTY}", EMPTY, "", ("f", "{}")),
+        (f"{EMPTY}\n", "", "", ("f", "{}")),
+        ("<think>\na\n</think>\n\n<tool", "a", "<tool"),
+        ("<thin", "", "<thin"),
+    ],
+    "gpt_oss": [
+        (f"{THOUGHT}{TURN}{ANSWER}", "Hm.", "Yes."),
+        (f"{THOUGHT}{ANSWER}", "Hm.", "Yes."),
+        (f"{THOUGHT.removesuffix('<|end|>')}{TURN}{ANSWER}", "Hm.", "Yes."),
+        (f"{THOUGHT}\n{TURN}{ANSWER}", "Hm.", "Yes."),
+        (ANSWER.replace("final", "final <|constrain|>json"), "", "Yes."),
+        ("<|channel|>final<|message|> a <|b|>\n\n", "", " a <|b|>\n\n"),
+        (f"{THOUGHT}{TURN}{THOUGHT}", "Hm.\nHm.", ""),
+        ("<|channel|>commentary<|message|>So:<|end|>" + TURN + ANSWER, "", "So:\nYes."),
+        ("<|message|>Yes.", "", "Yes."),
+        ("Plain text.", "", "Plain text."),
+        (f"{THOUGHT}Yes.", "Hm.", "Yes."),
+        (f"<|channel|>ana{TURN}{ANSWER}", "", "<|channel|>ana\nYes."),
+        ("<", "", "<"),
+        (" \n", "", " \n"),
+        ("", "", ""),
+        (f"{THOUGHT}<|sta", "Hm.", ""),
+        (f"{THOUGHT}{TURN}", "Hm.", ""),
+        (f"{THOUGHT}{TURN}<|channel|>", "Hm.", ""),
+        (f"{THOUGHT}{TURN}<|channel|>fin", "Hm.", ""),
+        (f"{THOUGHT}{TURN}<|channel|>final<|mess", "Hm.", ""),
+        (f"{THOUGHT}{TURN}<|channel|>commentary to=functions.g", "Hm.", ""),
+        (f"{THOUGHT}{TURN} to=functions.g<|channel|>comm", "Hm.", ""),
+        (f"{THOUGHT}{TURN}<|channel|>commentary to=functions.g <|constrain|>js", "Hm.", ""),
+        (
+            f"{GPT_OSS}{TURN}<|channel|>commentary<|message|>Now.<|end|>{TURN}{GPT_OSS}",
+            "", "Now.", F, F,
+        ),
+        (
+            f"{GPT_OSS}<|start|>functions.f to=assistant<|channel|>commentary<|message|>2<|end|>",
+            "", "2", F,
+        ),
+        (GPT_OSS.replace("1}", '"b\nc"}'), "", "", ("f", '{"a": "b\\nc"}')),
+    ],
+    "gpt_oss, begun in the prompt": [(f"Hm.<|end|>{TURN}{ANSWER}", "Hm.", "Yes.")],
+    "gpt_oss, without tools": [(f"{THOUGHT}{TURN}{GPT_OSS}", "Hm.", f"{TURN}{WRITTEN}")],
+    "gpt_oss, without calls": [(f"{THOUGHT}{TURN}{GPT_OSS}", "Hm.", f"{TURN}{WRITTEN}")],
+    "gemma4": [
+        (f"<|channel>thought\nHm.\n<channel|>Now. {GEMMA4}", "Hm.", "Now.", TIME),
+        (f"<|channel>thought\n<channel|>{GEMMA4}", "", "", TIME),
+        (f"<|channel>thought\n{GEMMA4}<channel|>x", GEMMA4, "x"),
+    ],
+    "qwen3_coder": [
+        (f"One.\n{QWEN3_CODER}\nTwo.\n{QWEN3_CODER} Three.", "", "One.\nTwo. Three.", TIME, TIME),
+        ("<tool_call>\n<function=f>\n</function>\n</tool_call>", "", "", ("f", "{}")),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("maker", "row"), [(maker, row) for maker, table in OUTPUTS.items() for row in table]
+)
+def test_text_is_parsed(maker: str, row: tuple[Any, ...]):
+    text, reasoning, content, *calls = row
+    assert check_cuts(MAKERS[maker], text) == (reasoning, content, calls)
+
+
 FRAGMENTS = {
     "hermes": (
         HERMES,
@@ -334,6 +450,57 @@ FRAGMENTS = {
     ),
 }
 """Parts of calls, of which any sequence is one text however it is cut."""
+
+_TEXT = {"type": "string"}
+_PROPERTIES = {
+    "city": _TEXT,
+    "either": {"anyOf": [_TEXT, {"type": "null"}]},
+    "a": {"type": "array"},
+}
+TYPED = [Tool("get_time", {"type": "object", "properties": _PROPERTIES}), Tool("anything")]
+MIXED: Mapping[str, tuple[tuple[str, ...], Sequence[Callable[[], Parser]]]] = {
+    "qwen3": (
+        ("<think>", "</think>", "\n", "\n\n", "thought ", "<tool_call>", EMPTY, " ", QWEN3_CODER,
+         "<function=f>", "</function>"),
+        [maker(form, "qwen3", thinking_open=opened)
+         for form in (None, "hermes", "qwen3_coder") for opened in (False, True)],
+    ),
+    "gpt_oss": (
+        (THOUGHT, ANSWER, GPT_OSS, TURN, "<|channel|>", "<|message|>", "<|end|>", "<|call|>",
+         "<|start|>", "<|constrain|>json", "analysis", "commentary", " to=functions.f", "final",
+         "\n", "text", " "),
+        [maker("gpt_oss", "gpt_oss", tools=tools, thinking_open=opened)
+         for tools in (None, ()) for opened in (False, True)],
+    ),
+    "gemma4": (
+        (GEMMA4, QUOTE, "<|tool_call>call:f{", "<tool_call|>", "a:", ",", "[", "{", "}", "]",
+         "text", '"', "true", "<|channel>thought\n", "<channel|>"),
+        [maker("gemma4", "gemma4"), maker("gemma4", None, tools=TYPED)],
+    ),
+    "qwen3_coder": (
+        (QWEN3_CODER, "<tool_call>\n", "<function=f>", "<function=get_time>\n", "<parameter=a>\n",
+         "\n<parameter=city>\n", "<parameter=either>\r\n", "\n</parameter>", "</parameter>",
+         "</function>", "</tool_call>", "text\n", "null", '{"a": "', "<!-- b -->"),
+        [maker("qwen3_coder", None), maker("qwen3_coder", None, tools=TYPED)],
+    ),
+}  # fmt: skip
+"""Parts of answers, and the parsers that read them."""
+
+
+@pytest.mark.parametrize("form", MIXED)
+@given(st.data(), places)
+def test_segments_do_not_depend_on_chunking(form: str, data: st.DataObject, cuts: list[int]):
+    fragments, makers = MIXED[form]
+    text = data.draw(texts(fragments))
+    for make in makers:
+        check_cuts(make, text, cuts)
+
+
+@given(texts(MIXED["qwen3"][0]), st.booleans())
+def test_thinking_loses_markers_only(text: str, opened: bool):
+    parsed = parse(make_parser(None, "qwen3", thinking_open=opened), [text])
+    output = (parsed.reasoning + parsed.content).replace("\n", "")
+    assert len(text.replace("\n", "").lstrip()) - len(output) <= len("<think></think>")
 
 
 @pytest.mark.parametrize("form", FRAGMENTS)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strobe.server.parsers import REASONING_FORMATS, Parser, Tool, make_parser
-from tests.server.support.parser_runs import check_cuts, names, parse, places, prose, stream, texts
+from tests.server.support.parser_runs import check_cuts, names, parse, places, prose, stream
 from tests.server.support.tool_tokenizers import (
     GEMMA4,
     Vocabulary,
@@ -63,10 +63,6 @@ def parser() -> Parser:
 
 def typed() -> Parser:
     return make_parser("gemma4", None, tools=[TOOL, ANYTHING])
-
-
-def both() -> Parser:
-    return make_parser("gemma4", "gemma4")
 
 
 @pytest.fixture(scope="module")
@@ -165,24 +161,10 @@ def test_string_is_streamed():
     ]  # fmt: skip
 
 
-def test_thinking_is_parsed_at_answer_start():
-    text = f"<|channel>thought\nHm.\n<channel|>Now. {CALL}"
-    assert check_cuts(both, text) == ("Hm.", "Now.", [TIME])
-    assert check_cuts(both, f"<|channel>thought\n<channel|>{CALL}") == ("", "", [TIME])
-    assert check_cuts(both, f"<|channel>thought\n{CALL}<channel|>x") == (CALL, "x", [])
+def test_prompt_may_open_thinking():
     form = REASONING_FORMATS["gemma4"]
     assert form.opened_by("<|turn>model\n<|channel>thought\n")
     assert not form.opened_by("<|turn>model\n<|channel>thought\n<channel|>")
-
-
-FRAGMENTS = (CALL, Q, "<|tool_call>call:f{", "<tool_call|>", "a:", ",", "[", "{", "}", "]", "text",
-             '"', "true", "<|channel>thought\n", "<channel|>")  # fmt: skip
-
-
-@given(texts(FRAGMENTS), places)
-def test_result_does_not_depend_on_chunking(text: str, cuts: list[int]):
-    check_cuts(both, text, cuts)
-    check_cuts(typed, text, cuts)
 
 
 GOOD = [

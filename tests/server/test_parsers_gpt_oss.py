@@ -17,7 +17,6 @@ from tests.server.support.parser_runs import (
     parse,
     places,
     stream,
-    texts,
 )
 
 THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|>"
@@ -48,47 +47,6 @@ def test_model_output_is_parsed_back(
 
 
 @pytest.mark.parametrize(
-    ("text", "reasoning", "content"),
-    [
-        (f"{THOUGHT}{TURN}{FINAL}", "Hm.", "Yes."),
-        (f"{THOUGHT}{FINAL}", "Hm.", "Yes."),
-        (f"{THOUGHT.removesuffix('<|end|>')}{TURN}{FINAL}", "Hm.", "Yes."),
-        (f"{THOUGHT}\n{TURN}{FINAL}", "Hm.", "Yes."),
-        (FINAL.replace("final", "final <|constrain|>json"), "", "Yes."),
-        ("<|channel|>final<|message|> a <|b|>\n\n", "", " a <|b|>\n\n"),
-        (f"{THOUGHT}{TURN}{THOUGHT}", "Hm.\nHm.", ""),
-        ("<|channel|>commentary<|message|>So:<|end|>" + TURN + FINAL, "", "So:\nYes."),
-        ("<|message|>Yes.", "", "Yes."),
-        ("Plain text.", "", "Plain text."),
-        (f"{THOUGHT}Yes.", "Hm.", "Yes."),
-        (f"<|channel|>ana{TURN}{FINAL}", "", "<|channel|>ana\nYes."),
-        ("<", "", "<"),
-        (" \n", "", " \n"),
-        ("", "", ""),
-    ],
-)
-def test_channels_are_thinking_or_content(text: str, reasoning: str, content: str):
-    assert check_cuts(parser, text) == (reasoning, content, [])
-
-
-@pytest.mark.parametrize(
-    "frame",
-    [
-        f"{THOUGHT}<|sta",
-        f"{THOUGHT}{TURN}",
-        f"{THOUGHT}{TURN}<|channel|>",
-        f"{THOUGHT}{TURN}<|channel|>fin",
-        f"{THOUGHT}{TURN}<|channel|>final<|mess",
-        f"{THOUGHT}{TURN}<|channel|>commentary to=functions.g",
-        f"{THOUGHT}{TURN} to=functions.g<|channel|>comm",
-        f"{THOUGHT}{TURN}<|channel|>commentary to=functions.g <|constrain|>js",
-    ],
-)
-def test_truncated_header_is_dropped(frame: str):
-    assert check_cuts(parser, frame) == ("Hm.", "", [])
-
-
-@pytest.mark.parametrize(
     "text",
     [
         "<|channel|>final Hello there",
@@ -115,32 +73,10 @@ def test_header_limit_does_not_depend_on_chunking():
             check_cuts(parser, "<|channel|>" + "a" * length + end)
 
 
-def test_several_calls_and_unaddressed_message():
-    text = f"{CALL}{TURN}<|channel|>commentary<|message|>Now.<|end|>{TURN}{CALL}"
-    assert check_cuts(parser, text) == ("", "Now.", [F, F])
-    result = f"{CALL}<|start|>functions.f to=assistant<|channel|>commentary<|message|>2<|end|>"
-    assert check_cuts(parser, result) == ("", "2", [F])
-
-
-def test_calls_are_content_when_tools_are_off():
-    text = f"{THOUGHT}{TURN}{CALL}"
-    content = CALL.removesuffix("<|call|>")
-    for make in (
-        lambda: make_parser("gpt_oss", "gpt_oss", tools=None),
-        lambda: make_parser(None, "gpt_oss"),
-    ):
-        assert check_cuts(make, text) == ("Hm.", f"{TURN}{content}", [])
-
-
 def test_prompt_may_open_thinking():
     assert REASONING_FORMATS["gpt_oss"].opened_by(f"{TURN}<|channel|>analysis<|message|>")
     assert not REASONING_FORMATS["gpt_oss"].opened_by(TURN)
-
-    def inside() -> Parser:
-        return make_parser("gpt_oss", "gpt_oss", thinking_open=True)
-
-    assert inside().phase == "thinking"
-    assert check_cuts(inside, f"Hm.<|end|>{TURN}{FINAL}") == ("Hm.", "Yes.", [])
+    assert make_parser("gpt_oss", "gpt_oss", thinking_open=True).phase == "thinking"
 
 
 @pytest.mark.parametrize("body", ["", " ", "\n"])
@@ -150,11 +86,6 @@ def test_call_with_blank_body_has_no_arguments(body: str):
     assert check_cuts(parser, call.removesuffix("<|call|>")) == ("", "", [("f", "{}")])
     assert check_cuts(parser, f"{call}{TURN}{CALL}") == ("", "", [("f", "{}"), F])
     assert parse(parser(), [call.removesuffix("<|call|>")], cut=True) == ("", "", [])
-
-
-def test_raw_line_break_in_an_argument_is_accepted():
-    text = CALL.replace("1}", '"b\nc"}')
-    assert check_cuts(parser, text) == ("", "", [("f", '{"a": "b\\nc"}')])
 
 
 @pytest.mark.parametrize("body", ['{"a": 1,}', "{'a': 1}", '{"a": 1', "[1]", "print(1)", "null"])
@@ -190,23 +121,6 @@ def test_phase_follows_the_messages():
         channels.push(piece)
         phases.append(channels.phase)
     assert phases == ["thinking", "thinking", "tool", "tool", "answer"]
-
-
-FRAGMENTS = (
-    *(THOUGHT, FINAL, CALL, TURN, "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|start|>"),
-    *("<|constrain|>json", "analysis", "commentary", " to=functions.f", "final", "\n", "text", " "),
-)
-
-
-@given(texts(FRAGMENTS), st.booleans(), st.booleans(), places)
-def test_result_does_not_depend_on_chunking(text: str, tools: bool, opened: bool, cuts: list[int]):
-    check_cuts(
-        lambda: make_parser(
-            "gpt_oss", "gpt_oss", tools=() if tools else None, thinking_open=opened
-        ),
-        text,
-        cuts,
-    )
 
 
 def test_call_of_unknown_tool_is_content():

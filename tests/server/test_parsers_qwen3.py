@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strobe.server.parsers import REASONING_FORMATS, Parser, Tool, make_parser
-from tests.server.support.parser_runs import check_cuts, places, stream, texts
+from tests.server.support.parser_runs import check_cuts, places, stream
 
-CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 lines = st.text(st.characters(codec="utf-8", exclude_characters="<"), max_size=30)
 
 
@@ -27,45 +26,6 @@ def test_template_output_is_parsed_back(thought: str, answer: str, cuts: list[in
     written = f"{thought}\n</think>\n\n{answer}"
     assert check_cuts(parser, f"<think>\n{written}", cuts) == (thought, answer, [])
     assert check_cuts(inside, written, cuts) == (thought, answer, [])
-
-
-@pytest.mark.parametrize(
-    ("text", "reasoning", "content"),
-    [
-        ("<think>\n\n</think>\n\nYes.", "", "Yes."),
-        ("<think></think>Yes.", "", "Yes."),
-        ("\n <think>a\n\nb</think> \nYes.\n", "a\n\nb", " \nYes.\n"),
-        ("<think>\n a <b> </thin </think>", " a <b> </thin ", ""),
-        ("<think>a</think>b<think>c</think>d", "a", "b<think>c</think>d"),
-        ("<think>\nnever ends\n", "never ends\n", ""),
-        ("<think>\nnever ends</thi", "never ends</thi", ""),
-        ("<think>\n", "", ""),
-        ("No thinking.", "", "No thinking."),
-        ("\n\nNo <think>thinking</think>", "", "\n\nNo <think>thinking</think>"),
-        ("no</think>", "", "no</think>"),
-        ("<thin", "", "<thin"),
-        (" ", "", " "),
-        ("", "", ""),
-    ],
-)
-def test_answer_beginning_outside_thinking(text: str, reasoning: str, content: str):
-    assert check_cuts(parser, text) == (reasoning, content, [])
-
-
-@pytest.mark.parametrize(
-    ("text", "reasoning", "content"),
-    [
-        ("Hm.\n</think>\n\nYes.", "Hm.", "Yes."),
-        ("\nHm.</think>Yes.", "Hm.", "Yes."),
-        ("<think>\nHm.\n</think>\n\nYes.", "Hm.", "Yes."),
-        ("Hm.", "Hm.", ""),
-        ("<thi", "<thi", ""),
-        ("</think>\n\n", "", ""),
-        ("", "", ""),
-    ],
-)
-def test_answer_beginning_inside_thinking(text: str, reasoning: str, content: str):
-    assert check_cuts(inside, text) == (reasoning, content, [])
 
 
 def test_text_is_streamed_unless_it_may_end_thinking():
@@ -91,17 +51,6 @@ def test_phase_follows_the_text():
         phases.append(chain.phase)
     assert phases == ["thinking", "thinking", "answer", "answer", "tool", "answer"]
     assert inside().phase == "thinking"
-
-
-def test_calls_are_parsed_only_after_thinking():
-    def both() -> Parser:
-        return make_parser("hermes", "qwen3")
-
-    text = f"<think>\n{CALL}\n</think>\n\n{CALL}"
-    assert check_cuts(both, text) == (CALL, "", [("f", "{}")])
-    assert check_cuts(both, f"{CALL}\n") == ("", "", [("f", "{}")])
-    assert check_cuts(both, "<think>\na\n</think>\n\n<tool") == ("a", "<tool", [])
-    assert check_cuts(both, "<thin") == ("", "<thin", [])
 
 
 TAGGED = """<tool_call>
@@ -205,19 +154,3 @@ def test_reasoning_after_a_mentioned_tag_is_streamed():
 )
 def test_prompt_ending_in_opening_tag_opens_thinking(prompt: str, opened: bool):
     assert REASONING_FORMATS["qwen3"].opened_by(prompt) is opened
-
-
-FRAGMENTS = (
-    *("<think>", "</think>", "\n", "\n\n", "thought ", "<tool_call>", CALL, " ", TAGGED),
-    *("<function=f>", "</function>"),
-)
-
-
-@given(texts(FRAGMENTS), st.booleans(), places)
-def test_result_does_not_depend_on_chunking(text: str, opened: bool, cuts: list[int]):
-    for form in ("hermes", "qwen3_coder"):
-        check_cuts(lambda form=form: make_parser(form, "qwen3", thinking_open=opened), text, cuts)
-    result = check_cuts(inside if opened else parser, text, cuts)
-    output = (result.reasoning + result.content).replace("\n", "")
-    framing = len("<think></think>")
-    assert len(text.replace("\n", "").lstrip()) - len(output) <= framing

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strobe.server.parsers import Parser, Tool, make_parser
-from tests.server.support.parser_runs import check_cuts, parse, places, prose, stream, texts, values
+from tests.server.support.parser_runs import check_cuts, parse, places, prose, stream, values
 from tests.server.support.tool_tokenizers import END, Vocabulary, allowed, vocabulary
 
 CALL = """<tool_call>
@@ -224,11 +224,6 @@ def test_unclosed_value_ends_at_next_tag(tag: str):
     assert arguments == '{"city": "Rome' + ends.get(tag, "\\n" + tag)
 
 
-def test_call_without_arguments_has_an_empty_object():
-    text = "<tool_call>\n<function=anything>\n</function>\n</tool_call>"
-    assert check_cuts(typed, text) == ("", "", [("anything", "{}")])
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -248,11 +243,6 @@ def test_call_without_arguments_has_an_empty_object():
 )
 def test_call_of_unknown_tool_is_unchanged_content(text: str):
     assert check_cuts(typed, text) == ("", text, [])
-
-
-def test_text_around_calls_is_content():
-    text = f"One.\n{CALL}\nTwo.\n{CALL} Three."
-    assert check_cuts(parser, text) == ("", "One.\nTwo. Three.", [TIME, TIME])
 
 
 def test_strings_are_streamed_and_other_values_are_not():
@@ -303,15 +293,6 @@ def test_strings_are_streamed_and_other_values_are_not():
 def test_answer_ending_inside_a_call_keeps_partial_call(text: str, arguments: str):
     result = check_cuts(typed, f"<tool_call>\n<function=get_time>{text}")
     assert result == ("", "", [("get_time", arguments)])
-
-
-@given(texts([CALL, "<tool_call>\n", "<function=f>", "<function=get_time>\n", "<parameter=a>\n",
-              "\n<parameter=city>\n", "<parameter=either>\r\n", "\n</parameter>", "</parameter>",
-              "</function>", "</tool_call>", "text\n", "null", '{"a": "', "<!-- b -->"]),
-       places)  # fmt: skip
-def test_parsing_does_not_depend_on_chunking(text: str, cuts: list[int]):
-    check_cuts(parser, text, cuts)
-    check_cuts(typed, text, cuts)
 
 
 def test_long_value_is_scanned_once():
