@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -27,9 +29,9 @@ from strobe.hub.download import fetch_weights
 from strobe.hub.locate import LOOKUP, locate_models
 from strobe.kv.host_store import HostStore, staging_bytes
 from strobe.kv.host_tier import COPY_MS, HostTier
-from strobe.kv.kept_states import KeptStates
+from strobe.kv.kept_states import KeptStates, return_margin
 from strobe.kv.kv_store import KVSpec, KVStore
-from strobe.kv.pages import PagePool
+from strobe.kv.pages import PagePool, max_held
 from strobe.kv.states import STATES_IN_A_COPY, StateStore
 from strobe.models.architectures import load_draft_config, load_target_config
 from strobe.models.config_readers.pair import check_pair
@@ -53,7 +55,13 @@ from strobe.parallel.split import Split
 from strobe.runner.buckets import Buckets
 from strobe.runner.decode_state import DecodeState
 from strobe.runner.graphs import CUDACapturer, Eager, Graphs
-from strobe.runner.memory import page_table_bytes, plan_pages, scratch_bytes
+from strobe.runner.memory import (
+    PageGroup,
+    group_bytes,
+    page_table_bytes,
+    plan_pages,
+    scratch_bytes,
+)
 from strobe.runner.model_runner import ModelRunner
 from strobe.runner.step_ops.numpy_step_ops import NumpyStepOps
 from strobe.runner.step_ops.torch_step_ops import StepOps
@@ -92,15 +100,70 @@ class ResolvedConfig:
     weights: int = 0
 
     @property
-    def kv_groups(self) -> dict[str, KVSpec]:
-        """The K/V shapes of the target and of each drafter, which share page ids."""
-        dtype = self.backends.kv_dtype
-        groups = {"target": kv_spec(self.target.decoder, dtype)}
+    def decoders(self) -> dict[str, DecoderConfig]:
+        """The shapes of the target and of each drafter."""
+        decoders = {"target": self.target.decoder}
         if self.draft is not None:
-            groups["draft"] = kv_spec(self.draft.decoder, dtype)
-        for shadow in self.shadows:
-            groups[shadow.name] = kv_spec(shadow.config.decoder, dtype)
+            decoders["draft"] = self.draft.decoder
+        return decoders | {shadow.name: shadow.config.decoder for shadow in self.shadows}
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The page groups' windows: first None if there are layers that need all positions, then
+        the widest."""
+        windows = {window for name in self.decoders for window in self._layer_windows(name)}
+        return tuple(sorted(windows, key=lambda window: -(window or math.inf)))
+
+    def _layer_windows(self, name: str) -> list[int | None]:
+        """Return each layer's window, None if it needs all positions or hardly fewer. A drafter's
+        layers, whose context is stored at once, all have its widest one."""
+        windows = [mask.window for mask in self.decoders[name].masks]
+        if name != "target":
+            widest = max(math.inf if window is None else window for window in windows)
+            windows = [None if widest == math.inf else int(widest)] * len(windows)
+        max_pages = self.limits.max_pages
+        return [w if w is not None and self._held(w) < max_pages else None for w in windows]
+
+    def _held(self, window: int) -> int:
+        """Return the pages that a decoding sequence holds at most in a group with a window."""
+        limits = self.limits
+        margin = return_margin(limits.page_size) if self.num_kept_states else 0
+        rows = self.backends.overlap * limits.lookahead
+        return max_held(window + margin, rows, limits.page_size)
+
+    @property
+    def kv_groups(self) -> dict[str, KVSpec]:
+        """The K/V shapes of the target and of each drafter."""
+        groups: dict[str, KVSpec] = {}
+        for name, decoder in self.decoders.items():
+            spec = kv_spec(decoder, self.backends.kv_dtype)
+            if len(self.windows) > 1:
+                layers = [self.windows.index(window) for window in self._layer_windows(name)]
+                spec = replace(spec, groups=tuple(layers))
+            groups[name] = spec
         return groups
+
+    @property
+    def page_groups(self) -> list[PageGroup]:
+        """The page groups, which target and drafters share."""
+        limits = self.limits
+        rows = self.backends.overlap * limits.max_num_batched_tokens
+        specs = self.kv_groups.values()
+        page_bytes = [
+            sum(spec.bytes_per_page(limits.page_size, group) for spec in specs)
+            for group in range(len(self.windows))
+        ]
+        return [
+            PageGroup(page_bytes=size)
+            if window is None
+            else PageGroup(
+                page_bytes=size,
+                window=window,
+                held=self._held(window),
+                in_flight=-(-rows // limits.page_size),
+            )
+            for size, window in zip(page_bytes, self.windows, strict=True)
+        ]
 
     @property
     def state_bytes(self) -> int:
@@ -186,27 +249,31 @@ class ResolvedConfig:
             return 0
         return SamplingState.num_bytes(self.limits.max_num_seqs, self.target.decoder.vocab_size)
 
-    def memory_bill(self, num_pages: int) -> dict[str, int]:
-        """Return the bytes of each part of an engine on its device. num_pages: those of the
-        pool."""
+    def memory_bill(self, num_pages: Sequence[int]) -> dict[str, int]:
+        """Return the bytes of each part of an engine on its device. num_pages: those of each page
+        group."""
         page_size = self.limits.page_size
         bill = {"weights": self.weights}
         for name, spec in self.kv_groups.items():
-            bill[f"keys and values of {name}"] = num_pages * spec.bytes_per_page(page_size)
+            for group, window in enumerate(self.windows):
+                part = f"keys and values of {name}"
+                if len(self.windows) > 1:
+                    part += ", all positions" if window is None else f", window of {window:,}"
+                bill[part] = num_pages[group] * spec.bytes_per_page(page_size, group)
         bill["states of requests"] = self.state_bytes
         bill["kept states"] = self.kept_state_bytes
         bill["a step's tensors, logits and sampling"] = self.scratch
         bill["sampling tables"] = self.sampling_bytes
-        bill["page tables"] = page_table_bytes(self.limits)
+        bill["page tables"] = len(self.windows) * page_table_bytes(self.limits)
         return {part: size for part, size in bill.items() if size}
 
-    def num_pages(self, weights: int = 0) -> int:
-        """Return the number of pages that fit, the reserved one included. weights: bytes still to
-        be loaded. Raises ValueError if too few fit."""
+    def num_pages(self, weights: int = 0) -> list[int]:
+        """Return the number of pages of each page group that fit, the reserved ones included.
+        weights: bytes still to be loaded. Raises ValueError if too few fit."""
         return plan_pages(
             self.config,
             self.limits,
-            list(self.kv_groups.values()),
+            self.page_groups,
             self.device,
             weights=weights,
             states=self.state_bytes,
@@ -369,7 +436,7 @@ def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
     if resolved.device.type == "cuda":  # streams, events and kernels are the current device's
         torch.cuda.set_device(resolved.device)
     target, drafters = _load_models(resolved, target)
-    pages = resolved.split.fewest(resolved.num_pages(), resolved.device)
+    pages = [resolved.split.fewest(count, resolved.device) for count in resolved.num_pages()]
     _log_bill(resolved, pages)
     graphs, buckets = _make_graphs(resolved)
     stores = _make_stores(resolved, pages)
@@ -404,7 +471,7 @@ def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
         capture=proposers.capture,
         buckets=buckets,
     )
-    pool = PagePool(pages, resolved.limits.page_size)
+    pool = _make_pool(resolved, pages)
     kept_states = _make_kept_states(resolved, states, pool)
     host_store = _make_host_store(resolved, stores, states, pool)
     return Components(
@@ -423,7 +490,7 @@ def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
     )
 
 
-def _log_bill(resolved: ResolvedConfig, pages: int) -> None:
+def _log_bill(resolved: ResolvedConfig, pages: Sequence[int]) -> None:
     """Log the bytes of each part of an engine, and the tokens that the pool holds."""
     bill = resolved.memory_bill(pages)
     parts = ", ".join(f"{part} {size:,}" for part, size in bill.items())
@@ -432,7 +499,7 @@ def _log_bill(resolved: ResolvedConfig, pages: int) -> None:
         resolved.device,
         parts,
         f"{sum(bill.values()):,}",
-        f"{(pages - 1) * resolved.limits.page_size:,}",
+        f"{(pages[0] - 1) * resolved.limits.page_size:,}",
     )
 
 
@@ -524,11 +591,21 @@ def _make_graphs(resolved: ResolvedConfig) -> tuple[Graphs | Eager, Buckets | No
     return Graphs(CUDACapturer()), buckets
 
 
-def _make_stores(resolved: ResolvedConfig, pages: int) -> dict[str, KVStore]:
-    """Make the K/V tensors of each group, with a spare page if steps are captured."""
-    num_pages = pages + int(resolved.backends.graphs)
+def _make_pool(resolved: ResolvedConfig, pages: Sequence[int]) -> PagePool:
+    """Make the pools of all page groups; return the first one's."""
+    size = resolved.limits.page_size
+    groups = list(zip(pages, resolved.windows, strict=True))
+    others = [PagePool(count, size, window=window) for count, window in groups[1:]]
+    first, window = groups[0]
+    return PagePool(first, size, window=window, others=others)
+
+
+def _make_stores(resolved: ResolvedConfig, pages: Sequence[int]) -> dict[str, KVStore]:
+    """Make the K/V tensors of target and drafters, with a spare page in each page group if steps
+    are captured."""
+    num_pages = [count + int(resolved.backends.graphs) for count in pages]
     return {
-        name: KVStore(spec, [num_pages], resolved.limits.page_size, resolved.device)
+        name: KVStore(spec, num_pages, resolved.limits.page_size, resolved.device)
         for name, spec in resolved.kv_groups.items()
     }
 
@@ -540,11 +617,11 @@ def _scale_keys_and_values(resolved: ResolvedConfig, target: Target, store: KVSt
         use_kv_scales(store, target, checkpoint, resolved.target.quantization)
 
 
-def _make_decode_state(resolved: ResolvedConfig, pages: int, ops: StepOps) -> DecodeState:
-    """Make the tables of the slots. Rows that only fill up a bucket write to the spare page, the
-    last one."""
-    spare_page = pages if resolved.backends.graphs else 0
-    return DecodeState(resolved.limits, resolved.device, ops, spare_pages=[spare_page])
+def _make_decode_state(resolved: ResolvedConfig, pages: Sequence[int], ops: StepOps) -> DecodeState:
+    """Make the tables of the slots. Rows that only fill up a bucket write to the spare page of each
+    group, the last one."""
+    spare_pages = pages if resolved.backends.graphs else [0] * len(pages)
+    return DecodeState(resolved.limits, resolved.device, ops, spare_pages=spare_pages)
 
 
 def _make_sampling(resolved: ResolvedConfig, ops: StepOps) -> SamplingState:
@@ -616,14 +693,7 @@ def _make_host_store(
         return None
     split = resolved.split
     page_size = pool.page_size
-    specs = resolved.kv_groups.values()
-    page_bytes = [
-        sum(spec.bytes_per_page(page_size, group) for spec in specs)
-        for group in range(len(pool.groups))
-    ]
-    on_device = sum(
-        group.num_pages * own for group, own in zip(pool.groups, page_bytes, strict=True)
-    )
+    on_device = group_bytes(resolved.page_groups, [group.num_pages for group in pool.groups])
     num_pages = [max(group.num_pages * size // on_device, 1) for group in pool.groups]
     return HostStore(
         list(stores.values()),

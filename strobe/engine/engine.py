@@ -244,7 +244,8 @@ class Engine:
     def _admit(self, plan: Plan) -> None:
         """Apply a plan's admissions, page-table entries and copies of states. Raises AssertionError
         for an invalid plan."""
-        plan.check(self.limits.max_num_seqs, [self.components.pool.num_pages])
+        groups = self.components.pool.groups
+        plan.check(self.limits.max_num_seqs, [group.num_pages for group in groups])
         self._copy_host(plan)
         self.state.apply(plan)
         self.sampling.admit(plan.admitted)

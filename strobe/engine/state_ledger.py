@@ -18,7 +18,7 @@ from bisect import insort
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from strobe.kv.kept_states import KeptState, KeptStates, SequenceStates
+from strobe.kv.kept_states import KeptState, KeptStates, SequenceStates, return_margin
 from strobe.kv.lease import Lease
 from strobe.kv.pages import PagePool
 from strobe.request import Request
@@ -38,9 +38,8 @@ class StateLedger:
 
     @property
     def margin(self) -> int:
-        """Positions before a sequence's length where the last state of its answer may be: it moves
-        along once the next border has surely been passed."""
-        return 2 * self.kept.interval
+        """Positions before a sequence's length from which it may have to begin again."""
+        return return_margin(self.kept.page_size)
 
     def find(
         self, pool: PagePool, keys: Sequence[bytes], *, observed: bool = False

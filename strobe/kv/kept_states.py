@@ -57,6 +57,12 @@ def border_interval(page_size: int) -> int:
     return math.lcm(CHUNK, page_size)
 
 
+def return_margin(page_size: int) -> int:
+    """Return the positions before a sequence's length where the last state of its answer may be: it
+    moves along once the next border has surely been passed."""
+    return 2 * border_interval(page_size)
+
+
 class KeptStates:
     """A fixed number of rows for states, and an index of those that are complete.
 

@@ -67,13 +67,13 @@ def start_engine(
         )
     if prepare is not None:
         prepare(engine.runner.model)
-    groups = resolved.kv_groups.values()
     size = engine.limits.page_size
     pages = engine.components.pool.capacity
+    groups = zip(engine.components.pool.groups, resolved.page_groups, strict=True)
     ranks = resolved.split.size
     logger.info(
         "keys and values have %.2f GB%s, room for %d tokens",
-        pages * sum(spec.bytes_per_page(size) for spec in groups) / 1e9,
+        sum(pool.capacity * group.page_bytes for pool, group in groups) / 1e9,
         f" on each of {ranks} ranks" if ranks > 1 else "",
         pages * size,
     )

@@ -2,21 +2,75 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from strobe.config import CPU_KV_CACHE, EngineConfig, Limits, parse_bytes
 from strobe.host.free_memory import free_memory
-from strobe.kv.kv_store import KVSpec
 from strobe.models.model_config import DecoderConfig
 from strobe.runner.buckets import MAX_CAPTURED_ROWS
 from strobe.sampling.sampling_state import SamplingState
 
 _GPU_SHARE = 0.92
+TYPICAL_CONTEXT = 8192
+"""Positions of the contexts for which the page groups' shares of memory are in balance, unless
+max_model_len is less."""
 _SHORT_REQUEST = 256
 """Tokens of a request. A CPU's cache has room for max_num_seqs of these, or for one full context if
 that is more."""
+
+
+class PageGroup(NamedTuple):
+    """Layers of target and drafters that need the same positions.
+
+    page_bytes: of their keys and values in a page. window: positions that a row sees, its own
+    included; None: all. held: pages that a decoding sequence holds at most, with a window.
+    in_flight: pages for the rows of prompts in steps in flight, with a window."""
+
+    page_bytes: int
+    window: int | None = None
+    held: int = 0
+    in_flight: int = 0
+
+    def pages_of(self, limits: Limits) -> int:
+        """Return the pages that one sequence of any length needs."""
+        if self.window is None:
+            return limits.max_pages
+        return min(limits.max_pages, self.held + self.in_flight)
+
+
+def group_pages(groups: Sequence[PageGroup], limits: Limits, num_pages: int) -> list[int]:
+    """Return the pages of each group if the first one has `num_pages`, the reserved ones included.
+    The others hold the windows of as many sequences as the first one holds of typical length."""
+    typical = -(-min(limits.max_model_len, TYPICAL_CONTEXT) // limits.page_size)
+    if groups[0].window is not None:
+        typical = min(typical, groups[0].held)
+    sequences = -(-num_pages // typical)
+    others = [1 + group.in_flight + sequences * group.held for group in groups[1:]]
+    return [num_pages, *[min(count, num_pages) for count in others]]
+
+
+def pages_within(
+    groups: Sequence[PageGroup], limits: Limits, size: int, most: int | None = None
+) -> list[int]:
+    """Return the pages of each group that `size` bytes hold. most: maximum of the first group."""
+    highest = size // groups[0].page_bytes
+    if most is not None:
+        highest = min(highest, most)
+
+    def needed(num_pages: int) -> int:
+        return group_bytes(groups, group_pages(groups, limits, num_pages))
+
+    num_pages = bisect_right(range(highest + 1), size, key=needed) - 1
+    return group_pages(groups, limits, num_pages)
+
+
+def group_bytes(groups: Sequence[PageGroup], pages: Sequence[int]) -> int:
+    """Bytes of so many pages of each group."""
+    return sum(n * group.page_bytes for n, group in zip(pages, groups, strict=True))
 
 
 class MemoryBudget:
@@ -43,7 +97,7 @@ class MemoryBudget:
 def plan_pages(
     config: EngineConfig,
     limits: Limits,
-    groups: Sequence[KVSpec],
+    groups: Sequence[PageGroup],
     device: torch.device,
     *,
     weights: int = 0,
@@ -52,8 +106,8 @@ def plan_pages(
     sampling: int = 0,
     scratch: int = 0,
     host: int = 0,
-) -> int:
-    """Return the number of pages, the same for all KV groups, the reserved one included.
+) -> list[int]:
+    """Return the number of pages of each page group, the reserved ones included.
 
     weights: bytes of weights still to be loaded; states: bytes of recurrent states, and kept_states
     of those in the prefix cache; sampling: bytes of the sampling tables unless they are part of
@@ -75,12 +129,11 @@ def plan_pages(
         scratch,
         "lower max_num_batched_tokens or max_num_seqs",
     )
-    tables = page_table_bytes(limits)
+    tables = len(groups) * page_table_bytes(limits)
     if tables > budget.free // 2:
         raise ValueError(budget.shortage(f"{seqs} page tables take", tables, "ask for fewer"))
-    per_page = sum(group.bytes_per_page(limits.page_size) for group in groups)
-    pages = _num_pages(config, limits, per_page, budget)
-    budget.free -= pages * per_page
+    pages = _num_pages(config, limits, groups, budget)
+    budget.free -= group_bytes(groups, pages)
     if sampling > budget.free:
         raise ValueError(
             f"{seqs} sampling tables take {sampling} bytes, but {device} has {budget.free} bytes "
@@ -90,19 +143,22 @@ def plan_pages(
 
 
 def page_table_bytes(limits: Limits) -> int:
-    """Bytes of the page tables of all slots."""
+    """Bytes of the page tables of all slots for one page group."""
     return limits.max_num_seqs * limits.max_pages * 8
 
 
-def _num_pages(config: EngineConfig, limits: Limits, per_page: int, budget: MemoryBudget) -> int:
-    """Return the number of pages for the cache's share of the budget. per_page: bytes of a page in
-    all groups. Raises ValueError if they hold less than one full context."""
-    min_pages = limits.max_pages + 1
-    min_bytes = min_pages * per_page
-    size = _cache_bytes(config, limits, per_page, budget)
-    pages = min(size // per_page, limits.max_num_seqs * limits.max_pages + 1)
+def _num_pages(
+    config: EngineConfig, limits: Limits, groups: Sequence[PageGroup], budget: MemoryBudget
+) -> list[int]:
+    """Return the number of pages of each group for the cache's share of the budget. Raises
+    ValueError if they hold less than one full context."""
+    min_pages = groups[0].pages_of(limits) + 1
+    min_bytes = group_bytes(groups, group_pages(groups, limits, min_pages))
+    size = _cache_bytes(config, limits, groups, budget)
+    num_pages = pages_within(groups, limits, size, limits.max_num_seqs * limits.max_pages + 1)
+    pages = num_pages[0]
     if pages >= min_pages:
-        return pages
+        return num_pages
     setting = f"kv_cache_memory to {min_bytes} bytes"
     on_gpu = budget.device.type == "cuda"
     if config.kv_cache_memory is None and on_gpu and config.gpu_memory_utilization is not None:
@@ -115,7 +171,9 @@ def _num_pages(config: EngineConfig, limits: Limits, per_page: int, budget: Memo
     )
 
 
-def _cache_bytes(config: EngineConfig, limits: Limits, per_page: int, budget: MemoryBudget) -> int:
+def _cache_bytes(
+    config: EngineConfig, limits: Limits, groups: Sequence[PageGroup], budget: MemoryBudget
+) -> int:
     """Return the bytes of the KV cache: as asked for, or the device's default. Raises ValueError
     for more than there are."""
     free = budget.free
@@ -132,8 +190,11 @@ def _cache_bytes(config: EngineConfig, limits: Limits, per_page: int, budget: Me
             return int(free * _GPU_SHARE)
         return free - _bytes_to_leave_free(config.gpu_memory_utilization, free, budget.device)
     short = limits.max_num_seqs * -(-_SHORT_REQUEST // limits.page_size) + 1
-    one_context = (limits.max_pages + 1) * per_page
-    return min(max(one_context, min(short * per_page, CPU_KV_CACHE)), free // 2)
+    short_bytes, one_context = [
+        group_bytes(groups, group_pages(groups, limits, pages))
+        for pages in (short, limits.max_pages + 1)
+    ]
+    return min(max(one_context, min(short_bytes, CPU_KV_CACHE)), free // 2)
 
 
 def _bytes_to_leave_free(share: float, free: int, device: torch.device) -> int:

@@ -6,14 +6,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from strobe.config import EngineConfig
-from strobe.engine.build import Components, build, resolve
+from strobe.engine.build import Components, ResolvedConfig, build, resolve
 from strobe.engine.engine import Engine
 from strobe.request import Request, TokenLogprob
+from strobe.runner.memory import group_bytes, group_pages
 from strobe.sampling_params import SamplingParams
 from strobe.speculation.proposer import Proposer, ProposerSet
 from strobe.step import TokenEvent
 from tests.support.bookkeeping_checks import check_engine
 from tests.support.scripted_drafting import Scripted
+
+
+def cache_bytes(resolved: ResolvedConfig, num_pages: int) -> int:
+    """Bytes of keys and values of which the first page group has so many pages."""
+    groups = resolved.page_groups
+    return group_bytes(groups, group_pages(groups, resolved.limits, num_pages))
 
 
 def make_engine(

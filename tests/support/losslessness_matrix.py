@@ -17,7 +17,7 @@ from strobe.engine.build import resolve
 from strobe.engine.engine import Engine
 from strobe.request import Request
 from strobe.sampling_params import SamplingParams
-from tests.support.engine_runs import drain, make_engine, run
+from tests.support.engine_runs import cache_bytes, drain, make_engine, run
 from tests.support.scripted_drafting import RandomRows, Scripted, adversary, oracle, wavering
 from tests.support.tiny_checkpoints import LAYERS, VOCAB, make_draft, make_target
 
@@ -325,10 +325,7 @@ def engine_for(c: Combination, pair: Pair) -> Engine:
     )
     if c.pool == "tiny":
         pages = -(-LENGTH // c.page_size)
-        resolved = resolve(config)
-        groups = resolved.kv_groups.values()
-        size = (pages + 1) * sum(group.bytes_per_page(c.page_size) for group in groups)
-        config = config.with_(kv_cache_memory=size)
+        config = config.with_(kv_cache_memory=cache_bytes(resolve(config), pages + 1))
     if c.proposer in SCRIPTS:
         script = SCRIPTS[c.proposer]
         return make_engine(

@@ -48,13 +48,19 @@ from strobe.speculation.costs import StepCosts
 from strobe.speculation.draft_policy import DraftPolicy
 from tests.support import reference_processors, reference_sampling
 from tests.support.draft_heads import HEADS
-from tests.support.engine_runs import put, watched
+from tests.support.engine_runs import cache_bytes, put, watched
 from tests.support.losslessness_matrix import Pair, make_pair
 from tests.support.recurrent_checkpoints import make_hybrid
 from tests.support.scripted_drafting import RandomRows, Scripted, wavering
 from tests.support.simulated_graphs import captured
 from tests.support.target_families import FAMILIES
-from tests.support.tiny_checkpoints import EOS_IDS, VOCAB, make_target, make_tokenizer
+from tests.support.tiny_checkpoints import (
+    EOS_IDS,
+    VOCAB,
+    make_target,
+    make_tokenizer,
+    windowed,
+)
 
 DFLASH = "dflash"
 """The head without weights of its own."""
@@ -101,7 +107,8 @@ class Setup:
     or "adaptive". pool: the number of full contexts that fit its pages, None for plenty. padded: on
     a CPU, steps are padded and replayed as on a GPU. head: the drafter's. kept_states: of recurrent
     layers that the prefix cache has room for, None for plenty. host: full contexts that host memory
-    has room for, None for no such tier.
+    has room for, None for no such tier. draft_window: positions that the drafter's layers see, None
+    for all.
     """
 
     family: str
@@ -119,6 +126,7 @@ class Setup:
     head: str = DFLASH
     kept_states: int | None = None
     host: int | None = None
+    draft_window: int | None = None
 
     @property
     def is_recurrent(self) -> bool:
@@ -150,6 +158,7 @@ class Setup:
             head=rng.choice((DFLASH, *HEADS)),
             kept_states=rng.choice((None, 1, 2, 5)),
             host=rng.choice((None, 1, 20)),
+            draft_window=rng.choice((None, 5, 20)),
         )
 
 
@@ -287,11 +296,11 @@ class EngineFactory:
         return pair
 
     @cache  # noqa: B019
-    def draft(self, family: str, head: str) -> Path:
+    def draft(self, family: str, head: str, window: int | None) -> Path:
         draft = self.pair(family).draft
-        if head == DFLASH:
-            return draft
-        return HEADS[head](draft, draft.with_name(head.replace(" ", "_")))
+        if head != DFLASH:
+            draft = HEADS[head](draft, draft.with_name(head.replace(" ", "_")))
+        return draft if window is None else windowed(draft, window)
 
     @cache  # noqa: B019
     def plain(self, family: str) -> Engine:
@@ -322,7 +331,7 @@ class EngineFactory:
         rows = None if setup.spare_rows is None else needed + setup.spare_rows
         config = EngineConfig(
             target=str(pair.target),
-            draft=str(self.draft(setup.family, setup.head)) if loads else None,
+            draft=str(self.draft(setup.family, setup.head, setup.draft_window)) if loads else None,
             device=pair.device,
             method=None if loads else "ngram",
             num_drafts=drafts,
@@ -341,13 +350,13 @@ class EngineFactory:
             resolved = resolve(config)
             size = resolved.kept_state_bytes // resolved.num_kept_states
             config = config.with_(state_cache_memory=setup.kept_states * size)
-        size = resolve(config).page_bytes
         context = -(-setup.length // setup.page_size)
         if setup.host is not None and setup.prefix_caching:
             config = config.with_(kv_offload_memory=f"{setup.host * 4}MiB")
         if setup.pool is None:
             return config
-        return config.with_(kv_cache_memory=(context * setup.pool + 3) * size)
+        pages = context * setup.pool + 3
+        return config.with_(kv_cache_memory=cache_bytes(resolve(config), pages))
 
     def engine(self, setup: Setup, answers: Sequence[list[Answer]]) -> Engine:
         resolved = resolve(self.config(setup))

@@ -112,9 +112,9 @@ def tensors(result: Any) -> list[Tensor]:
 
 def captured(parts: Components, max_spans: int, num_drafts: int) -> FakeGraphs:
     """Let an engine's components pad, capture and replay."""
-    pages, state = parts.pool.num_pages, parts.state
+    pages, state = [group.num_pages for group in parts.pool.groups], parts.state
     for store in parts.stores.values():  # one more page, for padding, as on a GPU
-        store.__init__(store.spec, [pages + 1], state.page_size, state.device)
+        store.__init__(store.spec, [n + 1 for n in pages], state.page_size, state.device)
     host = parts.host_store
     if host is not None:
         host.__init__(
@@ -125,7 +125,8 @@ def captured(parts: Components, max_spans: int, num_drafts: int) -> FakeGraphs:
             num_states=host.num_states,
             device=state.device,
         )
-    state.tables[0, -1] += pages * state.page_size
+    for table, spare in zip(state.tables, pages, strict=True):
+        table[-1] += spare * state.page_size
     double = FakeGraphs(parts)
     parts.graphs = Graphs(double)
     runners = [parts.runner]

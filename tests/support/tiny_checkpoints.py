@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,17 @@ def make_draft(
         **({"sliding_window": window, "use_sliding_window": True} if window else {}),
         **(top or {}),
     }
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def windowed(draft: Path, window: int) -> Path:
+    """Write a copy of a drafter whose layers have a sliding window."""
+    directory = draft.with_name(f"{draft.name}_window_{window}")
+    shutil.copytree(draft, directory)
+    config = json.loads((draft / "config.json").read_text())
+    config["layer_types"] = ["sliding_attention"] * config["num_hidden_layers"]
+    config |= {"sliding_window": window, "use_sliding_window": True}
     (directory / "config.json").write_text(json.dumps(config))
     return directory
 

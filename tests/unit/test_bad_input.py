@@ -605,19 +605,20 @@ def test_stated_size_for_one_context_suffices(pair: Pair, rejected: Callable[...
     need = sentence.split("raise kv_cache_memory to ")[1].split(" bytes")[0]
     says(rejected(pair.target, kv_cache_memory=int(need) - 1), need)
     target = build.load_target_config(pair.target)
-    groups = [build.kv_spec(target.decoder, torch.float32)]
+    spec = build.kv_spec(target.decoder, torch.float32)
+    groups = [memory.PageGroup(spec.bytes_per_page(16))]
     config = build.EngineConfig(target=str(pair.target), kv_cache_memory=int(need))
     limits = build.resolve_limits(config, model_max=512, method="none")
     pages = memory.plan_pages(config, limits, groups, torch.device("cpu"))
-    assert pages == 512 // 16 + 1
+    assert pages == [512 // 16 + 1]
 
 
 def test_gpu_memory_utilization_sizes_the_kv_cache(pair: Pair, monkeypatch: pytest.MonkeyPatch):
     total, used, weights, scratch = 10**9, 2 * 10**8, 10**8, 5 * 10**7
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (total - used, total))
     target = build.load_target_config(pair.target)
-    groups = [build.kv_spec(target.decoder, torch.float32)]
-    per_page = sum(group.bytes_per_page(16) for group in groups)
+    per_page = build.kv_spec(target.decoder, torch.float32).bytes_per_page(16)
+    groups = [memory.PageGroup(per_page)]
 
     def pages(**options: Any) -> int:
         config = build.EngineConfig(target=str(pair.target), max_num_seqs=10**5, **options)
@@ -626,7 +627,8 @@ def test_gpu_memory_utilization_sizes_the_kv_cache(pair: Pair, monkeypatch: pyte
         )
         limits = replace(limits, max_num_seqs=10**4)
         gpu = torch.device("cuda", 0)
-        return memory.plan_pages(config, limits, groups, gpu, weights=weights, scratch=scratch)
+        planned = memory.plan_pages(config, limits, groups, gpu, weights=weights, scratch=scratch)
+        return planned[0]
 
     for share in (0.5, 0.75, 1):
         room = int(share * total) - used - weights - scratch

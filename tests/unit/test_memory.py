@@ -15,7 +15,7 @@ from strobe.kv.kv_store import KVSpec, KVStore
 from strobe.models.architectures import load_target_config
 from strobe.runner import memory
 from strobe.runner.buckets import Buckets
-from strobe.runner.memory import plan_pages, scratch_bytes
+from strobe.runner.memory import PageGroup, plan_pages, scratch_bytes
 from tests.support.recurrent_checkpoints import make_hybrid
 
 
@@ -31,8 +31,9 @@ def test_grammar_buffers_fit_narrow_steps():
 def pages(per_token: int, *, context: int, max_num_seqs: int = 32, **options: Any) -> int:
     """Return the number of pages on a CPU, for a model with these bytes of K/V per token."""
     limits = Limits(context, max_num_seqs, 2048, 0, 16)
-    spec = KVSpec(((1, per_token // 8),), torch.float32)
-    return plan_pages(EngineConfig(device="cpu", **options), limits, [spec], torch.device("cpu"))
+    groups = [PageGroup(16 * per_token)]
+    config = EngineConfig(device="cpu", **options)
+    return plan_pages(config, limits, groups, torch.device("cpu"))[0]
 
 
 def test_cpu_cache_fits_the_context_of_a_small_model(monkeypatch: pytest.MonkeyPatch):
@@ -59,7 +60,7 @@ def test_bill_counts_each_part_that_takes_memory(tmp_path: Path, caplog: pytest.
     resolved = resolve(config)
     with caplog.at_level("INFO", "strobe.engine.build"):
         parts = build(resolved)
-    bill = resolved.memory_bill(parts.pool.num_pages)
+    bill = resolved.memory_bill([parts.pool.num_pages])
     states = parts.states
     assert states is not None
     model: Any = parts.runner.model

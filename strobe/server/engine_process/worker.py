@@ -188,11 +188,11 @@ class Worker:
 
     def snapshot(self) -> EngineSnapshot:
         scheduler = self.engine.scheduler
-        pool = self.engine.components.pool
+        groups = self.engine.components.pool.groups
         return EngineSnapshot(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
-            kv_used=1 - pool.available / pool.capacity,
+            kv_used=max(1 - group.available / group.capacity for group in groups),
             stats=scheduler.stats,
             confidence=scheduler.draft_policy.confidence_by_place,
         )

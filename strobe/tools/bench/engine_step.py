@@ -168,6 +168,13 @@ def _check_pages(settings: StepSettings, engine: Engine) -> None:
             f"the KV cache has {pool.capacity}; lower concurrency or prompt_len, or raise "
             "kv_cache_memory."
         )
+    for group, shape in zip(pool.groups, engine.resolved.page_groups, strict=True):
+        if group.window is not None and count * shape.held > group.capacity:
+            raise ValueError(
+                f"{counted(count, 'request')} need {count * shape.held} pages of layers with a "
+                f"window of {group.window}, but the KV cache has {group.capacity}; lower "
+                "concurrency, or raise kv_cache_memory."
+            )
 
 
 def _measure(

@@ -17,6 +17,7 @@ from strobe.models.model_config import DraftConfig, TargetConfig
 from strobe.models.quantization.sizes import weight_bytes
 from strobe.models.target import Target
 from strobe.models.weight_loading import check_draft_tensors, check_target_tensors
+from strobe.runner.memory import pages_within
 from strobe.terminal.wording import counted
 from strobe.text.tokenizer import Tokenizer
 from strobe.tools.doctor.findings import Report
@@ -218,7 +219,7 @@ def memory_bill(resolved: ResolvedConfig, target: Target, draft: DFlash) -> dict
     free = free_memory(resolved.device)
     if resolved.device.type == "cpu":  # which all ranks share
         free //= ranks
-    others = resolved.memory_bill(num_pages=0)
+    others = resolved.memory_bill(num_pages=[0] * len(resolved.windows))
     others.pop("weights", None)
     others = {part: size for part, size in others.items() if size}
     room = max(free - first - second - sum(others.values()), 0)
@@ -230,9 +231,18 @@ def memory_bill(resolved: ResolvedConfig, target: Target, draft: DFlash) -> dict
         "drafter's keys and values of a token": sum(per_token.values()) - per_token["target"],
         **others,
         "free memory": free,
-        "tokens that fit": room // sum(per_token.values()),
+        "tokens that fit": _tokens_within(resolved, room),
         **({"ranks, each with as much": ranks} if ranks > 1 else {}),
     }
+
+
+def _tokens_within(resolved: ResolvedConfig, size: int) -> int:
+    """Return the tokens of context that so many bytes of keys and values hold."""
+    page_size = resolved.limits.page_size
+    groups = resolved.page_groups
+    if len(groups) == 1:
+        return size * page_size // groups[0].page_bytes
+    return pages_within(groups, resolved.limits, size)[0] * page_size
 
 
 def _weight_format(resolved: ResolvedConfig) -> dict[str, str]:
