@@ -239,7 +239,7 @@ def test_weights_are_fetched_once_after_describing_files(fake_hub: FakeHub):
 REJECTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "family": (
         "me/target",
-        {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"},
+        {"architectures": ["MambaForCausalLM"], "model_type": "mamba"},
         "is not a supported target",
     ),
     "method": ("me/draft", {"architectures": ["DFlareDraftModel"]}, "a drafter for DFlare"),
