@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 import mmap
+import re
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,20 +34,35 @@ TYPES = {
 }  # fmt: skip
 """Supported types of tensors by their number: name, values of a block, bytes of a block."""
 AGAIN = "download or save the file again."
+_PART = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+"""Names of the parts of a split model."""
 
 
 class StoredTensor(NamedTuple):
-    """shape: outermost dimension first. type: a name in TYPES. start, end: bytes of the file."""
+    """shape: outermost dimension first. type: a name in TYPES. start, end: bytes of the file. file:
+    its number among the parts of a split model."""
 
     shape: tuple[int, ...]
     type: str
     start: int
     end: int
+    file: int = 0
 
 
 class GGUFHeader(NamedTuple):
+    """files: the file, or all parts of a split model, whose metadata is the first's."""
+
     metadata: dict[str, Any]
     tensors: dict[str, StoredTensor]
+    files: tuple[Path, ...]
+
+    def floats(self, name: str) -> list[float]:
+        """Return the values of a small tensor in float32."""
+        stored = self.tensors[name]
+        with self.files[stored.file].open("rb") as file:
+            file.seek(stored.start)
+            data = file.read(stored.end - stored.start)
+        return [value for (value,) in struct.iter_unpack("<f", data)]
 
 
 class _Truncated(Exception):
@@ -106,8 +123,62 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_header(path: Path) -> GGUFHeader:
-    """Read the header. Raises ValueError with one sentence if the file is missing, damaged, cut
-    short, or holds a tensor of a type that is not supported."""
+    """Read the header, and those of the other parts of a split model. Raises ValueError with one
+    sentence if a file is missing, damaged, cut short, or holds a tensor of a type that is not
+    supported."""
+    first = _read_part(path)
+    paths = _parts(path, first.metadata)
+    tensors = dict(first.tensors)
+    for number, part_path in enumerate(paths[1:], start=1):
+        part = _read_part(part_path)
+        for name, stored in part.tensors.items():
+            if name in tensors:
+                raise ValueError(f"{part_path}: tensor {name} is there twice; {AGAIN}")
+            tensors[name] = stored._replace(file=number)
+    count = first.metadata.get("split.tensors.count", len(tensors))
+    if count != len(tensors):
+        raise ValueError(
+            f"{path}: its parts hold {len(tensors)} tensors, but split.tensors.count is {count}; "
+            f"{AGAIN}"
+        )
+    return GGUFHeader(first.metadata, tensors, paths)
+
+
+def part_paths(path: Path) -> list[Path]:
+    """Return the files of a model by the name of its first: the file, or all parts of a split
+    model."""
+    match = _PART.fullmatch(path.name)
+    if match is None:
+        return [path]
+    count = int(match["count"])
+    return [path.with_name(f"{match['name']}-{i + 1:05}-of-{count:05}.gguf") for i in range(count)]
+
+
+def _parts(path: Path, metadata: Mapping[str, Any]) -> tuple[Path, ...]:
+    """Return the files of a model by the metadata of the one that was named. Raises ValueError
+    unless that is the first, and the others are beside it."""
+    count = metadata.get("split.count", 0)
+    if count <= 1:
+        return (path,)
+    match = _PART.fullmatch(path.name)
+    if match is None or int(match["count"]) != count:
+        raise ValueError(
+            f"{path} is one of {count} parts of a split model, whose name must end with "
+            f"-00001-of-{count:05}.gguf; give it the name that it was published with."
+        )
+    paths = tuple(part_paths(path))
+    if metadata.get("split.no", 0) != 0:
+        raise ValueError(f"{path} is not the first part of a split model; name {paths[0].name}.")
+    missing = [part.name for part in paths if not part.exists()]
+    if missing:
+        raise ValueError(
+            f"{path} is one of {count} parts of a split model, but {missing[0]} is not beside it; "
+            "download all of them into one directory."
+        )
+    return paths
+
+
+def _read_part(path: Path) -> GGUFHeader:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _parse(_Cursor(data), path)
@@ -119,6 +190,15 @@ def read_header(path: Path) -> GGUFHeader:
         if isinstance(error, ValueError) and str(error).startswith(str(path)):
             raise
         raise ValueError(f"{path} is damaged ({error!r}); {AGAIN}") from None
+
+
+def metadata_value(metadata: Mapping[str, Any], key: str, path: Path) -> Any:
+    """Return a value. Raises ValueError if it is missing."""
+    if key not in metadata:
+        raise ValueError(
+            f"{path} lacks the metadata {key}; convert the model again, with a current llama.cpp."
+        )
+    return metadata[key]
 
 
 def _parse(cursor: _Cursor, path: Path) -> GGUFHeader:
@@ -163,7 +243,7 @@ def _parse(cursor: _Cursor, path: Path) -> GGUFHeader:
                 f"{len(cursor.data)}; {AGAIN}"
             )
         tensors[name] = StoredTensor(shape=shape, type=type_name, start=start, end=end)
-    return GGUFHeader(metadata, tensors)
+    return GGUFHeader(metadata, tensors, (path,))
 
 
 def _type_of(kind: int, name: str, path: Path) -> tuple[str, int, int]:

@@ -70,6 +70,7 @@ class Checkpoint:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
         self._places: dict[str, tuple[MappedFile, int, int]] = {}  # first byte, end
+        self._gguf: GGUFFile | None = None
         for name in weight_files(directory):
             if name == GGUF_LINK:
                 self._add_gguf(GGUFFile(self.source))
@@ -89,10 +90,11 @@ class Checkpoint:
                 self._places[tensor_name] = file, first + start, first + end
 
     def _add_gguf(self, file: GGUFFile) -> None:
+        self._gguf = file
         for name, tensor in file.tensors.items():
             self.shapes[name] = tensor.shape
             self.dtypes[name] = tensor.dtype
-            self._places[name] = file, tensor.stored.start, tensor.stored.end
+            self._places[name] = file.file_of(name), tensor.stored.start, tensor.stored.end
 
     def fit(
         self,
@@ -132,19 +134,20 @@ class Checkpoint:
 
     def _type(self, name: str) -> str:
         """Return how the tensor is stored: its dtype, or its type in a GGUF file."""
-        file, _, _ = self._places[name]
-        return file.tensors[name].stored.type if isinstance(file, GGUFFile) else self.dtypes[name]
+        return self.dtypes[name] if self._gguf is None else self._gguf.tensors[name].stored.type
 
     def bytes_of(self, name: str) -> int:
+        if self._gguf is not None:
+            return self._gguf.tensors[name].nbytes
         _, start, end = self._places[name]
         return end - start
 
     def read(self, name: str) -> Tensor:
         """Return the tensor as stored, over the file's own pages. Read-only. Tensors of GGUF files
         are copies, dequantized and in the order of the checkpoint's format."""
+        if self._gguf is not None:
+            return self._gguf.read(name)
         file, start, end = self._places[name]
-        if isinstance(file, GGUFFile):
-            return file.tensors[name].decode(file.bytes[start:end])
         data = file.bytes[start:end]
         dtype = TORCH[self.dtypes[name]]
         if start % dtype.itemsize:  # older writers did not align tensors
@@ -153,6 +156,9 @@ class Checkpoint:
 
     def release(self, name: str) -> None:
         """Release the tensor's pages after reading it."""
+        if self._gguf is not None:
+            self._gguf.release(name)
+            return
         file, start, end = self._places[name]
         file.release(start, end)
 
@@ -161,7 +167,7 @@ class Checkpoint:
         does not hold a second copy of the weights."""
         first = next(iter(part.sources))
         file, start, _ = self._places[first]
-        if part.fill is not copy or out.ndim == 0 or isinstance(file, GGUFFile):
+        if part.fill is not copy or out.ndim == 0 or self._gguf is not None:
             part.fill(out, *map(self.read, part.sources))
             for name in part.sources:
                 self.release(name)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from strobe.hub.download import fetch_weights
-from strobe.hub.files import GGUF_LINK, read_json
+from strobe.hub.files import GGUF_LINK, read_json, source_of
 from strobe.hub.gguf_file import read_header
 from strobe.kv.states import StateSpec
 from strobe.models.architectures import load_draft_config, load_target_config
@@ -151,7 +151,7 @@ def _gguf_types(path: Path) -> dict[str, str]:
     """Return the types of a GGUF file's tensors."""
     if not (path / GGUF_LINK).exists():
         return {}
-    counts = Counter(tensor.type for tensor in read_header(path / GGUF_LINK).tensors.values())
+    counts = Counter(tensor.type for tensor in read_header(source_of(path)).tensors.values())
     types = ", ".join(f"{count} in {name}" for name, count in counts.most_common())
     return {"tensors": f"{types}; dequantized when loaded; weight_dtype says to what"}
 

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import struct
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
-from tokenizers import Tokenizer, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    Qwen2Config,
-    Qwen3_5ForCausalLM,
-    Qwen3_5MoeForCausalLM,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    SmolLM3Config,
-)
+from tokenizers import Tokenizer
 
 from strobe import LLM, SamplingParams
 from strobe.config import EngineConfig
@@ -35,35 +20,25 @@ from strobe.hub.gguf_file import TYPES as HEADER_TYPES
 from strobe.hub.gguf_file import read_header
 from strobe.models.architectures import load_target_config
 from strobe.models.checkpoint import Checkpoint
-from strobe.models.quantization import gguf_qwen35
-from strobe.models.quantization.gguf import NAMES, GGUFFile
+from strobe.models.quantization.gguf import GGUFFile
 from strobe.models.weight_loading import check_target_tensors
 
 gguf = pytest.importorskip("gguf")
 
-WORDS = ("<|end|>", "<|start|>", "th", "he")
-ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
-TOKENS = [*WORDS[:2], *ALPHABET, *WORDS[2:]]
+from tests.support.gguf_files import (  # noqa: E402
+    CONFIGS,
+    HYBRIDS,
+    TOKENS,
+    hybrid,
+    metadata_of,
+    model_of,
+    tensors_of,
+    tiny,
+    write,
+)
+
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1")
-SHAPE = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": len(TOKENS),
-    "max_position_embeddings": 128,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-}
 PROMPT = [5, 80, 33, 12, 7]
-EXPERTS = {
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "norm_topk_prob": True,
-}
 
 
 @pytest.fixture(autouse=True)
@@ -71,199 +46,14 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def model_of(kind: str, **changes: Any) -> Any:
-    """Return a transformers model with random weights."""
-    torch.manual_seed(0)
-    kinds = {
-        "llama": LlamaConfig,
-        "qwen2": Qwen2Config,
-        "qwen3": Qwen3Config,
-        "qwen3moe": partial(Qwen3MoeConfig, **EXPERTS),
-        "smollm3": partial(SmolLM3Config, pad_token_id=0),
-    }
-    config = kinds[kind](**SHAPE | changes)
-    config.eos_token_id = 0
-    return AutoModelForCausalLM.from_config(config).float()
-
-
-def metadata_of(kind: str) -> dict[str, Any]:
-    return {
-        "general.architecture": kind,
-        f"{kind}.expert_count": EXPERTS["num_experts"] if kind.endswith("moe") else 0,
-        f"{kind}.expert_used_count": EXPERTS["num_experts_per_tok"],
-        f"{kind}.expert_feed_forward_length": EXPERTS["moe_intermediate_size"],
-        f"{kind}.block_count": SHAPE["num_hidden_layers"],
-        f"{kind}.context_length": SHAPE["max_position_embeddings"],
-        f"{kind}.embedding_length": SHAPE["hidden_size"],
-        f"{kind}.feed_forward_length": SHAPE["intermediate_size"],
-        f"{kind}.attention.head_count": SHAPE["num_attention_heads"],
-        f"{kind}.attention.head_count_kv": SHAPE["num_key_value_heads"],
-        f"{kind}.attention.key_length": SHAPE["head_dim"],
-        f"{kind}.attention.layer_norm_rms_epsilon": 1e-6,
-        f"{kind}.rope.freq_base": 10000.0,
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "qwen2",
-        "tokenizer.ggml.tokens": TOKENS,
-        "tokenizer.ggml.token_type": [3, 3, *[1] * (len(TOKENS) - 2)],
-        "tokenizer.ggml.merges": ["t h", "h e"],
-        "tokenizer.ggml.eos_token_id": 0,
-        "tokenizer.chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}",
-    }
-
-
-def tensors_of(kind: str, model: Any) -> dict[str, NDArray[np.float32]]:
-    """Return a model's weights as llama.cpp converts them: with its names, and for Llama with the
-    rows of each head of q and k in pairs."""
-    names = {ours: theirs for theirs, ours in NAMES.items()}
-    tensors: dict[str, NDArray[np.float32]] = {}
-    for name, value in model.state_dict().items():
-        if name == "lm_head.weight" and SHAPE["tie_word_embeddings"]:
-            continue
-        path, _, leaf = name.removeprefix("model.").rpartition(".")
-        layer = re.match(r"layers\.(\d+)\.", path)
-        prefix = "" if layer is None else f"blk.{layer[1]}."
-        if leaf in ("gate_up_proj", "down_proj"):  # of stacked experts
-            tensors |= experts_of(prefix, leaf, value.numpy())
-            continue
-        module = names[path[len(layer[0]) :] if layer else path]
-        array = value.numpy()
-        if kind in ("llama", "smollm3") and module in ("attn_q", "attn_k"):
-            heads = SHAPE["num_attention_heads" if module == "attn_q" else "num_key_value_heads"]
-            array = array.reshape(heads, 2, -1, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
-        tensors[f"{prefix}{module}.{leaf}"] = np.ascontiguousarray(array)
-    return tensors
-
-
-RECURRENT: dict[str, Any] = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 6,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
-    "num_hidden_layers": 4,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 10000.0,
-        "partial_rotary_factor": 0.5,
-    },
-}
-SHARED = {"shared_expert_intermediate_size": 40}
-
-
-def qwen35(kind: str) -> tuple[Any, dict[str, Any], dict[str, NDArray[np.float32]]]:
-    """Return a random Qwen3.5 of transformers, and its metadata and tensors as llama.cpp converts
-    it, with one more layer that predicts further tokens."""
-    torch.manual_seed(0)
-    values = {**SHAPE, **RECURRENT, "tie_word_embeddings": False}
-    if kind == "qwen35moe":
-        model: Any = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**values, **EXPERTS, **SHARED))
-    else:
-        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**values))
-    for name, parameter in model.named_parameters():
-        if "norm" in name or "dt_bias" in name or "A_log" in name:
-            torch.nn.init.uniform_(parameter, -0.5, 0.5)
-    model.generation_config.eos_token_id = 0
-    metadata = metadata_of(kind) | {
-        f"{kind}.block_count": 5,
-        f"{kind}.nextn_predict_layers": 1,
-        f"{kind}.full_attention_interval": 4,
-        f"{kind}.rope.dimension_count": 8,
-        f"{kind}.ssm.conv_kernel": 4,
-        f"{kind}.ssm.group_count": 2,
-        f"{kind}.ssm.inner_size": 72,
-        f"{kind}.ssm.state_size": 8,
-        f"{kind}.ssm.time_step_rank": 6,
-        f"{kind}.expert_shared_feed_forward_length": SHARED["shared_expert_intermediate_size"],
-    }
-    names = {ours: theirs for theirs, ours in (NAMES | gguf_qwen35.NAMES).items()}
-    tensors = {"blk.4.nextn.eh_proj.weight": np.zeros((64, 128), np.float32)}
-    for name, value in model.float().state_dict().items():
-        path, _, leaf = name.removeprefix("model.").rpartition(".")
-        layer = re.match(r"layers\.(\d+)\.", path)
-        prefix = "" if layer is None else f"blk.{layer[1]}."
-        module = path[len(layer[0]) :] if layer else path
-        if leaf in ("gate_up_proj", "down_proj"):
-            tensors |= experts_of(prefix, leaf, value.numpy())
-        elif leaf == "A_log":
-            tensors[f"{prefix}ssm_a"] = -np.exp(tiled(value.numpy(), 1))
-        elif leaf == "dt_bias":
-            tensors[f"{prefix}ssm_dt.bias"] = tiled(value.numpy(), 1)
-        else:
-            tensors[f"{prefix}{names[module]}.{leaf}"] = converted(module, value.numpy())
-    return model, metadata, {name: np.ascontiguousarray(a) for name, a in tensors.items()}
-
-
-def tiled(array: NDArray[np.float32], size: int) -> NDArray[np.float32]:
-    """Put value heads of different key heads side by side. size: rows of a head."""
-    heads = array.reshape(2, 3, size, *array.shape[1:])
-    return heads.swapaxes(0, 1).reshape(array.shape)
-
-
-def converted(module: str, array: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return a module's weight as llama.cpp stores it."""
-    if module.endswith("norm") and not module.startswith("linear_attn"):
-        return array + 1
-    if module.endswith(("in_proj_qkv", "conv1d")):
-        whole = array.reshape(array.shape[0], -1)
-        return np.concatenate([whole[:32], tiled(whole[32:], 12)])
-    if module.endswith("in_proj_z"):
-        return tiled(array, 12)
-    if module.endswith(("in_proj_a", "in_proj_b")):
-        return tiled(array, 1)
-    if module.endswith("linear_attn.out_proj"):
-        return tiled(array.T, 12).T
-    return array[0] if module.endswith("shared_expert_gate") else array
-
-
-@pytest.mark.parametrize("kind", ["qwen35", "qwen35moe"])
+@pytest.mark.parametrize("kind", HYBRIDS)
 def test_recurrent_models_equal_transformers(kind: str, tmp_path: Path):
-    model, metadata, tensors = qwen35(kind)
+    model, metadata, tensors = hybrid(kind)
     file = write(tmp_path / "tiny.gguf", metadata, tensors)
     check_answer(file, model)
 
 
-def experts_of(prefix: str, leaf: str, array: NDArray[np.float32]) -> dict[str, Any]:
-    """Return stacked experts as llama.cpp does, with gate and up apart."""
-    if leaf == "down_proj":
-        return {f"{prefix}ffn_down_exps.weight": array}
-    gate, up = np.split(array, 2, axis=1)
-    return {
-        f"{prefix}ffn_gate_exps.weight": np.ascontiguousarray(gate),
-        f"{prefix}ffn_up_exps.weight": np.ascontiguousarray(up),
-    }
-
-
-def write(
-    path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Any], kind: str = "F32"
-) -> Path:
-    """Write a GGUF file; matrices in the given type."""
-    writer = gguf.GGUFWriter(path, metadata["general.architecture"])
-    for key, value in metadata.items():
-        if key == "general.architecture":
-            continue
-        if isinstance(value, list):
-            writer.add_array(key, value)
-        elif isinstance(value, str):
-            writer.add_string(key, value)
-        elif isinstance(value, float):
-            writer.add_float32(key, value)
-        else:
-            writer.add_uint32(key, value)
-    for name, array in tensors.items():
-        number = gguf.GGMLQuantizationType[kind if array.ndim >= 2 else "F32"]
-        stored = gguf.quants.quantize(array, number)
-        writer.add_tensor(name, stored, raw_dtype=number)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def tiny(path: Path, kind: str = "llama", **options: Any) -> Path:
-    return write(path, metadata_of(kind), tensors_of(kind, model_of(kind)), **options)
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "qwen3moe", "smollm3"])
+@pytest.mark.parametrize("kind", CONFIGS)
 def test_answers_equal_transformers(kind: str, tmp_path: Path):
     model = model_of(kind)
     check_answer(write(tmp_path / "tiny.gguf", metadata_of(kind), tensors_of(kind, model)), model)
@@ -451,12 +241,21 @@ def test_tokens_that_the_metadata_calls_ends_end_an_answer(tmp_path: Path):
 UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "architecture": ({"general.architecture": "mamba"}, "general.architecture is 'mamba'"),
     "experts": ({"llama.expert_count": 8}, "llama.expert_count is 8, which is not supported"),
-    "rope": ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type is 'yarn'"),
+    "rope": ({"llama.rope.scaling.type": "longrope"}, "llama.rope.scaling.type is 'longrope'"),
+    "no factor": (
+        {"llama.rope.scaling.type": "linear"},
+        "lacks the metadata llama.rope.scaling.factor",
+    ),
+    "window": ({"llama.attention.sliding_window": 9}, "llama.attention.sliding_window is 9"),
+    "drafter": (
+        {"general.architecture": "dflash"},
+        "describes a drafter for DFlash, which is not supported in a GGUF file",
+    ),
     "tokenizer": ({"tokenizer.ggml.pre": "new"}, "a tokenizer of the kind 'gpt2', 'new'"),
     "merges": ({"tokenizer.ggml.merges": ["th"]}, "has metadata that is damaged"),
     "heads": ({"llama.attention.head_count": 0}, "num_attention_heads is 0"),
     "no heads": ({"llama.attention.head_count": None}, "lacks .* llama.attention.head_count;"),
-    "split": ({"split.count": 3}, "is one of 3 parts of a split model.* --merge"),
+    "split": ({"split.count": 3}, "must end with -00001-of-00003.gguf"),
     "odd heads": ({"llama.attention.key_length": 15}, "head_dim is 15, but rope needs an even"),
     "no tokens": ({"tokenizer.ggml.tokens": None}, "lacks the metadata tokenizer.ggml.tokens"),
 }
@@ -479,7 +278,7 @@ def test_wrong_tensors_are_one_line_errors(tmp_path: Path):
     extra = np.zeros((4, 32), np.float32)
     first = next(name for name in tensors if "attn_v" in name)
     for changed, message in (
-        (tensors | {"rope_freqs.weight": extra}, "has a tensor rope_freqs.weight, which scales"),
+        (tensors | {"rope_freqs.weight": extra}, "rope_freqs.weight with factors that are not"),
         (tensors | {first: extra}, "has shape .4, 32., config.json asks for .32, 64."),
         ({n: t for n, t in tensors.items() if n != first}, "v_proj.weight is missing"),
     ):
@@ -489,6 +288,71 @@ def test_wrong_tensors_are_one_line_errors(tmp_path: Path):
         assert str(file) in str(caught.value)
         assert "cache" not in str(caught.value)
         file.unlink()
+
+
+def split(directory: Path) -> tuple[Path, Any]:
+    """Return the first of three parts, and transformers' model."""
+    model = model_of("gpt-oss")
+    metadata = metadata_of("gpt-oss")
+    return write(directory / "tiny", metadata, tensors_of("gpt-oss", model), parts=3), model
+
+
+def test_split_models_are_read_from_all_parts(tmp_path: Path):
+    """Gate and up of an expert are in different parts."""
+    check_answer(*split(tmp_path))
+
+
+def test_parts_of_split_models_are_named(tmp_path: Path):
+    first, _ = split(tmp_path)
+    second = first.with_name("tiny-00002-of-00003.gguf")
+    with pytest.raises(ValueError, match=r"not the first part.*; name tiny-00001-of-00003\.gguf"):
+        gguf_directory(second)
+    renamed = first.rename(tmp_path / "tiny.gguf")
+    with pytest.raises(ValueError, match=r"must end with -00001-of-00003\.gguf"):
+        gguf_directory(renamed)
+    renamed.rename(first)
+    second.unlink()
+    with pytest.raises(ValueError, match=r"but tiny-00002-of-00003\.gguf is not beside it"):
+        gguf_directory(first)
+
+
+def test_changed_part_of_a_split_model_is_read_again(tmp_path: Path):
+    first, _ = split(tmp_path)
+    directory = gguf_directory(first)
+    assert gguf_directory(first) == directory
+    write(
+        tmp_path / "tiny",
+        metadata_of("gpt-oss"),
+        tensors_of("gpt-oss", model_of("gpt-oss")),
+        "F16",
+        parts=3,
+    )
+    assert gguf_directory(first) != directory
+
+
+@pytest.mark.parametrize("experts", ["MXFP4", "Q8_0"])
+def test_gpt_oss_keeps_experts_in_mxfp4(experts: str, tmp_path: Path):
+    """Others are dequantized."""
+    model = model_of("gpt-oss")
+    tensors = tensors_of("gpt-oss", model)
+    number = gguf.GGMLQuantizationType[experts]
+    file = write(tmp_path / "tiny.gguf", metadata_of("gpt-oss"), tensors, experts=experts)
+    with torch.no_grad():
+        for name, value in model.state_dict().items():
+            if name.endswith(("gate_up_proj", "down_proj")):  # inputs before outputs
+                array = np.ascontiguousarray(value.numpy().swapaxes(1, 2))
+                stored = gguf.quants.dequantize(gguf.quants.quantize(array, number), number)
+                value.copy_(torch.from_numpy(stored).transpose(1, 2))
+    check_answer(file, model)
+    quantization = load_target_config(gguf_directory(file)).quantization
+    assert (quantization is not None) == (experts == "MXFP4")
+
+
+def test_recurrent_layers_are_those_of_the_metadata(tmp_path: Path):
+    """They take precedence over an interval."""
+    kinds = ["full_attention", "linear_attention", "linear_attention", "full_attention"]
+    model, metadata, tensors = hybrid("qwen35", layer_types=kinds)
+    check_answer(write(tmp_path / "tiny.gguf", metadata, tensors), model)
 
 
 def test_error_names_the_link_that_the_user_named(tmp_path: Path):

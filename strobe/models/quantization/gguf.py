@@ -6,14 +6,15 @@ import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from strobe.host.mapped_file import MappedFile
-from strobe.hub.gguf_file import GGUFHeader, StoredTensor, read_header
-from strobe.models.quantization import gguf_qwen35
+from strobe.hub.gguf_file import TYPES, GGUFHeader, StoredTensor, read_header
+from strobe.models.quantization import gguf_gemma4, gguf_gpt_oss, gguf_phi3, gguf_qwen35
 
 NAMES = {
     "token_embd": "embed_tokens",
@@ -33,6 +34,12 @@ NAMES = {
     "ffn_gate_inp": "mlp.gate",
 }
 """Names of modules by their names in GGUF files."""
+IN_PAIRS = ("llama", "mistral3", "smollm3")
+"""Architectures whose heads are reordered as Llama's."""
+UNUSED = ("rope_freqs.weight",)
+"""Tensors that config.json describes."""
+EXPERTS_PATHS = {"gemma4": "experts"}
+"""Where experts are in a layer, if not in its MLP."""
 EXPERTS = {
     "ffn_gate_exps": ("gate_proj",),
     "ffn_up_exps": ("up_proj",),
@@ -43,43 +50,85 @@ EXPERTS = {
 SCALES = (".scale", ".input_scale")
 """Suffixes of what NVFP4 has beside a tensor: a factor of its values, and one of activations, which
 stay in the engine's dtype."""
+BLOCKS = {name: (values, size) for name, values, size in TYPES.values()}
+"""Values and bytes of a block by the type's name."""
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Types that are read as they are."""
-_NAME = re.compile(r"(blk\.(?P<layer>\d+)\.)?(?P<module>\w+)(\.(?P<leaf>weight|bias))?")
+DIALECTS: dict[str, ModuleType] = {
+    "gemma4": gguf_gemma4,
+    "gpt-oss": gguf_gpt_oss,
+    "phi3": gguf_phi3,
+    "qwen35": gguf_qwen35,
+    "qwen35moe": gguf_qwen35,
+    "qwen3next": gguf_qwen35,
+}
+"""Modules for architectures with names of their own: NAMES adds modules to those above, PARAMETERS
+has tensors that are no module's weight or bias, and `restore_of` returns what undoes a change."""
+_NAME = re.compile(r"(blk\.(?P<layer>\d+)\.)?(?P<module>\w+)(\.(?P<leaf>weight|bias|scale))?")
 _EXTRA_LAYERS = "nextn_predict_layers"
 """Layers after the model's own, which predict further tokens."""
 
 
 class GGUFTensor(NamedTuple):
-    """stored: its place in the file. restore: makes the checkpoint's tensor of one that llama.cpp
-    changed. factor: of all values."""
+    """sources: its places in the file, of which the checkpoint's format may have several in one.
+    restore: makes the checkpoint's tensor of those that llama.cpp changed or took apart. factor: of
+    all values. is_raw: sources are read as bytes, [..., blocks of a row, bytes of a block]."""
 
-    stored: StoredTensor
-    restore: Callable[[Tensor], Tensor] | None = None
+    sources: tuple[StoredTensor, ...]
+    restore: Callable[..., Tensor] | None = None
     factor: float = 1.0
+    is_raw: bool = False
+
+    @property
+    def stored(self) -> StoredTensor:
+        """The first source."""
+        return self.sources[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return sum(source.end - source.start for source in self.sources)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The checkpoint's."""
         if self.restore is None:
             return self.stored.shape
-        return tuple(self.restore(torch.empty(self.stored.shape, device="meta")).shape)
+        dtype = torch.uint8 if self.is_raw else torch.float32
+        empty = [
+            torch.empty(self._own_shape(source), dtype=dtype, device="meta")
+            for source in self.sources
+        ]
+        return tuple(self.restore(*empty).shape)
 
     @property
     def dtype(self) -> str:
         """The dtype after dequantization, by safetensors' name."""
-        return self.stored.type if self.stored.type in FLOATS else "F32"
+        if self.is_raw:
+            return "U8"
+        types = {source.type for source in self.sources}
+        return self.stored.type if len(types) == 1 and types <= FLOATS.keys() else "F32"
 
-    def decode(self, data: Tensor) -> Tensor:
-        """Return the tensor from its bytes in the file."""
-        shape = self.stored.shape
-        if self.stored.type in FLOATS:
-            value = data.clone().view(FLOATS[self.stored.type]).view(shape)
+    def decode(self, *data: Tensor) -> Tensor:
+        """Return the tensor from its sources' bytes in the file."""
+        values = [self._decode(*pair) for pair in zip(self.sources, data, strict=True)]
+        return values[0] if self.restore is None else self.restore(*values)
+
+    def _own_shape(self, source: StoredTensor) -> tuple[int, ...]:
+        """Return the shape in which a source is read."""
+        if not self.is_raw:
+            return source.shape
+        values, size = BLOCKS[source.type]
+        return (*source.shape[:-1], source.shape[-1] // values, size)
+
+    def _decode(self, source: StoredTensor, data: Tensor) -> Tensor:
+        if self.is_raw:
+            return data.view(self._own_shape(source))
+        if source.type in FLOATS:
+            value = data.clone().view(FLOATS[source.type]).view(source.shape)
         else:
-            value = _dequantized(data, self.stored.type).view(shape)
-        if self.factor != 1.0:
-            value = value * self.factor
-        return value if self.restore is None else self.restore(value)
+            value = _dequantized(data, source.type).view(source.shape)
+        return value if self.factor == 1.0 else value * self.factor
 
 
 def _dequantized(data: Tensor, kind: str) -> Tensor:
@@ -92,43 +141,78 @@ def own_name(name: str, architecture: str) -> str:
     match = _NAME.fullmatch(name)
     if match is None:
         return name
-    names = NAMES
-    if architecture in gguf_qwen35.ARCHITECTURES:
-        names = NAMES | gguf_qwen35.NAMES
+    dialect = DIALECTS.get(architecture)
+    names = NAMES if dialect is None else NAMES | dialect.NAMES
     layer = "" if match["layer"] is None else f"layers.{match['layer']}."
-    parameter = gguf_qwen35.PARAMETERS.get(name.removeprefix(f"blk.{match['layer']}."))
+    parameters = {} if dialect is None else dialect.PARAMETERS
+    parameter = parameters.get(name.removeprefix(f"blk.{match['layer']}."))
     if parameter is not None:
         return layer + parameter
-    if match["module"] not in names or match["leaf"] is None:
+    if match["module"] not in names or match["leaf"] not in ("weight", "bias"):
         return name
     return f"{layer}{names[match['module']]}.{match['leaf']}"
 
 
-class GGUFFile(MappedFile):
-    """A GGUF file. tensors: by the module's names. Raises ValueError if it is damaged, or if it is
-    quantized and the package gguf is missing."""
+class GGUFFile:
+    """A GGUF file, or the parts of a split model. tensors: by the module's names. Raises ValueError
+    if it is damaged, or if it is quantized and the package gguf is missing."""
 
     def __init__(self, path: Path):
         header = read_header(path)
         if any(tensor.type not in FLOATS for tensor in header.tensors.values()):
             _library()
-        super().__init__(path)
+        self._files = [MappedFile(file) for file in header.files]
+        self._header = header
+        self._architecture = header.metadata["general.architecture"]
+        dialect = DIALECTS.get(self._architecture)
+        self._parameters: dict[str, str] = {} if dialect is None else dialect.PARAMETERS
         self.tensors: dict[str, GGUFTensor] = {}
-        skipped = tuple(f"blk.{layer}." for layer in _extra_layers(header.metadata))
+        skipped = (*UNUSED, *(f"blk.{layer}." for layer in _extra_layers(header.metadata)))
+        joined = set[str]()
+        if self._architecture == "gpt-oss":
+            for name, (sources, restore, is_raw) in gguf_gpt_oss.experts(header.tensors).items():
+                stored = tuple(header.tensors[source] for source in sources)
+                self.tensors[name] = GGUFTensor(sources=stored, restore=restore, is_raw=is_raw)
+                joined.update(sources)
         for name, stored in header.tensors.items():
-            if not name.endswith(SCALES) and not name.startswith(skipped):
-                self._add(name, stored, header)
+            is_scale = name.endswith(SCALES) and not self._is_parameter(name)
+            if not is_scale and not name.startswith(skipped) and name not in joined:
+                self._add(name, stored)
 
-    def _add(self, name: str, stored: StoredTensor, header: GGUFHeader) -> None:
-        """Add a tensor by the module's name; one of stacked experts as a tensor of each."""
-        factors = self._factors(header.tensors.get(name.removesuffix("weight") + "scale"))
+    def read(self, name: str) -> Tensor:
+        """Return a tensor as the checkpoint's format has it."""
+        tensor = self.tensors[name]
+        return tensor.decode(*map(self._bytes, tensor.sources))
+
+    def release(self, name: str) -> None:
+        """Release a tensor's pages after reading it."""
+        for source in self.tensors[name].sources:
+            self._files[source.file].release(source.start, source.end)
+
+    def file_of(self, name: str) -> MappedFile:
+        """Return the file of a tensor's first source."""
+        return self._files[self.tensors[name].stored.file]
+
+    def _bytes(self, stored: StoredTensor) -> Tensor:
+        return self._files[stored.file].bytes[stored.start : stored.end]
+
+    def _is_parameter(self, name: str) -> bool:
+        """Whether a tensor is one of the model's by its own name, and no factor of another."""
         match = _NAME.fullmatch(name)
-        if match is None or match["module"] not in EXPERTS:
+        return match is not None and name.removeprefix(f"blk.{match['layer']}.") in self._parameters
+
+    def _add(self, name: str, stored: StoredTensor) -> None:
+        """Add a tensor by the module's name; one of stacked experts as a tensor of each."""
+        factors = self._factors(name.removesuffix("weight") + "scale")
+        match = _NAME.fullmatch(name)
+        if match is None or match["module"] not in EXPERTS or self._is_parameter(name):
             factor = factors[0] if factors else 1.0
-            own = own_name(name, header.metadata["general.architecture"])
-            self.tensors[own] = GGUFTensor(stored, _restore(header, name), factor)
+            own = own_name(name, self._architecture)
+            self.tensors[own] = GGUFTensor(
+                sources=(stored,), restore=_restore(self._header, name), factor=factor
+            )
             return
-        path = f"layers.{match['layer']}.mlp.experts"
+        path = f"layers.{match['layer']}.{EXPERTS_PATHS.get(self._architecture, 'mlp.experts')}"
         names = EXPERTS[match["module"]]
         count, outputs, inputs = stored.shape
         size = (stored.end - stored.start) // count // len(names)
@@ -139,13 +223,13 @@ class GGUFFile(MappedFile):
                 shape = (outputs // len(names), inputs)
                 part = stored._replace(shape=shape, start=start, end=start + size)
                 own = f"{path}.{expert}.{module}.{match['leaf']}"
-                self.tensors[own] = GGUFTensor(part, factor=factor)
+                self.tensors[own] = GGUFTensor(sources=(part,), factor=factor)
 
-    def _factors(self, stored: StoredTensor | None) -> list[float]:
+    def _factors(self, name: str) -> list[float]:
         """Return the values of a tensor of factors in fp32, if there is one."""
-        if stored is None:
+        if name not in self._header.tensors or self._is_parameter(name):
             return []
-        return self.bytes[stored.start : stored.end].clone().view(torch.float32).tolist()
+        return self._header.floats(name)
 
 
 def _extra_layers(metadata: Mapping[str, Any]) -> range:
@@ -164,9 +248,10 @@ def _restore(header: GGUFHeader, name: str) -> Callable[[Tensor], Tensor] | None
     if match is None:
         return None
     module = match["module"]
-    if architecture in gguf_qwen35.ARCHITECTURES:
-        return gguf_qwen35.restore_of(metadata, module)
-    if architecture not in ("llama", "smollm3") or module not in ("attn_q", "attn_k"):
+    dialect = DIALECTS.get(architecture)
+    if dialect is not None:
+        return dialect.restore_of(metadata, module)
+    if architecture not in IN_PAIRS or module not in ("attn_q", "attn_k"):
         return None
     count = metadata[f"{architecture}.attention.head_count"]
     if module == "attn_k":

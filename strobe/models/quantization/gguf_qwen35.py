@@ -1,8 +1,9 @@
-"""What llama.cpp changes in the weights of Qwen3.5 to 3.8, and the way back.
+"""What llama.cpp changes in the weights of Qwen3-Next and Qwen3.5 to 3.8, and the way back.
 
 Value heads of recurrent layers stand side by side per key head in a checkpoint: k0v0, k0v1, k1v0,
 k1v1. llama.cpp takes them from each key head in turn: k0v0, k1v0, k0v1, k1v1. It adds 1 to
-norms but the recurrent layers', and stores the negative exponential of A_log.
+norms but the recurrent layers', and stores the negative exponential of A_log. In Qwen3-Next value
+heads stay in their order, and b and a are stacked by key heads.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-ARCHITECTURES = ("qwen35", "qwen35moe")
 NAMES = {
     "post_attention_norm": "post_attention_layernorm",
     "attn_qkv": "linear_attn.in_proj_qkv",
     "attn_gate": "linear_attn.in_proj_z",
     "ssm_beta": "linear_attn.in_proj_b",
     "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_ba": "linear_attn.in_proj_ba",
     "ssm_conv1d": "linear_attn.conv1d",
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
@@ -63,6 +64,13 @@ def restore_of(metadata: Mapping[str, Any], module: str) -> Callable[[Tensor], T
     if module == "ffn_gate_inp_shexp":
         return _as_row
     heads = heads_of(metadata)
+    if metadata["general.architecture"] == "qwen3next":
+        own: dict[str, Callable[[Tensor], Tensor]] = {
+            "ssm_ba": partial(_by_part, heads=heads),
+            "ssm_conv1d": _taps,
+            "ssm_a": _own_logarithms,
+        }
+        return own.get(module)
     ways: dict[str, Callable[..., Tensor]] = {
         "attn_qkv": _values_last,
         "ssm_conv1d": _convolution,
@@ -78,6 +86,12 @@ def restore_of(metadata: Mapping[str, Any], module: str) -> Callable[[Tensor], T
 
 def _minus_one(value: Tensor) -> Tensor:
     return value - 1
+
+
+def _by_part(value: Tensor, heads: Heads) -> Tensor:
+    """Put b of all key heads before a."""
+    shared = heads.values // heads.keys
+    return value.unflatten(0, (heads.keys, 2, shared)).transpose(0, 1).flatten(0, 2)
 
 
 def _as_row(value: Tensor) -> Tensor:
@@ -102,10 +116,18 @@ def _values_last(value: Tensor, heads: Heads) -> Tensor:
     return torch.cat([value[:first], _rows(value[first:], heads)])
 
 
-def _convolution(value: Tensor, heads: Heads) -> Tensor:
+def _taps(value: Tensor) -> Tensor:
     """[C, taps] -> [C, 1, taps]."""
-    return _values_last(value, heads)[:, None]
+    return value[:, None]
+
+
+def _convolution(value: Tensor, heads: Heads) -> Tensor:
+    return _taps(_values_last(value, heads))
+
+
+def _own_logarithms(value: Tensor) -> Tensor:
+    return value.neg().log()
 
 
 def _logarithms(value: Tensor, heads: Heads) -> Tensor:
-    return _rows(value, heads).neg().log()
+    return _own_logarithms(_rows(value, heads))

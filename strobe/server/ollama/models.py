@@ -9,7 +9,8 @@ from pathlib import Path
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-from strobe.hub.files import GGUF_LINK, read_json, weight_files
+from strobe.hub.files import GGUF_LINK, read_json, source_of, weight_files
+from strobe.hub.gguf_file import part_paths
 from strobe.server.generation import reply
 from strobe.server.ollama.protocol import bodies
 from strobe.server.ollama.protocol.requests import ShowRequest
@@ -118,7 +119,10 @@ async def ollama_show(serving: Serving, request: ShowRequest, http: Request) -> 
 def _models(serving: Serving) -> list[bodies.Model]:
     """Describe the model under each of its names."""
     config = Path(serving.root) / "config.json"
-    size = sum((config.parent / name).stat().st_size for name in weight_files(config.parent))
+    files = [config.parent / name for name in weight_files(config.parent)]
+    if files == [config.parent / GGUF_LINK]:
+        files = part_paths(source_of(config.parent))
+    size = sum(file.stat().st_size for file in files)
     digest = hashlib.sha256(config.read_bytes()).hexdigest()
     return [
         {
