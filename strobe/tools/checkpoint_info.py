@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from strobe.engine.backend_choice import WeightFormat
 from strobe.hub.download import fetch_weights
 from strobe.hub.files import GGUF_LINK, read_json, source_of
 from strobe.hub.gguf_file import read_header
@@ -24,6 +25,7 @@ from strobe.models.quantization import methods
 from strobe.models.quantization.fp8 import SCALE
 from strobe.models.weight_loading import check_draft_tensors, check_target_tensors
 from strobe.parallel.split import ALONE, Split
+from strobe.tools.weight_storage import storage_facts, storage_text
 
 
 def describe(model: Path, draft: Path | None = None, split: Split = ALONE) -> dict[str, Any]:
@@ -80,6 +82,7 @@ def _target_facts(path: Path, config: TargetConfig) -> dict[str, Any]:
         facts["quantization"] = methods.describe(config.quantization, config.decoder)
     return facts | {
         **_gguf_types(path),
+        **_storage_facts(path, config),
         "end_token_ids": list(config.eos_ids),
         "default_sampling": config.sampling,
     }
@@ -124,6 +127,7 @@ def _draft_facts(path: Path, target: Path | None = None) -> dict[str, Any]:
         **_weight_facts(path),
         **decoder_facts(config.decoder),
         **drafting_facts(config),
+        **_storage_facts(path, config),
     }
 
 
@@ -154,6 +158,22 @@ def _gguf_types(path: Path) -> dict[str, str]:
     counts = Counter(tensor.type for tensor in read_header(source_of(path)).tensors.values())
     types = ", ".join(f"{count} in {name}" for name, count in counts.most_common())
     return {"tensors": f"{types}; dequantized when loaded; weight_dtype says to what"}
+
+
+def _storage_facts(path: Path, config: TargetConfig | DraftConfig) -> dict[str, dict[str, str]]:
+    """Return how each kind of weights is stored, and how exact it is in the model's dtype; of a
+    GGUF file `_gguf_types` tells."""
+    if (path / GGUF_LINK).exists():
+        return {}
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    weights = WeightFormat(fp8=False, packed=None, rounded=None)
+    kinds = storage_facts(Checkpoint(path), config, weights, dtype, measure=False)
+    texts = {name: storage_text(facts) for name, facts in kinds.items()}
+    if config.quantization is not None:
+        for name, facts in kinds.items():
+            if facts["error"] is None:
+                texts[name] += "; exact with weight_dtype stored"
+    return {"stored_weights": texts}
 
 
 def _weight_facts(path: Path) -> dict[str, Any]:
@@ -187,7 +207,11 @@ def show(facts: dict[str, Any]) -> None:
     console = Console(markup=False, emoji=False, highlight=False)
     table = Table(show_header=False)
     for name, value in facts.items():
-        if name not in ("path", "draft"):
+        if name == "stored_weights":
+            table.add_row(
+                "stored weights", "\n".join(f"{kind}: {text}" for kind, text in value.items())
+            )
+        elif name not in ("path", "draft"):
             table.add_row(name.replace("_", " "), _text(value))
     console.out(facts["path"])
     console.print(table)

@@ -667,6 +667,8 @@ def test_info_describes_target_drafter_and_pair(
     status, out, err = main("info", pair.target, "--json")
     assert (status, err) == (0, "")
     target = json.loads(out)
+    stored = target.pop("stored_weights")
+    assert stored["MLP"] == "15 in float32, 92,160 bytes; held in float32, exact"
     assert target == {
         "path": str(pair.target), "kind": "target", "architecture": "Qwen3ForCausalLM",
         "parameters": 185_344, "bytes_on_disk": 4 * 185_344, "layers": 5, "hidden_size": 32,
@@ -681,7 +683,7 @@ def test_info_describes_target_drafter_and_pair(
     assert draft["reads_output_of_target_layers"] == [0, 1, 3]
     assert draft["parameters"] == 24_832
     facts = json.loads(main("info", pair.target, "--draft", pair.draft, "--json")[1])
-    assert facts == {**target, "draft": draft, "pair": "fits"}
+    assert facts == {**target, "stored_weights": stored, "draft": draft, "pair": "fits"}
 
 
 def test_info_says_what_each_rank_holds(main: Callable[..., Any], pair: Pair, no_weights: None):

@@ -11,9 +11,12 @@ from statistics import mean
 from typing import Any
 
 from strobe.config import EngineConfig
+from strobe.engine.backend_choice import WeightFormat
 from strobe.engine.build import ResolvedConfig, resolve
+from strobe.hub.files import GGUF_LINK
 from strobe.hub.locate import locate_models
-from strobe.models.model_config import DraftConfig
+from strobe.models.checkpoint import Checkpoint
+from strobe.models.model_config import DraftConfig, TargetConfig
 from strobe.models.target import Target
 from strobe.models.weight_loading import check_draft_tensors, check_target_tensors
 from strobe.speculation.registry import DRAFTER_METHOD
@@ -40,6 +43,7 @@ from strobe.tools.doctor.pair_checks import (
 )
 from strobe.tools.doctor.tokenizers import roundtrip_share
 from strobe.tools.report import progress
+from strobe.tools.weight_storage import storage_facts, storage_text
 
 MAX_TOKENS = 64
 """Maximum tokens per answer."""
@@ -90,8 +94,26 @@ def examine(config: EngineConfig, say: Callable[[str], None] = lambda text: None
         target=check_target_tensors(target, resolved.target, open),
         draft=check_draft_tensors(draft, resolved.draft, open),
     )
+    backends = resolved.backends
+    report.facts["target's weights"] = _storage(target, resolved.target, backends.weights, resolved)
+    report.facts["drafter's weights"] = _storage(
+        draft, resolved.draft, backends.draft_weights, resolved
+    )
     _measure(report, resolved, tokenizer, say)
     return report
+
+
+def _storage(
+    path: Path,
+    config: TargetConfig | DraftConfig,
+    weights: WeightFormat,
+    resolved: ResolvedConfig,
+) -> dict[str, str]:
+    """Return how each kind of a model's weights is stored and held; nothing of a GGUF file."""
+    if (path / GGUF_LINK).exists():
+        return {}
+    kinds = storage_facts(Checkpoint(path), config, weights, resolved.dtype)
+    return {name: storage_text(facts) for name, facts in kinds.items()}
 
 
 def _for_short_runs(config: EngineConfig) -> EngineConfig:
