@@ -48,9 +48,12 @@ class DraftCounts(Counters):
         self.steps += num_verified > 0
         self.num_verified += num_verified
         self.num_accepted += num_accepted
+        if not num_verified:
+            return
         accepted_per_position = self.accepted_per_position
-        if num_verified > len(accepted_per_position):
-            accepted_per_position += [0] * (num_verified - len(accepted_per_position))
+        missing = num_verified - len(accepted_per_position)
+        if missing > 0:
+            accepted_per_position += [0] * missing
         for position in range(num_accepted):
             accepted_per_position[position] += 1
 

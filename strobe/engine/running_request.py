@@ -76,7 +76,7 @@ class RunningRequest:
 
     def page_writes(self) -> list[PageWrite]:
         """Return the page-table entries that the device does not have yet, by page group."""
-        if self.pages_sent == self.lease.num_columns:
+        if self.pages_sent == len(self.lease.tables[0]):
             return []
         writes: list[PageWrite] = []
         for group, table in enumerate(self.lease.tables):

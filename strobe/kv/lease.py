@@ -67,11 +67,12 @@ class Lease:
 
     def pages_for(self, count: int) -> int:
         """Return how many columns a further reservation of `count` positions would add."""
-        covered = self.num_columns * self.pool.page_size
+        columns = len(self.tables[0])
+        size = self.pool.page_size
         end = self.length + sum(self.reserved) + count
-        if end <= covered:
+        if end <= columns * size:
             return 0
-        return max(0, -(-min(end, self.limit) // self.pool.page_size) - self.num_columns)
+        return max(0, -(-min(end, self.limit) // size) - columns)
 
     def fits(self, count: int, step: int) -> bool:
         """Whether there are pages for `count` further positions, reserved up to `step` at a time: a

@@ -18,6 +18,7 @@ from tests.support.engine_runs import drain, make_engine, run
 from tests.support.rank_threads import ranks
 from tests.support.recurrent_checkpoints import make_hybrid
 from tests.support.step_failures import fail_calls, run_with_failures
+from tests.support.target_families import FAMILIES
 from tests.support.tiny_checkpoints import make_draft, make_target
 from tests.support.transformers_parity import prompts
 
@@ -115,6 +116,23 @@ def test_answers_and_drafts_after_a_host_hit_equal_those_without(
     assert engine.stats.prefix_hits == 0
 
 
+def test_only_what_a_window_sees_is_brought_back(tmp_path: Path):
+    write, changes = FAMILIES["gpt_oss"]
+    write(tmp_path / "target", **changes)
+    path = tmp_path / "target"
+    page_bytes = resolve(EngineConfig(str(path), max_model_len=128)).page_bytes
+    small = {"max_model_len": 128, "kv_cache_memory": 10 * page_bytes}
+    engine = make_tiered(config(path, **small))
+    assert [group.window for group in engine.components.pool.groups] == [None, 6]
+    alone = make_engine(lone(path, max_model_len=128))
+    for num_hits in (0, 96 // PAGE + 1):
+        loads = engine.stats.host_loads
+        request = ask(engine, PROMPTS[0][:100], COLD)
+        assert request.output_ids == ask(alone, PROMPTS[0][:100], COLD).output_ids
+        assert engine.stats.host_loads - loads == num_hits
+        evict_all(engine)
+
+
 def test_evicted_states_return_from_host_memory(hybrid: Path):
     spec = resolve(EngineConfig(str(hybrid))).target.states
     assert spec is not None
@@ -169,10 +187,10 @@ def test_decoding_goes_on_while_a_prefix_is_brought_back(qwen3: Path):
 
 def evict_all(engine: Engine) -> None:
     """Let the device lose all cached pages, which host memory then has."""
-    pool = engine.components.pool
     tier = engine.components.host_tier
     assert tier is not None
-    pool.drop(pool.allocate(pool.available))
+    for group in engine.components.pool.groups:
+        group.drop(group.allocate(group.available))
     assert engine.components.host_store is not None
     engine.components.host_store.copy(tier.copies(has_step=False))
 
