@@ -202,7 +202,7 @@ class ResolvedConfig:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page in all K/V groups of this rank."""
+        """Bytes of a page in all page groups of this rank."""
         size = self.limits.page_size
         return sum(spec.bytes_per_page(size) for spec in self.kv_groups.values())
 

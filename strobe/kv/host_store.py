@@ -1,5 +1,5 @@
 """Pages and kept states in host memory, and their copies from and to the device. A row holds a page
-of all K/V groups, or a state of all recurrent layers with its window, as bytes."""
+of a page group, or a state of all recurrent layers with its window, as bytes."""
 
 from __future__ import annotations
 
