@@ -77,13 +77,15 @@ class StepCosts:
         cls, timed: Sequence[tuple[StepWork, float]], *, lines: bool, has_drafter: bool = True
     ) -> StepCosts | None:
         """Return the costs with the smallest relative errors for these steps and milliseconds, or
-        None if there are too few. has_drafter: whether some have rows of a drafter. Curves are as
-        straight as these steps allow, since steps alone cannot tell a costly drafter from costly
-        rows; lines: they are lines, as on a CPU."""
+        None if there are too few. has_drafter: whether some have rows of a drafter; those of one
+        number of rows make a line through 0. Curves are as straight as these steps allow, since
+        steps alone cannot tell a costly drafter from costly rows; lines: they are lines, as on a
+        CPU. Requests, and positions of context, of which all steps have the same number cost
+        nothing: they would take what rows cost."""
         ms = np.array([ms for _, ms in timed])
         works = np.array([work for work, _ in timed], dtype=np.float64).reshape(-1, 4).T
         rows = [np.unique(n[n > 0]) for n in works[:2]]
-        if len(rows[0]) < 2 * has_drafter or len(rows[1]) < 2:
+        if len(rows[0]) < has_drafter or len(rows[1]) < 2 or len(timed) < 2 + has_drafter:
             return None
         terms = np.concatenate([*map(_shares, works, rows), works[2:]]) / ms
         weight = (1e2 if lines else 3e-4) / np.median(ms)  # of a bend, against a relative error
@@ -92,6 +94,7 @@ class StepCosts:
         equations = np.concatenate((terms.T, *[weight * bend for bend in bends]))
         results = np.append(np.ones(len(ms)), np.zeros(len(equations) - len(ms)))
         used = np.ones(len(terms), dtype=bool)
+        used[-2:] = np.ptp(works[2:], axis=1) > 0
         costs = np.zeros(len(terms))
         for _ in range(3):
             costs[used] = np.linalg.lstsq(equations[:, used], results, rcond=None)[0]
@@ -99,6 +102,8 @@ class StepCosts:
             costs[~used] = 0.0
         curves = np.split(np.maximum(costs[:-2], 1e-3).tolist(), [len(rows[0])])
         draft = dict(zip(rows[0], curves[0], strict=True)) or {1: 0.0, 2: 0.0}
+        if len(draft) == 1:
+            draft |= {2 * n: 2 * cost for n, cost in draft.items()}
         verify = dict(zip(rows[1], curves[1], strict=True))
         request, context = costs[-2:].tolist()
         return cls(draft, verify, request=request, context=context)

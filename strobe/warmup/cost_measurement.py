@@ -39,6 +39,9 @@ SECONDS = {"cuda": 60.0, "cpu": 5.0}  # after which no further kind is timed
 LONG_PROMPT = 2048
 MAX_LONG_PROMPTS = 16
 MAX_REQUESTS = {"cuda": 2**30, "cpu": 8}  # beyond, a CPU's costs go on as a line
+CPU_PROMPT = 256
+CPU_PROMPT_SHARE = 0.2  # of a CPU's seconds that computing such a prompt may take
+CPU_PATIENCE = 4.0  # times a CPU's seconds, for the kinds without which nothing is known
 _MAX_STEPS = 400  # after which a kind that has not run is skipped
 
 _ENDLESS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
@@ -130,8 +133,6 @@ def measure_shadow_costs(engine: Engine, shadow: ShadowMode) -> ShadowCosts:
     for drafter in shadow.drafters:
         blocks = _blocks_of(engine, drafter)
         timed = time_steps(engine, blocks, drafter.name)
-        if not has_graphs:  # no long contexts are timed, so that a fit to them would be noise
-            timed = [(work._replace(context=0), ms) for work, ms in timed]
         block_rows = sum(blocks.block_rows)
         steps = StepCosts.fit(timed, lines=not has_graphs, has_drafter=block_rows > 0)
         if steps is not None:
@@ -159,10 +160,13 @@ def _all_verified(count: int, drafting: int, max_drafts: int) -> list[tuple[int,
 
 
 def time_steps(engine: Engine, blocks: BlockOptions, method: str) -> list[tuple[StepWork, float]]:
-    """Return work and median milliseconds of steps of each kind, with drafts by this method. Leaves
-    no trace in the engine."""
+    """Return work and milliseconds of steps of each kind, with drafts by this method: on a GPU the
+    median, on a CPU the minimum, as other processes lengthen some steps. Leaves no trace in the
+    engine."""
     start = time.perf_counter()
     device = engine.resolved.device.type
+    if device == "cpu":
+        return _time_cpu_steps(engine, blocks, method)
     sustained = SUSTAINED if device == "cuda" or engine.shadow is not None else 0.0
     policy = engine.scheduler.draft_policy
     timing = _Timing(engine, blocks, method)
@@ -179,6 +183,35 @@ def time_steps(engine: Engine, blocks: BlockOptions, method: str) -> list[tuple[
     return steps
 
 
+def _time_cpu_steps(
+    engine: Engine, blocks: BlockOptions, method: str
+) -> list[tuple[StepWork, float]]:
+    """See `time_steps`. The contexts of short prompts count as none: their milliseconds are less
+    than noise, which a fit to them would be."""
+    start = time.perf_counter()
+    sustained = SUSTAINED if engine.shadow is not None else 0.0
+    policy = engine.scheduler.draft_policy
+    timing = _Timing(engine, blocks, method)
+    steps = list[tuple[StepWork, float]]()
+    for i, (kind, is_needed) in enumerate(_cpu_kinds(engine, blocks)):
+        seconds = SECONDS["cpu"] * (CPU_PATIENCE if is_needed else 1.0)
+        if i and time.perf_counter() > start + seconds:
+            break
+        if kind.prompt > 1:
+            row_ms = max([ms / (work.rows + work.draft_rows) for work, ms in steps[1:]], default=0)
+            if kind.prompt * row_ms > 1e3 * CPU_PROMPT_SHARE * SECONDS["cpu"]:
+                continue
+        timed = timing.run(kind, sustained)
+        if timed:
+            work = timed[-1][0]
+            work = work if kind.prompt > 1 else work._replace(context=0)
+            steps.append((work, min([ms for _, ms in timed])))
+    timing.end()
+    engine.reset()
+    engine.scheduler.draft_policy = policy
+    return steps
+
+
 class StepKind(NamedTuple):
     """Steps of `requests` requests with prompts of `prompt` tokens. option: their drafts."""
 
@@ -188,25 +221,47 @@ class StepKind(NamedTuple):
 
 
 def _kinds(engine: Engine, blocks: BlockOptions) -> Iterator[StepKind]:
-    """Yield the kinds of steps to time: on a GPU plain steps with long contexts; then plain steps,
-    and for each width the fewest drafts and all, to tell the cost of drafting from the cost of
-    rows."""
+    """Yield the kinds of steps to time on a GPU: plain steps with long contexts, and those of
+    `_kinds_of`."""
     limits = engine.limits
-    device = engine.resolved.device.type
     positions = (engine.components.pool.capacity - 1) * limits.page_size
-    max_requests = min(limits.max_num_seqs, MAX_REQUESTS[device])
+    max_requests = min(limits.max_num_seqs, MAX_REQUESTS["cuda"])
     size = min(LONG_PROMPT, limits.max_model_len - 5 * limits.lookahead)
     long_prompts = min(MAX_LONG_PROMPTS, max_requests, positions // (2 * size))
-    if device == "cuda" and long_prompts and 4 * size >= LONG_PROMPT:
+    if long_prompts and 4 * size >= LONG_PROMPT:
         yield StepKind(long_prompts, size, Option())
     max_requests = min(max_requests, max(positions // (2 + 4 * limits.lookahead), 1))
     between = [4**i for i in range(8, 0, -1) if 4**i < max_requests]
     for count in dict.fromkeys((max_requests, 1, *between)):  # a range to interpolate in, first
-        yield StepKind(count, 1, Option())
-        for i, width in enumerate(blocks.widths):
-            choices = [drafts for drafts, _ in blocks.rows(count, count, width)]
-            for drafts in sorted({choices[0], choices[-1]}):
-                yield StepKind(count, 1, Option(i, count, drafts))
+        yield from _kinds_of(count, blocks)
+
+
+def _cpu_kinds(engine: Engine, blocks: BlockOptions) -> Iterator[tuple[StepKind, bool]]:
+    """Yield the kinds of steps to time on a CPU, the cheapest first, and whether they are needed to
+    tell the costs of the drafter's rows, of the target's and of requests from one another: those of
+    one request, and plain steps of several."""
+    limits = engine.limits
+    positions = (engine.components.pool.capacity - 1) * limits.page_size
+    max_requests = min(limits.max_num_seqs, MAX_REQUESTS["cpu"])
+    max_requests = min(max_requests, max(positions // (2 + 4 * limits.lookahead), 1))
+    yield from ((kind, True) for kind in _kinds_of(1, blocks))
+    size = min(CPU_PROMPT, limits.max_model_len - 5 * limits.lookahead, positions // 2)
+    counts = dict.fromkeys(n for n in (max_requests, 4) if 1 < n <= max_requests)
+    for i, count in enumerate(counts):
+        for kind in _kinds_of(count, blocks):
+            yield kind, kind.option == Option() and not i
+            if kind.option == Option() and not i and 2 * size >= CPU_PROMPT:
+                yield StepKind(1, size, Option()), False
+
+
+def _kinds_of(count: int, blocks: BlockOptions) -> Iterator[StepKind]:
+    """Yield the kinds of steps of so many requests: plain, and for each width the fewest drafts and
+    all, to tell the cost of drafting from the cost of rows."""
+    yield StepKind(count, 1, Option())
+    for i, width in enumerate(blocks.widths):
+        choices = [drafts for drafts, _ in blocks.rows(count, count, width)]
+        for drafts in sorted({choices[0], choices[-1]}):
+            yield StepKind(count, 1, Option(i, count, drafts))
 
 
 class _Timing:

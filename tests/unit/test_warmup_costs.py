@@ -74,10 +74,22 @@ def test_cpu_is_timed_with_few_requests(pair: Pair, kinds: list[StepKind]):
     assert {kind.requests for kind in kinds} == {1, 4, 8}
 
 
-def test_most_and_fewest_requests_are_timed_first(pair: Pair, kinds: list[StepKind]):
+def test_fewest_and_most_requests_are_timed_first(pair: Pair, kinds: list[StepKind]):
     """Where time runs out, the costs between them can be interpolated."""
     LLM(pair.target, pair.draft, max_num_seqs=64)
-    assert list(dict.fromkeys(kind.requests for kind in kinds)) == [8, 1, 4]
+    assert list(dict.fromkeys(kind.requests for kind in kinds)) == [1, 8, 4]
+
+
+def test_busy_cpu_times_what_tells_costs_apart(
+    pair: Pair, kinds: list[StepKind], monkeypatch: pytest.MonkeyPatch
+):
+    """Steps of several requests only would leave open whether rows or requests cost."""
+    monkeypatch.setitem(measured.SECONDS, "cpu", 1e-9)
+    monkeypatch.setattr(measured, "CPU_PATIENCE", 1e12)
+    policy = policy_of(LLM(pair.target, pair.draft, max_num_seqs=64))
+    assert policy.costs is not None
+    assert {kind.requests for kind in kinds} == {1, 8}
+    assert [kind.option for kind in kinds if kind.requests == 8] == [Option()]
 
 
 def test_timing_stops_at_the_deadline(
