@@ -35,6 +35,10 @@ class Doctor:
 
     target: Annotated[Positional[str], note("The target model.", "TARGET")] = ""
     draft: Annotated[Positional[str], note("The drafter.", "DRAFT")] = ""
+    data: Annotated[
+        str,
+        note("A file of JSON lines with prompt, messages or turns; without it, eight built in."),
+    ] = ""
     json: Json = False
     engine: OmitArgPrefixes[DoctorFlags] = field(default_factory=DoctorFlags)
 
@@ -42,4 +46,4 @@ class Doctor:
         from strobe.tools.doctor.run import run_doctor
 
         config = EngineConfig(**asdict(self.engine), target=self.target, draft=self.draft or None)
-        return run_doctor(config, as_json=self.json)
+        return run_doctor(config, data=self.data, as_json=self.json)

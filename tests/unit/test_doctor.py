@@ -21,6 +21,7 @@ from strobe.step import TAIL, Plan, Span, StepResult
 from strobe.tools.doctor import measure
 from strobe.tools.doctor import run as doctor
 from strobe.tools.doctor.findings import Report
+from strobe.tools.doctor.format_loss import other_ways
 from strobe.tools.doctor.measure import MarginFit, gain
 from strobe.tools.doctor.pair_checks import hashes
 from strobe.tools.doctor.tokenizers import fingerprint
@@ -159,6 +160,53 @@ def test_demo_models_pass(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert memory["tokens that fit"] > 1000
     assert all(len(value) == 64 for value in reported["facts"]["files"]["drafter"].values())
     assert reported["facts"]["fit"]["format"] == "z-lab"
+
+
+def test_acceptance_lost_by_rounding_is_measured_on_own_prompts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    data = tmp_path / "prompts.jsonl"
+    data.write_text('{"prompt": "Take the list 9, 4, 7 and sort it."}\n')
+    options = ["--weight-dtype", "int8", "--draft-weight-dtype", "int4", "--data", str(data)]
+    assert main(["doctor", "--device", "cpu", "--json", *options]) == 0
+    reported = json.loads(capsys.readouterr().out)
+    names = ["as set", "target not in int8", "drafter not in int4", "neither rounded"]
+    assert [row["what"] for row in reported["formats"]] == names
+    first = reported["formats"][0]["tokens_per_step"]
+    assert first == reported["measured"][0]["tokens_per_step"]
+    for row in reported["formats"][1:]:
+        assert row["lost"] == pytest.approx(1 - first / row["tokens_per_step"], abs=1e-3)
+    about = [finding["about"] for finding in reported["findings"]]
+    assert about.count("rounding") == 2
+    assert "held in int8, error" in reported["facts"]["target's weights"]["MLP"]
+    assert "held in int4, error" in reported["facts"]["drafter's weights"]["MLP"]
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "names"),
+    [
+        ("auto", None, []),
+        ("stored", None, []),
+        ("int4", None, ["target not in int4", "drafter not in int4", "neither rounded"]),
+        ("int4", "auto", ["target not in int4"]),
+        ("auto", "int8", ["drafter not in int8"]),
+    ],
+)
+def test_only_rounded_weights_are_measured_otherwise(
+    target: str, draft: str | None, names: list[str]
+):
+    config = EngineConfig(weight_dtype=target, draft_weight_dtype=draft)
+    ways = other_ways(config)
+    assert list(ways) == names
+    for name, way in ways.items():
+        if name.startswith("target"):
+            assert way.draft_weight_dtype == (draft or target)
+
+
+def test_empty_file_of_prompts_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "none.jsonl").write_text("\n")
+    assert main(["doctor", "--data", str(tmp_path / "none.jsonl")]) == 2
+    assert "holds no prompt; give JSON lines" in capsys.readouterr().err
 
 
 def test_fit_reports_chance_by_evidence():

@@ -28,7 +28,7 @@ def read_prompts(settings: OfflineSettings | RecordSettings, target: Path) -> li
             for example in read_heldout(settings.prompts)
         ]
     prompts: list[list[int]] = []
-    for location, messages in _conversations(Path(settings.data)):
+    for location, messages in read_conversations(Path(settings.data)):
         try:
             prompts.append(tokenizer.render_chat(messages, enable_thinking=settings.thinking))
         except ValueError as error:
@@ -43,7 +43,7 @@ def read_prompts(settings: OfflineSettings | RecordSettings, target: Path) -> li
     )
 
 
-def _conversations(path: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def read_conversations(path: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Yield each line's location and messages; of several turns only the first, since the others
     follow an answer."""
     try:

@@ -29,6 +29,8 @@ def show(report: Report) -> None:
         console.print(table)
     if report.measured:
         _show_measured(console, report)
+    if report.formats:
+        _show_formats(console, report)
     console.print()
     console.print("Findings", style="bold")
     console.print(_findings(report))
@@ -53,7 +55,7 @@ def _findings(report: Report) -> Table:
 def _show_measured(console: Console, report: Report) -> None:
     """Print acceptance per position, the margins, and the variants."""
     console.print()
-    console.print("Acceptance, greedy, built-in prompts", style="bold")
+    console.print("Acceptance, greedy", style="bold")
     table = Table(box=None, padding=(0, 1, 0, 1), header_style="dim")
     table.add_column("")
     table.add_column("tokens per step", justify="right")
@@ -84,6 +86,20 @@ def _show_measured(console: Console, report: Report) -> None:
             " tokens: of a block from every token of the answers, the target's own included",
             style="dim",
         )
+
+
+def _show_formats(console: Console, report: Report) -> None:
+    """Print tokens per step with rounded weights and without."""
+    console.print()
+    console.print("Rounded weights", style="bold")
+    table = Table(box=None, padding=(0, 1, 0, 1), header_style="dim")
+    table.add_column("")
+    table.add_column("tokens per step", justify="right")
+    table.add_column("lost by rounding", justify="right")
+    for row in report.formats:
+        lost = f"{row['lost']:+.1%}" if "lost" in row else ""
+        table.add_row(row["what"], f"{row['tokens_per_step']:.2f}", lost)
+    console.print(table)
 
 
 def _show_margins(console: Console, report: Report) -> None:

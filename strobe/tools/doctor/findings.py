@@ -22,7 +22,8 @@ class Finding:
 class Report:
     """The report on one pair. facts: by section; measured: acceptance with thinking off and on;
     margins: for each position in the block, the probability that drafts are right; variants: other
-    readings of the drafter's config; findings: in the order of the checks."""
+    readings of the drafter's config; formats: tokens per step with rounded weights and without;
+    findings: in the order of the checks."""
 
     target: str
     draft: str
@@ -31,6 +32,7 @@ class Report:
     measured: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     margins: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
     variants: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    formats: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
     def ok(self, about: str, says: str) -> None:
         self.findings.append(Finding("ok", about, says))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -21,9 +22,11 @@ from strobe.models.target import Target
 from strobe.models.weight_loading import check_draft_tensors, check_target_tensors
 from strobe.speculation.registry import DRAFTER_METHOD
 from strobe.text.tokenizer import Tokenizer
+from strobe.tools.bench.bench_prompts import read_conversations
 from strobe.tools.doctor.doctor_prompts import PROMPTS
 from strobe.tools.doctor.doctor_report import show
 from strobe.tools.doctor.findings import Report
+from strobe.tools.doctor.format_loss import measure_loss
 from strobe.tools.doctor.measure import (
     Acceptance,
     DraftOnly,
@@ -45,6 +48,10 @@ from strobe.tools.doctor.tokenizers import roundtrip_share
 from strobe.tools.report import progress
 from strobe.tools.weight_storage import storage_facts, storage_text
 
+Conversations = Sequence[list[dict[str, Any]]]
+"""The messages of each prompt."""
+MAX_PROMPTS = 32
+"""Of a user's file."""
 MAX_TOKENS = 64
 """Maximum tokens per answer."""
 MIN_STANDARD_ERRORS = 4.0
@@ -58,19 +65,25 @@ EXPECTED_ROUNDTRIP = 0.98
 tokenizer is at fault; below the second, it is blamed for weak acceptance."""
 
 
-def run_doctor(config: EngineConfig, *, as_json: bool = False) -> int:
-    """Print the report of a pair; return 1 if it has a fault. Raises ValueError without drafter."""
+def run_doctor(config: EngineConfig, *, data: str = "", as_json: bool = False) -> int:
+    """Print the report of a pair; return 1 if it has a fault. data: a file of prompts, as JSON
+    lines. Raises ValueError without drafter."""
     config = locate_models(config)
     if config.draft is None:
         raise ValueError("strobe doctor checks a pair, but no drafter is named; add one.")
     with progress(quiet=as_json) as say:
-        report = examine(config, say)
+        report = examine(config, say, data)
     print(json.dumps(report.as_dict())) if as_json else show(report)
     return 1 if report.faults else 0
 
 
-def examine(config: EngineConfig, say: Callable[[str], None] = lambda text: None) -> Report:
-    """Check and measure the pair in `config`."""
+def examine(
+    config: EngineConfig,
+    say: Callable[[str], None] = lambda text: None,
+    data: str = "",
+) -> Report:
+    """Check and measure the pair in `config` on the prompts of a file, or built-in ones."""
+    conversations = conversations_of(data)
     target = Path(config.target)
     draft = Path(config.draft or "")
     report = Report(target=str(target), draft=str(draft))
@@ -84,7 +97,10 @@ def examine(config: EngineConfig, say: Callable[[str], None] = lambda text: None
     if target_config is None or draft_config is None or tokenizer is None or not fits or broken:
         report.note("acceptance", "Not measured, since the pair cannot run as it is.")
         return report
-    resolved = attempt(report, "settings", lambda: resolve(_for_short_runs(config)))
+    prompts = partial(_render, tokenizer, conversations)
+    longest = max(len(prompt) for thinking in _ways(tokenizer) for prompt in prompts(thinking))
+    config = _for_short_runs(config, longest)
+    resolved = attempt(report, "settings", lambda: resolve(config))
     if resolved is None:
         return report
     assert resolved.draft is not None
@@ -99,7 +115,9 @@ def examine(config: EngineConfig, say: Callable[[str], None] = lambda text: None
     report.facts["drafter's weights"] = _storage(
         draft, resolved.draft, backends.draft_weights, resolved
     )
-    _measure(report, resolved, tokenizer, say)
+    _measure(report, resolved, tokenizer, prompts, say)
+    first = _ways(tokenizer)[0]
+    measure_loss(report, resolved.config, prompts(first), MAX_TOKENS, say)
     return report
 
 
@@ -116,15 +134,21 @@ def _storage(
     return {name: storage_text(facts) for name, facts in kinds.items()}
 
 
-def _for_short_runs(config: EngineConfig) -> EngineConfig:
-    """Adapt the settings to short runs, without graphs, which every variant would capture again."""
+def _for_short_runs(config: EngineConfig, longest: int) -> EngineConfig:
+    """Adapt the settings to short runs, without graphs, which every variant would capture again.
+    longest: tokens of the longest prompt."""
     count = len(PROMPTS)
     small = replace(config, max_num_seqs=count, cuda_graphs=False, method=DRAFTER_METHOD, overlap=1)
-    return small if config.max_model_len is not None else replace(small, max_model_len=1024)
+    room = max(1024, longest + 2 * MAX_TOKENS)
+    return small if config.max_model_len is not None else replace(small, max_model_len=room)
 
 
 def _measure(
-    report: Report, resolved: ResolvedConfig, tokenizer: Tokenizer, say: Callable[[str], None]
+    report: Report,
+    resolved: ResolvedConfig,
+    tokenizer: Tokenizer,
+    prompts: Callable[[bool | None], list[list[int]]],
+    say: Callable[[str], None],
 ) -> None:
     """Measure acceptance with thinking off and on, then the variants, and judge the results."""
     draft = resolved.draft
@@ -137,15 +161,18 @@ def _measure(
     runs: dict[bool | None, Acceptance] = {}
     for thinking in _ways(tokenizer):
         say(f"measuring{_thinking_text(thinking)}")
-        prompts = _prompts(tokenizer, thinking)
-        runs[thinking] = measure_acceptance(engine, prompts, MAX_TOKENS)
+        runs[thinking] = measure_acceptance(engine, prompts(thinking), MAX_TOKENS)
         report.measured.append({"thinking": thinking, **_figures(runs[thinking])})
     report.margins = margin_fit.by_position()
     roundtrip = roundtrip_share(tokenizer, next(iter(runs.values())).answers)
     del engine
-    prompts = _prompts(tokenizer, next(iter(runs)))
     best = _try_variants(
-        report, resolved=resolved, module=module, tokenizer=tokenizer, prompts=prompts, say=say
+        report,
+        resolved=resolved,
+        module=module,
+        tokenizer=tokenizer,
+        prompts=prompts(next(iter(runs))),
+        say=say,
     )
     _judge(report, runs, best, roundtrip)
 
@@ -258,12 +285,22 @@ def _thinking_text(thinking: bool | None) -> str:
     return "" if thinking is None else f", thinking {'on' if thinking else 'off'}"
 
 
-def _prompts(tokenizer: Tokenizer, thinking: bool | None) -> list[list[int]]:
-    """Return the prompts as token ids, rendered with the chat template if there is one."""
+def conversations_of(data: str) -> Conversations:
+    """Return the first conversations of a file of JSON lines; the built-in ones without a file."""
+    if not data:
+        return [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+    lines = islice(read_conversations(Path(data)), MAX_PROMPTS)
+    conversations = [messages for _, messages in lines]
+    if not conversations:
+        raise ValueError(f"{data} holds no prompt; give JSON lines with prompt or messages.")
+    return conversations
+
+
+def _render(
+    tokenizer: Tokenizer, conversations: Conversations, thinking: bool | None
+) -> list[list[int]]:
+    """Return prompts as token ids, rendered with the chat template if there is one."""
     if not tokenizer.hf.chat_template:
-        return [tokenizer.encode(prompt) for prompt in PROMPTS]
+        return [tokenizer.encode(str(messages[-1]["content"])) for messages in conversations]
     options = {} if thinking is None else {"enable_thinking": thinking}
-    return [
-        tokenizer.render_chat([{"role": "user", "content": prompt}], **options)
-        for prompt in PROMPTS
-    ]
+    return [tokenizer.render_chat(messages, **options) for messages in conversations]
