@@ -31,7 +31,7 @@ SILENT_SECONDS = 15.0
 class Renderable(Rule):
     """A text that is not too long to render."""
 
-    def read(self, value: object, inner: ValidatorFunctionWrapHandler) -> Any:
+    def read(self, value: object, inner: ValidatorFunctionWrapHandler) -> object:
         text = inner(value)
         if len(text) > MAX_CHARS:
             raise FieldError(

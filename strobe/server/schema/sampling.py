@@ -79,7 +79,7 @@ class TokenBiases(Value):
 class PrintableId(Rule):
     """A text that a header and a line of the log can hold."""
 
-    def read(self, value: object, inner: ValidatorFunctionWrapHandler) -> Any:
+    def read(self, value: object, inner: ValidatorFunctionWrapHandler) -> object:
         text = inner(value)
         if not (0 < len(text) <= 128 and text.isascii() and text.isprintable()):
             raise FieldError.of_value(HERE, text, "a string of 1 to 128 printable ASCII characters")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from strobe.sampling_params import METHODS, Method, RepetitionDetection, Speculation
 from strobe.server.schema.base import RequestObject
@@ -59,7 +59,8 @@ RepetitionField = Annotated[
 ]
 
 
-def to_argument(value: Any) -> Any:
+def to_argument(value: object) -> object:
     """Return a field's value as an argument of SamplingParams."""
-    is_setting = isinstance(value, SpeculationOptions | RepetitionOptions)
-    return value.setting() if is_setting else value
+    if isinstance(value, SpeculationOptions | RepetitionOptions):
+        return value.setting()
+    return value

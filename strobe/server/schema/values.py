@@ -21,16 +21,13 @@ from pydantic_core import CoreSchema, core_schema, from_json
 from strobe.server.schema.field_errors import HERE, FieldError
 from strobe.validation import MAX_INT
 
-Read = Callable[[Any], Any]
-"""Reads a value as an annotated type. Raises FieldError, ValidationError."""
-
 
 class Rule:
     """Base class of annotations that read the value of a type, and say in the JSON schema what it
     must be besides."""
 
     def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
+        self, source: object, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
         return core_schema.no_info_wrap_validator_function(self.read, handler(source))
 
@@ -39,7 +36,7 @@ class Rule:
     ) -> dict[str, Any]:
         return {**handler(schema), **self.shown()}
 
-    def read(self, value: Any, inner: ValidatorFunctionWrapHandler) -> Any:
+    def read(self, value: object, inner: ValidatorFunctionWrapHandler) -> object:
         """Return a value as the request has it. inner: reads it as the type."""
         raise NotImplementedError
 
@@ -52,7 +49,7 @@ class Value(Rule):
     """Base class of annotations that read a value by themselves, whatever its type."""
 
     def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
+        self, source: object, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(self.parse)
 
@@ -61,7 +58,7 @@ class Value(Rule):
     ) -> dict[str, Any]:
         return self.shown()
 
-    def parse(self, value: Any) -> Any:
+    def parse(self, value: object) -> object:
         """Return a value as the request has it. Raises FieldError."""
         raise NotImplementedError
 
@@ -75,7 +72,7 @@ class Must(Rule):
     hint: str = ""
     if_missing: str = ""
 
-    def read(self, value: object, inner: ValidatorFunctionWrapHandler) -> Any:
+    def read(self, value: object, inner: ValidatorFunctionWrapHandler) -> object:
         try:
             return inner(value)
         except ValidationError as error:
@@ -106,7 +103,7 @@ class OneOf:
 
     def _read(
         self, value: object, handler: ValidatorFunctionWrapHandler, info: ValidationInfo
-    ) -> Any:
+    ) -> object:
         if isinstance(value, BaseModel) or any(value is word for word in self.words):
             return value
         if isinstance(value, str) and value in self.words:
@@ -123,7 +120,7 @@ class OrText(Rule):
     paths."""
 
     def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
+        self, source: object, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
         text, other = get_args(source)
         assert text is str, "the text comes first"
@@ -136,7 +133,7 @@ class OrText(Rule):
     ) -> dict[str, Any]:
         return {"anyOf": [{"type": "string"}, handler(schema)]}
 
-    def read(self, value: object, inner: ValidatorFunctionWrapHandler) -> Any:
+    def read(self, value: object, inner: ValidatorFunctionWrapHandler) -> object:
         return value if isinstance(value, str) else inner(value)
 
 
@@ -156,7 +153,7 @@ class OrJson(Rule):
         }
         return {"anyOf": [handler(schema), text]}
 
-    def read(self, value: object, inner: ValidatorFunctionWrapHandler) -> Any:
+    def read(self, value: object, inner: ValidatorFunctionWrapHandler) -> object:
         if not isinstance(value, str):
             return inner(value)
         try:
@@ -173,7 +170,7 @@ class Nonempty(Rule):
 
     requirement: str
 
-    def read(self, value: object, inner: ValidatorFunctionWrapHandler) -> Any:
+    def read(self, value: object, inner: ValidatorFunctionWrapHandler) -> object:
         items = inner(value)
         if not items:
             raise FieldError.of_value(HERE, [], self.requirement)
@@ -192,7 +189,7 @@ class Bounds(Rule):
     hint: str
     above: bool = False
 
-    def read(self, value: object, inner: ValidatorFunctionWrapHandler) -> Any:
+    def read(self, value: object, inner: ValidatorFunctionWrapHandler) -> object:
         number = inner(value)
         if not self.low <= number <= self.high or (self.above and number == self.low):
             between = " and at most" if self.above else " to"

@@ -27,7 +27,7 @@ NOT_FOR_TEMPLATES = (
 class VariableNames(Rule):
     """Rejects variables that would not reach the chat template."""
 
-    def read(self, value: object, inner: ValidatorFunctionWrapHandler) -> Any:
+    def read(self, value: object, inner: ValidatorFunctionWrapHandler) -> object:
         variables = inner(value)
         for name in variables:
             path = f"{HERE}.{name}"
