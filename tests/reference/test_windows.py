@@ -183,7 +183,7 @@ def test_answers_in_a_small_pool_equal_those_alone(name: str, rows: int | None, 
     expected = [record for text in texts for record in answers(cold, [text])]
     for _ in range(2):
         same(answers(small, texts), expected)
-    assert small.stats.preemptions or name == "mistral"
+    assert small.stats.preemptions or rows is None or name == "mistral"
 
 
 def test_sequences_hold_their_windows_only(pairs: Any):
