@@ -2,7 +2,7 @@
 dequantization in float32, as the files of tests/recorded.
 
     pip install compressed-tensors==0.20.0 transformers
-    python scripts/record_compressed_tensors.py
+    python -m scripts.record_compressed_tensors
 
 Each is a random Qwen3 of one layer in float32. Scales that are published in bfloat16 are rounded to
 it before weights are quantized.
@@ -11,9 +11,7 @@ it before weights are quantized.
 from __future__ import annotations
 
 import argparse
-import json
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,22 +22,8 @@ from compressed_tensors.quantization import QuantizationConfig, apply_quantizati
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
-TARGET = Path(__file__).resolve().parents[1] / "tests" / "recorded"
-SHAPE = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-    "eos_token_id": 7,
-}
-IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+from scripts.recorded_models import TARGET, logits_of, make_model, write_config, write_expected
 
 
 def weights(bits: int, kind: str, strategy: str, **options: Any) -> dict[str, Any]:
@@ -94,19 +78,6 @@ CONFIGS = {
     "nvfp4-head": config(group(NVFP4), ignore=()),
 }
 """quantization_config by the names of the directories."""
-
-
-def make_model() -> Qwen3ForCausalLM:
-    model = Qwen3ForCausalLM(Qwen3Config(**SHAPE)).float().eval()
-    noise = torch.Generator().manual_seed(0)
-    for index, (name, parameter) in enumerate(model.named_parameters()):
-        if parameter.dim() > 1:  # the global scales of a fused layer's members differ
-            deviation = 0.5 if "embed" in name else 0.2 + 0.07 * (index % 4)
-            parameter.data.normal_(0, deviation, generator=noise)
-            parameter.data.copy_(parameter.data.bfloat16())
-        else:
-            parameter.data.uniform_(0.5, 1.5, generator=noise)
-    return model
 
 
 def extremes(weight: Tensor, args: Any) -> tuple[Tensor, Tensor]:
@@ -166,18 +137,11 @@ def record(name: str, values: dict[str, Any]) -> None:
     for scale in rounded:
         tensors[scale] = tensors[scale].bfloat16()
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    model.config.dtype = "float32"
-    text = json.loads(model.config.to_json_string(use_diff=False))
-    kept = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": "float32"}
-    kept |= {key: text[key] for key in (*SHAPE, "rms_norm_eps", "hidden_act") if key in text}
-    (directory / "config.json").write_text(json.dumps({**kept, "rope_theta": 10000.0}))
+    write_config(directory, model)
     compressor.update_config(str(directory))
     nvfp4.unpack_fp4_from_uint8 = partial(unpack_fp4_from_uint8, dtype=torch.float32)
     compressor.decompress_model(model)
-    model.float()
-    with torch.no_grad():
-        logits = model(IDS).logits[0]
-    save_file({"ids": IDS[0], "logits": logits}, directory / "expected.safetensors")
+    write_expected(directory, logits_of(model))
 
 
 def main() -> None:

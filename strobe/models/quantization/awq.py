@@ -7,11 +7,13 @@ from strobe.models.config_readers.fields import Fields
 from strobe.models.model_config import DecoderConfig, Quantization
 from strobe.models.quantization.compressed_tensors import read_names
 from strobe.models.quantization.detected import apply, describe, experts_format
+from strobe.models.quantization.gptq import HARMLESS
 from strobe.models.quantization.rules import LINEAR, Rule, Rules, Scheme
 
 __all__ = ["apply", "describe", "experts_format", "read"]
 
-_HARMLESS = ("quant_method", "backend", "do_fuse", "exllama_config", "fuse_max_seq_len")
+_HARMLESS = (*HARMLESS, "do_fuse", "fuse_max_seq_len")
+"""AutoRound writes this format, too."""
 
 
 def read(fields: Fields, decoder: DecoderConfig) -> Quantization:
@@ -29,6 +31,8 @@ def read(fields: Fields, decoder: DecoderConfig) -> Quantization:
         group=group if isinstance(group, int) and group > 0 else None,
         asymmetric=fields.flag("zero_point", True),
     )
+    fields.only("data_type", "int", why=why)
+    fields.only("sym", not scheme.asymmetric, why="it must contradict zero_point.")
     ignored = ("lm_head", *read_names(fields, "modules_to_not_convert"))
     fields.finish(_HARMLESS)
     rules = Rules(rules=(Rule(LINEAR, scheme),), ignored=ignored, loose=True)

@@ -18,7 +18,7 @@ from strobe.models.quantization.rules import LINEAR, Rule, Rules, Scheme
 __all__ = ["apply", "describe", "experts_format", "read"]
 
 BITS = (2, 4, 8)
-_HARMLESS = (
+HARMLESS = (
     "quant_method", "desc_act", "static_groups", "true_sequential", "damp_percent", "meta",
     "modules_in_block_to_quantize", "block_name_to_quantize", "model_seqlen", "dataset",
     "model_name_or_path", "model_file_base_name", "is_marlin_format", "exllama_config",
@@ -27,7 +27,9 @@ _HARMLESS = (
     "nsamples", "seqlen", "enable_quanted_input", "enable_minmax_tuning", "low_gpu_mem_usage",
     "gradient_accumulate_steps", "act_bits", "act_data_type", "act_dynamic", "act_group_size",
     "act_sym", "amp", "scale_dtype", "quant_block_list", "to_quant_block_names", "format",
+    "provider",
 )  # fmt: skip
+"""Keys of GPTQ's and AutoRound's configs that do not say how weights are stored."""
 
 
 def read(fields: Fields, decoder: DecoderConfig) -> Quantization:
@@ -65,7 +67,7 @@ def read(fields: Fields, decoder: DecoderConfig) -> Quantization:
             scheme = _scheme(own, f"{fields.path}: {pattern}", is_v2=is_v2)
             rules.append(Rule((target,), scheme))
     rules.append(Rule(LINEAR, _scheme(base, str(fields.path), is_v2=is_v2)))
-    fields.finish(_HARMLESS)
+    fields.finish(HARMLESS)
     names = Rules(rules=tuple(rules), ignored=tuple(ignored), loose=True)
     return Quantization(method=str(method), block=(1, 1), rules=names)
 
