@@ -78,7 +78,11 @@ def read(fields: Fields, decoder: DecoderConfig) -> Quantization:
 
 
 def read_kv_format(fields: Fields) -> str | None:
-    """Return what kv_cache_scheme says of keys and values, as "fp8" or "int8"."""
+    """Return what kv_cache_scheme says of keys and values, as "fp8" or "int8". Some files of
+    ModelOpt have the name of the format there."""
+    name = fields.get("kv_cache_scheme")
+    if isinstance(name, str):
+        return name.lower()
     scheme = fields.object("kv_cache_scheme")
     if not scheme:
         return None
