@@ -2,6 +2,7 @@
 # pyright: reportGeneralTypeIssues=false
 """Products with weights that are stored in codes, whose values exist only in registers.
 
+    _part_kernel        the columns of few rows as `_gemm_kernel` reads them
     _gemm_kernel        tiles x splits programs: residual + act(x Wᵀ + bias) for few rows
     _dequantize_kernel  the values of a weight in x's dtype, for many rows of x
 
@@ -21,13 +22,14 @@ import triton.language as tl
 from torch import Tensor
 
 from strobe.kernels.gemm import DTYPES
+from strobe.kernels.gemm_table import shared_memory
 from strobe.kernels.operands import Epilogue
 from strobe.kernels.pdl import pdl_wait, supports_pdl
 from strobe.kernels.rowwise import INTERPRETED, gated, round_to, silu_mul
 from strobe.kernels.workspace import Workspace
 
-MOST_ROWS = 128
-"""Rows of x up to which values stay in registers."""
+MUCH_MEMORY = 160 << 10
+"""Bytes of shared memory that hold the largest tiles."""
 TILE_N = 64
 TILE_WORDS = 16
 """Of `_dequantize_kernel`."""
@@ -132,16 +134,37 @@ class Tile(NamedTuple):
     words: int
     programs: int
     warps: int
-    stages: int
 
 
-TILES = {
-    16: Tile(rows=64, words=16, programs=528, warps=4, stages=3),
-    32: Tile(rows=64, words=16, programs=396, warps=4, stages=3),
-    64: Tile(rows=64, words=16, programs=264, warps=4, stages=3),
-    128: Tile(rows=64, words=16, programs=132, warps=4, stages=3),
-}
-"""By the rows of x, rounded up."""
+STAGES = 3
+"""Steps whose loads are in flight together, where shared memory holds them."""
+_OTHER_BYTES = 40 << 10
+"""Of shared memory, beside those loads."""
+
+
+def tile_of(weight: Codes, block_m: int, shared: int) -> Tile:
+    """Return the tile for rows of x, rounded up to a power of two from 16 on, in `shared` bytes.
+
+    Measured on an H100 with the layers of Qwen3-8B."""
+    if block_m >= 64 and shared < MUCH_MEMORY:
+        return Tile(rows=64, words=16, programs=264, warps=4)
+    if block_m >= 64:
+        return Tile(rows=128, words=16, programs=264, warps=8)
+    if block_m == 32:
+        return Tile(rows=64, words=16, programs=528, warps=2)
+    if not weight.halves:
+        return Tile(rows=32, words=32, programs=1056, warps=2)
+    if weight.kind == "e2m1":
+        return Tile(rows=32, words=16, programs=1056, warps=2)
+    if weight.group >= 128:
+        return Tile(rows=64, words=16, programs=528, warps=4)
+    return Tile(rows=64, words=32, programs=528, warps=2)
+
+
+def _stages(tile: Tile, block_m: int, per_word: int, itemsize: int, shared: int) -> int:
+    """Return how many steps' loads fit into `shared` bytes, at most STAGES."""
+    step = tile.words * (4 * tile.rows + block_m * per_word * itemsize)
+    return max(1, min(STAGES, (shared - _OTHER_BYTES) // step))
 
 
 @triton.jit
@@ -335,22 +358,22 @@ def decode(
 
 
 @triton.jit
-def _load(spots, inside):
-    """Load values, where `inside` if it is given."""
-    if inside is None:  # noqa: SIM108
-        loaded = tl.load(spots)
+def _by_group(
+    pointer, row, block, K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    PER: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """Load what the groups of a block of words share -> [BN, 1] if they are one group, else
+    [BN, W]. row [BN]: where the groups of each row begin."""
+    if GROUPS == 1 or GROUP % (PER * WORDS) == 0:
+        loaded = tl.load(pointer + (row + block * (WORDS * PER) // GROUP)[:, None])
     else:
-        loaded = tl.load(spots, mask=inside, other=0)
+        at = block * WORDS + tl.arange(0, WORDS)
+        places = row[:, None] + (at * PER // GROUP)[None, :]
+        if K % (WORDS * PER) == 0:
+            loaded = tl.load(pointer + places)
+        else:
+            loaded = tl.load(pointer + places, mask=(at < K // PER)[None, :], other=0)
     return loaded
-
-
-@triton.jit
-def _zero(zero_ptr, places, inside, KIND: tl.constexpr, MIDDLE: tl.constexpr):
-    """Return what is subtracted from codes, in float32."""
-    zero = tl.full(places.shape, 128 if KIND == "s8" else MIDDLE, tl.float32)
-    if zero_ptr is not None:
-        zero += _load(zero_ptr + places, inside).to(tl.float32)
-    return zero
 
 
 @triton.jit
@@ -365,88 +388,73 @@ def scale_values(stored):
 
 @triton.jit
 def _values(
-    words, n, first, inside, scale_ptr, zero_ptr, index_ptr,
-    K: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    GROUPS: tl.constexpr, MIDDLE: tl.constexpr, PER: tl.constexpr, WORDS: tl.constexpr,
-    DTYPE: tl.constexpr,
+    words, scale, zero,
+    KIND: tl.constexpr, MIDDLE: tl.constexpr, PER: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Return PER tensors of values [BN, W] in DTYPE, without the factor of all values.
 
-    words [BN, W] are in rows n, from word `first` on, a multiple of WORDS. e2m1 values in bfloat16
-    with scales in e4m3 are 2**-8 of themselves.
+    scale, zero: of `_by_group`; zero may be None. e2m1 values in bfloat16 with scales in e4m3 are
+    2**-8 of themselves.
     """
     FAST: tl.constexpr = not INTERPRETED and tl.bfloat16 == DTYPE
-    SCALE: tl.constexpr = scale_ptr.dtype.element_ty
-    BITS: tl.constexpr = 32 // PER
-    MASK: tl.constexpr = 2**BITS - 1
-    row = n // ROWS * GROUPS
-    at = first + tl.arange(0, WORDS)
-    if index_ptr is not None:
+    SCALE: tl.constexpr = scale.dtype
+    offset = tl.full(words.shape, 128 if KIND == "s8" else MIDDLE, tl.float32)
+    if zero is not None:
+        offset += zero.to(tl.float32)
+    scale = tl.broadcast_to(scale_values(scale), words.shape)
+    if FAST and KIND == "int4" and tl.bfloat16 == SCALE:
+        result = _int4_pairs(words, scale.to(DTYPE), (-128.0 - offset).to(DTYPE))
+    elif FAST and KIND == "e2m1" and tl.uint8 == SCALE:
+        result = _e2m1_pairs(words, (scale * 2.0**118).to(DTYPE))
+    else:
+        if FAST and KIND == "e4m3":
+            plain = _e4m3_pairs(words)
+        elif FAST and KIND == "int4":
+            one = tl.full(words.shape, 1.0, DTYPE)
+            plain = _int4_pairs(words, one, (-128.0 - offset).to(DTYPE))
+        else:
+            plain = ()
+            for j in tl.static_range(PER):
+                plain = plain + (_size(_code(words, j, PER), offset, KIND),)  # noqa: RUF005
         result = ()
         for j in tl.static_range(PER):
-            group = tl.load(index_ptr + at * PER + j, mask=at < K // PER, other=0)
-            places = row[:, None] + group[None, :]
-            zero = _zero(zero_ptr, places, inside, KIND, MIDDLE)
-            value = _size((words >> (BITS * j)) & MASK, zero, KIND)
-            value *= scale_values(_load(scale_ptr + places, inside))
+            value = plain[j].to(tl.float32) * scale
             result = result + (value.to(DTYPE),)  # noqa: RUF005
-    else:
-        if GROUPS == 1 or GROUP % (PER * WORDS) == 0:  # all words are of one group
-            places = (row + first * PER // GROUP)[:, None]
-            some = None
-        else:
-            places = row[:, None] + (at * PER // GROUP)[None, :]
-            some = inside
-        zero = _zero(zero_ptr, places, some, KIND, MIDDLE)
-        scale = scale_values(_load(scale_ptr + places, some))
-        zero = tl.broadcast_to(zero, words.shape)
-        scale = tl.broadcast_to(scale, words.shape)
-        if FAST and KIND == "int4" and tl.bfloat16 == SCALE:
-            result = _int4_pairs(words, scale.to(DTYPE), (-128.0 - zero).to(DTYPE))
-        elif FAST and KIND == "e2m1" and tl.uint8 == SCALE:
-            result = _e2m1_pairs(words, (scale * 2.0**118).to(DTYPE))
-        else:
-            if FAST and KIND == "e4m3":
-                plain = _e4m3_pairs(words)
-            elif FAST and KIND == "int4":
-                one = tl.full(words.shape, 1.0, DTYPE)
-                plain = _int4_pairs(words, one, (-128.0 - zero).to(DTYPE))
-            else:
-                plain = ()
-                for j in tl.static_range(PER):
-                    value = _size((words >> (BITS * j)) & MASK, zero, KIND)
-                    plain = plain + (value,)  # noqa: RUF005
-            result = ()
-            for j in tl.static_range(PER):
-                value = plain[j].to(tl.float32) * scale
-                result = result + (value.to(DTYPE),)  # noqa: RUF005
     return result
 
 
 @triton.jit
-def _parted(x, M: tl.constexpr, WORDS: tl.constexpr, PER: tl.constexpr):
-    """x [M, W * PER] -> PER tensors [M, W]: columns j, j + PER, ..."""
-    even, odd = tl.split(tl.reshape(x, [M, WORDS, PER // 2, 2]))
-    a, c = tl.split(tl.reshape(even, [M, WORDS, PER // 4, 2]))
-    b, d = tl.split(tl.reshape(odd, [M, WORDS, PER // 4, 2]))
-    if PER == 4:
-        parts = (
-            tl.reshape(a, [M, WORDS]), tl.reshape(b, [M, WORDS]),
-            tl.reshape(c, [M, WORDS]), tl.reshape(d, [M, WORDS]),
-        )  # fmt: skip
-    else:
-        a, e = tl.split(a)
-        b, f = tl.split(b)
-        c, g = tl.split(c)
-        d, h = tl.split(d)
-        parts = (a, b, c, d, e, f, g, h)
-    return parts
+def _scattered_values(
+    words, row, block, scale_ptr, zero_ptr, index_ptr,
+    K: tl.constexpr, KIND: tl.constexpr, MIDDLE: tl.constexpr, PER: tl.constexpr,
+    WORDS: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Return the same where each column has a group of its own."""
+    at = block * WORDS + tl.arange(0, WORDS)
+    result = ()
+    for j in tl.static_range(PER):
+        group = tl.load(index_ptr + at * PER + j, mask=at < K // PER, other=0)
+        places = row[:, None] + group[None, :]
+        offset = tl.full(words.shape, 128 if KIND == "s8" else MIDDLE, tl.float32)
+        if zero_ptr is not None:
+            offset += tl.load(zero_ptr + places).to(tl.float32)
+        value = _size(_code(words, j, PER), offset, KIND)
+        value *= scale_values(tl.load(scale_ptr + places))
+        result = result + (value.to(DTYPE),)  # noqa: RUF005
+    return result
+
+
+@triton.jit
+def _code(words, J: tl.constexpr, PER: tl.constexpr):
+    """Return code J of each word."""
+    return (words >> (32 // PER * J)) & (2 ** (32 // PER) - 1)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _gemm_kernel(
-    x, words_ptr, scale_ptr, zero_ptr, factor_ptr, index_ptr, bias, residual, out, partials,
-    arrivals, rows, x_stride, residual_stride, out_stride,
+    x,  # of `_part_kernel`
+    words_ptr, scale_ptr, zero_ptr, factor_ptr, index_ptr, bias, residual, out, partials,
+    arrivals, rows, residual_stride, out_stride,
     N: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, HALVES: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, MIDDLE: tl.constexpr,
     DIVIDES: tl.constexpr, FACTOR_ROWS: tl.constexpr, DTYPE: tl.constexpr, GATED: tl.constexpr,
@@ -468,26 +476,39 @@ def _gemm_kernel(
     ns = tile * COLUMNS + ws % COLUMNS
     sources = tl.minimum(ns, N - 1) + ws // COLUMNS * N  # rows past the end are not stored
     spots = words_ptr + sources.to(tl.int64)[:, None] * (K // PER)
+    row = sources // ROWS * GROUPS
+    start = split * BLOCKS // SPLIT
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for block in tl.range(split * BLOCKS // SPLIT, (split + 1) * BLOCKS // SPLIT):
-        first = block * WORDS
-        at = first + tl.arange(0, WORDS)
-        ks = block * (WORDS * PER) + tl.arange(0, WORDS * PER)
-        if TAIL:
-            inside = tl.broadcast_to((at < K // PER)[None, :], [BLOCK_N, WORDS])
-            words = tl.load(spots + at[None, :], mask=inside, other=0)
-            there = live[:, None] & (ks < K)[None, :]
-        else:
-            inside = None
-            words = tl.load(spots + at[None, :])
-            there = tl.broadcast_to(live[:, None], [BLOCK_M, WORDS * PER])
-        own = tl.load(x + ms[:, None] * x_stride + ks[None, :], mask=there, other=0.0)
-        parts = _parted(own, BLOCK_M, WORDS, PER)
-        values = _values(
-            words, sources, first, inside, scale_ptr, zero_ptr, index_ptr, K=K, KIND=KIND,
-            GROUP=GROUP, ROWS=ROWS, GROUPS=GROUPS, MIDDLE=MIDDLE, PER=PER, WORDS=WORDS,
-            DTYPE=DTYPE,
+    if index_ptr is None:
+        # Loaded one iteration ahead: the pipeline skips loads as narrow as these.
+        scale = _by_group(scale_ptr, row, start, K, GROUP, GROUPS, PER, WORDS)
+        zero = scale if zero_ptr is None else _by_group(
+            zero_ptr, row, start, K, GROUP, GROUPS, PER, WORDS
         )  # fmt: skip
+    for block in tl.range(start, (split + 1) * BLOCKS // SPLIT):
+        at = block * WORDS + tl.arange(0, WORDS)
+        if TAIL:
+            words = tl.load(spots + at[None, :], mask=(at < K // PER)[None, :], other=0)
+        else:
+            words = tl.load(spots + at[None, :])
+        parts = ()
+        for j in tl.static_range(PER):
+            lines = x + (j * rows + ms)[:, None] * (K // PER) + at[None, :]
+            there = live[:, None] & (at < K // PER)[None, :] if TAIL else live[:, None]
+            parts = parts + (tl.load(lines, mask=there, other=0.0),)  # noqa: RUF005
+        if index_ptr is None:
+            own_scale = scale
+            own_zero = None if zero_ptr is None else zero
+            following = tl.minimum(block + 1, BLOCKS - 1)
+            scale = _by_group(scale_ptr, row, following, K, GROUP, GROUPS, PER, WORDS)
+            if zero_ptr is not None:
+                zero = _by_group(zero_ptr, row, following, K, GROUP, GROUPS, PER, WORDS)
+            values = _values(words, own_scale, own_zero, KIND, MIDDLE, PER, DTYPE)
+        else:
+            values = _scattered_values(
+                words, row, block, scale_ptr, zero_ptr, index_ptr, K, KIND, MIDDLE, PER, WORDS,
+                DTYPE,
+            )  # fmt: skip
         for j in tl.static_range(PER):
             w = values[j]
             a = parts[j]
@@ -535,7 +556,7 @@ def _gemm_kernel(
 
 @triton.jit
 def _joined(values, N: tl.constexpr, WORDS: tl.constexpr, PER: tl.constexpr):
-    """Undo `_parted`: PER tensors [N, W] -> [N, W * PER]."""
+    """PER tensors [N, W], of columns j, j + PER, ... -> [N, W * PER]."""
     a = values[0]
     b = values[1]
     c = values[2]
@@ -568,10 +589,19 @@ def _dequantize_kernel(
     n = tl.minimum(n, N - 1)
     spots = words_ptr + n.to(tl.int64)[:, None] * (K // PER) + at[None, :]
     words = tl.load(spots, mask=inside, other=0)
-    values = _values(
-        words, n, first, inside, scale_ptr, zero_ptr, index_ptr, K=K, KIND=KIND, GROUP=GROUP,
-        ROWS=ROWS, GROUPS=GROUPS, MIDDLE=MIDDLE, PER=PER, WORDS=WORDS, DTYPE=tl.float32,
-    )  # fmt: skip
+    row = n // ROWS * GROUPS
+    block = tl.program_id(1)
+    if index_ptr is None:
+        scale = _by_group(scale_ptr, row, block, K, GROUP, GROUPS, PER, WORDS)
+        zero = None if zero_ptr is None else _by_group(
+            zero_ptr, row, block, K, GROUP, GROUPS, PER, WORDS
+        )  # fmt: skip
+        values = _values(words, scale, zero, KIND, MIDDLE, PER, tl.float32)
+    else:
+        values = _scattered_values(
+            words, row, block, scale_ptr, zero_ptr, index_ptr, K, KIND, MIDDLE, PER, WORDS,
+            tl.float32,
+        )  # fmt: skip
     value = _joined(values, BLOCK_N, WORDS, PER)
     if factor_ptr is not None:
         factor = load_factor(factor_ptr, n[:, None], FACTOR_ROWS)
@@ -583,7 +613,8 @@ def _dequantize_kernel(
 
 def coded_gemm(x: Tensor, weight: CodedWeight, epilogue: Epilogue, workspace: Workspace) -> Tensor:
     """x [M, K] -> residual + act(x Wᵀ + bias) [M, N] in x's dtype; the epilogue has no other."""
-    few = x.shape[0] <= MOST_ROWS
+    is_small = x.element_size() == 2 or shared_memory(x.device) >= MUCH_MEMORY
+    few = x.shape[0] <= (128 if is_small else 64)
     if few and (len(weight.parts) == 1 or not epilogue.gated):
         return _fused(x, weight, epilogue, workspace)
     y = x.new_empty(x.shape[0], weight.shape[0])
@@ -634,23 +665,50 @@ def _multiply(x: Tensor, weight: Codes, epilogue: Epilogue, workspace: Workspace
     out = epilogue.out
     assert out is not None
     block_m = max(1 << (rows - 1).bit_length(), 16)
-    tile = TILES[block_m]
+    shared = shared_memory(x.device)
+    tile = tile_of(weight, block_m, shared)
     outputs = len(weight.codes)
     tiles = -(-outputs // tile.rows)
     blocks = -(-weight.inputs // (tile.words * weight.per_word))
     split = max(1, min(-(-tile.programs // tiles), blocks // 4, 16))
     sums = tiles * split * block_m * tile.rows if split > 1 else 0
     workspace.reserve(sums, tiles)
+    stages = _stages(tile, block_m, weight.per_word, x.element_size(), shared)
     pdl = supports_pdl(x.device)
     _gemm_kernel[(tiles * split,)](
-        x, weight.codes.view(torch.int32), *pointers(weight)[1:], epilogue.bias, residual, out,
-        workspace.partials, workspace.arrived, rows, x.stride(0),
+        _parted(x, weight.per_word), weight.codes.view(torch.int32), *pointers(weight)[1:],
+        epilogue.bias, residual, out, workspace.partials, workspace.arrived, rows,
         0 if residual is None else residual.stride(0), out.stride(0), **constants(weight),
         DTYPE=DTYPES[x.dtype], N=outputs // 2 if epilogue.gated else outputs, GATED=epilogue.gated,
         GELU=epilogue.activation == "gelu_tanh", BLOCK_M=block_m, BLOCK_N=tile.rows,
-        WORDS=tile.words, SPLIT=split, PDL=pdl, num_warps=tile.warps, num_stages=tile.stages,
+        WORDS=tile.words, SPLIT=split, PDL=pdl, num_warps=tile.warps, num_stages=stages,
         launch_pdl=pdl,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _part_kernel(
+    x, out, rows, stride,
+    WIDTH: tl.constexpr, PER: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    pdl_wait(PDL)
+    row = tl.program_id(0)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    for j in tl.static_range(PER):
+        values = tl.load(x + row * stride + at * PER + j, mask=at < WIDTH)
+        tl.store(out + (j * rows + row) * WIDTH + at, values, mask=at < WIDTH)
+
+
+def _parted(x: Tensor, per: int) -> Tensor:
+    """x [M, K] -> [per, M, K / per]: columns j, j + per, ..."""
+    rows, inputs = x.shape
+    out = x.new_empty(per, rows, inputs // per)
+    pdl = supports_pdl(x.device)
+    _part_kernel[rows, -(-inputs // per // 256)](
+        x, out, rows, x.stride(0), WIDTH=inputs // per, PER=per, BLOCK=256, PDL=pdl, num_warps=2,
+        launch_pdl=pdl,
+    )  # fmt: skip
+    return out
 
 
 def dequantized(weight: Codes, dtype: torch.dtype) -> Tensor:

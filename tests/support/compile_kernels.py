@@ -135,6 +135,31 @@ def grouped(_: int, shared: int) -> Iterator[Call]:
             yield partial(experts, x, logits, layer, torch.empty_like(x), config=config)
 
 
+def coded(capability: int, shared: int) -> Iterator[Call]:
+    """Products with weights in codes, by the rows of x; on 8.9 in all dtypes."""
+    from strobe.kernels import coded
+    from strobe.kernels.operands import Epilogue
+    from strobe.kernels.workspace import Workspace
+
+    coded.shared_memory = lambda device: shared  # pyright: ignore[reportAttributeAccessIssue]
+    codes = torch.zeros(512, 512, dtype=torch.uint8)
+    scale = torch.ones(512, 32, dtype=torch.bfloat16)
+    forms = [
+        coded.Codes("int4", codes, scale, inputs=1024, group=32, middle=8),
+        coded.Codes("int4", codes, scale[:, :8].clone(), inputs=1024, group=128, middle=8),
+        coded.Codes("e2m1", codes, codes[:, :64].clone(), inputs=1024, group=16),
+        coded.Codes("e4m3", codes, torch.ones(4, 4), inputs=512, group=128, rows=128),
+    ]
+    for dtype in (torch.bfloat16, torch.float32)[: 1 + (capability == 89)]:
+        for form in forms:
+            weight = coded.CodedWeight((form,))
+            for rows in (16, 32, 64, 128):
+                x = torch.empty(rows, form.inputs, dtype=dtype)
+                gate = Epilogue(activation="silu")
+                yield partial(coded.coded_gemm, x, weight, gate, Workspace(CPU))
+            yield partial(coded.dequantized, form, dtype)
+
+
 def others(*_: int) -> Iterator[Call]:
     """Gates, recurrent layers, sampling, norms and rope, and exchanges between ranks."""
     from strobe.kernels import gates, recurrent, rowwise, sampling
@@ -194,7 +219,7 @@ def main() -> int:
     triton.runtime.driver.set_active(Target(GPUTarget("cuda", capability, 32)))  # type: ignore[arg-type]
     compile_instead()
     failed = 0
-    for group in (attention, gemms, grouped, others):
+    for group in (attention, gemms, grouped, coded, others):
         for call in group(capability, shared):
             try:
                 call()
