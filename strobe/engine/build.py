@@ -57,6 +57,7 @@ from strobe.runner.decode_state import DecodeState
 from strobe.runner.graphs import CUDACapturer, Eager, Graphs
 from strobe.runner.memory import (
     PageGroup,
+    captured_bytes,
     group_bytes,
     page_table_bytes,
     plan_pages,
@@ -235,6 +236,15 @@ class ResolvedConfig:
         )
 
     @property
+    def captured_bytes(self) -> int:
+        """Bytes of the tensors of captured steps (CUDA graphs), a part of scratch."""
+        if not self.backends.graphs:
+            return 0
+        drafts = [shadow.config for shadow in self.shadows] if self.draft is None else [self.draft]
+        num_features = len({layer for config in drafts for layer in config.capture})
+        return captured_bytes(self.limits, self.target.decoder, num_features, self.dtype)
+
+    @property
     def host_bytes(self) -> int:
         """Bytes of host memory that this rank's pages and states take there."""
         capacity = self.host_capacity
@@ -262,7 +272,8 @@ class ResolvedConfig:
                 bill[part] = num_pages[group] * spec.bytes_per_page(page_size, group)
         bill["states of requests"] = self.state_bytes
         bill["kept states"] = self.kept_state_bytes
-        bill["a step's tensors, logits and sampling"] = self.scratch
+        bill["a step's tensors, logits and sampling"] = self.scratch - self.captured_bytes
+        bill["captured steps (CUDA graphs)"] = self.captured_bytes
         bill["sampling tables"] = self.sampling_bytes
         bill["page tables"] = len(self.windows) * page_table_bytes(self.limits)
         return {part: size for part, size in bill.items() if size}
@@ -332,6 +343,25 @@ def resolve(config: EngineConfig, rank: int = 0) -> ResolvedConfig:
         if draft is not None:
             draft = hold_stored(draft, Path(config.draft or ""))
         shadows = tuple(replace(s, config=hold_stored(s.config, s.path)) for s in shadows)
+    resolved = plan_engine(config, target, draft, shadows=shadows, rank=rank)
+    if config.load_format == "auto":
+        paths = [str(shadow.path) for shadow in shadows]
+        fetch_weights(*filter(None, (config.draft, *paths, config.target)))
+    weights = _check_weights(resolved)
+    resolved.num_pages(weights)
+    return replace(resolved, weights=weights)
+
+
+def plan_engine(
+    config: EngineConfig,
+    target: TargetConfig,
+    draft: DraftConfig | None,
+    *,
+    shadows: tuple[ShadowDrafter, ...] = (),
+    rank: int = 0,
+) -> ResolvedConfig:
+    """Return what an engine for these models needs, but for the bytes of its weights. Reads no
+    file. Raises ValueError for settings that do not fit."""
     method = config.method or ("none" if draft is None else DRAFTER_METHOD)
     split = Split.of(config, rank)
     device = choose_device(config.device, rank, split.size)
@@ -346,9 +376,6 @@ def resolve(config: EngineConfig, rank: int = 0) -> ResolvedConfig:
         limits = resolve_limits(config, model_max=model_max, method=method, draft=draft, gpu=on_gpu)
     dtype = _choose_dtype(config, target, device)
     backends = choose_backends(config, target, drafts, device=device, dtype=dtype)
-    if config.load_format == "auto":
-        paths = [str(shadow.path) for shadow in shadows]
-        fetch_weights(*filter(None, (config.draft, *paths, config.target)))
     shadows = tuple(replace(s, config=split.split_draft(target, s.config)) for s in shadows)
     target, draft = split.split(target, draft)
     num_features = len({layer for config in drafts for layer in config.capture})
@@ -371,9 +398,7 @@ def resolve(config: EngineConfig, rank: int = 0) -> ResolvedConfig:
     if on_gpu and config.kv_offload_memory is not None:
         scratch += staging_bytes(resolved.page_bytes)
         resolved = replace(resolved, scratch=scratch)
-    weights = _check_weights(resolved)
-    resolved.num_pages(weights)
-    return replace(resolved, weights=weights)
+    return resolved
 
 
 def _load_configs(config: EngineConfig) -> tuple[TargetConfig, DraftConfig | None]:
@@ -501,6 +526,9 @@ def _log_bill(resolved: ResolvedConfig, pages: Sequence[int]) -> None:
         f"{sum(bill.values()):,}",
         f"{(pages[0] - 1) * resolved.limits.page_size:,}",
     )
+    if resolved.host_bytes:
+        pinned = "pinned " if resolved.device.type == "cuda" else ""
+        logger.info("The prefix cache has %s bytes of %shost memory.", resolved.host_bytes, pinned)
 
 
 def _load_models(

@@ -216,21 +216,35 @@ def scratch_bytes(limits: Limits, decoder: DecoderConfig, features: int, dtype: 
 
     Per row: the residual stream twice and normed once, `features` copies of it, and gate, up and
     their product, or for each of its experts these and three copies of itself; per row with logits
-    these, in dtype and in float32. Once for eager steps and once, for as many rows as are replayed,
-    for captured ones, whose outputs are copied once more for steps with grammars. Plus the sampling
-    tables, per slot.
+    these, in dtype and in float32. Once for eager steps and once for captured ones. Plus the
+    sampling tables, per slot.
     """
-    rows = limits.max_num_batched_tokens
-    logits_rows = limits.max_num_seqs * (1 + limits.num_drafts)
+    values = limits.max_num_batched_tokens * _values_per_row(decoder, features)
+    tables = SamplingState.num_bytes(limits.max_num_seqs, decoder.vocab_size)
+    eager = values * dtype.itemsize + _logits_bytes(limits, decoder, dtype)
+    return eager + captured_bytes(limits, decoder, features, dtype) + tables
+
+
+def captured_bytes(
+    limits: Limits, decoder: DecoderConfig, features: int, dtype: torch.dtype
+) -> int:
+    """Of `scratch_bytes`, those of captured steps: for as many rows as are replayed, whose outputs
+    are copied once more for steps with grammars."""
+    rows = max(limits.max_num_seqs * (1 + limits.num_drafts), MAX_CAPTURED_ROWS)
+    output_rows = max(limits.max_num_seqs * limits.lookahead, MAX_CAPTURED_ROWS) * (1 + features)
+    values = rows * _values_per_row(decoder, features) + output_rows * decoder.hidden_size
+    return values * dtype.itemsize + _logits_bytes(limits, decoder, dtype)
+
+
+def _values_per_row(decoder: DecoderConfig, features: int) -> int:
     inner = 3 * decoder.intermediate_size
     experts = decoder.experts
     if experts is not None:
         width = decoder.hidden_size + experts.moe_intermediate_size
         inner = max(inner, 3 * experts.top_k * width)
-    per_row = (3 + features) * decoder.hidden_size + inner
-    logits = logits_rows * decoder.vocab_size * (dtype.itemsize + 4)
-    tables = SamplingState.num_bytes(limits.max_num_seqs, decoder.vocab_size)
-    output_rows = max(limits.max_num_seqs * limits.lookahead, MAX_CAPTURED_ROWS) * (1 + features)
-    values = (rows + max(logits_rows, MAX_CAPTURED_ROWS)) * per_row
-    values += output_rows * decoder.hidden_size
-    return values * dtype.itemsize + 2 * logits + tables
+    return (3 + features) * decoder.hidden_size + inner
+
+
+def _logits_bytes(limits: Limits, decoder: DecoderConfig, dtype: torch.dtype) -> int:
+    rows = limits.max_num_seqs * (1 + limits.num_drafts)
+    return rows * decoder.vocab_size * (dtype.itemsize + 4)

@@ -25,6 +25,7 @@ from strobe.models.quantization import methods
 from strobe.models.quantization.fp8 import SCALE
 from strobe.models.weight_loading import check_draft_tensors, check_target_tensors
 from strobe.parallel.split import ALONE, Split
+from strobe.tools.memory_table import memory_facts
 from strobe.tools.weight_storage import storage_facts, storage_text
 
 
@@ -42,8 +43,15 @@ def describe(model: Path, draft: Path | None = None, split: Split = ALONE) -> di
     if draft is not None and draft_config is not None:
         check_pair(draft_config, config, draft)
     own_config, own_draft = split.split(config, draft_config)
+    memory: dict[str, Any] = {}
+    if split.size == 1:  # before anything is downloaded
+        module = check_target_tensors(model, config, open=None)
+        drafter = None
+        if draft is not None and draft_config is not None:
+            drafter = check_draft_tensors(draft, draft_config, open=None)
+        memory = {"memory": memory_facts(config, module, draft_config, drafter)}
     fetch_weights(model)
-    facts = _target_facts(model, config)
+    facts = _target_facts(model, config) | memory
     if config.states is not None:
         facts |= _state_facts(config, config.states, draft_config)
     opener = split.opener("auto")
@@ -211,10 +219,15 @@ def show(facts: dict[str, Any]) -> None:
             table.add_row(
                 "stored weights", "\n".join(f"{kind}: {text}" for kind, text in value.items())
             )
-        elif name not in ("path", "draft"):
+        elif name not in ("path", "draft", "memory"):
             table.add_row(name.replace("_", " "), _text(value))
     console.out(facts["path"])
     console.print(table)
+    if "memory" in facts:
+        bill = Table(show_header=False, title="memory in bytes, with default settings")
+        for name, value in facts["memory"].items():
+            bill.add_row(name, _text(value))
+        console.print(bill)
     if "draft" in facts:
         show(facts["draft"])
 

@@ -14,6 +14,7 @@ from strobe.models.quantization import methods
 from strobe.models.quantization.published import QUANT_FILE, format_name
 from strobe.models.weight_loading import check_draft_tensors, check_target_tensors
 from strobe.tools.checkpoint_info import decoder_facts, drafting_facts
+from strobe.tools.memory_table import memory_facts
 
 
 def is_config(name: str) -> bool:
@@ -52,6 +53,7 @@ def describe_config(path: Path, draft: Path | None = None) -> dict[str, Any]:
         if target.quantization is not None:
             facts["quantization"] = methods.describe(target.quantization, target.decoder)
         facts["loads"] = True
+        facts["memory"] = memory_facts(target, module)
     if draft is not None:
         facts["draft"] = _draft_facts(draft if draft.is_file() else draft / "config.json", target)
     return facts

@@ -46,6 +46,23 @@ def test_lone_target_config_is_described(main: Main, tmp_path: Path):
     assert facts["layers"] == 36
 
 
+def test_bill_of_a_lone_config_or_the_sentence_that_refuses_it(
+    main: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = written(tmp_path / "qwen.json", QWEN3_8B)
+    monkeypatch.setattr("strobe.runner.memory.free_memory", lambda device: 200 * 10**9)
+    _, facts = info(main, path)
+    bill = facts["memory"]
+    assert bill.pop("device") == "cpu"
+    assert bill.pop("tokens in the KV cache") == 40_960, "one context"
+    assert bill.pop("together") == sum(bill.values())
+    assert bill["keys and values of target"] == (40_960 + 16) * 2 * 36 * 8 * 128 * 4
+    monkeypatch.setattr("strobe.runner.memory.free_memory", lambda device: 10**9)
+    _, facts = info(main, path)
+    refused = facts["memory"]["refused"]
+    assert refused.startswith(f"The weights take {bill['weights']} bytes, but cpu has 1000000000 ")
+
+
 def test_lone_drafter_config_is_described(main: Main, tmp_path: Path):
     status, facts = info(main, written(tmp_path / "d.json", QWEN3_8B_DFLASH))
     assert (status, facts["loads"]) == (0, True)
