@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 
 import torch
 from torch import Tensor
@@ -129,6 +130,17 @@ class _Weight:
         if dtype not in dtypes:
             raise self.error(leaf, f"holds {dtype} values, but must hold {' or '.join(dtypes)}")
 
+    def need_matrix(self, leaf: str) -> None:
+        """Raises ValueError unless a tensor has rows and columns."""
+        if len(self.stored(leaf)) != 2:
+            raise self.error(leaf, f"has shape {list(self.stored(leaf))}, but must be a matrix")
+
+    def need_number(self, leaf: str) -> None:
+        """Raises ValueError unless a tensor is one number in float32."""
+        self.need(leaf, ["F32"])
+        if prod(self.stored(leaf)) != 1:
+            raise self.error(leaf, f"has shape {list(self.stored(leaf))}, but must be one number")
+
     def group(self, inputs: int) -> int:
         """Return the number of inputs that share a scale. inputs: of the whole weight."""
         shape = self.stored("weight_scale")
@@ -199,6 +211,9 @@ def _transposed(weight: _Weight) -> Form:
     asymmetric = weight.declared is None or weight.declared.asymmetric
     for leaf, dtypes in (("qweight", ("I32",)), ("scales", FLOATS)):
         weight.need(leaf, dtypes)
+        weight.need_matrix(leaf)
+    if weight.declared is not None and weight.declared.indexed:
+        weight.need("g_idx", ["I32", "I64"])
     stored = weight.stored("qweight")
     groups, columns = weight.stored("scales")
     is_awq = stored[1] != columns
@@ -294,7 +309,7 @@ def _packed_floats(weight: _Weight, codes: str, global_scale: str, *, is_divisor
         "weight_scale": (outputs, inputs // group),
     }
     if is_nvfp4:
-        weight.need(global_scale, ["F32"])
+        weight.need_number(global_scale)
         shapes[global_scale] = weight.stored(global_scale)
 
     def read(tensors: Sequence[Tensor]) -> GroupWeight:
@@ -319,6 +334,7 @@ def _grid(weight: _Weight, scheme: Scheme) -> Form:
     if weight.dtype("weight_scale_inv") is not None:
         leaf = "weight_scale_inv"
     weight.need(leaf, (*FLOATS, *EXPONENTS))
+    weight.need_matrix("weight")
     is_exponent = weight.dtype(leaf) in EXPONENTS
     shape = weight.stored(leaf)
     whole = weight.stored("weight")
@@ -337,7 +353,8 @@ def _grid(weight: _Weight, scheme: Scheme) -> Form:
         declared = weight.declared
         block = _block(whole, shape, declared.block if declared else None)
         if block is None:
-            raise weight.error(leaf, f"has shape {list(shape)} for a weight of {list(whole)}")
+            by = f" in blocks of {list(declared.block)}" if declared and declared.block else ""
+            raise weight.error(leaf, f"has shape {list(shape)} for a weight of {list(whole)}{by}")
         wanted = (-(-outputs // block[0]), -(-inputs // block[1]))
         blocks[f"{weight.stem}.{leaf}"] = Blocks(f"{weight.stem}.weight", block)
     shapes: dict[str, Shape] = {"weight": weight.shape, leaf: wanted}
@@ -366,10 +383,12 @@ def _block(weight: Shape, scale: Shape, declared: tuple[int, int] | None) -> tup
     """Return the rows and columns that share a scale; None if the shapes do not fit."""
     if len(scale) != 2:
         return None
+    if declared is not None:
+        fits = [-(-size // b) for size, b in zip(weight, declared, strict=True)] == [*scale]
+        return declared if fits else None
     sizes = list[int]()
-    for dim, (size, count) in enumerate(zip(weight, scale, strict=True)):
-        known = (declared[dim],) if declared else ()
-        fits = [b for b in (*known, *BLOCKS) if -(-size // b) == count]
+    for size, count in zip(weight, scale, strict=True):
+        fits = [b for b in BLOCKS if -(-size // b) == count]
         sizes.append(size if count == 1 and not fits else next(iter(fits), 0))
     return (sizes[0], sizes[1]) if all(sizes) else None
 

@@ -52,6 +52,7 @@ def read(fields: Fields, decoder: DecoderConfig) -> Quantization:
         "bits": fields.integer("bits"),
         "group_size": fields.get("group_size", -1),
         "sym": is_symmetric,
+        "desc_act": fields.flag("desc_act") and not is_awq,
     }
     rules = list[Rule]()
     ignored = read_names(fields, "modules_to_not_convert")
@@ -94,4 +95,5 @@ def _scheme(values: dict[str, Any], place: str, *, is_v2: bool) -> Scheme:
         group=group if isinstance(group, int) and group > 0 else None,
         asymmetric=not values["sym"],
         zero_offset=0 if is_v2 else 1,
+        indexed=bool(values["desc_act"]) and isinstance(group, int) and group > 0,
     )

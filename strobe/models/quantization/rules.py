@@ -17,7 +17,8 @@ LINEAR = ("Linear",)
 class Scheme:
     """How values of a weight are stored. group: inputs that share a scale; None if not said, or if
     all do. block: rows and columns that share a scale. asymmetric: with a zero per group.
-    zero_offset: what is added to stored zeros."""
+    zero_offset: what is added to stored zeros. indexed: inputs have groups in an order of their
+    own, which the checkpoint must have."""
 
     kind: Kind
     bits: int
@@ -25,6 +26,7 @@ class Scheme:
     block: tuple[int, int] | None = None
     asymmetric: bool = False
     zero_offset: int = 0
+    indexed: bool = False
 
     def __str__(self) -> str:
         if self.kind == "float":
