@@ -166,6 +166,12 @@ class Checkpoint:
         """Fill one part of a parameter, and release each page after reading it, so that the host
         does not hold a second copy of the weights."""
         first = next(iter(part.sources))
+        if self._gguf is not None and part.fill is copy and out.ndim > 0:
+            start = 0
+            for values in self._gguf.chunks(first, AT_ONCE):
+                copy(out[start : start + len(values)], values)
+                start += len(values)
+            return
         file, start, _ = self._places[first]
         if part.fill is not copy or out.ndim == 0 or self._gguf is not None:
             part.fill(out, *map(self.read, part.sources))

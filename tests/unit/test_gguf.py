@@ -18,6 +18,7 @@ from strobe.engine.build import resolve
 from strobe.hub.gguf_checkpoint import gguf_directory
 from strobe.hub.gguf_file import TYPES as HEADER_TYPES
 from strobe.hub.gguf_file import read_header
+from strobe.models import checkpoint
 from strobe.models.architectures import load_target_config
 from strobe.models.checkpoint import Checkpoint
 from strobe.models.quantization.gguf import GGUFFile
@@ -28,6 +29,7 @@ gguf = pytest.importorskip("gguf")
 from tests.support.gguf_files import (  # noqa: E402
     CONFIGS,
     HYBRIDS,
+    SHAPE,
     TOKENS,
     hybrid,
     metadata_of,
@@ -346,6 +348,15 @@ def test_gpt_oss_keeps_experts_in_mxfp4(experts: str, tmp_path: Path):
     check_answer(file, model)
     quantization = load_target_config(gguf_directory(file)).quantization
     assert (quantization is not None) == (experts == "MXFP4")
+
+
+def test_tensors_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Of 3 rows, which do not divide the others."""
+    monkeypatch.setattr(checkpoint, "AT_ONCE", 3 * 4 * SHAPE["hidden_size"])
+    model = model_of("qwen3")
+    check_answer(
+        write(tmp_path / "a.gguf", metadata_of("qwen3"), tensors_of("qwen3", model)), model
+    )
 
 
 def test_recurrent_layers_are_those_of_the_metadata(tmp_path: Path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -183,6 +183,28 @@ class GGUFFile:
         """Return a tensor as the checkpoint's format has it."""
         tensor = self.tensors[name]
         return tensor.decode(*map(self._bytes, tensor.sources))
+
+    def chunks(self, name: str, size: int) -> Iterator[Tensor]:
+        """Yield a tensor in pieces of rows of about `size` bytes in fp32, and release the pages of
+        each; whole if llama.cpp changed it."""
+        tensor = self.tensors[name]
+        rows = tensor.stored.shape[0]
+        if tensor.restore is not None or len(tensor.stored.shape) != 2:
+            yield self.read(name)
+            self.release(name)
+            return
+        stored = tensor.stored
+        bytes_of_row = (stored.end - stored.start) // rows
+        count = max(size // (4 * stored.shape[1]), 1)
+        for first in range(0, rows, count):
+            last = min(first + count, rows)
+            part = stored._replace(
+                shape=(last - first, stored.shape[1]),
+                start=stored.start + first * bytes_of_row,
+                end=stored.start + last * bytes_of_row,
+            )
+            yield tensor._replace(sources=(part,)).decode(self._bytes(part))
+            self._files[part.file].release(part.start, part.end)
 
     def release(self, name: str) -> None:
         """Release a tensor's pages after reading it."""
