@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,22 @@ def test_preempted_request_resumes_from_host_memory(
     assert engine.stats.host_loads
     alone = make_engine(lone(path))
     assert texts == [ask(alone, prompt, sampling).output_ids for prompt in short]
+
+
+@pytest.mark.parametrize("family", [pytest.param("qwen3", marks=pytest.mark.full), "hybrid"])
+def test_busy_tier_and_preemptions_leave_every_answer_as_alone(
+    family: str, drafter: Path, request: pytest.FixtureRequest
+):
+    path = request.getfixturevalue(family)
+    engine = make_tiered(config(path, max_num_seqs=4, overlap=2, **drafting(drafter)))
+    noise = random.Random(7)
+    sampling = WARM.clone(max_tokens=50)
+    asked = [noise.choice(PROMPTS)[: noise.randint(40, 130)] for _ in range(16)]
+    texts = run(engine, asked, sampling)
+    assert engine.stats.preemptions > 3
+    assert engine.stats.host_loads > 10
+    alone = make_engine(lone(path))
+    assert texts == [ask(alone, prompt, sampling).output_ids for prompt in asked]
 
 
 def test_decoding_goes_on_while_a_prefix_is_brought_back(qwen3: Path):
