@@ -1,6 +1,7 @@
 """Load the server with many good and bad clients; afterwards it must be in its initial state.
 
     python benchmarks/soak.py [--streams 1000] [--seconds 300] [--max-waiting 1100] [--json FILE]
+                              [--small-pool]
 
 Each stream sends one request after another: well-formed requests with random features (some
 clients disconnect at a random moment), bad bodies, bad HTTP, oversized prompts and truncated
@@ -370,6 +371,11 @@ def main() -> int:
     parser.add_argument("--max-waiting", type=int, default=1100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--small-pool",
+        action="store_true",
+        help="pages for one context, and host memory: requests are preempted and brought back",
+    )
     arguments = parser.parse_args()
     if not arguments.requests and not arguments.seconds:
         arguments.seconds = 300.0
@@ -378,6 +384,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the server
     with tempfile.TemporaryDirectory() as directory:
         options = [f"--max-waiting={arguments.max_waiting}", f"--max-body-bytes={1 << 20}"]
+        if arguments.small_pool:
+            options += ["--kv-cache-memory=40MiB", "--kv-offload-memory=128MiB"]
         server = Server(options, Path(directory) / "log")
         try:
             report = asyncio.run(soak(arguments, server))

@@ -40,6 +40,13 @@ def test_mixed_requests_leave_no_trace(tmp_path: Path):
 
 
 @pytest.mark.full
+def test_mixed_requests_leave_no_trace_with_a_small_pool_and_host_memory(tmp_path: Path):
+    options = "--streams=12", "--requests=60", "--small-pool"
+    became, _ = soak(tmp_path / "soak.json", *options)
+    assert count(became, ": answered") > 15
+
+
+@pytest.mark.full
 def test_hundreds_of_requests_with_short_queue_leave_no_trace(tmp_path: Path):
     """A queue of four makes many of them wait."""
     options = "--streams=40", "--requests=240", "--max-waiting=4"
