@@ -488,6 +488,10 @@ def test_caches_beyond_memory_are_one_sentence(monkeypatch: pytest.MonkeyPatch):
         ValueError, match=r"^data_parallel_size is 2 and kv_cache_memory is 4G, which takes 8589934"
     ):
         make(monkeypatch, kv_cache_memory="4G")
+    with pytest.raises(
+        ValueError, match=r"^data_parallel_size is 2 and kv_offload_memory is 4G, which takes 85899"
+    ):
+        share_memory(CPU.with_(kv_offload_memory="4G"), 2)
 
 
 def test_process_has_its_environment_before_torch(monkeypatch: pytest.MonkeyPatch):

@@ -53,7 +53,17 @@ def make_replicas(
 
 def share_memory(config: EngineConfig, count: int) -> EngineConfig:
     """Return the configuration of each of `count` engines, so that their KV caches together fit a
-    CPU's memory. Raises ValueError if kv_cache_memory is too large for that."""
+    CPU's memory. Raises ValueError if kv_cache_memory is too large for that, or kv_offload_memory
+    of all engines for the host."""
+    if config.kv_offload_memory is not None:
+        total = count * parse_bytes(config.kv_offload_memory, "kv_offload_memory")
+        free = free_host_memory()
+        if total > free:
+            raise ValueError(
+                f"data_parallel_size is {count} and kv_offload_memory is "
+                f"{config.kv_offload_memory}, which takes {total} bytes in all, but cpu has {free} "
+                "bytes free; ask for less."
+            )
     if config.device != "cpu":
         return config
     free = free_host_memory()
