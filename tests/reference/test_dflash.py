@@ -229,18 +229,21 @@ def reference(request: pytest.FixtureRequest, draft: Any, target: Any, texts: An
 def context_checker(
     engine: Engine, reference: Reference, sequences: dict[Request, list[int]]
 ) -> Any:
-    """Return a check that the drafter's store holds each running request's committed context."""
-    store, size = engine.components.stores["draft"].data, engine.limits.page_size
+    """Return a check that the drafter's store holds each running request's committed context, but
+    for pages that were given back."""
+    store, size = engine.components.stores["draft"], engine.limits.page_size
+    group = store.spec.group_of(0)
 
     def check(requests: list[Request]) -> None:
         for record in engine.scheduler.running:
-            pages = torch.tensor(record.lease.tables[0])
-            positions = torch.arange(record.lease.length)
+            pages = torch.tensor(record.lease.tables[group])
+            first = record.lease.first_held(group) * size
+            positions = torch.arange(first, record.lease.length)
             slots = pages[positions // size] * size + positions % size
             for layer, (keys, values) in enumerate(
                 reference.contexts[tuple(sequences[record.request])]
             ):
-                stored = store[layer, slots]
+                stored = store.layers[layer][slots]
                 torch.testing.assert_close(stored[:, 0], keys[positions], atol=1e-4, rtol=1e-4)
                 torch.testing.assert_close(stored[:, 1], values[positions], atol=1e-4, rtol=1e-4)
 
