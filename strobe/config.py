@@ -122,8 +122,8 @@ class EngineConfig:
     )
     kv_offload_memory: Annotated[int | str | None, PlainValidator(_check_size)] = option(
         None,
-        "Bytes of host memory, such as 32GiB, of all ranks together, to which the prefix cache "
-        "copies pages and states before the device loses them; by default none.",
+        "Bytes of host memory, such as 32GiB, of all ranks together. The prefix cache copies pages "
+        "and states there before the device loses them; by default none.",
     )
     gpu_memory_utilization: Annotated[float, Field(ge=0.01, le=1)] | None = option(
         None, "Share of a GPU's memory that may be in use, others' included; by default the rest."
