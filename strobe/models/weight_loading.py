@@ -305,7 +305,9 @@ def load_target(
             "the head in the checkpoint is used.",
             directory,
         )
-    return _load(module, directory, options)
+    module = _load(module, directory, options)
+    _find_at_once(module)
+    return module
 
 
 def load_draft(
@@ -330,6 +332,7 @@ def load_draft(
     )
     module = _load(module, directory, options)
     module.fold()
+    _find_at_once(module)
     if options.get("fp8") and module.head_in_fp8:
         module.fp8_head = fp8_copy(module.output.dense(options["dtype"]))
     if config.draft_vocab_size is not None:
@@ -353,6 +356,10 @@ def _load(module: Model, directory: Path, options: LoadOptions) -> Model:
             submodule.dtype = options["dtype"]
         if isinstance(submodule, RMSNorm | Attention):
             submodule.fold()
-    for submodule in module.modules():  # found at once then, not by nn.Module's own search
-        submodule.__dict__.update(submodule.named_children())
     return module
+
+
+def _find_at_once(module: Model) -> None:
+    """Let attributes find submodules at once, not by nn.Module's own search."""
+    for submodule in module.modules():
+        submodule.__dict__.update(submodule.named_children())
