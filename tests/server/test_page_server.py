@@ -252,3 +252,10 @@ def test_shadow_mode_shows_its_report_when_opened(page: Page, mock: MockServer):
     assert not [url for url in page.requests if url.endswith("/shadow")]
     page.evaluate("document.querySelector('#shadow summary').click()")
     page.until("document.querySelector('#shadow pre').textContent.includes('drafter  group')")
+
+
+def test_page_names_the_command_that_verifies_its_models(page: Page, mock: MockServer):
+    visit(page, mock.url)
+    page.until("!document.querySelector('#verify-note').hidden")
+    command = page.evaluate("document.querySelector('#verify-note code').textContent")
+    assert command == "strobe verify 'a target' draft"

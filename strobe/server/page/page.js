@@ -247,9 +247,21 @@ async function loadModel() {
   byId("examples").hidden = !model;
   byId("demo-note").hidden = model?.name !== DEMO;
   byId("shadow").hidden = !model?.config.shadow;
+  byId("verify-note").hidden = !model?.config.target;
+  byId("verify-note").querySelector("code").textContent = model ? verifyCommand(model.config) : "";
   if (model) offerExamples();
   if (model) settings.fitTo(model);
   refresh();
+}
+
+/** Return the command that verifies the server's models. */
+function verifyCommand({ target, draft }) {
+  return ["strobe verify", target, draft].filter(Boolean).map(quoted).join(" ");
+}
+
+/** Quote a name for a shell where it needs that. */
+function quoted(name, index) {
+  return index === 0 || /^[\w./:@+-]+$/.test(name) ? name : `'${name.replaceAll("'", "'\\''")}'`;
 }
 
 /** Show what drafters would bring, in shadow mode. */

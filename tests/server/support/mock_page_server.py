@@ -218,7 +218,7 @@ class MockServer(ThreadedServer):
                 "methods": ["dflash", "ngram", "none"],
                 "sampling": {"top_p": 0.9},
             },
-            "config": {"shadow": self.shadow is not None},
+            "config": {"shadow": self.shadow is not None, "target": "a target", "draft": "draft"},
             "server": {"served_model_name": [self.model]},
             "template": self.template,
         }
