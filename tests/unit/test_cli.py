@@ -661,6 +661,13 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Checkpoint, "read", read)
 
 
+def assert_adds_up(memory: dict[str, Any]) -> None:
+    """Check that the bytes of a bill's parts are those of all together."""
+    parts = {name: size for name, size in memory.items() if isinstance(size, int)}
+    del parts["tokens in the KV cache"]
+    assert parts.pop("together") == sum(parts.values())
+
+
 def test_info_describes_target_drafter_and_pair(
     main: Callable[..., Any], pair: Pair, no_weights: None
 ):
@@ -669,6 +676,7 @@ def test_info_describes_target_drafter_and_pair(
     target = json.loads(out)
     stored = target.pop("stored_weights")
     assert stored["MLP"] == "15 in float32, 92,160 bytes; held in float32, exact"
+    assert_adds_up(target.pop("memory"))
     assert target == {
         "path": str(pair.target), "kind": "target", "architecture": "Qwen3ForCausalLM",
         "parameters": 185_344, "bytes_on_disk": 4 * 185_344, "layers": 5, "hidden_size": 32,
@@ -683,6 +691,9 @@ def test_info_describes_target_drafter_and_pair(
     assert draft["reads_output_of_target_layers"] == [0, 1, 3]
     assert draft["parameters"] == 24_832
     facts = json.loads(main("info", pair.target, "--draft", pair.draft, "--json")[1])
+    memory = facts.pop("memory")
+    assert_adds_up(memory)
+    assert memory["keys and values of draft"] > 0
     assert facts == {**target, "stored_weights": stored, "draft": draft, "pair": "fits"}
 
 
