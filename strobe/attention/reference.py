@@ -78,7 +78,7 @@ class ReferencePlan:
         end = min(last, batch.limit - 1) + 1
         slot = int(batch.slots[group.members[0]])
         pages = table.numpy()[slot, : -(-end // batch.page_size)]
-        first = int(pages[0])
+        first = int(pages.item(0))
         return range(first, first + end) if (pages == first).all() else None
 
     def _slots(self, group: Group) -> Tensor:
