@@ -70,7 +70,7 @@ class ReferencePlan:
         """Return the slots of all positions of a single span if they follow one another, so that
         its keys need not be gathered. On a CPU only, which reads the table without waiting."""
         batch = self.batch
-        if len(group.members) > 1 or table.device.type != "cpu":
+        if len(group.members) != 1 or table.device.type != "cpu":
             return None
         if self.store.spec.dtype.itemsize == 1:  # converted, and thus copied
             return None
