@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -140,24 +141,25 @@ def _rows(weight: Tensor) -> Tensor:
     return torch.atleast_2d(weight).flatten(0, -2)[:ROWS].float()
 
 
+def _cast(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    return rows.to(dtype).float()
+
+
+def _rounded(rows: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+    return rounded(rows.to(dtype), name).rows(0, len(rows))
+
+
+def _in_fp8(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    values, scale = fp8_rows(rows.to(dtype))
+    return values.float() * scale[:, None]
+
+
 def held_kinds(
     config: TargetConfig | DraftConfig, weights: WeightFormat, dtype: torch.dtype
 ) -> Mapping[str, Held]:
     """Return how the kinds of weights are held in memory; "" is of those not named."""
     quantization = config.quantization
-
-    def cast(rows: Tensor) -> Tensor:
-        return rows.to(dtype).float()
-
-    def round_rows(rows: Tensor) -> Tensor:
-        assert weights.rounded is not None
-        return rounded(rows.to(dtype), weights.rounded).rows(0, len(rows))
-
-    def fp8(rows: Tensor) -> Tensor:
-        values, scale = fp8_rows(rows.to(dtype))
-        return values.float() * scale[:, None]
-
-    plain = Held(_name(dtype), cast)
+    plain = Held(_name(dtype), partial(_cast, dtype=dtype))
     stored = Held("as stored")
     linear = plain
     head = plain
@@ -167,9 +169,9 @@ def held_kinds(
         make = head_format(FORMATS[weights.packed], dtype)
         head = _packed(next(name for name, kind in FORMATS.items() if kind is make))
     elif weights.rounded is not None:
-        linear = Held(weights.rounded, round_rows)
+        linear = Held(weights.rounded, partial(_rounded, name=weights.rounded, dtype=dtype))
     elif weights.fp8:
-        linear = Held("fp8, a scale per row", fp8)
+        linear = Held("fp8, a scale per row", partial(_in_fp8, dtype=dtype))
         experts = linear
     if quantization is not None and quantization.method in ("fp8", "mxfp4"):
         experts = stored
