@@ -1,5 +1,5 @@
 # pyright: basic, reportCallIssue=false, reportAssignmentType=false, reportAttributeAccessIssue=false
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
 """Products with weights that are stored in codes, whose values exist only in registers.
 
     _part_kernel        the columns of few rows as `_gemm_kernel` reads them
@@ -167,50 +167,95 @@ def _stages(tile: Tile, block_m: int, per_word: int, itemsize: int, shared: int)
     return max(1, min(STAGES, (shared - _OTHER_BYTES) // step))
 
 
+def _assembly(start: str, of_byte: str, count: int, per_byte: int) -> str:
+    """Return PTX that decodes two words into `count` registers of two values each: `of_byte` for
+    each of the 4 bytes. {low} and {high} select, for `prmt`, the byte of both words for the low or
+    the high byte of each half of a register."""
+    steps = [
+        of_byte.format(
+            low=f"0x{byte + 4}{byte + 4}{byte + 4}{byte}",
+            high=f"0x{byte + 4}{byte}{byte}{byte}",
+            first=per_byte * byte,
+            second=per_byte * byte + 1,
+            one=f"${count}",
+            other=f"${count + 1}",
+            scale=f"${count + 2}",
+            zero=f"${count + 3}",
+        )
+        for byte in range(4)
+    ]
+    return "{" + start + "".join(steps) + "}"
+
+
+_INT4 = tl.constexpr(
+    _assembly(
+        """
+        .reg .b32 pair, code, one, none;
+        mov.b32 one, 0x3F803F80;
+        mov.b32 none, 0x80008000;
+        """,
+        """
+        prmt.b32 pair, {one}, {other}, {low};
+        lop3.b32 code, pair, 0x000F000F, 0x43004300, 0xEA;
+        fma.rn.bf16x2 code, code, one, {zero};
+        fma.rn.bf16x2 ${first}, code, {scale}, none;
+        shr.b32 pair, pair, 4;
+        lop3.b32 code, pair, 0x000F000F, 0x43004300, 0xEA;
+        fma.rn.bf16x2 code, code, one, {zero};
+        fma.rn.bf16x2 ${second}, code, {scale}, none;
+        """,
+        count=8,
+        per_byte=2,
+    )
+)
+_E2M1 = tl.constexpr(
+    _assembly(
+        """
+        .reg .b32 pair, sign, size, none;
+        mov.b32 none, 0x80008000;
+        """,
+        """
+        prmt.b32 pair, {one}, {other}, {high};
+        shl.b32 sign, pair, 4;
+        and.b32 sign, sign, 0x80008000;
+        shr.b32 size, pair, 2;
+        lop3.b32 size, size, 0x01C001C0, sign, 0xEA;
+        fma.rn.bf16x2 ${first}, size, {scale}, none;
+        and.b32 sign, pair, 0x80008000;
+        shr.b32 size, pair, 6;
+        lop3.b32 size, size, 0x01C001C0, sign, 0xEA;
+        fma.rn.bf16x2 ${second}, size, {scale}, none;
+        """,
+        count=8,
+        per_byte=2,
+    )
+)
+_E4M3 = tl.constexpr(
+    _assembly(
+        """
+        .reg .b32 pair, size, power, none;
+        mov.b32 power, 0x7B807B80;  // 2^120, twice
+        mov.b32 none, 0x80008000;
+        """,
+        """
+        prmt.b32 pair, {one}, {other}, {high};
+        shr.b32 size, pair, 4;
+        and.b32 size, size, 0x07F007F0;
+        lop3.b32 size, pair, 0x80008000, size, 0xEA;
+        fma.rn.bf16x2 ${first}, size, power, none;
+        """,
+        count=4,
+        per_byte=1,
+    )
+)
+
+
 @triton.jit
 def _int4_pairs(words, scale, zero):
     """Return 8 bfloat16 tensors: (code - zero) x scale of each code, from 128 + code. scale and
     zero are of the shape of words, zero as -(128 + zero)."""
     return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 pair, code, one, none;
-        mov.b32 one, 0x3F803F80;
-        mov.b32 none, 0x80008000;
-        prmt.b32 pair, $8, $9, 0x4440;
-        lop3.b32 code, pair, 0x000F000F, 0x43004300, 0xEA;
-        fma.rn.bf16x2 code, code, one, $11;
-        fma.rn.bf16x2 $0, code, $10, none;
-        shr.b32 pair, pair, 4;
-        lop3.b32 code, pair, 0x000F000F, 0x43004300, 0xEA;
-        fma.rn.bf16x2 code, code, one, $11;
-        fma.rn.bf16x2 $1, code, $10, none;
-        prmt.b32 pair, $8, $9, 0x5551;
-        lop3.b32 code, pair, 0x000F000F, 0x43004300, 0xEA;
-        fma.rn.bf16x2 code, code, one, $11;
-        fma.rn.bf16x2 $2, code, $10, none;
-        shr.b32 pair, pair, 4;
-        lop3.b32 code, pair, 0x000F000F, 0x43004300, 0xEA;
-        fma.rn.bf16x2 code, code, one, $11;
-        fma.rn.bf16x2 $3, code, $10, none;
-        prmt.b32 pair, $8, $9, 0x6662;
-        lop3.b32 code, pair, 0x000F000F, 0x43004300, 0xEA;
-        fma.rn.bf16x2 code, code, one, $11;
-        fma.rn.bf16x2 $4, code, $10, none;
-        shr.b32 pair, pair, 4;
-        lop3.b32 code, pair, 0x000F000F, 0x43004300, 0xEA;
-        fma.rn.bf16x2 code, code, one, $11;
-        fma.rn.bf16x2 $5, code, $10, none;
-        prmt.b32 pair, $8, $9, 0x7773;
-        lop3.b32 code, pair, 0x000F000F, 0x43004300, 0xEA;
-        fma.rn.bf16x2 code, code, one, $11;
-        fma.rn.bf16x2 $6, code, $10, none;
-        shr.b32 pair, pair, 4;
-        lop3.b32 code, pair, 0x000F000F, 0x43004300, 0xEA;
-        fma.rn.bf16x2 code, code, one, $11;
-        fma.rn.bf16x2 $7, code, $10, none;
-        }
-        """,
+        _INT4,
         "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r",
         [words, scale, zero],
         dtype=(tl.bfloat16,) * 8,
@@ -223,52 +268,7 @@ def _int4_pairs(words, scale, zero):
 def _e2m1_pairs(words, scale):
     """Return 8 bfloat16 tensors: value x 2**-126 x scale of each code."""
     return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 pair, sign, size, none;
-        mov.b32 none, 0x80008000;
-        prmt.b32 pair, $8, $9, 0x4000;
-        shl.b32 sign, pair, 4;
-        and.b32 sign, sign, 0x80008000;
-        shr.b32 size, pair, 2;
-        lop3.b32 size, size, 0x01C001C0, sign, 0xEA;
-        fma.rn.bf16x2 $0, size, $10, none;
-        and.b32 sign, pair, 0x80008000;
-        shr.b32 size, pair, 6;
-        lop3.b32 size, size, 0x01C001C0, sign, 0xEA;
-        fma.rn.bf16x2 $1, size, $10, none;
-        prmt.b32 pair, $8, $9, 0x5111;
-        shl.b32 sign, pair, 4;
-        and.b32 sign, sign, 0x80008000;
-        shr.b32 size, pair, 2;
-        lop3.b32 size, size, 0x01C001C0, sign, 0xEA;
-        fma.rn.bf16x2 $2, size, $10, none;
-        and.b32 sign, pair, 0x80008000;
-        shr.b32 size, pair, 6;
-        lop3.b32 size, size, 0x01C001C0, sign, 0xEA;
-        fma.rn.bf16x2 $3, size, $10, none;
-        prmt.b32 pair, $8, $9, 0x6222;
-        shl.b32 sign, pair, 4;
-        and.b32 sign, sign, 0x80008000;
-        shr.b32 size, pair, 2;
-        lop3.b32 size, size, 0x01C001C0, sign, 0xEA;
-        fma.rn.bf16x2 $4, size, $10, none;
-        and.b32 sign, pair, 0x80008000;
-        shr.b32 size, pair, 6;
-        lop3.b32 size, size, 0x01C001C0, sign, 0xEA;
-        fma.rn.bf16x2 $5, size, $10, none;
-        prmt.b32 pair, $8, $9, 0x7333;
-        shl.b32 sign, pair, 4;
-        and.b32 sign, sign, 0x80008000;
-        shr.b32 size, pair, 2;
-        lop3.b32 size, size, 0x01C001C0, sign, 0xEA;
-        fma.rn.bf16x2 $6, size, $10, none;
-        and.b32 sign, pair, 0x80008000;
-        shr.b32 size, pair, 6;
-        lop3.b32 size, size, 0x01C001C0, sign, 0xEA;
-        fma.rn.bf16x2 $7, size, $10, none;
-        }
-        """,
+        _E2M1,
         "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r",
         [words, scale],
         dtype=(tl.bfloat16,) * 8,
@@ -281,33 +281,7 @@ def _e2m1_pairs(words, scale):
 def _e4m3_pairs(words):
     """Return 4 bfloat16 tensors: the value of each byte."""
     return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 pair, size, power, none;
-        mov.b32 power, 0x7B807B80;  // 2^120, twice
-        mov.b32 none, 0x80008000;
-        prmt.b32 pair, $4, $5, 0x4000;
-        shr.b32 size, pair, 4;
-        and.b32 size, size, 0x07F007F0;
-        lop3.b32 size, pair, 0x80008000, size, 0xEA;
-        fma.rn.bf16x2 $0, size, power, none;
-        prmt.b32 pair, $4, $5, 0x5111;
-        shr.b32 size, pair, 4;
-        and.b32 size, size, 0x07F007F0;
-        lop3.b32 size, pair, 0x80008000, size, 0xEA;
-        fma.rn.bf16x2 $1, size, power, none;
-        prmt.b32 pair, $4, $5, 0x6222;
-        shr.b32 size, pair, 4;
-        and.b32 size, size, 0x07F007F0;
-        lop3.b32 size, pair, 0x80008000, size, 0xEA;
-        fma.rn.bf16x2 $2, size, power, none;
-        prmt.b32 pair, $4, $5, 0x7333;
-        shr.b32 size, pair, 4;
-        and.b32 size, size, 0x07F007F0;
-        lop3.b32 size, pair, 0x80008000, size, 0xEA;
-        fma.rn.bf16x2 $3, size, power, none;
-        }
-        """,
+        _E4M3,
         "=&r,=&r,=&r,=&r,r,r",
         [words],
         dtype=(tl.bfloat16,) * 4,
