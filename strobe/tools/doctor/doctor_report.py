@@ -56,9 +56,7 @@ def _show_measured(console: Console, report: Report) -> None:
     """Print acceptance per position, the margins, and the variants."""
     console.print()
     console.print("Acceptance, greedy", style="bold")
-    table = Table(box=None, padding=(0, 1, 0, 1), header_style="dim")
-    table.add_column("")
-    table.add_column("tokens per step", justify="right")
+    table = _table("tokens per step")
     width = max(len(row["rate_per_position"]) for row in report.measured)
     shown = _shown(width)
     for position in shown:
@@ -74,10 +72,7 @@ def _show_measured(console: Console, report: Report) -> None:
     if report.variants:
         console.print()
         console.print("Variants of the drafter's config", style="bold")
-        table = Table(box=None, padding=(0, 1, 0, 1), header_style="dim")
-        table.add_column("")
-        table.add_column("tokens", justify="right")
-        table.add_column("standard errors above", justify="right")
+        table = _table("tokens", "standard errors above")
         for row in report.variants:
             sure = f"{row['gain']:+.1f}" if "gain" in row else ""
             table.add_row(row["what"], f"{row['tokens']:.2f}", sure)
@@ -88,14 +83,20 @@ def _show_measured(console: Console, report: Report) -> None:
         )
 
 
+def _table(*columns: str) -> Table:
+    """Return a table with a column of names before the given ones."""
+    table = Table(box=None, padding=(0, 1, 0, 1), header_style="dim")
+    table.add_column("")
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
 def _show_formats(console: Console, report: Report) -> None:
     """Print tokens per step with rounded weights and without."""
     console.print()
     console.print("Rounded weights", style="bold")
-    table = Table(box=None, padding=(0, 1, 0, 1), header_style="dim")
-    table.add_column("")
-    table.add_column("tokens per step", justify="right")
-    table.add_column("lost by rounding", justify="right")
+    table = _table("tokens per step", "lost by rounding")
     for row in report.formats:
         lost = f"{row['lost']:+.1%}" if "lost" in row else ""
         table.add_row(row["what"], f"{row['tokens_per_step']:.2f}", lost)
@@ -106,10 +107,8 @@ def _show_margins(console: Console, report: Report) -> None:
     """Print, by position, the fit that adaptive drafting uses."""
     console.print()
     console.print("Margins and right drafts", style="bold")
-    table = Table(box=None, padding=(0, 1, 0, 1), header_style="dim")
     shown = _shown(len(report.margins))
-    for name in ("", *[str(position + 1) for position in shown]):
-        table.add_column(name, justify="right" if name else "left")
+    table = _table(*[str(position + 1) for position in shown])
     rows = {
         "right, if all before it are": "right",
         "at low evidence": "chance_at_low",
