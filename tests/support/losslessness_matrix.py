@@ -369,7 +369,9 @@ def compare(c: Combination, pair: Pair, expected: list[list[int]]) -> Engine:
         drain(engine, requests)
         assert [r.output_ids for r in requests] == expected
         check_counts(c, requests)
-    assert (engine.stats.preemptions > 0) >= c.preempts
+    # A sequence that holds only its window's pages leaves room for short ones beside it.
+    keeps_all_pages = engine.components.pool.window is None
+    assert (engine.stats.preemptions > 0) >= (c.preempts and keeps_all_pages)
     if c.proposer not in ("none", "per request") and c.lengths == "full":
         assert engine.stats.draft_counts.num_verified > 0
     if c.proposer == "wavering" and c.lengths == "full":
