@@ -108,7 +108,7 @@ class Speculation:
     """One request's drafting; None leaves the choice to the engine.
 
     method: "dflash", "ngram", "dflash+ngram" (prompt lookup in steps where it is expected to be
-    accepted further), or "none". num_drafts: drafts verified per step, at most the engine's limit.
+    accepted further), or "none". num_drafts: drafts verified per step, up to the engine's limit.
     return_drafts: report each step's drafts, rejected ones included. always: draft in every step,
     even where drafting promises less than it costs.
     """
@@ -188,12 +188,12 @@ Stops = Annotated[Sequence[Annotated[str, Field(min_length=1)]], BeforeValidator
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What an option of SamplingParams does in the engine, and where users can set it.
+    """The role of an option of SamplingParams in the engine, and where users can set it.
 
     effect: a filter narrows the tokens to sample from; penalties and processors change the logits;
     all are off at the option's default. column: the type of its column in the sampler's per-slot
     tables and in `RowParams`. recommended: a checkpoint's generation_config.json may set the
-    default. flag: the command line has it. http: every generating endpoint has this field, made
+    default. flag: the command line has it. http: every generating endpoint has this field, derived
     from the declaration; if false, the request models write the field, because its JSON has another
     form or the endpoints differ. ollama: Ollama's `options` have it; a text is its name there.
     """
@@ -210,9 +210,9 @@ class Facts:
 class SamplingParams:
     """How tokens are sampled and when an answer stops, with vLLM's names, defaults and meanings.
 
-    A token must pass all three filters: be among the top_k most probable ones, be in the smallest
-    set of these with mass >= top_p, and be at least min_p times as probable as the most probable
-    token. Temperatures below 1e-6 are read as 0, and top_k -1 as 0. Raises ValueError naming a
+    A token must pass all three filters: be among the top_k tokens of highest probability, be in the
+    smallest set of these with mass >= top_p, and have a probability of min_p times the highest one
+    or more. Temperatures below 1e-6 are read as 0, and top_k -1 as 0. Raises ValueError naming a
     value out of range.
 
     Each option is declared once, here. The sampler's tables, the fields of the APIs, the flags of
@@ -384,8 +384,8 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOption:
-    """A field of SamplingParams, for code that treats options alike. kind: bool, int or float, None
-    for another type. low, high: a number's bounds; above: low itself is not allowed."""
+    """A field of SamplingParams, for code that handles all options in one way. kind: bool, int or
+    float, None for another type. low, high: a number's bounds; above: low itself is not allowed."""
 
     name: str
     kind: type[bool] | type[int] | type[float] | None
@@ -443,7 +443,7 @@ OPTIONS = tuple(
 """Every option, in the order of the fields."""
 FILTERS = tuple(option for option in OPTIONS if option.facts.effect == "filter")
 PENALTIES = tuple(option for option in OPTIONS if option.facts.effect == "penalty")
-"""Their order is that of the columns of `Tables.strengths`."""
+"""In the order of the columns of `Tables.strengths`."""
 PROCESSORS = tuple(option for option in OPTIONS if option.facts.effect == "processor")
 RECOMMENDED = tuple(option for option in OPTIONS if option.facts.recommended)
 """Options whose default a checkpoint may set."""

@@ -31,8 +31,8 @@ class WeightFormat(NamedTuple):
 class BackendChoice(NamedTuple):
     """attention, draft_attention: "triton" or "reference"; kernels: whether triton kernels run the
     models' operations and sampling; graphs: whether steps are captured; overlap: steps in flight;
-    kv_dtype: dtype of keys and values; weights, draft_weights: how the target's and the drafters'
-    weights are held."""
+    kv_dtype: dtype of keys and values; weights, draft_weights: storage of the target's and the
+    drafters' weights in memory."""
 
     attention: str
     draft_attention: str

@@ -126,7 +126,7 @@ class ResolvedConfig:
         return [w if w is not None and self._held(w) < max_pages else None for w in windows]
 
     def _held(self, window: int) -> int:
-        """Return the pages that a decoding sequence holds at most in a group with a window."""
+        """Return the maximum of pages that a decoding sequence holds in a group with a window."""
         limits = self.limits
         margin = return_margin(limits.page_size) if self.num_kept_states else 0
         rows = self.backends.overlap * limits.lookahead
@@ -260,7 +260,7 @@ class ResolvedConfig:
         return SamplingState.num_bytes(self.limits.max_num_seqs, self.target.decoder.vocab_size)
 
     def memory_bill(self, num_pages: Sequence[int]) -> dict[str, int]:
-        """Return the bytes of each part of an engine on its device. num_pages: those of each page
+        """Return the bytes of each part of an engine on its device. num_pages: of each page
         group."""
         page_size = self.limits.page_size
         bill = {"weights": self.weights}
@@ -534,8 +534,8 @@ def _log_bill(resolved: ResolvedConfig, pages: Sequence[int]) -> None:
 def _load_models(
     resolved: ResolvedConfig, target: Target | None
 ) -> tuple[Target, dict[str, DFlash]]:
-    """Load the target, unless it is given, and the drafters by their K/V groups, and give them
-    their operations."""
+    """Load the target, unless one is passed, and the drafters by their K/V groups, and set their
+    operations."""
     config = resolved.config
     backends = resolved.backends
     max_positions = resolved.limits.num_positions

@@ -97,8 +97,8 @@ class Engine:
 
     @property
     def max_in_flight(self) -> int:
-        """Steps in flight at most. A chain of shadow mode goes on where its last block was
-        decided, so each step waits for the one before while answers are scored."""
+        """Maximum number of steps in flight. A chain of shadow mode goes on where its last block
+        was decided, so each step waits for the one before while answers are scored."""
         if self.shadow is not None and self.shadow.ledger.num_open:
             return 1
         return self.resolved.backends.overlap
@@ -213,7 +213,7 @@ class Engine:
         )
 
     def _propose(self, plan: Plan, shape: Shape) -> Drafts:
-        """Propose the plan's drafts; in shadow mode those that are only scored, too."""
+        """Propose the plan's drafts, and in shadow mode the drafts that are only scored."""
         if self.shadow is not None:
             self.shadow.propose(plan)
         return self.proposers.propose(plan, shape)
@@ -342,9 +342,9 @@ class Engine:
         Raises ValueError, naming the value, for a request that cannot run."""
         check_prompt(prompt_ids, self.resolved)
         check_sampling(sampling, self.resolved)
-        asked = Speculation.of(sampling.speculation)
+        speculation = Speculation.of(sampling.speculation)
         methods = self.proposers.drafters
-        method, num_drafts, off_reason = choose_method(asked, self.resolved, methods)
+        method, num_drafts, off_reason = choose_method(speculation, self.resolved, methods)
         number = next(self._request_numbers)
         seeds = sampling.seed, seed, self.config.seed + number
         seed = next(value for value in seeds if value is not None)
@@ -362,7 +362,7 @@ class Engine:
             method=method,
             num_drafts=num_drafts,
             off_reason=off_reason,
-            always_drafts=asked.always,
+            always_drafts=speculation.always,
             key=number if key is None else key,
             scheduling=scheduling,
         )

@@ -14,8 +14,8 @@ from strobe.step import Span
 
 
 class WalkedDrafts(NamedTuple):
-    """A step's drafts with forced tokens in place of those that a grammar does not allow. The plan
-    stays as it is; verification reads these in place of its drafts.
+    """A step's drafts with forced tokens in place of drafts that a grammar does not allow. The plan
+    stays unchanged; verification reads these in place of its drafts.
 
     walk: the masks to compute. forced: by span, the host's drafts if some were replaced. by_device:
     the device's drafts [S, K].

@@ -90,7 +90,7 @@ class ResultProcessor:
         )
 
     def _find_stop(self, request: Request, tokens: list[int]) -> tuple[int, FinishReason | None]:
-        """Return how many of the tokens belong to the answer, and its finish reason if it ends
+        """Return the number of tokens that belong to the answer, and its finish reason if it ends
         there."""
         count, reason = self._find_end(request, tokens)
         if request.repetition_detector is None:
@@ -110,7 +110,7 @@ class ResultProcessor:
         if sampling.max_tokens is not None:
             room = min(room, sampling.max_tokens - num_output)
         if not request.stop_ids.isdisjoint(tokens):
-            # Before min_tokens only a grammar that is at its end lets an end token be made.
+            # Before min_tokens, only a finished grammar allows an end token.
             min_tokens = 0 if sampling.structured_outputs is not None else sampling.min_tokens
             for i, token in enumerate(tokens[:room]):
                 if token in request.stop_ids and num_output + i >= min_tokens:

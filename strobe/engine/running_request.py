@@ -34,7 +34,7 @@ class RunningRequest:
     """A running request's slot, pages and progress.
 
     start: lower bound of the positions with K/V once the steps in flight are done. prefill_end: its
-    tokens at admission; it prefills up to there and then decodes. host_proposer, device_method: its
+    tokens at admission; it prefills these and then decodes. host_proposer, device_method: its
     drafter on the host or on the device, if any.
     """
 
@@ -57,7 +57,7 @@ class RunningRequest:
 
     @property
     def is_leaving(self) -> bool:
-        """Whether its results are dropped, and its slot and pages given up after them."""
+        """Whether its results are dropped, and its slot and pages released afterwards."""
         return self.residence is Residence.LEAVING
 
     def rewind(self, count: int, started: bool, length: int) -> None:

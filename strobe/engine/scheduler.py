@@ -1,13 +1,13 @@
-"""Decides which requests run in a step and how far, and commits the results. Imports no torch.
+"""Chooses each step's requests and their rows, and commits the results. Imports no torch.
 
     waiting --admit--> running --finish--> finished
        ^                  |
        +----preempt-------+        first come, first served; the newest is preempted
 
-A request waits for those of a higher priority, for a prefix that another one computes, and for
+A request waits for requests of a higher priority, for a prefix that another one computes, and for
 room. But once MAX_PASSED requests that arrived later were admitted before it, it is overdue: it
-goes first, waits for no prefix, and is preempted last. So its wait has a bound: those admitted
-before it, and the running ones that it then waits for.
+goes first, waits for no prefix, and is preempted last. So its wait has a bound: the requests
+admitted before it, and the running ones that it then waits for.
 
 Results may come one step late: a request that ended or was preempted while a step was in flight
 keeps its slot and pages until that step's result is in, which is dropped.
@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 Scheduled: TypeAlias = "list[tuple[RunningRequest, Span]]"
 _MAX_SCANNED = 64
-"""Waiting requests that one plan looks at, at most."""
+"""Maximum number of waiting requests that one plan looks at."""
 
 
 def _place(request: Request) -> tuple[bool, int]:
@@ -81,8 +81,8 @@ class Scheduler:
     ):
         """drafters: proposers of each drafting method. kept_states: of a target with recurrent
         layers, whose cached prefixes end where a state is kept. host: the prefix cache's tier in
-        host memory. draft_policy: decides how many drafts are verified. shadow: scores drafters, in
-        shadow mode."""
+        host memory. draft_policy: chooses the number of drafts to verify. shadow: scores drafters,
+        in shadow mode."""
         self.limits = limits
         self.pool = pool
         self.drafters = drafters or {}
@@ -229,7 +229,7 @@ class Scheduler:
             record.pages_sent = record.lease.num_columns
 
     def _prompt_budget(self, running: list[RunningRequest], decode_rows: int) -> int:
-        """Return how many rows of prompts the step may have besides those of decoding requests."""
+        """Return the maximum of prompt rows in the step, in addition to its decoding rows."""
         budget = self.limits.max_num_batched_tokens - decode_rows
         max_mixed = self.limits.max_mixed_tokens
         if max_mixed is not None and any(record.is_decoding for record in running):
@@ -552,10 +552,10 @@ class Scheduler:
         return record, span
 
     def _count_passed(self, admitted: Request) -> None:
-        """Count that a request was admitted before those that arrived earlier and wait, and let
-        those that are overdue now go first."""
+        """Count for each waiting request that arrived before `admitted` that it was passed once
+        more, and move the requests that are now overdue to the front."""
         if self.waiting[0] is admitted and _place(self.waiting[-1]) == _place(admitted):
-            return  # it is the first, and those of its priority arrived later
+            return  # it is the first; the others have its priority and arrived later
         overdue: list[Request] = []
         for request in self.waiting:
             if request.order < admitted.order:
@@ -610,7 +610,7 @@ class Scheduler:
         return record, span
 
     def _is_prefix_in_progress(self, request: Request, computing: Sequence[RunningRequest]) -> bool:
-        """Whether a request that is computing its prompt computes at least half of the positions
+        """Whether a request that is computing its prompt computes half or more of the positions
         that this one needs."""
         if not computing or not self.prefix_caching or request.wants_prompt_logprobs:
             return False
@@ -628,7 +628,7 @@ class Scheduler:
             return False
         if not self.pool.has_windows:
             return True
-        # Pages of a window that have been given back since do not come again.
+        # Pages of a window that have been returned since then are not computed again.
         lease = computing[shared.index(end)].lease
         lease.expect([end])
         return end > lease.length

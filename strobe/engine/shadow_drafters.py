@@ -42,9 +42,9 @@ def load_shadow_configs(
         if path != LOOKUP
     ]
     short = [name if is_hub_name(name) else path.name for name, path in paths]
-    taken = {"target", *METHODS, *[name for name in short if short.count(name) > 1]}
+    reserved = {"target", *METHODS, *[name for name in short if short.count(name) > 1]}
     return tuple(
-        _load(path, name=str(path) if name in taken else name, config=config, target=target)
+        _load(path, name=str(path) if name in reserved else name, config=config, target=target)
         for name, (_, path) in zip(short, paths, strict=True)
     )
 

@@ -1,4 +1,4 @@
-"""Shadow mode: answers come from plain decoding, while drafters beside it are scored.
+"""Shadow mode: answers come from plain decoding, while drafters are scored on the same steps.
 
     Scheduler.plan     ShadowLedger: answers to score, and where each drafter drafts
     Engine.launch      propose before the target runs, observe after it

@@ -5,7 +5,7 @@ begin      at admission: the longest kept state, and the borders of the prompt t
 span_end   a prompt's spans end at borders
 copies     of a plan: states to keep, then states to begin from
 commit     index the states that a committed step has kept
-release    a request is given up
+release    a request ends or is preempted
 
 The host may know a decoding request's length one step late. So each step that may have passed a
 border has the copy, from the first one on, and the first one that has surely passed it is the one
@@ -83,8 +83,8 @@ class StateLedger:
 
     def span_end(self, states: SequenceStates, start: int, end: int, prefill_end: int) -> int:
         """Return the end of a prompt's next span, which may have the positions up to `end`. It is
-        the next border whose state is to be kept, or a border at least, so that the chunks are the
-        same whatever the budget."""
+        the next border whose state is to be kept, else the last border up to `end`, so that the
+        chunks are the same whatever the budget."""
         for border in states.borders:
             if start < border <= end:
                 return border
@@ -182,8 +182,8 @@ class StateLedger:
         shared: Sequence[int],
     ) -> bool:
         """Whether a request that is computing its prompt will keep a state that holds half of the
-        positions that this one needs. It is told to keep one where the two prompts part. state:
-        what the request could begin from now. shared: positions in common with each one that is
+        positions that this one needs. If so, it also keeps one where the two prompts part. state:
+        where the request could begin now. shared: positions in common with each one that is
         computing."""
         start = 0 if state is None else state.length
         ends: list[int] = []

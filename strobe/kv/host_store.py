@@ -26,8 +26,8 @@ def staging_bytes(page_bytes: int) -> int:
 
 
 class PageRows:
-    """Rows of host memory for the pages of one page group: those of all layers that have it, of
-    target and drafters."""
+    """Rows of host memory for the pages of one page group, with all of its layers, the target's
+    and the drafters'."""
 
     def __init__(self, layers: Sequence[Tensor], num_pages: int, device: torch.device):
         """layers: as of `KVStore.by_page`."""
@@ -144,8 +144,8 @@ class HostStore:
         return sum(rows[0].nbytes for rows, _ in self._states)
 
     def copy(self, copies: HostCopies | None) -> None:
-        """Queue a plan's copies. What is queued on the device afterwards waits for those of pages
-        that it may overwrite, and for all copies of earlier calls."""
+        """Queue a plan's copies. Device work queued afterwards waits for the copies of pages that
+        it may overwrite, and for all copies of earlier calls."""
         if self.stream is not None and self._is_ahead:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
             self._is_ahead = False
@@ -162,8 +162,8 @@ class HostStore:
         self._is_ahead = bool(copies.loaded or copies.saved)
 
     def measure(self) -> float:
-        """Return the bytes that a millisecond copies to the device, at least 1. Leaves the device's
-        pages as they are."""
+        """Measure the copy speed to the device in bytes per millisecond, 1 or more. Leaves the
+        device's pages unchanged."""
         group = self.pages[0]
         count = min(group.batch_size, len(group.rows))
         times: list[float] = []

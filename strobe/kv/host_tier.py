@@ -1,13 +1,13 @@
 """The second tier of the prefix cache: pages and kept states in host memory. Imports no torch; the
 tensors are in kv.host_store.
 
-    device  cached ----save, oldest first----> host, least recently used first
+    device  cached ----save, oldest first----> host, in LRU order
             cached <---load, for a waiting request---- host
 
 A page or state is saved once, at the latest when the device evicts it, and never changes, so that
-both tiers may have it. Copies belong to a plan. They run in its order on a stream of their own,
-beside the plan's step; a later plan's step waits for them. So what a plan saved or loaded can be
-used from the next plan on. If launching it failed, `revert` forgets it.
+both tiers may have it. Copies belong to a plan. They run in its order on their own stream, in
+parallel with the plan's step; a later plan's step waits for them. So the next plan can already use
+pages and states that this one saves or loads. If its launch fails, `revert` forgets them.
 
 A request whose prefix goes on in host memory waits while a `Fetch` brings it back: a few pages with
 each plan that has a step, all of them with one that has none. Then they are cached on the device,
@@ -29,14 +29,13 @@ from strobe.request import Request
 from strobe.step import HostCopies, HostCopy
 
 COPY_MS = 4.0
-"""Milliseconds of copies beside one step, about half of a short decoding step on a GPU."""
+"""Milliseconds of copies during one step, about half of a short decoding step on a GPU."""
 
 
 class HostRows:
-    """A fixed number of rows of host memory, and an index of what is in them by key, least recently
-    used first.
+    """A fixed number of rows of host memory, and an index of their contents by key, in LRU order.
 
-    on_stored, on_removed: called with a key that is indexed, or not any more."""
+    on_stored, on_removed: called with a key when it enters or leaves the index."""
 
     def __init__(self, num_rows: int):
         self.num_rows = num_rows
@@ -53,13 +52,13 @@ class HostRows:
         return key in self._row_of
 
     def use(self, key: bytes) -> int:
-        """Return the row of a key, which is now the most recently used one."""
+        """Return the row of a key and move it to the end of the LRU order."""
         self._row_of.move_to_end(key)
         return self._row_of[key]
 
     def store(self, key: bytes) -> int | None:
-        """Return a row for a new key. The least recently used one that nobody holds gives way; None
-        if all are held."""
+        """Return a row for a new key. If no row is free, the first in LRU order without a hold is
+        evicted; None if all are held."""
         if not self._free:
             oldest = next((known for known in self._row_of if known not in self._readers), None)
             if oldest is None:
@@ -106,8 +105,8 @@ class FetchedPage(NamedTuple):
 class Fetch:
     """A prefix on its way from host memory to the device, for one waiting request.
 
-    shared: by page group, the pages of the prefix that the device has. pages: those that are
-    brought back; the first num_sent are in plans, the first num_loaded on the device. state_key,
+    shared: by page group, the pages of the prefix that the device has. pages: the pages to bring
+    back; the first num_sent are in plans, the first num_loaded on the device. state_key,
     state_row: of the state at the prefix's end, for targets with recurrent layers."""
 
     request: Request
@@ -152,7 +151,7 @@ class HostTier:
         bytes_per_ms: float = math.inf,
     ):
         """num_pages, page_bytes: of each page group; state_bytes: of a state. pages_per_step: pages
-        copied beside one step, each way. bytes_per_ms: bytes that a millisecond copies."""
+        copied during one step, each way. bytes_per_ms: the copy speed."""
         self.pool = pool
         self.kept = kept
         self.pages = [HostRows(count) for count in num_pages]
@@ -204,9 +203,9 @@ class HostTier:
             rows.clear()
 
     def is_fetching(self, request: Request, *, start: int, num_positions: int) -> bool:
-        """Whether a waiting request waits for a prefix from host memory, which is fetched from now
-        on if that is worthwhile and there is room. start: positions that it could take from the
-        device now; num_positions: those that it needs pages for."""
+        """Whether a waiting request waits for a prefix from host memory. Begins to fetch one if
+        that is worthwhile and there is room. start: positions that it could take from the device
+        now; num_positions: positions that it needs pages for."""
         fetch = self.fetches.get(request)
         if fetch is not None:
             return not fetch.is_done
@@ -227,8 +226,8 @@ class HostTier:
         return self._begin(request, prefix, num_positions)
 
     def copies(self, *, has_step: bool) -> HostCopies | None:
-        """Return the copies of a plan, None if there are none. has_step: whether they run beside a
-        step, and so are few."""
+        """Return the copies of a plan, None if there are none. has_step: whether they run during a
+        step, which limits their number."""
         evicted = tuple(self._evicted)
         self._evicted.clear()
         loaded = self._send(self.pages_per_step if has_step else None)
@@ -282,8 +281,8 @@ class HostTier:
         return _Prefix(end=0, missing=[[] for _ in self.pages])
 
     def _usable(self, keys: Sequence[bytes]) -> int:
-        """Return how many of the first pages with these keys a sequence could begin after: each
-        group has all that later rows see, on the device or in host memory."""
+        """Return the number of leading pages with these keys that a sequence could begin after:
+        each group has all that later rows see, on the device or in host memory."""
         end = len(keys)
         for number, group in enumerate(self.pool.groups):
             if group.window is None:
@@ -368,15 +367,15 @@ class HostTier:
         shared: list[list[int]] = []
         for group in self.pool.groups:
             first = group.first_seen(prefix.end * group.page_size)
-            found = [group.lookup(key) for key in keys[first : prefix.end]]
-            shared.append([page for page in found if page is not None])
+            pages = [group.lookup(key) for key in keys[first : prefix.end]]
+            shared.append([page for page in pages if page is not None])
             for page in shared[-1]:
                 group.share(page)
         return shared
 
     def _has_room(self, fetch: Fetch, prefix: _Prefix, num_positions: int) -> bool:
-        """Whether there are pages for a request after its prefix, or in a group with a window for
-        one more at least."""
+        """Whether there are pages for a request after its prefix; in a group with a window, one
+        page is enough."""
         columns = -(-num_positions // self.pool.page_size)
         for number, group in enumerate(self.pool.groups):
             needed = columns - len(fetch.shared[number])
@@ -432,8 +431,8 @@ class HostTier:
         fetch.is_state_loaded = True
 
     def _send(self, limit: int | None) -> list[HostCopy]:
-        """Return the next copies to the device, of at most so many pages; a state is the last of
-        its prefix and counts as one page."""
+        """Return the next copies to the device, up to `limit` pages. A state comes last in its
+        prefix and counts as one page."""
         copies: list[HostCopy] = []
         for fetch in self.fetches.values():
             end = len(fetch.pages)

@@ -4,7 +4,7 @@ A state belongs to a border: a multiple of `interval` positions, which is also a
 page size. Its key is the page's before the border, which stands for all tokens up to it. So
 a state stays right as long as it is kept, also when its pages were evicted and computed again.
 
-    free ----take----> being written ----publish----> kept (least recently used first)
+    free ----take----> being written ----publish----> kept (in LRU order)
                        being written ----give_up----> free
     kept ----take, when free runs out----> being written
 """
@@ -22,7 +22,7 @@ CHUNK = 64
 chunks as one that begins before it, so that a kept state leads to the same bits."""
 
 LONG_PROMPT = 4096
-"""Positions between states that are kept within a prompt, at least."""
+"""Minimum of positions between the states that are kept within a prompt."""
 
 
 class KeptState(NamedTuple):
@@ -64,7 +64,7 @@ def return_margin(page_size: int) -> int:
 
 
 class KeptStates:
-    """A fixed number of rows for states, and an index of those that are complete.
+    """A fixed number of rows for states, and an index of the complete ones.
 
     has_page: whether the page with a key is still in the prefix cache."""
 
@@ -94,7 +94,7 @@ class KeptStates:
         return position // self.interval * self.interval
 
     def key_before(self, border: int, keys: Sequence[bytes]) -> bytes:
-        """Return the key of a border. keys: those of a sequence's pages."""
+        """Return the key of a border. keys: of a sequence's pages."""
         return keys[border // self.page_size - 1]
 
     def find(self, keys: Sequence[bytes]) -> KeptState | None:
@@ -147,9 +147,9 @@ class KeptStates:
             del self._readers[row]
 
     def take(self, key: bytes | None = None, *, before: bytes | None = None) -> int | None:
-        """Return a row for a state to be written, or None if all are held. If none is free, that of
-        the border `before` goes first, then the state of a border whose page was evicted, then the
-        least recently used one. key: its border, if known."""
+        """Return a row for a state to be written, or None if all are held. If no row is free, the
+        state of the border `before` is evicted, else one whose page was evicted, else the first in
+        LRU order. key: its border, if known."""
         if not self._free:
             self.drop(before)
         if not self._free and not self._evict():
@@ -193,8 +193,8 @@ class KeptStates:
         return True
 
     def _oldest(self) -> bytes | None:
-        """Return the key of the state to evict, if any: one that nobody holds and whose page was
-        evicted, or the least recently used one."""
+        """Return the key of the state to evict, if any has no hold: one whose page was evicted,
+        else the first in LRU order."""
         unheld = [key for key, row in self._kept.items() if row not in self._readers]
         without_page = (key for key in unheld if not self.has_page(key))
         return next(without_page, unheld[0] if unheld else None)

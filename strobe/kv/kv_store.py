@@ -26,8 +26,8 @@ class KVSpec:
         return self.groups[layer] if self.groups else 0
 
     def bytes_per_page(self, page_size: int, group: int | None = None) -> int:
-        """Bytes of keys and values in a page of `page_size` tokens: of all layers, or of those of
-        one page group."""
+        """Bytes of keys and values in a page of `page_size` tokens: of all layers, or of the layers
+        of one page group."""
         values = [
             heads * width
             for layer, (heads, width) in enumerate(self.shapes)
@@ -37,7 +37,7 @@ class KVSpec:
 
 
 class KVScale(NamedTuple):
-    """What the keys and the values of a layer are divided by before they are stored."""
+    """Divisors of a layer's keys and values, applied before they are stored."""
 
     keys: float = 1.0
     values: float = 1.0
@@ -51,8 +51,8 @@ class KVStore:
 
     layers: each layer's [slots, 2, Hkv, D]. data: all of them, [layers, slots, 2, Hkv, D] if their
     shapes are equal, else flat. Zero-filled, so that a masked read of an unwritten slot is finite,
-    and so that a CPU's memory is taken here, not when pages are first used. scales: of each layer,
-    for FP8: what `layers` and `gather` return is divided by them.
+    and so that a CPU allocates the memory here, not when pages are first used. scales: of each
+    layer, for FP8: the values of `layers` and `gather` are divided by them.
     """
 
     def __init__(

@@ -3,7 +3,7 @@
        committed            open reservations, oldest first
     |---- length ----|---- n1 ----|---- n2 ----|
     |================ pages cover all of it (up to `limit`) ===|
-    |--- given back ---|=== pages of a group with a window =====|
+    |---- returned ----|=== pages of a group with a window =====|
 
 commit(rows <= n1) moves the first `rows` positions of the oldest reservation into length and drops
 the rest of it; later reservations move down. rollback() drops the newest reservation. give_back()
@@ -19,7 +19,7 @@ from strobe.kv.pages import PagePool, max_held
 from strobe.request import PageKeys
 
 GIVEN_BACK = 0
-"""In a table, the place of a page that was given back or never needed: the reserved page."""
+"""Stands in a table for a page that was returned or never needed: the reserved page."""
 
 
 class LeaseError(RuntimeError):
@@ -57,7 +57,7 @@ class Lease:
         return len(self.tables[0])
 
     def first_held(self, group: int) -> int:
-        """Return the first column of a group's table whose page was not given back."""
+        """Return the first column of a group's table whose page was not returned."""
         return self._first_held[group]
 
     @property
@@ -66,7 +66,7 @@ class Lease:
         return sum(self.reserved)
 
     def pages_for(self, count: int) -> int:
-        """Return how many columns a further reservation of `count` positions would add."""
+        """Return the number of columns that a further reservation of `count` positions adds."""
         columns = len(self.tables[0])
         size = self.pool.page_size
         end = self.length + sum(self.reserved) + count
@@ -75,15 +75,15 @@ class Lease:
         return max(0, -(-min(end, self.limit) // size) - columns)
 
     def fits(self, count: int, step: int) -> bool:
-        """Whether there are pages for `count` further positions, reserved up to `step` at a time: a
-        group with a window needs those of its window and of a step."""
+        """Whether there are pages for `count` further positions, reserved up to `step` at a time. A
+        group with a window needs pages for its window and one step."""
         columns = self.pages_for(count)
         for i, group in enumerate(self.pool.groups):
             needed = columns
             if group.window is not None:
-                most = max_held(group.window + self.margin, step, group.page_size)
+                limit = max_held(group.window + self.margin, step, group.page_size)
                 held = self.num_columns - self._first_held[i]
-                needed = min(columns, max(most - held, 0))
+                needed = min(columns, max(limit - held, 0))
             if needed > group.available:
                 return False
         return True
@@ -109,7 +109,7 @@ class Lease:
 
     def expect(self, borders: Iterable[int]) -> None:
         """Expect that other sequences, or this one, begin at these positions: pages before them
-        that are given back are not evicted first."""
+        are not evicted first once they are returned."""
         self._expected.update(borders)
 
     def give_back(self) -> None:
@@ -153,8 +153,8 @@ class Lease:
     def adopt(self, tokens: Sequence[int], max_length: int | None = None) -> int:
         """Share cached pages that hold a prefix of `tokens`; return the number of positions.
 
-        The prefix leaves out at least the last token, whose logits are needed. max_length: whole
-        pages that it has at most.
+        The prefix never includes the last token, whose logits are needed. max_length: maximum of
+        positions, rounded down to whole pages.
         """
         if self.num_columns or self.length or self.reserved or self.released:
             raise LeaseError("adopt() comes before the first reservation")

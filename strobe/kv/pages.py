@@ -10,7 +10,7 @@ A page group is the layers, of target and drafters, that need the same positions
 those within a window. Each group has a pool and a table per sequence:
 
     all positions   |============================================| length
-    a window          given back         |==== first_seen to here =|
+    a window           returned          |==== first_seen to here =|
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ OnStored = Callable[[bytes, bytes | None, bytes, Sequence[int]], None]
 
 
 def max_held(window: int, rows: int, page_size: int) -> int:
-    """Return the pages that a sequence holds at most in a group with a window, while the steps in
-    flight have so many rows of it."""
+    """Return the maximum of pages that a sequence holds in a group with a window, while `rows` of
+    its rows are in flight."""
     return -(-(window + rows) // page_size) + 2
 
 
 class PagePool:
     """A fixed number of pages of one page group with reference counts, and an index of full pages
-    by content. The first group's pool knows those of the others."""
+    by content. The first group's pool knows the other groups' pools."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class PagePool:
 
     def extend(self, keys: PageKeys, tokens: Sequence[int]) -> list[bytes]:
         """Append the keys of a sequence's further full pages to `keys`. Return the keys of pages
-        that a prefix hit may cover, which leave out at least the last token."""
+        that a prefix hit may cover; it never covers the last token."""
         size = self.page_size
         for end in range((len(keys) + 1) * size, len(tokens) + 1, size):
             keys.append(self.key(keys[-1] if keys else keys.root, tokens[end - size : end]))
@@ -172,7 +172,7 @@ class PagePool:
         return None if observed and page not in self._observed else page
 
     def num_cached(self, keys: Sequence[bytes], *, observed: bool = False) -> int:
-        """Return how many of the first pages with these keys are indexed. observed: see
+        """Return the number of leading pages with these keys that are indexed. observed: see
         `lookup`."""
         pages = (self.lookup(key, observed=observed) for key in keys)
         return next((i for i, page in enumerate(pages) if page is None), len(keys))
@@ -182,15 +182,15 @@ class PagePool:
         return 0 if self.window is None else max(position + 1 - self.window, 0) // self.page_size
 
     def num_shared(self, keys: Sequence[bytes], *, observed: bool = False) -> int:
-        """Return how many of the first pages with these keys another sequence has had, too, as far
-        as the first group's index tells. observed: see `lookup`."""
+        """Return the number of leading pages with these keys that another sequence has had, too, as
+        far as the first group's index shows. observed: see `lookup`."""
         if self.window is None:
             return self.num_cached(keys, observed=observed)
         return 1 + self._last(keys, 0, len(keys), indexed=True, observed=observed)
 
     def num_usable(self, keys: Sequence[bytes], *, observed: bool = False) -> int:
-        """Return how many of the first pages with these keys a sequence can begin after: each group
-        has all that later rows see. observed: see `lookup`."""
+        """Return the number of leading pages with these keys that a sequence can begin after: each
+        group has all that later rows see. observed: see `lookup`."""
         end = self.num_shared(keys, observed=observed)
         while (missing := self.last_missing(keys, end, observed=observed)) >= 0:
             end = missing  # every border after this page needs it

@@ -5,8 +5,8 @@
                  state ----^    accepted ---^
 
 A state cannot be truncated as keys and values can. So the stored state is an older one, together
-with each later row's change to it, which no row after that affects. The next forward knows by its
-start how many rows were accepted, and first applies their changes. It writes the state only if its
+with each later row's change to it, which no row after that affects. The start of the next forward
+shows the number of accepted rows, whose changes it applies first. It writes the state only if its
 own rows would not fit next to them. Rows of a longer span, a prefill chunk, update the state at
 once.
 """
@@ -83,8 +83,8 @@ class StateStore:
         device: torch.device,
         num_kept: int = 0,
     ):
-        """pending: maximum rows of a block. As many are kept, and at least SINGLE_ROWS. num_kept:
-        rows for kept states."""
+        """pending: maximum rows of a block, whose changes are kept; raised to SINGLE_ROWS if it is
+        lower. num_kept: rows for kept states."""
         self.pending = max(pending, SINGLE_ROWS)
         self.spec = spec
         self.taps = spec.kernel - 1
@@ -108,8 +108,8 @@ class StateStore:
         self.tensors = self.state, self.window, self.gates, self.keys, self.changes
 
     def copy(self, copies: Sequence[StateCopy]) -> None:
-        """Copy states between slots and kept rows, in order. A slot that is kept has at least the
-        copy's positions; its row stays as it is if the slot's state is already past them."""
+        """Copy states between slots and kept rows, in order. A slot that is kept has reached the
+        copy's length; the kept row stays unchanged if the slot's state is already past it."""
         for copy in copies:
             if copy.keeps:
                 self._keep(copy)
@@ -120,7 +120,7 @@ class StateStore:
 
     def _keep(self, copy: StateCopy) -> None:
         """Keep a slot's state with the changes of its next rows, up to the copy's length. The host
-        does not know how many these are."""
+        does not know the number of these rows."""
         missing = copy.length - self.length[copy.slot]
         is_covered = missing >= 0
         index = torch.arange(self.pending, device=self.length.device)

@@ -1,4 +1,4 @@
-"""Converts a memory budget to pages of K/V, before the pool is made."""
+"""Converts a memory budget to pages of K/V, before the pool is allocated."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PageGroup(NamedTuple):
     """Layers of target and drafters that need the same positions.
 
     page_bytes: of their keys and values in a page. window: positions that a row sees, its own
-    included; None: all. held: pages that a decoding sequence holds at most, with a window.
+    included; None: all. held: maximum of pages that a decoding sequence holds, with a window.
     in_flight: pages for the rows of prompts in steps in flight, with a window."""
 
     page_bytes: int
@@ -54,12 +54,13 @@ def group_pages(groups: Sequence[PageGroup], limits: Limits, num_pages: int) -> 
 
 
 def pages_within(
-    groups: Sequence[PageGroup], limits: Limits, size: int, most: int | None = None
+    groups: Sequence[PageGroup], limits: Limits, size: int, max_first: int | None = None
 ) -> list[int]:
-    """Return the pages of each group that `size` bytes hold. most: maximum of the first group."""
+    """Return the pages of each group that `size` bytes hold. max_first: maximum of the first
+    group."""
     highest = size // groups[0].page_bytes
-    if most is not None:
-        highest = min(highest, most)
+    if max_first is not None:
+        highest = min(highest, max_first)
 
     def needed(num_pages: int) -> int:
         return group_bytes(groups, group_pages(groups, limits, num_pages))
@@ -125,7 +126,7 @@ def plan_pages(
     budget.reserve("Kept states of recurrent layers take", kept_states, "lower state_cache_memory")
     in_host.reserve("kv_offload_memory takes", host, "ask for less")
     budget.reserve(
-        f"A step of {limits.max_num_batched_tokens} rows takes, beside the weights,",
+        f"A step of {limits.max_num_batched_tokens} rows takes, next to the weights,",
         scratch,
         "lower max_num_batched_tokens or max_num_seqs",
     )
@@ -137,7 +138,7 @@ def plan_pages(
     if sampling > budget.free:
         raise ValueError(
             f"{seqs} sampling tables take {sampling} bytes, but {device} has {budget.free} bytes "
-            "free beside the KV cache; ask for fewer."
+            "free next to the KV cache; ask for fewer."
         )
     return pages
 
@@ -174,8 +175,8 @@ def _num_pages(
 def _cache_bytes(
     config: EngineConfig, limits: Limits, groups: Sequence[PageGroup], budget: MemoryBudget
 ) -> int:
-    """Return the bytes of the KV cache: as asked for, or the device's default. Raises ValueError
-    for more than there are."""
+    """Return the bytes of the KV cache: the config's, or the device's default. Raises ValueError
+    if fewer are free."""
     free = budget.free
     if config.kv_cache_memory is not None:
         size = parse_bytes(config.kv_cache_memory)
@@ -228,8 +229,8 @@ def scratch_bytes(limits: Limits, decoder: DecoderConfig, features: int, dtype: 
 def captured_bytes(
     limits: Limits, decoder: DecoderConfig, features: int, dtype: torch.dtype
 ) -> int:
-    """Of `scratch_bytes`, those of captured steps: for as many rows as are replayed, whose outputs
-    are copied once more for steps with grammars."""
+    """Return the share of captured steps in `scratch_bytes`: for as many rows as are replayed,
+    whose outputs are copied once more for steps with grammars."""
     rows = max(limits.max_num_seqs * (1 + limits.num_drafts), MAX_CAPTURED_ROWS)
     output_rows = max(limits.max_num_seqs * limits.lookahead, MAX_CAPTURED_ROWS) * (1 + features)
     values = rows * _values_per_row(decoder, features) + output_rows * decoder.hidden_size
