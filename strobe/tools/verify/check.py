@@ -80,8 +80,8 @@ class Checker:
         self._last_key: object = None
         self._last: Any = None
 
-    def rows_of(self, answer: Answer) -> tuple[list[OracleRow], Logits]:
-        """Return the oracle's rows of an answer, and the reference's logits."""
+    def rows_of(self, answer: Answer) -> tuple[list[OracleRow], NDArray[np.float64]]:
+        """Return the oracle's rows of an answer, and the reference's log probabilities."""
         key = answer.case.prompt, answer.case.sampling, answer.tokens
         if key != self._last_key:
             logits = self.reference.logits([*key[0], *answer.tokens], len(key[0]))
@@ -90,7 +90,7 @@ class Checker:
             if answer.case.is_greedy and not answer.case.is_constrained:
                 self.edges += EdgeRow.of(answer, logits)
             oracle = Oracle(answer.case, self.seed, self.compiler)
-            self._last = oracle.rows(logits, answer.tokens), logits
+            self._last = oracle.rows(logits, answer.tokens), log_softmax(logits)
             self._last_key = key
         return self._last
 
@@ -111,16 +111,15 @@ class Checker:
         return checks
 
     def _check(self, checks: RowChecks, wave: str, answer: Answer) -> None:
-        rows, logits = self.rows_of(answer)
+        rows, log_probs = self.rows_of(answer)
         checks.rows += len(rows)
-        listed = difference(answer.rows, reference_rows(answer, logits))
+        listed = difference(answer.rows, reference_rows(answer, log_probs))
         for i, value in enumerate(listed.tolist()):
             checks.differences.append(_outlier(checks.run, wave, answer, i, value))
         for i, (row, token) in enumerate(zip(rows, answer.tokens, strict=True)):
-            expected = row.token()
-            if expected != token:
+            if row.winner != token:
                 outlier = _outlier(checks.run, wave, answer, i, row.distance(token))
-                checks.distances.append(replace(outlier, expected=expected))
+                checks.distances.append(replace(outlier, expected=row.winner))
 
     def divergence(self, wave: str, plain: Answer, other: Answer) -> Divergence | None:
         """Return where two answers part, None if they do not."""
@@ -151,12 +150,17 @@ def _token_at(answer: Answer, index: int) -> int | None:
     return answer.tokens[index] if index < len(answer.tokens) else None
 
 
-def reference_rows(answer: Answer, logits: Logits) -> Rows:
-    """Return the reference's log probabilities of the tokens that an answer's rows list."""
+def log_softmax(logits: Logits) -> NDArray[np.float64]:
+    """Return the log probabilities of rows of logits."""
     values = logits.astype(np.float64)
-    highest = values.max(1, keepdims=True)
-    values -= highest + np.log(np.exp(values - highest).sum(1, keepdims=True))
-    picked: NDArray[np.float64] = np.take_along_axis(values, answer.rows.tokens, 1)
+    values -= values.max(1, keepdims=True)
+    values -= np.log(np.exp(values).sum(1, keepdims=True))
+    return values
+
+
+def reference_rows(answer: Answer, log_probs: NDArray[np.float64]) -> Rows:
+    """Return the reference's log probabilities of the tokens that an answer's rows list."""
+    picked: NDArray[np.float64] = np.take_along_axis(log_probs, answer.rows.tokens, 1)
     picked[np.isnan(answer.rows.values) | ~np.isfinite(picked)] = np.nan
     return Rows(answer.rows.tokens, picked)
 

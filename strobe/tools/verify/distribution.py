@@ -64,7 +64,7 @@ class SampledPair:
                 position = torch.tensor([len(answer.case.prompt)])
                 noise = gumbel(key, position, len(self.logits))[0].numpy()
                 row = OracleRow(self.logits, sampling, noise)
-                expected = row.token()
+                expected = row.winner
                 token = answer.tokens[0] if answer.tokens else None
                 if token is not None and token != expected:
                     wrong.append(

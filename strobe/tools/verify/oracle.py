@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -77,9 +78,13 @@ class OracleRow:
         """The temperature, 1 for a greedy row: a distance over it is in units of the noise."""
         return self.sampling.temperature or 1.0
 
-    def token(self, logits: Row | None = None) -> int:
-        """Return the row's token, or what other logits would give."""
-        logits = self.logits if logits is None else logits
+    @cached_property
+    def winner(self) -> int:
+        """The row's token."""
+        return self.token(self.logits)
+
+    def token(self, logits: Row) -> int:
+        """Return the token that these logits would give."""
         if self.noise is None:
             return int(logits.argmax())
         scores = (logits - logits.max()) / self.sampling.temperature
@@ -89,11 +94,10 @@ class OracleRow:
     def distance(self, token: int) -> float:
         """Return the least change of margins that makes `token` the row's: 0 if it is, infinity if
         none does. Its own logit is raised over all others, or the winner's is lowered."""
-        winner = self.token()
-        if winner == token:
+        if self.winner == token:
             return 0.0
         if self.noise is None:
-            return float(self.logits[winner] - self.logits[token])
+            return float(self.logits[self.winner] - self.logits[token])
 
         def raised(change: float) -> bool:
             logits = self.logits.copy()
@@ -102,7 +106,7 @@ class OracleRow:
 
         def lowered(change: float) -> bool:
             logits = self.logits.copy()
-            logits[winner] -= change
+            logits[self.winner] -= change
             return self.token(logits) == token
 
         return min(_least(raised), _least(lowered))
