@@ -11,7 +11,7 @@ from strobe.attention.backend import AttentionBackend
 from strobe.attention.reference import ReferenceBackend
 from strobe.attention.triton import TritonBackend, unsupported_reason
 from strobe.config import EngineConfig
-from strobe.models.model_config import DecoderConfig, DraftConfig, TargetConfig
+from strobe.models.model_config import DraftConfig, TargetConfig
 from strobe.models.quantization import rounding
 from strobe.models.quantization.fp8 import unsupported_reason as fp8_unsupported
 from strobe.models.quantization.packed import packed_format
@@ -53,32 +53,49 @@ def choose_backends(
 ) -> BackendChoice:
     """Choose what runs on the device. Raises ValueError for a setting that cannot run there, with
     the reason."""
-    requested = config.attention_backend
-    unsupported = _unsupported(target.decoder, device, dtype)
-    attention = _backend("attention_backend", requested, unsupported)
-    option = "attention_backend"
-    if drafts and config.draft_attention_backend is not None:
-        requested = config.draft_attention_backend
-        option = "draft_attention_backend"
-    reasons = [_unsupported(model.decoder, device, dtype) for model in drafts or (target,)]
-    draft_unsupported = next((reason for reason in reasons if reason is not None), None)
-    draft_attention = _backend(option, requested, draft_unsupported)
+    unsupported = _unsupported([target], device, dtype)
+    attention = _backend("attention_backend", config.attention_backend, unsupported)
+    draft_attention = attention
+    if drafts:
+        draft_attention = _draft_backend(config, _unsupported(drafts, device, dtype))
     no_fp8 = fp8_unsupported(device) if "triton" in (attention, draft_attention) else None
     if config.kv_cache_dtype == "fp8" and no_fp8 is not None:
         raise ValueError(f"kv_cache_dtype is 'fp8', but {no_fp8}; use kv_cache_dtype auto.")
     if unsupported is None and "reference" in (attention, draft_attention):
         unsupported = "the kernels need attention_backend triton"
-    kernels = config.kernels != "torch" and unsupported is None
-    if config.kernels == "triton" and unsupported is not None:
-        raise ValueError(f"kernels is 'triton', but {unsupported}; use kernels auto.")
-    unsupported = unsupported or (None if kernels else "kernels is 'torch'")
-    unsupported = unsupported or no_fp8
+    no_kernels = _no_kernels(config.kernels, unsupported)
+    formats = _weight_formats(
+        config, target, drafts, device=device, dtype=dtype, no_fp8=no_kernels or no_fp8
+    )
+    return BackendChoice(
+        attention=attention,
+        draft_attention=draft_attention,
+        kernels=no_kernels is None,
+        graphs=attention == draft_attention == "triton" and config.cuda_graphs,
+        overlap=config.overlap or (2 if device.type == "cuda" else 1),
+        kv_dtype=FP8 if config.kv_cache_dtype == "fp8" else dtype,
+        weights=formats["weight_dtype"],
+        draft_weights=formats.get("draft_weight_dtype", formats["weight_dtype"]),
+    )
+
+
+def _weight_formats(
+    config: EngineConfig,
+    target: TargetConfig,
+    drafts: Sequence[DraftConfig],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    no_fp8: str | None,
+) -> dict[str, WeightFormat]:
+    """Return how weights are held, by option: weight_dtype, and draft_weight_dtype if it is set.
+    no_fp8: why products of FP8 weights cannot run. Raises ValueError for a format that cannot."""
     names = {"weight_dtype": config.weight_dtype}
     if config.draft_weight_dtype is not None:
         names["draft_weight_dtype"] = config.draft_weight_dtype
     for option, name in names.items():
-        if name == "fp8" and unsupported is not None:
-            raise ValueError(f"{option} is 'fp8', but {unsupported}; use {option} auto.")
+        if name == "fp8" and no_fp8 is not None:
+            raise ValueError(f"{option} is 'fp8', but {no_fp8}; use {option} auto.")
     formats = {
         option: WeightFormat(
             fp8=name == "fp8",
@@ -96,19 +113,9 @@ def choose_backends(
     }
     quantization = target.quantization
     in_blocks = quantization is not None and quantization.method == "fp8" and not quantization.held
-    weights = formats["weight_dtype"]
-    if in_blocks and unsupported is None:
-        weights = weights._replace(fp8=True)
-    return BackendChoice(
-        attention=attention,
-        draft_attention=draft_attention,
-        kernels=kernels,
-        graphs=attention == draft_attention == "triton" and config.cuda_graphs,
-        overlap=config.overlap or (2 if device.type == "cuda" else 1),
-        kv_dtype=FP8 if config.kv_cache_dtype == "fp8" else dtype,
-        weights=weights,
-        draft_weights=formats.get("draft_weight_dtype", weights),
-    )
+    if in_blocks and no_fp8 is None:
+        formats["weight_dtype"] = formats["weight_dtype"]._replace(fp8=True)
+    return formats
 
 
 def _models(
@@ -120,6 +127,13 @@ def _models(
     return (target,) if "draft_weight_dtype" in options else (target, *drafts)
 
 
+def _draft_backend(config: EngineConfig, unsupported: str | None) -> str:
+    """Return the drafters' attention backend. unsupported: why triton cannot run for them."""
+    if config.draft_attention_backend is None:
+        return _backend("attention_backend", config.attention_backend, unsupported)
+    return _backend("draft_attention_backend", config.draft_attention_backend, unsupported)
+
+
 def _backend(option: str, name: str, unsupported: str | None) -> str:
     """Return the attention backend that `name` asks for. unsupported: why triton cannot run."""
     if name == "triton" and unsupported is not None:
@@ -127,9 +141,23 @@ def _backend(option: str, name: str, unsupported: str | None) -> str:
     return "reference" if name == "reference" or unsupported is not None else "triton"
 
 
-def _unsupported(decoder: DecoderConfig, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return the reason that triton's kernels cannot run, None if they can."""
-    reasons = [unsupported_reason(width, dtype, device) for width in decoder.head_dims]
+def _no_kernels(name: str, unsupported: str | None) -> str | None:
+    """Return the reason that the models run without triton kernels, None if they run with them.
+    name: of the setting `kernels`; unsupported: why they cannot run."""
+    if name == "triton" and unsupported is not None:
+        raise ValueError(f"kernels is 'triton', but {unsupported}; use kernels auto.")
+    if unsupported is None and name == "torch":
+        return "kernels is 'torch'"
+    return unsupported
+
+
+def _unsupported(
+    models: Sequence[TargetConfig | DraftConfig], device: torch.device, dtype: torch.dtype
+) -> str | None:
+    """Return the reason that triton's kernels cannot run for some of the models, None if they
+    can."""
+    widths = [width for model in models for width in model.decoder.head_dims]
+    reasons = [unsupported_reason(width, dtype, device) for width in widths]
     return next((reason for reason in reasons if reason is not None), None)
 
 
