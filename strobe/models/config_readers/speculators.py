@@ -134,6 +134,29 @@ def read_recommended(fields: Fields, drafts: int) -> int | None:
     return min(count, drafts)
 
 
+def read_capture(fields: Fields) -> tuple[int, ...]:
+    """Read which of the target's hidden states the drafter reads. Raises ValueError for none."""
+    ids = fields.ids("aux_hidden_state_layer_ids")
+    if not ids:
+        raise ValueError(
+            f"{fields.path}: aux_hidden_state_layer_ids is {ids!r}, but must list the target's "
+            f"hidden states that the drafter reads; {HINT}"
+        )
+    return tuple(ids)
+
+
+def read_head_rows(fields: Fields, dialect: Dialect, vocab_size: int) -> int | None:
+    """Read the number of rows of a reduced head; None if it has all tokens. Raises ValueError for a
+    reduced one of DFlash2."""
+    rows = read_draft_vocabulary(fields, vocab_size, 32000)
+    if rows is not None and dialect.method == DFLASH2:
+        raise ValueError(
+            f"{fields.path}: draft_vocab_size is {rows}, but DFlash2's candidates need the whole "
+            f"vocabulary of {vocab_size}; {HINT}"
+        )
+    return rows
+
+
 def read(
     config: dict[str, Any], path: Path, dialect: Dialect, target: Path | None = None
 ) -> DraftConfig:
@@ -152,26 +175,16 @@ def read(
     )
     check_copies(layers)
     layers.finish(HARMLESS_OF_DECODER)
-    ids = fields.ids("aux_hidden_state_layer_ids")
+    capture = read_capture(fields)
     features = fields.get("target_hidden_size")
-    if not ids:
-        raise ValueError(
-            f"{path}: aux_hidden_state_layer_ids is {ids!r}, but must list the target's hidden "
-            f"states that the drafter reads; {HINT}"
-        )
-    rows = read_draft_vocabulary(fields, decoder.vocab_size, 32000)
-    if rows is not None and dialect.method == DFLASH2:
-        raise ValueError(
-            f"{path}: draft_vocab_size is {rows}, but DFlash2's candidates need the whole "
-            f"vocabulary of {decoder.vocab_size}; {HINT}"
-        )
+    rows = read_head_rows(fields, dialect, decoder.vocab_size)
     first = read_anchor_first(fields, dialect)
     block = fields.integer("block_size", 8, low=1 if first else 2)
     draft = DraftConfig(
         decoder=decoder,
         block_size=block,
         mask_token_id=read_mask_token(fields),
-        capture=tuple(ids),
+        capture=capture,
         num_target_layers=None,
         embedding_scale=1.0,
         output_multiplier=1.0,
