@@ -204,11 +204,61 @@ def _packed_integers(weight: _Weight) -> Form:
     return Form(scheme=scheme, sources=sources, read=read)
 
 
+@dataclass(frozen=True)
+class _TransposedLayout:
+    """GPTQ's layout, [K, N] packed along K, or AWQ's, packed along N in an order of its own.
+
+    group: inputs that share a scale; whole: inputs of the whole weight. asymmetric: whether zero
+    points count. leaves: its tensors, in the order in which they are read."""
+
+    weight: _Weight
+    is_awq: bool
+    bits: int
+    group: int
+    whole: int
+    asymmetric: bool
+    leaves: tuple[str, ...]
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """The tensors' shapes that the module needs."""
+        outputs, inputs = self.weight.shape
+        words_of_inputs = -(-inputs * self.bits // 32)
+        words_of_outputs = -(-outputs * self.bits // 32)
+        groups = -(-inputs // self.group)
+        shapes: dict[str, Shape] = {
+            "qweight": (inputs, words_of_outputs) if self.is_awq else (words_of_inputs, outputs),
+            "scales": (groups, outputs),
+            "qzeros": (groups, words_of_outputs),
+            "g_idx": (inputs,),
+        }
+        return {leaf: shapes[leaf] for leaf in self.leaves}
+
+    def read(self, tensors: Sequence[Tensor]) -> GroupWeight:
+        by_leaf = dict(zip(self.leaves, tensors, strict=True))
+        words = by_leaf["qweight"]
+        groups = by_leaf.get("g_idx")
+        return GroupWeight(
+            codes=_pairs(_awq_codes(words).t()) if self.is_awq else as_bytes(words.t()),
+            scale=by_leaf["scales"].t(),
+            bits=self.bits,
+            group=self.group,
+            inputs=self.weight.shape[1],
+            zero=self._zero(by_leaf["qzeros"]) if self.asymmetric else None,
+            index=_index(self.weight, groups, self.group, self.whole),
+        )
+
+    def _zero(self, zeros: Tensor) -> Tensor:
+        """Zero points as they are stored -> [N, G]."""
+        declared = self.weight.declared
+        offset = declared.zero_offset if declared is not None else 0
+        zero = _awq_codes(zeros) if self.is_awq else unpacked(as_bytes(zeros), self.bits)
+        return (zero[:, : self.weight.shape[0]].int() + offset).t()
+
+
 def _transposed(weight: _Weight) -> Form:
-    """GPTQ's layout, [K, N] packed along K, and AWQ's, packed along N in an order of its own."""
-    outputs, inputs = weight.shape
+    """Words of 32 bits, as `_TransposedLayout` has them."""
     bits = weight.declared.bits if weight.declared is not None else 4
-    asymmetric = weight.declared is None or weight.declared.asymmetric
     for leaf, dtypes in (("qweight", ("I32",)), ("scales", FLOATS)):
         weight.need(leaf, dtypes)
         weight.need_matrix(leaf)
@@ -222,46 +272,30 @@ def _transposed(weight: _Weight) -> Form:
     whole = stored[0] if is_awq else stored[0] * 32 // bits
     if whole % groups:
         raise weight.error("scales", f"has {groups} groups, which do not divide {whole} inputs")
-    group = whole // groups
-    own_groups = -(-inputs // group)
-    words = -(-outputs * bits // 32)
-    shapes: dict[str, Shape] = {
-        "qweight": (inputs, words) if is_awq else (-(-inputs * bits // 32), outputs),
-        "scales": (own_groups, outputs),
-    }
+    asymmetric = weight.declared is None or weight.declared.asymmetric
+    leaves = ["qweight", "scales"]
     if asymmetric or weight.dtype("qzeros") is not None:
         weight.need("qzeros", ["I32"])
-        shapes["qzeros"] = (own_groups, words)
+        leaves.append("qzeros")
     if weight.dtype("g_idx") is not None:
         weight.need("g_idx", ["I32", "I64"])
-        shapes["g_idx"] = (inputs,)
-    offset = weight.declared.zero_offset if weight.declared is not None else 0
-
-    def read(tensors: Sequence[Tensor]) -> GroupWeight:
-        by_leaf = dict(zip(shapes, tensors, strict=True))
-        words = by_leaf["qweight"]
-        zero = None
-        if asymmetric:
-            zeros = by_leaf["qzeros"]
-            zero = _awq_codes(zeros) if is_awq else unpacked(as_bytes(zeros), bits)
-            zero = (zero[:, :outputs].int() + offset).t()
-        return GroupWeight(
-            codes=_pairs(_awq_codes(words).t()) if is_awq else as_bytes(words.t()),
-            scale=by_leaf["scales"].t(),
-            bits=bits,
-            group=group,
-            inputs=inputs,
-            zero=zero,
-            index=_index(weight, by_leaf.get("g_idx"), group, whole),
-        )
-
+        leaves.append("g_idx")
+    layout = _TransposedLayout(
+        weight=weight,
+        is_awq=is_awq,
+        bits=bits,
+        group=whole // groups,
+        whole=whole,
+        asymmetric=asymmetric,
+        leaves=tuple(leaves),
+    )
     scheme = Scheme(
         kind="int",
         bits=bits,
-        group=group if group < whole else None,
+        group=layout.group if layout.group < whole else None,
         asymmetric=asymmetric,
     )
-    return Form(scheme=scheme, sources=weight.sources(**shapes), read=read)
+    return Form(scheme=scheme, sources=weight.sources(**layout.shapes), read=layout.read)
 
 
 def _index(weight: _Weight, groups: Tensor | None, group: int, whole: int) -> Tensor | None:
