@@ -38,6 +38,13 @@ def show(report: Report) -> None:
     result = "Nothing is wrong." if not wrong else f"{wrong} thing{'s' * (wrong > 1)} wrong."
     console.print()
     console.print(result, style="bold green" if not wrong else "bold red")
+    if report.measured and not wrong:
+        console.print(
+            "strobe verify shows that the output stays the target's, and strobe serve --shadow "
+            "what the drafter brings on your own traffic.",
+            style="dim",
+            soft_wrap=True,
+        )
 
 
 def _findings(report: Report) -> Table:
