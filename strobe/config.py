@@ -24,7 +24,7 @@ _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 SERVED_OPTIONS = ("shadow", "shadow_draft", "shadow_share")
 """Options that only a server has."""
 SHADOW_SHARE = 0.1
-"""Share of the steps' time that scoring drafters takes at most, by default."""
+"""Default maximum share of the steps' time for scoring drafters."""
 
 CPU_KV_CACHE = 1 << 30
 """Maximum bytes of the KV cache on a CPU by default, if one context needs no more."""

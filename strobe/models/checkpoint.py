@@ -133,7 +133,7 @@ class Checkpoint:
         return True
 
     def _type(self, name: str) -> str:
-        """Return how the tensor is stored: its dtype, or its type in a GGUF file."""
+        """Return the tensor's stored dtype, or its type in a GGUF file."""
         return self.dtypes[name] if self._gguf is None else self._gguf.tensors[name].stored.type
 
     def bytes_of(self, name: str) -> int:

@@ -1,8 +1,7 @@
-"""Linear layers, which know how their weight is stored.
+"""Linear layers, which know the format of their weight.
 
-Layers and families create a `Linear` and pass it to ops. Loading decides how its weight is stored:
-as it was trained, or in a format of `strobe.models.quantization`. Legend: N outputs, K inputs, E
-experts.
+Layers and families create a `Linear` and pass it to ops. Loading sets the format of its weight: the
+training dtype, or a format of `strobe.models.quantization`. Legend: N outputs, K inputs, E experts.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Format(Protocol):
         ...
 
     def fill_random(self, values: Tensor, generator: torch.Generator) -> None:
-        """Fill stored values at random, for measurements of speed; none is NaN."""
+        """Fill stored values at random, without NaN, for measurements of speed."""
         ...
 
     def fill_scale(self, scale: Tensor) -> None:

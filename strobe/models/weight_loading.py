@@ -46,7 +46,7 @@ Open = Callable[[Path], Checkpoint] | None
 
 
 def _check_tensors(module: Target | DFlash, checkpoint: Checkpoint) -> WeightMapping:
-    """Return what the module's parameters are made of. Raises ValueError for a missing tensor, a
+    """Return the sources of the module's parameters. Raises ValueError for a missing tensor, a
     wrong shape or dtype, and an unused tensor."""
     shapes = checkpoint.shapes
     dtypes = checkpoint.dtypes

@@ -28,15 +28,16 @@ def copy(out: Tensor, value: Tensor) -> None:
 
 
 class Blocks(NamedTuple):
-    """What a grid of scales belongs to: a weight's tensor, and the rows and columns of it that
-    share a scale."""
+    """The blocks of a grid of scales: a weight's tensor, and the rows and columns of it that share
+    a scale."""
 
     weight: str
     size: tuple[int, int]
 
 
 class CheckpointTensors(NamedTuple):
-    """What a checkpoint says of its tensors before they are read. source: names it in errors."""
+    """Dtypes and shapes of a checkpoint's tensors before they are read. source: names it in
+    errors."""
 
     source: object
     dtypes: Mapping[str, str]
@@ -48,7 +49,7 @@ NO_TENSORS = CheckpointTensors("", {}, {})
 
 
 class WeightPart(NamedTuple):
-    """A part of a parameter, and the checkpoint's tensors that it is made from.
+    """A part of a parameter, and the checkpoint's tensors that it is built from.
 
     sources: names and required shapes of the tensors. at: index of the part in the parameter. fill:
     writes the part from the tensors, which are on the CPU as stored, in the order of `sources`, and

@@ -3,9 +3,10 @@ block by its blocks so far. Imports no torch.
 
 A draft counts if it and all drafts before it are right. Its chance is the product of one rate per
 position, read from a table by *evidence*: (m M^3)^(1/8), where m is the draft's margin and M its
-block's mean margin. A block is made at once, and after a wrong draft the drafter is seldom sure, so
-later margins tell about a draft, too. The evidence of a chain of prompt lookup is half the length
-of its match. `strobe.kernels.evidence` has the terms that the device shares.
+block's mean margin. All drafts of a block come from one forward, and after a wrong draft the
+drafter is seldom sure, so later margins tell about a draft, too. The evidence of a chain of prompt
+lookup is half the length of its match. `strobe.kernels.evidence` has the terms that the device
+shares.
 
 Legend: n blocks, K positions of drafts, B knots of evidence.
 """
@@ -28,7 +29,7 @@ _IN_ORDER = np.tri(KNOTS, dtype=np.bool_).T  # [first knot, last knot]
 
 
 def margin_evidence(margins: Floats, drafts: Ints) -> Floats:
-    """Return the evidence [n, K] of margins [n, K], given the number of drafts in each row [n]."""
+    """Return the evidence [n, K] of margins [n, K]. drafts [n]: number of drafts in each row."""
     exists = np.arange(margins.shape[1]) < drafts[:, None]
     return evidence(margins, exists, np.maximum(drafts, 1), sqrt=np.sqrt)
 

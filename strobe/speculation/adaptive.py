@@ -1,7 +1,7 @@
-"""The default draft policy: which requests draft, how wide, and how many drafts are verified.
-Imports no torch.
+"""The default draft policy: chooses the requests that draft, the width of their blocks, and the
+number of drafts to verify. Imports no torch.
 
-It plans the step that brings the most tokens per millisecond, by two estimates:
+It maximizes the expected tokens per millisecond of a step, by two estimates:
 
 - the chances of each request's next block (`AcceptanceForecast`), from earlier blocks. Which drafts
   are verified is decided later, on the device, by the margins of this step (`allocate.py`).
@@ -54,8 +54,8 @@ class Option(NamedTuple):
 
 
 class AdaptiveDraftPolicy(DraftPolicy):
-    """Plans the step with the most tokens per millisecond. While costs are unknown, every request
-    drafts as much as it may."""
+    """Maximizes the expected tokens per millisecond. While costs are unknown, every request drafts
+    as much as it may."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class AdaptiveDraftPolicy(DraftPolicy):
         return with_required_drafts(self._best_plan(candidates, load), candidates)
 
     def _best_plan(self, candidates: Sequence[Candidate], load: BatchLoad) -> DraftPlan:
-        """Return the plan with the most tokens per millisecond."""
+        """Return the plan with the best ratio of expected tokens to milliseconds."""
         self._register(candidates)
         count = len(candidates)
         limit = self.max_mixed_rows
@@ -202,8 +202,8 @@ class AdaptiveDraftPolicy(DraftPolicy):
                 self._match_lengths[slot] = chain.match_length
 
     def _plan_chains(self, candidates: Sequence[Candidate], work: StepWork, room: int) -> list[int]:
-        """Return how many drafts of its chain each candidate verifies; 0 if its block is expected
-        to bring more. work: of a step without drafts; room: number of drafts that fit."""
+        """Return the number of drafts of its chain that each candidate verifies; 0 if its block is
+        expected to bring more. work: of a step without drafts; room: number of drafts that fit."""
         assert self.costs is not None
         blocks = self.forecast.expected(np.array([c.slot for c in candidates])).sum(1)
         blocks *= [candidate.on_device for candidate in candidates]
@@ -222,8 +222,8 @@ class AdaptiveDraftPolicy(DraftPolicy):
 
     def _choose(self, blocks: Floats, work: StepWork, room: int) -> None:
         """Choose the best kind of step, and for how many steps. blocks [n, 2, K]: chances of two
-        possible blocks of each request that may draft, the most promising requests first; work: of
-        a step in which they do not draft; room: number of drafts that fit."""
+        possible blocks of each request that may draft, in descending order of their promise; work:
+        of a step in which they do not draft; room: number of drafts that fit."""
         assert self.costs is not None
         config = self.config
         count = len(blocks)

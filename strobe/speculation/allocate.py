@@ -1,4 +1,4 @@
-"""Which drafts of a step are verified: those most likely to count, over all requests together."""
+"""Selects the drafts of a step to verify: the likeliest ones, over all requests together."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def verified_drafts(
     count: int,
     ops: StepOps,
 ) -> Tensor:
-    """Return how many drafts of each span [S] are verified: all of the host's, and of the device's,
-    whose margins are [S, K], the `count` with the largest chances by the rates in `confidence`
-    [K][B]; positions without rates count as certain."""
+    """Return the number of drafts to verify in each span [S]: all of the host's, and of the
+    device's, whose margins are [S, K], the `count` with the largest chances by the rates in
+    `confidence` [K][B]; positions without rates count as certain."""
     num_proposed = layout.device_drafts
     width = layout.shape.max_drafts
     if margins is None:

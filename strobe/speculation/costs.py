@@ -22,8 +22,8 @@ Curve: TypeAlias = tuple[Ints, Floats]
 """Numbers of rows, ascending, and their milliseconds."""
 
 _MANY_ROWS = 2**24  # a curve's last line goes on up to there
-_RECENT = 4  # steps that say how fast the machine is just now
-_PROMPT_STEPS = 64  # steps with prompts that say what their rows cost
+_RECENT = 4  # steps that measure the machine's present speed
+_PROMPT_STEPS = 64  # steps with prompts that measure the cost of their rows
 
 
 class StepWork(NamedTuple):
@@ -63,7 +63,7 @@ class StepCosts:
         request: float = 0.0,
         context: float = 0.0,
     ):
-        """draft, verify: for at least two numbers of rows each."""
+        """draft, verify: for two or more numbers of rows each."""
         self._draft = _curve(draft)
         self._verify = _curve(verify)
         self.request = request
@@ -77,11 +77,11 @@ class StepCosts:
         cls, timed: Sequence[tuple[StepWork, float]], *, lines: bool, has_drafter: bool = True
     ) -> StepCosts | None:
         """Return the costs with the smallest relative errors for these steps and milliseconds, or
-        None if there are too few. has_drafter: whether some have rows of a drafter; those of one
-        number of rows make a line through 0. Curves are as straight as these steps allow, since
-        steps alone cannot tell a costly drafter from costly rows; lines: they are lines, as on a
-        CPU. Requests, and positions of context, of which all steps have the same number cost
-        nothing: they would take what rows cost."""
+        None if there are too few. has_drafter: whether some have rows of a drafter; if these all
+        have the same number, its curve is a line through 0. Curves are as straight as these steps
+        allow, since steps alone cannot tell a costly drafter from costly rows; lines: they are
+        lines, as on a CPU. Requests and positions of context cost nothing if all steps have the
+        same number of them, since they would take a part of the rows' cost."""
         ms = np.array([ms for _, ms in timed])
         works = np.array([work for work, _ in timed], dtype=np.float64).reshape(-1, 4).T
         rows = [np.unique(n[n > 0]) for n in works[:2]]
@@ -138,9 +138,9 @@ class StepCosts:
         return agrees
 
     def _cheapen_drafts(self, work: StepWork, ms: float) -> None:
-        """Lower the costs of the drafter's rows, and of rows beyond those of a step without drafts,
-        by the factor by which this step's were too high, at most by half. ms: what the step would
-        have taken at the pace."""
+        """Lower the costs of the drafter's rows, and of the rows that a step without drafts does
+        not have, by the factor by which they were too high for this step, but not below half. ms:
+        the step's milliseconds, corrected by the pace."""
         plain = float(self.ms(work._replace(draft_rows=0, rows=work.requests)))
         factor = max((ms - plain) / (float(self.ms(work)) - plain), 0.5)
         self._draft[1][:] *= factor
@@ -169,7 +169,7 @@ class PrefillCosts:
         self._rates: tuple[float, float] | None = None
 
     def observe(self, plan: Plan, result: StepResult) -> None:
-        """Learn from a step, unless most of its rows are of decoding requests."""
+        """Learn from a step if more than half of its rows are of prompts."""
         prompts = [span for span in plan.spans if span.num_context_rows > 1]
         rows = sum([span.num_rows for span in prompts])
         if result.seconds is None or 2 * rows <= result.rows:
@@ -189,8 +189,8 @@ class PrefillCosts:
         return row * (end - start) + context * (end - start) * (start + end) / 2
 
     def _fit(self) -> tuple[float, float]:
-        """Return the milliseconds of a row, and of each position before a row. With steps too much
-        alike to tell them apart, all of their time is their rows'."""
+        """Return the milliseconds of a row, and of each position before a row. If the steps are too
+        similar to separate the two, all of their time counts for their rows."""
         steps = np.array(self._steps)
         rows, seen, ms = steps.T
         if rows.max() < 2 * rows.min():

@@ -137,7 +137,7 @@ class DFlashProposer:
         return self.runner.sampling.candidates(outputs, rows, mode, count)
 
     def _noise(self, layout: Layout, batch: Batch, mode: SamplingMode) -> WalkNoise | None:
-        """Return how the blocks' drafts are drawn among candidates."""
+        """Return the noise that draws the blocks' drafts among candidates; None if greedy."""
         if not mode.sampled:
             return None
         return self.runner.sampling.walk_noise(self._rows(layout, batch, slice(1)))
@@ -155,5 +155,5 @@ class DFlashProposer:
         """Write the context K/V of every row, including rejected ones, which are never read."""
         assert hidden is not None, "the target's runner captures nothing"
         store = self.runner.store
-        slots = batch.kv_slots[store.spec.group_of(0)]  # that of all its layers
+        slots = batch.kv_slots[store.spec.group_of(0)]  # all its layers are in one group
         self.model.write_context(hidden, batch.positions, slots, store)

@@ -10,7 +10,7 @@ from strobe.step import Plan, StepResult
 
 
 class DraftChain(NamedTuple):
-    """Drafts found by prompt lookup, and the length of the match that led to them."""
+    """Drafts of prompt lookup, and the length of the match that led to them."""
 
     tokens: tuple[int, ...] = ()
     match_length: int = 0
@@ -18,7 +18,7 @@ class DraftChain(NamedTuple):
 
 class Candidate(NamedTuple):
     """A decoding request that may verify up to `max_drafts` drafts in this step. on_device: the
-    device can make them; chain: the host has made these. slot: as in its spans."""
+    device can propose them; chain: the host has proposed these. slot: as in its spans."""
 
     request: Request
     max_drafts: int
@@ -36,8 +36,8 @@ class BatchLoad(NamedTuple):
 
 
 class DraftPlan(NamedTuple):
-    """max_drafts: of each candidate, 0 to its own. num_verified: how many of all the drafts made on
-    the device are verified, chosen there by `confidence` as in `Plan`; None: all. use_chain:
+    """max_drafts: of each candidate, 0 to its own. num_verified: number of the device's drafts to
+    verify, over all candidates, chosen there by `confidence` as in `Plan`; None: all. use_chain:
     whether a candidate's drafts are its chain's; None: where it has one."""
 
     max_drafts: list[int]

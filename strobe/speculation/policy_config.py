@@ -8,7 +8,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class PolicyConfig:
     hold_steps: int = 6  # steps for which a choice holds; to draft, at most the number of requests
-    shares: tuple[float, ...] = (0.125, 0.25, 0.5, 0.75, 1.0)  # of the requests: how many draft
+    shares: tuple[float, ...] = (0.125, 0.25, 0.5, 0.75, 1.0)  # of the requests that draft
     explore_share: float = 0.002  # of the generated tokens: credit of each unused width
 
     confirm_share: float = 0.02  # the same, until so many steps of the width took about as long
@@ -18,7 +18,7 @@ class PolicyConfig:
 
     first_rate: float = 0.82  # of right drafts at a position, before anything is known
     request_memory: float = 512.0  # half-life of counts of drafts in steps, over the requests,
-    step_memory: float = 48.0  # but at least so many steps
+    step_memory: float = 48.0  # but not less than this
 
     block_gain: float = 0.6  # weight of the newest block in the mean of a request's blocks
     spread: float = 16.0  # requests with which next blocks differ half as much as newest blocks

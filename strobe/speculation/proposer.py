@@ -42,7 +42,7 @@ class Proposer(Protocol):
         ...
 
     def propose(self, spans: Sequence[Span]) -> Drafts:
-        """Propose drafts for n spans, for each at least as many as it may verify."""
+        """Propose drafts for n spans, for each as many as it may verify, or more."""
         ...
 
     def observe(self, batch: PlacedRows, hidden: Tensor | None) -> None:
@@ -61,8 +61,8 @@ class HostProposer(Protocol):
 
 class Drafter(NamedTuple):
     """The proposers of one drafting method. host: drafts from a request's tokens; device: name of
-    the proposer that drafts on the device. With both, the device drafts where the host found
-    nothing, or less than the device is expected to bring."""
+    the proposer that drafts on the device. With both, the device drafts where the host has no
+    drafts, or where the device is expected to bring more."""
 
     host: HostProposer | None = None
     device: str | None = None

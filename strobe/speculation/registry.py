@@ -19,7 +19,7 @@ from strobe.speculation.proposer import HostProposer, Proposer, ProposerSet
 
 @dataclass(frozen=True)
 class ProposerContext:
-    """Everything that a proposer is made from. draft_runner: runs the drafter."""
+    """Everything needed to create a proposer. draft_runner: runs the drafter."""
 
     config: EngineConfig
     device: torch.device
@@ -63,7 +63,7 @@ DRAFTER_METHOD = next(name for name, method in REGISTRY.items() if method.needs_
 
 
 def make_proposers(context: ProposerContext) -> ProposerSet:
-    """Make the proposers of all methods; those that need a drafter only if there is one."""
+    """Make the proposers of all methods, except methods whose drafter is missing."""
     has_drafter = context.drafter is not None
     usable = {n: m for n, m in REGISTRY.items() if has_drafter or not m.needs_drafter}
     proposers = {name: method.make(context) for name, method in usable.items()}

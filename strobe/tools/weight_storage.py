@@ -1,4 +1,4 @@
-"""How a checkpoint stores each kind of weights, what that costs, and how exactly they are held."""
+"""Formats, bytes and rounding errors of each kind of a checkpoint's weights."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _kind(name: str, shape: tuple[int, ...], *, is_weight: bool) -> str:
 def _form(
     stem: str, leaf: str, tensors: CheckpointTensors, config: TargetConfig | DraftConfig
 ) -> Form | None:
-    """Return how a weight is stored; None if it is not quantized."""
+    """Return the form of a weight in the checkpoint; None if it is not quantized."""
     quantization = config.quantization
     if quantization is None:
         return None
@@ -109,7 +109,7 @@ def _form(
 def _shape(
     stem: str, leaf: str, tensors: CheckpointTensors, declared: Scheme | None
 ) -> tuple[int, ...]:
-    """Return the shape [N, K] of a weight from that of its codes."""
+    """Return the shape [N, K] of a weight, derived from the shape of its codes."""
     shape = tensors.shapes[f"{stem}.{leaf}"]
     dtype = tensors.dtypes[f"{stem}.{leaf}"]
     bits = 4 if declared is None else declared.bits
@@ -157,7 +157,7 @@ def _in_fp8(rows: Tensor, dtype: torch.dtype) -> Tensor:
 def held_kinds(
     config: TargetConfig | DraftConfig, weights: WeightFormat, dtype: torch.dtype
 ) -> Mapping[str, Held]:
-    """Return how the kinds of weights are held in memory; "" is of those not named."""
+    """Return the form of each kind of weights in memory; "" stands for all other kinds."""
     quantization = config.quantization
     plain = Held(_name(dtype), partial(_cast, dtype=dtype))
     stored = Held("as stored")
@@ -188,8 +188,8 @@ def storage_facts(
     *,
     measure: bool = True,
 ) -> dict[str, dict[str, Any]]:
-    """Return, for each kind of weights: its formats in the checkpoint, its bytes there, how it is
-    held, and the largest and the mean error of a sample, as shares of the largest and the mean
+    """Return, for each kind of weights: its formats in the checkpoint, its bytes there, its form in
+    memory, and the largest and the mean error of a sample, as shares of the largest and the mean
     size of its values; None if they are rounded and `measure` is False, so that no weight is
     read."""
     held = held_kinds(config, weights, dtype)
@@ -233,7 +233,7 @@ def errors(values: Tensor, round: Callable[[Tensor], Tensor]) -> dict[str, float
 
 
 def _packed(name: str) -> Held:
-    """Return how a CPU's packed weights are held."""
+    """Return the form of a CPU's packed weights in memory."""
     functions: dict[str, Callable[[Tensor], Tensor]] = {
         "bfloat16": lambda rows: rows.bfloat16().float(),
         "float16": lambda rows: rows.half().float(),

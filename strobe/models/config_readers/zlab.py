@@ -44,7 +44,7 @@ CAPTURE_KEYS = ("target_layer_ids", "dspark_target_layer_ids", "layer_ids")
 
 def read_masks(fields: Fields) -> tuple[LayerMask, ...]:
     """Sliding layers are causal within the block and full ones are not, unless the config sets
-    `causal` for all. With `use_swa` and no sliding layer type (MiMo) all layers slide and none is
+    `causal` for all. With `use_swa` and no sliding layer type (MiMo) all layers slide without being
     causal; the window is `swa_window_size` or else `sliding_window`."""
     types = read_layer_types(fields)
     causal = None
@@ -143,7 +143,7 @@ def read_capture(fields: Fields, dialect: Dialect) -> tuple[tuple[int, ...], int
 
 def refuse_unsupported(fields: Fields, dialect: Dialect) -> None:
     """Raises ValueError for keys that change the layers in a way that is not supported, and for
-    those that contradict each other."""
+    keys that contradict each other."""
     fields.only("hidden_act", "silu", why="use a checkpoint with hidden_act 'silu'.")
     if (base := fields.get("backbone_rotary_base")) is not None:
         raise ValueError(

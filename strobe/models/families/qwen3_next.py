@@ -1,7 +1,7 @@
 """Qwen3-Next: https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct and Qwen3-Coder-Next.
 
-Its layers are those of Qwen3.5 with experts. Checkpoints stack the projections of a recurrent layer
-by key heads: the queries, keys, values and z of the first, then those of the second.
+It has Qwen3.5's layers with experts. Checkpoints stack the projections of a recurrent layer by key
+heads: the queries, keys, values and z of the first, then of the second.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Heads of block-diffusion drafters, one module each: how a block's hidden rows become drafts.
+"""Heads of block-diffusion drafters, one module each. They turn a block's hidden rows into drafts.
 
 A module has `read(fields) -> Any`, which takes the head's own keys from config.json, and
 `make(config) -> Head`, whose parameters are named as in the checkpoint, and an entry in `HEADS`.
@@ -30,7 +30,7 @@ def head_of(method: str) -> ModuleType:
 
 @runtime_checkable
 class ChecksDrafter(Protocol):
-    """What a head has read, if that must fit the drafter's other values."""
+    """A head's config with values that must fit the drafter's other ones."""
 
     def check(self, draft: DraftConfig, path: Path) -> None:
         """Raises ValueError, which names the config at `path`, unless it fits."""

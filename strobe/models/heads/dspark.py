@@ -26,7 +26,7 @@ MarkovKind = Literal["vanilla", "gated", "rnn"]
 
 @dataclass(frozen=True)
 class MarkovConfig:
-    """The keys of DSpark. rank: of the Markov head, 0 without one; kind: how it reads the token
+    """The keys of DSpark. rank: of the Markov head, 0 without one; kind: its way to read the token
     before and the row; confidence: whether there is a confidence head; confidence_with_markov:
     whether that reads the token before, too; draft_topk: number of the best tokens that the Markov
     head corrects, None for all; logit_scale: factor of all logits."""
@@ -149,7 +149,7 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """The probability that the target accepts a draft, given that it accepts those before."""
+    """The probability that the target accepts a draft if it accepts all drafts before."""
 
     def __init__(self, inputs: int):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The protocol of a drafter's head, and what it is given.
+"""The protocol of a drafter's head, and its inputs.
 
 Legend: S blocks, D drafts of each, C candidates of each draft, R rows, H hidden size, V vocabulary,
 V' rows of the drafter's output layer, which may be fewer.

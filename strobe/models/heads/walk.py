@@ -15,8 +15,8 @@ MAX_CANDIDATES = 32
 
 
 def candidates(model: Backbone, block: BlockRows, rows: Tensor, count: int) -> Candidates:
-    """Return the candidates [S * D, C] of normed rows [S * D, H]: the most probable tokens, or
-    where drafts are sampled those that lead the race."""
+    """Return the candidates [S * D, C] of normed rows [S * D, H]: the most probable tokens, or if
+    drafts are sampled, the leaders of the race."""
     if block.lead is None:
         return model.best(rows, count)
     return block.lead(model.outputs(model.raw_part(rows)), count)

@@ -42,7 +42,7 @@ def apply(
     quantization: Quantization,
 ) -> WeightMapping:
     """Dequantize weights when they are read, or hold them. Raises ValueError for a weight that is
-    stored in another form than the config says, and if none is quantized."""
+    stored in another form than the config says, and for a checkpoint without quantized weights."""
     if not tensors.dtypes:
         return mapping
     linear = {f"{path}.weight": m for path, m in module.named_modules() if isinstance(m, Linear)}
@@ -174,7 +174,7 @@ def _tell_unexpected(
     quantization: Quantization,
 ) -> None:
     """Log which layers of a checkpoint are not quantized although the config says so. quantized:
-    how many are."""
+    number of quantized ones."""
     if not tensors.source:
         return
     rules = quantization.rules

@@ -1,4 +1,4 @@
-"""Quantized weights of checkpoints, told by their tensors and the dtypes of these.
+"""Quantized weights of checkpoints, recognized by the names and dtypes of their tensors.
 
 A weight `X.weight` is stored as tensors `X.*`. Legend: N outputs, K inputs, G groups of inputs.
 """
@@ -30,7 +30,7 @@ BITS = (4, 8, 2)
 AWQ_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
 """Bits at which the codes of eight columns begin in a word."""
 BLOCKS = (128, 32, 64, 16, 256)
-"""Sizes of blocks, the most usual first, of which a grid of scales says only the number."""
+"""Block sizes in the order they are tried: a grid of scales shows only the number of blocks."""
 UNUSED = (
     ".input_scale", ".input_global_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale",
     ".kv_scale",

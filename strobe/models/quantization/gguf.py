@@ -48,8 +48,8 @@ EXPERTS = {
 }
 """Names of each expert's modules by the name of the tensor that stacks them."""
 SCALES = (".scale", ".input_scale")
-"""Suffixes of what NVFP4 has beside a tensor: a factor of its values, and one of activations, which
-stay in the engine's dtype."""
+"""Suffixes of NVFP4's further tensors for a weight: a factor of its values, and one of activations,
+which stay in the engine's dtype."""
 BLOCKS = {name: (values, size) for name, values, size in TYPES.values()}
 """Values and bytes of a block by the type's name."""
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -71,8 +71,8 @@ _EXTRA_LAYERS = "nextn_predict_layers"
 
 class GGUFTensor(NamedTuple):
     """sources: its places in the file, of which the checkpoint's format may have several in one.
-    restore: makes the checkpoint's tensor of those that llama.cpp changed or took apart. factor: of
-    all values. is_raw: sources are read as bytes, [..., blocks of a row, bytes of a block]."""
+    restore: rebuilds the checkpoint's tensor from sources that llama.cpp changed or split. factor:
+    of all values. is_raw: sources are read as bytes, [..., blocks of a row, bytes of a block]."""
 
     sources: tuple[StoredTensor, ...]
     restore: Callable[..., Tensor] | None = None

@@ -22,7 +22,7 @@ _GATE = "ffn_gate_exps.weight"
 
 
 class Joined(NamedTuple):
-    """How a tensor is made; see `GGUFTensor`. sources: names in the file."""
+    """A `GGUFTensor` whose sources are still names in the file."""
 
     sources: tuple[str, ...]
     restore: Callable[..., Tensor] | None

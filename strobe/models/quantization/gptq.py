@@ -1,4 +1,4 @@
-"""Checkpoints of GPTQ, and those of AutoRound, which have GPTQ's tensors or AWQ's.
+"""Checkpoints of GPTQ and of AutoRound, which have GPTQ's tensors or AWQ's.
 
 A weight is `qweight` [K * bits / 32, N], `scales` and `qzeros` per group of inputs, and perhaps
 `g_idx`, the group of each input. In the first version of the format a stored zero is less by one.
@@ -29,7 +29,7 @@ HARMLESS = (
     "act_sym", "amp", "scale_dtype", "quant_block_list", "to_quant_block_names", "format",
     "provider",
 )  # fmt: skip
-"""Keys of GPTQ's and AutoRound's configs that do not say how weights are stored."""
+"""Keys of GPTQ's and AutoRound's configs that do not affect the stored form of weights."""
 
 
 def read(fields: Fields, decoder: DecoderConfig) -> Quantization:

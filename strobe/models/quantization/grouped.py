@@ -169,7 +169,7 @@ def empty_stack(weight: GroupWeight | GridWeight, count: int) -> GroupWeight | G
 
 
 def put(stack: GroupWeight | GridWeight, index: int, weight: GroupWeight | GridWeight) -> None:
-    """Copy a weight to its place among those of a stack."""
+    """Copy a weight to its place in a stack of weights."""
     places = _tensors(stack)
     for name, value in _tensors(weight).items():
         length = _length(value)

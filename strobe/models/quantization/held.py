@@ -30,7 +30,7 @@ def hold(
 
 
 def fill_bytes(values: Tensor, generator: torch.Generator) -> None:
-    """Fill uint8 values at random; as e4m3, none is NaN."""
+    """Fill uint8 values at random, without the codes of NaN in e4m3."""
     values.random_(0, 256, generator=generator).bitwise_and_(0xF7)
 
 

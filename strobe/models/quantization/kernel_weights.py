@@ -116,8 +116,8 @@ def join_linears(*linears: AnyLinear) -> LinearView | None:
     """Return a layer with the outputs of all, or experts and one more of their shape; the weights
     become views of its weight. None if shapes differ, or if one has a bias or is quantized."""
     weights = [x.weight for x in linears]
-    most = max(x.weight.ndim for x in linears)
-    parts = [weight.data if weight.ndim == most else weight.data[None] for weight in weights]
+    ndim = max(weight.ndim for weight in weights)
+    parts = [weight.data if weight.ndim == ndim else weight.data[None] for weight in weights]
     if any(x.bias is not None or x.format or x.product or x.held_experts for x in linears):
         return None
     if len({part.shape[1:] for part in parts}) > 1:

@@ -72,7 +72,7 @@ def read_kv_scales(
 
 
 def scaled_layers(target: Target, shapes: Mapping[str, object]) -> int:
-    """Return how many layers have a scale of keys or values."""
+    """Return the number of layers that have a scale of keys or values."""
     names = {name for kind in NAMES.values() for name in kind}
     paths = [path for path, m in target.named_modules() if isinstance(m, Attention)]
     return sum(any(f"{path}.{name}" in shapes for name in names) for path in paths)

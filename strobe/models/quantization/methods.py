@@ -42,7 +42,7 @@ class Method(Protocol):
         ...
 
     def describe(self, quantization: Quantization, decoder: DecoderConfig) -> str:
-        """Say how the checkpoint stores the weights, and how they are held in memory."""
+        """Describe the weights' form in the checkpoint and in memory."""
         ...
 
 
@@ -116,5 +116,5 @@ def experts_format(quantization: Quantization, decoder: DecoderConfig) -> Format
 
 
 def describe(quantization: Quantization, decoder: DecoderConfig) -> str:
-    """Say how the checkpoint stores the weights, and how they are held in memory."""
+    """Describe the weights' form in the checkpoint and in memory."""
     return METHODS[quantization.method].describe(quantization, decoder)

@@ -1,4 +1,4 @@
-"""Weights packed for torch's products on CPUs, made from unquantized ones after loading.
+"""Weights packed for torch's products on CPUs, converted from unquantized ones after loading.
 
 float32 and bfloat16 are oneDNN's products. float16 is FBGEMM's, which multiplies weights in float16
 by inputs in float32. int8 and int4 are torch's weight-only products, whose scales, inputs and
@@ -143,8 +143,8 @@ def int4_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
     group, whose values are (code - 8) * scale + zero.
 
     A group spans its smallest and largest value, or has zero 0 and its largest magnitude at code
-    0, whichever is closer. GGUF's Q4_1 and Q4_0 are made in these two ways, so that their codes
-    are kept.
+    0, whichever is closer. These are the rules of GGUF's Q4_1 and Q4_0, whose codes are therefore
+    kept.
     """
     groups = weight.unflatten(1, (-1, GROUP))
     low = groups.amin(2, keepdim=True)
@@ -216,8 +216,8 @@ def packed_format(
 
 
 def head_format(make: type[Packed], dtype: torch.dtype) -> type[Packed]:
-    """Return the format of heads next to linear layers in this one, of models in dtype: at least
-    float16, so that logits keep their precision, unless they are in bfloat16 anyway."""
+    """Return the format of heads next to linear layers in this one, of models in dtype: float16 or
+    better, so that logits keep their precision, unless they are in bfloat16 anyway."""
     keeps = make is Float32 or (make is BFloat16 and dtype == torch.bfloat16)
     return make if keeps else Float16
 

@@ -29,8 +29,7 @@ _EXPONENT = 121
 def random_tensors(
     module: nn.Module, mapping: WeightMapping, quantization: Quantization
 ) -> CheckpointTensors:
-    """Return the tensors of linear layers and experts that are quantized, without those that stay
-    as they are."""
+    """Return the tensors of the quantized linear layers and experts."""
     dtypes: dict[str, str] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     headers = _LAYOUTS.get(quantization.method, _compressed_tensors)
@@ -51,7 +50,7 @@ def random_tensors(
 
 
 def _scheme(stem: str, quantization: Quantization) -> Scheme | None:
-    """Return how a module is stored; None if it is not quantized."""
+    """Return a module's quantization scheme; None if it is not quantized."""
     rules = quantization.rules
     names = names_in_files(stem)
     if quantization.method == "fp8":

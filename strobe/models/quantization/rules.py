@@ -1,4 +1,4 @@
-"""What a config says of the modules that are quantized, as a check of the tensors."""
+"""A config's rules about the modules that are quantized, to check the tensors by."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ LINEAR = ("Linear",)
 
 @dataclass(frozen=True)
 class Scheme:
-    """How values of a weight are stored. group: inputs that share a scale; None if not said, or if
-    all do. block: rows and columns that share a scale. asymmetric: with a zero per group.
+    """The stored form of a weight's values. group: inputs that share a scale; None if unspecified,
+    or if all do. block: rows and columns that share a scale. asymmetric: with a zero per group.
     zero_offset: what is added to stored zeros. indexed: inputs have groups in an order of their
     own, which the checkpoint must have."""
 

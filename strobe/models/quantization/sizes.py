@@ -19,8 +19,8 @@ def weight_bytes(
     packed: str | None = None,
     rounded: str | None = None,
 ) -> int:
-    """Return the bytes of a module's weights in memory; if they are packed, the most that packing
-    needs. packed: their format; rounded: the one they are rounded to. The module may be on the meta
+    """Return the bytes of a module's weights in memory; if they are packed, the peak while packing.
+    packed: their format; rounded: the one they are rounded to. The module may be on the meta
     device."""
     loaded = 4 if packed == "float32" else 2
     total = 0

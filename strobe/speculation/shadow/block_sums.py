@@ -19,7 +19,7 @@ from strobe.step import ScoredBlock
 Interval: TypeAlias = tuple[float, float]
 
 MIN_ANSWERS = 5
-"""Answers from which an interval is given."""
+"""Number of answers from which intervals are reported."""
 _NORMAL = 1.96
 """Standard errors of a normal distribution's interval of 95 %."""
 
@@ -48,9 +48,9 @@ def _one_zero() -> Floats:
 
 @dataclass
 class BlockSums:
-    """Blocks of some answers, as they would be if at most K drafts of each were verified. Arrays
-    are by K, from 0 to the most drafts of a block. starts: positions before the blocks; squared_*
-    and products: sums over answers of the products of their own sums."""
+    """Blocks of some answers, as they would be if only K drafts of each were verified. Arrays are
+    by K, from 0 to the largest block's number of drafts. starts: positions before the blocks;
+    squared_* and products: sums over answers of the products of their own sums."""
 
     answers: int = 0
     blocks: int = 0
@@ -88,7 +88,7 @@ class BlockSums:
 
     @property
     def max_drafts(self) -> int:
-        """The most drafts of a block."""
+        """Drafts of the largest block."""
         return len(self.drafts) - 1
 
     @property
@@ -97,7 +97,7 @@ class BlockSums:
         return self.starts / self.blocks
 
     def tokens_per_step(self, num_drafts: int | None = None) -> Estimate:
-        """Return the tokens per step if at most so many drafts are verified; None: all."""
+        """Return the tokens per step if up to `num_drafts` drafts are verified; None: all."""
         k = self.max_drafts if num_drafts is None else num_drafts
         ratio = float(self.accepted[k]) / self.blocks
         if self.answers < MIN_ANSWERS:

@@ -25,8 +25,8 @@ class Block:
     is_exact: bool
 
     def num_accepted(self, tokens: Sequence[int], *, ended: bool) -> int | None:
-        """Return how many leading drafts the sequence `tokens` has; None if tokens are missing
-        that would tell, unless the answer has ended."""
+        """Return the number of leading drafts that the sequence `tokens` continues with; None while
+        it is too short to decide this, unless the answer has ended."""
         following = tokens[self.start + 1 : self.start + 1 + len(self.drafts)]
         for i, (draft, token) in enumerate(zip(self.drafts, following, strict=False)):
             if draft != token:

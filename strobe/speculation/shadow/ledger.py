@@ -127,8 +127,8 @@ class ShadowLedger:
             self._seconds_per_row += 0.1 * (rate - self._seconds_per_row)
 
     def plan(self, scheduled: Sequence[tuple[RunningRequest, Span]]) -> ShadowWork | None:
-        """Return what a step of these spans does for the answers that are scored. Drafts of the
-        host are made here."""
+        """Return what a step of these spans does for the answers that are scored. The host proposes
+        its drafts here."""
         if not self._answers:
             return None
         with self._on_host():

@@ -46,8 +46,8 @@ class ShadowTally:
 
 
 def report_dict(tally: ShadowTally, costs: ShadowCosts | None) -> dict[str, Any]:
-    """Return the scores of each drafter, all and by kind, phase and context, and the drafter that
-    brings most. costs: of the steps, None if they are not known."""
+    """Return the scores of each drafter, all and by kind, phase and context, and the best drafter.
+    costs: of the steps, None if they are not known."""
     drafters: dict[str, Any] = {}
     for group, sums in sorted(tally.sums.items()):
         scores = drafters.setdefault(group.drafter, {"by": {}})

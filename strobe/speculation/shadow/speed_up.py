@@ -3,8 +3,8 @@ no torch.
 
     speed-up(K, c) = tokens per step(K) * ms of a plain step(c) / ms of a step with drafts(K, c)
 
-c requests at once verify up to K drafts each; the drafter drafts its whole block. Intervals are
-those of the tokens per step: the costs count as known.
+c requests at once verify up to K drafts each; the drafter drafts its whole block. Intervals cover
+the tokens per step only: the costs count as known.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class DrafterCosts(NamedTuple):
 
 
 class SpeedUp(NamedTuple):
-    """The speed-up at a concurrency with the number of drafts that brings most."""
+    """The speed-up at a concurrency with the best number of drafts."""
 
     concurrency: int
     num_drafts: int
@@ -59,7 +59,7 @@ class ShadowCosts:
 
     @property
     def concurrencies(self) -> list[int]:
-        """The numbers of requests at once for which speed-ups are given."""
+        """The numbers of requests at once for which speed-ups are reported."""
         powers = [2**i for i in range(30) if 2**i < self.max_num_seqs]
         return [*powers, self.max_num_seqs]
 
@@ -81,7 +81,7 @@ class ShadowCosts:
     def _plain_over_drafted(
         self, drafter: DrafterCosts, sums: BlockSums, concurrency: int
     ) -> Floats:
-        """Return milliseconds of a plain step over those of steps with up to K drafts [K]."""
+        """Return the ratio of a plain step's milliseconds to a step's with up to K drafts [K]."""
         context = round(concurrency * sums.mean_start)
         plain = StepWork(draft_rows=0, rows=concurrency, requests=concurrency, context=context)
         rows = concurrency * (1 + sums.drafts / sums.blocks)

@@ -1,4 +1,4 @@
-"""Another engine's greedy answers to the same prompts: transformers', or those of a server with
+"""Another engine's greedy answers to the same prompts: from transformers, or from a server with
 OpenAI's text completions and log probabilities."""
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class ServerPeer:
         return list(ids), listed
 
     def _id(self, entry: Mapping[str, Any]) -> int:
-        """Return a token's id. Raises PeerUndecided if its text is that of several tokens."""
+        """Return a token's id. Raises PeerUndecided if several tokens have its text."""
         if entry.get("id") is not None:
             return int(entry["id"])
         token = self._known(str(entry["token"]))

@@ -1,4 +1,4 @@
-"""The requests of a verification: what is asked, in which waves, and with which sampling."""
+"""The requests of a verification: their prompts, waves and sampling."""
 
 from __future__ import annotations
 
@@ -103,8 +103,7 @@ class Case:
 @dataclass(frozen=True)
 class Wave:
     """Requests that run at once. Waves run one after the other on one engine, so a later one may
-    find its prefixes cached. cold: this wave's requests are those of that wave, which ran them
-    first."""
+    find its prefixes cached. cold: name of the wave that ran this wave's requests first."""
 
     name: str
     cases: tuple[Case, ...]

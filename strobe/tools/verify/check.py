@@ -95,8 +95,8 @@ class Checker:
         return self._last
 
     def check_runs(self, runs: Mapping[str, Run]) -> dict[str, RowChecks]:
-        """Compare every row of several runs with the reference, equal sequences once and those that
-        begin alike one after the other."""
+        """Compare every row of several runs with the reference: equal sequences once, and sequences
+        with a common prefix one after the other."""
         checks = {name: RowChecks(run=name, differences=[], distances=[]) for name in runs}
         groups: dict[tuple[tuple[int, ...], tuple[int, ...], str], list[_Checked]] = {}
         for name, run in runs.items():

@@ -21,7 +21,7 @@ from strobe.tools.verify.reference import Reference
 from strobe.tools.verify.runs import Answer, run_cases
 
 FALSE_DISCOVERIES = 1e-3
-"""If no distribution differs, the probability that one is reported is at most this."""
+"""Maximum probability that a difference is reported although no distribution differs."""
 PERMUTATIONS = (2_000, 40_000)
 """Of a test; the second number only if the first gives a probability below SURE."""
 SURE = 0.02
@@ -54,8 +54,8 @@ class SampledPair:
     first: NDArray[np.float64]
 
     def check_first_tokens(self) -> tuple[int, list[Outlier]]:
-        """Compare each answer's first token with the one that its seed's noise gives; return how
-        many were compared, and those that differ."""
+        """Compare each answer's first token with the one that its seed's noise gives; return the
+        number of comparisons and the tokens that differ."""
         wrong: list[Outlier] = []
         for run, answers in (("plain decoding", self.plain), ("speculation", self.speculated)):
             for answer in answers:
@@ -90,8 +90,8 @@ def sample_pairs(
     first_seed: int,
     bound: float,
 ) -> list[SampledPair]:
-    """Sample each of FILTERS with so many seeds in each way, each at the row of `rows` where it
-    shows most. bound: of the reference's rounding."""
+    """Sample each of FILTERS with so many seeds in each way, at the row of `rows` where a fault in
+    it shows best. bound: of the reference's rounding."""
     pairs: list[SampledPair] = []
     for filtered in FILTERS:
         row, temperature = filtered.choose(rows, bound)
@@ -177,8 +177,8 @@ def _tokens(answers: Sequence[Answer], position: int) -> list[int]:
 
 
 def permutation_p(first: Sequence[int], second: Sequence[int], rng: np.random.Generator) -> float:
-    """Return the probability, over random assignments of the samples to both groups, of a
-    chi-square distance of their counts at least as large."""
+    """Return the probability of a chi-square distance of the counts that is as large or larger,
+    over random assignments of the samples to both groups."""
     tokens, index = np.unique([*first, *second], return_inverse=True)
     if len(tokens) < 2 or not first or not second:
         return 1.0
@@ -197,8 +197,8 @@ def permutation_p(first: Sequence[int], second: Sequence[int], rng: np.random.Ge
 def exact_p(
     tokens: Sequence[int], probabilities: NDArray[np.float64], rng: np.random.Generator
 ) -> float:
-    """Return the probability of counts at least as far from `probabilities`, over samples drawn
-    from these. Tokens of low probability count as one."""
+    """Return the probability of counts that are as far from `probabilities` or farther, over
+    samples drawn from these. Tokens of low probability count as one."""
     count = len(tokens)
     common = np.flatnonzero(probabilities * count >= 1.0)
     cells = np.append(probabilities[common], max(1.0 - probabilities[common].sum(), 0.0))
@@ -216,8 +216,8 @@ def exact_p(
 
 
 def _p_value(distance: float, draw: Callable[[int], NDArray[np.float64]]) -> float:
-    """Return the share of random distances that are at least `distance`, of few if that is not
-    small. draw: returns so many of them."""
+    """Return the share of random distances >= `distance`, estimated from few if it is not small.
+    draw: returns so many of them."""
     share = 1.0
     for count in PERMUTATIONS:
         distances = draw(count)
@@ -230,7 +230,7 @@ def _p_value(distance: float, draw: Callable[[int], NDArray[np.float64]]) -> flo
 def benjamini_hochberg(
     tests: Sequence[DistributionTest], rate: float = FALSE_DISCOVERIES
 ) -> list[DistributionTest]:
-    """Mark the tests that differ, so that the expected share of false ones among them is at most
+    """Mark the tests that differ; the expected share of false ones among them does not exceed
     `rate` (Benjamini and Hochberg, 1995)."""
     ordered = sorted(test.p_value for test in tests)
     passed = [p for i, p in enumerate(ordered, start=1) if p <= rate * i / len(tests)]

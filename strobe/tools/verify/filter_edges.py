@@ -16,7 +16,7 @@ POSITIONS = 4
 """Tokens that are sampled after a row."""
 RANKS = 4
 MIN_GAP = 8.0
-"""Logits on both sides of a filter's edge are at least this many bounds apart, if any row's are."""
+"""Minimum distance, in bounds, of the logits on both sides of a filter's edge, if a row has it."""
 MAX_TEMPERATURE = 100.0
 
 
@@ -30,12 +30,12 @@ class EdgeRow:
     top: tuple[float, ...]
 
     def gap(self, kept: int) -> float:
-        """Return by how much the last of the `kept` tokens exceeds the next."""
+        """Return the logit of the last of the `kept` tokens minus the next one."""
         return self.top[kept - 1] - self.top[kept]
 
     def temperature(self, kept: int) -> float:
-        """Return a temperature at which the first token left out is at least half as probable as
-        the first one."""
+        """Return a temperature at which the first excluded token has half of the best token's
+        probability or more."""
         return min(max((self.top[0] - self.top[kept]) / np.log(2.0), 1.0), MAX_TEMPERATURE)
 
     @staticmethod
@@ -57,8 +57,8 @@ class EdgeRow:
 
 @dataclass(frozen=True)
 class Filter:
-    """A filter under test. kept: how many tokens it keeps, None for all; fields: its settings,
-    from a row's probabilities in descending order."""
+    """A filter under test. kept: number of tokens that it keeps, None for all; fields: its
+    settings, from a row's probabilities in descending order."""
 
     name: str
     kept: int | None

@@ -1,4 +1,4 @@
-"""What a verification found, and the verdict that follows."""
+"""The findings of a verification, and the verdict that follows from them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Verification:
 
     @property
     def verdict(self) -> str:
-        """fault if there is one, else undecided if a check could not be made, else clean."""
+        """fault if there is one, else undecided if a check could not run, else clean."""
         if self.of("fault"):
             return "fault"
         return "undecided" if self.of("undecided") else "clean"

@@ -208,12 +208,12 @@ class Judge:
                     f"{test.about}: {test.samples} samples differ, p = {test.p_value:.2g}.",
                 )
         if tests and not any(test.differs for test in tests):
-            least = min(test.p_value for test in tests)
+            smallest = min(test.p_value for test in tests)
             self.verification.add(
                 "ok",
                 "distribution",
                 f"{len(tests)} tests of {tests[0].samples} samples each find no difference; the "
-                f"least p is {least:.2g}.",
+                f"smallest p is {smallest:.2g}.",
             )
 
     def judge_acceptance(self, run: Run, pairs: Sequence[tuple[str, str]]) -> None:
@@ -254,5 +254,5 @@ def reference_bound(rounding: Rounding, checks: RowChecks) -> float:
 
 
 def detectable_rate(tokens: int) -> float:
-    """Return the rate of wrong tokens of which so many show at least one with 95 %."""
+    """Return the rate of wrong tokens at which one appears among so many with 95 % probability."""
     return 1 - 0.05 ** (1 / tokens) if tokens else 1.0

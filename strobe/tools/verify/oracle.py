@@ -1,5 +1,5 @@
-"""Which token a row must give: sampling written anew from its definition, for one row of the
-reference's logits, and a token's distance from being that row's."""
+"""The token that a row must give: an independent implementation of sampling from its definition,
+for one row of the reference's logits, and a token's distance from being that row's."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ class OracleRow:
         return int(np.where(kept, scores + self.noise, -np.inf).argmax())
 
     def distance(self, token: int) -> float:
-        """Return the least change of margins that makes `token` the row's: 0 if it is, infinity if
-        none does. Its own logit is raised over all others, or the winner's is lowered."""
+        """Return the smallest change of margins that makes `token` the row's: 0 if it is already,
+        infinity if no change does. Its own logit is raised, or the winner's is lowered."""
         if self.winner == token:
             return 0.0
         if self.noise is None:
@@ -109,11 +109,11 @@ class OracleRow:
             logits[self.winner] -= change
             return self.token(logits) == token
 
-        return min(_least(raised), _least(lowered))
+        return min(_smallest_change(raised), _smallest_change(lowered))
 
 
-def _least(holds: Callable[[float], bool]) -> float:
-    """Return about the least change for which `holds` is true, infinity if none is."""
+def _smallest_change(holds: Callable[[float], bool]) -> float:
+    """Return approximately the smallest change for which `holds` is true, or infinity."""
     change = 1e-7
     while not holds(change):
         change *= 2

@@ -80,7 +80,7 @@ class TransformersReference:
 
     def _cut_cache(self, prompt: Sequence[int]) -> tuple[Any, int]:
         """Return the last sequence's cache, cut to the tokens that it shares with `prompt`, and
-        their number. It is taken out, so that a failed forward leaves none."""
+        their number. It is removed here, so that a failed forward leaves none."""
         cache = self._cache
         shared = common_length(prompt, self._cached)
         self._cache = None

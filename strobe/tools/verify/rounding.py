@@ -1,5 +1,5 @@
-"""The rounding of a model: how far the same row's log probabilities lie apart when it is computed
-in different shapes, without speculation."""
+"""The rounding of a model: the differences of one row's log probabilities between computations in
+different shapes, without speculation."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from strobe.tools.verify.runs import Rows, Run, score_by_blocks, score_by_prefil
 FACTOR = 3.0
 """A bound is this many times the largest difference that was measured."""
 FLOORS = {torch.float32: 64.0, torch.float16: 2.0, torch.bfloat16: 1.0}
-"""A bound is at least this many units in the last place of a row's spread of logits."""
+"""Lower limit of a bound, in units in the last place of a row's spread of logits."""
 LIMITS = {torch.float32: 512.0, torch.float16: 16.0, torch.bfloat16: 4.0}
 """Differences of more units in the last place are no rounding. Float32 has more, since its sums
-round as well, while those of shorter types are summed in float32."""
+round as well, while shorter types are summed in float32."""
 _ANSWERS = 6
 _BLOCKS = 8
 
@@ -119,8 +119,8 @@ def measure_rounding(engine: Engine, plain: Run, spread: float) -> Rounding:
 
 
 def peer_rounding(run: Run, own: Rounding, limit: float) -> Rounding:
-    """Return the rounding of another engine: between its answers alone and at once, and at least
-    this engine's own."""
+    """Return the rounding of another engine: the difference of its answers alone and at once, but
+    no less than this engine's own."""
     differences = [np.zeros(1)]
     for one, two in zip(run.answers["alone"], run.answers.get("batch", []), strict=False):
         rows = comparable_rows(one.tokens, two.tokens)

@@ -1,4 +1,4 @@
-"""Runs the waves on an engine and keeps what every row said."""
+"""Runs the waves on an engine and keeps the outputs of every row."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftPlan, Dra
 from strobe.tools.verify.cases import SAMPLED_WAVE, Case, Wave
 
 TOP = 5
-"""Log probabilities of each row that are compared, beside the token's own."""
+"""Log probabilities of each row that are compared, in addition to the token's own."""
 
 
 @dataclass(frozen=True)
@@ -119,10 +119,10 @@ def run_cases(
     engine: Engine, cases: Sequence[Case], *, speculate: bool, logprobs: int | None = TOP
 ) -> list[Answer]:
     """Run requests at once; return their answers in order. logprobs: of each row, None for none."""
-    asked = Speculation() if speculate else Speculation(method="none")
+    speculation = Speculation() if speculate else Speculation(method="none")
     requests: list[Request] = []
     for case in cases:
-        params = case.sampling.clone(logprobs=logprobs, speculation=asked)
+        params = case.sampling.clone(logprobs=logprobs, speculation=speculation)
         requests.append(engine.add(list(case.prompt), params))
     rows_of: dict[object, list[TokenLogprob]] = {request.key: [] for request in requests}
     accepted: dict[object, list[int]] = {request.key: [] for request in requests}

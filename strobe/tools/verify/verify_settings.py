@@ -13,7 +13,7 @@ Count = Annotated[int, Field(ge=1, le=10**9)]
 
 @settings
 class VerifySettings:
-    """What is verified, and how much of it. Raises ValueError."""
+    """The comparisons of a verification, and their extent. Raises ValueError."""
 
     error_prefix: ClassVar[str] = ""
 
