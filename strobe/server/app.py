@@ -56,12 +56,7 @@ from strobe.server.openai.protocol.token_requests import (
 )
 from strobe.server.openai.responses import input_tokens, responses
 from strobe.server.openai.tokens import detokenize, tokenize
-from strobe.server.page.endpoints import (
-    MarkdownRequest,
-    MarkdownResponse,
-    add_event_stream,
-    markdown,
-)
+from strobe.server.page.events import add_event_stream
 from strobe.server.server_settings import ServerConfig
 from strobe.server.serving import Serving
 from strobe.server.telemetry.traces import Traces
@@ -148,12 +143,6 @@ POSTS: dict[Handler, Post] = {
         summary="The text of token ids.",
         request_model=DetokenizeRequest,
         response_model=answers.DetokenizeResponse,
-    ),
-    markdown: Post(
-        path="/markdown",
-        summary="A text's blocks, for the page.",
-        request_model=MarkdownRequest,
-        response_model=MarkdownResponse,
     ),
 }
 """The POST endpoints. Bodies are read by their models and not by FastAPI, so that every error is

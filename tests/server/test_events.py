@@ -12,8 +12,8 @@ from strobe.config import DEMO_MODELS
 from strobe.counters import DraftCounts, EngineStats
 from strobe.server.app import make_app
 from strobe.server.engine_process.snapshot import EngineSnapshot
-from strobe.server.page import endpoints
-from strobe.server.page.endpoints import engine_events
+from strobe.server.page import events as page_events
+from strobe.server.page.events import engine_events
 from strobe.server.serving import Serving
 from strobe.text.tokenizer import Tokenizer
 from tests.server.support.asgi_client import call
@@ -46,7 +46,7 @@ def take(served: Serving, *changes: Any) -> list[Any]:
 
 
 def test_events_follow_the_engine(served: Serving, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(endpoints, "EVENT_SECONDS", 0.0)
+    monkeypatch.setattr(page_events, "EVENT_SECONDS", 0.0)
 
     def snapshot() -> None:
         served.client.snapshot = SNAPSHOT
@@ -65,8 +65,8 @@ def test_events_follow_the_engine(served: Serving, monkeypatch: pytest.MonkeyPat
 
 
 def test_silence_is_broken_by_comments(served: Serving, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(endpoints, "EVENT_SECONDS", 0.0)
-    monkeypatch.setattr(endpoints, "SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(page_events, "EVENT_SECONDS", 0.0)
+    monkeypatch.setattr(page_events, "SILENT_SECONDS", 0.0)
     assert take(served, *[lambda: None] * 3)[1:] == [None, None]
 
 

@@ -1,14 +1,21 @@
-"""Markdown as the page's elements, and the end of a text that goes on."""
+"""Markdown as the page's elements, and the end of a text that goes on, in a browser."""
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from strobe.server.page import files
-from strobe.server.page.markdown import MAX_HIGHLIGHTED, blocks, close, highlight
+from tests.server.support.browser import Page
+from tests.server.support.mock_page_server import MockServer
+
+pytestmark = pytest.mark.full
+
+MAX_HIGHLIGHTED = 20_000
+"""Characters of the longest code block that is highlighted."""
 
 SAMPLE = """\
 Here is **a *nested* answer** with `a * b` and a [link](https://example.com/a_b), 2 * 3 = 6.
@@ -48,15 +55,56 @@ It costs $5, or $10 in all.
 The *end*."""
 
 
+class Markdown:
+    """The page's modules markdown.js, code.js and tex.js, after Highlight.js has been loaded."""
+
+    def __init__(self, page: Page):
+        self._page = page
+        self.highlight("1", "python")
+        self._page.evaluate('import("./code.js").then(({ pendingColours }) => pendingColours())')
+
+    def blocks(self, texts: Sequence[str], *, is_open: bool = False) -> list[list[Any]]:
+        """Return the blocks of each text, as [line, node]."""
+        made = "blocks.map(({ line, node }) => [line, node])"
+        return self._page.evaluate(
+            f"""import("./markdown.js").then(({{ loadParser }}) => loadParser()).then((parse) =>
+              {json.dumps(texts)}.map((text) => {{
+                const blocks = parse(text, {json.dumps(is_open)});
+                return {made};
+              }}))"""
+        )
+
+    def nodes(self, text: str) -> list[Any]:
+        return [node for _, node in self.blocks([text])[0]]
+
+    def shown(self, texts: Sequence[str], *, is_open: bool = False) -> list[str]:
+        """Return the text that a reader sees of each text, without blanks."""
+        return [
+            re.sub(r"\s", "", "".join(text_of(node) for _, node in blocks))
+            for blocks in self.blocks(texts, is_open=is_open)
+        ]
+
+    def close(self, text: str) -> str:
+        return self._call("markdown.js", "close", text)
+
+    def highlight(self, code: str, language: str) -> list[Any]:
+        return self._call("code.js", "highlight", code, language)
+
+    def _call(self, module: str, function: str, *arguments: str) -> Any:
+        values = ", ".join(map(json.dumps, arguments))
+        return self._page.evaluate(f'import("./{module}").then((m) => m.{function}({values}))')
+
+
+@pytest.fixture(scope="module")
+def markdown(one_page: Page, one_mock: MockServer) -> Markdown:
+    one_mock.reset()
+    one_page.goto(one_mock.url)
+    return Markdown(one_page)
+
+
 def text_of(node: Any) -> str:
     """An element's text, without breaks."""
     return node if isinstance(node, str) else "".join(map(text_of, node[2:]))
-
-
-def shown(text: str, *, is_open: bool = False) -> str:
-    """The text that a reader sees, without blanks."""
-    parts = [text_of(block.node) for block in blocks(text, is_open=is_open)]
-    return re.sub(r"\s", "", "".join(parts))
 
 
 def tags(node: Any) -> set[str]:
@@ -65,24 +113,20 @@ def tags(node: Any) -> set[str]:
     return {node[0]}.union(*map(tags, node[2:]))
 
 
-def nodes(text: str) -> list[Any]:
-    return [block.node for block in blocks(text)]
-
-
-def test_blocks_have_their_first_lines():
-    assert [block.line for block in blocks(SAMPLE)] == [0, 2, 6, 10, 15, 17, 19, 21, 23, 28, 32, 34]
+def test_blocks_have_their_first_lines(markdown: Markdown):
+    lines = [line for line, _ in markdown.blocks([SAMPLE])[0]]
+    assert lines == [0, 2, 6, 10, 15, 17, 19, 21, 23, 28, 32, 34]
 
 
 @pytest.mark.parametrize(
     "text",
     ["<script>alert(1)</script>", "a <b onclick='x'>c</b>", "<div>\n*x*\n</div>", "&lt;i&gt;"],
 )
-def test_html_stays_text(text: str):
-    (block,) = blocks(text)
-    assert tags(block.node) <= {"p", "br", "em"}
-    assert shown(text) == re.sub(r"\s", "", text.replace("&lt;", "<").replace("&gt;", ">")).replace(
-        "*", ""
-    )
+def test_html_stays_text(markdown: Markdown, text: str):
+    (node,) = markdown.nodes(text)
+    assert tags(node) <= {"p", "br", "em"}
+    seen = text.replace("&lt;", "<").replace("&gt;", ">").replace("*", "")
+    assert markdown.shown([text]) == [re.sub(r"\s", "", seen)]
 
 
 @pytest.mark.parametrize(
@@ -96,19 +140,19 @@ def test_html_stays_text(text: str):
         ("![a](data:image/png;base64,AA)", "a"),
     ],
 )
-def test_links_lead_to_other_sites_only(text: str, node: Any):
-    assert nodes(text) == [["p", {}, node]]
+def test_links_lead_to_other_sites_only(markdown: Markdown, text: str, node: Any):
+    assert markdown.nodes(text) == [["p", {}, node]]
 
 
-def test_page_builds_every_element_and_class():
-    script = files()["/markdown.js"][1].decode()
-    known = [set(words.split()) for words in re.findall(r'new Set\(\s*"([^"]+)"', script)]
-    text = SAMPLE + "\n\n> a  \n> b\n\n###### x\n\n![a](https://b.c)"
-    used = set[str]().union(*(tags(node) for node in nodes(text)))
-    assert used == known[0] - {"h3", "h5"}
-    names = set(re.findall(r"'class': '(\w+)'", str(nodes(text))))
+def test_elements_and_classes_are_those_that_the_styles_know(markdown: Markdown):
+    nodes = markdown.nodes(SAMPLE + "\n\n> a  \n> b\n\n###### x\n\n![a](https://b.c)")
+    used = set[str]().union(*map(tags, nodes))
+    assert used == {
+        "p", "ul", "ol", "li", "blockquote", "hr", "table", "thead", "tbody", "tr", "th", "td",
+        "strong", "em", "del", "br", "code", "pre", "a", "h4", "h6", "span", "math", "input",
+    }  # fmt: skip
+    names = set(re.findall(r"'class': '(\w+)'", str(nodes)))
     assert names == {"comment", "keyword", "name", "string", "left", "right", "task"}
-    assert names < known[1]
 
 
 def math(text: str, display: bool = False) -> list[Any]:
@@ -130,8 +174,8 @@ def math(text: str, display: bool = False) -> list[Any]:
         (r"\(a", ["(a"]),
     ],
 )
-def test_formulas_within_a_paragraph(text: str, parts: list[Any]):
-    assert nodes(text) == [["p", {}, *parts]]
+def test_formulas_within_a_paragraph(markdown: Markdown, text: str, parts: list[Any]):
+    assert markdown.nodes(text) == [["p", {}, *parts]]
 
 
 @pytest.mark.parametrize(
@@ -145,51 +189,77 @@ def test_formulas_within_a_paragraph(text: str, parts: list[Any]):
         ("$$a\n\nb$$", [["p", {}, "$$a"], ["p", {}, "b$$"]]),
     ],
 )
-def test_formulas_of_several_lines(text: str, blocks: list[Any]):
-    assert nodes(text) == blocks
+def test_formulas_of_several_lines(markdown: Markdown, text: str, blocks: list[Any]):
+    assert markdown.nodes(text) == blocks
 
 
-def test_lists_of_tasks_have_boxes():
+def test_lists_of_tasks_have_boxes(markdown: Markdown):
     task: list[Any] = ["li", {"class": "task"}]
     box: list[Any] = [["input", {"checked": done}] for done in (False, True)]
-    assert nodes("- [ ] a\n- [X] **b** c\n- [ ]\n- [x](https://d.e)") == [
+    assert markdown.nodes("- [ ] a\n- [X] **b** c\n- [ ]\n- [x](https://d.e)") == [
         ["ul", {}, [*task, box[0], "a"], [*task, box[1], ["strong", {}, "b"], " c"],
          ["li", {}, "[ ]"], ["li", {}, ["a", {"href": "https://d.e"}, "x"]]]
     ]  # fmt: skip
-    assert nodes("1. [x] a\n\n   b") == [
+    assert markdown.nodes("1. [x] a\n\n   b") == [
         ["ol", {}, [*task, box[1], ["p", {}, "a"], ["p", {}, "b"]]]
     ]
 
 
 @pytest.mark.parametrize("language", ["python", "JSON", "c++", "sh", "html", "diff", "none", ""])
-def test_highlighting_changes_no_character(language: str):
+def test_highlighting_changes_no_character(markdown: Markdown, language: str):
     code = '{"a": [1, "x"]}\n\n- if (a < b) { return None; } // <b>\n\t#'
-    parts = highlight(code, language)
+    parts = markdown.highlight(code, language)
     assert "".join(map(text_of, parts)) == code
 
 
-def test_long_code_is_not_highlighted():
-    assert highlight("1" * MAX_HIGHLIGHTED, "python") != ["1" * MAX_HIGHLIGHTED]
-    assert highlight("1" * (MAX_HIGHLIGHTED + 1), "python") == ["1" * (MAX_HIGHLIGHTED + 1)]
+@pytest.mark.parametrize(
+    ("language", "code", "spans"),
+    [
+        (
+            "py",
+            "def f():\n    return 'a' + 1",
+            "keyword def|name f|keyword return|string 'a'|value 1",
+        ),
+        ("json", '{"a": [1, true]}', 'name "a"|value 1|keyword true'),
+        ("html", "<p class='a'>b</p>", "keyword p|name class|string 'a'|keyword p"),
+        ("js", "`a${1}` // c", "string `a|value 1|string `|comment // c"),
+        ("dockerfile", "FROM a", "keyword FROM"),
+    ],
+)
+def test_code_has_classes(markdown: Markdown, language: str, code: str, spans: str):
+    parts = [part for part in markdown.highlight(code, language) if not isinstance(part, str)]
+    shown = [f"{attributes['class']} {text.strip()}" for _, attributes, text in parts]
+    assert "|".join(shown) == spans
 
 
-def test_open_text_only_grows():
+def test_long_code_is_not_highlighted(markdown: Markdown):
+    assert markdown.highlight("1" * MAX_HIGHLIGHTED, "python") != ["1" * MAX_HIGHLIGHTED]
+    assert markdown.highlight("1" * (MAX_HIGHLIGHTED + 1), "python") == [
+        "1" * (MAX_HIGHLIGHTED + 1)
+    ]
+
+
+def test_open_text_only_grows(markdown: Markdown):
     """No mark of Markdown is ever shown and then taken back."""
-    whole = shown(SAMPLE)
-    for end in range(len(SAMPLE) + 1):
-        part = shown(SAMPLE[:end], is_open=True)
-        assert whole.startswith(part), SAMPLE[:end]
-    assert part == whole
+    (whole,) = markdown.shown([SAMPLE])
+    texts = [SAMPLE[:end] for end in range(len(SAMPLE) + 1)]
+    parts = markdown.shown(texts, is_open=True)
+    for text, part in zip(texts, parts, strict=True):
+        assert whole.startswith(part), text
+    assert parts[-1] == whole
 
 
-def test_text_from_its_last_block_on_gives_the_same_blocks():
-    """As the page asks for a text that grows."""
-    for end in range(len(SAMPLE) + 1):
-        text = SAMPLE[:end]
-        whole = blocks(text, is_open=True)
-        if whole:
-            rest = "".join(text.splitlines(keepends=True)[whole[-1].line :])
-            assert [block.node for block in blocks(rest, is_open=True)] == [whole[-1].node]
+def test_text_from_its_last_block_on_gives_the_same_blocks(markdown: Markdown):
+    """As the page parses a text that grows."""
+    texts = [SAMPLE[:end] for end in range(len(SAMPLE) + 1)]
+    last = [
+        (text, *blocks[-1])
+        for text, blocks in zip(texts, markdown.blocks(texts, is_open=True), strict=True)
+        if blocks
+    ]
+    rests = ["".join(text.splitlines(keepends=True)[line:]) for text, line, _ in last]
+    again = [[node for _, node in blocks] for blocks in markdown.blocks(rests, is_open=True)]
+    assert again == [[node] for _, _, node in last]
 
 
 @pytest.mark.parametrize(
@@ -224,5 +294,15 @@ def test_text_from_its_last_block_on_gives_the_same_blocks():
         ("| a |\n|---|\n| *b", "| a |\n|---|\n| *b*"),
     ],
 )
-def test_end_of_an_open_text(text: str, closed: str):
-    assert close(text) == closed
+def test_end_of_an_open_text(markdown: Markdown, text: str, closed: str):
+    assert markdown.close(text) == closed
+
+
+@pytest.mark.parametrize(
+    "piece", ["*", "[a]", "`", "$", "\\(", "![", "> ", "**a", "| ", "~~~\n", "[a][b]("]
+)
+def test_long_texts_of_marks_are_parsed_soon(markdown: Markdown, piece: str):
+    """Within the time that the page has for an answer, and not in the square of its length."""
+    text = piece * (100_000 // len(piece))
+    assert markdown.close(text) is not None
+    assert markdown.blocks([text], is_open=True)

@@ -218,7 +218,7 @@ def test_head_request_sends_no_bytes(lines: Lines):
 
 @pytest.mark.parametrize(("path", "level"), [
     ("/health", logging.DEBUG), ("/proxied/metrics", logging.DEBUG), ("/v1/models", logging.INFO),
-    ("/markdown", logging.DEBUG), ("/proxied/events", logging.DEBUG), ("/page.js", logging.DEBUG),
+    ("/proxied/events", logging.DEBUG), ("/page.js", logging.DEBUG),
     ("/", logging.INFO),
 ])  # fmt: skip
 def test_answered_polls_are_logged_at_debug(
@@ -229,7 +229,7 @@ def test_answered_polls_are_logged_at_debug(
     assert [r.levelno for r in caplog.records if r.name == "strobe.access"] == [level]
 
 
-@pytest.mark.parametrize("path", ["/health", "/markdown", "/events"])
+@pytest.mark.parametrize("path", ["/health", "/events"])
 def test_failed_poll_is_logged(path: str, lines: Lines):
     async def refuses(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 503})
@@ -358,7 +358,6 @@ def test_requests_above_a_keys_limit_are_429():
     assert refused == [(429, "api_key_busy")]
     assert call(app, "/health", method="GET", headers=bearer).status == 200
     assert call(app, "/events", method="GET", headers=bearer).status == 200
-    assert call(app, "/markdown", headers=bearer).status == 200
     assert app.running[KEYS[0]] == 2
     other_key = [("Authorization", "Bearer schl\u00fcssel two")]
     assert call(app, headers=other_key).status == 200

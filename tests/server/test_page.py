@@ -38,6 +38,9 @@ from tests.server.support.page_actions import (
 
 pytestmark = pytest.mark.full
 
+LIBRARIES = ("/katex.js", "/markdown-it.js", "/highlight.js")
+"""Other projects' files."""
+
 # ---- files ----
 
 
@@ -48,10 +51,11 @@ def test_page_files_exist_and_reference_only_this_server():
     assert served["/page.js"][0].startswith("text/javascript")
     for path, (_, body) in served.items():
         text = body.decode()
-        foreign = r"(?:https?:)?//(?!www\.w3\.org/|katex\.org,)\w[\w.-]*\.\w+/"
-        assert not re.findall(foreign, text), path
-        if path == "/katex.js":
+        if path in LIBRARIES:
+            assert "sourceMappingURL" not in text
+            assert re.search("MIT License|BSD 3-Clause License", text), path
             continue
+        assert not re.findall(r"(?:https?:)?//(?!www\.w3\.org/)\w[\w.-]*\.\w+/", text), path
         for name in re.findall(r"""(?:from "\./|href="|src=")([^"]+)""", text):
             assert f"/{name}" in served, f"{path} wants {name}"
 

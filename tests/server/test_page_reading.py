@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from tests.server.support.browser import Page
@@ -93,14 +91,33 @@ def test_formulas_are_set_as_mathml(reading: Page, mock: MockServer):
     assert reading.problems == []
 
 
-def test_katex_is_loaded_with_the_first_formula_only(reading: Page, mock: MockServer):
-    mock.reply(answer(*by_word("It costs $5 or $10.")), answer(*by_word("So $x$.")))
+def test_libraries_are_loaded_when_they_are_needed(reading: Page, mock: MockServer):
+    def loaded() -> list[str]:
+        names = [url.removeprefix(mock.url) for url in reading.requests]
+        return [name for name in names if name in ("markdown-it.js", "highlight.js", "katex.js")]
+
+    mock.reply(
+        *(answer(*by_word(text)) for text in ("It is $5 or $10.", "`$x`", "```py\n1\n```", "$x$"))
+    )
+    assert loaded() == []
     ask_and_wait(reading, "one")
-    reading.until("document.querySelector('.prose p')?.textContent == 'It costs $5 or $10.'")
-    assert not [url for url in reading.requests if url.endswith("katex.js")]
+    reading.until("document.querySelector('.prose p')?.textContent == 'It is $5 or $10.'")
     ask_and_wait(reading, "two")
+    assert loaded() == ["markdown-it.js"]
+    ask_and_wait(reading, "three")
+    reading.until("document.querySelector('.code .value')")
+    assert loaded() == ["markdown-it.js", "highlight.js"]
+    ask_and_wait(reading, "four")
     reading.until("document.querySelector('.formula math')")
-    assert [url for url in reading.requests if url.endswith("katex.js")]
+    assert loaded() == ["markdown-it.js", "highlight.js", "katex.js"]
+
+
+def test_code_is_plain_where_its_colours_fail(reading: Page, mock: MockServer):
+    mock.missing = {"/highlight.js"}
+    mock.reply(answer(*by_word("```py\nx = 1\n```")))
+    ask_and_wait(reading, "go")
+    assert reading.texts(".code code") == ["x = 1"]
+    assert reading.texts(".code span") == ["py"]
 
 
 def test_formulas_load_nothing_and_lead_nowhere(reading: Page, mock: MockServer):
@@ -161,21 +178,6 @@ def test_html_in_an_answer_is_inert(reading: Page, mock: MockServer):
     assert [url for url in reading.requests if not url.startswith(mock.url)] == []
 
 
-def test_unknown_elements_are_not_built(reading: Page):
-    """Even if the server named them."""
-    link = ["a", {"href": "data:,"}]
-    forged = ["p", {"onclick": "x", "class": "error"}, ["script", {}, "1"], link]
-    parse = f"async () => [{{line: 0, node: {json.dumps(forged)}}}]"
-    reading.evaluate(
-        """import("./markdown.js").then(({ Prose }) =>
-          new Prose(document.querySelector("#log"), PARSE).update("x", false))
-        """.replace("PARSE", parse)
-    )
-    assert reading.evaluate("document.querySelector('#log').innerHTML") == (
-        '<p class=""><a target="_blank" rel="noopener noreferrer" class=""></a></p>'
-    )
-
-
 def test_copy_button_copies_the_code(reading: Page, mock: MockServer):
     mock.reply(answer(*by_word(MARKDOWN)))
     ask_and_wait(reading, "go")
@@ -223,7 +225,7 @@ def test_view_is_remembered(page: Page, mock: MockServer):
 
 
 def test_answer_is_plain_text_where_markdown_fails(reading: Page, mock: MockServer):
-    mock.markdown = False
+    mock.missing = {"/markdown-it.js"}
     mock.reply(answer(step(("a **b**\nc", False), drafted=0)))
     ask_and_wait(reading, "go")
     assert reading.texts(".prose .plain") == ["a **b**\nc"]

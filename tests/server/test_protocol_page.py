@@ -18,7 +18,6 @@ from strobe.server.openai.protocol import response_bodies as answers
 from strobe.server.openai.protocol.items import ITEMS
 from strobe.server.openai.protocol.responses_request import ResponsesStreamOptions
 from strobe.server.page import files as page_files
-from strobe.server.page.endpoints import MarkdownBlock, MarkdownResponse
 from strobe.server.schema.base import RequestModel, StreamOptions
 from strobe.server.schema.formats import KINDS, SINGLE_FIELDS, SchemaTextFormat
 from strobe.server.schema.messages import PARTS, AssistantMessage, ToolCall
@@ -92,7 +91,6 @@ def test_page_lists_every_object_field(place: str, page: str):
         SpeculationReport.__annotations__, answers.Step.__annotations__,
         answers.ModelCard.__annotations__,
         answers.TokenizeResponse.__annotations__, answers.DetokenizeResponse.__annotations__,
-        MarkdownResponse.__annotations__, MarkdownBlock.__annotations__,
         answers.CompletionLogprobs.__annotations__, TokenLogprob.__annotations__,
         PromptLogprob.__annotations__, answers.ErrorDetail.__annotations__,
     ],

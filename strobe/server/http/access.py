@@ -22,7 +22,7 @@ from strobe.server.telemetry.traces import Traces
 CLIENT_CLOSED = 499  # nginx's status for a client that disconnected before the response's end
 MAX_PATH_CHARS = 256
 POLLED = ("/health", "/metrics", "/ping", "/load")
-PAGE_PARTS = ("/markdown", "/events", ".js", ".css", ".svg")
+PAGE_PARTS = ("/events", ".js", ".css", ".svg")
 """Requests that the chat page repeats while it is open."""
 
 _log = logging.getLogger("strobe.access")

@@ -12,7 +12,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
     ),
     "Anthropic": ("/v1/messages",),
     "Ollama": ("/api/",),
-    "Texts and tokens": ("/infill", "/tokenize", "/detokenize", "/markdown"),
+    "Texts and tokens": ("/infill", "/tokenize", "/detokenize"),
     "The server": ("/",),
 }  # fmt: skip
 """The page's sections, and the beginnings of their paths in the order of the page."""

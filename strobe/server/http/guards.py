@@ -26,9 +26,6 @@ OnReject = Callable[[int, str], None]
 
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
-UNCOUNTED = frozenset({"/markdown"})
-"""Paths that do not count among a key's concurrent requests."""
-
 _host = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^\s:/@\[\]]+)(:[0-9]*)?", re.IGNORECASE | re.ASCII)
 _digits = re.compile(rb"[0-9]{1,4000}")  # int() reads no more
 
@@ -151,8 +148,7 @@ class AllowedHosts:
 
 class ApiKeyGuard:
     """Requires `Authorization: Bearer KEY`, or Anthropic's `x-api-key: KEY`, except on the open
-    paths; else 401. Requests beyond a key's max_concurrency are a 429; reads and UNCOUNTED paths,
-    which the page asks for during an answer, do not count.
+    paths; else 401. Requests beyond a key's max_concurrency are a 429; reads do not count.
 
     Sets scope["state"]["api_key"] to the key's digest, and adds its name to the log. Keys are
     compared in constant time. OPTIONS passes, because browsers send it without a key; no handler
@@ -193,7 +189,7 @@ class ApiKeyGuard:
             await send_error(scope, receive, send, error)
         elif key is None or route(scope) in self.open_paths:
             await self.app(scope, receive, send)
-        elif scope["method"] in SAFE_METHODS or route(scope) in UNCOUNTED:
+        elif scope["method"] in SAFE_METHODS:
             await self._run(scope, receive, send, key=key, count=0)
         elif key.max_concurrency is not None and self.running[key] >= key.max_concurrency:
             self.on_reject(429, "api_key_busy")

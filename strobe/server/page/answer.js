@@ -9,9 +9,8 @@ const OFF = "the request turned speculation off"; // intended, so not worth a no
 
 /** An answer during generation. Add its chunks, call paint once a frame, and finish once. */
 export class Answer {
-  /** view: "reading" or "tokens"; parse: see Prose. */
-  constructor(title, view, parse) {
-    this.parse = parse;
+  /** view: "reading" or "tokens". */
+  constructor(title, view) {
     this.parts = []; // {delta, step} of each chunk, of which views are made
     this.calls = []; // {id, name, arguments}
     this.times = { started: performance.now(), first: null, last: null };
@@ -42,8 +41,8 @@ export class Answer {
   }
 
   /** Make an answer of what `record` returned. */
-  static restore(title, view, parse, record) {
-    const answer = new Answer(title, view, parse);
+  static restore(title, view, record) {
+    const answer = new Answer(title, view);
     for (const part of record.parts) answer.add(part, null);
     const { usage, report, finishReason, failed, times, firstTokens, before } = record;
     Object.assign(answer, { usage, report, finishReason, failed, times, firstTokens, before });
@@ -71,7 +70,7 @@ export class Answer {
 
   /** Show another view, made of all chunks so far. */
   show(view) {
-    const now = view === "tokens" ? new TokenView() : new ReadingView(this.parse);
+    const now = view === "tokens" ? new TokenView() : new ReadingView();
     for (const part of this.parts) now.feed(part);
     this.element.children[1].replaceWith(now.element);
     this.view = now;
@@ -87,7 +86,7 @@ export class Answer {
 
   /** Show the answer again as it came. Returns a function that shows it up to a time in ms. */
   replay() {
-    const view = this.view instanceof TokenView ? new TokenView() : new ReadingView(this.parse);
+    const view = this.view instanceof TokenView ? new TokenView() : new ReadingView();
     this.view.element.replaceWith(view.element);
     this.view = view;
     let next = 0;

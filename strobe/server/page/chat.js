@@ -5,7 +5,7 @@ import { Conversation } from "./conversation.js";
 import { button, byId, number } from "./dom.js";
 import { Progress, ROUNDS, verdict } from "./race.js";
 import * as settings from "./settings.js";
-import { postJson, ServerError, stream } from "./stream.js";
+import { ServerError, stream } from "./stream.js";
 import { Turn } from "./turn.js";
 
 const log = byId("log");
@@ -53,7 +53,7 @@ export class Chat {
   }
 
   restore(turn, node) {
-    const answers = turn.restore(node, settings.view(), parse);
+    const answers = turn.restore(node, settings.view());
     if (node.race) turn.results.append(verdict(...answers, node.race));
   }
 
@@ -334,10 +334,6 @@ const FULL_BAR = 500; // tokens that fill the first lane's bar while its length 
 
 const randomSeed = () => crypto.getRandomValues(new Uint32Array(1))[0];
 
-const makeAnswer = (title) => new Answer(title, settings.view(), parse);
-
-async function parse(text, open) {
-  return (await postJson("markdown", { text, open }, settings.apiKey())).blocks;
-}
+const makeAnswer = (title) => new Answer(title, settings.view());
 
 export const keyButton = () => button("Enter the API key", () => settings.openAt("key"));

@@ -2,12 +2,12 @@
 
 import { collect, describe } from "./calls.js";
 import { element } from "./dom.js";
-import { Prose } from "./markdown.js";
+import { loadParser } from "./markdown.js";
+import { Prose } from "./prose.js";
 
 export class ReadingView {
-  /** parse: see Prose. */
-  constructor(parse) {
-    this.parse = parse;
+  constructor() {
+    loadParser().catch(() => null); // while the model computes its first token
     this.element = element("div", { class: "parts reading" });
     this.parts = []; // {kind, element, prose, text}
     this.calls = [];
@@ -37,7 +37,7 @@ export class ReadingView {
     const prose = element("div", { class: "prose" });
     const part = { kind, element: prose, text: "", prose: null };
     if (kind === "call") part.element = element("div", { class: "call" });
-    else part.prose = new Prose(prose, this.parse);
+    else part.prose = new Prose(prose);
     if (kind === "thinking") {
       const summary = element("summary", {}, "Thinking …");
       part.element = element("details", { class: "thinking", open: true }, summary, prose);

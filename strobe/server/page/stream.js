@@ -25,12 +25,6 @@ export async function getText(path, key) {
   return response.text();
 }
 
-/** What the server answers to a JSON body at a path. Throws ServerError. */
-export async function postJson(path, body, key) {
-  const response = await post(path, body, key);
-  return response.json();
-}
-
 /** The server's states, as /events sends them. Throws as `stream` does. */
 export async function* serverEvents(key, signal) {
   const response = await ask("events", { headers: headers(key), signal });

@@ -43,10 +43,10 @@ export class Turn {
   }
 
   /** Show the answer of a node, and the other lane of its race. */
-  restore(node, view, parse) {
+  restore(node, view) {
     this.answerNode = node;
     const record = node.record ?? { parts: [{ delta: { content: node.content } }], times: {} };
-    const make = (title, from) => Answer.restore(title, view, parse, { ...EMPTY, ...from });
+    const make = (title, from) => Answer.restore(title, view, { ...EMPTY, ...from });
     if (!node.race) return [this.add(make("Answer", record))];
     this.element.classList.add("compared");
     return [

@@ -20,7 +20,6 @@ import httpx
 import uvicorn
 
 from strobe.server.page import files
-from strobe.server.page.markdown import blocks
 
 Json = dict[str, Any]
 
@@ -186,8 +185,8 @@ class MockServer(ThreadedServer):
 
     received: the bodies of the chat requests, keys: their Authorization headers. api_key: required
     unless None. state: what /events sends; with a problem, /server_info is a 503. template: what
-    /server_info says about the chat template. markdown: whether /markdown works. shadow: the report
-    of /shadow, None without shadow mode.
+    /server_info says about the chat template. missing: paths of the page's files that are not
+    there. shadow: the report of /shadow, None without shadow mode.
     """
 
     def __init__(self):
@@ -199,7 +198,7 @@ class MockServer(ThreadedServer):
         """Clear received requests and scripted replies."""
         self.model = "strobe-demo"
         self.template: Json = {"reasoning": "qwen3", "tools": "hermes", "variables": None}
-        self.markdown = True
+        self.missing: set[str] = set()
         self.shadow: str | None = None
         self.state: Json = {"problem": None}
         self.api_key: str | None = None
@@ -237,7 +236,7 @@ class MockServer(ThreadedServer):
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
         path = scope["path"]
-        if path in self._files:
+        if path in self._files and path not in self.missing:
             kind, body = self._files[path]
             await respond(send, 200, body, {"content-type": kind})
             return
@@ -253,11 +252,6 @@ class MockServer(ThreadedServer):
             await plain(send, Reply(body=self._info()))
         elif path == "/shadow":
             await plain(send, Reply(body=self.shadow))
-        elif path == "/markdown":
-            request = json.loads(await body_of(receive))
-            parts = [b._asdict() for b in blocks(request["text"], is_open=request["open"])]
-            failed = refusal(500, "It failed.")
-            await plain(send, Reply(body={"blocks": parts}) if self.markdown else failed)
         elif path == "/v1/chat/completions":
             self.keys.append(key)
             self.received.append(json.loads(await body_of(receive)))

@@ -20,7 +20,6 @@ from strobe.server.openai.protocol.completion_request import CompletionRequest
 from strobe.server.openai.protocol.infill_request import InfillRequest
 from strobe.server.openai.protocol.responses_request import InputTokensRequest, ResponsesRequest
 from strobe.server.openai.protocol.token_requests import DetokenizeRequest, TokenizeRequest
-from strobe.server.page.endpoints import MarkdownRequest
 from strobe.server.schema.base import RequestModel
 from strobe.server.schema.field_errors import FieldError
 
@@ -44,7 +43,6 @@ SMALLEST: Mapping[type[RequestModel], dict[str, Any]] = {
     ShowRequest: {},
     TokenizeRequest: {"prompt": "hello"},
     DetokenizeRequest: {"tokens": [1, 2]},
-    MarkdownRequest: {"text": "hello"},
 }
 GENERATING = (
     ChatCompletionRequest, CompletionRequest, InfillRequest, ResponsesRequest, MessagesRequest
