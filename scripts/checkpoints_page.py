@@ -1,5 +1,6 @@
-"""Write the tables of published checkpoints in docs/checkpoints.md from tests/corpus, and the table
-of pairs in docs/command-line.md from strobe/hub/pairs.py.
+"""Write the tables of docs/checkpoints.md: published checkpoints from tests/corpus, and formats
+from the parameters of tests; and the table of pairs in docs/command-line.md from
+strobe/hub/pairs.py.
 
     python scripts/checkpoints_page.py [--write | --check]
 
@@ -19,11 +20,18 @@ from strobe.hub.pairs import PAIRS
 from strobe.models.quantization.published import format_name
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.support import tested_formats  # noqa: E402
+from tests.support.tested_formats import TestedFormat  # noqa: E402
+
 PAGES = (ROOT / "docs" / "checkpoints.md", ROOT / "docs" / "command-line.md")
 CORPUS = ROOT / "tests" / "corpus"
 INFERRED = ("inferred", "does not name the repository", "no such repository")
 """Words of notes and sources whose checkpoint's name is not certain."""
 NATIVE = {"fp8": "FP8 with scales by blocks", "mxfp4": "experts in MXFP4"}
+YES = "yes"
+UNTESTED = "not tested"
 INCOMPLETE = "recognized; its config was seen in part"
 
 Entry = dict[str, Any]
@@ -90,7 +98,57 @@ def tables() -> dict[str, str]:
         "targets": ("architecture", "weights", "checkpoint", "answer"),
     }
     new_tables = {kind: as_table(heads[kind], sorted(rows[kind])) for kind in heads}
-    return {**new_tables, "pairs": pairs_table()}
+    return {**new_tables, "pairs": pairs_table(), "formats": formats_table()}
+
+
+def formats_table() -> str:
+    """Return how each format of weights is tested."""
+    rows: list[tuple[str, ...]] = []
+    for name, row in tested_formats.FORMATS.items():
+        cells = (checked_target(row), checked_drafter(row), checked_experts(row))
+        rows.append((name, *cells, checked_on_cpu(row), checked_on_gpu(row)))
+    return as_table(("format", "target", "drafter", "experts", "CPU", "GPU"), rows)
+
+
+def checked_target(row: TestedFormat) -> str:
+    """Return what a target's weights or logits are compared with."""
+    names = tested_formats.LIBRARIES.items()
+    libraries = [
+        library for start, library in names if any(name.startswith(start) for name in row.recorded)
+    ]
+    if libraries:
+        return ", ".join(libraries)
+    return "transformers" if row.families else "transcription"
+
+
+def checked_drafter(row: TestedFormat) -> str:
+    return YES if set(row.written) & set(tested_formats.DRAFTERS) else UNTESTED
+
+
+def checked_experts(row: TestedFormat) -> str:
+    is_tested = row.families or set(row.written) & set(tested_formats.EXPERTS)
+    return YES if is_tested else UNTESTED
+
+
+def checked_on_cpu(row: TestedFormat) -> str:
+    """Return how answers on a CPU are tested."""
+    if row.families or set(row.written) & set(tested_formats.WITH_RANKS):
+        return "lossless, ranks"
+    return "lossless"
+
+
+def checked_on_gpu(row: TestedFormat) -> str:
+    """Return how answers, or only the kernels of products, are tested on a GPU."""
+    if set(row.written) & set(tested_formats.GPU_FORMATS):
+        return "lossless, captured"
+    cells: list[str] = []
+    if set(row.written) & set(tested_formats.GPU_EXPERTS):
+        cells.append("experts lossless, captured")
+    elif row.families:
+        cells.append("experts captured")
+    if set(row.kernels) & set(tested_formats.IN_KERNELS):
+        cells.append("kernels")
+    return "; ".join(cells) or UNTESTED
 
 
 def pairs_table() -> str:

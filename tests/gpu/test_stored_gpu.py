@@ -19,8 +19,9 @@ from tests.support.gpu_checks import (
     steady,
 )
 from tests.support.losslessness_matrix import Pair, make_pair
-from tests.support.stored_weights import FORMATS, store
+from tests.support.stored_weights import store
 from tests.support.target_families import FAMILIES
+from tests.support.tested_formats import GPU_EXPERTS, GPU_FORMATS
 
 pytestmark = NEEDS_GPU
 
@@ -28,7 +29,7 @@ PROMPTS = [[5, 9, 2, 11], [3] * 17, [4, 9, 2] * 6]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=FORMATS)
+@pytest.fixture(scope="module", params=GPU_FORMATS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     root = tmp_path_factory.mktemp("stored")
     made = make_pair(root, seed=4, **ON_GPU)
@@ -37,7 +38,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return made
 
 
-@pytest.fixture(scope="module", params=["FP8", "NVFP4", "int4", "GPTQ", "AWQ", "MXFP4"])
+@pytest.fixture(scope="module", params=GPU_EXPERTS)
 def sparse_pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """A target with experts in a format, and a drafter."""
     root = tmp_path_factory.mktemp("experts")

@@ -17,6 +17,7 @@ from strobe.kernels.workspace import Workspace
 from strobe.models.linear import StoredWeight
 from strobe.models.quantization.grouped import GridWeight, GroupWeight
 from strobe.models.quantization.kernel_weights import codes_of
+from tests.support.tested_formats import IN_KERNELS
 
 N = 72
 K = 288  # words of a step do not divide it
@@ -90,7 +91,7 @@ def on(device: torch.device, weight: StoredWeight) -> StoredWeight:
     return replace(weight, **values)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
-@pytest.fixture(params=WEIGHTS)
+@pytest.fixture(params=IN_KERNELS)
 def weight(request: pytest.FixtureRequest, device: torch.device) -> StoredWeight:
     return on(device, WEIGHTS[request.param](K))
 

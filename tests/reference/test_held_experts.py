@@ -20,8 +20,9 @@ from strobe.models.weight_loading import check_target_tensors, load_target
 from strobe.sampling_params import SamplingParams
 from tests.support.engine_runs import make_engine, run
 from tests.support.rank_threads import ranks
-from tests.support.stored_weights import EXPERT_FORMATS, store, with_an_entry_per_expert
+from tests.support.stored_weights import store, with_an_entry_per_expert
 from tests.support.target_families import FAMILIES
+from tests.support.tested_formats import EXPERTS
 from tests.support.tiny_checkpoints import make_draft
 
 OPTIONS: dict[str, Any] = {
@@ -30,7 +31,6 @@ OPTIONS: dict[str, Any] = {
     "device": torch.device("cpu"),
 }
 BY_ACTIVATIONS = "GPTQ by activations"
-SERVED = [name for name in EXPERT_FORMATS if name != BY_ACTIVATIONS]
 PROMPTS = [[5, 1, 60, 2, 9], [7] * 11]
 
 
@@ -75,7 +75,7 @@ def check_held(path: Path) -> None:
         assert num_bytes < 0.55 * dense[name].weight.nbytes
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", EXPERTS)
 def test_experts_have_the_values_of_the_dequantized_copy(tmp_path: Path, name: str):
     check_held(make_pair(tmp_path, name))
 
@@ -86,7 +86,7 @@ def test_families_hold_experts_as_stored(tmp_path: Path, family: str, name: str)
     check_held(make_pair(tmp_path, name, family))
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", EXPERTS)
 def test_planned_bytes_are_those_in_memory(tmp_path: Path, name: str):
     path = make_pair(tmp_path, name) / "target"
     config = hold_stored(load_target_config(path), path)
@@ -98,7 +98,7 @@ def test_planned_bytes_are_those_in_memory(tmp_path: Path, name: str):
     assert planned == actual
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", EXPERTS)
 def test_drafts_over_held_experts_change_no_answer(tmp_path: Path, name: str):
     pair = make_pair(tmp_path, name)
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from strobe.config import EngineConfig
+from strobe.engine.engine import Engine
 from strobe.models.architectures import load_draft_config, load_target_config
 from strobe.models.dflash_drafter import DFlash
 from strobe.models.linear import Linear
@@ -24,20 +25,29 @@ from strobe.sampling_params import SamplingParams
 from tests.support.draft_heads import to_dflash2
 from tests.support.engine_runs import make_engine, run
 from tests.support.full_marks import full_where
-from tests.support.stored_weights import FORMATS, store
+from tests.support.rank_threads import ranks
+from tests.support.stored_weights import store
 from tests.support.target_families import FAMILIES
+from tests.support.tested_formats import DRAFTERS, RECORDED, WITH_RANKS
 from tests.support.tiny_checkpoints import edit_json, make_draft, make_target
 
 PLAIN = re.compile(r"embed_tokens|codebook|norm")
 """Names of tensors that stay unquantized."""
 LINEAR = ("_proj.weight", "in_proj_qkv.weight", "in_proj_z.weight")
-RECORDED = Path(__file__).parents[1] / "recorded"
-NAMES = sorted(path.name for path in RECORDED.iterdir() if (path / "config.json").exists())
+DIRECTORY = Path(__file__).parents[1] / "recorded"
+PROMPTS = [[5, 1, 60, 2, 9], [7] * 11]
 OPTIONS: dict[str, Any] = {
     "max_positions": 16,
     "dtype": torch.float32,
     "device": torch.device("cpu"),
 }
+
+
+WITHOUT_HEAD = (
+    "FP8 by blocks", "native FP8", "int4 with zeros", "GPTQ", "GPTQ by activations", "AutoRound",
+    "AWQ",
+)  # fmt: skip
+"""Formats whose blocks or words the rows of this vocabulary do not fill."""
 
 
 def is_weight(name: str) -> bool:
@@ -49,14 +59,13 @@ def is_linear(name: str) -> bool:
     return is_weight(name) and "lm_head" not in name
 
 
-@pytest.fixture(scope="module", params=FORMATS)
+@pytest.fixture(scope="module", params=DRAFTERS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a quantized target and drafter, and copies of the same values."""
     path = tmp_path_factory.mktemp(request.param)
-    make_target(path / "target")
-    to_dflash2(make_draft(path / "plain dflash"), path / "draft")
-    transposed = request.param.startswith(("GPTQ", "AWQ", "AutoRound"))
-    is_stored = is_linear if transposed else is_weight
+    make_target(path / "target", intermediate_size=64)
+    to_dflash2(make_draft(path / "plain dflash", intermediate=64), path / "draft")
+    is_stored = is_linear if request.param in WITHOUT_HEAD else is_weight
     for name in ("target", "draft"):
         store(path / name, path / f"dense {name}", request.param, is_stored)
     return path
@@ -138,7 +147,7 @@ def test_layers_of_each_family_take_quantized_weights(tmp_path: Path, family: st
     check_equal(targets[0], targets[1])
 
 
-@full_where(lambda pair, temperature: temperature == list(FORMATS).index(pair) % 2)
+@full_where(lambda pair, temperature: temperature == DRAFTERS.index(pair) % 2)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_drafts_over_a_quantized_head_change_no_answer(pair: Path, temperature: float):
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=12, ignore_eos=True)
@@ -161,10 +170,37 @@ def test_drafts_over_a_quantized_head_change_no_answer(pair: Path, temperature: 
                 weight_dtype=weight_dtype,
             )
         )
-        answers.append(run(engine, [[5, 1, 60, 2, 9], [7] * 11], params))
+        answers.append(run(engine, PROMPTS, params))
         verified.append(engine.stats.draft_counts.num_verified)
     assert all(answer == answers[0] for answer in answers)
     assert verified[3] == verified[4] == verified[5] > 0
+
+
+@full_where(lambda pair: pair not in ("native FP8", "NVFP4", "int4"))
+@pytest.mark.parametrize("pair", WITH_RANKS, indirect=True)
+def test_two_ranks_draft_and_answer_as_one(pair: Path):
+    params = [
+        SamplingParams(temperature=temperature, seed=3, max_tokens=12, ignore_eos=True)
+        for temperature in (0.0, 1.0)
+    ]
+    settings = EngineConfig(
+        target=str(pair / "target"),
+        draft=str(pair / "draft"),
+        device="cpu",
+        dtype="float32",
+        weight_dtype="stored",
+        kv_cache_memory="8MiB",
+        adaptive=False,
+    )
+    plain = make_engine(settings.with_(draft=None, method="none"))
+    expected = run(plain, PROMPTS, params)
+    alone = Engine(settings)
+    assert run(alone, PROMPTS, params) == expected
+    with ranks(settings, 2) as engine:
+        assert run(engine, PROMPTS, params) == expected
+        counts = [each.stats.draft_counts for each in (alone, engine)]
+    assert counts[0].num_accepted == counts[1].num_accepted
+    assert counts[0].num_verified > 0
 
 
 def check_ranks(path: Path) -> None:
@@ -192,9 +228,9 @@ def check_ranks(path: Path) -> None:
         check_held(held, part)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", RECORDED)
 def test_ranks_hold_parts_of_the_dequantized_weights(name: str):
-    check_ranks(RECORDED / name)
+    check_ranks(DIRECTORY / name)
 
 
 @pytest.mark.parametrize("name", ["GPTQ", "AutoRound", "AWQ"])

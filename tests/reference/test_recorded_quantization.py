@@ -17,10 +17,10 @@ from torch import Tensor
 
 from strobe.models.architectures import load_target_config
 from strobe.models.weight_loading import check_target_tensors, load_target
+from tests.support.tested_formats import RECORDED
 from tests.support.tiny_checkpoints import edit_json
 
-RECORDED = Path(__file__).parents[1] / "recorded"
-NAMES = sorted(path.name for path in RECORDED.iterdir() if (path / "config.json").exists())
+DIRECTORY = Path(__file__).parents[1] / "recorded"
 MIXED = "compressed-tensors-mixed"
 Tensors = dict[str, Tensor]
 
@@ -48,23 +48,23 @@ def logits_of(directory: Path, ids: Tensor) -> Tensor:
 
 
 def check_logits(directory: Path, name: str) -> None:
-    expected = load_file(RECORDED / name / "expected.safetensors")
+    expected = load_file(DIRECTORY / name / "expected.safetensors")
     actual = logits_of(directory, expected["ids"])
     torch.testing.assert_close(actual, expected["logits"], atol=2e-4, rtol=2e-4)
 
 
 def changed(name: str, directory: Path, change: Callable[[Tensors], None]) -> Path:
     """Copy a recorded checkpoint with changed tensors."""
-    shutil.copytree(RECORDED / name, directory, dirs_exist_ok=True)
+    shutil.copytree(DIRECTORY / name, directory, dirs_exist_ok=True)
     tensors = load_file(directory / "model.safetensors")
     change(tensors)
     save_file(tensors, directory / "model.safetensors")
     return directory
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", RECORDED)
 def test_logits_equal_the_librarys_dequantization(name: str):
-    check_logits(RECORDED / name, name)
+    check_logits(DIRECTORY / name, name)
 
 
 def as_modelopt(tensors: Tensors) -> None:
@@ -111,7 +111,7 @@ def test_modelopts_files_have_the_same_logits(tmp_path: Path, kind: str, place: 
 
 
 def test_globals_of_a_fused_layers_members_differ():
-    tensors = load_file(RECORDED / MIXED / "model.safetensors")
+    tensors = load_file(DIRECTORY / MIXED / "model.safetensors")
     names = [name for name in tensors if name.endswith("weight_global_scale")]
     assert len(names) == 2
     assert len({tensors[name].item() for name in names}) == 2
@@ -169,7 +169,7 @@ CONTRADICTIONS: dict[str, tuple[str, Callable[[dict[str, Any]], None], str]] = {
 @pytest.mark.parametrize("kind", CONTRADICTIONS)
 def test_contradictions_are_one_sentence_before_weights_are_read(tmp_path: Path, kind: str):
     name, edit, sentence = CONTRADICTIONS[kind]
-    directory = shutil.copytree(RECORDED / name, tmp_path / "target")
+    directory = shutil.copytree(DIRECTORY / name, tmp_path / "target")
     edited(directory, edit)
     with pytest.raises(ValueError, match=sentence) as error:
         check_target_tensors(directory, load_target_config(directory))

@@ -14,10 +14,10 @@ from strobe import LLM, SamplingParams
 from tests.server.support.polling import PATIENCE
 from tests.server.support.server_process import Served
 from tests.support.full_marks import full_where
+from tests.support.tested_formats import RECORDED
 from tests.support.tiny_checkpoints import make_tokenizer
 
-RECORDED = Path(__file__).parents[1] / "recorded"
-NAMES = sorted(path.name for path in RECORDED.iterdir() if (path / "config.json").exists())
+DIRECTORY = Path(__file__).parents[1] / "recorded"
 SHORT = ("compressed-tensors-mixed",)
 """Checkpoints that `make test` serves."""
 PROMPT = [5, 6, 5, 6, 5, 6]
@@ -31,9 +31,9 @@ def ask(url: str, body: dict[str, Any]) -> Any:
 
 
 @full_where(lambda name: name not in SHORT)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", RECORDED)
 def test_served_checkpoint_answers_as_the_dequantized_one(name: str, tmp_path: Path):
-    target = shutil.copytree(RECORDED / name, tmp_path / "target")
+    target = shutil.copytree(DIRECTORY / name, tmp_path / "target")
     make_tokenizer(target)
     options = {"dtype": "float32", "kv_cache_memory": "8MiB"}
     llm = LLM(target, method="none", device="cpu", **options)

@@ -11,10 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.support.quantized_checkpoints import Block, expanded, scales
 from tests.support.tiny_checkpoints import edit_json
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 GROUP = 16
+BLOCK: Block = (16, 32)
 Stored = tuple[dict[str, Tensor], Tensor]
 """The tensors by what follows the module's name, and the weight's values."""
 
@@ -24,6 +26,50 @@ def fp8_rows(weight: Tensor) -> Stored:
     scale = (weight.abs().amax(1, keepdim=True) / 448).bfloat16()
     values = (weight / scale.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
     return {"weight": values, "weight_scale": scale}, values.float() * scale.float()
+
+
+def fp8_tensor(weight: Tensor) -> Stored:
+    """FP8 with one scale, and the scale of activations in its static form."""
+    scale = weight.abs().max() / 448
+    values = (weight / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    tensors = {
+        "weight": values,
+        "weight_scale": scale.reshape(1),
+        "input_scale": torch.ones(1),
+    }
+    return tensors, values.float() * scale
+
+
+def fp8_blocks(weight: Tensor, leaf: str = "weight_scale") -> Stored:
+    """FP8 with a scale per block; the last blocks may be smaller."""
+    scale = scales(weight, BLOCK)
+    by_value = expanded(scale, *weight.shape, BLOCK)
+    values = (weight / by_value).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return {"weight": values, leaf: scale}, values.float() * by_value
+
+
+def native_fp8(weight: Tensor) -> Stored:
+    """The FP8 of Qwen and DeepSeek."""
+    return fp8_blocks(weight, "weight_scale_inv")
+
+
+def int8_rows(weight: Tensor) -> Stored:
+    """compressed-tensors' int8 with a scale per row."""
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    values = (weight / scale).round().clamp(-127, 127).to(torch.int8)
+    return {"weight": values, "weight_scale": scale}, values.float() * scale
+
+
+def mxfp8(weight: Tensor) -> Stored:
+    """compressed-tensors' MXFP8."""
+    groups = weight.unflatten(1, (-1, 32))
+    exponents = (groups.abs().amax(2) / 448).log2().ceil().clamp(-60, 60)
+    step = torch.exp2(exponents)[..., None]
+    values = (groups / step).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return {
+        "weight": values.flatten(1),
+        "weight_scale": (exponents + 127).to(torch.uint8),
+    }, (values.float() * step).flatten(1)
 
 
 def nvfp4(weight: Tensor) -> Stored:
@@ -76,6 +122,17 @@ def _words(codes: Tensor, order: Sequence[int] = range(8)) -> Tensor:
     eights = torch.nn.functional.pad(codes, (0, -codes.shape[1] % 8)).unflatten(1, (-1, 8))
     words = (eights[..., list(order)] << 4 * torch.arange(8)).sum(2)
     return torch.where(words >= 2**31, words - 2**32, words).int()
+
+
+def int4_with_zeros(weight: Tensor) -> Stored:
+    """compressed-tensors' pack-quantized int4, whose zeros are packed along the outputs."""
+    codes, scale, zero, values = _asymmetric(weight)
+    return {
+        "weight_packed": _words(codes),
+        "weight_scale": scale,
+        "weight_zero_point": _words(zero.t()).t(),
+        "weight_shape": torch.tensor(weight.shape),
+    }, values
 
 
 def gptq(weight: Tensor) -> Stored:
@@ -150,8 +207,24 @@ def _config(bits: int, kind: str, **options: Any) -> dict[str, Any]:
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True}
 FORMATS: dict[str, tuple[Callable[[Tensor], Stored], dict[str, Any]]] = {
     "FP8": (fp8_rows, _config(8, "float", strategy="channel")),
+    "FP8 with one scale": (fp8_tensor, _config(8, "float", strategy="tensor")),
+    "FP8 by blocks": (
+        fp8_blocks,
+        _config(8, "float", strategy="block", block_structure=list(BLOCK)),
+    ),
+    "native FP8": (
+        native_fp8,
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)},
+    ),
+    "int8": (int8_rows, _config(8, "int", strategy="channel")),
     "NVFP4": (nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
+    "MXFP4": (mxfp4, _config(4, "float", strategy="group", group_size=32)),
+    "MXFP8": (mxfp8, _config(8, "float", strategy="group", group_size=32)),
     "int4": (int4, _config(4, "int", strategy="group", group_size=GROUP)),
+    "int4 with zeros": (
+        int4_with_zeros,
+        _config(4, "int", strategy="group", group_size=GROUP, symmetric=False),
+    ),
     "GPTQ": (gptq, {**GPTQ, "sym": False}),
     "GPTQ by activations": (
         gptq_by_activations,
@@ -163,11 +236,6 @@ FORMATS: dict[str, tuple[Callable[[Tensor], Stored], dict[str, Any]]] = {
         {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"},
     ),
 }
-EXPERT_FORMATS = {
-    **FORMATS,
-    "MXFP4": (mxfp4, _config(4, "float", strategy="group", group_size=32)),
-}
-"""Those for experts whose sizes are multiples of 32, too."""
 
 
 def with_an_entry_per_expert(path: Path) -> None:
@@ -187,7 +255,7 @@ def store(path: Path, plain: Path, name: str, stored: Callable[[str], bool]) -> 
     """Quantize the checkpoint in `path`; `plain` becomes one of the same values. stored: which
     tensors to quantize."""
     shutil.copytree(path, plain)
-    quantize, config = EXPERT_FORMATS[name]
+    quantize, config = FORMATS[name]
     dense = load_file(path / "model.safetensors")
     small = dict(dense)
     for key in filter(stored, dense):

@@ -20,6 +20,7 @@ from transformers import (
 
 from tests.support.quantized_checkpoints import quantize, with_mxfp4_experts
 from tests.support.recurrent_checkpoints import EXPERTS, make_hybrid, make_next
+from tests.support.tested_formats import STORED_FAMILIES
 from tests.support.tiny_checkpoints import make_target
 from tests.support.transformers_parity import LLAMA3
 
@@ -107,6 +108,9 @@ def experts_in_fp8(path: Path, **changes: Any) -> None:
     quantize(path, path.with_name("plain"), (24, 32), stored=lambda name: ".experts." in name)
 
 
-FAMILIES["gpt_oss in MXFP4"] = gpt_oss_in_mxfp4, FAMILIES["gpt_oss"][1]
-FAMILIES["experts in FP8"] = experts_in_fp8, FAMILIES["qwen3_moe"][1]
+_STORED = {
+    "gpt_oss in MXFP4": (gpt_oss_in_mxfp4, FAMILIES["gpt_oss"][1]),
+    "experts in FP8": (experts_in_fp8, FAMILIES["qwen3_moe"][1]),
+}
+FAMILIES |= {name: _STORED[name] for name in STORED_FAMILIES}
 """By family: the function that writes a target, and changes to its config."""

@@ -133,6 +133,7 @@ def draft_tensors(
     bias: bool = False,
     sinks: bool = False,
     width: int = 16,
+    intermediate: int = 48,
 ) -> dict[str, torch.Tensor]:
     """Return random drafter weights under z-lab's names: 4 heads, 2 key-value heads."""
     noise = torch.Generator().manual_seed(seed)
@@ -163,8 +164,8 @@ def draft_tensors(
         for name in ("q_norm", "k_norm"):
             tensors[f"{layer}self_attn.{name}.weight"] = scale(width)
         for name in ("gate_proj", "up_proj"):
-            tensors[f"{layer}mlp.{name}.weight"] = matrix(48, HIDDEN)
-        tensors[f"{layer}mlp.down_proj.weight"] = matrix(HIDDEN, 48)
+            tensors[f"{layer}mlp.{name}.weight"] = matrix(intermediate, HIDDEN)
+        tensors[f"{layer}mlp.down_proj.weight"] = matrix(HIDDEN, intermediate)
         for name in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"{layer}{name}.weight"] = scale(HIDDEN)
     return tensors
@@ -183,15 +184,22 @@ def make_draft(
     bias: bool = False,
     sinks: bool = False,
     width: int = 16,
+    intermediate: int = 48,
     top: Mapping[str, Any] | None = None,
     nested: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a random DFlash drafter in z-lab's format. width: a head's size; top, nested: extra
-    keys of the config."""
+    """Write a random DFlash drafter in z-lab's format. width: a head's size; intermediate: the
+    MLPs'; top, nested: extra keys of the config."""
     layers = len(layer_types) if layer_types else 2
     directory.mkdir(parents=True, exist_ok=True)
     tensors = draft_tensors(
-        layers=layers, captured=len(layer_ids), seed=seed, bias=bias, sinks=sinks, width=width
+        layers=layers,
+        captured=len(layer_ids),
+        seed=seed,
+        bias=bias,
+        sinks=sinks,
+        width=width,
+        intermediate=intermediate,
     )
     save_file(tensors, directory / "model.safetensors")
     config: dict[str, Any] = {
@@ -207,7 +215,7 @@ def make_draft(
             **(nested or {}),
         },
         "hidden_size": HIDDEN,
-        "intermediate_size": 48,
+        "intermediate_size": intermediate,
         "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,

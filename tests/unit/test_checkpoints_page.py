@@ -8,7 +8,10 @@ import pytest
 
 from scripts.checkpoints_page import PAGES, checkpoint_name, rejecting, tables, with_tables
 from strobe.hub.pairs import PAIRS
+from tests.support import tested_formats
 from tests.support.published_configs import names
+from tests.support.stored_weights import FORMATS as STORED
+from tests.support.tested_formats import DRAFTERS, IN_KERNELS, STORED_FAMILIES
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -24,6 +27,17 @@ def test_tables_have_every_published_config_and_pair():
     assert len(made["pairs"].splitlines()) == 2 + len(PAIRS)
     text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     assert all(table in text for table in made.values())
+
+
+def test_every_tested_format_has_a_row():
+    """Formats that tests run but no row names would be missing from the table."""
+    rows = tested_formats.FORMATS.values()
+    recorded = Path(__file__).parents[1] / "recorded"
+    checkpoints = sorted(path.parent.name for path in recorded.glob("*/config.json"))
+    assert checkpoints == tested_formats.RECORDED
+    assert {name for row in rows for name in row.written} == set(STORED) == set(DRAFTERS)
+    assert {name for row in rows for name in row.kernels} == set(IN_KERNELS)
+    assert {name for row in rows for name in row.families} == set(STORED_FAMILIES)
 
 
 def test_uncertain_names_are_marked():

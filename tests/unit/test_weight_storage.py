@@ -44,21 +44,23 @@ def test_weights_kept_as_stored_are_exact():
     assert storage_text(facts["MLP"]).endswith("bytes; held as stored, exact")
 
 
-def is_down(name: str) -> bool:
-    return name.endswith("down_proj.weight")
+def is_up(name: str) -> bool:
+    return name.endswith("up_proj.weight")
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_is_named(tmp_path: Path, name: str):
     make_target(tmp_path / "target")
-    store(tmp_path / "target", tmp_path / "dense", name, is_down)
+    store(tmp_path / "target", tmp_path / "dense", name, is_up)
     path = tmp_path / "target"
     facts = storage_facts(Checkpoint(path), load_target_config(path), PLAIN, torch.float32)
     other = facts["MLP"]["stored"].pop("F32")
     assert other == 10
     assert sum(facts["MLP"]["stored"].values()) == 5
     (stored,) = facts["MLP"]["stored"]
-    assert stored.startswith({"FP8": "FP8", "NVFP4": "NVFP4"}.get(name, "int4"))
+    kinds = ("FP8", "int8", "NVFP4", "MXFP4", "MXFP8")
+    kind = next((kind for kind in kinds if kind in name), "int4")
+    assert stored.startswith(kind)
 
 
 @pytest.mark.parametrize("family", ["gpt_oss in MXFP4", "experts in FP8"])

@@ -429,4 +429,7 @@ def _block(weight: Shape, scale: Shape, declared: tuple[int, int] | None) -> tup
 
 def as_bytes(words: Tensor) -> Tensor:
     """words [N, W] int32 -> [N, 4 W] uint8, the low byte first."""
-    return words.contiguous().view(torch.uint8)
+    words = words.contiguous()
+    if words.stride(-1) != 1:  # one column is contiguous with any stride
+        words = words.clone(memory_format=torch.contiguous_format)
+    return words.view(torch.uint8)

@@ -1,0 +1,131 @@
+"""The formats of weights that tests run, and where: tests are parametrized with these names, and
+docs/checkpoints.md has a table of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DRAFTERS = (
+    "FP8", "FP8 with one scale", "FP8 by blocks", "native FP8", "int8", "NVFP4", "MXFP4", "MXFP8",
+    "int4", "int4 with zeros", "GPTQ", "GPTQ by activations", "AutoRound", "AWQ",
+)  # fmt: skip
+"""Formats of `stored_weights` in which a target and its drafter run on a CPU."""
+WITH_RANKS = tuple(name for name in DRAFTERS if name != "GPTQ by activations")
+"""Those that several ranks share."""
+EXPERTS = ("FP8", "NVFP4", "int4", "GPTQ", "AutoRound", "AWQ", "MXFP4")
+"""Those in which experts are kept as stored."""
+GPU_FORMATS = ("FP8", "NVFP4", "int4", "GPTQ", "GPTQ by activations", "AutoRound", "AWQ")
+"""Those in which a target and its drafter run on a GPU."""
+GPU_EXPERTS = ("FP8", "NVFP4", "int4", "GPTQ", "AWQ", "MXFP4")
+"""Those in which experts of a target run on a GPU."""
+STORED_FAMILIES = ("gpt_oss in MXFP4", "experts in FP8")
+"""Tiny targets of `target_families` whose experts are stored in a family's own format: they run on
+a CPU, on several ranks and on a GPU."""
+IN_KERNELS = (
+    "int4", "int4 of 128", "int4 with zeros", "int4 with scales in float16",
+    "int4 by activations", "int8 with zeros", "NVFP4", "NVFP4 with a divisor", "MXFP4",
+    "FP8 by rows", "FP8 by blocks", "FP8 with one scale", "int8 by rows",
+)  # fmt: skip
+"""Forms of a weight that the kernels of products multiply, on a GPU or in Triton's interpreter."""
+
+
+@dataclass(frozen=True)
+class TestedFormat:
+    """recorded: checkpoints of tests/recorded, which the library that owns the format wrote.
+    written: formats of `stored_weights`. families: names in STORED_FAMILIES. kernels: the forms in
+    IN_KERNELS."""
+
+    recorded: tuple[str, ...] = ()
+    written: tuple[str, ...] = ()
+    families: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = ()
+
+
+FORMATS = {
+    "FP8 with one scale": TestedFormat(
+        recorded=("compressed-tensors-fp8-static", "modelopt-fp8"),
+        written=("FP8 with one scale",),
+        kernels=("FP8 with one scale",),
+    ),
+    "FP8 with a scale per row": TestedFormat(
+        recorded=("compressed-tensors-fp8-dynamic",),
+        written=("FP8",),
+        kernels=("FP8 by rows",),
+    ),
+    "FP8 by blocks, compressed-tensors'": TestedFormat(
+        recorded=("compressed-tensors-fp8-block",),
+        written=("FP8 by blocks",),
+        kernels=("FP8 by blocks",),
+    ),
+    "FP8 by blocks, Qwen's and DeepSeek's": TestedFormat(
+        written=("native FP8",),
+        families=("experts in FP8",),
+        kernels=("FP8 by blocks",),
+    ),
+    "MXFP8": TestedFormat(
+        recorded=("compressed-tensors-mxfp8",),
+        written=("MXFP8",),
+    ),
+    "NVFP4": TestedFormat(
+        recorded=("compressed-tensors-nvfp4", "compressed-tensors-nvfp4-head", "modelopt-nvfp4"),
+        written=("NVFP4",),
+        kernels=("NVFP4", "NVFP4 with a divisor"),
+    ),
+    "FP8 and NVFP4 in one checkpoint": TestedFormat(
+        recorded=("compressed-tensors-mixed",),
+    ),
+    "MXFP4": TestedFormat(
+        recorded=("compressed-tensors-mxfp4",),
+        written=("MXFP4",),
+        kernels=("MXFP4",),
+    ),
+    "MXFP4 of gpt-oss's experts": TestedFormat(
+        families=("gpt_oss in MXFP4",),
+    ),
+    "int8 with a scale per row": TestedFormat(
+        recorded=("compressed-tensors-int8",),
+        written=("int8",),
+        kernels=("int8 by rows",),
+    ),
+    "int8, packed": TestedFormat(
+        recorded=("compressed-tensors-int8-packed",),
+        kernels=("int8 with zeros",),
+    ),
+    "int4, symmetric": TestedFormat(
+        recorded=("compressed-tensors-int4-g32", "compressed-tensors-int4-g128"),
+        written=("int4",),
+        kernels=("int4", "int4 of 128"),
+    ),
+    "int4 with zeros": TestedFormat(
+        recorded=("compressed-tensors-int4-g32-asymmetric",),
+        written=("int4 with zeros",),
+        kernels=("int4 with zeros",),
+    ),
+    "GPTQ": TestedFormat(
+        recorded=("autoround-gptq",),
+        written=("GPTQ",),
+        kernels=("int4 with scales in float16",),
+    ),
+    "GPTQ by activations (`desc_act`)": TestedFormat(
+        written=("GPTQ by activations",),
+        kernels=("int4 by activations",),
+    ),
+    "AutoRound": TestedFormat(
+        recorded=("autoround-auto-round-asymmetric", "autoround-auto-round-int8"),
+        written=("AutoRound",),
+        kernels=("int4", "int8 with zeros"),
+    ),
+    "AWQ": TestedFormat(
+        recorded=("autoround-awq",),
+        written=("AWQ",),
+        kernels=("int4 with scales in float16",),
+    ),
+}
+"""Rows of the table."""
+RECORDED = sorted(name for row in FORMATS.values() for name in row.recorded)
+LIBRARIES = {
+    "autoround": "AutoRound",
+    "compressed-tensors": "compressed-tensors",
+    "modelopt": "ModelOpt",
+}
+"""Libraries by the beginning of the names of what they recorded."""
