@@ -28,7 +28,7 @@ from strobe.request import Request
 from strobe.runner.buckets import Buckets, verified_rows
 from strobe.sampling_params import SamplingParams
 from strobe.speculation.adaptive import AdaptiveDraftPolicy
-from strobe.speculation.costs import StepCosts, StepWork
+from strobe.speculation.costs import Rates, StepCosts, StepWork
 from strobe.speculation.draft_policy import BatchLoad, Candidate, DraftPlan, DraftPolicy
 from strobe.step import TAIL, Plan, Span, StepResult, num_rows
 from strobe.tools.bench.draft_traces import Traces, independent, load
@@ -45,7 +45,7 @@ def costs(path: Path) -> StepCosts:
     """Return the costs in a file of `strobe bench load --json`."""
     found = json.loads(path.read_text())["costs"]
     tables = [{int(n): ms for n, ms in found[name].items()} for name in ("draft", "verify")]
-    return StepCosts(*tables, found["request"], found["context"])
+    return StepCosts(*tables, **{name: found[name] for name in Rates._fields if name in found})
 
 
 class Turn(NamedTuple):
@@ -112,8 +112,16 @@ class World:
         rows = (
             rows if self.buckets is None else self.buckets.shape_of(spans, found.num_verified).rows
         )
-        draft = sum(n > 0 for n in found.max_drafts) * self.slots[width]
-        ms = float(self.true.ms(StepWork(draft, rows, self.count, self.count * CONTEXT)))
+        drafting = sum(n > 0 for n in found.max_drafts)
+        work = StepWork(
+            draft_rows=drafting * self.slots[width],
+            rows=rows,
+            requests=self.count,
+            context=self.count * CONTEXT,
+            drafting=drafting,
+            drafts=int(verified.sum()),
+        )
+        ms = float(self.true.ms(work))
         self.turn = Turn(self.turn.tokens + self.count + int(accepted.sum()), self.turn.ms + ms)
         told = margins.tolist() if longest else None
         result = StepResult([], accepted.tolist(), rows, ms / 1e3, verified.tolist(), told)

@@ -119,7 +119,7 @@ class AdaptiveDraftPolicy(DraftPolicy):
         drafters = [i for i, c in enumerate(candidates) if c.on_device and not max_drafts[i]]
         if not drafters:
             return DraftPlan(max_drafts=max_drafts, use_chain=use_chain)
-        work = work._replace(rows=work.rows + num_chained)
+        work = work._replace(rows=work.rows + num_chained, drafts=num_chained)
         self._steps_left -= 1
         is_due = self._steps_left <= 0 or self._chosen_for != (len(drafters), work.rows)
         if is_due or 0 < self._option.num_drafting < len(drafters):
@@ -210,7 +210,8 @@ class AdaptiveDraftPolicy(DraftPolicy):
         chains = [chain_evidence(c.match_length, len(c.tokens)) for *_, c in candidates]
         chances = [self.chains.chances(0, chain)[0] for chain in chains]
         num_drafts = sum(map(len, chances))
-        plain, ms = self.costs.ms(work._replace(rows=work.rows + np.array([0, num_drafts])))
+        drafts = np.array([0, num_drafts])
+        plain, ms = self.costs.ms(work._replace(rows=work.rows + drafts, drafts=drafts))
         gain = sum([max(a.sum(), b) for a, b in zip(chances, blocks, strict=True)])
         price = (work.requests + gain) / ms * (ms - plain) / num_drafts
         max_drafts = [0] * len(candidates)
@@ -237,7 +238,13 @@ class AdaptiveDraftPolicy(DraftPolicy):
             at = np.flatnonzero(num_drafting == n)
             gains[at] = np.cumsum(likeliest, 1)[widths[at], 2 * num_drafts[at] - 1] / -2
         gains[num_drafts > room] = -np.inf
-        ms = self.costs.ms(work._replace(draft_rows=draft_rows, rows=work.rows - count + rows))
+        drafted = work._replace(
+            draft_rows=draft_rows,
+            rows=work.rows - count + rows,
+            drafting=num_drafting,
+            drafts=work.drafts + num_drafts,
+        )
+        ms = self.costs.ms(drafted)
         tokens = work.requests + gains
         rate = (tokens / ms).max()
         value = tokens - rate * ms

@@ -1,13 +1,18 @@
 """Milliseconds of a step: fitted to the steps that warm-up ran, corrected by every later step.
 Imports no torch.
 
-    ms = pace * (draft(drafter's rows) + verify(rows) + request * requests + context * positions)
+    ms = pace * (draft(drafter's rows) + verify(rows) + request * requests + context)
+
+where context is plain * positions of all requests' contexts, and for the drafts of a request with a
+mean context (block * drafting requests + draft_row * drafter's rows + verify_row * drafts) * its
+positions.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
@@ -23,17 +28,21 @@ Curve: TypeAlias = tuple[Ints, Floats]
 
 _MANY_ROWS = 2**24  # a curve's last line goes on up to there
 _RECENT = 4  # steps that measure the machine's present speed
+_DISTINCT = 512  # positions by which contexts must differ to say what drafts cost over context
 _PROMPT_STEPS = 64  # steps with prompts that measure the cost of their rows
 
 
 class StepWork(NamedTuple):
-    """Rows of the drafter's blocks, rows of the target, number of decoding requests, and positions
-    of all their contexts together. Rows may be arrays, and means."""
+    """Rows of the drafter's blocks, rows of the target, number of decoding requests, positions of
+    all their contexts together, requests for which the drafter runs, and drafts verified. Numbers
+    may be arrays, and means."""
 
-    draft_rows: int | Ints
+    draft_rows: int | Ints | Floats
     rows: int | Ints | Floats
-    requests: int = 1
-    context: int = 0
+    requests: int | Floats = 1
+    context: int | Floats = 0
+    drafting: int | Ints | Floats = 0
+    drafts: int | Ints | Floats = 0
 
     @classmethod
     def of(cls, plan: Plan, result: StepResult, block_rows: int) -> StepWork | None:
@@ -48,13 +57,38 @@ class StepWork(NamedTuple):
             rows=result.rows,
             requests=len(spans),
             context=sum([span.start for span in spans]),
+            drafting=drafting,
+            drafts=sum(result.num_verified or [span.num_drafts for span in spans]),
         )
+
+    @property
+    def plain(self) -> StepWork:
+        """The step of the same requests without drafts."""
+        return self._replace(draft_rows=0, rows=self.requests, drafting=0, drafts=0)
+
+
+class Rates(NamedTuple):
+    """Milliseconds of each request; and of each position of context: of every request for its first
+    row, of a request for the drafter's block, for each row of the block and for each draft that is
+    verified."""
+
+    request: float = 0.0
+    context: float = 0.0
+    block_context: float = 0.0
+    draft_row_context: float = 0.0
+    verify_row_context: float = 0.0
+
+    @classmethod
+    def amounts(cls, work: StepWork) -> list[Floats]:
+        """Return the numbers that the rates are multiplied by."""
+        mean = work.context / work.requests
+        drafted = [rows * mean for rows in (work.drafting, work.draft_rows, work.drafts)]
+        return [np.asarray(n, dtype=np.float64) for n in (work.requests, work.context, *drafted)]
 
 
 class StepCosts:
     """Two curves, milliseconds by rows of the drafter's blocks and by rows of the target; the
-    milliseconds of each request and of each position of context; and the pace, the factor by which
-    all steps take longer now than at the start."""
+    rates; and the pace, the factor by which all steps take longer now than at the start."""
 
     def __init__(
         self,
@@ -62,15 +96,19 @@ class StepCosts:
         verify: Mapping[float, float],
         request: float = 0.0,
         context: float = 0.0,
+        **over_context: float,
     ):
-        """draft, verify: for two or more numbers of rows each."""
+        """draft, verify: for two or more numbers of rows each. The others are rates."""
         self._draft = _curve(draft)
         self._verify = _curve(verify)
-        self.request = request
-        self.context = context
+        self._rates = np.array(Rates(request=request, context=context, **over_context))
         self.pace = 1.0
         self._ratios = deque([1.0], maxlen=_RECENT)
         """Milliseconds of the latest steps over those expected."""
+
+    @property
+    def rates(self) -> Rates:
+        return Rates(*self._rates.tolist())
 
     @classmethod
     def fit(
@@ -80,45 +118,49 @@ class StepCosts:
         None if there are too few. has_drafter: whether some have rows of a drafter; if these all
         have the same number, its curve is a line through 0. Curves are as straight as these steps
         allow, since steps alone cannot tell a costly drafter from costly rows; lines: they are
-        lines, as on a CPU. Requests and positions of context cost nothing if all steps have the
-        same number of them, since they would take a part of the rows' cost."""
+        lines, as on a CPU. Rates of which all steps have the same amount are 0, since they
+        would take a part of the rows' cost."""
         ms = np.array([ms for _, ms in timed])
-        works = np.array([work for work, _ in timed], dtype=np.float64).reshape(-1, 4).T
+        works = np.array([work for work, _ in timed], dtype=np.float64).reshape(-1, 6).T
         rows = [np.unique(n[n > 0]) for n in works[:2]]
         if len(rows[0]) < has_drafter or len(rows[1]) < 2 or len(timed) < 2 + has_drafter:
             return None
-        terms = np.concatenate([*map(_shares, works, rows), works[2:]]) / ms
+        amounts = np.array(Rates.amounts(StepWork(*works)))
+        terms = np.concatenate([*map(_shares, works, rows), amounts]) / ms
         weight = (1e2 if lines else 3e-4) / np.median(ms)  # of a bend, against a relative error
-        places = (0, len(rows[1]) + 2), (len(rows[0]), 2)
+        places = (0, len(rows[1]) + len(amounts)), (len(rows[0]), len(amounts))
         bends = [np.pad(_bends(n), ((0, 0), at)) for n, at in zip(rows, places, strict=True)]
         equations = np.concatenate((terms.T, *[weight * bend for bend in bends]))
         results = np.append(np.ones(len(ms)), np.zeros(len(equations) - len(ms)))
         used = np.ones(len(terms), dtype=bool)
-        used[-2:] = np.ptp(works[2:], axis=1) > 0
+        rates = slice(-len(amounts), None)
+        contexts = works[3] / works[2]
+        drafted = [contexts[amount > 0] for amount in amounts[2:]]
+        used[rates] = np.ptp(amounts, axis=1) > 0
+        used[-len(drafted) :] = [len(c) > 0 and np.ptp(c) >= _DISTINCT for c in drafted]
         costs = np.zeros(len(terms))
-        for _ in range(3):
+        for _ in range(len(amounts) + 1):
             costs[used] = np.linalg.lstsq(equations[:, used], results, rcond=None)[0]
-            used[-2:] &= costs[-2:] >= 0  # a rate below 0 is noise
+            used[rates] &= costs[rates] >= 0  # a rate below 0 is noise
             costs[~used] = 0.0
-        curves = np.split(np.maximum(costs[:-2], 1e-3).tolist(), [len(rows[0])])
+        curves = np.split(np.maximum(costs[: -len(amounts)], 1e-3).tolist(), [len(rows[0])])
         draft = dict(zip(rows[0], curves[0], strict=True)) or {1: 0.0, 2: 0.0}
         if len(draft) == 1:
             draft |= {2 * n: 2 * cost for n, cost in draft.items()}
         verify = dict(zip(rows[1], curves[1], strict=True))
-        request, context = costs[-2:].tolist()
-        return cls(draft, verify, request=request, context=context)
+        return cls(draft, verify, **Rates(*costs[rates].tolist())._asdict())
 
     def ms(self, work: StepWork) -> Floats:
         """Return the milliseconds of such a step."""
         drafting = np.interp(work.draft_rows, *self._draft) * (work.draft_rows > 0)
-        rates = self.request * work.requests + self.context * work.context
         verifying = np.interp(work.rows, *self._verify)
-        return np.asarray(self.pace * (drafting + verifying + rates))
+        rated = sum(map(operator.mul, self._rates.tolist(), Rates.amounts(work)))
+        return np.asarray(self.pace * (drafting + verifying + rated))
 
     def observe(self, work: StepWork, ms: float, config: PolicyConfig) -> bool:
-        """Correct the pace, and both curves at the nearest numbers of rows, by shares of the error
-        about a step. A step that took far too long, as for a capture, counts as twice as long as
-        expected. Return whether its drafts did not cost far less than expected."""
+        """Correct the pace, the rates, and both curves at the nearest numbers of rows, by shares of
+        the error about a step. A step that took far too long, as for a capture, counts as twice as
+        long as expected. Return whether its drafts did not cost far less than expected."""
         ratio = ms / float(self.ms(work))
         # Noise makes steps longer, so drafts that cost far less than expected were timed wrongly.
         agrees = not work.draft_rows or ratio * config.cost_error > min(self._ratios)
@@ -134,16 +176,33 @@ class StepCosts:
                 # More rows never cost less.
                 np.minimum(costs[:nearest], costs[nearest], out=costs[:nearest])
                 np.maximum(costs[nearest:], costs[nearest], out=costs[nearest:])
+        self._correct_rates(work, ratio, config)
         self.pace *= ratio**config.pace_gain
         return agrees
+
+    def _correct_rates(self, work: StepWork, ratio: float, config: PolicyConfig) -> None:
+        """Correct the rates over context by a share of a step's error: those most that make up most
+        of the step, as if each were as uncertain as it is large. Short contexts say nothing."""
+        if work.context < config.rate_context * work.requests:
+            return
+        ms = float(self.ms(work)) / self.pace
+        amounts = np.array(Rates.amounts(work), dtype=np.float64)
+        parts = self._rates * amounts
+        weights = parts + config.rate_floor * ms * (amounts > 0)
+        weights[0] = ms - parts[1:].sum()  # what does not depend on the context
+        shares = weights**2 / (weights**2).sum()
+        shares[0] = 0.0
+        change = config.rate_gain * (ratio - 1) * ms * shares
+        self._rates = np.maximum(self._rates + change / np.maximum(amounts, 1.0), 0.0)
 
     def _cheapen_drafts(self, work: StepWork, ms: float) -> None:
         """Lower the costs of the drafter's rows, and of the rows that a step without drafts does
         not have, by the factor by which they were too high for this step, but not below half. ms:
         the step's milliseconds, corrected by the pace."""
-        plain = float(self.ms(work._replace(draft_rows=0, rows=work.requests)))
+        plain = float(self.ms(work.plain))
         factor = max((ms - plain) / (float(self.ms(work)) - plain), 0.5)
         self._draft[1][:] *= factor
+        self._rates[2:] *= factor
         rows, costs = self._verify
         base = np.interp(work.requests, rows, costs)
         costs[:] = np.where(costs > base, base + factor * (costs - base), costs)
@@ -152,8 +211,7 @@ class StepCosts:
         """Return the curves, without their far ends, and the rates."""
         points = [zip(*map(np.ndarray.tolist, c), strict=True) for c in (self._draft, self._verify)]
         draft, verify = [{str(n): round(ms, 4) for n, ms in list(curve)[:-1]} for curve in points]
-        rates = {"request": self.request, "context": self.context}
-        return {"draft": draft, "verify": verify, **rates}
+        return {"draft": draft, "verify": verify, **self.rates._asdict()}
 
 
 class PrefillCosts:

@@ -29,4 +29,7 @@ class PolicyConfig:
     own_gain: float = 0.02  # and the weight of one block in learning it
 
     pace_gain: float = 0.1  # share of a step's error that goes to the pace of all steps,
-    table_gain: float = 0.02  # and to the cost of its number of rows
+    table_gain: float = 0.02  # and to the cost of its number of rows,
+    rate_gain: float = 0.3  # and to the rates over context, if contexts have on average
+    rate_context: int = 1024  # so many positions;
+    rate_floor: float = 0.1  # each rate may be this share of a step, if it was thought to be less

@@ -221,15 +221,14 @@ class StepKind(NamedTuple):
 
 
 def _kinds(engine: Engine, blocks: BlockOptions) -> Iterator[StepKind]:
-    """Yield the kinds of steps to time on a GPU: plain steps with long contexts, and those of
-    `_kinds_of`."""
+    """Yield the kinds of steps of `_kinds_of` to time on a GPU, first those with long contexts."""
     limits = engine.limits
     positions = (engine.components.pool.capacity - 1) * limits.page_size
     max_requests = min(limits.max_num_seqs, MAX_REQUESTS["cuda"])
     size = min(LONG_PROMPT, limits.max_model_len - 5 * limits.lookahead)
     long_prompts = min(MAX_LONG_PROMPTS, max_requests, positions // (2 * size))
     if long_prompts and 4 * size >= LONG_PROMPT:
-        yield StepKind(long_prompts, size, Option())
+        yield from _kinds_of(long_prompts, blocks, size)
     max_requests = min(max_requests, max(positions // (2 + 4 * limits.lookahead), 1))
     between = [4**i for i in range(8, 0, -1) if 4**i < max_requests]
     for count in dict.fromkeys((max_requests, 1, *between)):  # a range to interpolate in, first
@@ -254,14 +253,14 @@ def _cpu_kinds(engine: Engine, blocks: BlockOptions) -> Iterator[tuple[StepKind,
                 yield StepKind(1, size, Option()), False
 
 
-def _kinds_of(count: int, blocks: BlockOptions) -> Iterator[StepKind]:
-    """Yield the kinds of steps of so many requests: plain, and for each width the fewest drafts and
-    all, to tell the cost of drafting from the cost of rows."""
-    yield StepKind(count, 1, Option())
+def _kinds_of(count: int, blocks: BlockOptions, prompt: int = 1) -> Iterator[StepKind]:
+    """Yield the kinds of steps of so many requests with such prompts: plain, and for each width the
+    fewest drafts and all, to tell the cost of drafting from the cost of rows."""
+    yield StepKind(count, prompt, Option())
     for i, width in enumerate(blocks.widths):
         choices = [drafts for drafts, _ in blocks.rows(count, count, width)]
         for drafts in sorted({choices[0], choices[-1]}):
-            yield StepKind(count, 1, Option(i, count, drafts))
+            yield StepKind(count, prompt, Option(i, count, drafts))
 
 
 class _Timing:

@@ -36,6 +36,41 @@ def test_requests_and_context_add_to_the_cost_of_rows():
     assert ms(costs, 0, 1, context=2000) == pytest.approx(4.5 + 2.0)
 
 
+def test_plain_drafting_and_verified_rows_have_rates_over_context():
+    rates = {"block_context": 2e-3, "draft_row_context": 1e-4, "verify_row_context": 5e-4}
+    costs = StepCosts(DRAFT, VERIFY, context=1e-3, **rates)
+    plain = StepWork(draft_rows=0, rows=16, requests=2, context=2000)
+    assert costs.ms(plain) == pytest.approx(5.0 + 2.0)
+    drafted = plain._replace(draft_rows=4, drafting=1, drafts=3)
+    assert costs.ms(drafted) == pytest.approx(5.0 + 1.0 + 2.0 + 2.0 + 0.4 + 1.5)
+    assert costs.ms(drafted.plain) == pytest.approx(costs.ms(plain._replace(rows=2)))
+
+
+@pytest.mark.parametrize("measured", [0.0, 2e-3])
+def test_rates_over_context_follow_steps(measured: float):
+    """measured: the rates at the start; 0 if no context was long enough to time steps in."""
+    rng = random.Random(0)
+    true = StepCosts(DRAFT, VERIFY, context=1e-3, block_context=2e-3, verify_row_context=5e-4)
+    costs = StepCosts(
+        DRAFT, VERIFY, context=measured, block_context=measured / 2, verify_row_context=measured / 2
+    )
+    plain = StepWork(draft_rows=0, rows=1)
+    drafted = plain._replace(draft_rows=4, rows=4, drafting=1, drafts=3)
+    works = [w._replace(context=n) for n in (2000, 8000, 32_000) for w in (plain, drafted)]
+    for _ in range(600):
+        work = rng.choice(works)
+        costs.observe(work, float(true.ms(work)) * rng.uniform(0.95, 1.05), CONFIG)
+    for work in works:
+        assert costs.ms(work) == pytest.approx(true.ms(work), rel=0.1)
+
+
+def test_short_contexts_change_no_rates():
+    costs = StepCosts(DRAFT, VERIFY, context=1e-3)
+    for _ in range(100):
+        costs.observe(StepWork(0, 1, 1, 500), 9.0, CONFIG)
+    assert costs.rates == (0, 1e-3, 0, 0, 0)
+
+
 def test_more_rows_never_cost_less():
     costs = StepCosts({4: 2.0, 8: 1.5}, {1: 4.0, 8: 3.0, 16: 5.0})
     assert ms(costs, 0, 8) == 4.0
@@ -78,6 +113,26 @@ def test_one_long_pause_changes_little():
     assert ms(costs, 0, 1) < 4.0 * 1.12
 
 
+def test_fit_recovers_rates_over_context():
+    true = StepCosts(
+        {4: 1.0, 8: 1.2, 16: 1.6}, {1: 4.0, 16: 5.5}, context=1e-4, block_context=2e-4,
+        draft_row_context=1e-5, verify_row_context=3e-5,
+    )  # fmt: skip
+    works = [StepWork(0, n, n, n * context) for n in (1, 4) for context in (9, 2000)]
+    for work in list(works):
+        for rows in (4, 8, 16):
+            for drafts in (1, rows - 1):
+                n = work.requests
+                work = StepWork(n * rows, n * (1 + drafts), n, work.context, n, n * drafts)
+                works.append(work)
+    costs = StepCosts.fit([(work, float(true.ms(work))) for work in works], lines=True)
+    assert costs is not None
+    for context in (2000, 128_000):
+        for work in works:
+            work = work._replace(context=work.requests * context)
+            assert costs.ms(work) == pytest.approx(true.ms(work), rel=0.02)
+
+
 def test_costs_round_trip_through_as_dict():
     costs = StepCosts(DRAFT, VERIFY, 0.25, 0.5)
     saved = costs.as_dict()
@@ -113,7 +168,7 @@ def test_fit_recovers_costs_of_rows_requests_and_context(lines: bool):
     assert costs is not None
     for work, expected in steps:
         assert costs.ms(work) == pytest.approx(expected, rel=1e-6)
-    assert costs.context == pytest.approx(1e-4)
+    assert costs.rates.context == pytest.approx(1e-4)
     if lines:
         assert costs.ms(StepWork(512, 1024, 64, 0)) == pytest.approx(5 + 20.48 + 5.92 + 6.4)
 
@@ -154,7 +209,7 @@ def test_fit_treats_negative_rates_as_noise():
     cheap = [(work, ms - 0.15 * work.requests) for work, ms in timed(lines=True)]
     costs = StepCosts.fit(cheap, lines=True)
     assert costs is not None
-    assert costs.request == 0.0
+    assert costs.rates.request == 0.0
 
 
 def test_fit_needs_two_row_counts():

@@ -90,6 +90,8 @@ class ShadowCosts:
             rows=rows,
             requests=concurrency,
             context=context,
+            drafting=concurrency if drafter.block_rows else 0,
+            drafts=rows - concurrency,
         )
         return drafter.steps.ms(plain) / drafter.steps.ms(drafted)
 
