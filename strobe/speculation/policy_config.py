@@ -8,7 +8,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class PolicyConfig:
     hold_steps: int = 6  # steps for which a choice holds; to draft, at most the number of requests
-    shares: tuple[float, ...] = (0.125, 0.25, 0.5, 0.75, 1.0)  # of the requests that draft
+    shares: tuple[float, ...] = (0.125, 0.25, 0.5, 0.75, 1.0)  # of requests that draft at once
     explore_share: float = 0.002  # of the generated tokens: credit of each unused width
 
     confirm_share: float = 0.02  # the same, until so many steps of the width took about as long
