@@ -78,6 +78,7 @@ def test_openai_batch_gives_the_answers_of_its_requests(server: Served, client: 
     (answer,) = client.files.content(batch.output_file_id).text.splitlines()
     with Talk(server.url, CHAT, SORT) as talk:
         direct = talk.json()["choices"][0]["message"]
+    check_body(bodies.BatchAnswer, json.loads(answer))
     body = json.loads(answer)["response"]["body"]
     assert body["choices"][0]["message"]["content"] == direct["content"]
     (error,) = client.files.content(batch.error_file_id).text.splitlines()
@@ -118,6 +119,7 @@ def test_message_batch_gives_the_answers_of_its_requests(server: Served):
     counts = {"processing": 0, "succeeded": 1, "errored": 1, "canceled": 0, "expired": 0}
     assert found["request_counts"] == counts
     results = server.get(found["results_url"].removeprefix(server.url)).splitlines()
+    check_body(list[bodies.MessageBatchResult], [json.loads(line) for line in results])
     by_id = {line["custom_id"]: line["result"] for line in map(json.loads, results)}
     with Talk(server.url, "/v1/messages", good) as talk:
         direct = talk.json()
@@ -236,6 +238,24 @@ def test_batch_requests_wait_for_room_behind_others(
 
     asyncio.run(run())
     assert priorities == [1, 1, 1]
+
+
+def test_batch_that_fails_in_the_server_has_a_documented_error(
+    tokenizer: Tokenizer, tmp_path: Path
+):
+    async def answer(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        raise OSError("The disk is full.")
+
+    async def run() -> dict[str, Any]:
+        batches = runner(tokenizer, tmp_path, answer)
+        name = add(batches, "one")
+        batches.start(name)
+        await status_is(batches, name, "failed")
+        await batches.stop()
+        return batches.store.get(name) or {}
+
+    (problem,) = asyncio.run(run())["errors"]
+    check_body(bodies.BatchError, problem)
 
 
 def test_batches_belong_to_their_api_key(tmp_path: Path):

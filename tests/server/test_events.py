@@ -16,6 +16,7 @@ from strobe.server.page import events as page_events
 from strobe.server.page.events import engine_events
 from strobe.server.serving import Serving
 from strobe.text.tokenizer import Tokenizer
+from tests.server.support.answer_checks import check_body
 from tests.server.support.asgi_client import call
 from tests.server.support.engineless_server import serving
 
@@ -55,6 +56,7 @@ def test_events_follow_the_engine(served: Serving, monkeypatch: pytest.MonkeyPat
         served.client.facts, served.client.restarting = None, True
 
     first, loaded, restarting = take(served, lambda: None, snapshot, restart)
+    check_body(list[page_events.EngineState], [first, loaded, restarting])
     assert first.pop("time") <= loaded.pop("time") <= restarting.pop("time")
     assert first == {"problem": None}
     assert loaded == {

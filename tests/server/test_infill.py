@@ -11,10 +11,12 @@ from strobe.config import DEMO_MODELS, EngineConfig
 from strobe.server.app import make_app
 from strobe.server.engine_process.engine_messages import Submit
 from strobe.server.openai.infill_prompt import ENDS, FILE_TOKENS, TOKENS
+from strobe.server.openai.protocol import response_bodies as answers
 from strobe.server.openai.protocol.completion_request import CompletionRequest
 from strobe.server.openai.protocol.infill_request import InfillRequest
 from strobe.text.tokenizer import Tokenizer
 from tests.server.support import scripted_server
+from tests.server.support.answer_checks import check_body
 from tests.server.support.asgi_client import Answer, call
 from tests.server.support.engineless_server import RecordingClient, serving
 from tests.server.support.request_bodies import refusal
@@ -101,6 +103,7 @@ def fills(monkeypatch: pytest.MonkeyPatch) -> Tokenizer:
 def test_infill_answers_in_the_form_of_llama_cpp():
     (whole,) = infilled(script := Script("return x", size=2), samplers=["infill"], seed=-1)
     assert script.received[0].seed is None
+    check_body(answers.Infill, whole)
     assert whole.pop("timings")["cache_n"] == 3
     assert whole == {
         "content": "return x", "stop": True, "stop_type": "eos", "stopping_word": "",
@@ -110,7 +113,8 @@ def test_infill_answers_in_the_form_of_llama_cpp():
     }  # fmt: skip
     *parts, last = infilled(Script("return x", size=2), stream=True, include_speculation=True)
     assert "".join(part["content"] for part in parts) == "return x"
-    assert not any(part["stop"] for part in parts)
+    check_body(list[answers.InfillPart], parts)
+    check_body(answers.Infill, last)
     assert (last["content"], last["stop_type"], last["speculation"]["used"]) == ("", "eos", True)
 
 

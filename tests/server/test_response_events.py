@@ -260,6 +260,7 @@ def test_chunk_stream_ends_with_done_after_an_error():
         ("/v1/completions", {"prompt": "hello"}),
     ):
         *_, error, done, rest = post(path, dead, stream=True, **body).body.split(b"\n\n")
+        check_body(answers.ErrorResponse, json.loads(error[6:]))
         assert (json.loads(error[6:])["error"]["code"], done, rest) == (
             "engine_dead", b"data: [DONE]", b""
         )  # fmt: skip

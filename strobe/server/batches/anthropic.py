@@ -12,7 +12,12 @@ from starlette.responses import JSONResponse, Response
 
 from strobe.server.batches.batch_runner import BatchRunner
 from strobe.server.batches.batch_store import RUNNING, succeeded
-from strobe.server.batches.bodies import DeletedMessageBatch, MessageBatch, MessageBatchList
+from strobe.server.batches.bodies import (
+    DeletedMessageBatch,
+    MessageBatch,
+    MessageBatchList,
+    MessageBatchResult,
+)
 from strobe.server.batches.find import find_batch
 from strobe.server.batches.lines import read_requests
 from strobe.server.batches.protocol import MAX_ITEMS, MessageBatchRequest
@@ -81,15 +86,17 @@ async def results(serving: Serving, runner: BatchRunner, owner: str, http: Reque
     return Response(b"".join(lines), media_type="application/x-jsonl")
 
 
-def _results(runner: BatchRunner, record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _results(runner: BatchRunner, record: Mapping[str, Any]) -> Iterator[MessageBatchResult]:
     """Yield the result of each request, in the order of the answers."""
     answered: set[str] = set()
     for answer in runner.store.answers(record["id"]):
         body = answer["response"]["body"]
-        good = {"type": "succeeded", "message": body}
-        result = good if succeeded(answer) else {"type": "errored", "error": body}
-        answered.add(answer["custom_id"])
-        yield {"custom_id": answer["custom_id"], "result": result}
+        name = answer["custom_id"]
+        answered.add(name)
+        if succeeded(answer):
+            yield {"custom_id": name, "result": {"type": "succeeded", "message": body}}
+        else:
+            yield {"custom_id": name, "result": {"type": "errored", "error": body}}
     for line in read_requests(runner.store.lines_path(record["lines"]), None, (PATH,)):
         if line.custom_id not in answered:
             yield {"custom_id": line.custom_id, "result": {"type": "canceled"}}

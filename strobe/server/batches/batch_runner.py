@@ -11,6 +11,7 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from strobe.server.batches.batch_store import RUNNING, BatchStore, succeeded
+from strobe.server.batches.bodies import BatchError
 from strobe.server.batches.lines import AnswerFile, BatchLine, answer_line, call, read_requests
 from strobe.server.serving import Serving
 
@@ -83,11 +84,17 @@ class BatchRunner:
             self._running = None
             if not task.cancelled() and (error := task.exception()) is not None:
                 logger.error("batch %s failed", name, exc_info=error)
-                self._end(name, "failed", [{"code": "internal", "message": str(error)}])
+                problem: BatchError = {
+                    "code": "internal",
+                    "message": str(error),
+                    "param": None,
+                    "line": None,
+                }
+                self._end(name, "failed", [problem])
             else:
                 self._end(name, "cancelled" if name in self._cancelled else "completed")
 
-    def _end(self, name: str, status: str, errors: list[dict[str, Any]] | None = None) -> None:
+    def _end(self, name: str, status: str, errors: list[BatchError] | None = None) -> None:
         batch = self.store.get(name)
         if batch is not None:
             ended = {"status": status, f"{status}_at": int(time.time())}

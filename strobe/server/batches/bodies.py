@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, NotRequired
+from collections.abc import Mapping
+from typing import Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
@@ -51,6 +52,23 @@ class BatchCounts(TypedDict):
     total: int
     completed: int
     failed: int
+
+
+class BatchResponse(TypedDict):
+    """The response to one request of a batch."""
+
+    status_code: int
+    request_id: str
+    body: Mapping[str, Any]
+
+
+class BatchAnswer(TypedDict):
+    """A line of an output file. error: the response's error object, whose form is its API's."""
+
+    id: str
+    custom_id: str
+    response: BatchResponse
+    error: Any
 
 
 class Batch(TypedDict):
@@ -108,6 +126,27 @@ class MessageBatch(TypedDict):
     cancel_initiated_at: str | None
     results_url: str | None
     warnings: NotRequired[list[str]]
+
+
+class Succeeded(TypedDict):
+    type: Literal["succeeded"]
+    message: Mapping[str, Any]
+
+
+class Errored(TypedDict):
+    type: Literal["errored"]
+    error: Mapping[str, Any]
+
+
+class Canceled(TypedDict):
+    type: Literal["canceled"]
+
+
+class MessageBatchResult(TypedDict):
+    """A line of the results of a batch in Anthropic's format."""
+
+    custom_id: str
+    result: Succeeded | Errored | Canceled
 
 
 class MessageBatchList(PageEnds):

@@ -13,6 +13,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from starlette.types import ASGIApp, Message
 
+from strobe.server.batches.bodies import BatchAnswer
+
 BatchUrl = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
 URLS: tuple[str, ...] = get_args(BatchUrl)
 _BEGINNING = b'{"id": "batch_req_'
@@ -152,7 +154,7 @@ async def call(app: ASGIApp, line: BatchLine) -> tuple[int, Any]:
     return messages[0]["status"], json.loads(content)
 
 
-def answer_line(line: BatchLine, status: int, body: Mapping[str, Any]) -> dict[str, Any]:
+def answer_line(line: BatchLine, status: int, body: Mapping[str, Any]) -> BatchAnswer:
     """Return a line of the output file, in OpenAI's format."""
     return {
         "id": f"batch_req_{secrets.token_hex(12)}",

@@ -16,7 +16,7 @@ from strobe.server.generation.run import Progress
 from strobe.server.openai.completions import Started, start
 from strobe.server.openai.errors import error_body
 from strobe.server.openai.protocol.infill_request import InfillRequest
-from strobe.server.openai.protocol.response_bodies import Infill, InfillTimings
+from strobe.server.openai.protocol.response_bodies import Infill, InfillPart, InfillTimings
 from strobe.server.serving import Serving
 
 
@@ -39,7 +39,8 @@ class InfillCodec(Codec):
 
     def delta(self, place: int, steps: Sequence[Progress]) -> list[Event]:
         text = "".join([progress.delta.text for progress in steps])
-        return [{"content": text, "stop": False}] if text and self.request.n_predict else []
+        part: InfillPart = {"content": text, "stop": False}
+        return [part] if text and self.request.n_predict else []
 
     def end(self) -> list[Event]:
         return [self._last("")]

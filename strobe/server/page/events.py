@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import NotRequired
 
 from fastapi import FastAPI
 from starlette.responses import Response, StreamingResponse
+from typing_extensions import TypedDict
 
 from strobe.server.generation import reply
 from strobe.server.serving import Serving
@@ -17,6 +18,26 @@ EVENT_SECONDS = 0.5
 """Time between two looks at the engine's state for /events."""
 SILENT_SECONDS = 15.0
 """Time without an event until /events sends a comment, so that a broken connection is noticed."""
+
+
+class EngineLoad(TypedDict, total=False):
+    """Requests, the share of the K/V cache in use, and totals since the engine's start."""
+
+    running: int
+    waiting: int
+    kv_used: float
+    tokens: int
+    draft_steps: int
+    verified: int
+    accepted: int
+
+
+class EngineState(EngineLoad):
+    """Why the engine cannot answer, null if it can; then its load. time: of an event, in seconds by
+    the server's clock."""
+
+    problem: str | None
+    time: NotRequired[float]
 
 
 def add_event_stream(app: FastAPI, serving: Serving) -> None:
@@ -40,7 +61,8 @@ async def engine_events(serving: Serving) -> AsyncGenerator[bytes]:
         if state != last:
             last = state
             sent_at = now
-            yield reply.encode_event({**state, "time": round(now, 3)})
+            event: EngineState = {**state, "time": round(now, 3)}
+            yield reply.encode_event(event)
         elif now - sent_at >= SILENT_SECONDS:
             sent_at = now
             yield b": nothing new\n\n"
@@ -49,7 +71,7 @@ async def engine_events(serving: Serving) -> AsyncGenerator[bytes]:
         await asyncio.sleep(EVENT_SECONDS)
 
 
-def engine_state(serving: Serving) -> dict[str, Any]:
+def engine_state(serving: Serving) -> EngineState:
     """Return why the engine cannot answer, None if it can, and its load and totals."""
     client = serving.client
     problem = None
@@ -57,10 +79,10 @@ def engine_state(serving: Serving) -> dict[str, Any]:
         problem = "The server is stopping."
     elif not client.can_answer:
         problem = client.state
-    state: dict[str, Any] = {"problem": problem}
     if problem is None and (snapshot := client.snapshot) is not None:
         counts = snapshot.stats.draft_counts
-        state |= {
+        return {
+            "problem": None,
             "running": snapshot.running,
             "waiting": snapshot.waiting,
             "kv_used": round(snapshot.kv_used, 4),
@@ -69,4 +91,4 @@ def engine_state(serving: Serving) -> dict[str, Any]:
             "verified": counts.num_verified,
             "accepted": counts.num_accepted,
         }
-    return state
+    return {"problem": problem}

@@ -192,11 +192,18 @@ class InfillTimings(TypedDict):
     predicted_per_second: float
 
 
+class InfillPart(TypedDict):
+    """A part of the text of a streamed answer of /infill."""
+
+    content: str
+    stop: Literal[False]
+
+
 class Infill(Extras):
     """An answer of /infill, or the last event of its stream."""
 
     content: str
-    stop: bool
+    stop: Literal[True]
     stop_type: Literal["eos", "limit", "word"]
     stopping_word: str
     model: str
