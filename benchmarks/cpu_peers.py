@@ -1,10 +1,19 @@
 """Strobe and others on a CPU, on the same prompts in turn: tokens/s, prompts included.
 
-    python benchmarks/cpu_peers.py [--gguf FILE] [--hf DIR] [--concurrency 1,8,32] [--rounds 3]
+    python benchmarks/cpu_peers.py [--ways strobe,vllm,llama.cpp,transformers]
+        [--concurrency 1,8,32] [--rounds 3] [--python vllm=PATH,llama.cpp=PATH]
 
-Every way is a process of its own that stays while the others run: Strobe in each weight format,
-plain and with drafts; llama.cpp on the GGUF file (one request); transformers, with --hf, on the
-same model in fp32. llama.cpp gets an environment in --environments, made if it is missing.
+Every way is a process of its own that stays while the others run:
+
+- `strobe:FORMAT:METHOD`: each weight format of STROBE, plain (`none`) and with drafts (`dflash`);
+- `vllm:bfloat16:none`: vLLM's CPU build, compiled; `vllm:bfloat16:dflash`: with the drafter that
+  ships with Strobe, eager. Its CPU build normalizes the keys of the drafter's context with the
+  first layer's weights in every layer, so that fewer drafts are accepted (SmolLM2: 2.49 tokens a
+  step instead of 2.79); `vllm:bfloat16:mended` mends that in its own process;
+- `llama.cpp` on the GGUF file, one request; `transformers` on the same weights in fp32.
+
+--ways takes whole names or their beginnings. Each of the others has an environment in
+--environments, made if it is missing (vLLM takes 2 GB), unless --python names the Python of one.
 The load before each round is printed: other processes make the table worthless.
 """
 
@@ -16,11 +25,16 @@ import os
 import subprocess
 import sys
 import time
-import venv
 from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts import vllm_cpu
 
 PROMPTS = (
     "Write a Python function that reverses a string.",
@@ -34,6 +48,16 @@ STROBE = {
     "bfloat16": {"dtype": "bfloat16"},
     "int4": {"weight_dtype": "int4"},
 }
+WAYS = (
+    *(f"strobe:{name}:{method}" for name in STROBE for method in ("none", "dflash")),
+    *(f"vllm:bfloat16:{method}" for method in ("none", "dflash", "mended")),
+    "llama.cpp",
+    "transformers",
+)
+PACKAGES = {"vllm": (vllm_cpu.PACKAGE,), "llama.cpp": ("llama-cpp-python",)}
+"""What the environment of a way has; transformers gets the versions that Strobe runs with."""
+LONE = ("llama.cpp",)
+"""Ways that answer one request at a time."""
 Answer = Callable[[list[str]], int]
 """Answers prompts at once; returns the number of tokens."""
 
@@ -56,9 +80,33 @@ def strobe_answerer(options: argparse.Namespace) -> Answer:
     return answer
 
 
-def llama_cpp_answerer(options: argparse.Namespace) -> Answer:
-    from importlib import import_module
+def vllm_answerer(options: argparse.Namespace) -> Answer:
+    dtype, method = options.way.split(":")[1:]
+    llm = vllm_cpu.load(
+        options.hf,
+        None if method == "none" else vllm_cpu.BF16_DRAFTER,
+        dtype=dtype,
+        max_model_len=2048,
+        max_num_seqs=32,
+        mend=method == "mended",
+        compiled=method == "none",
+    )
+    tokenizer = llm.get_tokenizer()
 
+    def answer(prompts: list[str]) -> int:
+        chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        texts = [
+            tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+            for chat in chats
+        ]
+        ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        answers = vllm_cpu.answer_prompts(llm, ids, options.max_tokens, ignore_eos=False)
+        return sum(len(answer["tokens"]) for answer in answers)
+
+    return answer
+
+
+def llama_cpp_answerer(options: argparse.Namespace) -> Answer:
     model = import_module("llama_cpp").Llama(
         str(options.gguf),
         n_ctx=2048,
@@ -109,6 +157,7 @@ def transformers_answerer(options: argparse.Namespace) -> Answer:
 
 ANSWERERS = {
     "strobe": strobe_answerer,
+    "vllm": vllm_answerer,
     "llama.cpp": llama_cpp_answerer,
     "transformers": transformers_answerer,
 }
@@ -116,20 +165,22 @@ ANSWERERS = {
 
 def serve(options: argparse.Namespace) -> None:
     """Answer each line of prompts with tokens and seconds."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries log to standard output
     answer = ANSWERERS[options.way.split(":")[0]](options)
     answer([PROMPTS[0]])
-    print(json.dumps("ready"), flush=True)
+    print(json.dumps("ready"), file=replies, flush=True)
     for line in sys.stdin:
         start = time.perf_counter()
         tokens = answer(json.loads(line))
-        print(json.dumps([tokens, time.perf_counter() - start]), flush=True)
+        print(json.dumps([tokens, time.perf_counter() - start]), file=replies, flush=True)
 
 
 class Worker:
     """A way in a process of its own."""
 
-    def __init__(self, way: str, python: str):
-        command = [python, __file__, *sys.argv[1:], "--way", way]
+    def __init__(self, way: str, python: Path, arguments: list[str]):
+        command = [str(python), __file__, *arguments, "--way", way]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -145,27 +196,62 @@ class Worker:
 
     def _read(self) -> Any:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith(("[", '"ready"')):
-                return json.loads(line)
-        raise RuntimeError(f"{self.process.args} ended; see its error above.")
+        line = self.process.stdout.readline()
+        if not line:
+            sys.exit(f"{' '.join(self.process.args)} ended; its error is above.")
+        return json.loads(line)
 
 
-def environment(directory: Path, package: str) -> str:
-    """Return the interpreter of an environment with a package; make it if it is missing."""
-    python = directory / "bin" / "python"
-    if not python.exists():
-        venv.create(directory, with_pip=True)
-        subprocess.run([python, "-m", "pip", "install", "-q", package], check=True)
-    return str(python)
+def choose_ways(names: str | None) -> list[str]:
+    """Return the ways with these names or beginnings of names, all without."""
+    wanted = list(WAYS) if names is None else names.split(",")
+    for name in wanted:
+        if not any(way.startswith(name) for way in WAYS):
+            sys.exit(f"--ways has {name!r}, but must have some of {', '.join(WAYS)}.")
+    return [way for way in WAYS if any(way.startswith(name) for name in wanted)]
+
+
+def python_of(name: str, options: argparse.Namespace) -> Path:
+    """Return the interpreter of an engine; make its environment if it is missing."""
+    named = dict(pair.split("=", 1) for pair in options.python.split(",") if pair)
+    if name in named:
+        return Path(named[name])
+    if name == "strobe":
+        return Path(sys.executable)
+    directory = options.environments / name
+    if name == "vllm":
+        return vllm_cpu.make_environment(directory)
+    packages = PACKAGES.get(name)
+    if packages is None:
+        packages = tuple(f"{package}=={version(package)}" for package in ("torch", name))
+    return vllm_cpu.make_package_environment(directory, packages)
+
+
+def measure(workers: dict[str, Worker], counts: list[int], rounds: int) -> dict[Any, list[float]]:
+    """Return the tokens/s of each round by way and number of requests."""
+    rates: dict[Any, list[float]] = {}
+    for number in range(rounds):
+        print(f"round {number + 1}: load {os.getloadavg()[0]:.2f}", flush=True)
+        for count in counts:
+            for way, worker in workers.items():
+                if way in LONE and count > 1:
+                    continue
+                batches = [[prompt] * count for prompt in PROMPTS] if count == 1 else []
+                batches = batches or [[PROMPTS[i % len(PROMPTS)] for i in range(count)]]
+                own = [worker.rate(batch) for batch in batches]
+                rates.setdefault((way, count), []).append(len(own) / sum(1 / r for r in own))
+    return rates
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--target", default="smollm2")
-    parser.add_argument("--gguf", type=Path)
-    parser.add_argument("--hf", type=Path)
-    parser.add_argument("--environments", type=Path, default=Path(".peers"))
+    parser.add_argument("--target", default="smollm2", help="Strobe's model")
+    parser.add_argument("--gguf", type=Path, help="llama.cpp's model; SmolLM2 by default")
+    parser.add_argument(
+        "--hf", type=Path, help="vLLM's and transformers' model; SmolLM2 by default"
+    )
+    parser.add_argument("--environments", type=Path, default=vllm_cpu.ROOT / "build" / "cpu-peers")
+    parser.add_argument("--python", default="", help="NAME=PATH of environments that are there")
     parser.add_argument("--ways", help="comma-separated; all by default")
     parser.add_argument("--concurrency", default="1,8,32")
     parser.add_argument("--max-tokens", type=int, default=64)
@@ -175,32 +261,30 @@ def main() -> None:
     options = parser.parse_args()
     if options.way:
         return serve(options)
-    ways = [f"strobe:{name}:{method}" for name in STROBE for method in ("none", "dflash")]
-    ways += ["llama.cpp"] if options.gguf else []
-    ways += ["transformers"] if options.hf else []
-    ways = options.ways.split(",") if options.ways else ways
+    ways = choose_ways(options.ways)
+    arguments = sys.argv[1:]
+    engines = {way.split(":")[0] for way in ways}
+    if options.gguf is None and "llama.cpp" in engines:
+        from strobe.hub.packaged import packaged_file
+
+        arguments += ["--gguf", str(packaged_file("smollm2"))]
+    if options.hf is None and engines & {"vllm", "transformers"}:
+        directory = options.environments / "smollm2"
+        arguments += ["--hf", str(vllm_cpu.make_target(directory.resolve()))]
     workers: dict[str, Worker] = {}
     for way in ways:
-        python = sys.executable
-        if way == "llama.cpp":
-            python = environment(options.environments / "llamacpp", "llama-cpp-python")
-        workers[way] = Worker(way, python)
+        workers[way] = Worker(way, python_of(way.split(":")[0], options), arguments)
     counts = [int(count) for count in options.concurrency.split(",")]
-    rates: dict[tuple[str, int], list[float]] = {}
-    for number in range(options.rounds):
-        print(f"round {number + 1}: load {os.getloadavg()[0]:.2f}", flush=True)
-        for count in counts:
-            for way, worker in workers.items():
-                if way == "llama.cpp" and count > 1:
-                    continue
-                batches = [[prompt] * count for prompt in PROMPTS] if count == 1 else []
-                batches = batches or [[PROMPTS[i % len(PROMPTS)] for i in range(count)]]
-                own = [worker.rate(batch) for batch in batches]
-                rates.setdefault((way, count), []).append(len(own) / sum(1 / r for r in own))
+    rates = measure(workers, counts, options.rounds)
     print(f"| way | {' | '.join(map(str, counts))} |\n|---|{'---|' * len(counts)}")
     for way in ways:
         cells = [rates.get((way, count)) for count in counts]
         print(f"| {way} | {' | '.join(f'{median(c):.1f}' if c else '' for c in cells)} |")
+    if "vllm:bfloat16:dflash" in ways:
+        print(
+            "vllm:bfloat16:dflash normalizes the keys of the drafter's context with the first "
+            "layer's weights in every layer; vllm:bfloat16:mended does not."
+        )
 
 
 if __name__ == "__main__":
