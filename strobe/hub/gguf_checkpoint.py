@@ -1,4 +1,4 @@
-"""GGUF files as targets: their metadata is written as a checkpoint's directory, once for each file.
+"""GGUF files as checkpoints: their metadata is written as a directory, once for each file.
 
 The directory holds config.json, the tokenizer and a link to the file, whose weights are read in
 place.
@@ -14,11 +14,15 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
+
+from tokenizers import Tokenizer
 
 from strobe.hub.cache import cache_directory
 from strobe.hub.files import GGUF_LINK
 from strobe.hub.gguf_config import make_config
-from strobe.hub.gguf_file import AGAIN, read_header
+from strobe.hub.gguf_drafter import is_drafter, make_draft_config
+from strobe.hub.gguf_file import AGAIN, GGUFHeader, read_header
 from strobe.hub.gguf_tokenizer import make_tokenizer, tokenizer_config
 
 FORM = 4
@@ -39,8 +43,7 @@ def gguf_directory(path: Path, sampling: Mapping[str, float] = MappingProxyType(
     if directory.exists():
         return directory
     try:
-        config = make_config(header, path)
-        tokenizer = make_tokenizer(header.metadata, path)
+        files, tokenizer = _files(header, path, sampling)
     except Exception as error:  # the tokenizer's library raises no other kind
         if str(error).startswith(str(path)):
             raise
@@ -48,13 +51,10 @@ def gguf_directory(path: Path, sampling: Mapping[str, float] = MappingProxyType(
     directory.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix=f"{name}.", dir=directory.parent))
     try:
-        for file, content in (
-            ("config.json", config),
-            ("tokenizer_config.json", tokenizer_config(header.metadata)),
-            ("generation_config.json", {"eos_token_id": config["eos_token_id"], **sampling}),
-        ):
+        for file, content in files.items():
             (part / file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        tokenizer.save(str(part / "tokenizer.json"))
+        if tokenizer is not None:
+            tokenizer.save(str(part / "tokenizer.json"))
         (part / GGUF_LINK).symlink_to(target)
         os.rename(part, directory)
     except OSError as error:
@@ -66,3 +66,19 @@ def gguf_directory(path: Path, sampling: Mapping[str, float] = MappingProxyType(
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return directory
+
+
+def _files(
+    header: GGUFHeader, path: Path, sampling: Mapping[str, float]
+) -> tuple[dict[str, dict[str, Any]], Tokenizer | None]:
+    """Return the contents of the directory's files, and the tokenizer. A drafter has only a
+    config.json: its tokens are the target's."""
+    if is_drafter(header):
+        return {"config.json": make_draft_config(header, path)}, None
+    config = make_config(header, path)
+    files = {
+        "config.json": config,
+        "tokenizer_config.json": tokenizer_config(header.metadata),
+        "generation_config.json": {"eos_token_id": config["eos_token_id"], **sampling},
+    }
+    return files, make_tokenizer(header.metadata, path)

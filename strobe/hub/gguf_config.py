@@ -26,8 +26,14 @@ ARCHITECTURES = {
     "smollm3": ("SmolLM3ForCausalLM", "smollm3"),
 }
 """architectures and model_type of config.json by general.architecture."""
-DRAFTERS = {"dflash": "DFlash", "eagle3": "EAGLE-3", "gemma4-assistant": "Gemma 4's assistant"}
-"""Methods of the drafters that llama.cpp converts, by general.architecture."""
+DRAFTERS = {
+    "dflash-draft": "DFlash in the form of a fork of llama.cpp",
+    "dspark": "DSpark in the form of a fork of llama.cpp",
+    "eagle3": "EAGLE-3",
+    "gemma4-assistant": "Gemma 4's assistant",
+}
+"""Methods of the drafters that do not run from GGUF files, by general.architecture; for others see
+`gguf_drafter`."""
 SETTINGS = {
     "attention.sliding_window": ("gemma4", "gpt-oss", "phi3"),
     "expert_count": ("gemma4", "gpt-oss", "qwen3moe", "qwen3next", "qwen35moe"),
@@ -123,6 +129,12 @@ def _check_supported(metadata: Metadata) -> None:
             raise metadata.error(
                 f": {architecture}.{name} is {setting!r}, which is not supported in a GGUF file"
             )
+    check_rope(metadata)
+
+
+def check_rope(metadata: Metadata) -> None:
+    """Raise ValueError for a rope that no config can say."""
+    architecture = metadata.architecture
     kind = metadata.get("rope.scaling.type", "none")
     if kind not in ROPES:
         raise metadata.error(
@@ -134,10 +146,10 @@ def _check_supported(metadata: Metadata) -> None:
 
 
 def _dense(metadata: Metadata) -> dict[str, Any]:
-    return _rope(metadata) | {"intermediate_size": metadata.need("feed_forward_length")}
+    return read_rope(metadata) | {"intermediate_size": metadata.need("feed_forward_length")}
 
 
-def _rope(metadata: Metadata) -> dict[str, Any]:
+def read_rope(metadata: Metadata) -> dict[str, Any]:
     """Return the keys of a rope over whole heads."""
     theta = metadata.number("rope.freq_base", 10000.0)
     if metadata.has_tensor("rope_freqs.weight"):
@@ -254,7 +266,7 @@ def _phi3(metadata: Metadata) -> dict[str, Any]:
 def _gpt_oss(metadata: Metadata) -> dict[str, Any]:
     """Return gpt-oss's keys, whose experts' rows take turns."""
     stored = {t.type for n, t in metadata.header.tensors.items() if n.endswith("_exps.weight")}
-    config = _rope(metadata) | {
+    config = read_rope(metadata) | {
         "num_local_experts": metadata.need("expert_count"),
         "num_experts_per_tok": metadata.need("expert_used_count"),
         "intermediate_size": metadata.need("expert_feed_forward_length"),

@@ -33,6 +33,8 @@ TYPES = {
     34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36),
 }  # fmt: skip
 """Supported types of tensors by their number: name, values of a block, bytes of a block."""
+INTEGERS = {26: ("I32", 1, 4), 27: ("I64", 1, 8)}
+"""Types of tables of tokens (d2t), which headers may name; no such tensor is read."""
 AGAIN = "download or save the file again."
 _PART = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 """Names of the parts of a split model."""
@@ -247,6 +249,8 @@ def _parse(cursor: _Cursor, path: Path) -> GGUFHeader:
 
 
 def _type_of(kind: int, name: str, path: Path) -> tuple[str, int, int]:
+    if kind in INTEGERS:
+        return INTEGERS[kind]
     if kind not in TYPES:
         supported = ", ".join(type_name for type_name, *_ in TYPES.values())
         raise ValueError(

@@ -495,8 +495,10 @@ def _write(
     for name, array in tensors.items():
         own = experts if experts and name.endswith("_exps.weight") else kind
         number = gguf.GGMLQuantizationType[own if array.ndim >= 2 else "F32"]
-        if name.endswith((".bias", "conv1d.weight")):
+        if name.endswith((".bias", "conv1d.weight", "conv_base")):
             number = gguf.GGMLQuantizationType.F32
+        if array.shape[-1] % gguf.GGML_QUANT_SIZES[number][0]:  # as llama.cpp does
+            number = gguf.GGMLQuantizationType.F16
         stored = gguf.quants.quantize(array, number)
         writer.add_tensor(name, stored, raw_dtype=number)
     writer.write_header_to_file()

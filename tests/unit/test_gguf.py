@@ -250,8 +250,8 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "window": ({"llama.attention.sliding_window": 9}, "llama.attention.sliding_window is 9"),
     "drafter": (
-        {"general.architecture": "dflash"},
-        "describes a drafter for DFlash, which is not supported in a GGUF file",
+        {"general.architecture": "eagle3"},
+        "describes a drafter for EAGLE-3, which is not supported in a GGUF file",
     ),
     "tokenizer": ({"tokenizer.ggml.pre": "new"}, "a tokenizer of the kind 'gpt2', 'new'"),
     "merges": ({"tokenizer.ggml.merges": ["th"]}, "has metadata that is damaged"),

@@ -14,7 +14,13 @@ from torch import Tensor
 
 from strobe.host.mapped_file import MappedFile
 from strobe.hub.gguf_file import TYPES, GGUFHeader, StoredTensor, read_header
-from strobe.models.quantization import gguf_gemma4, gguf_gpt_oss, gguf_phi3, gguf_qwen35
+from strobe.models.quantization import (
+    gguf_dflash,
+    gguf_gemma4,
+    gguf_gpt_oss,
+    gguf_phi3,
+    gguf_qwen35,
+)
 
 NAMES = {
     "token_embd": "embed_tokens",
@@ -55,6 +61,7 @@ BLOCKS = {name: (values, size) for name, values, size in TYPES.values()}
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Types that are read as they are."""
 DIALECTS: dict[str, ModuleType] = {
+    "dflash": gguf_dflash,
     "gemma4": gguf_gemma4,
     "gpt-oss": gguf_gpt_oss,
     "phi3": gguf_phi3,
@@ -139,12 +146,12 @@ def _dequantized(data: Tensor, kind: str) -> Tensor:
 def own_name(name: str, architecture: str) -> str:
     """Return the module's name for a tensor; an unknown one as it is, which loading rejects."""
     match = _NAME.fullmatch(name)
-    if match is None:
-        return name
     dialect = DIALECTS.get(architecture)
+    parameters = {} if dialect is None else dialect.PARAMETERS
+    if match is None:
+        return parameters.get(name, name)
     names = NAMES if dialect is None else NAMES | dialect.NAMES
     layer = "" if match["layer"] is None else f"layers.{match['layer']}."
-    parameters = {} if dialect is None else dialect.PARAMETERS
     parameter = parameters.get(name.removeprefix(f"blk.{match['layer']}."))
     if parameter is not None:
         return layer + parameter
@@ -159,6 +166,12 @@ class GGUFFile:
 
     def __init__(self, path: Path):
         header = read_header(path)
+        for name, tensor in header.tensors.items():
+            if tensor.type not in BLOCKS:
+                raise ValueError(
+                    f"{path}: tensor {name} holds {tensor.type} values, which is not supported; "
+                    "use the checkpoint in safetensors."
+                )
         if any(tensor.type not in FLOATS for tensor in header.tensors.values()):
             _library()
         self._files = [MappedFile(file) for file in header.files]
