@@ -71,8 +71,8 @@ class EngineStats(Counters):
     which drafters are scored; shadow_seconds: that this takes, of all steps' step_seconds.
     states_kept: states of recurrent layers that were kept; state_hits: requests that began from
     one. host_queries: tokens of these prompts that the device's prefix cache did not have, looked
-    up in host memory; host_hits: those found there; host_saves, host_loads: pages and states copied
-    to host memory and back. `strobe.outputs.METRICS` has their metrics."""
+    up in host memory; host_hits: the hits among them; host_saves, host_loads: pages and states
+    copied to host memory and back. `strobe.outputs.METRICS` has their metrics."""
 
     steps: int = 0
     prompt_tokens: int = 0

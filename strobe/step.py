@@ -67,8 +67,8 @@ def num_rows(spans: Sequence[Span], num_verified: int | None = None) -> int:
 
 
 class PageWrite(NamedTuple):
-    """New entries of one request's page table: `pages` from column `first` on. group: that of the
-    table's pages."""
+    """New entries of one request's page table: `pages` from column `first` on. group: the table's
+    page group."""
 
     slot: int
     first: int
@@ -122,7 +122,7 @@ class HostCopies(NamedTuple):
 
 
 class ShadowWork(NamedTuple):
-    """What a step does for the scores of drafters in shadow mode. observed: spans whose rows the
+    """A step's work for the scores of drafters in shadow mode. observed: spans whose rows the
     drafters read; proposals: by drafter, spans of a newest token after which it drafts."""
 
     observed: tuple[int, ...] = ()
@@ -140,8 +140,8 @@ class ScoredBlock(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The requests that run in a step, and how far each one goes. pages: page-table entries that
-    are new to the device; admitted: requests that are new to it. num_verified: number of device
+    """The requests that run in a step, with their rows. pages: page-table entries that are new to
+    the device; admitted: requests that are new to it. num_verified: number of device
     drafts to verify, over all spans; the device picks the most likely ones; None: all. confidence:
     per draft position, the probabilities at rising evidence that a draft is accepted if the drafts
     before it are (`strobe/speculation/acceptance.py`). states: copies of recurrent states, in this

@@ -27,7 +27,7 @@ Cover: TypeAlias = Callable[[Batch, Tensor, int], tuple[Tensor, Tensor]]
 def cover(batch: Batch, length: Tensor, pending: int) -> tuple[Tensor, Tensor]:
     """A batch of S spans -> accepted rows that the state lacks [S] int64, whether a sequence begins
     [S]. length [N]: positions in each slot's state, updated. pending: maximum rows that are kept
-    beside a state. The twin of `strobe.kernels.step_bookkeeping.cover`."""
+    next to a state. The twin of `strobe.kernels.step_bookkeeping.cover`."""
     start = batch.starts
     sizes = batch.sizes
     starts_fresh = start == 0

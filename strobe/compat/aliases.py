@@ -217,7 +217,7 @@ def translate(options: Mapping[str, Any]) -> Translation:
         (name, key, set_options[name]) for name, key in SPEC_OPTIONS.items() if name in set_options
     ]
     _speculation(translation, [entry for entry in speculative if entry[2] is not None])
-    # The ranks first: SGLang's host memory is that of each.
+    # The ranks first: SGLang counts the host memory of each rank.
     for name, value in sorted(set_options.items(), key=lambda option: option[0] not in RENAMED):
         if name in RENAMED:
             parsed = _listed(name, value) if name == "allowed_origins" else value

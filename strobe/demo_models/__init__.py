@@ -1,7 +1,7 @@
 """The small target model and drafter that ship with Strobe, and held-out examples of their tasks.
 
-`heldout.jsonl` is written by `scripts/demo_models/write_heldout.py`; how to grade an answer is in
-`tools/eval/demo_tasks.py`.
+`heldout.jsonl` is written by `scripts/demo_models/write_heldout.py`; `tools/eval/demo_tasks.py`
+grades the answers.
 """
 
 from __future__ import annotations

@@ -88,8 +88,9 @@ def _weight_formats(
     dtype: torch.dtype,
     no_fp8: str | None,
 ) -> dict[str, WeightFormat]:
-    """Return how weights are held, by option: weight_dtype, and draft_weight_dtype if it is set.
-    no_fp8: why products of FP8 weights cannot run. Raises ValueError for a format that cannot."""
+    """Return the formats of weights in memory, by option: weight_dtype, and draft_weight_dtype if
+    it is set. no_fp8: why products of FP8 weights cannot run. Raises ValueError for a format that
+    cannot."""
     names = {"weight_dtype": config.weight_dtype}
     if config.draft_weight_dtype is not None:
         names["draft_weight_dtype"] = config.draft_weight_dtype

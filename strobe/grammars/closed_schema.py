@@ -54,7 +54,7 @@ def _declares_required(fields: Mapping[str, Any]) -> bool:
 
 
 def _parts_of_objects(schema: object, references: set[str]) -> set[str]:
-    """Add to `references` those that describe a part of an object, in an allOf or next to other
+    """Collect in `references` the references to a part of an object, in an allOf or next to other
     keywords, and return them."""
     if isinstance(schema, list):
         for part in schema:

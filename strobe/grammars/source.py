@@ -45,8 +45,8 @@ forced bytes one by one, past all its limits: after the first letter of /a+/ it 
 every further "a" is part of the expression."""
 
 _QUOTED = re.compile(r"\n *\d+ \| ")
-"""Where llguidance's message begins to quote the grammar's lines, most of which the client did not
-write."""
+"""Where llguidance's message begins to quote the grammar's lines. The client has written few of
+them."""
 
 
 class GrammarError(ValueError):
@@ -86,8 +86,8 @@ def grammar_source(structured: StructuredOutputs) -> str:
 
 
 def is_unforced(structured: StructuredOutputs) -> bool:
-    """Whether llguidance must not search for forced tokens: see _UNFORCED; and it does not take
-    back those that follow tokens named by id."""
+    """Whether llguidance must not search for forced tokens: see _UNFORCED; nor can it take back
+    forced tokens that follow tokens named by id."""
     limits_thinking = structured.max_thinking is not None
     return structured.grammar is not None or structured.alternative is not None or limits_thinking
 

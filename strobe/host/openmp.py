@@ -1,4 +1,4 @@
-"""torch's CPU threads: their number, and how they wait for each other.
+"""torch's CPU threads: their number, and the way they wait for each other.
 
 torch's wheels bring libgomp, whose threads spin for some 3 ms while they wait for the slowest. If
 another process occupies that thread's core, the others spin in vain, and a step takes many times as

@@ -1,4 +1,4 @@
-"""config.json of a GGUF file, made of its metadata."""
+"""config.json of a GGUF file, derived from its metadata."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def make_config(header: GGUFHeader, path: Path) -> dict[str, Any]:
 
 
 def _layers(metadata: Metadata) -> int:
-    """Return the number of layers, without those that predict further tokens."""
+    """Return the number of layers, without the ones that predict further tokens."""
     return metadata.need("block_count") - metadata.get("nextn_predict_layers", 0)
 
 
@@ -217,7 +217,7 @@ def _qwen3moe(metadata: Metadata) -> dict[str, Any]:
 
 
 def _qwen35(metadata: Metadata) -> dict[str, Any]:
-    """Return the part of config.json that describes recurrent layers, and the rope beside them."""
+    """Return the part of config.json for recurrent layers and the rope of the other layers."""
     layers = _layers(metadata)
     interval = metadata.get("full_attention_interval", 4)
     by_interval = [(layer + 1) % interval != 0 for layer in range(layers)]

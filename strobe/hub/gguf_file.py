@@ -125,8 +125,8 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_header(path: Path) -> GGUFHeader:
-    """Read the header, and those of the other parts of a split model. Raises ValueError with one
-    sentence if a file is missing, damaged, cut short, or holds a tensor of a type that is not
+    """Read the header, and for a split model the headers of its other parts. Raises ValueError with
+    one sentence if a file is missing, damaged, cut short, or holds a tensor of a type that is not
     supported."""
     first = _read_part(path)
     paths = _parts(path, first.metadata)
@@ -158,7 +158,7 @@ def part_paths(path: Path) -> list[Path]:
 
 def _parts(path: Path, metadata: Mapping[str, Any]) -> tuple[Path, ...]:
     """Return the files of a model by the metadata of the one that was named. Raises ValueError
-    unless that is the first, and the others are beside it."""
+    unless that is the first, and the others are in its directory."""
     count = metadata.get("split.count", 0)
     if count <= 1:
         return (path,)

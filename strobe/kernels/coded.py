@@ -128,7 +128,8 @@ class CodedExperts(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """How a product is divided: rows of W and words of a program's step, and programs at least."""
+    """The division of a product: rows of W and words of a program's step, and the minimum number of
+    programs."""
 
     rows: int
     words: int
@@ -139,7 +140,7 @@ class Tile(NamedTuple):
 STAGES = 3
 """Steps whose loads are in flight together, where shared memory holds them."""
 _OTHER_BYTES = 40 << 10
-"""Of shared memory, beside those loads."""
+"""Of shared memory, in addition to these loads."""
 
 
 def tile_of(weight: Codes, block_m: int, shared: int) -> Tile:
@@ -162,7 +163,7 @@ def tile_of(weight: Codes, block_m: int, shared: int) -> Tile:
 
 
 def _stages(tile: Tile, block_m: int, per_word: int, itemsize: int, shared: int) -> int:
-    """Return how many steps' loads fit into `shared` bytes, at most STAGES."""
+    """Return the number of steps, up to STAGES, whose loads fit into `shared` bytes."""
     step = tile.words * (4 * tile.rows + block_m * per_word * itemsize)
     return max(1, min(STAGES, (shared - _OTHER_BYTES) // step))
 
@@ -315,7 +316,8 @@ def _size(code, zero, KIND: tl.constexpr):
 
 @triton.jit
 def load_factor(factor_ptr, n, ROWS: tl.constexpr):
-    """Return the factors of rows n, 1 if there is none. ROWS: those that share one; 0: all."""
+    """Return the factors of rows n, 1 if there is none. ROWS: number of rows that share one; 0:
+    all do."""
     factor = 1.0
     if factor_ptr is not None:
         factor = tl.load(factor_ptr + (n // ROWS if ROWS else 0))

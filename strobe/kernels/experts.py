@@ -190,7 +190,7 @@ class Projection(NamedTuple):
 
 
 class KernelExperts(NamedTuple):
-    """A layer's experts as the kernels read them, and how rows choose among them."""
+    """A layer's experts as the kernels read them, and the routing of rows to them."""
 
     routing: Routing
     gate_up: Projection

@@ -121,7 +121,7 @@ def kind_of(dtype: torch.dtype, packed: str) -> str:
 
 
 def _measured(device: torch.device) -> dict[str, Any]:
-    """Return the device's entries, completed by those of others with the same capability."""
+    """Return the device's entries, completed by entries of other devices of its capability."""
     if device.type != "cuda":
         return {}
     properties = torch.cuda.get_device_properties(device)

@@ -1,6 +1,6 @@
 # pyright: basic, reportCallIssue=false, reportAssignmentType=false, reportAttributeAccessIssue=false
-"""What the grouped GEMMs of experts share: a program's rows of W and of x, and what follows the
-product. Legend as in `experts.py`.
+"""Common parts of the grouped GEMMs of experts: a program's rows of W and of x, and the epilogue.
+Legend as in `experts.py`.
 """
 
 from __future__ import annotations

@@ -260,7 +260,7 @@ def own_path(path: Path) -> Path | None:
 
 
 def merge(data: Any, own: Any, levels: int) -> Any:
-    """Return the entries of both, `own` first; configurations are taken whole."""
+    """Return the entries of both; `own` ones replace others as whole configurations."""
     if not levels or not isinstance(own, dict) or not isinstance(data, dict):
         return own
     return data | {k: merge(data.get(k), value, levels - 1) for k, value in own.items()}
@@ -280,7 +280,7 @@ def save(data: dict[str, Any], path: Path = PATH) -> None:
 
 
 def write(data: dict[str, Any], path: Path, levels: int) -> None:
-    """Write JSON with a line per bucket; whoever reads meanwhile finds the old file or the new."""
+    """Write JSON with a line per bucket; concurrent readers see either the old or the new file."""
     new = path.with_suffix(".new")
     new.write_text(to_json(data, levels) + "\n")
     new.replace(path)

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 SINGLE_ROWS = 4
-"""Rows after a state, at most, when single rows leave it as it is. More take longer to apply than
-writing the state takes."""
+"""Maximum number of rows after a state while single rows do not write it. Applying more rows takes
+longer than writing the state."""
 
 
 def rows_fit(accepted: Tensor, sizes: Tensor, starts_fresh: Tensor, pending: int) -> Tensor:

@@ -2,7 +2,7 @@
 """Which drafts of a step are verified, and the layout of those, on the device.
 
     _chances_kernel    S programs: each draft's chance to count, -1 past the proposed ones
-    _choose_kernel     S programs: how many of a span's drafts are among the best of all
+    _choose_kernel     S programs: number of a span's drafts that are among the best of all
     _narrow_kernel     blocks of rows: the place of each row of the narrower layout
 
 Legend: S spans, K drafts per span, T rows, W rows of a span with logits. The torch twins are

@@ -30,7 +30,7 @@ class Scaled(NamedTuple):
 
 
 class Input(NamedTuple):
-    """What a GEMM multiplies by W: norm(rows)."""
+    """The input of a GEMM, which multiplies norm(rows) by W."""
 
     rows: Tensor
     """x [M, K], of any row stride."""

@@ -4,8 +4,9 @@ kernel still runs, and wait for it. This hides the launches, of which a step has
 
 A kernel launched this way must call `pdl_wait` before it writes anything that others use, and
 before it reads what the previous kernel writes. Writes of earlier kernels are complete, since the
-previous kernel has waited for them; so at least one program of every launch must call it. What only
-kernels before the previous one use may be read and written earlier, as a layer's state is."""
+previous kernel has waited for them; so one program or more of every launch must call it. Memory
+that only kernels before the previous one use may be read and written earlier, as a layer's state
+is."""
 
 from __future__ import annotations
 

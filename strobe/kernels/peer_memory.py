@@ -3,7 +3,7 @@
 """How programs of several GPUs write to each other's memory and wait for each other.
 
 A rank's memory holds the last numbers of all ranks' programs, int64 [ROWS, SIZE], then rows
-[2, SIZE, ROWS] of ROW_BYTES each. RANK: this one; row: the program's; number: how often it has run.
+[2, SIZE, ROWS] of ROW_BYTES each. RANK: this one; row: the program's; number: count of its runs.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ TILES = tuple(
     )
     for cluster in (1, 2)
 )  # fmt: skip
-"""What the tuner tries."""
+"""Configurations that the tuner tries."""
 
 QuackGemm = Callable[..., Tensor]
 
@@ -78,7 +78,7 @@ def load() -> QuackGemm | None:
 
 def takes(x: Tensor, weight: Tensor, *results: Tensor | None) -> bool:
     """Whether the GEMM can compute x Wᵀ: in bfloat16 or float16, with rows of x, W and the results
-    that begin at multiples of 16 bytes. results: the residual and the output, if given."""
+    that begin at multiples of 16 bytes. results: the residual and the output, if any."""
     if x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
         return False
     tensors = [x, weight, *(tensor for tensor in results if tensor is not None)]

@@ -7,9 +7,9 @@ launch, and waits until the others' numbers have grown as much. Rows go to two p
 rank writes to a place again two launches later; by then all ranks have begun the launch in between,
 so they have read the place. More rows than there are programs take several launches.
 
-Large sums of at least three ranks take two steps within a launch: each row goes to one rank, its
-owner, which adds it up and gives the others the sum. A rank that has the owner's sum knows that all
-ranks have begun the launch.
+Large sums of three ranks or more take two steps within a launch: each row goes to one rank, its
+owner, which adds it up and sends the sum to the others. A rank that has the owner's sum knows that
+all ranks have begun the launch.
 
 Programs of a launch need not all fit on a GPU: GPUs start them in order, though CUDA does not
 promise it, so that the first unfinished one runs on all ranks.
@@ -44,8 +44,8 @@ from strobe.kernels.rowwise import round_to
 from strobe.kernels.workspace import MAX_MARGIN
 
 _OWNER_BYTES = 1 << 20
-"""Rows have owners if that saves writing at least this much: the second wait takes about 2.5 us, in
-which NVLink moves 1 MiB."""
+"""Rows have owners if that saves writing this many bytes or more: the second wait takes about 2.5
+us, in which NVLink moves 1 MiB."""
 ENDED = 1 << 62
 """A number that ends all waiting."""
 
@@ -54,7 +54,7 @@ ENDED = 1 << 62
 class RankMemory:
     """addresses: int64 [N], on the device, where this rank finds every rank's memory: the numbers
     int64 [rows, N], then the rows of both places and all ranks, aligned to 16 bytes. counts: int64
-    [rows], how often each program has run; a launch has at most so many programs."""
+    [rows], runs of each program; the number of rows limits the programs of a launch."""
 
     rank: int
     addresses: Tensor

@@ -37,7 +37,7 @@ def _best_by_words(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 class EdgeTerms(NamedTuple):
-    """What candidates' scores after those before them are made of.
+    """The terms of candidates' scores, each after the candidate before it.
 
     unary [S, K, C] float32: their own scores; ids [S, K, C]: their tokens; anchor [S]: the token
     before slot 0. left [V, r], right [V', r]: vectors of the tokens before and of candidates;

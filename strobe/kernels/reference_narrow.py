@@ -35,8 +35,8 @@ def chances(margins: Tensor, rates: Tensor, num_proposed: Tensor) -> Tensor:
 
 
 def choose_drafts(margins: Tensor, rates: Tensor, num_proposed: Tensor, count: int) -> Tensor:
-    """Return how many drafts of each span are verified [S] int64, `count` in all or as many as
-    exist: those with the largest chances. Among equal ones earlier positions come first, then
+    """Return the number of drafts to verify in each span [S] int64: in all the `count` drafts with
+    the largest chances, or as many as exist. Among equal ones earlier positions come first, then
     earlier spans."""
     spans, width = margins.shape
     exists = torch.arange(width, device=margins.device) < num_proposed[:, None]

@@ -56,7 +56,7 @@ def _place_kernel(
 ):
     pdl_wait(PDL)
     lanes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    # Per span: its start, and how many of its drafts are within the context.
+    # Per span: its start, and the number of its drafts within the context.
     valid = lanes < spans
     start = tl.load(cursor + 2 * tl.load(slots + lanes, valid, 0), valid, 0)
     tl.store(starts + lanes, start, valid)

@@ -33,8 +33,8 @@ def partial_linears(model: nn.Module, group: Group) -> frozenset[AnyLinear]:
 
 
 class RankOps(TorchOps):
-    """Operations of one model that add up or join what the ranks compute. A subclass says, by its
-    second base, how a rank computes its part.
+    """Operations of one model that add up or join the ranks' results. The second base of a subclass
+    computes a rank's part.
 
     partial: layers of whose outputs the ranks compute parts of the sums. vocab_rows, head_rows:
     rows of all parts of the embedding and of the head.

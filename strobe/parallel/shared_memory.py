@@ -2,8 +2,8 @@
 
 No network takes part. Each rank writes its tensor to a place of its own, then the collective's
 number; it reads the others' places once they have written the number. Places are used in turn, so
-that no rank overwrites what another still reads: who has written the next number has read
-everything of the one before.
+that no rank overwrites a tensor that another still reads: a rank that has written the next number
+has read everything of the one before.
 
     numbers [size, 8] int64        collective, its step, at even and at odd numbers, ...: a cache
                                    line for each rank

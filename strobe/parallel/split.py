@@ -158,7 +158,7 @@ class Split:
         return part
 
     def of_rank(self, config: Config) -> Config:
-        """Return a config of parts with those that differ between ranks."""
+        """Complete a config of parts with this rank's vocabulary and experts."""
         decoder = replace(config.decoder, vocab_part=(self.rank, self.size))
         experts = decoder.experts
         if self.whole_experts and experts is not None:

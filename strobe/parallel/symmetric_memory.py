@@ -65,7 +65,7 @@ def _map(buffer: Tensor, store: Store, rank: int, size: int) -> _SymmetricMemory
 
 
 class _CountedStore(Store):
-    """Counts the exchanges of one group. torch counts those of a process, in keys
+    """Counts the exchanges of one group. torch counts the exchanges of a process, in keys
     ".../number/rank": a process that was in a group before would wait for numbers that the others,
     which were not, never reach."""
 

@@ -121,16 +121,16 @@ class TorchGroup:
         """Make symmetric memory if all ranks can."""
         from strobe.parallel.symmetric_memory import SymmetricMemory
 
-        made = None
+        memory = None
         try:
-            made = SymmetricMemory(store, self.rank, self.size, device)
+            memory = SymmetricMemory(store, self.rank, self.size, device)
         except RuntimeError as error:
             self.on_wait()
             logger.warning("Ranks exchange tensors by NCCL: %s", error)
         self.on_wait()
-        agreed = torch.tensor(int(made is not None), device=device)
+        agreed = torch.tensor(int(memory is not None), device=device)
         dist.all_reduce(agreed, ReduceOp.MIN)
-        return made if agreed.item() else None
+        return memory if agreed.item() else None
 
     def _make_finished(self, memory: mmap, device: torch.device) -> tuple[Tensor, Tensor] | None:
         """Return the number of the last finished step on the device and in the ranks' memory, to

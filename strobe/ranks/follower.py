@@ -40,7 +40,7 @@ def main(pipe: Connection, memory_fd: int, leader: int) -> None:
         memory = mmap(memory_fd, memory_size(size))
         group = make_group(start.resolved, memory, first_rank.check, store)
         _follow(pipe, start, group)
-        # Python would wait for threads of grammars, and may abort while those of Gloo run.
+        # Python would wait for the grammars' threads, and may abort while Gloo's threads run.
         os._exit(0)
     except (EOFError, ConnectionError):
         return

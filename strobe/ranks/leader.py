@@ -294,7 +294,7 @@ class Ranks:
             if self._blocked is not None:
                 return self._blocked
             if not isinstance(self.group, TorchGroup):
-                continue  # whoever waits in shared memory notices a stalled rank
+                continue  # a rank that waits in shared memory notices a stalled one
             now = time.monotonic()
             limit = STALL_SECONDS if self.group.step else START_SECONDS
             for rank, pipe in enumerate(self._pipes, start=1):

@@ -1,4 +1,4 @@
-"""What the first rank and the others send each other."""
+"""Messages between the first rank and the others."""
 
 from __future__ import annotations
 

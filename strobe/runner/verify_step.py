@@ -25,7 +25,7 @@ further."""
 
 
 class ContextRows(NamedTuple):
-    """What drafters' context K/V are made of, of all rows: the target's captured features
+    """The inputs of drafters' context K/V, for all rows: the target's captured features
     [T, n * H], positions [T] and K/V slots [T] in each page group."""
 
     features: Tensor

@@ -26,7 +26,7 @@ NUM_SORTED = 1024
 
 
 class HeadOutputs(NamedTuple):
-    """What a drafter's output layer makes of some rows.
+    """A drafter's output layer applied to some rows.
 
     raw [R, n]: its outputs; width: V'; finish: turns raw outputs into logits, which may overwrite
     them, None if they are logits; tokens [V']: ids of the layer's rows, None if they are 0 to V' -
@@ -47,8 +47,8 @@ class HeadOutputs(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """values [R, C] float32: the candidates' raw outputs, NaN for those that do not take part
-    since fewer than C tokens pass the filters; places [R, C] int64: their rows of the output
+    """values [R, C] float32: the candidates' raw outputs, NaN if fewer than C tokens pass the
+    filters; places [R, C] int64: their rows of the output
     layer."""
 
     values: Tensor

@@ -151,7 +151,7 @@ class _Race:
     """The rows of `sample_rows_numpy` as NumPy arrays.
 
     tokens [R]: the result, at first each row's argmax, or NO_TOKEN. sampled: indices of the rows
-    that draw a token. Its methods write the winners of some rows, given by index, to `tokens`.
+    that draw a token. Its methods write the winners of rows, selected by index, to `tokens`.
     """
 
     def __init__(self, logits: Tensor, rows: RowParams):

@@ -98,11 +98,11 @@ class SharesRows(Protocol):
         mode: SamplingMode,
         masks: Tensor | None,
     ) -> Sampled:
-        """Return the results of all rows; `sample` samples those of this rank."""
+        """Return the results of all rows; `sample` samples this rank's rows."""
         ...
 
     def candidates(self, find: FindCandidates, outputs: HeadOutputs, rows: LogitRows) -> Candidates:
-        """Return the candidates of all rows; `find` finds those of this rank's rows."""
+        """Return the candidates of all rows; `find` finds the candidates of this rank's rows."""
         ...
 
 

@@ -15,8 +15,8 @@ from strobe.sampling.sampler import MIN_TEMPERATURE
 
 
 class WalkNoise(NamedTuple):
-    """How drafts are drawn as the requests' own tokens are: by the noise of keys [S] int64, at
-    positions [S] int64 of the first draft and those that follow, with temperatures [S] float32."""
+    """The noise that draws drafts like the requests' own tokens: of keys [S] int64, at positions
+    [S] int64 of the first draft and the following ones, with temperatures [S] float32."""
 
     keys: Tensor
     positions: Tensor

@@ -193,7 +193,7 @@ def make_app(serving: Serving) -> ASGIApp:
 
 
 def _paths(app: FastAPI) -> list[str]:
-    """Return the paths that the application serves, without those that have parameters."""
+    """Return the paths that the application serves, except paths with parameters."""
     paths = [getattr(route, "path", "") for route in app.routes]
     return [path for path in paths if path and "{" not in path]
 

@@ -105,7 +105,7 @@ def check_parsers(settings: ServerConfig) -> None:
 def log_tool_form(
     settings: ServerConfig, formats: Formats, capabilities: TemplateCapabilities
 ) -> None:
-    """Log how a request's tools reach the model, and how its calls are read."""
+    """Log where the model sees a request's tools, and the format of its calls."""
     place = (
         "The chat template shows tools to the model"
         if capabilities.shows_tools

@@ -19,7 +19,7 @@ INTERVAL = 10.0
 
 
 class Progress:
-    """Shows what a command is doing and how far it is; a context manager.
+    """Shows a command's activity and progress; a context manager.
 
     num_live: displays that now redraw a line of the terminal, while nothing else may.
     """

@@ -1,4 +1,4 @@
-"""What a chat template reads, and conversations in the form that it reads."""
+"""The inputs of a chat template, and conversations in the form that it reads."""
 
 from __future__ import annotations
 
@@ -331,8 +331,8 @@ class _Probe:
         self.capabilities = replace(self.capabilities, shows_tools=shown)
 
     def _find_calls(self) -> None:
-        """Find the form of calls in which most conversations with a call show it; the first such
-        form if several are equal."""
+        """Find the form of calls that the largest number of conversations show; the first one if
+        several are equal."""
         before = self.capabilities
         best = self.capabilities
         max_shown = 0
@@ -374,7 +374,7 @@ class _Probe:
         self.capabilities = replace(self.capabilities, shows_results=shown)
 
     def _find_call_example(self) -> None:
-        """Find how the template writes a call, if it shows calls but no tools: what takes the place
+        """Find the template's text of a call, if it shows calls but no tools: the text in the place
         of an answer's text, or of the whole answer if calls begin otherwise."""
         if self.capabilities.shows_tools or not self.capabilities.shows_calls:
             return

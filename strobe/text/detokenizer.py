@@ -21,7 +21,7 @@ _FIRST_DIFFERS = {"Join", "Metaspace", "WordPiece"}
 
 
 class TokenTexts:
-    """A tokenizer's decoder, classified by how it turns tokens into text.
+    """A tokenizer's decoder, classified by its way of turning tokens into text.
 
     `kind`: what a token's text depends on. "pieces": the token, and whether it is the first one.
     "fallback": the same, but consecutive byte tokens are one piece. "bytes": tokens are bytes of
@@ -258,7 +258,7 @@ class Detokenizer:
         return stop
 
     def _num_held_back(self) -> int:
-        """Return how many characters at the end may be the start of a stop string."""
+        """Return the number of characters at the end that may be the start of a stop string."""
         longest = max((len(stop) for stop in self._stop), default=1) - 1
         for count in range(min(longest, len(self.text) - self._sent), 0, -1):
             if any(stop.startswith(self.text[-count:]) for stop in self._stop):

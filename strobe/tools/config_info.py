@@ -1,4 +1,4 @@
-"""What a config.json alone tells of a checkpoint: what it is, and whether it loads."""
+"""Facts about a checkpoint from its config.json alone: its kind, and whether it loads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from strobe.tools.memory_table import memory_facts
 
 
 def is_config(name: str) -> bool:
-    """Whether the name is that of a JSON file."""
+    """Whether the name belongs to a JSON file."""
     path = Path(name)
     return path.suffix == ".json" and path.is_file()
 

@@ -108,7 +108,7 @@ def measure_costs(engine: Engine) -> None:
 
 @dataclass(frozen=True)
 class DrafterBlocks:
-    """The blocks of a drafter in shadow mode; those of prompt lookup have no rows. See
+    """The blocks of a drafter in shadow mode; prompt lookup's blocks have no rows. See
     `BlockOptions`."""
 
     widths: tuple[int, ...]
@@ -237,7 +237,7 @@ def _kinds(engine: Engine, blocks: BlockOptions) -> Iterator[StepKind]:
 
 def _cpu_kinds(engine: Engine, blocks: BlockOptions) -> Iterator[tuple[StepKind, bool]]:
     """Yield the kinds of steps to time on a CPU, the cheapest first, and whether they are needed to
-    tell the costs of the drafter's rows, of the target's and of requests from one another: those of
+    tell the costs of the drafter's rows, of the target's and of requests from one another: steps of
     one request, and plain steps of several."""
     limits = engine.limits
     positions = (engine.components.pool.capacity - 1) * limits.page_size
@@ -272,7 +272,7 @@ class _Timing:
         self.method = method
         self.shadow = engine.shadow
         self.use_drafter = True
-        """Whether requests have the drafter: in shadow mode not those of plain steps."""
+        """Whether requests have the drafter; in shadow mode, plain steps run without it."""
         self.policy = engine.scheduler.draft_policy = FixedDraftPolicy(blocks)
 
     def run(self, kind: StepKind, seconds: float) -> list[tuple[StepWork, float]]:

@@ -1,4 +1,4 @@
-"""The operations of a step that have a kernel, apart from those of layers (`strobe.models.ops`).
+"""The operations of a step that have a kernel, apart from layers' operations (`strobe.models.ops`).
 
     operation         plain torch                   NumPy, on a CPU    Triton
     place             StepOps.place                 NumpyStepOps       kernels.step_bookkeeping

@@ -26,7 +26,7 @@ on average, or [S] drafts of each span."""
 
 
 class StepOps(SamplingOps):
-    """Stateless. The sampler's operations are those of `SamplingOps`."""
+    """Stateless. `SamplingOps` has the sampler's operations."""
 
     def place(self, tables: SlotTables, layout: Layout, drafts: Tensor | None) -> Sequence[Tensor]:
         """Compute the current ids and positions [T] of the rows, starts and draft lengths [S] of

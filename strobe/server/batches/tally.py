@@ -52,8 +52,8 @@ class BatchTally:
         self._counts[kind] = self._counts.get(kind, 0) + 1
 
     def unfinished(self, generated: int, context: int) -> float:
-        """Estimate how many answers' worth of tokens the running requests have. generated: tokens
-        of the whole run. An answer is assumed to be as long as the mean so far; before the first,
+        """Estimate the running requests' tokens in numbers of answers. generated: tokens of the
+        whole run. An answer is assumed to be as long as the mean so far; before the first,
         as the mean of the limits, where `context` stands for none."""
         if self._tokens:
             mean = self._tokens / self.answered

@@ -29,7 +29,7 @@ MAX_CREDIT = 8 * OPEN_TOKENS
 
 
 class PrefixIndex:
-    """The prefixes that an engine probably has in its cache: those of its newest prompts."""
+    """The prefixes that an engine probably has in its cache: its newest prompts' prefixes."""
 
     def __init__(self, max_pages: int):
         self._max_pages = max_pages
@@ -67,9 +67,9 @@ class Replicas:
     """The client of several engines, with `EngineClient`'s interface.
 
     A request goes where the longest prefix of its prompt is cached, unless open answers outweigh
-    that; see `_cost`. An engine that ends is restarted, while the others go on. Of its requests,
-    those of which nothing is answered yet move to another engine, once each, so that a prompt that
-    ends engines does not end them all; the rest fail. This ends with the last engine.
+    that; see `_cost`. An engine that ends is restarted, while the others go on. Its requests
+    without any token yet move to another engine, once each, so that a prompt that ends engines does
+    not end them all; the rest fail. This ends with the last engine.
     """
 
     def __init__(self, config: EngineConfig, settings: ServerConfig):
@@ -231,9 +231,9 @@ class Replicas:
 
     def _cost(self, number: int, num_cached: int, has_grammar: bool) -> tuple[int, ...]:
         """Return an engine's cost of a prompt: whether it can compile no grammar for it, whether it
-        would wait for a slot, the weight of open answers less that of cached tokens, and among
-        equals the cached tokens and the number of requests that the engine got so far. num_cached:
-        tokens of the prompt in this engine's cache beyond those in every engine's."""
+        would wait for a slot, the weight of open answers minus the weight of cached tokens, and
+        among equals the cached tokens and the number of requests that the engine got so far.
+        num_cached: cached tokens of the prompt in this engine, beyond the ones in every engine."""
         engine = self.engines[number]
         assert engine.facts is not None
         return (

@@ -23,7 +23,7 @@ class Watchdog:
     """Checks an engine process from its start to its end. is_waiting: whether the server waits for
     the engine. on_stall: called with a description once the process has stalled.
 
-    The seconds are those of the checks: while the server itself is suspended, as by Ctrl-Z, none
+    Seconds are counted by the checks: while the server itself is suspended, as by Ctrl-Z, none
     pass.
     """
 

@@ -169,8 +169,9 @@ def warnings(serving: Serving, request: ConversationRequest) -> list[str]:
 
 def shadow_warnings(serving: Serving, sampling: Sampling) -> list[str]:
     """One sentence if a request asks for drafts that shadow mode does not verify."""
-    asked = Speculation.of(sampling.options.get("speculation"))
-    drafts = asked.method not in (None, "none") or asked.num_drafts or asked.always
+    speculation = Speculation.of(sampling.options.get("speculation"))
+    has_method = speculation.method not in (None, "none")
+    drafts = has_method or speculation.num_drafts or speculation.always
     if not (serving.client.config.shadow and drafts):
         return []
     name = sampling.names["speculation"]

@@ -153,8 +153,8 @@ class Codec:
     """The answer to a request in an API's format. runs: of its prompts, one or several.
 
     `delta` is called with each step, and `start` after the first of them. All return events, which
-    `encode` makes the bytes of a stream. A whole body is what the same events have left behind.
-    done: the last bytes of every stream.
+    `encode` turns into the bytes of a stream. The same events also build the body of a response
+    that is not streamed. done: the last bytes of every stream.
     """
 
     media_type = EVENT_STREAM
@@ -169,7 +169,7 @@ class Codec:
         return any(run.abandoned for run in self.runs)
 
     def start(self) -> Sequence[Event]:
-        """Return the events before those of the first step."""
+        """Return the events before the first step's."""
         return ()
 
     def delta(self, place: int, steps: Sequence[Progress]) -> Sequence[Event]:
@@ -240,8 +240,8 @@ async def respond(serving: Serving, http: Request, codec: Codec, *, stream: bool
 
 
 async def _events(codec: Codec) -> AsyncGenerator[Sequence[Event]]:
-    """Yield the events of each step, without those of the end. Raises what any run raises, and
-    what `check_answers` raises."""
+    """Yield the events of each step, without the events at the end. Raises the errors of any run
+    and of `check_answers`."""
     started = False
     async for place, steps in _steps(codec.runs):
         events = codec.delta(place, steps)

@@ -1,4 +1,4 @@
-"""What a client asks for, whatever API it asks through."""
+"""A client's request, independent of the API that it uses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CONFLICT = "is set together with a tool_choice that forces a call"
 class Sampling:
     """How answers are sampled, and when they end.
 
-    options: further arguments of SamplingParams, those that the client sent. thinking_budget: the
+    options: the other arguments of SamplingParams that the client sent. thinking_budget: the
     maximum number of reasoning tokens, None without a limit. names: this API's names of fields.
     """
 
@@ -62,8 +62,8 @@ class Sampling:
         return {self.constraint.kind: self.constraint.value}
 
     def arguments(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the keyword arguments of SamplingParams. defaults: those that apply where the
-        client sent none."""
+        """Return the keyword arguments of SamplingParams. defaults: values of arguments that the
+        client did not send."""
         arguments = {**defaults, **self.options, "max_tokens": self.max_tokens}
         if self.constraint is not None:
             arguments["structured_outputs"] = self.structured_outputs
@@ -133,7 +133,7 @@ class GenerationRequest:
     """A conversation to answer. Raises FieldError for fields that contradict each other.
 
     messages: as chat templates read them. parallel_tool_calls: None if the client did not say.
-    truncate_prompt_tokens: how many tokens of the prompt are kept, -1 for all that fit. raw_prompt:
+    truncate_prompt_tokens: number of prompt tokens to keep, -1 for all that fit. raw_prompt:
     the whole prompt, to which the chat template is not applied. clamp_max_tokens: lower max_tokens
     to what fits the context, with a warning.
     """
@@ -255,7 +255,7 @@ class ConversationRequest(RequestModel):
 
     @property
     def generation(self) -> GenerationRequest:
-        """What the request asks for."""
+        """The request in the form that all APIs share."""
         return self._generation
 
     def warnings(self, template_reads: Collection[str] | None = None) -> list[str]:

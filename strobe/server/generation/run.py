@@ -62,7 +62,7 @@ class ChoiceState:
         index: int,
         started_at: float,
     ):
-        """metrics: returns those of the engine that answers, which changes if it ends."""
+        """metrics: returns the metrics of the engine that answers, which changes if it ends."""
         self.job = job
         self.index = index
         self.parser = job.parser()

@@ -17,7 +17,7 @@ def step_of(delta: StreamDelta, tokenizer: Tokenizer) -> Step:
     tokens = [(piece, i < accepted) for i, piece in enumerate(delta.pieces)]
     step: Step = {"tokens": tokens, "drafted": verified, "accepted": accepted}
     if delta.drafts:
-        ended = accepted == len(tokens)  # on a draft, and nothing was asked of those after it
+        ended = accepted == len(tokens)  # on a draft; the target said nothing of the later ones
         rejected = () if ended else delta.drafts[accepted:verified]
         step["rejected"] = [tokenizer.token_text(token) for token in rejected]
         margins = delta.margins[:verified] if any(delta.margins) else ()

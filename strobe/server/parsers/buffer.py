@@ -23,7 +23,7 @@ class Buffer:
 
     @property
     def kept(self) -> str:
-        """The text that has been read and not dropped or taken."""
+        """The text that has been read, without dropped and removed parts."""
         return "".join(self._kept)
 
     def read(self, count: int) -> None:

@@ -13,8 +13,8 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 class CallReader:
-    """Reads one call from a parser's buffer, in steps. A step decides by the text alone, not by how
-    much has arrived; it returns False if it needs more text or has set the verdict.
+    """Reads one call from a parser's buffer, in steps. A step decides by the text alone, whatever
+    part of it has arrived; it returns False if it needs more text or has set the verdict.
 
     name: of the function.
     begun: whether the text is certainly meant as a call; its text is then read from the buffer, and

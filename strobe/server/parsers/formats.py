@@ -54,8 +54,8 @@ class AnswerFormat(Protocol):
 class ToolFormat(AnswerFormat, Protocol):
     """A model family's format of tool calls.
 
-    openers: the markers that begin a call; line_openers: those that do so at the beginning of a
-    line.
+    openers: the markers that begin a call; line_openers: markers that do so only at the beginning
+    of a line.
     """
 
     @property

@@ -188,7 +188,7 @@ class ReasoningCalls(StateParser):
         self, make: Callable[[], Parser], openers: Sequence[str], line_openers: Sequence[str]
     ):
         """make: returns a parser of calls that emits whole calls only. openers: the markers that
-        begin a call; line_openers: those that do so at the beginning of a line."""
+        begin a call; line_openers: markers that do so only at the beginning of a line."""
         super().__init__(self._reasoning)
         self._make = make
         self._line_openers = tuple(line_openers)

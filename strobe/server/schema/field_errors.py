@@ -70,7 +70,7 @@ class FieldNames(dict[str, str]):
 
     def option_error(self, sentence: str) -> FieldError:
         """Return the error for a sentence that begins with the option that is wrong, if any is, as
-        those of SamplingParams and of the engine do."""
+        errors of SamplingParams and of the engine do."""
         field = field_in(sentence)
         if field is None:
             return FieldError(sentence, None)

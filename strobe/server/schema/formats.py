@@ -173,7 +173,7 @@ _TYPES = "text, json_object, json_schema and structural_tag"
 
 
 def _format_type(value: Mapping[str, Any], types: str) -> str:
-    """Return the type of a format. types: those that it may have. Raises FieldError."""
+    """Return the type of a format. types: the possible ones. Raises FieldError."""
     kind = value.get("type")
     if kind is None:
         raise FieldError(
@@ -213,8 +213,8 @@ TextFormat = Annotated[
 
 
 def read_constraint(fields: Mapping[str, Any], names: FieldNames) -> Constraint | None:
-    """Return the request's constraint, None if it has none. fields: those that are in SOURCES;
-    names: this API's names of them. Raises FieldError for more than one constraint."""
+    """Return the request's constraint, None if it has none. fields: the request's fields that are
+    in SOURCES; names: this API's names of them. Raises FieldError for more than one constraint."""
     constraints: list[Constraint] = []
     for source in SOURCES:
         if source not in fields:

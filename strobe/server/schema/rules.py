@@ -95,7 +95,7 @@ _RUNNER = (
     "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv", "use_mmap",
     "use_mlock",
 )  # fmt: skip
-"""Options of Ollama's that set how a model is loaded."""
+"""Ollama's options for loading a model."""
 
 NO_EFFECT: Mapping[str, Table] = {
     "chat": {

@@ -230,7 +230,7 @@ class SamplingFields(DeclaredFields):
         answer_format: AnswerFormat | None = None,
         thinking_budget: int | None = None,
     ) -> Sampling:
-        """Return the sampling of these fields and of those that the endpoints have in different
+        """Return the sampling of these fields and of the ones that the endpoints have in different
         forms. options: arguments of SamplingParams; names: this API's names. Raises FieldError."""
         constraints = {name: getattr(self, name) for name in SOURCES if self.is_set(name)}
         if answer_format is not None:
@@ -249,7 +249,7 @@ class SamplingFields(DeclaredFields):
 
     @property
     def sampling(self) -> Sampling:
-        """What the request asks of the sampler."""
+        """The request's sampling."""
         return self._sampling
 
 

@@ -1,1 +1,1 @@
-"""Metrics, totals, traces and events of K/V pages, for those who watch the server."""
+"""Metrics, totals, traces and events of K/V pages, to monitor the server."""

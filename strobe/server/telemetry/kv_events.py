@@ -121,7 +121,7 @@ def check_kv_events(text: str) -> str:
 
 
 class KVEventPublisher:
-    """Records changes of a pool's index, and publishes those of each step from a thread."""
+    """Records changes of a pool's index, and publishes each step's changes from a thread."""
 
     def __init__(self, config: KVEventsConfig, rank: int = 0):
         """Open the sockets. rank: the number of the engine among a server's, added to its ports.
@@ -195,7 +195,7 @@ class KVEventPublisher:
 
     def _watch(self, index: KeptStates | HostRows, medium: str, **group: object) -> None:
         """Record the changes of an index. As vLLM does for such tiers, events name blocks by their
-        hashes alone; whoever needs the tokens has them from the pool's events."""
+        hashes alone; a consumer that needs the tokens has them from the pool's events."""
         size = self._block_size
 
         def stored(key: bytes) -> None:

@@ -1,7 +1,7 @@
 """A lower bound of a step's time: bytes to move and operations to compute, over measured rates.
 
-The modules of the models, made without memory, count their own weights. Only GEMMs, attention and
-recurrent states count; activations, logits, the norms' arithmetic and the few embedding rows do
+The modules of the models count their own weights, without memory for them. Only GEMMs, attention
+and recurrent states count; activations, logits, the norms' arithmetic and the few embedding rows do
 not.
 
 Legend: c requests, n positions of context each, R rows verified per request (drafts + 1), B rows

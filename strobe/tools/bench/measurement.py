@@ -14,7 +14,7 @@ def open_requests(
     engine: Engine, mark: Callable[[str], None] | None = None
 ) -> Generator[dict[Hashable, Request]]:
     """Yield a mapping to which the caller adds the requests that run, by key, and from which it
-    removes those that ended. Afterwards the others are aborted, and the engine is idle.
+    removes the ones that ended. Afterwards the others are aborted, and the engine is idle.
 
     mark: called at the phases of a step until then, unless None.
     """

@@ -12,8 +12,8 @@
 - Qwen3.5-35B-A3B: the first drafter published for it.
 - Gemma 4: as published.
 - Qwen3.8-27B: DFlash2 as z-lab published it; DSpark as Doopeworld's copy of RadixArk's.
-- Qwen3-8B's DSpark: SpecForge's own config. None was seen of its DFlash2: the layers are those of
-  its DFlash drafter, block, windows and head those of Qwen3.8-27B's.
+- Qwen3-8B's DSpark: SpecForge's own config. None was seen of its DFlash2, which therefore has the
+  layers of its DFlash drafter, and the block, windows and head of Qwen3.8-27B's DFlash2.
 """
 
 from __future__ import annotations

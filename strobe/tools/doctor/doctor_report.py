@@ -91,7 +91,7 @@ def _show_measured(console: Console, report: Report) -> None:
 
 
 def _table(*columns: str) -> Table:
-    """Return a table with a column of names before the given ones."""
+    """Return a table with a column of names before the others."""
     table = Table(box=None, padding=(0, 1, 0, 1), header_style="dim")
     table.add_column("")
     for column in columns:

@@ -1,6 +1,6 @@
 """The data sets: their sources, prompts and graders.
 
-The prompts are those of the DFlash paper's evaluation (z-lab's benchmark), so that its figures are
+The prompts come from the DFlash paper's evaluation (z-lab's benchmark), so that its figures are
 comparable. mbpp-tests also shows the tests, since only they name the function.
 """
 

@@ -225,7 +225,7 @@ def compare(figure: Expected, row: Figures) -> list[Figures]:
 def _compared(
     what: str, published: float | None, factor: float, measured: float | None
 ) -> Figures | None:
-    """Compare one figure with the published one times a factor; None if none is published."""
+    """Compare one figure with the published one times a factor; None without a published one."""
     if published is None:
         return None
     floor = round(published * factor, 4)

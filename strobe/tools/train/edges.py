@@ -91,7 +91,7 @@ def edges_of(draft: DFlash) -> Edges | None:
 @torch.no_grad()
 def reset_edges(edges: Edges, generator: torch.Generator) -> None:
     """Give a new head random vectors for what precedes, and none for what follows, so that the
-    drafts are those of a drafter without it."""
+    drafts equal a drafter's without it."""
     rank = edges.before.shape[1]
     edges.before.normal_(0.0, rank**-0.5, generator=generator)
     edges.right.zero_()

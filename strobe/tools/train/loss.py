@@ -142,7 +142,7 @@ def measure_slots(
 
 
 def block_loss(slots: Slots, valid: Tensor, objective: Objective) -> Tensor:
-    """Return the weighted mean over valid slots of cross entropy + kl * KL; 0 if none is valid. The
+    """Return the weighted mean over valid slots of cross entropy + kl * KL; 0 without any. The
     logits that choose candidates have a share in it."""
     loss = _mean_loss(slots, valid, objective)
     if slots.unary is None:

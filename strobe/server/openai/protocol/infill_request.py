@@ -24,7 +24,7 @@ class InfillFile(RequestObject):
 
 class Gap(NamedTuple):
     """A text to fill in after a prompt. field: the request's field that asks for it. suffix: the
-    text after it; files: names and texts of other files; start: how the answer begins."""
+    text after it; files: names and texts of other files; start: the beginning of the answer."""
 
     field: str
     suffix: str
