@@ -1,5 +1,5 @@
 """Write the tables of docs/checkpoints.md: published checkpoints from tests/corpus, and formats
-from the parameters of tests; and the table of pairs in docs/command-line.md from
+and heads from the parameters of tests; and the table of pairs in docs/command-line.md from
 strobe/hub/pairs.py.
 
     python scripts/checkpoints_page.py [--write | --check]
@@ -22,7 +22,7 @@ from strobe.models.quantization.published import format_name
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.support import tested_formats  # noqa: E402
+from tests.support import head_dialects, tested_formats  # noqa: E402
 from tests.support.tested_formats import TestedFormat  # noqa: E402
 
 PAGES = (ROOT / "docs" / "checkpoints.md", ROOT / "docs" / "command-line.md")
@@ -98,7 +98,22 @@ def tables() -> dict[str, str]:
         "targets": ("architecture", "weights", "checkpoint", "answer"),
     }
     new_tables = {kind: as_table(heads[kind], sorted(rows[kind])) for kind in heads}
-    return {**new_tables, "pairs": pairs_table(), "formats": formats_table()}
+    return {
+        **new_tables,
+        "pairs": pairs_table(),
+        "formats": formats_table(),
+        "heads": heads_table(),
+    }
+
+
+def heads_table() -> str:
+    """Return the dialects in which each head is tested."""
+    dialects = (*head_dialects.CHANGES, head_dialects.GGUF)
+    rows = [
+        (head, *[YES if (head, dialect) in head_dialects.PAIRS else "-" for dialect in dialects])
+        for head in head_dialects.HEADS
+    ]
+    return as_table(("head", *dialects), rows)
 
 
 def formats_table() -> str:
