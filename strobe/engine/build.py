@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -534,58 +534,77 @@ def _log_bill(resolved: ResolvedConfig, pages: Sequence[int]) -> None:
 def _load_models(
     resolved: ResolvedConfig, target: Target | None
 ) -> tuple[Target, dict[str, DFlash]]:
-    """Load the target, unless one is passed, and the drafters by their K/V groups, and set their
-    operations."""
-    config = resolved.config
+    """Load the target, unless it is given, and the drafters by their K/V groups, and give them
+    their operations."""
     backends = resolved.backends
-    max_positions = resolved.limits.num_positions
-    options = LoadOptions(
-        dtype=resolved.dtype,
-        device=resolved.device,
-        open=resolved.split.opener(config.load_format),
-        uniform=config.load_format == "uniform",
-    )
     if target is None:
-        target = load_target(
-            Path(config.target),
-            resolved.target,
-            max_positions=max_positions,
-            **options,
-            **backends.weights._asdict(),
-        )
-        quantization = resolved.target.quantization
-        if quantization is not None and not backends.weights.fp8:
-            size = sum(parameter.nbytes for parameter in target.parameters())
-            size += held_bytes(target)
-            logger.info("Weights in %s take %d bytes in memory.", quantization.method, size)
-    sources = {shadow.name: (shadow.path, shadow.config) for shadow in resolved.shadows}
-    if resolved.draft is not None:
-        sources["draft"] = (Path(config.draft or ""), resolved.draft)
-    drafters = {
-        name: load_draft(
-            path,
-            draft,
-            target,
-            max_positions=max_positions,
-            **options,
-            **backends.draft_weights._asdict(),
-        )
-        for name, (path, draft) in sources.items()
-    }
-    ops = TorchOps()
-    if backends.kernels:
-        from strobe.models.ops.triton_ops import TritonOps
-        from strobe.models.quantization.kernel_weights import join_all
-
-        ops = TritonOps(resolved.device, resolved.dtype)  # models of one stream share a workspace
-        join_all(target)
-    for model in (target, *drafters.values()):
-        model.ops = resolved.split.ops(ops, model, kernels=backends.kernels)
+        target = _load_target(resolved)
+    drafters = _load_drafters(resolved, target)
+    _set_operations(resolved, target, drafters.values())
     pack(backends.weights.packed, target)
     for drafter in drafters.values():
         pack_drafter(backends.draft_weights.packed, drafter, target)
     _release_memory(resolved.device)
     return target, drafters
+
+
+def _load_target(resolved: ResolvedConfig) -> Target:
+    weights = resolved.backends.weights
+    target = load_target(
+        Path(resolved.config.target),
+        resolved.target,
+        max_positions=resolved.limits.num_positions,
+        **_load_options(resolved),
+        **weights._asdict(),
+    )
+    quantization = resolved.target.quantization
+    if quantization is not None and not weights.fp8:
+        size = sum(parameter.nbytes for parameter in target.parameters())
+        size += held_bytes(target)
+        logger.info("Weights in %s take %d bytes in memory.", quantization.method, size)
+    return target
+
+
+def _load_drafters(resolved: ResolvedConfig, target: Target) -> dict[str, DFlash]:
+    """Load the drafters, by the names of their K/V groups."""
+    sources = {shadow.name: (shadow.path, shadow.config) for shadow in resolved.shadows}
+    if resolved.draft is not None:
+        sources["draft"] = (Path(resolved.config.draft or ""), resolved.draft)
+    return {
+        name: load_draft(
+            path,
+            draft,
+            target,
+            max_positions=resolved.limits.num_positions,
+            **_load_options(resolved),
+            **resolved.backends.draft_weights._asdict(),
+        )
+        for name, (path, draft) in sources.items()
+    }
+
+
+def _load_options(resolved: ResolvedConfig) -> LoadOptions:
+    load_format = resolved.config.load_format
+    return LoadOptions(
+        dtype=resolved.dtype,
+        device=resolved.device,
+        open=resolved.split.opener(load_format),
+        uniform=load_format == "uniform",
+    )
+
+
+def _set_operations(resolved: ResolvedConfig, target: Target, drafters: Iterable[DFlash]) -> None:
+    """Give the models their operations, in the form that suits the device and the split."""
+    kernels = resolved.backends.kernels
+    ops = TorchOps()
+    if kernels:
+        from strobe.models.ops.triton_ops import TritonOps
+        from strobe.models.quantization.kernel_weights import join_all
+
+        ops = TritonOps(resolved.device, resolved.dtype)  # models of one stream share a workspace
+        join_all(target)
+    for model in (target, *drafters):
+        model.ops = resolved.split.ops(ops, model, kernels=kernels)
 
 
 def _make_step_ops(resolved: ResolvedConfig) -> StepOps:
