@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -471,30 +472,17 @@ def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
     sampling = _make_sampling(resolved, ops)
     states = _make_states(resolved)
     backend, draft_backend = _make_backends(resolved, states, ops)
-    context = ProposerContext(config=resolved.config, device=resolved.device, graphs=graphs)
-    contexts: dict[str, ProposerContext] = {}
-    for name, drafter in drafters.items():
-        draft_runner = ModelRunner(
-            model=drafter,
-            store=stores[name],
-            state=state,
-            sampling=sampling,
-            backend=draft_backend,
-            buckets=buckets,
-        )
-        contexts[name] = replace(context, drafter=drafter, draft_runner=draft_runner)
-    if resolved.config.shadow:
-        proposers = make_shadow_proposers(context, contexts)
-    else:
-        proposers = make_proposers(contexts.get("draft", context))
-    runner = ModelRunner(
+    make_runner = partial(ModelRunner, state=state, sampling=sampling, buckets=buckets)
+    draft_runners = {
+        name: make_runner(model=drafter, store=stores[name], backend=draft_backend)
+        for name, drafter in drafters.items()
+    }
+    proposers = _make_proposers(resolved, drafters, draft_runners, graphs)
+    runner = make_runner(
         model=target,
         store=stores["target"],
-        state=state,
-        sampling=sampling,
         backend=backend,
         capture=proposers.capture,
-        buckets=buckets,
     )
     pool = _make_pool(resolved, pages)
     kept_states = _make_kept_states(resolved, states, pool)
@@ -636,6 +624,23 @@ def _make_graphs(resolved: ResolvedConfig) -> tuple[Graphs | Eager, Buckets | No
         narrow=resolved.config.adaptive,
     )
     return Graphs(CUDACapturer()), buckets
+
+
+def _make_proposers(
+    resolved: ResolvedConfig,
+    drafters: Mapping[str, DFlash],
+    draft_runners: Mapping[str, ModelRunner],
+    graphs: Graphs | Eager,
+) -> ProposerSet:
+    """Make the proposers of the drafting methods, or those that shadow mode scores."""
+    context = ProposerContext(config=resolved.config, device=resolved.device, graphs=graphs)
+    contexts = {
+        name: replace(context, drafter=drafter, draft_runner=draft_runners[name])
+        for name, drafter in drafters.items()
+    }
+    if resolved.config.shadow:
+        return make_shadow_proposers(context, contexts)
+    return make_proposers(contexts.get("draft", context))
 
 
 def _make_pool(resolved: ResolvedConfig, pages: Sequence[int]) -> PagePool:
