@@ -8,32 +8,48 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+GROUP = 64
+"""Neighboring tokens whose largest logit a CPU compares first."""
 
 
 def best_of(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """logits [R, V] -> the `count` largest [R, C] float32 in descending order, and their tokens
     [R, C] int64; the lowest first if equal. A NaN counts as -inf."""
-    if logits.device.type != "cpu":
-        return _best_by_words(logits, count)
-    values, ids = logits.float().topk(count)
-    # torch chooses among equal logits, and orders them, as it likes; a NaN is above all numbers.
-    unsure = (logits >= values[:, -1:]).sum(1) > count
-    unsure |= (values[:, 1:] == values[:, :-1]).any(1) | values.isnan().any(1)
-    if unsure.any():
-        values[unsure], ids[unsure] = _best_by_words(logits[unsure], count)
-    return values, ids
+    rows, size = logits.shape
+    wide = logits.float()
+    if logits.device.type == "cpu" and size > 4 * count * GROUP:
+        padding = -size % GROUP
+        padded = F.pad(wide, (0, padding), value=-torch.inf) if padding else wide
+        grouped = padded.view(rows, -1, GROUP)
+        largest = grouped.amax(2)
+        if not largest.isnan().any():
+            return _best_by_groups(grouped, largest, count)
+    wide = wide.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    places = _largest_words(wide, torch.arange(size, device=wide.device), count)
+    return wide.gather(1, places), places
 
 
-def _best_by_words(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """As `best_of`, by words that order logits and then tokens."""
-    wide = logits.float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    bits = torch.where(wide == 0, 0.0, wide).view(torch.int32).long()
+def _best_by_groups(grouped: Tensor, largest: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """As `best_of`, for logits grouped [R, V / GROUP, GROUP] with these maxima [R, V / GROUP]. The
+    C best tokens are in the C groups with the largest maxima, the lowest if equal."""
+    groups = _largest_words(largest, torch.arange(largest.shape[1]), count)[..., None]
+    values = grouped.gather(1, groups.expand(-1, -1, GROUP)).flatten(1)
+    tokens = (groups * GROUP + torch.arange(GROUP)).flatten(1)
+    best = _largest_words(values, tokens, count)
+    return grouped.flatten(1).gather(1, best), best
+
+
+def _largest_words(values: Tensor, numbers: Tensor, count: int) -> Tensor:
+    """values [R, n] float32 without NaN, numbers [R, n] or [n] int64 below 2^31 -> those of the
+    `count` largest values [R, C], descending; the lowest first if equal. A word orders by its
+    value in the high half, and then by the complement of its number."""
+    bits = torch.where(values == 0, 0.0, values).view(torch.int32).long()
     order = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
-    last = logits.shape[1] - 1
-    words = (order << 32) | (last - torch.arange(last + 1, device=logits.device))
-    ids = last - (words.topk(count, sorted=True).values & 0xFFFFFFFF)
-    return wide.gather(1, ids), ids
+    words = (order << 32) | (0xFFFFFFFF - numbers)
+    return 0xFFFFFFFF - (words.topk(count, sorted=True).values & 0xFFFFFFFF)
 
 
 class EdgeTerms(NamedTuple):

@@ -13,12 +13,13 @@ def convolve(
     (base[o, c] + kernels[t, o, c // G]) * x[t - o, c], without taps beyond the block's first row.
 
     x [T, H], base [O, H], kernels [T, O, H / G]; places [T]: of rows in their blocks."""
-    taps = kernels.shape[1]
-    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for tap in range(taps):
-        weights = kernels[:, tap].float().repeat_interleave(x.shape[1] // kernels.shape[2], 1)
-        shifted = torch.roll(x, tap, 0).float()
-        shifted = torch.where((places >= tap)[:, None], shifted, 0.0)
-        total += (base[tap].float() + weights) * shifted
+    _, taps, groups = kernels.shape
+    # The channels of a group read one column, which is not repeated for them.
+    weights = base.float().view(taps, groups, -1) + kernels.float()[..., None]
+    weights = weights.flatten(2)
+    total = weights[:, 0] * x
+    for tap in range(1, taps):
+        shifted = torch.where((places >= tap)[:, None], torch.roll(x, tap, 0), 0.0)
+        total += weights[:, tap] * shifted
     y = total.to(x.dtype)
     return y if residual is None else residual + y

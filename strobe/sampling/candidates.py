@@ -74,17 +74,8 @@ def race_candidates(
     if filtered:
         sums.masked_fill_(_kept(sums.exp(), rows).logical_not_(), -torch.inf)
     sums += _noise(rows, logits.shape[1], tokens)
-    keys, columns = _best_of(torch.where(draws, sums, logits), draws, count)
+    keys, columns = best_of(torch.where(draws, sums, logits), count)
     return columns, keys > -torch.inf
-
-
-def _best_of(keys: Tensor, draws: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """As `best_of`; where all rows draw, only tokens that do not take part have equal keys, and
-    their order does not matter."""
-    if keys.device.type == "cpu" and bool(draws.all()):
-        values, columns = keys.topk(count)
-        return values, columns
-    return best_of(keys, count)
 
 
 def _kept(weights: Tensor, rows: RowParams) -> Tensor:

@@ -30,31 +30,31 @@ def walk(edges: Tensor, ids: Tensor, margins: Tensor | None, noise: WalkNoise | 
     noise: score / temperature + noise decides where the temperature is above 0. margins [S, K]
     float32: filled with the chosen candidates' scores minus the largest of the others'."""
     spans, slots, _ = ids.shape
+    scores = edges.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    raced = scores if noise is None else _noisy(scores, _chances(ids, noise), noise.temperatures)
+    following = raced.argmax(3)
     every = torch.arange(spans, device=ids.device)
     place = torch.zeros_like(every)
-    scores = edges.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    chances = None if noise is None else _chances(ids, noise)
-    places = list[Tensor]()
-    chosen = list[Tensor]()
+    places = [place]
     for slot in range(slots):
-        row = scores[every, slot, place]
-        chosen.append(row)
-        if noise is not None and chances is not None:
-            row = _noisy(row, noise.temperatures[:, None], chances[:, slot])
-        place = row.argmax(1)
+        place = following[every, slot, place]
         places.append(place)
-    path = torch.stack(places, 1)[..., None]
+    path = torch.stack(places, 1)
+    chosen = path[:, 1:, None]
     if margins is not None:
-        rows = torch.stack(chosen, 1)
-        others = rows.scatter(2, path, -torch.inf)
-        torch.sub(rows.gather(2, path)[..., 0], others.amax(2), out=margins)
-    return ids.gather(2, path)[..., 0]
+        before = path[:, :-1, None, None].expand(-1, -1, -1, ids.shape[2])
+        rows = scores.gather(2, before)[:, :, 0]
+        others = rows.scatter(2, chosen, -torch.inf)
+        torch.sub(rows.gather(2, chosen)[..., 0], others.amax(2), out=margins)
+    return ids.gather(2, chosen)[..., 0]
 
 
-def _noisy(scores: Tensor, temperatures: Tensor, chances: Tensor) -> Tensor:
-    """scores [S, C], temperatures [S, 1], chances [S, C] -> what the race compares [S, C]."""
-    relative = scores - scores.amax(1, keepdim=True)
-    noisy = relative * temperatures.clamp(min=MIN_TEMPERATURE).reciprocal() + chances
+def _noisy(scores: Tensor, chances: Tensor, temperatures: Tensor) -> Tensor:
+    """scores [S, K, C, C], chances [S, K, C], temperatures [S] -> what the race compares, in the
+    shape of scores."""
+    temperatures = temperatures[:, None, None, None]
+    relative = scores - scores.amax(3, keepdim=True)
+    noisy = relative * temperatures.clamp(min=MIN_TEMPERATURE).reciprocal() + chances[:, :, None]
     return torch.where(temperatures > 0, noisy, scores)
 
 

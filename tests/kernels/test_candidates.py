@@ -30,11 +30,17 @@ def test_best_of_matches_twin(device: torch.device, vocab: int, count: int):
     assert torch.equal(values, expected_values)
 
 
-def test_best_of_the_twin_are_the_largest():
-    logits = normal(torch.device("cpu"), 4, 1000)
-    values, ids = reference.best_of(logits, 7)
-    assert torch.equal(values, logits.topk(7).values)
-    assert torch.equal(values, logits.gather(1, ids))
+@pytest.mark.parametrize("vocab", [1000, 1024 + 5, 5001])
+def test_best_of_the_twin_are_the_first_of_the_largest(vocab: int):
+    """Many logits are equal, zeros of either sign among them."""
+    logits = (normal(torch.device("cpu"), 4, vocab) * 2).round().to(torch.bfloat16)
+    logits[0, ::3] = -torch.inf
+    logits[1, vocab // 2] = torch.inf
+    logits[2] = -logits[2].abs()
+    values, ids = reference.best_of(logits, 3)
+    order = torch.sort(logits.float(), dim=1, descending=True, stable=True)
+    assert torch.equal(ids, order.indices[:, :3])
+    assert torch.equal(values, order.values[:, :3])
 
 
 @pytest.mark.parametrize("count", [3, 16])
