@@ -68,9 +68,15 @@ class Load:
     engine: OmitArgPrefixes[BenchFlags] = field(default_factory=BenchFlags)
 
     def run(self) -> int:
+        settings = LoadSettings(**asdict(self.bench))
+        engine = EngineConfig(**asdict(self.engine))
+        if settings.break_even:
+            from strobe.tools.bench.break_even import run_break_even
+
+            return run_break_even(settings, engine)
         from strobe.tools.bench.request_load import run_load
 
-        return run_load(LoadSettings(**asdict(self.bench)), EngineConfig(**asdict(self.engine)))
+        return run_load(settings, engine)
 
 
 @dataclass(frozen=True)

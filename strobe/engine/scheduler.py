@@ -586,7 +586,9 @@ class Scheduler:
         start = 0
         states: SequenceStates | None = None
         lease.observed = self.shadow is not None and self.shadow.draw(request)
-        if self.prefix_caching and self.states is not None:
+        if request.num_assumed and self.states is None:
+            start = lease.assume(request.num_assumed)
+        elif self.prefix_caching and self.states is not None:
             states = self.states.begin(request, lease)
             start = lease.length
         elif self.prefix_caching and not request.wants_prompt_logprobs:

@@ -178,6 +178,22 @@ class Lease:
         self.length = count * size
         return self.length
 
+    def assume(self, count: int) -> int:
+        """Take pages for the first `count` positions, in whole pages, as if they held K/V, and
+        publish none of them. Return the number of positions, 0 if pages of any group run out."""
+        columns = count // self.pool.page_size
+        firsts = [group.first_seen(columns * self.pool.page_size) for group in self.pool.groups]
+        groups = list(zip(self.pool.groups, firsts, strict=True))
+        if any(columns - first > group.available for group, first in groups):
+            return 0
+        self.tables = [
+            [GIVEN_BACK] * first + group.allocate(columns - first) for group, first in groups
+        ]
+        self._first_held = firsts
+        self._published = columns
+        self.length = columns * self.pool.page_size
+        return self.length
+
     def publish(self, tokens: Sequence[int]) -> None:
         """Add full committed pages to the prefix cache; `tokens`: the sequence's, as far as
         known."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple, Protocol
@@ -39,8 +39,6 @@ SECONDS = {"cuda": 60.0, "cpu": 5.0}  # after which no further kind is timed
 LONG_PROMPT = 2048
 MAX_LONG_PROMPTS = 16
 MAX_REQUESTS = {"cuda": 2**30, "cpu": 8}  # beyond, a CPU's costs go on as a line
-CPU_PROMPT = 256
-CPU_PROMPT_SHARE = 0.2  # of a CPU's seconds that computing such a prompt may take
 CPU_PATIENCE = 4.0  # times a CPU's seconds, for the kinds without which nothing is known
 _MAX_STEPS = 400  # after which a kind that has not run is skipped
 
@@ -191,16 +189,12 @@ def _time_cpu_steps(
     start = time.perf_counter()
     sustained = SUSTAINED if engine.shadow is not None else 0.0
     policy = engine.scheduler.draft_policy
-    timing = _Timing(engine, blocks, method)
+    timing = _Timing(engine, blocks, method, assumes_prompts=True)
     steps = list[tuple[StepWork, float]]()
     for i, (kind, is_needed) in enumerate(_cpu_kinds(engine, blocks)):
         seconds = SECONDS["cpu"] * (CPU_PATIENCE if is_needed else 1.0)
         if i and time.perf_counter() > start + seconds:
             break
-        if kind.prompt > 1:
-            row_ms = max([ms / (work.rows + work.draft_rows) for work, ms in steps[1:]], default=0)
-            if kind.prompt * row_ms > 1e3 * CPU_PROMPT_SHARE * SECONDS["cpu"]:
-                continue
         timed = timing.run(kind, sustained)
         if timed:
             work = timed[-1][0]
@@ -210,6 +204,23 @@ def _time_cpu_steps(
     engine.reset()
     engine.scheduler.draft_policy = policy
     return steps
+
+
+def time_kinds(
+    engine: Engine, blocks: BlockOptions, method: str, kinds: Iterable[StepKind]
+) -> Iterator[tuple[StepKind, float | None]]:
+    """Yield the milliseconds of a step of each kind, as `time_steps` has them, None if such steps
+    do not come about. Prompts count as computed."""
+    policy = engine.scheduler.draft_policy
+    is_cpu = engine.resolved.device.type == "cpu"
+    timing = _Timing(engine, blocks, method, assumes_prompts=True)
+    for kind in kinds:
+        timed = [ms for _, ms in timing.run(kind, SUSTAINED)]
+        typical = min if is_cpu else median
+        yield kind, typical(timed) if timed else None
+    timing.end()
+    engine.reset()
+    engine.scheduler.draft_policy = policy
 
 
 class StepKind(NamedTuple):
@@ -244,13 +255,17 @@ def _cpu_kinds(engine: Engine, blocks: BlockOptions) -> Iterator[tuple[StepKind,
     max_requests = min(limits.max_num_seqs, MAX_REQUESTS["cpu"])
     max_requests = min(max_requests, max(positions // (2 + 4 * limits.lookahead), 1))
     yield from ((kind, True) for kind in _kinds_of(1, blocks))
-    size = min(CPU_PROMPT, limits.max_model_len - 5 * limits.lookahead, positions // 2)
+    size = min(LONG_PROMPT, limits.max_model_len - 5 * limits.lookahead, positions // 2)
+    if engine.scheduler.states is not None:
+        size = 0  # such prompts would have to be computed
     counts = dict.fromkeys(n for n in (max_requests, 4) if 1 < n <= max_requests)
     for i, count in enumerate(counts):
         for kind in _kinds_of(count, blocks):
             yield kind, kind.option == Option() and not i
-            if kind.option == Option() and not i and 2 * size >= CPU_PROMPT:
+            if kind.option == Option() and not i and 4 * size >= LONG_PROMPT:
                 yield StepKind(1, size, Option()), False
+    if 4 * size >= LONG_PROMPT:
+        yield from ((kind, False) for kind in _kinds_of(1, blocks, size) if kind.option.width >= 0)
 
 
 def _kinds_of(count: int, blocks: BlockOptions, prompt: int = 1) -> Iterator[StepKind]:
@@ -266,7 +281,11 @@ def _kinds_of(count: int, blocks: BlockOptions, prompt: int = 1) -> Iterator[Ste
 class _Timing:
     """Runs requests in an engine, one kind of step at a time."""
 
-    def __init__(self, engine: Engine, blocks: BlockOptions, method: str):
+    def __init__(
+        self, engine: Engine, blocks: BlockOptions, method: str, *, assumes_prompts: bool = False
+    ):
+        """assumes_prompts: prompts count as computed, but for their last page."""
+        self.assumes_prompts = assumes_prompts
         self.requests = list[Request]()
         self.engine = engine
         self.method = method
@@ -321,6 +340,7 @@ class _Timing:
         self.requests = [r for r in self.requests if r.finish_reason is None]
         while len(self.requests) < count:  # different tokens, so that none shares cached pages
             request = self.engine.add([len(self.requests)] * size, _ENDLESS)
+            request.num_assumed = size - 1 if self.assumes_prompts else 0
             if self.use_drafter:  # requests in shadow mode cannot choose it
                 request.method = self.method
                 request.num_drafts = self.policy.blocks.widths[-1]

@@ -44,7 +44,7 @@ LOAD_FLAGS = [
     "--shapes", "--concurrency", "--rate", "--ways", "--traces", "--mix", "--acceptance-rate",
     "--load-format",
     "--repeats", "--answers", "--steady", "--prompt-len", "--max-tokens", "--temperature",
-    "--json", "--plot",
+    "--json", "--plot", "--break-even", "--contexts",
 ]  # fmt: skip
 RECORD_FLAGS = [
     "--data", "--prompts", "--at-once", "--max-tokens", "--temperature", "--top-p", "--ignore-eos",

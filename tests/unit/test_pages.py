@@ -214,6 +214,21 @@ def lease_with(pool: PagePool, tokens: list[int]) -> Lease:
     return lease
 
 
+def test_assumed_positions_take_pages_that_no_other_sequence_finds():
+    pool = PagePool(9, 2)
+    tokens = list(range(12))
+    lease = Lease(pool, 100)
+    assert lease.assume(len(tokens) - 1) == lease.length == 10
+    assert pool.available == pool.capacity - 5
+    assert reserve_all([(lease, 2)])
+    lease.commit(2)
+    lease.publish(tokens)
+    assert Lease(pool, 100).adopt([*tokens, 99]) == 0
+    assert Lease(pool, 100).assume(8) == 0, "pages run out"
+    lease.release()
+    check_pool(pool)
+
+
 def test_release_is_final():
     pool = PagePool(5, 2)
     lease = Lease(pool, 10)

@@ -36,6 +36,8 @@ COMMANDS = {
                    "--json={dir}/bench_load.json"),
     "bench_load_rate": ("bench", "load", CPU, "--concurrency=2", "--max-tokens=4", "--rate=50",
                         "--answers=2", "--prompt-len=4", "--ways=plain,7"),
+    "bench_break_even": ("bench", "load", CPU, "--break-even", "--concurrency=1,2",
+                         "--contexts=64,999999", "--json={dir}/bench_break_even.json"),
     "eval_acceptance": ("eval", "acceptance", CPU, "--prompts=6", "--max-tokens=4",
                         "--expect=demo"),
     "eval_accuracy": ("eval", "accuracy", CPU, "--prompts=2", "--max-tokens=4",

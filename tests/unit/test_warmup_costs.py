@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,10 @@ from strobe.step import ScoredBlock
 from strobe.warmup import cost_measurement as measured
 from strobe.warmup.cost_measurement import StepKind, measure_costs
 from tests.support.bookkeeping_checks import check_engine
+from tests.support.losslessness_matrix import make_pair
+from tests.support.random_engines import TARGETS
 from tests.support.text_pair import Pair
+from tests.support.tiny_checkpoints import make_tokenizer
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
@@ -125,6 +129,31 @@ def test_steps_are_timed_after_long_prompts(pair: Pair):
     assert min(work.context for work, _ in timed) >= 4 * 150
     timing.end()
     assert not engine.has_work
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "gpt_oss"])
+def test_assumed_prompts_are_not_computed(family: str, tmp_path: Path):
+    """Targets with windows have such contexts, too, and those with recurrent layers if no states
+    are kept."""
+    write, changes = TARGETS[family]
+    pair = make_pair(tmp_path, write, device="cpu", width=16, **changes)
+    make_tokenizer(pair.target)
+    engine = Engine(
+        EngineConfig(
+            str(pair.target), draft=str(pair.draft), device="cpu", max_num_seqs=2, page_size=4,
+            max_model_len=400, kv_cache_memory="32MiB", enable_prefix_caching=family != "qwen3_5",
+        )
+    )  # fmt: skip
+    policy = engine.scheduler.draft_policy
+    assert isinstance(policy, AdaptiveDraftPolicy)
+    rows: list[int] = []
+    engine.on_launch = lambda plan, in_flight: rows.extend(span.num_rows for span in plan.spans)
+    kinds = [StepKind(2, 200, Option()), StepKind(2, 200, whole(policy, 2))]
+    times = [ms for _, ms in measured.time_kinds(engine, policy, "dflash", kinds)]
+    assert all(ms is not None for ms in times)
+    assert max(rows) <= max(1 + policy.widths[-1], 4 + 1), "prompts are not prefilled"
+    check_engine(engine)
+    assert engine.components.pool.available == engine.components.pool.capacity
 
 
 def test_requests_at_the_context_end_are_replaced(pair: Pair):

@@ -195,11 +195,20 @@ class LoadSettings(_Concurrency, _RandomModels):
         0, "Maximum tokens per answer; 0 keeps the traces' lengths, or is 256 with --steady."
     )
     plot: str = option("", "Image to write: tokens/s and time per token over the load.")
+    break_even: bool = option(
+        False, "Instead of loads, time plain steps and steps with drafts at each of --contexts and "
+        "of --concurrency, and print the accepted length that makes drafting pay."
+    )  # fmt: skip
+    contexts: str = option(
+        "1000,8000,32000,128000", "Tokens of context of each request for --break-even, separated "
+        "by commas."
+    )  # fmt: skip
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        for name in ("rates", "fixed"):
+        for name in ("rates", "fixed", "context_lengths"):
             getattr(self, name)  # raises if it cannot be parsed
+        self._check_break_even()
         check_file(self.plot, "plot")
         if self.plot and Path(self.plot).suffix.lower() not in FORMATS:
             ends = ", ".join(FORMATS)
@@ -211,6 +220,25 @@ class LoadSettings(_Concurrency, _RandomModels):
                 "acceptance_rate is set together with traces or mix; leave it or them out."
             )
         return self
+
+    def _check_break_even(self) -> None:
+        """Raise ValueError if a setting would have no effect with break_even, or without it."""
+        defaults = {f.name: f.default for f in fields(LoadSettings)}
+        shared = ("concurrency", "json", "shapes", "load_format", "break_even", "contexts")
+        names = [name for name in defaults if name not in shared] if self.break_even else []
+        unused = [name for name in names if getattr(self, name) != defaults[name]]
+        if unused:
+            raise ValueError(
+                f"{unused[0]} is set, but break_even sends no load; leave one of them out."
+            )
+        if not self.break_even and self.contexts != defaults["contexts"]:
+            raise ValueError(
+                f"contexts is {self.contexts!r}, but only break_even uses it; set it as well."
+            )
+
+    @property
+    def context_lengths(self) -> tuple[int, ...]:
+        return positive_ints("contexts", self.contexts)
 
     @property
     def rates(self) -> tuple[float, ...]:
