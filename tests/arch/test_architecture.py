@@ -125,7 +125,7 @@ def test_drafting_methods_are_named_only_in_their_registry():
         PACKAGE / name for name in ("config.py", "request.py", "sampling_params.py", "step.py")
     ]
     for path in files:
-        if path.parent.name == "config_readers":
+        if path.parent.name == "config_readers" or path.name == "gguf.py":  # formats of files
             continue
         nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         words = {node.value for node in nodes if isinstance(node, ast.Constant)}
