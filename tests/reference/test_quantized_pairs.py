@@ -3,6 +3,7 @@ copies."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from strobe.models.dflash_drafter import DFlash
 from strobe.models.linear import Linear
 from strobe.models.quantization.methods import hold_stored
 from strobe.models.target import Target
-from strobe.models.weight_loading import load_draft, load_target
+from strobe.models.weight_loading import check_target_tensors, load_draft, load_target
 from strobe.parallel.split import Split
 from strobe.sampling_params import SamplingParams
 from tests.support.draft_heads import to_dflash2
@@ -201,6 +202,73 @@ def test_two_ranks_draft_and_answer_as_one(pair: Path):
         counts = [each.stats.draft_counts for each in (alone, engine)]
     assert counts[0].num_accepted == counts[1].num_accepted
     assert counts[0].num_verified > 0
+
+
+MINISTRAL = "Ministral's FP8"
+
+
+@pytest.fixture
+def ministral(tmp_path: Path) -> Path:
+    """A directory with a tiny Ministral 3 as published in FP8, inside a multimodal config, and a
+    copy of the same values."""
+    make, changes = FAMILIES["ministral3"]
+    make(tmp_path / "target", **changes)
+    store(tmp_path / "target", tmp_path / "dense", MINISTRAL, lambda name: name.endswith(LINEAR))
+    path = tmp_path / "target" / "config.json"
+    text = json.loads(path.read_text())
+    quantization = text.pop("quantization_config")
+    quantization["modules_to_not_convert"] = ["model.vision_tower", "lm_head"]
+    quantization["dequantize"] = False
+    outer = {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "model_type": "mistral3",
+        "text_config": text,
+        "vision_config": {"model_type": "pixtral"},
+        "quantization_config": quantization,
+    }
+    path.write_text(json.dumps(outer))
+    return tmp_path
+
+
+def test_ministral_loads_in_fp8_as_published(ministral: Path):
+    targets = [
+        load_target(path, load_target_config(path), **OPTIONS)
+        for path in (ministral / "target", ministral / "dense")
+    ]
+    check_equal(targets[0], targets[1])
+
+
+@pytest.mark.parametrize(
+    ("leaf", "value", "sentence"),
+    [
+        (
+            "weight_scale_inv",
+            torch.ones(2, 1),
+            r"has shape \[2, 1\], but without weight_block_size",
+        ),
+        ("weight_scale_inv", torch.ones(1, dtype=torch.int32), "holds I32 values, but must hold"),
+        ("weight_scale_inv", None, "down_proj.weight_scale is missing"),
+    ],
+)
+def test_fp8_without_blocks_needs_one_scale(
+    ministral: Path, leaf: str, value: torch.Tensor | None, sentence: str
+):
+    file = ministral / "target" / "model.safetensors"
+    tensors = load_file(file)
+    (name,) = [name for name in tensors if name.endswith(f"layers.0.mlp.down_proj.{leaf}")]
+    del tensors[name]
+    save_file(tensors | ({} if value is None else {name: value}), file)
+    with pytest.raises(ValueError, match=sentence):
+        check_target_tensors(ministral / "target", load_target_config(ministral / "target"))
+
+
+def test_fp8_modules_that_are_not_converted_must_not_be_in_fp8(ministral: Path):
+    path = ministral / "target" / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["modules_to_not_convert"].append("re:.*q_proj$")
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"q_proj is stored in FP8, but quantization_config says"):
+        check_target_tensors(ministral / "target", load_target_config(ministral / "target"))
 
 
 def check_ranks(path: Path) -> None:

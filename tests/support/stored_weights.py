@@ -40,6 +40,17 @@ def fp8_tensor(weight: Tensor) -> Stored:
     return tensors, values.float() * scale
 
 
+def ministral_fp8(weight: Tensor) -> Stored:
+    """Ministral 3's FP8: the scale is one number, and so is that of activations."""
+    tensors, values = fp8_tensor(weight)
+    scale = tensors["weight_scale"].reshape(())
+    return {
+        "weight": tensors["weight"],
+        "weight_scale_inv": scale,
+        "activation_scale": torch.tensor(0.5),
+    }, values
+
+
 def fp8_blocks(weight: Tensor, leaf: str = "weight_scale") -> Stored:
     """FP8 with a scale per block; the last blocks may be smaller."""
     scale = scales(weight, BLOCK)
@@ -215,6 +226,10 @@ FORMATS: dict[str, tuple[Callable[[Tensor], Stored], dict[str, Any]]] = {
     "native FP8": (
         native_fp8,
         {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)},
+    ),
+    "Ministral's FP8": (
+        ministral_fp8,
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
     ),
     "int8": (int8_rows, _config(8, "int", strategy="channel")),
     "NVFP4": (nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}),

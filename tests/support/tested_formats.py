@@ -6,8 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 DRAFTERS = (
-    "FP8", "FP8 with one scale", "FP8 by blocks", "native FP8", "int8", "NVFP4", "MXFP4", "MXFP8",
-    "int4", "int4 with zeros", "GPTQ", "GPTQ by activations", "AutoRound", "AWQ",
+    "FP8", "FP8 with one scale", "FP8 by blocks", "native FP8", "Ministral's FP8", "int8",
+    "NVFP4", "MXFP4", "MXFP8", "int4", "int4 with zeros", "GPTQ", "GPTQ by activations",
+    "AutoRound", "AWQ",
 )  # fmt: skip
 """Formats of `stored_weights` in which a target and its drafter run on a CPU."""
 WITH_RANKS = tuple(name for name in DRAFTERS if name != "GPTQ by activations")
@@ -61,6 +62,10 @@ FORMATS = {
         written=("native FP8",),
         families=("experts in FP8",),
         kernels=("FP8 by blocks",),
+    ),
+    "FP8 with one scale, Ministral 3's": TestedFormat(
+        written=("Ministral's FP8",),
+        kernels=("FP8 with one scale",),
     ),
     "MXFP8": TestedFormat(
         recorded=("compressed-tensors-mxfp8",),

@@ -286,7 +286,10 @@ def test_mismatched_scales_are_named(
         ),
         ({"activation_scheme": "static"}, "activation_scheme is 'static'"),
         ({"fmt": "e5m2"}, "fmt is 'e5m2'"),
-        ({"weight_block_size": None}, "weight_block_size is None"),
+        (
+            {"weight_block_size": None, "activation_scheme": "other"},
+            "activation_scheme is 'other'",
+        ),
         ({"weight_block_size": [128]}, r"weight_block_size is \[128\]"),
         ({"rotation": True}, "rotation is True"),
     ],

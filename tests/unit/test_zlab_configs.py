@@ -391,8 +391,8 @@ REJECTED: dict[str, tuple[dict[str, Any], str]] = {
         "rope_parameters differ between layer types",
     ),
     "quantized": (
-        {"quantization_config": {"quant_method": "fp8"}},
-        "weight_block_size is None, but must be two whole numbers of at least 1",
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}},
+        r"weight_block_size is \[128\], but must be two whole numbers of at least 1",
     ),
     "unknown key": ({"gated_attention": True}, "gated_attention is True, which is not known"),
     "unknown nested key": (

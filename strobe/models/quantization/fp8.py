@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from strobe.models.config_readers.fields import HINT, Fields
 from strobe.models.linear import Linear, LinearView
 from strobe.models.model_config import DecoderConfig, Quantization
-from strobe.models.quantization import detected
+from strobe.models.quantization import detected, fp8_tensors
 from strobe.models.quantization.fp8_formats import (
     FP8_ROWS,
     STORED,
@@ -46,15 +46,16 @@ _ROWS = 1024
 
 
 def read(fields: Fields, decoder: DecoderConfig) -> Quantization:
-    """Raises ValueError unless weights are in e4m3 with one scale per block."""
+    """Raises ValueError unless weights are in e4m3 with one scale per block, or one per weight."""
+    if fields.get("weight_block_size") is None:
+        return fp8_tensors.read(fields, decoder)
     fields.only("fmt", "e4m3", why=HINT_OTHER)
     fields.only("activation_scheme", "dynamic", why=HINT_OTHER)
     block = fields.ids("weight_block_size")
     if block is None or len(block) != 2 or 0 in block:
         raise ValueError(
             f"{fields.path}: quantization_config.weight_block_size is {block!r}, but must be two "
-            "whole numbers of at least 1, such as [128, 128]; "
-            f"{HINT_OTHER if block is None else HINT}"
+            f"whole numbers of at least 1, such as [128, 128]; {HINT}"
         )
     fields.finish(("modules_to_not_convert", "ignored_layers", "scale_fmt"))
     return Quantization(method="fp8", block=(block[0], block[1]))

@@ -12,7 +12,16 @@ from strobe.hub.files import GGUF_LINK
 from strobe.models.config_readers.fields import Fields
 from strobe.models.linear import Format
 from strobe.models.model_config import DecoderConfig, DraftConfig, Quantization, TargetConfig
-from strobe.models.quantization import awq, compressed_tensors, forms, fp8, gptq, modelopt, mxfp4
+from strobe.models.quantization import (
+    awq,
+    compressed_tensors,
+    forms,
+    fp8,
+    fp8_tensors,
+    gptq,
+    modelopt,
+    mxfp4,
+)
 from strobe.models.quantization.published import check_format, format_name, method_name
 from strobe.models.weight_mapping import CheckpointTensors, WeightMapping
 
@@ -51,13 +60,15 @@ METHODS: dict[str, Method] = {
     "awq": awq,
     "compressed-tensors": compressed_tensors,
     "fp8": fp8,
+    fp8_tensors.METHOD: fp8_tensors,
     "gptq": gptq,
     "modelopt": modelopt,
     "mxfp4": mxfp4,
 }
 HINT = (
     "use a checkpoint of compressed-tensors, of ModelOpt in FP8 or NVFP4, of GPTQ, AutoRound or "
-    "AWQ, in FP8 with scales by blocks, with experts in MXFP4, or an unquantized one."
+    "AWQ, in FP8 with scales by blocks or one per weight, with experts in MXFP4, or an unquantized "
+    "one."
 )
 
 
@@ -66,6 +77,7 @@ Config = TypeVar("Config", TargetConfig, DraftConfig)
 UNUSED = {
     "compressed-tensors": forms.UNUSED,
     "fp8": (".q_scale", ".k_scale", ".v_scale", ".kv_scale"),
+    fp8_tensors.METHOD: (*forms.UNUSED, ".activation_scale"),
     "modelopt": forms.UNUSED,
 }
 """Suffixes of tensors that loading leaves out, by method."""

@@ -13,6 +13,7 @@ from strobe.models.checkpoint import TORCH
 from strobe.models.config_readers.tensor_names import names_in_files
 from strobe.models.linear import Linear
 from strobe.models.model_config import Quantization
+from strobe.models.quantization import fp8_tensors
 from strobe.models.quantization.held import fill_bytes
 from strobe.models.quantization.rules import Rules, Scheme
 from strobe.models.weight_mapping import FLOATS, CheckpointTensors, WeightMapping
@@ -135,6 +136,7 @@ _LAYOUTS: dict[str, Callable[[Scheme, tuple[int, ...]], Headers]] = {
     "auto-round": _gptq,
     "awq": _awq,
     "fp8": _fp8,
+    fp8_tensors.METHOD: _modelopt,
     "gptq": _gptq,
     "modelopt": _modelopt,
     "mxfp4": lambda scheme, shape: {},
