@@ -1,7 +1,9 @@
-"""Record tiny checkpoints that AutoRound and ModelOpt write, with the logits of the library's own
-dequantized weights in float32, as the files of tests/recorded.
+"""Record tiny checkpoints that AutoRound, AutoAWQ, llm-compressor and ModelOpt write, with the
+logits of the library's own dequantized weights in float32, as the files of tests/recorded.
 
     pip install auto-round==0.16.1 transformers; python -m scripts.record_quantizers autoround
+    pip install autoawq==0.2.9 datasets transformers; python -m scripts.record_quantizers autoawq
+    pip install llmcompressor==0.14.0.1; python -m scripts.record_quantizers llmcompressor
     pip install nvidia-modelopt==0.47.0 transformers; python -m scripts.record_quantizers modelopt
 
 Each library needs an environment of its own. AutoRound also writes GPTQ's and AWQ's layouts.
@@ -92,6 +94,71 @@ def record_autoround() -> None:
         print(name)
 
 
+def record_autoawq() -> None:
+    """Round to the nearest with the library's own quantizer and layers."""
+    from awq.models._config import AwqConfig
+    from awq.modules.linear import WQLinear_GEMM
+    from awq.quantize.quantizer import AwqQuantizer
+    from awq.utils.packing_utils import dequantize_gemm
+
+    config = AwqConfig(q_group_size=32, w_bit=4, zero_point=True, version="GEMM")
+    quantizer = AwqQuantizer.__new__(AwqQuantizer)
+    quantizer.w_bit = config.w_bit
+    quantizer.group_size = config.q_group_size
+    quantizer.zero_point = config.zero_point
+    model = make_model()
+    tensors = dict(model.state_dict())
+    for name, linear in list(model.named_modules()):
+        if not isinstance(linear, torch.nn.Linear) or name == "lm_head":
+            continue
+        values, scales, zeros = quantizer.pseudo_quantize_tensor(linear.weight.data)
+        linear.weight.data = values
+        packed = WQLinear_GEMM.from_linear(
+            linear,
+            w_bit=config.w_bit,
+            group_size=config.q_group_size,
+            scales=scales.t().contiguous(),
+            zeros=zeros.t().contiguous(),
+        )
+        del tensors[f"{name}.weight"]
+        stored = {leaf: getattr(packed, leaf) for leaf in ("qweight", "qzeros", "scales")}
+        tensors |= {f"{name}.{leaf}": value.contiguous() for leaf, value in stored.items()}
+        weight = dequantize_gemm(**stored, bits=config.w_bit, group_size=config.q_group_size)
+        linear.weight.data = weight.t().float()
+    with tempfile.TemporaryDirectory() as directory:
+        save_file(tensors, Path(directory) / "model.safetensors")
+        text = json.dumps({"quantization_config": config.to_transformers_dict()})
+        (Path(directory) / "config.json").write_text(text, encoding="utf-8")
+        save("autoawq-gemm", Path(directory), logits_of(model))
+
+
+def record_llmcompressor() -> None:
+    """Record schemes without quantized activations, whose logits are those of the weights."""
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from transformers import AutoModelForCausalLM
+
+    int4 = QuantizationArgs(
+        num_bits=4, type="int", strategy="group", group_size=32, symmetric=False
+    )
+    schemes: dict[str, dict[str, Any]] = {
+        "w4a16-asymmetric": {
+            "config_groups": {"group_0": QuantizationScheme(targets=["Linear"], weights=int4)}
+        },
+        "nvfp4a16": {"targets": "Linear", "scheme": "NVFP4A16"},
+    }
+    for name, scheme in schemes.items():
+        with tempfile.TemporaryDirectory() as root:
+            make_model().save_pretrained(f"{root}/plain")  # the library looks for its files
+            model = AutoModelForCausalLM.from_pretrained(f"{root}/plain", dtype=torch.float32)
+            oneshot(model=model, recipe=QuantizationModifier(ignore=["lm_head"], **scheme))
+            logits = logits_of(model)
+            model.save_pretrained(f"{root}/quantized", save_compressed=True)
+            save(f"llmcompressor-{name}", Path(root) / "quantized", logits)
+        print(name)
+
+
 def record_modelopt() -> None:
     import modelopt.torch.quantization as mtq
     from modelopt.torch.export import export_hf_checkpoint
@@ -134,9 +201,14 @@ def dequantized(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("library", choices=("autoround", "modelopt"))
-    library = parser.parse_args().library
-    record_autoround() if library == "autoround" else record_modelopt()
+    recorders = {
+        "autoawq": record_autoawq,
+        "autoround": record_autoround,
+        "llmcompressor": record_llmcompressor,
+        "modelopt": record_modelopt,
+    }
+    parser.add_argument("library", choices=recorders)
+    recorders[parser.parse_args().library]()
 
 
 if __name__ == "__main__":

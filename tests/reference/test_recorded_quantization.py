@@ -1,5 +1,5 @@
-"""Tiny checkpoints that compressed-tensors, AutoRound and ModelOpt wrote, and tensors under
-ModelOpt's names: logits against those of the library's own dequantization."""
+"""Tiny checkpoints that compressed-tensors, AutoRound, AutoAWQ, llm-compressor and ModelOpt wrote,
+and tensors under ModelOpt's names: logits against those of the library's own dequantization."""
 
 from __future__ import annotations
 

@@ -72,7 +72,12 @@ FORMATS = {
         written=("MXFP8",),
     ),
     "NVFP4": TestedFormat(
-        recorded=("compressed-tensors-nvfp4", "compressed-tensors-nvfp4-head", "modelopt-nvfp4"),
+        recorded=(
+            "compressed-tensors-nvfp4",
+            "compressed-tensors-nvfp4-head",
+            "llmcompressor-nvfp4a16",
+            "modelopt-nvfp4",
+        ),
         written=("NVFP4",),
         kernels=("NVFP4", "NVFP4 with a divisor"),
     ),
@@ -102,7 +107,10 @@ FORMATS = {
         kernels=("int4", "int4 of 128"),
     ),
     "int4 with zeros": TestedFormat(
-        recorded=("compressed-tensors-int4-g32-asymmetric",),
+        recorded=(
+            "compressed-tensors-int4-g32-asymmetric",
+            "llmcompressor-w4a16-asymmetric",
+        ),
         written=("int4 with zeros",),
         kernels=("int4 with zeros",),
     ),
@@ -121,7 +129,7 @@ FORMATS = {
         kernels=("int4", "int8 with zeros"),
     ),
     "AWQ": TestedFormat(
-        recorded=("autoround-awq",),
+        recorded=("autoawq-gemm", "autoround-awq"),
         written=("AWQ",),
         kernels=("int4 with scales in float16",),
     ),
@@ -129,8 +137,10 @@ FORMATS = {
 """Rows of the table."""
 RECORDED = sorted(name for row in FORMATS.values() for name in row.recorded)
 LIBRARIES = {
+    "autoawq": "AutoAWQ",
     "autoround": "AutoRound",
     "compressed-tensors": "compressed-tensors",
+    "llmcompressor": "llm-compressor",
     "modelopt": "ModelOpt",
 }
 """Libraries by the beginning of the names of what they recorded."""
