@@ -123,8 +123,14 @@ def record_autoawq() -> None:
         del tensors[f"{name}.weight"]
         stored = {leaf: getattr(packed, leaf) for leaf in ("qweight", "qzeros", "scales")}
         tensors |= {f"{name}.{leaf}": value.contiguous() for leaf, value in stored.items()}
-        weight = dequantize_gemm(**stored, bits=config.w_bit, group_size=config.q_group_size)
-        linear.weight.data = weight.t().float()
+        weight = dequantize_gemm(
+            packed.qweight,
+            packed.qzeros,
+            packed.scales.float(),  # else products are rounded to float16
+            bits=config.w_bit,
+            group_size=config.q_group_size,
+        )
+        linear.weight.data = weight.t()
     with tempfile.TemporaryDirectory() as directory:
         save_file(tensors, Path(directory) / "model.safetensors")
         text = json.dumps({"quantization_config": config.to_transformers_dict()})
