@@ -122,6 +122,17 @@ def test_int4_keeps_the_codes_of_a_gguf_file(stored: str):
     assert len(codes.unique()) == 16
 
 
+@pytest.mark.parametrize("stored", ["Q8_0", "Q4_0", "Q4_1"])
+def test_float32_multiplies_the_stored_values_of_a_gguf_file_exactly(stored: str):
+    weight = layer(64, 128)[0].numpy()
+    number = gguf.GGMLQuantizationType[stored]
+    read = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(weight, number), number))
+    columns = torch.eye(128)
+    assert torch.equal(Float32(read, None)(columns), read.T)
+    rounded = Float16(read, None)(columns)
+    assert (rounded - read.T).abs().max() <= read.abs().max() * 2.0**-11
+
+
 def test_constant_groups_and_rows_of_zeros_are_kept():
     weight = torch.zeros(3, 2 * GROUP)
     weight[1], weight[2, :GROUP] = 0.75, -3.0
