@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,6 @@ class BatchStore:
         part.replace(path)
 
 
-def succeeded(answer: dict[str, Any]) -> bool:
+def succeeded(answer: Mapping[str, Any]) -> bool:
     """Whether an answer is one with the status 200."""
     return answer["response"]["status_code"] == 200
