@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from strobe.models.architectures import load_target_config
-from strobe.models.weight_loading import check_target_tensors
+from strobe.models.weight_loading import check_target_tensors, load_target
 from tests.support.stored_weights import store
 from tests.support.tiny_checkpoints import make_target
 
@@ -70,6 +70,44 @@ def test_weight_that_is_no_matrix(tmp_path: Path, name: str, leaf: str):
     store(path, tmp_path / "dense", name, is_down)
     flat = load_file(path / "model.safetensors")[f"{STEM}.{leaf}"].flatten()
     assert "but must be a matrix" in check(path, leaf, flat)
+
+
+def test_zero_beyond_the_codes(tmp_path: Path):
+    """GPTQ's first version stores zeros less by one, so that its largest is out of range."""
+    path = tmp_path / "target"
+    make_target(path)
+    store(path, tmp_path / "dense", "GPTQ", is_down)
+    tensors = load_file(path / "model.safetensors")
+    tensors[f"{STEM}.qzeros"][1, 2] = -1
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"down_proj\.qzeros makes a zero of 16, which") as caught:
+        load_target(
+            path,
+            load_target_config(path),
+            max_positions=8,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+        )
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["GPTQ", "AWQ"])
+def test_groups_that_do_not_divide_the_inputs(tmp_path: Path, name: str):
+    path = tmp_path / "target"
+    make_target(path)
+    store(path, tmp_path / "dense", name, is_down)
+    scales = load_file(path / "model.safetensors")[f"{STEM}.scales"]
+    text = check(path, "scales", torch.cat([scales, scales])[:5].contiguous())
+    assert "has 5 groups, which do not divide 48 inputs" in text
+
+
+@pytest.mark.parametrize("name", ["GPTQ", "AWQ"])
+def test_zeros_of_another_shape(tmp_path: Path, name: str):
+    path = tmp_path / "target"
+    make_target(path)
+    store(path, tmp_path / "dense", name, is_down)
+    zeros = load_file(path / "model.safetensors")[f"{STEM}.qzeros"]
+    assert "has shape [2, 4]" in check(path, "qzeros", zeros[:2].contiguous())
 
 
 def test_groups_by_activations_need_their_order(tmp_path: Path):

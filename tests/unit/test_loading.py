@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3ForCausalLM
+from transformers import GptOssForCausalLM, Qwen3ForCausalLM
 
 from strobe.models import weight_loading
 from strobe.models.architectures import load_target_config
@@ -185,3 +185,25 @@ def test_host_memory_stays_near_weight_size(tmp_path: Path):
     peak, weights = map(int, done.stdout.split())
     assert weights > 180e6
     assert weights * 0.9 < peak < weights * 1.1 + 15e6, "measured: the weights and 12 to 23 MB"
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+def test_host_memory_of_unpacked_gpt_oss_experts(tmp_path: Path):
+    """Experts that are not in MXFP4 are transposed while loading, one tensor at a time."""
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
+    config = make_target(tmp_path, family=GptOssForCausalLM, **experts).config
+    config.update({"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 16})
+    config.layer_types = ["sliding_attention", "full_attention"] * 8
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = GptOssForCausalLM(config).bfloat16()
+    zeros = {name: torch.zeros_like(t, device="cpu") for name, t in model.state_dict().items()}
+    zeros["lm_head.weight"] += 1
+    save_file(zeros, tmp_path / "model.safetensors")
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, str(tmp_path)], check=True, capture_output=True, text=True
+    )
+    peak, weights = map(int, done.stdout.split())
+    assert weights > 180e6
+    assert weights * 0.9 < peak < weights * 1.1 + 15e6

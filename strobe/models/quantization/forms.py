@@ -249,11 +249,17 @@ class _TransposedLayout:
         )
 
     def _zero(self, zeros: Tensor) -> Tensor:
-        """Zero points as they are stored -> [N, G]."""
+        """Zero points as they are stored -> [N, G]. Raises ValueError for one beyond the codes."""
         declared = self.weight.declared
         offset = declared.zero_offset if declared is not None else 0
         zero = _awq_codes(zeros) if self.is_awq else unpacked(as_bytes(zeros), self.bits)
-        return (zero[:, : self.weight.shape[0]].int() + offset).t()
+        zero = zero[:, : self.weight.shape[0]].int() + offset
+        if offset and bool((zero >= 2**self.bits).any()):
+            raise self.weight.error(
+                "qzeros",
+                f"makes a zero of {2**self.bits}, which codes of {self.bits} bits do not have",
+            )
+        return zero.t()
 
 
 def _transposed(weight: _Weight) -> Form:
