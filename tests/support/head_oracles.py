@@ -1,6 +1,6 @@
 """Drafters with random DFlash2 and DSpark heads for SmolLM2, as vLLM 0.32 drafted with them.
 
-Each takes the backbone of the drafter that Strobe ships. The heads are drawn anew from a seed, in
+Each takes the backbone of a DFlash drafter. The heads are drawn anew from a seed, in
 one order for all checkpoints, and stored in bfloat16. `reference/data/head_drafts.json` has what
 vLLM's CPU build (V2 runner, fp32, greedy) did with them: for each prompt the answer, the tokens of
 each verify step, and each step's newest token, its position, and the drafts after it.
@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 BACKBONE = Path(__file__).parents[1] / "reference" / "data" / "smollm2_draft"
-"""The drafter that Strobe ships, in bfloat16 as it was before it was quantized."""
+"""The DFlash drafter from which the shipped one was trained, in bfloat16."""
 SEED = 7
 RANK = 32
 BLOCK = 8
