@@ -29,7 +29,7 @@ from strobe.host.host_memory import trim_heap
 from strobe.hub.download import fetch_weights
 from strobe.hub.locate import LOOKUP, locate_models
 from strobe.kv.host_store import HostStore, staging_bytes
-from strobe.kv.host_tier import COPY_MS, HostTier
+from strobe.kv.host_tier import COPY_MS, HostRows, HostTier
 from strobe.kv.kept_states import KeptStates, return_margin
 from strobe.kv.kv_store import KVSpec, KVStore
 from strobe.kv.pages import PagePool, max_held
@@ -764,13 +764,12 @@ def _make_host_tier(
     if store is None:
         return None
     bytes_per_ms = store.measure()
+    sizes = zip(store.num_pages, store.page_bytes, strict=True)
     tier = HostTier(
         pool,
-        store.num_pages,
+        [HostRows(count, page_bytes) for count, page_bytes in sizes],
         kept=kept,
-        num_states=store.num_states,
-        page_bytes=store.page_bytes,
-        state_bytes=store.state_bytes,
+        states=HostRows(store.num_states, store.state_bytes),
         pages_per_step=max(int(COPY_MS * bytes_per_ms) // sum(store.page_bytes), 1),
         bytes_per_ms=bytes_per_ms,
     )

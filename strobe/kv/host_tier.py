@@ -35,10 +35,12 @@ COPY_MS = 4.0
 class HostRows:
     """A fixed number of rows of host memory, and an index of their contents by key, in LRU order.
 
-    on_stored, on_removed: called with a key when it enters or leaves the index."""
+    row_bytes: bytes of a page or a state. on_stored, on_removed: called with a key when it enters
+    or leaves the index."""
 
-    def __init__(self, num_rows: int):
+    def __init__(self, num_rows: int, row_bytes: int = 1):
         self.num_rows = num_rows
+        self.row_bytes = row_bytes
         self._free = list(range(num_rows - 1, -1, -1))
         self._row_of: OrderedDict[bytes, int] = OrderedDict()
         self._readers: dict[bytes, int] = {}
@@ -141,23 +143,19 @@ class HostTier:
     def __init__(
         self,
         pool: PagePool,
-        num_pages: Sequence[int],
+        pages: Sequence[HostRows],
         *,
         kept: KeptStates | None = None,
-        num_states: int = 0,
-        page_bytes: Sequence[int] = (1,),
-        state_bytes: int = 0,
+        states: HostRows | None = None,
         pages_per_step: int = 64,
         bytes_per_ms: float = math.inf,
     ):
-        """num_pages, page_bytes: of each page group; state_bytes: of a state. pages_per_step: pages
-        copied during one step, each way. bytes_per_ms: the copy speed."""
+        """pages: rows for the pages of each page group; states: rows for kept states.
+        pages_per_step: pages copied during one step, each way. bytes_per_ms: the copy speed."""
         self.pool = pool
         self.kept = kept
-        self.pages = [HostRows(count) for count in num_pages]
-        self.states = HostRows(num_states)
-        self.page_bytes = page_bytes
-        self.state_bytes = state_bytes
+        self.pages = pages
+        self.states = HostRows(0) if states is None else states
         self.pages_per_step = pages_per_step
         self.bytes_per_ms = bytes_per_ms
         self.prefill_ms: Callable[[int, int], float] = lambda start, end: math.inf
@@ -216,11 +214,11 @@ class HostTier:
         if self._is_coming(request, prefix):
             return True
         size = sum(
-            len(columns) * page_bytes
-            for columns, page_bytes in zip(prefix.missing, self.page_bytes, strict=True)
+            len(columns) * rows.row_bytes
+            for columns, rows in zip(prefix.missing, self.pages, strict=True)
         )
         if prefix.state_key is not None and self._row_of(prefix.state_key) is None:
-            size += self.state_bytes
+            size += self.states.row_bytes
         if size and size / self.bytes_per_ms > self.prefill_ms(start, length):
             return False
         return self._begin(request, prefix, num_positions)

@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from strobe.config import EngineConfig
-from strobe.kv.host_tier import HostTier
+from strobe.kv.host_tier import HostRows, HostTier
 from strobe.kv.kept_states import KeptStates
 from strobe.kv.lease import Lease, reserve_all
 from strobe.kv.pages import PagePool
@@ -174,7 +174,7 @@ def test_events_name_the_medium_and_the_states(tmp_path: Path):
     publisher = KVEventPublisher(config)
     pool = PagePool(3, 4)
     kept = KeptStates(1, page_size=4)
-    host = HostTier(pool, [1], kept=kept, num_states=1)
+    host = HostTier(pool, [HostRows(1)], kept=kept, states=HostRows(1))
     publisher.start(pool, kept=kept, host=host)
     for tokens in ([1] * 4, [2] * 4, [3] * 4):
         lease = Lease(pool, 8)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from strobe.config import Limits
 from strobe.engine.scheduler import Scheduler
-from strobe.kv.host_tier import HostTier
+from strobe.kv.host_tier import HostRows, HostTier
 from strobe.kv.pages import PagePool
 from strobe.request import DEFAULT_SCHEDULING, Request, SchedulingOptions, Status, TokenLogprob
 from strobe.sampling_params import RepetitionDetection, SamplingParams
@@ -300,8 +300,7 @@ class World:
         if host:
             self.host = HostTier(
                 self.pool,
-                host,
-                page_bytes=[1] * len(host),
+                [HostRows(count) for count in host],
                 pages_per_step=pages_per_step,
             )
         self.host_drafter = HostDrafter()

@@ -45,7 +45,7 @@ def cached_pages(pool: PagePool, keys: list[bytes]) -> list[int]:
 
 def test_pages_are_saved_once_ahead_of_their_eviction_or_else_before_it():
     pool = PagePool(5, 4)
-    tier = HostTier(pool, [8], pages_per_step=2)
+    tier = HostTier(pool, [HostRows(8)], pages_per_step=2)
     a, b, c, d = cached_pages(pool, [b"a", b"b", b"c", b"d"])
     copies = tier.copies(has_step=True)
     assert copies == HostCopies(saved=(HostCopy(device=a, host=0), HostCopy(device=b, host=1)))
@@ -59,7 +59,7 @@ def test_pages_are_saved_once_ahead_of_their_eviction_or_else_before_it():
 
 def test_copies_that_were_not_launched_are_forgotten():
     pool = PagePool(3, 4)
-    tier = HostTier(pool, [8], pages_per_step=2)
+    tier = HostTier(pool, [HostRows(8)], pages_per_step=2)
     cached_pages(pool, [b"a", b"b"])
     tier.copies(has_step=True)
     tier.revert()
@@ -73,7 +73,7 @@ def test_copies_that_were_not_launched_are_forgotten():
 def test_pages_that_no_hit_needs_are_not_saved():
     window = PagePool(3, 4, window=4)
     pool = PagePool(3, 4, others=[window])
-    tier = HostTier(pool, [8, 8], page_bytes=[1, 1], pages_per_step=2)
+    tier = HostTier(pool, [HostRows(8), HostRows(8)], pages_per_step=2)
     (page,) = window.allocate(1)
     window.publish(page, key=b"a")
     window.drop([page], evict_first=True)
@@ -84,7 +84,7 @@ def test_pages_that_no_hit_needs_are_not_saved():
 def test_state_is_saved_before_its_row_is_overwritten():
     pool = PagePool(8, 16)
     kept = KeptStates(1, page_size=16)
-    tier = HostTier(pool, [8], kept=kept, num_states=2, state_bytes=1)
+    tier = HostTier(pool, [HostRows(8)], kept=kept, states=HostRows(2))
     (page,) = pool.allocate(1)
     pool.publish(page, key=b"a")
     row = kept.take(b"a")
@@ -136,7 +136,7 @@ def test_running_requests_take_the_pages_of_a_prefix_that_comes_back():
 
 def test_request_without_room_fetches_nothing():
     pool = PagePool(6, 4)
-    tier = HostTier(pool, [8])
+    tier = HostTier(pool, [HostRows(8)])
     request = Request("r", [1] * 9, SamplingParams(), 0, scheduling=SchedulingOptions())
     keys = pool.extend(request.page_keys, request.tokens)
     for key in keys:
