@@ -58,6 +58,7 @@ from strobe.runner.decode_state import DecodeState
 from strobe.runner.graphs import CUDACapturer, Eager, Graphs
 from strobe.runner.memory import (
     PageGroup,
+    PartBytes,
     captured_bytes,
     group_bytes,
     page_table_bytes,
@@ -282,11 +283,7 @@ class ResolvedConfig:
     def num_pages(self, weights: int = 0) -> list[int]:
         """Return the number of pages of each page group that fit, the reserved ones included.
         weights: bytes still to be loaded. Raises ValueError if too few fit."""
-        return plan_pages(
-            self.config,
-            self.limits,
-            self.page_groups,
-            self.device,
+        parts = PartBytes(
             weights=weights,
             states=self.state_bytes,
             kept_states=self.kept_state_bytes,
@@ -294,6 +291,7 @@ class ResolvedConfig:
             scratch=self.scratch,
             host=self.host_bytes,
         )
+        return plan_pages(self.config, self.limits, self.page_groups, self.device, parts=parts)
 
 
 class HostCapacity(NamedTuple):

@@ -95,39 +95,46 @@ class MemoryBudget:
         return f"{subject} {size} bytes, but {self.device} has {self.free} bytes free; {hint}."
 
 
+class PartBytes(NamedTuple):
+    """Bytes of an engine's parts besides its pages.
+
+    weights: those still to be loaded; states: of recurrent layers, and kept_states: of those in the
+    prefix cache; sampling: of the sampling tables unless they are part of scratch; scratch: the
+    maximum of a step besides these; host: of pages and states in host memory."""
+
+    weights: int = 0
+    states: int = 0
+    kept_states: int = 0
+    sampling: int = 0
+    scratch: int = 0
+    host: int = 0
+
+
 def plan_pages(
     config: EngineConfig,
     limits: Limits,
     groups: Sequence[PageGroup],
     device: torch.device,
-    *,
-    weights: int = 0,
-    states: int = 0,
-    kept_states: int = 0,
-    sampling: int = 0,
-    scratch: int = 0,
-    host: int = 0,
+    parts: PartBytes,
 ) -> list[int]:
-    """Return the number of pages of each page group, the reserved ones included.
-
-    weights: bytes of weights still to be loaded; states: bytes of recurrent states, and kept_states
-    of those in the prefix cache; sampling: bytes of the sampling tables unless they are part of
-    scratch; scratch: maximum bytes of a step besides these; host: bytes of pages and states in host
-    memory. Raises ValueError if a requested size does not fit or holds less than one full context.
-    """
+    """Return the number of pages of each page group, the reserved ones included. parts: what
+    takes memory besides the pages. Raises ValueError if a requested size does not fit or holds less
+    than one full context."""
     on_cpu = device.type == "cpu"
     budget = MemoryBudget(device, config.tensor_parallel_size if on_cpu else 1)
     in_host = budget if on_cpu else MemoryBudget(torch.device("cpu"), config.tensor_parallel_size)
     seqs = f"max_num_seqs is {limits.max_num_seqs}, whose"
     budget.reserve(
-        "The weights take", weights, "use a smaller model, dtype bfloat16 or another device"
+        "The weights take", parts.weights, "use a smaller model, dtype bfloat16 or another device"
     )
-    budget.reserve(f"{seqs} states of recurrent layers take", states, "ask for fewer")
-    budget.reserve("Kept states of recurrent layers take", kept_states, "lower state_cache_memory")
-    in_host.reserve("kv_offload_memory takes", host, "ask for less")
+    budget.reserve(f"{seqs} states of recurrent layers take", parts.states, "ask for fewer")
+    budget.reserve(
+        "Kept states of recurrent layers take", parts.kept_states, "lower state_cache_memory"
+    )
+    in_host.reserve("kv_offload_memory takes", parts.host, "ask for less")
     budget.reserve(
         f"A step of {limits.max_num_batched_tokens} rows takes, next to the weights,",
-        scratch,
+        parts.scratch,
         "lower max_num_batched_tokens or max_num_seqs",
     )
     tables = len(groups) * page_table_bytes(limits)
@@ -135,10 +142,10 @@ def plan_pages(
         raise ValueError(budget.shortage(f"{seqs} page tables take", tables, "ask for fewer"))
     pages = _num_pages(config, limits, groups, budget)
     budget.free -= group_bytes(groups, pages)
-    if sampling > budget.free:
+    if parts.sampling > budget.free:
         raise ValueError(
-            f"{seqs} sampling tables take {sampling} bytes, but {device} has {budget.free} bytes "
-            "free next to the KV cache; ask for fewer."
+            f"{seqs} sampling tables take {parts.sampling} bytes, but {device} has {budget.free} "
+            "bytes free next to the KV cache; ask for fewer."
         )
     return pages
 

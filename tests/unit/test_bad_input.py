@@ -609,7 +609,7 @@ def test_stated_size_for_one_context_suffices(pair: Pair, rejected: Callable[...
     groups = [memory.PageGroup(spec.bytes_per_page(16))]
     config = build.EngineConfig(target=str(pair.target), kv_cache_memory=int(need))
     limits = build.resolve_limits(config, model_max=512, method="none")
-    pages = memory.plan_pages(config, limits, groups, torch.device("cpu"))
+    pages = memory.plan_pages(config, limits, groups, torch.device("cpu"), parts=memory.PartBytes())
     assert pages == [512 // 16 + 1]
 
 
@@ -627,7 +627,8 @@ def test_gpu_memory_utilization_sizes_the_kv_cache(pair: Pair, monkeypatch: pyte
         )
         limits = replace(limits, max_num_seqs=10**4)
         gpu = torch.device("cuda", 0)
-        planned = memory.plan_pages(config, limits, groups, gpu, weights=weights, scratch=scratch)
+        parts = memory.PartBytes(weights=weights, scratch=scratch)
+        planned = memory.plan_pages(config, limits, groups, gpu, parts=parts)
         return planned[0]
 
     for share in (0.5, 0.75, 1):

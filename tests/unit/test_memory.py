@@ -15,7 +15,7 @@ from strobe.kv.kv_store import KVSpec, KVStore
 from strobe.models.architectures import load_target_config
 from strobe.runner import memory
 from strobe.runner.buckets import Buckets
-from strobe.runner.memory import PageGroup, plan_pages, scratch_bytes
+from strobe.runner.memory import PageGroup, PartBytes, plan_pages, scratch_bytes
 from tests.support.recurrent_checkpoints import make_hybrid
 
 
@@ -33,7 +33,7 @@ def pages(per_token: int, *, context: int, max_num_seqs: int = 32, **options: An
     limits = Limits(context, max_num_seqs, 2048, 0, 16)
     groups = [PageGroup(16 * per_token)]
     config = EngineConfig(device="cpu", **options)
-    return plan_pages(config, limits, groups, torch.device("cpu"))[0]
+    return plan_pages(config, limits, groups, torch.device("cpu"), parts=PartBytes())[0]
 
 
 def test_cpu_cache_fits_the_context_of_a_small_model(monkeypatch: pytest.MonkeyPatch):
