@@ -16,7 +16,7 @@ from strobe.counters import EngineStats
 from strobe.engine.admission import check_prompt, check_sampling, choose_method
 from strobe.engine.build import Components, ResolvedConfig, build, resolve
 from strobe.engine.grammar_walk import WalkedDrafts, walk_drafts
-from strobe.engine.scheduler import Scheduler
+from strobe.engine.scheduler import PrefixCache, Scheduler
 from strobe.engine.shadow_mode import ShadowMode
 from strobe.models.heads.head import Drafts
 from strobe.request import DEFAULT_SCHEDULING, FinishReason, Request, SchedulingOptions
@@ -65,16 +65,7 @@ class Engine:
         self.shadow = None
         if self.config.shadow:
             self.shadow = ShadowMode(self.resolved, self.components)
-        self.scheduler = Scheduler(
-            self.limits,
-            self.components.pool,
-            drafters=self.proposers.drafters,
-            prefix_caching=self.config.enable_prefix_caching,
-            kept_states=self.components.kept_states,
-            host=self.components.host_tier,
-            draft_policy=draft_policy or self._make_draft_policy(),
-            shadow=None if self.shadow is None else self.shadow.ledger,
-        )
+        self.scheduler = self._make_scheduler(draft_policy)
         self.verify_step = VerifyStep(
             runner=self.runner,
             state=self.state,
@@ -102,6 +93,23 @@ class Engine:
         if self.shadow is not None and self.shadow.ledger.num_open:
             return 1
         return self.resolved.backends.overlap
+
+    def _make_scheduler(self, draft_policy: DraftPolicy | None) -> Scheduler:
+        """Make the scheduler of the engine's parts. draft_policy: None for the settings' own."""
+        parts = self.components
+        prefix_cache = PrefixCache(
+            enabled=self.config.enable_prefix_caching,
+            kept_states=parts.kept_states,
+            host=parts.host_tier,
+        )
+        return Scheduler(
+            self.limits,
+            parts.pool,
+            drafters=parts.proposers.drafters,
+            prefix_cache=prefix_cache,
+            draft_policy=draft_policy or self._make_draft_policy(),
+            shadow=None if self.shadow is None else self.shadow.ledger,
+        )
 
     def _make_draft_policy(self) -> DraftPolicy:
         """Make the adaptive policy if a proposer on the device gives margins, else one that

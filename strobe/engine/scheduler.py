@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
 from operator import eq
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from strobe.config import Limits
 from strobe.counters import EngineStats
@@ -64,6 +64,17 @@ def _place(request: Request) -> tuple[bool, int]:
     return not request.is_overdue, 0 if request.is_overdue else request.scheduling.priority
 
 
+class PrefixCache(NamedTuple):
+    """What prompts begin from.
+
+    enabled: whether they begin from cached pages. kept_states: of a target with recurrent layers,
+    whose cached prefixes end where a state is kept. host: the cache's tier in host memory."""
+
+    enabled: bool = True
+    kept_states: KeptStates | None = None
+    host: HostTier | None = None
+
+
 class Scheduler:
     """Continuous batching over leases. plan() and commit() alternate, up to `overlap` apart."""
 
@@ -73,22 +84,20 @@ class Scheduler:
         pool: PagePool,
         *,
         drafters: Mapping[str, Drafter] | None = None,
-        prefix_caching: bool = True,
-        kept_states: KeptStates | None = None,
-        host: HostTier | None = None,
+        prefix_cache: PrefixCache | None = None,
         draft_policy: DraftPolicy | None = None,
         shadow: ShadowLedger | None = None,
     ):
-        """drafters: proposers of each drafting method. kept_states: of a target with recurrent
-        layers, whose cached prefixes end where a state is kept. host: the prefix cache's tier in
-        host memory. draft_policy: chooses the number of drafts to verify. shadow: scores drafters,
-        in shadow mode."""
+        """drafters: proposers of each drafting method. prefix_cache: None for one of pages only.
+        draft_policy: chooses the number of drafts to verify. shadow: scores drafters, in shadow
+        mode."""
+        cache = prefix_cache or PrefixCache()
         self.limits = limits
         self.pool = pool
         self.drafters = drafters or {}
-        self.prefix_caching = prefix_caching
-        self.states = None if kept_states is None else StateLedger(kept_states)
-        self.host = host
+        self.prefix_caching = cache.enabled
+        self.states = None if cache.kept_states is None else StateLedger(cache.kept_states)
+        self.host = cache.host
         self.draft_policy = draft_policy or DraftPolicy()
         self.shadow = shadow
         self.results = ResultProcessor(limits)

@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from strobe.config import Limits
-from strobe.engine.scheduler import Scheduler
+from strobe.engine.scheduler import PrefixCache, Scheduler
 from strobe.kv.host_tier import HostRows, HostTier
 from strobe.kv.pages import PagePool
 from strobe.request import DEFAULT_SCHEDULING, Request, SchedulingOptions, Status, TokenLogprob
@@ -312,8 +312,7 @@ class World:
                 "ngram": Drafter(self.host_drafter),
                 "dflash+ngram": Drafter(self.host_drafter, "dflash"),
             },
-            prefix_caching=prefix_caching,
-            host=self.host,
+            prefix_cache=PrefixCache(enabled=prefix_caching, host=self.host),
             draft_policy=policy,
         )
         self.device = Device(self.limits, self.pool)
