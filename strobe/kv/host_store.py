@@ -191,21 +191,31 @@ class HostStore:
 
     def _save(self, copies: Sequence[HostCopy]) -> None:
         """Copy pages and states to host memory."""
-        for number, group in enumerate(self.pages):
-            group.save([copy for copy in copies if copy.group == number and not copy.is_state])
-        for copy in copies:
-            if copy.is_state:
-                for rows, kept in self._states:
-                    rows[copy.host].copy_(kept[copy.device], non_blocking=True)
+        for group, pages in self._pages_of(copies):
+            group.save(pages)
+        for host, device in self._states_of(copies):
+            host.copy_(device, non_blocking=True)
 
     def _load(self, copies: Sequence[HostCopy]) -> None:
         """Copy pages and states to the device."""
+        for group, pages in self._pages_of(copies):
+            group.load(pages)
+        for host, device in self._states_of(copies):
+            device.copy_(host, non_blocking=True)
+
+    def _pages_of(
+        self, copies: Sequence[HostCopy]
+    ) -> Iterator[tuple[PageRows, Sequence[HostCopy]]]:
+        """Yield each page group's rows with the copies of its pages."""
         for number, group in enumerate(self.pages):
-            group.load([copy for copy in copies if copy.group == number and not copy.is_state])
+            yield group, [copy for copy in copies if copy.group == number and not copy.is_state]
+
+    def _states_of(self, copies: Sequence[HostCopy]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the host's and the device's tensors of each state to copy, and of its window."""
         for copy in copies:
             if copy.is_state:
                 for rows, kept in self._states:
-                    kept[copy.device].copy_(rows[copy.host], non_blocking=True)
+                    yield rows[copy.host], kept[copy.device]
 
 
 def _host_memory(num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
