@@ -490,16 +490,19 @@ class Scheduler:
         for request in [solo] if solo is not None else list(scanned):
             if token_budget <= 0 or not self._slots or request.status is not Status.WAITING:
                 break
-            if not request.is_overdue and self._is_prefix_in_progress(request, computing):
+            num_cached = self._num_cached(request)
+            if not request.is_overdue and self._is_prefix_in_progress(
+                request, num_cached, computing
+            ):
                 continue
-            if solo is None and self._is_fetching(request):
+            if solo is None and self._is_fetching(request, num_cached):
                 if request.is_overdue:
                     break
                 fetching.append(request)
                 continue
-            admission = self._admit(request, token_budget)
+            admission = self._admit(request, num_cached, token_budget)
             if admission is None and self.host is not None and self.host.give_back(keep=fetching):
-                admission = self._admit(request, token_budget)
+                admission = self._admit(request, num_cached, token_budget)
             if admission is None:
                 break
             admitted.append(admission)
@@ -507,19 +510,22 @@ class Scheduler:
             token_budget -= admission[1].num_rows
         return admitted
 
-    def _is_fetching(self, request: Request) -> bool:
+    def _is_fetching(self, request: Request, num_cached: int) -> bool:
         """Whether a waiting request's prefix is being brought back from host memory."""
         if self.host is None or not self.prefix_caching or request.wants_prompt_logprobs:
             return False
         num_positions = len(request.tokens) + self.limits.lookahead
         return self.host.is_fetching(
             request,
-            start=self._num_cached(request),
+            start=num_cached,
             num_positions=min(num_positions, self.limits.max_model_len),
         )
 
-    def _admit(self, request: Request, token_budget: int) -> tuple[RunningRequest, Span] | None:
-        """Admit a waiting request if there are pages for all its tokens and one block more."""
+    def _admit(
+        self, request: Request, num_cached: int, token_budget: int
+    ) -> tuple[RunningRequest, Span] | None:
+        """Admit a waiting request if there are pages for all its tokens and one block more.
+        num_cached: positions that a prefix hit could cover."""
         lease = Lease(
             self.pool,
             self.limits.max_model_len,
@@ -557,7 +563,7 @@ class Scheduler:
                 self.stats.host_hits += request.num_host_cached
             self.stats.state_hits += record.states is not None and record.start > 0
         if self.shadow is not None and lease.observed:
-            self.shadow.charge_rows(self._num_cached(request) - record.start)
+            self.shadow.charge_rows(num_cached - record.start)
         return record, span
 
     def _count_passed(self, admitted: Request) -> None:
@@ -620,7 +626,9 @@ class Scheduler:
             assert reserved, "pages that were available are not"
         return record, span
 
-    def _is_prefix_in_progress(self, request: Request, computing: Sequence[RunningRequest]) -> bool:
+    def _is_prefix_in_progress(
+        self, request: Request, num_cached: int, computing: Sequence[RunningRequest]
+    ) -> bool:
         """Whether a request that is computing its prompt computes half or more of the positions
         that this one needs."""
         if not computing or not self.prefix_caching or request.wants_prompt_logprobs:
@@ -631,11 +639,9 @@ class Scheduler:
         # A key stands for all the tokens up to its page's end: equal ones are a common prefix's.
         shared = [sum(map(eq, keys, theirs)) * size for theirs in other_keys]
         if self.states is not None:
-            state = self.states.find(self.pool, keys)
-            return self.states.is_in_progress(request, state, computing, shared)
-        start = self.pool.num_usable(keys) * size
+            return self.states.is_in_progress(request, num_cached, computing, shared)
         end = max(shared)
-        if 2 * (end - start) < len(request.tokens) - start:
+        if 2 * (end - num_cached) < len(request.tokens) - num_cached:
             return False
         if not self.pool.has_windows:
             return True

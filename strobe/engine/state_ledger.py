@@ -177,15 +177,14 @@ class StateLedger:
     def is_in_progress(
         self,
         request: Request,
-        state: KeptState | None,
+        num_cached: int,
         computing: Sequence[RunningRequest],
         shared: Sequence[int],
     ) -> bool:
         """Whether a request that is computing its prompt will keep a state that holds half of the
-        positions that this one needs. If so, it also keeps one where the two prompts part. state:
-        where the request could begin now. shared: positions in common with each one that is
-        computing."""
-        start = 0 if state is None else state.length
+        positions that this one needs. If so, it also keeps one where the two prompts part.
+        num_cached: where the request could begin now. shared: positions in common with each one
+        that is computing."""
         ends: list[int] = []
         for record, positions in zip(computing, shared, strict=True):
             assert record.states is not None
@@ -193,7 +192,7 @@ class StateLedger:
             coming = [border for border in record.states.borders if border <= parting]
             ends.append(parting if parting > record.start else max(coming, default=0))
         end = max(ends)
-        if 2 * (end - start) < len(request.tokens) - start or end == start:
+        if 2 * (end - num_cached) < len(request.tokens) - num_cached or end == num_cached:
             return False
         record = computing[ends.index(end)]
         assert record.states is not None
