@@ -39,6 +39,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
     extra_keys: list[tuple[Any, ...] | None] | None = None
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
     locality: str | None = None
 
 
@@ -204,6 +205,46 @@ def test_events_name_the_medium_and_the_states(tmp_path: Path):
     assert seen.count(("BlockStored", "CPU", 1)) == 2
     assert seen.count(("BlockRemoved", "CPU", 1)) == 1
     assert pages.blocks.keys() == {number(key) for key in pool._page_of}
+
+
+def test_events_name_every_page_group_and_tier(tmp_path: Path):
+    """A window's pages are removed from their group alone."""
+    addresses = {n: f"ipc://{tmp_path}/{n}" for n in ("endpoint", "replay_endpoint")}
+    config = KVEventsConfig(enable_kv_cache_events=True, **addresses)
+    publisher = KVEventPublisher(config)
+    window = PagePool(4, 4, window=4)
+    pool = PagePool(9, 4, others=[window])
+    host = HostTier(pool, [HostRows(4), HostRows(4)])
+    publisher.start(pool, host=host)
+    for first in (0, 50):
+        tokens = list(range(first, first + 8))
+        lease = Lease(pool, 16)
+        assert reserve_all([(lease, 8)])
+        lease.commit(8)
+        lease.publish(tokens)
+        lease.release()
+    publisher.flush()
+    publisher._batches.join()
+    batches = [decode(batch) for batch in replay(config.of_rank(0), 0).values()]
+    cached = {(medium, group): set[int | bytes]() for medium in ("GPU", "CPU") for group in (0, 1)}
+    for event in batches[-1].events:
+        assert not isinstance(event, AllBlocksCleared)
+        assert event.medium is not None
+        assert event.group_idx is not None
+        blocks = cached[event.medium, event.group_idx]
+        if isinstance(event, BlockRemoved):
+            blocks -= set(event.block_hashes)
+            continue
+        assert len(event.token_ids) == (4 * len(event.block_hashes) if event.medium == "GPU" else 0)
+        kind = event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window
+        assert kind == (("sliding_window", 4) if event.group_idx else ("full_attention", None))
+        blocks |= set(event.block_hashes)
+    for number_of_group, group in enumerate(pool.groups):
+        assert cached["GPU", number_of_group] == {number(key) for key in group._page_of}
+        rows = host.pages[number_of_group]._row_of
+        assert cached["CPU", number_of_group] == {number(key) for key in rows}
+    assert cached["GPU", 0] > cached["GPU", 1]
+    assert cached["CPU", 1], "the window's pool has lost a page"
 
 
 def test_engine_of_several_names_its_rank(tmp_path: Path):

@@ -4,8 +4,9 @@ which server has which prefix. Needs strobe[kv-events].
 A message has three frames: the topic, a sequence number (8 bytes, big-endian) and a batch in
 msgpack, the array [ts, events, data_parallel_rank]. Events are maps with a "type": BlockStored,
 BlockRemoved and AllBlocksCleared, which is the first event of an engine. Their medium is GPU for
-the device, CPU for host memory; states of recurrent layers are a group of their own. The replay
-socket answers a sequence number with all batches kept from there on, and the number -1.
+the device, CPU for host memory. If the pages form several groups, events name theirs; states of
+recurrent layers are the group after them. The replay socket answers a sequence number with all
+batches kept from there on, and the number -1.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from itertools import count
 from typing import Annotated, Any, Literal
@@ -29,9 +31,6 @@ from strobe.kv.pages import PagePool
 from strobe.validation import MAX_INT, brief, option, settings
 
 _END = (-1).to_bytes(8, "big", signed=True)
-_STATES: dict[str, object] = {"group_idx": 1, "kv_cache_spec_kind": "mamba"}
-"""What vLLM's events say of states of recurrent layers. The block is the page before the state's
-border."""
 _POLL = 0.1
 """Seconds between two looks at the replay socket."""
 
@@ -154,20 +153,33 @@ class KVEventPublisher:
         """Publish the changes of a pool from now on, and of kept states and host memory, if there
         are any."""
         self._block_size = pool.page_size
-        pool.on_stored = self._stored
-        pool.on_removed = self._removed
+        groups = [_fields_of(pool, number) for number in range(len(pool.groups))]
+        states = {"group_idx": len(groups), "kv_cache_spec_kind": "mamba"}
+        for group, fields in zip(pool.groups, groups, strict=True):
+            group.on_stored = partial(self._stored, fields)
+            group.on_removed = partial(self._removed, "GPU", fields)
         if kept is not None:
-            self._watch(kept, "GPU", **_STATES)
+            self._watch(kept, "GPU", states)
         if host is not None:
-            self._watch(host.pages[0], "CPU")
-            self._watch(host.states, "CPU", **_STATES)
+            for rows, fields in zip(host.pages, groups, strict=True):
+                self._watch(rows, "CPU", fields)
+            self._watch(host.states, "CPU", states)
         self.flush()
         threading.Thread(target=self._publish, daemon=True, name="strobe-kv-events").start()
 
-    def _stored(self, key: bytes, parent: bytes | None, root: bytes, tokens: Sequence[int]) -> None:
-        """Record a page. Pages of one sequence, one after another, are one event."""
+    def _stored(
+        self,
+        group: Mapping[str, object],
+        key: bytes,
+        parent: bytes | None,
+        root: bytes,
+        tokens: Sequence[int],
+    ) -> None:
+        """Record a page. Pages of one sequence and group, one after another, are one event."""
         last: dict[str, Any] = self._events[-1] if self._events else {"type": ""}
-        is_stored = last["type"] == "BlockStored"
+        is_stored = last["type"] == "BlockStored" and last.get("group_idx") == group.get(
+            "group_idx"
+        )
         is_stored = is_stored and last["medium"] == "GPU" and bool(last["token_ids"])
         if parent is not None and is_stored and last["block_hashes"][-1] == number(parent):
             last["block_hashes"].append(number(key))
@@ -175,50 +187,42 @@ class KVEventPublisher:
             if last["extra_keys"] is not None:
                 last["extra_keys"].append(None)  # readers expect an entry for each block
             return
-        self._events.append(
-            {
-                "type": "BlockStored",
-                "block_hashes": [number(key)],
-                "parent_block_hash": None if parent is None else number(parent),
-                "token_ids": list(tokens),
-                "block_size": self._block_size,
-                "lora_id": None,
-                "medium": "GPU",
-                "lora_name": None,
-                "extra_keys": [[root.hex()]] if root and parent is None else None,
-            }
-        )
+        extra_keys = [[root.hex()]] if root and parent is None else None
+        event = self._stored_event(key, "GPU", group)
+        event["parent_block_hash"] = None if parent is None else number(parent)
+        self._events.append({**event, "token_ids": list(tokens), "extra_keys": extra_keys})
 
-    def _removed(self, key: bytes) -> None:
-        event = {"type": "BlockRemoved", "block_hashes": [number(key)], "medium": "GPU"}
-        self._events.append(event)
+    def _removed(self, medium: str, group: Mapping[str, object], key: bytes) -> None:
+        event = {"type": "BlockRemoved", "block_hashes": [number(key)], "medium": medium}
+        group_idx = {name: value for name, value in group.items() if name == "group_idx"}
+        self._events.append({**event, **group_idx})
 
-    def _watch(self, index: KeptStates | HostRows, medium: str, **group: object) -> None:
+    def _watch(
+        self, index: KeptStates | HostRows, medium: str, group: Mapping[str, object]
+    ) -> None:
         """Record the changes of an index. As vLLM does for such tiers, events name blocks by their
-        hashes alone; a consumer that needs the tokens has them from the pool's events."""
-        size = self._block_size
+        hashes alone; whoever needs the tokens has them from the pool's events."""
 
         def stored(key: bytes) -> None:
-            event = {
-                "type": "BlockStored",
-                "block_hashes": [number(key)],
-                "parent_block_hash": None,
-                "token_ids": [],
-                "block_size": size,
-                "lora_id": None,
-                "medium": medium,
-                "lora_name": None,
-                "extra_keys": None,
-            }
-            self._events.append({**event, **group})
-
-        def removed(key: bytes) -> None:
-            group_idx = {name: value for name, value in group.items() if name == "group_idx"}
-            event = {"type": "BlockRemoved", "block_hashes": [number(key)], "medium": medium}
-            self._events.append({**event, **group_idx})
+            self._events.append(self._stored_event(key, medium, group))
 
         index.on_stored = stored
-        index.on_removed = removed
+        index.on_removed = partial(self._removed, medium, group)
+
+    def _stored_event(self, key: bytes, medium: str, group: Mapping[str, object]) -> dict[str, Any]:
+        """Return the event of a block without its tokens."""
+        return {
+            "type": "BlockStored",
+            "block_hashes": [number(key)],
+            "parent_block_hash": None,
+            "token_ids": [],
+            "block_size": self._block_size,
+            "lora_id": None,
+            "medium": medium,
+            "lora_name": None,
+            "extra_keys": None,
+            **group,
+        }
 
     def flush(self) -> None:
         """Publish what was recorded since the last call; wait if the queue is full."""
@@ -249,6 +253,20 @@ class KVEventPublisher:
                 if sequence >= start:
                     self._replay.send_multipart((client, b"", sequence, payload))
             self._replay.send_multipart((client, b"", _END, b""))
+
+
+def _fields_of(pool: PagePool, group: int) -> dict[str, object]:
+    """Return what vLLM's events say of a page group; nothing if it is the only one."""
+    window = pool.groups[group].window
+    if len(pool.groups) == 1:
+        return {}
+    if window is None:
+        return {"group_idx": group, "kv_cache_spec_kind": "full_attention"}
+    return {
+        "group_idx": group,
+        "kv_cache_spec_kind": "sliding_window",
+        "kv_cache_spec_sliding_window": window,
+    }
 
 
 def number(key: bytes) -> int:
