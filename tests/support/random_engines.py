@@ -49,6 +49,7 @@ from strobe.speculation.draft_policy import DraftPolicy
 from tests.support import reference_processors, reference_sampling
 from tests.support.draft_heads import HEADS
 from tests.support.engine_runs import cache_bytes, put, watched
+from tests.support.expert_ties import explained_by_experts
 from tests.support.losslessness_matrix import Pair, make_pair
 from tests.support.recurrent_checkpoints import make_hybrid
 from tests.support.scripted_drafting import RandomRows, Scripted, wavering
@@ -534,12 +535,28 @@ def compare(
         if ends[0] != ends[1]:
             return note("faults", f"finished with {ends[0]}, plain decoding with {ends[1]}")
     scores = compare_scores(actual.logprobs, plain.logprobs[: len(actual.logprobs)])
+    if scores is not None and has_tied_experts(factory, setup.family, spec, actual, plain):
+        return note("ties", f"{scores}, and both are right: routers tie")
     if scores is None and not (aborted and not actual.tokens):
         scores = compare_scores(actual.prompt_logprobs, plain.prompt_logprobs)
         scores = scores and f"prompt: {scores}"
     if scores is not None:
         note("faults", scores)
     return None
+
+
+def has_tied_experts(
+    factory: EngineFactory, family: str, spec: RandomRequest, actual: Answer, plain: Answer
+) -> bool:
+    """Whether experts that nearly tie explain the first log probability that differs."""
+    pairs = zip(actual.logprobs, plain.logprobs, strict=False)
+    differing = [i for i, (a, b) in enumerate(pairs) if abs(a.logprob - b.logprob) > TOLERANCE]
+    if not differing or len(actual.logprobs) != len(actual.tokens):
+        return False
+    tokens = [*spec.prompt, *actual.tokens]
+    logprobs = actual.logprobs[differing[0]].logprob, plain.logprobs[differing[0]].logprob
+    at = len(spec.prompt) + differing[0]
+    return explained_by_experts(factory.pair(family).target, tokens, at, logprobs)
 
 
 def compare_scores(
