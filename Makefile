@@ -39,9 +39,11 @@ test-all: $(VENV)/.dev
 test-nightly: $(VENV)/.dev
 	$(PYTEST) -m nightly
 
-# Five minutes of 1,000 streams, broken requests and clients that leave, then schemathesis in full.
+# Five minutes of 1,000 streams, broken requests and clients that leave, then 10,000 faults at random
+# stages of steps, then schemathesis in full.
 soak: $(VENV)/.dev
 	$(BIN)/python benchmarks/soak.py
+	$(BIN)/python -m tests.support.random_faults --faults 10000
 	$(BIN)/python benchmarks/schema.py
 
 # Ten minutes of random engines, each answer compared with a lone plain run; on a GPU where there is one.

@@ -88,10 +88,10 @@ class Fault:
         self.calls = 0
         """Function calls within the last watched call."""
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **named: Any) -> Any:
         self.turn -= 1
         if self.turn:
-            return self.function(*args)
+            return self.function(*args, **named)
         self.calls = 0
 
         def watch(frame: FrameType, event: str, arg: Any) -> None:
@@ -103,7 +103,7 @@ class Fault:
 
         sys.setprofile(watch)
         try:
-            return self.function(*args)
+            return self.function(*args, **named)
         finally:
             sys.setprofile(None)
 
