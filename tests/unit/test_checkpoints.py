@@ -298,7 +298,7 @@ BAD_TARGETS: dict[str, tuple[dict[str, Any], str]] = {
     "eos": ({"eos_token_id": [151645, 151936]}, "eos_token_id is"),
     "vocabulary": ({"vocab_size": None}, "vocab_size is None"),
     "epsilon": ({"rms_norm_eps": 0}, "rms_norm_eps is 0"),
-    "quantized": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    "quantized": ({"quantization_config": {"quant_method": "bitsandbytes"}}, "bitsandbytes"),
     "a drafter": (QWEN3_8B_DFLASH, "a drafter for DFlash"),
 }
 
