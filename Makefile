@@ -35,7 +35,8 @@ pytest: $(VENV)/.dev
 test-all: $(VENV)/.dev
 	$(PYTEST) -m "full and not nightly"
 
-# What rarely finds more than the others: the page in Firefox. CI runs it each night.
+# What rarely finds more than the others: the page in Firefox, kernels compiled for further GPUs. CI
+# runs it each night.
 test-nightly: $(VENV)/.dev
 	$(PYTEST) -m nightly
 
