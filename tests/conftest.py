@@ -59,12 +59,14 @@ def pytest_runtestloop() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol() -> Generator[None, object, object]:
-    """Undo what a test and its fixtures change about the process's logging, such as the level."""
+    """Undo what a test and its fixtures change about the process's logging, such as the level.
+    Begin each test with gradients, whatever the ones before it left."""
     names = (None, "strobe", "strobe.access", "uvicorn", "uvicorn.error", "uvicorn.access")
     loggers = [logging.getLogger(name) for name in names]
     before = [(logger.level, logger.propagate, logger.handlers[:]) for logger in loggers]
     disabled = logging.root.manager.disable
-    result = yield
+    with torch.inference_mode(False):
+        result = yield
     logging.disable(disabled)
     for logger, (level, propagate, handlers) in zip(loggers, before, strict=True):
         logger.setLevel(level)
