@@ -1,4 +1,5 @@
-"""The endpoints /v1/messages and /v1/messages/count_tokens."""
+"""The endpoints /v1/messages and /v1/messages/count_tokens. The events of content blocks are in
+content.py, their order in generation/output_items.py."""
 
 from __future__ import annotations
 

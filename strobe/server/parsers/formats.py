@@ -1,4 +1,5 @@
-"""Tools, and the protocols of their formats and of formats of reasoning."""
+"""Tools, and the protocols of their formats and of formats of reasoning. The tables of formats are
+in the package's `__init__.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Sampling and stop fields, shared by every endpoint that generates."""
+"""Sampling and stop fields, shared by every endpoint that generates. Those of sampling follow from
+`SamplingParams`: a new option is declared there."""
 
 from __future__ import annotations
 

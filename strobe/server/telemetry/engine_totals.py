@@ -1,4 +1,4 @@
-"""The engines' own counters as metrics."""
+"""The engines' own counters as metrics. A new one is a line of `METRICS` in outputs.py."""
 
 from __future__ import annotations
 
