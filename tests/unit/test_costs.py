@@ -244,7 +244,7 @@ def prompt_step(costs: PrefillCosts, start: int, rows: int, ms: float, decoding:
     )
 
 
-def test_prompts_cost_what_their_rows_and_the_positions_before_them_add_to_a_step():
+def test_prompts_cost_by_their_rows_and_the_positions_before_them():
     costs = PrefillCosts()
     assert costs.ms(0, 100) == float("inf"), "nothing is known, so all else is cheaper"
     for start in (0, 1000, 8000):
