@@ -15,7 +15,7 @@ import math
 import operator
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -79,11 +79,16 @@ class Rates(NamedTuple):
     verify_row_context: float = 0.0
 
     @classmethod
-    def amounts(cls, work: StepWork) -> list[Floats]:
-        """Return the numbers that the rates are multiplied by."""
+    def amounts(cls, work: StepWork) -> tuple[Any, ...]:
+        """Return the numbers that the rates are multiplied by; arrays where the work has them."""
         mean = work.context / work.requests
-        drafted = [rows * mean for rows in (work.drafting, work.draft_rows, work.drafts)]
-        return [np.asarray(n, dtype=np.float64) for n in (work.requests, work.context, *drafted)]
+        return (
+            work.requests,
+            work.context,
+            work.drafting * mean,
+            work.draft_rows * mean,
+            work.drafts * mean,
+        )
 
 
 class StepCosts:
