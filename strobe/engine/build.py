@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,6 +27,7 @@ from strobe.config import (
 from strobe.engine.backend_choice import FP8, BackendChoice, choose_backends, make_backends
 from strobe.engine.shadow_drafters import ShadowDrafter, load_shadow_configs, shadow_limits
 from strobe.host.host_memory import trim_heap
+from strobe.host.openmp import idle_threads, usable_cores
 from strobe.hub.download import fetch_weights
 from strobe.hub.locate import LOOKUP, locate_models
 from strobe.kv.host_store import HostStore, staging_bytes
@@ -460,6 +462,7 @@ def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
     if resolved.device.type == "cuda":  # streams, events and kernels are the current device's
         torch.cuda.set_device(resolved.device)
     target, drafters = _load_models(resolved, target)
+    _settle_threads(resolved)
     pages = [resolved.split.fewest(count, resolved.device) for count in resolved.num_pages()]
     _log_bill(resolved, pages)
     graphs, buckets = _make_graphs(resolved)
@@ -499,6 +502,17 @@ def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
         host_tier=_make_host_tier(resolved, host_store, pool, kept_states),
         host_store=host_store,
     )
+
+
+def _settle_threads(resolved: ResolvedConfig) -> None:
+    """Run more threads if a process that is gone had kept a core busy at import. Ranks share the
+    cores, each with its own number of threads."""
+    if resolved.device.type != "cpu" or resolved.split.size > 1:
+        return
+    threads = idle_threads(os.environ, usable_cores())
+    if threads is not None:
+        logger.info("%d threads instead of %d: cores are idle", threads, torch.get_num_threads())
+        torch.set_num_threads(threads)
 
 
 def _log_bill(resolved: ResolvedConfig, pages: Sequence[int]) -> None:

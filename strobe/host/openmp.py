@@ -3,6 +3,9 @@
 torch's wheels bring libgomp, whose threads spin for some 3 ms while they wait for the slowest. If
 another process occupies that thread's core, the others spin in vain, and a step takes many times as
 long. libgomp reads its environment when torch is imported, so it is set before.
+
+The number of idle cores is measured twice: a process that runs for a moment at import must not take
+a thread for good, so a lowered number is raised if cores are idle once the weights are read.
 """
 
 from __future__ import annotations
@@ -10,20 +13,47 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 SPIN_COUNT = 10_000  # some 0.1 ms
+LOAD = Path("/proc/loadavg")
 WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-READS = 5  # of the load
+READS = 5  # of the load at import
+LAST_READS = 40  # once the weights are read, if there are fewer threads than cores
 READ_INTERVAL = 0.005  # seconds
+CHOSEN_THREADS = "STROBE_CHOSEN_THREADS"
+"""The variable with the number of threads that Strobe has chosen for a busy machine. Processes that
+inherit it choose for themselves."""
 
 
 def prepare() -> None:
     """Set the variables that the user has not set, unless torch is imported already."""
     if sys.platform == "linux" and "torch" not in sys.modules:
         cores = len(os.sched_getaffinity(0))
+        if user_threads(os.environ) is None:
+            os.environ.pop("OMP_NUM_THREADS", None)
+            os.environ.pop(CHOSEN_THREADS, None)
         os.environ.update(choose_environment(os.environ, usable_cores(), cores))
+
+
+def user_threads(environ: Mapping[str, str]) -> str | None:
+    """Return the number of threads that the user has set; None if there is none, or Strobe's own
+    choice in a parent process."""
+    threads = environ.get("OMP_NUM_THREADS")
+    return None if threads == environ.get(CHOSEN_THREADS) else threads
+
+
+def idle_threads(environ: MutableMapping[str, str], usable: int, file: Path = LOAD) -> int | None:
+    """Return the number of threads to run from now on if Strobe chose fewer at import and the
+    machine has idle cores by now, else None. The first call settles the number: a later one
+    returns None."""
+    chosen = environ.get(CHOSEN_THREADS, "")
+    if not chosen or user_threads(environ) is not None:
+        return None
+    environ[CHOSEN_THREADS] = ""
+    threads = min(usable, free_cores(usable, file, reads=LAST_READS))
+    return threads if threads > int(chosen) else None
 
 
 def usable_cores() -> int:
@@ -40,11 +70,17 @@ def choose_environment(
     free = free_cores(usable) if free is None else free
     variables: dict[str, str] = {}
     threads = min(usable, max(free, 1))
-    if threads < cores and "OMP_NUM_THREADS" not in environ:
+    is_ours = "OMP_NUM_THREADS" not in environ
+    if threads < cores and is_ours:
         variables["OMP_NUM_THREADS"] = str(threads)
+    if threads < usable and is_ours:
+        variables[CHOSEN_THREADS] = str(threads)
     if not any(name in environ for name in WAIT_VARIABLES):
-        busy = free < usable
-        variables |= {"OMP_WAIT_POLICY": "PASSIVE"} if busy else {"GOMP_SPINCOUNT": str(SPIN_COUNT)}
+        # Threads of Strobe's choice have a core each, also once their number is raised.
+        spins = is_ours or free >= usable
+        variables |= (
+            {"GOMP_SPINCOUNT": str(SPIN_COUNT)} if spins else {"OMP_WAIT_POLICY": "PASSIVE"}
+        )
     return variables
 
 
@@ -61,10 +97,10 @@ def core_quota(root: Path = Path("/sys/fs/cgroup")) -> int | None:
     return None
 
 
-def free_cores(enough: int, file: Path = Path("/proc/loadavg")) -> int:
+def free_cores(enough: int, file: Path = LOAD, reads: int = READS) -> int:
     """Return the number of idle cores: the maximum of several reads, which stop at `enough`."""
     free = 0
-    for read in range(READS):
+    for read in range(reads):
         time.sleep(READ_INTERVAL * (read > 0))
         try:
             running = int(file.read_text().split()[3].partition("/")[0])

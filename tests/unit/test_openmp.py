@@ -11,7 +11,7 @@ import pytest
 
 from strobe.host import openmp
 
-VARIABLES = ("OMP_NUM_THREADS", *openmp.WAIT_VARIABLES)
+VARIABLES = ("OMP_NUM_THREADS", openmp.CHOSEN_THREADS, *openmp.WAIT_VARIABLES)
 
 
 def test_idle_cores_spin_briefly():
@@ -19,9 +19,68 @@ def test_idle_cores_spin_briefly():
 
 
 @pytest.mark.parametrize(("free", "threads"), [(-3, "1"), (0, "1"), (1, "1"), (3, "3")])
-def test_busy_cores_are_left_alone_and_nothing_spins(free: int, threads: str):
-    expected = {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
-    assert openmp.choose_environment({}, 4, 4, free) == expected
+def test_busy_cores_are_left_alone(free: int, threads: str):
+    """Each thread has an idle core, so it spins: also if there are more of them later."""
+    assert openmp.choose_environment({}, 4, 4, free) == {
+        "OMP_NUM_THREADS": threads,
+        openmp.CHOSEN_THREADS: threads,
+        "GOMP_SPINCOUNT": str(openmp.SPIN_COUNT),
+    }
+
+
+def test_more_threads_than_idle_cores_do_not_spin():
+    own = {"OMP_NUM_THREADS": "4"}
+    assert openmp.choose_environment(own, 4, 4, 3) == {"OMP_WAIT_POLICY": "PASSIVE"}
+
+
+def load_file(tmp_path: Path, running: int) -> Path:
+    file = tmp_path / "loadavg"
+    file.write_text(f"9.00 9.00 9.00 {running}/512 12345\n")
+    return file
+
+
+@pytest.mark.parametrize(("running", "threads"), [(1, 4), (2, 3), (3, 2), (4, None), (9, None)])
+def test_threads_are_raised_once_cores_are_idle(
+    running: int, threads: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A process that ran for a moment at import had halved the speed of a whole run."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(openmp, "READ_INTERVAL", 0)
+    environ = openmp.choose_environment({}, 4, 4, 1)
+    file = load_file(tmp_path, running)
+    assert openmp.idle_threads(environ, 4, file) == threads
+    assert openmp.idle_threads(environ, 4, load_file(tmp_path, 1)) is None, "it is settled"
+
+
+def test_one_moment_of_idle_cores_raises_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Short processes come and go: one read of many that finds idle cores is enough."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    reads = list[float]()
+
+    def wait(seconds: float) -> None:
+        reads.append(seconds)
+        load_file(tmp_path, 1 if len(reads) == 30 else 2)
+
+    monkeypatch.setattr(openmp.time, "sleep", wait)
+    environ = openmp.choose_environment({}, 2, 2, 1)
+    assert openmp.idle_threads(environ, 2, load_file(tmp_path, 2)) == 2
+    assert len(reads) == 30
+
+
+def test_threads_of_the_user_are_never_raised(tmp_path: Path):
+    idle = load_file(tmp_path, 1)
+    assert openmp.idle_threads({"OMP_NUM_THREADS": "1"}, 4, idle) is None
+    assert openmp.idle_threads({}, 4, idle) is None, "there are as many as cores"
+    others = {"OMP_NUM_THREADS": "1", openmp.CHOSEN_THREADS: "2"}
+    assert openmp.idle_threads(others, 4, idle) is None
+
+
+def test_threads_that_a_parent_chose_are_chosen_anew():
+    chosen = {"OMP_NUM_THREADS": "1", openmp.CHOSEN_THREADS: "1"}
+    assert openmp.user_threads(chosen) is None
+    assert openmp.user_threads({"OMP_NUM_THREADS": "1"}) == "1"
+    assert openmp.user_threads({"OMP_NUM_THREADS": "1", openmp.CHOSEN_THREADS: ""}) == "1"
+    assert openmp.user_threads({}) is None
 
 
 @pytest.mark.parametrize("name", openmp.WAIT_VARIABLES)

@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from tqdm import tqdm
 
 from strobe.config import EngineConfig
+from strobe.host.openmp import CHOSEN_THREADS
 from strobe.server.engine_process.resources import Replica
 from strobe.server.server_settings import LogSettings
 from strobe.server.telemetry.kv_events import KVEventsConfig
@@ -40,7 +41,7 @@ def run(
 ) -> None:
     """Run the worker. Only the engine process imports it, and with it torch."""
     if replica is not None:
-        os.environ.update(replica.environment)
+        os.environ.update({**replica.environment, CHOSEN_THREADS: ""})
     tqdm.set_lock(threading.RLock())  # its own has a semaphore, which a killed process leaves
     gc.disable()  # imports leave no garbage to search for
     worker = importlib.import_module("strobe.server.engine_process.worker")

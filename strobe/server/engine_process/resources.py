@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from strobe.config import CPU_KV_CACHE, EngineConfig, parse_bytes
 from strobe.host.host_memory import free_host_memory
-from strobe.host.openmp import usable_cores
+from strobe.host.openmp import usable_cores, user_threads
 
 
 class Replica(NamedTuple):
@@ -39,7 +39,7 @@ def make_replicas(
             f"CUDA_VISIBLE_DEVICES is {visible!r}; ask for fewer, or for device cpu."
         )
     threads = max(usable_cores() // (count * ranks), 1)
-    set_threads = environ.get("OMP_NUM_THREADS", "")
+    set_threads = user_threads(environ) or ""
     threads = min(threads, int(set_threads)) if set_threads.isdecimal() else threads
     replicas: list[Replica] = []
     for index in range(count):
