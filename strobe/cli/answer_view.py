@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from strobe.server.parsers import Parser, ReasoningFormat, Segment, make_parser
+from strobe.server.parsers.format_protocols import ReasoningFormat
+from strobe.server.parsers.formats import make_parser
+from strobe.server.parsers.segment import Parser, Segment
 from strobe.terminal.wrapping import Wrapping
 
 if TYPE_CHECKING:

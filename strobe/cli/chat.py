@@ -27,7 +27,7 @@ from strobe.cli.flags import (
 )
 from strobe.cli.prompt import Prompt
 from strobe.compat.arguments import parse_value
-from strobe.server.parsers import REASONING_FORMATS, detect
+from strobe.server.parsers.formats import REASONING_FORMATS, detect
 from strobe.terminal.wording import counted
 from strobe.validation import brief
 

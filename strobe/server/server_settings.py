@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from strobe.sampling_params import RepetitionDetection
 from strobe.server.logs import configure_logging
-from strobe.server.parsers import REASONING_FORMATS, TOOL_FORMATS
+from strobe.server.parsers.formats import REASONING_FORMATS, TOOL_FORMATS
 from strobe.server.telemetry.kv_events import KVEventsConfig, check_kv_events
 from strobe.server.telemetry.traces import check_endpoint
 from strobe.validation import MAX_INT, Texts, option, settings

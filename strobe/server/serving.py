@@ -30,14 +30,8 @@ from strobe.server.generation.request import Sampling
 from strobe.server.generation.retry_estimator import RetryEstimator
 from strobe.server.http.guards import Shutdown
 from strobe.server.openai.response_store import ResponseStore
-from strobe.server.parsers import (
-    REASONING_FORMATS,
-    TOOL_FORMATS,
-    ReasoningFormat,
-    Tool,
-    ToolFormat,
-    detect,
-)
+from strobe.server.parsers.format_protocols import ReasoningFormat, Tool, ToolFormat
+from strobe.server.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, detect
 from strobe.server.schema.field_errors import FieldError, FieldNames, counted
 from strobe.server.schema.structural_tags import tags_grammar
 from strobe.server.server_settings import TEXT_THREADS, ServerConfig

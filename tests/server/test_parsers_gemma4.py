@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strobe.server.parsers import REASONING_FORMATS, Parser, Tool, make_parser
+from strobe.server.parsers.format_protocols import Tool
+from strobe.server.parsers.formats import REASONING_FORMATS, make_parser
+from strobe.server.parsers.segment import Parser
 from tests.server.support.parser_runs import check_cuts, names, parse, places, prose, stream
 from tests.server.support.tool_tokenizers import (
     GEMMA4,

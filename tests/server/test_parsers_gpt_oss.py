@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strobe.server.parsers import REASONING_FORMATS, Parser, Segment, Tool, make_parser
+from strobe.server.parsers.format_protocols import Tool
+from strobe.server.parsers.formats import REASONING_FORMATS, make_parser
+from strobe.server.parsers.segment import Parser, Segment
 from tests.server.support.parser_runs import (
     arguments,
     check_cuts,

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strobe.server.parsers import Tool, make_parser
+from strobe.server.parsers.format_protocols import Tool
+from strobe.server.parsers.formats import make_parser
 from tests.server.support.parser_runs import dumps, parse
 from tests.server.support.tool_tokenizers import (
     CALL_END,

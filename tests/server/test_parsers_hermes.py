@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strobe.server.parsers import Parser, Tool, make_parser
+from strobe.server.parsers.format_protocols import Tool
+from strobe.server.parsers.formats import make_parser
+from strobe.server.parsers.segment import Parser
 from tests.server.support.parser_runs import (
     arguments,
     calls,

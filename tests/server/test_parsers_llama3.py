@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from strobe.server.parsers import Parser, Tool, make_parser
+from strobe.server.parsers.format_protocols import Tool
+from strobe.server.parsers.formats import make_parser
+from strobe.server.parsers.segment import Parser
 from tests.server.support.parser_runs import calls, check_cuts, dumps, parse, places, stream
 
 CALL = '{"name": "get_time", "parameters": {"city": "Rome"}}'

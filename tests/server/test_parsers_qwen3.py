@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strobe.server.parsers import REASONING_FORMATS, Parser, Tool, make_parser
+from strobe.server.parsers.format_protocols import Tool
+from strobe.server.parsers.formats import REASONING_FORMATS, make_parser
+from strobe.server.parsers.segment import Parser
 from tests.server.support.parser_runs import check_cuts, places, stream
 
 lines = st.text(st.characters(codec="utf-8", exclude_characters="<"), max_size=30)

@@ -13,7 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strobe.server.parsers import Parser, Tool, make_parser
+from strobe.server.parsers.format_protocols import Tool
+from strobe.server.parsers.formats import make_parser
+from strobe.server.parsers.segment import Parser
 from tests.server.support.parser_runs import check_cuts, parse, places, prose, stream, values
 from tests.server.support.tool_tokenizers import END, Vocabulary, allowed, vocabulary
 

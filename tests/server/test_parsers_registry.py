@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from strobe import demo_models
-from strobe.server.parsers import REASONING_FORMATS, TOOL_FORMATS, detect, make_parser
+from strobe.server.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, detect, make_parser
 from tests.server.support.parser_runs import parse
 
 CHATML = "<|im_start|>assistant\n"

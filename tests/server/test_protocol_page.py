@@ -19,10 +19,10 @@ from strobe.server.openai.protocol.items import ITEMS
 from strobe.server.openai.protocol.responses_request import ResponsesStreamOptions
 from strobe.server.page import files as page_files
 from strobe.server.schema.base import RequestModel, StreamOptions
-from strobe.server.schema.formats import KINDS, SINGLE_FIELDS, SchemaTextFormat
 from strobe.server.schema.messages import PARTS, AssistantMessage, ToolCall
 from strobe.server.schema.rules import NO_EFFECT, UNSUPPORTED
 from strobe.server.schema.sampling import SamplingFields
+from strobe.server.schema.structured_output import KINDS, SINGLE_FIELDS, SchemaTextFormat
 from strobe.server.schema.tools import Function
 from tests.server.support.answer_checks import check_body
 from tests.server.support.request_bodies import GENERATING, SMALLEST

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from strobe.server.parsers import TOOL_FORMATS
+from strobe.server.parsers.formats import TOOL_FORMATS
 from strobe.server.server_settings import ServerConfig
 from strobe.server.serving import Formats, log_tool_form
 from strobe.text.chat_template import ONE_SYSTEM_MESSAGE

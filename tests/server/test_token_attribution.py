@@ -10,7 +10,8 @@ import pytest
 from strobe.outputs import CompletionOutput, StreamDelta
 from strobe.request import TokenLogprob
 from strobe.server.generation.token_attribution import TokenAttribution
-from strobe.server.parsers import Segment, make_parser
+from strobe.server.parsers.formats import make_parser
+from strobe.server.parsers.segment import Segment
 
 
 def delta(pieces: Sequence[str], first: int = 0) -> StreamDelta:

@@ -16,7 +16,8 @@ from strobe.config import DEMO_MODELS
 from strobe.sampling.grammar_compiler import grammar_source
 from strobe.sampling_params import SamplingParams
 from strobe.server.app import make_app
-from strobe.server.parsers import TOOL_FORMATS, Tool
+from strobe.server.parsers.format_protocols import Tool
+from strobe.server.parsers.formats import TOOL_FORMATS
 from strobe.server.schema.field_errors import FieldError
 from strobe.server.server_settings import ServerConfig
 from strobe.server.serving import Formats, log_tool_form

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from strobe.cli.answer_view import AnswerView
-from strobe.server.parsers import REASONING_FORMATS
+from strobe.server.parsers.formats import REASONING_FORMATS
 
 WIDTH, HEIGHT = 40, 12
 PROMPT = "strobe> "

@@ -28,7 +28,7 @@ from strobe.cli.prompt import history_file
 from strobe.demo_models import FAMILIES
 from strobe.models.checkpoint import Checkpoint
 from strobe.outputs import CompletionOutput, RequestOutput
-from strobe.server.parsers import REASONING_FORMATS
+from strobe.server.parsers.formats import REASONING_FORMATS
 from strobe.tools import demo_comparison
 from tests.support.text_pair import Pair
 

@@ -1,5 +1,5 @@
 """The endpoints /v1/messages and /v1/messages/count_tokens. The events of content blocks are in
-content.py, their order in generation/output_items.py."""
+content_blocks.py, their order in generation/output_items.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import functools
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
-from strobe.server.anthropic.content import make_block
+from strobe.server.anthropic.content_blocks import make_block
 from strobe.server.anthropic.errors import error_body
 from strobe.server.anthropic.protocol.message_bodies import (
     ContentBlock,

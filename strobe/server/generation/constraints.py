@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from strobe.server.generation.request import GenerationRequest
-from strobe.server.parsers import Tool
+from strobe.server.parsers.format_protocols import Tool
 from strobe.server.schema.field_errors import FieldError
 from strobe.server.serving import Serving
 

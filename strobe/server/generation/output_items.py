@@ -14,8 +14,8 @@ from strobe.server.generation.reply import Codec, Event, encode_typed_event
 from strobe.server.generation.request import ConversationRequest
 from strobe.server.generation.run import Progress, PromptRun
 from strobe.server.generation.token_attribution import TokenAttribution
-from strobe.server.parsers import Segment
 from strobe.server.parsers.call_arguments import read_object
+from strobe.server.parsers.segment import Segment
 from strobe.server.serving import Serving
 
 Logprobs = list[TokenLogprob]

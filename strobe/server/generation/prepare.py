@@ -16,7 +16,9 @@ from strobe.server.generation.request import ConversationRequest, GenerationRequ
 from strobe.server.generation.run import (
     GenerationJob,
 )
-from strobe.server.parsers import Parser, Tool, make_parser
+from strobe.server.parsers.format_protocols import Tool
+from strobe.server.parsers.formats import make_parser
+from strobe.server.parsers.segment import Parser
 from strobe.server.schema.field_errors import FieldError, counted
 from strobe.server.serving import Formats, Serving
 from strobe.text.tokenizer import RenderedChat

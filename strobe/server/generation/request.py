@@ -11,7 +11,7 @@ from pydantic import PrivateAttr
 from strobe.request import DEFAULT_SCHEDULING, SchedulingOptions
 from strobe.server.schema.base import FieldWarnings, RequestModel
 from strobe.server.schema.field_errors import FieldError, FieldNames
-from strobe.server.schema.formats import Constraint, unenforced
+from strobe.server.schema.structured_output import Constraint, unenforced
 from strobe.server.schema.tools import NO_TOOLS, Toolbox
 
 _CONFLICT = "is set together with a tool_choice that forces a call"

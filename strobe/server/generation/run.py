@@ -15,7 +15,7 @@ from strobe.request import CUT_SHORT, DEFAULT_SCHEDULING, SchedulingOptions, Tok
 from strobe.sampling_params import SamplingParams
 from strobe.server.engine_process.client import PromptRejected
 from strobe.server.generation import bodies
-from strobe.server.parsers import Parser, Plain, Segment
+from strobe.server.parsers.segment import Parser, Plain, Segment
 from strobe.server.schema.field_errors import FieldError, FieldNames
 from strobe.server.serving import Serving
 from strobe.server.telemetry.metrics import CONTEXT_BOUNDS, CONTEXTS, ServerMetrics

@@ -37,8 +37,8 @@ from strobe.server.openai.chat import (
     AssistantMessage,
     ToolCallCollector,
 )
-from strobe.server.parsers import text_of
 from strobe.server.parsers.call_arguments import read_object
+from strobe.server.parsers.segment import text_of
 from strobe.server.serving import Serving
 
 MEDIA_TYPE = "application/x-ndjson"

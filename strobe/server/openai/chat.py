@@ -38,8 +38,8 @@ from strobe.server.openai.protocol.response_bodies import (
     ToolCallDelta,
 )
 from strobe.server.openai.step_report import step_of
-from strobe.server.parsers import Segment, text_of
 from strobe.server.parsers.call_arguments import read_object
+from strobe.server.parsers.segment import Segment, text_of
 from strobe.server.serving import Serving
 
 

@@ -32,7 +32,7 @@ from strobe.server.openai.protocol.response_bodies import (
     CompletionLogprobs,
 )
 from strobe.server.openai.step_report import step_of
-from strobe.server.parsers import Plain
+from strobe.server.parsers.segment import Plain
 from strobe.server.schema.field_errors import FieldError
 from strobe.server.serving import Serving
 from strobe.text.detokenizer import TextStream

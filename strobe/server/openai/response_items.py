@@ -10,7 +10,7 @@ from strobe.server.generation.output_items import Logprobs, OutputItem
 from strobe.server.openai.protocol import response_bodies as bodies
 from strobe.server.openai.protocol import response_events as events
 from strobe.server.openai.protocol.response_events import Event
-from strobe.server.parsers import Segment
+from strobe.server.parsers.segment import Segment
 
 
 class _Item:

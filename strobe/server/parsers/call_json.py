@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from strobe.server.parsers.buffer import Buffer
 from strobe.server.parsers.call_arguments import as_arguments
 from strobe.server.parsers.call_reader import CallReader
-from strobe.server.parsers.formats import Tool
+from strobe.server.parsers.format_protocols import Tool
 
 _KEYS = ("name", "arguments", "parameters", "type", "id", "function")
 _STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\.)*"')

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from strobe.server.parsers.buffer import Buffer
-from strobe.server.parsers.formats import Tool
+from strobe.server.parsers.format_protocols import Tool
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from strobe.server.parsers.buffer import Buffer, held_back
 from strobe.server.parsers.call_reader import CallReader
-from strobe.server.parsers.formats import Tool
+from strobe.server.parsers.format_protocols import Tool
 from strobe.server.parsers.schemas import ANY, Arguments, as_json, is_text, read_arguments
 
 OPENER = "<tool_call>"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from strobe.server.parsers.buffer import Buffer
 from strobe.server.parsers.call_gemma4 import CALL, CLOSER, NAME, OPENER, QUOTE, CallGemma4
 from strobe.server.parsers.call_reader import CallReader
-from strobe.server.parsers.formats import Tool
+from strobe.server.parsers.format_protocols import Tool
 from strobe.server.parsers.gemma4_values import Values
 from strobe.server.parsers.lark import arguments, check_name, check_tokens, literal, marker
 from strobe.server.parsers.marked_calls import MarkedCalls

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from strobe.server.parsers.call_gemma4 import KEY, QUOTE
-from strobe.server.parsers.formats import Tool
+from strobe.server.parsers.format_protocols import Tool
 from strobe.server.parsers.lark import json_of, literal
 from strobe.server.parsers.schemas import ANY, read_arguments, target_of
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from strobe.server.parsers.buffer import StateParser, find_first, held_back
 from strobe.server.parsers.call_arguments import as_arguments
-from strobe.server.parsers.formats import Tool
+from strobe.server.parsers.format_protocols import Tool
 from strobe.server.parsers.lark import arguments, check_name, check_tokens, literal, marker
 from strobe.server.parsers.segment import Kind, Parser, Phase, Segment
 

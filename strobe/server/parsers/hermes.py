@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from strobe.server.parsers.buffer import Buffer
 from strobe.server.parsers.call_json import CallObject
 from strobe.server.parsers.call_reader import CallReader
-from strobe.server.parsers.formats import Tool
+from strobe.server.parsers.format_protocols import Tool
 from strobe.server.parsers.lark import call_object, marker
 from strobe.server.parsers.marked_calls import MarkedCalls
 

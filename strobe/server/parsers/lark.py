@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from strobe.server.parsers.formats import Tool
+from strobe.server.parsers.format_protocols import Tool
 
 # JSON as chat templates write it: one space after commas and colons, no other space.
 _WRITING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

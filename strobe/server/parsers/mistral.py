@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from strobe.server.parsers.buffer import Buffer
 from strobe.server.parsers.call_json import CallNamed, CallObject
 from strobe.server.parsers.call_reader import CallReader
-from strobe.server.parsers.formats import Tool
+from strobe.server.parsers.format_protocols import Tool
 from strobe.server.parsers.lark import arguments, call_object, check_name, literal, marker
 from strobe.server.parsers.marked_calls import MarkedCalls
 

@@ -19,7 +19,7 @@ from strobe.server.parsers.call_tags import (
     PARAMETER_END,
     CallTags,
 )
-from strobe.server.parsers.formats import Tool
+from strobe.server.parsers.format_protocols import Tool
 from strobe.server.parsers.lark import arguments, json_of, literal, marker
 from strobe.server.parsers.marked_calls import MarkedCalls
 from strobe.server.parsers.schemas import Arguments, Form, is_text, read_arguments, types_of

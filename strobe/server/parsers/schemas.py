@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from strobe.server.parsers.call_arguments import escape_controls
-from strobe.server.parsers.formats import Tool
+from strobe.server.parsers.format_protocols import Tool
 
 ANY = frozenset(("array", "boolean", "integer", "null", "number", "object", "string"))
 _PYTHON = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer",

@@ -18,7 +18,8 @@ from strobe.server.schema.field_errors import (
     FieldNames,
     short_json,
 )
-from strobe.server.schema.formats import (
+from strobe.server.schema.settings import RepetitionField, SpeculationField, to_argument
+from strobe.server.schema.structured_output import (
     SOURCES,
     AnswerFormat,
     Choices,
@@ -26,7 +27,6 @@ from strobe.server.schema.formats import (
     StructuredOutputs,
     read_constraint,
 )
-from strobe.server.schema.settings import RepetitionField, SpeculationField, to_argument
 from strobe.server.schema.values import (
     Bounds,
     Ids,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from strobe.server.parsers import Parser, Segment, text_of
+from strobe.server.parsers.segment import Parser, Segment, text_of
 
 Make = Callable[[], Parser]
 

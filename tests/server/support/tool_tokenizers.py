@@ -13,7 +13,8 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
 from strobe import demo_models
-from strobe.server.parsers import TOOL_FORMATS, Tool
+from strobe.server.parsers.format_protocols import Tool
+from strobe.server.parsers.formats import TOOL_FORMATS
 from tests.server.support.parser_runs import dumps
 
 END, CALL_END = "<|im_end|>", "<|call|>"

@@ -31,8 +31,8 @@ from strobe.server.schema.field_errors import (
     FieldNames,
     short_json,
 )
-from strobe.server.schema.formats import Constraint
 from strobe.server.schema.sampling import SamplingFields
+from strobe.server.schema.structured_output import Constraint
 from strobe.server.schema.tools import Toolbox, make_toolbox
 from strobe.server.schema.values import (
     Bounds,

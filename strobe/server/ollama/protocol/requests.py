@@ -20,12 +20,12 @@ from strobe.server.ollama.protocol.messages import OllamaMessages
 from strobe.server.openai.protocol.chat_request import check_top_logprobs
 from strobe.server.schema.base import RequestModel, RequestObject
 from strobe.server.schema.field_errors import HERE, FieldError, FieldNames
-from strobe.server.schema.formats import Constraint
 from strobe.server.schema.sampling import (
     LogprobCount,
     SamplingFields,
     sent_arguments,
 )
+from strobe.server.schema.structured_output import Constraint
 from strobe.server.schema.tools import NO_TOOLS, ChatTools, Toolbox, make_toolbox
 from strobe.server.schema.values import Bounds, Int, Must, Value, check_int
 from strobe.validation import MAX_INT

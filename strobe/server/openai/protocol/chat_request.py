@@ -12,9 +12,9 @@ from strobe.server.generation.request import GenerationRequest, Sampling
 from strobe.server.openai.protocol.conversation import Conversation
 from strobe.server.schema.base import FieldWarnings, StreamOptions
 from strobe.server.schema.field_errors import FieldError, FieldNames
-from strobe.server.schema.formats import ResponseFormat
 from strobe.server.schema.messages import Messages
 from strobe.server.schema.sampling import LogprobCount, MaxTokens, SamplingFields
+from strobe.server.schema.structured_output import ResponseFormat
 from strobe.server.schema.tools import ChatToolChoice, make_toolbox
 from strobe.server.schema.values import Bounds, Ids, Int
 from strobe.validation import MAX_INT

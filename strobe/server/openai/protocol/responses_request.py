@@ -22,8 +22,8 @@ from strobe.server.schema.field_errors import (
     FieldNames,
     short_json,
 )
-from strobe.server.schema.formats import TextFormat, read_constraint
 from strobe.server.schema.sampling import LogprobCount, MaxTokens, SamplingFields
+from strobe.server.schema.structured_output import TextFormat, read_constraint
 from strobe.server.schema.tools import (
     ResponsesToolChoice,
     ResponsesTools,

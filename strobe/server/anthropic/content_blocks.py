@@ -16,8 +16,8 @@ from strobe.server.anthropic.protocol.message_bodies import (
 )
 from strobe.server.generation.bodies import ItemStatus
 from strobe.server.generation.output_items import Logprobs, OutputItem
-from strobe.server.parsers import Segment
 from strobe.server.parsers.call_arguments import read_object
+from strobe.server.parsers.segment import Segment
 
 
 class _Block:
