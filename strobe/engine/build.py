@@ -537,6 +537,9 @@ def _load_models(
     """Load the target, unless it is given, and the drafters by their K/V groups, and give them
     their operations."""
     backends = resolved.backends
+    for path, draft in _draft_sources(resolved).values():  # before the target takes its time
+        opener = resolved.split.opener(resolved.config.load_format)
+        check_draft_tensors(path, draft, opener, values=True)
     if target is None:
         target = _load_target(resolved)
     drafters = _load_drafters(resolved, target)
@@ -567,9 +570,6 @@ def _load_target(resolved: ResolvedConfig) -> Target:
 
 def _load_drafters(resolved: ResolvedConfig, target: Target) -> dict[str, DFlash]:
     """Load the drafters, by the names of their K/V groups."""
-    sources = {shadow.name: (shadow.path, shadow.config) for shadow in resolved.shadows}
-    if resolved.draft is not None:
-        sources["draft"] = (Path(resolved.config.draft or ""), resolved.draft)
     return {
         name: load_draft(
             path,
@@ -579,8 +579,16 @@ def _load_drafters(resolved: ResolvedConfig, target: Target) -> dict[str, DFlash
             **_load_options(resolved),
             **resolved.backends.draft_weights._asdict(),
         )
-        for name, (path, draft) in sources.items()
+        for name, (path, draft) in _draft_sources(resolved).items()
     }
+
+
+def _draft_sources(resolved: ResolvedConfig) -> dict[str, tuple[Path, DraftConfig]]:
+    """Return the directories and configs of the drafters, by the names of their K/V groups."""
+    sources = {shadow.name: (shadow.path, shadow.config) for shadow in resolved.shadows}
+    if resolved.draft is not None:
+        sources["draft"] = (Path(resolved.config.draft or ""), resolved.draft)
+    return sources
 
 
 def _load_options(resolved: ResolvedConfig) -> LoadOptions:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from strobe.host.mapped_file import MappedFile
 from strobe.hub.files import GGUF_LINK, source_of, weight_files
 from strobe.models.config_readers.tensor_names import own_name
 from strobe.models.quantization.gguf import GGUFFile
-from strobe.models.weight_mapping import FLOATS, Blocks, WeightPart, copy
+from strobe.models.weight_mapping import FLOATS, Blocks, Check, WeightPart, copy
 
 TORCH = {
     "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
@@ -161,6 +162,22 @@ class Checkpoint:
             return
         file, start, end = self._places[name]
         file.release(start, end)
+
+    def check_values(self, parts: Iterable[WeightPart]) -> None:
+        """Read the tensors of parts that have checks, in stored order. Raises ValueError that names
+        a tensor and a wrong value. GGUF files, whose scales are inside their weights, are not
+        read."""
+        if self._gguf is not None:
+            return
+        checks = dict[str, Check]()
+        for part in parts:
+            checks |= part.checks
+        for name in (name for name in self.shapes if name in checks):
+            value = self.read(name)
+            problem = checks[name](value, value.shape != self.shapes[name])
+            self.release(name)
+            if problem is not None:
+                raise ValueError(f"{self.source}: tensor {name} {problem}")
 
     def fill(self, out: Tensor, part: WeightPart) -> None:
         """Fill one part of a parameter, and release each page after reading it, so that the host

@@ -200,6 +200,7 @@ def _read_tensors(module: Target | DFlash, checkpoint: Checkpoint, options: Load
     from strobe.terminal.progress import Progress
 
     mapping = _check_tensors(module, checkpoint)
+    checkpoint.check_values(chain.from_iterable(mapping.values()))
     order_of = {name: i for i, name in enumerate(checkpoint.shapes)}
     order = sorted(mapping, key=lambda name: order_of[next(iter(mapping[name][0].sources))])
     total = sum(map(checkpoint.bytes_of, order_of))
@@ -270,24 +271,36 @@ def _meta_draft(
     return module
 
 
-def _check(module: Model, directory: Path, open: Open) -> Model:
-    _check_tensors(module, open(directory)) if open else _random_mapping(module)
+def _check(module: Model, directory: Path, open: Open, *, values: bool) -> Model:
+    if open is None:
+        _random_mapping(module)
+        return module
+    checkpoint = open(directory)
+    mapping = _check_tensors(module, checkpoint)
+    if values:
+        checkpoint.check_values(chain.from_iterable(mapping.values()))
     return module
 
 
-def check_target_tensors(directory: Path, config: TargetConfig, open: Open = Checkpoint) -> Target:
+def check_target_tensors(
+    directory: Path, config: TargetConfig, open: Open = Checkpoint, *, values: bool = False
+) -> Target:
     """Return the target on the meta device. Raises ValueError, after reading headers only, for
-    tensors that do not fit the config. Only a head next to an embedding is compared with it."""
-    return _check(_meta_target(directory, config, 1, open), directory, open)
+    tensors that do not fit the config. Only a head next to an embedding is compared with it.
+    values: whether scales, zeros and groups of quantized weights are read and checked, too, as
+    before loading."""
+    return _check(_meta_target(directory, config, 1, open), directory, open, values=values)
 
 
-def check_draft_tensors(directory: Path, config: DraftConfig, open: Open = Checkpoint) -> DFlash:
+def check_draft_tensors(
+    directory: Path, config: DraftConfig, open: Open = Checkpoint, *, values: bool = False
+) -> DFlash:
     """Return the drafter on the meta device; see `check_target_tensors`. Of a reduced head the
     token ids are read, too."""
     nothing = torch.empty(0, device="meta")
     head = LinearView(weight=nothing)
     module = _meta_draft(directory, config, 1, open, embedding=nothing, head=head)
-    _check(module, directory, open)
+    _check(module, directory, open, values=values)
     if open is not None and config.draft_vocab_size is not None:
         load_target_ids(open(directory), config)
     return module

@@ -27,6 +27,12 @@ def copy(out: Tensor, value: Tensor) -> None:
         out.copy_(value)
 
 
+Check = Callable[[Tensor, bool], str | None]
+"""(tensor, is_part): returns what is wrong with a tensor's values, and what to do, to follow the
+tensor's name in a sentence; None if nothing is wrong. is_part: whether it is only a rank's part of
+the checkpoint's tensor."""
+
+
 class Blocks(NamedTuple):
     """The blocks of a grid of scales: a weight's tensor, and the rows and columns of it that share
     a scale."""
@@ -55,7 +61,8 @@ class WeightPart(NamedTuple):
     writes the part from the tensors, which are on the CPU as stored, in the order of `sources`, and
     valid only during the call. dtypes: allowed dtypes of the tensors. stacked: numbers of outputs
     of the layers that each tensor stacks, if there are several. blocks: of the sources that are
-    grids of scales, each after its weight.
+    grids of scales, each after its weight. checks: of the sources whose values are checked before
+    any weight is read.
     """
 
     sources: Mapping[str, tuple[int, ...]]
@@ -64,6 +71,7 @@ class WeightPart(NamedTuple):
     dtypes: tuple[str, ...] = FLOATS
     stacked: tuple[int, ...] = ()
     blocks: Mapping[str, Blocks] = MappingProxyType({})
+    checks: Mapping[str, Check] = MappingProxyType({})
 
     def under(self, prefix: str) -> WeightPart:
         return self._replace(sources={prefix + n: shape for n, shape in self.sources.items()})

@@ -143,5 +143,5 @@ def test_ranks_share_held_experts(tmp_path: Path, name: str, whole_experts: bool
 
 def test_groups_by_activations_are_one_sentence(tmp_path: Path):
     path = make_pair(tmp_path, BY_ACTIVATIONS) / "target"
-    with pytest.raises(ValueError, match=r"ordered by activations \(desc_act\), which experts"):
+    with pytest.raises(ValueError, match=r"g_idx orders groups by activations \(desc_act\), which"):
         load(path, held=True)

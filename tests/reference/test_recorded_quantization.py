@@ -248,11 +248,14 @@ def test_wrong_tensors_are_one_sentence_before_weights_are_read(tmp_path: Path, 
         check_target_tensors(directory, load_target_config(directory))
 
 
-@pytest.mark.parametrize("value", [torch.nan, 0.0])
-def test_scales_without_a_value_are_named(tmp_path: Path, value: float):
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [(torch.nan, "has the scale nan, but"), (0.0, "has only scales of zero")],
+)
+def test_scales_without_a_value_are_named(tmp_path: Path, value: float, sentence: str):
     edit = scale(f"{DOWN}.weight_scale", lambda scales: torch.full_like(scales, value))
     directory = changed(MIXED, tmp_path, edit)
-    with pytest.raises(ValueError, match=r"The scales of layers\.0\.mlp\.down_proj\.weight"):
+    with pytest.raises(ValueError, match=rf"layers\.0\.mlp\.down_proj\.weight_scale {sentence}"):
         logits_of(directory, torch.tensor([1, 2]))
 
 

@@ -23,6 +23,7 @@ from strobe.models.quantization.rules import Rules
 from strobe.models.quantization.stored import HeldProduct, empty_weight, held_bytes
 from strobe.models.weight_mapping import (
     Blocks,
+    Check,
     CheckpointTensors,
     Fill,
     WeightMapping,
@@ -138,10 +139,12 @@ def _held(
     """Return the tensors that a layer is to hold, as a part that fills nothing."""
     sources: dict[str, tuple[int, ...]] = {}
     blocks: dict[str, Blocks] = {}
+    checks: dict[str, Check] = {}
     dtypes = set[str]()
     for part in parts:
         sources |= part.sources
         blocks |= part.blocks
+        checks |= part.checks
         dtypes |= {*part.dtypes}
     own = [(name, form) for part in forms for name, form in part.items() if form is not None]
     product = HeldProduct(linear, sum(held_bytes(form, tensors) for _, form in own))
@@ -150,21 +153,18 @@ def _held(
     empty_weight(linear)
     return WeightPart(
         sources=sources,
-        fill=partial(_hold, product=product, forms=own),
+        fill=partial(_hold, product=product, forms=[form for _, form in own]),
         dtypes=tuple(sorted(dtypes)),
         stacked=parts[0].stacked,
         blocks=blocks,
+        checks=checks,
     )
 
 
-def _hold(
-    out: Tensor, *tensors: Tensor, product: HeldProduct, forms: Sequence[tuple[str, Form]]
-) -> None:
+def _hold(out: Tensor, *tensors: Tensor, product: HeldProduct, forms: Sequence[Form]) -> None:
     """Let a layer hold the stored tensors on the device of `out`, which is empty."""
     rest = iter(tensors)
-    product.parts = tuple(
-        read_weight(name, form, rest, out.device).copied() for name, form in forms
-    )
+    product.parts = tuple(read_weight(form, rest, out.device).copied() for form in forms)
 
 
 def _tell_unexpected(
@@ -199,9 +199,11 @@ def _with_forms(
 ) -> WeightPart:
     sources: dict[str, tuple[int, ...]] = {}
     blocks = dict(part.blocks)
+    checks = dict(part.checks)
     for name, form in forms.items():
         sources |= {name: part.sources[name]} if form is None else form.sources
         blocks |= {} if form is None else form.blocks
+        checks |= {} if form is None else form.checks
     dtypes = {tensors.dtypes[name] for name in sources if name in tensors.dtypes}
     fill = partial(_fill, fill=part.fill, forms=forms)
     return part._replace(
@@ -209,15 +211,16 @@ def _with_forms(
         fill=fill,
         dtypes=(*part.dtypes, *sorted(dtypes.difference(part.dtypes))),
         blocks=blocks,
+        checks=checks,
     )
 
 
 def _fill(out: Tensor, *tensors: Tensor, fill: Fill, forms: Mapping[str, Form | None]) -> None:
     """Dequantize the stored tensors, then fill."""
     if fill is copy and len(forms) == 1:
-        ((name, form),) = forms.items()
+        (form,) = forms.values()
         assert form is not None
-        fill_dequantized(out, read_weight(name, form, iter(tensors), out.device))
+        fill_dequantized(out, read_weight(form, iter(tensors), out.device))
     else:
         fill(out, *_values(out, tensors, forms))
 
@@ -227,11 +230,11 @@ def _values(
 ) -> Iterator[Tensor]:
     """Yield the values of a part's weights in the dtype of out."""
     rest = iter(tensors)
-    for name, form in forms.items():
+    for form in forms.values():
         if form is None:
             yield next(rest)
             continue
-        stored = read_weight(name, form, rest, out.device)
+        stored = read_weight(form, rest, out.device)
         value = torch.empty(stored.shape, dtype=out.dtype, device=out.device)
         fill_dequantized(value, stored)
         yield value

@@ -20,7 +20,16 @@ from strobe.models.quantization.grouped import (
     unpacked,
 )
 from strobe.models.quantization.rules import FP8, MXFP4, MXFP8, NVFP4, Scheme
-from strobe.models.weight_mapping import FLOATS, Blocks, CheckpointTensors
+from strobe.models.quantization.value_checks import (
+    check_global_scale,
+    check_groups,
+    check_scales,
+    check_signed_scales,
+    check_size,
+    check_zeros,
+    is_consecutive,
+)
+from strobe.models.weight_mapping import FLOATS, Blocks, Check, CheckpointTensors
 
 Shape = tuple[int, ...]
 EXPONENTS = ("U8", "F8_E8M0")
@@ -42,14 +51,15 @@ these see `kv_scales`."""
 @dataclass(frozen=True)
 class Form:
     """How one weight is stored. sources: its tensors with the shapes that the module needs. read:
-    makes the weight from them, in this order, on a device. blocks: see `WeightPart`. block: rows
-    and columns that share a scale of values of 8 bits."""
+    makes the weight from them, in this order, on a device. blocks, checks: see `WeightPart`. block:
+    rows and columns that share a scale of values of 8 bits."""
 
     scheme: Scheme
     sources: dict[str, Shape]
     read: Callable[[Sequence[Tensor]], StoredWeight]
     blocks: Mapping[str, Blocks] = field(default_factory=dict[str, Blocks])
     block: tuple[int, int] | None = None
+    checks: Mapping[str, Check] = field(default_factory=dict[str, Check])
 
 
 def form_of(
@@ -82,20 +92,9 @@ def form_of(
     return None
 
 
-def read_weight(
-    name: str, form: Form, tensors: Iterator[Tensor], device: torch.device
-) -> StoredWeight:
-    """Read a weight from the next tensors. Raises ValueError for scales that no writer of a format
-    makes."""
-    weight = form.read([next(tensors).to(device) for _ in form.sources])
-    for scale in weight.scales:
-        values = scale.float()
-        if not bool(values.isfinite().all()) or not bool((values > 0).any()):
-            raise ValueError(
-                f"The scales of {name} are not finite numbers above zero; download the checkpoint "
-                "again."
-            )
-    return weight
+def read_weight(form: Form, tensors: Iterator[Tensor], device: torch.device) -> StoredWeight:
+    """Read a weight from the next tensors."""
+    return form.read([next(tensors).to(device) for _ in form.sources])
 
 
 @dataclass(frozen=True)
@@ -153,6 +152,10 @@ class _Weight:
     def sources(self, **shapes: Shape) -> dict[str, Shape]:
         return {f"{self.stem}.{leaf}": shape for leaf, shape in shapes.items()}
 
+    def checks(self, **checks: Check) -> dict[str, Check]:
+        """Return the checks by the names of the tensors."""
+        return {f"{self.stem}.{leaf}": check for leaf, check in checks.items()}
+
 
 def _packed_integers(weight: _Weight) -> Form:
     """compressed-tensors' pack-quantized: words of 32 bits, codes offset to be positive."""
@@ -176,15 +179,15 @@ def _packed_integers(weight: _Weight) -> Form:
     if has_zero or (declared is not None and declared.asymmetric):
         weight.need("weight_zero_point", ["I32"])
         sources |= weight.sources(weight_zero_point=(-(-outputs * bits // 32), groups))
+    checks = weight.checks(weight_scale=check_signed_scales)
     if weight.dtype("weight_shape") is not None:
         weight.need("weight_shape", ["I64", "I32"])
         sources |= weight.sources(weight_shape=(2,))
+        size = [weight.stored("weight_packed")[0], whole]
+        checks |= weight.checks(weight_shape=check_size(size))
 
     def read(tensors: Sequence[Tensor]) -> GroupWeight:
         by_name = dict(zip(sources, tensors, strict=True))
-        size = by_name.get(f"{weight.stem}.weight_shape")
-        if size is not None and size.tolist() != [weight.stored("weight_packed")[0], whole]:
-            raise weight.error("weight_shape", f"says {size.tolist()}, but the weight is not so")
         zero = by_name.get(f"{weight.stem}.weight_zero_point")
         if zero is not None:  # packed along N
             words = zero.t().contiguous()
@@ -201,7 +204,7 @@ def _packed_integers(weight: _Weight) -> Form:
     scheme = Scheme(
         kind="int", bits=bits, group=group if group < whole else None, asymmetric=has_zero
     )
-    return Form(scheme=scheme, sources=sources, read=read)
+    return Form(scheme=scheme, sources=sources, read=read, checks=checks)
 
 
 @dataclass(frozen=True)
@@ -245,21 +248,31 @@ class _TransposedLayout:
             group=self.group,
             inputs=self.weight.shape[1],
             zero=self._zero(by_leaf["qzeros"]) if self.asymmetric else None,
-            index=_index(self.weight, groups, self.group, self.whole),
+            index=_index(groups, self.group),
         )
 
-    def _zero(self, zeros: Tensor) -> Tensor:
-        """Zero points as they are stored -> [N, G]. Raises ValueError for one beyond the codes."""
+    @property
+    def zero_offset(self) -> int:
+        """What is added to stored zeros."""
         declared = self.weight.declared
-        offset = declared.zero_offset if declared is not None else 0
+        return declared.zero_offset if declared is not None else 0
+
+    def _zero(self, zeros: Tensor) -> Tensor:
+        """Zero points as they are stored -> [N, G]."""
         zero = _awq_codes(zeros) if self.is_awq else unpacked(as_bytes(zeros), self.bits)
-        zero = zero[:, : self.weight.shape[0]].int() + offset
-        if offset and bool((zero >= 2**self.bits).any()):
-            raise self.weight.error(
-                "qzeros",
-                f"makes a zero of {2**self.bits}, which codes of {self.bits} bits do not have",
-            )
-        return zero.t()
+        return (zero[:, : self.weight.shape[0]].int() + self.zero_offset).t()
+
+    @property
+    def checks(self) -> dict[str, Check]:
+        """See `WeightPart`."""
+        outputs, _ = self.weight.shape
+        num_groups = self.whole // self.group
+        checks: dict[str, Check] = {"scales": check_signed_scales}
+        if self.asymmetric and self.zero_offset:
+            checks["qzeros"] = check_zeros(self.bits, outputs)
+        if "g_idx" in self.leaves:
+            checks["g_idx"] = check_groups(self.group, num_groups)
+        return self.weight.checks(**checks)
 
 
 def _transposed(weight: _Weight) -> Form:
@@ -301,24 +314,18 @@ def _transposed(weight: _Weight) -> Form:
         group=layout.group if layout.group < whole else None,
         asymmetric=asymmetric,
     )
-    return Form(scheme=scheme, sources=weight.sources(**layout.shapes), read=layout.read)
+    return Form(
+        scheme=scheme,
+        sources=weight.sources(**layout.shapes),
+        read=layout.read,
+        checks=layout.checks,
+    )
 
 
-def _index(weight: _Weight, groups: Tensor | None, group: int, whole: int) -> Tensor | None:
-    """Return the group of each input; None if groups are consecutive inputs. whole: number of
-    inputs of the whole weight."""
-    inputs = weight.shape[1]
-    if groups is None:
+def _index(groups: Tensor | None, group: int) -> Tensor | None:
+    """Return the group of each input; None if groups are consecutive inputs."""
+    if groups is None or is_consecutive(groups, group):
         return None
-    plain = torch.arange(inputs, device=groups.device) // group
-    if torch.equal(groups - groups[0], plain.to(groups.dtype)):
-        return None
-    if inputs != whole:
-        raise weight.error(
-            "g_idx", "orders groups by activations, which several ranks cannot share"
-        )
-    if int(groups.min()) < 0 or int(groups.max()) >= -(-whole // group):
-        raise weight.error("g_idx", "names groups that have no scales")
     return groups.long()
 
 
@@ -348,9 +355,11 @@ def _packed_floats(weight: _Weight, codes: str, global_scale: str, *, is_divisor
         codes: (outputs, inputs // 2),
         "weight_scale": (outputs, inputs // group),
     }
+    checks: dict[str, Check] = {"weight_scale": check_scales}
     if is_nvfp4:
         weight.need_number(global_scale)
         shapes[global_scale] = weight.stored(global_scale)
+        checks[global_scale] = check_global_scale
 
     def read(tensors: Sequence[Tensor]) -> GroupWeight:
         return GroupWeight(
@@ -364,7 +373,12 @@ def _packed_floats(weight: _Weight, codes: str, global_scale: str, *, is_divisor
             is_float=True,
         )
 
-    return Form(scheme=scheme, sources=weight.sources(**shapes), read=read)
+    return Form(
+        scheme=scheme,
+        sources=weight.sources(**shapes),
+        read=read,
+        checks=weight.checks(**checks),
+    )
 
 
 def _grid(weight: _Weight, scheme: Scheme) -> Form:
@@ -416,6 +430,9 @@ def _grid(weight: _Weight, scheme: Scheme) -> Form:
         read=read,
         blocks=blocks,
         block=block,
+        checks=weight.checks(
+            **{leaf: check_signed_scales if scheme.kind == "int" else check_scales}
+        ),
     )
 
 

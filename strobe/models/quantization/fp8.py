@@ -30,6 +30,7 @@ from strobe.models.quantization.fp8_formats import (
 )
 from strobe.models.quantization.held import hold, scale_at
 from strobe.models.quantization.rules import LINEAR, Rule, Rules, Scheme
+from strobe.models.quantization.value_checks import check_scales
 from strobe.models.weight_mapping import (
     FLOATS,
     Blocks,
@@ -129,7 +130,14 @@ def _hold_blocks(
         at = scale_at(part.at)
         blocks = {name + SCALE: Blocks(name, block)}
         scale_sources = {name + SCALE: shape}
-        scales.append(part._replace(sources=scale_sources, at=at, fill=fill, blocks=blocks))
+        own = part._replace(
+            sources=scale_sources,
+            at=at,
+            fill=fill,
+            blocks=blocks,
+            checks={name + SCALE: check_scales},
+        )
+        scales.append(own)
     hold(
         linear,
         experts_format(quantization, inputs),
@@ -156,7 +164,13 @@ def _with_scales(
             sources[name + SCALE] = (*shape[:-2], *blocks)
             grids[name + SCALE] = Blocks(name, block)
     fill = partial(_fill, fill=part.fill, stored=stored, block=block)
-    return part._replace(sources=sources, fill=fill, dtypes=(*FLOATS, STORED), blocks=grids)
+    return part._replace(
+        sources=sources,
+        fill=fill,
+        dtypes=(*FLOATS, STORED),
+        blocks=grids,
+        checks=dict.fromkeys(grids, check_scales),
+    )
 
 
 def _fill(

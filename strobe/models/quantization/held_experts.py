@@ -25,8 +25,10 @@ from strobe.models.quantization.grouped import (
 from strobe.models.quantization.held import hold, scale_at
 from strobe.models.quantization.rules import MXFP4
 from strobe.models.quantization.stored import held_bytes
+from strobe.models.quantization.value_checks import check_experts_groups, check_exponents
 from strobe.models.weight_mapping import (
     FLOATS,
+    Check,
     CheckpointTensors,
     WeightMapping,
     WeightPart,
@@ -58,17 +60,10 @@ class HeldExperts:
             weight.copy_(self.stack.rows(row, row + outputs))
         return out
 
-    def fill(
-        self, out: Tensor, *tensors: Tensor, name: str, form: Form, index: int, count: int
-    ) -> None:
+    def fill(self, out: Tensor, *tensors: Tensor, form: Form, index: int, count: int) -> None:
         """Read a weight, which is number `index` of `count`, to the device of `out`."""
-        weight = read_weight(name, form, iter(tensors), out.device).copied()
+        weight = read_weight(form, iter(tensors), out.device).copied()
         assert isinstance(weight, GroupWeight | GridWeight)
-        if isinstance(weight, GroupWeight) and weight.index is not None:
-            raise ValueError(
-                f"The groups of {name} are ordered by activations (desc_act), which experts that "
-                "are kept as stored do not support; use weight_dtype auto."
-            )
         if self.stack is None:
             self.stack = empty_stack(weight, count)
         assert isinstance(self.stack, GroupWeight | GridWeight)
@@ -103,13 +98,12 @@ def hold_experts(
     coded = [
         WeightPart(
             sources=form.sources,
-            fill=partial(
-                linear.held_experts.fill, name=name, form=form, index=index, count=len(own)
-            ),
+            fill=partial(linear.held_experts.fill, form=form, index=index, count=len(own)),
             dtypes=tuple(sorted({tensors.dtypes[source] for source in form.sources})),
             blocks=form.blocks,
+            checks=_checks(form),
         )
-        for index, (name, form) in enumerate(own)
+        for index, (_, form) in enumerate(own)
     ]
     return {f"{path}.weight": coded}
 
@@ -119,6 +113,15 @@ def _structure(form: Form, tensors: CheckpointTensors) -> object:
     leaves = [(name.rpartition(".")[2], tensors.dtypes[name]) for name in form.sources]
     sizes = [shape for name, shape in form.sources.items() if not name.endswith("weight_shape")]
     return form.scheme, form.block, tuple(leaves), tuple(sizes)
+
+
+def _checks(form: Form) -> dict[str, Check]:
+    """Return the checks of an expert's tensors, whose groups must be consecutive inputs."""
+    checks = dict(form.checks)
+    for name in checks:
+        if name.endswith("g_idx"):
+            checks[name] = check_experts_groups(form.scheme.group or form.sources[name][0])
+    return checks
 
 
 def _mxfp4(
@@ -144,6 +147,7 @@ def _mxfp4(
             at=scale_at(part.at),
             fill=mxfp4.fill_scales,
             dtypes=EXPONENTS,
+            checks={exponents: check_exponents(mxfp4.MAX_EXPONENT)},
         )
         scales.append(own)
     mxfp4.hold_mxfp4(linear)
@@ -184,6 +188,7 @@ def _fp8(
             fill=partial(_fill_scales, rows=rows),
             dtypes=(*FLOATS, *EXPONENTS),
             blocks=form.blocks,
+            checks=form.checks,
         )
         scales.append(own)
     hold(

@@ -16,6 +16,7 @@ from strobe.models.config_readers.fields import HINT, Fields
 from strobe.models.linear import Linear
 from strobe.models.model_config import DecoderConfig, Quantization
 from strobe.models.quantization.held import fill_bytes, hold, scale_at
+from strobe.models.quantization.value_checks import check_exponents
 from strobe.models.weight_mapping import CheckpointTensors, Fill, WeightMapping, WeightPart
 
 BLOCK = 32
@@ -131,7 +132,8 @@ def _part(part: WeightPart, weight: Tensor, name: str, fill: Fill) -> WeightPart
     shape = (*outer, groups, BLOCK // 2) if name == "blocks" else (*outer, groups)
     at = part.at if name == "blocks" else scale_at(part.at)
     sources = {f"{source}_{name}": shape for source in part.sources}
-    return part._replace(sources=sources, at=at, fill=fill, dtypes=("U8",))
+    checks = dict.fromkeys(sources, check_exponents(MAX_EXPONENT)) if name == "scales" else {}
+    return part._replace(sources=sources, at=at, fill=fill, dtypes=("U8",), checks=checks)
 
 
 def fill_values(out: Tensor, blocks: Tensor) -> None:

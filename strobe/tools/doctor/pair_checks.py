@@ -56,11 +56,17 @@ def check_files(report: Report, target: Path, draft: Path) -> tuple[Any, Any, An
     )
     if target_config is not None and (fits or not missing_weights(target)):
         _tensors(
-            report, "target's tensors", target, lambda: check_target_tensors(target, target_config)
+            report,
+            "target's tensors",
+            target,
+            lambda: check_target_tensors(target, target_config, values=True),
         )
     if draft_config is not None and (fits or not missing_weights(draft)):
         _tensors(
-            report, "drafter's tensors", draft, lambda: check_draft_tensors(draft, draft_config)
+            report,
+            "drafter's tensors",
+            draft,
+            lambda: check_draft_tensors(draft, draft_config, values=True),
         )
     tokenizer = attempt(report, "tokenizer", lambda: Tokenizer(target))
     report.facts["files"] = {
