@@ -145,7 +145,7 @@ class Engine:
             result = self._result(self._pending[0])
             if self.shadow is not None:
                 self.shadow.observe_step(result)
-            if self.components.host_tier is not None:
+            if self.components.host_tier is not None and not self._pending[0].has_captured:
                 self.prefill_costs.observe(self._pending[0].plan, result)
             events = self.scheduler.commit(self._pending[0].plan, result)
             self._pending.popleft()
@@ -167,7 +167,10 @@ class Engine:
     def _launch_next(self, plan: Plan) -> None:
         """Launch a plan, which may have copies only: these have no result to wait for."""
         if plan.spans:
-            self._pending.append(self.launch(plan))
+            num_graphs = len(self.graphs)
+            output = self.launch(plan)
+            output.has_captured = len(self.graphs) > num_graphs
+            self._pending.append(output)
             return
         self.on_launch(plan, len(self._pending))
         self._copy_host(plan)
@@ -388,10 +391,12 @@ class Engine:
         self.scheduler.finish(request, reason)
 
     def reset(self) -> None:
-        """Clear counters, request numbers and the prefix cache; the engine must be idle."""
+        """Clear counters, request numbers, the prefix cache and the costs of prompts' rows; the
+        engine must be idle."""
         assert not self.has_work, "requests are running"
         self._request_numbers = itertools.count()
         self.scheduler.reset_stats()
+        self.prefill_costs.reset()
         self.components.clear_prefix_cache()
 
     def check_device(self) -> None:

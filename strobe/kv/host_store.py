@@ -19,6 +19,9 @@ from strobe.step import HostCopies, HostCopy
 STAGING_BYTES = 32 << 20
 """Maximum bytes of pages that are gathered on the device at once, or a page if that is larger."""
 
+_MEASURED_SECONDS = 0.2
+"""Seconds of copies that measure a GPU's speed."""
+
 
 def staging_bytes(page_bytes: int) -> int:
     """Bytes of the device that copies take: pages gathered, and a group's of them once more."""
@@ -163,11 +166,12 @@ class HostStore:
 
     def measure(self) -> float:
         """Measure the copy speed to the device in bytes per millisecond, 1 or more. Leaves the
-        device's pages unchanged."""
+        device's pages unchanged. The link of an idle GPU takes a moment to reach its speed."""
         group = self.pages[0]
         count = min(group.batch_size, len(group.rows))
         times: list[float] = []
-        for _ in range(3):
+        until = time.perf_counter() + (_MEASURED_SECONDS if self.stream is not None else 0.0)
+        while len(times) < 3 or time.perf_counter() < until:
             self._synchronize()
             started = time.perf_counter()
             with self._on_stream():

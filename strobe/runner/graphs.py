@@ -73,9 +73,10 @@ class Graphs:
         self.capturer = capturer
         self._graphs: dict[Hashable, _Graph | None] = {}
         """None: it runs eagerly."""
+        self._num_captured = 0
 
     def __len__(self) -> int:
-        return sum(graph is not None for graph in self._graphs.values())
+        return self._num_captured
 
     def run(
         self, key: Hashable, body: Body, packed: Tensor, step_input: Tensor | None = None
@@ -89,7 +90,9 @@ class Graphs:
         if graph is None:
             result = body(packed, step_input)
             if key not in self._graphs:
-                self._graphs[key] = self._capture(key, body, packed, step_input)
+                captured = self._capture(key, body, packed, step_input)
+                self._graphs[key] = captured
+                self._num_captured += captured is not None
             return result
         if graph.packed_source is not packed:
             graph.packed.copy_(packed)

@@ -41,7 +41,7 @@ class StepOutput:
     score_columns: by span, the columns of its scores to report. errors: by span, why its request
     ends. proposed [S, K]: the device's drafts, if a request reads them, and their margins, in host
     memory. draft_readers: the spans whose requests read their drafts. started_at, done_at: host
-    clock in seconds.
+    clock in seconds. has_captured: whether the launch captured a graph, which takes far longer.
     """
 
     plan: Plan
@@ -52,6 +52,7 @@ class StepOutput:
     proposed: Drafts
     draft_readers: Collection[int]
     started_at: float
+    has_captured: bool = False
     done_at: float = 0.0
 
     def __post_init__(self, verified: Verified) -> None:
@@ -68,6 +69,8 @@ class StepOutput:
         if verified.num_accepted.device.type == "cuda":
             self._event = torch.cuda.Event()
             self._event.record()
+        else:  # it has run already, and may be waited for only after another step has run
+            self.done_at = time.perf_counter()
 
     @property
     def is_torn(self) -> bool:
@@ -91,7 +94,7 @@ class StepOutput:
         if self._result is None:
             if self._event is not None:
                 self._event.synchronize()
-            self.done_at = time.perf_counter()
+                self.done_at = time.perf_counter()
             self._result = self._to_host(self.done_at - max(self.started_at, previous_done_at))
         return self._result
 

@@ -228,7 +228,6 @@ class PrefillCosts:
 
     def __init__(self) -> None:
         self._steps: deque[tuple[float, float, float]] = deque(maxlen=_PROMPT_STEPS)
-        """Rows, positions before them, and milliseconds of each step."""
         self._rates: tuple[float, float] | None = None
 
     def observe(self, plan: Plan, result: StepResult) -> None:
@@ -239,6 +238,16 @@ class PrefillCosts:
             return
         seen = sum([span.num_rows * (span.start + span.num_rows / 2) for span in prompts])
         self._steps.append((result.rows, seen, 1e3 * result.seconds))
+        self._rates = None
+
+    @property
+    def steps(self) -> list[tuple[float, float, float]]:
+        """The steps that count: rows, positions before them, and milliseconds of each."""
+        return list(self._steps)
+
+    def reset(self) -> None:
+        """Forget all steps, as those of a warm-up, which compile and capture."""
+        self._steps.clear()
         self._rates = None
 
     def ms(self, start: int, end: int) -> float:
@@ -252,20 +261,37 @@ class PrefillCosts:
         return row * (end - start) + context * (end - start) * (start + end) / 2
 
     def _fit(self) -> tuple[float, float]:
-        """Return the milliseconds of a row, and of each position before a row. If the steps are too
-        similar to separate the two, all of their time counts for their rows."""
+        """Return the milliseconds of a row, and of each position before a row. If the steps do not
+        separate these from what every step takes, all the time of the larger ones counts for their
+        rows."""
         steps = np.array(self._steps)
         rows, seen, ms = steps.T
-        if rows.max() < 2 * rows.min():
-            return float(np.median(ms / rows)), 0.0
-        terms = np.stack([np.ones(len(ms)), rows, seen]) / ms  # relative errors
-        used = np.ones(3, dtype=bool)
-        rates = np.zeros(3)
-        for _ in range(3):
-            rates[used] = np.linalg.lstsq(terms.T[:, used], np.ones(len(ms)), rcond=None)[0]
-            used &= rates > 0  # a rate below 0 is noise
-            rates[~used] = 0.0
-        return float(rates[1]), float(rates[2])
+        is_large = 2 * rows >= rows.max()
+        if not is_large.all():
+            terms = np.stack([np.ones(len(ms)), rows, seen], axis=1)
+            weights = np.sqrt(rows) / ms  # relative errors, by rows
+            _, row, context = _non_negative(terms * weights[:, None], ms * weights)
+            if row or context:
+                return row, context
+        return float(np.median((ms / rows)[is_large])), 0.0
+
+
+def _non_negative(terms: Floats, results: Floats) -> list[float]:
+    """Return the rates, none below 0, for which terms [N, R] @ rates are nearest to the results
+    [N], by the sum of the squared errors. R is small, since each choice of the rates above 0 is
+    tried."""
+    num_rates = terms.shape[1]
+    best = np.zeros(num_rates)
+    smallest = math.inf
+    for chosen in itertools.product((False, True), repeat=num_rates):
+        used = np.array(chosen)
+        rates = np.zeros(num_rates)
+        rates[used] = np.linalg.lstsq(terms[:, used], results, rcond=None)[0]
+        error = float(((terms @ rates - results) ** 2).sum())
+        if (rates >= 0).all() and error < smallest:
+            best = rates
+            smallest = error
+    return best.tolist()
 
 
 def _curve(points: Mapping[float, float]) -> Curve:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +250,26 @@ def test_prefix_is_recomputed_where_that_is_cheaper(qwen3: Path):
         assert request.output_ids == expected
         evict_all(engine)
     assert asked == [(0, 192), (0, 192)]
+
+
+def test_steps_of_prompts_take_their_own_time_with_two_in_flight(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch
+):
+    engine = make_tiered(config(qwen3, overlap=2, max_num_batched_tokens=64))
+    forward = engine.runner.forward
+    clock = [0.0]
+
+    def take_time(*args: Any, **options: Any) -> Any:
+        clock[0] += 0.05
+        return forward(*args, **options)
+
+    monkeypatch.setattr(engine.runner, "forward", take_time)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    ask(engine, PROMPTS[0], COLD)
+    rows_and_ms = [(rows, round(ms)) for rows, _, ms in engine.prefill_costs.steps]
+    assert rows_and_ms == [(64, 50), (64, 50), (64, 50), (8, 50)]
+    engine.reset()
+    assert not engine.prefill_costs.steps
 
 
 def test_prompt_logprobs_are_computed_and_not_brought_back(qwen3: Path):

@@ -262,3 +262,40 @@ def test_prompts_of_one_size_cost_all_the_time_of_their_steps():
     for ms in (10.0, 11.0, 50.0):
         prompt_step(costs, 0, 100, ms)
     assert costs.ms(0, 200) == pytest.approx(22.0)
+
+
+def h200_prompt(costs: PrefillCosts, start: int, rows: int, factor: float = 1.0) -> float:
+    """Let costs observe a step with rows of one prompt as an H200 takes with Qwen3-8B, times a
+    factor; return its milliseconds without the factor."""
+    seen = rows * (start + rows / 2)
+    ms = max(6.0, 0.027 * rows) + 1.2e-6 * seen
+    prompt_step(costs, start, rows, factor * ms)
+    return ms
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_noise_of_few_long_steps_never_makes_rows_free(seed: int):
+    noise = random.Random(seed)
+    costs = PrefillCosts()
+    for _ in range(2):
+        first = h200_prompt(costs, 0, 8192, noise.uniform(0.9, 1.1))
+        second = h200_prompt(costs, 8192, 7808, noise.uniform(0.9, 1.1))
+        h200_prompt(costs, 16000, 64, noise.uniform(1.0, 4.0))
+        assert costs.ms(0, 16000) == pytest.approx(first + second, rel=0.25)
+
+
+def test_long_prompts_weigh_more_than_slow_steps_of_few_rows():
+    costs = PrefillCosts()
+    for rows in (16, 32, 64, 128, 192, 256, 384, 512):
+        h200_prompt(costs, 0, rows, 50.0)
+        h200_prompt(costs, 0, rows)
+    first = h200_prompt(costs, 0, 8192)
+    second = h200_prompt(costs, 8192, 7808)
+    assert costs.ms(0, 16000) == pytest.approx(first + second, rel=0.1)
+
+
+def test_reset_prompt_costs_forget_their_steps():
+    costs = PrefillCosts()
+    h200_prompt(costs, 0, 8192)
+    costs.reset()
+    assert costs.ms(0, 16000) == float("inf")
