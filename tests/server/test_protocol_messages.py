@@ -71,6 +71,14 @@ def test_text_after_a_call_is_its_own_message():
     assert len(first["tool_calls"]) == len(second["tool_calls"]) == 1
 
 
+def test_hidden_blocks_alone_are_rejected():
+    answer = {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]}
+    assert refusal(MessagesRequest, messages=[answer]).param == "messages"
+    assert ask([answer], system="be brief").generation.messages == [
+        {"role": "system", "content": "be brief"}
+    ]
+
+
 def test_sampling_equals_the_chats():
     request = ask(
         max_tokens=7, temperature=0.5, top_p=0.9, top_k=5, stop_sequences=["a", "b"], seed=3,

@@ -92,6 +92,13 @@ def arguments_object(arguments: Arguments | None) -> dict[str, Any] | str:
     return value if isinstance(value, dict) else arguments
 
 
+def template_call(name: str, arguments: Arguments | None, call_id: str | None) -> dict[str, Any]:
+    """Return an earlier call as chat templates read it."""
+    function = {"name": name, "arguments": arguments_object(arguments)}
+    call = {"type": "function", "function": function}
+    return call if call_id is None else {"id": call_id, **call}
+
+
 class CalledFunction(RequestObject):
     """The function of an earlier call, with its arguments."""
 
@@ -100,9 +107,7 @@ class CalledFunction(RequestObject):
 
     def for_template(self, call_id: str | None) -> dict[str, Any]:
         """The call as the chat template reads it."""
-        function = {"name": self.name, "arguments": arguments_object(self.arguments)}
-        call = {"type": "function", "function": function}
-        return call if call_id is None else {"id": call_id, **call}
+        return template_call(self.name, self.arguments, call_id)
 
 
 class ToolCall(RequestObject):

@@ -254,6 +254,15 @@ class SamplingFields(DeclaredFields):
         return self._sampling
 
 
+def check_top_logprobs(top_logprobs: int | None, logprobs: bool) -> None:
+    """Reject a number of top tokens that has no effect. Raises FieldError."""
+    if top_logprobs and not logprobs:
+        raise FieldError(
+            f"top_logprobs is {top_logprobs} without logprobs; set logprobs to true.",
+            "top_logprobs",
+        )
+
+
 def sent_arguments(request: RequestObject, names: Collection[str]) -> dict[str, Any]:
     """Return the arguments of SamplingParams that the client sent in fields of these names."""
     return {name: to_argument(getattr(request, name)) for name in names if request.is_set(name)}

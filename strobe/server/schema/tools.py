@@ -258,7 +258,7 @@ class FlatTool(Protocol):
 
 def make_toolbox(
     tools: Sequence[Tool | FlatTool | HostedTool] | None,
-    choice: ChatToolChoice | ResponsesToolChoice | None,
+    choice: ChatToolChoice | ResponsesToolChoice | ToolChoice | None,
     warnings: FieldWarnings,
 ) -> Toolbox:
     """Return the tools that the choice allows. warnings: gets a sentence for each tool that is no
@@ -266,9 +266,9 @@ def make_toolbox(
     functions, strict = _functions(tools or (), warnings)
     if choice is None:
         choice = "auto" if functions else "none"
-    if choice == "none":
-        return NO_TOOLS
     tool_choice, allowed = _choice(choice, functions, warnings)
+    if tool_choice.mode == "none":
+        return NO_TOOLS
     if tool_choice.forced and not allowed:
         sent = choice.sent if isinstance(choice, RequestObject) else choice
         raise FieldError(
@@ -310,16 +310,19 @@ def _functions(
 
 
 def _choice(
-    choice: ChatToolChoice | ResponsesToolChoice,
+    choice: ChatToolChoice | ResponsesToolChoice | ToolChoice,
     names: Collection[str],
     warnings: FieldWarnings,
 ) -> tuple[ToolChoice, Collection[str]]:
     """Return the tool choice and the names of the tools that it allows."""
     if isinstance(choice, str):
-        return ToolChoice(choice), names
-    if isinstance(choice, NamedTool | NamedResponsesTool):
-        _check_offered(choice.name, names, "tool_choice")
-        return ToolChoice("required", choice.name), names
+        choice = ToolChoice(choice)
+    elif isinstance(choice, NamedTool | NamedResponsesTool):
+        choice = ToolChoice("required", choice.name)
+    if isinstance(choice, ToolChoice):
+        if choice.name is not None:
+            _check_offered(choice.name, names, "tool_choice")
+        return choice, names
     if isinstance(choice, AllowedToolsChoice):
         path = "tool_choice.allowed_tools.tools"
         allowed = choice.allowed_tools

@@ -1,4 +1,4 @@
-"""The messages of /v1/messages, lists of blocks, and the items of /v1/responses they become."""
+"""The messages of /v1/messages, lists of blocks, and the chat messages that they become."""
 
 from __future__ import annotations
 
@@ -8,19 +8,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from strobe.server.openai.protocol.items import (
-    FunctionCallItem,
-    FunctionCallOutputItem,
-    MessageItem,
-    ReadItem,
-    ReasoningItem,
-)
 from strobe.server.schema.base import RequestObject
 from strobe.server.schema.field_errors import (
     HERE,
     FieldError,
     short_json,
 )
+from strobe.server.schema.messages import template_call
+from strobe.server.schema.template_messages import TemplateMessages
 from strobe.server.schema.values import Must, OneOf, OrText, Text
 
 
@@ -175,39 +170,21 @@ Turns = Annotated[
 ]
 
 
-def to_items(turns: Sequence[Turn]) -> list[ReadItem]:
-    """Return the messages as items, with consecutive texts of one role merged into one message."""
-    items: list[ReadItem] = []
+def to_messages(turns: Sequence[Turn]) -> TemplateMessages:
+    """Return the messages as chat templates read them. Consecutive texts of one role are one
+    text."""
+    messages = TemplateMessages()
     for turn in turns:
         if isinstance(turn.content, str):
-            _add_text(items, turn.role, turn.content)
+            messages.extend_text(turn.role, turn.content)
             continue
         for block in turn.content:
             if isinstance(block, TextBlock):
-                _add_text(items, turn.role, block.text)
-            elif not isinstance(block, RedactedThinkingBlock):
-                items.append(_item(block))
-    return items
-
-
-def _add_text(
-    items: list[ReadItem], role: Literal["user", "assistant", "system"], text: str
-) -> None:
-    last = items[-1] if items else None
-    if isinstance(last, MessageItem) and last.role == role:
-        items.pop()
-        text = f"{last.content}\n{text}"
-    items.append(MessageItem(role=role, content=text))
-
-
-def _item(block: ThinkingBlock | ToolUseBlock | ToolResultBlock) -> ReadItem:
-    if isinstance(block, ThinkingBlock):
-        parts = [{"text": block.thinking}] if block.thinking else []
-        return ReasoningItem.model_validate({"type": "reasoning", "content": parts})
-    if isinstance(block, ToolUseBlock):
-        return FunctionCallItem(
-            type="function_call", call_id=block.id, name=block.name, arguments=block.input
-        )
-    return FunctionCallOutputItem(
-        type="function_call_output", call_id=block.tool_use_id, output=joined(block.content)
-    )
+                messages.extend_text(turn.role, block.text)
+            elif isinstance(block, ThinkingBlock):
+                messages.add_reasoning([block.thinking] if block.thinking else [])
+            elif isinstance(block, ToolUseBlock):
+                messages.add_call(template_call(block.name, block.input, block.id))
+            elif isinstance(block, ToolResultBlock):
+                messages.add_result(block.tool_use_id, joined(block.content))
+    return messages

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from pydantic import BeforeValidator, Field
 
 from strobe.server.anthropic.protocol.blocks import Texts as TextBlocks
-from strobe.server.anthropic.protocol.blocks import Turns, joined, to_items
+from strobe.server.anthropic.protocol.blocks import Turns, joined, to_messages
 from strobe.server.anthropic.protocol.tools import (
     MessagesToolChoice,
     MessagesTools,
@@ -21,9 +21,6 @@ from strobe.server.generation.request import (
     Sampling,
     TemplateOptions,
 )
-from strobe.server.openai.protocol.chat_request import Effort
-from strobe.server.openai.protocol.conversation import TemplateVariables
-from strobe.server.openai.protocol.items import MessageItem, input_messages
 from strobe.server.schema.base import RequestObject
 from strobe.server.schema.field_errors import (
     HERE,
@@ -33,6 +30,7 @@ from strobe.server.schema.field_errors import (
 )
 from strobe.server.schema.sampling import SamplingFields
 from strobe.server.schema.structured_output import Constraint
+from strobe.server.schema.template_fields import Effort, TemplateVariables
 from strobe.server.schema.tools import Toolbox, make_toolbox
 from strobe.server.schema.values import (
     Bounds,
@@ -166,17 +164,25 @@ class MessagesPrompt(ConversationRequest):
 
     def read_prompt(self, sampling: Sampling, **fields: Any) -> GenerationRequest:
         """Return the conversation to answer. fields: further fields. Raises FieldError."""
-        items = to_items(self.messages)
-        last = items[-1]
+        system = joined(self.system)
+        messages = to_messages(self.messages)
+        conversation = messages.finished()
+        if system:
+            conversation.insert(0, {"role": "system", "content": system})
+        if not conversation:
+            raise FieldError(
+                "messages has only blocks that are not shown to the model; give a text as well.",
+                "messages",
+            )
         return GenerationRequest(
-            messages=input_messages(items, joined(self.system), self._warnings),
+            messages=conversation,
             toolbox=self._toolbox(),
             parallel_tool_calls=parallel_tool_calls(self.tool_choice),
             template=TemplateOptions(
                 source=self.chat_template,
                 variables=self._variables(),
                 effort=self.output_config and self.output_config.effort,
-                continue_final_message=isinstance(last, MessageItem) and last.role == "assistant",
+                continue_final_message=messages.ends_with_answer,
             ),
             sampling=sampling,
             clamp_max_tokens=True,

@@ -11,7 +11,7 @@ from strobe.server.schema.field_errors import (
     FieldError,
     short_json,
 )
-from strobe.server.schema.tools import FunctionName, NamedResponsesTool, ResponsesToolChoice
+from strobe.server.schema.tools import FunctionName, ToolChoice
 from strobe.server.schema.values import Flag, JsonSchema, Must, OneOf, Text
 
 
@@ -98,10 +98,8 @@ MessagesToolChoice = Annotated[
 ]
 
 
-def to_tool_choice(
-    choice: MessagesToolChoice | None, *, has_tools: bool
-) -> ResponsesToolChoice | None:
-    """Return the choice in OpenAI's form. Raises FieldError."""
+def to_tool_choice(choice: MessagesToolChoice | None, *, has_tools: bool) -> ToolChoice | None:
+    """Return the choice, None if the request has none. Raises FieldError."""
     if choice is None:
         return None
     if choice.type in ("any", "tool") and not has_tools:
@@ -111,8 +109,8 @@ def to_tool_choice(
             "tool_choice",
         )
     if isinstance(choice, NamedToolChoice):
-        return NamedResponsesTool(type="function", name=choice.name)
-    return "required" if choice.type == "any" else choice.type
+        return ToolChoice("required", choice.name)
+    return ToolChoice("required" if choice.type == "any" else choice.type)
 
 
 def parallel_tool_calls(choice: MessagesToolChoice | None) -> bool | None:

@@ -17,12 +17,12 @@ from strobe.server.generation.request import (
     TemplateOptions,
 )
 from strobe.server.ollama.protocol.messages import OllamaMessages
-from strobe.server.openai.protocol.chat_request import check_top_logprobs
 from strobe.server.schema.base import RequestModel, RequestObject
 from strobe.server.schema.field_errors import HERE, FieldError, FieldNames
 from strobe.server.schema.sampling import (
     LogprobCount,
     SamplingFields,
+    check_top_logprobs,
     sent_arguments,
 )
 from strobe.server.schema.structured_output import Constraint

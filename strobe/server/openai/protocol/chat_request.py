@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 from pydantic.config import JsonDict
@@ -13,13 +13,17 @@ from strobe.server.openai.protocol.conversation import Conversation
 from strobe.server.schema.base import FieldWarnings, StreamOptions
 from strobe.server.schema.field_errors import FieldError, FieldNames
 from strobe.server.schema.messages import Messages
-from strobe.server.schema.sampling import LogprobCount, MaxTokens, SamplingFields
+from strobe.server.schema.sampling import (
+    LogprobCount,
+    MaxTokens,
+    SamplingFields,
+    check_top_logprobs,
+)
 from strobe.server.schema.structured_output import ResponseFormat
+from strobe.server.schema.template_fields import Effort
 from strobe.server.schema.tools import ChatToolChoice, make_toolbox
 from strobe.server.schema.values import Bounds, Ids, Int
 from strobe.validation import MAX_INT
-
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 NOT_ZERO: JsonDict = {"not": {"const": 0}}
 
@@ -159,15 +163,6 @@ class ChatCompletionRequest(SamplingFields, Conversation):
         if not self.echo or (starts_answer and last["role"] != "assistant"):
             return ""
         return last["content"] or ""
-
-
-def check_top_logprobs(top_logprobs: int | None, logprobs: bool) -> None:
-    """Reject a number of top tokens that has no effect. Raises FieldError."""
-    if top_logprobs and not logprobs:
-        raise FieldError(
-            f"top_logprobs is {top_logprobs} without logprobs; set logprobs to true.",
-            "top_logprobs",
-        )
 
 
 def check_named_ids(

@@ -18,10 +18,11 @@ from strobe.server.schema.messages import (
     Arguments,
     Content,
     RequiredContent,
-    arguments_object,
     check_role,
     content_text,
+    template_call,
 )
+from strobe.server.schema.template_messages import TemplateMessages
 from strobe.server.schema.tools import FunctionName
 from strobe.server.schema.values import Must, OneOf, OrText, Text
 
@@ -52,10 +53,10 @@ class MessageItem(Item):
         check_role(fields.get("role"))
         return fields
 
-    def for_template(self) -> dict[str, Any]:
-        """The message as the chat template reads it."""
+    def add_to(self, messages: TemplateMessages) -> None:
+        """Add the message."""
         role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": content_text(self.content)}
+        messages.add_text(role, content_text(self.content))
 
 
 class FunctionCallItem(Item):
@@ -66,10 +67,9 @@ class FunctionCallItem(Item):
     name: FunctionName
     arguments: Arguments | None = None
 
-    def for_template(self) -> dict[str, Any]:
-        """The call as the chat template reads it."""
-        function = {"name": self.name, "arguments": arguments_object(self.arguments)}
-        return {"id": self.call_id, "type": "function", "function": function}
+    def add_to(self, messages: TemplateMessages) -> None:
+        """Add the call to its answer."""
+        messages.add_call(template_call(self.name, self.arguments, self.call_id))
 
 
 class FunctionCallOutputItem(Item):
@@ -79,13 +79,9 @@ class FunctionCallOutputItem(Item):
     call_id: Annotated[str, Must("the id of a function call")]
     output: Content
 
-    def for_template(self) -> dict[str, Any]:
-        """The message with the result."""
-        return {
-            "role": "tool",
-            "content": content_text(self.output),
-            "tool_call_id": self.call_id,
-        }
+    def add_to(self, messages: TemplateMessages) -> None:
+        """Add the result."""
+        messages.add_result(self.call_id, content_text(self.output))
 
 
 class ReasoningText(BaseModel):
@@ -118,9 +114,9 @@ class ReasoningItem(Item):
     content: ReasoningTexts | None = None
     summary: ReasoningTexts | None = None
 
-    @property
-    def texts(self) -> list[str]:
-        return [part.text for part in self.content or self.summary or ()]
+    def add_to(self, messages: TemplateMessages) -> None:
+        """Add the reasoning to its answer."""
+        messages.add_reasoning([part.text for part in self.content or self.summary or ()])
 
 
 class HostedItem(BaseModel):
@@ -181,61 +177,23 @@ def input_messages(
 ) -> list[dict[str, Any]]:
     """Return the input as messages that a chat template reads. Raises FieldError.
 
-    Reasoning, text and calls of one answer are separate items, which become one message.
     warnings: gets a sentence for each item that is skipped.
     """
-    messages: list[dict[str, Any]] = []
-    if instructions:
-        messages.append({"role": "system", "content": instructions})
+    system = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(value, str):
-        return [*messages, {"role": "user", "content": value}]
-    answer: dict[str, Any] | None = None
+        return [*system, {"role": "user", "content": value}]
+    messages = TemplateMessages()
     for index, item in enumerate(value):
         if isinstance(item, HostedItem):
             warnings.append(
                 f"input[{index}] has no effect: items of the type {short_json(item.type)} are not "
                 "shown to the model."
             )
-            continue
-        if isinstance(item, MessageItem):
-            message = item.for_template()
-            if answer is not None and message["role"] == "assistant" and _is_bare(answer):
-                answer.update(message)
-                continue
-            answer = message if message["role"] == "assistant" else None
-            messages.append(message)
-        elif isinstance(item, FunctionCallOutputItem):
-            answer = None
-            messages.append(item.for_template())
         else:
-            is_reasoning = isinstance(item, ReasoningItem)
-            if answer is None or (is_reasoning and not _is_bare(answer)):
-                answer = {"role": "assistant", "content": None}
-                messages.append(answer)
-            if isinstance(item, FunctionCallItem):
-                answer.setdefault("tool_calls", []).append(item.for_template())
-            else:
-                _add_reasoning(answer, item.texts)
-    if not messages:
+            item.add_to(messages)
+    conversation = [*system, *messages.finished()]
+    if not conversation:
         raise FieldError(
             "input has only items that are not shown to the model; give a message as well.", "input"
         )
-    return [_with_content(message) for message in messages]
-
-
-def _is_bare(answer: Mapping[str, Any]) -> bool:
-    """Whether an answer has neither text nor calls yet."""
-    return answer["content"] is None and "tool_calls" not in answer
-
-
-def _with_content(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message with content, "" if it has neither content nor calls: reasoning that
-    nothing followed."""
-    empty = message["content"] is None and not message.get("tool_calls")
-    return {**message, "content": ""} if empty else message
-
-
-def _add_reasoning(answer: dict[str, Any], texts: Sequence[str]) -> None:
-    earlier = [answer["reasoning_content"]] if "reasoning_content" in answer else []
-    if joined := "\n".join([*earlier, *texts]):
-        answer["reasoning_content"] = joined
+    return conversation

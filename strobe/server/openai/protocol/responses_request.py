@@ -12,8 +12,6 @@ from strobe.server.generation.request import (
     Sampling,
     TemplateOptions,
 )
-from strobe.server.openai.protocol.chat_request import Effort
-from strobe.server.openai.protocol.conversation import TemplateVariables
 from strobe.server.openai.protocol.items import STORED_ITEMS, Input, MessageItem, input_messages
 from strobe.server.schema.base import FieldWarnings, RequestObject
 from strobe.server.schema.field_errors import (
@@ -24,6 +22,7 @@ from strobe.server.schema.field_errors import (
 )
 from strobe.server.schema.sampling import LogprobCount, MaxTokens, SamplingFields
 from strobe.server.schema.structured_output import TextFormat, read_constraint
+from strobe.server.schema.template_fields import Effort, TemplateVariables
 from strobe.server.schema.tools import (
     ResponsesToolChoice,
     ResponsesTools,
