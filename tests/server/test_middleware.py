@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from strobe.server.http.middleware import OPEN_PATHS, MiddlewareSettings, wrap
 from strobe.server.openai.errors import TYPES
 from tests.server.support.asgi_client import Answer, call, echo, untouched
 
+make_settings = partial(MiddlewareSettings, max_body_bytes=1 << 10)
 Lines = Callable[[], list[dict[str, Any]]]
 
 
@@ -132,7 +134,7 @@ def test_stream_is_passed_on_unbuffered_and_logged_at_its_end(lines: Lines):
             at_first.append((len(answer.messages), len(lines())))
         await send({"type": "http.response.body", "body": b""})
 
-    call(wrap(stream, MiddlewareSettings(cors_origins=("*",))), answer=answer)
+    call(wrap(stream, make_settings(cors_origins=("*",))), answer=answer)
     assert at_first == [(2, 0), (3, 0)], "a part was held back, or the line came early"
     assert (lines()[0]["status"], lines()[0]["bytes"]) == (200, 18)
 
@@ -146,7 +148,7 @@ def test_disconnected_client_is_499(lines: Lines):
         heard.extend([(await receive())["type"], (await receive())["type"]])
         await send({"type": "http.response.body", "body": b"to nobody"})
 
-    app = wrap(stream, MiddlewareSettings(), shutdown=Shutdown())
+    app = wrap(stream, make_settings(), shutdown=Shutdown())
     for length in (True, False):  # the body limit counts only one of them
         call(app, gone=True, length=length)
     assert heard == ["http.request", "http.disconnect"] * 2
@@ -511,7 +513,7 @@ def test_conflicting_lengths_are_400_and_huge_ones_413():
 
 
 def host_status(*hosts: str, **settings: Any) -> int:
-    app = wrap(echo, MiddlewareSettings(**settings))
+    app = wrap(echo, make_settings(**settings))
     return call(app, headers=[("Host", host) for host in hosts]).status
 
 
@@ -528,7 +530,7 @@ def test_loopback_server_accepts_loopback_hosts(host: str, listens_on: str):
 @pytest.mark.parametrize("host", OTHERS)
 def test_loopback_server_rejects_other_hosts(host: str):
     refused = Refusals()
-    app = wrap(untouched, MiddlewareSettings(listens_on="127.0.0.1"), on_reject=refused)
+    app = wrap(untouched, make_settings(listens_on="127.0.0.1"), on_reject=refused)
     for path in ("/v1/completions", "/health"):
         answer = call(app, path, headers=[("Host", host)])
         assert answer.status == 421
@@ -542,7 +544,7 @@ def test_loopback_server_rejects_other_hosts(host: str):
     "host", ["", ":80", "a b", "http://localhost", "localhost/", "[::1", "[x]"]
 )
 def test_malformed_host_is_400(host: str):
-    app = wrap(untouched, MiddlewareSettings(listens_on="127.0.0.1"))
+    app = wrap(untouched, make_settings(listens_on="127.0.0.1"))
     answer = call(app, headers=[("Host", host)])
     assert answer.status == 400
     assert repr(host) in answer.error["message"]
@@ -582,7 +584,7 @@ def test_allowed_hosts_are_accepted(allowed: str):
 
 
 def test_rejection_has_id_log_line_and_cors_headers(lines: Lines):
-    settings = MiddlewareSettings(api_keys=(ApiKeyEntry("k"),), cors_origins=("https://a.example",))
+    settings = make_settings(api_keys=(ApiKeyEntry("k"),), cors_origins=("https://a.example",))
     refused = Refusals()
     app = wrap(untouched, settings, on_reject=refused)
     answer = call(app, headers=[("Origin", "https://a.example")])
@@ -595,7 +597,7 @@ def test_rejection_has_id_log_line_and_cors_headers(lines: Lines):
 
 
 def test_browser_preflight_needs_no_key():
-    settings = MiddlewareSettings(api_keys=(ApiKeyEntry("k"),), cors_origins=("https://a.example",))
+    settings = make_settings(api_keys=(ApiKeyEntry("k"),), cors_origins=("https://a.example",))
     preflight = [
         ("Origin", "https://a.example"),
         ("Access-Control-Request-Method", "POST"),
@@ -609,13 +611,13 @@ def test_browser_preflight_needs_no_key():
 
 
 def test_defaults_have_no_key_cors_or_shutdown_checks():
-    answer = call(wrap(echo, MiddlewareSettings()), headers=[("Origin", "https://a.example")])
+    answer = call(wrap(echo, make_settings()), headers=[("Origin", "https://a.example")])
     assert answer.status == 200
     assert answer.header("access-control-allow-origin") is None
 
 
 def test_key_is_checked_before_shutdown_and_body():
-    settings = MiddlewareSettings(api_keys=(ApiKeyEntry("k"),), max_body_bytes=3)
+    settings = make_settings(api_keys=(ApiKeyEntry("k"),), max_body_bytes=3)
     app = wrap(untouched, settings, shutdown=Shutdown(stopping=True))
     key = [("Authorization", "Bearer k")]
     assert call(app, body=[b"1234"]).status == 401
@@ -623,7 +625,7 @@ def test_key_is_checked_before_shutdown_and_body():
 
 
 def test_access_log_can_be_disabled(lines: Lines):
-    assert call(wrap(echo, MiddlewareSettings(access_log=False))).status == 200
+    assert call(wrap(echo, make_settings(access_log=False))).status == 200
     assert lines() == []
 
 
@@ -644,7 +646,7 @@ def test_access_log_can_be_disabled(lines: Lines):
 )
 def test_invalid_settings_are_rejected(values: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message) as refused:
-        MiddlewareSettings(**values)
+        make_settings(**values)
     assert "padded" not in str(refused.value)
     assert "lines" not in str(refused.value)
 
@@ -655,7 +657,7 @@ def test_lifespan_passes_through_all_middleware():
     async def app(scope: Any, receive: Any, send: Any) -> None:
         seen.append(scope["type"])
 
-    settings = MiddlewareSettings(api_keys=(ApiKeyEntry("k"),), cors_origins=("*",))
+    settings = make_settings(api_keys=(ApiKeyEntry("k"),), cors_origins=("*",))
 
     async def run(scope: Any, receive: Any, send: Any) -> None:
         wrapped = wrap(app, settings, shutdown=Shutdown(stopping=True))

@@ -37,7 +37,7 @@ OPEN_PATHS = frozenset(
 _origin = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MiddlewareSettings:
     """The operator's settings. Raises ValueError with a hint.
 
@@ -52,7 +52,7 @@ class MiddlewareSettings:
     allowed_hosts: tuple[str, ...] = ()
     api_keys: tuple[ApiKeyEntry, ...] = ()
     open_paths: frozenset[str] = OPEN_PATHS
-    max_body_bytes: int = 32 << 20
+    max_body_bytes: int
     cors_origins: tuple[str, ...] = ()
     access_log: bool = True
 
