@@ -6,6 +6,8 @@
     _gemm_kernel        tiles x splits programs: residual + act(x Wᵀ + bias) for few rows
     _dequantize_kernel  the values of a weight in x's dtype, for many rows of x
 
+The usual forms of codes, with x in bfloat16, have a kernel of their own in coded_tiles.py.
+
 Codes are read as words of 32 bits, PER values each. A tensor core multiplies value j of W words by
 columns j, j + PER, ... of x, so that no code moves to another thread. A value is rounded once to
 x's dtype, and the factor of all values multiplies the sum. Legend: M rows of x, W [N, K], G groups
@@ -14,7 +16,7 @@ of columns.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -27,6 +29,14 @@ from strobe.kernels.operands import Epilogue
 from strobe.kernels.pdl import pdl_wait, supports_pdl
 from strobe.kernels.rowwise import INTERPRETED, gated, round_to, silu_mul
 from strobe.kernels.workspace import Workspace
+
+try:
+    from strobe.kernels.coded_tiles import order_kernel, tiles_kernel
+except (AttributeError, ImportError):
+    HAS_TILES = False
+else:
+    HAS_TILES = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
+"""Whether Triton has what `coded_tiles.py` uses of Gluon."""
 
 MUCH_MEMORY = 160 << 10
 """Bytes of shared memory that hold the largest tiles."""
@@ -591,6 +601,7 @@ def coded_gemm(x: Tensor, weight: CodedWeight, epilogue: Epilogue, workspace: Wo
     """x [M, K] -> residual + act(x Wᵀ + bias) [M, N] in x's dtype; the epilogue has no other."""
     is_small = x.element_size() == 2 or shared_memory(x.device) >= MUCH_MEMORY
     few = x.shape[0] <= (128 if is_small else 64)
+    few = few or all(has_tiles(x, part) and fast_tile(part, x.shape[0]) for part in weight.parts)
     if few and (len(weight.parts) == 1 or not epilogue.gated):
         return _fused(x, weight, epilogue, workspace)
     y = x.new_empty(x.shape[0], weight.shape[0])
@@ -635,11 +646,127 @@ def _fused(x: Tensor, weight: CodedWeight, epilogue: Epilogue, workspace: Worksp
     return out
 
 
+class FastTile(NamedTuple):
+    """The division of a product in `coded_tiles.py`: rows of x and of W, columns of a step, the
+    minimum number of programs, warps, steps in flight, and whether Hopper's instructions for four
+    warps multiply."""
+
+    block_m: int
+    rows: int
+    step: int
+    programs: int
+    warps: int
+    stages: int
+    wgmma: bool = False
+
+
+TILES_ROWS = 256
+"""Maximum rows of x for `coded_tiles.py` on Hopper; with more rows, values in memory win."""
+TILES_ROWS_OTHERS = 32
+"""On other GPUs."""
+
+
+def fast_tile(weight: Codes, rows: int) -> FastTile | None:
+    """Return the tile for rows of x, None if `coded_tiles.py` does not multiply so many.
+
+    Measured on an H100 with the layers of Qwen3-8B and Qwen3.8-27B."""
+    is_hopper = triton.runtime.driver.active.get_current_target().arch // 10 == 9
+    if rows > (TILES_ROWS if is_hopper else TILES_ROWS_OTHERS):
+        return None
+    block_m = min(max(1 << (rows - 1).bit_length(), 8), 128)
+    step = 256 if weight.halves and weight.inputs % 256 == 0 else 128
+    outputs = len(weight.codes)
+    if rows <= 16 and not weight.halves:
+        return FastTile(block_m=block_m, rows=128, step=step, programs=264, warps=8, stages=4)
+    if rows <= 8 and (outputs > 8192 or weight.kind == "e2m1"):
+        return FastTile(block_m=block_m, rows=32, step=step, programs=528, warps=2, stages=4)
+    if rows <= 16:
+        programs = 396 if rows <= 8 else 264
+        return FastTile(block_m=block_m, rows=64, step=step, programs=programs, warps=4, stages=4)
+    if not is_hopper:
+        return FastTile(block_m=block_m, rows=128, step=128, programs=264, warps=8, stages=3)
+    if rows <= 32 and weight.halves and outputs > 16384:
+        return FastTile(
+            block_m=block_m, rows=128, step=128, programs=264, warps=4, stages=4, wgmma=True
+        )
+    if rows <= 64:
+        return FastTile(
+            block_m=block_m, rows=64, step=128, programs=264, warps=4, stages=4, wgmma=True
+        )
+    stages = 4 if weight.halves else 3
+    return FastTile(
+        block_m=block_m, rows=128, step=128, programs=132, warps=8, stages=stages, wgmma=True
+    )
+
+
+def has_tiles(x: Tensor, weight: Codes) -> bool:
+    """Whether `coded_tiles.py` multiplies x by weights of this form."""
+    if not HAS_TILES or INTERPRETED.value or x.dtype != torch.bfloat16 or x.stride(0) % 8:
+        return False
+    if weight.index is not None or weight.inputs % 128 or not weight.scale.is_contiguous():
+        return False
+    has_groups = weight.group % 128 == 0
+    if weight.kind == "e2m1":
+        return weight.group == 16 and weight.scale.dtype == torch.uint8
+    if weight.kind == "e4m3":
+        return has_groups and weight.zero is None
+    return weight.kind == "int4" and (has_groups or weight.group in (32, 64))
+
+
+def multiply_tiles(
+    x: Tensor, weight: Codes, epilogue: Epilogue, workspace: Workspace, tile: FastTile
+) -> None:
+    rows = x.shape[0]
+    residual = epilogue.residual
+    out = epilogue.out
+    assert out is not None
+    outputs = len(weight.codes)
+    row_tiles = -(-rows // tile.block_m)
+    tiles = -(-outputs // tile.rows) * row_tiles
+    split = max(1, min(-(-tile.programs // tiles), weight.inputs // tile.step // 2, 16))
+    workspace.reserve(tiles * split * tile.block_m * tile.rows if split > 1 else 0, tiles)
+    pdl = supports_pdl(x.device)
+    if tile.wgmma:
+        x = _ordered(x, halves=weight.halves)
+    scale = weight.scale
+    if weight.kind == "e2m1":
+        scale = scale.view(torch.int32)
+    options = constants(weight)
+    del options["HALVES"]
+    kernel: Any = tiles_kernel
+    kernel[(tiles * split,)](
+        x, weight.codes.view(torch.int32), scale, weight.zero, weight.factor,
+        epilogue.bias, residual, out, workspace.partials, workspace.arrived, rows, row_tiles,
+        x.stride(0), 0 if residual is None else residual.stride(0), out.stride(0), **options,
+        N=outputs // 2 if epilogue.gated else outputs, GATED=epilogue.gated,
+        GELU=epilogue.activation == "gelu_tanh", BLOCK_M=tile.block_m, BLOCK_N=tile.rows,
+        STEP=tile.step, STAGES=tile.stages, SPLIT=split,
+        SCALED=tile.wgmma and weight.kind == "int4" and scale.dtype == torch.bfloat16,
+        WGMMA=tile.wgmma, PDL=pdl, num_warps=tile.warps, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def _ordered(x: Tensor, *, halves: bool) -> Tensor:
+    """Return x with columns in the order of a tensor core."""
+    rows, inputs = x.shape
+    out = x.new_empty(rows, inputs)
+    pdl = supports_pdl(x.device)
+    order_kernel[rows, -(-inputs // 2048)](
+        x, out, rows, x.stride(0), K=inputs, HALVES=halves, BLOCK=2048, PDL=pdl, num_warps=4,
+        launch_pdl=pdl,
+    )  # fmt: skip
+    return out
+
+
 def _multiply(x: Tensor, weight: Codes, epilogue: Epilogue, workspace: Workspace) -> None:
     rows = x.shape[0]
     residual = epilogue.residual
     out = epilogue.out
     assert out is not None
+    fast = fast_tile(weight, rows) if has_tiles(x, weight) else None
+    if fast is not None:
+        multiply_tiles(x, weight, epilogue, workspace, fast)
+        return
     block_m = max(1 << (rows - 1).bit_length(), 16)
     shared = shared_memory(x.device)
     tile = tile_of(weight, block_m, shared)

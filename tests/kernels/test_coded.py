@@ -135,7 +135,7 @@ def test_a_value_is_rounded_once_before_it_is_multiplied(weight: StoredWeight, d
 
 
 @NEEDS_GPU
-@pytest.mark.parametrize("rows", [1, 17, 100])
+@pytest.mark.parametrize("rows", [1, 9, 17, 40, 100, 200])
 @pytest.mark.parametrize("form", WEIGHTS)
 def test_products_over_several_ranges_equal_those_with_the_values(
     form: str, rows: int, device: torch.device
@@ -145,6 +145,23 @@ def test_products_over_several_ranges_equal_those_with_the_values(
     expected = x.float() @ weight.rows(0, N).bfloat16().float().t()
     y = product(x, codes(weight)).float()
     torch.testing.assert_close(y, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max()))
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("rows", [3, 12, 30, 60, 130])
+@pytest.mark.parametrize("form", ["int4", "int4 with zeros", "NVFP4", "FP8 by blocks"])
+def test_epilogues_go_around_products_over_several_ranges(
+    form: str, rows: int, device: torch.device
+):
+    weight = on(device, WEIGHTS[form](1024))
+    x = torch.randn(rows, 1024, generator=_noise()).to(device, torch.bfloat16)
+    bias = torch.randn(N, generator=_noise()).to(device, torch.bfloat16)
+    residual = torch.randn(rows, N // 2, generator=_noise()).to(device, torch.bfloat16)
+    gate, up = (x.float() @ weight.rows(0, N).t() + bias).chunk(2, 1)
+    expected = residual + torch.nn.functional.silu(gate) * up
+    epilogue = Epilogue(bias=bias, activation="silu", residual=residual)
+    y = product(x, codes(weight), epilogue).float()
+    torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max()))
 
 
 def test_a_row_does_not_depend_on_the_rows_beside_it(device: torch.device):

@@ -153,7 +153,7 @@ def coded(capability: int, shared: int) -> Iterator[Call]:
     for dtype in (torch.bfloat16, torch.float32)[: 1 + (capability == 89)]:
         for form in forms:
             weight = coded.CodedWeight((form,))
-            for rows in (16, 32, 64, 128):
+            for rows in (8, 16, 32, 64, 128):
                 x = torch.empty(rows, form.inputs, dtype=dtype)
                 gate = Epilogue(activation="silu")
                 yield partial(coded.coded_gemm, x, weight, gate, Workspace(CPU))
