@@ -205,7 +205,10 @@ class StepCosts:
         not have, by the factor by which they were too high for this step, but not below half. ms:
         the step's milliseconds, corrected by the pace."""
         plain = float(self.ms(work.plain))
-        factor = max((ms - plain) / (float(self.ms(work)) - plain), 0.5)
+        drafted = float(self.ms(work)) - plain
+        if drafted <= 0.0:
+            return  # drafts cost nothing already
+        factor = max((ms - plain) / drafted, 0.5)
         self._draft[1][:] *= factor
         self._rates[2:] *= factor
         rows, costs = self._verify

@@ -113,6 +113,13 @@ def test_one_long_pause_changes_little():
     assert ms(costs, 0, 1) < 4.0 * 1.12
 
 
+def test_step_may_be_far_shorter_where_drafts_cost_nothing():
+    costs = StepCosts({1: 0.0, 2: 0.0}, {1: 4.0, 64: 4.0})
+    for _ in range(40):
+        costs.observe(StepWork(4, 16), 0.1, CONFIG)
+    assert 0.0 < ms(costs, 4, 16) < 1.0
+
+
 def test_fit_recovers_rates_over_context():
     true = StepCosts(
         {4: 1.0, 8: 1.2, 16: 1.6}, {1: 4.0, 16: 5.5}, context=1e-4, block_context=2e-4,
