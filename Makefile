@@ -40,10 +40,11 @@ test-all: $(VENV)/.dev
 test-nightly: $(VENV)/.dev
 	$(PYTEST) -m nightly
 
-# Five minutes of 1,000 streams, broken requests and clients that leave, then 10,000 faults at random
-# stages of steps, then schemathesis in full.
+# Five minutes of 1,000 streams, broken requests and clients that leave; half an hour with few pages
+# and host memory; 10,000 faults at random stages of steps; schemathesis in full.
 soak: $(VENV)/.dev
 	$(BIN)/python benchmarks/soak.py
+	$(BIN)/python benchmarks/soak.py --small-pool --streams 100 --seconds 1800
 	$(BIN)/python -m tests.support.random_faults --faults 10000
 	$(BIN)/python benchmarks/schema.py
 

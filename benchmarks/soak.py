@@ -1,7 +1,7 @@
 """Load the server with many good and bad clients; afterwards it must be in its initial state.
 
     python benchmarks/soak.py [--streams 1000] [--seconds 300] [--max-waiting 1100] [--json FILE]
-                              [--small-pool]
+                              [--small-pool [--known 240]]
 
 Each stream sends one request after another: well-formed requests with random features (some
 clients disconnect at a random moment), bad bodies, bad HTTP, oversized prompts and truncated
@@ -9,6 +9,10 @@ requests. After a 429 it retries as Retry-After says. The exit status is 1 if a 
 was not answered in full, if an error was not the expected one, or if the server did not become
 idle: requests, pages, tasks, threads, file descriptors and memory are compared with those after a
 warm-up of the same kind, and an answer with the same answer before.
+
+With --small-pool the pages are far too few, so that requests are preempted and prefixes come from
+host memory all the time. A third of the good requests are then of a list whose answers the idle
+server gave before, one request at a time; each must have the same text again.
 """
 
 from __future__ import annotations
@@ -45,8 +49,12 @@ from soak_requests import (
     bad_http,
     good,
     half,
+    known,
     oversized,
     read,
+    same_text,
+    text_of,
+    with_grammar,
 )
 
 from strobe import __version__
@@ -61,6 +69,12 @@ DISCONNECT_SHARE = 0.25
 MIX: tuple[tuple[Callable[[random.Random], Sent], int], ...] = (
     (good, 66), (bad_body, 12), (bad_http, 6), (oversized, 4), (half, 6), (read, 6),
 )  # fmt: skip
+KNOWN_SHARE = 0.33
+"""Their share of the good requests."""
+BUSY = ("vllm:num_preemptions_total", "vllm:external_prefix_cache_hits_total")
+"""Metrics that must rise with a small pool."""
+SHOWN_LINES = 40
+"""Errors of the log and lines of their tracebacks that a report shows."""
 IDLE = (
     "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc",
     "strobe:open_answers",
@@ -203,6 +217,15 @@ class Soak:
         self.wrong: list[str] = []
         self.again = 0
         self.answered = 0
+        self.known: list[Sent] = []
+
+    async def learn(self, count: int) -> None:
+        """Send `count` known requests, one at a time, and keep them with their answers."""
+        for number in range(count):
+            sent = known(number)
+            status, _, body = await exchange(self.port, sent)
+            sent.judge(status, body)
+            self.known.append(sent._replace(judge=same_text(text_of(body))))
 
     async def run(self, streams: int, seconds: float, requests: int, part: str) -> None:
         """Send requests until `seconds` have passed or `requests` were sent."""
@@ -216,6 +239,8 @@ class Soak:
         while time.monotonic() < self._end and self._left > 0:
             self._left -= 1
             sent = rng.choices(makers, weights)[0](rng)
+            if sent.good and self.known and rng.random() < KNOWN_SHARE:
+                sent = rng.choice(self.known)
             leaves = sent.kind == "half a request" or (
                 sent.good and rng.random() < DISCONNECT_SHARE
             )
@@ -296,6 +321,9 @@ async def soak(arguments: argparse.Namespace, server: Server) -> dict[str, Any]:
     await server.start()
     fresh, before = Vitals.of(server), server.answer()
     soak = Soak(server.port, arguments.seed)
+    await exchange(server.port, with_grammar())
+    if arguments.small_pool:
+        await soak.learn(arguments.known)
     part = arguments.streams, arguments.seconds * 0.2, arguments.requests // 4
     await soak.run(*part, "warm-up")
     await server.rest()
@@ -314,11 +342,14 @@ async def soak(arguments: argparse.Namespace, server: Server) -> dict[str, Any]:
         faults.append(str(error))
         after = vitals
     counted = {name: value - counted[name] for name, value in server.metrics().items()}
+    if arguments.small_pool and arguments.seconds:
+        faults += [f"{name} did not rise" for name in BUSY if not counted[name]]
     server.process.terminate()
     if (status := await asyncio.to_thread(server.process.wait, TIMEOUT)) != 0:
         faults.append(f"the server's exit status is {status}")
-    errors = [line for line in server.log.read_text().splitlines() if is_error(line)]
-    faults += [f"in the log: {line}" for line in errors[:5]]
+    lines = server.log.read_text().splitlines()
+    shown = [line for line in lines if is_error(line) or line.startswith(" ")]
+    faults += [f"in the log: {line}" for line in shown[:SHOWN_LINES]]
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
@@ -332,6 +363,7 @@ async def soak(arguments: argparse.Namespace, server: Server) -> dict[str, Any]:
         "answered_per_second": round((soak.answered - answered) / seconds, 1),
         "tokens_per_second": round(counted["vllm:generation_tokens_total"] / seconds),
         "aborted": counted["vllm:request_success_total"],
+        "small_pool": {name: counted[name] for name in BUSY} if arguments.small_pool else None,
         "before": vitals._asdict(),
         "after": after._asdict(),
         "faults": faults,
@@ -349,6 +381,8 @@ def show(report: dict[str, Any]) -> None:
         f"{report['max_waiting']}: {report['answered_per_second']} good requests/s, "
         f"{report['tokens_per_second']} tokens/s, {report['asked_again_after_429']} times 429"
     )
+    for name, count in (report["small_pool"] or {}).items():
+        print(f"  {name:<40} {count:>8,.0f}")
     for name, count in report["requests"].items():
         print(f"  {name:<40} {count:>8}")
     for resource_name in ("descriptors", "threads", "memory", "tasks"):
@@ -356,7 +390,7 @@ def show(report: dict[str, Any]) -> None:
         if resource_name == "memory":
             earlier, now = ({k: f"{v >> 20} MiB" for k, v in x.items()} for x in (earlier, now))
         print(f"  {resource_name:<12} {earlier} -> {now}")
-    for fault in report["faults"][:20]:
+    for fault in report["faults"][: 20 + SHOWN_LINES]:
         print(f"FAULT {fault}")
 
 
@@ -375,6 +409,9 @@ def main() -> int:
         "--small-pool",
         action="store_true",
         help="pages for one context, and host memory: requests are preempted and brought back",
+    )
+    parser.add_argument(
+        "--known", type=int, default=240, help="with --small-pool: requests whose answers are known"
     )
     arguments = parser.parse_args()
     if not arguments.requests and not arguments.seconds:

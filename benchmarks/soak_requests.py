@@ -15,6 +15,8 @@ CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/r
 WORDS = ("pear", "apple", "fig", "kiwi", "plum", "lime", "date", "melon", "grape", "peach", "olive")
 LONG_PROMPT = 6000
 """Words; three times the context of the demo models."""
+KNOWN_BEGINNINGS = 24
+"""Beginnings of `known` prompts: more than a small pool holds."""
 
 
 class WrongAnswer(Exception):
@@ -94,6 +96,44 @@ def good(rng: random.Random) -> Sent:
     kind = f"{path.removeprefix('/v1/')}, {'streamed' if streams else 'whole'}"
     body = json.dumps(fields).encode()
     return Sent(kind, (http(path, body),), lambda s, b: judge(s, b, checks), good=True)
+
+
+def known(number: int) -> Sent:
+    """Return request `number` of a fixed list, whose answer is the same every time: greedy or with
+    a seed, and with one of a few long beginnings."""
+    rng = random.Random(f"known {number}")
+    beginning = random.Random(f"beginning {number % KNOWN_BEGINNINGS}")
+    text = " ".join(beginning.choices(WORDS, k=beginning.randrange(40, 160)))
+    fields = {
+        "prompt": f"{text} Sort these words: {' '.join(rng.sample(WORDS, rng.randint(2, 6)))}",
+        "max_tokens": rng.choice((16, 32, 64)),
+        "temperature": rng.choice((0, 0.8)),
+        "seed": rng.randrange(1000),
+        "ignore_eos": True,
+    }
+    return Sent("known", (http(COMPLETIONS, json.dumps(fields).encode()),), status(200), good=True)
+
+
+def with_grammar() -> Sent:
+    """Return a request with a grammar, which starts what only grammars need."""
+    fields = {"prompt": "pear", "max_tokens": 8, "structured_outputs": {"choice": WORDS[:4]}}
+    return Sent("grammar", (http(COMPLETIONS, json.dumps(fields).encode()),), status(200))
+
+
+def text_of(body: bytes) -> str:
+    """Return the text of a completion."""
+    return json.loads(body)["choices"][0]["text"]
+
+
+def same_text(text: str) -> Judge:
+    """Return a check that an answer is a completion with this text."""
+
+    def judge(code: int, body: bytes) -> None:
+        status(200)(code, body)
+        if text_of(body) != text:
+            raise WrongAnswer(f"{text_of(body)!r} is not the lone request's answer {text!r}")
+
+    return judge
 
 
 Feature = Callable[[random.Random, str, dict[str, Any], dict[str, Any]], None]

@@ -41,9 +41,10 @@ def test_mixed_requests_leave_no_trace(tmp_path: Path):
 
 @pytest.mark.full
 def test_mixed_requests_leave_no_trace_with_a_small_pool_and_host_memory(tmp_path: Path):
-    options = "--streams=12", "--requests=60", "--small-pool"
+    options = "--streams=12", "--requests=60", "--small-pool", "--known=12"
     became, _ = soak(tmp_path / "soak.json", *options)
-    assert count(became, ": answered") > 15
+    assert count(became, ": answered") > 8
+    assert became["known: answered"] > 3
 
 
 @pytest.mark.full
