@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -28,7 +28,7 @@ from strobe.engine.backend_choice import FP8, BackendChoice, choose_backends, ma
 from strobe.engine.shadow_drafters import ShadowDrafter, load_shadow_configs, shadow_limits
 from strobe.host.host_memory import trim_heap
 from strobe.host.openmp import idle_threads, usable_cores
-from strobe.hub.download import fetch_weights
+from strobe.hub.download import fetch_weights, missing_weights
 from strobe.hub.locate import LOOKUP, locate_models
 from strobe.kv.host_store import HostStore, staging_bytes
 from strobe.kv.host_tier import COPY_MS, HostRows, HostTier
@@ -48,6 +48,7 @@ from strobe.models.quantization.sizes import held_bytes, weight_bytes
 from strobe.models.target import Target
 from strobe.models.weight_loading import (
     LoadOptions,
+    Open,
     check_draft_tensors,
     check_target_tensors,
     load_draft,
@@ -89,7 +90,7 @@ class ResolvedConfig:
     """Settings and checkpoint configs after all checks, before any weight is read. draft: None
     without a drafter; scratch: GPU bytes of a step besides weights and KV cache; split: the part of
     the models that this rank holds, which target and draft describe; shadows: drafters to score in
-    shadow mode; weights: bytes that all weights will take."""
+    shadow mode; weights: bytes that each model's weights will take, by name."""
 
     config: EngineConfig
     target: TargetConfig
@@ -102,7 +103,7 @@ class ResolvedConfig:
     scratch: int
     split: Split
     shadows: tuple[ShadowDrafter, ...] = ()
-    weights: int = 0
+    weights: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @property
     def decoders(self) -> dict[str, DecoderConfig]:
@@ -267,7 +268,7 @@ class ResolvedConfig:
         """Return the bytes of each part of an engine on its device. num_pages: of each page
         group."""
         page_size = self.limits.page_size
-        bill = {"weights": self.weights}
+        bill = {f"weights of {name}": size for name, size in self.weights.items()}
         for name, spec in self.kv_groups.items():
             for group, window in enumerate(self.windows):
                 part = f"keys and values of {name}"
@@ -346,10 +347,9 @@ def resolve(config: EngineConfig, rank: int = 0) -> ResolvedConfig:
         shadows = tuple(replace(s, config=hold_stored(s.config, s.path)) for s in shadows)
     resolved = plan_engine(config, target, draft, shadows=shadows, rank=rank)
     if config.load_format == "auto":
-        paths = [str(shadow.path) for shadow in shadows]
-        fetch_weights(*filter(None, (config.draft, *paths, config.target)))
+        _fetch_weights(resolved)
     weights = _check_weights(resolved)
-    resolved.num_pages(weights)
+    resolved.num_pages(sum(weights.values()))
     return replace(resolved, weights=weights)
 
 
@@ -426,28 +426,64 @@ def _choose_dtype(config: EngineConfig, target: TargetConfig, device: torch.devi
     return getattr(torch, native_dtype if config.dtype == "auto" else config.dtype)
 
 
-def _check_weights(resolved: ResolvedConfig) -> int:
-    """Return the bytes that this rank's weights will take. Raises ValueError for tensors that the
-    models do not have or lack."""
+def _fetch_weights(resolved: ResolvedConfig) -> None:
+    """Download the weights that are missing. Raises ValueError before that if an engine with them
+    does not fit, as far as the configs tell their size."""
+    config = resolved.config
+    shadows = [shadow.path for shadow in resolved.shadows]
+    drafts = [] if config.draft is None else [Path(config.draft)]
+    paths = [*drafts, *shadows, Path(config.target)]
+    if not any(map(missing_weights, paths)):
+        return
+    try:
+        weights = weight_sizes(resolved)
+    except ValueError as error:
+        logger.warning("Whether the weights fit is known once they are downloaded: %s", error)
+    else:
+        resolved.num_pages(sum(weights.values()))
+    fetch_weights(*paths)
+
+
+def weight_sizes(resolved: ResolvedConfig) -> dict[str, int]:
+    """Return the bytes that this rank's weights of each model will take, as far as the configs
+    tell. Reads no file. Raises ValueError for a format whose size only its tensors tell."""
+    return _sizes(resolved, _models(resolved, open=None))
+
+
+def _check_weights(resolved: ResolvedConfig) -> dict[str, int]:
+    """Return the bytes that this rank's weights of each model will take. Raises ValueError for
+    tensors that the models do not have or lack."""
     config = resolved.config
     opener = resolved.split.opener(config.load_format)
-    modules: list[Target | DFlash] = [
-        check_target_tensors(Path(config.target), resolved.target, opener)
-    ]
-    if resolved.draft is not None:
-        modules.append(check_draft_tensors(Path(config.draft or ""), resolved.draft, opener))
-    for shadow in resolved.shadows:
-        modules.append(check_draft_tensors(shadow.path, shadow.config, opener))
+    models = _models(resolved, opener)
     if opener is not None and resolved.backends.kv_dtype == FP8:
-        target = modules[0]
+        target = models["target"]
         assert isinstance(target, Target)
         read_kv_scales(target, opener(Path(config.target)), resolved.target.quantization)
-    total = 0
-    for module in modules:
-        backends = resolved.backends
-        held = backends.draft_weights if isinstance(module, DFlash) else backends.weights
-        total += weight_bytes(module, resolved.dtype, **held._asdict())
-    return total
+    return _sizes(resolved, models)
+
+
+def _models(resolved: ResolvedConfig, open: Open) -> dict[str, Target | DFlash]:
+    """Return this rank's part of each model on the meta device, by name."""
+    config = resolved.config
+    models: dict[str, Target | DFlash] = {
+        "target": check_target_tensors(Path(config.target), resolved.target, open)
+    }
+    if resolved.draft is not None:
+        models["draft"] = check_draft_tensors(Path(config.draft or ""), resolved.draft, open)
+    for shadow in resolved.shadows:
+        models[shadow.name] = check_draft_tensors(shadow.path, shadow.config, open)
+    return models
+
+
+def _sizes(resolved: ResolvedConfig, models: Mapping[str, Target | DFlash]) -> dict[str, int]:
+    """Return the bytes of each model's weights in memory, in the formats that hold them."""
+    backends = resolved.backends
+    sizes: dict[str, int] = {}
+    for name, model in models.items():
+        held = backends.draft_weights if isinstance(model, DFlash) else backends.weights
+        sizes[name] = weight_bytes(model, resolved.dtype, **held._asdict())
+    return sizes
 
 
 def kv_spec(decoder: DecoderConfig, dtype: torch.dtype) -> KVSpec:

@@ -25,10 +25,11 @@ def memory_facts(
     try:
         plan = plan_engine(EngineConfig(), target, draft)
         backends = plan.backends
-        weights = weight_bytes(module, plan.dtype, **backends.weights._asdict())
+        weights = {"target": weight_bytes(module, plan.dtype, **backends.weights._asdict())}
         if drafter is not None:
-            weights += weight_bytes(drafter, plan.dtype, **backends.draft_weights._asdict())
-        num_pages = plan.num_pages(weights)
+            held = backends.draft_weights._asdict()
+            weights["draft"] = weight_bytes(drafter, plan.dtype, **held)
+        num_pages = plan.num_pages(sum(weights.values()))
     except ValueError as error:
         return {"refused": str(error)}
     bill = replace(plan, weights=weights).memory_bill(num_pages)

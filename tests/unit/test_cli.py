@@ -297,7 +297,7 @@ def test_json_goes_to_stdout_and_debug_to_stderr(pair: Pair):
     *loaded, bill, memory = run.stderr.splitlines()[:4]
     lines = run.stderr.splitlines()[4:]
     assert all(line.startswith("strobe.models.weight_loading: loaded ") for line in loaded)
-    assert bill.startswith("strobe.engine.build: Memory of cpu in bytes: weights ")
+    assert bill.startswith("strobe.engine.build: Memory of cpu in bytes: weights of target ")
     assert memory.startswith("strobe.ranks.leader: keys and values have 0.0")
     assert len(lines) == sum(o["outputs"][0]["speculation"]["steps"] for o in outputs)
     assert all(line.startswith("strobe.engine.result_processor: verify request=") for line in lines)

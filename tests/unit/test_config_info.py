@@ -60,7 +60,8 @@ def test_bill_of_a_lone_config_or_the_sentence_that_refuses_it(
     monkeypatch.setattr("strobe.runner.memory.free_memory", lambda device: 10**9)
     _, facts = info(main, path)
     refused = facts["memory"]["refused"]
-    assert refused.startswith(f"The weights take {bill['weights']} bytes, but cpu has 1000000000 ")
+    weights = bill["weights of target"]
+    assert refused.startswith(f"The weights take {weights} bytes, but cpu has 1000000000 ")
 
 
 def test_lone_drafter_config_is_described(main: Main, tmp_path: Path):

@@ -14,7 +14,9 @@ import pytest
 from huggingface_hub import constants, errors
 
 from strobe import LLM
+from strobe.engine import build
 from strobe.hub.download import display_name, fetch_weights, find_checkpoint
+from strobe.runner import memory
 from strobe.tools.eval.sources import fetch
 from tests.support.text_pair import Pair
 from tests.support.tiny_checkpoints import edit_json
@@ -259,6 +261,43 @@ def test_unrunnable_pair_is_rejected_before_fetching_weights(
     assert (status, part in err) == (2, True)
     assert f"{name}/config.json" in fake_hub.fetched
     assert not fake_hub.weights
+
+
+@pytest.mark.parametrize(
+    ("free", "options", "message"),
+    [
+        (100_000, {}, "The weights take .* bytes, but cpu has 100000 bytes free; use a smaller"),
+        (10**8, {"kv_cache_memory": "1GiB"}, r"kv_cache_memory is 1GiB .* ask for less"),
+        (10**8, {"kv_offload_memory": "1GiB"}, "kv_offload_memory takes .* ask for less"),
+        (10**8, {"max_num_seqs": 10**6}, "max_num_seqs is 1000000, whose .* ask for fewer"),
+    ],
+)
+def test_what_cannot_fit_is_rejected_before_fetching_weights(
+    fake_hub: FakeHub,
+    monkeypatch: pytest.MonkeyPatch,
+    free: int,
+    options: dict[str, Any],
+    message: str,
+):
+    monkeypatch.setattr(memory, "free_memory", lambda device: free)
+    with pytest.raises(ValueError, match=message):
+        LLM("me/target", draft="me/draft", **options)
+    assert "me/target/config.json" in fake_hub.fetched
+    assert not fake_hub.weights
+
+
+def test_weights_of_unknown_size_are_fetched_and_then_checked(
+    fake_hub: FakeHub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def unknown(resolved: Any) -> dict[str, int]:
+        raise ValueError("only the tensors tell.")
+
+    monkeypatch.setattr(memory, "free_memory", lambda device: 100_000)
+    monkeypatch.setattr(build, "weight_sizes", unknown)
+    with pytest.raises(ValueError, match=r"The weights take .* bytes, but cpu has 100000 bytes"):
+        LLM("me/target")
+    assert fake_hub.weights == ["me/target/model.safetensors"]
+    assert "known once they are downloaded: only the tensors tell." in caplog.text
 
 
 @pytest.mark.parametrize("reason", ["method", "pair"])

@@ -68,7 +68,7 @@ def test_bill_counts_each_part_that_takes_memory(tmp_path: Path, caplog: pytest.
     if resolved.backends.weights.packed == "float32":
         weights += model.output.weight.nbytes  # the embedding's weight, packed as a head
     assert bill == {
-        "weights": weights,
+        "weights of target": weights,
         "keys and values of target": parts.stores["target"].data.nbytes,
         "states of requests": states.length.nbytes + sum(t.nbytes for t in states.tensors),
         "kept states": states.kept_state.nbytes + states.kept_window.nbytes,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -225,9 +226,8 @@ def memory_bill(resolved: ResolvedConfig, target: Target, draft: DFlash) -> dict
     free = free_memory(resolved.device)
     if resolved.device.type == "cpu":  # which all ranks share
         free //= ranks
-    others = resolved.memory_bill(num_pages=[0] * len(resolved.windows))
-    others.pop("weights", None)
-    others = {part: size for part, size in others.items() if size}
+    without_weights = replace(resolved, weights={})
+    others = without_weights.memory_bill(num_pages=[0] * len(resolved.windows))
     room = max(free - first - second - sum(others.values()), 0)
     return {
         "target's weights": first,
