@@ -6,14 +6,12 @@ import hashlib
 import secrets
 
 from strobe.server.anthropic.protocol.message_bodies import (
-    BlockDelta,
-    BlockEvent,
     ContentBlock,
-    Delta,
     TextBlock,
     ThinkingBlock,
     ToolUseBlock,
 )
+from strobe.server.anthropic.protocol.message_events import BlockDelta, BlockEvent, Delta
 from strobe.server.generation.bodies import ItemStatus
 from strobe.server.generation.output_items import Logprobs, OutputItem
 from strobe.server.parsers.call_arguments import read_object

@@ -13,15 +13,17 @@ from strobe.server.anthropic.errors import error_body
 from strobe.server.anthropic.protocol.message_bodies import (
     ContentBlock,
     Message,
-    MessageDelta,
     MessageEnd,
     MessageHead,
-    MessageStart,
-    MessageStop,
     MessageTokens,
     MessageUsage,
-    Ping,
     StopReason,
+)
+from strobe.server.anthropic.protocol.message_events import (
+    MessageDelta,
+    MessageStart,
+    MessageStop,
+    Ping,
 )
 from strobe.server.anthropic.protocol.messages_request import (
     CountTokensRequest,
