@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BeforeValidator, Field
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+)
 
 from strobe.server.anthropic.protocol.blocks import Texts as TextBlocks
 from strobe.server.anthropic.protocol.blocks import Turns, joined, to_messages
@@ -37,8 +43,8 @@ from strobe.server.schema.values import (
     Int,
     JsonSchema,
     Must,
+    Rule,
     Texts,
-    Value,
     check_int,
 )
 from strobe.validation import MAX_INT
@@ -88,27 +94,27 @@ class OutputConfig(RequestObject):
     format: OutputFormat | None = None
 
 
-class NewThread(Value):
-    """A conversation that the server should store; it stores none. One that continues is rejected,
-    after which clients send whole conversations."""
+class NewThread(BaseModel):
+    """A conversation that the server should store; it stores none."""
 
-    def parse(self, value: Any) -> Any:
-        kind = value.get("type") if isinstance(value, Mapping) else None
-        if kind != "create":
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    type: Literal["create"]
+
+
+class OnlyNew(Rule):
+    """Rejects a conversation that continues; clients then send whole conversations."""
+
+    def read(self, value: object, inner: ValidatorFunctionWrapHandler) -> object:
+        try:
+            return inner(value)
+        except ValidationError:
             raise FieldError(
                 f"{HERE} is {short_json(value)}, but this server holds no conversations; send the "
                 f"whole conversation without {HERE}.",
                 HERE,
                 THREAD_UNSUPPORTED,
-            )
-        return value
-
-    def shown(self) -> dict[str, Any]:
-        return {
-            "type": "object",
-            "properties": {"type": {"const": "create"}},
-            "required": ["type"],
-        }
+            ) from None
 
 
 class MessagesPrompt(ConversationRequest):
@@ -143,7 +149,7 @@ class MessagesPrompt(ConversationRequest):
         description="`format`: the type `json_schema` with `schema`, which is always "
         "enforced strictly. `effort`: passed to the chat template.",
     )
-    thread: Annotated[dict[str, Any], NewThread()] | None = Field(
+    thread: Annotated[NewThread, OnlyNew()] | None = Field(
         None,
         description="`type`: `create` has no effect, because the server stores no conversations; "
         "any other type is rejected with a request to send the whole conversation.",
