@@ -12,17 +12,32 @@ from torch import Tensor
 from strobe.attention.backend import Batch
 from strobe.attention.groups import Group, groups_of
 from strobe.attention.mask import LayerMask
-from strobe.kv.kv_store import KVStore
+from strobe.kv.kv_store import KVStore, SeenPages
+
+GATHERED_BYTES = 2 << 20
+"""Bytes of keys and values of one layer that a CPU gathers at once for each thread: attention then
+reads them from its cache."""
 
 
 class SeenKeys(NamedTuple):
-    """Keys that the rows of G spans may see: positions [N], or [G, N] with a window, and slots
-    [G, N]. in_place: each layer's keys and values in these slots, if they need not be gathered; all
-    rows then see as many keys as the last one, but for masks."""
+    """Keys that the rows of G spans may see: positions [N], or [G, N] with a window. They are in
+    one of three forms: slots [G, N]; in_place: each layer's keys and values, which need not be
+    gathered; all rows then see as many keys as the last one, but for masks; or pages."""
 
     positions: Tensor
-    slots: Tensor
+    slots: Tensor | None = None
     in_place: list[tuple[Tensor, Tensor]] | None = None
+    pages: SeenPages | None = None
+
+
+def _spans_at_once(batch: Batch, store: KVStore) -> int | None:
+    """Return the maximum of spans whose keys are gathered at once; a power of two, so that groups
+    repeat while contexts grow. None: no maximum."""
+    if batch.ids.device.type != "cpu":
+        return None
+    budget = GATHERED_BYTES * torch.get_num_threads()
+    span = max(batch.bounds, default=0) * store.slot_bytes
+    return 1 << max((budget // max(span, 1)).bit_length() - 1, 0)
 
 
 class ReferencePlan:
@@ -32,10 +47,12 @@ class ReferencePlan:
         self.batch = batch
         self.store = store
         self.masks = masks
-        self.groups = groups_of(tuple(batch.row_counts), batch.ids.device)
+        counts = tuple(batch.row_counts)
+        self.groups = groups_of(counts, batch.ids.device, _spans_at_once(batch, store))
         self._bounds = [max([batch.bounds[i] for i in group.members]) for group in self.groups]
         self._keys: dict[tuple[int, int, int | None], SeenKeys] = {}
         self._bias: dict[tuple[int, LayerMask, bool], Tensor | None] = {}
+        self._buffer: Tensor | None = None
 
     def _keys_of(self, index: int, layer: int) -> SeenKeys:
         """Return the keys that a layer reads for the spans of a group. No mask stops a NaN in
@@ -50,9 +67,12 @@ class ReferencePlan:
         table = batch.tables[page_group]
         run = self._run_of(group, table) if window is None else None
         if run is not None:
-            positions = torch.arange(len(run))
             in_place = self.store.run(run.start, len(run))
-            seen = SeenKeys(positions=positions, slots=positions + run.start, in_place=in_place)
+            seen = SeenKeys(positions=torch.arange(len(run)), in_place=in_place)
+            self._keys[index, page_group, window] = seen
+            return seen
+        if window is None and table.device.type == "cpu":
+            seen = self._all_pages(group, self._bounds[index], table)
             self._keys[index, page_group, window] = seen
             return seen
         if window is None:
@@ -60,10 +80,8 @@ class ReferencePlan:
         else:
             positions, slots = self._window_slots(group, self._bounds[index], table, window)
         first = group.rows[:, :1]
-        last = group.rows[:, -1:]
-        ends = batch.positions[last].clamp(max=batch.limit - 1)
-        slots = slots.where(positions <= ends, batch.kv_slots[page_group][first])
-        self._keys[index, page_group, window] = SeenKeys(positions, slots)
+        slots = slots.where(positions <= self._ends(group), batch.kv_slots[page_group][first])
+        self._keys[index, page_group, window] = SeenKeys(positions=positions, slots=slots)
         return self._keys[index, page_group, window]
 
     def _run_of(self, group: Group, table: Tensor) -> range | None:
@@ -84,6 +102,23 @@ class ReferencePlan:
     def _slots(self, group: Group) -> Tensor:
         slots = self.batch.slots
         return slots if len(self.groups) == 1 else slots[group.spans]
+
+    def _ends(self, group: Group) -> Tensor:
+        """Return the last position of each span that has a key, [G, 1]."""
+        batch = self.batch
+        return batch.positions[group.rows[:, -1:]].clamp(max=batch.limit - 1)
+
+    def _all_pages(self, group: Group, bound: int, table: Tensor) -> SeenKeys:
+        """Return the keys of the pages below `bound`."""
+        size = self.batch.page_size
+        columns = -(-bound // size)
+        entries = table[:, :columns].index_select(0, self._slots(group))
+        firsts = torch.arange(0, columns * size, size)
+        positions = torch.arange(columns * size)
+        unseen = (positions > self._ends(group)).view(-1).nonzero().view(-1)
+        pages = (entries + firsts).floor_divide_(size)
+        seen = SeenPages(pages=pages, size=size, unseen=unseen)
+        return SeenKeys(positions=positions, pages=seen)
 
     def _all_slots(self, group: Group, bound: int, table: Tensor) -> tuple[Tensor, Tensor]:
         """Return the positions below `bound`, [N], and their slots [G, N]."""
@@ -155,6 +190,16 @@ class ReferencePlan:
         self.store.write_joined(layer, slots, rows[:, q_heads * qkv.shape[2] :])
         return self._attend(layer, qkv[:, :q_heads], sinks)
 
+    def _read(self, layer: int, seen: SeenKeys) -> tuple[Tensor, Tensor]:
+        """Return a layer's keys and values [G, Hkv, N, D], until the next call."""
+        if seen.in_place is not None:
+            return seen.in_place[layer]
+        if seen.pages is None:
+            assert seen.slots is not None
+            return self.store.gather(layer, seen.slots)
+        self._buffer = self.store.page_buffer(layer, seen.pages, self._buffer)
+        return self.store.gather_pages(layer, seen.pages, self._buffer)
+
     def _attend(self, layer: int, q: Tensor, sinks: Tensor | None) -> Tensor:
         """Attend to keys and values that are stored."""
         rows, heads, width = q.shape
@@ -163,17 +208,14 @@ class ReferencePlan:
         out = None
         for index, group in enumerate(self.groups):
             seen = self._keys_of(index, layer)
-            if seen.in_place is None:
-                keys, values = self.store.gather(layer, seen.slots)
-            else:
-                keys, values = seen.in_place[layer]
+            keys, values = self._read(layer, seen)
             if keys.dtype != q.dtype:
                 keys = keys.to(q.dtype)
                 values = values.to(q.dtype)
             scale = self.store.scales[layer]
             spans, longest = group.rows.shape
-            single_group = group.flat is None and len(self.groups) == 1
-            part = q if single_group else q[group.rows.flatten()]
+            single_group = group.run is not None and len(self.groups) == 1
+            part = q if single_group else q[group.run or group.rows.flatten()]
             if longest > 1:
                 part = part.view(spans, longest, kv_heads, repeats, width).permute(0, 2, 3, 1, 4)
                 part = part.reshape(spans, kv_heads, repeats * longest, width)
@@ -199,7 +241,7 @@ class ReferencePlan:
                 return result
             if out is None:
                 out = torch.empty(rows, heads * width, dtype=q.dtype, device=q.device)
-            out[group.target] = result if group.flat is None else result[group.flat]
+            out[group.run or group.target] = result if group.flat is None else result[group.flat]
         assert out is not None
         return out
 

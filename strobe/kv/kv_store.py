@@ -46,13 +46,23 @@ class KVScale(NamedTuple):
 NO_SCALE = KVScale()
 
 
+class SeenPages(NamedTuple):
+    """Pages [G, C] of `size` tokens that the rows of G spans read. unseen: the tokens in them, of
+    G * C * size, that are none of the spans' own, or not written yet."""
+
+    pages: Tensor
+    size: int
+    unseen: Tensor
+
+
 class KVStore:
     """Keys and values of one model, in slots page * page_size + offset.
 
     layers: each layer's [slots, 2, Hkv, D]. data: all of them, [layers, slots, 2, Hkv, D] if their
     shapes are equal, else flat. Zero-filled, so that a masked read of an unwritten slot is finite,
     and so that a CPU allocates the memory here, not when pages are first used. scales: of each
-    layer, for FP8: the values of `layers` and `gather` are divided by them.
+    layer, for FP8: the values of `layers` and `gather` are divided by them. slot_bytes: of a slot's
+    keys and values, in the layer where they are largest.
     """
 
     def __init__(
@@ -61,6 +71,7 @@ class KVStore:
         """num_pages: of each page group."""
         self.spec = spec
         self.scales = [NO_SCALE] * len(spec.shapes)
+        self.slot_bytes = 2 * max(map(math.prod, spec.shapes)) * spec.dtype.itemsize
         slots = [num_pages[spec.group_of(i)] * page_size for i in range(len(spec.shapes))]
         shapes = [(n, 2, *shape) for n, shape in zip(slots, spec.shapes, strict=True)]
         values = [math.prod(shape) for shape in shapes]
@@ -110,12 +121,35 @@ class KVStore:
     def gather(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """slots [G, N] -> keys, values [G, Hkv, N, D] as views of one gathered copy."""
         rows = self._flat[layer].index_select(0, slots.view(-1))
+        return self._by_head(layer, rows, slots.shape[0])
+
+    def _by_head(self, layer: int, rows: Tensor, spans: int) -> tuple[Tensor, Tensor]:
+        """rows [G * N, 2 * Hkv * D] as stored -> keys, values [G, Hkv, N, D], views."""
         if self._largest is not None:
             rows = rows.view(self.spec.dtype)
         heads, width = self.spec.shapes[layer]
-        rows = rows.view(*slots.shape, 2, heads, width)
+        rows = rows.view(spans, -1, 2, heads, width)
         keys, values = rows.permute(2, 0, 3, 1, 4).unbind()
         return keys, values
+
+    def page_buffer(self, layer: int, seen: SeenPages, buffer: Tensor | None) -> Tensor:
+        """Return memory for `gather_pages`: the buffer, if it is large enough."""
+        rows = self._flat[layer]
+        count = seen.pages.numel() * seen.size * rows.shape[1]
+        if buffer is None or buffer.numel() < count:
+            return rows.new_empty(count)
+        return buffer
+
+    def gather_pages(self, layer: int, seen: SeenPages, buffer: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys, values [G, Hkv, C * size, D] as views of the buffer, with zeros for unseen
+        tokens. By pages, since a CPU copies few long rows faster than many short ones."""
+        rows = self._flat[layer]
+        pages = rows.view(-1, seen.size * rows.shape[1])
+        count = seen.pages.numel()
+        copy = buffer[: count * pages.shape[1]].view(count, -1)
+        torch.index_select(pages, 0, seen.pages.view(-1), out=copy)
+        tokens = copy.view(-1, rows.shape[1]).index_fill_(0, seen.unseen, 0)
+        return self._by_head(layer, tokens, seen.pages.shape[0])
 
     def run(self, first: int, count: int) -> list[tuple[Tensor, Tensor]]:
         """Return each layer's keys, values [1, Hkv, N, D] in slots first to first + N - 1, without

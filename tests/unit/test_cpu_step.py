@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaForCausalLM, Qwen3ForCausalLM
 
+from strobe.attention import reference
 from strobe.attention.reference import ReferencePlan
 from strobe.config import EngineConfig
 from strobe.engine.engine import Engine
+from strobe.kv.kv_store import KVSpec, KVStore, SeenPages
 from strobe.models.ops import torch_ops
 from strobe.outputs import TokenLogprob
 from strobe.sampling_params import SamplingParams
@@ -102,3 +107,38 @@ def test_scattered_pages_are_gathered(tmp_path: Path):
     while engine.has_work:
         engine.step()
     assert first.tokens[len(PROMPTS[0]) :] == expected[0][0]
+
+
+@pytest.mark.parametrize("family", [LlamaForCausalLM, Qwen3ForCausalLM])
+def test_keys_gathered_for_few_spans_at_once_give_the_same_tokens(
+    family: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Seven requests of different lengths, two spans a gather; a page of NaN that no request has
+    been given stays unread."""
+    make_target(tmp_path, family)
+    prompts = [[7 + i] * (1 + 3 * i) for i in range(7)]
+    expected = [run(engine_of(tmp_path), [prompt], COLD)[0] for prompt in prompts]
+    engine = engine_of(tmp_path)
+    for layer in engine.components.stores["target"].layers:
+        layer.fill_(float("nan"))
+    spans = list[int]()
+    gather = KVStore.gather_pages
+
+    def counted(self: KVStore, layer: int, seen: SeenPages, buffer: Tensor) -> Any:
+        spans.append(len(seen.pages))
+        return gather(self, layer, seen, buffer)
+
+    monkeypatch.setattr(KVStore, "gather_pages", counted)
+    monkeypatch.setattr(reference, "_spans_at_once", lambda batch, store: 2)
+    assert run(engine, prompts, COLD) == expected
+    assert set(spans) == {1, 2}
+
+
+def test_spans_gathered_at_once_fit_into_the_caches():
+    """One thread's budget is 2 MiB: 8 spans of 128 tokens of 2 KiB; at least one span."""
+    store = KVStore(KVSpec(((4, 64),), torch.float32), [4], 16, torch.device("cpu"))
+    assert store.slot_bytes == 2048
+    threads = torch.get_num_threads()
+    for bound, expected in ((128, 8), (129, 4), (1 << 20, 1)):
+        batch = SimpleNamespace(ids=torch.zeros(1), bounds=[1, bound * threads])
+        assert reference._spans_at_once(batch, store) == expected  # pyright: ignore
