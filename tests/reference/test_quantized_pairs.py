@@ -4,7 +4,8 @@ copies."""
 from __future__ import annotations
 
 import json
-import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +24,28 @@ from strobe.models.target import Target
 from strobe.models.weight_loading import check_target_tensors, load_draft, load_target
 from strobe.parallel.split import Split
 from strobe.sampling_params import SamplingParams
-from tests.support.draft_heads import to_dflash2
+from tests.support.draft_heads import to_dflash2, to_dspark
 from tests.support.engine_runs import make_engine, run
 from tests.support.full_marks import full_where
 from tests.support.rank_threads import ranks
-from tests.support.stored_weights import store
+from tests.support.stored_weights import is_quantizable, store
 from tests.support.target_families import FAMILIES
 from tests.support.tested_formats import DRAFTERS, RECORDED, WITH_RANKS
 from tests.support.tiny_checkpoints import edit_json, make_draft, make_target
 
-PLAIN = re.compile(r"embed_tokens|codebook|norm")
-"""Names of tensors that stay unquantized."""
 LINEAR = ("_proj.weight", "in_proj_qkv.weight", "in_proj_z.weight")
 DIRECTORY = Path(__file__).parents[1] / "recorded"
+MARKOV_RANK = 32
+"""Which every format's groups divide."""
+OTHER_HEADS: dict[str, Callable[[Path, Path], Path]] = {
+    "dflash": lambda source, path: source.rename(path),
+    "dspark": partial(to_dspark, markov_rank=MARKOV_RANK),
+    "gated dspark": partial(to_dspark, kind="gated", markov_rank=MARKOV_RANK),
+    "rnn dspark": partial(to_dspark, kind="rnn", markov_rank=MARKOV_RANK),
+}
+"""Heads besides DFlash2's, which the pairs have."""
+SHORT = (("dflash", "FP8"), ("dspark", "NVFP4"), ("gated dspark", "int4"), ("rnn dspark", "int8"))
+"""Heads and formats that `make test` runs."""
 PROMPTS = [[5, 1, 60, 2, 9], [7] * 11]
 OPTIONS: dict[str, Any] = {
     "max_positions": 16,
@@ -44,32 +54,20 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-WITHOUT_HEAD = (
-    "FP8 by blocks", "native FP8", "int4 with zeros", "GPTQ", "GPTQ by activations", "AutoRound",
-    "AWQ",
-)  # fmt: skip
-"""Formats whose blocks or words the rows of this vocabulary do not fill."""
-
-
-def is_weight(name: str) -> bool:
-    return name.endswith(".weight") and not PLAIN.search(name)
-
-
-def is_linear(name: str) -> bool:
-    """Whether a tensor is one of those whose sizes are multiples of 8 and not the head."""
-    return is_weight(name) and "lm_head" not in name
-
-
 @pytest.fixture(scope="module", params=DRAFTERS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a quantized target and drafter, and copies of the same values."""
     path = tmp_path_factory.mktemp(request.param)
     make_target(path / "target", intermediate_size=64)
     to_dflash2(make_draft(path / "plain dflash", intermediate=64), path / "draft")
-    is_stored = is_linear if request.param in WITHOUT_HEAD else is_weight
     for name in ("target", "draft"):
-        store(path / name, path / f"dense {name}", request.param, is_stored)
+        quantize(path / name, path / f"dense {name}", request.param)
     return path
+
+
+def quantize(path: Path, plain: Path, name: str) -> None:
+    """Store all weights of a tiny model that can be so in a format; see `store`."""
+    store(path, plain, name, partial(is_quantizable, format=name))
 
 
 def check_equal(actual: nn.Module, expected: nn.Module) -> None:
@@ -175,6 +173,51 @@ def test_drafts_over_a_quantized_head_change_no_answer(pair: Path, temperature: 
         verified.append(engine.stats.draft_counts.num_verified)
     assert all(answer == answers[0] for answer in answers)
     assert verified[3] == verified[4] == verified[5] > 0
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a target in NVFP4 and a copy of the same values."""
+    path = tmp_path_factory.mktemp("targets")
+    make_target(path / "target", intermediate_size=64)
+    quantize(path / "target", path / "dense target", "NVFP4")
+    return path
+
+
+@full_where(lambda head, name: (head, name) not in SHORT)
+@pytest.mark.parametrize("head", OTHER_HEADS)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_quantized_drafters_draft_as_their_dense_copies(
+    targets: Path, tmp_path: Path, head: str, name: str
+):
+    """A head in any format gives the drafts of its dequantized weights, and no other answer."""
+    source = make_draft(tmp_path / "source", intermediate=64)
+    draft = OTHER_HEADS[head](source, tmp_path / "draft")
+    quantize(draft, tmp_path / "dense", name)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    answers = list[Any]()
+    counts = list[tuple[int, int]]()
+    for target, own, weight_dtype in (
+        ("target", None, "float32"),
+        ("target", draft, "float32"),
+        ("target", draft, "stored"),
+        ("dense target", tmp_path / "dense", "float32"),
+    ):
+        config = EngineConfig(
+            target=str(targets / target),
+            draft=None if own is None else str(own),
+            device="cpu",
+            dtype="float32",
+            weight_dtype=weight_dtype,
+            adaptive=False,
+        )
+        engine = make_engine(config)
+        answers.append(run(engine, PROMPTS, params))
+        drafts = engine.stats.draft_counts
+        counts.append((drafts.num_verified, drafts.num_accepted))
+    assert all(answer == answers[0] for answer in answers)
+    assert counts[1] == counts[2] == counts[3]
+    assert counts[1][0] > 0
 
 
 @full_where(lambda pair: pair not in ("native FP8", "NVFP4", "int4"))
@@ -304,14 +347,14 @@ def test_ranks_hold_parts_of_the_dequantized_weights(name: str):
 @pytest.mark.parametrize("name", ["GPTQ", "AutoRound", "AWQ"])
 def test_ranks_hold_parts_of_transposed_weights(tmp_path: Path, name: str):
     make_target(tmp_path / "target", intermediate_size=64)
-    store(tmp_path / "target", tmp_path / "dense", name, is_linear)
+    quantize(tmp_path / "target", tmp_path / "dense", name)
     check_ranks(tmp_path / "target")
 
 
 def test_groups_by_activations_need_one_rank_and_scales(tmp_path: Path):
     path = tmp_path / "target"
     make_target(path, intermediate_size=64)
-    store(path, tmp_path / "dense", "GPTQ by activations", is_linear)
+    quantize(path, tmp_path / "dense", "GPTQ by activations")
     with pytest.raises(ValueError, match="g_idx orders groups by activations, which several ranks"):
         check_ranks(path)
     tensors = load_file(path / "model.safetensors")

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.support.tiny_checkpoints import HIDDEN, VOCAB
+from tests.support.tiny_checkpoints import VOCAB
 
 RANK = 8
 TAPS = 3
@@ -47,6 +47,8 @@ def to_dflash2(
     """Write a DFlash2 drafter with random convolutions and selector. neutral: those with which
     training begins, which change nothing. suffix: of the codebooks' names. nested: more keys."""
     tensors, config = _source(source)
+    hidden = config["hidden_size"]
+    vocab = config["vocab_size"]
     noise = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int, std: float = 0.3) -> Tensor:
@@ -55,15 +57,15 @@ def to_dflash2(
     for layer in range(config["num_hidden_layers"]):
         for part in ("attention_conv", "mlp_conv"):
             name = f"layers.{layer}.{part}"
-            base = draw(2, TAPS, HIDDEN)
+            base = draw(2, TAPS, hidden)
             base[:, 0] += 1
             tensors[f"{name}.base_kernel"] = base
-            rows = 2 * TAPS * (HIDDEN // GROUP)
-            tensors[f"{name}.kernel_projection.weight"] = draw(rows, HIDDEN)
+            rows = 2 * TAPS * (hidden // GROUP)
+            tensors[f"{name}.kernel_projection.weight"] = draw(rows, hidden)
     name = "candidate_selector"
-    tensors[f"{name}.predecessor_codebook{suffix}"] = torch.randn(VOCAB, RANK, generator=noise)
-    tensors[f"{name}.successor_codebook{suffix}"] = draw(VOCAB, RANK, std=1.0)
-    tensors[f"{name}.hidden_projection.weight"] = torch.randn(RANK, HIDDEN, generator=noise)
+    tensors[f"{name}.predecessor_codebook{suffix}"] = torch.randn(vocab, RANK, generator=noise)
+    tensors[f"{name}.successor_codebook{suffix}"] = draw(vocab, RANK, std=1.0)
+    tensors[f"{name}.hidden_projection.weight"] = torch.randn(RANK, hidden, generator=noise)
     config["architectures"] = ["DFlash2DraftModel"]
     config["dflash_config"] |= {
         "conv_kernel_size": TAPS,
@@ -89,6 +91,8 @@ def to_dspark(
     head that reads the token before. reduced: the target's head, of which the drafter gets the
     rows of `KNOWN`. neutral: the Markov head changes nothing. keys: more of the config."""
     tensors, config = _source(source)
+    hidden = config["hidden_size"]
+    vocab = config["vocab_size"]
     noise = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int, std: float = 0.5) -> Tensor:
@@ -104,7 +108,7 @@ def to_dspark(
         "confidence_head_with_markov": True,
         "num_anchors": 512,
     }
-    rows = VOCAB
+    rows = vocab
     if reduced is not None:
         ids = torch.tensor(KNOWN)
         rows = len(KNOWN)
@@ -112,16 +116,16 @@ def to_dspark(
         tensors["d2t"] = ids - torch.arange(rows)
         config["draft_vocab_size"] = rows
     if rank:
-        tensors["markov_head.markov_w1.weight"] = draw(VOCAB, rank)
+        tensors["markov_head.markov_w1.weight"] = draw(vocab, rank)
         second = draw(rows, rank, std=1.5)
         tensors["markov_head.markov_w2.weight"] = torch.zeros_like(second) if neutral else second
         if kind == "gated":
-            tensors["markov_head.gate_proj.weight"] = draw(rank, HIDDEN + rank)
+            tensors["markov_head.gate_proj.weight"] = draw(rank, hidden + rank)
             tensors["markov_head.gate_proj.bias"] = draw(rank)
         if kind == "rnn":
-            tensors["markov_head.joint_proj.weight"] = draw(3 * rank, 2 * rank + HIDDEN)
+            tensors["markov_head.joint_proj.weight"] = draw(3 * rank, 2 * rank + hidden)
             tensors["markov_head.joint_proj.bias"] = draw(3 * rank)
-    tensors["confidence_head.proj.weight"] = draw(1, HIDDEN + rank, std=0.2)
+    tensors["confidence_head.proj.weight"] = draw(1, hidden + rank, std=0.2)
     tensors["confidence_head.proj.bias"] = draw(1)
     return _write(directory, tensors, config | keys)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -251,6 +252,24 @@ FORMATS: dict[str, tuple[Callable[[Tensor], Stored], dict[str, Any]]] = {
         {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"},
     ),
 }
+
+
+PLAIN = re.compile(r"embed_tokens|codebook|norm|markov_w1")
+"""Names of tensors that stay unquantized."""
+UNEVEN = re.compile(r"lm_head|markov_w2|confidence_head")
+"""Names of weights whose rows are not multiples of 8."""
+IN_WHOLE_BLOCKS = (
+    "FP8 by blocks", "native FP8", "int4 with zeros", "GPTQ", "GPTQ by activations", "AutoRound",
+    "AWQ",
+)  # fmt: skip
+"""Formats whose blocks or words the rows of `UNEVEN` do not fill."""
+
+
+def is_quantizable(name: str, format: str) -> bool:
+    """Whether a weight of a tiny target or drafter can be in a format."""
+    if not name.endswith(".weight") or PLAIN.search(name):
+        return False
+    return format not in IN_WHOLE_BLOCKS or not UNEVEN.search(name)
 
 
 def with_an_entry_per_expert(path: Path) -> None:

@@ -134,6 +134,7 @@ def draft_tensors(
     sinks: bool = False,
     width: int = 16,
     intermediate: int = 48,
+    hidden: int = HIDDEN,
 ) -> dict[str, torch.Tensor]:
     """Return random drafter weights under z-lab's names: 4 heads, 2 key-value heads."""
     noise = torch.Generator().manual_seed(seed)
@@ -145,29 +146,29 @@ def draft_tensors(
         return torch.rand(size, generator=noise) + 0.5
 
     tensors = {
-        "fc.weight": matrix(HIDDEN, captured * HIDDEN),
-        "hidden_norm.weight": scale(HIDDEN),
-        "norm.weight": scale(HIDDEN),
+        "fc.weight": matrix(hidden, captured * hidden),
+        "hidden_norm.weight": scale(hidden),
+        "norm.weight": scale(hidden),
     }
     outs = {"q_proj": 4 * width, "k_proj": 2 * width, "v_proj": 2 * width}
     for i in range(layers):
         layer = f"layers.{i}."
         for name, rows in outs.items():
-            tensors[f"{layer}self_attn.{name}.weight"] = matrix(rows, HIDDEN)
+            tensors[f"{layer}self_attn.{name}.weight"] = matrix(rows, hidden)
             if bias:
                 tensors[f"{layer}self_attn.{name}.bias"] = matrix(rows)
-        tensors[f"{layer}self_attn.o_proj.weight"] = matrix(HIDDEN, 4 * width)
+        tensors[f"{layer}self_attn.o_proj.weight"] = matrix(hidden, 4 * width)
         if bias:
-            tensors[f"{layer}self_attn.o_proj.bias"] = matrix(HIDDEN)
+            tensors[f"{layer}self_attn.o_proj.bias"] = matrix(hidden)
         if sinks:
             tensors[f"{layer}self_attn.attention_sink_bias"] = matrix(4) * 5
         for name in ("q_norm", "k_norm"):
             tensors[f"{layer}self_attn.{name}.weight"] = scale(width)
         for name in ("gate_proj", "up_proj"):
-            tensors[f"{layer}mlp.{name}.weight"] = matrix(intermediate, HIDDEN)
-        tensors[f"{layer}mlp.down_proj.weight"] = matrix(HIDDEN, intermediate)
+            tensors[f"{layer}mlp.{name}.weight"] = matrix(intermediate, hidden)
+        tensors[f"{layer}mlp.down_proj.weight"] = matrix(hidden, intermediate)
         for name in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{layer}{name}.weight"] = scale(HIDDEN)
+            tensors[f"{layer}{name}.weight"] = scale(hidden)
     return tensors
 
 
@@ -185,11 +186,13 @@ def make_draft(
     sinks: bool = False,
     width: int = 16,
     intermediate: int = 48,
+    hidden: int = HIDDEN,
+    vocab: int = VOCAB,
     top: Mapping[str, Any] | None = None,
     nested: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a random DFlash drafter in z-lab's format. width: a head's size; intermediate: the
-    MLPs'; top, nested: extra keys of the config."""
+    MLPs'; hidden, vocab: the target's sizes; top, nested: extra keys of the config."""
     layers = len(layer_types) if layer_types else 2
     directory.mkdir(parents=True, exist_ok=True)
     tensors = draft_tensors(
@@ -200,6 +203,7 @@ def make_draft(
         sinks=sinks,
         width=width,
         intermediate=intermediate,
+        hidden=hidden,
     )
     save_file(tensors, directory / "model.safetensors")
     config: dict[str, Any] = {
@@ -214,14 +218,14 @@ def make_draft(
             **({"attention_sink_bias": True} if sinks else {}),
             **(nested or {}),
         },
-        "hidden_size": HIDDEN,
+        "hidden_size": hidden,
         "intermediate_size": intermediate,
         "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": width,
         "attention_bias": bias,
-        "vocab_size": VOCAB,
+        "vocab_size": vocab,
         "rms_norm_eps": 1e-6,
         "rope_theta": 50000.0,
         "max_position_embeddings": 512,
