@@ -128,6 +128,8 @@ def formats_table() -> str:
 def checked_target(row: TestedFormat) -> str:
     """Return what a target's weights or logits are compared with."""
     names = tested_formats.LIBRARIES.items()
+    if row.gguf:
+        return "`gguf` package"
     libraries = [
         library for start, library in names if any(name.startswith(start) for name in row.recorded)
     ]
@@ -137,17 +139,21 @@ def checked_target(row: TestedFormat) -> str:
 
 
 def checked_drafter(row: TestedFormat) -> str:
-    return YES if set(row.written) & set(tested_formats.DRAFTERS) else UNTESTED
+    is_tested = row.gguf or set(row.written) & set(tested_formats.DRAFTERS)
+    return YES if is_tested else UNTESTED
 
 
 def checked_experts(row: TestedFormat) -> str:
+    in_gguf = set(row.gguf) & set(tested_formats.GGUF_EXPERTS)
+    if in_gguf:
+        return f"gpt-oss's: {', '.join(sorted(in_gguf))}"
     is_tested = row.families or set(row.written) & set(tested_formats.EXPERTS)
     return YES if is_tested else UNTESTED
 
 
 def checked_on_cpu(row: TestedFormat) -> str:
     """Return how answers on a CPU are tested."""
-    if row.families or set(row.written) & set(tested_formats.WITH_RANKS):
+    if row.families or row.gguf or set(row.written) & set(tested_formats.WITH_RANKS):
         return "lossless, ranks"
     return "lossless"
 

@@ -13,7 +13,6 @@ from strobe.models.quantization.gguf import NAMES
 from strobe.models.quantization.gguf_dflash import NAMES as OWN_NAMES
 from strobe.models.quantization.gguf_dflash import PARAMETERS
 from tests.support.gguf_files import write
-from tests.support.tiny_checkpoints import VOCAB
 
 _MODULES = {module: name for name, module in {**NAMES, **OWN_NAMES}.items()}
 _PARAMETERS = {parameter: name for name, parameter in PARAMETERS.items()}
@@ -38,7 +37,7 @@ def metadata_of(config: dict[str, Any]) -> dict[str, Any]:
     values = {**config, **config.get("dflash_config", {})}
     metadata: dict[str, Any] = {
         "general.architecture": "dflash",
-        "tokenizer.ggml.tokens": [str(i) for i in range(VOCAB)],
+        "tokenizer.ggml.tokens": [str(i) for i in range(values["vocab_size"])],
         "tokenizer.ggml.mask_token_id": values["mask_token_id"],
         "dflash.block_count": values["num_hidden_layers"],
         "dflash.context_length": values["max_position_embeddings"],

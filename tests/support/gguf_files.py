@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+import zlib
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -444,6 +446,46 @@ def experts_of(
     return {f"{prefix}ffn_gate_exps.{end}": gate, f"{prefix}ffn_up_exps.{end}": up}
 
 
+def quantized(array: NDArray[np.float32], number: gguf.GGMLQuantizationType) -> NDArray[np.uint8]:
+    """Return an array in a type, or random values of its shape if `gguf` does not write the
+    type."""
+    try:
+        return gguf.quants.quantize(array, number)
+    except NotImplementedError:
+        values, size = gguf.GGML_QUANT_SIZES[number]
+        blocks = _moderate_blocks(number)
+        count = array.size // values
+        order = np.random.default_rng(zlib.crc32(array.tobytes())).permutation(len(blocks))
+        chosen = blocks[np.resize(order, count)]  # no two rows of an embedding are equal
+        return chosen.reshape(*array.shape[:-1], array.shape[-1] // values * size)
+
+
+@cache
+def _moderate_blocks(number: gguf.GGMLQuantizationType) -> NDArray[np.uint8]:
+    """Return random blocks of a type whose largest values are like those of weights."""
+    _, size = gguf.GGML_QUANT_SIZES[number]
+    blocks = np.random.default_rng(0).integers(0, 256, (4096, size), np.uint8)
+    with np.errstate(invalid="ignore"):
+        largest = np.abs(gguf.quants.dequantize(blocks, number)).max(1)
+    return blocks[(largest > 0.05) & (largest < 0.5)]
+
+
+def dequantized(name: str, array: NDArray[np.float32], kind: str) -> NDArray[np.float32]:
+    """Return the values of a tensor of a file whose matrices are in a type."""
+    number = _type_of(name, array, kind)
+    return gguf.quants.dequantize(quantized(array, number), number)
+
+
+def _type_of(name: str, array: NDArray[np.float32], kind: str) -> gguf.GGMLQuantizationType:
+    """Return the type of a tensor of a file whose matrices are in a type."""
+    if array.ndim < 2 or name.endswith((".bias", "conv1d.weight", "conv_base")):
+        return gguf.GGMLQuantizationType.F32
+    number = gguf.GGMLQuantizationType[kind]
+    if array.shape[-1] % gguf.GGML_QUANT_SIZES[number][0]:  # as llama.cpp does
+        return gguf.GGMLQuantizationType.F16
+    return number
+
+
 def write(
     path: Path,
     metadata: Mapping[str, Any],
@@ -494,12 +536,8 @@ def _write(
             writer.add_uint32(key, value)
     for name, array in tensors.items():
         own = experts if experts and name.endswith("_exps.weight") else kind
-        number = gguf.GGMLQuantizationType[own if array.ndim >= 2 else "F32"]
-        if name.endswith((".bias", "conv1d.weight", "conv_base")):
-            number = gguf.GGMLQuantizationType.F32
-        if array.shape[-1] % gguf.GGML_QUANT_SIZES[number][0]:  # as llama.cpp does
-            number = gguf.GGMLQuantizationType.F16
-        stored = gguf.quants.quantize(array, number)
+        number = _type_of(name, array, own)
+        stored = quantized(array, number)
         writer.add_tensor(name, stored, raw_dtype=number)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

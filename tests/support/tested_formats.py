@@ -29,17 +29,28 @@ IN_KERNELS = (
 )  # fmt: skip
 """Forms of a weight that the kernels of products multiply, on a GPU or in Triton's interpreter."""
 
+GGUF_TYPES = (
+    "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K",
+    "Q6_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS",
+    "TQ1_0", "TQ2_0", "MXFP4", "NVFP4",
+)  # fmt: skip
+"""Types of tensors in which a target's and a drafter's GGUF files run on a CPU and on several
+ranks."""
+GGUF_EXPERTS = ("Q8_0", "MXFP4")
+"""Those in which gpt-oss's experts run."""
+
 
 @dataclass(frozen=True)
 class TestedFormat:
     """recorded: checkpoints of tests/recorded, which the library that owns the format wrote.
     written: formats of `stored_weights`. families: names in STORED_FAMILIES. kernels: the forms in
-    IN_KERNELS."""
+    IN_KERNELS. gguf: types in GGUF_TYPES."""
 
     recorded: tuple[str, ...] = ()
     written: tuple[str, ...] = ()
     families: tuple[str, ...] = ()
     kernels: tuple[str, ...] = ()
+    gguf: tuple[str, ...] = ()
 
 
 FORMATS = {
@@ -133,6 +144,27 @@ FORMATS = {
         written=("AWQ",),
         kernels=("int4 with scales in float16",),
     ),
+    "GGUF: F32, F16, BF16": TestedFormat(gguf=("F32", "F16", "BF16")),
+    "GGUF: Q8_0, Q4_0, Q4_1, Q5_0, Q5_1": TestedFormat(
+        gguf=("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"),
+    ),
+    "GGUF: Q2_K to Q6_K": TestedFormat(gguf=("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")),
+    "GGUF: IQ1 to IQ4": TestedFormat(
+        gguf=(
+            "IQ1_S",
+            "IQ1_M",
+            "IQ2_XXS",
+            "IQ2_XS",
+            "IQ2_S",
+            "IQ3_XXS",
+            "IQ3_S",
+            "IQ4_NL",
+            "IQ4_XS",
+        ),
+    ),
+    "GGUF: TQ1_0, TQ2_0": TestedFormat(gguf=("TQ1_0", "TQ2_0")),
+    "GGUF: MXFP4": TestedFormat(gguf=("MXFP4",)),
+    "GGUF: NVFP4": TestedFormat(gguf=("NVFP4",)),
 }
 """Rows of the table."""
 RECORDED = sorted(name for row in FORMATS.values() for name in row.recorded)

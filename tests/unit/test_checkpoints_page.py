@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from scripts.checkpoints_page import PAGES, checkpoint_name, rejecting, tables, with_tables
+from strobe.hub.gguf_file import TYPES
 from strobe.hub.pairs import PAIRS
 from tests.support import tested_formats
 from tests.support.published_configs import names
 from tests.support.stored_weights import FORMATS as STORED
-from tests.support.tested_formats import DRAFTERS, IN_KERNELS, STORED_FAMILIES
+from tests.support.tested_formats import DRAFTERS, GGUF_TYPES, IN_KERNELS, STORED_FAMILIES
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -38,6 +39,9 @@ def test_every_tested_format_has_a_row():
     assert {name for row in rows for name in row.written} == set(STORED) == set(DRAFTERS)
     assert {name for row in rows for name in row.kernels} == set(IN_KERNELS)
     assert {name for row in rows for name in row.families} == set(STORED_FAMILIES)
+    in_gguf = [name for row in rows for name in row.gguf]
+    assert sorted(in_gguf) == sorted(GGUF_TYPES)
+    assert set(GGUF_TYPES) == {name for name, _, _ in TYPES.values()}
 
 
 def test_uncertain_names_are_marked():

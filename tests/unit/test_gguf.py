@@ -38,6 +38,7 @@ from tests.support.gguf_files import (  # noqa: E402
     tiny,
     write,
 )
+from tests.support.tested_formats import GGUF_EXPERTS  # noqa: E402
 
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1")
 PROMPT = [5, 80, 33, 12, 7]
@@ -332,7 +333,7 @@ def test_changed_part_of_a_split_model_is_read_again(tmp_path: Path):
     assert gguf_directory(first) != directory
 
 
-@pytest.mark.parametrize("experts", ["MXFP4", "Q8_0"])
+@pytest.mark.parametrize("experts", GGUF_EXPERTS)
 def test_gpt_oss_keeps_experts_in_mxfp4(experts: str, tmp_path: Path):
     """Others are dequantized."""
     model = model_of("gpt-oss")
