@@ -74,7 +74,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
         for count in parts.runner.buckets.spans:
             drive(engine, count, sampling)
     torch.cuda.synchronize()
-    planned = weights + stores + resolved.scratch
+    planned = weights + stores + resolved.scratch.total
     real = used(resolved.device) - before
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -82,7 +82,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
         "torch": torch.__version__,
         "weights": weights,
         "kv": stores,
-        "steps_and_graphs": resolved.scratch,
+        "steps_and_graphs": resolved.scratch.total,
         "planned": planned,
         "used": real,
         "used_over_planned": round(real / planned, 4),

@@ -60,13 +60,14 @@ from strobe.runner.buckets import Buckets
 from strobe.runner.decode_state import DecodeState
 from strobe.runner.graphs import CUDACapturer, Eager, Graphs
 from strobe.runner.memory import (
+    MemoryBill,
     PageGroup,
     PartBytes,
-    captured_bytes,
+    Scratch,
     group_bytes,
     page_table_bytes,
     plan_pages,
-    scratch_bytes,
+    plan_scratch,
 )
 from strobe.runner.model_runner import ModelRunner
 from strobe.runner.step_ops.numpy_step_ops import NumpyStepOps
@@ -100,7 +101,7 @@ class ResolvedConfig:
     device: torch.device
     dtype: torch.dtype
     backends: BackendChoice
-    scratch: int
+    scratch: Scratch
     split: Split
     shadows: tuple[ShadowDrafter, ...] = ()
     weights: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -241,21 +242,22 @@ class ResolvedConfig:
         )
 
     @property
-    def captured_bytes(self) -> int:
-        """Bytes of the tensors of captured steps (CUDA graphs), a part of scratch."""
-        if not self.backends.graphs:
-            return 0
-        drafts = [shadow.config for shadow in self.shadows] if self.draft is None else [self.draft]
-        num_features = len({layer for config in drafts for layer in config.capture})
-        return captured_bytes(self.limits, self.target.decoder, num_features, self.dtype)
+    def host_parts(self) -> dict[str, int]:
+        """Bytes of each part of this rank in host memory."""
+        capacity = self.host_capacity
+        spec = self.target.states
+        state_bytes = 0 if spec is None else spec.bytes_per_kept_state(self.dtype)
+        kind = "pinned host memory" if self.device.type == "cuda" else "host memory"
+        parts = {
+            f"pages in {kind}": capacity.page_bytes,
+            f"states in {kind}": capacity.num_states * state_bytes,
+        }
+        return {part: size for part, size in parts.items() if size}
 
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory that this rank's pages and states take there."""
-        capacity = self.host_capacity
-        spec = self.target.states
-        state_bytes = 0 if spec is None else spec.bytes_per_kept_state(self.dtype)
-        return capacity.page_bytes + capacity.num_states * state_bytes
+        return sum(self.host_parts.values())
 
     @property
     def sampling_bytes(self) -> int:
@@ -264,24 +266,39 @@ class ResolvedConfig:
             return 0
         return SamplingState.num_bytes(self.limits.max_num_seqs, self.target.decoder.vocab_size)
 
-    def memory_bill(self, num_pages: Sequence[int]) -> dict[str, int]:
-        """Return the bytes of each part of an engine on its device. num_pages: of each page
-        group."""
-        page_size = self.limits.page_size
-        bill = {f"weights of {name}": size for name, size in self.weights.items()}
+    def memory_bill(self, num_pages: Sequence[int]) -> MemoryBill:
+        """Return the bytes of each part of this rank. num_pages: of each page group."""
+        parts = {f"weights of {name}": size for name, size in self.weights.items()}
+        parts |= self._page_bytes_by_part(num_pages)
+        parts["states of requests"] = self.state_bytes
+        parts["kept states"] = self.kept_state_bytes
+        captured = self.scratch.captured if self.backends.graphs else 0
+        parts["tensors of a step"] = self.scratch.rows + self.scratch.captured - captured
+        parts["logits"] = self.scratch.logits
+        parts["captured steps (CUDA graphs)"] = captured
+        parts["copies of pages and states"] = self.scratch.copies
+        parts["sampling tables"] = self.sampling_bytes + self.scratch.sampling
+        parts["page tables"] = len(self.windows) * page_table_bytes(self.limits)
+        return MemoryBill(
+            device=str(self.device),
+            parts={part: size for part, size in parts.items() if size},
+            host=self.host_parts,
+            tokens=max(num_pages[0] - 1, 0) * self.limits.page_size,
+            rank=self.split.rank,
+            num_ranks=self.split.size,
+        )
+
+    def _page_bytes_by_part(self, num_pages: Sequence[int]) -> dict[str, int]:
+        """Return the bytes of each model's pages in each page group."""
+        parts: dict[str, int] = {}
         for name, spec in self.kv_groups.items():
             for group, window in enumerate(self.windows):
                 part = f"keys and values of {name}"
                 if len(self.windows) > 1:
                     part += ", all positions" if window is None else f", window of {window:,}"
-                bill[part] = num_pages[group] * spec.bytes_per_page(page_size, group)
-        bill["states of requests"] = self.state_bytes
-        bill["kept states"] = self.kept_state_bytes
-        bill["a step's tensors, logits and sampling"] = self.scratch - self.captured_bytes
-        bill["captured steps (CUDA graphs)"] = self.captured_bytes
-        bill["sampling tables"] = self.sampling_bytes
-        bill["page tables"] = len(self.windows) * page_table_bytes(self.limits)
-        return {part: size for part, size in bill.items() if size}
+                page_bytes = spec.bytes_per_page(self.limits.page_size, group)
+                parts[part] = num_pages[group] * page_bytes
+        return parts
 
     def num_pages(self, weights: int = 0) -> list[int]:
         """Return the number of pages of each page group that fit, the reserved ones included.
@@ -291,7 +308,7 @@ class ResolvedConfig:
             states=self.state_bytes,
             kept_states=self.kept_state_bytes,
             sampling=self.sampling_bytes,
-            scratch=self.scratch,
+            scratch=self.scratch.total,
             host=self.host_bytes,
         )
         return plan_pages(self.config, self.limits, self.page_groups, self.device, parts=parts)
@@ -380,9 +397,12 @@ def plan_engine(
     shadows = tuple(replace(s, config=split.split_draft(target, s.config)) for s in shadows)
     target, draft = split.split(target, draft)
     num_features = len({layer for config in drafts for layer in config.capture})
-    scratch = scratch_bytes(limits, target.decoder, num_features, dtype) if on_gpu else 0
+    scratch = Scratch()
+    if on_gpu:
+        scratch = plan_scratch(limits, target.decoder, num_features, dtype)
     if on_gpu and target.states is not None and config.enable_prefix_caching:
-        scratch += STATES_IN_A_COPY * target.states.bytes_per_kept_state(dtype)
+        copies = STATES_IN_A_COPY * target.states.bytes_per_kept_state(dtype)
+        scratch = scratch._replace(copies=copies)
     resolved = ResolvedConfig(
         config=config,
         target=target,
@@ -397,8 +417,8 @@ def plan_engine(
         shadows=shadows,
     )
     if on_gpu and config.kv_offload_memory is not None:
-        scratch += staging_bytes(resolved.page_bytes)
-        resolved = replace(resolved, scratch=scratch)
+        copies = scratch.copies + staging_bytes(resolved.page_bytes)
+        resolved = replace(resolved, scratch=scratch._replace(copies=copies))
     return resolved
 
 
@@ -500,7 +520,7 @@ def build(resolved: ResolvedConfig, target: Target | None = None) -> Components:
     target, drafters = _load_models(resolved, target)
     _settle_threads(resolved)
     pages = [resolved.split.fewest(count, resolved.device) for count in resolved.num_pages()]
-    _log_bill(resolved, pages)
+    logger.info("\n".join(resolved.memory_bill(pages).lines()))
     graphs, buckets = _make_graphs(resolved)
     stores = _make_stores(resolved, pages)
     _scale_keys_and_values(resolved, target, stores["target"])
@@ -549,22 +569,6 @@ def _settle_threads(resolved: ResolvedConfig) -> None:
     if threads is not None:
         logger.info("%d threads instead of %d: cores are idle", threads, torch.get_num_threads())
         torch.set_num_threads(threads)
-
-
-def _log_bill(resolved: ResolvedConfig, pages: Sequence[int]) -> None:
-    """Log the bytes of each part of an engine, and the tokens that the pool holds."""
-    bill = resolved.memory_bill(pages)
-    parts = ", ".join(f"{part} {size:,}" for part, size in bill.items())
-    logger.info(
-        "Memory of %s in bytes: %s; together %s. The KV cache holds %s tokens.",
-        resolved.device,
-        parts,
-        f"{sum(bill.values()):,}",
-        f"{(pages[0] - 1) * resolved.limits.page_size:,}",
-    )
-    if resolved.host_bytes:
-        pinned = "pinned " if resolved.device.type == "cuda" else ""
-        logger.info("The prefix cache has %s bytes of %shost memory.", resolved.host_bytes, pinned)
 
 
 def _load_models(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -93,6 +94,62 @@ class MemoryBudget:
     def shortage(self, subject: str, size: int, hint: str) -> str:
         """Return the sentence that says so many bytes do not fit."""
         return f"{subject} {size} bytes, but {self.device} has {self.free} bytes free; {hint}."
+
+
+class Scratch(NamedTuple):
+    """Bytes of a GPU that steps take besides weights and K/V.
+
+    rows: of the tensors of a step's rows; logits: of rows with logits; captured: of both once more,
+    for captured steps; sampling: of the tables of all slots; copies: of pages and states on their
+    way."""
+
+    rows: int = 0
+    logits: int = 0
+    captured: int = 0
+    sampling: int = 0
+    copies: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+@dataclass(frozen=True)
+class MemoryBill:
+    """What an engine, or one of its ranks, takes of memory; `facts` and `lines` are its table.
+
+    device: its name. parts: bytes of each part there; host: bytes of each part in host memory
+    besides. tokens: those that the pool's first page group holds."""
+
+    device: str
+    parts: Mapping[str, int]
+    host: Mapping[str, int]
+    tokens: int
+    rank: int = 0
+    num_ranks: int = 1
+
+    def facts(self) -> dict[str, int | str]:
+        """Return the table's rows by name."""
+        facts: dict[str, int | str] = {"device": self.device}
+        if self.num_ranks > 1:
+            most = "" if self.rank else "; none holds more"
+            facts["rank"] = f"{self.rank} of {self.num_ranks}{most}"
+        facts |= self.parts
+        facts["together"] = sum(self.parts.values())
+        facts |= self.host
+        facts["tokens in the KV cache"] = self.tokens
+        return facts
+
+    def lines(self) -> list[str]:
+        """Return the table as lines of text."""
+        facts = {
+            name: value if isinstance(value, str) else f"{value:,}"
+            for name, value in self.facts().items()
+        }
+        names = max(map(len, facts))
+        values = max(map(len, facts.values()))
+        rows = [f"  {name:<{names}}  {value:>{values}}" for name, value in facts.items()]
+        return ["Memory in bytes:", *rows]
 
 
 class PartBytes(NamedTuple):
@@ -219,8 +276,11 @@ def _bytes_to_leave_free(share: float, free: int, device: torch.device) -> int:
     return reserved
 
 
-def scratch_bytes(limits: Limits, decoder: DecoderConfig, features: int, dtype: torch.dtype) -> int:
-    """Maximum bytes of a step's tensors on a GPU, where they come from a pool of their own.
+def plan_scratch(
+    limits: Limits, decoder: DecoderConfig, features: int, dtype: torch.dtype
+) -> Scratch:
+    """Return the maximum bytes of a step's tensors on a GPU, where they come from a pool of their
+    own.
 
     Per row: the residual stream twice and normed once, `features` copies of it, and gate, up and
     their product, or for each of its experts these and three copies of itself; per row with logits
@@ -228,16 +288,19 @@ def scratch_bytes(limits: Limits, decoder: DecoderConfig, features: int, dtype: 
     sampling tables, per slot.
     """
     values = limits.max_num_batched_tokens * _values_per_row(decoder, features)
-    tables = SamplingState.num_bytes(limits.max_num_seqs, decoder.vocab_size)
-    eager = values * dtype.itemsize + _logits_bytes(limits, decoder, dtype)
-    return eager + captured_bytes(limits, decoder, features, dtype) + tables
+    return Scratch(
+        rows=values * dtype.itemsize,
+        logits=_logits_bytes(limits, decoder, dtype),
+        captured=_captured_bytes(limits, decoder, features, dtype),
+        sampling=SamplingState.num_bytes(limits.max_num_seqs, decoder.vocab_size),
+    )
 
 
-def captured_bytes(
+def _captured_bytes(
     limits: Limits, decoder: DecoderConfig, features: int, dtype: torch.dtype
 ) -> int:
-    """Return the share of captured steps in `scratch_bytes`: for as many rows as are replayed,
-    whose outputs are copied once more for steps with grammars."""
+    """Return the bytes of captured steps: for as many rows as are replayed, whose outputs are
+    copied once more for steps with grammars."""
     rows = max(limits.max_num_seqs * (1 + limits.num_drafts), MAX_CAPTURED_ROWS)
     output_rows = max(limits.max_num_seqs * limits.lookahead, MAX_CAPTURED_ROWS) * (1 + features)
     values = rows * _values_per_row(decoder, features) + output_rows * decoder.hidden_size

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from strobe.config import EngineConfig
 from strobe.engine.backend_choice import WeightFormat
 from strobe.hub.download import fetch_weights
 from strobe.hub.files import GGUF_LINK, read_json, source_of
@@ -43,15 +44,9 @@ def describe(model: Path, draft: Path | None = None, split: Split = ALONE) -> di
     if draft is not None and draft_config is not None:
         check_pair(draft_config, config, draft)
     own_config, own_draft = split.split(config, draft_config)
-    memory: dict[str, Any] = {}
-    if split.size == 1:  # before anything is downloaded
-        module = check_target_tensors(model, config, open=None)
-        drafter = None
-        if draft is not None and draft_config is not None:
-            drafter = check_draft_tensors(draft, draft_config, open=None)
-        memory = {"memory": memory_facts(config, module, draft_config, drafter)}
+    memory = memory_facts(_settings(model, draft, split), config, draft_config)
     fetch_weights(model)
-    facts = _target_facts(model, config) | memory
+    facts = _target_facts(model, config) | {"memory": memory}
     if config.states is not None:
         facts |= _state_facts(config, config.states, draft_config)
     opener = split.opener("auto")
@@ -65,6 +60,20 @@ def describe(model: Path, draft: Path | None = None, split: Split = ALONE) -> di
             facts["draft"] |= _rank_facts(part, own_draft)
         facts["pair"] = "fits"
     return facts
+
+
+def _settings(model: Path, draft: Path | None, split: Split) -> EngineConfig:
+    """Return the default settings of an engine for these models on so many ranks, which are on the
+    CPU if there is no GPU."""
+    has_choice = split.size == 1 or torch.cuda.is_available()
+    return EngineConfig(
+        target=str(model),
+        draft=None if draft is None else str(draft),
+        device="auto" if has_choice else "cpu",
+        tensor_parallel_size=split.size,
+        draft_tensor_parallel_size=split.draft_size,
+        enable_expert_parallel=split.whole_experts,
+    )
 
 
 def _require_drafter_alone(model: Path, draft: Path | None, split: Split) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from strobe.config import EngineConfig
 from strobe.hub.files import read_json
 from strobe.models.architectures import read_draft_config, read_target_config
 from strobe.models.config_readers.detection import detect
@@ -53,7 +54,7 @@ def describe_config(path: Path, draft: Path | None = None) -> dict[str, Any]:
         if target.quantization is not None:
             facts["quantization"] = methods.describe(target.quantization, target.decoder)
         facts["loads"] = True
-        facts["memory"] = memory_facts(target, module)
+        facts["memory"] = memory_facts(EngineConfig(target=str(directory)), target)
     if draft is not None:
         facts["draft"] = _draft_facts(draft if draft.is_file() else draft / "config.json", target)
     return facts

@@ -16,10 +16,10 @@ from strobe.engine.build import resolve
 from strobe.models.architectures import load_target_config
 from strobe.models.linear import Linear
 from strobe.models.quantization.mxfp4 import Mxfp4, fill_scales, fill_values
-from strobe.models.weight_loading import check_draft_tensors, check_target_tensors, load_target
+from strobe.models.weight_loading import load_target
 from strobe.sampling_params import SamplingParams
 from strobe.tools.checkpoint_info import describe
-from strobe.tools.doctor.pair_checks import memory_bill
+from strobe.tools.doctor.pair_checks import memory_facts
 from tests.support.engine_runs import make_engine, run
 from tests.support.losslessness_matrix import FAMILY_CASES, PlainAnswers, compare, make_pair
 from tests.support.quantized_checkpoints import with_mxfp4_experts
@@ -172,14 +172,9 @@ def test_packed_experts_stay_packed(tmp_path: Path):
     draft, bills = make_draft(tmp_path / "draft"), list[dict[str, Any]]()
     for name in ("whole", "packed"):
         resolved = resolve(EngineConfig(str(tmp_path / name), draft=str(draft)))
-        assert resolved.draft is not None
-        modules = (
-            check_target_tensors(tmp_path / name, resolved.target),
-            check_draft_tensors(draft, resolved.draft),
-        )
-        bills.append(memory_bill(resolved, *modules))
+        bills.append(memory_facts(resolved))
     head = models[0].output.weight.nbytes  # packed beside the weights, which are freed after it
-    assert [bill["target's weights"] for bill in bills] == [size + head for size in held]
+    assert [bill["weights of target"] for bill in bills] == [size + head for size in held]
     kept = "experts in mxfp4 as in the checkpoint, the rest in float32"
     assert bills[1]["held in"] == kept
     assert "held in" not in bills[0]

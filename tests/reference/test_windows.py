@@ -235,7 +235,7 @@ def test_tokens_per_byte_at_8000_positions(name: str, gpu: bool, tmp_path: Path)
 def test_bill_names_each_page_group(pairs: Any):
     engine = make_engine(config(pairs("gpt_oss"), kv_cache_memory="8MiB"))
     pages = [pool.num_pages for pool in engine.components.pool.groups]
-    bill = engine.resolved.memory_bill(pages)
+    bill = engine.resolved.memory_bill(pages).parts
     parts = {part: size for part, size in bill.items() if part.startswith("keys")}
     assert list(parts) == [
         "keys and values of target, all positions",

@@ -294,10 +294,17 @@ def test_json_goes_to_stdout_and_debug_to_stderr(pair: Pair):
             "accepted_per_position", "off_reason", "rows_verified", "drafts_made",
             "rested_steps", "rest_reason",
         ]  # fmt: skip
-    *loaded, bill, memory = run.stderr.splitlines()[:4]
-    lines = run.stderr.splitlines()[4:]
+    lines = run.stderr.splitlines()
+    start = next(i for i, line in enumerate(lines) if not line.startswith("strobe.models."))
+    end = next(i for i, line in enumerate(lines) if line.startswith("strobe.ranks.leader:"))
+    loaded = lines[:start]
+    bill = lines[start:end]
+    memory = lines[end]
+    lines = lines[end + 1 :]
     assert all(line.startswith("strobe.models.weight_loading: loaded ") for line in loaded)
-    assert bill.startswith("strobe.engine.build: Memory of cpu in bytes: weights of target ")
+    assert bill[0] == "strobe.engine.build: Memory in bytes:"
+    assert bill[1].split() == ["device", "cpu"]
+    assert all(row.startswith("  ") for row in bill[1:])
     assert memory.startswith("strobe.ranks.leader: keys and values have 0.0")
     assert len(lines) == sum(o["outputs"][0]["speculation"]["steps"] for o in outputs)
     assert all(line.startswith("strobe.engine.result_processor: verify request=") for line in lines)

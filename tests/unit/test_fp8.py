@@ -20,14 +20,13 @@ from strobe.models.linear import Linear
 from strobe.models.quantization.fp8 import dequantized, fp8_rows
 from strobe.models.quantization.sizes import weight_bytes
 from strobe.models.weight_loading import (
-    check_draft_tensors,
     check_target_tensors,
     load_draft,
     load_target,
 )
 from strobe.sampling_params import SamplingParams
 from strobe.tools.checkpoint_info import describe
-from strobe.tools.doctor.pair_checks import memory_bill
+from strobe.tools.doctor.pair_checks import memory_facts
 from tests.support.engine_runs import make_engine, run
 from tests.support.quantized_checkpoints import expanded, is_linear, quantize
 from tests.support.tiny_checkpoints import make_draft, make_target
@@ -217,18 +216,13 @@ def test_memory_bill_reports_fp8_storage(
     draft, bills = make_draft(tmp_path), list[dict[str, Any]]()
     for path in pairs["experts"]:
         resolved = resolve(EngineConfig(str(path), draft=str(draft)))
-        assert resolved.draft is not None
-        modules = (
-            check_target_tensors(path, resolved.target),
-            check_draft_tensors(draft, resolved.draft),
-        )
-        bills.append(memory_bill(resolved, *modules))
+        bills.append(memory_facts(resolved))
     models = [loaded(path) for path in pairs["experts"]]
     small, size = (sum(p.nbytes for p in model.parameters()) for model in models)
     scales = sum(b.nbytes for n, b in models[0].named_buffers() if n.endswith("scale"))
     assert 3 * (small + scales) < 2 * size
     head = 4 * resolved.target.decoder.vocab_size * resolved.target.decoder.hidden_size
-    assert [bill["target's weights"] for bill in bills] == [small + scales + head, size + head]
+    assert [bill["weights of target"] for bill in bills] == [small + scales + head, size + head]
     assert bills[0]["held in"] == "experts in fp8 as in the checkpoint, the rest in float32"
     assert "held in" not in bills[1]
     with caplog.at_level(logging.INFO, "strobe.engine.build"):

@@ -32,11 +32,11 @@ from strobe.models.quantization.packed import (
     packed_format,
 )
 from strobe.models.quantization.sizes import weight_bytes
-from strobe.models.weight_loading import check_draft_tensors, check_target_tensors
+from strobe.models.weight_loading import check_target_tensors
 from strobe.tools.bench.bench_report import shapes_of
 from strobe.tools.bench.floor import Widths
 from strobe.tools.checkpoint_info import describe
-from strobe.tools.doctor.pair_checks import memory_bill
+from strobe.tools.doctor.pair_checks import memory_facts
 from tests.support.engine_runs import drain, make_engine, run
 from tests.support.scripted_drafting import Scripted, wavering
 from tests.support.tiny_checkpoints import edit_json, make_draft, make_target
@@ -340,10 +340,7 @@ def test_reports_name_the_packed_format(tmp_path: Path):
     make_draft(tmp_path / "draft")
     options = {"draft": str(tmp_path / "draft"), "weight_dtype": "int4"}
     resolved = resolve(config(tmp_path / "target", **options))
-    target = check_target_tensors(tmp_path / "target", resolved.target)
-    assert resolved.draft is not None
-    draft = check_draft_tensors(tmp_path / "draft", resolved.draft)
-    bill = memory_bill(resolved, target, draft)
+    bill = memory_facts(resolved)
     assert bill["held in"] == "int4, heads in float16; the most at loading"
     assert shapes_of(resolved).widths == Widths(0.625, 2, 4, 4, draft=0.625)
 

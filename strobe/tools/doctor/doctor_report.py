@@ -154,10 +154,10 @@ def _text(name: str, value: object) -> str:
     """Format a fact for reading."""
     if isinstance(value, dict):
         return "\n".join(f"{key} {_short(str(item))}" for key, item in value.items()) or "none"
-    if name.endswith(("weights", "of a token", "memory")) and isinstance(value, int):
+    if name.endswith(("of a token", "free memory")) and isinstance(value, int):
         return _bytes(value)
     if isinstance(value, int):
-        return f"{value:,}" if "fit" in name else str(value)
+        return f"{value:,}"
     return _short(str(value)) if name == "tokenizer" else str(value)
 
 

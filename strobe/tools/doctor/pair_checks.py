@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +14,6 @@ from strobe.models.architectures import load_draft_config, load_target_config
 from strobe.models.config_readers.pair import check_pair
 from strobe.models.dflash_drafter import DFlash
 from strobe.models.model_config import DraftConfig, TargetConfig
-from strobe.models.quantization.sizes import weight_bytes
 from strobe.models.target import Target
 from strobe.models.weight_loading import check_draft_tensors, check_target_tensors
 from strobe.runner.memory import pages_within
@@ -205,40 +203,26 @@ def check_tokens(
         report.ok("mask token", f"{draft.mask_token_id} is a row that no token uses.")
 
 
-def memory_bill(resolved: ResolvedConfig, target: Target, draft: DFlash) -> dict[str, int | str]:
-    """Return the bytes of the weights in memory, the bytes per token of both caches, and the tokens
-    that fit in the rest; call it before loading. target, draft: on the meta device."""
+def memory_facts(resolved: ResolvedConfig) -> dict[str, int | str]:
+    """Return the memory bill, the format that holds the weights, the bytes per token of both
+    caches, and the tokens that would fit without a limit on the caches; call it before loading."""
     size = resolved.limits.page_size
     groups = resolved.kv_groups
     per_token = {name: spec.bytes_per_page(size) // size for name, spec in groups.items()}
-    first, second = (
-        weight_bytes(
-            module,
-            resolved.dtype,
-            **weights._asdict(),
-        )
-        for module, weights in (
-            (target, resolved.backends.weights),
-            (draft, resolved.backends.draft_weights),
-        )
-    )
-    ranks = resolved.split.size
+    weights = sum(resolved.weights.values())
+    bill = resolved.memory_bill(resolved.num_pages(weights))
     free = free_memory(resolved.device)
     if resolved.device.type == "cpu":  # which all ranks share
-        free //= ranks
-    without_weights = replace(resolved, weights={})
-    others = without_weights.memory_bill(num_pages=[0] * len(resolved.windows))
-    room = max(free - first - second - sum(others.values()), 0)
+        free //= resolved.split.size
+    without_pages = resolved.memory_bill([0] * len(resolved.windows))
+    room = max(free - sum(without_pages.parts.values()), 0)
     return {
-        "target's weights": first,
+        **bill.facts(),
         **_weight_format(resolved),
-        "drafter's weights": second,
         "target's keys and values of a token": per_token["target"],
         "drafter's keys and values of a token": sum(per_token.values()) - per_token["target"],
-        **others,
         "free memory": free,
         "tokens that fit": _tokens_within(resolved, room),
-        **({"ranks, each with as much": ranks} if ranks > 1 else {}),
     }
 
 

@@ -19,7 +19,6 @@ from strobe.hub.locate import locate_models
 from strobe.models.checkpoint import Checkpoint
 from strobe.models.model_config import DraftConfig, TargetConfig
 from strobe.models.target import Target
-from strobe.models.weight_loading import check_draft_tensors, check_target_tensors
 from strobe.speculation.registry import DRAFTER_METHOD
 from strobe.text.tokenizer import Tokenizer
 from strobe.tools.bench.bench_prompts import read_conversations
@@ -42,7 +41,7 @@ from strobe.tools.doctor.pair_checks import (
     check_files,
     check_tokens,
     mask_candidates,
-    memory_bill,
+    memory_facts,
 )
 from strobe.tools.doctor.tokenizers import roundtrip_share
 from strobe.tools.report import progress
@@ -104,12 +103,7 @@ def examine(
     if resolved is None:
         return report
     assert resolved.draft is not None
-    open = resolved.split.opener("auto")
-    report.facts["memory"] = memory_bill(
-        resolved,
-        target=check_target_tensors(target, resolved.target, open),
-        draft=check_draft_tensors(draft, resolved.draft, open),
-    )
+    report.facts["memory"] = memory_facts(resolved)
     backends = resolved.backends
     report.facts["target's weights"] = _storage(target, resolved.target, backends.weights, resolved)
     report.facts["drafter's weights"] = _storage(
