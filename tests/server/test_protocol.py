@@ -23,7 +23,7 @@ from strobe.server.openai.protocol.completion_request import CompletionRequest
 from strobe.server.openai.protocol.responses_request import ResponsesRequest
 from strobe.server.schema.base import RequestModel
 from strobe.server.schema.field_errors import FieldError, to_field_error
-from strobe.server.schema.rules import NO_EFFECT, UNSUPPORTED
+from strobe.server.schema.unsupported_fields import NO_EFFECT, UNSUPPORTED
 from tests.server.support.answer_checks import check_body
 from tests.server.support.request_bodies import (
     GENERATING,

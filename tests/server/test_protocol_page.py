@@ -20,10 +20,10 @@ from strobe.server.openai.protocol.responses_request import ResponsesStreamOptio
 from strobe.server.page import files as page_files
 from strobe.server.schema.base import RequestModel, StreamOptions
 from strobe.server.schema.messages import PARTS, AssistantMessage, ToolCall
-from strobe.server.schema.rules import NO_EFFECT, UNSUPPORTED
 from strobe.server.schema.sampling import SamplingFields
 from strobe.server.schema.structured_output import KINDS, SINGLE_FIELDS, SchemaTextFormat
 from strobe.server.schema.tools import Function
+from strobe.server.schema.unsupported_fields import NO_EFFECT, UNSUPPORTED
 from tests.server.support.answer_checks import check_body
 from tests.server.support.request_bodies import GENERATING, SMALLEST
 from tests.server.support.scripted_server import Script, app

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
+from strobe.server.batches.batch_lookup import find_batch
 from strobe.server.batches.batch_runner import BatchRunner
 from strobe.server.batches.batch_store import RUNNING, succeeded
 from strobe.server.batches.bodies import (
@@ -18,7 +19,6 @@ from strobe.server.batches.bodies import (
     MessageBatchList,
     MessageBatchResult,
 )
-from strobe.server.batches.find import find_batch
 from strobe.server.batches.lines import read_requests
 from strobe.server.batches.protocol import MAX_ITEMS, MessageBatchRequest
 from strobe.server.generation import reply

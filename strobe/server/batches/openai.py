@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
+from strobe.server.batches.batch_lookup import find_batch, not_found
 from strobe.server.batches.batch_runner import BatchRunner
 from strobe.server.batches.batch_store import ERRORS, OUTPUT, RUNNING
 from strobe.server.batches.bodies import (
@@ -20,7 +21,6 @@ from strobe.server.batches.bodies import (
     File,
     FileList,
 )
-from strobe.server.batches.find import find_batch, not_found
 from strobe.server.batches.lines import BrokenLines, read_requests
 from strobe.server.batches.protocol import MAX_ITEMS, BatchRequest
 from strobe.server.generation.errors import ApiError

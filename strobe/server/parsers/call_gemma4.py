@@ -7,10 +7,10 @@ import json
 import re
 from collections.abc import Sequence
 
+from strobe.server.parsers.argument_schemas import ANY, Arguments, as_json, read_arguments
 from strobe.server.parsers.buffer import Buffer, held_back
 from strobe.server.parsers.call_reader import CallReader
 from strobe.server.parsers.format_protocols import Tool
-from strobe.server.parsers.schemas import ANY, Arguments, as_json, read_arguments
 
 OPENER = "<|tool_call>"
 CLOSER = "<tool_call|>"

@@ -7,10 +7,10 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
+from strobe.server.parsers.argument_schemas import ANY, read_arguments, target_of
 from strobe.server.parsers.call_gemma4 import KEY, QUOTE
 from strobe.server.parsers.format_protocols import Tool
 from strobe.server.parsers.lark import json_of, literal
-from strobe.server.parsers.schemas import ANY, read_arguments, target_of
 
 MAX_COUNTED_CHARS = 1000
 """Number of characters of a string up to which a grammar counts. A larger minLength is lowered to

@@ -7,6 +7,13 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from strobe.server.parsers.argument_schemas import (
+    Arguments,
+    Form,
+    is_text,
+    read_arguments,
+    types_of,
+)
 from strobe.server.parsers.buffer import Buffer
 from strobe.server.parsers.call_reader import CallReader
 from strobe.server.parsers.call_tags import (
@@ -22,7 +29,6 @@ from strobe.server.parsers.call_tags import (
 from strobe.server.parsers.format_protocols import Tool
 from strobe.server.parsers.lark import arguments, json_of, literal, marker
 from strobe.server.parsers.marked_calls import MarkedCalls
-from strobe.server.parsers.schemas import Arguments, Form, is_text, read_arguments, types_of
 
 MAX_COUNTED_CHARS = 1000
 """Number of characters of a string up to which a grammar counts. A larger minLength is lowered to

@@ -28,7 +28,7 @@ from strobe.server.schema.field_errors import (
     short_json,
     to_field_error,
 )
-from strobe.server.schema.rules import NO_EFFECT, UNSUPPORTED
+from strobe.server.schema.unsupported_fields import NO_EFFECT, UNSUPPORTED
 from strobe.server.schema.values import Must
 
 _MAX_DEPTH = 200

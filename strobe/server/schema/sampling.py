@@ -18,7 +18,7 @@ from strobe.server.schema.field_errors import (
     FieldNames,
     short_json,
 )
-from strobe.server.schema.settings import RepetitionField, SpeculationField, to_argument
+from strobe.server.schema.sampling_objects import RepetitionField, SpeculationField, to_argument
 from strobe.server.schema.structured_output import (
     SOURCES,
     AnswerFormat,
