@@ -25,11 +25,29 @@ def best_of(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
         padded = F.pad(wide, (0, padding), value=-torch.inf) if padding else wide
         grouped = padded.view(rows, -1, GROUP)
         largest = grouped.amax(2)
+        if logits.dtype == torch.float32:
+            best = _distinct_best(grouped, largest, count)
+            if best is not None:
+                return best
         if not largest.isnan().any():
             return _best_by_groups(grouped, largest, count)
     wide = wide.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     places = _largest_words(wide, torch.arange(size, device=wide.device), count)
     return wide.gather(1, places), places
+
+
+def _distinct_best(grouped: Tensor, largest: Tensor, count: int) -> tuple[Tensor, Tensor] | None:
+    """As `_best_by_groups`, by fewer operations; None if there are NaN or equal logits among the
+    C + 1 best. The values of these are right, since they are in C + 1 groups whose maxima no other
+    group exceeds; so if the values differ, so do the tokens."""
+    groups = largest.topk(count + 1, sorted=False).indices
+    values = grouped.gather(1, groups[..., None].expand(-1, -1, GROUP)).flatten(1)
+    best, places = values.topk(count + 1)
+    if not (best[:, 1:] < best[:, :-1]).all():
+        return None
+    places = places[:, :count]
+    tokens = groups.gather(1, places // GROUP) * GROUP + places % GROUP
+    return best[:, :count], tokens
 
 
 def _best_by_groups(grouped: Tensor, largest: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -74,11 +92,16 @@ class EdgeTerms(NamedTuple):
 def edges(terms: EdgeTerms) -> Tensor:
     """Return scores [S, K, C, C] float32 of a slot's candidates after each candidate before it:
     unary[s, k, c] + scale * <left[before] * hidden[s, k], right[rows[s, k, c]]>."""
-    left = terms.left[before(terms.anchor, terms.ids)]
+    left = _rows(terms.left, before(terms.anchor, terms.ids))
     if terms.hidden is not None:
         left = left * terms.hidden[:, :, None]
-    right = terms.right[terms.ids if terms.rows is None else terms.rows]
+    right = _rows(terms.right, terms.ids if terms.rows is None else terms.rows)
     return join(left, right, terms.unary, terms.scale)
+
+
+def _rows(table: Tensor, numbers: Tensor) -> Tensor:
+    """Return table[numbers]; on a CPU this is the faster way."""
+    return table.index_select(0, numbers.flatten()).view(*numbers.shape, -1)
 
 
 def before(anchor: Tensor, ids: Tensor) -> Tensor:
@@ -91,5 +114,9 @@ def before(anchor: Tensor, ids: Tensor) -> Tensor:
 def join(left: Tensor, right: Tensor, unary: Tensor, scale: float = 1.0) -> Tensor:
     """Vectors left, right [S, K, C, r] of the candidates before and of the candidates -> their
     edges [S, K, C, C], as `edges` returns them."""
-    product = left.float() @ right.float().transpose(-1, -2)
-    return product * scale + unary[:, :, None]
+    left = left.float().flatten(0, 1)
+    right = right.float().flatten(0, 1)
+    product = torch.bmm(left, right.transpose(1, 2)).view(*unary.shape, -1)
+    if scale != 1.0:
+        product = product * scale
+    return product + unary[:, :, None]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from strobe.models.linear import Linear
 from strobe.models.model_config import DecoderConfig
 from strobe.models.modules import Attention, RMSNorm, RotaryTable
-from strobe.models.ops.torch_ops import Attend, ForwardRows, Residual, TorchOps
+from strobe.models.ops.torch_ops import Attend, BlockKernels, ForwardRows, Residual, TorchOps
 
 
 class MLP(nn.Module):
@@ -73,18 +73,17 @@ class BlockConvolutions(nn.Module):
 
     def before(
         self, ops: TorchOps, x: Residual, norm: RMSNorm, rows: ForwardRows
-    ) -> tuple[Tensor, Tensor]:
-        """Return the sub-layer's input [T, H], and its output's dynamic kernel [T, taps, G]."""
+    ) -> tuple[Tensor, BlockKernels]:
+        """Return the sub-layer's input [T, H], and the kernels for `after`."""
         y = ops.norm(x.value, norm)
-        kernels = ops.linear(y, self.kernel_projection)
-        first, second = kernels.unflatten(1, (2, self.base_kernel.shape[1], -1)).unbind(1)
-        return ops.convolve(y, self.base_kernel[0], first, rows), second
+        kernels = ops.block_kernels(self.base_kernel, ops.linear(y, self.kernel_projection))
+        return ops.convolve(y, kernels, 0, rows), kernels
 
     def after(
-        self, ops: TorchOps, x: Residual, y: Tensor, kernel: Tensor, rows: ForwardRows
+        self, ops: TorchOps, x: Residual, y: Tensor, kernels: BlockKernels, rows: ForwardRows
     ) -> None:
         """Add the sub-layer's output y [T, H] to the residual stream."""
-        x.value = ops.convolve(y, self.base_kernel[1], kernel, rows, onto=x.value)
+        x.value = ops.convolve(y, kernels, 1, rows, onto=x.value)
 
 
 class ConvolvedLayer(DecoderLayer):
@@ -100,14 +99,14 @@ class ConvolvedLayer(DecoderLayer):
 
     def forward(self, ops: TorchOps, x: Residual, rows: ForwardRows) -> None:
         attention = self.self_attn
-        y, kernel = self.attention_conv.before(ops, x, self.input_layernorm, rows)
+        y, kernels = self.attention_conv.before(ops, x, self.input_layernorm, rows)
         y = ops.attention(ops.linear(y, attention.qkv_proj), attention, rows)
         y = ops.linear(y, attention.o_proj)
-        self.attention_conv.after(ops, x, y, kernel, rows)
-        y, kernel = self.mlp_conv.before(ops, x, self.post_attention_layernorm, rows)
+        self.attention_conv.after(ops, x, y, kernels, rows)
+        y, kernels = self.mlp_conv.before(ops, x, self.post_attention_layernorm, rows)
         y = ops.linear(y, self.mlp.gate_up_proj, "silu")
         y = ops.linear(y, self.mlp.down_proj)
-        self.mlp_conv.after(ops, x, y, kernel, rows)
+        self.mlp_conv.after(ops, x, y, kernels, rows)
 
 
 class Decoder(nn.Module):

@@ -5,6 +5,7 @@ Legend: S spans, K drafts per span, C candidates.
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -29,17 +30,9 @@ def walk(edges: Tensor, ids: Tensor, margins: Tensor | None, noise: WalkNoise | 
 
     noise: score / temperature + noise decides where the temperature is above 0. margins [S, K]
     float32: filled with the chosen candidates' scores minus the largest of the others'."""
-    spans, slots, _ = ids.shape
     scores = edges.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     raced = scores if noise is None else _noisy(scores, _chances(ids, noise), noise.temperatures)
-    following = raced.argmax(3)
-    every = torch.arange(spans, device=ids.device)
-    place = torch.zeros_like(every)
-    places = [place]
-    for slot in range(slots):
-        place = following[every, slot, place]
-        places.append(place)
-    path = torch.stack(places, 1)
+    path = _path(raced.argmax(3))
     chosen = path[:, 1:, None]
     if margins is not None:
         before = path[:, :-1, None, None].expand(-1, -1, -1, ids.shape[2])
@@ -47,6 +40,26 @@ def walk(edges: Tensor, ids: Tensor, margins: Tensor | None, noise: WalkNoise | 
         others = rows.scatter(2, chosen, -torch.inf)
         torch.sub(rows.gather(2, chosen)[..., 0], others.amax(2), out=margins)
     return ids.gather(2, chosen)[..., 0]
+
+
+def _path(following: Tensor) -> Tensor:
+    """following [S, K, C]: the candidate of each slot after each of the slot before -> the path
+    [S, K + 1], which starts at 0."""
+    if following.device.type == "cpu":
+        paths = [accumulate(span, _follow, initial=0) for span in following.tolist()]
+        return torch.tensor([list(path) for path in paths])
+    spans, slots, _ = following.shape
+    every = torch.arange(spans, device=following.device)
+    place = torch.zeros_like(every)
+    places = [place]
+    for slot in range(slots):
+        place = following[every, slot, place]
+        places.append(place)
+    return torch.stack(places, 1)
+
+
+def _follow(place: int, following: list[int]) -> int:
+    return following[place]
 
 
 def _noisy(scores: Tensor, chances: Tensor, temperatures: Tensor) -> Tensor:

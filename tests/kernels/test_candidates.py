@@ -43,6 +43,22 @@ def test_best_of_the_twin_are_the_first_of_the_largest(vocab: int):
     assert torch.equal(values, order.values[:, :3])
 
 
+@pytest.mark.parametrize("equal", [(), (0, 9), (1, 2), (2, 3), (3, 9)])
+@pytest.mark.parametrize("vocab", [1024, 5001])
+def test_best_of_the_twin_finds_equal_logits_among_different_ones(
+    vocab: int, equal: tuple[int, ...]
+):
+    """equal: ranks of logits in row 1 that become one, the third being the last best one."""
+    logits = normal(torch.device("cpu"), 3, vocab)
+    ranked = logits[1].sort(descending=True)
+    for rank in equal:
+        logits[1, ranked.indices[rank]] = ranked.values[equal[0]]
+    values, ids = reference.best_of(logits, 3)
+    order = torch.sort(logits, dim=1, descending=True, stable=True)
+    assert torch.equal(ids, order.indices[:, :3])
+    assert torch.equal(values, order.values[:, :3])
+
+
 @pytest.mark.parametrize("count", [3, 16])
 @pytest.mark.parametrize("rank", [24, 64])
 @pytest.mark.parametrize("with_hidden", [True, False])

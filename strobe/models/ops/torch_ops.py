@@ -18,14 +18,10 @@ from torch import Tensor
 
 from strobe.attention.backend import paged_plan
 from strobe.attention.recurrent_backend import RecurrentPlan
-from strobe.kernels import (
-    reference_candidates,
-    reference_convolution,
-    reference_experts,
-    reference_gates,
-)
+from strobe.kernels import reference_candidates, reference_experts, reference_gates
 from strobe.kernels.operands import Activation
 from strobe.kernels.reference_candidates import EdgeTerms
+from strobe.kernels.reference_convolution import add_taps, missing_rows, whole_kernels
 from strobe.kernels.reference_recurrent import DeltaInput, gated_mix
 from strobe.kernels.reference_residual import ResidualStream
 from strobe.kv.kv_store import KVStore
@@ -46,6 +42,18 @@ class ContextWeights(NamedTuple):
     gains: Tensor
     folded: tuple[Tensor, Tensor | None]
     eps: float
+
+
+class BlockKernels(NamedTuple):
+    """The kernels of the two convolutions around a sub-layer, of its input and of its output.
+
+    A row's kernel is base [2, taps, H] plus dynamic [T, 2 * taps * G], in which H / G neighboring
+    channels share a column. taps: the sums of both sides' taps, one after another, each [T, H] in
+    float32; empty if each convolution adds them itself."""
+
+    base: Tensor
+    dynamic: Tensor
+    taps: Sequence[Tensor] = ()
 
 
 class ExpertsLayer(NamedTuple):
@@ -86,6 +94,7 @@ class ForwardRows:
     __slots__ = (
         "_angles",
         "_head_angles",
+        "_missing",
         "attend",
         "joined",
         "offsets",
@@ -113,6 +122,7 @@ class ForwardRows:
             self.joined = getattr(self.attend, "joined", None)
         self._angles: dict[RotaryTable, Rope] = {}
         self._head_angles: dict[tuple[RotaryTable, int, int], Rope] = {}
+        self._missing: dict[int, list[Tensor | None]] = {}
 
     def angles(self, layer: int) -> Rope:
         """Return the layer's rotation angles, computed once per table."""
@@ -134,6 +144,14 @@ class ForwardRows:
             sin = torch.cat([sin.expand(-1, rotated, -1), still], 1)
             angles = self._head_angles[key] = cos, sin
         return angles
+
+    def missing(self, taps: int) -> list[Tensor | None]:
+        """Return `reference_convolution.missing_rows` of the rows, computed once."""
+        missing = self._missing.get(taps)
+        if missing is None:
+            assert self.offsets is not None
+            missing = self._missing[taps] = missing_rows(self.offsets, taps)
+        return missing
 
 
 class TorchOps:
@@ -245,22 +263,26 @@ class TorchOps:
         held = plan.stored(layer)
         return gated_mix(x, spans, held, plan.states.spec)
 
+    def block_kernels(self, base: Tensor, dynamic: Tensor) -> BlockKernels:
+        """base [2, taps, H], dynamic [T, 2 * taps * G] -> the kernels for `convolve`."""
+        return BlockKernels(base, dynamic, whole_kernels(base, dynamic))
+
     def convolve(
         self,
         x: Tensor,
-        base: Tensor,
-        kernels: Tensor,
+        kernels: BlockKernels,
+        side: int,
         rows: ForwardRows,
         onto: Tensor | None = None,
     ) -> Tensor:
         """Convolve each channel along the rows of each span, and add the result onto a tensor
-        [T, H], or return it: x [T, H] -> [T, H].
+        [T, H], or return it: x [T, H] -> [T, H]. side: 0 for a sub-layer's input, 1 for its output.
 
-        A row's kernel is base [taps, H] plus kernels [T, taps, G], in which H / G neighboring
-        channels share a column. Tap o reads the row o places before, if that is in the same span.
+        Tap o reads the row o places before, if that is in the same span.
         """
-        assert rows.offsets is not None
-        return reference_convolution.convolve(x, base, kernels, rows.offsets, onto)
+        count = kernels.base.shape[1]
+        taps = kernels.taps[side * count : (side + 1) * count]
+        return add_taps(x, taps, rows.missing(count), onto)
 
     def head(self, x: Tensor, norm: RMSNorm, head: AnyLinear) -> Tensor:
         """Residual stream [R, H], head [V, H] -> logits [R, V], or this rank's columns of them."""

@@ -32,6 +32,7 @@ from strobe.models.linear import AnyLinear, LinearView
 from strobe.models.modules import Attention, RMSNorm
 from strobe.models.ops.torch_ops import (
     Activation,
+    BlockKernels,
     ContextWeights,
     ExpertsLayer,
     ForwardRows,
@@ -176,16 +177,21 @@ class TritonOps(TorchOps):
         margins = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
         return argmax(logits, margins), margins
 
+    def block_kernels(self, base: Tensor, dynamic: Tensor) -> BlockKernels:
+        return BlockKernels(base, dynamic)
+
     def convolve(
         self,
         x: Tensor,
-        base: Tensor,
-        kernels: Tensor,
+        kernels: BlockKernels,
+        side: int,
         rows: ForwardRows,
         onto: Tensor | None = None,
     ) -> Tensor:
         assert rows.offsets is not None
-        return convolve(x, base, kernels, rows.offsets, onto)
+        base = kernels.base
+        dynamic = kernels.dynamic.unflatten(1, (2, base.shape[1], -1))
+        return convolve(x, base[side], dynamic[:, side], rows.offsets, onto)
 
     def best_of(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return candidates.best_of(logits, count)
