@@ -3,7 +3,7 @@
     python scripts/smollm2/evaluate.py TARGET DRAFT answers-*.npz --kinds chat code rewriting
 
 The engine answers held-out prompts with all drafts at each temperature. `--speed` also answers them
-without drafts and with adaptive drafting, in turns, one request at a time.
+without drafts and with adaptive drafting, in turns, `--speed-batch` requests at a time.
 """
 
 from __future__ import annotations
@@ -63,16 +63,18 @@ def acceptance(outputs: list[RequestOutput]) -> dict[str, Any]:
 def speed(
     engines: dict[str, LLM], prompts: list[list[int]], options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Return the median tokens per second of each engine over rounds in turns, one request at a
-    time, greedy, and whether all gave equal tokens."""
+    """Return the median tokens per second of each engine over rounds in turns, greedy, and whether
+    all gave equal tokens."""
     rates: dict[str, list[float]] = {name: [] for name in engines}
     tokens: dict[str, list[list[int]]] = {}
+    size = options.speed_batch
     for _ in range(options.rounds):
         for name, llm in engines.items():
-            begin, rows = time.perf_counter(), list[list[int]]()
-            for prompt in prompts:
-                (output,) = answer(llm, [prompt], options, 0.0)
-                rows.append(list(output.outputs[0].token_ids))
+            begin = time.perf_counter()
+            rows = list[list[int]]()
+            for first in range(0, len(prompts), size):
+                outputs = answer(llm, prompts[first : first + size], options, 0.0)
+                rows += [list(output.outputs[0].token_ids) for output in outputs]
             rates[name].append(sum(map(len, rows)) / (time.perf_counter() - begin))
             tokens[name] = rows
     first = next(iter(tokens.values()))
@@ -99,6 +101,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--speed", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--speed-count", type=int, default=4, help="prompts of a kind for --speed")
+    parser.add_argument("--speed-batch", type=int, default=1, help="requests at once for --speed")
     return parser.parse_args()
 
 
