@@ -77,7 +77,8 @@ class DraftChances:
         if width not in self._tables:
             pooled = self.counts.sum((1, 2))
             right, seen = pooled.sum(1).tolist()
-            mean = (right + 8 * self.config.first_rate) / (seen + 8)
+            weight = self.config.first_weight
+            mean = (right + weight * self.config.first_rate) / (seen + weight)
             pooled += [[mean / 2], [0.5]]
             prior = self.prior * np.stack((monotone(pooled), np.ones(KNOTS)))
             counts = self.counts[:, width, : self.widths[width]] + prior[:, None]

@@ -7,10 +7,10 @@ It maximizes the expected tokens per millisecond of a step, by two estimates:
   are verified is decided later, on the device, by the margins of this step (`allocate.py`).
 - the milliseconds of a step (`StepCosts`), measured at the start and corrected by every step.
 
-A width that is not used earns credit, a fixed share of the tokens generated meanwhile. Once its
-credit covers the loss expected from using it, it is tried for one step. A width whose cost is known
-from the start alone earns more: the start may have been noisy. A chain of prompt lookup
-replaces a request's block if it is expected to bring more. `docs/adaptive.md` explains the rules.
+Widths that are not used are tried from time to time (`exploration.py`). Little is staked on a
+drafter that nothing is known of: at most as many requests draft as blocks were seen before. A chain
+of prompt lookup replaces a request's block if it is expected to bring more. `docs/adaptive.md`
+explains the rules.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from strobe.speculation.draft_policy import (
     DraftPolicy,
     with_required_drafts,
 )
+from strobe.speculation.exploration import Exploration
 from strobe.speculation.policy_config import PolicyConfig
 from strobe.step import Plan, StepResult
 
@@ -83,14 +84,13 @@ class AdaptiveDraftPolicy(DraftPolicy):
         self._option = Option()
         self._chosen_for = (0, 0)
         self._steps_left = 0
-        self._credit = np.zeros(len(self.widths) + 1)
-        self._earned = 0.0
-        """Tokens of credit of each width, 0 for no drafts, and the tokens of a step of the chosen
-        option, of which each width earns a share."""
-        self._confirmed = np.zeros(len(self.widths))
-        self._confirmed_pace = 1.0
-        """Steps of each width that took about as long as expected since the pace changed, and the
-        pace then."""
+        self._best_width = -1
+        """The width of the latest choice, tries aside."""
+        self._num_blocks = 0
+        """Blocks whose drafts were verified, of all requests."""
+        self._step_tokens = 0.0
+        """Tokens expected of a step of the chosen option."""
+        self.exploration = Exploration(len(self.widths), config)
 
     def plan(self, candidates: Sequence[Candidate], load: BatchLoad) -> DraftPlan:
         if self.costs is None:
@@ -133,9 +133,7 @@ class AdaptiveDraftPolicy(DraftPolicy):
                 self._chosen_for = len(drafters), work.rows
                 blocks = self.forecast.sample(slots[ranking], expected[ranking])
                 self._choose(blocks, work, room - num_chained)
-        is_confirmed = self._confirmed >= self.config.confirm_steps
-        share = np.where(is_confirmed, self.config.explore_share, self.config.confirm_share)
-        self._credit[:-1] += share * self._earned
+        self.exploration.earn(self._step_tokens)
         width, num_drafting, num_verified = self._option
         for i in drafters[:num_drafting]:
             max_drafts[i] = min(candidates[i].max_drafts, self.widths[width])
@@ -163,7 +161,7 @@ class AdaptiveDraftPolicy(DraftPolicy):
         work = StepWork.of(plan, result, self.block_rows[width])
         if result.seconds is not None and work is not None:
             agrees = self.costs.observe(work, 1e3 * result.seconds, config)
-            self._confirm(width if drafting and agrees else None)
+            self.exploration.confirm(width if drafting and agrees else None, self.costs.pace)
         self.forecast.advance()
         for table in (self.chances, self.chains):
             table.fade(min(len(spans) / config.request_memory, 1 / config.step_memory))
@@ -174,22 +172,14 @@ class AdaptiveDraftPolicy(DraftPolicy):
                 match = chain_evidence(self._match_lengths[span.slot], num_verified[i])
                 self.chains.observe(0, match, *verdicts[:, [i]])
         if drafting and result.margins is not None:
+            self._num_blocks += len(drafting)
+            num_right = sum([result.num_accepted[i] for i in drafting])
+            self.exploration.end_try(width, num_right)
             slots, drafts = np.array([(spans[i].slot, spans[i].num_drafts) for i in drafting]).T
             margins = np.array(result.margins)[drafting, : self.widths[width]]
             block = knot_weights(margin_evidence(margins, drafts))
             self.forecast.observe(slots, self.chances.chances(width, block))
             self.chances.observe(width, block, *verdicts[:, drafting])
-
-    def _confirm(self, width: int | None) -> None:
-        """Note that a step of this width cost about what was expected. Forget such steps once the
-        machine has changed: drafts may have become cheaper, or dearer, than other steps."""
-        assert self.costs is not None
-        ratio = self.costs.pace / self._confirmed_pace
-        if max(ratio, 1 / ratio) > self.config.pace_change:
-            self._confirmed[:] = 0
-            self._confirmed_pace = self.costs.pace
-        if width is not None:
-            self._confirmed[width] += 1
 
     def _register(self, candidates: Sequence[Candidate]) -> None:
         """Note the requests that are new to their slots, and the lengths of chains' matches."""
@@ -226,7 +216,6 @@ class AdaptiveDraftPolicy(DraftPolicy):
         possible blocks of each request that may draft, in descending order of their promise; work:
         of a step in which they do not draft; room: number of drafts that fit."""
         assert self.costs is not None
-        config = self.config
         count = len(blocks)
         options = self.options(count)
         widths, num_drafting, num_drafts, draft_rows, rows = options
@@ -237,7 +226,8 @@ class AdaptiveDraftPolicy(DraftPolicy):
             likeliest = np.sort(-narrowed[:, :n].reshape(len(within), -1))
             at = np.flatnonzero(num_drafting == n)
             gains[at] = np.cumsum(likeliest, 1)[widths[at], 2 * num_drafts[at] - 1] / -2
-        gains[num_drafts > room] = -np.inf
+        limit = max(num_drafting[1:].min(), self._num_blocks)
+        gains[(num_drafts > room) | (num_drafting > limit)] = -np.inf
         drafted = work._replace(
             draft_rows=draft_rows,
             rows=work.rows - count + rows,
@@ -249,14 +239,26 @@ class AdaptiveDraftPolicy(DraftPolicy):
         rate = (tokens / ms).max()
         value = tokens - rate * ms
         best = value.argmax()
-        tried = (value + self._credit[widths]).argmax()
-        self._steps_left = config.hold_steps if widths[best] < 0 else min(config.hold_steps, count)
+        tried = (value + self.exploration.credit[widths]).argmax()
+        self._steps_left = self._hold(int(widths[best]), count)
+        self._best_width = int(widths[best])
         if widths[tried] != widths[best]:
             best = tried
             self._steps_left = 1
+            self.exploration.begin_try(int(widths[best]), float(gains[best]))
         self._option = Option(*options[:3, best].tolist())
-        self._earned = float(rate * ms[best])
-        self._credit[widths[best]] = 0.0
+        self._step_tokens = float(rate * ms[best])
+        self.exploration.spend(int(widths[best]))
+        self.exploration.set_shares(widths, tokens, ms)
+
+    def _hold(self, width: int, count: int) -> int:
+        """Return for how many steps a choice among so many requests holds. To draft, a new width
+        and one that few blocks are known of are looked at after one step."""
+        config = self.config
+        if width < 0:
+            return config.hold_steps
+        num_blocks = self._num_blocks if width == self._best_width else 0
+        return min(config.hold_steps, count, max(num_blocks // count, 1))
 
     def _list_options(self, count: int) -> Ints:
         """Return the kinds of steps of so many requests that may draft, as the fields of `Option`,

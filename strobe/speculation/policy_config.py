@@ -9,14 +9,17 @@ from dataclasses import dataclass
 class PolicyConfig:
     hold_steps: int = 6  # steps for which a choice holds; to draft, at most the number of requests
     shares: tuple[float, ...] = (0.125, 0.25, 0.5, 0.75, 1.0)  # of requests that draft at once
-    explore_share: float = 0.002  # of the generated tokens: credit of each unused width
+    explore_share: float = 0.002  # of the tokens: credit of the width that loses least,
+    spare_share: float = 0.0005  # and of each of the others
 
-    confirm_share: float = 0.02  # the same, until so many steps of the width took about as long
-    confirm_steps: int = 4  # as expected,
+    confirm_share: float = 0.02  # credit of a width that doubles the speed if its drafts were timed
+    cost_doubt: float = 10.0  # too long by this factor,
+    confirm_steps: int = 4  # until so many of its steps took about as long as expected,
     pace_change: float = 1.5  # and again once all steps take longer or shorter by this factor
     cost_error: float = 1.5  # factor by which a step with drafts is shorter than it can be by noise
 
-    first_rate: float = 0.82  # of right drafts at a position, before anything is known
+    first_rate: float = 0.82  # of right drafts at a position, before anything is known,
+    first_weight: float = 3.0  # as if so many drafts had been seen
     request_memory: float = 512.0  # half-life of counts of drafts in steps, over the requests,
     step_memory: float = 48.0  # but not less than this
 

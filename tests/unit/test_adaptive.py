@@ -24,6 +24,8 @@ from strobe.speculation.draft_policy import (
     DraftPlan,
     with_required_drafts,
 )
+from strobe.speculation.exploration import Exploration
+from strobe.speculation.policy_config import PolicyConfig
 from strobe.step import TAIL, Plan, Span, StepResult, num_rows
 from tests.support.full_marks import full_where
 
@@ -215,12 +217,51 @@ class LongContexts(Simulation):
 def test_drafter_that_is_never_right_costs_nothing_at_long_contexts(
     count: int, context: int, device: str
 ):
-    """Charging context once a step, whether it drafts or not, reached 0.53 to 0.99 of plain."""
+    """Charging context once a step, whether it drafts or not, reached 0.53 to 0.99 of plain.
+    Drafting without evidence cost 1 to 3 % of the first 1,000 steps."""
     simulation = LongContexts(count, context, device)
-    simulation.rate(1000, lambda position: 0.001)
-    settled = len(simulation.plans)
     assert simulation.rate(1000, lambda position: 0.001) > 0.99 * simulation.plain_rate()
+    settled = len(simulation.plans)
+    assert simulation.rate(1000, lambda position: 0.001) > 0.995 * simulation.plain_rate()
     assert any(max(plan.max_drafts) for plan in simulation.plans[settled:]), "drafting is tried"
+
+
+@pytest.mark.parametrize("count", [1, 8, 64])
+def test_first_drafts_stake_little_on_an_unknown_drafter(count: int):
+    """At most as many requests draft as blocks were seen before, or an eighth."""
+    simulation = Simulation(count, GPU, informative=False)
+    blocks = 0
+    for _ in range(20):
+        simulation.step(lambda position: 0.95)
+        drafting = sum([n > 0 for n in simulation.plans[-1].max_drafts])
+        assert drafting <= max(blocks, count // 8, 1)
+        blocks += drafting
+    assert drafting == count, "a drafter that is right is used by all within few steps"
+
+
+def test_drafts_that_are_right_again_are_soon_tried_again():
+    """What a try brings beyond expectation is credited to its width."""
+    exploration = Exploration(2, PolicyConfig())
+    exploration.earn(1000.0)
+    exploration.spend(1)
+    exploration.begin_try(1, 0.25)
+    exploration.end_try(0, 9)
+    assert exploration.credit.tolist() == [2.0, 0.0, 0.0], "that step was no try"
+    exploration.end_try(1, 3)
+    assert exploration.credit[1] == 2.75
+    exploration.end_try(1, 3)
+    assert exploration.credit[1] == 2.75, "a try counts once"
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_costs_are_timed_again_only_where_cheap_drafts_would_pay(is_right: bool):
+    """Options: none, and two widths, whose steps take twice and three times as long."""
+    exploration = Exploration(2, PolicyConfig())
+    tokens = np.array([1.0, 2.0, 4.0]) if is_right else np.array([1.0, 1.01, 1.02])
+    exploration.set_shares(np.array([-1, 0, 1]), tokens, np.array([1.0, 4.0, 8.0]))
+    exploration.earn(100.0)
+    expected = [100 * 0.02 * (2 / 1.3 - 1), 100 * 0.02] if is_right else [0.2, 0.05]
+    assert exploration.credit[:2] == pytest.approx(expected)
 
 
 def test_request_that_always_drafts_does_not_rest():

@@ -8,6 +8,7 @@ from strobe.speculation.costs import StepCosts
 from strobe.tools.bench.draft_traces import Traces, load
 from strobe.tools.bench.request_load import TRACES
 from tests.support.cpu_answers import RECORDED, Answers, Fixed, adaptive, recorded_steps
+from tests.support.full_marks import full_where
 
 NEEDED = 6
 """Steps that a busy machine times, too."""
@@ -31,19 +32,40 @@ def test_costs_of_a_noisy_start_do_not_make_drafting_cheap(name: str, timed: int
         assert work.draft_rows or ratio < 1.5, work
 
 
-@pytest.mark.parametrize("is_right", [True, False], ids=["SmolLM2's drafter", "never right"])
-@pytest.mark.parametrize("length", [16, 64])
-@pytest.mark.parametrize(
-    ("name", "timed"), [("float16", None), ("float32", None), ("int4", NEEDED)]
-)
-def test_adaptive_is_not_slower_than_plain(
-    name: str, timed: int | None, length: int, is_right: bool, traces: Traces
-):
-    """Answers end and others begin, sixteen waves of 16 tokens and eight of 64; measured 0.93 or
-    more, the first steps of each start included, in which everything is learned."""
-    for count in (1, 4, 8, 16):
+def worst_share(traces: Traces, name: str, length: int, *, is_right: bool) -> float:
+    """Return the smallest share of plain decoding's speed that adaptive drafting reaches with 1 to
+    32 requests, whose answers end and make room for others, over some 600 tokens of each slot."""
+    shares = list[float]()
+    for count in (1, 4, 8, 16, 32):
         answers = Answers(name, count, length, traces, is_right=is_right)
-        number = count * (16 if length == 16 else 8)
-        costs = StepCosts.fit(recorded_steps(name, noise=0.15, seed=1)[:timed], lines=True)
-        rate = answers.rate(adaptive(count, costs), number)
-        assert rate > 0.92 * answers.rate(Fixed(0), number), count
+        number = count * max(600 // length, 1)
+        costs = StepCosts.fit(recorded_steps(name, noise=0.15, seed=1), lines=True)
+        plain = answers.rate(Fixed(0), number)
+        shares.append(answers.rate(adaptive(count, costs), number) / plain)
+    return min(shares)
+
+
+@full_where(lambda name, length: (name, length) not in {("float16", 16), ("bfloat16", 256)})
+@pytest.mark.parametrize("length", [16, 64, 256])
+@pytest.mark.parametrize("name", RECORDED)
+def test_drafter_that_is_never_right_costs_nothing(name: str, length: int, traces: Traces):
+    """From the first step of a start with noisy costs. Without evidence, all requests drafted for 6
+    steps, and every width was timed 4 times: 0.968 of plain."""
+    assert worst_share(traces, name, length, is_right=False) > 0.98
+
+
+@full_where(lambda name, length: (name, length) != ("float32", 16))
+@pytest.mark.parametrize(("length", "bound"), [(16, 0.98), (64, 0.93)])
+@pytest.mark.parametrize("name", RECORDED)
+def test_drafter_of_the_model_is_not_slower_than_plain(
+    name: str, length: int, bound: float, traces: Traces
+):
+    assert worst_share(traces, name, length, is_right=True) > bound
+
+
+def test_costs_of_a_busy_start_do_not_make_drafting_slow(traces: Traces):
+    """The fit has the few steps that a busy machine times."""
+    costs = StepCosts.fit(recorded_steps("int4", noise=0.15, seed=1)[:NEEDED], lines=True)
+    answers = Answers("int4", 8, 16, traces, is_right=True)
+    rate = answers.rate(adaptive(8, costs), 8 * 16)
+    assert rate > 0.97 * answers.rate(Fixed(0), 8 * 16)
