@@ -103,7 +103,8 @@ class Quantization:
     columns of a weight that share a scale. rules: which modules are quantized, for methods whose
     modules differ. label: the format's name, as "ModelOpt in NVFP4". held: linear layers keep their
     weights as stored, if the method can. kv_format: what scales of keys and values are for, as
-    "fp8"; None if the config does not say."""
+    "fp8"; None if the config does not say. activations: whether the config rounds activations, too,
+    which stay in the engine's dtype."""
 
     method: str
     block: tuple[int, int]
@@ -111,6 +112,7 @@ class Quantization:
     label: str = ""
     held: bool = False
     kv_format: str | None = None
+    activations: bool = False
 
 
 @dataclass(frozen=True)

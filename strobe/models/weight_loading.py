@@ -222,6 +222,13 @@ def _read_tensors(module: Target | DFlash, checkpoint: Checkpoint, options: Load
                 bar.update(sum(map(checkpoint.bytes_of, part.sources)))
 
         _fill(module, order, write, options)
+    quantization = module.config.quantization
+    if quantization is not None and quantization.activations:
+        logger.info(
+            "%s: the config rounds activations, too, but they stay in %s.",
+            checkpoint.source,
+            str(options["dtype"]).removeprefix("torch."),
+        )
     seconds = max(time.perf_counter() - started, 1e-3)
     size = total / 1e9
     rate = f"{seconds:.1f} s, {size / seconds:.2f} GB/s"

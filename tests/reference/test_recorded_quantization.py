@@ -270,6 +270,32 @@ def test_config_without_quantized_tensors_is_an_error(tmp_path: Path):
         check_target_tensors(directory, load_target_config(directory))
 
 
+ACTIVATIONS: dict[str, tuple[str, Callable[[dict[str, Any]], None], bool]] = {
+    "W8A8": (
+        "compressed-tensors-fp8-dynamic",
+        lambda values: values["config_groups"]["group_0"].update(
+            input_activations={"num_bits": 8, "type": "float", "dynamic": True}
+        ),
+        True,
+    ),
+    "W8A16": ("compressed-tensors-fp8-dynamic", lambda values: None, False),
+    "W4A4": ("modelopt-nvfp4", lambda values: None, True),
+    "W4A16": ("modelopt-nvfp4", lambda values: values.update(quant_algo="W4A16_NVFP4"), False),
+}
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_log_says_that_activations_are_not_rounded(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+):
+    name, edit, is_said = ACTIVATIONS[kind]
+    directory = shutil.copytree(DIRECTORY / name, tmp_path / "target")
+    edited(directory, edit)
+    with caplog.at_level(logging.INFO):
+        check_logits(directory, name)
+    assert ("activations, too, but they stay in float32" in caplog.text) == is_said
+
+
 def test_layers_left_unquantized_are_used_and_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):

@@ -74,7 +74,15 @@ def read(fields: Fields, decoder: DecoderConfig) -> Quantization:
         block=(1, 1),
         rules=rules,
         kv_format=kv_format,
+        activations=any(map(_rounds_activations, groups, groups.values())),
     )
+
+
+def _rounds_activations(name: str, group: Any) -> bool:
+    """Whether a group of config_groups rounds activations, by its description or its preset."""
+    if isinstance(group, dict):
+        return bool(group.get("input_activations"))
+    return "A16" not in (group if isinstance(group, str) else name)
 
 
 def read_kv_format(fields: Fields) -> str | None:

@@ -59,7 +59,7 @@ def read(fields: Fields, decoder: DecoderConfig) -> Quantization:
             f"whole numbers of at least 1, such as [128, 128]; {HINT}"
         )
     fields.finish(("modules_to_not_convert", "ignored_layers", "scale_fmt"))
-    return Quantization(method="fp8", block=(block[0], block[1]))
+    return Quantization(method="fp8", block=(block[0], block[1]), activations=True)
 
 
 def apply(

@@ -41,7 +41,7 @@ def read(fields: Fields, decoder: DecoderConfig) -> Quantization:
     unquantized = read_names(fields, "modules_to_not_convert", "ignored_layers")
     fields.finish(("dequantize", "weight_block_size"))
     rules = Rules(rules=(Rule(LINEAR, FP8),), ignored=tuple(unquantized), loose=True)
-    return Quantization(method=METHOD, block=(1, 1), rules=rules)
+    return Quantization(method=METHOD, block=(1, 1), rules=rules, activations=True)
 
 
 def apply(

@@ -27,6 +27,8 @@ ALGORITHMS = {
     "W4A16_NVFP4": NVFP4,
     "MXFP8": MXFP8,
 }
+WEIGHT_ONLY = ("W4A16_NVFP4", "None", "NONE")
+"""Algorithms that leave activations as they are."""
 _HARMLESS = (
     "quant_method", "producer", "config_groups",
     "group_size", "moe_quant_algo", "activation_scheme", "fmt", "scale_fmt", "has_zero_point",
@@ -47,11 +49,19 @@ def read(fields: Fields, decoder: DecoderConfig) -> Quantization:
         scheme = _scheme(algorithm, f"{fields.path}: quant_algo")
         rules += [Rule(LINEAR, scheme)] if scheme else []
     ignored = tuple(read_names(fields, "ignore", "exclude_modules"))
+    algorithms = {str(_algorithm(entry)) for entry in layers.values()} or {str(algorithm)}
+    activations = bool(algorithms.difference(WEIGHT_ONLY))
     algorithm = fields.get("kv_cache_quant_algo")
     kv_format = read_kv_format(fields) if algorithm is None else str(algorithm).lower()
     fields.finish(_HARMLESS)
     names = Rules(rules=tuple(rules), ignored=ignored, loose=True)
-    return Quantization(method="modelopt", block=(1, 1), rules=names, kv_format=kv_format)
+    return Quantization(
+        method="modelopt",
+        block=(1, 1),
+        rules=names,
+        kv_format=kv_format,
+        activations=activations,
+    )
 
 
 def _algorithm(entry: Any) -> Any:
