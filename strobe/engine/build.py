@@ -647,10 +647,12 @@ def _set_operations(resolved: ResolvedConfig, target: Target, drafters: Iterable
     ops = TorchOps()
     if kernels:
         from strobe.models.ops.triton_ops import TritonOps
-        from strobe.models.quantization.kernel_weights import join_all
+        from strobe.models.quantization.kernel_weights import join_all, join_parts
 
         ops = TritonOps(resolved.device, resolved.dtype)  # models of one stream share a workspace
         join_all(target)
+        for model in (target, *drafters):
+            join_parts(model)
     for model in (target, *drafters):
         model.ops = resolved.split.ops(ops, model, kernels=kernels)
 

@@ -95,6 +95,10 @@ class StoredProduct(Protocol):
         """See `Linear.multiply`."""
         ...
 
+    def join(self) -> None:
+        """Make parts of one form one part."""
+        ...
+
 
 class StoredExperts(DequantizedExperts, Protocol):
     """Weights [E, N, K] of experts that stay as a checkpoint stores them."""

@@ -15,7 +15,7 @@ from strobe.kernels.linear import Gemms
 from strobe.kernels.operands import PLAIN, Epilogue, Input, RowNorm
 from strobe.kernels.workspace import Workspace
 from strobe.models.linear import StoredWeight
-from strobe.models.quantization.grouped import GridWeight, GroupWeight
+from strobe.models.quantization.grouped import GridWeight, GroupWeight, joined
 from strobe.models.quantization.kernel_weights import codes_of
 from tests.support.tested_formats import IN_KERNELS
 
@@ -145,6 +145,50 @@ def test_products_over_several_ranges_equal_those_with_the_values(
     expected = x.float() @ weight.rows(0, N).bfloat16().float().t()
     y = product(x, codes(weight)).float()
     torch.testing.assert_close(y, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("form", [form for form in WEIGHTS if form != "int4 by activations"])
+def test_joined_weights_have_the_values_of_their_parts(form: str):
+    weight = WEIGHTS[form](K)
+    expected = torch.cat([weight.rows(0, N)] * 2)
+    whole = joined([weight, weight])
+    assert whole is not None
+    assert torch.equal(whole.rows(0, 2 * N), expected)
+    assert codes_of(whole) is not None
+    x = torch.randn(2, K, generator=_noise())
+    y = product(x, codes(whole))
+    torch.testing.assert_close(y, product(x, codes(weight, weight)), rtol=1e-5, atol=1e-5)
+
+
+def test_parts_with_global_scales_of_their_own_are_joined():
+    parts = [nvfp4(K, is_divisor=False) for _ in range(3)]
+    parts[0] = replace(parts[0], codes=parts[0].codes[:24], scale=parts[0].scale[:24])
+    parts[1] = replace(parts[1], global_scale=torch.tensor(0.3))
+    whole = joined(parts)
+    assert whole is not None
+    values = torch.cat([part.rows(0, part.shape[0]) for part in parts])
+    assert torch.equal(whole.rows(0, len(values)), values)
+    y = product(torch.eye(K)[:40], codes(whole))
+    torch.testing.assert_close(y, values[:, :40].t(), rtol=1e-6, atol=0)
+
+
+def test_blocks_and_single_scales_of_unequal_parts_are_joined():
+    whole = grid(K, (8, 32))
+    parts = [whole, replace(whole, values=whole.values[:32], scale=whole.scale[:4])]
+    one = grid(K, (N, K))
+    for members in (parts, [one, replace(one, values=one.values[:16], block=(16, K))]):
+        both = joined(members)
+        assert both is not None
+        values = torch.cat([part.rows(0, part.shape[0]) for part in members])
+        assert torch.equal(both.rows(0, len(values)), values)
+
+
+def test_parts_of_other_forms_are_not_joined():
+    weight = grouped(K)
+    assert joined([weight, with_zeros(weight)]) is None
+    assert joined([weight, with_float16_scales(weight)]) is None
+    assert joined([weight, grid(K, (1, K))]) is None
+    assert joined([by_activations(K)] * 2) is None
 
 
 @NEEDS_GPU

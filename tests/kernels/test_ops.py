@@ -34,7 +34,7 @@ from strobe.models.model_config import DecoderConfig, TargetConfig
 from strobe.models.ops import triton_ops
 from strobe.models.ops.torch_ops import TorchOps
 from strobe.models.ops.triton_ops import TritonOps
-from strobe.models.quantization.kernel_weights import join_all
+from strobe.models.quantization.kernel_weights import join_all, join_parts
 from strobe.models.quantization.methods import METHODS, hold_stored
 from strobe.models.weight_loading import load_draft, load_target
 from strobe.runner.step_ops.torch_step_ops import StepOps
@@ -136,6 +136,7 @@ def run_both(
     caches = [Cache(config.decoder, device) for _ in range(2)]
     contiguous(fused)
     join_all(fused)
+    join_parts(fused)
     fused.ops = TritonOps(device, torch.float32)
     x, expected = plain(ids, places, plan_of(config, caches[0], device), tuple(layers))
     y, actual = fused(ids, places, plan_of(config, caches[1], device), tuple(layers))
@@ -291,6 +292,7 @@ def test_weights_held_as_stored_have_kernels(
     for actual, expected in run_both(tmp_path / "held", device, held=True):
         torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
     assert len(products) == 2 * (2 if family == "qwen3_moe" else 4)
+    assert {len(weight.parts) for weight in products} == {1}  # joined
 
 
 def pair(tmp_path: Path, device: torch.device, **changes: Any) -> tuple[Any, Any]:

@@ -5,8 +5,10 @@ Legend: N outputs, K inputs, G groups of inputs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, reduce
+from math import gcd
 from typing import Any
 
 import torch
@@ -157,6 +159,83 @@ class GridWeight:
         index = torch.arange(first, last, device=grid.device) // self.block[0]
         by_row = grid.float()[index]
         return by_row.repeat_interleave(self.block[1], 1)[:, : self.values.shape[1]]
+
+
+def joined(weights: Sequence[StoredWeight]) -> StoredWeight | None:
+    """Return a weight with the outputs of all, whose values are the same; None if their forms
+    differ."""
+    first = weights[0]
+    if isinstance(first, GroupWeight):
+        return _joined_groups([w for w in weights if isinstance(w, GroupWeight)], len(weights))
+    if isinstance(first, GridWeight):
+        return _joined_grids([w for w in weights if isinstance(w, GridWeight)], len(weights))
+    return None
+
+
+def _joined_groups(weights: Sequence[GroupWeight], count: int) -> GroupWeight | None:
+    first = weights[0]
+    forms = {
+        (w.bits, w.group, w.inputs, w.is_float, w.is_divisor, w.codes.shape[1], *_dtypes(w))
+        for w in weights
+    }
+    if len(weights) < count or len(forms) > 1 or first.index is not None:
+        return None
+    return replace(
+        first,
+        codes=torch.cat([w.codes for w in weights]),
+        scale=_cat([w.scale for w in weights]),
+        zero=None
+        if first.zero is None
+        else torch.cat([w.zero for w in weights if w.zero is not None]),
+        global_scale=_joined_factors(weights),
+    )
+
+
+def _joined_factors(weights: Sequence[GroupWeight]) -> Tensor | None:
+    """Return the global scales of equal parts of all outputs."""
+    factors = [w.global_scale.flatten() for w in weights if w.global_scale is not None]
+    if not factors:
+        return None
+    sizes = [len(w.codes) // len(f) for w, f in zip(weights, factors, strict=True)]
+    rows = reduce(gcd, sizes)
+    pairs = zip(factors, sizes, strict=True)
+    factor = torch.cat([f.repeat_interleave(size // rows) for f, size in pairs])
+    return factor[:1] if bool((factor == factor[0]).all()) else factor
+
+
+def _joined_grids(weights: Sequence[GridWeight], count: int) -> GridWeight | None:
+    first = weights[0]
+    inputs = first.shape[1]
+    forms = {(w.shape[1], min(w.block[1], inputs), *_dtypes(w)) for w in weights}
+    if len(weights) < count or len(forms) > 1:
+        return None
+    blocks = [len(w.values) if len(w.scale) == 1 else w.block[0] for w in weights]
+    rows = reduce(gcd, [len(w.values) for w in weights], reduce(gcd, blocks))
+    if rows < min([8, *blocks]):  # scales would take too much memory
+        return None
+    index = [
+        torch.arange(0, len(w.values), rows, device=w.scale.device) // block
+        for w, block in zip(weights, blocks, strict=True)
+    ]
+    zeros = [w.zero[i] for w, i in zip(weights, index, strict=True) if w.zero is not None]
+    return GridWeight(
+        values=_cat([w.values for w in weights]),
+        scale=_cat([_taken(w.scale, i) for w, i in zip(weights, index, strict=True)]),
+        block=(rows, first.block[1]),
+        zero=torch.cat(zeros) if zeros else None,
+    )
+
+
+def _dtypes(weight: GroupWeight | GridWeight) -> tuple[tuple[str, torch.dtype], ...]:
+    return tuple((name, value.dtype) for name, value in _tensors(weight).items())
+
+
+def _cat(tensors: Sequence[Tensor]) -> Tensor:
+    """Join tensors, which may be in FP8, by rows."""
+    dtype = tensors[0].dtype
+    if dtype.itemsize > 1:
+        return torch.cat([*tensors])
+    return torch.cat([tensor.view(torch.uint8) for tensor in tensors]).view(dtype)
 
 
 def empty_stack(weight: GroupWeight | GridWeight, count: int) -> GroupWeight | GridWeight:

@@ -112,6 +112,15 @@ def join_all(model: nn.Module) -> None:
                 torch.cuda.empty_cache()  # the former weights: the next ones may need the room
 
 
+def join_parts(model: nn.Module) -> None:
+    """Join what linear layers hold as stored in several parts, on the device."""
+    for module in model.modules():
+        if isinstance(module, Linear) and module.stored is not None:
+            module.stored.join()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()  # the former parts
+
+
 def join_linears(*linears: AnyLinear) -> LinearView | None:
     """Return a layer with the outputs of all, or experts and one more of their shape; the weights
     become views of its weight. None if shapes differ, or if one has a bias or is quantized."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from strobe.models.checkpoint import TORCH
 from strobe.models.linear import Linear, StoredWeight
 from strobe.models.quantization.forms import EXPONENTS, Form
-from strobe.models.quantization.grouped import fill_dequantized
+from strobe.models.quantization.grouped import fill_dequantized, joined
 from strobe.models.weight_mapping import CheckpointTensors
 
 ZEROS = ("zero_point", "qzeros")
@@ -62,6 +62,13 @@ class HeldProduct:
             parts.append(part.scaled(factor) if start >= first else part)
             start += part.shape[0]
         self.parts = tuple(parts)
+
+    def join(self) -> None:
+        """Make parts of one form one part, which kernels multiply at once. Outputs can no longer be
+        reordered or multiplied."""
+        if len(self.parts) > 1:
+            whole = joined(self.parts)
+            self.parts = self.parts if whole is None else (whole,)
 
     @staticmethod
     def _dense(part: StoredWeight, dtype: torch.dtype) -> Tensor:
