@@ -31,7 +31,7 @@ from strobe.kernels.rowwise import INTERPRETED, gated, round_to, silu_mul
 from strobe.kernels.workspace import Workspace
 
 try:
-    from strobe.kernels.coded_tiles import order_kernel, tiles_kernel
+    from strobe.kernels.coded_tiles import order_kernel, tiles_kernel, wide_kernel
 except (AttributeError, ImportError):
     HAS_TILES = False
 else:
@@ -648,8 +648,7 @@ def _fused(x: Tensor, weight: CodedWeight, epilogue: Epilogue, workspace: Worksp
 
 class FastTile(NamedTuple):
     """The division of a product in `coded_tiles.py`: rows of x and of W, columns of a step, the
-    minimum number of programs, warps, steps in flight, and whether Hopper's instructions for four
-    warps multiply."""
+    minimum number of programs, warps, steps in flight, and whether `wide_kernel` multiplies."""
 
     block_m: int
     rows: int
@@ -657,13 +656,11 @@ class FastTile(NamedTuple):
     programs: int
     warps: int
     stages: int
-    wgmma: bool = False
+    wide: bool = False
 
 
-TILES_ROWS = 256
-"""Maximum rows of x for `coded_tiles.py` on Hopper; with more rows, values in memory win."""
-TILES_ROWS_OTHERS = 32
-"""On other GPUs."""
+WIDE_ROWS = 256
+"""Maximum rows of x for `wide_kernel`; with more, values in memory win."""
 
 
 def fast_tile(weight: Codes, rows: int) -> FastTile | None:
@@ -671,32 +668,33 @@ def fast_tile(weight: Codes, rows: int) -> FastTile | None:
 
     Measured on an H100 with the layers of Qwen3-8B and Qwen3.8-27B."""
     is_hopper = triton.runtime.driver.active.get_current_target().arch // 10 == 9
-    if rows > (TILES_ROWS if is_hopper else TILES_ROWS_OTHERS):
-        return None
     block_m = min(max(1 << (rows - 1).bit_length(), 8), 128)
     step = 256 if weight.halves and weight.inputs % 256 == 0 else 128
-    outputs = len(weight.codes)
-    if rows <= 16 and not weight.halves:
-        return FastTile(block_m=block_m, rows=128, step=step, programs=264, warps=8, stages=4)
-    if rows <= 8 and (outputs > 8192 or weight.kind == "e2m1"):
-        return FastTile(block_m=block_m, rows=32, step=step, programs=528, warps=2, stages=4)
-    if rows <= 16:
-        programs = 396 if rows <= 8 else 264
-        return FastTile(block_m=block_m, rows=64, step=step, programs=programs, warps=4, stages=4)
-    if not is_hopper:
-        return FastTile(block_m=block_m, rows=128, step=128, programs=264, warps=8, stages=3)
-    if rows <= 32 and weight.halves and outputs > 16384:
+    if rows > 64:
+        if rows > WIDE_ROWS or not is_hopper:
+            return None
+        stages = 4 if weight.halves else 3
         return FastTile(
-            block_m=block_m, rows=128, step=128, programs=264, warps=4, stages=4, wgmma=True
+            block_m=block_m, rows=128, step=128, programs=132, warps=8, stages=stages, wide=True
         )
-    if rows <= 64:
+    if rows > 32:
+        if not is_hopper:
+            return None
+        stages = 3 if step == 256 else 4
         return FastTile(
-            block_m=block_m, rows=64, step=128, programs=264, warps=4, stages=4, wgmma=True
+            block_m=block_m, rows=128, step=step, programs=132, warps=8, stages=stages, wide=True
         )
-    stages = 4 if weight.halves else 3
-    return FastTile(
-        block_m=block_m, rows=128, step=128, programs=132, warps=8, stages=stages, wgmma=True
-    )
+    if not weight.halves:
+        if rows <= 8:
+            return FastTile(block_m=block_m, rows=128, step=128, programs=264, warps=8, stages=4)
+        stages = 3 if rows <= 16 else 4
+        return FastTile(block_m=block_m, rows=64, step=128, programs=264, warps=4, stages=stages)
+    if rows > 16:
+        return FastTile(block_m=block_m, rows=64, step=step, programs=264, warps=4, stages=3)
+    stages = 3 if rows > 8 else 4
+    if len(weight.codes) > 8192 or weight.kind == "e2m1":
+        return FastTile(block_m=block_m, rows=32, step=step, programs=528, warps=2, stages=stages)
+    return FastTile(block_m=block_m, rows=64, step=step, programs=396, warps=4, stages=stages)
 
 
 def has_tiles(x: Tensor, weight: Codes) -> bool:
@@ -716,40 +714,53 @@ def has_tiles(x: Tensor, weight: Codes) -> bool:
 def multiply_tiles(
     x: Tensor, weight: Codes, epilogue: Epilogue, workspace: Workspace, tile: FastTile
 ) -> None:
+    """Run a kernel of `coded_tiles.py`."""
     rows = x.shape[0]
     residual = epilogue.residual
     out = epilogue.out
     assert out is not None
-    outputs = len(weight.codes)
-    row_tiles = -(-rows // tile.block_m)
-    tiles = -(-outputs // tile.rows) * row_tiles
-    split = max(1, min(-(-tile.programs // tiles), weight.inputs // tile.step // 2, 16))
-    workspace.reserve(tiles * split * tile.block_m * tile.rows if split > 1 else 0, tiles)
-    pdl = supports_pdl(x.device)
-    if tile.wgmma:
-        x = _ordered(x, halves=weight.halves)
+    size = tile.block_m * tile.rows
+    tiles = -(-len(weight.codes) // tile.rows)
+    steps = weight.inputs // tile.step
     scale = weight.scale
     if weight.kind == "e2m1":
         scale = scale.view(torch.int32)
+    pdl = supports_pdl(x.device)
     options = constants(weight)
     del options["HALVES"]
-    kernel: Any = tiles_kernel
-    kernel[(tiles * split,)](
-        x, weight.codes.view(torch.int32), scale, weight.zero, weight.factor,
-        epilogue.bias, residual, out, workspace.partials, workspace.arrived, rows, row_tiles,
-        x.stride(0), 0 if residual is None else residual.stride(0), out.stride(0), **options,
-        N=outputs // 2 if epilogue.gated else outputs, GATED=epilogue.gated,
-        GELU=epilogue.activation == "gelu_tanh", BLOCK_M=tile.block_m, BLOCK_N=tile.rows,
-        STEP=tile.step, STAGES=tile.stages, SPLIT=split,
-        SCALED=tile.wgmma and weight.kind == "int4" and scale.dtype == torch.bfloat16,
-        WGMMA=tile.wgmma, PDL=pdl, num_warps=tile.warps, launch_pdl=pdl,
+    kernel: Any
+    if tile.wide:
+        row_tiles = -(-rows // tile.block_m)
+        units = tiles * row_tiles * steps
+        programs = max(1, min(tile.programs, units // 4))
+        workspace.reserve(2 * programs * size, tiles * row_tiles)
+        x = _ordered(x, padded=row_tiles * tile.block_m, halves=weight.halves)
+        kernel = wide_kernel
+        options["row_tiles"] = row_tiles
+        options["units"] = units
+        options["SCALED"] = weight.kind == "int4" and scale.dtype == torch.bfloat16
+    else:
+        split = max(1, min(-(-tile.programs // tiles), steps // 2, 16))
+        programs = tiles * split
+        workspace.reserve(programs * size if split > 1 else 0, tiles)
+        kernel = tiles_kernel
+        options["x_stride"] = x.stride(0)
+        options["SPLIT"] = split
+    kernel[(programs,)](
+        x, weight.codes.view(torch.int32), scale, weight.zero, weight.factor, epilogue.bias,
+        residual, out, workspace.partials, workspace.arrived, rows=rows,
+        residual_stride=0 if residual is None else residual.stride(0), out_stride=out.stride(0),
+        **options, N=out.shape[1],
+        GATED=epilogue.gated, GELU=epilogue.activation == "gelu_tanh", BLOCK_M=tile.block_m,
+        BLOCK_N=tile.rows, STEP=tile.step, STAGES=tile.stages, PDL=pdl, num_warps=tile.warps,
+        launch_pdl=pdl,
     )  # fmt: skip
 
 
-def _ordered(x: Tensor, *, halves: bool) -> Tensor:
-    """Return x with columns in the order of a tensor core."""
+def _ordered(x: Tensor, *, padded: int, halves: bool) -> Tensor:
+    """Return x with columns in the order of a tensor core, in `padded` rows."""
     rows, inputs = x.shape
-    out = x.new_empty(rows, inputs)
+    out = x.new_empty(padded, inputs)
     pdl = supports_pdl(x.device)
     order_kernel[rows, -(-inputs // 2048)](
         x, out, rows, x.stride(0), K=inputs, HALVES=halves, BLOCK=2048, PDL=pdl, num_warps=4,

@@ -214,20 +214,94 @@ def _copy(step, slot, spots, scales, ws, ss, WORDS: gl.constexpr, inside):
 
 
 @gluon.jit
+def _decode(
+    slot, i: gl.constexpr, j: gl.constexpr, ws, ss, own, own_zero,
+    KIND: gl.constexpr, MIDDLE: gl.constexpr, SCALED: gl.constexpr, CHUNK: gl.constexpr,
+    PART: gl.constexpr, CODES: gl.constexpr, MMA: gl.constexpr,
+):  # fmt: skip
+    """Return values of part j of chunk i as the left operand."""
+    PER: gl.constexpr = 4 if KIND == "e4m3" else 8
+    BLOCK_N: gl.constexpr = ws.shape[1]
+    if KIND == "e2m1":
+        of_values = ss.index(slot).slice(i, 1, 1).load(CODES)
+        byte = gl.arange(0, PART // PER, gl.SliceLayout(0, CODES)) // 2
+        offset = (byte * 0x1111 + 0x8080)[None, :]
+    elif KIND == "int4":
+        of_values = own[i].to(gl.bfloat16)[:, None] if SCALED else None
+        offset = gl.full([BLOCK_N], -128.0 - MIDDLE, gl.float32, gl.SliceLayout(1, CODES))
+        if len(own_zero) > 0:
+            offset -= own_zero[i].to(gl.float32)
+        offset = offset.to(gl.bfloat16)[:, None]
+    else:
+        of_values = None
+        offset = None
+    w = ws.index(slot).slice((i * CHUNK + j * PART) // PER, PART // PER, 1).load(CODES)
+    w = _values(w, of_values, offset, KIND)
+    return gl.convert_layout(w, gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
+
+
+@gluon.jit
+def _finished(
+    total, scale, groups, factor, bias, row,
+    KIND: gl.constexpr, GROUPS: gl.constexpr, DIVIDES: gl.constexpr, FACTOR_ROWS: gl.constexpr,
+    GATED: gl.constexpr, GELU: gl.constexpr,
+):  # fmt: skip
+    """Return act(sums and bias) of a tile, [BLOCK_N or half of it, BLOCK_M]. row: rows of W."""
+    BLOCK_N: gl.constexpr = total.shape[0]
+    BLOCK_M: gl.constexpr = total.shape[1]
+    if KIND == "e2m1":
+        total *= 256.0  # see `_e2m1`
+    elif GROUPS == 1:
+        total *= gl.load(scale + groups).to(gl.float32)[:, None]
+    if factor is not None:
+        if FACTOR_ROWS:  # noqa: SIM108
+            of_rows = gl.load(factor + row // FACTOR_ROWS)[:, None]
+        else:
+            of_rows = gl.load(factor)
+        total = total / of_rows if DIVIDES else total * of_rows
+    if bias is not None:
+        total += gl.load(bias + row).to(gl.float32)[:, None]
+    if GATED:
+        pairs = gl.reshape(total, [BLOCK_N // 16, 2, 8, BLOCK_M])
+        gate, up = gl.split(gl.permute(pairs, (0, 2, 3, 1)))
+        slope = gate
+        if GELU:  # tanh(u) = 2 sigmoid(2 u) - 1
+            slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        result = gl.reshape(up * gate / (1.0 + gl.exp(-slope)), [BLOCK_N // 2, BLOCK_M])
+    else:
+        result = total
+    return result
+
+
+@gluon.jit
+def _store(
+    result, residual, out, first_row, rows, tile, residual_stride, out_stride, N: gl.constexpr
+):
+    """Store a tile's result plus the residual, rounded once."""
+    COLUMNS: gl.constexpr = result.shape[0]
+    LAYOUT: gl.constexpr = result.type.layout
+    ms = first_row + gl.arange(0, result.shape[1], gl.SliceLayout(0, LAYOUT))
+    columns = tile * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(1, LAYOUT))
+    stored = (ms < rows)[None, :] & (columns < N)[:, None]
+    if residual is not None:
+        spots = residual + ms.to(gl.int64)[None, :] * residual_stride + columns[:, None]
+        result += gl.load(spots, stored, 0.0).to(gl.float32)
+    spots = out + ms.to(gl.int64)[None, :] * out_stride + columns[:, None]
+    gl.store(spots, result.to(gl.bfloat16), stored)
+
+
+@gluon.jit
 def tiles_kernel(
-    x,  # [M, K]; with WGMMA of `order_kernel`
+    x,  # [M, K]
     words,  # int32 [rows, K / PER]
     scale,  # e2m1: int32, 4 scales each
     zero, factor, bias, residual, out, partials, arrivals,
-    rows, row_tiles, x_stride, residual_stride, out_stride,
+    rows, x_stride, residual_stride, out_stride,
     N: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
     GROUPS: gl.constexpr, MIDDLE: gl.constexpr, DIVIDES: gl.constexpr, FACTOR_ROWS: gl.constexpr,
     GATED: gl.constexpr, GELU: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     STEP: gl.constexpr,  # columns of a step
-    STAGES: gl.constexpr, SPLIT: gl.constexpr,
-    SCALED: gl.constexpr,  # int4: scales multiply values, not sums
-    WGMMA: gl.constexpr,  # Hopper's instructions for four warps
-    PDL: gl.constexpr,
+    STAGES: gl.constexpr, SPLIT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     HALVES: gl.constexpr = KIND != "e4m3"
     PER: gl.constexpr = 8 if HALVES else 4
@@ -238,36 +312,24 @@ def tiles_kernel(
     COLUMNS: gl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     IN_SHARED: gl.constexpr = KIND == "e2m1"
     ONE: gl.constexpr = GROUPS == 1
-    # Columns that share a scale; of a multiplication
     CHUNK: gl.constexpr = 64 if IN_SHARED else min(GROUP, 128)
-    PART: gl.constexpr = min(CHUNK, 64) if WGMMA else CHUNK
-    BY_SUM: gl.constexpr = not (IN_SHARED or SCALED or ONE)
+    BY_SUM: gl.constexpr = not (IN_SHARED or ONE)
     COPY_WIDTH: gl.constexpr = WORDS // 4  # threads of a row
     COPY_W: gl.constexpr = gl.BlockedLayout(
         [1, 4], [32 // COPY_WIDTH, COPY_WIDTH], [WARPS, 1], [1, 0]
     )
     COPY_X: gl.constexpr = gl.BlockedLayout([1, 8], [256 // STEP, STEP // 8], [WARPS, 1], [1, 0])
     COPY_S: gl.constexpr = gl.BlockedLayout([1, STEP // 64], [32, 1], [WARPS, 1], [1, 0])
-    CODES: gl.constexpr = _words_layout(BLOCK_N, PART // PER, WARPS)
-    MMA: gl.constexpr = (
-        gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
-        if WGMMA
-        else gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
-    )
-    SHARED_X: gl.constexpr = (
-        gl.NVMMASharedLayout(2 * PART, 16, 2)
-        if WGMMA
-        else gl.SwizzledSharedLayout(4 * PER, 1, 64 // (4 * PER), [1, 0])
-    )
+    CODES: gl.constexpr = _words_layout(BLOCK_N, CHUNK // PER, WARPS)
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
+    SHARED_X: gl.constexpr = gl.SwizzledSharedLayout(4 * PER, 1, 64 // (4 * PER), [1, 0])
     SHARED_W: gl.constexpr = gl.SwizzledSharedLayout(
         4, 1 if WORDS >= 32 else 2, min(8, WORDS // 4), [1, 0]
     )
     SHARED_S: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
 
-    row_tile = gl.program_id(0) % row_tiles
-    rest = gl.program_id(0) // row_tiles
-    split = rest % SPLIT
-    tile = rest // SPLIT
+    split = gl.program_id(0) % SPLIT
+    tile = gl.program_id(0) // SPLIT
     start = split * STEPS // SPLIT
     end = (split + 1) * STEPS // SPLIT
     ws = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_N, WORDS], SHARED_W)
@@ -294,13 +356,11 @@ def tiles_kernel(
     following_zero = ()
     if BY_SUM:
         following = _by_chunk(scale, sum_groups, start, STEP, CHUNK, GROUP)
-    elif SCALED:
-        following = _by_chunk(scale, value_groups, start, STEP, CHUNK, GROUP)
     if zero is not None:
         following_zero = _by_chunk(zero, value_groups, start, STEP, CHUNK, GROUP)
 
     _wait(PDL)
-    ms = row_tile * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, COPY_X))
+    ms = gl.arange(0, BLOCK_M, gl.SliceLayout(1, COPY_X))
     live = (ms < rows)[:, None]
     column = gl.arange(0, STEP, gl.SliceLayout(0, COPY_X))[None, :]
     lines = x + ms.to(gl.int64)[:, None] * x_stride + column
@@ -314,8 +374,6 @@ def tiles_kernel(
     last = STAGES - 1
     for step in range(start, end):
         async_copy.wait_group(STAGES - 2)
-        if WGMMA:
-            hopper.fence_async_shared()
         _barrier()
         ahead = step + STAGES - 1
         _copy(ahead, last, spots, scales, ws, ss, WORDS, ahead < end)
@@ -327,42 +385,20 @@ def tiles_kernel(
         next_step = gl.minimum(step + 1, STEPS - 1)
         if BY_SUM:
             following = _by_chunk(scale, sum_groups, next_step, STEP, CHUNK, GROUP)
-        elif SCALED:
-            following = _by_chunk(scale, value_groups, next_step, STEP, CHUNK, GROUP)
         if zero is not None:
             following_zero = _by_chunk(zero, value_groups, next_step, STEP, CHUNK, GROUP)
         for i in gl.static_range(STEP // CHUNK):
             part = total
             if BY_SUM:
                 part = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, MMA)
-            if IN_SHARED:
-                four = ss.index(slot).slice(i, 1, 1).load(CODES)
-                byte = gl.arange(0, PART // PER, gl.SliceLayout(0, CODES)) // 2
-                of_values = four
-                offset = (byte * 0x1111 + 0x8080)[None, :]
-            elif KIND == "int4":
-                of_values = own[i].to(gl.bfloat16)[:, None] if SCALED else None
-                offset = gl.full([BLOCK_N], -128.0 - MIDDLE, gl.float32, gl.SliceLayout(1, CODES))
-                if zero is not None:
-                    offset -= own_zero[i].to(gl.float32)
-                offset = offset.to(gl.bfloat16)[:, None]
-            else:
-                of_values = None
-                offset = None
-            for j in gl.static_range(CHUNK // PART):
-                w = ws.index(slot).slice((i * CHUNK + j * PART) // PER, PART // PER, 1).load(CODES)
-                w = _values(w, of_values, offset, KIND)
-                w = gl.convert_layout(w, gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
-                right = xs.index(slot).slice(i * CHUNK + j * PART, PART, 1)
-                if WGMMA:
-                    part = hopper.warpgroup_mma(w, right.permute((1, 0)), part, is_async=True)
-                else:
-                    a = right.load(_rows_layout(BLOCK_M, PART, PER, WARPS))
-                    a = gl.permute(_ordered_rows(a, HALVES), (1, 0))
-                    a = gl.convert_layout(a, gl.DotOperandLayout(1, MMA, 2), assert_trivial=True)
-                    part = mma_v2(w, a, part)
-            if WGMMA and (BY_SUM or i == STEP // CHUNK - 1):
-                part = hopper.warpgroup_mma_wait(0, deps=[part])
+            w = _decode(
+                slot, i, 0, ws, ss, (), own_zero, KIND, MIDDLE, False, CHUNK, CHUNK, CODES, MMA
+            )  # fmt: skip
+            a = xs.index(slot).slice(i * CHUNK, CHUNK, 1)
+            a = a.load(_rows_layout(BLOCK_M, CHUNK, PER, WARPS))
+            a = gl.permute(_ordered_rows(a, HALVES), (1, 0))
+            a = gl.convert_layout(a, gl.DotOperandLayout(1, MMA, 2), assert_trivial=True)
+            part = mma_v2(w, a, part)
             if BY_SUM:
                 total += part * own[i].to(gl.float32)[:, None]
             else:
@@ -374,52 +410,254 @@ def tiles_kernel(
     SIZE: gl.constexpr = BLOCK_M * BLOCK_N
     complete = True
     if SPLIT > 1:
-        place = tile * row_tiles + row_tile
         inner = gl.arange(0, BLOCK_N, gl.SliceLayout(1, MMA))[:, None] * BLOCK_M
         inner = inner + gl.arange(0, BLOCK_M, gl.SliceLayout(0, MMA))[None, :]
-        inner = partials + place.to(gl.int64) * (SPLIT * SIZE) + inner
+        inner = partials + tile.to(gl.int64) * (SPLIT * SIZE) + inner
         gl.store(inner + split * SIZE, total)
         _barrier()  # all of this program's stores come before its arrival
-        complete = gl.atomic_add(arrivals + place, 1, sem="acq_rel") == SPLIT - 1
+        complete = gl.atomic_add(arrivals + tile, 1, sem="acq_rel") == SPLIT - 1
     if complete:
         if SPLIT > 1:
-            gl.store(arrivals + place, 0)
+            gl.store(arrivals + tile, 0)
             total = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, MMA)
-            for part in range(SPLIT):
-                total += gl.load(inner + part * SIZE, cache_modifier=".cg")
-        answer = total
-        if IN_SHARED:
-            answer *= 256.0
-        elif ONE:
-            answer *= gl.load(scale + sum_groups).to(gl.float32)[:, None]
-        if factor is not None:
-            if FACTOR_ROWS:
-                of_rows = gl.load(factor + sum_rows // FACTOR_ROWS)[:, None]
+            if SPLIT * SIZE <= 2048 * WARPS:  # all are in flight together
+                for k in gl.static_range(SPLIT):
+                    total += gl.load(inner + k * SIZE, cache_modifier=".cg")
             else:
-                of_rows = gl.load(factor)
-            answer = answer / of_rows if DIVIDES else answer * of_rows
-        if bias is not None:
-            answer += gl.load(bias + sum_rows).to(gl.float32)[:, None]
-        if GATED:
-            pairs = gl.reshape(answer, [BLOCK_N // 16, 2, 8, BLOCK_M])
-            gate, up = gl.split(gl.permute(pairs, (0, 2, 3, 1)))
-            slope = gate
-            if GELU:  # tanh(u) = 2 sigmoid(2 u) - 1
-                slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-            turned = gl.reshape(up * gate / (1.0 + gl.exp(-slope)), [COLUMNS, BLOCK_M])
-        else:
-            turned = answer
+                for k in range(SPLIT):
+                    total += gl.load(inner + k * SIZE, cache_modifier=".cg")
+        result = _finished(
+            total, scale, sum_groups, factor, bias, sum_rows,
+            KIND, GROUPS, DIVIDES, FACTOR_ROWS, GATED, GELU,
+        )  # fmt: skip
         WIDE: gl.constexpr = min(COLUMNS // 8, 32)
         OUT: gl.constexpr = gl.BlockedLayout([8, 1], [WIDE, 32 // WIDE], [1, WARPS], [0, 1])
-        result = gl.convert_layout(turned, OUT)
-        outs = row_tile * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, OUT))
-        columns = tile * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(1, OUT))
-        stored = (outs < rows)[None, :] & (columns < N)[:, None]
-        if residual is not None:
-            before = residual + outs.to(gl.int64)[None, :] * residual_stride + columns[:, None]
-            result += gl.load(before, stored, 0.0).to(gl.float32)
-        ends = out + outs.to(gl.int64)[None, :] * out_stride + columns[:, None]
-        gl.store(ends, result.to(gl.bfloat16), stored)
+        result = gl.convert_layout(result, OUT)
+        _store(result, residual, out, 0, rows, tile, residual_stride, out_stride, N)
+
+
+@gluon.jit
+def _load_unit(
+    unit, end, slot, x, words, scale, ws, xs, ss, row_tiles,
+    N: gl.constexpr, K: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    STEP: gl.constexpr, WORDS: gl.constexpr, GATED: gl.constexpr, COPY_W: gl.constexpr,
+    COPY_X: gl.constexpr, COPY_S: gl.constexpr,
+):  # fmt: skip
+    """Start to load a unit: a step of a tile."""
+    STEPS: gl.constexpr = K // STEP
+    step = unit % STEPS
+    item = unit // STEPS
+    tile = item // row_tiles
+    inside = unit < end
+    row = _source(gl.arange(0, BLOCK_N, gl.SliceLayout(1, COPY_W)), tile, N, BLOCK_N, GATED)
+    word = gl.arange(0, WORDS, gl.SliceLayout(0, COPY_W))[None, :]
+    spots = words + row.to(gl.int64)[:, None] * (WORDS * STEPS) + step * WORDS + word
+    async_copy.async_copy_global_to_shared(ws.index(slot), spots, inside)
+    if ss is not None:
+        row = _source(gl.arange(0, BLOCK_N, gl.SliceLayout(1, COPY_S)), tile, N, BLOCK_N, GATED)
+        place = gl.arange(0, STEP // 64, gl.SliceLayout(0, COPY_S))[None, :]
+        spots = scale + row[:, None] * (K // 64) + step * (STEP // 64) + place
+        async_copy.async_copy_global_to_shared(ss.index(slot), spots, inside)
+    ms = item % row_tiles * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, COPY_X))
+    column = gl.arange(0, STEP, gl.SliceLayout(0, COPY_X))[None, :]
+    lines = x + (ms[:, None] * K + step * STEP + column)
+    async_copy.async_copy_global_to_shared(xs.index(slot), lines, inside)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _unit_groups(
+    pointer, unit, row_tiles, slots,
+    N: gl.constexpr, STEPS: gl.constexpr, STEP: gl.constexpr, CHUNK: gl.constexpr,
+    GROUP: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
+    GATED: gl.constexpr,
+):  # fmt: skip
+    """Load what rows share in each chunk of a unit."""
+    row = _source(slots, unit // STEPS // row_tiles, N, BLOCK_N, GATED)
+    return _by_chunk(pointer, row // ROWS * GROUPS, unit % STEPS, STEP, CHUNK, GROUP)
+
+
+@gluon.jit
+def wide_kernel(
+    x,  # of `order_kernel`, with rows for whole tiles
+    words, scale, zero, factor, bias, residual, out, partials, arrivals,
+    rows, row_tiles, units, residual_stride, out_stride,
+    N: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
+    GROUPS: gl.constexpr, MIDDLE: gl.constexpr, DIVIDES: gl.constexpr, FACTOR_ROWS: gl.constexpr,
+    GATED: gl.constexpr, GELU: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    STEP: gl.constexpr, STAGES: gl.constexpr, SCALED: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """`tiles_kernel` for Hopper and many rows: each program has an equal share of all units, which
+    are the steps of all tiles. Programs that share a tile store their sums, and the last one to
+    arrive adds them in their order. Values are decoded while the previous ones are multiplied."""
+    PER: gl.constexpr = 4 if KIND == "e4m3" else 8
+    WORDS: gl.constexpr = STEP // PER
+    STEPS: gl.constexpr = K // STEP
+    WARPS: gl.constexpr = gl.num_warps()
+    IN_SHARED: gl.constexpr = KIND == "e2m1"
+    ONE: gl.constexpr = GROUPS == 1
+    CHUNK: gl.constexpr = 64 if IN_SHARED else min(GROUP, 128)
+    CHUNKS: gl.constexpr = STEP // CHUNK
+    PART: gl.constexpr = min(CHUNK, 64)
+    PARTS: gl.constexpr = CHUNK // PART
+    BY_SUM: gl.constexpr = not (IN_SHARED or SCALED or ONE)
+    COPY_WIDTH: gl.constexpr = WORDS // 4
+    COPY_W: gl.constexpr = gl.BlockedLayout(
+        [1, 4], [32 // COPY_WIDTH, COPY_WIDTH], [WARPS, 1], [1, 0]
+    )
+    COPY_X: gl.constexpr = gl.BlockedLayout([1, 8], [256 // STEP, STEP // 8], [WARPS, 1], [1, 0])
+    COPY_S: gl.constexpr = gl.BlockedLayout([1, STEP // 64], [32, 1], [WARPS, 1], [1, 0])
+    CODES: gl.constexpr = _words_layout(BLOCK_N, PART // PER, WARPS)
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
+    SHARED_W: gl.constexpr = gl.SwizzledSharedLayout(
+        4, 1 if WORDS >= 32 else 2, min(8, WORDS // 4), [1, 0]
+    )
+    SCALE_ROWS: gl.constexpr = gl.SliceLayout(1, MMA if BY_SUM else CODES)
+
+    program = gl.program_id(0)
+    count = gl.num_programs(0)
+    start = program * units // count
+    end = (program + 1) * units // count
+    ws = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_N, WORDS], SHARED_W)
+    xs = gl.allocate_shared_memory(
+        gl.bfloat16, [STAGES, BLOCK_M, STEP], gl.NVMMASharedLayout(2 * PART, 16, 2)
+    )
+    ss = None
+    if IN_SHARED:
+        ss = gl.allocate_shared_memory(
+            gl.int32, [STAGES, BLOCK_N, STEP // 64], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        )
+    scale_slots = gl.arange(0, BLOCK_N, SCALE_ROWS)
+    zero_slots = gl.arange(0, BLOCK_N, gl.SliceLayout(1, CODES))
+    own = ()
+    own_zero = ()
+    following = ()
+    following_zero = ()
+    second = gl.minimum(start + 1, end - 1)
+    if BY_SUM or SCALED:
+        own = _unit_groups(
+            scale, start, row_tiles, scale_slots, N, STEPS, STEP, CHUNK, GROUP, ROWS, GROUPS,
+            BLOCK_N, GATED,
+        )  # fmt: skip
+        following = _unit_groups(
+            scale, second, row_tiles, scale_slots, N, STEPS, STEP, CHUNK, GROUP, ROWS, GROUPS,
+            BLOCK_N, GATED,
+        )  # fmt: skip
+    if zero is not None:
+        own_zero = _unit_groups(
+            zero, start, row_tiles, zero_slots, N, STEPS, STEP, CHUNK, GROUP, ROWS, GROUPS,
+            BLOCK_N, GATED,
+        )  # fmt: skip
+        following_zero = _unit_groups(
+            zero, second, row_tiles, zero_slots, N, STEPS, STEP, CHUNK, GROUP, ROWS, GROUPS,
+            BLOCK_N, GATED,
+        )  # fmt: skip
+    _wait(PDL)
+    for i in gl.static_range(STAGES - 1):
+        _load_unit(
+            start + i, end, i, x, words, scale, ws, xs, ss, row_tiles,
+            N, K, BLOCK_M, BLOCK_N, STEP, WORDS, GATED, COPY_W, COPY_X, COPY_S,
+        )  # fmt: skip
+    async_copy.wait_group(STAGES - 2)
+    hopper.fence_async_shared()
+    _barrier()
+    slot = 0
+    last = STAGES - 1  # the slot of the previous unit
+    w = _decode(
+        slot, 0, 0, ws, ss, own, own_zero, KIND, MIDDLE, SCALED, CHUNK, PART, CODES, MMA
+    )  # fmt: skip
+    for item in range(start // STEPS, (end + STEPS - 1) // STEPS):
+        first = gl.maximum(start, item * STEPS)
+        stop = gl.minimum(end, item * STEPS + STEPS)
+        total = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, MMA)
+        for unit in range(first, stop):
+            after = gl.where(slot == STAGES - 1, 0, slot + 1)
+            third = gl.minimum(unit + 2, end - 1)
+            later = ()
+            later_zero = ()
+            if BY_SUM or SCALED:
+                later = _unit_groups(
+                    scale, third, row_tiles, scale_slots, N, STEPS, STEP, CHUNK, GROUP, ROWS,
+                    GROUPS, BLOCK_N, GATED,
+                )  # fmt: skip
+            if zero is not None:
+                later_zero = _unit_groups(
+                    zero, third, row_tiles, zero_slots, N, STEPS, STEP, CHUNK, GROUP, ROWS,
+                    GROUPS, BLOCK_N, GATED,
+                )  # fmt: skip
+            for i in gl.static_range(CHUNKS):
+                part = total
+                if BY_SUM:
+                    part = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, MMA)
+                for j in gl.static_range(PARTS):
+                    right = xs.index(slot).slice(i * CHUNK + j * PART, PART, 1).permute((1, 0))
+                    running = hopper.warpgroup_mma(w, right, part, is_async=True)
+                    if j < PARTS - 1:
+                        then = _decode(
+                            slot, i, j + 1, ws, ss, own, own_zero, KIND, MIDDLE, SCALED, CHUNK,
+                            PART, CODES, MMA,
+                        )  # fmt: skip
+                    elif i < CHUNKS - 1:
+                        then = _decode(
+                            slot, i + 1, 0, ws, ss, own, own_zero, KIND, MIDDLE, SCALED, CHUNK,
+                            PART, CODES, MMA,
+                        )  # fmt: skip
+                    else:
+                        async_copy.wait_group(STAGES - 3)
+                        hopper.fence_async_shared()
+                        _barrier()  # all warps are done with the previous unit
+                        _load_unit(
+                            unit + STAGES - 1, end, last, x, words, scale, ws, xs, ss, row_tiles,
+                            N, K, BLOCK_M, BLOCK_N, STEP, WORDS, GATED, COPY_W, COPY_X, COPY_S,
+                        )  # fmt: skip
+                        then = _decode(
+                            after, 0, 0, ws, ss, following, following_zero, KIND, MIDDLE, SCALED,
+                            CHUNK, PART, CODES, MMA,
+                        )  # fmt: skip
+                    part, _ = hopper.warpgroup_mma_wait(0, deps=[running, w])
+                    w = then
+                if BY_SUM:
+                    total += part * own[i].to(gl.float32)[:, None]
+                else:
+                    total = part
+            own = following
+            own_zero = following_zero
+            following = later
+            following_zero = later_zero
+            last = slot
+            slot = after
+        tile = item // row_tiles
+        row_tile = item % row_tiles
+        own_rows = _source(gl.arange(0, BLOCK_N, gl.SliceLayout(1, MMA)), tile, N, BLOCK_N, GATED)
+        SIZE: gl.constexpr = BLOCK_M * BLOCK_N
+        complete = True
+        inner = gl.arange(0, BLOCK_N, gl.SliceLayout(1, MMA))[:, None] * BLOCK_M
+        inner = inner + gl.arange(0, BLOCK_M, gl.SliceLayout(0, MMA))[None, :]
+        inner = partials + inner
+        head = ((item * STEPS + 1) * count - 1) // units  # the programs of this tile
+        tail = ((item * STEPS + STEPS) * count - 1) // units
+        if head < tail:
+            own_slot = 2 * program + gl.where(program == head, 1, 0)
+            gl.store(inner + own_slot.to(gl.int64) * SIZE, total)
+            _barrier()  # all of this program's stores come before its arrival
+            complete = gl.atomic_add(arrivals + item, 1, sem="acq_rel") == tail - head
+        if complete:
+            if head < tail:
+                gl.store(arrivals + item, 0)
+                total = gl.load(inner + (2 * head + 1).to(gl.int64) * SIZE, cache_modifier=".cg")
+                for other in range(head + 1, tail + 1, 2):  # two are in flight together
+                    spots = inner + (2 * other).to(gl.int64) * SIZE
+                    is_second = gl.full([BLOCK_N, BLOCK_M], other < tail, gl.int1, MMA)
+                    one = gl.load(spots, cache_modifier=".cg")
+                    two = gl.load(spots + 2 * SIZE, is_second, 0.0, cache_modifier=".cg")
+                    total = total + one + two
+            result = _finished(
+                total, scale, own_rows // ROWS, factor, bias, own_rows,
+                KIND, GROUPS, DIVIDES, FACTOR_ROWS, GATED, GELU,
+            )  # fmt: skip
+            first_row = row_tile * BLOCK_M
+            _store(result, residual, out, first_row, rows, tile, residual_stride, out_stride, N)
+    async_copy.wait_group(0)
 
 
 @triton.jit(do_not_specialize=["rows"])
