@@ -834,6 +834,7 @@ def _make_host_tier(
         states=HostRows(store.num_states, store.state_bytes),
         pages_per_step=max(int(COPY_MS * bytes_per_ms) // sum(store.page_bytes), 1),
         bytes_per_ms=bytes_per_ms,
+        runs_beside_steps=resolved.device.type == "cuda",
     )
     logger.info(
         "Host memory keeps %s tokens%s in %s bytes, copied at %.1f GB/s.",

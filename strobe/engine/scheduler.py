@@ -210,13 +210,17 @@ class Scheduler:
             shadow=self._plan_shadow(chosen),
         )
         if self.host is not None:  # after all that may evict
-            plan = plan._replace(host=self._plan_copies(self.host, bool(chosen)))
+            plan = plan._replace(host=self._plan_copies(self.host, plan.spans))
         self._launch(chosen)  # last, since `_undo_plan` does not undo it
         return plan
 
-    def _plan_copies(self, host: HostTier, has_step: bool) -> HostCopies | None:
+    def _plan_copies(self, host: HostTier, spans: Sequence[Span]) -> HostCopies | None:
         """Return a plan's copies between the tiers, and count them."""
-        copies = host.copies(has_step=has_step)
+        prompts = [span for span in spans if span.num_context_rows > 1]
+        copies = host.copies(
+            has_step=bool(spans),
+            prompts=[(span.start, span.start + span.num_rows) for span in prompts],
+        )
         if copies is not None:
             self.stats.host_saves += len(copies.evicted) + len(copies.saved)
             self.stats.host_loads += len(copies.loaded)

@@ -149,15 +149,18 @@ class HostTier:
         states: HostRows | None = None,
         pages_per_step: int = 64,
         bytes_per_ms: float = math.inf,
+        runs_beside_steps: bool = False,
     ):
         """pages: rows for the pages of each page group; states: rows for kept states.
-        pages_per_step: pages copied during one step, each way. bytes_per_ms: the copy speed."""
+        pages_per_step: pages copied during one step, each way. bytes_per_ms: the copy speed.
+        runs_beside_steps: whether copies take no time from steps, as on a GPU."""
         self.pool = pool
         self.kept = kept
         self.pages = pages
         self.states = HostRows(0) if states is None else states
         self.pages_per_step = pages_per_step
         self.bytes_per_ms = bytes_per_ms
+        self.runs_beside_steps = runs_beside_steps
         self.prefill_ms: Callable[[int, int], float] = lambda start, end: math.inf
         """Milliseconds to compute a prompt's positions from `start` to `end` instead."""
         self.fetches: dict[Request, Fetch] = {}
@@ -223,13 +226,16 @@ class HostTier:
             return False
         return self._begin(request, prefix, num_positions)
 
-    def copies(self, *, has_step: bool) -> HostCopies | None:
+    def copies(
+        self, *, has_step: bool, prompts: Sequence[tuple[int, int]] = ()
+    ) -> HostCopies | None:
         """Return the copies of a plan, None if there are none. has_step: whether they run during a
-        step, which limits their number."""
+        step, which limits their number. prompts: first position and end of each prompt's rows in
+        that step."""
         evicted = tuple(self._evicted)
         self._evicted.clear()
         loaded = self._send(self.pages_per_step if has_step else None)
-        saved = self._save_ahead() if has_step else ()
+        saved = self._save_ahead(self._num_ahead(prompts)) if has_step else ()
         if not (evicted or loaded or saved):
             return None
         return HostCopies(evicted=evicted, loaded=tuple(loaded), saved=tuple(saved))
@@ -449,11 +455,26 @@ class HostTier:
                 fetch.is_state_sent = True
         return copies
 
-    def _save_ahead(self) -> list[HostCopy]:
-        """Return copies of what the device evicts next, so that no step waits for them."""
+    def _num_ahead(self, prompts: Sequence[tuple[int, int]]) -> int:
+        """Return the number of pages of each group to save during a step: more while long prompts
+        are computed, for up to half of that time. Such a step takes many pages, and so do loads."""
+        if not (prompts and self.runs_beside_steps):
+            return self.pages_per_step
+        step_ms = sum([self.prefill_ms(start, end) for start, end in prompts])
+        page_bytes = sum([rows.row_bytes for rows in self.pages])
+        count = step_ms / 2 * self.bytes_per_ms / page_bytes
+        if not math.isfinite(count):  # nothing is known of prompts yet
+            return self.pages_per_step
+        # No more than half of the rows, or saving the last pages would evict the first.
+        most = min([rows.num_rows for rows in self.pages]) // 2
+        return max(self.pages_per_step, int(min(count, most)))
+
+    def _save_ahead(self, num_pages: int) -> list[HostCopy]:
+        """Return copies of what the device evicts next, up to so many pages of each group, so that
+        no step waits for them."""
         copies: list[HostCopy] = []
         for number, group in enumerate(self.pool.groups):
-            for page, key in group.next_evicted(self.pages_per_step):
+            for page, key in group.next_evicted(num_pages):
                 copies += self._save_page(number, key, page)
         state = None if self.kept is None else self.kept.next_evicted()
         if state is not None:

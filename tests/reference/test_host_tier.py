@@ -252,6 +252,24 @@ def test_prefix_is_recomputed_where_that_is_cheaper(qwen3: Path):
     assert asked == [(0, 192), (0, 192)]
 
 
+@pytest.mark.parametrize("beside", [True, False])
+def test_more_pages_are_saved_while_a_long_prompt_is_computed(qwen3: Path, beside: bool):
+    engine = make_tiered(config(qwen3))
+    tier = engine.components.host_tier
+    assert tier is not None
+    tier.runs_beside_steps = beside
+    tier.pages_per_step = 1
+    tier.bytes_per_ms = float(engine.resolved.page_bytes)
+    tier.prefill_ms = lambda start, end: 2.0 * POOL
+    first = ask(engine, PROMPTS[0], COLD.clone(max_tokens=1))
+    ask(engine, PROMPTS[2], COLD.clone(max_tokens=1))
+    keys = first.page_keys[: len(PROMPTS[0]) // PAGE]
+    evicted = sum(tier.pool.lookup(key) is None for key in keys)
+    saved = sum(key in tier.pages[0] for key in keys)
+    assert 0 < evicted < len(keys)
+    assert saved == (len(keys) if beside else evicted + 1)
+
+
 def test_steps_of_prompts_take_their_own_time_with_two_in_flight(
     qwen3: Path, monkeypatch: pytest.MonkeyPatch
 ):
