@@ -297,7 +297,11 @@ def test_prompt_logprobs_are_computed_and_not_brought_back(qwen3: Path):
     evict_all(engine)
     again = ask(engine, PROMPTS[0], sampling)
     assert again.num_cached == 0
-    assert again.prompt_logprobs == first.prompt_logprobs
+    scored = [[entry for entry in r.prompt_logprobs if entry is not None] for r in (first, again)]
+    tokens = [[entry.token for entry in entries] for entries in scored]
+    assert tokens[0] == tokens[1] == PROMPTS[0][1:]
+    values = [[entry.logprob for entry in entries] for entries in scored]
+    assert values[1] == pytest.approx(values[0], abs=1e-4)  # rounded by where the pages are
 
 
 def test_reset_forgets_host_memory(qwen3: Path):
