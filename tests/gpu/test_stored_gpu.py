@@ -26,25 +26,28 @@ from tests.support.tested_formats import GPU_EXPERTS, GPU_FORMATS
 pytestmark = NEEDS_GPU
 
 PROMPTS = [[5, 9, 2, 11], [3] * 17, [4, 9, 2] * 6]
+EXPERTS = "experts in "
+"""Begins the names of pairs whose target has experts in a format."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=GPU_FORMATS)
+@pytest.fixture(scope="module", params=[*GPU_FORMATS, *(f"{EXPERTS}{n}" for n in GPU_EXPERTS)])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A target and a drafter in a format, or a target with experts in one and a plain drafter."""
     root = tmp_path_factory.mktemp("stored")
+    name = request.param
+    if name.startswith(EXPERTS):
+        return make_sparse_pair(root, name.removeprefix(EXPERTS))
     made = make_pair(root, seed=4, **ON_GPU)
     for path in (made.target, made.draft):
-        store(path, Path(f"{path} dense"), request.param, lambda n: n.endswith("_proj.weight"))
+        store(path, Path(f"{path} dense"), name, lambda n: n.endswith("_proj.weight"))
     return made
 
 
-@pytest.fixture(scope="module", params=GPU_EXPERTS)
-def sparse_pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """A target with experts in a format, and a drafter."""
-    root = tmp_path_factory.mktemp("experts")
+def make_sparse_pair(root: Path, name: str) -> Pair:
     make, changes = FAMILIES["qwen3_moe"]
     pair = make_pair(root, make, **{**changes, "moe_intermediate_size": 64}, **ON_GPU)
-    store(pair.target, root / "target dense", request.param, is_expert)
+    store(pair.target, root / "target dense", name, is_expert)
     return pair
 
 
@@ -76,21 +79,10 @@ def test_answers_are_those_of_plain_decoding_and_of_the_dense_weights(pair: Pair
     assert answers(dense) == plain
 
 
+@pytest.mark.parametrize("pair", GPU_FORMATS, indirect=True)
 def test_steady_steps_do_not_wait(pair: Pair):
     engine = make_engine(pair, dtype="bfloat16", overlap=2)
     requests = [engine.add(prompt, GREEDY.clone(max_tokens=200)) for prompt in PROMPTS]
     with steady(engine, requests, after=40):
         for _ in range(10):
             engine.step()
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_captured_steps_with_experts_match_eager_ones(sparse_pair: Pair, dtype: str):
-    check_captured(lambda: make_engine(sparse_pair, dtype=dtype), answers, keys_and_values)
-
-
-def test_answers_of_held_experts_are_those_of_plain_decoding(sparse_pair: Pair):
-    plain = answers(make_engine(sparse_pair, draft=None, method="none"))
-    assert answers(make_engine(sparse_pair)) == plain
-    dense = make_engine(sparse_pair, weight_dtype="auto", draft=None, method="none")
-    assert answers(dense) == plain
