@@ -30,6 +30,7 @@ _MANY_ROWS = 2**24  # a curve's last line goes on up to there
 _RECENT = 4  # steps that measure the machine's present speed
 _DISTINCT = 512  # positions by which contexts must differ to say what drafts cost over context
 _PROMPT_STEPS = 64  # steps with prompts that measure the cost of their rows
+_MIN_SHARE = 1 / 8  # of the usual time of a step's rows; a shorter step was timed wrongly
 
 
 class StepWork(NamedTuple):
@@ -268,6 +269,10 @@ class PrefillCosts:
         separate these from what every step takes, all the time of the larger ones counts for their
         rows."""
         steps = np.array(self._steps)
+        rows, _, ms = steps.T
+        per_row = np.median((ms / rows)[2 * rows >= rows.max()])
+        # After a result that was read late, as while kernels compile, the next seems far too early.
+        steps = steps[ms >= _MIN_SHARE * per_row * rows]
         rows, seen, ms = steps.T
         is_large = 2 * rows >= rows.max()
         if not is_large.all():

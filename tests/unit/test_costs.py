@@ -291,6 +291,17 @@ def test_noise_of_few_long_steps_never_makes_rows_free(seed: int):
         assert costs.ms(0, 16000) == pytest.approx(first + second, rel=0.25)
 
 
+def test_step_that_seems_far_too_short_after_a_late_result_does_not_count():
+    costs = PrefillCosts()
+    h200_prompt(costs, 0, 8192, 2.4)  # kernels are compiled meanwhile
+    h200_prompt(costs, 8192, 7808, 0.005)
+    h200_prompt(costs, 16000, 64, 3.0)
+    for factor in (0.95, 1.05):
+        first = h200_prompt(costs, 0, 8192)
+        second = h200_prompt(costs, 8192, 7872, factor)
+    assert costs.ms(0, 16064) == pytest.approx(first + second, rel=0.25)
+
+
 def test_long_prompts_weigh_more_than_slow_steps_of_few_rows():
     costs = PrefillCosts()
     for rows in (16, 32, 64, 128, 192, 256, 384, 512):
