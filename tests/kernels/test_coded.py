@@ -148,27 +148,27 @@ def test_products_over_several_ranges_equal_those_with_the_values(
 
 
 @pytest.mark.parametrize("form", [form for form in WEIGHTS if form != "int4 by activations"])
-def test_joined_weights_have_the_values_of_their_parts(form: str):
-    weight = WEIGHTS[form](K)
+def test_joined_weights_have_the_values_of_their_parts(form: str, device: torch.device):
+    weight = on(device, WEIGHTS[form](K))
     expected = torch.cat([weight.rows(0, N)] * 2)
     whole = joined([weight, weight])
     assert whole is not None
     assert torch.equal(whole.rows(0, 2 * N), expected)
     assert codes_of(whole) is not None
-    x = torch.randn(2, K, generator=_noise())
+    x = torch.randn(2, K, generator=_noise()).to(device)
     y = product(x, codes(whole))
     torch.testing.assert_close(y, product(x, codes(weight, weight)), rtol=1e-5, atol=1e-5)
 
 
-def test_parts_with_global_scales_of_their_own_are_joined():
-    parts = [nvfp4(K, is_divisor=False) for _ in range(3)]
+def test_parts_with_global_scales_of_their_own_are_joined(device: torch.device):
+    parts = [on(device, nvfp4(K, is_divisor=False)) for _ in range(3)]
     parts[0] = replace(parts[0], codes=parts[0].codes[:24], scale=parts[0].scale[:24])
-    parts[1] = replace(parts[1], global_scale=torch.tensor(0.3))
+    parts[1] = replace(parts[1], global_scale=torch.tensor(0.3, device=device))
     whole = joined(parts)
     assert whole is not None
     values = torch.cat([part.rows(0, part.shape[0]) for part in parts])
     assert torch.equal(whole.rows(0, len(values)), values)
-    y = product(torch.eye(K)[:40], codes(whole))
+    y = product(torch.eye(K, device=device)[:40], codes(whole))
     torch.testing.assert_close(y, values[:, :40].t(), rtol=1e-6, atol=0)
 
 
