@@ -117,7 +117,10 @@ class StateLedger:
         whose state is kept already or has no row."""
         kept = self.kept
         if states.row is not None:
-            return not states.borders or states.borders[0] == span.start
+            if not states.borders or states.borders[0] == span.start:
+                return True
+            states.rows_in_flight[states.borders.pop(0)] = states.row
+            states.row = None
         while states.borders and states.borders[0] <= span.start:
             border = states.borders[0]
             key = kept.key_before(border, record.request.page_keys)
@@ -140,12 +143,19 @@ class StateLedger:
         """Index the state that a committed step has kept; return whether it has. start: positions
         before the step."""
         states = record.states
-        if states is None or states.row != copy.row or states.next_border != copy.length:
+        if states is None:
+            return False
+        is_earlier = states.rows_in_flight.get(copy.length) == copy.row
+        is_next = states.row == copy.row and states.next_border == copy.length
+        if not is_earlier and not is_next:
             return False
         if record.is_leaving or record.request.error is not None or start < copy.length:
             return False
         key = self.kept.key_before(copy.length, record.request.page_keys)
         self.kept.publish(copy.row, key)
+        if is_earlier:
+            del states.rows_in_flight[copy.length]
+            return True
         states.row = None
         if states.borders:
             states.borders.pop(0)
@@ -170,6 +180,9 @@ class StateLedger:
             return
         self.end_revival(record)
         self._answering.discard(record.slot)
+        for row in states.rows_in_flight.values():
+            self.kept.give_up(row)
+        states.rows_in_flight.clear()
         if states.row is not None:
             self.kept.give_up(states.row)
             states.row = None
@@ -189,7 +202,8 @@ class StateLedger:
         for record, positions in zip(computing, shared, strict=True):
             assert record.states is not None
             parting = self.kept.last_border(positions)
-            coming = [border for border in record.states.borders if border <= parting]
+            coming = [*record.states.rows_in_flight, *record.states.borders]
+            coming = [border for border in coming if border <= parting]
             ends.append(parting if parting > record.start else max(coming, default=0))
         end = max(ends)
         if 2 * (end - num_cached) < len(request.tokens) - num_cached or end == num_cached:

@@ -42,6 +42,9 @@ class SequenceStates:
     """The next border in its answer."""
     row: int | None = None
     """The row for the state at the next border, once a step may have passed that."""
+    rows_in_flight: dict[int, int] = field(default_factory=dict[int, int])
+    """The rows for states at earlier borders of its prompt, by border, until their steps are
+    committed."""
     answer_key: bytes | None = None
     """The border in its answer whose state is kept."""
     revived: KeptState | None = None

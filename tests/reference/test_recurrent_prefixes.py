@@ -134,6 +134,18 @@ def test_running_prompt_keeps_a_state_where_a_waiting_one_parts(hybrid: Path):
     assert texts == [cold_answer(hybrid, prompt, COLD).output_ids for prompt in (LONG, fork)]
 
 
+@pytest.mark.parametrize("overlap", [1, 2])
+def test_borders_of_successive_steps_all_keep_their_states(
+    overlap: int, hybrid: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("strobe.kv.kept_states.LONG_PROMPT", 64)
+    engine = make_engine(config(hybrid, overlap=overlap))
+    ask(engine, LONG, COLD.clone(max_tokens=1))
+    assert engine.stats.states_kept == 3
+    for length, hit in ((100, 64), (150, 128), (200, 192)):
+        assert ask(engine, [*LONG[:length], *TAIL]).num_cached == hit
+
+
 def test_forked_prompts_hit_where_they_part(hybrid: Path):
     engine = make_engine(config(hybrid))
     forks = [[*LONG[:150], *OTHER[i:]] for i in range(3)]

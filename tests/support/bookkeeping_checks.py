@@ -55,6 +55,7 @@ def check_kept_states(scheduler: Scheduler) -> None:
     assert kept._readers == {row: readers.count(row) for row in readers}
     assert set(kept._readers) <= set(kept._kept.values()), "a state was evicted under its reader"
     written = [states.row for states in held if states.row is not None]
+    written += [row for states in held for row in states.rows_in_flight.values()]
     written += [fetch.state_row for fetch in fetches if not fetch.is_state_loaded]
     assert sorted(kept._written) == sorted(written), "a row is written by no request"
 
