@@ -153,18 +153,21 @@ def test_disconnect_during_answer_frees_pages(server: Served, streams: bool):
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_disconnect_in_queue_removes_the_request(server: Served, streams: bool):
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+def test_disconnect_in_queue_removes_the_request(server: Served, path: str, streams: bool):
     server.pause()
-    name = f"waits-{streams}"
+    name = f"waits-{path}-{streams}"
+    body = LONG if path == CHAT else {"prompt": "Sort", "max_tokens": 1500, "logprobs": 1}
     with post(server, {**LONG, "n": 2}) as first:
         until(lambda: server.metric("strobe:open_answers") == 2, "both slots are in use")
-        with post(server, {**LONG, "stream": streams}, **{"X-Request-Id": name}):
+        with post(server, {**body, "stream": streams}, path, **{"X-Request-Id": name}):
             until(lambda: server.metric("strobe:open_answers") == 3, "one waits")
         until(lambda: server.metric("strobe:open_answers") == 2, "nobody waits")
         line = line_of(server, name)
         assert (line["status"], line["finish_reason"]) == (499, "abort")
         assert line["completion_tokens"] == 0
         first.leave()
+    assert "Traceback" not in server.log
 
 
 def test_immediate_disconnects_leave_no_requests(server: Served):

@@ -208,9 +208,9 @@ async def respond(serving: Serving, http: Request, codec: Codec, *, stream: bool
             async with codec.deadline():
                 async for _ in _events(codec):
                     pass
+                if watch.disconnected:  # perhaps before any answer began
+                    return Response(status_code=CLIENT_CLOSED)
                 body = codec.body()
-            if watch.disconnected:
-                return Response(status_code=CLIENT_CLOSED)
             content = compact(body).encode("utf-8", "replace")
             return Response(content, media_type="application/json")
         except Exception as error:
