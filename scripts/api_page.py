@@ -22,7 +22,7 @@ from strobe.server.openai.protocol.completion_request import CompletionRequest
 from strobe.server.openai.protocol.infill_request import InfillRequest
 from strobe.server.openai.protocol.responses_request import ResponsesRequest, ResponsesStreamOptions
 from strobe.server.schema.base import RequestModel, StreamOptions
-from strobe.server.schema.sampling import SamplingFields
+from strobe.server.schema.sampling_fields import SamplingFields
 from strobe.server.schema.unsupported_fields import NO_EFFECT, UNSUPPORTED, FieldRule
 
 PAGE = Path(__file__).parents[1] / "docs" / "api.md"

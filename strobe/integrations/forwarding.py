@@ -16,12 +16,12 @@ from typing import Any
 from pydantic_core import from_json
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from strobe.server.anthropic import errors as anthropic
-from strobe.server.generation.errors import ApiError
+from strobe.server.anthropic import error_body as anthropic
+from strobe.server.generation.api_errors import ApiError
 from strobe.server.generation.reply import encode_event, encode_typed_event
 from strobe.server.http.error_responses import format_of
 from strobe.server.http.guards import route
-from strobe.server.ollama import errors as ollama
+from strobe.server.ollama import error_body as ollama
 from strobe.server.openai.chunks import DONE
 from strobe.server.openai.responses import error_event
 

@@ -20,16 +20,16 @@ from strobe.server.batches.batch_runner import BatchRunner
 from strobe.server.batches.batch_store import BatchStore
 from strobe.server.batches.endpoints import CREATES, add_batch_endpoints
 from strobe.server.generation import reply
-from strobe.server.generation.errors import ApiError
+from strobe.server.generation.api_errors import ApiError
 from strobe.server.generation.reply import Codec
-from strobe.server.http.access import RequestId
-from strobe.server.http.error_responses import error_response
-from strobe.server.http.get_endpoints import (
+from strobe.server.http.access_log import RequestId
+from strobe.server.http.bodiless_endpoints import (
     READ_ERRORS,
     UNSERVED,
-    add_get_endpoints,
+    add_bodiless_endpoints,
     add_response_endpoints,
 )
+from strobe.server.http.error_responses import error_response
 from strobe.server.http.guards import ApiKeyEntry, read_keys, route
 from strobe.server.http.middleware import OPEN_PATHS, MiddlewareSettings, wrap
 from strobe.server.http.openapi import Post, describe
@@ -155,7 +155,7 @@ def make_app(serving: Serving) -> ASGIApp:
     for handler, post in POSTS.items():
         route = _bound(handler, serving, post)
         app.add_api_route(post.path, route, methods=["POST"], include_in_schema=False)
-    add_get_endpoints(app, serving)
+    add_bodiless_endpoints(app, serving)
     add_response_endpoints(app, serving)
     add_ollama_endpoints(app, serving)
     runner: BatchRunner | None = None

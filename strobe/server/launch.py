@@ -45,7 +45,7 @@ from strobe.server.serving import (
     log_tool_form,
     read_template,
 )
-from strobe.server.telemetry.metrics import ServerMetrics
+from strobe.server.telemetry.server_metrics import ServerMetrics
 from strobe.text.server_tokenizer import load_server_tokenizer
 from strobe.text.tokenizer import Tokenizer
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, model_validator
 
 from strobe.sampling_params import RepetitionDetection
-from strobe.server.logs import configure_logging
+from strobe.server.log_format import configure_logging
 from strobe.server.parsers.formats import REASONING_FORMATS, TOOL_FORMATS
 from strobe.server.telemetry.kv_events import KVEventsConfig, check_kv_events
 from strobe.server.telemetry.traces import check_endpoint

@@ -25,7 +25,7 @@ from strobe.sampling_params import SamplingParams
 from strobe.server.engine_process.client import EngineClient, Generation
 from strobe.server.engine_process.engine_messages import Ready
 from strobe.server.engine_process.replicas import Replicas
-from strobe.server.generation.errors import ApiError, retry_after
+from strobe.server.generation.api_errors import ApiError, retry_after
 from strobe.server.generation.request import Sampling
 from strobe.server.generation.retry_estimator import RetryEstimator
 from strobe.server.http.guards import Shutdown
@@ -35,7 +35,7 @@ from strobe.server.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, detec
 from strobe.server.schema.field_errors import FieldError, FieldNames, counted
 from strobe.server.schema.structural_tags import tags_grammar
 from strobe.server.server_settings import TEXT_THREADS, ServerConfig
-from strobe.server.telemetry.metrics import ServerMetrics
+from strobe.server.telemetry.server_metrics import ServerMetrics
 from strobe.speculation.shadow.report import ShadowTally
 from strobe.text.chat_template import TemplateCapabilities
 from strobe.text.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from strobe.server.logs import (
+from strobe.server.log_format import (
     Fields,
     configure_logging,
     redact,

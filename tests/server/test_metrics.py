@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from strobe.counters import DraftCounts, EngineStats
 from strobe.outputs import METRICS
 from strobe.server.engine_process.snapshot import EngineSnapshot
-from strobe.server.telemetry.metrics import CONTEXTS, PHASES, TOKEN_BOUNDS, ServerMetrics
+from strobe.server.telemetry.server_metrics import CONTEXTS, PHASES, TOKEN_BOUNDS, ServerMetrics
 
 ROOT = Path(__file__).parents[2]
 MODEL = 'a "quoted" model\\'

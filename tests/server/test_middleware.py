@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from starlette.requests import ClientDisconnect, Request
 
-from strobe.server.http.access import AccessLog, RequestId
+from strobe.server.http.access_log import AccessLog, RequestId
 from strobe.server.http.guards import (
     AllowedHosts,
     ApiKeyEntry,
@@ -23,7 +23,7 @@ from strobe.server.http.guards import (
     read_keys,
 )
 from strobe.server.http.middleware import OPEN_PATHS, MiddlewareSettings, wrap
-from strobe.server.openai.errors import TYPES
+from strobe.server.openai.error_body import TYPES
 from tests.server.support.asgi_client import Answer, call, echo, untouched
 
 make_settings = partial(MiddlewareSettings, max_body_bytes=1 << 10)

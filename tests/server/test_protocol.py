@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from strobe.sampling_params import SamplingParams
-from strobe.server.generation.errors import ApiError, to_api_error
-from strobe.server.openai.errors import error_body
+from strobe.server.generation.api_errors import ApiError, to_api_error
+from strobe.server.openai.error_body import error_body
 from strobe.server.openai.protocol import response_bodies as answers
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.openai.protocol.completion_request import CompletionRequest

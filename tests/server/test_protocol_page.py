@@ -13,14 +13,14 @@ import pytest
 from pydantic import BaseModel
 
 from strobe.server.generation.bodies import PromptLogprob, SpeculationReport, TokenLogprob
-from strobe.server.openai.errors import TYPES
+from strobe.server.openai.error_body import TYPES
 from strobe.server.openai.protocol import response_bodies as answers
 from strobe.server.openai.protocol.items import ITEMS
 from strobe.server.openai.protocol.responses_request import ResponsesStreamOptions
 from strobe.server.page import files as page_files
 from strobe.server.schema.base import RequestModel, StreamOptions
 from strobe.server.schema.messages import PARTS, AssistantMessage, ToolCall
-from strobe.server.schema.sampling import SamplingFields
+from strobe.server.schema.sampling_fields import SamplingFields
 from strobe.server.schema.structured_output import KINDS, SINGLE_FIELDS, SchemaTextFormat
 from strobe.server.schema.tools import Function
 from strobe.server.schema.unsupported_fields import NO_EFFECT, UNSUPPORTED

@@ -15,7 +15,7 @@ from strobe.server.openai.protocol.completion_request import CompletionRequest
 from strobe.server.openai.protocol.responses_request import ResponsesRequest
 from strobe.server.schema.base import RequestModel
 from strobe.server.schema.field_errors import FieldError
-from strobe.server.schema.sampling import BOUNDS, SAME_NAME, SamplingFields
+from strobe.server.schema.sampling_fields import BOUNDS, SAME_NAME, SamplingFields
 from tests.server.support.request_bodies import (
     GENERATING,
     SCHEMA,

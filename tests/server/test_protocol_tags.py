@@ -13,7 +13,7 @@ from strobe.grammars.source import grammar_source, lark, make_matcher
 from strobe.sampling_params import StructuredOutputs
 from strobe.server.openai.protocol.chat_request import ChatCompletionRequest
 from strobe.server.schema.field_errors import FieldError
-from strobe.server.schema.sampling import SamplingFields
+from strobe.server.schema.sampling_fields import SamplingFields
 from strobe.server.schema.structural_tags import tags_grammar
 from tests.server.support.request_bodies import GENERATING, SCHEMA, chat, refusal
 

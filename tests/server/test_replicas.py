@@ -32,7 +32,7 @@ from strobe.server.engine_process.snapshot import EngineSnapshot
 from strobe.server.engine_process.worker import check_gpus
 from strobe.server.generation.run import GenerationJob, PromptRun
 from strobe.server.launch import make_serving
-from strobe.server.logs import JsonFormatter, PlainFormatter
+from strobe.server.log_format import JsonFormatter, PlainFormatter
 from strobe.server.server_settings import ServerConfig
 from strobe.server.telemetry.kv_events import KVEventsConfig
 from strobe.text.tokenizer import Tokenizer

@@ -12,12 +12,12 @@ from strobe.config import DEMO_MODELS
 from strobe.sampling_params import SamplingParams
 from strobe.server.engine_process.client import EngineDead, EngineStopped, Generation
 from strobe.server.engine_process.engine_messages import Finish, Submit
-from strobe.server.generation.errors import ApiError
+from strobe.server.generation.api_errors import ApiError
 from strobe.server.generation.run import GenerationJob, Progress, PromptRun, speculation
 from strobe.server.openai.step_report import step_of
 from strobe.server.schema.field_errors import FieldError, FieldNames
 from strobe.server.serving import Serving
-from strobe.server.telemetry.metrics import ServerMetrics
+from strobe.server.telemetry.server_metrics import ServerMetrics
 from strobe.text.tokenizer import Tokenizer
 from tests.server.support.engineless_server import START, RecordingClient, event, samples, serving
 

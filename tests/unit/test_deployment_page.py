@@ -15,7 +15,7 @@ from strobe.cli.flags import parse
 from strobe.cli.serve import Serve
 from strobe.compat.arguments import split_options
 from strobe.config import EngineConfig
-from strobe.server.http.get_endpoints import READ_ERRORS
+from strobe.server.http.bodiless_endpoints import READ_ERRORS
 from strobe.server.http.middleware import OPEN_PATHS
 from strobe.server.server_settings import ServerConfig
 

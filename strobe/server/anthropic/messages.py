@@ -9,7 +9,7 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from strobe.server.anthropic.content_blocks import make_block
-from strobe.server.anthropic.errors import error_body
+from strobe.server.anthropic.error_body import error_body
 from strobe.server.anthropic.protocol.message_bodies import (
     ContentBlock,
     Message,
@@ -30,7 +30,7 @@ from strobe.server.anthropic.protocol.messages_request import (
     MessagesRequest,
 )
 from strobe.server.generation import reply
-from strobe.server.generation.errors import ApiError
+from strobe.server.generation.api_errors import ApiError
 from strobe.server.generation.output_items import ItemCodec
 from strobe.server.generation.prepare import Prepared, count_prompt_tokens, prepare
 from strobe.server.generation.reply import Event

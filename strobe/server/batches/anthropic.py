@@ -22,7 +22,7 @@ from strobe.server.batches.bodies import (
 from strobe.server.batches.lines import read_requests
 from strobe.server.batches.protocol import MAX_ITEMS, MessageBatchRequest
 from strobe.server.generation import reply
-from strobe.server.generation.errors import ApiError
+from strobe.server.generation.api_errors import ApiError
 from strobe.server.http.listing import listed
 from strobe.server.serving import Serving
 

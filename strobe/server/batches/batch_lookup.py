@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import Request
 
 from strobe.server.batches.batch_store import BatchStore
-from strobe.server.generation.errors import ApiError
+from strobe.server.generation.api_errors import ApiError
 
 
 def not_found(kind: str, name: str, param: str | None = None) -> ApiError:

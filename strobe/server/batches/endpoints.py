@@ -13,7 +13,7 @@ from strobe.server.batches import anthropic, bodies, openai
 from strobe.server.batches.batch_runner import BatchRunner
 from strobe.server.batches.protocol import MAX_ITEMS, BatchRequest, MessageBatchRequest
 from strobe.server.generation import reply
-from strobe.server.generation.errors import ApiError
+from strobe.server.generation.api_errors import ApiError
 from strobe.server.http.openapi import Post
 from strobe.server.openai.protocol.response_bodies import ErrorResponse
 from strobe.server.openai.stored_responses import owner

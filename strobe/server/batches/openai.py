@@ -23,7 +23,7 @@ from strobe.server.batches.bodies import (
 )
 from strobe.server.batches.lines import BrokenLines, read_requests
 from strobe.server.batches.protocol import MAX_ITEMS, BatchRequest
-from strobe.server.generation.errors import ApiError
+from strobe.server.generation.api_errors import ApiError
 from strobe.server.http.listing import listed
 from strobe.server.schema.field_errors import FieldError
 from strobe.server.serving import Serving

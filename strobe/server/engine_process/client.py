@@ -34,7 +34,7 @@ from strobe.server.engine_process.process import blocked, run
 from strobe.server.engine_process.resources import Replica
 from strobe.server.engine_process.snapshot import EngineSnapshot
 from strobe.server.engine_process.watchdog import FULL_PIPE_SECONDS, Watchdog, limit_sends
-from strobe.server.logs import engine_logger
+from strobe.server.log_format import engine_logger
 from strobe.server.server_settings import LogSettings
 from strobe.server.telemetry.kv_events import KVEventsConfig
 from strobe.step import TokenEvent

@@ -17,7 +17,7 @@ from strobe.server.engine_process.client import EngineClient, Generation
 from strobe.server.engine_process.engine_messages import FromServer, Ready
 from strobe.server.engine_process.resources import make_replicas, share_memory
 from strobe.server.engine_process.snapshot import EngineSnapshot
-from strobe.server.logs import engine_logger
+from strobe.server.log_format import engine_logger
 from strobe.server.server_settings import ServerConfig
 
 logger = logging.getLogger(__name__)

@@ -14,11 +14,11 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from strobe.server.generation.api_errors import ApiError, to_api_error
 from strobe.server.generation.bodies import Extras
-from strobe.server.generation.errors import ApiError, to_api_error
 from strobe.server.generation.run import Progress, PromptRun, speculation, usage
 from strobe.server.http import error_responses
-from strobe.server.http.access import CLIENT_CLOSED
+from strobe.server.http.access_log import CLIENT_CLOSED
 from strobe.server.http.openapi import EVENT_STREAM
 from strobe.server.serving import Serving
 

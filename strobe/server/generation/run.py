@@ -18,7 +18,7 @@ from strobe.server.generation import bodies
 from strobe.server.parsers.segment import Parser, Plain, Segment
 from strobe.server.schema.field_errors import FieldError, FieldNames
 from strobe.server.serving import Serving
-from strobe.server.telemetry.metrics import CONTEXT_BOUNDS, CONTEXTS, ServerMetrics
+from strobe.server.telemetry.server_metrics import CONTEXT_BOUNDS, CONTEXTS, ServerMetrics
 from strobe.speculation.shadow.report import Group
 from strobe.step import ScoredBlock, TokenEvent
 

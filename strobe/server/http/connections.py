@@ -17,9 +17,9 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from strobe.server.generation.errors import ApiError
+from strobe.server.generation.api_errors import ApiError
 from strobe.server.http.error_responses import send_error
-from strobe.server.openai.errors import error_body
+from strobe.server.openai.error_body import error_body
 
 logger = logging.getLogger(__name__)
 

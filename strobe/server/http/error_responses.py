@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from strobe.server.anthropic import errors as anthropic
-from strobe.server.generation.errors import ApiError
-from strobe.server.ollama import errors as ollama
-from strobe.server.openai import errors as openai
+from strobe.server.anthropic import error_body as anthropic
+from strobe.server.generation.api_errors import ApiError
+from strobe.server.ollama import error_body as ollama
+from strobe.server.openai import error_body as openai
 
 ToBody = Callable[[ApiError, str | None], Mapping[str, object]]
 """Renders an error; the second argument is the request's id."""

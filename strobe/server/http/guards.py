@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from strobe.server.generation.errors import ApiError
+from strobe.server.generation.api_errors import ApiError
 from strobe.server.http.error_responses import send_error
 from strobe.server.schema.field_errors import counted
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from strobe.server.http.access import AccessLog, RequestId, ResponseCounter
+from strobe.server.http.access_log import AccessLog, RequestId, ResponseCounter
 from strobe.server.http.guards import (
     AllowedHosts,
     ApiKeyEntry,

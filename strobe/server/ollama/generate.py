@@ -13,12 +13,12 @@ from starlette.responses import JSONResponse, Response
 
 from strobe.request import CUT_SHORT, TokenLogprob
 from strobe.server.generation import bodies, reply
-from strobe.server.generation.errors import ApiError
+from strobe.server.generation.api_errors import ApiError
 from strobe.server.generation.logprobs import chat_logprob
 from strobe.server.generation.prepare import Prepared, prepare, warnings
 from strobe.server.generation.reply import Codec, Event
 from strobe.server.generation.run import Progress, PromptRun
-from strobe.server.ollama.errors import error_body
+from strobe.server.ollama.error_body import error_body
 from strobe.server.ollama.protocol.bodies import (
     AnswerEnd,
     AnswerMessage,

@@ -7,11 +7,11 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
+from strobe.server.generation.api_errors import ApiError
 from strobe.server.generation.bodies import SpeculationReport, Usage
-from strobe.server.generation.errors import ApiError
 from strobe.server.generation.reply import Codec, Event
 from strobe.server.generation.run import PromptRun, speculation, usage
-from strobe.server.openai.errors import error_body
+from strobe.server.openai.error_body import error_body
 from strobe.server.schema.base import StreamOptions
 
 DONE = b"data: [DONE]\n\n"

@@ -9,12 +9,12 @@ from fastapi import Request
 
 from strobe.request import CUT_SHORT
 from strobe.server.generation import reply
-from strobe.server.generation.errors import ApiError
+from strobe.server.generation.api_errors import ApiError
 from strobe.server.generation.prepare import shadow_warnings
 from strobe.server.generation.reply import Codec, Event
 from strobe.server.generation.run import Progress
 from strobe.server.openai.completions import Started, start
-from strobe.server.openai.errors import error_body
+from strobe.server.openai.error_body import error_body
 from strobe.server.openai.protocol.infill_request import InfillRequest
 from strobe.server.openai.protocol.response_bodies import Infill, InfillPart, InfillTimings
 from strobe.server.serving import Serving

@@ -11,8 +11,8 @@ from pydantic_core import from_json
 from starlette.responses import JSONResponse, Response
 
 from strobe.server.generation import reply
+from strobe.server.generation.api_errors import ApiError
 from strobe.server.generation.bodies import ItemStatus
-from strobe.server.generation.errors import ApiError
 from strobe.server.generation.output_items import ItemCodec
 from strobe.server.generation.prepare import Prepared, count_prompt_tokens, prepare
 from strobe.server.generation.reply import Event

@@ -11,7 +11,7 @@ from pydantic_core import from_json
 from starlette.responses import JSONResponse, Response
 
 from strobe.server.generation import reply
-from strobe.server.generation.errors import ApiError
+from strobe.server.generation.api_errors import ApiError
 from strobe.server.http.listing import DEFAULT_ITEMS, check_query, listed
 from strobe.server.openai.protocol.response_bodies import DeletedResponse, ItemList
 from strobe.server.openai.response_store import StoredResponse

@@ -13,7 +13,7 @@ from strobe.server.engine_process.engine_messages import Ready, Submit
 from strobe.server.http.guards import Shutdown
 from strobe.server.server_settings import LogSettings, ServerConfig
 from strobe.server.serving import Formats, Serving
-from strobe.server.telemetry.metrics import ServerMetrics
+from strobe.server.telemetry.server_metrics import ServerMetrics
 from strobe.step import RequestStart, TokenEvent
 from strobe.text.tokenizer import Tokenizer
 

@@ -17,7 +17,7 @@ from strobe.server.engine_process.client import Generation
 from strobe.server.engine_process.engine_messages import Ready, Submit
 from strobe.server.server_settings import ServerConfig
 from strobe.server.serving import Formats, Serving
-from strobe.server.telemetry.metrics import ServerMetrics
+from strobe.server.telemetry.server_metrics import ServerMetrics
 from strobe.step import RequestStart, TokenEvent
 from strobe.text.tokenizer import Tokenizer
 from tests.server.support.asgi_client import Answer, call

@@ -34,7 +34,7 @@ from strobe.server.schema.field_errors import (
     FieldNames,
     short_json,
 )
-from strobe.server.schema.sampling import SamplingFields
+from strobe.server.schema.sampling_fields import SamplingFields
 from strobe.server.schema.structured_output import Constraint
 from strobe.server.schema.template_fields import Effort, TemplateVariables
 from strobe.server.schema.tools import Toolbox, make_toolbox

@@ -19,7 +19,7 @@ from strobe.server.generation.request import (
 from strobe.server.ollama.protocol.messages import OllamaMessages
 from strobe.server.schema.base import RequestModel, RequestObject
 from strobe.server.schema.field_errors import HERE, FieldError, FieldNames
-from strobe.server.schema.sampling import (
+from strobe.server.schema.sampling_fields import (
     LogprobCount,
     SamplingFields,
     check_top_logprobs,

@@ -13,7 +13,7 @@ from strobe.server.openai.protocol.conversation import Conversation
 from strobe.server.schema.base import FieldWarnings, StreamOptions
 from strobe.server.schema.field_errors import FieldError, FieldNames
 from strobe.server.schema.messages import Messages
-from strobe.server.schema.sampling import (
+from strobe.server.schema.sampling_fields import (
     LogprobCount,
     MaxTokens,
     SamplingFields,

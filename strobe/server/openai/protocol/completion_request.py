@@ -19,7 +19,7 @@ from strobe.server.openai.protocol.chat_request import (
 from strobe.server.openai.protocol.infill_request import Gap
 from strobe.server.schema.base import StreamOptions
 from strobe.server.schema.field_errors import HERE, FieldError, FieldNames
-from strobe.server.schema.sampling import LogprobCount, SamplingFields
+from strobe.server.schema.sampling_fields import LogprobCount, SamplingFields
 from strobe.server.schema.structured_output import ResponseFormat
 from strobe.server.schema.values import Bounds, Ids, Int, Value, check_int, is_int
 from strobe.validation import MAX_INT

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from strobe.server.schema.base import RequestObject
 from strobe.server.schema.field_errors import FieldNames
-from strobe.server.schema.sampling import BOUNDS, SamplingFields
+from strobe.server.schema.sampling_fields import BOUNDS, SamplingFields
 from strobe.server.schema.values import Bounds, Int, Text
 from strobe.validation import MAX_INT
 

@@ -20,7 +20,7 @@ from strobe.server.schema.field_errors import (
     FieldNames,
     short_json,
 )
-from strobe.server.schema.sampling import LogprobCount, MaxTokens, SamplingFields
+from strobe.server.schema.sampling_fields import LogprobCount, MaxTokens, SamplingFields
 from strobe.server.schema.structured_output import TextFormat, read_constraint
 from strobe.server.schema.template_fields import Effort, TemplateVariables
 from strobe.server.schema.tools import (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from strobe.server.generation.errors import ApiError
+from strobe.server.generation.api_errors import ApiError
 from strobe.server.ollama.protocol.bodies import OllamaError
 
 PATH = "/api"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from strobe.server.anthropic.protocol.message_bodies import MessageErrorDetail, MessageErrorResponse
 from strobe.server.anthropic.protocol.messages_request import THREAD_UNSUPPORTED
-from strobe.server.generation.errors import ApiError
+from strobe.server.generation.api_errors import ApiError
 
 PATH = "/v1/messages"
 

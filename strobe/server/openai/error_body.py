@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from strobe.server.generation.errors import ApiError
+from strobe.server.generation.api_errors import ApiError
 from strobe.server.openai.protocol.response_bodies import ErrorDetail, ErrorResponse
 
 TYPES: Mapping[int, str] = {

@@ -15,8 +15,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from strobe.server.http.error_responses import format_of
 from strobe.server.http.guards import route
-from strobe.server.logs import Fields, timestamp
-from strobe.server.openai.errors import error_body
+from strobe.server.log_format import Fields, timestamp
+from strobe.server.openai.error_body import error_body
 from strobe.server.telemetry.traces import Traces
 
 CLIENT_CLOSED = 499  # nginx's status for a client that disconnected before the response's end

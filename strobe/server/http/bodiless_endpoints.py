@@ -12,7 +12,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from strobe import __version__
 from strobe.server.engine_process.engine_messages import Release
 from strobe.server.generation import reply
-from strobe.server.generation.errors import ApiError
+from strobe.server.generation.api_errors import ApiError
 from strobe.server.http.api_page import api_page
 from strobe.server.http.error_responses import error_response
 from strobe.server.openai import stored_responses
@@ -54,7 +54,7 @@ _FILES = ("name_or_path", "vocab_file", "merges_file", "tokenizer_file", "specia
 """Tokenizer settings that are paths of this machine and therefore not shown."""
 
 
-def add_get_endpoints(app: FastAPI, serving: Serving) -> None:
+def add_bodiless_endpoints(app: FastAPI, serving: Serving) -> None:
     """Add the GET endpoints, except the page's files, and /reset_prefix_cache."""
     endpoints = _GetEndpoints(app, serving)
     text = PlainTextResponse
