@@ -30,10 +30,16 @@ class SeenKeys(NamedTuple):
     pages: SeenPages | None = None
 
 
+def _gathers_pages(batch: Batch, store: KVStore) -> bool:
+    """Whether keys without a window are gathered by whole pages: on a CPU in float32. In bfloat16
+    the tokens after them changed the rounding of sums, and with it an answer."""
+    return batch.ids.device.type == "cpu" and store.spec.dtype == torch.float32
+
+
 def _spans_at_once(batch: Batch, store: KVStore) -> int | None:
     """Return the maximum of spans whose keys are gathered at once; a power of two, so that groups
     repeat while contexts grow. None: no maximum."""
-    if batch.ids.device.type != "cpu":
+    if not _gathers_pages(batch, store):
         return None
     budget = GATHERED_BYTES * torch.get_num_threads()
     span = max(batch.bounds, default=0) * store.slot_bytes
@@ -71,7 +77,7 @@ class ReferencePlan:
             seen = SeenKeys(positions=torch.arange(len(run)), in_place=in_place)
             self._keys[index, page_group, window] = seen
             return seen
-        if window is None and table.device.type == "cpu":
+        if window is None and _gathers_pages(self.batch, self.store):
             seen = self._all_pages(group, self._bounds[index], table)
             self._keys[index, page_group, window] = seen
             return seen
