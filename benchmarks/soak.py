@@ -347,9 +347,8 @@ async def soak(arguments: argparse.Namespace, server: Server) -> dict[str, Any]:
     server.process.terminate()
     if (status := await asyncio.to_thread(server.process.wait, TIMEOUT)) != 0:
         faults.append(f"the server's exit status is {status}")
-    lines = server.log.read_text().splitlines()
-    shown = [line for line in lines if is_error(line) or line.startswith(" ")]
-    faults += [f"in the log: {line}" for line in shown[:SHOWN_LINES]]
+    errors = errors_of(server.log.read_text().splitlines())
+    faults += [f"in the log: {line}" for line in errors[:SHOWN_LINES]]
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
@@ -368,6 +367,17 @@ async def soak(arguments: argparse.Namespace, server: Server) -> dict[str, Any]:
         "after": after._asdict(),
         "faults": faults,
     }
+
+
+def errors_of(lines: list[str]) -> list[str]:
+    """Return a log's errors with the lines that belong to each, such as a traceback."""
+    errors: list[str] = []
+    follows = False
+    for line in lines:
+        follows = is_error(line) or (follows and line.startswith(" "))
+        if follows:
+            errors.append(line)
+    return errors
 
 
 def is_error(line: str) -> bool:
