@@ -34,7 +34,6 @@ def layer_offset(engine: Engine, patch: pytest.MonkeyPatch) -> None:
     """While drafts are verified, one layer reads the keys and values of the layer before it."""
     runner = engine.runner
     forward = runner.forward
-    gather = runner.store.gather
     verifies = False
 
     def forwarded(batch: Any) -> Any:
@@ -42,12 +41,12 @@ def layer_offset(engine: Engine, patch: pytest.MonkeyPatch) -> None:
         verifies = bool(batch.draft_lengths.any())
         return forward(batch)
 
+    def shifted(gather: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda layer, *places: gather(layer - (verifies and layer == 3), *places)
+
     patch.setattr(runner, "forward", forwarded)
-    patch.setattr(
-        runner.store,
-        "gather",
-        lambda layer, slots: gather(layer - (verifies and layer == 3), slots),
-    )
+    for name in ("gather", "gather_pages"):
+        patch.setattr(runner.store, name, shifted(getattr(runner.store, name)))
 
 
 def stale_page(engine: Engine, patch: pytest.MonkeyPatch) -> None:
