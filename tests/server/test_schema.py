@@ -155,9 +155,10 @@ TOGETHER = (
     " as JSON it fails", "tools is empty", "there are no tools", " above max_tokens ",
     " above max_pattern_size ", " is missing", " makes no token",
     " begins with none of the triggers ", " but belongs to the role ",
+    " that are not shown to the model; give ",
 )  # fmt: skip
-"""Errors that depend on several fields, or on the JSON inside a text: no schema of a single field
-can express them."""
+"""Errors that depend on several fields or on all items together, or on the JSON inside a text: no
+schema of a single field can express them."""
 
 
 @pytest.mark.parametrize("model", SMALLEST)
