@@ -66,29 +66,30 @@ class ReferencePlan:
         context, which share one page among all sequences, get the slot of the span's first row."""
         page_group = self.store.spec.group_of(layer)
         window = self.masks[layer].window
-        if (index, page_group, window) in self._keys:
-            return self._keys[index, page_group, window]
+        seen = self._keys.get((index, page_group, window))
+        if seen is None:
+            seen = self._find_keys(index, page_group, window)
+            self._keys[index, page_group, window] = seen
+        return seen
+
+    def _find_keys(self, index: int, page_group: int, window: int | None) -> SeenKeys:
         batch = self.batch
         group = self.groups[index]
+        bound = self._bounds[index]
         table = batch.tables[page_group]
         run = self._run_of(group, table) if window is None else None
         if run is not None:
             in_place = self.store.run(run.start, len(run))
-            seen = SeenKeys(positions=torch.arange(len(run)), in_place=in_place)
-            self._keys[index, page_group, window] = seen
-            return seen
-        if window is None and _gathers_pages(self.batch, self.store):
-            seen = self._all_pages(group, self._bounds[index], table)
-            self._keys[index, page_group, window] = seen
-            return seen
+            return SeenKeys(positions=torch.arange(len(run)), in_place=in_place)
+        if window is None and _gathers_pages(batch, self.store):
+            return self._all_pages(group, bound, table)
         if window is None:
-            positions, slots = self._all_slots(group, self._bounds[index], table)
+            positions, slots = self._all_slots(group, bound, table)
         else:
-            positions, slots = self._window_slots(group, self._bounds[index], table, window)
+            positions, slots = self._window_slots(group, bound, table, window)
         first = group.rows[:, :1]
         slots = slots.where(positions <= self._ends(group), batch.kv_slots[page_group][first])
-        self._keys[index, page_group, window] = SeenKeys(positions=positions, slots=slots)
-        return self._keys[index, page_group, window]
+        return SeenKeys(positions=positions, slots=slots)
 
     def _run_of(self, group: Group, table: Tensor) -> range | None:
         """Return the slots of all positions of a single span if they follow one another, so that
