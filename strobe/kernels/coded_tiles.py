@@ -23,6 +23,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+from strobe.kernels.gluon_barriers import barrier, wait
 from strobe.kernels.pdl import pdl_wait
 
 _START = """
@@ -94,20 +95,6 @@ _E2M1 = gl.constexpr(_e2m1())
 _E4M3 = gl.constexpr(_e4m3())
 _FOUR = gl.constexpr((gl.bfloat16,) * 4)
 _EIGHT = gl.constexpr((gl.bfloat16,) * 8)
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7 and 3.6
-
-
-@gluon.jit
-def _wait(PDL: gl.constexpr):
-    """See `strobe.kernels.pdl.pdl_wait`."""
-    if PDL:
-        _instruction("griddepcontrol.wait; // $0")
-        _instruction("griddepcontrol.launch_dependents; // $0")
-
-
-@gluon.jit
-def _instruction(text: gl.constexpr):
-    gl.inline_asm_elementwise(text, "=r", [], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.constexpr_function
@@ -359,7 +346,7 @@ def tiles_kernel(
     if zero is not None:
         following_zero = _by_chunk(zero, value_groups, start, STEP, CHUNK, GROUP)
 
-    _wait(PDL)
+    wait(PDL)
     ms = gl.arange(0, BLOCK_M, gl.SliceLayout(1, COPY_X))
     live = (ms < rows)[:, None]
     column = gl.arange(0, STEP, gl.SliceLayout(0, COPY_X))[None, :]
@@ -374,7 +361,7 @@ def tiles_kernel(
     last = STAGES - 1
     for step in range(start, end):
         async_copy.wait_group(STAGES - 2)
-        _barrier()
+        barrier()
         ahead = step + STAGES - 1
         _copy(ahead, last, spots, scales, ws, ss, WORDS, ahead < end)
         inside = live & (ahead < end)
@@ -414,7 +401,7 @@ def tiles_kernel(
         inner = inner + gl.arange(0, BLOCK_M, gl.SliceLayout(0, MMA))[None, :]
         inner = partials + tile.to(gl.int64) * (SPLIT * SIZE) + inner
         gl.store(inner + split * SIZE, total)
-        _barrier()  # all of this program's stores come before its arrival
+        barrier()  # all of this program's stores come before its arrival
         complete = gl.atomic_add(arrivals + tile, 1, sem="acq_rel") == SPLIT - 1
     if complete:
         if SPLIT > 1:
@@ -552,7 +539,7 @@ def wide_kernel(
             zero, second, row_tiles, zero_slots, N, STEPS, STEP, CHUNK, GROUP, ROWS, GROUPS,
             BLOCK_N, GATED,
         )  # fmt: skip
-    _wait(PDL)
+    wait(PDL)
     for i in gl.static_range(STAGES - 1):
         _load_unit(
             start + i, end, i, x, words, scale, ws, xs, ss, row_tiles,
@@ -560,7 +547,7 @@ def wide_kernel(
         )  # fmt: skip
     async_copy.wait_group(STAGES - 2)
     hopper.fence_async_shared()
-    _barrier()
+    barrier()
     slot = 0
     last = STAGES - 1  # the slot of the previous unit
     w = _decode(
@@ -605,7 +592,7 @@ def wide_kernel(
                     else:
                         async_copy.wait_group(STAGES - 3)
                         hopper.fence_async_shared()
-                        _barrier()  # all warps are done with the previous unit
+                        barrier()  # all warps are done with the previous unit
                         _load_unit(
                             unit + STAGES - 1, end, last, x, words, scale, ws, xs, ss, row_tiles,
                             N, K, BLOCK_M, BLOCK_N, STEP, WORDS, GATED, COPY_W, COPY_X, COPY_S,
@@ -639,7 +626,7 @@ def wide_kernel(
         if head < tail:
             own_slot = 2 * program + gl.where(program == head, 1, 0)
             gl.store(inner + own_slot.to(gl.int64) * SIZE, total)
-            _barrier()  # all of this program's stores come before its arrival
+            barrier()  # all of this program's stores come before its arrival
             complete = gl.atomic_add(arrivals + item, 1, sem="acq_rel") == tail - head
         if complete:
             if head < tail:

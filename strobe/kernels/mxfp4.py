@@ -15,6 +15,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+from strobe.kernels.gluon_barriers import barrier, wait
+
 # A word and a power of two, times 2^62, to eight values in bfloat16, divided by 2^64: their bits
 # are multiplied by up to 2^192, and bfloat16 ends at 2^127.
 _UNPACK = gl.constexpr(
@@ -45,20 +47,6 @@ _UNPACK = gl.constexpr(
     """
 )
 _EIGHT = gl.constexpr((gl.bfloat16,) * 8)
-_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7 and 3.6
-
-
-@gluon.jit
-def _wait(PDL: gl.constexpr):
-    """See `strobe.kernels.pdl.pdl_wait`."""
-    if PDL:
-        _instruction("griddepcontrol.wait; // $0")
-        _instruction("griddepcontrol.launch_dependents; // $0")
-
-
-@gluon.jit
-def _instruction(text: gl.constexpr):
-    gl.inline_asm_elementwise(text, "=r", [], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.constexpr_function
@@ -92,7 +80,7 @@ def _wait_for_step(STAGES: gl.constexpr, WGMMA: gl.constexpr):
     async_copy.wait_group(STAGES - 2)
     if WGMMA:
         hopper.fence_async_shared()
-        _barrier()
+        barrier()
 
 
 @gluon.jit
@@ -194,7 +182,7 @@ def _tile(
     for i in gl.static_range(min(STAGES - 1, STEPS)):
         _load_weights(i, i, spots, scales, ws, ss, N, word + i * 16 < LINE)
     if DOWN:  # only x is of the previous kernel
-        _wait(PDL)
+        wait(PDL)
     for i in gl.static_range(STAGES - 1):
         _load_rows(i, i, lines, xs, live & (column + i * 128 < K))
     total = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, MMA)
@@ -279,7 +267,7 @@ def mxfp4_kernel(
     tile = gl.program_id(0) % TILES
     block = gl.program_id(0) // TILES
     if not DOWN:
-        _wait(PDL)
+        wait(PDL)
     if pairs is None:
         expert = gl.load(ids + block)
         first = block
@@ -299,7 +287,7 @@ def mxfp4_kernel(
             N, K, TOP_K, FEW, BLOCK_N, STAGES, ACTIVATION, DOWN, WGMMA, PDL,
         )  # fmt: skip
     elif DOWN:
-        _wait(PDL)
+        wait(PDL)
 
 
 def instructions(block_m: int) -> dict[str, int | bool]:
