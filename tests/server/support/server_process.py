@@ -21,10 +21,20 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 def child_of(pid: int) -> list[int]:
     """Return the process ids of a server's engine processes: one, or none before it starts."""
-    children = Path(f"/proc/{pid}/task").glob("*/children")
-    pids = [int(child) for path in children for child in path.read_text().split()]
-    names = {child: Path(f"/proc/{child}/cmdline").read_text() for child in pids}
-    return [child for child, name in names.items() if "spawn_main" in name]
+    children = [
+        int(child)
+        for path in Path(f"/proc/{pid}/task").glob("*/children")
+        for child in _read(path).split()
+    ]
+    return [child for child in children if "spawn_main" in _read(Path(f"/proc/{child}/cmdline"))]
+
+
+def _read(path: Path) -> str:
+    """Return a file of /proc; empty if its process or thread has ended meanwhile."""
+    try:
+        return path.read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def launched(*options: str, **variables: str) -> subprocess.Popen[str]:
