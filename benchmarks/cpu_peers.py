@@ -32,6 +32,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+sys.path.pop(0)  # where transformers would take kernels.py for the package of that name
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts import vllm_cpu
