@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from multiprocessing import Pipe
 from pathlib import Path
@@ -29,7 +28,9 @@ from strobe.ranks.follower import GrammarPrecompiler
 from strobe.ranks.leader import Ranks, start_engine
 from strobe.ranks.rank_messages import Launch
 from strobe.sampling_params import SamplingParams, StructuredOutputs
+from tests.server.support.polling import until
 from tests.support.engine_runs import run
+from tests.support.processes import has_ended
 from tests.support.tiny_checkpoints import make_draft, make_target, make_tokenizer
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11]]
@@ -319,21 +320,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == -9, done.stderr
-    wait_for_end(int(done.stdout))
-
-
-def wait_for_end(number: int) -> None:
-    deadline = time.monotonic() + 30
-    while Path(f"/proc/{number}").exists() and "Z" not in _state(number):
-        assert time.monotonic() < deadline, "the other rank goes on"
-        os.sched_yield()
-
-
-def _state(number: int) -> str:
-    try:
-        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "Z"
+    until(lambda: has_ended(int(done.stdout)), "the other rank has ended")
 
 
 def stop_in_step(model: Any) -> None:
@@ -445,4 +432,4 @@ leader.start_engine({settings!r})
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == -9, done.stderr
-    wait_for_end(int(done.stdout))
+    until(lambda: has_ended(int(done.stdout)), "the other rank has ended")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
 from tests.server.support.http_client import CHAT, Talk
 from tests.server.support.polling import PATIENCE, until
 from tests.server.support.server_process import Served
+from tests.support.processes import children_of, has_ended
 
 MESSAGES = [{"role": "user", "content": "Sort these words: pear kiwi apple fig"}]
 BODY = {"messages": MESSAGES, "max_tokens": 60, "temperature": 0}
@@ -19,11 +19,7 @@ LONG = {**BODY, "max_tokens": 900, "ignore_eos": True}
 
 def followers(served: Served) -> list[int]:
     """Return the process ids of the other ranks."""
-    found = list[int]()
-    for path in Path(f"/proc/{served.engine_pid}/task").glob("*/children"):
-        children = map(int, path.read_text().split())
-        found += [c for c in children if "follower" in Path(f"/proc/{c}/cmdline").read_text()]
-    return found
+    return children_of(served.engine_pid, "follower")
 
 
 def text(served: Served) -> str:
@@ -54,7 +50,7 @@ def test_killed_rank_fails_open_requests_and_the_group_starts_again():
         (rank,) = followers(served)
         assert served.stop() == 0
         assert "Traceback" not in served.log
-        until(lambda: not Path(f"/proc/{rank}").exists(), "the other rank has ended")
+        until(lambda: has_ended(rank), "the other rank has ended")
     finally:
         served.process.kill()
         served.process.wait(PATIENCE)

@@ -16,6 +16,7 @@ import pytest
 from tests.server.support.http_client import CHAT, Talk
 from tests.server.support.polling import PATIENCE, until
 from tests.server.support.server_process import Served, child_of, launched
+from tests.support.processes import has_ended
 
 MESSAGES = [{"role": "user", "content": "Sort these words: pear kiwi apple fig"}]
 LONG = {"messages": MESSAGES, "max_tokens": 250, "ignore_eos": True, "temperature": 0}
@@ -47,14 +48,6 @@ def opened(served: Served) -> tuple[Talk, Talk, Talk]:
 def health(served: Served) -> int:
     with Talk(served.url, "/health") as talk:
         return talk.status
-
-
-def gone(pid: int) -> bool:
-    """Whether a process has ended, whether reaped or not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
 
 
 def test_sigterm_drains_open_streams():
@@ -145,7 +138,7 @@ def test_killed_engine_is_restarted_under_load(deaths: int):
                 assert int(talk.response.headers["Retry-After"]) > 0
             until(lambda: health(served) == 200, "the engine answers again")
             assert served.engine_pid != killed
-            assert gone(killed)
+            assert has_ended(killed)
             assert served.metric("strobe:engine_restarts_total") == number
             assert served.metric("strobe:engine_steps_total") >= steps
             with Talk(served.url, CHAT, {**LONG, "max_tokens": 5}) as talk:
@@ -182,7 +175,7 @@ def test_engine_exits_when_server_is_killed():
         engine = served.engine_pid
         assert Talk(served.url, CHAT, {**LONG, "stream": True, "n": 4}).status == 200
         served.process.kill()
-        until(lambda: gone(engine), "the engine's process has ended")
+        until(lambda: has_ended(engine), "the engine's process has ended")
         assert "Traceback" not in served.log
 
 
@@ -219,7 +212,7 @@ def test_sigterm_during_engine_start_exits_with_0():
             os.kill(pid, signal.SIGTERM)
         _, log = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0
-        assert gone(engine)
+        assert has_ended(engine)
         assert "Traceback" not in log
     finally:
         process.kill()

@@ -15,9 +15,9 @@ import pytest
 
 from strobe.cli import main as cli
 from strobe.parallel.group import RankFailed
+from tests.support.processes import PROC, children_of
 
 ROOT = Path(__file__).parents[2]
-PROCESSES = Path("/proc")
 
 
 def shell(arguments: str) -> subprocess.CompletedProcess[str]:
@@ -67,21 +67,8 @@ def test_ctrl_c_during_imports_is_quiet(main: Callable[..., Any], monkeypatch: p
     assert main("serve") == (130, "", "")
 
 
-def children(pid: int) -> list[int]:
-    try:
-        return [
-            int(child) for child in (PROCESSES / f"{pid}/task/{pid}/children").read_text().split()
-        ]
-    except OSError:
-        return []
-
-
-def starts_engine(pid: int) -> bool:
-    return b"spawn_main" in (PROCESSES / str(pid) / "cmdline").read_bytes()
-
-
 @pytest.mark.full
-@pytest.mark.skipif(not PROCESSES.exists(), reason="needs /proc")
+@pytest.mark.skipif(not PROC.exists(), reason="needs /proc")
 def test_ctrl_c_while_a_server_loads_is_quiet():
     """As on a terminal, the whole process group receives it, the engine's process included."""
     server = subprocess.Popen(
@@ -90,7 +77,7 @@ def test_ctrl_c_while_a_server_loads_is_quiet():
     )  # fmt: skip
     try:
         deadline = time.monotonic() + 60
-        while not any(map(starts_engine, children(server.pid))):
+        while not children_of(server.pid, "spawn_main"):
             assert server.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.01)

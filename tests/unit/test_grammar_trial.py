@@ -17,6 +17,8 @@ from strobe.grammars import trial as trials
 from strobe.grammars.trial import GrammarsUnavailable, GrammarTrial
 from strobe.sampling.grammar_compiler import GrammarCompiler
 from strobe.sampling_params import StructuredOutputs
+from tests.server.support.polling import until
+from tests.support.processes import has_ended
 
 FILE = DEMO_MODELS / "target" / "tokenizer.json"
 RULES = "\n".join(f'x{i}: x{i + 1} x{i + 1} | "{i}"' for i in range(3000))
@@ -151,7 +153,5 @@ def test_trial_process_exits_with_its_owner(ending: str):
         cwd=Path(__file__).parents[2], capture_output=True, text=True, start_new_session=True,
     )  # fmt: skip
     pid = int(done.stdout)
-    while Path(f"/proc/{pid}").exists():
-        if "Z" in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]:
-            break
+    until(lambda: has_ended(pid), "the trial process has ended")
     assert "trial_process" not in done.stderr

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from tests.server.support.polling import PATIENCE
+from tests.support.processes import children_of
 
 ROOT = Path(__file__).parents[3]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -21,20 +22,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 def child_of(pid: int) -> list[int]:
     """Return the process ids of a server's engine processes: one, or none before it starts."""
-    children = [
-        int(child)
-        for path in Path(f"/proc/{pid}/task").glob("*/children")
-        for child in _read(path).split()
-    ]
-    return [child for child in children if "spawn_main" in _read(Path(f"/proc/{child}/cmdline"))]
-
-
-def _read(path: Path) -> str:
-    """Return a file of /proc; empty if its process or thread has ended meanwhile."""
-    try:
-        return path.read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
+    return children_of(pid, "spawn_main")
 
 
 def launched(*options: str, **variables: str) -> subprocess.Popen[str]:
