@@ -41,9 +41,13 @@ class Chromium(Browser):
         self._pages: dict[str, ChromiumPage] = {}
         root = ["--no-sandbox"] if is_root() else []
         super().__init__([program, *FLAGS, *root, *flags, f"--user-data-dir={profile}"])
+        # An incognito context, shared by all pages, keeps what they store in memory. On a busy disk
+        # a database of the profile waits for its writes, which may take a minute.
+        self._context = self.call("Target.createBrowserContext")["browserContextId"]
 
     def open(self) -> ChromiumPage:
-        target = self.call("Target.createTarget", {"url": "about:blank"})
+        blank = {"url": "about:blank", "browserContextId": self._context}
+        target = self.call("Target.createTarget", blank)
         attach = {"targetId": target["targetId"], "flatten": True}
         session = self.call("Target.attachToTarget", attach)["sessionId"]
         page = self._pages[session] = ChromiumPage(self, session)
