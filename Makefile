@@ -7,9 +7,10 @@ unexport PYTHONDONTWRITEBYTECODE
 # Files run in alphabetical order: the small ones of tests/unit, last, keep all workers busy to the end.
 PYTEST := $(BIN)/python -m pytest -rs -n auto --maxprocesses 4 --dist loadfile \
 	--no-loadscope-reorder -p no:schemathesis
-# On a terminal pip shows its progress.
+# On a terminal pip shows its progress. Python compiles each module when it is first imported: most of
+# what is installed never is.
 PIP := $(BIN)/python -m pip install $(if $(MAKE_TERMOUT),,--quiet) --disable-pip-version-check \
-	-c constraints.txt
+	--no-compile -c constraints.txt
 
 .PHONY: serve demo soak fuzz test pytest test-all test-nightly test-gpu test-ray test-floors verify-peers check style types format bench clean
 
@@ -25,8 +26,8 @@ demo: $(VENV)/.installed
 
 # Everything that a change is likely to break; at most eight minutes on two cores. Tests depend on no
 # order: pytest --random-order shuffles them and prints its seed.
-test: $(VENV)/.dev style
-	$(MAKE) --jobs=2 types pytest
+test: $(VENV)/.dev
+	$(MAKE) --jobs=2 style types pytest
 
 pytest: $(VENV)/.dev
 	$(PYTEST) -m "not full"
@@ -97,9 +98,10 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(PIP) -e .
 	touch $@
 
-$(VENV)/.dev: $(VENV)/.installed
+$(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
+	@echo "Installing Strobe and what its tests need in $(VENV), once; this takes a minute or two."
 	$(PIP) -e ".[dev]"
-	touch $@
+	touch $(VENV)/.installed $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
