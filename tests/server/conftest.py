@@ -4,8 +4,10 @@ scripted server, shared by the tests of the page."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
+from fastapi import routing
 
 from tests.server.support.browser import Browser, Page
 from tests.server.support.chromium import Chromium
@@ -13,6 +15,15 @@ from tests.server.support.firefox import Firefox
 from tests.server.support.mock_page_server import MockServer
 from tests.server.support.page_actions import visit
 from tests.server.support.server_process import Served
+
+
+@pytest.fixture(autouse=True, scope="session")
+def shared_response_models() -> Iterator[None]:
+    """Make the validator of each response model once, not for each application: most tests have an
+    application of their own."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(routing, "create_model_field", cache(routing.create_model_field))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -36,7 +36,7 @@ from tests.support.text_pair import Pair, make_pair
 PROMPT = list(range(100, 130))
 LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
 SHORT = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-FREE = 10**6
+FREE = 10_000
 """A number of steps that no test reaches."""
 
 both_depths = pytest.mark.parametrize("overlap", [1, 2])
