@@ -166,7 +166,8 @@ def test_preempted_request_resumes_from_host_memory(
     assert texts == [ask(alone, prompt, sampling).output_ids for prompt in short]
 
 
-@pytest.mark.parametrize("family", [pytest.param("qwen3", marks=pytest.mark.full), "hybrid"])
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["qwen3", "hybrid"])
 def test_busy_tier_and_preemptions_leave_every_answer_as_alone(
     family: str, drafter: Path, request: pytest.FixtureRequest
 ):

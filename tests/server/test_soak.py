@@ -32,6 +32,7 @@ def count(became: dict[str, int], what: str) -> int:
     return sum(n for kind, n in became.items() if kind.startswith(GOOD) and kind.endswith(what))
 
 
+@pytest.mark.full
 def test_mixed_requests_leave_no_trace(tmp_path: Path):
     became, _ = soak(tmp_path / "soak.json", "--streams=12", "--requests=60")
     assert sum(became.values()) >= 75
