@@ -32,12 +32,12 @@ test: $(VENV)/.dev
 pytest: $(VENV)/.dev
 	$(PYTEST) -m "not full"
 
-# The rest: whole matrices, the page in Chromium, the wheel, longer soaks. CI runs both.
+# More of the matrices, the page in Chromium, the wheel, longer soaks. CI runs both.
 test-all: $(VENV)/.dev
 	$(PYTEST) -m "full and not nightly"
 
-# What rarely finds more than the others: the page in Firefox, kernels compiled for further GPUs. CI
-# runs it each night.
+# What rarely finds more than the others: further cells of matrices, the page in Firefox, kernels
+# compiled for further GPUs. CI runs it each night.
 test-nightly: $(VENV)/.dev
 	$(PYTEST) -m nightly
 

@@ -19,7 +19,7 @@ from strobe.request import Request
 from strobe.sampling_params import SamplingParams
 from tests.support.bookkeeping_checks import check_engine
 from tests.support.engine_runs import make_engine, run
-from tests.support.full_marks import full_where
+from tests.support.full_marks import full_where, nightly_where
 from tests.support.recurrent_checkpoints import make_hybrid
 from tests.support.tiny_checkpoints import make_tokenizer
 
@@ -109,6 +109,11 @@ class Fault:
 
 
 @full_where(lambda stage, overlap: (stage == "result") is (overlap == 1))
+@nightly_where(
+    lambda stage, overlap, method: (
+        (stage == "result") is (overlap == 1) and method != "dflash+ngram"
+    )
+)
 @pytest.mark.parametrize("overlap", [1, 2])
 @pytest.mark.parametrize(
     ("path", "method"),

@@ -17,7 +17,7 @@ from strobe.sampling_params import SamplingParams
 from tests.support.bookkeeping_checks import check_engine
 from tests.support.draft_heads import HEADS, to_dflash2, to_dspark
 from tests.support.engine_runs import put, run, watched
-from tests.support.full_marks import full_where
+from tests.support.full_marks import full_where, nightly_where
 from tests.support.losslessness_matrix import (
     COMBINATIONS,
     SLOW_COMBINATIONS,
@@ -48,7 +48,9 @@ SAMPLINGS = [
 
 
 PROPOSERS = dict(zip(HEADS, itertools.cycle(["dflash", "per request"])))
-"""The way in which `make test` compares each head with plain decoding; "dspark" in both."""
+"""The way in which `make test-all` compares each head with plain decoding; "dspark" in both."""
+SHORT = ("dspark", "dflash2")
+"""Heads that `make test` compares."""
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +66,10 @@ def plain(target: Any) -> PlainAnswers:
     return PlainAnswers(Pair(target.path, Path()))
 
 
-@full_where(lambda c, name: name != "dspark" and c.proposer != PROPOSERS[name])
+@full_where(lambda name: name not in SHORT)
+@nightly_where(lambda c, name: name != "dspark" and c.proposer != PROPOSERS[name])
 @pytest.mark.parametrize("name", HEADS)
-@pytest.mark.parametrize("c", few_cases(DRAFTING, 2))
+@pytest.mark.parametrize("c", few_cases(DRAFTING, 2, more=6))
 def test_outputs_equal_plain_decoding(
     c: Combination, name: str, target: Any, drafters: dict[str, Path], plain: PlainAnswers
 ):

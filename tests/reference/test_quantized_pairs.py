@@ -26,7 +26,7 @@ from strobe.parallel.split import Split
 from strobe.sampling_params import SamplingParams
 from tests.support.draft_heads import to_dflash2, to_dspark
 from tests.support.engine_runs import make_engine, run
-from tests.support.full_marks import full_where
+from tests.support.full_marks import full_where, nightly_where
 from tests.support.rank_threads import ranks
 from tests.support.stored_weights import is_quantizable, store
 from tests.support.target_families import FAMILIES
@@ -146,7 +146,7 @@ def test_layers_of_each_family_take_quantized_weights(tmp_path: Path, family: st
     check_equal(targets[0], targets[1])
 
 
-@full_where(lambda pair, temperature: temperature == DRAFTERS.index(pair) % 2)
+@full_where(lambda pair, temperature: 2 * temperature != DRAFTERS.index(pair) % 4)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_drafts_over_a_quantized_head_change_no_answer(pair: Path, temperature: float):
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=12, ignore_eos=True)
@@ -185,6 +185,12 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @full_where(lambda head, name: (head, name) not in SHORT)
+@nightly_where(
+    lambda head, name: (
+        (head, name) not in SHORT
+        and (list(OTHER_HEADS).index(head) + DRAFTERS.index(name)) % len(OTHER_HEADS) != 0
+    )
+)
 @pytest.mark.parametrize("head", OTHER_HEADS)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_quantized_drafters_draft_as_their_dense_copies(

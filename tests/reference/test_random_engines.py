@@ -6,14 +6,14 @@ import pytest
 
 from tests.support import expert_ties
 from tests.support.expert_ties import Routers, explained_by_experts
-from tests.support.full_marks import full_where
+from tests.support.full_marks import full_where, nightly_where
 from tests.support.random_engines import TARGETS, EngineFactory, Findings, play_round
 
 FAMILIES = list(TARGETS)
 ROUNDS = 24
 """A round's seed determines its family."""
 SHORT = (0, 2 * len(FAMILIES))
-"""Rounds of the first family, which `make test` runs."""
+"""Rounds of the first family, which `make test` runs; `make test-all` runs one of each other."""
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +22,7 @@ def factory(tmp_path_factory: pytest.TempPathFactory) -> EngineFactory:
 
 
 @full_where(lambda seed: seed not in SHORT)
+@nightly_where(lambda seed: seed >= len(FAMILIES) and seed not in SHORT)
 @pytest.mark.parametrize("seed", range(ROUNDS))
 def test_random_engine_answers_like_plain_decoding(seed: int, factory: EngineFactory):
     findings = Findings()

@@ -17,14 +17,21 @@ from strobe import LLM, SamplingParams
 from tests.server.support.polling import PATIENCE
 from tests.server.support.server_process import Served
 from tests.support.draft_heads import to_dflash2, to_dspark
-from tests.support.full_marks import full_where
+from tests.support.full_marks import nightly_where
 from tests.support.stored_weights import is_quantizable, store
 from tests.support.tested_formats import FORMATS, RECORDED
 from tests.support.tiny_checkpoints import make_draft, make_tokenizer
 
 DIRECTORY = Path(__file__).parents[1] / "recorded"
-SHORT = ("compressed-tensors-mixed",)
-"""Checkpoints that `make test` serves."""
+SHORT = (
+    "autoawq-gemm",
+    "autoround-auto-round-asymmetric",
+    "compressed-tensors-mixed",
+    "llmcompressor-nvfp4a16",
+    "modelopt-fp8",
+)
+"""One checkpoint of each library, which `make test-all` serves. `tests/reference` computes with all
+of them, in `make test`."""
 PROMPT = [5, 6, 5, 6, 5, 6]
 WRITTEN = {name: row.written for row in FORMATS.values() for name in row.recorded}
 OTHERS = {"compressed-tensors-mixed": "NVFP4", "compressed-tensors-int8-packed": "int8"}
@@ -60,7 +67,8 @@ def ask(url: str, body: dict[str, Any]) -> Any:
         return json.loads(answer.read())
 
 
-@full_where(lambda name: name not in SHORT)
+@pytest.mark.full
+@nightly_where(lambda name: name not in SHORT)
 @pytest.mark.parametrize("name", RECORDED)
 def test_served_pair_answers_as_its_target_alone(name: str, tmp_path: Path):
     target = shutil.copytree(DIRECTORY / name, tmp_path / "target")

@@ -141,28 +141,31 @@ FURTHER_FAMILIES = covering(DRAFTERS, tries=400, more=1)
 forwards."""
 
 
-def few_cases(combinations: Sequence[Combination], count: int) -> list[Any]:
+def few_cases(
+    combinations: Sequence[Combination], count: int, more: int | None = None
+) -> list[Any]:
     """Return the combinations as parameters: `make test` runs `count` of them, chosen greedily to
-    cover many pairs in little time, and `make test-all` the others."""
+    cover many pairs in little time, and `make test-all` the next `more`, which are all others by
+    default. The remaining ones run at night."""
     remaining, chosen, seen = list(combinations), list[Combination](), set[Any]()
+    more = len(combinations) - count if more is None else more
 
     def gain(c: Combination) -> tuple[bool, float]:
         return c.preempts and not chosen, len(pairs_of(c) - seen) / (1 + relative_time(c))
 
-    for _ in range(count):
+    for _ in range(count + more):
         best = max(remaining, key=gain)
         remaining.remove(best)
         chosen.append(best)
         seen |= pairs_of(best)
-    return [
-        pytest.param(c, id=str(c), marks=[] if c in chosen else [pytest.mark.full])
-        for c in combinations
-    ]
+    marks = {c: [] if i < count else [pytest.mark.full] for i, c in enumerate(chosen)}
+    at_night = [pytest.mark.full, pytest.mark.nightly]
+    return [pytest.param(c, id=str(c), marks=marks.get(c, at_night)) for c in combinations]
 
 
-FAMILY_CASES = few_cases(FURTHER_FAMILIES, 4)
-"""Four of FURTHER_FAMILIES are fast, since the first family's matrix covers scheduling."""
-EXPERT_CASES = few_cases(FURTHER_FAMILIES, 2)
+FAMILY_CASES = few_cases(FURTHER_FAMILIES, 3, more=7)
+"""Three of FURTHER_FAMILIES are fast, since the first family's matrix covers scheduling."""
+EXPERT_CASES = few_cases(FURTHER_FAMILIES, 1, more=6)
 """For a family's variant with experts: FAMILY_CASES test its other layers."""
 
 
