@@ -14,8 +14,17 @@ from torch import Tensor
 from strobe.host.mapped_file import MappedFile
 from strobe.hub.files import GGUF_LINK, source_of, weight_files
 from strobe.models.config_readers.tensor_names import own_name
+from strobe.models.quantization.gguf import FLOATS as GGUF_FLOATS
 from strobe.models.quantization.gguf import GGUFFile
-from strobe.models.weight_mapping import FLOATS, Blocks, Check, WeightPart, copy
+from strobe.models.quantization.grouped import GroupWeight
+from strobe.models.weight_mapping import (
+    FLOATS,
+    Blocks,
+    Check,
+    CheckpointTensors,
+    WeightPart,
+    copy,
+)
 
 TORCH = {
     "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
@@ -61,8 +70,8 @@ class Checkpoint:
 
     source: the directory, or the GGUF file that it describes; errors name it.
     shapes, dtypes: of the tensors, in stored order; dtypes by safetensors' names, F32 for quantized
-    tensors of GGUF files, which are dequantized when read. Raises ValueError if a file is missing,
-    damaged or cut short.
+    tensors of GGUF files, which are dequantized when read. types, coded: see `CheckpointTensors`.
+    Raises ValueError if a file is missing, damaged or cut short.
     """
 
     def __init__(self, directory: Path):
@@ -70,6 +79,8 @@ class Checkpoint:
         self.source = source_of(directory)
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
+        self.types: dict[str, str] = {}
+        self.coded = set[str]()
         self._places: dict[str, tuple[MappedFile, int, int]] = {}  # first byte, end
         self._gguf: GGUFFile | None = None
         for name in weight_files(directory):
@@ -96,6 +107,21 @@ class Checkpoint:
             self.shapes[name] = tensor.shape
             self.dtypes[name] = tensor.dtype
             self._places[name] = file.file_of(name), tensor.stored.start, tensor.stored.end
+            if tensor.stored.type not in GGUF_FLOATS:
+                self.types[name] = tensor.stored.type
+            if tensor.has_codes:
+                self.coded.add(name)
+
+    @property
+    def tensors(self) -> CheckpointTensors:
+        """What is known of the tensors before they are read."""
+        return CheckpointTensors(
+            source=self.source,
+            dtypes=self.dtypes,
+            shapes=self.shapes,
+            types=self.types,
+            coded=self.coded,
+        )
 
     def fit(
         self,
@@ -155,6 +181,11 @@ class Checkpoint:
             data = data.clone()
         return data.view(dtype).view(self.shapes[name])
 
+    def read_codes(self, name: str) -> GroupWeight:
+        """Return one of `coded` as codes, in memory of its own."""
+        assert self._gguf is not None
+        return self._gguf.codes(name)
+
     def release(self, name: str) -> None:
         """Release the tensor's pages after reading it."""
         if self._gguf is not None:
@@ -183,6 +214,11 @@ class Checkpoint:
         """Fill one part of a parameter, and release each page after reading it, so that the host
         does not hold a second copy of the weights."""
         first = next(iter(part.sources))
+        if part.as_codes:
+            part.fill(out, *map(self.read_codes, part.sources))
+            for name in part.sources:
+                self.release(name)
+            return
         if self._gguf is not None and part.fill is copy and out.ndim > 0:
             start = 0
             for values in self._gguf.chunks(first, AT_ONCE):

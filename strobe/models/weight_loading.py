@@ -22,6 +22,7 @@ from strobe.models.dflash_drafter import DFlash
 from strobe.models.linear import AnyLinear, Linear, LinearView
 from strobe.models.model_config import DraftConfig, TargetConfig
 from strobe.models.modules import Attention, RMSNorm, RotaryTable
+from strobe.models.quantization import gguf_held
 from strobe.models.quantization.fp8 import fp8_copy, hold_rows
 from strobe.models.quantization.methods import UNUSED, apply_quantization
 from strobe.models.quantization.random_tensors import draw_tensor, random_tensors
@@ -52,7 +53,7 @@ def _check_tensors(module: Target | DFlash, checkpoint: Checkpoint) -> WeightMap
     dtypes = checkpoint.dtypes
     path = checkpoint.source
     mapping = mapping_of(module, shapes)
-    tensors = CheckpointTensors(path, dtypes, shapes)
+    tensors = checkpoint.tensors
     mapping = apply_quantization(module, mapping, tensors, module.config.quantization)
     used = set[str]()
     for part in chain.from_iterable(mapping.values()):
@@ -188,6 +189,11 @@ def _random_mapping(module: Target | DFlash) -> tuple[WeightMapping, CheckpointT
     mapping = mapping_of(module)
     tensors = NO_TENSORS
     if quantization is not None and quantization.held:
+        if quantization.method == gguf_held.METHOD:
+            raise ValueError(
+                "weight_dtype is 'stored' and load_format draws random weights, but these have no "
+                "codes for a GGUF file; use weight_dtype auto."
+            )
         tensors = random_tensors(module, mapping, quantization)
     return apply_quantization(module, mapping, tensors, quantization), tensors
 
@@ -200,6 +206,9 @@ def _read_tensors(module: Target | DFlash, checkpoint: Checkpoint, options: Load
     from strobe.terminal.progress import Progress
 
     mapping = _check_tensors(module, checkpoint)
+    quantization = module.config.quantization
+    if quantization is not None and quantization.held and checkpoint.types:
+        logger.info("%s: %s", checkpoint.source, gguf_held.describe(mapping, checkpoint.tensors))
     checkpoint.check_values(chain.from_iterable(mapping.values()))
     order_of = {name: i for i, name in enumerate(checkpoint.shapes)}
     order = sorted(mapping, key=lambda name: order_of[next(iter(mapping[name][0].sources))])
@@ -222,7 +231,6 @@ def _read_tensors(module: Target | DFlash, checkpoint: Checkpoint, options: Load
                 bar.update(sum(map(checkpoint.bytes_of, part.sources)))
 
         _fill(module, order, write, options)
-    quantization = module.config.quantization
     if quantization is not None and quantization.activations:
         logger.info(
             "%s: the config rounds activations, too, but they stay in %s.",

@@ -43,14 +43,17 @@ class Blocks(NamedTuple):
 
 class CheckpointTensors(NamedTuple):
     """Dtypes and shapes of a checkpoint's tensors before they are read. source: names it in
-    errors."""
+    errors. types: of the quantized tensors of a GGUF file; coded: those that can be read as
+    codes."""
 
     source: object
     dtypes: Mapping[str, str]
     shapes: Mapping[str, tuple[int, ...]]
+    types: Mapping[str, str] = MappingProxyType({})
+    coded: Collection[str] = ()
 
 
-NO_TENSORS = CheckpointTensors("", {}, {})
+NO_TENSORS = CheckpointTensors(source="", dtypes={}, shapes={})
 """Of a checkpoint that has all that its config says."""
 
 
@@ -62,7 +65,7 @@ class WeightPart(NamedTuple):
     valid only during the call. dtypes: allowed dtypes of the tensors. stacked: numbers of outputs
     of the layers that each tensor stacks, if there are several. blocks: of the sources that are
     grids of scales, each after its weight. checks: of the sources whose values are checked before
-    any weight is read.
+    any weight is read. as_codes: whether `fill` takes a GGUF file's tensors as codes.
     """
 
     sources: Mapping[str, tuple[int, ...]]
@@ -72,6 +75,7 @@ class WeightPart(NamedTuple):
     stacked: tuple[int, ...] = ()
     blocks: Mapping[str, Blocks] = MappingProxyType({})
     checks: Mapping[str, Check] = MappingProxyType({})
+    as_codes: bool = False
 
     def under(self, prefix: str) -> WeightPart:
         return self._replace(sources={prefix + n: shape for n, shape in self.sources.items()})

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from strobe.models.checkpoint import Checkpoint
+from strobe.models.quantization.grouped import GroupWeight
 from strobe.models.weight_mapping import Blocks, WeightPart
 
 BY_VOCABULARY = re.compile(r"(^|\.)(embed_tokens|lm_head)\.\w+$")
@@ -122,8 +123,19 @@ class ShardedCheckpoint(Checkpoint):
             value = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
         return value
 
+    def read_codes(self, name: str) -> GroupWeight:
+        weight = super().read_codes(name)
+        pieces = self._pieces.get(name, {})
+        if rows := pieces.get(0):
+            ranges = [torch.arange(first, first + length) for first, length in rows]
+            weight = weight.take(torch.cat(ranges))
+        if columns := pieces.get(1):
+            ((first, length),) = columns
+            weight = weight.columns(first, first + length).copied()
+        return weight
+
     def fill(self, out: Tensor, part: WeightPart) -> None:
-        if not any(name in self._pieces for name in part.sources):
+        if part.as_codes or not any(name in self._pieces for name in part.sources):
             return super().fill(out, part)
         part.fill(out, *map(self.read, part.sources))
         for name in part.sources:

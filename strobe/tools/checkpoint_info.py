@@ -24,6 +24,7 @@ from strobe.models.config_readers.pair import check_pair
 from strobe.models.model_config import DecoderConfig, DraftConfig, TargetConfig
 from strobe.models.quantization import methods
 from strobe.models.quantization.fp8 import SCALE
+from strobe.models.quantization.gguf_codes import CODES
 from strobe.models.weight_loading import check_draft_tensors, check_target_tensors
 from strobe.parallel.split import ALONE, Split
 from strobe.tools.memory_table import memory_facts
@@ -174,7 +175,11 @@ def _gguf_types(path: Path) -> dict[str, str]:
         return {}
     counts = Counter(tensor.type for tensor in read_header(source_of(path)).tensors.values())
     types = ", ".join(f"{count} in {name}" for name, count in counts.most_common())
-    return {"tensors": f"{types}; dequantized when loaded; weight_dtype says to what"}
+    text = f"{types}; dequantized when loaded, weight_dtype says to what"
+    if counts.keys() & CODES.keys():
+        kept = ", ".join(name for name in counts if name in CODES)
+        text += f"; exact with weight_dtype stored, in which layers keep their codes of {kept}"
+    return {"tensors": text}
 
 
 def _storage_facts(path: Path, config: TargetConfig | DraftConfig) -> dict[str, dict[str, str]]:

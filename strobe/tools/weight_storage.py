@@ -51,7 +51,7 @@ class Kind:
 
 def kinds_of(checkpoint: Checkpoint, config: TargetConfig | DraftConfig) -> dict[str, Kind]:
     """Return the kinds of weights of a checkpoint of safetensors, from its headers."""
-    tensors = CheckpointTensors(checkpoint.source, checkpoint.dtypes, checkpoint.shapes)
+    tensors = checkpoint.tensors
     kinds: dict[str, Kind] = {}
     stems: dict[str, str] = {}
     for name in checkpoint.shapes:

@@ -44,6 +44,11 @@ def with_float16_scales(weight: GroupWeight) -> GroupWeight:
     return replace(weight, scale=torch.rand(weight.scale.shape, generator=_noise()).half() / 50)
 
 
+def with_float32_scales(weight: GroupWeight) -> GroupWeight:
+    scale = torch.rand(weight.scale.shape, generator=_noise()) / 50
+    return replace(weight, scale=scale * torch.tensor([1.0, -1.0]).repeat(scale.shape[1] // 2))
+
+
 def nvfp4(inputs: int, *, is_divisor: bool) -> GroupWeight:
     scale = torch.rand(N, inputs // 16, generator=_noise()).to(torch.float8_e4m3fn)
     factor = torch.tensor(23.7 if is_divisor else 1 / 23.7)
@@ -83,7 +88,12 @@ WEIGHTS: dict[str, Callable[[int], StoredWeight]] = {
     "FP8 by blocks": lambda inputs: grid(inputs, (64, 128)),
     "FP8 with one scale": lambda inputs: grid(inputs, (N, inputs)),
     "int8 by rows": lambda inputs: grid(inputs, (1, inputs), dtype=torch.int8),
+    "Q3_K": lambda inputs: with_float32_scales(grouped(inputs, group=16)),
+    "Q6_K": lambda inputs: with_float32_scales(grouped(inputs, bits=8, group=16)),
+    "Q8_0": lambda inputs: with_float16_scales(grouped(inputs, bits=8)),
 }
+GGUF = ("Q3_K", "Q6_K", "Q8_0")
+"""Types of GGUF's tensors in forms that no other format has."""
 
 
 def on(device: torch.device, weight: StoredWeight) -> StoredWeight:
@@ -91,7 +101,7 @@ def on(device: torch.device, weight: StoredWeight) -> StoredWeight:
     return replace(weight, **values)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
-@pytest.fixture(params=IN_KERNELS)
+@pytest.fixture(params=[*IN_KERNELS, *GGUF])
 def weight(request: pytest.FixtureRequest, device: torch.device) -> StoredWeight:
     return on(device, WEIGHTS[request.param](K))
 
@@ -115,6 +125,12 @@ def test_values_are_those_of_plain_torch(weight: StoredWeight, dtype: torch.dtyp
     (part,) = codes(weight).parts
     expected = weight.rows(0, N).to(dtype)
     torch.testing.assert_close(dequantized(part, dtype), expected, rtol=0, atol=0)
+
+
+def test_codes_with_offsets_have_no_kernel():
+    weight = grouped(K)
+    assert codes_of(weight) is not None
+    assert codes_of(replace(weight, offset=weight.scale)) is None
 
 
 @pytest.mark.parametrize("rows", [1, 5, 129])

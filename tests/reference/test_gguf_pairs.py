@@ -11,6 +11,7 @@ from torch import from_numpy
 
 from strobe.config import EngineConfig
 from strobe.hub.gguf_checkpoint import gguf_directory
+from strobe.models.quantization.gguf_codes import CODES
 from strobe.sampling_params import SamplingParams
 from tests.support.draft_heads import to_dflash2
 from tests.support.engine_runs import make_engine, run
@@ -105,4 +106,13 @@ def test_pair_in_each_type_answers_as_its_dense_copy(kind: str, tmp_path: Path):
     assert counts[1] == counts[2]
     assert counts[1][0] > 0
     with ranks(settings, 2) as engine:
+        assert run(engine, PROMPTS, params) == answers[0]
+    if kind not in CODES:
+        return
+    stored = settings.with_(weight_dtype="stored")
+    engine = make_engine(stored)
+    assert run(engine, PROMPTS, params) == answers[0]
+    drafts = engine.stats.draft_counts
+    assert (drafts.num_verified, drafts.num_accepted) == counts[2]
+    with ranks(stored, 2) as engine:
         assert run(engine, PROMPTS, params) == answers[0]

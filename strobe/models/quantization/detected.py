@@ -20,7 +20,7 @@ from strobe.models.quantization.forms import Form, form_of, read_weight
 from strobe.models.quantization.grouped import fill_dequantized
 from strobe.models.quantization.held_experts import hold_experts
 from strobe.models.quantization.rules import Rules
-from strobe.models.quantization.stored import HeldProduct, empty_weight, held_bytes
+from strobe.models.quantization.stored import HeldProduct, can_hold, held_bytes, hold_product
 from strobe.models.weight_mapping import (
     Blocks,
     Check,
@@ -32,8 +32,6 @@ from strobe.models.weight_mapping import (
 )
 
 logger = logging.getLogger(__name__)
-
-HEAD = "lm_head.weight"
 
 
 def apply(
@@ -61,7 +59,8 @@ def apply(
                 plain += [source for source, form in forms.items() if form is None]
         if not quantization.held:
             continue
-        if _can_hold(name, linear.get(name), parts, forms_of_parts):
+        is_quantized = all(form is not None for part in forms_of_parts for form in part.values())
+        if is_quantized and can_hold(name, linear.get(name), parts):
             result[name] = [_held(linear[name], result[name], forms_of_parts, tensors)]
         elif name in linear and linear[name].weight.ndim == 3:
             path = name.removesuffix(".weight")
@@ -114,22 +113,6 @@ def _forms(part: WeightPart, tensors: CheckpointTensors, rules: Rules) -> dict[s
     return forms
 
 
-def _can_hold(
-    name: str,
-    linear: Linear | None,
-    parts: Sequence[WeightPart],
-    forms: Sequence[Mapping[str, Form | None]],
-) -> bool:
-    """Whether a linear layer can keep its weight as stored: if that is the checkpoint's, part by
-    part. Others read the weights of layers whose format is fixed, but for the head."""
-    if linear is None or linear.weight.ndim != 2 or (linear.fixed and name != HEAD):
-        return False
-    if len(parts) > 1 and any(part.stacked for part in parts):
-        return False
-    are_plain = all(part.fill is copy and len(part.sources) == 1 for part in parts)
-    return are_plain and all(form is not None for part in forms for form in part.values())
-
-
 def _held(
     linear: Linear,
     parts: Sequence[WeightPart],
@@ -147,10 +130,7 @@ def _held(
         checks |= part.checks
         dtypes |= {*part.dtypes}
     own = [(name, form) for part in forms for name, form in part.items() if form is not None]
-    product = HeldProduct(linear, sum(held_bytes(form, tensors) for _, form in own))
-    linear.stored = product
-    linear.product = product
-    empty_weight(linear)
+    product = hold_product(linear, sum(held_bytes(form, tensors) for _, form in own))
     return WeightPart(
         sources=sources,
         fill=partial(_hold, product=product, forms=[form for _, form in own]),

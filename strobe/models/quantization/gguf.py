@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +21,8 @@ from strobe.models.quantization import (
     gguf_phi3,
     gguf_qwen35,
 )
+from strobe.models.quantization.gguf_codes import CODES, group_order, read_codes, with_groups
+from strobe.models.quantization.grouped import GroupWeight
 
 NAMES = {
     "token_embd": "embed_tokens",
@@ -83,7 +85,7 @@ class GGUFTensor(NamedTuple):
 
     sources: tuple[StoredTensor, ...]
     restore: Callable[..., Tensor] | None = None
-    factor: float = 1.0
+    factor: float | None = None
     is_raw: bool = False
 
     @property
@@ -121,6 +123,37 @@ class GGUFTensor(NamedTuple):
         values = [self._decode(*pair) for pair in zip(self.sources, data, strict=True)]
         return values[0] if self.restore is None else self.restore(*values)
 
+    @property
+    def has_codes(self) -> bool:
+        """Whether the tensor can be read as codes, in the checkpoint's order."""
+        form = CODES.get(self.stored.type)
+        if form is None or self.is_raw or len(self.sources) > 1 or len(self.stored.shape) != 2:
+            return False
+        if self._moves(gguf_qwen35.MOVES_COLUMNS):
+            return group_order(self._order(1), form.group) is not None
+        return self.restore is None or self._moves((_pairs_apart, *gguf_qwen35.MOVES_ROWS))
+
+    def codes(self, data: Tensor) -> GroupWeight:
+        """Return the tensor as codes from its bytes in the file; see `has_codes`."""
+        outputs, inputs = self.stored.shape
+        weight = read_codes(self.stored.type, data, (outputs, inputs), self.factor)
+        if self.restore is None:
+            return weight
+        if not self._moves(gguf_qwen35.MOVES_COLUMNS):
+            return weight.take(self._order(0))
+        order = group_order(self._order(1), weight.group)
+        assert order is not None
+        return with_groups(weight, order)
+
+    def _moves(self, ways: Sequence[Callable[..., Tensor]]) -> bool:
+        return isinstance(self.restore, partial) and self.restore.func in ways
+
+    def _order(self, dim: int) -> Tensor:
+        """Return the place in the file of each row or column."""
+        assert self.restore is not None
+        places = torch.arange(self.stored.shape[dim])
+        return self.restore(places[None] if dim else places[:, None]).flatten()
+
     def _own_shape(self, source: StoredTensor) -> tuple[int, ...]:
         """Return the shape in which a source is read."""
         if not self.is_raw:
@@ -135,7 +168,7 @@ class GGUFTensor(NamedTuple):
             value = data.clone().view(FLOATS[source.type]).view(source.shape)
         else:
             value = _dequantized(data, source.type).view(source.shape)
-        return value if self.factor == 1.0 else value * self.factor
+        return value if self.factor is None else value * self.factor
 
 
 def _dequantized(data: Tensor, kind: str) -> Tensor:
@@ -197,6 +230,11 @@ class GGUFFile:
         tensor = self.tensors[name]
         return tensor.decode(*map(self._bytes, tensor.sources))
 
+    def codes(self, name: str) -> GroupWeight:
+        """Return a tensor as codes, in memory of its own; see `GGUFTensor.has_codes`."""
+        tensor = self.tensors[name]
+        return tensor.codes(self._bytes(tensor.stored))
+
     def chunks(self, name: str, size: int) -> Iterator[Tensor]:
         """Yield a tensor in pieces of rows of about `size` bytes in fp32, and release the pages of
         each; whole if llama.cpp changed it."""
@@ -241,7 +279,7 @@ class GGUFFile:
         factors = self._factors(name.removesuffix("weight") + "scale")
         match = _NAME.fullmatch(name)
         if match is None or match["module"] not in EXPERTS or self._is_parameter(name):
-            factor = factors[0] if factors else 1.0
+            factor = factors[0] if factors else None
             own = own_name(name, self._architecture)
             self.tensors[own] = GGUFTensor(
                 sources=(stored,), restore=_restore(self._header, name), factor=factor
@@ -252,7 +290,7 @@ class GGUFFile:
         count, outputs, inputs = stored.shape
         size = (stored.end - stored.start) // count // len(names)
         for expert in range(count):
-            factor = factors[expert % len(factors)] if factors else 1.0
+            factor = factors[expert % len(factors)] if factors else None
             for place, module in enumerate(names):
                 start = stored.start + (expert * len(names) + place) * size
                 shape = (outputs // len(names), inputs)

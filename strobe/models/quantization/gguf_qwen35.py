@@ -131,3 +131,9 @@ def _own_logarithms(value: Tensor) -> Tensor:
 
 def _logarithms(value: Tensor, heads: Heads) -> Tensor:
     return _own_logarithms(_rows(value, heads))
+
+
+MOVES_ROWS = (_rows, _values_last, _by_part)
+"""Ways back that only reorder outputs."""
+MOVES_COLUMNS = (_columns,)
+"""Ways back that only reorder inputs."""

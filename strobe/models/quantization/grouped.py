@@ -30,7 +30,7 @@ class GroupWeight:
     [N, G], subtracted from the codes; None for the middle of their range. global_scale: a factor
     of all values, or with `is_divisor` their divisor; several belong to equal parts of the outputs.
     is_float: codes of 4 bits are E2M1. index: the group of each input [K], if the groups are not
-    consecutive inputs.
+    consecutive inputs. offset: [N, G], added to scaled codes; then codes have no middle.
     """
 
     codes: Tensor
@@ -43,6 +43,7 @@ class GroupWeight:
     is_divisor: bool = False
     is_float: bool = False
     index: Tensor | None = None
+    offset: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -60,9 +61,11 @@ class GroupWeight:
         values = _e2m1(codes.device)[codes.int()] if self.is_float else codes.float()
         if self.zero is not None:
             values -= self._by_value(self.zero[first:last].float())
-        elif not self.is_float:
+        elif not self.is_float and self.offset is None:
             values -= 2 ** (self.bits - 1)
         values *= self._by_value(self.scale[first:last].float())
+        if self.offset is not None:
+            values += self._by_value(self.offset[first:last].float())
         if self.global_scale is None:
             return values
         factors = self._factors(self.global_scale, first, last)
@@ -76,6 +79,7 @@ class GroupWeight:
             scale=_copy(self.scale),
             zero=None if self.zero is None else _copy(self._small(self.zero)),
             global_scale=None if self.global_scale is None else _copy(self.global_scale),
+            offset=None if self.offset is None else _copy(self.offset),
         )
 
     def _factors(self, global_scale: Tensor, first: int, last: int) -> Tensor:
@@ -92,12 +96,35 @@ class GroupWeight:
 
     def take(self, order: Tensor) -> GroupWeight:
         """See `StoredWeight`."""
-        zero = None if self.zero is None else self.zero[order]
-        return replace(self, codes=self.codes[order], scale=_taken(self.scale, order), zero=zero)
+        return replace(
+            self,
+            codes=self.codes[order],
+            scale=_taken(self.scale, order),
+            zero=None if self.zero is None else self.zero[order],
+            offset=None if self.offset is None else self.offset[order],
+        )
 
     def scaled(self, factor: float) -> GroupWeight:
         """See `StoredWeight`."""
-        return replace(self, scale=self.scale.float() * factor)
+        offset = None if self.offset is None else self.offset.float() * factor
+        return replace(self, scale=self.scale.float() * factor, offset=offset)
+
+    def to(self, device: torch.device) -> GroupWeight:
+        """Return the weight on a device."""
+        tensors = {name: value.to(device) for name, value in _tensors(self).items()}
+        return replace(self, **tensors)
+
+    def columns(self, first: int, last: int) -> GroupWeight:
+        """Return the weight of inputs first to last - 1, which are whole groups."""
+        groups = slice(first // self.group, -(-last // self.group))
+        return replace(
+            self,
+            codes=self.codes[:, first * self.bits // 8 : last * self.bits // 8],
+            scale=self.scale[:, groups],
+            inputs=last - first,
+            zero=None if self.zero is None else self.zero[:, groups],
+            offset=None if self.offset is None else self.offset[:, groups],
+        )
 
     def _by_value(self, by_group: Tensor) -> Tensor:
         if self.index is not None:
@@ -188,6 +215,9 @@ def _joined_groups(weights: Sequence[GroupWeight], count: int) -> GroupWeight | 
         if first.zero is None
         else torch.cat([w.zero for w in weights if w.zero is not None]),
         global_scale=_joined_factors(weights),
+        offset=None
+        if first.offset is None
+        else torch.cat([w.offset for w in weights if w.offset is not None]),
     )
 
 

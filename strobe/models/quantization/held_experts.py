@@ -64,6 +64,10 @@ class HeldExperts:
         """Read a weight, which is number `index` of `count`, to the device of `out`."""
         weight = read_weight(form, iter(tensors), out.device).copied()
         assert isinstance(weight, GroupWeight | GridWeight)
+        self.put(weight, index, count)
+
+    def put(self, weight: GroupWeight | GridWeight, index: int, count: int) -> None:
+        """Copy a weight, which is number `index` of `count`, to its place."""
         if self.stack is None:
             self.stack = empty_stack(weight, count)
         assert isinstance(self.stack, GroupWeight | GridWeight)

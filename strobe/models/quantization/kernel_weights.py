@@ -57,7 +57,7 @@ def codes_of(weight: StoredWeight) -> Codes | None:
     """Return a stored weight for kernels, None if there is none for its form."""
     if isinstance(weight, GridWeight):
         codes = _grid_codes(weight)
-    elif isinstance(weight, GroupWeight) and weight.bits in (4, 8):
+    elif isinstance(weight, GroupWeight) and weight.bits in (4, 8) and weight.offset is None:
         codes = _group_codes(weight)
     else:
         return None

@@ -18,6 +18,7 @@ from strobe.models.quantization import (
     forms,
     fp8,
     fp8_tensors,
+    gguf_held,
     gptq,
     modelopt,
     mxfp4,
@@ -105,18 +106,17 @@ def apply_quantization(
     """Apply the method of `quantization`; return the mapping unchanged if it is None."""
     if quantization is None:
         return mapping
-    return METHODS[quantization.method].apply(module, mapping, tensors, quantization)
+    if quantization.method != gguf_held.METHOD:
+        method = METHODS[quantization.method]
+        mapping = method.apply(module, mapping, tensors, quantization)
+    return gguf_held.hold(module, mapping, tensors) if quantization.held else mapping
 
 
 def hold_stored(config: Config, directory: Path) -> Config:
-    """Return a model's config whose linear layers keep quantized weights as stored. Raises
-    ValueError for GGUF files, of which none can be kept so."""
-    if (directory / GGUF_LINK).exists():
-        raise ValueError(
-            "weight_dtype is 'stored', but weights of GGUF files are dequantized while loading; "
-            "use weight_dtype auto, or int8 or int4 on a CPU."
-        )
+    """Return a model's config whose linear layers keep quantized weights as stored."""
     quantization = config.quantization
+    if quantization is None and (directory / GGUF_LINK).exists():
+        quantization = Quantization(method=gguf_held.METHOD, block=(1, 1), label="GGUF")
     if quantization is None:
         return config
     return replace(config, quantization=replace(quantization, held=True))
@@ -124,6 +124,8 @@ def hold_stored(config: Config, directory: Path) -> Config:
 
 def experts_format(quantization: Quantization, decoder: DecoderConfig) -> Format | None:
     """Return the format in which experts are held; None if they are dequantized."""
+    if quantization.method == gguf_held.METHOD:
+        return None
     return METHODS[quantization.method].experts_format(quantization, decoder.hidden_size)
 
 

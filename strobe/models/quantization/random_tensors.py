@@ -47,7 +47,7 @@ def random_tensors(
                 for leaf, (dtype, size) in headers(scheme, shape).items():
                     dtypes[f"{stem}.{leaf}"] = dtype
                     shapes[f"{stem}.{leaf}"] = size
-    return CheckpointTensors("", dtypes, shapes)
+    return CheckpointTensors(source="", dtypes=dtypes, shapes=shapes)
 
 
 def _scheme(stem: str, quantization: Quantization) -> Scheme | None:

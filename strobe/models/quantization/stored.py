@@ -6,6 +6,7 @@ a product is that with the weight dequantized while loading. Legend: T rows, N o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 
 import torch
@@ -16,8 +17,9 @@ from strobe.models.checkpoint import TORCH
 from strobe.models.linear import Linear, StoredWeight
 from strobe.models.quantization.forms import EXPONENTS, Form
 from strobe.models.quantization.grouped import fill_dequantized, joined
-from strobe.models.weight_mapping import CheckpointTensors
+from strobe.models.weight_mapping import CheckpointTensors, WeightPart, copy
 
+HEAD = "lm_head.weight"
 ZEROS = ("zero_point", "qzeros")
 
 
@@ -100,6 +102,26 @@ def held_bytes(form: Form, tensors: CheckpointTensors, *, indexed: bool = True) 
             size = prod(shape) * 8
         total += size
     return total
+
+
+def can_hold(name: str, linear: Linear | None, parts: Sequence[WeightPart]) -> bool:
+    """Whether a linear layer can keep its weight as stored: if that is the checkpoint's, part by
+    part. Others read the weights of layers whose format is fixed, but for the head."""
+    if linear is None or linear.weight.ndim != 2 or (linear.fixed and name != HEAD):
+        return False
+    if len(parts) > 1 and any(part.stacked for part in parts):
+        return False
+    return all(part.fill is copy and len(part.sources) == 1 for part in parts)
+
+
+def hold_product(linear: Linear, nbytes: int) -> HeldProduct:
+    """Make a layer on the meta device multiply by weights that are held as stored; return its
+    product, which is empty. nbytes: of these weights."""
+    product = HeldProduct(linear, nbytes)
+    linear.stored = product
+    linear.product = product
+    empty_weight(linear)
+    return product
 
 
 def empty_weight(linear: Linear) -> None:
