@@ -71,7 +71,7 @@ def plain(bigram: Bigram) -> PlainAnswers:
     return PlainAnswers(bigram.pair)
 
 
-@pytest.mark.parametrize("c", few_cases(DRAFTING, 5))
+@pytest.mark.parametrize("c", few_cases(DRAFTING, 3))
 def test_outputs_equal_plain_decoding(c: Combination, bigram: Bigram, plain: PlainAnswers):
     compare(c, bigram.pair, plain(c.workload))
 

@@ -17,6 +17,7 @@ from strobe.engine.engine import Engine
 from strobe.request import Request, SchedulingOptions
 from strobe.sampling_params import SamplingParams
 from tests.support.engine_runs import drain, make_engine, run
+from tests.support.full_marks import full_where
 from tests.support.rank_threads import ranks
 from tests.support.recurrent_checkpoints import make_hybrid
 from tests.support.step_failures import fail_calls, run_with_failures
@@ -327,6 +328,7 @@ def test_aborted_request_gives_up_its_fetch(qwen3: Path):
     assert ask(engine, PROMPTS[1], COLD).finish_reason == "length"
 
 
+@full_where(lambda family, stage: (family == "qwen3") is (stage == "forward"))
 @pytest.mark.parametrize("overlap", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize("stage", ["copy", "forward", "commit"])
 @pytest.mark.parametrize("family", ["qwen3", "hybrid"])

@@ -163,7 +163,7 @@ def test_ranks_with_some_of_the_experts_answer_as_one_does(tmp_path: Path, famil
     "options",
     [
         {"draft_tensor_parallel_size": 1, "adaptive": False},
-        {"overlap": 2, "adaptive": False},
+        pytest.param({"overlap": 2, "adaptive": False}, marks=pytest.mark.full),
         {"method": "dflash+ngram", "page_size": 4},
         {"draft_sample_method": "greedy", "kv_cache_dtype": "fp8"},
     ],

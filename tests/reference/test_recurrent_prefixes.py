@@ -14,6 +14,7 @@ from strobe.engine.engine import Engine
 from strobe.request import Request
 from strobe.sampling_params import SamplingParams, Speculation
 from tests.support.engine_runs import drain, make_engine, run
+from tests.support.full_marks import full_where
 from tests.support.recurrent_checkpoints import EXPERTS, make_hybrid
 from tests.support.simulated_graphs import captured
 from tests.support.step_failures import fail_calls, run_with_failures
@@ -63,6 +64,7 @@ def cold_answer(path: Path, prompt: list[int], sampling: SamplingParams, **optio
     return ask(make_engine(config(path, enable_prefix_caching=False, **options)), prompt, sampling)
 
 
+@full_where(lambda sampling, method: (sampling is COLD) is (method == "none"))
 @pytest.mark.parametrize("sampling", [COLD, WARM], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
     "method", ["none", pytest.param("ngram", marks=pytest.mark.full), "dflash"]
@@ -200,7 +202,9 @@ def test_replayed_steps_after_hits(
 
 
 @pytest.mark.parametrize("overlap", [pytest.param(1, marks=pytest.mark.full), 2])
-@pytest.mark.parametrize("stage", ["copy", "forward", "commit"])
+@pytest.mark.parametrize(
+    "stage", ["copy", pytest.param("forward", marks=pytest.mark.full), "commit"]
+)
 def test_answers_are_right_when_steps_with_copies_fail(
     stage: str, overlap: int, hybrid: Path, drafter: Path
 ):

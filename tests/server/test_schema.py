@@ -22,6 +22,7 @@ from strobe.server.schema.field_errors import FieldError
 from tests.server.support.polling import PATIENCE
 from tests.server.support.request_bodies import SMALLEST
 from tests.server.support.server_process import Served
+from tests.support.full_marks import nightly_where
 
 schemathesis = pytest.importorskip(
     "schemathesis", reason="schemathesis is not installed; pip install schemathesis"
@@ -161,6 +162,7 @@ TOGETHER = (
 schema of a single field can express them."""
 
 
+@nightly_where(lambda model, examples: examples != MANY and list(SMALLEST).index(model) % 2 == 1)
 @pytest.mark.parametrize("model", SMALLEST)
 @pytest.mark.parametrize("examples", EXAMPLES)
 def test_documented_single_field_is_accepted(model: type[RequestModel], examples: int):

@@ -34,6 +34,7 @@ def verify(engine: Engine, reference: Reference, path: Path, plant: Plant) -> Ve
         return Verifier(engine, settings, reference=reference).run()
 
 
+@pytest.mark.full
 def test_verify_bfloat16_is_clean_within_the_rounding_measured(
     engine: Engine, reference: Reference, tmp_path: Path
 ):
