@@ -84,6 +84,9 @@ class AdaptiveDraftPolicy(DraftPolicy):
         self._option = Option()
         self._chosen_for = (0, 0)
         self._steps_left = 0
+        self._tried: float | None = None
+        """Drafts that should be right in the next step if it tries a width beyond the best one. A
+        narrower one tells nothing more, however right its drafts are."""
         self._best_width = -1
         """The width of the latest choice, tries aside."""
         self._num_blocks = 0
@@ -137,6 +140,10 @@ class AdaptiveDraftPolicy(DraftPolicy):
         width, num_drafting, num_verified = self._option
         for i in drafters[:num_drafting]:
             max_drafts[i] = min(candidates[i].max_drafts, self.widths[width])
+        if self._tried is not None and num_drafting:
+            drafting = [candidates[i].slot for i in drafters[:num_drafting]]
+            self.exploration.begin_try(width, drafting, self._tried)
+        self._tried = None
         if num_verified >= sum(max_drafts) - num_chained:
             return DraftPlan(max_drafts=max_drafts, use_chain=use_chain)
         rates = tuple(map(tuple, self.chances.table(width).tolist()))
@@ -161,7 +168,9 @@ class AdaptiveDraftPolicy(DraftPolicy):
         work = StepWork.of(plan, result, self.block_rows[width])
         if result.seconds is not None and work is not None:
             agrees = self.costs.observe(work, 1e3 * result.seconds, config)
-            self.exploration.confirm(width if drafting and agrees else None, self.costs.pace)
+            self.exploration.confirm(
+                (width if drafting else -1) if agrees else None, self.costs.pace
+            )
         self.forecast.advance()
         for table in (self.chances, self.chains):
             table.fade(min(len(spans) / config.request_memory, 1 / config.step_memory))
@@ -174,8 +183,8 @@ class AdaptiveDraftPolicy(DraftPolicy):
         if drafting and result.margins is not None:
             self._num_blocks += len(drafting)
             num_right = sum([result.num_accepted[i] for i in drafting])
-            self.exploration.end_try(width, num_right)
             slots, drafts = np.array([(spans[i].slot, spans[i].num_drafts) for i in drafting]).T
+            self.exploration.end_try(width, slots.tolist(), num_right)
             margins = np.array(result.margins)[drafting, : self.widths[width]]
             block = knot_weights(margin_evidence(margins, drafts))
             self.forecast.observe(slots, self.chances.chances(width, block))
@@ -243,9 +252,10 @@ class AdaptiveDraftPolicy(DraftPolicy):
         self._steps_left = self._hold(int(widths[best]), count)
         self._best_width = int(widths[best])
         if widths[tried] != widths[best]:
+            if widths[tried] > widths[best]:
+                self._tried = float(gains[tried])
             best = tried
             self._steps_left = 1
-            self.exploration.begin_try(int(widths[best]), float(gains[best]))
         self._option = Option(*options[:3, best].tolist())
         self._step_tokens = float(rate * ms[best])
         self.exploration.spend(int(widths[best]))

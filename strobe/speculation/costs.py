@@ -5,7 +5,7 @@ Imports no torch.
 
 where context is plain * positions of all requests' contexts, and for the drafts of a request with a
 mean context (block * drafting requests + draft_row * drafter's rows + verify_row * drafts) * its
-positions.
+positions. What drafts add to the step without them is multiplied by a factor, too (`StepFactors`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ Curve: TypeAlias = tuple[Ints, Floats]
 """Numbers of rows, ascending, and their milliseconds."""
 
 _MANY_ROWS = 2**24  # a curve's last line goes on up to there
-_RECENT = 4  # steps that measure the machine's present speed
 _DISTINCT = 512  # positions by which contexts must differ to say what drafts cost over context
 _PROMPT_STEPS = 64  # steps with prompts that measure the cost of their rows
 _MIN_SHARE = 1 / 8  # of the usual time of a step's rows; a shorter step was timed wrongly
@@ -62,11 +61,6 @@ class StepWork(NamedTuple):
             drafts=sum(result.num_verified or [span.num_drafts for span in spans]),
         )
 
-    @property
-    def plain(self) -> StepWork:
-        """The step of the same requests without drafts."""
-        return self._replace(draft_rows=0, rows=self.requests, drafting=0, drafts=0)
-
 
 class Rates(NamedTuple):
     """Milliseconds of each request; and of each position of context: of every request for its first
@@ -92,9 +86,65 @@ class Rates(NamedTuple):
         )
 
 
+class StepFactors:
+    """Factors by which steps take longer than at the start: the *pace* of all steps, and that of
+    what drafts add to a step. A step with drafts does not tell them apart, so their logarithms have
+    variances and a covariance (a Kalman filter): a step corrects the less certain factor most, and
+    a step without drafts after many with drafts corrects both."""
+
+    def __init__(self, config: PolicyConfig):
+        self.pace = 1.0
+        self.drafts = 1.0
+        self._pace_variance = config.pace_doubt**2
+        self._drafts_variance = config.drafts_doubt**2
+        self._covariance = 0.0
+        self._surprise = 0
+        """1 if the newest step took far longer than expected, -1 if far shorter, else 0."""
+        self._had_drafts = True
+        """Whether the newest step had drafts."""
+
+    def observe(self, share: float, ratio: float, noise: float, config: PolicyConfig) -> bool:
+        """Correct both factors by a step. share: of its expected milliseconds, what drafts add;
+        ratio: its milliseconds over those expected; noise: standard deviation of its logarithm from
+        other causes. Return whether drafts did not make it far shorter than expected.
+
+        One step that takes far longer or shorter is an outlier and counts as noise. Two in a row
+        show that the machine has changed. And drafts directly after a usual step without drafts are
+        far cheaper only if they were timed wrongly, since noise makes steps longer."""
+        self._pace_variance += config.pace_drift**2
+        self._drafts_variance += config.drafts_drift**2
+        self._drafts_variance = min(self._drafts_variance, config.drafts_doubt**2)
+        error = math.log(ratio)
+        limit = config.outlier * math.sqrt(self._variance(share) + noise**2)
+        surprise = (error > limit) - (error < -limit)
+        if surprise < 0 < share and not (self._had_drafts or self._surprise):
+            self._drafts_variance = config.drafts_doubt**2
+            self._covariance = 0.0
+        elif surprise and surprise == self._surprise:
+            self._pace_variance += config.pace_jump**2
+        elif surprise:
+            error = surprise * config.outlier * noise
+        self._surprise = surprise
+        self._had_drafts = share > 0.0
+        pace = self._pace_variance + share * self._covariance
+        drafts = self._covariance + share * self._drafts_variance
+        variance = self._variance(share) + noise**2
+        self.pace *= math.exp(pace * error / variance)
+        self.drafts *= math.exp(drafts * error / variance)
+        self._pace_variance -= pace * pace / variance
+        self._covariance -= pace * drafts / variance
+        self._drafts_variance -= drafts * drafts / variance
+        return surprise >= 0 or not self._had_drafts
+
+    def _variance(self, share: float) -> float:
+        """Return the variance of the logarithm of a step's expected milliseconds."""
+        shared = 2 * share * self._covariance
+        return self._pace_variance + shared + share**2 * self._drafts_variance
+
+
 class StepCosts:
     """Two curves, milliseconds by rows of the drafter's blocks and by rows of the target; the
-    rates; and the pace, the factor by which all steps take longer now than at the start."""
+    rates; and the factors by which steps take longer now than at the start."""
 
     def __init__(
         self,
@@ -108,9 +158,12 @@ class StepCosts:
         self._draft = _curve(draft)
         self._verify = _curve(verify)
         self._rates = np.array(Rates(request=request, context=context, **over_context))
-        self.pace = 1.0
-        self._ratios = deque([1.0], maxlen=_RECENT)
-        """Milliseconds of the latest steps over those expected."""
+        self.factors = StepFactors(PolicyConfig())
+
+    @property
+    def pace(self) -> float:
+        """The factor by which all steps take longer than at the start."""
+        return self.factors.pace
 
     @property
     def rates(self) -> Rates:
@@ -158,32 +211,40 @@ class StepCosts:
 
     def ms(self, work: StepWork) -> Floats:
         """Return the milliseconds of such a step."""
-        drafting = np.interp(work.draft_rows, *self._draft) * (work.draft_rows > 0)
-        verifying = np.interp(work.rows, *self._verify)
-        rated = sum(map(operator.mul, self._rates.tolist(), Rates.amounts(work)))
-        return np.asarray(self.pace * (drafting + verifying + rated))
+        plain, added = self._parts(work)
+        return np.asarray(self.factors.pace * (plain + added))
+
+    def _parts(self, work: StepWork) -> tuple[Any, Any]:
+        """Return the milliseconds at the pace of the start of a step without its drafts, and those
+        that its drafts add."""
+        rates = self._rates.tolist()
+        amounts = Rates.amounts(work)
+        undrafted = np.interp(work.rows - work.drafts, *self._verify)
+        plain = undrafted + rates[0] * amounts[0] + rates[1] * amounts[1]
+        added = np.interp(work.draft_rows, *self._draft) * (work.draft_rows > 0)
+        added += np.interp(work.rows, *self._verify) - undrafted
+        added += sum(map(operator.mul, rates[2:], amounts[2:]))
+        return plain, self.factors.drafts * added
 
     def observe(self, work: StepWork, ms: float, config: PolicyConfig) -> bool:
-        """Correct the pace, the rates, and both curves at the nearest numbers of rows, by shares of
-        the error about a step. A step that took far too long, as for a capture, counts as twice as
-        long as expected. Return whether its drafts did not cost far less than expected."""
-        ratio = ms / float(self.ms(work))
-        # Noise makes steps longer, so drafts that cost far less than expected were timed wrongly.
-        agrees = not work.draft_rows or ratio * config.cost_error > min(self._ratios)
-        if not agrees:
-            self._cheapen_drafts(work, ms / min(self._ratios))
-            ratio = ms / float(self.ms(work))
-        ratio = min(max(ratio, 0.5), 2.0)
-        self._ratios.append(ratio)
+        """Correct the factors and the rates, and by what then remains of the error about a step
+        both curves at the nearest numbers of rows. A step that took far too long, as for a capture,
+        counts as twice as long as expected. Return whether its drafts did not cost far less than
+        expected."""
+        plain, added = self._parts(work)
+        ratio = min(max(ms / float(self.ms(work)), 0.5), 2.0)
+        self._correct_rates(work, ratio, config)
+        is_long = work.context >= config.rate_context * work.requests
+        noise = config.context_noise if is_long else config.step_noise
+        agrees = self.factors.observe(float(added / (plain + added)), ratio, noise, config)
+        remaining = min(max(ms / float(self.ms(work)), 0.5), 2.0)
         for (rows, costs), n in zip((self._draft, self._verify), work[:2], strict=True):
             if n > 0:
                 nearest = np.abs(rows - n).argmin()
-                costs[nearest] *= 1 + config.table_gain * (ratio - 1)
+                costs[nearest] *= 1 + config.table_gain * (remaining - 1)
                 # More rows never cost less.
                 np.minimum(costs[:nearest], costs[nearest], out=costs[:nearest])
                 np.maximum(costs[nearest:], costs[nearest], out=costs[nearest:])
-        self._correct_rates(work, ratio, config)
-        self.pace *= ratio**config.pace_gain
         return agrees
 
     def _correct_rates(self, work: StepWork, ratio: float, config: PolicyConfig) -> None:
@@ -200,21 +261,6 @@ class StepCosts:
         shares[0] = 0.0
         change = config.rate_gain * (ratio - 1) * ms * shares
         self._rates = np.maximum(self._rates + change / np.maximum(amounts, 1.0), 0.0)
-
-    def _cheapen_drafts(self, work: StepWork, ms: float) -> None:
-        """Lower the costs of the drafter's rows, and of the rows that a step without drafts does
-        not have, by the factor by which they were too high for this step, but not below half. ms:
-        the step's milliseconds, corrected by the pace."""
-        plain = float(self.ms(work.plain))
-        drafted = float(self.ms(work)) - plain
-        if drafted <= 0.0:
-            return  # drafts cost nothing already
-        factor = max((ms - plain) / drafted, 0.5)
-        self._draft[1][:] *= factor
-        self._rates[2:] *= factor
-        rows, costs = self._verify
-        base = np.interp(work.requests, rows, costs)
-        costs[:] = np.where(costs > base, base + factor * (costs - base), costs)
 
     def as_dict(self) -> dict[str, dict[str, float] | float]:
         """Return the curves, without their far ends, and the rates."""

@@ -11,12 +11,12 @@ class PolicyConfig:
     shares: tuple[float, ...] = (0.125, 0.25, 0.5, 0.75, 1.0)  # of requests that draft at once
     explore_share: float = 0.002  # of the tokens: credit of the width that loses least,
     spare_share: float = 0.0005  # and of each of the others
+    dear_drafts: float = 1.5  # plain steps earn credit if they are best once drafts cost so much
 
     confirm_share: float = 0.02  # credit of a width that doubles the speed if its drafts were timed
     cost_doubt: float = 10.0  # too long by this factor,
     confirm_steps: int = 4  # until so many of its steps took about as long as expected,
     pace_change: float = 1.5  # and again once all steps take longer or shorter by this factor
-    cost_error: float = 1.5  # factor by which a step with drafts is shorter than it can be by noise
 
     first_rate: float = 0.82  # of right drafts at a position, before anything is known,
     first_weight: float = 3.0  # as if so many drafts had been seen
@@ -31,8 +31,15 @@ class PolicyConfig:
     max_own_weight: float = 0.8  # its maximum,
     own_gain: float = 0.02  # and the weight of one block in learning it
 
-    pace_gain: float = 0.1  # share of a step's error that goes to the pace of all steps,
-    table_gain: float = 0.02  # and to the cost of its number of rows,
-    rate_gain: float = 0.3  # and to the rates over context, if contexts have on average
+    pace_doubt: float = 0.07  # standard deviations: of the pace at the start,
+    pace_drift: float = 0.01  # of its change in each step,
+    pace_jump: float = 0.5  # of its change once two steps in a row are outliers,
+    drafts_doubt: float = 0.3  # of the factor of what drafts add to a step,
+    drafts_drift: float = 0.003  # of its change,
+    step_noise: float = 0.1  # and of a step's milliseconds,
+    context_noise: float = 0.7  # also by what rates over context leave open; all of logarithms
+    outlier: float = 2.0  # an error larger than this many of its standard deviations is noise
+    table_gain: float = 0.02  # share of a step's error that goes to the cost of its number of rows,
+    rate_gain: float = 0.4  # and to the rates over context, if contexts have on average
     rate_context: int = 1024  # so many positions;
     rate_floor: float = 0.1  # each rate may be this share of a step, if it was thought to be less

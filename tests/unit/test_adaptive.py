@@ -244,13 +244,40 @@ def test_drafts_that_are_right_again_are_soon_tried_again():
     exploration = Exploration(2, PolicyConfig())
     exploration.earn(1000.0)
     exploration.spend(1)
-    exploration.begin_try(1, 0.25)
-    exploration.end_try(0, 9)
-    assert exploration.credit.tolist() == [2.0, 0.0, 0.0], "that step was no try"
-    exploration.end_try(1, 3)
+    exploration.begin_try(1, [4, 2], expected=0.25)
+    exploration.end_try(0, [2, 4], num_right=9)
+    exploration.end_try(1, [2], num_right=9)
+    assert exploration.credit.tolist() == [2.0, 0.0, 0.0], "those steps were no tries"
+    exploration.end_try(1, [2, 4], num_right=3)
     assert exploration.credit[1] == 2.75
-    exploration.end_try(1, 3)
+    exploration.end_try(1, [2, 4], num_right=3)
     assert exploration.credit[1] == 2.75, "a try counts once"
+
+
+def test_gain_of_a_failed_try_goes_to_no_later_step():
+    exploration = Exploration(2, PolicyConfig())
+    exploration.begin_try(1, [0], expected=0.25)
+    for _ in range(5):
+        exploration.earn(0.0)
+    exploration.end_try(1, [0], num_right=7)
+    assert exploration.credit[1] == 0.0
+
+
+@pytest.mark.parametrize("drafted_ms", [1.6, 1.3])
+def test_plain_steps_are_tried_where_they_may_be_best(drafted_ms: float):
+    """Two drafts of three are right, so that drafting pays below 1.67 plain steps."""
+    exploration = Exploration(1, PolicyConfig())
+    options = np.array([-1, 0]), np.array([3.0, 5.0]), np.array([1.0, drafted_ms])
+    exploration.set_shares(*options)
+    exploration.earn(100.0)
+    may_be_best = drafted_ms > 1.5
+    assert bool(exploration.credit[-1] > 0.1) is may_be_best
+    for _ in range(4):
+        exploration.confirm(-1, pace=1.0)
+    exploration.set_shares(*options)
+    exploration.spend(-1)
+    exploration.earn(100.0)
+    assert exploration.credit[-1] == pytest.approx(0.05 * may_be_best)
 
 
 @pytest.mark.parametrize("is_right", [True, False])

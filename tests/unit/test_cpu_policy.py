@@ -54,12 +54,14 @@ def test_drafter_that_is_never_right_costs_nothing(name: str, length: int, trace
     assert worst_share(traces, name, length, is_right=False) > 0.98
 
 
-@full_where(lambda name, length: (name, length) != ("float32", 16))
-@pytest.mark.parametrize(("length", "bound"), [(16, 0.98), (64, 0.93)])
+@full_where(lambda name, length: name != "float32" or length == 64)
+@pytest.mark.parametrize(("length", "bound"), [(16, 0.98), (64, 0.97), (256, 0.94)])
 @pytest.mark.parametrize("name", RECORDED)
 def test_drafter_of_the_model_is_not_slower_than_plain(
     name: str, length: int, bound: float, traces: Traces
 ):
+    """With one factor for all steps, float32 had 0.84 at 256 tokens: steps with drafts took 2.1
+    plain steps instead of 1.84, which nothing showed, since no plain step ran."""
     assert worst_share(traces, name, length, is_right=True) > bound
 
 
