@@ -2,6 +2,7 @@
 products with weights, and the rest.
 
     python benchmarks/cpu_calls.py [--target smollm2] [--requests 1] [--weight-dtype auto]
+        [--compile]
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def decoding_engine(options: argparse.Namespace) -> Engine:
             device="cpu",
             dtype=options.dtype,
             weight_dtype=options.weight_dtype,
+            compile=options.compile,
             max_num_seqs=options.requests,
             max_model_len=2048,
         )
@@ -76,6 +78,7 @@ def main() -> None:
     parser.add_argument("--target", default="smollm2")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--weight-dtype", default="auto")
+    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--requests", type=int, default=1)
     parser.add_argument("--context", type=int, default=64, help="tokens of each prompt")
     parser.add_argument("--steps", type=int, default=60)
@@ -89,6 +92,7 @@ def main() -> None:
         print(f"| `{name}` | {count} |")
     figures = {
         "torch": torch.__version__,
+        "compile": options.compile,
         "threads": torch.get_num_threads(),
         "load": os.getloadavg()[0],
         "calls": calls.total(),

@@ -167,6 +167,11 @@ class EngineConfig:
     kernels: Literal["auto", "triton", "torch"] = option(
         "auto", "auto, triton or torch: how norms, linear layers and sampling run on a GPU."
     )
+    compile: bool = option(
+        False,
+        "Compile the operations around products with the machine's C compiler, once, and use them "
+        "on a CPU.",
+    )
     cuda_graphs: bool = option(True, "Replay decoding steps from captured graphs on a GPU.")
     seed: int = option(0, "Seed of requests that set none.")
     ngram_max: Annotated[int, Field(ge=1, le=32)] = option(

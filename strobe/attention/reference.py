@@ -207,50 +207,65 @@ class ReferencePlan:
         self._buffer = self.store.page_buffer(layer, seen.pages, self._buffer)
         return self.store.gather_pages(layer, seen.pages, self._buffer)
 
+    def attend_spans(self, layer: int, q: Tensor, out: Tensor, *, more_rows_than: int) -> None:
+        """Attend to keys and values that are stored, only for spans of more rows than this: q
+        [T, Hq, D], whose results are written to out [T, Hq * D]."""
+        for index, group in enumerate(self.groups):
+            if group.rows.shape[1] > more_rows_than:
+                rows = q[group.run or group.rows.flatten()]
+                result = self._attend_group(index, layer, rows, None)
+                self._place(group, result, out)
+
     def _attend(self, layer: int, q: Tensor, sinks: Tensor | None) -> Tensor:
         """Attend to keys and values that are stored."""
-        rows, heads, width = q.shape
+        if len(self.groups) == 1 and self.groups[0].run is not None:
+            return self._attend_group(0, layer, q, sinks)
+        out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
+        for index, group in enumerate(self.groups):
+            rows = q[group.run or group.rows.flatten()]
+            result = self._attend_group(index, layer, rows, sinks)
+            self._place(group, result, out)
+        return out
+
+    @staticmethod
+    def _place(group: Group, result: Tensor, out: Tensor) -> None:
+        """Write a group's results to its rows of the batch."""
+        out[group.run or group.target] = result if group.flat is None else result[group.flat]
+
+    def _attend_group(self, index: int, layer: int, q: Tensor, sinks: Tensor | None) -> Tensor:
+        """Attend from a group's rows q [G * Q, Hq, D] -> [G * Q, Hq * D]."""
+        seen = self._keys_of(index, layer)
+        keys, values = self._read(layer, seen)
+        if keys.dtype != q.dtype:
+            keys = keys.to(q.dtype)
+            values = values.to(q.dtype)
+        scale = self.store.scales[layer]
+        spans, longest = self.groups[index].rows.shape
+        heads, width = q.shape[1:]
         kv_heads = self.store.spec.shapes[layer][0]
         repeats = heads // kv_heads
-        out = None
-        for index, group in enumerate(self.groups):
-            seen = self._keys_of(index, layer)
-            keys, values = self._read(layer, seen)
-            if keys.dtype != q.dtype:
-                keys = keys.to(q.dtype)
-                values = values.to(q.dtype)
-            scale = self.store.scales[layer]
-            spans, longest = group.rows.shape
-            single_group = group.run is not None and len(self.groups) == 1
-            part = q if single_group else q[group.run or group.rows.flatten()]
-            if longest > 1:
-                part = part.view(spans, longest, kv_heads, repeats, width).permute(0, 2, 3, 1, 4)
-                part = part.reshape(spans, kv_heads, repeats * longest, width)
-            else:
-                part = part.view(spans, kv_heads, repeats, width)
-            if scale.keys != 1.0:
-                part = part * scale.keys
-            bias = self._bias_of(index, layer, q.dtype, repeats)
-            if sinks is None:
-                result = F.scaled_dot_product_attention(part, keys, values, attn_mask=bias)
-            else:
-                column = sinks.to(q.dtype).view(kv_heads, repeats, 1).expand(-1, -1, longest)
-                result = attend_with_sinks(
-                    part, keys=keys, values=values, bias=bias, sinks=column.flatten(1)
-                )
-            if scale.values != 1.0:
-                result = result * scale.values
-            if longest > 1:
-                result = result.view(spans, kv_heads, repeats, longest, width)
-                result = result.permute(0, 3, 1, 2, 4)
-            result = result.reshape(spans * longest, heads * width)
-            if single_group:
-                return result
-            if out is None:
-                out = torch.empty(rows, heads * width, dtype=q.dtype, device=q.device)
-            out[group.run or group.target] = result if group.flat is None else result[group.flat]
-        assert out is not None
-        return out
+        part = q
+        if longest > 1:
+            part = part.view(spans, longest, kv_heads, repeats, width).permute(0, 2, 3, 1, 4)
+            part = part.reshape(spans, kv_heads, repeats * longest, width)
+        else:
+            part = part.view(spans, kv_heads, repeats, width)
+        if scale.keys != 1.0:
+            part = part * scale.keys
+        bias = self._bias_of(index, layer, q.dtype, repeats)
+        if sinks is None:
+            result = F.scaled_dot_product_attention(part, keys, values, attn_mask=bias)
+        else:
+            column = sinks.to(q.dtype).view(kv_heads, repeats, 1).expand(-1, -1, longest)
+            result = attend_with_sinks(
+                part, keys=keys, values=values, bias=bias, sinks=column.flatten(1)
+            )
+        if scale.values != 1.0:
+            result = result * scale.values
+        if longest > 1:
+            result = result.view(spans, kv_heads, repeats, longest, width)
+            result = result.permute(0, 3, 1, 2, 4)
+        return result.reshape(spans * longest, heads * width)
 
 
 def attend_with_sinks(

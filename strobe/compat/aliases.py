@@ -46,6 +46,7 @@ RENAMED = {
 SWITCHES: dict[str, tuple[str, object, object]] = {
     "enforce_eager": ("cuda_graphs", False, None),
     "disable_cuda_graph": ("cuda_graphs", False, None),
+    "enable_torch_compile": ("compile", True, False),
     "disable_radix_cache": ("enable_prefix_caching", False, None),
     "disable_overlap_schedule": ("overlap", 1, None),
     "async_scheduling": ("overlap", 2, 1),

@@ -8,9 +8,12 @@ from typing import NamedTuple
 import torch
 
 from strobe.attention.backend import AttentionBackend
+from strobe.attention.compiled import CompiledBackend
 from strobe.attention.reference import ReferenceBackend
 from strobe.attention.triton import TritonBackend, unsupported_reason
 from strobe.config import EngineConfig
+from strobe.kernels.cpu.calls import CpuCalls
+from strobe.kernels.cpu.library import find_compiler
 from strobe.models.model_config import DraftConfig, TargetConfig
 from strobe.models.quantization import rounding
 from strobe.models.quantization.fp8 import unsupported_reason as fp8_unsupported
@@ -29,14 +32,16 @@ class WeightFormat(NamedTuple):
 
 
 class BackendChoice(NamedTuple):
-    """attention, draft_attention: "triton" or "reference"; kernels: whether triton kernels run the
-    models' operations and sampling; graphs: whether steps are captured; overlap: steps in flight;
-    kv_dtype: dtype of keys and values; weights, draft_weights: storage of the target's and the
-    drafters' weights in memory."""
+    """attention, draft_attention: "triton", "compiled" or "reference"; kernels: whether triton
+    kernels run the models' operations and sampling; compiled: whether C runs the models' operations
+    on a CPU; graphs: whether steps are captured; overlap: steps in flight; kv_dtype: dtype of keys
+    and values; weights, draft_weights: storage of the target's and the drafters' weights in
+    memory."""
 
     attention: str
     draft_attention: str
     kernels: bool
+    compiled: bool
     graphs: bool
     overlap: int
     kv_dtype: torch.dtype
@@ -58,6 +63,8 @@ def choose_backends(
     draft_attention = attention
     if drafts:
         draft_attention = _draft_backend(config, _unsupported(drafts, device, dtype))
+    if config.compile:
+        _check_compile(device, dtype)
     no_fp8 = fp8_unsupported(device) if "triton" in (attention, draft_attention) else None
     if config.kv_cache_dtype == "fp8" and no_fp8 is not None:
         raise ValueError(f"kv_cache_dtype is 'fp8', but {no_fp8}; use kv_cache_dtype auto.")
@@ -68,15 +75,38 @@ def choose_backends(
         config, target, drafts, device=device, dtype=dtype, no_fp8=no_kernels or no_fp8
     )
     return BackendChoice(
-        attention=attention,
-        draft_attention=draft_attention,
+        attention=_compiled(attention, config),
+        draft_attention=_compiled(draft_attention, config),
         kernels=no_kernels is None,
+        compiled=config.compile,
         graphs=attention == draft_attention == "triton" and config.cuda_graphs,
         overlap=config.overlap or (2 if device.type == "cuda" else 1),
         kv_dtype=FP8 if config.kv_cache_dtype == "fp8" else dtype,
         weights=formats["weight_dtype"],
         draft_weights=formats.get("draft_weight_dtype", formats["weight_dtype"]),
     )
+
+
+def _check_compile(device: torch.device, dtype: torch.dtype) -> None:
+    """Raise ValueError if no compiled operation can run."""
+    if device.type != "cpu":
+        raise ValueError(
+            f"compile is set, but the device is {device}, where steps run as kernels and captured "
+            "graphs already; leave compile out."
+        )
+    if dtype != torch.float32:
+        name = str(dtype).removeprefix("torch.")
+        raise ValueError(
+            f"compile is set, but dtype is {name!r}, and its operations are in float32; use dtype "
+            "auto or leave compile out."
+        )
+    find_compiler()
+
+
+def _compiled(attention: str, config: EngineConfig) -> str:
+    """Return the attention backend in the place of the reference, if that was not asked for."""
+    asked = config.draft_attention_backend or config.attention_backend
+    return "compiled" if config.compile and asked == "auto" else attention
 
 
 def _weight_formats(
@@ -170,6 +200,8 @@ def make_backends(
 ) -> tuple[AttentionBackend, AttentionBackend]:
     """Make the target's and the drafters' attention backends."""
     backends: dict[str, AttentionBackend] = {"reference": ReferenceBackend()}
+    if "compiled" in (choice.attention, choice.draft_attention):
+        backends["compiled"] = CompiledBackend(CpuCalls())
     if "triton" in (choice.attention, choice.draft_attention):
         widths = [width for model in (target, *drafts) for width in model.decoder.head_dims]
         backends["triton"] = TritonBackend(device, max(widths))

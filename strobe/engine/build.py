@@ -653,6 +653,10 @@ def _set_operations(resolved: ResolvedConfig, target: Target, drafters: Iterable
         join_all(target)
         for model in (target, *drafters):
             join_parts(model)
+    elif resolved.backends.compiled:
+        from strobe.models.ops.compiled_ops import CompiledOps
+
+        ops = CompiledOps()
     for model in (target, *drafters):
         model.ops = resolved.split.ops(ops, model, kernels=kernels)
 

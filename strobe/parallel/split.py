@@ -17,10 +17,12 @@ from strobe.config import EngineConfig
 from strobe.models.checkpoint import Checkpoint
 from strobe.models.dflash_drafter import DFlash
 from strobe.models.model_config import DecoderConfig, DraftConfig, TargetConfig
+from strobe.models.ops.compiled_ops import CompiledOps
 from strobe.models.ops.torch_ops import TorchOps
 from strobe.models.target import Target
 from strobe.models.weight_loading import Open
 from strobe.parallel.group import Group, RankFailed
+from strobe.parallel.rank_compiled_ops import RankCompiledOps
 from strobe.parallel.rank_ops import RankOps, make_rank_ops
 from strobe.parallel.rank_sampling import RankRows
 from strobe.parallel.shards import ShardedCheckpoint
@@ -84,6 +86,8 @@ class Split:
         if self.group is None:
             return ops
         kind = RankOps
+        if isinstance(ops, CompiledOps):
+            kind = RankCompiledOps
         if kernels:
             from strobe.parallel.rank_triton_ops import RankTritonOps as kind
         size = self.size if isinstance(model, Target) else self.draft_size

@@ -35,3 +35,13 @@ def test_gpus_run_what_their_compute_capability_allows(
             chosen(tmp_path, kv_cache_dtype="fp8")
     else:
         assert chosen(tmp_path, kv_cache_dtype="fp8").kv_dtype == torch.float8_e4m3fn
+
+
+def test_compile_is_refused_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    make_target(tmp_path, head_dim=64)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    target = load_target_config(tmp_path)
+    device = torch.device("cuda")
+    with pytest.raises(ValueError, match=r"compile is set, but the device is cuda.*leave compile"):
+        choose_backends(EngineConfig(compile=True), target, [], device, torch.bfloat16)

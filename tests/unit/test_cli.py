@@ -46,7 +46,8 @@ ENGINE_FIELDS = [
     "tensor_parallel_size", "draft_tensor_parallel_size",
     "enable_expert_parallel", "load_format",
     "weight_dtype", "draft_weight_dtype", "kv_cache_dtype", "attention_backend",
-    "draft_attention_backend", "kernels", "cuda_graphs", "seed", "ngram_max", "ngram_min",
+    "draft_attention_backend", "kernels", "compile", "cuda_graphs", "seed",
+    "ngram_max", "ngram_min",
     "shadow", "shadow_draft", "shadow_share",
 ]  # fmt: skip
 SAMPLING_FIELDS = [
@@ -74,7 +75,7 @@ ENGINE_FLAGS = [
     "--draft-tensor-parallel-size", "--enable-expert-parallel", "--load-format",
     "--weight-dtype", "--draft-weight-dtype", "--kv-cache-dtype", "--attention-backend",
     "--draft-attention-backend",
-    "--kernels", "--cuda-graphs", "--no-cuda-graphs", "--ngram-max", "--ngram-min",
+    "--kernels", "--compile", "--cuda-graphs", "--no-cuda-graphs", "--ngram-max", "--ngram-min",
 ]  # fmt: skip
 FLAGS = {
     "generate": [
