@@ -23,10 +23,12 @@ SECONDS = 60.0
 
 
 class Exchange:
-    """The ranks' tensors, and the barrier before and after reading them."""
+    """The ranks' tensors, and the barrier before reading them. They are written at two places in
+    turn: a rank that writes to a place again has passed the barrier at which all had read it."""
 
     def __init__(self, size: int):
-        self.size, self.parts = size, [torch.empty(0)] * size
+        self.size = size
+        self.places = [[torch.empty(0)] * size for _ in range(2)]
         self.barrier = threading.Barrier(size, timeout=SECONDS)
 
 
@@ -35,6 +37,7 @@ class ThreadGroup:
 
     def __init__(self, exchange: Exchange, rank: int):
         self.exchange, self.rank, self.size = exchange, rank, exchange.size
+        self.next_place = 0
         self.failure: RankFailed | None = None
 
     def end_step(self) -> None:
@@ -45,11 +48,12 @@ class ThreadGroup:
             raise threading.BrokenBarrierError
 
     def _gather(self, x: Tensor) -> list[Tensor]:
-        self.exchange.parts[self.rank] = x
+        """Return the ranks' tensors, which must not be changed."""
+        parts = self.exchange.places[self.next_place]
+        self.next_place = 1 - self.next_place
+        parts[self.rank] = x.clone()
         self.exchange.barrier.wait()
-        parts = [part.clone() for part in self.exchange.parts]
-        self.exchange.barrier.wait()
-        return parts
+        return list(parts)
 
     def sum(self, x: Tensor) -> Tensor:
         return torch.stack(self._gather(x)).sum(0)
